@@ -73,11 +73,6 @@ COVERED: dict[str, tuple[str, str]] = {
     "deepspeed --num_accelerators 2 tools/find_lr.py --from 1e-6 --to 1 --steps 100 --plot runs/lr.svg "
     "--config launch/quickstart.yaml --save runs/checked":
         ("tests/distributed/test_sanity.py", '"find_lr.py"'),
-    # long sequences: the tests train a smaller model
-    "ds-pretrain --num_accelerators 2 --config launch/quickstart.yaml "
-    "--deepspeed_config ds_configs/sequence2_zero3_bf16.json --recompute blocks --mlp_tiles 4 --train_steps 4 "
-    "--save runs/long":
-        ("tests/distributed/test_model_parallel.py", '"sequence2_zero3_tiled_offload"'),
     # faults: the test runs the same program with a smaller model
     "python tools/chaos.py --faults 20 --seed 1 -- ds-pretrain --num_accelerators 2 --config launch/quickstart.yaml "
     "--deepspeed_config ds_configs/zero1_bf16.json --gradient_accumulation_steps 2 --train_steps 60 --save_interval 4 "
