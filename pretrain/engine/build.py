@@ -35,7 +35,7 @@ from pretrain.engine.measure.profiled_flops import count_flops_of_engine
 from pretrain.engine.measure.router_statistics import add_router_losses
 from pretrain.engine.operators.choose_kernels import choose_kernels
 from pretrain.engine.operators.operators_on_cuda import operators_on_cuda
-from pretrain.engine.parallelism import Mpu, create_mpu, create_parallel_groups, without_own_blocks
+from pretrain.engine.parallelism import Mpu, create_mpu, create_parallel_groups, engine_config
 from pretrain.engine.parameter_groups import is_matrix, mup_parameter_groups, parameter_groups
 from pretrain.engine.recipe.add_recipe import add_recipe
 from pretrain.engine.update_passes import pass_over_gradients_in_c
@@ -72,7 +72,7 @@ def _build_module(plan: Plan, groups: ParallelGroups, mpu: Mpu | None) -> torch.
                            partition_method=plan.layout.partition_method, layer_times=plan.layout.layer_times,
                            recompute=recompute,
                            plain_operators=plain_operators, loss_terms=terms, groups=groups)
-    init = deepspeed.zero.Init(config_dict_or_path=without_own_blocks(plan.ds_config), mpu=mpu,
+    init = deepspeed.zero.Init(config_dict_or_path=engine_config(plan.ds_config), mpu=mpu,
                                enabled=plan.layout.zero_stage == 3,
                                data_parallel_group=None if mpu is None else mpu.get_sequence_data_parallel_group())
     mark_partitioned_experts(init, groups.expert)
@@ -121,7 +121,7 @@ def build_engine(plan: Plan, *, initialize: bool = True,
     mark_experts(module, groups.expert)
     with announced_experts(module):
         engine, *_ = deepspeed.initialize(model=module, model_parameters=_parameter_groups(module, plan),
-                                          config=without_own_blocks(ds_config), optimizer=make_optimizer,
+                                          config=engine_config(ds_config), optimizer=make_optimizer,
                                           lr_scheduler=_scheduler(plan), mpu=mpu)
     engine.layer_times = plan.layout.layer_times
     remember_settings(engine, plan.ds_config)

@@ -38,14 +38,14 @@ def create_mpu(layout: Layout, groups: ParallelGroups) -> "Mpu | None":
     return Mpu(tensor, sequence, data, sequence_data)
 
 
-def without_own_blocks(ds_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the JSON for `deepspeed.initialize`, without the degrees that this program's layers implement.
+def engine_config(ds_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the JSON for `deepspeed.initialize`: without the degrees that this program's layers implement.
 
-    With these blocks, DeepSpeed would replace the layers by those of AutoTP and AutoEP, and ask for a mesh of ranks.
+    With these keys, DeepSpeed would replace the layers by those of AutoTP and AutoEP, and ask for a mesh of ranks.
 
-    By default, DeepSpeed 0.19.8 (runtime/pipe/engine.py, is_pipe_partitioned) sends each tensor-parallel rank's part of
-    the tensors between pipeline stages, and gathers them: it expects equal tensors on these ranks. Here, the ranks have
-    different shards of the sequences.
+    Pipeline stages send complete tensors. By default, DeepSpeed 0.19.8 (runtime/pipe/engine.py, is_pipe_partitioned)
+    sends each tensor-parallel rank's part of them, and gathers these parts: it expects equal tensors on these ranks.
+    Here, the ranks have different shards of the sequences.
     """
     own = ("tensor_parallel", "expert_parallel", "sequence_parallel_size")
     complete = {"pipe_partitioned": False, "grad_partitioned": False}

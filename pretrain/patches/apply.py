@@ -34,7 +34,7 @@ defect; then the function can be deleted. All defects were found in DeepSpeed 0.
 Defects that raise an error or only waste resources:
     bf16 + ZeRO-0 + pipeline: checkpoints cannot be loaded (KeyError: 0)  checkpoint.load_checkpoint
     pipeline + tensor parallelism: by default, stages send a part of each
-       tensor, as if all tensor-parallel ranks had the same one            engine/parallelism.py, without_own_blocks
+       tensor, as if all tensor-parallel ranks had the same one            engine/parallelism.py, engine_config
     fp16 + ZeRO-0 + an optimizer without DeepSpeed's kernel: the norm
        counts matrices of one tensor-parallel rank only                   fp16.scale_loss_at_stage_0
     ZeRO-1 + pipeline: stages with different parameter groups wait for

@@ -13,7 +13,7 @@ from pretrain.config.notes import json_notes
 from pretrain.config.resolve import ResolvedConfig, resolve_ds_config
 from pretrain.config.rules.check import check_rules
 from pretrain.distributed.device import Device
-from pretrain.engine.parallelism import without_own_blocks
+from pretrain.engine.parallelism import engine_config
 from pretrain.errors import ConfigError
 from pretrain.model.config import load_model_config
 from tests.support.foreign_jsons import ForeignJson, read_foreign_jsons
@@ -47,7 +47,7 @@ def test_accepted_by_this_program_and_by_deepspeed(foreign: ForeignJson) -> None
     config = json.loads(json.dumps(resolved.config))
     assert '"auto"' not in json.dumps(config)
     config["train_batch_size"] //= resolved.layout.data_parallel_size  # DeepSpeed runs with one rank here
-    own = DeepSpeedConfig(without_own_blocks(config))
+    own = DeepSpeedConfig(engine_config(config))
     assert own.zero_optimization_stage == resolved.layout.zero_stage
     assert own.optimizer_name == resolved.layout.optimizer
 

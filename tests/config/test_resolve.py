@@ -13,7 +13,7 @@ from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.resolve import ResolvedConfig, resolve_ds_config
 from pretrain.config.rules.check import check_rules
 from pretrain.distributed.device import Device
-from pretrain.engine.parallelism import without_own_blocks
+from pretrain.engine.parallelism import engine_config
 from pretrain.errors import ConfigError
 from pretrain.model.config import load_model_config, model_config_from
 
@@ -279,7 +279,7 @@ def test_deepspeed_accepts_every_resolved_file_of_ds_configs(tmp_path: Path) -> 
         resolved = resolve_ds_config(file, dataclasses.replace(ARGS, nvme_path=nvme), world_size=ranks, model=model,
                                      device=CUDA)
         check_rules(resolved)
-        config = without_own_blocks(json.loads(json.dumps(resolved.config)))
+        config = engine_config(json.loads(json.dumps(resolved.config)))
         config["train_batch_size"] //= resolved.layout.data_parallel_size  # DeepSpeed runs with one rank here
         own = DeepSpeedConfig(config)
         assert own.zero_optimization_stage == resolved.layout.zero_stage

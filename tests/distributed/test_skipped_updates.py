@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import selected_params
 from tests.distributed.test_upstream import NEEDS_LIBAIO
 from tests.support.cases import CPU, case, config, flags, nvme
 from tests.support.launch import run_worker
@@ -19,6 +20,7 @@ MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
 NO_CLIPPING = {"gradient_clipping": 0}
 STATIC = {"loss_scale": 128}
 FP16 = {"enabled": True, "initial_scale_power": 10, "loss_scale_window": 3, "hysteresis": 1, "min_loss_scale": 1}
+TENSOR2 = {"tensor_parallel": {"autotp_size": 2}}
 AT_MINIMUM = {"initial_scale_power": 1}
 
 
@@ -75,6 +77,7 @@ MORE_LAYOUTS = {
     "fp16_zero2_cpu": fp16(2, offload_optimizer=CPU),
     "fp16_zero3": fp16(3),
     "fp16_zero3_muon": {**fp16(3, reduce_scatter=False), **MUON},
+    **{f"fp32_zero{stage}_tensor2": {**config(stage), **TENSOR2} for stage in (0, 1, 3)},
 }
 OVERFLOWS = {  # more overflows than the loss scale can be halved
     "fp16_zero1_minimum": fp16(1, scaling=AT_MINIMUM), "fp16_zero0_minimum": fp16(0, stages=2, scaling=AT_MINIMUM),
@@ -160,13 +163,16 @@ def test_n_plain_deepspeed_skips_all_updates_after_one(results: dict[str, Any]) 
 
 
 @pytest.fixture(scope="module")
-def more_results(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def more_results(request: pytest.FixtureRequest, corpus: str,
+                 tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder, disk = (tmp_path_factory.mktemp(name) for name in ("skip", "nvme"))
-    cases = [*(skip_case(name, values, corpus, FAULTS) for name, values in MORE_LAYOUTS.items()),
-             skip_case("plain_o", MORE_LAYOUTS["bf16_zero3_muon"], corpus, [], "unpatched")]
     small = bf16(3, offload_optimizer=nvme(disk), sub_group_size=500_000)  # sub-groups of more than 1 MiB are swapped
-    return run_worker("skip_worker.py", [*cases, skip_case("bf16_zero3_nvme", small, corpus, FAULTS, hidden=256)], 2,
-                      folder)
+    layouts = selected_params(request, "layout")
+    cases = [skip_case(name, MORE_LAYOUTS[name], corpus, FAULTS) for name in layouts if name in MORE_LAYOUTS]
+    if "bf16_zero3_nvme" in layouts:
+        cases.append(skip_case("bf16_zero3_nvme", small, corpus, FAULTS, hidden=256))
+    plain = skip_case("plain_o", MORE_LAYOUTS["bf16_zero3_muon"], corpus, [], "unpatched")
+    return run_worker("skip_worker.py", [*cases, plain], 2, folder)
 
 
 @pytest.mark.slow

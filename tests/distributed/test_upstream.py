@@ -40,8 +40,7 @@ NEEDS_LIBAIO = pytest.mark.skipif(not HAS_LIBAIO, reason="NVMe offload needs lib
 
 def ds_config(stage: int, zero: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
     return {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0,
-            "optimizer": ADAM,
-            "zero_optimization": {"stage": stage, **BUCKETS, **(zero or {})}, **changes}
+            "optimizer": ADAM, "zero_optimization": {"stage": stage, **BUCKETS, **(zero or {})}, **changes}
 
 
 def flags(corpus: str, **changes: Any) -> dict[str, Any]:
@@ -301,8 +300,6 @@ def test_l_adam_on_the_cpu_resumes_bit_exactly(kind: type[torch.optim.Optimizer]
         "another result after a resume" if patched else
         "DeepSpeed fixed defect L: remove adam.make_bias_correction_stateless")
 
-
-# --- K, and bf16 checkpoints of ZeRO stage 0
 
 def test_k_fp32_stage_0_clips_by_the_norm_of_every_stage(results: Results) -> None:
     ours, plain, stage_1 = (results[f"fp32_stage_{name}"] for name in ("0_ours", "0_plain", "1"))

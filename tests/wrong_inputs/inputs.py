@@ -89,6 +89,10 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"hybrid_engine": {"enabled": True}}, {}, "hybrid_engine"),
     ({"tensor_parallel": {"autotp_size": 2}}, {}, "autotp_size: found 2, with 1 rank "),
     ({"tensor_parallel": {"tp": {"tp_size": 2}}}, {}, 'tp.tp_size: found 2; expected 1, the "autotp_size"'),
+    *((key, {}, f'rite the degree as "{block}": {{') for block, key in (
+        ("tensor_parallel", {"autotp_size": 2}), ("tensor_parallel", {"tensor_parallel": {"tp_size": 2}}),
+        ("tensor_parallel", {"model-parallel-size": 2}), ("pipeline", {"pipe-parallel-size": 2}),
+        ("expert_parallel", {"expert_parallel": {"enabled": True, "ep_size": 2}}))),
     ({"sequence_parallel_size": 2}, {}, "sequence_parallel_size: found 2, with 1 rank "),
     ({"expert_parallel": {"autoep_size": 2}}, {}, 'found 2; expected also "enabled": true'),
     ({"expert_parallel": {"enabled": True, "autoep_size": 2}}, {}, "autoep_size: found 2, with 1 data-parallel rank "),

@@ -33,7 +33,7 @@ _SMALLEST_RMS, _LARGEST_RMS = 1e-5, 1e3  # of activations
 def check_initial_loss(checked: CheckedEngine, batches: list[MicroBatch]) -> Result:
     """Compare the loss of the first global batch with ln(V), the loss of equal probabilities."""
     loss, plan = checked.loss(batches), checked.plan
-    low, high = loss_bounds(plan)
+    low, high = loss_bounds(plan, repeated=_repeated_tokens(batches))
     origin = "of the loaded weights" if plan.origin else "at initialization"
     return Result("initial loss", low <= loss <= high, f"{loss:.4f} nats {origin}",
                   f"{low:.2f} to {high:.2f}; ln({plan.model.vocab_size}) = {math.log(plan.model.vocab_size):.2f}",
@@ -41,13 +41,21 @@ def check_initial_loss(checked: CheckedEngine, batches: list[MicroBatch]) -> Res
                   "or the loaded weights do not fit the tokenizer; too low: the labels are visible in the input", loss)
 
 
-def loss_bounds(plan: Plan) -> tuple[float, float]:
+def _repeated_tokens(batches: list[MicroBatch]) -> float:
+    """Return the fraction of the positions whose label is their own token; collective."""
+    equal = torch.cat([(batch[1][0] == tokens_of(batch)).flatten() for batch in batches])
+    fractions = gather(float(equal.float().mean()))
+    return sum(fractions) / len(fractions)
+
+
+def loss_bounds(plan: Plan, *, repeated: float = 0.0) -> tuple[float, float]:
     """Return the lowest and highest plausible initial loss in nats.
 
     The final norm has outputs of about unit variance. With an output matrix of standard deviation std, a logit then
     has the variance v = D * std^2, and the expected loss is ln(V) + v / 2. With tied embeddings, the logit of the
     input token is at most D * std larger: its embedding remains in the residual stream, and has the norm
-    sqrt(D) * std. This is an upper limit, because the blocks add to the residual stream. A loss far above ln(V) is
+    sqrt(D) * std. This is an upper limit, because the blocks add to the residual stream. Where the next token is the
+    same one (a fraction `repeated` of the positions), the loss is lower by up to this value. A loss far above ln(V) is
     never plausible: the model would first have to unlearn its initial weights. Loaded weights must be better than equal
     probabilities.
     """
@@ -63,7 +71,8 @@ def loss_bounds(plan: Plan) -> tuple[float, float]:
         variance, own_token = min(variance, model.logit_softcap ** 2), min(own_token, model.logit_softcap)
     log_sum = max(log_v, own_token) + math.log1p(math.exp(-abs(log_v - own_token)))
     expected = (log_sum if own_token else log_v) + variance
-    return log_v - _LOSS_MARGIN, min(expected + _LOSS_MARGIN, _LARGEST_LOSS * log_v)
+    low = max(0.0, log_v - repeated * own_token)
+    return low - _LOSS_MARGIN, min(expected + _LOSS_MARGIN, _LARGEST_LOSS * log_v)
 
 
 def check_causal_mask(checked: CheckedEngine, batches: list[MicroBatch]) -> Result:

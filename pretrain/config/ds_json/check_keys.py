@@ -23,6 +23,17 @@ _OTHER_NAMES = {"learning_rate": "lr", "epsilon": "eps", "beta1": "betas", "beta
                 "check_overflow": "check_grad_overflow",
                 "micro_batch_size": "train_micro_batch_size_per_gpu", "global_batch_size": "train_batch_size",
                 "warmup_steps": "warmup_num_steps", "total_steps": "total_num_steps"}
+# Degrees as GPT-NeoX, Megatron-LM and older DeepSpeed versions spell them, without "-", and the keys used here.
+_TENSOR, _PIPELINE, _EXPERT = ('"tensor_parallel": {"autotp_size": N}', '"pipeline": {"stages": N}',
+                               '"expert_parallel": {"enabled": true, "autoep_size": N}')
+_DEGREES = {**dict.fromkeys(("tp_size", "autotp_size", "model_parallel_size", "tensor_parallel_size",
+                             "tensor_model_parallel_size"), _TENSOR),
+            **dict.fromkeys(("pp_size", "pipe_parallel_size", "pipeline_parallel_size",
+                             "pipeline_model_parallel_size"), _PIPELINE),
+            **dict.fromkeys(("moe", "ep_size", "autoep_size", "moe_expert_parallel_size", "expert_parallel_size",
+                             "expert_model_parallel_size"), _EXPERT),
+            **dict.fromkeys(("sp_size", "context_parallel_size", "ulysses_sequence_parallel_size"),
+                            '"sequence_parallel_size": N')}
 _KINDS = {"bool": "true or false", "int": "a whole number", "number": "a number", "str": "a string",
           "list": "a list of strings", "pair": "a list of two numbers", "interval": "a number"}
 _TOO_LARGE = 2**63  # DeepSpeed and torch store 64-bit integers
@@ -162,9 +173,11 @@ def _expect(file: DsFile, dotted: str, value: Any, kind: type, expected: str) ->
 
 
 def suggest_key(name: str, tree: Tree) -> str:
-    """Suggest the block that an unknown key belongs to; else a similar key of this block; else one of another block."""
+    """Suggest what an unknown key may mean: another name, its block, or a similar key of this or another block."""
     if _OTHER_NAMES.get(name) in tree:
         return f'Did you mean "{_OTHER_NAMES[name]}"?'
+    if name.lower().replace("-", "_") in _DEGREES:
+        return f"write the degree as {_DEGREES[name.lower().replace('-', '_')]}"
     all_keys = list(_walk(TREE, ""))
     parents = [parent for parent, known in all_keys if known == name]
     if parents:

@@ -18,7 +18,7 @@ from pretrain.config.rules import (
 )
 
 RULES: tuple[Callable[[ResolvedConfig], None], ...] = (
-    parallel_rules.degrees_together, parallel_rules.tensor_parallel_shares, parallel_rules.optimizer_of_parts,
+    parallel_rules.degrees_together, parallel_rules.even_shares, parallel_rules.optimizer_of_parts,
     parallel_rules.zero_plus_plus_of_parts, parallel_rules.compiled_parts,
     expert_rules.flags_of_experts, expert_rules.experts_on_shards, expert_rules.compiled_experts,
     expert_rules.experts_without_mup, expert_parallel_rules.experts_of_model, expert_parallel_rules.zero_of_experts,
@@ -38,7 +38,7 @@ RULES: tuple[Callable[[ResolvedConfig], None], ...] = (
     profile_rules.profiled_steps, profile_rules.pipeline_timeline, profile_rules.profiled_ranks,
     profile_rules.memory_snapshot,
     recompute_rules.one_setting_for_recomputation, recompute_rules.recompute_every, recompute_rules.mlp_tiles,
-    recompute_rules.offload_needs_complete_blocks, sequence_rules.even_shards, sequence_rules.reduction_dtype,
+    recompute_rules.offload_needs_complete_blocks, sequence_rules.reduction_dtype,
     sequence_rules.noise_scale_of_shards,
 )
 

@@ -29,19 +29,24 @@ def degrees_together(run: ResolvedConfig) -> None:
                             remedy="no engine here supports both; set one of the two degrees to 1")
 
 
-def tensor_parallel_shares(run: ResolvedConfig) -> None:
-    """Reject heads and sequences that the tensor-parallel ranks cannot share evenly."""
-    ranks, model, args = run.layout.tensor_parallel_size, run.model, run.args
-    for name, heads in (("attention", model.num_heads), ("key and value", model.num_kv_heads)):
-        if heads % ranks:
-            raise run.error(TENSOR, expected=f"a divisor of the model's {heads} {name} heads",
-                            remedy="each rank computes some of the heads")
+def even_shares(run: ResolvedConfig) -> None:
+    """Reject heads and sequences that the tensor- or sequence-parallel ranks cannot share evenly."""
+    layout, model, args = run.layout, run.model, run.args
+    # under sequence parallelism, key and value heads may be copied
+    heads = [(TENSOR, layout.tensor_parallel_size, "attention", model.num_heads),
+             (TENSOR, layout.tensor_parallel_size, "key and value", model.num_kv_heads),
+             (SEQUENCE, layout.sequence_parallel_size, "attention", model.num_heads)]
+    for key, ranks, kind, number in heads:
+        if number % ranks:
+            raise run.error(key, expected=f"a divisor of the model's {number} {kind} heads",
+                            remedy="in attention, each rank computes some of the heads")
     schedule = parse_seq_lengths(args.seq_length_schedule, seq_length=args.seq_length)
-    for flag, length in (("--seq_length", args.seq_length),
-                         *(("--seq_length_schedule", length) for _, length in schedule.stages)):
-        if length % ranks:
-            raise ConfigError(flag, found=f"length {length}", expected=f"a multiple of {ranks}",
-                              remedy=f'"{TENSOR}": {ranks} divides each sequence evenly between the layers')
+    lengths = [("--seq_length", args.seq_length), *(("--seq_length_schedule", length) for _, length in schedule.stages)]
+    for key, ranks in ((TENSOR, layout.tensor_parallel_size), (SEQUENCE, layout.sequence_parallel_size)):
+        for flag, length in lengths:
+            if length % ranks:
+                raise ConfigError(flag, found=f"length {length}", expected=f"a multiple of {ranks}",
+                                  remedy=f'"{key}": {ranks} divides each sequence evenly among its ranks')
 
 
 def optimizer_of_parts(run: ResolvedConfig) -> None:

@@ -1,25 +1,10 @@
-"""Rules for sequence parallelism: the ranks of a group share the positions of each sequence, and the heads."""
+"""Rules for sequence parallelism: the dtype of the reduction, and the gradient noise scale."""
 
 from pretrain.config.parallel_degrees import SEQUENCE
 from pretrain.config.resolve import ResolvedConfig
-from pretrain.data.datasets.seq_lengths import parse_seq_lengths
 from pretrain.errors import ConfigError
 
 _DTYPE, _SEQUENCE_DTYPE = "communication_data_type", "seq_parallel_communication_data_type"
-
-
-def even_shards(run: ResolvedConfig) -> None:
-    """Reject sequences and heads that the ranks cannot share evenly."""
-    ranks, args = run.layout.sequence_parallel_size, run.args
-    lengths = parse_seq_lengths(args.seq_length_schedule, seq_length=args.seq_length)
-    for flag, length in (("--seq_length", args.seq_length),
-                         *(("--seq_length_schedule", length) for _, length in lengths.stages)):
-        if length % ranks:
-            raise ConfigError(flag, found=f"length {length}", expected=f"a multiple of {ranks}",
-                              remedy=f'"{SEQUENCE}": {ranks} divides each sequence evenly among its ranks')
-    if run.model.num_heads % ranks:
-        raise run.error(SEQUENCE, expected=f"a divisor of the model's {run.model.num_heads} attention heads",
-                        remedy="in attention, each rank computes some of the heads")
 
 
 def reduction_dtype(run: ResolvedConfig) -> None:
