@@ -130,7 +130,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple[int, 
         (world / "ds.json").rename(path)
         lines.append([str(path) if word == str(world / "ds.json") else word for word in line])
     (world / "lines.json").write_text(json.dumps(lines))
-    done, modules = run_and_list_imports([__file__, str(world / "lines.json")])
+    done, modules = run_and_list_imports(["-m", __spec__.name, str(world / "lines.json")])
     assert done.returncode == 0, done.stderr
     return [tuple(outcome) for outcome in json.loads(done.stdout)], modules
 
