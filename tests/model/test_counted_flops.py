@@ -33,10 +33,15 @@ def counting() -> FlopCounterMode:
 
 
 def expected_flops(config: ModelConfig) -> float:
-    """Return the FLOPs of a step with `exact_flops_per_token`, but with attention over all T keys."""
+    """Return the FLOPs of a step with `exact_flops_per_token`, but with attention over all T keys.
+
+    The counter also counts the weighted sum of a token's experts, and its gradient, as products.
+    """
     seen = sum(mean_keys_seen(config.window(index), LENGTH) for index in range(config.num_layers))
     unseen = config.num_layers * LENGTH - seen
     per_token = exact_flops_per_token(config, LENGTH) + 12 * config.num_heads * config.head_size * unseen
+    layers_with_experts = sum(map(config.has_experts, range(config.num_layers)))
+    per_token += 4 * config.experts_per_token * config.hidden_size * layers_with_experts
     return per_token * BATCH * LENGTH
 
 
