@@ -110,14 +110,14 @@ FOUR_RANKS: Cases = {
 
 CASES = {**TWO_RANKS, **FOUR_RANKS}
 QUICK = (
-    "tensor2_zero0", "tensor2_zero1_grouped", "tensor2_zero2_documents", "tensor2_zero3_masked", "tensor2_zero1_cpu",
-    "tensor2_zero1_bf16", "tensor2_data2_zero1", "tensor2_data2_zero3_grouped", "tensor2_pipeline2_zero0",
+    "tensor2_zero0", "tensor2_zero1_grouped", "tensor2_zero2_documents", "tensor2_zero3_masked",
+    "tensor2_zero1_bf16", "tensor2_data2_zero1", "tensor2_pipeline2_zero0",
     "tensor2_pipeline2_zero1_grouped",
-    "sequence2_zero0", "sequence2_zero1_masked", "sequence2_zero2_grouped", "sequence2_zero3_documents",
+    "sequence2_zero1_masked", "sequence2_zero2_grouped", "sequence2_zero3_documents",
     "sequence2_zero3_bf16", "sequence2_zero3_tiled_offload",
     "sequence2_data2_zero3",
     "experts2_zero1", "experts2_zero2", "experts2_zero3", "experts2_zero2_capacity", "experts2_fp32_accumulation_bf16",
-    "experts2_data2_zero1", "experts4_zero2")
+    "experts2_data2_zero1")
 
 
 def _variants(corpus: str, folder: Path) -> dict[str, dict[str, Any]]:

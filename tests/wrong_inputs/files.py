@@ -279,7 +279,7 @@ def _foreign_model_cases() -> Iterator[Case]:
     for key, value in itertools.product([*list(mixtral)[1:], "head_dim", "num_experts_per_tok"], (
             '"x"', "-1", "0", "1.5", "[]", "1e999", TOO_LARGE)):
         text = json.dumps({**mixtral, key: "VALUE"}).replace('"VALUE"', value)
-        yield Case(f"mixtral {key}: {value}", "tools/compare_zero.py",
+        yield Case(f"compare_zero mixtral {key}: {value}", "tools/compare_zero.py",
                    ("--model", "{world}/in.json", "--world_size", "8"), key, (("in.json", text.encode()),))
 
 
