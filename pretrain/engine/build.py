@@ -70,8 +70,7 @@ def _build_module(plan: Plan, groups: ParallelGroups, mpu: Mpu | None) -> torch.
     if plan.layout.uses_pipeline_module:
         return as_pipeline(plan.model, num_stages=plan.layout.pipeline_stages, seq_length=plan.args.seq_length,
                            partition_method=plan.layout.partition_method, layer_times=plan.layout.layer_times,
-                           recompute=recompute,
-                           plain_operators=plain_operators, loss_terms=terms, groups=groups)
+                           recompute=recompute, plain_operators=plain_operators, loss_terms=terms, groups=groups)
     init = deepspeed.zero.Init(config_dict_or_path=engine_config(plan.ds_config), mpu=mpu,
                                enabled=plan.layout.zero_stage == 3,
                                data_parallel_group=None if mpu is None else mpu.get_sequence_data_parallel_group())

@@ -22,7 +22,7 @@ METHODS = f'"{BY_FLOPS}", "{BY_PARAMETERS}", "{BY_TIME}", "{UNIFORM}" or "{BY_TY
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What a layer of model/layer_specs.py costs, by which layers are divided into pipeline stages."""
+    """Cost of a layer of model/layer_specs.py, by which the layers are divided into pipeline stages."""
 
     class_name: str  # in model/layers/block.py and model/layers/norm.py; a tied head is a second TokenEmbedding
     parameters: int  # elements; those of a tied matrix count in both of its layers, as both stages hold it

@@ -1,4 +1,4 @@
-"""Where the time of a pipeline step went on each rank: forward, backward, transfers, bubble, reduction, optimizer.
+"""Time of a pipeline step on each rank: forward, backward, transfers, bubble, reduction, optimizer.
 
 A receive that begins before its send waits for the other stage, and so does a send of which the receive begins late.
 Only the time in which both run is a transfer; the wait belongs to the bubble. In the same way, a reduction and the

@@ -8,13 +8,13 @@ import torch
 from pretrain.memory.estimate.layer_activations import block_backward, block_saved
 from pretrain.memory.estimate.model_shape import shape_of
 from pretrain.memory.estimate.rank_parameters import MicroBatch
-from pretrain.memory.measure.storage_tracker import StorageTracker
 from pretrain.model.config import ModelConfig, model_config_from
 from pretrain.model.init import initialize_parameters
 from pretrain.model.layer_specs import as_module
 from pretrain.model.layers.block import Block
 from pretrain.model.layers.rope import Rope
 from pretrain.model.recompute import Recompute
+from tests.support.block_memory import measure_block
 from tests.support.model_shapes import SHAPES
 
 NAMES = ("gpt2", "llama", "gemma2", "gptj")  # norms before, after and shared; with and without a gate
@@ -59,24 +59,12 @@ def test_one_hook_sees_the_gradient_of_all_tiles() -> None:
 def _measured(config: ModelConfig, tiles: int, batch: int, length: int) -> tuple[int, int, int, int]:
     """Return the kept bytes and the peak of the backward pass of a block, each measured and estimated, in fp32."""
     block = Block(config, Rope(config) if config.position == "rope" else None, mlp_tiles=tiles)
-    for parameter in block.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    x_BTD = torch.randn(batch, length, config.hidden_size, requires_grad=True)
-    with StorageTracker() as tracker:
-        for tensor in (*block.parameters(), *(parameter.grad for parameter in block.parameters())):
-            tracker.add(tensor)
-        block(x_BTD.detach())  # allocates the rotary tables and the masks before the measurement
-        before = tracker.live_bytes
-        y_BTD = block(x_BTD * 1)
-        before += y_BTD.nbytes
-        kept = tracker.live_bytes - before
-        tracker.reset_peak()
-        y_BTD.backward(torch.ones_like(y_BTD))
+    kept, peak = measure_block(block, torch.randn(batch, length, config.hidden_size, requires_grad=True))
     shape = shape_of(config)
     micro_batch = MicroBatch(batch * length, length, 4, cuda=False, mlp_tiles=tiles)
     saved = block_saved(shape, micro_batch, window=config.window(0))
     expected = saved + block_backward(shape, micro_batch, config.window(0)) + block.mlp.down.weight.nbytes
-    return kept, saved, tracker.peak_bytes - before, expected
+    return kept, saved, peak, expected
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "olmo2", "gptj"])

@@ -259,7 +259,7 @@ def model_cases() -> Iterator[Case]:
         yield dataclasses.replace(_model_case("gpt2", {}, "model_type", value, "model_type"),
                                   name=f"compare_zero model_type: {value}", program="tools/compare_zero.py",
                                   words=("--model", "{world}/in.json", "--world_size", "8"))
-    yield from _foreign_model_cases()
+    yield from _expert_model_cases()
 
 
 def _key_cases(architecture: str, own: dict[str, Any], key: str, kind: type) -> Iterator[Case]:
@@ -273,8 +273,8 @@ def _key_cases(architecture: str, own: dict[str, Any], key: str, kind: type) -> 
                    ((f"{architecture}.json", json.dumps({"model_type": architecture, **own}).encode()),))
 
 
-def _foreign_model_cases() -> Iterator[Case]:
-    """Yield wrong config.json files of a model that only compare_zero.py supports."""
+def _expert_model_cases() -> Iterator[Case]:
+    """Yield wrong config.json files of a model with experts, for compare_zero.py."""
     mixtral = {"model_type": "mixtral", **_LLAMA, "num_key_value_heads": 2, "num_local_experts": 4}
     for key, value in itertools.product([*list(mixtral)[1:], "head_dim", "num_experts_per_tok"], (
             '"x"', "-1", "0", "1.5", "[]", "1e999", TOO_LARGE)):

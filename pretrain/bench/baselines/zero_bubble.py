@@ -56,7 +56,7 @@ class ZeroBubbleSchedule(schedule.TrainSchedule):
 
 @dataclass(frozen=True)
 class PostponedProduct:
-    """What the gradients of a linear layer are computed from. Shapes: N tokens, I inputs, O outputs."""
+    """Inputs of the gradients of a linear layer. Shapes: N tokens, I inputs, O outputs."""
 
     x_NI: torch.Tensor
     grad_NO: torch.Tensor

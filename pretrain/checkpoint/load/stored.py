@@ -1,4 +1,4 @@
-"""Where the files of a checkpoint have each parameter, as its shard indexes record it."""
+"""Location of each parameter in the files of a checkpoint, as its shard indexes record it."""
 
 import json
 from dataclasses import dataclass, field

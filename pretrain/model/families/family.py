@@ -34,7 +34,7 @@ class TensorRule:
 
     @property
     def is_stacked(self) -> bool:
-        """Whether the parameter has the matrices of all experts, of which each is one of `theirs`."""
+        """True if the parameter stacks the matrices of all experts. Each of them is one of `theirs`."""
         return len(self.shape) == 3
 
     def their_shapes(self) -> tuple[Shape, ...]:

@@ -30,6 +30,7 @@ from pretrain.model.layers.block import Block
 from pretrain.model.layers.rope import Rope
 from pretrain.model.loss import LossTerms, linear_cross_entropy
 from pretrain.model.recompute import Recompute
+from tests.support.block_memory import measure_block
 from tests.support.model_shapes import SHAPES
 
 # models that save different tensors; other models of SHAPES differ in biases, sizes and positions
@@ -242,18 +243,8 @@ def test_peak_bytes_of_a_blocks_backward_pass(name: str, dtype: torch.dtype, dro
     config = _config(name, dropout=dropout)
     micro_batch = MicroBatch(batch * length, length, dtype.itemsize, cuda=False)
     for block, window in _blocks(config, dtype, part):
-        for parameter in block.parameters():
-            parameter.grad = torch.zeros_like(parameter)
         x_BTD = torch.randn(batch, length, config.hidden_size, dtype=dtype, requires_grad=True)
-        with StorageTracker() as tracker:
-            for tensor in (*block.parameters(), *(parameter.grad for parameter in block.parameters())):
-                tracker.add(tensor)
-            block(x_BTD.detach())  # allocates the rotary tables and the masks before the measurement
-            before = tracker.live_bytes
-            y_BTD = block(x_BTD * 1)
-            before += y_BTD.nbytes
-            tracker.reset_peak()
-            y_BTD.backward(torch.ones_like(y_BTD))
+        _, peak = measure_block(block, x_BTD)
         shape = shape_of(config)
         expected = block_saved(shape, micro_batch, window=window, part=part) \
             + block_backward(shape, micro_batch, window, part) \
@@ -261,7 +252,7 @@ def test_peak_bytes_of_a_blocks_backward_pass(name: str, dtype: torch.dtype, dro
         tolerance = 0.08
         if part == "attention":  # dropout on CPUs converts q, k and v, and the scores, while it computes them
             tolerance = 0.25 if dropout else 0.15
-        assert tracker.peak_bytes - before == pytest.approx(expected, rel=tolerance), window
+        assert peak == pytest.approx(expected, rel=tolerance), window
 
 
 @pytest.mark.skipif(not multiplies_bf16_on_x86() or not has_library(), reason="no AVX512_BF16, or no C compiler")
@@ -271,23 +262,14 @@ def test_bytes_of_a_block_with_attention_in_c(name: str, one_thread: None) -> No
     config = _config(name, dropout=False)
     shape, micro_batch = shape_of(config), MicroBatch(2 * 512, 512, 2, cuda=False, c_attention=True)
     for block, window in _blocks(config, torch.bfloat16):
-        for parameter in block.parameters():
-            parameter.grad = torch.zeros_like(parameter)
         x_BTD = torch.randn(2, 512, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
         shared = list(block.attention.rope.tables(512, x_BTD)) if block.attention.rope else []
         saved = block_saved(shape, micro_batch, window=window)
         block(x_BTD.detach())  # compares the C functions with torch's operators before the measurement
         assert saved_bytes(block, [*block.parameters(), *shared], x_BTD) == saved, window
-        with StorageTracker() as tracker:
-            for tensor in (*block.parameters(), *(parameter.grad for parameter in block.parameters())):
-                tracker.add(tensor)
-            before = tracker.live_bytes
-            y_BTD = block(x_BTD * 1)
-            before += y_BTD.nbytes
-            tracker.reset_peak()
-            y_BTD.backward(torch.ones_like(y_BTD))
+        _, peak = measure_block(block, x_BTD)
         expected = saved + block_backward(shape, micro_batch, window) + block.mlp.down.weight.nbytes
-        assert tracker.peak_bytes - before == pytest.approx(expected, rel=0.08), window
+        assert peak == pytest.approx(expected, rel=0.08), window
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
