@@ -38,10 +38,10 @@ ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--preset", "cpu-small", "--device", "cpu", "--rounds", "2"]
 
 
-def bench(*words: str) -> subprocess.CompletedProcess[str]:
+def bench(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return subprocess.run([sys.executable, str(ROOT / "tools" / "bench.py"), *words], capture_output=True, text=True,
-                          check=False, env={**os.environ, "PYTHONPATH": path})
+                          check=False, env={**os.environ, "PYTHONPATH": path}, cwd=cwd)
 
 
 def settings(preset: str = "cpu-small") -> BenchSettings:
@@ -248,10 +248,9 @@ def test_explain_profiles_a_step(context: BenchContext) -> None:
 
 @pytest.mark.slow
 def test_all_other_sections_run(context: BenchContext, tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
+    (tmp_path / "disk").mkdir()
     done = bench(*SMALL, "--what", "overhead,guards,pipeline,checkpoint,startup,scaling,offload,recompute,data",
-                 "--nvme_path", str(disk), "--ranks", "1,2", "--json")
+                 "--nvme_path", "disk", "--ranks", "1,2", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(done.stdout)["sections"]
     assert {name: len(times) for name, times in found["overhead"]["step_time_ms"].items()} == {LOOP: 2, BARE: 2}
@@ -275,7 +274,7 @@ def test_all_other_sections_run(context: BenchContext, tmp_path: Path) -> None:
     assert rates[0] == max(rates)
     assert found["offload"]["aio"].items() >= {key: found["offload"]["settings"][0][key] for key in
                                                ("block_size", "queue_depth", "intra_op_parallelism")}.items()
-    assert not list(disk.iterdir())
+    assert not list((tmp_path / "disk").iterdir())
     modes = found["recompute"]["modes"]
     assert list(modes) == list(MODES)
     assert len({mode["first_loss"] for mode in modes.values()}) == 1

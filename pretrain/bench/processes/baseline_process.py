@@ -57,7 +57,7 @@ class BaselineProcesses:
             with open(log, "wb") as stderr:
                 self._processes.append(subprocess.Popen(
                     [sys.executable, "-m", "pretrain.bench.processes.worker", str(rank), job.to_json()],
-                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, cwd=folder,
+                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr,
                     env=baseline_environment(job, rank, port)))
 
     def send(self, **request: Any) -> None:

@@ -144,7 +144,7 @@ def _running(words: list[str], job: BaselineJob, context: BenchContext) -> Itera
     environ = {name: value for name, value in environ.items()
                if name not in _NOT_INHERITED or os.environ.get(name) == value}
     with subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                          cwd=context.folder, env=environ) as process:
+                          env=environ) as process:
         try:
             yield process
         finally:

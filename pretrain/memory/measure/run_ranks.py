@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretrain.distributed.process import ROOT, free_port, package_environment
+from pretrain.distributed.process import free_port, package_environment
 from pretrain.errors import ConfigError
 from pretrain.memory.measure.out_of_memory import mentions_out_of_memory
 
@@ -63,7 +63,7 @@ def run_ranks(folder: Path, world_size: int, timeout_s: float) -> list[FailedRan
         for rank in range(world_size):
             with open(folder / f"rank{rank}.log", "wb") as log:
                 processes.append(subprocess.Popen(
-                    [sys.executable, "-u", "-m", RANK_MODULE, str(folder / "request.json")], cwd=ROOT,
+                    [sys.executable, "-u", "-m", RANK_MODULE, str(folder / "request.json")],
                     env=_environment(rank, world_size, port), stdout=log, stderr=log, start_new_session=True))
         in_time = _wait(processes, timeout_s)
         codes = [process.poll() for process in processes]

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -255,10 +256,18 @@ def test_the_recommended_json_runs(gib: str, all_fit: bool, corpus: str, tmp_pat
     assert "measured" in line
 
 
-def test_simulate_and_measure(capsys: pytest.CaptureFixture[str]) -> None:
-    """The results of `simulate` and `measure` on the command line are close to the estimate."""
-    arguments = [*TINY, "--seq_length", "64", "--micro_batch_size", "2", "--gradient_accumulation_steps", "2"]
-    config = str(ROOT / "ds_configs/zero3_bf16.json")
+def test_simulate_and_measure(capsys: pytest.CaptureFixture[str], tmp_path: Path,
+                              monkeypatch: pytest.MonkeyPatch) -> None:
+    """The results of `simulate` and `measure` on the command line are close to the estimate.
+
+    The paths of model and JSON are relative to the caller's folder, which is not the repository.
+    """
+    monkeypatch.chdir(tmp_path)
+    model, config = "model.json", "zero3_bf16.json"
+    shutil.copy(ROOT / "pretrain/model/presets/tiny.json", model)
+    shutil.copy(ROOT / "ds_configs/zero3_bf16.json", config)
+    arguments = ["--model", model, *TINY[2:], "--seq_length", "64", "--micro_batch_size", "2",
+                 "--gradient_accumulation_steps", "2"]
     text = run(capsys, "simulate", *arguments, "--world_size", "16", "--configs", config)
     deviation = re.search(r"^zero3_bf16 +2 x 2 +\d+ +[\d.]+ +[\d.]+ +([+-][\d.]+)%", text, re.MULTILINE)
     assert deviation, text
