@@ -84,12 +84,17 @@ def _command_line_error(message: str, flags: Iterable[str]) -> ConfigError:
     return ConfigError("command line", problem=shorten(message, _LONGEST_PROBLEM))
 
 
-def unknown_flag(word: str, flags: Iterable[str]) -> ConfigError:
-    """Return the error for a word that is not a flag of the program."""
+def unknown_flag(word: str, flags: Iterable[str], hint: Callable[[str], str] = lambda name: "") -> ConfigError:
+    """Return the error for a word that is not a flag of the program.
+
+    `hint` returns a remedy for a name, or "". Otherwise a similar flag is suggested.
+    """
     name = word.split("=")[0]
     if not word.startswith("-"):
         return ConfigError("command line", problem=f"{shorten(word)!r} is not the value of any flag",
                            remedy="quote values that contain spaces; --help lists the flags")
+    if remedy := hint(name):
+        return ConfigError(shorten(name), problem="there is no such flag", remedy=remedy)
     underscored = name if "--no-" in name else name.replace("-", "_").replace("__", "--", 1)
     return ConfigError(shorten(name), problem="there is no such flag", remedy="--help lists the flags",
                        word=underscored, known=flags)

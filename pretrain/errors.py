@@ -1,5 +1,6 @@
 """Exit codes, and the exceptions that end a program with one line on stderr."""
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -85,18 +86,29 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 def closest(word: str, known: Iterable[str]) -> str:
     """Return the known word that `word` misspells, abbreviates or reorders; "" if there is none.
 
-    Short words may differ by one letter only: most of them are within two letters of each other ("fp8", "fp16").
-    A word with digits never matches one without ("gptj", "gpt2").
+    Short words may differ by one letter only: most of them are within two letters of each other ("fp8", "fp16"). At
+    least half of the letters must be right. A word with digits never matches one without ("gptj", "gpt2"). If several
+    known words differ in their digits only ("node1", "node2"), digits are not corrected.
     """
     names = list(known)
+    numbered = Counter(map(_without_digits, names))
     max_distance = min(3, 1 + len(word) // 8)
     similar = [name for name in names if abs(len(word) - len(name)) <= max_distance
-               and any(map(str.isdigit, word)) == any(map(str.isdigit, name))]
+               and any(map(str.isdigit, word)) == any(map(str.isdigit, name))
+               and (numbered[_without_digits(name)] == 1 or _digits(word) == _digits(name))]
     ranked = [(_edit_distance(word.lower(), name.lower()), word[:1] != name[:1], name) for name in similar]
     distance, _, best = min(ranked, key=lambda row: row[:2], default=(max_distance + 1, True, ""))
-    if distance <= max_distance:
+    if distance <= max_distance and 2 * distance <= max(len(word), len(best)):
         return best
     return next((name for name in names if _same_parts(word, name) or (len(word) >= 8 and name.startswith(word))), "")
+
+
+def _digits(word: str) -> str:
+    return "".join(filter(str.isdigit, word))
+
+
+def _without_digits(word: str) -> str:
+    return "".join(letter for letter in word if not letter.isdigit())
 
 
 def _edit_distance(word: str, name: str) -> int:

@@ -7,6 +7,7 @@ transformers, so that a run is validated in well under a second.
 import copy
 import json
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
@@ -180,8 +181,18 @@ def find_config(model: str) -> Path:
         raise ConfigError(f"--model {shorten(model)}", problem=f"there is no file {shorten(str(path))}",
                           remedy="give a preset's name, a transformers config.json, or the folder that holds one")
     names = preset_names()
-    raise ConfigError("--model", found=repr(model), expected=f"a config.json, its folder, or one of {', '.join(names)}",
-                      word=model, known=names)
+    problem = f"there is no preset, file or folder {shorten(model)!r}"
+    if similar := [name for name in names if _beginning(name) == _beginning(model)]:
+        raise ConfigError("--model", problem=problem, word=model, known=names,
+                          remedy=f"the presets with a similar name are {', '.join(similar)}")
+    raise ConfigError("--model", problem=problem, word=model, known=names,
+                      remedy=f"give a config.json, its folder, a repository (org/name) or one of {', '.join(names)}")
+
+
+def _beginning(name: str) -> str:
+    """Return the letters and digits with which a model's name begins: gpt2 of gpt2-xl, llama of llama3-8b."""
+    family = re.split(r"[-_ ]", name.lower())[0]
+    return family if family.startswith("gpt") else family.rstrip("0123456789.")
 
 
 def load_model_config(model: str, overrides: str | None = None) -> ModelConfig:

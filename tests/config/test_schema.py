@@ -12,9 +12,10 @@ import pytest
 
 from pretrain.config.ds_json import optimizers as ds_optimizers
 from pretrain.config.ds_json import schema as ds_schema
-from pretrain.config.ds_json.check_keys import check_json_keys
+from pretrain.config.ds_json.check_keys import check_json_keys, suggest_key
+from pretrain.config.ds_json.optimizers import KNOWN_NAMES, SCHEDULERS, optimizer_params
 from pretrain.config.ds_json.read import DsFile, read_ds_config
-from pretrain.config.ds_json.schema import Key
+from pretrain.config.ds_json.schema import TREE, Key, Tree
 from pretrain.errors import ConfigError
 
 CONFIGS = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
@@ -206,6 +207,30 @@ def test_each_misspelt_key_of_ds_configs_gets_a_suggestion(path: Path, tmp_path:
                 assert misspelt in str(caught.value)
                 assert f'Did you mean "{name}"' in str(caught.value), f"{dotted} as {misspelt}: {caught.value}"
     assert re.search(r"^  // ranks: \d+$", text, re.MULTILINE)
+
+
+def _blocks(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Tree]]:
+    """Yield (dotted name with a dot at the end, keys) of every block with fixed keys."""
+    yield prefix, tree
+    for name, key in tree.items():
+        if not isinstance(key, Key) and key:
+            yield from _blocks(key, f"{prefix}{name}.")
+
+
+def test_a_hint_never_names_the_block_where_the_key_is_nor_the_key_itself() -> None:
+    params = {**{kind: ("optimizer.params.", optimizer_params(kind) or {}) for kind in KNOWN_NAMES},
+              **{kind: ("scheduler.params.", tree) for kind, tree in SCHEDULERS.items()}}
+    blocks = [*(("", *block) for block in _blocks(TREE)), *((kind, *block) for kind, block in params.items())]
+    names = {name for _, _, tree in blocks for name in tree}
+    for kind, prefix, tree in blocks:
+        for name in names - set(tree):
+            hint = suggest_key(name, tree, prefix, kind)
+            assert hint, f"{prefix}{name}"
+            belongs = hint.partition("belongs under ")[2].split(" or ")
+            assert f'"{prefix[:-1]}"' not in belongs, f"{prefix}{name} ({kind}): {hint}"
+            assert f'Did you mean "{name}"?' not in hint, f"{prefix}{name} ({kind}): {hint}"
+    assert suggest_key("momentum", optimizer_params("AdamW") or {}, "optimizer.params.", "AdamW") == \
+        "AdamW has no such parameter; Muon, RMSprop, SGD have it"
 
 
 def _rename(values: dict[str, Any], dotted: str, misspelt: str) -> None:

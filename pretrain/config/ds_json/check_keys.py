@@ -1,5 +1,6 @@
 """Validate each key of a DeepSpeed JSON by itself: known, of the right type and range, and supported."""
 
+import dataclasses
 import json
 import math
 from collections.abc import Iterator
@@ -9,31 +10,23 @@ from pretrain.config.ds_json.clean import is_comment, requests_nothing, takes_de
 from pretrain.config.ds_json.optimizers import (
     DEEPSPEED_REJECTED,
     KNOWN_NAMES,
-    OPTIMIZERS,
     SCHEDULERS,
     TORCH_REJECTED,
     optimizer_params,
 )
 from pretrain.config.ds_json.read import DsFile
 from pretrain.config.ds_json.schema import OLD_OFFLOAD, REMOVED, TREE, Key, Tree
+from pretrain.config.flags.arguments import RunArguments
+from pretrain.config.other_programs import DEGREES, hint_for
 from pretrain.errors import ConfigError, closest, did_you_mean
+from pretrain.model.families.read import listing
 
 # Key names of older DeepSpeed versions and of other programs.
 _OTHER_NAMES = {"learning_rate": "lr", "epsilon": "eps", "beta1": "betas", "beta2": "betas",
                 "check_overflow": "check_grad_overflow",
                 "micro_batch_size": "train_micro_batch_size_per_gpu", "global_batch_size": "train_batch_size",
                 "warmup_steps": "warmup_num_steps", "total_steps": "total_num_steps"}
-# Degrees as GPT-NeoX, Megatron-LM and older DeepSpeed versions spell them, without "-", and the keys used here.
-_TENSOR, _PIPELINE, _EXPERT = ('"tensor_parallel": {"autotp_size": N}', '"pipeline": {"stages": N}',
-                               '"expert_parallel": {"enabled": true, "autoep_size": N}')
-_DEGREES = {**dict.fromkeys(("tp_size", "autotp_size", "model_parallel_size", "tensor_parallel_size",
-                             "tensor_model_parallel_size"), _TENSOR),
-            **dict.fromkeys(("pp_size", "pipe_parallel_size", "pipeline_parallel_size",
-                             "pipeline_model_parallel_size"), _PIPELINE),
-            **dict.fromkeys(("moe", "ep_size", "autoep_size", "moe_expert_parallel_size", "expert_parallel_size",
-                             "expert_model_parallel_size"), _EXPERT),
-            **dict.fromkeys(("sp_size", "context_parallel_size", "ulysses_sequence_parallel_size"),
-                            '"sequence_parallel_size": N')}
+_RUN_FLAGS = {field.name for field in dataclasses.fields(RunArguments)}
 _KINDS = {"bool": "true or false", "int": "a whole number", "number": "a number", "str": "a string",
           "list": "a list of strings", "pair": "a list of two numbers", "interval": "a number"}
 _TOO_LARGE = 2**63  # DeepSpeed and torch store 64-bit integers
@@ -88,15 +81,16 @@ def _check_tree(file: DsFile, values: dict[str, Any], tree: Tree, prefix: str) -
 def _unknown(file: DsFile, values: dict[str, Any], tree: Tree, prefix: str, name: str) -> ConfigError:
     """Return the error for an unknown key, with a suggestion if there is one.
 
-    Otherwise the error names up to eight unknown keys at once, because files of other programs have many.
+    It names up to eight unknown keys of the block at once, because files of other programs have many.
     """
-    found, remedy = "an unknown key", suggest_key(name, tree)
-    if not remedy:
-        unknown = [word for word in values if word not in tree and word not in REMOVED and not is_comment(word)]
-        if len(unknown) > 1:
-            found = f"unknown keys: {', '.join(unknown[:8])}{', ...' * (len(unknown) > 8)}"
-        remedy = "remove keys that DeepSpeed 0.19.8 does not have" if prefix else \
-            "remove unknown keys: DeepSpeed 0.19.8 would ignore them"
+    block, _, of_params = prefix.partition(".")
+    kind = file.get(f"{block}.type") if of_params == "params." else ""
+    unknown = [word for word in values if word not in tree and word not in REMOVED and not is_comment(word)]
+    found = f"unknown keys: {', '.join(unknown[:8])}{', ...' * (len(unknown) > 8)}" if len(unknown) > 1 else \
+        "an unknown key"
+    remedy = suggest_key(name, tree, prefix, kind) or (
+        "remove keys that DeepSpeed 0.19.8 does not have" if prefix else
+        "remove unknown keys: DeepSpeed 0.19.8 would ignore them")
     return ConfigError(file.where(prefix + name), found=found, expected=_known(tree, prefix), remedy=remedy)
 
 
@@ -172,23 +166,41 @@ def _expect(file: DsFile, dotted: str, value: Any, kind: type, expected: str) ->
         raise ConfigError(file.where(dotted), found=_show(value), expected=expected)
 
 
-def suggest_key(name: str, tree: Tree) -> str:
-    """Suggest what an unknown key may mean: another name, its block, or a similar key of this or another block."""
+def suggest_key(name: str, tree: Tree, prefix: str = "", kind: str = "") -> str:
+    """Suggest what an unknown key may mean: another name, its block, or a similar key of this or another block.
+
+    `tree` are the keys of the block, and `prefix` is its dotted name with a dot at the end. `kind` is the type of the
+    optimizer or scheduler whose parameters they are.
+    """
     if _OTHER_NAMES.get(name) in tree:
         return f'Did you mean "{_OTHER_NAMES[name]}"?'
-    if name.lower().replace("-", "_") in _DEGREES:
-        return f"write the degree as {_DEGREES[name.lower().replace('-', '_')]}"
+    other_name = name.lower().replace("-", "_")
+    if other_name in DEGREES:
+        return f"write the degree as {DEGREES[other_name]}"
+    if kind and (owners := _types_with(name, prefix)):
+        return f"{kind} has no such parameter; {listing(owners)} {'have' if len(owners) > 1 else 'has'} it"
     all_keys = list(_walk(TREE, ""))
-    parents = [parent for parent, known in all_keys if known == name]
+    parents = list(dict.fromkeys(parent for parent, known in all_keys if known == name))
     if parents:
         blocks = " or ".join(f'"{parent}"' for parent in parents[:3])
         return f"it belongs under {blocks}" if "" not in parents else "it belongs at the top level"
     if suggestion := did_you_mean(name, [*tree, *(path for path in REMOVED if "." not in path)]):
         return suggestion
+    if other_name in _RUN_FLAGS:
+        return f"--{other_name} is a flag of the run, and no key of DeepSpeed"
+    if hint := hint_for(name):
+        return hint
     for parent, known in all_keys:
         if closest(name, [known]):
             return f'Did you mean "{known}" ' + (f'under "{parent}"?' if parent else "at the top level?")
     return ""
+
+
+def _types_with(name: str, prefix: str) -> list[str]:
+    """Return the types of optimizers or schedulers that have the parameter `name`."""
+    if prefix == "scheduler.params.":
+        return [kind for kind, params in SCHEDULERS.items() if name in params]
+    return [kind for kind in KNOWN_NAMES if name in (optimizer_params(kind) or {})]
 
 
 def _walk(tree: Tree, parent: str) -> Iterator[tuple[str, str]]:
@@ -198,8 +210,8 @@ def _walk(tree: Tree, parent: str) -> Iterator[tuple[str, str]]:
         if not isinstance(key, Key):
             yield from _walk(key, f"{parent}.{name}".lstrip("."))
     if parent in ("optimizer", "scheduler"):
-        known = OPTIMIZERS if parent == "optimizer" else SCHEDULERS
-        yield from ((f"{parent}.params", name) for name in {n: None for params in known.values() for n in params})
+        trees = [optimizer_params(kind) or {} for kind in KNOWN_NAMES] if parent == "optimizer" else SCHEDULERS.values()
+        yield from ((f"{parent}.params", name) for name in {name: None for tree in trees for name in tree})
 
 
 def _check_optimizer(file: DsFile) -> None:

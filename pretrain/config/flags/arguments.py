@@ -24,6 +24,7 @@ from pretrain.config.flags.running_flags import (
     SteeringArguments,
 )
 from pretrain.config.flags.training_flags import AutoArguments, RecipeArguments, ScheduleArguments, SpeedArguments
+from pretrain.config.other_programs import hint_for
 from pretrain.data.datasets.data_spec import DataSpec, parse_data_spec
 from pretrain.data.datasets.token_count import parse_token_count
 from pretrain.errors import ConfigError, shorten
@@ -189,7 +190,8 @@ def _flags_from_yaml(path: str, names: list[str]) -> list[str]:
     for name, (line, value) in read_yaml(path).items():
         if name not in names:
             raise ConfigError(f"{path}:{line}: {shorten(name)}", found="an unknown key",
-                              expected="a flag of pretrain/train.py", word=name, known=names)
+                              expected="a flag of pretrain/train.py", remedy=hint_for(name),
+                              word="" if hint_for(name) else name, known=names)
         words += [f"--{name}={value}"] if isinstance(value, str) else [f"--{name}", *value]
     return words
 
@@ -225,7 +227,7 @@ def parse_arguments(argv: list[str] | None = None) -> RunArguments:
         words = _flags_from_yaml(known.config[0], names) + words
     parsed, unknown = _parser().parse_args_into_dataclasses(words, return_remaining_strings=True)
     if unknown:
-        raise unknown_flag(unknown[0], [f"--{name}" for name in names])
+        raise unknown_flag(unknown[0], [f"--{name}" for name in names], hint_for)
     _check_values(parsed)
     data_spec(parsed)
     return parsed
