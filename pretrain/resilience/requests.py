@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 
 from pretrain.distributed.process_info import state_and_start
 from pretrain.errors import ConfigError
@@ -21,8 +20,8 @@ from pretrain.resilience.control_files import ControlFiles
 from pretrain.resilience.launcher_watch import LauncherWatch
 from pretrain.resilience.signals import SignalListener
 
-_EXCHANGE_S = 1.0  # intended time between two exchanges of the ranks
-_MAX_INTERVAL = 32  # steps between two exchanges; not more, because the next steps may be far slower
+_LOOKING_FRACTION = 0.01  # of rank 0's time that looking for files may take, for example on NFS
+_LONGEST_LOOK_S = 1.0  # longest time between two looks
 # Reasons to stop, as numbers that the ranks exchange. Numbers below 100 are those of signals.
 _LAUNCHER_DIED, _TIME_IS_OVER, _STOP_FILE = 100, 101, 102
 
@@ -44,11 +43,14 @@ class Request:
 class Requests:
     """Collects the requests of all ranks. `poll()` returns the same request on all ranks at the same step.
 
-    About once a second, the ranks exchange their requests with a small asynchronous all-reduce: every k steps, where
-    rank 0 proposes k in the same all-reduce. The result is read k steps later, so that no step waits for it.
+    The ranks exchange their requests after every step, in host memory with gloo: a request takes effect after the step
+    in which it arrives, however long the steps are. An exchange only after some steps would have to predict the time of
+    these steps. On GPUs the exchange does not wait for the device: a request takes effect after the step that the host
+    prepares. This is at most one step after the one that the device computes, because `Guard.observe` waits for the
+    step before. `tools/bench.py --what guards` measures the cost.
 
     Args:
-        device: device of the all-reduce.
+        device: device of the run; on GPUs the exchange gets a process group of its own.
         folder: run folder. Rank 0 looks there for the files STOP, SAVE and PROFILE.
         launcher: notices that the launcher of this rank has died.
         exit_after_minutes: time limit since the start of rank 0's process; None: no limit.
@@ -61,21 +63,14 @@ class Requests:
                  report: Callable[[str], None]) -> None:
         self._folder, self._launcher, self._report = folder, launcher, report
         self._files = ControlFiles(folder.path, committed_step) if dist.get_rank() == 0 else None
+        self._look_at = 0.0  # time of the next look for files, by time.monotonic()
         self._time_limit = float("inf")  # of rank 0, by time.monotonic()
         if exit_after_minutes is not None and dist.get_rank() == 0:
             self._time_limit = time.monotonic() - process_age_s() + 60 * exit_after_minutes
         self._rejection = ""  # why this rank cannot continue
-        self._interval, self._steps = 1, 0  # steps between two exchanges; steps since the last one
-        self._exchanged_at = time.monotonic()
-        on_cpu = device.type == "cpu"
-        # reason to stop, 1 to save, steps to profile, 1 if a rank rejects the run, steps until the next exchange
-        self._own = torch.zeros(5, dtype=torch.int32, pin_memory=not on_cpu)
-        self._reduced = torch.zeros(5, dtype=torch.int32, device=device)
-        self._result = self._reduced if on_cpu else torch.zeros(5, dtype=torch.int32, pin_memory=True)
-        self._copied = None if on_cpu else get_accelerator().Event()
+        self._group = None if device.type == "cpu" else dist.new_group(backend="gloo")
         self._signals = SignalListener(report)
         launcher.enable_save()
-        self._start_exchange()
 
     def reject(self, line: str) -> None:
         """Make `poll` raise ConfigError on all ranks at the same step, without a save; may be called on any rank.
@@ -90,14 +85,9 @@ class Requests:
         All ranks must call this after each step (a collective), and all get the same result. Raises ConfigError on all
         ranks if some rank has called `reject`.
         """
-        self._steps += 1
-        if self._steps < self._interval:
-            return Request()
-        stop, save, profile_steps, rejected, interval = self._read_result()
+        stop, save, profile_steps, rejected = self._exchange()
         if rejected:
             raise ConfigError.from_line(self._rejection or "another rank has stopped the run: its output says why")
-        self._interval = max(interval, 1)
-        self._start_exchange()
         if save and self._files is not None:
             self._files.save_begins(step)
             self._announce(step, str(self._files.save_path), "saving")
@@ -105,31 +95,21 @@ class Requests:
             self._announce_stop(step, stop)
         return Request(self._reason(stop), save=bool(save), profile_steps=profile_steps)
 
-    def _start_exchange(self) -> None:
-        now = time.monotonic()
-        step_s = max(now - self._exchanged_at, 1e-6) / max(self._steps, 1)
-        self._exchanged_at, self._steps = now, 0
-        stop, save, interval = self._signals.first or (_LAUNCHER_DIED if self._launcher.lost else 0), False, 0
-        profile_steps = self._signals.take_profile_steps()
-        if self._files is not None:
-            stop = _STOP_FILE if self._files.stop_requested() else _TIME_IS_OVER if now >= self._time_limit else stop
+    def _exchange(self) -> list[int]:
+        """Return the maxima over all ranks: reason to stop, 1 to save, steps to profile, 1 if a rank rejects the run.
+        """
+        stop, save = self._signals.first or (_LAUNCHER_DIED if self._launcher.lost else 0), False
+        profile_steps, now = self._signals.take_profile_steps(), time.monotonic()
+        stop = _TIME_IS_OVER if now >= self._time_limit else stop
+        if self._files is not None and now >= self._look_at:
+            stop = _STOP_FILE if self._files.stop_requested() else stop
             save = self._files.save_requested()
             profile_steps = profile_steps or self._files.take_profile_steps()
-            interval = min(max(int(_EXCHANGE_S / step_s), 1), _MAX_INTERVAL)
-        self._own.copy_(torch.tensor([stop, save, profile_steps, self._rejection != "", interval]))
-        self._reduced.copy_(self._own, non_blocking=True)
-        self._work = dist.all_reduce(self._reduced, op=dist.ReduceOp.MAX, async_op=True)
-        if self._copied is not None:
-            self._work.wait()  # blocks the device's stream, not the host
-            self._result.copy_(self._reduced, non_blocking=True)
-            self._copied.record()
-
-    def _read_result(self) -> list[int]:
-        if self._copied is not None:
-            self._copied.synchronize()  # waits for the copy queued at the previous exchange, not for the newest step
-        else:
-            self._work.wait()
-        return list(self._result.tolist())
+            ended = time.monotonic()
+            self._look_at = ended + min((ended - now) / _LOOKING_FRACTION, _LONGEST_LOOK_S)
+        values = torch.tensor([stop, save, profile_steps, self._rejection != ""], dtype=torch.int32)
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._group)
+        return list(values.tolist())
 
     def _reason(self, stop: int) -> str:
         """Return the text for a reason to stop, the same on all ranks."""
@@ -150,11 +130,7 @@ class Requests:
         self._folder.event("signal", step=step, reason=reason)
 
     def close(self) -> None:
-        """Finish the last exchange. Further signals do nothing, except Ctrl-C. All ranks must call this (a collective).
-
-        The last step must have been saved.
-        """
-        self._read_result()
+        """Ignore further signals, except Ctrl-C. The last step must have been saved."""
         self._signals.close()
         if self._files is not None:
             self._files.close()

@@ -49,8 +49,8 @@ def describe(number: int, ordinal: int) -> str:
     """Return a line for the user: the effect of a signal, and that of the next one. `ordinal`: result of `add`."""
     name = signal.Signals(number).name
     if ordinal == 1:
-        return f"{name}: all ranks save after the next step, then stop (a second signal changes nothing, a third one " \
-               "ends the run without this save)"
+        return f"{name}: all ranks save after the current step, then stop (a second signal changes nothing, a third " \
+               "one ends the run without this save)"
     if ordinal == 2:
         return f"{name}: the run is about to save and stop; the next signal ends it at once, without this save"
     return f"{name}: ended at once, without waiting for the save; complete checkpoints remain"

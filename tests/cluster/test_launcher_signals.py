@@ -17,7 +17,7 @@ from pretrain.checkpoint.format.manifest import newest_good
 from tests.support.launch import LIMIT_S, ROOT, free_port, train_ranks
 from tests.test_train import _environment, _flags, losses, rows
 
-STEPS = 2000  # a request is agreed on within 64 steps, and the death of a launcher is noticed within a second
+STEPS = 2000  # the death of a launcher is noticed within a second
 ZERO1, ZERO3, PIPELINE = (ROOT / "ds_configs" / f"{name}_bf16.json" for name in ("zero1", "zero3", "pipeline2_zero1"))
 
 

@@ -114,7 +114,7 @@ def signalled(numbers: list[int]) -> list[str]:
 
 def test_the_third_signal_ends_a_rank_that_is_blocked_in_c_code() -> None:
     first, second, third, code = signalled([USR1, INT, INT])
-    assert first.startswith("SIGUSR1: all ranks save after the next step, then stop (")
+    assert first.startswith("SIGUSR1: all ranks save after the current step, then stop (")
     assert second == "SIGINT: the run is about to save and stop; the next signal ends it at once, without this save"
     assert third.startswith("SIGINT: ended at once")
     assert code == str(128 + INT)

@@ -153,7 +153,7 @@ def test_ctrl_c_stops_a_run_in_a_terminal(corpus: str, tmp_path: Path) -> None:
     lines = shown(written)
     print("\n".join(lines))
     assert code == 75, written
-    assert sum(line.startswith("SIGINT: all ranks save after the next step") for line in lines) == 1
+    assert sum(line.startswith("SIGINT: all ranks save after the current step") for line in lines) == 1
     steps = [row["step"] for row in rows(run) if "loss" in row]
     assert [int(line.split()[1].split("/")[0]) for line in lines if line.startswith("step ")] == steps
     assert all(len(line) <= 80 for line in lines)

@@ -38,7 +38,7 @@ def log_of(case: dict[str, Any]) -> Path:
 
 
 def hold(at_call: int, until: Path) -> None:
-    """Make training wait for the file `until` before step `at_call` of this process.
+    """Make training wait for the file `until` before step `at_call` of this process. It first makes `reached(until)`.
 
     Without this wait, a run on a fast machine could end before the test has acted on the run.
     """
@@ -47,11 +47,16 @@ def hold(at_call: int, until: Path) -> None:
 
     def held(*args: Any) -> Any:
         if next(calls) == at_call:
+            reached(until).touch()
             while not until.exists():
                 time.sleep(0.005)
         return train_batch(*args)
 
     loop.train_batch = held
+
+
+def reached(until: Path) -> Path:
+    return until.with_suffix(".reached")
 
 
 def list_files_opened(into: Path, below: Path) -> None:

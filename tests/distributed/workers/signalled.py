@@ -1,7 +1,6 @@
 """Run the cases of tests/distributed/resilience/test_signals.py: real ranks that get signals, STOP and SAVE files.
 
-This program runs in a fork of `fork_server.py`. Each rank of each start is a fork of this program. The ranks exchange
-their requests after every step, unless a case is about the interval.
+This program runs in a fork of `fork_server.py`. Each rank of each start is a fork of this program.
 """
 
 import json
@@ -16,23 +15,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from pretrain.checkpoint.save import commit
 from pretrain.cluster import local_launch
 from pretrain.cluster.supervise.processes import become_subreaper
-from pretrain.distributed.process_group import init_process_group
-from pretrain.distributed.world import running_environment
-from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.resilience import requests
-from pretrain.resilience.launcher_watch import LAUNCHER_VARIABLE, LauncherWatch
+from pretrain.resilience.launcher_watch import LAUNCHER_VARIABLE
+from pretrain.resilience.signals import SignalListener
 from pretrain.train import main
-from tests.distributed.workers.forked import RANKS, hold, log_of, released, statuses, wait_until
+from tests.distributed.workers.forked import RANKS, hold, is_alive, log_of, reached, released, statuses, wait_until
 from tests.distributed.workers.killed_writer import SUB_STEPS
 from tests.support.launch import free_port, rank_environment
 
-HOLD_AT = 4  # the ranks of each start wait before this step, until the test has sent its signals
+HOLD_AT = 4  # the ranks of a start wait in this step, unless the case has the key "hold_at"
 
 
 def fork_ranks(run: Callable[[], int], log: Path) -> list[int]:
@@ -70,14 +64,30 @@ def signal_at(name: str) -> None:
         setattr(commit, sub_step, signalling)
 
 
+def got_signal(case: dict[str, Any], rank: int) -> Path:
+    """Return the file that a rank creates when it has received a signal."""
+    return log_of(case).with_suffix(f".{rank}.signal")
+
+
+def mark_signals(mark: Path) -> None:
+    """Make this rank create the file `mark` when it has received a signal."""
+    receive = SignalListener._receive
+
+    def marking(self: SignalListener, number: int) -> None:
+        receive(self, number)
+        mark.touch()
+
+    SignalListener._receive = marking  # type: ignore[method-assign]
+
+
 def start(case: dict[str, Any]) -> list[int]:
-    """Fork the ranks of a run, which wait before step HOLD_AT of this start unless case["act"] is "run"."""
-    released(case).unlink(missing_ok=True)
+    """Fork the ranks of a run, which wait in step case["hold_at"] of this start unless case["act"] is "run"."""
 
     def run() -> int:
-        requests._EXCHANGE_S = 0.0
+        requests._LONGEST_LOOK_S = 0.0  # under load, a look for the files may take long by chance
+        mark_signals(got_signal(case, int(os.environ["RANK"])))
         if case["act"] != "run":
-            hold(HOLD_AT, released(case))
+            hold(case.get("hold_at", HOLD_AT), released(case))
         if "during_save" in case and os.environ["RANK"] == "0":
             signal_at(case["during_save"])
         return main(case["flags"])
@@ -121,26 +131,28 @@ def launch(case: dict[str, Any]) -> int:
     return pid
 
 
-def steps_logged(run: Path) -> int:
-    """Return the number of rows in metrics.jsonl."""
-    path = run / "metrics.jsonl"
-    return len(path.read_text().splitlines()) if path.is_file() else 0
+def ended(pids: list[int]) -> bool:
+    """Return whether a process has ended. A test of a run that has ended too early then fails without a time-out."""
+    return not all(map(is_alive, pids))
 
 
 def act(case: dict[str, Any]) -> dict[str, Any]:
-    """Start the ranks, act when they wait before step HOLD_AT, release them, and return their exit codes.
+    """Start the ranks, act while they wait in a step, release them, and return their exit codes.
 
-    case["act"]: "run" (nothing), "touch" (the file case["file"] of the run folder), or the name of a signal, which the
-    ranks case["ranks"] get, or the launcher if case["ranks"] is "launcher". After SIGKILL to the launcher, the result
-    has the exit codes of the ranks, otherwise that of the launcher.
+    case["act"]: "run" (nothing), "touch" (the files case["files"] of the run folder), or the name of a signal, which
+    the ranks case["ranks"] get, or the launcher if case["ranks"] is "launcher". After SIGKILL to the launcher, the
+    result has the exit codes of the ranks, otherwise that of the launcher.
     """
-    folder, before = Path(case["run"]), steps_logged(Path(case["run"]))
-    by_launcher = case.get("ranks") == "launcher"
+    folder, by_launcher = Path(case["run"]), case.get("ranks") == "launcher"
+    for path in (released(case), reached(released(case)), *(got_signal(case, rank) for rank in range(RANKS))):
+        path.unlink(missing_ok=True)
+
     pids = [launch(case)] if by_launcher else start(case)
     if case["act"] != "run":
-        wait_until(lambda: steps_logged(folder) >= before + HOLD_AT - 1, f"no steps in {folder}")
+        wait_until(lambda: reached(released(case)).exists() or ended(pids), f"no steps in {folder}")
         if case["act"] == "touch":
-            (folder / case["file"]).touch()
+            for name in case["files"]:
+                (folder / name).touch()
         elif case["act"] != "nothing":
             for pid in pids if by_launcher else [pids[rank] for rank in case["ranks"]]:
                 os.kill(pid, signal.Signals[case["act"]])
@@ -148,38 +160,11 @@ def act(case: dict[str, Any]) -> dict[str, Any]:
             os.waitpid(pids[0], 0)
             pids = json.loads(log_of(case).with_suffix(".pids").read_text())  # now children of this subreaper
             time.sleep(2)  # the ranks notice it within a second
-        time.sleep(0.1)  # the signal arrives before the next step
+        elif "ranks" in case:
+            ranks = range(RANKS) if by_launcher else case["ranks"]
+            wait_until(lambda: all(got_signal(case, rank).exists() for rank in ranks) or ended(pids), "no signal")
         released(case).touch()
     return statuses(pids)
-
-
-def poll_cost(case: dict[str, Any]) -> dict[str, Any]:
-    """Measure the time of `Requests.poll` in steps of 5 ms: with an exchange in every step, and with the interval."""
-    folder = Path(case["run"])
-    folder.mkdir()
-
-    def measure() -> int:
-        init_process_group(running_environment())
-        world, found = running_environment(), {}
-        polls = requests.Requests(torch.device("cpu"), RunFolder(folder, active=world.rank == 0), LauncherWatch(world),
-                                  exit_after_minutes=None, committed_step=lambda: 0, report=print)
-        for name, exchange_s in (("every step", 0.0), ("interval", requests._EXCHANGE_S)):
-            requests._EXCHANGE_S, spent = exchange_s, []
-            for step in range(400):
-                time.sleep(0.005)
-                began = time.perf_counter()
-                polls.poll(step)
-                spent.append(time.perf_counter() - began)
-            found[name] = 1e6 * sum(spent) / len(spent)
-        found["steps"] = polls._interval
-        polls.close()
-        dist.barrier()
-        if world.rank == 0:
-            (folder / "cost.json").write_text(json.dumps(found))
-        return 0
-
-    pids = fork_ranks(measure, folder / "cost")
-    return {**statuses(pids), **json.loads((folder / "cost.json").read_text())}
 
 
 if __name__ == "__main__":
@@ -187,6 +172,6 @@ if __name__ == "__main__":
     become_subreaper()
     for case in json.loads(Path(sys.argv[1]).read_text()):
         begin = time.monotonic()
-        results[case["name"]] = poll_cost(case) if case["act"] == "poll_cost" else act(case)
+        results[case["name"]] = act(case)
         Path(sys.argv[2]).write_text(json.dumps(results))
         print(f"{case['name']}: {time.monotonic() - begin:.1f} s", flush=True)
