@@ -27,7 +27,7 @@ class _Step:
     micro_batches: list[MicroBatch]
     weights: Tensor
     """of all micro-batches"""
-    unmasked_tokens: float
+    unmasked_tokens: int
 
 
 class Loader:
@@ -42,8 +42,9 @@ class Loader:
     batch.
 
     With `eod_token`, the prediction that follows this token is masked. Labels that are PADDING are always masked. In
-    these cases `step` sums the number of unmasked tokens over the data-parallel ranks, in the calling thread. The model
-    gets an end-of-document token, or 0, in place of PADDING.
+    these cases `step` sums the number of unmasked tokens over the data-parallel ranks, in the calling thread, and the
+    weights are on the device of this sum, which is not read. The model gets an end-of-document token, or 0, in place of
+    PADDING.
 
     With `batch_size_at`, the step at `consumed` has `batch_size_at(consumed)` samples instead of global_batch_size, and
     gas changes with it.
@@ -57,7 +58,7 @@ class Loader:
 
     def __init__(self, dataset: SampleDataset, *, micro_batch_size: int, gradient_accumulation_steps: int,
                  data_parallel_rank: int = 0, data_parallel_size: int = 1, eod_token: int | None = None,
-                 sum_over_data_parallel: Callable[[float], float] = float,
+                 sum_over_data_parallel: Callable[[int], Tensor] = torch.tensor,
                  batch_size_at: Callable[[int], int] | None = None,
                  seq_length_at: Callable[[int], int] | None = None, document_end: int | None = None,
                  pin_memory: bool = False) -> None:
@@ -90,13 +91,21 @@ class Loader:
         next_consumed_samples = consumed_samples + self._batch_size_at(consumed_samples)
         self._prefetched = next_consumed_samples, self._reader.submit(self._read, next_consumed_samples)
         if self._is_masked:
-            total_tokens = self._sum_over_data_parallel(read.unmasked_tokens)
-            read.weights.mul_(self._scale(total_tokens, len(read.micro_batches)))
+            return self._normalized(read)
         return read.micro_batches
 
     def close(self) -> None:
         """Stop the reading thread. Do not call `step` afterwards."""
         self._reader.shutdown(wait=True, cancel_futures=True)
+
+    def _normalized(self, read: _Step) -> list[MicroBatch]:
+        """Return the micro-batches with normalized weights, without waiting for the sum over the ranks."""
+        steps = len(read.micro_batches)
+        total_tokens = self._sum_over_data_parallel(read.unmasked_tokens)
+        scale = self._scale(total_tokens, steps).float()
+        weights = read.weights.to(total_tokens.device, non_blocking=True).mul_(scale).chunk(steps)
+        return [(inputs, (labels_BT, weights_BT))
+                for (inputs, (labels_BT, _)), weights_BT in zip(read.micro_batches, weights, strict=True)]
 
     def _read(self, consumed_samples: int) -> _Step:
         """Read all samples of a step at once. The micro-batches are contiguous slices of one buffer per tensor."""
@@ -107,10 +116,9 @@ class Loader:
                           for part in (samples[:, :-1], samples[:, 1:]))
         if self._is_masked:
             weights = self._mask(tokens, labels)
-            unmasked_tokens = float(weights.sum())
         else:
-            unmasked_tokens = float(tokens.numel())
-            weights = torch.full(tokens.shape, self._scale(unmasked_tokens * self.data_parallel_size, steps))
+            all_tokens = torch.tensor(tokens.numel() * self.data_parallel_size)
+            weights = self._scale(all_tokens, steps).float().repeat(tokens.shape)
         columns = [tokens, labels, weights]
         if self._document_end is not None:
             columns.append(torch.from_numpy(document_positions(tokens.numpy(), self._document_end)))
@@ -120,7 +128,7 @@ class Loader:
         micro_batches: list[MicroBatch] = [
             ((tokens_BT, *positions) if positions else tokens_BT, (labels_BT, weights_BT))
             for tokens_BT, labels_BT, weights_BT, *positions in parts]
-        return _Step(micro_batches, columns[2], unmasked_tokens)
+        return _Step(micro_batches, columns[2], int(weights.count_nonzero()))
 
     def _mask(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Return 1 for labels that count, and 0 for others. Replaces PADDING in place."""
@@ -136,13 +144,13 @@ class Loader:
         own = np.arange(steps) * self.data_parallel_size + self.data_parallel_rank
         return (consumed_samples + own[:, None] * self.micro_batch_size + np.arange(self.micro_batch_size)).reshape(-1)
 
-    def _scale(self, total_tokens: float, steps: int) -> float:
+    def _scale(self, total_tokens: Tensor, steps: int) -> Tensor:
         """Return the weight of an unmasked token. `total_tokens` counts those of `steps` micro-batches on all ranks.
 
         The loss is normalized only here. The engine then takes the mean over micro-batches and data-parallel ranks.
         """
         # A global batch without unmasked tokens has loss 0 instead of NaN.
-        return steps * self.data_parallel_size / max(total_tokens, 1.0)
+        return steps * self.data_parallel_size / total_tokens.double().clamp(min=1)
 
 
 def _set_device(device: int | None) -> None:

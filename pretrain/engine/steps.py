@@ -105,7 +105,7 @@ def _mean_over_data_parallel(engine: DeepSpeedEngine, own_mean: torch.Tensor) ->
 
 def _keep_rank_loss(engine: DeepSpeedEngine, own_mean: torch.Tensor, micro_batches: list[MicroBatch]) -> None:
     """Keep the mean loss of this data-parallel rank's own unmasked tokens; see `rank_loss`."""
-    weight = torch.stack([weights_BT.sum() for _, (_, weights_BT) in micro_batches]).mean()  # on the host
+    weight = torch.stack([weights_BT.sum() for _, (_, weights_BT) in micro_batches]).mean()
     engine.rank_loss = own_mean / weight.clamp(min=torch.finfo(weight.dtype).tiny)
 
 
@@ -133,11 +133,11 @@ def _on_device(engine: DeepSpeedEngine, micro_batches: list[MicroBatch]) -> Iter
         yield moved, (copy(labels_BT), copy(weights_BT))
 
 
-def sum_over_data_parallel(engine: DeepSpeedEngine, value: float) -> float:
-    """Sum a Python number over the data-parallel ranks. Synchronizes the device."""
-    total = torch.tensor(value, dtype=torch.float64, device=engine.device)
+def sum_over_data_parallel(engine: DeepSpeedEngine, count: int) -> torch.Tensor:
+    """Return the sum of the counts of the data-parallel ranks: a scalar on the device. Does not wait for the device."""
+    total = torch.full((), count, dtype=torch.int64, device=engine.device)  # unlike torch.tensor, it copies nothing
     torch.distributed.all_reduce(total, group=engine.data_parallel_group)
-    return float(total)
+    return total
 
 
 def data_parallel_rank(engine: DeepSpeedEngine) -> int:

@@ -82,16 +82,16 @@ def test_weights_give_the_mean_over_the_tokens_of_the_global_batch(
     loss_of_place = torch.linspace(1, 2, 8 * 4).reshape(8, 4)
     expected = float(loss_of_place[torch.from_numpy(masks)].mean())
 
-    totals: list[float] = []
+    totals: list[int] = []
     barrier = threading.Barrier(dp, timeout=900)
     results: list[float] = [0.0] * dp
 
     def run(rank: int) -> None:
-        def sum_over_data_parallel(value: float) -> float:
+        def sum_over_data_parallel(count: int) -> torch.Tensor:
             assert threading.current_thread().name == f"rank{rank}", "collectives must run in the calling thread"
-            totals.append(value)
+            totals.append(count)
             barrier.wait()
-            return sum(totals)
+            return torch.tensor(sum(totals))
 
         loader = Loader(dataset, micro_batch_size=mbs, gradient_accumulation_steps=gas, data_parallel_rank=rank,
                         data_parallel_size=dp, eod_token=EOD, sum_over_data_parallel=sum_over_data_parallel)

@@ -11,7 +11,7 @@ def first_batch(prefix: str, *, split: str, seq_length: int, samples: int) -> tu
     """Return tokens and labels [samples, seq_length] of the first global batch of a run with the default seed."""
     dataset = open_datasets(parse_data_spec(prefix, split=split), seq_length=seq_length, seed=1234)["train"]
     loader = Loader(dataset, micro_batch_size=samples, gradient_accumulation_steps=1, data_parallel_rank=0,
-                    data_parallel_size=1, eod_token=None, sum_over_data_parallel=lambda value: value)
+                    data_parallel_size=1, eod_token=None)
     [(tokens, (labels, _))] = loader.step(0)
     loader.close()
     return tokens, labels

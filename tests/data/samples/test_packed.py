@@ -143,7 +143,7 @@ def test_padding_is_no_label_and_every_other_label_has_the_same_weight(tmp_path:
         counted &= samples[:, :-1] != eod_token
     assert 0 < counted.sum() < counted.numel()
     for loader in loaders:
-        loader._sum_over_data_parallel = lambda value: float(counted.sum())
+        loader._sum_over_data_parallel = lambda count: counted.sum()
     batches = [loader.step(0) for loader in loaders]
     for loader in loaders:
         loader.close()

@@ -41,14 +41,14 @@ class Observer:
         if self.norms:
             self.waits.append(dict(self._calls))
         before = self._copy(engine)
-        losses: list[torch.Tensor] = []
-        hook = engine.module.register_forward_hook(  # in a PipelineModule its output is not the loss
-            lambda module, inputs, loss: losses.append(loss.detach()))
+        losses: list[Any] = []
+        hook = engine.module.register_forward_hook(lambda module, inputs, loss: losses.append(loss))
         self._calls.clear()
         loss = train_batch(engine, micro_batches)
         calls = self._calls.copy()
         hook.remove()
-        self.losses.append((sum(float(each) for each in losses if each.dim() == 0),
+        # the output of a PipelineModule is not the loss
+        self.losses.append((sum(float(each) for each in losses if torch.is_tensor(each) and each.dim() == 0),
                             sum(float(weights_BT.sum()) for _, (_, weights_BT) in micro_batches)))
         self.norms.append(grad_norm(engine))
         if before is not None:
