@@ -1,5 +1,7 @@
 """Fused loss and MLP compared with torch's operators: values, gradients and saved tensors."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch._dynamo
@@ -93,6 +95,35 @@ def test_fused_loss_equals_the_loss_of_the_logits(dtype, scale, tolerance, with_
                                torch.autograd.grad(plain * scale, inputs), strict=True):
         assert mine_grad.dtype == dtype
         assert relative_error(mine_grad, grad) < tolerance
+
+
+@pytest.mark.parametrize("in_c", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [1024, 8192, 32768])
+def test_the_error_of_the_fused_loss_does_not_grow_with_the_tokens(tokens, dtype, in_c, monkeypatch):
+    """The gradients of all tokens are summed in fp32, as by torch's single product."""
+    if in_c and (dtype != torch.bfloat16 or not library.has_library()):
+        pytest.skip("the functions in C are for bf16, and need a C compiler")
+    monkeypatch.setattr(fused_loss, "uses_c", lambda *_: in_c)
+    monkeypatch.setattr(fused_loss, "_CPU_PRODUCT", 32 * 100)  # parts of 100 words, the last one with 57
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(shape, generator=generator).to(dtype) for shape in ((1, tokens, 32), (257, 32), (257,))]
+    labels = torch.randint(0, 257, (1, tokens), generator=generator)
+    weights = torch.rand(1, tokens, generator=generator) * 65536 / tokens  # with a loss scale
+
+    def in_chunks(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return linear_cross_entropy(x, weight, (labels, weights), bias)
+
+    def of_all_logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return token_weighted_cross_entropy(F.linear(x, weight, bias), (labels, weights))
+
+    def gradients(loss: Callable[..., torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        leaves = [x.detach().to(dtype, copy=True).requires_grad_() for x in inputs]
+        return torch.autograd.grad(loss(*leaves), leaves)
+
+    for exact, torchs, ours in zip(gradients(of_all_logits, torch.float64), gradients(of_all_logits, dtype),
+                                   gradients(in_chunks, dtype), strict=True):
+        assert relative_error(ours, exact) <= 1.15 * relative_error(torchs, exact)
 
 
 def test_fused_loss_is_correct_for_large_logits_and_masked_tokens():

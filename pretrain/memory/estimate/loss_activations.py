@@ -9,6 +9,7 @@ from pretrain.memory.estimate.rank_parameters import FP32, INT64, MicroBatch
 
 CHUNK_TOKENS = 1024  # tokens whose logits exist at the same time, for each tensor-parallel rank (fused_loss.py)
 CPU_LOGITS = 2**20  # softmax elements that one CPU thread computes at a time (fused_loss.py); assumes one thread
+CPU_PRODUCT = 2**20  # elements of the matrix's gradient that a CPU computes at a time (fused_loss.py)
 
 
 def _vocab_size(shape: ModelShape, batch: MicroBatch) -> int:
@@ -47,7 +48,8 @@ def loss_peak(shape: ModelShape, batch: MicroBatch) -> int:
     The sum has four parts: the saved tensors, two fp32 vectors [N], one chunk's logits, and the larger of (a) the
     chunk's softmax in fp32 and (b) the chunk's hidden states multiplied with the token weights. A CPU computes the
     softmax of a few rows at a time, so that they stay in its cache; the result of the previous rows still exists then.
-    In bf16 without soft-capping, a C function needs no memory for it.
+    In bf16 without soft-capping, a C function needs no memory for it. In bf16 and fp16, the gradients of several chunks
+    are added in fp32. When this sum is converted, the logits no longer exist.
 
     Tensor-parallel ranks gather the hidden states, and compute the softmax of a complete chunk
     (model/kernels/vocabulary_shards.py): of the fp32 logits, their distance from the largest one and its exponential.
@@ -66,8 +68,23 @@ def loss_peak(shape: ModelShape, batch: MicroBatch) -> int:
     if batch.tensor_parallel_size > 1:
         gathered = batch.tokens * shape.hidden_size * batch.element_bytes
         softmax_rows, in_c = (tensors + 1) * chunk, False
-    work = weighted if in_c else max(softmax_rows * vocab_size * FP32, weighted)
-    return loss_saved(shape, batch) + 2 * batch.tokens * FP32 + _logits_bytes(shape, batch) + work + gathered
+    adds_in_fp32 = converts and chunk < batch.tokens
+    if adds_in_fp32:
+        weighted = max(weighted, _part_of_sum(shape, batch, in_c=in_c))
+    work = _logits_bytes(shape, batch) + (weighted if in_c else max(softmax_rows * vocab_size * FP32, weighted))
+    if adds_in_fp32:  # instead of the gradient in the dtype of the matrix, which is made of it at the end
+        work = max(work, _weight_bytes(shape, batch)) + vocab_size * shape.hidden_size * FP32
+        work -= _weight_bytes(shape, batch)
+    return loss_saved(shape, batch) + 2 * batch.tokens * FP32 + work + gathered
+
+
+def _part_of_sum(shape: ModelShape, batch: MicroBatch, *, in_c: bool) -> int:
+    """Bytes of a chunk's weighted hidden states, and on CPUs of the product that is added to the sum in fp32."""
+    if batch.cuda:
+        return 0
+    copies = 2 if in_c else 1  # with their transpose
+    product = min(CPU_PRODUCT, _vocab_size(shape, batch) * shape.hidden_size)
+    return (copies * _chunk(batch) * shape.hidden_size + product) * batch.element_bytes
 
 
 def loss_backward(shape: ModelShape, batch: MicroBatch) -> int:

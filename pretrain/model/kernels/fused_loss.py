@@ -7,6 +7,10 @@ a vocabulary of 50k need 0.4 GB for logits in bf16, and two or three times 0.8 G
 With soft-capping, logits = cap tanh((x W^T + b) / cap), and G is multiplied by the derivative 1 - (logits / cap)^2. On
 CUDA this takes one more tensor [C, V] in fp32.
 
+In bf16 and fp16, the parts of dW are added in fp32, and dW is rounded once. Added in bf16, its error would grow with
+the number of chunks: 2.9 times that of torch's single product at 32k tokens (tests/model/test_operators.py). The fp32
+sum exists during the forward pass only, and only if there is more than one chunk.
+
 On CPUs in bf16, C functions compute the losses and their gradient (cpu/cross_entropy.c), and dW is accumulated as its
 transpose [D, V]: the product of x^T and G needs a copy of a small matrix only, and that of G^T and x, which oneDNN
 computes at about 0.6 of the rate, would need a copy of the large one. Measured on an Intel core with AMX, in
@@ -27,6 +31,7 @@ forward pass, before fp16's loss scale is known, and it does not support tied we
 Shapes: B batch, T positions, N = B * T tokens, C tokens of a chunk, D hidden size, V vocabulary.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +48,8 @@ from pretrain.model.parallel.shared_tensors import gather
 
 _TOKENS = 1024  # per chunk: enough for efficient matrix products
 _CPU_ELEMENTS = 2**20  # of the fp32 softmax per thread and iteration: they stay in the cache
-_UNIT = 1024.0  # sum of the weights within dW: keeps dW in fp16's range before the loss scale is known
+_CPU_PRODUCT = 2**20  # elements of dW that a CPU computes at a time, to add them in fp32: they stay in the cache
+_UNIT = 1024.0  # sum of the weights within dW, up to a factor of 2: keeps dW in fp16's range without the loss scale
 
 
 @dataclass(frozen=True)
@@ -114,20 +120,26 @@ class _Carry(torch.autograd.Function):
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The operator. It saves dx without the tokens' weights, and dW and db with weights that sum to _UNIT."""
+    """The operator. It saves dx without the tokens' weights, and dW and db with weights that sum to about _UNIT.
+
+    Their sum is divided by a power of two, so that the division and its reversal in the backward pass round nothing.
+    """
 
     @staticmethod
     def forward(ctx: FunctionCtx, x_ND: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None,
                 labels_N: torch.Tensor, weights_N: torch.Tensor, softcap: float, terms: LossTerms, with_grad: bool,
                 carrier: Any, plain: bool, shard: VocabularyShard | None) -> tuple[torch.Tensor, torch.Tensor]:
         weights_N = weights_N.to(torch.promote_types(x_ND.dtype, torch.float32))
-        total = weights_N.sum()
-        units_N = weights_N * (_UNIT / total.clamp(min=1e-30))  # 0 instead of NaN if all tokens are masked
+        total = weights_N.sum().clamp(min=1e-30)  # 0 instead of NaN if all tokens are masked
+        total /= total.frexp().mantissa  # the next power of two
+        units_N = weights_N * (_UNIT / total)
         losses_N, squares = torch.empty_like(weights_N), torch.zeros_like(total)
         in_c = not plain and shard is None and uses_c("loss", x_ND)
         tokens = _TOKENS * (1 if shard is None else shard.group.size)
         if with_grad:
-            dx_ND, dw = torch.empty_like(x_ND), weight_VD.new_zeros(weight_VD.t().shape if in_c else weight_VD.shape)
+            dx_ND = torch.empty_like(x_ND)
+            dw = torch.zeros(weight_VD.t().shape if in_c else weight_VD.shape, device=x_ND.device,
+                             dtype=weight_VD.dtype if len(x_ND) <= tokens else weights_N.dtype)
             db_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=weights_N.dtype)
         for start in range(0, len(x_ND), tokens):
             chunk = slice(start, start + tokens)
@@ -144,6 +156,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     db_V += torch.mv(logits_CV.t(), units_N[chunk].to(x_ND.dtype))
             del logits_CV  # free the memory before the next chunk
         if with_grad:
+            dw = dw.to(weight_VD.dtype)
             ctx.save_for_backward(dx_ND, dw, db_V, weights_N, total)  # type: ignore[arg-type]  # it accepts None
             ctx.is_DV = in_c  # type: ignore[attr-defined]
             ctx.bias_dtype = None if bias_V is None else bias_V.dtype  # type: ignore[attr-defined]
@@ -159,7 +172,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dx_ND = (dx_ND * (weights_N * grad)[:, None]).to(dx_ND.dtype)
         scale = total * grad / _UNIT
         is_DV: bool = ctx.is_DV  # type: ignore[attr-defined]
-        dw_VD = multiply_(transposed(dw), float(scale)) if is_DV else (dw * scale).to(dw.dtype)
+        dw_VD = multiply_(transposed(dw), scale) if is_DV else (dw * scale).to(dw.dtype)
         if db_V is not None:
             db_V = (db_V * scale).to(ctx.bias_dtype)  # type: ignore[attr-defined]
         if ctx.carrier is None:  # type: ignore[attr-defined]
@@ -171,10 +184,27 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _add_weight_gradient(dw: torch.Tensor, gradient_CV: torch.Tensor, x_CD: torch.Tensor, *,
                          is_DV: bool) -> None:
     """Add G^T x to dW [V, D], or x^T G to its transpose [D, V]."""
-    if is_DV:
-        dw.addmm_(transposed(x_CD), gradient_CV)
-    else:
-        dw.addmm_(gradient_CV.t(), x_CD)
+    a, b = (transposed(x_CD), gradient_CV) if is_DV else (gradient_CV.t(), x_CD)
+    if dw.dtype == b.dtype:
+        dw.addmm_(a, b)
+    elif _adds_in_fp32(b.dtype, b.device):
+        torch.addmm(dw, a, b, out_dtype=dw.dtype, out=dw)
+    else:  # products of a part of the vocabulary
+        words = max(1, _CPU_PRODUCT // x_CD.shape[1])
+        for sum_part, part in zip(dw.split(words, int(is_DV)), (b if is_DV else a).split(words, int(is_DV)),
+                                  strict=True):
+            sum_part.add_(a @ part if is_DV else part @ b)
+
+
+@functools.cache
+def _adds_in_fp32(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether torch adds products of this dtype to a matrix in fp32: not on CPUs (2.13), nor before 2.8."""
+    x, total = torch.ones(8, 8, dtype=dtype, device=device), torch.zeros(8, 8, device=device)
+    try:
+        torch.addmm(total, x, x, out_dtype=total.dtype, out=total)
+    except (TypeError, RuntimeError):
+        return False
+    return True
 
 
 def _cross_entropy_(logits_CV: torch.Tensor, labels_C: torch.Tensor, with_grad: bool, softcap: float,

@@ -13,7 +13,14 @@ from pretrain.distributed.device import multiplies_bf16_on_x86
 from pretrain.memory.estimate.activations import ATTENTION_ROWS, CPU_SCORES
 from pretrain.memory.estimate.estimate_memory import estimate_rank
 from pretrain.memory.estimate.layer_activations import block_backward, block_saved
-from pretrain.memory.estimate.loss_activations import CHUNK_TOKENS, CPU_LOGITS, loss_backward, loss_peak, loss_saved
+from pretrain.memory.estimate.loss_activations import (
+    CHUNK_TOKENS,
+    CPU_LOGITS,
+    CPU_PRODUCT,
+    loss_backward,
+    loss_peak,
+    loss_saved,
+)
 from pretrain.memory.estimate.masks import document_bytes, shared_mask_bytes
 from pretrain.memory.estimate.model_shape import shape_of
 from pretrain.memory.estimate.phases import layer_groups
@@ -174,7 +181,8 @@ def test_masks_are_counted_once() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("tokens", "vocab_size", "extras"), [
-    (256, 5000, {}), (1500, 500, {}), (3000, 3000, {}), (256, 5000, {"logit_softcap": 3.0, "head_bias": True}),
+    (256, 5000, {}), (1500, 500, {}), (3000, 3000, {}), (1500, 20000, {}),
+    (256, 5000, {"logit_softcap": 3.0, "head_bias": True}),
     (3000, 3000, {"logit_softcap": 3.0, "head_bias": True})])
 @pytest.mark.parametrize("terms", [LossTerms(), LossTerms(0.1, 1e-4)], ids=["plain", "with_terms"])
 def test_saved_and_peak_bytes_of_the_loss(dtype: torch.dtype, tokens: int, vocab_size: int, extras: dict[str, Any],
@@ -203,6 +211,7 @@ def test_saved_and_peak_bytes_of_the_loss(dtype: torch.dtype, tokens: int, vocab
 def test_chunk_sizes_equal_those_of_the_kernels() -> None:
     assert CHUNK_TOKENS == fused_loss._TOKENS
     assert CPU_LOGITS == fused_loss._CPU_ELEMENTS
+    assert CPU_PRODUCT == fused_loss._CPU_PRODUCT
     assert ATTENTION_ROWS == cpu_attention._ROWS
     assert CPU_SCORES == cpu_attention._SCORES_PER_THREAD
 

@@ -28,7 +28,7 @@ def scale_to_float_(out: torch.Tensor, x: torch.Tensor, scale: float) -> torch.T
     return out
 
 
-def multiply_(x: torch.Tensor, factor: float) -> torch.Tensor:
-    """Multiply a tensor in bf16 in place, and return it."""
-    call("multiply_bf16", x, x.numel(), factor)
+def multiply_(x: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
+    """Multiply a tensor in bf16 in place by a number or a scalar tensor, and return it."""
+    call("multiply_bf16", x, x.numel(), float(factor))
     return x
