@@ -78,8 +78,8 @@ def main(words: list[str]) -> int:
     try:
         world = running_environment()
         settings, as_json = parse(words)
-        prepare_deepspeed(detect_device())
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch prints no error: this tool prints it in one line
+        prepare_deepspeed(detect_device())  # imports torch, which reads the variable
         from pretrain.cluster.health.check import check_cluster  # imports torch and deepspeed
         from pretrain.cluster.health.report import report_lines, report_table
 

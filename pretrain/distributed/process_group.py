@@ -1,10 +1,14 @@
 """Form the process group of a run, with the right time-out and network interface."""
 
+import contextlib
+import errno
 import os
-from collections.abc import MutableMapping
+import socket
+from collections.abc import Iterator, Mapping, MutableMapping
 from datetime import timedelta
 
 from pretrain.distributed.host import interface_towards
+from pretrain.distributed.tcp_store import start_store
 from pretrain.distributed.world import World
 from pretrain.errors import ConfigError
 
@@ -12,19 +16,54 @@ _FAR_ADDRESS = "203.0.113.1"  # reserved for documentation (RFC 5737); used only
 _DEFAULT_TIMEOUT_S = 1800.0
 _AFTER_WATCHDOG_S = 300.0
 _MOST_MINUTES = 10**6
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_LOOPBACK_INTERFACE = "lo"
+
+
+def all_ranks_here(world: World, environ: Mapping[str, str]) -> bool:
+    """Return whether all ranks of the run are on this host."""
+    return int(environ["LOCAL_SIZE"]) >= world.size or environ["MASTER_ADDR"] in _LOOPBACK
 
 
 def choose_interface(world: World, environ: MutableMapping[str, str]) -> None:
-    """Set GLOO_SOCKET_IFNAME for runs on several hosts.
+    """Set GLOO_SOCKET_IFNAME: the network interface on which gloo listens and connects.
 
-    Without this variable gloo uses the address of the host's name, which is often 127.0.0.1.
+    Without this variable gloo uses the address of the host's name. For several hosts this is often the wrong one,
+    127.0.0.1. For ranks on one host it is often an address that other hosts can connect to.
     """
-    on_one_host = int(environ["LOCAL_SIZE"]) >= world.size or environ["MASTER_ADDR"] in ("127.0.0.1", "localhost")
-    if on_one_host or "GLOO_SOCKET_IFNAME" in environ:
+    if "GLOO_SOCKET_IFNAME" in environ:
+        return
+    if all_ranks_here(world, environ):
+        if environ["MASTER_ADDR"] in _LOOPBACK and _LOOPBACK_INTERFACE in _interfaces():
+            environ["GLOO_SOCKET_IFNAME"] = _LOOPBACK_INTERFACE
         return
     found = interface_towards(environ["MASTER_ADDR"]) or interface_towards(_FAR_ADDRESS)
     if found is not None:
         environ["GLOO_SOCKET_IFNAME"] = found[0]
+
+
+def _interfaces() -> set[str]:
+    return {name for _, name in socket.if_nameindex()}
+
+
+@contextlib.contextmanager
+def _store_of_this_host(world: World) -> Iterator[None]:
+    """Run the process group's store on rank 0 while the group forms. torch's own would listen on all addresses.
+
+    With several hosts, or under torchrun, which runs the store, this does nothing.
+    """
+    store = None
+    if (world.rank == 0 and all_ranks_here(world, os.environ)
+            and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"):
+        try:
+            store = start_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), on_one_host=True,
+                                timeout_s=_DEFAULT_TIMEOUT_S)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            raise taken_port(world) from None
+    yield
+    del store  # the process group holds the server from now on
 
 
 def taken_port(world: World) -> ConfigError:
@@ -98,7 +137,8 @@ def init_process_group(world: World, longest_s: float = 0.0) -> None:
               flush=True)
     patches.use_one_timeout_for_all_groups(timeout)
     try:
-        deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timeout)
+        with _store_of_this_host(world):
+            deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timeout)
     except torch.distributed.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise

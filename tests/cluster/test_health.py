@@ -6,6 +6,7 @@ the hosts. The faults are a token bucket filter on a link, a tiny tmpfs, and a b
 
 import json
 import os
+import pickle
 import runpy
 import socket
 import subprocess
@@ -13,22 +14,33 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 import torch
 
-from pretrain.cluster.health.check import RankLocation, ranks_by_host
+from pretrain.cluster.health.check import RankLocation, RankResult, ranks_by_host
 from pretrain.cluster.health.connections import ClockServer, ConnectionResult, measure_connection
 from pretrain.cluster.health.devices import DeviceHealth, device_health
 from pretrain.cluster.health.findings import report_connections, report_devices, report_links
 from pretrain.cluster.health.links import Link, choose_evenly, partner_of, round_robin
 from pretrain.cluster.health.outliers import faulty_hosts, slow_indices
 from pretrain.cluster.health.report import ClusterReport
+from pretrain.distributed.tcp_store import (
+    SECRET_VARIABLE,
+    ForeignValueError,
+    _signature,
+    decode_value,
+    encode_value,
+    wait_for_port,
+)
 from pretrain.errors import ConfigError
 from tests.cluster.workers.packages import need_packages
-from tests.support.launch import ROOT, free_port, run_ranks
+from tests.support.launch import LIMIT_S, ROOT, free_port, rank_environment, run_ranks
 
 SMALL = ["--product_size", "128", "--memory_mib", "4", "--message_mib", "1", "--disk_mib", "2", "--timeout", "300"]
 
@@ -105,7 +117,7 @@ def test_one_wrong_element_of_one_matrix_product_is_reported(monkeypatch: pytest
 
 
 def test_a_wrong_clock_is_measured_and_reported() -> None:
-    server = ClockServer(lambda: time.time() + 5.0)
+    server = ClockServer("127.0.0.1", lambda: time.time() + 5.0)
     try:
         result = measure_connection(("127.0.0.1", server.port))
     finally:
@@ -261,6 +273,71 @@ def test_without_a_network_both_hosts_report_and_exit(switch: Switch, tmp_path: 
     assert _findings(first) == ["rank 1: rank 1 of 2 did not answer for 7 s (start); other ranks started on h0"]
     assert second.stdout.startswith(f"ds-pretrain: error: h1: no connection to rank 0 at 10.0.0.1:{switch.port}")
     assert len(second.stdout.splitlines()) == 1
+
+
+# ---- hostile programs on the network
+
+
+class Payload:
+    """An object whose pickle runs a shell command when it is loaded."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.system, (self.command,)
+
+
+def _start_rank(rank: int, port: int, folder: Path) -> "subprocess.Popen[str]":
+    """Start one of two ranks of the tool. The attacker acts as the other rank."""
+    environ = {**rank_environment(rank, 2, port), "LOCAL_RANK": "0", SECRET_VARIABLE: "a secret of this start"}
+    return subprocess.Popen([sys.executable, str(ROOT / "tools" / "check_cluster.py"), *SMALL, "--save", str(folder)],
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_pickle_of_another_program_is_reported_and_not_run(victim: int, tmp_path: Path) -> None:
+    port, executed = free_port(), tmp_path / "executed"
+    store = partial(torch.distributed.TCPStore, "127.0.0.1", port, 2, wait_for_workers=False)
+    attacker = store(is_master=True) if victim == 1 else None
+    with _start_rank(victim, port, tmp_path / "run") as process:
+        if victim == 0:
+            assert wait_for_port("127.0.0.1", port, LIMIT_S)
+            listening = [each.laddr.ip for each in psutil.Process(process.pid).net_connections(kind="inet")
+                         if each.status == psutil.CONN_LISTEN]
+            assert {*listening} == {"127.0.0.1"}
+            attacker = store(is_master=False)
+        key = "start: rank 1" if victim == 0 else "start: answer of rank 0"
+        attacker.set(f"check_cluster/{key}", pickle.dumps(Payload(f"touch '{executed}'")))
+        output = process.communicate(timeout=LIMIT_S)[0]
+    assert process.returncode == 1, output
+    assert f"ds-pretrain: error: {key}: another program has written this value" in output.replace(
+        f"{socket.gethostname()}: ", "")
+    assert len(output.splitlines()) == 1
+    assert not executed.exists()
+
+
+def test_only_signed_values_of_the_expected_form_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = RankResult[dict[str, ConnectionResult]]
+    value = RankResult({"h1": ConnectionResult(1e-4, -0.5)})
+    monkeypatch.setenv(SECRET_VARIABLE, "of an earlier start")
+    old = encode_value("disk: rank 1", value, kind)
+    monkeypatch.setenv(SECRET_VARIABLE, "of this start")
+    good = encode_value("disk: rank 1", value, kind)
+    assert decode_value("disk: rank 1", good, kind) == value
+    for content in (b"", b"x", old, good[:-1], good[32:], pickle.dumps(value), good + b" ", bytes(40)):
+        with pytest.raises(ForeignValueError, match=r"^disk: rank 1: .* not signed with this rank's DS_PRETRAIN_SECRE"):
+            decode_value("disk: rank 1", content, kind)
+    with pytest.raises(ForeignValueError, match="not signed"):
+        decode_value("disk: rank 2", good, kind)  # a copy of another rank's value
+    with pytest.raises(ForeignValueError, match=r"it has 16,777,\d+ bytes"):
+        decode_value("disk: rank 1", encode_value("disk: rank 1", "x" * 2**24, str), str)
+    for wrong in ([], "x", {"value": 1}, {"value": {"h1": {"error": 5}}}, {"value": None, "error": {}}, None):
+        with pytest.raises(ForeignValueError, match="not of the expected form"):
+            decode_value("disk: rank 1", encode_value("disk: rank 1", wrong, Any), kind)
+    for text in (b"[" * 100_000, b'{"value":' * 100_000, b"9" * 100_000, b"\xff", b"NaN"):
+        with pytest.raises(ForeignValueError, match="not of the expected form"):
+            decode_value("k", _signature("k", text) + text, kind)
 
 
 def test_a_port_in_use_is_rejected_with_a_remedy(tmp_path: Path) -> None:

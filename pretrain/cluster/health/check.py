@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
@@ -24,7 +24,7 @@ from pretrain.cluster.health.connections import (
     measure_connections,
     own_address,
 )
-from pretrain.cluster.health.devices import DiskHealth, device_health, disk_health
+from pretrain.cluster.health.devices import DeviceHealth, DiskHealth, device_health, disk_health
 from pretrain.cluster.health.findings import (
     report_collectives,
     report_connections,
@@ -50,7 +50,7 @@ from pretrain.cluster.health.links import (
     partner_of,
     round_robin,
 )
-from pretrain.cluster.health.report import ClusterReport
+from pretrain.cluster.health.report import ClusterReport, Finding
 from pretrain.cluster.health.settings import ClusterCheckSettings
 from pretrain.distributed.device import detect_device
 from pretrain.distributed.process_group import init_process_group
@@ -75,8 +75,17 @@ class RankLocation:
 class RankResult(Generic[T]):
     """Result of one rank's measurement. If `error` is set, `value` is None."""
 
-    value: T
-    error: Exception | None = None
+    value: T | None = None
+    error: str = ""
+    is_rejection: bool = False  # whether the error is bad input, which ends the check
+
+
+@dataclass(frozen=True)
+class PhaseResult:
+    """Rank 0's answer to all ranks after a phase."""
+
+    succeeded: bool  # whether all ranks measured without an error
+    rejection: str = ""  # the line of a ConfigError that a rank raised
 
 
 @dataclass(frozen=True)
@@ -89,7 +98,7 @@ class CheckContext:
     hosts: dict[str, list[int]]  # host -> its ranks
     report: ClusterReport  # rank 0 adds the measurements and findings
 
-    def run_phase(self, phase: str, measure: Callable[[], T], evaluate: Callable[[list[T]], None],
+    def run_phase(self, phase: str, kind: Any, measure: Callable[[], T], evaluate: Callable[[list[T]], None],
                   name_of: Callable[[int], str] | None = None) -> bool:
         """Run `measure` on every rank, then `evaluate` on rank 0. Returns whether all ranks succeeded in time.
 
@@ -97,6 +106,7 @@ class CheckContext:
 
         Args:
             phase: name of the phase, for findings.
+            kind: type of a measurement.
             measure: returns this rank's measurement.
             evaluate: gets the measurements of all ranks in rank order, if none failed.
             name_of: returns the host or hosts of a rank, for findings about its failure (default: `host_of`).
@@ -104,22 +114,23 @@ class CheckContext:
         start = time.monotonic()
         result = _measure_with_timeout(partial(self._on_device, measure), self.settings.timeout_s)
 
-        def evaluate_all(results: list[RankResult[T]]) -> bool | ConfigError:
-            errors = {rank: each.error for rank, each in enumerate(results) if each.error is not None}
-            for rank, error in errors.items():
-                if isinstance(error, ConfigError):
-                    return ConfigError.from_line(f"{self.host_of(rank)}: {error}")
-                self.report.add((name_of or self.host_of)(rank), f"{phase}: {error}")
+        def evaluate_all(results: list[RankResult[T]]) -> PhaseResult:
+            errors = {rank: each for rank, each in enumerate(results) if each.error}
+            for rank, each in errors.items():
+                if each.is_rejection:
+                    return PhaseResult(False, f"{self.host_of(rank)}: {each.error}")
+                self.report.add((name_of or self.host_of)(rank), f"{phase}: {each.error}")
             if not errors:
-                evaluate([each.value for each in results])
-            return not errors
+                evaluate([cast(T, each.value) for each in results])
+            return PhaseResult(not errors)
 
         # All ranks began the phase at the same time, so all have the same time left.
         left_s = max(self.settings.timeout_s - (time.monotonic() - start), 0)
-        answer = self.store.exchange(phase, result, evaluate_all, wait_s=left_s)
-        if isinstance(answer, ConfigError):
-            raise answer
-        return answer
+        kinds = (cast(Any, RankResult)[kind], PhaseResult)
+        answer = self.store.exchange(phase, result, evaluate_all, kinds=kinds, wait_s=left_s)
+        if answer.rejection:
+            raise ConfigError.from_line(answer.rejection)
+        return answer.succeeded
 
     def _on_device(self, measure: Callable[[], T]) -> T:
         get_accelerator().set_device(self.world.local_rank)  # each thread has a current device of its own
@@ -139,9 +150,9 @@ def _measure_with_timeout(measure: Callable[[], T], timeout_s: float) -> RankRes
     try:
         return RankResult(run_with_timeout(measure, timeout_s))
     except ConfigError as error:
-        return RankResult(cast(T, None), error)
+        return RankResult(error=str(error), is_rejection=True)
     except Exception as error:  # any failure of a measurement is a finding about this host
-        return RankResult(cast(T, None), RuntimeError(first_line(error)))
+        return RankResult(error=first_line(error))
 
 
 def check_cluster(settings: ClusterCheckSettings, world: World) -> ClusterReport:
@@ -150,18 +161,20 @@ def check_cluster(settings: ClusterCheckSettings, world: World) -> ClusterReport
     Raises ConfigError on every rank for bad input, and ConnectionError if this rank cannot reach rank 0.
     """
     store = connect_store(world, settings.timeout_s)
-    report, server = ClusterReport(ranks=world.size), ClockServer()
+    address = own_address(os.environ["MASTER_ADDR"])
+    report, server = ClusterReport(ranks=world.size), ClockServer(address)
     hosts: dict[str, list[int]] = {}
     silent: list[int] = []
     try:
-        location = RankLocation(host_name(), world.local_rank, own_address(os.environ["MASTER_ADDR"]), server.port)
-        locations = store.exchange("start", location, list, wait_s=START_TIMEOUT_FACTOR * settings.timeout_s)
+        location = RankLocation(host_name(), world.local_rank, address, server.port)
+        locations = store.exchange("start", location, list, kinds=(RankLocation, list[RankLocation]),
+                                   wait_s=START_TIMEOUT_FACTOR * settings.timeout_s)
         hosts = ranks_by_host(locations)
         context = CheckContext(store, world, settings, hosts, report)
         report.hosts = {host: {} for host in hosts}
         _measure(context, {host: (locations[ranks[0]].address, locations[ranks[0]].port)
                            for host, ranks in hosts.items()})
-        report.findings = store.exchange("findings", None, lambda _: report.findings)
+        report.findings = store.exchange("findings", None, lambda _: report.findings, kinds=(None, list[Finding]))
     except SilentRanksError as error:
         silent = error.ranks
         _report_silent_ranks(report, error, hosts)
@@ -206,15 +219,15 @@ def _measure(context: CheckContext, addresses: dict[str, tuple[str, int]]) -> No
     def connections() -> dict[str, ConnectionResult]:
         return measure_connections(others) if is_first else {}
 
-    context.run_phase("connections", connections,
+    context.run_phase("connections", dict[str, ConnectionResult], connections,
                       partial(report_connections, report, context.hosts, settings.max_clock_skew_s))
-    context.run_phase("disk", lambda: _disk(context) if is_first else None,
+    context.run_phase("disk", DiskHealth | None, lambda: _disk(context) if is_first else None,
                       partial(report_disks, report, context.hosts, settings.min_ratio))
     on_cpu = get_accelerator().device_name() == "cpu"
     size = settings.product_size or (1024 if on_cpu else 8192)
-    devices_work = context.run_phase("device", lambda: device_health(size, settings.memory_bytes),
+    devices_work = context.run_phase("device", DeviceHealth, lambda: device_health(size, settings.memory_bytes),
                                      partial(report_devices, report, context.hosts, settings.min_ratio))
-    connected = context.store.exchange("connected", None, lambda _: not report.unreachable)
+    connected = context.store.exchange("connected", None, lambda _: not report.unreachable, kinds=(None, bool))
     if not (devices_work and connected):
         report.skipped = "no transfers were measured: some device failed, or some hosts cannot connect to each other"
         return
@@ -236,10 +249,12 @@ def _measure_links(context: CheckContext, message_bytes: int) -> None:
     if context.world.size == 1:
         return
     with deepspeed_output("error"):
-        initialized = context.run_phase("process group", lambda: init_process_group(context.world), lambda _: None)
+        initialized = context.run_phase("process group", None, lambda: init_process_group(context.world),
+                                        lambda _: None)
     if not initialized:
         return
-    if not context.run_phase("collectives", lambda: _collectives(message_bytes, list(context.hosts.values())),
+    if not context.run_phase("collectives", dict[str, Collective],
+                             lambda: _collectives(message_bytes, list(context.hosts.values())),
                              partial(report_collectives, report, context.hosts, settings.min_ratio)):
         return
     all_rounds = round_robin(len(context.hosts))
@@ -249,8 +264,8 @@ def _measure_links(context: CheckContext, message_bytes: int) -> None:
     for number, pairs in enumerate(chosen, 1):
         if not _measure_round(context, f"transfers, round {number}", pairs, message_bytes, links):
             return
-    context.store.exchange("links", None, lambda _: report_links(report, links, settings.min_ratio,
-                                                                 settings.min_gbit_per_s))
+    context.store.exchange("links", None, kinds=(None, None), combine=lambda _: report_links(
+        report, links, settings.min_ratio, settings.min_gbit_per_s))
 
 
 def _measure_round(context: CheckContext, phase: str, pairs: list[tuple[int, int]], message_bytes: int,
@@ -273,7 +288,8 @@ def _measure_round(context: CheckContext, phase: str, pairs: list[tuple[int, int
         return " and ".join(pair_of.get(host, (host,)))
 
     return context.run_phase(
-        phase, lambda: None if partner is None else measure_link(rank, partner, message_bytes), add_links, name_of)
+        phase, Link | None, lambda: None if partner is None else measure_link(rank, partner, message_bytes), add_links,
+        name_of)
 
 
 def _collectives(message_bytes: int, hosts: list[list[int]]) -> dict[str, Collective]:

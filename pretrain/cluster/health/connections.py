@@ -1,6 +1,7 @@
 """Open TCP connections between all hosts, and measure the round-trip time and the difference of the clocks."""
 
 import contextlib
+import math
 import os
 import socket
 import struct
@@ -9,6 +10,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+
+from pretrain.distributed.tcp_store import is_numeric
 
 CONNECT_TIMEOUT_S = 5.0
 _ATTEMPTS = 3  # the fastest attempt gives the most accurate clock difference
@@ -25,11 +28,16 @@ class ConnectionResult:
 
 
 class ClockServer:
-    """Server thread that sends this host's time to every client, until `close` is called."""
+    """Server thread that sends this host's time to every client, until `close` is called.
 
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
-        dual = socket.has_dualstack_ipv6()
-        self._socket = socket.create_server(("", 0), family=socket.AF_INET6 if dual else socket.AF_INET, backlog=1024,
+    It listens on `address`, or on all addresses if `address` is a name: other hosts may resolve it differently.
+    """
+
+    def __init__(self, address: str, clock: Callable[[], float] = time.time) -> None:
+        is_name = not is_numeric(address)
+        dual = is_name and socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual or ":" in address else socket.AF_INET
+        self._socket = socket.create_server(("" if is_name else address, 0), family=family, backlog=1024,
                                             dualstack_ipv6=dual)
         self.port: int = self._socket.getsockname()[1]
         self._clock = clock
@@ -78,7 +86,9 @@ def measure_connection(address: tuple[str, int]) -> ConnectionResult:
                 answer = connection.recv(8, socket.MSG_WAITALL)
             round_trip = time.perf_counter() - tick
             (their_time,) = struct.unpack("!d", answer)
-        except (OSError, struct.error) as error:
+            if not math.isfinite(their_time):
+                raise OSError("the answer is not a time")
+        except (OSError, OverflowError, struct.error) as error:  # OverflowError: not a port
             return ConnectionResult(error=f"{address[0]}: {error}")
         found.append(ConnectionResult(round_trip, their_time - (start + round_trip / 2)))
     return min(found, key=lambda result: result.round_trip_s)

@@ -6,18 +6,17 @@ which rank is missing.
 
 import contextlib
 import os
-import pickle
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
-from pretrain.cluster.hosts.wait_for_port import wait_for_port
 from pretrain.distributed.process import port_is_free
-from pretrain.distributed.process_group import taken_port
+from pretrain.distributed.process_group import all_ranks_here, taken_port
+from pretrain.distributed.tcp_store import ForeignValueError, decode_value, encode_value, start_store, wait_for_port
 from pretrain.distributed.world import World
 
 T = TypeVar("T")
@@ -38,6 +37,17 @@ class SilentRanksError(Exception):
 
 
 @dataclass(frozen=True)
+class _Answer(Generic[T, D]):
+    """What rank 0 answers to all ranks: the result, the ranks without a value, or why a value cannot be read."""
+
+    result: D | None = None
+    silent: list[int] = field(default_factory=list)
+    waited_s: float = 0.0
+    received: dict[int, T] = field(default_factory=dict)  # with `silent`: rank -> value of the other ranks
+    problem: str = ""
+
+
+@dataclass(frozen=True)
 class RankStore:
     """One rank's connection to the store, in which all ranks post their values."""
 
@@ -46,42 +56,60 @@ class RankStore:
     size: int  # number of ranks
     timeout_s: float  # time-out of one phase
 
-    def exchange(self, phase: str, value: T, combine: Callable[[list[T]], D], *, wait_s: float | None = None) -> D:
+    def exchange(self, phase: str, value: T, combine: Callable[[list[T]], D], *, kinds: tuple[Any, Any],
+                 wait_s: float | None = None) -> D:
         """Post `value`. Rank 0 calls `combine` with the values of all ranks, and every rank returns its result.
 
-        `phase` is a name that no other exchange has. If some ranks post nothing within `wait_s` (default: `timeout_s`)
-        plus 5 s, every rank raises SilentRanksError. Raises ConnectionError if rank 0 does not answer.
+        `phase` is a name that no other exchange has, `kinds` are the types of `value` and of the result. If some ranks
+        post nothing within `wait_s` (default: `timeout_s`) plus 5 s, every rank raises SilentRanksError. Raises
+        ConnectionError if rank 0 does not answer, or if another program has written a value.
         """
         wait_s = self.timeout_s if wait_s is None else wait_s
         try:  # the store's own time-outs have no effect when the network drops all packets
-            answer = run_with_timeout(lambda: self._exchange(phase, value, combine, wait_s), wait_s + 3 * _GRACE_S)
+            answer = run_with_timeout(lambda: self._exchange(phase, value, combine, kinds, wait_s),
+                                      wait_s + 3 * _GRACE_S)
+        except ForeignValueError:
+            raise
         except (DistError, RuntimeError, TimeoutError) as error:
             raise ConnectionError(f"rank 0 does not answer ({phase}): {first_line(error)}") from None
-        if isinstance(answer, SilentRanksError):
-            raise answer
-        return answer
+        if answer.problem:
+            raise ForeignValueError(answer.problem)
+        if answer.silent:
+            raise SilentRanksError(phase, answer.silent, answer.waited_s, answer.received)
+        return cast(D, answer.result)
 
-    def _exchange(self, phase: str, value: T, combine: Callable[[list[T]], D], wait_s: float) -> D | SilentRanksError:
-        self.store.set(f"{phase}/{self.rank}", pickle.dumps(value))  # type: ignore[arg-type]
+    def _exchange(self, phase: str, value: T, combine: Callable[[list[T]], D], kinds: tuple[Any, Any],
+                  wait_s: float) -> _Answer[T, D]:
+        own_key, key, answer_kind = _key(phase, self.rank), f"{phase}: answer of rank 0", cast(Any, _Answer)[kinds]
+        self._set(own_key, encode_value(own_key, value, kinds[0]))
         if self.rank == 0:
-            answer = self._combine_values(phase, combine, wait_s + _GRACE_S)
-            self.store.set(f"{phase}/answer", pickle.dumps(answer))  # type: ignore[arg-type]
+            try:
+                answer = self._combine_values(phase, combine, kinds[0], wait_s + _GRACE_S)
+            except ForeignValueError as error:
+                answer = _Answer(problem=str(error))
+            self._set(key, encode_value(key, answer, answer_kind))
             return answer
-        self.store.wait([f"{phase}/answer"], timedelta(seconds=wait_s + 2 * _GRACE_S))
-        return pickle.loads(self.store.get(f"{phase}/answer"))
+        self.store.wait([key], timedelta(seconds=wait_s + 2 * _GRACE_S))
+        return cast("_Answer[T, D]", decode_value(key, self.store.get(key), answer_kind))
 
-    def _combine_values(self, phase: str, combine: Callable[[list[T]], D], wait_s: float) -> D | SilentRanksError:
-        """On rank 0: wait for the values of all ranks, and return the result of `combine` or the error."""
-        names = [f"{phase}/{rank}" for rank in range(self.size)]
+    def _set(self, key: str, content: bytes) -> None:
+        self.store.set(key, content)  # type: ignore[arg-type]  # torch accepts bytes, too
+
+    def _combine_values(self, phase: str, combine: Callable[[list[T]], D], kind: Any, wait_s: float) -> _Answer[T, D]:
+        """On rank 0: wait for the values of all ranks, and return the result of `combine`, or the silent ranks."""
+        names = [_key(phase, rank) for rank in range(self.size)]
+        silent: list[int] = []
         try:
             self.store.wait(names, timedelta(seconds=wait_s))
         except DistError:
             silent = [rank for rank, name in enumerate(names) if not self.store.check([name])]
-            if silent:
-                received = {rank: pickle.loads(self.store.get(name)) for rank, name in enumerate(names)
-                            if rank not in silent}
-                return SilentRanksError(phase, silent, max(wait_s, self.timeout_s + _GRACE_S), received)
-        return combine([pickle.loads(text) for text in self.store.multi_get(names)])
+        found = [rank for rank in range(self.size) if rank not in silent]
+        contents = self.store.multi_get([names[rank] for rank in found])
+        values = {rank: decode_value(names[rank], content, kind)
+                  for rank, content in zip(found, contents, strict=True)}
+        if silent:
+            return _Answer(None, silent, max(wait_s, self.timeout_s + _GRACE_S), values)
+        return _Answer(combine(list(values.values())))
 
     def leave(self, silent: list[int]) -> None:
         """Leave the store; every rank calls this at its end. Rank 0 runs the store, so it waits for the other ranks.
@@ -98,6 +126,11 @@ class RankStore:
             self.store.wait(others, timedelta(seconds=_GRACE_S))
 
 
+def _key(phase: str, rank: int) -> str:
+    """Return the store's key for a rank's value. Errors about the value begin with the key."""
+    return f"{phase}: rank {rank}"
+
+
 def connect_store(world: World, timeout_s: float) -> RankStore:
     """Connect to the store at MASTER_ADDR:MASTER_PORT. The process group will use the same store.
 
@@ -109,10 +142,14 @@ def connect_store(world: World, timeout_s: float) -> RankStore:
     if runs_store and not port_is_free(port):
         raise taken_port(world)
     try:
-        if not runs_store and not wait_for_port(address, port, start_s):
+        if runs_store:
+            store = start_store(address, port, on_one_host=all_ranks_here(world, os.environ), timeout_s=start_s,
+                                world_size=world.size)
+        elif wait_for_port(address, port, start_s):
+            store = TCPStore(address, port, world.size, False, timeout=timedelta(seconds=start_s),
+                             wait_for_workers=False, multi_tenant=True)
+        else:
             raise OSError("no program listens there")
-        store = TCPStore(address, port, world.size, runs_store, timeout=timedelta(seconds=start_s),
-                         wait_for_workers=False, multi_tenant=True)
     except (DistError, RuntimeError, OSError) as error:
         raise ConnectionError(f"no connection to rank 0 at {address}:{port} ({first_line(error)}). Check that rank 0 "
                               "has started and that this is its address") from None

@@ -4,25 +4,27 @@ Before the start, the launchers compare the facts of their hosts. When a host's 
 their exit code. If the ranks of one host fail, the other launchers end their own ranks.
 """
 
-import json
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from pretrain.cli import say
 from pretrain.cluster.hosts import probe
 from pretrain.cluster.hosts.multihost_job import LOST, JobState
 from pretrain.cluster.hosts.preflight import HostFacts, PreflightRequest, check_equal, check_local_files, token_file
-from pretrain.cluster.hosts.wait_for_port import wait_for_port
-from pretrain.errors import ConfigError
+from pretrain.distributed.tcp_store import ForeignValueError, decode_value, encode_value, start_store, wait_for_port
+from pretrain.errors import ConfigError, printable, shorten
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 PORT_OFFSET = 1  # the store's port is --master_port + 1, because the ranks use --master_port
 _POLL_S = 0.5
+_TOKEN = re.compile(r"\.cluster-[0-9a-f]{16}")  # a file name: nothing that could lead out of the run folder
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,12 @@ class Rendezvous:
     hosts: tuple[str, ...]  # in the order of the hostfile
     index: int  # this host's index in `hosts`
     timeout_s: float  # time to wait for the other launchers
+
+    def _set(self, key: str, value: Any, kind: Any) -> None:
+        self.store.set(key, encode_value(key, value, kind))  # type: ignore[arg-type]  # torch accepts bytes, too
+
+    def _get(self, key: str, kind: Any) -> Any:
+        return decode_value(key, self.store.get(key), kind)
 
     def _hosts_with(self, key: str) -> list[str]:
         """Return the hosts that have set `key/INDEX`."""
@@ -49,10 +57,16 @@ class Rendezvous:
 
         Raises ConfigError. If a launcher is missing or hosts differ, every host raises the error.
         """
+        try:
+            return self._check_hosts(ranks, request)
+        except ForeignValueError as error:
+            raise ConfigError("hosts", problem=str(error)) from None
+
+    def _check_hosts(self, ranks: Mapping[str, int], request: PreflightRequest) -> tuple[dict[str, HostFacts], str]:
         with _shared_token(self, request) as token:
             peer = self.hosts[0] if self.index else "".join(self.hosts[1:2])
             local_facts = HostFacts(**probe.host_facts(request.to_json(token, peer)))
-            self.store.set(f"facts/{self.index}", json.dumps(asdict(local_facts)))
+            self._set(f"facts/{self.index}", local_facts, HostFacts)
             self._wait_for_all("facts")
         arrived = self._hosts_with("facts")
         if len(arrived) < len(self.hosts):
@@ -60,8 +74,7 @@ class Rendezvous:
             raise ConfigError("hosts", problem="no launcher started within "
                                                f"{self.timeout_s:g} s on {', '.join(missing)}",
                               remedy="start launch/cluster.sh --no_ssh on each host")
-        facts = {host: HostFacts(**json.loads(self.store.get(f"facts/{index}")))
-                 for index, host in enumerate(self.hosts)}
+        facts = {host: self._get(f"facts/{index}", HostFacts) for index, host in enumerate(self.hosts)}
         check_local_files(local_facts)
         first = self.hosts[0]
         check_equal(first, facts[first], facts, dict(ranks))
@@ -69,11 +82,16 @@ class Rendezvous:
 
     def listen(self, state: JobState) -> None:
         """Record the exit codes of the other hosts, until the store is gone. In that case the first host has failed."""
+        watched = {index: host for index, host in enumerate(self.hosts) if index != self.index}
         try:
             while True:
-                for index, host in enumerate(self.hosts):
-                    if index != self.index and self.store.check([f"code/{index}"]):
-                        state.record_exit(host, int(self.store.get(f"code/{index}")))
+                for index, host in list(watched.items()):
+                    if self.store.check([f"code/{index}"]):
+                        try:
+                            state.record_exit(host, self._get(f"code/{index}", int))
+                        except ForeignValueError as error:  # another program may not end the run
+                            say(f"{host}: its exit code is unknown: {error}")
+                            del watched[index]
                 time.sleep(_POLL_S)
         except RuntimeError:
             state.record_exit(self.hosts[0], LOST)
@@ -81,7 +99,7 @@ class Rendezvous:
     def leave(self, code: int, grace_s: float) -> None:
         """Publish this host's exit code. The first host waits up to `grace_s` until all other hosts have done so."""
         with suppress(RuntimeError):
-            self.store.set(f"code/{self.index}", str(code))
+            self._set(f"code/{self.index}", code, int)
             deadline = time.monotonic() + grace_s
             while self.index == 0 and time.monotonic() < deadline and len(self._hosts_with("code")) < len(self.hosts):
                 time.sleep(_POLL_S)
@@ -97,10 +115,13 @@ def _shared_token(rendezvous: Rendezvous, request: PreflightRequest) -> Iterator
     """
     if rendezvous.index != 0:
         rendezvous.store.wait(["token"])
-        yield rendezvous.store.get("token").decode()
+        token = rendezvous._get("token", str)
+        if not _TOKEN.fullmatch(token):
+            raise ForeignValueError(f"token: another program has written this value: {shorten(printable(token))}")
+        yield token
         return
     with token_file(request.run) as token:
-        rendezvous.store.set("token", token)
+        rendezvous._set("token", token, str)
         yield token
 
 
@@ -125,8 +146,9 @@ def join_rendezvous(hosts: tuple[str, ...], index: int, address: str, port: int,
                                          f"{timeout_s:g} s",
                           remedy="start launch/cluster.sh on that host too, with --node_rank 0")
     try:
-        store = TCPStore(address, port, None, index == 0, timedelta(seconds=timeout_s), wait_for_workers=False)
-    except RuntimeError as error:
+        store = start_store(address, port, on_one_host=len(hosts) == 1, timeout_s=timeout_s) if index == 0 else \
+            TCPStore(address, port, None, False, timedelta(seconds=timeout_s), wait_for_workers=False)
+    except (RuntimeError, OSError) as error:
         raise ConfigError(where, problem=f"the launchers cannot use this port ({str(error).splitlines()[0]})",
                           remedy="choose other ports with --master_port N") from None
     return Rendezvous(store, hosts, index, timeout_s)
