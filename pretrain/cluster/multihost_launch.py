@@ -142,12 +142,12 @@ def _run_without_ssh(flags: argparse.Namespace, train: Sequence[str], ranks: Map
     """Run the ranks of this host (--no_ssh); this command runs on every host. Returns the exit code."""
     hosts = tuple(ranks)
     rendezvous = join_rendezvous(hosts, flags.node_rank, flags.master_addr, flags.master_port + PORT_OFFSET, flags.meet)
-    facts, job_name = rendezvous.check_hosts(ranks, request)
     host = hosts[flags.node_rank]
-    if flags.node_rank == 0:
-        print("\n".join(_host_table(facts, ranks)), flush=True)
     code = REJECTED
     try:
+        facts, job_name = rendezvous.check_hosts(ranks, request)
+        if flags.node_rank == 0:
+            print("\n".join(_host_table(facts, ranks)), flush=True)
         _validate_run(args, facts, ranks)
         code = 0
         if not flags.check_only:

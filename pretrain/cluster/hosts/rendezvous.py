@@ -61,6 +61,10 @@ class Rendezvous:
             return self._check_hosts(ranks, request)
         except ForeignValueError as error:
             raise ConfigError("hosts", problem=str(error)) from None
+        except RuntimeError as error:
+            raise ConfigError("hosts", problem=f"the launcher of {self.hosts[0]}, the first host, has ended "
+                                               f"({str(error).splitlines()[0]})",
+                              remedy="its output says why") from None
 
     def _check_hosts(self, ranks: Mapping[str, int], request: PreflightRequest) -> tuple[dict[str, HostFacts], str]:
         with _shared_token(self, request) as token:
@@ -97,11 +101,12 @@ class Rendezvous:
             state.record_exit(self.hosts[0], LOST)
 
     def leave(self, code: int, grace_s: float) -> None:
-        """Publish this host's exit code. The first host waits up to `grace_s` until all other hosts have done so."""
+        """Publish this host's exit code. The first host waits up to `grace_s` for the hosts that came."""
         with suppress(RuntimeError):
             self._set(f"code/{self.index}", code, int)
             deadline = time.monotonic() + grace_s
-            while self.index == 0 and time.monotonic() < deadline and len(self._hosts_with("code")) < len(self.hosts):
+            while self.index == 0 and time.monotonic() < deadline and \
+                    {*self._hosts_with("facts")} - {*self._hosts_with("code")}:
                 time.sleep(_POLL_S)
         if self.index == 0:
             time.sleep(_POLL_S)  # the store ends with this process: the last host must receive its answer before
