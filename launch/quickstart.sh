@@ -49,6 +49,7 @@ python tools/summarize.py "$run" --below_unigram_entropy
 say "a sample"
 python tools/generate.py "$run" --prompt 'def read_' --max_new_tokens 120 --seed 1
 
+q=$(printf %q "$run")  # quoted, for commands that are copied from the text below
 cat <<END
 
 Done in $((SECONDS - start)) s. All files are in $run:
@@ -57,10 +58,10 @@ Done in $((SECONDS - start)) s. All files are in $run:
   metrics.jsonl events.jsonl    losses and events of the run
   run.json                      settings, versions and data of the run
 Next:
-  python tools/generate.py $run --prompt 'class Parser:'
-  python tools/check_config.py --world_size 8 --deepspeed_config ds_configs/zero3_bf16.json --model gpt2 --model_overrides vocab_size=4096 --train_data $run/data/train --tokenizer $run/tokenizer --train_steps 1000 --save runs/gpt2
-  ds-pretrain --num_accelerators $ranks --config launch/quickstart.yaml --deepspeed_config $config --train_data $run/data/train --valid_data $run/data/valid --tokenizer $run/tokenizer --save $run --train_steps 500
-  python tools/evaluate.py $run
-  python tools/export_hf.py $run --output $run-hf
-(Activate the environment first: source $VENV/bin/activate)
+  python tools/generate.py $q --prompt 'class Parser:'
+  python tools/check_config.py --world_size 8 --deepspeed_config ds_configs/zero3_bf16.json --model gpt2 --model_overrides vocab_size=4096 --train_data $q/data/train --tokenizer $q/tokenizer --train_steps 1000 --save runs/gpt2
+  ds-pretrain --num_accelerators $ranks --config launch/quickstart.yaml --deepspeed_config $config --train_data $q/data/train --valid_data $q/data/valid --tokenizer $q/tokenizer --save $q --train_steps 500
+  python tools/evaluate.py $q
+  python tools/export_hf.py $q --output $q-hf
+(Activate the environment first: source $(printf %q "$VENV")/bin/activate)
 END

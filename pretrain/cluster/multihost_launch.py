@@ -21,6 +21,7 @@ from pretrain.cluster.hosts.multihost_job import MultihostJob, run_job
 from pretrain.cluster.hosts.preflight import ROOT, HostFacts, PreflightRequest, check_hosts, preflight_request
 from pretrain.cluster.hosts.rank_environment import (
     launcher_environment,
+    quote_variables,
     rank_variables,
     user_variables,
     write_environment,
@@ -37,6 +38,8 @@ from pretrain.resilience.run_lock import reject_second_start
 
 _DEBIAN_PACKAGES = {"pdsh": "pdsh", "openmpi": "openmpi-bin", "mpich": "mpich", "slurm": "slurm-client"}
 _NEEDS_NO_QUOTES = re.compile(r"[\w@%+=:,./-]+")
+# what DeepSpeed puts into a shell command without quotes (0.19.8: launcher/multinode_runner.py); pdsh replaces %
+_NEEDS_NO_QUOTES_IN_DEEPSPEED = re.compile(r"[\w@+=:,./~-]+")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,7 +62,9 @@ def launch_on_hosts(flags: argparse.Namespace, train: Sequence[str]) -> int:
     if not flags.check_only:
         reject_second_start(Path(args.save))
     folder = Path.cwd()
-    user = user_variables(os.environ, [Path.home(), folder])
+    user = user_variables(os.environ, [Path.home(), folder], flags.launcher)
+    if not flags.no_ssh:
+        _check_shell_words(flags, folder)
     transport = srun_transport if flags.launcher == "slurm" else ssh_transport(flags.ssh_port)
     ranks = {host: len(numbers) for host, numbers in slots.items()}
     request = preflight_request(args, train, folder)
@@ -108,6 +113,18 @@ def _check_launcher(flags: argparse.Namespace, slots: Mapping[str, list[int]]) -
                           remedy="use --launcher pdsh, or choose slots 0 to N-1 of each host")
 
 
+def _check_shell_words(flags: argparse.Namespace, folder: Path) -> None:
+    """Reject paths and flags that the shell of a host would split or execute. Raises ConfigError."""
+    words = {"working folder": str(folder), "Python": sys.executable, "checkout": str(ROOT)}
+    words |= {f"--{name}": getattr(flags, name) for name in ("master_addr", "venv_script", "enable_each_rank_log")
+              if getattr(flags, name)}
+    for where, word in words.items():
+        if not _NEEDS_NO_QUOTES_IN_DEEPSPEED.fullmatch(word) or word.startswith(("-", "~")):
+            raise ConfigError(where, problem=f"DeepSpeed passes {word!r} to the hosts' shells without quotes",
+                              remedy="use a path without spaces and without characters that a shell interprets"
+                              if where != "--master_addr" else "give a host name or an address")
+
+
 def _host_table(facts: Mapping[str, HostFacts], ranks: Mapping[str, int]) -> list[str]:
     """Return one line for each host."""
     width = max(map(len, facts))
@@ -125,6 +142,8 @@ def _run_from_this_host(flags: argparse.Namespace, train: Sequence[str], facts: 
     variables = {**rank_variables(facts, job.ranks, user, job.name), **launcher_variable()}
     if flags.launcher != "pdsh":
         variables |= {"MASTER_ADDR": address, "MASTER_PORT": str(flags.master_port)}
+    names = variables.get("NCCL_SOCKET_IFNAME", "")
+    variables = quote_variables(flags.launcher, variables, os.environ, os.getcwd())
     environ = launcher_environment({"DS_ENV_FILE": str(write_environment(run, variables))})
     hostfile = Path(flags.hostfile).absolute()
     if flags.launcher != "pdsh":
@@ -133,7 +152,7 @@ def _run_from_this_host(flags: argparse.Namespace, train: Sequence[str], facts: 
         hostfile.write_text("".join(f"{host} slots={number}\n" for host, number in job.ranks.items()))
     environ["PDSH_SSH_ARGS_APPEND"] = " ".join([environ.get("PDSH_SSH_ARGS_APPEND", ""), *ssh_options()]).strip()
     command = deepspeed_command(flags, train, hostfile=hostfile, master_addr=address,
-                                interface=variables.get("NCCL_SOCKET_IFNAME", ""))
+                                interface=names)
     return run_job(command, environ, job)
 
 

@@ -22,8 +22,8 @@ _PACKAGES = ("torch", "deepspeed", "transformers", "sentencepiece")
 _MORE_PACKAGES = ("tokenizers", "numpy", "safetensors", "accelerate", "triton", "bitsandbytes", "mpi4py", "psutil",
                   "fsspec", "ninja", "pyarrow", "tensorboard", "wandb", "comet_ml")
 # Variables that change results or speed. Others may hold secrets, and are not recorded.
-_PREFIXES = ("NCCL_", "CUDA_", "OMP_", "DS_", "DEEPSPEED_", "PYTORCH_", "TORCH_", "GLOO_", "MKL_", "KMP_", "CUBLAS_",
-             "TRITON_", "UCX_", "MALLOC_", "TOKENIZERS_PARALLELISM")
+RECORDED_PREFIXES = ("NCCL_", "CUDA_", "OMP_", "DS_", "DEEPSPEED_", "PYTORCH_", "TORCH_", "GLOO_", "MKL_", "KMP_",
+                     "CUBLAS_", "TRITON_", "UCX_", "MALLOC_", "TOKENIZERS_PARALLELISM")
 _NOT_RECORDED = ("DS_PRETRAIN_LAUNCHER",)  # identifies the processes of one start
 _SECRETS = re.compile(r"TOKEN(?!IZERS)|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_?KEY", re.IGNORECASE)
 _CREDENTIALS = re.compile(r"//[^/@\s]*@")  # in a URL
@@ -77,7 +77,7 @@ def host_record() -> dict[str, Any]:
 def environment_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of known prefixes, without secrets."""
     return {name: without_credentials(value) for name, value in sorted(environ.items())
-            if name.startswith(_PREFIXES) and name not in _NOT_RECORDED and not _SECRETS.search(name)}
+            if name.startswith(RECORDED_PREFIXES) and name not in _NOT_RECORDED and not _SECRETS.search(name)}
 
 
 def without_credentials(text: str) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.errors import printable
+from pretrain.monitor.environment import RECORDED_PREFIXES
 
 # set by the new command, or without effect on the result
 _LEFT_OUT = ("save", "deepspeed_config", "model", "model_overrides", "checkpoint_mirror", "local_rank", "resume",
@@ -79,7 +80,7 @@ def _file(name: str, values: dict[str, Any]) -> str:
 def _launch(record: dict[str, Any]) -> list[str]:
     """Return the lines that set the environment and start the ranks."""
     variables = [f"export {name}={shlex.quote(value)}" for name, value in record.get("environment", {}).items()
-                 if name not in _OF_LAUNCHER and _VARIABLE.fullmatch(name)]
+                 if name not in _OF_LAUNCHER and _VARIABLE.fullmatch(name) and name.startswith(RECORDED_PREFIXES)]
     hosts, ranks = record.get("hardware", []), int(record["layout"]["world_size"])
     slots = shlex.join(f"{host['host']} slots={host['ranks']}" for host in hosts)
     hostfile = [f"printf '%s\\n' {slots} > \"$files/hostfile\""] if len(hosts) > 1 else []

@@ -10,6 +10,7 @@ from pretrain.cluster.hosts.multihost_job import combine_exit_codes
 from pretrain.cluster.hosts.preflight import HostFacts
 from pretrain.cluster.hosts.rank_environment import (
     interface_variables,
+    quote_variables,
     rank_variables,
     threads_per_rank,
     user_variables,
@@ -86,19 +87,22 @@ def test_bad_filters_are_rejected(filters: dict[str, str | int], words: list[str
     assert all(word in str(error.value) for word in words), error.value
 
 
-def test_environment_of_the_ranks(tmp_path: Path) -> None:
+def test_environment_of_the_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shell = {"NCCL_DEBUG": "INFO", "HF_HOME": "/data/hf", "HF_TOKEN": "secret", "HOME": "/root", "DS_ENV_FILE": "x",
              "TORCH_LOGS": 'a"b', "OMP_NUM_THREADS": "3"}
     (tmp_path / ".deepspeed_env").write_text("\n# mine\nNCCL_DEBUG=WARN\nexport MY_FLAG=a b\n\n")
     user = user_variables(shell, [tmp_path, tmp_path / "none"])
-    assert user == {"NCCL_DEBUG": "WARN", "HF_HOME": "/data/hf", "OMP_NUM_THREADS": "3", "MY_FLAG": "a b"}
+    assert user == {"NCCL_DEBUG": "WARN", "HF_HOME": "/data/hf", "TORCH_LOGS": 'a"b', "OMP_NUM_THREADS": "3",
+                    "MY_FLAG": "a b"}
+    assert "TORCH_LOGS" not in user_variables(shell, [tmp_path], "slurm")
+    assert "the ranks do not get TORCH_LOGS: --launcher slurm" in capsys.readouterr().err
     facts, ranks = {"a": _facts(cores=8), "b": _facts(cores=4)}, {"a": 2, "b": 2}
     assert threads_per_rank(facts, ranks) == 2
     variables = rank_variables(facts, ranks, user, job="j")
     path = write_environment(tmp_path / "run", variables)
     assert path.read_text().splitlines() == [
         "OMP_NUM_THREADS=3", "NCCL_SOCKET_IFNAME=eth0", "GLOO_SOCKET_IFNAME=eth0", "NCCL_DEBUG=WARN",
-        "HF_HOME=/data/hf", "MY_FLAG=a b", "DS_PRETRAIN_JOB=j"]
+        "HF_HOME=/data/hf", 'TORCH_LOGS=a"b', "MY_FLAG=a b", "DS_PRETRAIN_JOB=j"]
     assert path.stat().st_mode & 0o077 == 0
     different = {"a": _facts(interface="eth0"), "b": _facts(interface="ens3")}
     # no variable for gloo: each rank chooses its own interface
@@ -117,6 +121,48 @@ def test_quoted_words_are_unchanged_by_deepspeed_pdsh_and_the_shell(tmp_path: Pa
     line = " ".join(PDSHRunner(args, "").user_arguments).replace("%%", "%")  # pdsh replaces %% by %
     shown = subprocess.run(["bash", "-c", f"printf '%s\\n' {line}"], capture_output=True, text=True, check=True)
     assert shown.stdout.splitlines() == words
+
+
+@pytest.mark.parametrize("value", ["plain", "two words", "$(touch x)", "`touch x`", 'a"; touch x; "', "it's",
+                                   "100%h %%", "back\\slash \\$HOME \\", "a;b&c|d>e*f?g#h~!i", "-x", "a=b", "",
+                                   "\u00e4\u4e2d"])
+def test_variables_are_unchanged_by_deepspeed_pdsh_and_the_shell(value: str, tmp_path: Path) -> None:
+    from deepspeed.launcher.multinode_runner import PDSHRunner
+    from deepspeed.launcher.runner import parse_args
+
+    shell = {"UCX_NOTE": value, "PYTHONPATH": f"/lib {value}", "OTHER": value}
+    found = quote_variables("pdsh", {"MY_FLAG": value}, shell, "/here")
+    runner = PDSHRunner(parse_args(["train.py"]), "")
+    for name, each in {**shell, **found}.items():  # first what DeepSpeed exports by itself, then its file
+        if name != "OTHER":
+            runner.add_export(name, each)
+    runner.exports = {name: each.replace("%%", "%") for name, each in runner.exports.items()}  # as pdsh does
+    line = "".join(f"export {name}={each}; " for name, each in runner.exports.items())
+    line += "printf '%s\\0' \"$MY_FLAG\" \"$UCX_NOTE\" \"$PYTHONPATH\""
+    shown = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert shown.stdout.split("\0")[:-1] == [value, value, f"/here:/lib {value}".strip()]
+    assert list(tmp_path.iterdir()) == []
+    if value not in ("plain", "-x", "a=b", "", "\u00e4\u4e2d"):
+        with pytest.raises(ConfigError, match=r"^MY_FLAG: --launcher openmpi would change the value"):
+            quote_variables("openmpi", {"MY_FLAG": value}, {}, "/here")
+
+
+@pytest.mark.parametrize("name", ["two words", "$(touch x)", "`touch x`", "a;b", "it's", 'a"b', "a%hb", "a&b", "a|b",
+                                  "a>b", "a*", "a\\b", "a#b", "a\nb", "(a)", "a!", "{a,b}", "a?"])
+def test_folders_that_a_shell_would_split_or_execute_are_rejected(
+        name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pretrain.cluster.multihost_launch.shutil.which", lambda program: f"/usr/bin/{program}")
+    (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
+    folder = tmp_path / name
+    folder.mkdir()
+    start = ["--hostfile", str(tmp_path / "hosts")]
+    with pytest.raises(ConfigError, match=r"^--venv_script: DeepSpeed passes .* without quotes"):
+        main([*start, "--venv_script", str(folder / "activate"), "--", "--save", "r"])
+    monkeypatch.chdir(folder)
+    for launcher in ("pdsh", "openmpi", "slurm"):
+        with pytest.raises(ConfigError, match=r"^working folder: DeepSpeed passes .* without quotes"):
+            main([*start, "--launcher", launcher, "--", "--save", "r"])
+    assert list(folder.iterdir()) == []
 
 
 def test_deepspeed_command_for_each_launcher() -> None:

@@ -1,6 +1,7 @@
 """launch/cluster.sh with two hosts over ssh: training, rejected hosts, signals, and failures that end all hosts."""
 
 import contextlib
+import json
 import os
 import re
 import shlex
@@ -61,6 +62,22 @@ def _wait_for_rows(run: Path, number: int, process: "subprocess.Popen[str]") -> 
 def _rank(host: Host) -> int:
     (pid,) = [pid for pid, command in host.processes().items() if re.search(r"-u \S*train.py", command)]
     return pid
+
+
+def test_two_hosts_train_with_unchanged_values_of_all_variables(hosts: Hosts, corpus: str, tmp_path: Path) -> None:
+    """The shell of the hosts, which gets the values from pdsh, runs none of their text."""
+    values = {"NCCL_NOTE": f"a  $(touch {tmp_path}/executed) `touch {tmp_path}/executed`; \\ 'x' \"y\" 100%h",
+              "UCX_NOTE": f"$(touch {tmp_path}/executed)"}
+    (tmp_path / ".deepspeed_env").write_text(f"NCCL_NOTE={values['NCCL_NOTE']}\n")
+    run = tmp_path / "run"
+    command = [*_command(hosts, tmp_path), "--", *_flags(corpus, run, "--train_steps", "1", config=ZERO2)]
+    environ = {**hosts.environ, "UCX_NOTE": values["UCX_NOTE"]}
+    done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not (tmp_path / "executed").exists()
+    start = json.loads((run / "run.json").read_text())[-1]
+    assert values.items() <= start["environment"].items()
+    assert len(losses(run)) == 1
 
 
 @pytest.mark.slow

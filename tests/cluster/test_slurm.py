@@ -144,6 +144,16 @@ def test_srun_and_cluster_sh_start_ranks_in_a_job(slurm: SlurmCluster, config: s
 
 
 @pytest.mark.root
+def test_a_job_trains_on_two_nodes(slurm: SlurmCluster, config: str) -> None:
+    run = slurm.folder / "one-step"
+    job = submit(slurm, config, run, "--train_steps", "1")
+    slurm.wait_for(job, "COMPLETED", "FAILED")
+    assert slurm.state(job) == "COMPLETED", slurm.log(job)
+    assert "2 data-parallel" in slurm.log(job)
+    assert list(losses(run)) == [1]
+
+
+@pytest.mark.root
 def test_a_time_limit_shorter_than_the_signals_lead_time_is_rejected(slurm: SlurmCluster, config: str) -> None:
     job = submit(slurm, config, slurm.folder / "short", minutes=1)
     slurm.wait_for(job, "FAILED")

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from pretrain.cli import say
 from pretrain.cluster.hosts.preflight import HostFacts
 from pretrain.cluster.hosts.probe import JOB_VARIABLE
 from pretrain.errors import ConfigError
@@ -19,17 +20,27 @@ _FORWARDED_PREFIXES = (
     "MKL_", "KMP_", "DS_", "DEEPSPEED_", "CUDA_DEVICE_", "CUDA_LAUNCH_", "FI_", "UCX_", "LD_LIBRARY_PATH")
 # Names that are not forwarded: other users could read the values in the command lines on the hosts.
 _SECRETS = re.compile(r"TOKEN$|KEY$|SECRET|PASSWORD")
-_SAFE_VALUE = re.compile(r"[\w@%+=:,./ -]*")  # values that all launchers of DeepSpeed pass on unchanged
+# Values that DeepSpeed does not put in double quotes (0.19.8: launcher/multinode_runner.py, add_export). pdsh passes
+# the quotes to a shell, which removes them. With the other launchers they become a part of the value.
+_UNQUOTED = re.compile(r"[\w@%+=:,./-]*")
+# Variables of the shell that the `deepspeed` command exports to all hosts without its file (launcher/runner.py, main)
+_EXPORTED_PREFIXES = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
 
 
-def user_variables(environ: Mapping[str, str], folders: list[Path]) -> dict[str, str]:
+def user_variables(environ: Mapping[str, str], folders: list[Path], launcher: str = "pdsh") -> dict[str, str]:
     """Return the variables that the user has set: in the shell, if they affect training, and in `.deepspeed_env`.
 
     The file of a later folder overrides earlier folders and the shell. It may have blank lines and comments, on which
     DeepSpeed fails. Raises ConfigError for a line that is not NAME=VALUE.
     """
     found = {name: value for name, value in environ.items() if name.startswith(_FORWARDED_PREFIXES)
-             and not _SECRETS.search(name) and _SAFE_VALUE.fullmatch(value) and name != "DS_ENV_FILE"}
+             and not _SECRETS.search(name) and "\n" not in value and name != "DS_ENV_FILE"}
+    if launcher != "pdsh":
+        changed = [name for name, value in found.items() if not _UNQUOTED.fullmatch(value)]
+        for name in changed:
+            del found[name]
+        if changed:
+            say(f"note: the ranks do not get {', '.join(changed)}: --launcher {launcher} would change the values")
     for path in (folder / FILE for folder in folders):
         for number, line in enumerate(path.read_text().splitlines() if path.is_file() else [], 1):
             name, equals, value = line.strip().removeprefix("export ").partition("=")
@@ -63,6 +74,25 @@ def rank_variables(facts: Mapping[str, HostFacts], ranks: Mapping[str, int], use
     """Return the variables that all ranks get. The user's variables override the computed ones, except JOB_VARIABLE."""
     return {"OMP_NUM_THREADS": str(threads_per_rank(facts, ranks)), **interface_variables(facts), **user,
             JOB_VARIABLE: job}
+
+
+def quote_variables(launcher: str, variables: Mapping[str, str], environ: Mapping[str, str],
+                    folder: str) -> dict[str, str]:
+    """Return the variables for DeepSpeed's file, so that the ranks get the values unchanged. Raises ConfigError.
+
+    pdsh passes a shell command to the hosts, in which DeepSpeed writes the values in double quotes. There a shell would
+    run $(...). The file has precedence over the variables that DeepSpeed exports from `environ`, so it also gets those
+    of them that need quotes. `folder`: the working folder, which DeepSpeed puts at the beginning of PYTHONPATH.
+    """
+    exported = {name: f"{folder}:{value}" if name == "PYTHONPATH" else value for name, value in environ.items()
+                if name.startswith(_EXPORTED_PREFIXES) and not _UNQUOTED.fullmatch(value)}
+    found = {**exported, **variables}
+    for name, value in found.items():
+        if "\n" in value or (launcher != "pdsh" and not _UNQUOTED.fullmatch(value)):
+            raise ConfigError(name, problem=f"--launcher {launcher} would change the value {value!r} of this variable",
+                              remedy=f"change it in {FILE} or in the shell, to letters, digits and @%+=:,./- only")
+    return {name: re.sub(r'([\\$`"])', r"\\\1", value).replace("%", "%%") if launcher == "pdsh" else value
+            for name, value in found.items()}
 
 
 def launcher_environment(variables: Mapping[str, str]) -> dict[str, str]:
