@@ -25,7 +25,7 @@ def test_text_of_the_record_is_not_executed(tmp_path: Path) -> None:
             "time": 0.0, "flags": {"save": text, "seed": text}, "deepspeed_config": {text: text},
             "model_config": {"model_type": text}, "layout": {"world_size": 2}, "hardware": [host, host],
             "git_commit": text, "code": {"diff": text}, "versions": {text: text},
-            "environment": {text: text, "OMP_NUM_THREADS": text},
+            "environment": {text: text, "OMP_NUM_THREADS": text, "PATH": "/none"},
             "command": {"directory": str(tmp_path)}}
         script = tmp_path / "repeat.sh"
         script.write_text(command_of(record))
