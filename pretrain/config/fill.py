@@ -1,12 +1,13 @@
 """Fill a DeepSpeed JSON from the flags: keys that are missing or "auto", batch sizes, a missing optimizer.
 
-A flag fills a key that is missing in the JSON or is "auto". If the JSON has a value and the flag another one, the run
-is rejected. An "auto" without a flag gets the default in `auto.py`.
+A flag fills a key that is missing in the JSON or is "auto". If the JSON has values and the flags other ones, the run is
+rejected with one error for all of them. An "auto" without a flag gets the default in `auto.py`.
 """
 
 import os
 import zlib
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from pretrain.model.config import ModelConfig
 from pretrain.paths import PROFILES_FOLDER
 
 NVME_PATH_VARIABLE = "DS_PRETRAIN_NVME_PATH"
+_OFFLOAD = ("offload_optimizer", "offload_param")
 
 
 def set_value(config: dict[str, Any], dotted: str, value: Any) -> None:
@@ -46,27 +48,86 @@ def set_value(config: dict[str, Any], dotted: str, value: Any) -> None:
     config[name] = value
 
 
-def choose(file: DsFile, dotted: str, flag: str, wanted: Any, default: Any) -> Any:
+def check_contradictions(file: DsFile, args: RunArguments) -> None:
+    """Raise one ConfigError for all values of the JSON that flags contradict, and for flags that it overrules."""
+    differing = [*_other_values(file, args), *_other_precision(file, args), *_ignored_schedule_flags(file, args)]
+    if not differing:
+        return
+    remedy = "; ".join(dict.fromkeys(remedy for _, _, remedy in differing))
+    if len(differing) == 1:
+        raise ConfigError(file.where(differing[0][0]), problem=f"found {differing[0][1]}", remedy=remedy)
+    lines = [f"{file.where(dotted).removeprefix(f'{file.path}:').strip()} {found}" for dotted, found, _ in differing]
+    raise ConfigError(file.path, problem=f"{len(lines)} settings contradict flags (line: key): {'; '.join(lines)}",
+                      remedy=remedy)
+
+
+_AUTO_REMEDY = 'write "auto" in the JSON for flags to fill, or leave the flags out'
+
+
+def _other_values(file: DsFile, args: RunArguments) -> Iterator[tuple[str, str, str]]:
+    """Yield (key, both values, remedy) for each key whose value in the JSON is not that of its flag."""
+    params = "optimizer.params"
+    batch: tuple[str, Any] = ("--global_batch_size", args.global_batch_size)
+    if args.batch_schedule is not None:
+        batch = (BATCH_SCHEDULE, parse_batch_sizes(args.batch_schedule, seq_length=args.seq_length).final)
+    rows: list[tuple[str, str, Any]] = [
+        ("train_micro_batch_size_per_gpu", "--micro_batch_size", args.micro_batch_size),
+        ("gradient_accumulation_steps", "--gradient_accumulation_steps", args.gradient_accumulation_steps),
+        ("train_batch_size", *batch),
+        ("gradient_clipping", "--gradient_clipping", args.gradient_clipping),
+        (f"{params}.lr", "--learning_rate", args.learning_rate),
+        (f"{params}.weight_decay", "--weight_decay", args.weight_decay),
+        (f"{params}.eps", "--adam_epsilon", args.adam_epsilon),
+        (f"{params}.betas", "--adam_beta1 / --adam_beta2", _betas(file, args)),
+        ("scheduler.params.warmup_num_steps", "--lr_warmup_steps", args.lr_warmup_steps),
+    ]
+    rows += [(f"zero_optimization.{block}.nvme_path", "--nvme_path", args.nvme_path) for block in _OFFLOAD
+             if file.get(f"zero_optimization.{block}.device") == "nvme"]
+    for dotted, flag, wanted in rows:
+        value = file.get(dotted)
+        if wanted is not None and value not in (None, "auto", wanted):
+            yield dotted, f"{value}, but {flag} {wanted}", _AUTO_REMEDY
+
+
+def _other_precision(file: DsFile, args: RunArguments) -> Iterator[tuple[str, str, str]]:
+    """Yield the precision switches of the JSON that --precision contradicts."""
+    for name, key in _precision_keys(file).items():
+        state = file.get(key)
+        if args.precision in PRECISIONS and state not in (None, "auto") and state is not (args.precision == name):
+            yield key, f"{str(state).lower()}, but --precision {args.precision}", _AUTO_REMEDY
+
+
+def _ignored_schedule_flags(file: DsFile, args: RunArguments) -> Iterator[tuple[str, str, str]]:
+    """Yield the --lr_* flags that a scheduler of the JSON would ignore."""
+    kind, defaults = file.get("scheduler.type"), RunArguments()
+    for name in (field.name for field in fields(defaults) if field.name.startswith(("lr_", "min_lr"))):
+        value = getattr(args, name)
+        is_warmup = name == "lr_warmup_steps" and "warmup_num_steps" in file.get("scheduler.params", {})
+        if kind is not None and value != getattr(defaults, name) and not is_warmup:
+            yield "scheduler", f'"{kind}", but --{name} {value}', 'remove the --lr_* flags, or the "scheduler" block'
+
+
+def choose(file: DsFile, dotted: str, wanted: Any, default: Any) -> Any:
     """Return the value of a key: from the JSON, else from the flag, else `default` if the JSON has "auto", else None.
 
-    `wanted` is the flag's value, None if the flag is not given. Raises ConfigError if the JSON has another value.
+    `wanted` is the flag's value, None if the flag is not given.
     """
     value = file.get(dotted)
     if value is None or value == "auto":
-        if wanted is not None:
-            return wanted
-        return default if value == "auto" else None
-    if wanted is not None and wanted != value:
-        raise ConfigError(file.where(dotted), found=f"{value}, but {flag} {wanted}", expected="the same value in both",
-                          remedy=f'write "auto" in the JSON for {flag} to fill, or leave the flag out')
+        return wanted if wanted is not None else default if value == "auto" else None
     return value
 
 
-def fill(file: DsFile, config: dict[str, Any], dotted: str, flag: str, wanted: Any, default: Any) -> None:
+def fill(file: DsFile, config: dict[str, Any], dotted: str, wanted: Any, default: Any) -> None:
     """Write the result of `choose` into `config`; a key that neither the file nor a flag sets is left out."""
-    value = choose(file, dotted, flag, wanted, default)
+    value = choose(file, dotted, wanted, default)
     if value is not None:
         set_value(config, dotted, value)
+
+
+def _precision_keys(file: DsFile) -> dict[str, str]:
+    bf16 = "bfloat16" if "bfloat16" in file.values and "bf16" not in file.values else "bf16"
+    return {"bf16": f"{bf16}.enabled", "fp16": "fp16.enabled"}
 
 
 def fill_precision(file: DsFile, config: dict[str, Any], args: RunArguments) -> None:
@@ -74,8 +135,7 @@ def fill_precision(file: DsFile, config: dict[str, Any], args: RunArguments) -> 
     wanted = args.precision
     if wanted is not None and wanted not in PRECISIONS:
         raise ConfigError("--precision", found=wanted, expected=", ".join(PRECISIONS))
-    bf16 = "bfloat16" if "bfloat16" in file.values and "bf16" not in file.values else "bf16"
-    keys = {"bf16": f"{bf16}.enabled", "fp16": "fp16.enabled"}
+    keys = _precision_keys(file)
     states = {name: file.get(key) for name, key in keys.items()}
     if states["bf16"] is True and states["fp16"] is True:
         raise ConfigError(file.where("fp16.enabled"), problem="bf16.enabled is true as well",
@@ -84,11 +144,6 @@ def fill_precision(file: DsFile, config: dict[str, Any], args: RunArguments) -> 
     if wanted is None and not enabled and states["fp16"] == "auto" and states["bf16"] != "auto":
         raise ConfigError(file.where("fp16.enabled"), found='"auto" without --precision', expected="true or false",
                           remedy="give --precision fp16, bf16 or fp32")
-    for name, key in keys.items():
-        state = states[name]
-        if wanted is not None and state not in (None, "auto") and state is not (wanted == name):
-            raise ConfigError(file.where(key), found=f"{str(state).lower()}, but --precision {wanted}",
-                              expected="the same in both", remedy='write "auto" for --precision to fill')
     precision = wanted or auto_precision(states["bf16"], states["fp16"])
     for name in keys:
         if name == precision or name in config:
@@ -112,8 +167,8 @@ def fill_batch(file: DsFile, config: dict[str, Any], args: RunArguments, data_pa
         if args.global_batch_size not in (None, scheduled.final):
             raise ConfigError(BATCH_SCHEDULE, found=f"{scheduled.final} as the last global batch",
                               expected=f"that of --global_batch_size, {args.global_batch_size}")
-        flags, wanted = (*flags[:2], BATCH_SCHEDULE), (*wanted[:2], scheduled.final)
-    micro, steps, total = (choose(file, *row, None) for row in zip(keys, flags, wanted, strict=True))
+        wanted = (*wanted[:2], scheduled.final)
+    micro, steps, total = (choose(file, *row, None) for row in zip(keys, wanted, strict=True))
     if total is None and micro is None and "auto" not in (file.get(keys[0]), file.get(keys[2])):
         raise ConfigError(file.where(keys[0]), problem=f"there is no batch size: neither {keys[0]} nor {keys[2]}",
                           remedy="give --micro_batch_size")
@@ -153,7 +208,7 @@ def with_optimizer(file: DsFile, args: RunArguments) -> DsFile:
 
 def fill_optimizer(file: DsFile, config: dict[str, Any], args: RunArguments) -> float:
     """Set optimizer.params and gradient_clipping. Returns the peak learning rate."""
-    fill(file, config, "gradient_clipping", "--gradient_clipping", args.gradient_clipping, DEFAULT_GRADIENT_CLIPPING)
+    fill(file, config, "gradient_clipping", args.gradient_clipping, DEFAULT_GRADIENT_CLIPPING)
     betas = _betas(file, args)
     rows = (
         ("lr", "--learning_rate", args.learning_rate, DEFAULT_LEARNING_RATE),
@@ -170,7 +225,7 @@ def fill_optimizer(file: DsFile, config: dict[str, Any], args: RunArguments) -> 
                 raise ConfigError(flag, problem=f'the JSON\'s optimizer, "{kind}", has no parameter "{name}"',
                                   remedy="leave the flag out")
             continue
-        fill(file, config, dotted, flag, wanted, default)
+        fill(file, config, dotted, wanted, default)
     config["optimizer"]["params"].setdefault("lr", DEFAULT_LEARNING_RATE)
     rate = config["optimizer"]["params"]["lr"]
     for name, _, _, _ in rows:
@@ -228,7 +283,7 @@ def swap_folder(nvme_path: str, save: str) -> Path:
 def fill_nvme_path(file: DsFile, config: dict[str, Any], args: RunArguments) -> None:
     """Set nvme_path of the offload blocks from the JSON, --nvme_path or the variable DS_PRETRAIN_NVME_PATH."""
     used = False
-    for block in ("offload_optimizer", "offload_param"):
+    for block in _OFFLOAD:
         own = get_value(config, f"zero_optimization.{block}")
         if not isinstance(own, dict):
             continue
@@ -238,7 +293,7 @@ def fill_nvme_path(file: DsFile, config: dict[str, Any], args: RunArguments) -> 
                 own.pop("nvme_path", None)
             continue
         used = True
-        path = choose(file, dotted, "--nvme_path", args.nvme_path, None) or os.environ.get(NVME_PATH_VARIABLE)
+        path = choose(file, dotted, args.nvme_path, None) or os.environ.get(NVME_PATH_VARIABLE)
         if not path:
             raise ConfigError(file.where(dotted), problem="the folder is missing",
                               remedy=f"give --nvme_path, a folder on a fast local disk, or set {NVME_PATH_VARIABLE}")
@@ -253,10 +308,10 @@ def fill_scheduler(file: DsFile, config: dict[str, Any], args: RunArguments, tra
     if "scheduler" not in config:
         return
     warmup = default_warmup_steps(train_steps)
-    fill(file, config, "scheduler.params.total_num_steps", "--train_steps", None, train_steps)
-    fill(file, config, "scheduler.params.warmup_num_steps", "--lr_warmup_steps", args.lr_warmup_steps, warmup)
-    fill(file, config, "scheduler.params.warmup_max_lr", "--learning_rate", None, rate)
-    fill(file, config, "scheduler.params.warmup_min_lr", "--learning_rate", None, 0)
+    fill(file, config, "scheduler.params.total_num_steps", None, train_steps)
+    fill(file, config, "scheduler.params.warmup_num_steps", args.lr_warmup_steps, warmup)
+    fill(file, config, "scheduler.params.warmup_max_lr", None, rate)
+    fill(file, config, "scheduler.params.warmup_min_lr", None, 0)
 
 
 def fill_reports(config: dict[str, Any], args: RunArguments, zero_stage: int) -> None:

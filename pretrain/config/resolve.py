@@ -9,6 +9,7 @@ from pretrain.config.ds_json.optimizers import ELEMENTWISE_OTHERS
 from pretrain.config.ds_json.read import DsFile, get_value
 from pretrain.config.ds_json.schema import DEFAULT_PARTITION_METHOD, PARTITION_METHODS
 from pretrain.config.fill import (
+    check_contradictions,
     fill_batch,
     fill_model_sizes,
     fill_nvme_path,
@@ -73,6 +74,7 @@ def resolve_ds_config(file: DsFile, args: RunArguments, *, model: ModelConfig, w
     `pretrain.config.rules.check.check_rules` validates combinations of keys afterwards.
     """
     check_json_keys(file)
+    check_contradictions(file, args)
     completed = with_optimizer(file, args)
     config, ignored = clean(completed.values)
     config["optimizer"].setdefault("params", {})

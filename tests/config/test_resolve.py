@@ -1,6 +1,7 @@
 """Reading of a DeepSpeed JSON, and values for "auto"."""
 
 import dataclasses
+import itertools
 import json
 import re
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from pretrain.config.ds_json.read import read_ds_config
+from pretrain.config.fill import set_value
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.resolve import ResolvedConfig, resolve_ds_config
 from pretrain.config.rules.check import check_rules
@@ -310,3 +312,34 @@ def test_timers_of_a_pipeline_engine_get_an_interval(tmp_path: Path, values: dic
     assert resolve(tmp_path, values, log_interval=7).get("steps_per_print") == 7
     assert resolve(tmp_path, {**values, "steps_per_print": 3}).get("steps_per_print") == 3
     assert resolve(tmp_path, {**values, "zero_optimization": {"stage": 2}}).get("steps_per_print") is None
+
+
+CONTRADICTIONS: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "train_batch_size": (8, {"global_batch_size": 16}, "8, but --global_batch_size 16"),
+    "train_micro_batch_size_per_gpu": (2, {"micro_batch_size": 4}, "2, but --micro_batch_size 4"),
+    "gradient_accumulation_steps": (2, {"gradient_accumulation_steps": 4}, "2, but --gradient_accumulation_steps 4"),
+    "gradient_clipping": (1.0, {"gradient_clipping": 0.5}, "1.0, but --gradient_clipping 0.5"),
+    "optimizer.params.lr": (1e-3, {"learning_rate": 1e-4}, "0.001, but --learning_rate 0.0001"),
+    "optimizer.params.weight_decay": (0.0, {"weight_decay": 0.1}, "0.0, but --weight_decay 0.1"),
+    "optimizer.params.eps": (1e-8, {"adam_epsilon": 1e-6}, "1e-08, but --adam_epsilon 1e-06"),
+    "optimizer.params.betas": ([0.9, 0.95], {"adam_beta2": 0.99}, "[0.9, 0.95], but --adam_beta1 / --adam_beta2"),
+    "bf16.enabled": (True, {"precision": "fp32"}, "true, but --precision fp32"),
+    "scheduler.params.warmup_num_steps": (5, {"lr_warmup_steps": 3}, "5, but --lr_warmup_steps 3"),
+    "scheduler.type": ("WarmupLR", {"lr_decay_steps": 4}, 'scheduler "WarmupLR", but --lr_decay_steps 4'),
+}
+
+
+@pytest.mark.parametrize("keys", [*itertools.combinations(CONTRADICTIONS, 2), tuple(CONTRADICTIONS)],
+                         ids=lambda keys: f"{len(keys)} {keys[0]} {keys[-1]}")
+def test_one_error_names_all_contradictions_between_the_json_and_flags(tmp_path: Path, keys: tuple[str, ...]) -> None:
+    values: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": {}}}
+    flags: dict[str, Any] = {}
+    for key in keys:
+        value, flag, _ = CONTRADICTIONS[key]
+        if key.startswith("scheduler"):
+            set_value(values, "scheduler.type", "WarmupLR")
+        set_value(values, key, value)
+        flags.update(flag)
+    with pytest.raises(ConfigError, match=f"{len(keys)} settings contradict flags") as caught:
+        resolve(tmp_path, values, **flags)
+    assert [key for key in keys if CONTRADICTIONS[key][2] not in str(caught.value)] == []

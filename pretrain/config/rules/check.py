@@ -31,7 +31,7 @@ RULES: tuple[Callable[[ResolvedConfig], None], ...] = (
     optimizer_rules.eight_bit, optimizer_rules.muon, optimizer_rules.muon_learning_rates,
     optimizer_rules.optimizer_params, layout_rules.dynamic_loss_scale, layout_rules.libaio,
     layout_rules.operators_without_nvcc, layout_rules.nvme_buffer_size, optimizer_rules.scheduler_params,
-    optimizer_rules.one_scheduler, optimizer_rules.torch_optimizer_params, run_rules.measuring,
+    optimizer_rules.torch_optimizer_params, run_rules.measuring,
     run_rules.writable_folders, layout_rules.tf32_needs_fp32_on_cuda, run_rules.document_attention,
     run_rules.exit_step_within_run, recipe_rules.value_clipping, recipe_rules.adaptive_clipping,
     recipe_rules.noise_scale, recipe_rules.early_stopping,

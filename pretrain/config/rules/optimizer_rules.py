@@ -1,12 +1,9 @@
 """Rules for optimizers and schedulers."""
 
-import dataclasses
 from importlib.util import find_spec
 
 from pretrain.config.ds_json.optimizers import CPU_OPTIMIZERS, OPTIMIZERS, REQUIRED_SCHEDULER_PARAMS, ZERO_OPTIMIZERS
-from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.resolve import ResolvedConfig
-from pretrain.errors import ConfigError
 
 _ZERO = "zero_optimization"
 _OFFLOAD_DEVICE = f"{_ZERO}.offload_optimizer.device"
@@ -121,17 +118,3 @@ def scheduler_params(run: ResolvedConfig) -> None:
     total, warmup = run.get("scheduler.params.total_num_steps"), run.get("scheduler.params.warmup_num_steps", 0)
     if total is not None and warmup >= total:
         raise run.error("scheduler.params.warmup_num_steps", expected=f"less than total_num_steps, {total}")
-
-
-def one_scheduler(run: ResolvedConfig) -> None:
-    """Reject --lr_* flags if the JSON has a scheduler: DeepSpeed would ignore the flags."""
-    kind = run.get("scheduler.type")
-    if kind is None:
-        return
-    defaults = RunArguments()
-    for name in (field.name for field in dataclasses.fields(defaults) if field.name.startswith(("lr_", "min_lr"))):
-        value = getattr(run.args, name)
-        fills_auto = name == "lr_warmup_steps" and run.file.get("scheduler.params.warmup_num_steps") == "auto"
-        if value != getattr(defaults, name) and not fills_auto:
-            raise ConfigError(f"--{name}", problem=f'the JSON has its own scheduler, "{kind}", which ignores this flag',
-                              remedy='remove the flag, or the "scheduler" block')
