@@ -68,7 +68,7 @@ def reduction_in_backward(rank: Rank, done: int) -> Footprint:
     - Stage 2: the buckets. If gradients accumulate, also this micro-batch's gradients of this rank's part
       (`grads_in_partition`), in addition to their sum.
     - Stage 3: the copy of the bucket that is reduced and scattered.
-    - Sequence parallelism reduces 16-bit gradients in fp32, which takes another copy.
+    - Sequence parallelism: see `_fp32_bucket`.
     - Offloaded optimizer: one gradient in fp64, for its norm (`_constant_buffered_norm2`,
       `set_norm_for_param_grad_in_gpu`).
 
@@ -79,13 +79,12 @@ def reduction_in_backward(rank: Rank, done: int) -> Footprint:
     if layout.zero_stage < 2 or not done:
         return Footprint()
     if layout.zero_stage == 3:
-        buffers = min(layout.reduce_bucket_size, sum(group.size for group in groups)) * _reduced_bytes(layout)
+        bucket = min(layout.reduce_bucket_size, sum(group.size for group in groups))
+        buffers = bucket * layout.element_bytes + 2 * _fp32_bucket(rank, done)
         gradients = _retained_gradients(rank, done)
         largest = max(max(group.parts) for group in groups)
     else:
-        buffers = reduce_buckets_bytes(layout)
-        if layout.sequence_parallel_size > 1 and layout.element_bytes != FP32:
-            buffers += layout.reduce_bucket_size * FP32
+        buffers = reduce_buckets_bytes(layout) + _fp32_bucket(rank, done)
         gradients = _zero2_gradients(rank) if rank.accumulates else 0
         if not reduces_gradients(layout):  # they remain where the backward pass allocates them, one after the other
             gradients = min(gradients, done * layout.element_bytes)
@@ -97,9 +96,15 @@ def reduction_in_backward(rank: Rank, done: int) -> Footprint:
     return Footprint.of([(("gradients", "device"), gradients), (("buffers", "device"), buffers)])
 
 
-def _reduced_bytes(layout: Layout) -> int:
-    """Bytes of an element of the bucket while ZeRO stage 3 reduces and scatters it."""
-    return 2 * FP32 if layout.sequence_parallel_size > 1 and layout.element_bytes != FP32 else layout.element_bytes
+def _fp32_bucket(rank: Rank, done: int) -> int:
+    """Bytes of the bucket's fp32 copy, in which sequence parallelism reduces 16-bit gradients.
+
+    It exists only while a bucket is reduced: as soon as one is full, or after the last gradient of the backward pass.
+    """
+    layout = rank.layout
+    bucket = min(layout.reduce_bucket_size, sum(group.size for group in rank.groups()))
+    is_16bit = FP32 not in (layout.element_bytes, layout.grad_accum_bytes if layout.zero_stage == 1 else 0)
+    return bucket * FP32 if layout.sequence_parallel_size > 1 and is_16bit and done >= bucket else 0
 
 
 def _retained_gradients(rank: Rank, done: int) -> int:
@@ -122,7 +127,9 @@ def gradients_in_reduction(rank: Rank) -> Footprint:
     if not reduces_gradients(layout):
         return Footprint()
     if layout.offload_optimizer == "none":
-        return Footprint.of([(("gradients", "device"), _overlapping_elements(rank) * layout.grad_accum_bytes)])
+        copy = _fp32_bucket(rank, sum(group.size for group in groups))
+        return Footprint.of([(("gradients", "device"), _overlapping_elements(rank) * layout.grad_accum_bytes),
+                             (("buffers", "device"), copy)])
     copied = 0
     if layout.grad_accum_bytes != layout.element_bytes:
         copied = sum(padded_size(group, layout) // group.ranks for group in groups) * layout.grad_accum_bytes

@@ -191,6 +191,8 @@ def _backward_phases(rank: Rank, groups: tuple[LayerGroup, ...], in_flight: int,
                 + _gathered_parameters(rank, done)
         waiting -= saved
         done += sum(layer.size for layer in layers)
+    yield _device("activations", other_micro_batches) + gradients_in_backward(rank, done, accumulated=accumulated) \
+        + reduction_in_backward(rank, done)
 
 
 def _group_backward(rank: Rank, group: LayerGroup) -> int:

@@ -8,6 +8,10 @@ allocated - bytes freed) of the calling thread. On a CPU torch runs forward pass
 one thread. The counters include blocks that operators allocate internally. Each block counts with the size class that
 jemalloc rounds it up to.
 
+A collective's thread may free a tensor last: gloo's threads hold the tensors of a collective until it is complete, and
+race with the thread that waits for it. For the counters such a tensor stays allocated. Their sum is known at the end of
+the step: what the counters say has grown, less what the engine holds in addition. The peak is at most that much lower.
+
 glibc's malloc has no such counters. Without jemalloc the inventory is taken once more, after the backward pass of the
 step.
 """
@@ -24,26 +28,39 @@ class StepPeak:
     """Measures the step between `begin` and `end`, on this rank."""
 
     def __init__(self) -> None:
-        self.peak_bytes: int | None = None  # None if the allocator has no counters
+        self.peak_bytes: int | None = None  # at most; None if the allocator has no counters
+        self.freed_elsewhere_bytes = 0  # by other threads, so that the peak may be lower by up to that much
         self.held_bytes: int | None = None  # between backward pass and optimizer step; None if the peak is known
         self._before_bytes: int | None = None
+        self._counted_before_bytes = 0
+        self._engine: DeepSpeedEngine | None = None  # during the step
 
     def begin(self, engine: DeepSpeedEngine) -> None:
         """Call this right before the step, in the thread that runs it."""
         self._before_bytes = held_footprint(engine).total()
+        self._engine, self._counted_before_bytes = engine, _thread_bytes()
         if not _mallctl("thread.peak.reset", None):
             self._before_bytes = None
             call_after_backward(engine, lambda: self._take_inventory(engine))
 
     def end(self) -> None:
         """Call this after the step."""
-        growth = ctypes.c_uint64()
-        if self._before_bytes is not None and _mallctl("thread.peak.read", growth):
+        engine, self._engine, growth = self._engine, None, ctypes.c_uint64()
+        if self._before_bytes is not None and engine is not None and _mallctl("thread.peak.read", growth):
+            counted = _thread_bytes() - self._counted_before_bytes
             self.peak_bytes = self._before_bytes + growth.value
+            self.freed_elsewhere_bytes = max(0, counted - (held_footprint(engine).total() - self._before_bytes))
 
     def _take_inventory(self, engine: DeepSpeedEngine) -> None:
         if self.held_bytes is None:
             self.held_bytes = held_footprint(engine).total()
+
+
+def _thread_bytes() -> int:
+    """Return the bytes that the calling thread has allocated, less those that it has freed; 0 without counters."""
+    allocated, freed = ctypes.c_uint64(), ctypes.c_uint64()
+    known = _mallctl("thread.allocated", allocated) and _mallctl("thread.deallocated", freed)
+    return allocated.value - freed.value if known else 0
 
 
 def _mallctl(name: str, value: ctypes.c_uint64 | None) -> bool:

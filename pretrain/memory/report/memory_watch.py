@@ -22,6 +22,8 @@ REPORTED_STEP = 2  # counted from the start of this process: the first step allo
 # allocator keeps. Measured: 30 to 213 MiB with models of 0.3 to 25 M parameters.
 PROCESS_GROWTH_BYTES = 256 * 2**20
 
+_UNCERTAIN = 0.03  # fraction of the measured peak from which the line shows a range: see StepPeak
+
 
 @dataclass
 class MemoryWatch:
@@ -91,13 +93,18 @@ class MemoryWatch:
 
         if self.step_peak is None:
             return f"measured {with_unit(max(gather(self.measured_bytes())))} allocated on the device"
-        ranks = gather((self.step_peak.peak_bytes, self.step_peak.held_bytes, resident_bytes()[0]))
+        ranks = gather((self.step_peak.peak_bytes, self.step_peak.held_bytes, self.step_peak.freed_elsewhere_bytes,
+                        resident_bytes()[0]))
         resident = with_unit(max(resident for *_, resident in ranks))
         rest = f"the process has {resident} resident, including libraries and freed memory that it keeps"
-        peaks = [peak for peak, *_ in ranks if peak is not None]
+        peaks = [(peak, peak - freed) for peak, _, freed, _ in ranks if peak is not None]
         if peaks:
-            return f"measured {with_unit(max(peaks))} of tensors; {rest}"
-        held = max(held or 0 for _, held, _ in ranks)
+            highest, lowest = max(peaks)[0], max(peak for _, peak in peaks)
+            if highest - lowest <= _UNCERTAIN * highest:
+                return f"measured {with_unit(highest)} of tensors; {rest}"
+            return f"measured {with_unit(lowest)} to {with_unit(highest)} of tensors (threads of collectives freed " \
+                   f"some, at times that are not known); {rest}"
+        held = max(held or 0 for _, held, *_ in ranks)
         expected = ""
         if predicted is not None:
             steady_bytes = predicted.steady.total() - predicted.steady.total(location="nvme")

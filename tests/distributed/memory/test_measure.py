@@ -57,8 +57,11 @@ RECOMPUTED = {1: ("zero1_bf16 --recompute=attention", "zero3_bf16 --recompute=ml
               2: ("zero2_bf16 --recompute=attention", "zero3_bf16 --recompute=blocks --recompute_every=2",
                   "pipeline2_zero1_bf16 --recompute=mlp", "pipeline2_zero1_bf16 --recompute=blocks",
                   "sequence2_zero3_bf16 --mlp_tiles=4")}
-# parallel degrees that are added to a file; with larger micro-batches too
+# parallel degrees, and sizes of the reduction bucket, that are added to a file; with larger micro-batches too
 DEGREES = {2: ("zero0_fp32 --tensor=2", "zero1_bf16 --tensor=2", "zero3_bf16 --tensor=2", "zero2_bf16 --sequence=2",
+               "zero1_bf16 --sequence=2 --bucket=500000000 --n_embd=256 --micro_batch_size=2",
+               *(f"zero{stage}_bf16 --sequence=2 --bucket=500000000 --seq_length=256 --micro_batch_size=4 "
+                 "--gradient_accumulation_steps=1" for stage in (2, 3)),
                "zero1_bf16 --experts=2", "zero3_bf16 --experts=2"),
            4: ("zero1_bf16 --tensor=2", "zero3_bf16 --tensor=2", "pipeline2_zero1_bf16 --tensor=2",
                "zero3_bf16 --sequence=2", "zero2_bf16 --experts=2", "zero2_bf16 --experts=4")}
@@ -68,9 +71,12 @@ EXPERTS = "vocab_size=256,hidden_size=64,intermediate_size=96"  # 4 experts in e
 SLACK_BYTES = 64  # tolerance for scalar tensors
 MANY_RANKS = 1024
 DEGREE_KEYS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "bucket": lambda size: {"zero_optimization": {"reduce_bucket_size": size}},
     "tensor": lambda size: {"tensor_parallel": {"autotp_size": size}},
     "sequence": lambda size: {"sequence_parallel_size": size},
     "experts": lambda size: {"expert_parallel": {"enabled": True, "autoep_size": size}}}
+
+_NUMBERS = ("recompute_every", "mlp_tiles", "seq_length", "micro_batch_size", "gradient_accumulation_steps")
 
 Case = tuple[int, str]  # (ranks, name)
 
@@ -97,25 +103,28 @@ def arguments(name: str, folder: Path) -> RunArguments:
     name, *words = name.split()
     path = ROOT / "ds_configs" / f"{name}.json"
     given: dict[str, Any] = dict(word.removeprefix("--").split("=") for word in words)
-    micro_batch_size = 16 if given else 2
-    for degree in given.keys() & DEGREE_KEYS.keys():
+    sizes: dict[str, Any] = {"micro_batch_size": 16 if given else 2, "gradient_accumulation_steps": 2, "seq_length": 64}
+    width = given.pop("n_embd", None)
+    for degree in sorted(given.keys() & DEGREE_KEYS.keys()):
         path = _with_degree(path, degree, int(given.pop(degree)), folder)
-    given |= {key: int(value) for key, value in given.items() if key in ("recompute_every", "mlp_tiles")}
+    given = sizes | given | {key: int(value) for key, value in given.items() if key in _NUMBERS}
     if name == "zero3_offload_all_nvme":  # this file has buffers of 1 GB, which take seconds to fill
         text = path.read_text().replace('"buffer_size": 1e8', '"buffer_size": 2e6')
         path = folder / path.name
         path.write_text(text)
     model, overrides = ("tiny-moe", EXPERTS) if "expert" in path.stem else ("tiny", LARGE if "nvme" in name else SMALL)
-    return RunArguments(deepspeed_config=str(path), model=model, model_overrides=overrides,
-                        seq_length=64, train_steps=10, micro_batch_size=micro_batch_size,
-                        gradient_accumulation_steps=2, **given, emulate_fp16="fp16" in name,
+    overrides = overrides.replace("n_embd=64", f"n_embd={width}") if width else overrides
+    return RunArguments(deepspeed_config=str(path), model=model, model_overrides=overrides, train_steps=10, **given,
+                        emulate_fp16="fp16" in name,
                         nvme_path=str(folder) if "nvme" in name else None)
 
 
 def _with_degree(path: Path, degree: str, size: int, folder: Path) -> Path:
-    """Write a copy of a DeepSpeed JSON with a parallel degree; return its path."""
-    copy = folder / f"{path.stem}_{degree}{size}.json"
-    copy.write_text(json.dumps({**read_ds_config(str(path)).values, **DEGREE_KEYS[degree](size)}))
+    """Write a copy of a DeepSpeed JSON with one of DEGREE_KEYS; return its path."""
+    copy, values = folder / f"{path.stem}_{degree}{size}.json", read_ds_config(str(path)).values
+    for key, value in DEGREE_KEYS[degree](size).items():
+        values[key] = {**values[key], **value} if key == "zero_optimization" else value
+    copy.write_text(json.dumps(values))
     return copy
 
 

@@ -23,14 +23,16 @@ NAMES = {1: (("small", ("zero0_fp32", "zero2_bf16")),
              ("large", ("zero1_bf16", "zero1_bf16_fp32_accumulation", "zero2_offload_optimizer_cpu", "zero3_bf16"))),
          2: (("small", ("zero1_bf16", "pipeline2_zero1_bf16")),
              ("large", ("zero0_fp32", "zero2_bf16", "zero3_offload_all_cpu", "pipeline2_zero0_bf16",
-                        "pipeline2_offload_optimizer_cpu")))}
+                        "pipeline2_offload_optimizer_cpu", "sequence2_zero3_bf16")))}
 CASES = [(ranks, f"{name}-{size}") for ranks, sizes in NAMES.items() for size, names in sizes for name in names]
 WITHOUT_JEMALLOC = [case for case in CASES if case[0] == 2]
 SIZE = r"([\d.]+) ([KMG]iB)"
-PEAK = re.compile(rf"memory: predicted {SIZE} at the peak \(parameters .*\); measured {SIZE} of tensors; "
+PEAK = re.compile(rf"memory: predicted {SIZE} at the peak \(parameters .*\); measured {SIZE}(?: to {SIZE})? of tensors"
+                  rf"(?: \(threads of collectives freed some, at times that are not known\))?; "
                   rf"the process has {SIZE} resident, .*")
 STEADY = re.compile(rf"memory: predicted {SIZE} at the peak \(parameters .*\); measured {SIZE} of tensors between "
                     rf"backward pass and optimizer step \(predicted {SIZE} at that point\); the process has .*")
+FREED_ELSEWHERE, FREED_BYTES = "zero0_fp32-small", 2**26  # a case that is repeated with memory that a thread frees
 Case = tuple[int, str]  # (ranks, name)
 
 
@@ -43,6 +45,8 @@ def write_cases(folder: Path, ranks: int) -> None:
                             model_overrides=overrides, seq_length=seq_length, micro_batch_size=2,
                             gradient_accumulation_steps=2)
         cases += [{"name": case, "args": dataclasses.asdict(args)}] if own_ranks == ranks else []
+        if (own_ranks, case) == (ranks, FREED_ELSEWHERE):
+            cases.append({**cases[-1], "name": "freed elsewhere", "bytes_freed_elsewhere": FREED_BYTES})
     (folder / "cases.json").write_text(json.dumps(cases))
 
 
@@ -83,15 +87,24 @@ def sizes(pattern: re.Pattern[str], line: str) -> list[float]:
     assert match, line
     units = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
     values = match.groups()
-    return [float(number) * units[unit] for number, unit in zip(values[::2], values[1::2], strict=True)]
+    return [float(number) * units[unit] for number, unit in zip(values[::2], values[1::2], strict=True) if number]
 
 
 @pytest.mark.skipif(NO_JEMALLOC, reason="no jemalloc on this machine")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[1]}-{case[0]}")
 def test_the_measured_peak_is_close_to_the_prediction(case: Case, with_jemalloc: dict[Case, str]) -> None:
-    predicted, measured, resident = sizes(PEAK, with_jemalloc[case])
+    """Of a range, the lower end is compared: collectives' threads rarely free a tensor after the peak."""
+    predicted, measured, *_, resident = sizes(PEAK, with_jemalloc[case])
     assert predicted == pytest.approx(measured, rel=0.15)
     assert measured < resident
+
+
+@pytest.mark.skipif(NO_JEMALLOC, reason="no jemalloc on this machine")
+def test_memory_that_another_thread_frees_is_shown_as_a_range(with_jemalloc: dict[Case, str]) -> None:
+    """The counters of a thread do not see what other threads free, such as a collective's tensors."""
+    predicted, lowest, highest, _ = sizes(PEAK, with_jemalloc[1, "freed elsewhere"])
+    assert predicted == pytest.approx(lowest, rel=0.15)
+    assert highest - lowest == pytest.approx(FREED_BYTES, rel=0.05)
 
 
 @pytest.mark.parametrize("case", WITHOUT_JEMALLOC, ids=lambda case: f"{case[1]}-{case[0]}")

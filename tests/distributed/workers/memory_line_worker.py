@@ -1,10 +1,13 @@
 """One rank of test_memory_line.py: train each run of a JSON file, and return the memory line that the run prints.
 
-`memory_line_worker.py CASES.json RESULTS.json`; a case: {"name", "args" (of train.py)}.
+`memory_line_worker.py CASES.json RESULTS.json`; a case: {"name", "args" (of train.py)}, and
+"bytes_freed_elsewhere" if a thread is to free memory that the training thread has allocated in the step.
 """
 
+import threading
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from pretrain.config.flags.arguments import RunArguments
@@ -29,6 +32,11 @@ def memory_line(case: dict[str, Any]) -> str:
     batches = random_batches(plan)
     for step in range(1, REPORTED_STEP + 2):
         watch.before_step(step, engine)
+        if "bytes_freed_elsewhere" in case:
+            tensors = [torch.empty(case["bytes_freed_elsewhere"], dtype=torch.uint8)]
+            thread = threading.Thread(target=tensors.clear)
+            thread.start()
+            thread.join()
         train_batch(engine, batches)
         watch.after_step(step, lines.append)
     engine.destroy()
