@@ -8,7 +8,7 @@ from pretrain.config.auto import auto_precision, complete_batch_sizes, fill_zero
 from pretrain.config.ds_json.check_keys import check_json_keys
 from pretrain.config.ds_json.clean import rename_old_keys
 from pretrain.config.ds_json.read import DsFile, get_value
-from pretrain.config.ds_json.schema import TREE
+from pretrain.config.ds_json.schema import TREE, UNREAD
 from pretrain.config.layout import SIZE_KEYS, Layout, parse_layout
 from pretrain.errors import ConfigError
 
@@ -52,7 +52,7 @@ def lenient_layout(config: Mapping[str, Any], *, world_size: int, seq_length: in
 def _key_notes(config: Mapping[str, Any], name: str) -> list[str]:
     """Notes about unknown keys, and about the first key that training rejects."""
     notes = [f'"{key}" is not understood, and the estimate ignores it' for key in config
-             if key not in TREE and key not in _PARALLEL_KEYS]
+             if key not in TREE and key not in UNREAD and key not in _PARALLEL_KEYS]
     try:
         check_json_keys(DsFile(name or "this JSON", dict(config)))
     except ConfigError as error:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pretrain.config.ds_json.check_keys import check_json_keys
-from pretrain.config.ds_json.clean import IgnoredKey, clean, drop_ignored_keys
+from pretrain.config.ds_json.clean import IgnoredKey, clean, compiles_blocks, drop_ignored_keys
 from pretrain.config.ds_json.optimizers import ELEMENTWISE_OTHERS
 from pretrain.config.ds_json.read import DsFile, get_value
 from pretrain.config.ds_json.schema import DEFAULT_PARTITION_METHOD, PARTITION_METHODS
@@ -75,6 +75,7 @@ def resolve_ds_config(file: DsFile, args: RunArguments, *, model: ModelConfig, w
     """
     check_json_keys(file)
     check_contradictions(file, args)
+    args = replace(args, compile_blocks=args.compile_blocks or compiles_blocks(file.values))
     completed = with_optimizer(file, args)
     config, ignored = clean(completed.values)
     config["optimizer"].setdefault("params", {})

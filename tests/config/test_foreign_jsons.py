@@ -79,6 +79,18 @@ def test_a_missing_optimizer_becomes_adamw_with_the_flags() -> None:
         resolve(base)
 
 
+@pytest.mark.parametrize(("block", "compiles"), [
+    ({"disable": False, "backend": "inductor"}, True), ({"enabled": True, "backend": "inductor", "kwargs": {}}, True),
+    ({"backend": "inductor"}, True), ({"disable": True, "backend": "inductor"}, False),
+    ({"enabled": False, "backend": "inductor"}, False), ({"deepcompile": False}, False), ({}, False),
+])
+def test_compile_of_earlier_versions_is_read_as_compile_blocks(block: dict[str, Any], compiles: bool) -> None:
+    resolved = resolve({**ADAM, "compile": block})
+    assert resolved.args.compile_blocks is compiles
+    assert ("compile: read as --compile_blocks" in json_notes(resolved)) is compiles
+    assert "compile" not in resolved.config
+
+
 ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "train_batch_size": 8}
 IGNORED = [
     ({"_comment": "x", "//": "x", "$schema": "y", "_train_batch_size": 4}, "_comment, //, $schema, _train_batch_size"),

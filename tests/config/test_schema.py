@@ -89,6 +89,7 @@ def test_the_schema_has_exactly_the_top_level_keys_that_deepspeed_reads() -> Non
     # process group.
     assert known - RecordingDict.requested == {"allgather_size", "sequence_parallel_size"}
     assert RecordingDict.requested - known == set()
+    assert not RecordingDict.requested & set(ds_schema.UNREAD)
 
 
 def test_blocks_without_a_pydantic_model_have_the_keys_of_deepspeed() -> None:
@@ -122,7 +123,8 @@ def test_blocks_of_autoep_and_data_efficiency_have_the_keys_of_deepspeed() -> No
 
 
 _VALUES = {"tensor_parallel.vocab_parallel_ce_backend": "liger", "data_efficiency.data_sampling.num_workers": 2}
-_LEGAL = ("tensor_parallel.autotp_size", "expert_parallel.enabled", "expert_parallel.autoep_size",
+_LEGAL = ("compile.enabled", "compile.disable", "compile.backend", "tensor_parallel.autotp_size",
+          "expert_parallel.enabled", "expert_parallel.autoep_size",
           *(f"tensor_parallel.{name}.tp_size" for name in ("tp", "tensor_parallel")),
           *(f"data_efficiency{name}" for name in (".enabled", ".seed", ".data_sampling.enabled",
                                                   ".data_routing.enabled")))

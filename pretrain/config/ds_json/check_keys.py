@@ -15,7 +15,7 @@ from pretrain.config.ds_json.optimizers import (
     optimizer_params,
 )
 from pretrain.config.ds_json.read import DsFile
-from pretrain.config.ds_json.schema import OLD_OFFLOAD, REMOVED, TREE, Key, Tree
+from pretrain.config.ds_json.schema import OLD_OFFLOAD, REMOVED, TREE, UNREAD, Key, Tree
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.other_programs import DEGREES, hint_for
 from pretrain.errors import ConfigError, closest, did_you_mean
@@ -34,7 +34,7 @@ _TOO_LARGE = 2**63  # DeepSpeed and torch store 64-bit integers
 
 def check_json_keys(file: DsFile) -> None:
     """Raise ConfigError for the first key, in the file's order, that is unknown, misspelt or not supported."""
-    _check_tree(file, file.values, TREE, "")
+    _check_tree(file, file.values, {**UNREAD, **TREE}, "")
     _check_old_names(file)
     if "optimizer" in file.values:
         _check_optimizer(file)

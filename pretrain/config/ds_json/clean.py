@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from pretrain.config.ds_json.optimizers import SCHEDULERS, optimizer_params
-from pretrain.config.ds_json.schema import BLOCKS_WITH_DEFAULTS, OLD_OFFLOAD, REMOVED, TREE, ZERO, Key, Tree
+from pretrain.config.ds_json.schema import BLOCKS_WITH_DEFAULTS, OLD_OFFLOAD, REMOVED, TREE, UNREAD, ZERO, Key, Tree
 
 IgnoredKey = tuple[str, str]  # a dotted key, and why it has no effect
 
@@ -49,12 +49,21 @@ def clean(values: dict[str, Any]) -> tuple[dict[str, Any], list[IgnoredKey]]:
     Also returns the removed and renamed keys to report, each with a reason.
     """
     ignored: list[IgnoredKey] = []
-    config = _clean(values, TREE, "", ignored)
-    for block in ("compile", "data_efficiency"):  # no key of them is passed on
+    config = _clean(values, {**UNREAD, **TREE}, "", ignored)
+    for block in ("compile", "data_efficiency", *UNREAD):  # no key of them is passed on
         config.pop(block, None)
+    if compiles_blocks(values):
+        ignored.append(("compile", "read as --compile_blocks"))
     ignored += [(f"zero_optimization.{old}", f'read as "{new}": {{"device": "cpu"}}') for old, new in
                 rename_old_keys(config)]
     return config, ignored
+
+
+def compiles_blocks(values: dict[str, Any]) -> bool:
+    """Return whether "compile" has keys of earlier DeepSpeed versions that ask for torch.compile."""
+    block = values.get("compile") or {}
+    asked = any(name in block for name in ("enabled", "disable", "backend"))
+    return asked and block.get("enabled", True) is not False and block.get("disable", False) is not True
 
 
 def rename_old_keys(config: dict[str, Any]) -> list[tuple[str, str]]:

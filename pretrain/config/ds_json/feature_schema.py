@@ -3,7 +3,7 @@
 Each reason was found in the source of DeepSpeed 0.19.8, or by running it; ds_configs/features.md lists them all.
 """
 
-from pretrain.config.ds_json.key import BOOL, COUNT, POSITIVE, Tree, ignored, rejected
+from pretrain.config.ds_json.key import BOOL, COUNT, POSITIVE, Key, Tree, ignored, rejected
 
 # This program's own layers are tensor- and expert-parallel; the blocks give the degrees only.
 _AUTO_TP = "AutoTP, which would replace linear layers, is not used: the layers here are tensor-parallel; remove the key"
@@ -45,7 +45,6 @@ EXPERT_PARALLEL: Tree = {
 }
 _DEEPCOMPILE = "DeepCompile is not supported: it needs CUDA and one graph of the complete model, which has ZeRO's " \
     "collectives inside; use --compile_blocks, and remove the block"
-_TORCH_COMPILE = "use --compile_blocks, and remove the block"
 COMPILE: Tree = {
     **{name: rejected(_DEEPCOMPILE) for name in (
         "deepcompile", "free_activation", "offload_activation", "offload_opt_states", "offload_parameters",
@@ -56,8 +55,11 @@ COMPILE: Tree = {
         "free_activation_threshold": 10 * 1024 * 1024, "offload_activation_pin_memory": True, "double_buffer": True,
         "keep_int_input_tensors": True}.items()},
     "passes": rejected(_DEEPCOMPILE, []),
-    # keys of earlier versions of DeepSpeed
-    **{name: rejected(_TORCH_COMPILE) for name in ("enabled", "disable", "backend", "kwargs")},
+    # keys of earlier versions of DeepSpeed, which compiled the model: read as --compile_blocks
+    "enabled": BOOL,
+    "disable": BOOL,
+    "backend": Key("str", choices=("inductor",)),
+    "kwargs": rejected("--compile_blocks takes no options; remove the key"),
 }
 _OFF = "no feature of the block is supported"
 _SAMPLER = "batches come from --train_data and its own order, which resumes exactly; "

@@ -164,6 +164,16 @@ ACTIVATION_CHECKPOINTING: Tree = {
        for name in ("partition_activations", "contiguous_memory_optimization", "synchronize_checkpoint_boundary",
                     "profile")},
 }
+# Blocks of other programs' JSONs that DeepSpeed does not read. They only ask for reports, so that no value changes the
+# training. A monitor that is on would stay silent, and is rejected.
+_MONITORS_ELSEWHERE = 'DeepSpeed reads monitors at the top level only; move the block out of "monitor_config"'
+UNREAD: Tree = {
+    "comms_config": {"verbose": _ignored('DeepSpeed reads "comms_logger" instead'),
+                     "comms_logger": _rejected('DeepSpeed reads "comms_logger" at the top level only; move it there')},
+    "monitor_config": {"enabled": _ignored("DeepSpeed reads the block of each monitor at the top level"),
+                       "tag": _ignored("DeepSpeed does not read it", kind="str"),
+                       **{name: _rejected(_MONITORS_ELSEWHERE) for name in MONITORS}},
+}
 TREE: Tree = {
     "train_batch_size": _BATCH,
     "train_micro_batch_size_per_gpu": _BATCH,
