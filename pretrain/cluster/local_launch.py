@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
@@ -15,12 +16,21 @@ from types import FrameType
 from pretrain.checkpoint.load.start import check_start
 from pretrain.cli import say
 from pretrain.cluster.hosts.hostfile import choose_hosts, hosts_from_flags
+from pretrain.cluster.hosts.probe import can_save
 from pretrain.cluster.hosts.rank_environment import launcher_environment
-from pretrain.cluster.supervise.processes import ask_to_save, descendants, end_descendants
+from pretrain.cluster.supervise.exit_reason import classify_exit
+from pretrain.cluster.supervise.processes import (
+    ask_to_save,
+    become_subreaper,
+    descendants,
+    end_descendants,
+    reap_orphans,
+)
+from pretrain.cluster.supervise.progress import file_sizes, read_progress
 from pretrain.config.flags.arguments import parse_arguments
 from pretrain.distributed.device import Device, detect_device, nvidia_smi
 from pretrain.distributed.process import ROOT, free_port, port_is_free
-from pretrain.errors import ConfigError
+from pretrain.errors import CRASHED, ConfigError
 from pretrain.resilience.launcher_watch import launcher_variable
 from pretrain.resilience.run_lock import reject_second_start
 from pretrain.resilience.signals import LAST_SIGNAL, SIGNALS, SignalCount, describe
@@ -46,7 +56,7 @@ def launch_locally(flags: argparse.Namespace, train: Sequence[str]) -> int:
     say(f"{ranks}, port {port}; starting DeepSpeed's launcher")
     threads = max(1, len(os.sched_getaffinity(0)) // len(slots))
     variables = {"DS_ACCELERATOR": device.kind, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
-    return run_launcher(_launcher_command(flags, slots, port, train), launcher_environment(variables))
+    return run_launcher(_launcher_command(flags, slots, port, train), launcher_environment(variables), Path(args.save))
 
 
 def local_slots(flags: argparse.Namespace, device: Device) -> list[int | str]:
@@ -116,19 +126,26 @@ def _launcher_command(flags: argparse.Namespace, slots: Sequence[int | str], por
     return [*command, str(ROOT / "pretrain" / "train.py"), *train]
 
 
-def run_launcher(command: Sequence[str], environ: dict[str, str]) -> int:
-    """Run DeepSpeed's launcher and wait until it has ended. Returns the exit code of the run.
+def run_launcher(command: Sequence[str], environ: dict[str, str], run: Path) -> int:
+    """Run DeepSpeed's launcher and wait until it and its ranks have ended. Returns the exit code of the run.
 
     On SIGINT (Ctrl-C), SIGTERM, SIGHUP or SIGUSR1 all ranks save and stop. If training has not begun, all ranks end at
     once. A second signal changes nothing, a third one ends all ranks at once. The launcher runs in a session of its
     own: otherwise Ctrl-C would end the launcher before its ranks have saved. The ranks watch this process.
+
+    If the launcher gets a signal or is killed, the ranks save, too. `run`: the run folder, which shows that they have.
     """
-    count = SignalCount()
+    count, sizes_before = SignalCount(), file_sizes(run)
+    become_subreaper()
     with _recorded_signals() as signals:
         launcher = subprocess.Popen(command, env={**environ, **launcher_variable()}, start_new_session=True)
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                return _shell_exit_code(launcher.wait(_POLL_S))
+                code = launcher.wait(_POLL_S)
+                if code >= 0 or not _ranks_save():
+                    return _exit_code(code, run, sizes_before)
+                reap_orphans(launcher.pid)
+                time.sleep(_POLL_S)
             while signals:
                 number = signals.pop(0)
                 if not _handle_signal(number, count.add(number)):
@@ -144,6 +161,20 @@ def _handle_signal(number: int, ordinal: int) -> bool:
     if ordinal > 1:  # the ranks report the first signal
         say(describe(number, ordinal))
     return ordinal < LAST_SIGNAL
+
+
+def _ranks_save() -> bool:
+    """Return whether ranks still run. Those of a killed launcher notice its end within a second, and save."""
+    return any(can_save(process.pid) for process in descendants())
+
+
+def _exit_code(code: int, run: Path, sizes_before: dict[str, int]) -> int:
+    """Return the exit code of the run. `code`: that of the launcher, which is 1 after a signal to the launcher."""
+    progress = read_progress(run, sizes_before)
+    own = _shell_exit_code(code)
+    if (code < 0 or code == CRASHED) and progress.stop is not None:
+        return classify_exit(code, progress, last_step=None)[0]
+    return own
 
 
 def _shell_exit_code(code: int) -> int:

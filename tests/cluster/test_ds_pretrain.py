@@ -141,8 +141,8 @@ def test_two_ranks_train_and_print_no_warnings(corpus: str, tmp_path: Path) -> N
 
 # ---- signals: the tests start a small program instead of DeepSpeed's launcher
 
-_STARTER = "import os, sys\nfrom pretrain.cluster.local_launch import run_launcher\n" \
-           "sys.exit(run_launcher([sys.executable, '-u', '-c', *sys.argv[1:]], dict(os.environ)))"
+_STARTER = "import os, pathlib, sys\nfrom pretrain.cluster.local_launch import run_launcher\n" \
+           "sys.exit(run_launcher([sys.executable, '-u', '-c', *sys.argv[1:]], dict(os.environ), pathlib.Path('run')))"
 _SAVES = "import signal, sys\nfor number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):\n" \
          "    signal.signal(number, lambda *_: sys.exit(75))\nprint('ready')\nsignal.pause()"
 _SAVES_SLOWLY = "import signal\nfor number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):\n" \

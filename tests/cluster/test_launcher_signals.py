@@ -91,6 +91,19 @@ def test_no_rank_remains_when_the_launcher_of_plain_deepspeed_dies(corpus: str, 
     _check_losses(run, flags, tmp_path)
 
 
+@pytest.mark.parametrize("names", [("SIGTERM", "SIGKILL"),
+                                   pytest.param(("SIGINT", "SIGHUP", "SIGUSR1"), marks=pytest.mark.slow)])
+def test_the_launcher_below_ds_pretrain_gets_a_signal(names: Sequence[str], corpus: str, tmp_path: Path) -> None:
+    """DeepSpeed's launcher then exits with 1 or is killed, but the run has saved: 75."""
+    run = tmp_path / "run"
+    flags = _flags(corpus, run, "--train_steps", str(STEPS), "--save_interval", "0", config=ZERO1)
+    for name in names:
+        process, others = start(ds_pretrain(flags), run)
+        others[0].send_signal(signal.Signals[name])
+        assert end(process, others) == 75, run.with_suffix(".log").read_text()
+        check_last_step_was_saved(run, name if name in ("SIGTERM", "SIGINT") else "the end of the launcher")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [ZERO1, ZERO3, PIPELINE], ids=lambda path: path.stem)
 def test_signals_to_ds_pretrain_lose_no_step(config: Path, corpus: str, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from pretrain.cluster.supervise.supervisor import SupervisorSettings, backoff
 from pretrain.errors import ConfigError
 from pretrain.resilience.lease_file import Owner
 from pretrain.resilience.run_lock import LOCK
+from tests.support.launch import ROOT
 from tests.support.lock_race import write_lease
 from tests.support.supervised import read_restart_log, supervise, wait_for_end, wait_until
 
@@ -128,6 +129,8 @@ def test_signals_are_forwarded_and_no_process_remains(tmp_path: Path, number: si
     assert code == 75, stderr
     (start,), _ = read_restart_log(tmp_path)
     assert (start["exit_code"], start["reason"]) == (75, "saved on SIGUSR1")
+    assert f"supervise: {number.name}: asking the run to save and stop\n" in stderr
+    assert "all ranks save" not in stderr, "the ranks report this"
     assert not psutil.pid_exists(orphan)
 
 
@@ -214,6 +217,59 @@ def test_a_second_supervisor_or_run_in_the_same_folder_is_rejected(tmp_path: Pat
     finally:
         first.terminate()
         assert wait_for_end(first)[0] == 75
+
+
+# A rank that holds the lock of the run folder. The first one waits for the file `go`, then finishes or crashes.
+LOCKING_RANK = f"""import pathlib, signal, sys, time
+from pretrain.resilience.run_lock import RunLock
+def log(row):
+    open('events.jsonl', 'a').write(row + chr(10))
+def save(*_):
+    log('{json.dumps({**STOPPED, "reason": "SIGUSR1"})}')
+    raise SystemExit(75)
+signal.signal(signal.SIGUSR1, save)
+with RunLock(pathlib.Path('.')):
+    first = not pathlib.Path('events.jsonl').exists()
+    log('{BEGAN}')
+    while first and not pathlib.Path('go').exists():
+        time.sleep(0.05)
+    if first and pathlib.Path('go').read_text() == 'crash':
+        sys.exit(9)
+    log('{FINISHED}')"""
+
+
+@pytest.mark.parametrize(("kill", "then", "expected"), [
+    (signal.SIGKILL, "finish", [(0, "finished")]), (signal.SIGQUIT, "crash", [(1, "crash: "), (0, "finished")]),
+    (signal.SIGKILL, "SIGTERM", [(75, "saved on SIGUSR1")])])
+def test_the_run_of_a_killed_supervisor_is_adopted(tmp_path: Path, kill: signal.Signals, then: str,
+                                                   expected: list[tuple[int, str]]) -> None:
+    (tmp_path / "rank.py").write_text(LOCKING_RANK)
+    words = ["--save", str(tmp_path), "--", sys.executable, str(tmp_path / "rank.py")]
+    settings = {"cwd": tmp_path, "environ": {**os.environ, "PYTHONPATH": str(ROOT)}}
+    first = supervise(words, **settings)
+    try:
+        wait_until((tmp_path / "events.jsonl").exists)
+    finally:
+        first.send_signal(kill)
+        first.wait()
+    second = supervise(words, stderr=subprocess.PIPE, **settings)
+    assert second.stderr is not None
+    line = second.stderr.readline()
+    assert line == "supervise: an earlier supervisor was killed, and its run continues; waiting until the run ends\n"
+    code, stderr = wait_for_end(supervise(words, stderr=subprocess.PIPE, **settings))
+    assert (code, "another supervisor is already running" in stderr) == (2, True), stderr
+    if then == "SIGTERM":
+        second.send_signal(signal.SIGTERM)
+    else:
+        (tmp_path / "go.new").write_text(then)
+        (tmp_path / "go.new").rename(tmp_path / "go")
+    code, stderr = wait_for_end(second)
+    assert code == expected[-1][0], stderr
+    starts, _ = read_restart_log(tmp_path)
+    assert len(starts) == len(expected)
+    for row, (code, reason) in zip(starts, expected, strict=True):
+        assert row["exit_code"] == code
+        assert row["reason"].startswith(reason)
 
 
 # ---- hosts

@@ -1,11 +1,10 @@
 """Start a run, restart it after it has stopped or crashed, and give up if restarts make no progress."""
 
 import contextlib
-import fcntl
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -14,6 +13,7 @@ from typing import Any
 from pretrain.checkpoint.format.manifest import newest_step
 from pretrain.cluster.hosts.remote import Transport
 from pretrain.cluster.supervise import launch_command
+from pretrain.cluster.supervise.earlier_run import SupervisorLock, rank_0_on_this_host
 from pretrain.cluster.supervise.exit_reason import classify_exit, shell_exit_code
 from pretrain.cluster.supervise.host_checks import (
     DEFAULT_HEALTH_COMMAND,
@@ -26,12 +26,13 @@ from pretrain.cluster.supervise.processes import (
     ask_to_save,
     become_subreaper,
     descendants,
+    end,
     end_descendants,
     reap_orphans,
 )
 from pretrain.cluster.supervise.progress import file_sizes, kept_step_seconds, read_progress
 from pretrain.cluster.supervise.restart_log import RestartLog, StartRecord
-from pretrain.errors import FINISHED, NO_RESTART, STOPPED, ConfigError
+from pretrain.errors import CRASHED, FINISHED, NO_RESTART, STOPPED, ConfigError
 from pretrain.monitor.read_run_folder import read_starts
 from pretrain.paths import STOP_FILE
 from pretrain.resilience.run_lock import find_owner, reject_second_start
@@ -75,7 +76,9 @@ class SignalRecorder:
     def _record(self, number: int, frame: FrameType | None) -> None:
         ordinal = self._count.add(number)
         self.name = self.name or signal.Signals(number).name
-        if ordinal:
+        if ordinal == 1:  # the ranks report what they do
+            self._lines.append(f"{self.name}: asking the run to save and stop")
+        elif ordinal:
             self._lines.append(describe(number, ordinal))
         if ordinal >= LAST_SIGNAL:
             self.ended_by = self.ended_by or number
@@ -96,29 +99,34 @@ def supervise(settings: SupervisorSettings, print_line: PrintLine) -> int:
         if settings.hostfile is None:
             raise ConfigError("--min_hosts", problem="this flag needs a --hostfile")
         launch_command.check_can_lose_hosts(settings.command)
-    with _supervisor_lock(settings.run):
+    lock = SupervisorLock(settings.run)
+    if not lock.command_runs:
         reject_second_start(settings.run)
         _reject_running_ranks(settings)
-        signals, log = SignalRecorder(), RestartLog(settings.run)
-        become_subreaper()
-        try:
-            code, outcome = _restart_until_done(settings, log, signals, print_line)
-        except ConfigError as error:
-            log.close(f"rejected: {error}")
-            raise
-        row = log.close(outcome)
-        print_line(f"{outcome}; {row['starts']} start{'s' * (row['starts'] != 1)}, step {row['last_step']}, goodput "
-                   f"{row['goodput']:.1%} ({row['productive_seconds']:.1f} s of kept steps in "
-                   f"{row['wall_seconds']:.1f} s)")
-        return code
+    signals, log = SignalRecorder(), RestartLog(settings.run)
+    become_subreaper()
+    try:
+        code, outcome = _restart_until_done(settings, lock, log, signals, print_line)
+    except ConfigError as error:
+        log.close(f"rejected: {error}")
+        raise
+    row = log.close(outcome)
+    print_line(f"{outcome}; {row['starts']} start{'s' * (row['starts'] != 1)}, step {row['last_step']}, goodput "
+               f"{row['goodput']:.1%} ({row['productive_seconds']:.1f} s of kept steps in "
+               f"{row['wall_seconds']:.1f} s)")
+    return code
 
 
-def _restart_until_done(settings: SupervisorSettings, log: RestartLog, signals: SignalRecorder,
+def _restart_until_done(settings: SupervisorSettings, lock: SupervisorLock, log: RestartLog, signals: SignalRecorder,
                         print_line: PrintLine) -> tuple[int, str]:
-    """Start the run until no further start is needed or useful. Returns (exit code, why it was the last start)."""
+    """Start the run until no further start is needed or useful. Returns (exit code, why it was the last start).
+
+    If the command of a killed supervisor still runs, that is the first start.
+    """
     farthest_step, without_progress = newest_step(settings.run / "checkpoints"), 0
     while True:
-        record, step_seconds = _start_once(settings, len(log.starts) + 1, signals, print_line)
+        adopted = lock if lock.command_runs and not log.starts else None
+        record, step_seconds = _start_once(settings, len(log.starts) + 1, signals, print_line, adopted)
         log.add(record, step_seconds)
         if record.exit_code == FINISHED or record.exit_code in NO_RESTART:
             return record.exit_code or 0, record.reason
@@ -152,20 +160,27 @@ def _sleep(seconds: float, signals: SignalRecorder) -> bool:
     return not signals.name
 
 
-def _start_once(settings: SupervisorSettings, number: int, signals: SignalRecorder,
-                print_line: PrintLine) -> tuple[StartRecord, dict[int, float]]:
+def _start_once(settings: SupervisorSettings, number: int, signals: SignalRecorder, print_line: PrintLine,
+                adopted: SupervisorLock | None) -> tuple[StartRecord, dict[int, float]]:
     """Check the hosts and run the command once. Returns (record for the log, step -> seconds of kept steps).
 
-    `number`: number of this start, from 1.
+    Args:
+        settings: the command, and where it runs.
+        number: number of this start, from 1.
+        signals: signals to this process.
+        print_line: prints a line for the user.
+        adopted: the lock with which the command of a killed supervisor runs: wait for that, instead of running another.
     """
     began, began_monotonic, sizes_before = time.time(), time.monotonic(), file_sizes(settings.run)
-    command, hosts, obstacle = _choose_hosts(settings, print_line)
+    command, hosts, obstacle = _choose_hosts(settings, print_line) if adopted is None else ([], [], "")
     if number > 1 and not obstacle:
         _end_remaining_ranks(settings)
         # For example, the previous start still trains on a host that cannot be reached: wait as for a bad host.
         owner = find_owner(settings.run)
         obstacle = f"another start is training in the run folder ({owner})" if owner else ""
-    if obstacle or signals.name:
+    if adopted is not None:
+        code = _wait_for_adopted_run(settings, adopted, signals, print_line)
+    elif obstacle or signals.name:
         code, reason = None, obstacle or "not started"
     else:
         step = newest_step(settings.run / "checkpoints")
@@ -211,7 +226,8 @@ def _run_command(command: Sequence[str], settings: SupervisorSettings, sizes_bef
     """
     try:
         # The command runs in a session of its own: otherwise Ctrl-C would reach the launcher, which ends the ranks.
-        child = subprocess.Popen(list(command), start_new_session=True)
+        # It inherits the supervisor's lock (SupervisorLock): Python opens all other files as not inheritable.
+        child = subprocess.Popen(list(command), start_new_session=True, close_fds=False)
     except OSError as error:
         raise ConfigError("command line", problem=f"{command[0]} cannot be started: {error.strerror}",
                           remedy="give a command that starts the run") from None
@@ -223,6 +239,29 @@ def _run_command(command: Sequence[str], settings: SupervisorSettings, sizes_bef
         return _wait_for_save(child, settings, sizes_before, signals, print_line)
     finally:
         end_descendants(grace_s=_SIGTERM_GRACE_S)
+
+
+def _wait_for_adopted_run(settings: SupervisorSettings, lock: SupervisorLock, signals: SignalRecorder,
+                          print_line: PrintLine) -> int:
+    """Wait until the command of a killed supervisor and its ranks have ended. After a signal, the ranks first save.
+
+    Returns the exit code, as far as it can be known: the files of the run have more.
+    """
+    print_line("an earlier supervisor was killed, and its run continues; waiting until the run ends")
+    deadline = float("inf")
+    while not lock.acquire() or find_owner(settings.run) is not None:
+        for line in signals.unreported():
+            print_line(line)
+        if signals.name and deadline == float("inf"):
+            deadline = time.monotonic() + settings.grace_s
+            if not ask_to_save(rank_0_on_this_host(settings.run)):
+                _ranks_on_hosts(settings, "save")
+        if signals.ended_by or time.monotonic() > deadline:
+            end(rank_0_on_this_host(settings.run), grace_s=_SIGTERM_GRACE_S)
+            _ranks_on_hosts(settings, "end")
+            return STOPPED
+        time.sleep(_POLL_S)
+    return CRASHED
 
 
 def _wait_for_save(child: subprocess.Popen[bytes], settings: SupervisorSettings, sizes_before: dict[str, int],
@@ -285,22 +324,3 @@ def _reject_running_ranks(settings: SupervisorSettings) -> None:
         raise ConfigError(str(settings.run), problem=f"this run is already running on {host} "
                                                      f"(process {', '.join(map(str, pids))})",
                           remedy="wait until it ends, or end it")
-
-
-@contextlib.contextmanager
-def _supervisor_lock(run: Path) -> Iterator[None]:
-    """Hold RUN/.supervisor.lock. Raises ConfigError if another supervisor holds it."""
-    with contextlib.ExitStack() as stack:
-        try:
-            run.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(open(run / ".supervisor.lock", "a", encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError("--save", problem=f"the run folder {run} cannot be written: {error.strerror}") from None
-        try:
-            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(str(run), problem="another supervisor is already running for this run folder",
-                              remedy="wait until it ends, or end it") from None
-        except OSError:  # the file system does not support locks
-            pass
-        yield

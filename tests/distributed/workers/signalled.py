@@ -123,7 +123,7 @@ def launch(case: dict[str, Any]) -> int:
         try:
             local_launch.subprocess = SimpleNamespace(  # type: ignore[assignment]
                 Popen=lambda command, env, **_: ForkedLauncher(case, env), TimeoutExpired=subprocess.TimeoutExpired)
-            code = local_launch.run_launcher([], {})
+            code = local_launch.run_launcher([], {}, Path(case["run"]))
         except BaseException:
             traceback.print_exc()
         finally:
