@@ -94,6 +94,12 @@ class StepLoop:
             self._evaluate("test", step, consumed_samples)
         return step, request.stop
 
+    def evaluate_missing(self, splits: list[str], step: int, consumed_samples: int) -> tuple[int, str]:
+        """Make the last evaluations of a run that was killed before them. Returns what `run` returned or would have."""
+        for split in splits:
+            self._evaluate(split, step, consumed_samples)
+        return step, EARLY_STOP if self.engine.early_stopping.is_over else ""
+
     def close(self, step: int, stopped_by: str) -> None:
         """Finish background work, and announce the end. The arguments are the results of `run`."""
         self.watchdog.enter("end", step)

@@ -20,6 +20,7 @@ from pretrain.checkpoint.load.resume import Resume
 from pretrain.checkpoint.save.rollbacks import position_after
 from pretrain.checkpoint.save.saver import Saver
 from pretrain.config.validate import Plan
+from pretrain.data.datasets.data_spec import names_of_split
 from pretrain.distributed.collectives import call_after_polls, from_rank_0, gather
 from pretrain.distributed.process_group import init_process_group
 from pretrain.distributed.world import World
@@ -33,7 +34,7 @@ from pretrain.monitor.announce import EARLY_STOP, announce_start, early_end_line
 from pretrain.monitor.batch_ramp import BatchRamp
 from pretrain.monitor.meter import Meter
 from pretrain.monitor.profiler import Profiler
-from pretrain.monitor.read_run_folder import recorded_kernels, recorded_layer_times
+from pretrain.monitor.read_run_folder import is_evaluated, recorded_kernels, recorded_layer_times
 from pretrain.monitor.timeline import PipelineTimeline
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.resilience.data_watch import DataWatch
@@ -54,9 +55,10 @@ def train(plan: Plan, world: World, callbacks: StepCallbacks, guards: RankGuards
     Without a checkpoint, the run begins with `weights`, or with random weights if this is None.
     """
     resume = _connect(plan, world, guards.watchdog, weights)
-    if resume is not None and resume.manifest.step >= resume.plan.last_step:
+    missing = [] if resume is None else from_rank_0(functools.partial(_missing_evaluations, resume))
+    if resume is not None and resume.manifest.step >= resume.plan.last_step and not missing:
         return _report_complete(resume.plan, resume)
-    if resume is not None and _early_stopping(resume).is_over:
+    if resume is not None and _early_stopping(resume).is_over and not missing:
         return _report_early_stop(resume, world, guards)
     if resume is not None:
         plan = replace(resume.plan, origin=origin_of(resume.folder, resume.manifest))
@@ -66,7 +68,10 @@ def train(plan: Plan, world: World, callbacks: StepCallbacks, guards: RankGuards
     plan = plan_as_built(plan, start.engine)
     with Screen(active=world.rank == 0) as screen:
         loop = _begin_loop(plan, world, start, callbacks, guards, screen)
-        step, stopped_by = loop.run(start.step, start.consumed_samples)
+        if missing:
+            step, stopped_by = loop.evaluate_missing(missing, start.step, start.consumed_samples)
+        else:
+            step, stopped_by = loop.run(start.step, start.consumed_samples)
         loop.close(step, stopped_by)
     dist.barrier()
     if world.local_rank == 0:
@@ -161,6 +166,15 @@ def _report_complete(plan: Plan, resume: Resume) -> int:
         print(f"{plan.args.save} is complete: {resume.manifest.step} of {plan.last_step} steps are done")
     dist.destroy_process_group()
     return FINISHED
+
+
+def _missing_evaluations(resume: Resume) -> list[str]:
+    """Return the splits that a finished run has not evaluated after its last step, because it was killed."""
+    plan, step = resume.plan, resume.manifest.step
+    if resume.branch is not None or (step != plan.train_steps and not _early_stopping(resume).is_over):
+        return []
+    return [split for split in ("valid", "test")
+            if names_of_split(plan.datasets, split) and not is_evaluated(Path(plan.args.save), step, split)]
 
 
 def _early_stopping(resume: Resume) -> EarlyStopping:

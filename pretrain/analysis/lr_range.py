@@ -12,7 +12,8 @@ from pathlib import Path
 from pretrain.errors import ConfigError
 
 SMOOTHING = 0.8  # weight of the earlier losses in the moving average
-DIVERGED = 1.2  # the run has diverged if the smoothed loss is this multiple of its lowest value
+DIVERGED = 1.2  # the run has diverged if its loss is this multiple of the lowest smoothed one
+_LEAST_FALL = 0.02  # of the first loss: a smaller fall of the average, as with random tokens, is none
 _SAFETY = 10.0  # the suggested rate is at most the rate of divergence divided by this
 _ROWS = 20  # of the printed table
 
@@ -55,20 +56,39 @@ class Smoother:
 
 
 def has_diverged(points: list[Point]) -> bool:
-    """Return whether the last loss is not finite, or its average is far above the lowest one."""
-    last = points[-1]
-    return not math.isfinite(last.loss) or last.smoothed > DIVERGED * min(point.smoothed for point in points)
+    """Return whether the test is over: the loss is not finite, or two in a row or their average are far too high."""
+    last, high = points[-1], _first_high(points)
+    return not math.isfinite(last.loss) or last.smoothed > _limit(points) or high < len(points) - 1
+
+
+def _limit(points: list[Point]) -> float:
+    """Return the loss above which the run has diverged."""
+    return DIVERGED * min((point.smoothed for point in points if math.isfinite(point.smoothed)), default=math.inf)
+
+
+def _first_high(points: list[Point]) -> int:
+    """Return the index of the first of the losses at the end that are not finite or above the limit."""
+    limit, first = _limit(points), len(points)
+    while first > 0 and not points[first - 1].loss <= limit:  # also for NaN
+        first -= 1
+    return first
 
 
 def evaluate_range(points: list[Point]) -> RangeTest:
-    """Find the steepest descent, the divergence and the suggested rate."""
-    diverged_at = points[-1].lr if has_diverged(points) else None
+    """Find the steepest descent, the divergence and the suggested rate.
+
+    A high loss counts as divergence also in the last step only, where its average may be low. The rate of the first
+    high loss is the rate of divergence.
+    """
+    high = min(_first_high(points), len(points) - 1 if has_diverged(points) else len(points))
+    diverged_at = points[high].lr if high < len(points) else None
     finite = [point for point in points if math.isfinite(point.smoothed)]
     lowest = min(range(len(finite)), key=lambda i: finite[i].smoothed, default=0)
     slopes = {i: (finite[i + 1].smoothed - finite[i - 1].smoothed) / math.log10(finite[i + 1].lr / finite[i - 1].lr)
               for i in range(1, min(lowest + 1, len(finite) - 1))}
     best = min(slopes, key=lambda i: slopes[i], default=None)
-    steepest = finite[best].lr if best is not None and slopes[best] < 0 else None
+    has_fallen = best is not None and finite[lowest].smoothed < (1 - _LEAST_FALL) * finite[0].smoothed
+    steepest = finite[best].lr if best is not None and has_fallen else None
     suggested = steepest
     if steepest is not None and diverged_at is not None:
         suggested = min(steepest, diverged_at / _SAFETY)
@@ -82,7 +102,9 @@ def range_lines(test: RangeTest) -> list[str]:
     lines = [f"{'rate':>10}  {'loss':>9}  {'smoothed':>9}"]
     lines += [f"{point.lr:>10.2e}  {point.loss:>9.4f}  {point.smoothed:>9.4f}"
               for point in (test.points[i] for i in shown)]
-    lines.append(f"steepest descent    {_rate(test.steepest, 'not found: the loss did not fall; use a higher --to')}")
+    remedy = "use a higher --to" if test.diverged_at is None else \
+        "use a lower --from, or look at the data: random tokens cannot be learned (tools/inspect_data.py)"
+    lines.append(f"steepest descent    {_rate(test.steepest, f'not found: the loss did not fall; {remedy}')}")
     lines.append(f"divergence          {_rate(test.diverged_at, 'not reached: --to may be higher')}")
     if test.suggested is not None:
         lines.append(f"suggested peak rate {test.suggested:.2e}: the lower one of the steepest descent and a tenth "

@@ -1,6 +1,7 @@
 """Readers for the files of a run folder: run.json, and the rows of metrics.jsonl and events.jsonl."""
 
 import contextlib
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,12 @@ def read_rows(path: Path, offset: int = 0) -> list[dict[str, Any]]:
 def read_metrics(run: Path) -> list[dict[str, Any]]:
     """Return the rows of metrics.jsonl."""
     return read_rows(run / "metrics.jsonl")
+
+
+def is_evaluated(run: Path, step: int, split: str) -> bool:
+    """Return whether an evaluation of the split at this step was recorded after the newest row of training."""
+    newest = itertools.takewhile(lambda row: "loss" not in row, reversed(read_metrics(run)))
+    return any((row.get("step"), row.get("split")) == (step, split) for row in newest)
 
 
 def newest_path(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

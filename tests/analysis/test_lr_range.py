@@ -93,6 +93,29 @@ def test_divergence_is_measured_from_the_lowest_average() -> None:
     assert has_diverged(far)
 
 
+@pytest.mark.parametrize("steps_after", [1, 2, 5])
+def test_a_rise_at_the_end_is_a_divergence_although_the_average_is_low(steps_after: int) -> None:
+    losses = [*(loss + 2 for loss in sigmoid_fall(1e-4)[:100]), *[8.9] * steps_after]
+    test = evaluate_range(points_of(losses))
+    assert test.diverged_at == rate_at(100, low=LOW, high=HIGH, steps=STEPS)  # that of the first high loss
+    assert len(test.points) <= 102
+
+
+def test_one_high_loss_among_low_ones_is_no_divergence() -> None:
+    losses = [6.0] * 40
+    losses[20] = 8.9
+    test = evaluate_range(points_of(losses))
+    assert len(test.points) == len(losses)
+    assert test.diverged_at is None
+
+
+def test_a_loss_that_diverges_without_falling_gives_no_advice_to_raise_the_rate() -> None:
+    losses = [*[6.05] * 20, *[6.0] * 60, *[6.0 + i for i in range(20)]]
+    lines = "\n".join(range_lines(evaluate_range(points_of(losses))))
+    assert "use a higher --to" not in lines
+    assert "random tokens cannot be learned" in lines
+
+
 def test_files_hold_the_test(tmp_path: Path) -> None:
     test: RangeTest = evaluate_range(points_of([*sigmoid_fall(1e-4)[:90], math.nan]))
     write_range_json(tmp_path / "lr.json", test)

@@ -44,6 +44,30 @@ def outputs(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     return folder, [start[0].stdout for start in (first, second, third, fourth)], evaluations
 
 
+def test_evaluations_that_a_kill_has_prevented_are_made_by_the_next_start(outputs: Any, corpus: str) -> None:
+    """A run killed after its last save lacks the rows that are deleted here. Recorded evaluations are not repeated."""
+    folder = outputs[0].parent / "killed"
+    shutil.copytree(outputs[0], folder)
+    metrics = folder / "run" / "metrics.jsonl"
+    for patience, step, lost, remade in ((3, 8, ("test", "valid"), 4), (50, 20, ("test",), 1)):
+        if patience == 50:
+            train(folder, corpus, patience=50)
+        before = rows(folder, "metrics.jsonl")
+        kept = [row for row in before if row["step"] != step or row.get("split", "").partition("/")[0] not in lost]
+        metrics.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        output = train(folder, corpus, patience=patience)[0].stdout
+        assert f"step {step:>7}  test loss" in output
+        found = rows(folder, "metrics.jsonl")
+        assert len(found) == len(before) == len(kept) + remade
+        assert losses_at(step, found) == losses_at(step, before)
+    assert "run is complete: 20 of 20 steps are done" in train(folder, corpus, patience=50)[0].stdout
+    assert rows(folder, "metrics.jsonl") == found
+
+
+def losses_at(step: int, found: list[dict[str, Any]]) -> dict[str, float]:
+    return {row["split"]: row["eval_loss"] for row in found if row["step"] == step and "split" in row}
+
+
 def test_the_state_survives_a_resume_in_another_layout_with_lost_metrics(outputs: Any) -> None:
     folder, (_, second, _, _), evaluations = outputs
     assert evaluations == [6]  # steps 2 and 4 were evaluated before
