@@ -20,7 +20,7 @@ from pretrain.monitor.read_run_folder import newest_path, read_metrics
 from tests.analysis.report.runs import open_report
 from tests.support.browser import Browser
 from tests.support.launch import ROOT
-from tests.support.pages import PAGES, README, block_commands, blocks, runnable
+from tests.support.pages import PAGES, README, SMALLER, block_commands, blocks, runnable, smaller
 
 SCRIPTS = Path(sys.executable).parent
 PRINTED: set[str] = set()  # lines that the commands printed, normalized
@@ -84,6 +84,9 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         text, times = re.subn(r"(?m)^train_steps: 120$", "train_steps: 60", recipe.read_text())
         assert times == 1
         recipe.write_text(text)
+    settings = (clone / "launch/first_run.yaml").read_text()
+    assert all(name in settings or name.startswith("--") for name in SMALLER)
+    (clone / "launch/first_run.yaml").write_text(smaller(settings))
     return clone, home
 
 
@@ -191,9 +194,14 @@ def test_the_report_on_the_guides_runs_has_their_losses(guide: tuple[Path, Path]
 
 
 def _run_page(page: Path, clone: Path, home: Path) -> None:
+    is_first_run = page.name == "first_run.md"
+    if is_first_run:  # the user's own text
+        (clone / "text").mkdir(exist_ok=True)
+        shutil.copy(clone / "runs/quickstart/corpus/valid.jsonl", clone / "text")
     for command in block_commands(page):
         if command not in runnable(page) and not (FRESH and command.startswith("pip install ")):
             continue
+        command = smaller(command) if is_first_run else command
         if "--offload" in command or "nvme" in command:
             done = _run_in_this_environment(command, clone)
         else:

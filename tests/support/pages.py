@@ -8,7 +8,7 @@ from tests.support.launch import ROOT
 README = ROOT / "README.md"
 # The commands run in this order. A page may use the files that earlier pages created.
 PAGES = [README, *(ROOT / name for name in (
-    "launch/steering.md",
+    "launch/first_run.md", "launch/steering.md",
     "tools/README.md", "tools/data.md", "tools/tokenizers.md", "tools/training_data.md", "tools/inspect.md",
     "tools/weights.md", "tools/memory.md", "tools/step_time.md", "tools/checkpoints.md", "tools/evaluation.md",
     "tools/gpu.md", "tools/performance.md", "tools/optimizations.md", "tools/costs.md",
@@ -30,6 +30,7 @@ COVERED: dict[str, tuple[str, str]] = {
     "tests/run.sh": (".ci/run", "tests/run.sh"),
     "tests/run.sh tests/config -k schedule": ("tests/run.sh", 'exec pytest "$@"'),
     "tests/pythons.sh": ("tests/test_pythons.py", '"tests/pythons.sh", "--two"'),
+    "launch/setup.sh": ("tests/run.sh", "launch/setup.sh --dev"),  # --dev does more
     "launch/setup.sh --dev": ("tests/run.sh", "launch/setup.sh --dev"),
     "launch/setup.sh --offload": ("tests/run.sh", "launch/setup.sh --dev"),  # --dev includes --offload
     "ruff check .": ("tests/run.sh", "ruff check ."),
@@ -99,6 +100,22 @@ COVERED: dict[str, tuple[str, str]] = {
     "srun python pretrain/train.py ...": ("tests/cluster/test_slurm.py", '"srun --mpi=pmi2"'),
     "python pretrain/train.py ...": ("tests/test_train.py", '"train.py"'),
 }
+
+# launch/first_run.md is for 8 GPUs. The tests run its commands with these changes, on two CPU ranks.
+SMALLER = {
+    "--num_gpus 8": "--num_accelerators 2", "--vocab_size 50257": "--vocab_size 2000", "--train_steps 6000":
+    "--train_steps 6", "model: gpt2": "model: gpt2\nmodel_overrides: vocab_size=2000,n_layer=2,n_embd=64,n_head=2",
+    "seq_length: 1024": "seq_length: 64", "micro_batch_size: 16": "micro_batch_size: 2", "train_steps: 4800":
+    "train_steps: 4", "lr_warmup_steps: 200": "lr_warmup_steps: 1", "eval_interval: 500": "eval_interval: 4",
+    "save_interval: 500": "save_interval: 2",
+}
+
+
+def smaller(text: str) -> str:
+    """Return a command or the settings of launch/first_run.md for two CPU ranks and a small model."""
+    for large, small in SMALLER.items():
+        text = re.sub(rf"\b{large}\b" if large[0] != "-" else rf"{large}\b", small, text)
+    return text
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:
