@@ -8,6 +8,10 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+# values of ONEDNN_MAX_CPU_ISA with which oneDNN has no products in bf16, or in fp16
+_ISAS_WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
+_ISAS_WITHOUT_FP16 = (*_ISAS_WITHOUT_BF16, "AVX512_CORE_BF16")
+
 
 @dataclass(frozen=True)
 class Device:
@@ -26,24 +30,38 @@ def detect_device() -> Device:
 
 
 def cpu_device() -> Device:
-    """Describe the CPU. bf16 runs on every CPU, emulated if necessary. fp16 needs AVX512_FP16."""
-    flags = cpuinfo()
+    """Describe the CPU. bf16 runs on every CPU, emulated if necessary.
+
+    fp16 needs AVX512_FP16, and DeepSpeed rejects it where oneDNN may not use these instructions.
+    """
     try:
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError):
         memory_bytes = 0
-    return Device("cpu", fp16="avx512_fp16" in flags, bf16=True, memory_bytes=memory_bytes)
+    fp16 = "avx512_fp16" in cpuinfo() and not _is_limited(_ISAS_WITHOUT_FP16)
+    return Device("cpu", fp16=fp16, bf16=True, memory_bytes=memory_bytes)
 
 
 def multiplies_bf16() -> bool:
     """Return whether this CPU has instructions for bf16 products. Without them, bf16 is slower than fp32."""
-    flags = cpuinfo()
+    flags = "" if _is_limited(_ISAS_WITHOUT_BF16) else cpuinfo()
     return any(name in flags for name in ("amx_bf16", "avx512_bf16", " bf16 "))  # the last one: Arm
 
 
 def multiplies_bf16_on_x86() -> bool:
     """Return whether this CPU has AVX512_BF16, with which attention in bf16 is computed in C."""
     return "avx512_bf16" in cpuinfo()
+
+
+def instruction_limits() -> list[str]:
+    """Return the values of the variables that keep oneDNN and torch from using all instructions of this CPU."""
+    onednn = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or ""
+    return [onednn.upper(), os.environ.get("ATEN_CPU_CAPABILITY", "").lower()]
+
+
+def _is_limited(isas: tuple[str, ...]) -> bool:
+    """Return whether the user limits oneDNN to one of these instruction sets."""
+    return instruction_limits()[0] in isas
 
 
 def cpu_name() -> str:

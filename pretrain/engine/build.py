@@ -40,13 +40,14 @@ from pretrain.engine.parameter_groups import is_matrix, mup_parameter_groups, pa
 from pretrain.engine.recipe.add_recipe import add_recipe
 from pretrain.engine.update_passes import pass_over_gradients_in_c
 from pretrain.errors import ConfigError
+from pretrain.model.dtypes import check_dtype
 from pretrain.model.init import initialize_parameters
 from pretrain.model.init_methods import width_multiplier
 from pretrain.model.layer_specs import as_module, as_pipeline, compile_blocks, gather_complete_blocks
 from pretrain.model.loss import LossTerms
 from pretrain.patches.apply import apply_patches
-from pretrain.patches.hpz import forget_group_of_earlier_engine
 from pretrain.patches.monitors import survive_failing_monitors, survive_failing_profile
+from pretrain.patches.zero3 import forget_group_of_earlier_engine, keep_dtype_of_partitions
 
 
 @contextlib.contextmanager
@@ -104,6 +105,7 @@ def build_engine(plan: Plan, *, initialize: bool = True,
     choose_kernels(recorded_kernels)
     torch.backends.cuda.matmul.allow_tf32 = plan.args.tf32
     forget_group_of_earlier_engine()
+    keep_dtype_of_partitions()
     groups = create_parallel_groups(plan.layout)
     plan = with_layer_times(plan, groups, recorded_layer_times)
     mpu = create_mpu(plan.layout, groups)
@@ -122,6 +124,7 @@ def build_engine(plan: Plan, *, initialize: bool = True,
         engine, *_ = deepspeed.initialize(model=module, model_parameters=_parameter_groups(module, plan),
                                           config=engine_config(ds_config), optimizer=make_optimizer,
                                           lr_scheduler=_scheduler(plan), mpu=mpu)
+    check_dtype(engine.module, plan.layout.precision)
     engine.layer_times = plan.layout.layer_times
     remember_settings(engine, plan.ds_config)
     apply_patches(engine)

@@ -29,7 +29,9 @@ defect; then the function can be deleted. All defects were found in DeepSpeed 0.
     Q  Muon + gradient clipping: every update is divided by the norm of
        the orthogonalized matrices                                        muon.clip_only_adam_with_muon
     R  sequence parallelism + ZeRO-3: gradients are divided by the ranks
-       that share a sequence                                              sequence.sum_gradients_of_shards
+       that share a sequence                                              zero3.sum_gradients_of_shards
+    S  zero.Init with a dtype, on a device without fp16: parameters are
+       bf16, whatever the dtype                                           zero3.keep_dtype_of_partitions
 
 Defects that raise an error or only waste resources:
     bf16 + ZeRO-0 + pipeline: checkpoints cannot be loaded (KeyError: 0)  checkpoint.load_checkpoint
@@ -46,7 +48,7 @@ Defects that raise an error or only waste resources:
     monitors get one point for each batch of an evaluation in a pipeline,
        no loss without one, and wait for the device in every step         monitors.take_monitors
     CSV files of a resumed run get a second header                        monitors.survive_failing_monitors
-    hpZ: the second engine of a process fails at an assertion             hpz.forget_group_of_earlier_engine
+    hpZ: the second engine of a process fails at an assertion             zero3.forget_group_of_earlier_engine
     one data-parallel rank: gradients are copied twice and divided by 1   one_rank.skip_reduction_on_one_rank
     every run imports torch's compiler, 2 s                               imports.avoid_compiler_imports
     the launcher of a host imports torch and DeepSpeed, 1.3 s             without_torch.py, run by ds-pretrain
@@ -71,12 +73,12 @@ from pretrain.patches.pipeline import (
     reduce_norm_once,
     reduce_tied_gradients,
 )
-from pretrain.patches.sequence import sum_gradients_of_shards
 from pretrain.patches.skip import (
     clear_gradients_of_skipped_updates,
     keep_muon_momentum,
     skip_non_finite_fp32_updates,
 )
+from pretrain.patches.zero3 import sum_gradients_of_shards
 
 
 def apply_patches(engine: DeepSpeedEngine) -> None:

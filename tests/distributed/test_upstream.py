@@ -99,10 +99,12 @@ def nvme_cases(corpus: str, folder: Path) -> list[dict[str, Any]]:
 
 
 def plain_cases(corpus: str, folder: Path) -> list[dict[str, Any]]:
-    """Return cases for D to I with plain DeepSpeed, for initial weights under ZeRO-3, and for R."""
+    """Return cases for D to I with plain DeepSpeed, for initial weights under ZeRO-3, and for R and S."""
     return [
         one("initial_zero3", ds_config(3, **BF16), flags(corpus), job="initial_weights"),
         *both("sequence_zero3", "losses", ds_config(3, sequence_parallel_size=2), flags(corpus)),
+        *({"name": f"partition_dtypes_{name}", "job": "partition_dtypes", "plain": name == "plain"}
+          for name in ("ours", "plain")),
         {"name": "nvme_below_stage_3", "job": "nvme_below_stage_3", "folder": str(folder)},
         *({"name": job, "job": job} for job in ("autocast_norm", "init_in_parent", "equal_stages", "unknown_key",
                                                 "sequence_parallel_pipeline")),
@@ -272,7 +274,15 @@ def test_i_sequence_parallelism_in_a_pipeline_is_rejected(results: Results, corp
 def test_r_zero_3_sums_the_gradients_of_a_sequence(results: Results) -> None:
     ours, plain = results["sequence_zero3_ours"], results["sequence_zero3_plain"]
     assert ours["grad_norm"][0] == close(2 * plain["grad_norm"][0], 1e-5), (
-        "DeepSpeed fixed defect R: remove sequence.sum_gradients_of_shards")
+        "DeepSpeed fixed defect R: remove zero3.sum_gradients_of_shards")
+
+
+# --- S
+
+def test_s_partitions_have_the_dtype_that_the_caller_names(results: Results) -> None:
+    ours, plain = results["partition_dtypes_ours"], results["partition_dtypes_plain"]
+    assert ours == ["torch.float32", "torch.float16"]
+    assert plain == ["torch.bfloat16"] * 2, "DeepSpeed fixed defect S: remove zero3.keep_dtype_of_partitions"
 
 
 # --- L

@@ -24,8 +24,9 @@ from pretrain.data.windows import WindowSet
 from pretrain.engine.build import deepspeed_output
 from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig
-from pretrain.model.dtypes import DTYPES
+from pretrain.model.dtypes import DTYPES, check_dtype
 from pretrain.model.layer_specs import as_module
+from pretrain.patches.zero3 import keep_dtype_of_partitions
 from pretrain.terminal.status import clear_status, status
 
 _STATUS_SECONDS = 10.0  # between two status lines
@@ -74,6 +75,7 @@ def load_model(source: EvaluationSource, *, dtype: str, partition: bool) -> Load
     device = torch.device(get_accelerator().current_device_name())
     ds_config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3},
                  **({dtype: {"enabled": True}} if dtype != "fp32" else {})}
+    keep_dtype_of_partitions()
     with _default_dtype(DTYPES[dtype]), deepspeed_output("error"):
         if partition:
             with deepspeed.zero.Init(config_dict_or_path=ds_config, dtype=DTYPES[dtype]):
@@ -83,6 +85,7 @@ def load_model(source: EvaluationSource, *, dtype: str, partition: bool) -> Load
                 module = RowLosses(source.config)
         _fill(module.model, reader, source)
         module.eval()
+        check_dtype(module, dtype)
         if not partition:
             return LoadedModel(module, device, False)
         engine, *_ = deepspeed.initialize(model=module, config=ds_config)

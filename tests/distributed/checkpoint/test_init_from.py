@@ -77,16 +77,21 @@ def results(folders: dict[str, Path], corpus: str, tmp_path_factory: pytest.Temp
     }
     if not NO_NVME:
         cases["nvme"] = (2, dp2(3, **swap), "llama")
-    runs = {name: (ranks, case(name, "start_from_weights", values, {**run_flags, "init_from": str(folders[source])}))
-            for name, (ranks, values, source) in cases.items()}
+
+    def start(name: str, ranks: int, values: dict[str, Any], weights: Path) -> tuple[int, dict[str, Any]]:
+        given = {**run_flags, "init_from": str(weights), "emulate_fp16": "fp16" in values}
+        return ranks, case(name, "start_from_weights", values, given)
+
+    runs = {name: start(name, ranks, values, folders[source]) for name, (ranks, values, source) in cases.items()}
     # a run of two steps, and runs that start from its checkpoint in another layout
     runs["trained"] = (2, case("trained", "train_and_save", dp2(3, precision="bf16"), {
         **run_flags, "init_from": str(folders["gpt2_bf16"])}, saved_step=2))
     for name, values in TRAINED.items():
-        runs[name] = (2, case(name, "start_from_weights", values, {**run_flags, "init_from": str(trained)}))
+        runs[name] = start(name, 2, values, trained)
     found = run_layouts(runs, base)
-    sources = {name: folders[source] for name, (_, _, source) in cases.items()}
-    return {name: {**result, "source": sources.get(name, trained)} for name, result in found.items()}
+    for name, result in found.items():
+        result["source"] = folders[cases[name][2]] if name in cases else trained
+    return found
 
 
 EXACT = ["zero0", "pipeline", "zero2", "zero3", "zero3_cpu", "tensor2_zero3",

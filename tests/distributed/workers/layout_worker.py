@@ -2,12 +2,13 @@
 
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import groups
 
 from pretrain.checkpoint.format.fragments import base_optimizer, flat_tensors, group_of
@@ -16,10 +17,12 @@ from pretrain.checkpoint.load.load_checkpoint import load_checkpoint
 from pretrain.checkpoint.load.load_weights import load_weights, verify_weights
 from pretrain.checkpoint.save.save_checkpoint import save_checkpoint
 from pretrain.distributed.collectives import gather
+from pretrain.distributed.device import cpu_device
 from pretrain.engine.build import build_engine
 from pretrain.engine.loaders import open_loader
 from pretrain.engine.steps import train_batch
 from pretrain.errors import ConfigError
+from pretrain.model.kernels.cpu.choice import right_in_c
 from tests.distributed.workers.nonfinite import found_by_each_rank
 from tests.distributed.workers.worker import Case, end, engine_of, plan_of, start_of, steps
 from tests.support.cases_loop import each_case
@@ -77,6 +80,12 @@ def start_from_weights(case: Case) -> dict[str, Any]:
     result = {"folder": str(folder.absolute()), **rows, "counters": [engine.global_steps, engine.skipped_steps]}
     end(engine)
     return result
+
+
+def features(case: Case) -> dict[str, Any]:
+    """Return whether this CPU has fp16, for our check and for DeepSpeed's, and which C functions are right on it."""
+    return {"fp16": cpu_device().fp16, "fp16_of_deepspeed": bool(get_accelerator().is_fp16_supported()),
+            "right_in_c": asdict(right_in_c())}
 
 
 def load_and_fail(case: Case) -> dict[str, Any]:

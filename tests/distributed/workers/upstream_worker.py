@@ -16,8 +16,10 @@ from unittest.mock import patch
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch import nn
 
@@ -28,6 +30,7 @@ from pretrain.config.validate import Plan
 from pretrain.engine.build import deepspeed_output
 from pretrain.model.init import initialize_parameters
 from pretrain.model.layer_specs import as_module
+from pretrain.patches import zero3
 from tests.distributed.workers import worker
 from tests.distributed.workers.worker import Case, end, engine_of, losses, plan_of, steps
 from tests.support.cases_loop import each_case
@@ -58,6 +61,7 @@ def plain_deepspeed() -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch("pretrain.engine.build.apply_patches", lambda engine: None))
+        stack.enter_context(patch.object(InsertPostInitMethodToModuleSubClasses, "_set_dtype", zero3._set_dtype))
         for module in (worker, sys.modules[__name__]):
             for name, function in (("save_checkpoint", save), ("load_checkpoint", load),
                                    ("read_manifest", lambda folder: None)):
@@ -221,6 +225,19 @@ def init_in_parent(case: Case) -> list[float]:
         module = Parent()
     with deepspeed.zero.GatheredParameters([module.child.weight]):
         return [float(module.child.weight.min()), float(module.child.weight.max())]
+
+
+def partition_dtypes(case: Case) -> list[str]:
+    """Return the dtypes of weights that `zero.Init` partitions in fp32 and in fp16, on a device without fp16."""
+    if not case["plain"]:
+        zero3.keep_dtype_of_partitions()
+    found = []
+    with patch.object(type(get_accelerator()), "is_fp16_supported", lambda self: False):
+        for dtype in (torch.float32, torch.float16):
+            with deepspeed.zero.Init(config_dict_or_path={"train_batch_size": 2, "zero_optimization": {"stage": 3}},
+                                     dtype=dtype):
+                found.append(str(nn.Linear(8, 8).weight.ds_tensor.dtype))
+    return found
 
 
 def equal_stages(case: Case) -> bool:

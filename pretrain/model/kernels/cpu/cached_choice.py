@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from pretrain.distributed.device import cpu_name
+from pretrain.distributed.device import cpu_name, instruction_limits
 from pretrain.model.kernels.cpu.choice import FAMILIES, KernelChoice, measure_choice, right_in_c
 from pretrain.model.kernels.cpu.library import cpu_features, library_folder, library_name
 
 
 def fastest_choice() -> KernelChoice:
-    """Return the cached choice for this CPU, this torch, this library and this number of threads; else measure it."""
+    """Return the cached choice for this CPU, torch, library, number of threads and instructions; else measure it."""
     possible = right_in_c()
     if not possible.in_c():
         return possible
@@ -37,7 +37,8 @@ def parse_choice(values: Any) -> KernelChoice | None:
 
 
 def _path() -> Path:
-    parts = [cpu_features(), cpu_name(), torch.__version__, str(torch.get_num_threads()), library_name()]
+    parts = [cpu_features(), cpu_name(), *instruction_limits(), torch.__version__, str(torch.get_num_threads()),
+             library_name()]
     return library_folder() / f"ds_pretrain_choice_{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:16]}.json"
 
 

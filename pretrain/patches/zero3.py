@@ -1,0 +1,58 @@
+"""Work-arounds for ZeRO-3: hpZ, gradients of shared sequences (defect R), dtypes of `zero.Init` (defect S).
+
+Guarded by tests/distributed/test_upstream.py, test_r_* and test_s_*, and by tests/distributed/test_parity.py, where
+engines with and without hpZ follow each other.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from deepspeed import DeepSpeedEngine
+from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses
+from deepspeed.utils import groups
+
+
+def forget_group_of_earlier_engine() -> None:
+    """Remove the group of ranks that an earlier engine of this process used for zero_hpz_partition_size.
+
+    DeepSpeed 0.19.8 keeps it (utils/groups.py): the next engine with the key fails at an assertion
+    (_create_zero_param_parallel_group), and one without the key would use the group (runtime/engine.py,
+    _configure_zero_optimizer). The sanity checks at the start of a run build engines before the one of the run.
+    """
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+
+
+def sum_gradients_of_shards(engine: DeepSpeedEngine) -> None:
+    """Defect R: sum the gradients of the ranks that share a sequence, and average only over data-parallel ranks.
+
+    DeepSpeed 0.19.8: `__avg_scatter_grads` (runtime/zero/stage3.py), its default, averages over all ranks. Gradients
+    are then sequence_parallel_size times too small. ZeRO-1, ZeRO-2, and ZeRO-3 with "reduce_scatter": false divide by
+    the data-parallel ranks only. The returned number of ranks is what this function divides by.
+    """
+    optimizer = engine.optimizer
+    average_over = optimizer._gradient_averaging_world_size
+
+    def gradient_averaging_world_size(parameters: Sequence[torch.nn.Parameter], ranks: int) -> float:
+        size: int = average_over(parameters, ranks)
+        return size / optimizer.sequence_parallel_size
+
+    if optimizer.reduce_scatter:
+        optimizer._gradient_averaging_world_size = gradient_averaging_world_size
+
+
+_set_dtype = InsertPostInitMethodToModuleSubClasses._set_dtype
+
+
+def keep_dtype_of_partitions() -> None:
+    """Defect S: partition parameters in the dtype that the caller of `zero.Init` names.
+
+    DeepSpeed 0.19.8: `_set_dtype` (runtime/zero/partition_parameters.py) reads `dtype or torch.float16 if
+    is_fp16_supported() else torch.bfloat16`. Python tests the device first: where it has no fp16, such as a CPU without
+    AVX512_FP16, parameters become bf16 whatever `dtype` is.
+    """
+    def set_dtype(self: Any, ds_config: Any, dtype: torch.dtype | None) -> None:
+        _set_dtype(self, ds_config, dtype)
+        self.dtype = dtype or self.dtype
+
+    InsertPostInitMethodToModuleSubClasses._set_dtype = set_dtype

@@ -1,0 +1,104 @@
+"""Results that may not depend on the CPU: the same runs with instructions masked, and without a compiler.
+
+ONEDNN_MAX_CPU_ISA and ATEN_CPU_CAPABILITY hide instructions from oneDNN and torch, and a wrapper of the compiler hides
+them from the C functions. A mask above what this machine has changes nothing.
+"""
+
+import json
+import math
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pretrain.model.kernels.cpu.choice import FAMILIES
+from pretrain.model.kernels.cpu.library import has_library, library_folder
+from tests.support.cases import case, flags
+from tests.support.launch import ROOT, run_ranks, run_worker
+from tests.support.layouts import dp2, fp16, pp2, relative_difference
+
+COMPILER = shutil.which("cc") or "/nowhere/cc"
+OLD_CPU = """#!{python}
+import os, sys
+words = ["-march=x86-64-v3" if word == "-march=native" else word for word in sys.argv[1:]]
+os.execv("{compiler}", ["{compiler}", *words])
+"""
+NO_COMPILER = {"CC": "/nowhere/cc"}
+MASKS: dict[str, dict[str, str]] = {
+    "native": {},  # with AMX and fp16 where the machine has them
+    "avx512_bf16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},  # an AMD EPYC: no fp16
+    "avx512": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE", **NO_COMPILER},
+    "avx2": {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "CC": "{folder}/old_cpu"},
+}
+STEPS, SAVED = 4, 2
+WITHIN = {"fp32": 1e-6, "pipeline": 1e-6, "bf16": 5e-4, "fp16": 5e-4}  # README.md, "The same losses in every layout"
+
+
+@pytest.fixture(scope="module")
+def results(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Return the results of each mask by case; "evaluated" is the report of tools/evaluate.py."""
+    base, found = tmp_path_factory.mktemp("masked"), {}
+    script = base / "old_cpu"
+    script.write_text(OLD_CPU.format(python=sys.executable, compiler=COMPILER))
+    script.chmod(0o755)
+    common = flags(corpus, layers=2, hidden=128, steps=STEPS)
+    for mask, variables in MASKS.items():
+        environ = {key: value.replace("{folder}", str(base)) for key, value in variables.items()}
+        if "old_cpu" in environ.get("CC", ""):  # its library and choice are of no use to later tests
+            environ["TORCH_EXTENSIONS_DIR"] = str(built(base / "built"))
+        run = base / "native" / "run-fp32"
+        start = {key: value for key, value in common.items() if not key.startswith("model")} | {"init_from": str(run)}
+        cases = [
+            case("features", "features", {}, {}),
+            case("fp32", "train_and_save", dp2(3), common, saved_step=SAVED),
+            case("pipeline", "train_and_save", pp2(0), common, saved_step=SAVED),
+            case("bf16", "train_and_save", dp2(2, precision="bf16"), common, saved_step=SAVED),
+            case("fp16", "start_from_weights", fp16(dp2(2)), {**start, "emulate_fp16": True}),
+        ]
+        found[mask] = run_worker("layout_worker.py", cases, 2, base / mask, environ=environ)
+        words = [str(run), "--partition_weights", f"--data={corpus}", "--max_samples=200", "--json", "evaluated.json"]
+        done = run_ranks([str(ROOT / "tools" / "evaluate.py"), *words], 2, cwd=base / mask, environ=environ)
+        assert [rank.returncode for rank in done] == [0, 0], done[0].stdout
+        found[mask]["evaluated"] = json.loads((base / mask / "evaluated.json").read_text())
+    return found
+
+
+def built(folder: Path) -> Path:
+    """Return a new folder for compiled libraries, with DeepSpeed's operators."""
+    folder.mkdir(parents=True)
+    for operator in library_folder().glob("deepspeed_*"):
+        (folder / operator.name).symlink_to(operator)
+    return folder
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_the_mask_has_an_effect(results: dict[str, dict[str, Any]], mask: str) -> None:
+    """Our check and DeepSpeed's agree on fp16, and the C functions that exist are right."""
+    found = results[mask]["features"]
+    assert found["fp16"] == found["fp16_of_deepspeed"]
+    assert not (mask != "native" and found["fp16"])
+    in_c = [name for name in FAMILIES if found["right_in_c"][name]]
+    assert in_c == (list(FAMILIES) if has_library() and MASKS[mask].get("CC") != NO_COMPILER["CC"] else [])
+
+
+@pytest.mark.parametrize("mask", [mask for mask in MASKS if mask != "native"])
+@pytest.mark.parametrize("name", WITHIN)
+def test_losses_do_not_depend_on_the_cpu(results: dict[str, dict[str, Any]], mask: str, name: str) -> None:
+    found, native = (losses(results[key][name]) for key in (mask, "native"))
+    assert len(found) == STEPS
+    assert relative_difference(found, native) <= WITHIN[name]
+
+
+def losses(result: dict[str, Any]) -> list[float]:
+    return result["loss"] if "loss" in result else [*result["before"]["loss"], *result["after"]["loss"]]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_an_fp32_run_is_evaluated_in_fp32(results: dict[str, dict[str, Any]], mask: str) -> None:
+    [row] = results[mask]["evaluated"]["data"]
+    [native] = results["native"]["evaluated"]["data"]
+    assert results[mask]["evaluated"]["partitioned_weights"]
+    assert row["loss"] == pytest.approx(native["loss"], rel=1e-6)
+    assert math.isfinite(row["loss"])
