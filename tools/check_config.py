@@ -5,14 +5,18 @@ Exit codes: 0 the run is valid, and its plan is printed; 2 the run is rejected, 
 """
 
 import sys
+from dataclasses import replace
 
 from pretrain.checkpoint.load.start import check_start
-from pretrain.cli import Parser, run_main, whole_number
+from pretrain.cli import Parser, run_main, text, whole_number
 from pretrain.config.flags.arguments import parse_arguments
 from pretrain.config.schedules.describe import batches_text, rates_text, schedule_text
 from pretrain.config.validate import Plan
 from pretrain.data.samples.blend import BlendedSamples
-from pretrain.distributed.device import cpu_device, cuda_device, detect_device
+from pretrain.distributed.device import Device, cpu_device, cuda_device, detect_device
+from pretrain.errors import ConfigError
+from pretrain.memory.hardware import find_gpu
+from pretrain.memory.report.memory_watch import plan_remarks
 from pretrain.model.attention_on_cuda import expected_operator
 from pretrain.model.recompute import Recompute
 
@@ -50,8 +54,7 @@ def plan_lines(plan: Plan) -> list[str]:
         "data": f"{train.num_tokens:,} training tokens; " + (", ".join(
             f"{name} {data.num_tokens:,}" for name, data in plan.datasets.items() if name != "train") or "no others"),
     }
-    return [f"{name:<11}{text}" for name, text in rows.items() if text] + _source_lines(plan) + \
-        [f"note       {note}" for note in plan.notes]
+    return [f"{name:<11}{content}" for name, content in rows.items() if content] + _source_lines(plan)
 
 
 def _attention(plan: Plan) -> str:
@@ -101,25 +104,38 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def _device(kind: str | None, gpu: str | None) -> Device:
+    """Return the device that the flags name, with the memory of --gpu. Raises ConfigError."""
+    if gpu is None:
+        return _DEVICES[kind or "auto"]()
+    if kind == "cpu":
+        raise ConfigError("--gpu", problem="--device cpu was chosen as well", remedy="Leave one of them out")
+    found = find_gpu(gpu)
+    return replace(cuda_device(), memory_bytes=found.memory_bytes, fp16=True, bf16=found.knows_bf16)
+
+
 def main(argv: list[str] | None = None) -> None:
     """Print the plan of a run. Raises ConfigError if pretrain/train.py would reject the run."""
     words = sys.argv[1:] if argv is None else argv
     own = Parser(add_help=False)
     own.add_argument("--world_size", type=whole_number(1, 10**7), default=1)
-    own.add_argument("--device", choices=sorted(_DEVICES), default="auto")
+    own.add_argument("--device", choices=sorted(_DEVICES))
+    own.add_argument("--gpu", type=text)
     if {"-h", "--help"} & set(words):
-        print("tools/check_config.py [--world_size N] [--device cpu|cuda|auto] and the flags of pretrain/train.py:\n")
+        print("tools/check_config.py [--world_size N] [--device cpu|cuda|auto] [--gpu h100]\n"
+              "and the flags of pretrain/train.py:\n")
     known, rest = own.parse_known_args(words)
-    start = check_start(parse_arguments(rest), world_size=known.world_size, device=_DEVICES[known.device]())
-    resume = start.resume
-    plan = start.plan if resume is None else resume.plan
+    device = _device(known.device, known.gpu)
+    start = check_start(parse_arguments(rest), world_size=known.world_size, device=device)
+    resume, plan = start.resume, start.plan_to_run
     lines = plan_lines(plan)
     if plan.origin is not None:
         lines.append(f"{'weights':<11}from {plan.origin.folder}")
     if resume is not None:
         kind = "branch" if resume.branch else "resume"
-        lines += [f"{kind:<11}from {resume.folder}", *(f"warning    {text}" for text in resume.warnings)]
-    print("\n".join(lines))
+        lines.append(f"{kind:<11}from {resume.folder}")
+    remarks = plan_remarks(plan, device, warnings=start.warnings)
+    print("\n".join([*lines, *(f"{kind:<11}{remark}" for kind, remark in remarks)]))
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from pretrain.config.flags.arguments import parse_arguments
 from pretrain.distributed.device import Device, detect_device, nvidia_smi
 from pretrain.distributed.process import ROOT, free_port, port_is_free
 from pretrain.errors import CRASHED, ConfigError
+from pretrain.memory.report.memory_watch import plan_remarks
 from pretrain.resilience.launcher_watch import launcher_variable
 from pretrain.resilience.run_lock import reject_second_start
 from pretrain.resilience.signals import LAST_SIGNAL, SIGNALS, SignalCount, describe
@@ -47,10 +48,12 @@ def launch_locally(flags: argparse.Namespace, train: Sequence[str]) -> int:
     args = parse_arguments(list(train))
     if not flags.check_only:
         reject_second_start(Path(args.save))
-    check_start(args, world_size=len(slots), device=device)
+    start = check_start(args, world_size=len(slots), device=device)
     port = _master_port(flags.master_port)
     ranks = f"{len(slots)} rank{'s' * (len(slots) > 1)} on this host"
     if flags.check_only:
+        for kind, remark in plan_remarks(start.plan_to_run, device, warnings=start.warnings):
+            say(f"{kind}: {remark}")
         say(f"the run is valid on {ranks}; it is not started, because of --check_only")
         return 0
     say(f"{ranks}, port {port}; starting DeepSpeed's launcher")

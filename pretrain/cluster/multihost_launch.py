@@ -14,8 +14,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pretrain.checkpoint.load.start import check_start
-from pretrain.cli import run_main
+from pretrain.checkpoint.load.start import Start, check_start
+from pretrain.cli import run_main, say
 from pretrain.cluster.hosts.hostfile import hosts_from_flags
 from pretrain.cluster.hosts.multihost_job import MultihostJob, run_job
 from pretrain.cluster.hosts.preflight import ROOT, HostFacts, PreflightRequest, check_hosts, preflight_request
@@ -33,6 +33,7 @@ from pretrain.config.flags.arguments import RunArguments, parse_arguments
 from pretrain.distributed.device import Device, cpu_device, detect_device
 from pretrain.distributed.world import DEFAULT_MASTER_PORT
 from pretrain.errors import REJECTED, ConfigError
+from pretrain.memory.report.memory_watch import plan_remarks
 from pretrain.resilience.launcher_watch import launcher_variable
 from pretrain.resilience.run_lock import reject_second_start
 
@@ -71,17 +72,24 @@ def launch_on_hosts(flags: argparse.Namespace, train: Sequence[str]) -> int:
     if flags.no_ssh:
         return _run_without_ssh(flags, train, ranks, user, request, args)
     facts = check_hosts(transport, ranks, request)
-    _validate_run(args, facts, ranks)
+    start = _validate_run(args, facts, ranks)
     print("\n".join(_host_table(facts, ranks)), flush=True)
     if flags.check_only:
+        _say_remarks(start, facts, ranks)
         return 0
     job = MultihostJob(secrets.token_hex(8), ranks, list(slots), transport, flags.grace)
     return _run_from_this_host(flags, train, facts, user, job, folder / args.save)
 
 
-def _validate_run(args: RunArguments, facts: Mapping[str, HostFacts], ranks: Mapping[str, int]) -> None:
+def _validate_run(args: RunArguments, facts: Mapping[str, HostFacts], ranks: Mapping[str, int]) -> Start:
     """Validate the run here, before the ranks start and validate it again. Raises ConfigError."""
-    check_start(args, world_size=sum(ranks.values()), device=_device_of(facts))
+    return check_start(args, world_size=sum(ranks.values()), device=_device_of(facts))
+
+
+def _say_remarks(start: Start, facts: Mapping[str, HostFacts], ranks: Mapping[str, int]) -> None:
+    for kind, remark in plan_remarks(start.plan_to_run, _device_of(facts), warnings=start.warnings,
+                                     ranks_per_host=max(ranks.values())):
+        say(f"{kind}: {remark}")
 
 
 def _device_of(facts: Mapping[str, HostFacts]) -> Device:
@@ -167,8 +175,10 @@ def _run_without_ssh(flags: argparse.Namespace, train: Sequence[str], ranks: Map
         facts, job_name = rendezvous.check_hosts(ranks, request)
         if flags.node_rank == 0:
             print("\n".join(_host_table(facts, ranks)), flush=True)
-        _validate_run(args, facts, ranks)
+        start = _validate_run(args, facts, ranks)
         code = 0
+        if flags.check_only and flags.node_rank == 0:
+            _say_remarks(start, facts, ranks)
         if not flags.check_only:
             job = MultihostJob(job_name, ranks, [host], local_transport, flags.grace)
             variables = {**rank_variables({host: facts[host]}, ranks, user, job_name), **launcher_variable()}

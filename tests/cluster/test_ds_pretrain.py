@@ -1,6 +1,7 @@
 """`ds-pretrain`: command line, validation before torch is imported, one run, and signals."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -83,8 +84,10 @@ def test_a_port_in_use_and_another_launcher_are_rejected(corpus: str, tmp_path: 
         with pytest.raises(ConfigError, match="Remove MASTER_PORT"):
             main(flags)
     monkeypatch.delenv("MASTER_PORT")
-    assert main(["--check_only", *flags]) == 0
-    assert "the run is valid on " in "".join(capfd.readouterr())
+    assert main(["--check_only", *flags, "--gradient_accumulation_steps", "1"]) == 0
+    printed = "".join(capfd.readouterr())
+    assert "the run is valid on " in printed
+    assert re.search(r"^ds-pretrain: memory: predicted [\d.]+ MiB at the peak \(parameters ", printed, re.MULTILINE)
     for name in ("RANK", "WORLD_SIZE"):  # RANK and WORLD_SIZE take precedence over SLURM's variables
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SLURM_PROCID", "1")

@@ -123,6 +123,27 @@ def test_a_valid_run_prints_its_plan(world: Path, capsys: pytest.CaptureFixture[
     assert "cosine, peak 0.001" in out
 
 
+def test_the_plan_has_the_predicted_memory_and_whether_it_fits(
+        world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def lines(*own: str, **flags: Any) -> dict[str, list[str]]:
+        MAIN([*words(world, {}, {"device": NOTHING, **flags}), *own])
+        found: dict[str, list[str]] = {}
+        for line in capsys.readouterr().out.splitlines():
+            found.setdefault(line.split()[0], []).append(line)
+        return found
+
+    wide = {"model_overrides": "n_embd=8192,n_layer=48"}
+    for gpu, flags, fits in (("a10g", {}, True), ("a10g", wide, False), ("b200", wide, False)):
+        found = lines("--gpu", gpu, **flags)
+        assert " MiB at the peak (parameters " in found["memory"][0] or " GiB at" in found["memory"][0]
+        assert ("THE RUN DOES NOT FIT" in "".join(found.get("warning", ()))) == (not fits), (gpu, found)
+    assert "not fit" not in "".join(map(str, lines("--device", "cpu").get("warning", [])))
+    assert "THE RUN DOES NOT FIT" in lines("--device", "cpu", **wide)["warning"][0]
+    for words_, message in ((["--gpu", "h1000"], "--gpu"), (["--gpu", "a10g", "--device", "cpu"], "--device cpu was")):
+        with pytest.raises(ConfigError, match=message):
+            lines(*words_)
+
+
 def plan_of(world: Path, json_changes: dict[str, Any], *, world_size: int = 1, device: Device = CUDA,
             **flags: Any) -> Plan:
     path = words(world, json_changes, {})[1]

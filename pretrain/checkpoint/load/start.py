@@ -31,6 +31,16 @@ class Start:
     resume: Resume | None  # checkpoint of the run folder; the ranks choose it again, and verify it
     weights: InitialWeights | None  # of --init_from; None without the flag, or if the run resumes
 
+    @property
+    def plan_to_run(self) -> Plan:
+        """The plan with the changes of the resume."""
+        return self.plan if self.resume is None else self.resume.plan
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Warnings of the resume."""
+        return () if self.resume is None else tuple(self.resume.warnings)
+
 
 def check_start(args: RunArguments, *, world_size: int, device: Device) -> Start:
     """Validate a run, its checkpoints and the weights of --init_from. Raises ConfigError for the first error.

@@ -1,15 +1,17 @@
 """MemoryWatch: measures the memory of a training run and reports it next to the prediction."""
 
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from pretrain.distributed.device import Device
 from pretrain.distributed.process import resident_bytes
 from pretrain.distributed.world import World
 from pretrain.errors import ConfigError
 from pretrain.memory.estimate.estimate_memory import MemoryEstimate, estimate_memory
 from pretrain.memory.estimate.model_shape import shape_of
+from pretrain.memory.hardware import DEFAULT_MARGIN
 from pretrain.memory.sizes import with_unit
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ REPORTED_STEP = 2  # counted from the start of this process: the first step allo
 # allocator keeps. Measured: 30 to 213 MiB with models of 0.3 to 25 M parameters.
 PROCESS_GROWTH_BYTES = 256 * 2**20
 
+_COMPARE = "tools/compare_zero.py compares layouts that fit"
 _UNCERTAIN = 0.03  # fraction of the measured peak from which the line shows a range: see StepPeak
 
 
@@ -55,8 +58,7 @@ class MemoryWatch:
 
     def needed_bytes(self, estimate: MemoryEstimate) -> int:
         """Return the estimated peak of the memory that may run out: the device's memory, on a CPU the host's."""
-        device = estimate.peak.total(location="device")
-        return device + estimate.host_bytes if self.device_kind == "cpu" else device
+        return _needed_bytes(estimate, self.device_kind)
 
     def measured_bytes(self) -> int:
         """Return this rank's peak so far: of torch's allocator on CUDA, growth of the resident set on a CPU."""
@@ -84,8 +86,7 @@ class MemoryWatch:
         except ConfigError as error:
             report(f"memory: {self._measurement(None)}; no prediction: {error}")
             return
-        report(f"memory: predicted {with_unit(self.needed_bytes(predicted))} at the peak "
-               f"({sizes_by_role(predicted)}); {self._measurement(predicted)}")
+        report(f"memory: {_prediction(predicted, self.device_kind)}; {self._measurement(predicted)}")
 
     def _measurement(self, predicted: MemoryEstimate | None) -> str:
         """Describe the measurement of the rank with the most memory. Every rank must call this."""
@@ -110,6 +111,44 @@ class MemoryWatch:
             steady_bytes = predicted.steady.total() - predicted.steady.total(location="nvme")
             expected = f" (predicted {with_unit(steady_bytes)} at that point)"
         return f"measured {with_unit(held)} of tensors between backward pass and optimizer step{expected}; {rest}"
+
+
+def plan_remarks(plan: "Plan", device: Device, *, warnings: Sequence[str] = (),
+                 ranks_per_host: int | None = None) -> list[tuple[str, str]]:
+    """Return (kind, text) of what a user should know about a valid run before its start.
+
+    "memory": the prediction; "warning": it does not fit the device; "note": the notes of the plan.
+
+    Args:
+        warnings: other warnings, as of a resume.
+        ranks_per_host: default: all ranks of the run.
+    """
+    notes = [*(("note", note) for note in plan.notes), *(("warning", warning) for warning in warnings)]
+    try:
+        estimate = estimate_memory(shape_of(plan.model), plan.layout)
+    except ConfigError as error:
+        return [("memory", f"no prediction: {error}"), *notes]
+    needed, ranks = _needed_bytes(estimate, device.kind), ranks_per_host or plan.layout.world_size
+    remarks = [("memory", f"{_prediction(estimate, device.kind)}, on the rank with the most memory")]
+    if not device.memory_bytes:
+        remarks = [("memory", f"{remarks[0][1]}; the memory of the device is not known on this machine")]
+    elif needed > device.memory_bytes * (1 - DEFAULT_MARGIN):
+        where = "of this host" if device.kind == "cpu" else "of the device"
+        remarks.append(("warning", f"THE RUN DOES NOT FIT: a rank needs {with_unit(needed)}, and the memory {where} is "
+                                   f"{with_unit(device.memory_bytes)}. {_COMPARE}"))
+    elif device.kind == "cpu" and ranks * needed > device.memory_bytes * (1 - DEFAULT_MARGIN):
+        remarks.append(("warning", f"{ranks} ranks do not fit this host: each needs {with_unit(needed)}, and the host "
+                                   f"has {with_unit(device.memory_bytes)}. Use more hosts. {_COMPARE}"))
+    return [*remarks, *notes]
+
+
+def _needed_bytes(estimate: MemoryEstimate, device_kind: str) -> int:
+    device = estimate.peak.total(location="device")
+    return device + estimate.host_bytes if device_kind == "cpu" else device
+
+
+def _prediction(estimate: MemoryEstimate, device_kind: str) -> str:
+    return f"predicted {with_unit(_needed_bytes(estimate, device_kind))} at the peak ({sizes_by_role(estimate)})"
 
 
 def sizes_by_role(estimate: MemoryEstimate) -> str:
