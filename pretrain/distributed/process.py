@@ -6,6 +6,7 @@ import errno
 import gc
 import os
 import random
+import resource
 import socket
 import sys
 import threading
@@ -13,10 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
+from pretrain.errors import ConfigError
+
 ROOT = Path(__file__).resolve().parents[2]
 _FIRST_FREE_PORT = 1024  # lower ports are reserved
 _ENOUGH_PORTS = 4096  # to make collisions between simultaneous programs unlikely
 _TRIES = 100
+_FEWEST_OPEN_FILES = 256  # a rank on a CPU needs about 60; one on a GPU, and each further host, need more
 
 
 def resident_bytes() -> tuple[int, int]:
@@ -61,6 +65,15 @@ def _any_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def check_open_files() -> None:
+    """Raise ConfigError if a rank cannot open enough files: torch, gloo and NCCL then fail with tracebacks, or hang."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= limit < _FEWEST_OPEN_FILES:
+        raise ConfigError("ulimit -n", found=f"{limit} open files per process",
+                          expected=f"at least {_FEWEST_OPEN_FILES}",
+                          remedy="run `ulimit -n 4096` before the launcher's command")
 
 
 def package_environment() -> dict[str, str]:

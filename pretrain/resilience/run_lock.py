@@ -88,6 +88,7 @@ class RunLock:
         self._file = LeaseFile(run / LOCK)
         try:
             run.mkdir(parents=True, exist_ok=True)
+            self._folder = os.stat(run)  # is another one if the folder is deleted or renamed
             self._take()
         except OSError as error:
             raise ConfigError("--save", problem=f"the lock {self._file.path} cannot be written "
@@ -169,10 +170,18 @@ class RunLock:
         """End at once. The other ranks end with this one: their launcher or their next collective notices."""
         self._is_lost.acquire()  # never released: the heartbeat's thread and a write may notice this together
         other = read_lease(self._file.path)
-        os.write(2, f"ds-pretrain: error: {self._run}: this process was silent for more than {STALE_S:.0f} s, and "
-                    f"another start has taken over the run folder ({other.owner if other else 'unknown'}); this one "
-                    "ends without saving\n".encode())
+        os.write(2, f"ds-pretrain: error: {self._run}: {self._loss()}, and another start has taken over the run folder "
+                    f"({other.owner if other else 'unknown'}); this one ends without saving\n".encode())
         os._exit(CRASHED)
+
+    def _loss(self) -> str:
+        """Return why another start could take the lease."""
+        with contextlib.suppress(OSError):
+            if not os.path.samestat(os.stat(self._run), self._folder):
+                return "this folder was deleted or renamed while this process trained into it"
+        if _seconds() - self._confirmed_s > STALE_S:
+            return f"this process was silent for more than {STALE_S:.0f} s"
+        return f"the lock {LOCK} of this process was deleted"
 
     def __enter__(self) -> "RunLock":
         return self

@@ -180,6 +180,16 @@ def test_ranks_save_on_a_signal_or_end_if_they_have_no_handler(
     assert process.wait(60) == code
 
 
+@pytest.mark.parametrize("program", [["-m", "pretrain.cluster.ds_pretrain"], [str(ROOT / "pretrain" / "train.py")]])
+def test_too_few_open_files_are_rejected_in_one_line(program: list[str], corpus: str, tmp_path: Path) -> None:
+    words = [sys.executable, *program, *_flags(corpus, tmp_path / "run", "--train_steps", "5", config=ZERO2)]
+    done = subprocess.run(["bash", "-c", 'ulimit -n 24; exec "$@"', "bash", *words], capture_output=True, text=True,
+                          env={**_environment(), "PYTHONPATH": str(ROOT)})
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert done.stderr == "ds-pretrain: error: ulimit -n: found 24 open files per process; expected at least 256. " \
+                          "Run `ulimit -n 4096` before the launcher's command.\n"
+
+
 def test_a_killed_rank_is_reported() -> None:
     done = subprocess.run([sys.executable, "-c", _STARTER, "import sys\nsys.exit(-9)"], capture_output=True, text=True,
                           env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60)

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -174,6 +175,29 @@ def test_a_stopped_start_that_lost_its_lock_writes_nothing_more(
     owners = [json.loads(line)["owner"] for line in rows.read_text().splitlines()]
     at = owners.index(lease.owner.token)
     assert set(owners[at:]) == {lease.owner.token}, "the first start wrote after the second one had begun"
+
+
+@pytest.mark.parametrize(("how", "reason"), [
+    ("delete", "this folder was deleted or renamed while this process trained into it"),
+    ("rename", "this folder was deleted or renamed while this process trained into it"),
+    ("delete the lock", f"the lock {LOCK} of this process was deleted")])
+def test_a_start_that_lost_its_run_folder_names_the_reason(
+        how: str, reason: str, tmp_path: Path, holder: Callable[..., subprocess.Popen[str]]) -> None:
+    run = tmp_path / "run"
+    first = holder("here", str(STALE_S))
+    first.send_signal(signal.SIGSTOP)  # it would make a deleted lock again
+    if how == "delete the lock":
+        (run / LOCK).unlink()
+    else:
+        run.rename(tmp_path / "renamed")
+        if how == "delete":
+            shutil.rmtree(tmp_path / "renamed")
+    second = holder("here", str(STALE_S))
+    first.send_signal(signal.SIGCONT)
+    assert first.communicate()[1] == f"ds-pretrain: error: {run}: {reason}, and another start has taken over the run " \
+        f"folder ({read_lease(run / LOCK).owner}); this one ends without saving\n"  # type: ignore[union-attr]
+    assert first.returncode == 1
+    assert second.poll() is None
 
 
 @pytest.mark.usefixtures("_short_times")

@@ -231,7 +231,7 @@ def test_time_outs_of_the_phases(corpus: str) -> None:
                                                     corpus, "--train_steps", "1", "--save", "r", *words]))
 
     default = limits()
-    assert default.first["step"] == (1800, "--first_step_timeout")
+    assert default.first["step"] == default.first["eval"] == (1800, "--first_step_timeout")
     assert default.later["step"] == default.later["data"] == default.later["eval"] == (600, "--step_timeout")
     assert default.later["save"] == (1800, "--save_timeout")
     assert default.later["build"] == default.later["sanity"] == default.first["build"]  # --sanity_check builds several

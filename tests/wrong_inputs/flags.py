@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
+from pretrain.paths import RUN_FILES
 from tests.wrong_inputs.case import LONG, NUMBERS, TOOLS, Case, actions_of, main_of
 
 
@@ -84,6 +85,8 @@ def path_cases() -> Iterator[Case]:
         for what, path in UNWRITABLE.items():
             yield Case(f"{flag} {what}", train, (*TOOLS[train], flag, path), flag)
     yield Case("--save file", train, (*TOOLS[train], "--save", "{world}/file"), "--save")
+    for name in ("checkpoints", *RUN_FILES):
+        yield Case(f"--save with {name}", train, (*TOOLS[train], "--save", f"{{world}}/run with {name}"), name)
     for what, url in {"the run folder": "{world}/run", "inside": "{world}/run/mirror", "dots": "{world}/x/../run",
                       "file URL": "file://{world}/run", "protocol": "s4://bucket/x", "no protocol": "://x"}.items():
         yield Case(f"--checkpoint_mirror {what}", train, (*TOOLS[train], "--checkpoint_mirror", url),

@@ -12,6 +12,7 @@ from pretrain.checkpoint.format.manifest import Manifest
 from pretrain.checkpoint.format.safetensors_header import header_bytes
 from pretrain.data.files.writer import IndexedWriter
 from pretrain.model.config import model_config_from
+from pretrain.paths import RUN_FILES
 from tests.wrong_inputs.inputs import BASE
 
 
@@ -48,6 +49,10 @@ def make_world(folder: Path) -> None:
                  "truncation": None, "padding": None}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     (folder / "file").write_text("a file")
+    for name in RUN_FILES:
+        (folder / f"run with {name}" / name).mkdir(parents=True)
+    (folder / "run with checkpoints").mkdir()
+    (folder / "run with checkpoints" / "checkpoints").write_text("a file")
     (folder / "broken.json").write_text('{"train_batch_size": 1\n "bf16": {}}')
     (folder / "twice.json").write_text('{"train_batch_size": 1,\n "train_batch_size": 2}')
     (folder / "list.json").write_text("[]")

@@ -18,6 +18,7 @@ from pretrain.config.validate import Plan, check_run
 from pretrain.data.files.meta import read_meta
 from pretrain.data.tokenizers.tokenizer_fit import check_tokenizer_fits
 from pretrain.distributed.device import Device
+from pretrain.distributed.process import check_open_files
 from pretrain.errors import ConfigError
 from pretrain.model.config import model_config_from
 from pretrain.paths import check_no_stop_file
@@ -47,6 +48,7 @@ def check_start(args: RunArguments, *, world_size: int, device: Device) -> Start
 
     --init_from is read only if the run folder has no checkpoint: the source may be removed after the first one.
     """
+    check_open_files()
     check_folders(args.save, args.checkpoint_mirror)  # before the run folder is searched for checkpoints
     check_no_stop_file(Path(args.save))
     found = _newest_checkpoint(args) if args.init_from is not None or not args.model else None

@@ -10,10 +10,10 @@ from pretrain.config.flags.check_schedule import check_schedule_flags
 from pretrain.config.flags.overrides import named_overrides
 from pretrain.config.schedules.scaling import LR_SCALINGS
 from pretrain.config.schedules.schedule import DECAY_SHAPES, KINDS
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, shorten
 from pretrain.model.init_methods import INIT_METHODS
 from pretrain.model.recompute import PARTS
-from pretrain.paths import check_folder
+from pretrain.paths import RUN_FILES, check_folder
 
 RESUME_CHOICES = ("auto", "required", "never")
 SAVE_BUSY_CHOICES = ("wait", "skip")
@@ -113,6 +113,12 @@ def check_folders(save: str, mirror: str | None) -> None:
     if not save:
         raise ConfigError("--save", problem="the flag is required: the run folder, which is made if it does not exist")
     check_folder(Path(save), "--save")
+    check_folder(Path(save) / "checkpoints", "--save")
+    for name in RUN_FILES:
+        path = Path(save) / name
+        if os.path.lexists(path) and not path.is_file():
+            raise ConfigError("--save", problem=f"{shorten(str(path))} is not a regular file",
+                              remedy="remove it, or choose another folder")
     if mirror is not None:
         _check_mirror(mirror, save)
 

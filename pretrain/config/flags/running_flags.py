@@ -60,8 +60,9 @@ class ResilienceArguments:
     max_rollbacks: int = flag(3, "rollbacks of the whole run; instead of a further one it stops with exit code 76")
     step_timeout: float = flag(600, "seconds that the data of a step, the step itself, or a batch of an evaluation "
                                     "may take; then all ranks write their stacks and exit with code 77; 0: no limit")
-    first_step_timeout: float = flag(1800, "the same for the first step, which may compile, and for each phase "
-                                           "before it: connecting, verifying the checkpoint, building the engine")
+    first_step_timeout: float = flag(1800, "the same for the first step and the first batch of an evaluation, which "
+                                           "may compile, and for each phase before the first step: connecting, "
+                                           "verifying the checkpoint, building the engine")
     replica_check_interval: int = flag(100, "steps between two comparisons of the copies of the parameters on "
                                             "different ranks; 0: never")
     allow_other_data: bool = flag(False, "the same as --override data: resume although --train_data or "
