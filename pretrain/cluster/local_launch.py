@@ -33,7 +33,7 @@ from pretrain.distributed.process import ROOT, free_port, port_is_free
 from pretrain.errors import CRASHED, ConfigError
 from pretrain.memory.report.memory_watch import plan_remarks
 from pretrain.resilience.launcher_watch import launcher_variable
-from pretrain.resilience.run_lock import reject_second_start
+from pretrain.resilience.run_lock import reject_second_start, release_of_dead_owner
 from pretrain.resilience.signals import LAST_SIGNAL, SIGNALS, SignalCount, describe
 
 LOCAL = "localhost"
@@ -153,6 +153,7 @@ def run_launcher(command: Sequence[str], environ: dict[str, str], run: Path) -> 
                 number = signals.pop(0)
                 if not _handle_signal(number, count.add(number)):
                     end_descendants(grace_s=_SIGTERM_GRACE_S)
+                    release_of_dead_owner(run)
                     return 128 + number
 
 

@@ -7,7 +7,6 @@ too.
 
 import contextlib
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from types import TracebackType
 
 from pretrain.errors import CRASHED, ConfigError
 from pretrain.resilience.lease_file import Lease, LeaseFile, Owner, read_lease
+from pretrain.terminal.status import print_line
 
 LOCK = ".run.lock"
 HEARTBEAT_S = 2.0
@@ -46,6 +46,16 @@ def reject_second_start(run: Path) -> None:
     owner = find_owner(run)
     if owner is not None:
         raise _in_use(run, owner)
+
+
+def release_of_dead_owner(run: Path) -> None:
+    """Release the lease if its owner has died on this host. For launchers that have ended their ranks."""
+    with contextlib.suppress(OSError):
+        file = LeaseFile(run / LOCK)
+        lease = read_lease(file.path)
+        if lease is not None and not lease.released and lease.owner.runs() is False:
+            file.owner = lease.owner
+            file.release()
 
 
 def _in_use(run: Path, owner: Owner) -> ConfigError:
@@ -79,8 +89,7 @@ class RunLock:
     at once, without another byte written into the run folder.
     """
 
-    def __init__(self, run: Path, *, active: bool = True,
-                 report: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)) -> None:
+    def __init__(self, run: Path, *, active: bool = True, report: Callable[[str], None] = print_line) -> None:
         """Take the lease. Raises ConfigError if a live process holds it, or the file cannot be written."""
         self._run, self._active, self._report = run, active, report
         if not active:

@@ -22,6 +22,13 @@ def terminal_columns(stream: TextIO) -> int | None:
     return None
 
 
+def wrap(text: str, columns: int | None) -> str:
+    """Break a line that is longer than a terminal's width between words. None: unlimited."""
+    if columns is None or len(text) <= columns:
+        return text
+    return textwrap.fill(text, columns, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
 def is_watched(stream: TextIO) -> bool:
     """Return whether `stream` is a terminal and this process is in its foreground, so that a person sees updates.
 
@@ -68,9 +75,7 @@ class Screen:
         """Print a line that remains, above the status line."""
         if not self._active:
             return
-        if self.columns is not None and len(text) > self.columns:
-            text = textwrap.fill(text, self.columns, subsequent_indent="  ", break_long_words=False,
-                                 break_on_hyphens=False)
+        text = wrap(text, self.columns)
         if self._status and is_watched(self._stream):
             self._write(f"{_CLEAR_LINE}{text}\n{self._cut(self._status)}")
         else:

@@ -6,7 +6,7 @@ A terminal shows one line that is updated; a log gets one line each. The status 
 import os
 import sys
 
-from pretrain.terminal.screen import is_watched
+from pretrain.terminal.screen import is_watched, terminal_columns, wrap
 
 _ERASE = "\r\033[K"
 
@@ -16,6 +16,12 @@ def status(text: str) -> None:
     if os.environ.get("RANK", "0") == "0" and sys.stderr is not None:
         sys.stderr.write(f"{_ERASE}{text} ...\r" if is_watched(sys.stderr) else f"{text}\n")
         sys.stderr.flush()
+
+
+def print_line(text: str) -> None:
+    """Print a line that remains to stderr. A terminal shows it wrapped between words."""
+    if sys.stderr is not None:
+        print(wrap(text, terminal_columns(sys.stderr)), file=sys.stderr, flush=True)
 
 
 def clear_status() -> None:

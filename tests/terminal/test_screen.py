@@ -16,7 +16,10 @@ from pathlib import Path
 import pytest
 
 from pretrain.monitor.lines import row_line
+from pretrain.resilience.lease_file import read_lease
+from pretrain.resilience.run_lock import LOCK
 from tests.support.launch import ROOT, free_port
+from tests.support.lock_race import write_lease
 from tests.test_train import _environment, _flags, rows
 
 ROW = {"step": 120_000, "loss": 2.34567, "lr": 3e-4, "grad_norm": 0.5, "loss_scale": 65536.0, "skipped_steps": 3,
@@ -135,6 +138,33 @@ def test_rows_fit_the_terminal() -> None:
     assert line(80).endswith("grad norm 0.500")
     assert all(len(line(columns)) <= columns for columns in range(40, 200))
     assert line(20).startswith("step  120000/500000  loss 2.3457")
+
+
+def test_ctrl_c_before_training_leaves_no_lock_and_lines_break_between_words(corpus: str, tmp_path: Path) -> None:
+    """Ctrl-C to ds-pretrain releases the lock. The line of a start that finds a dead one's lock fits the terminal."""
+    run, pressed = tmp_path / "run", False
+
+    def press_ctrl_c(terminal: int, seen: str) -> None:
+        nonlocal pressed
+        if not pressed and "loading torch" in seen:
+            pressed = True
+            os.write(terminal, b"\x03")
+
+    command = [sys.executable, "-m", "pretrain.cluster.ds_pretrain", "--num_gpus", "2",
+               *_flags(corpus, Path("run"), "--train_steps", "5", config=ROOT / "ds_configs" / "zero1_bf16.json")]
+    for finds_a_dead_start in (False, True):
+        pressed = False
+        code, written = in_terminal(command, press_ctrl_c, cwd=tmp_path)
+        assert code == 130, written
+        lines = shown(written)
+        assert ("without releasing its lock" in " ".join(" ".join(lines).split())) == finds_a_dead_start, written
+        lock = read_lease(run / LOCK)
+        assert lock is not None
+        assert lock.released
+        write_lease(run / LOCK, lock.owner)  # as if this start had been killed
+    at = next(at for at, line in enumerate(lines) if line.startswith("run: the earlier start has ended"))
+    assert len(lines[at]) <= 80, lines
+    assert lines[at + 1].startswith("  "), lines
 
 
 def test_ctrl_c_stops_a_run_in_a_terminal(corpus: str, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from pretrain.cluster.supervise.restart_log import RestartLog, StartRecord
 from pretrain.errors import CRASHED, FINISHED, NO_RESTART, STOPPED, ConfigError
 from pretrain.monitor.read_run_folder import read_starts
 from pretrain.paths import STOP_FILE
-from pretrain.resilience.run_lock import find_owner, reject_second_start
+from pretrain.resilience.run_lock import find_owner, reject_second_start, release_of_dead_owner
 from pretrain.resilience.signals import LAST_SIGNAL, SIGNALS, SignalCount, describe
 
 _POLL_S = 0.2
@@ -239,6 +239,8 @@ def _run_command(command: Sequence[str], settings: SupervisorSettings, sizes_bef
         return _wait_for_save(child, settings, sizes_before, signals, print_line)
     finally:
         end_descendants(grace_s=_SIGTERM_GRACE_S)
+        if signals.name:
+            release_of_dead_owner(settings.run)
 
 
 def _wait_for_adopted_run(settings: SupervisorSettings, lock: SupervisorLock, signals: SignalRecorder,
