@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.errors import ConfigError, shorten
+from pretrain.model.families.rope_keys import PREFERABLY_NESTED
 from pretrain.model.families.table import FAMILIES
 
 # Types of the keys whose default in a family is None. In this family, they may be null.
@@ -91,7 +92,7 @@ def known_keys(architecture: str) -> set[str]:
 
 def _may_be_null(key: str, architecture: str) -> bool:
     family = FAMILIES[architecture]
-    return family.keys.get(key) is None or key in family.nullable
+    return family.keys.get(key) is None or key in family.nullable or key in PREFERABLY_NESTED
 
 
 def own_key(word: str, architecture: str) -> str:

@@ -10,6 +10,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from pretrain.errors import ConfigError
 from pretrain.model.config import PRESETS, model_config_from, preset_names
+from pretrain.model.families.rope_keys import PREFERABLY_NESTED
 from pretrain.model.families.table import FAMILIES
 from tests.support.model_shapes import SHAPES
 
@@ -58,6 +59,31 @@ def test_null_is_accepted_where_transformers_accepts_it(family):
     nulls = {key: {"model_type": family, key: None} for key in FAMILIES[family].keys}
     accepted = {key for key, values in nulls.items() if is_accepted(values)}
     assert accepted == {key for key, values in nulls.items() if transformers_accepts(values)} - FAILING_NULLS[family]
+
+
+@pytest.mark.parametrize(("family", "key"), [(family, key) for family, keys in FAMILIES.items()
+                                             for key in keys.keys if key in PREFERABLY_NESTED])
+def test_null_is_accepted_where_rope_parameters_has_the_value(family, key):
+    """transformers reads the value in rope_parameters, and ignores the older key."""
+    rope = {"rope_type": "default", "rope_theta": 700.0}
+    if family in ("gpt_neox", "phi", "stablelm"):
+        rope["partial_rotary_factor"] = 0.5
+    if family == "gemma3_text":
+        rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 50.0}}
+    values = {"model_type": family, key: None, "rope_parameters": rope}
+    assert fields(values) == fields(complete(transformers.AutoConfig.for_model(**values)))
+
+
+@pytest.mark.parametrize("values", [
+    {"rope_theta": 5000.0}, {"partial_rotary_factor": 0.5}, {"rope_theta": 5000.0, "rotary_emb_base": 20000.0},
+])
+def test_a_key_that_transformers_ignores_is_rejected_with_the_key_that_it_reads(values):
+    ignored = next(iter(values))
+    theirs = transformers.AutoConfig.for_model("gpt_neox", **values).rope_parameters
+    own = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}[ignored]
+    with pytest.raises(ConfigError, match=f"expected {theirs[ignored]}. .* ignores {ignored} and reads {own} or"):
+        fields({"model_type": "gpt_neox", **values})
+    fields({"model_type": "gpt_neox", own: values[ignored]})
 
 
 @pytest.mark.parametrize(("name", "changes"), [

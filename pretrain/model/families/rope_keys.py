@@ -16,6 +16,9 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
 _YARN_OPTIONAL = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
+# Keys that may be null if rope_parameters has the value, under the second name.
+PREFERABLY_NESTED = {"rope_theta": "rope_theta", "rope_local_base_freq": "rope_theta", "rotary_emb_base": "rope_theta",
+                     "rotary_pct": "partial_rotary_factor"}
 
 
 def read_rope(values: Values, where: str, *, theta_key: str, fraction_key: str | None,
@@ -33,6 +36,10 @@ def read_rope(values: Values, where: str, *, theta_key: str, fraction_key: str |
     nested = dict(values[key] or {})
     _check_types(nested, f"{where}: {key}")
     names = {name: f"{key}.{name}" for name in ("rope_theta", "partial_rotary_factor") if nested.get(name) is not None}
+    for name in (theta_key, fraction_key):
+        if name in PREFERABLY_NESTED and values[name] is None and PREFERABLY_NESTED[name] not in names:
+            raise ConfigError(f"{where}: {name}", found="null", expected="a number",
+                              remedy=f"null is possible only if rope_parameters has {PREFERABLY_NESTED[name]}")
     theta = _first_given(nested.pop("rope_theta", None), values[theta_key], 10000.0)
     fraction = _first_given(nested.pop("partial_rotary_factor", None), values[fraction_key] if fraction_key else None,
                             default_fraction)
@@ -46,8 +53,11 @@ def read_rope(values: Values, where: str, *, theta_key: str, fraction_key: str |
                           expected="a fraction above 0, up to 1")
     for name, resolved in (("rope_theta", theta), ("partial_rotary_factor", fraction)):  # gpt_neox may have both
         if values.get(name) is not None and name != theta_key and values[name] != resolved:
-            raise ConfigError(f"{where}: {name}", found=values[name],
-                              expected=f"{resolved}, as in the other rotary keys of this file")
+            own = theta_key if name == "rope_theta" else fraction_key
+            source = names.get(name, f"{own} or its default")
+            raise ConfigError(f"{where}: {name}", found=values[name], expected=resolved,
+                              remedy=f"for this architecture transformers ignores {name} and reads {source}; write the "
+                              f"value there, or remove {name}")
     scaling = _rope_scaling(nested, f"{where}: {key}", values["max_position_embeddings"])
     rope = {"rope_theta": float(theta), "rotary_size": int(head_size * fraction), "rope_scaling": scaling}
     _check_frequencies(rope, f"{where}: {key}")
