@@ -82,7 +82,7 @@ def _train(start: Start, world: World, device: Device, guards: RankGuards) -> in
     status("loading torch and DeepSpeed")
     with importing():
         prepare_deepspeed(device)
-        if not _uses_compiler(plan):
+        if not _uses_compiler(plan, device):
             avoid_compiler_imports()
         from pretrain.memory.report.memory_watch import MemoryWatch
         from pretrain.memory.report.out_of_memory_advice import advice, print_advice
@@ -100,9 +100,9 @@ def _train(start: Start, world: World, device: Device, guards: RankGuards) -> in
         return CRASHED
 
 
-def _uses_compiler(plan: Plan) -> bool:
-    """Return whether the run uses torch.compile: for the blocks, or in DeepSpeed's Muon."""
-    return plan.args.compile_blocks or plan.layout.optimizer == "muon"
+def _uses_compiler(plan: Plan, device: Device) -> bool:
+    """Return whether the run uses torch.compile: for the blocks, or on GPUs in DeepSpeed's Muon."""
+    return plan.args.compile_blocks or (plan.layout.optimizer == "muon" and device.kind != "cpu")
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ def device_peak_tflops(plan: Plan) -> float | None:
     """Return --peak_tflops, or the rate of this device from the data sheets; None on a CPU and on unknown devices."""
     if plan.args.peak_tflops is not None:
         return plan.args.peak_tflops
-    return None if get_accelerator().device_name() == "cpu" else peak_tflops(
-        torch.cuda.get_device_name(), plan.layout.precision)
+    precision = "tf32" if plan.args.tf32 else plan.layout.precision
+    return None if get_accelerator().device_name() == "cpu" else peak_tflops(torch.cuda.get_device_name(), precision)
 
 
 def power_watts() -> float | None:

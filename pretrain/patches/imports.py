@@ -20,15 +20,16 @@ def silence_renamed_collectives() -> None:
 
 def avoid_compiler_imports() -> None:
     """Keep DeepSpeed and torch's optimizers from importing torch's compiler, in a process that compiles nothing."""
-    _import_muon_uncompiled()
+    import_muon_uncompiled()
     _mark_optimizer_methods_as_uncompiled()
 
 
-def _import_muon_uncompiled() -> None:
+def import_muon_uncompiled() -> None:
     """Import DeepSpeed's Muon without torch.compile.
 
     DeepSpeed 0.19.8 imports Muon with every ZeRO optimizer (runtime/zero/utils.py), and Muon passes its functions to
-    torch.compile at import (runtime/zero/muon/original_muon.py).
+    torch.compile at import (runtime/zero/muon/original_muon.py). On a CPU this compilation takes minutes of the first
+    step of a run with Muon, once for each shape of a matrix, without a line of output.
     """
     from deepspeed.runtime import compiler
 

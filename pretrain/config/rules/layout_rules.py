@@ -110,6 +110,9 @@ def tf32_needs_fp32_on_cuda(run: ResolvedConfig) -> None:
     if run.args.tf32 and (run.device.kind != "cuda" or run.layout.precision != "fp32"):
         raise ConfigError("--tf32", found=f"a run in {run.layout.precision} on {run.device.kind}",
                           expected="an fp32 run on cuda: nothing else multiplies in TF32", remedy="leave --tf32 out")
+    if run.args.tf32 and not run.device.bf16:  # both came with compute capability 8.0
+        raise ConfigError("--tf32", problem="this GPU has no TF32: it would multiply in fp32",
+                          remedy="leave --tf32 out")
 
 
 def dynamic_loss_scale(run: ResolvedConfig) -> None:

@@ -16,12 +16,9 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-import deepspeed.runtime.zero.muon.original_muon  # noqa: F401 (compiles at import)
 import torch._inductor.compile_fx  # noqa: F401
 import transformers.hf_argparser  # noqa: F401 (takes a second to import)
-from deepspeed.accelerator import get_accelerator
 
-import pretrain.trainer  # noqa: F401
 from pretrain.distributed.device import detect_device
 from pretrain.engine.prepare import prepare_deepspeed
 
@@ -31,6 +28,10 @@ GRACE_S = 60.0  # after one rank has failed, the other ranks have this time to r
 def load_operators() -> None:
     """Load the compiled operators once. Forks inherit the loaded libraries."""
     prepare_deepspeed(detect_device())
+    from deepspeed.accelerator import get_accelerator
+
+    import pretrain.trainer  # noqa: F401
+
     for name in ("FusedAdamBuilder", "CPUAdamBuilder", "AsyncIOBuilder", "ShareMemCommBuilder"):
         if get_accelerator().create_op_builder(name).is_compatible(verbose=False):
             get_accelerator().create_op_builder(name).load(verbose=False)
