@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pretrain.analysis.summary import summarize
 from pretrain.errors import ConfigError
-from pretrain.monitor.read_run_folder import newest_path, read_metrics
+from pretrain.monitor.read_run_folder import is_number, newest_path, read_metrics
 
 
 def save_loss_plot(run: Path, target: Path) -> None:
@@ -28,7 +28,7 @@ def save_loss_plot(run: Path, target: Path) -> None:
     for key, split, label, style in (("loss", None, "training loss", "-"), ("eval_loss", "valid", mean, "o"),
                                      *(("eval_loss", name, name, ".") for name in named)):
         found = newest_path([row for row in rows if key in row and row.get("split") == split])
-        points = [(row["step"], row[key]) for row in found if row[key] is not None]  # null: NaN or infinity
+        points = [(row["step"], row[key]) for row in found if is_number(row[key])]  # null: NaN or infinity
         if points:
             axes.plot(*zip(*points, strict=True), style, label=label)
     if entropy is not None:

@@ -25,7 +25,7 @@ def _planned_samples(start: dict[str, Any]) -> dict[str, int] | None:
     numbers = {"train_steps": start.get("train_steps"), "eval_interval": flags.get("eval_interval"),
                "eval_steps": flags.get("eval_steps"), "global_batch_size": batch.get("global_batch_size"),
                "first_sample": flags.get("first_sample") or 0}
-    if not all(isinstance(value, int) for value in numbers.values()):
+    if not all(isinstance(value, int) and value >= (name == "global_batch_size") for name, value in numbers.items()):
         return None
     batch_sizes = recorded_batch_sizes(start)
     first_sample, steps = numbers["first_sample"], numbers["train_steps"]

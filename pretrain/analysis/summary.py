@@ -9,7 +9,7 @@ from typing import Any
 from pretrain.data.datasets.data_spec import parse_data_spec
 from pretrain.data.files.meta import read_meta
 from pretrain.errors import ConfigError
-from pretrain.monitor.read_run_folder import newest_start, read_metrics
+from pretrain.monitor.read_run_folder import newest_start, read_rows
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def summarize(run: Path) -> Summary:
     Raises ConfigError if run.json is missing or damaged, if a .meta.json is damaged, or if a value is not a finite
     number. A missing metrics.jsonl counts as empty, and lines in it that are not valid JSON are skipped.
     """
-    start, rows = newest_start(run), read_metrics(run)
+    start, rows = newest_start(run), read_rows(run / "metrics.jsonl")
     training = [row for row in rows if "loss" in row]
     evaluations = [row for row in rows if row.get("split") == "valid"]
     last, evaluation = training[-1] if training else {}, evaluations[-1] if evaluations else {}

@@ -4,6 +4,7 @@ launch/slurm/pretrain.sbatch calls `python -m pretrain.cluster.slurm_job before`
 is not 0, the script calls `python -m pretrain.cluster.slurm_job after` on the first node, unless the job was cancelled.
 """
 
+import contextlib
 import json
 import os
 import subprocess
@@ -24,9 +25,10 @@ from pretrain.distributed.device import detect_device
 from pretrain.distributed.print_error import print_error
 from pretrain.distributed.world import World
 from pretrain.errors import NO_RESTART, REJECTED, STOPPED, ConfigError
-from pretrain.monitor.read_run_folder import read_metrics, read_rows
+from pretrain.monitor.read_run_folder import is_number, read_events, read_metrics, read_rows
 from pretrain.paths import STOP_FILE
 from pretrain.resilience.run_lock import reject_second_start
+from pretrain.stored_json import build
 
 RECORD = "slurm.jsonl"
 MAX_STARTS_WITHOUT_PROGRESS = 3
@@ -136,8 +138,8 @@ def save_seconds(plan: Plan, run: Path) -> float:
 
     Before the first save, estimate them from the checkpoint's size and the disk's speed.
     """
-    took = [float(row["seconds"]) for row in read_rows(run / "events.jsonl")
-            if row.get("event") == "save" and "seconds" in row]
+    took = [float(row["seconds"]) for row in read_events(run)
+            if row["event"] == "save" and is_number(row.get("seconds"))]
     if took:
         return max(took[-10:])
     folder = next(path for path in (run.absolute(), *run.absolute().parents) if path.is_dir())
@@ -146,7 +148,7 @@ def save_seconds(plan: Plan, run: Path) -> float:
 
 def slowest_step_seconds(run: Path) -> float:
     """Return the longest step time in the last 10 rows of metrics.jsonl, or 0 if there are none."""
-    took = [float(row["step_time_ms"]) / 1000 for row in read_metrics(run)[-10:] if row.get("step_time_ms")]
+    took = [float(row["step_time_ms"]) / 1000 for row in read_metrics(run)[-10:] if is_number(row.get("step_time_ms"))]
     return max(took, default=0.0)
 
 
@@ -165,8 +167,12 @@ def _bytes_per_second(folder: Path) -> float:
 
 
 def read_record(run: Path, job: str) -> list[JobStart]:
-    """Return the starts of this SLURM job from RUN/slurm.jsonl, oldest first."""
-    return [JobStart(**row) for row in read_rows(run / RECORD) if row["job"] == job]
+    """Return the starts of this SLURM job from RUN/slurm.jsonl, oldest first. Damaged rows are skipped."""
+    starts = []
+    for row in read_rows(run / RECORD):
+        with contextlib.suppress(ValueError):
+            starts.append(build(JobStart, row))
+    return [start for start in starts if start.job == job]
 
 
 def parse_slurm_time(text: str) -> float:

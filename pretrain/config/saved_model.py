@@ -1,7 +1,8 @@
 """Models of weights that exist before a run starts, and the record of where a run's first weights came from."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig, load_model_config, model_config_from
@@ -27,6 +28,20 @@ class Origin:
     name: str  # an absolute path, or the name of a repository
     folder: str  # the transformers folder, or the folder of the checkpoint
     fingerprint: str  # SHA-256 of the manifest, or of config.json and the headers of the weights files
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A checkpoint of another run, with which a run began."""
+
+    run: str  # absolute path of the run folder; of a single checkpoint: of the folder that holds it
+    step: int
+    folder: str  # absolute path of the checkpoint
+    fingerprint: str  # SHA-256 of its manifest
+
+    def record(self) -> dict[str, Any]:
+        """Return the entry of run.json, of the manifest, and of the event "branch"."""
+        return asdict(self)
 
 
 def model_of_run(model: str, overrides: str | None, saved: SavedModel | None) -> ModelConfig:

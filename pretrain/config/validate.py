@@ -7,6 +7,7 @@ from typing import Any
 from pretrain.config.ds_json.read import read_ds_config
 from pretrain.config.flags.arguments import RunArguments, data_spec
 from pretrain.config.flags.check_flags import check_flags, check_folders
+from pretrain.config.flags.overrides import OverrideRecord
 from pretrain.config.flags.training_flags import ScheduleArguments
 from pretrain.config.initialization import check_initialization_flags, check_mup, with_dropout
 from pretrain.config.layout import Layout
@@ -47,7 +48,7 @@ class Plan:
     notes: tuple[str, ...]  # settings that have no effect or may surprise, one line each
     given_config: dict[str, Any] = field(default_factory=dict)  # the DeepSpeed JSON as it was given
     schedule_flags: dict[str, Any] = field(default_factory=dict)  # flags or JSON keys that planned the learning rates
-    overrides: tuple[dict[str, Any], ...] = ()  # changes by --override so far: Change.record
+    overrides: tuple[OverrideRecord, ...] = ()  # changes by --override so far
     lineage: tuple[dict[str, Any], ...] = ()  # branches that led to this run, the oldest first: Branch.record
     origin: Origin | None = None  # source of the weights at step 0; None: random weights
 

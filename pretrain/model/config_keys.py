@@ -6,13 +6,13 @@ before torch is imported.
 
 import json
 import math
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from pretrain.errors import ConfigError, shorten
 from pretrain.model.families.rope_keys import PREFERABLY_NESTED
 from pretrain.model.families.table import FAMILIES
+from pretrain.stored_json import parse_json
 
 # Types of the keys whose default in a family is None. In this family, they may be null.
 NULLABLE: dict[str, type] = {
@@ -51,19 +51,10 @@ IGNORED = frozenset(
 )
 
 
-def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a dict from a JSON object. Raises ValueError if a key is repeated."""
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        twice = min(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        raise ValueError(f'it has the key "{shorten(twice)}" twice')
-    return result
-
-
 def read_config_json(path: Path) -> dict[str, Any]:
     """Read a config.json. Raises ConfigError if it is unreadable, not a JSON object, too deep, or repeats a key."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=without_duplicates)
+        values = parse_json(path.read_text(encoding="utf-8-sig"))
     except UnicodeDecodeError:
         raise ConfigError(str(path), problem="it is not UTF-8 text, as a transformers config.json is",
                           remedy="name a config.json; --init_from starts from the weights of a folder") from None
@@ -71,8 +62,6 @@ def read_config_json(path: Path) -> dict[str, Any]:
         raise ConfigError(str(path), problem=f"the config.json cannot be read: {error.strerror or error}") from None
     except ValueError as error:
         raise ConfigError(str(path), problem=f"it is not a valid config.json: {error}") from None
-    except RecursionError:
-        raise ConfigError(str(path), problem="it is nested too deeply for a config.json") from None
     if not isinstance(values, dict):
         raise ConfigError(str(path), found=f"a JSON {type(values).__name__}", expected="a JSON object")
     return values

@@ -5,7 +5,6 @@ Folders of the cache are `models--ORG--NAME`, with `refs/main` (a revision) and 
 
 import contextlib
 import fcntl
-import json
 import os
 import re
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from pretrain.cli import say
 from pretrain.errors import ConfigError, shorten
+from pretrain.stored_json import read_json
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 _FILE = re.compile(r".*\.(json|ya?ml|safetensors|bin|model|txt)")
@@ -76,7 +76,7 @@ def _is_complete(snapshot: Path, weights: bool) -> bool:
     if (snapshot / "model.safetensors").is_file():
         return True
     try:
-        index = json.loads((snapshot / "model.safetensors.index.json").read_text(encoding="utf-8"))
+        index = read_json(snapshot / "model.safetensors.index.json")
         return all((snapshot / file).is_file() for file in set(index["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False

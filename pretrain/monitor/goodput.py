@@ -5,9 +5,8 @@ Steps that a resume or a rollback trained again, starts, saves and evaluations a
 
 import time
 from pathlib import Path
-from typing import Any
 
-from pretrain.monitor.read_run_folder import newest_path, read_metrics, read_rows
+from pretrain.monitor.read_run_folder import is_number, newest_path, read_events, read_metrics
 
 
 class Goodput:
@@ -21,10 +20,10 @@ class Goodput:
     @classmethod
     def read(cls, run: Path, step: int) -> "Goodput":
         """Return the goodput of a run that resumes after `step`, from the rows and events of its earlier starts."""
-        starts = (event.get("time") for event in read_rows(run / "events.jsonl") if event.get("event") == "start")
-        first = next((start for start in starts if isinstance(start, (int, float))), time.time())
+        starts = (event.get("time") for event in read_events(run) if event["event"] == "start")
+        first = next((start for start in starts if is_number(start)), time.time())
         goodput = cls(float(first))
-        for row in newest_path([row for row in read_metrics(run) if _is_timed(row)]):
+        for row in newest_path([row for row in read_metrics(run) if is_number(row.get("step_time_ms"))]):
             goodput.add(int(row["step"]), float(row["step_time_ms"]) / 1e3)
         goodput.return_to(step)
         return goodput
@@ -48,8 +47,3 @@ class Goodput:
         passed = now - self._first_start
         kept = self._rows[-1][2] if self._rows else 0.0
         return min(kept / passed, 1.0) if passed > 0 else None
-
-
-def _is_timed(row: dict[str, Any]) -> bool:
-    """Return whether this is an undamaged training row."""
-    return all(isinstance(row.get(key), (int, float)) for key in ("step", "step_time_ms"))

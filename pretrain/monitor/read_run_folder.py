@@ -3,10 +3,34 @@
 import contextlib
 import itertools
 import json
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict, TypeGuard
 
+from pretrain.cli import LARGEST_INT
+from pretrain.config.flags.arguments import RunArguments
 from pretrain.errors import ConfigError
+from pretrain.stored_json import build, check_fields, open_regular, read_json, reason_of
+
+_LISTS = ("train_data", "valid_data", "test_data")  # flags that take one or several values
+
+
+class Start(TypedDict, total=False):
+    """The keys of a record in run.json whose types the readers rely on; `run_record` writes it."""
+
+    first_step: int
+    flags: dict[str, Any]
+    deepspeed_config: dict[str, Any]
+    model_config: dict[str, Any]
+    num_parameters: int
+    train_steps: int
+    layout: dict[str, Any]
+    batch: dict[str, Any]
+    data: dict[str, str]
+    layer_times: dict[str, Any] | None
+    cpu_kernels: dict[str, bool] | None
+    versions: dict[str, Any]
+    hosts: list[str]
 
 
 def read_rows(path: Path, offset: int = 0) -> list[dict[str, Any]]:
@@ -17,7 +41,7 @@ def read_rows(path: Path, offset: int = 0) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     if not path.is_file():
         return rows
-    with open(path, "rb") as file:
+    with open_regular(path, largest_bytes=sys.maxsize) as file:
         file.seek(offset)
         for line in file:
             try:
@@ -28,9 +52,24 @@ def read_rows(path: Path, offset: int = 0) -> list[dict[str, Any]]:
     return rows
 
 
-def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """Return the rows of metrics.jsonl."""
-    return read_rows(run / "metrics.jsonl")
+def read_metrics(run: Path, offset: int = 0) -> list[dict[str, Any]]:
+    """Return the rows of metrics.jsonl after the first `offset` bytes that have a step."""
+    return [row for row in read_rows(run / "metrics.jsonl", offset) if _is_step(row.get("step"))]
+
+
+def read_events(run: Path, offset: int = 0) -> list[dict[str, Any]]:
+    """Return the rows of events.jsonl after the first `offset` bytes that have an event and a step."""
+    return [row for row in read_rows(run / "events.jsonl", offset)
+            if isinstance(row.get("event"), str) and _is_step(row.get("step"))]
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Return whether a value of a row is a finite number."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST_INT
+
+
+def _is_step(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < LARGEST_INT
 
 
 def is_evaluated(run: Path, step: int, split: str) -> bool:
@@ -52,15 +91,15 @@ def read_starts(run: Path) -> list[dict[str, Any]]:
     """Return the records of run.json, one per start, the newest last. Raises ConfigError if there are none."""
     path = run / "run.json"
     try:
-        starts = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(str(path), problem=f"cannot read the record that a run writes when it starts ({reason})",
-                          remedy="Name the folder that the run has in --save") from None
-    if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
-        raise ConfigError(str(path), problem="this is not the record that a run writes when it starts",
-                          remedy="Name the folder that the run has in --save")
-    return starts
+        starts = build(list[Annotated[dict[str, Any], Start]], read_json(path))
+        for number, start in enumerate(starts):
+            flags = {name: [value] if name in _LISTS and isinstance(value, str) else value
+                     for name, value in (start.get("flags") or {}).items() if value is not None}
+            check_fields(RunArguments, flags, f"[{number}].flags")
+        return starts
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(path), problem="cannot read the record that a run writes when it starts "
+                          f"({reason_of(error)})", remedy="Name the folder that the run has in --save") from None
 
 
 def newest_start(run: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pretrain.config.profiles import DEFAULT_PROFILE_STEPS, MOST_STEPS
 from pretrain.paths import PROFILE_FILE, SAVE_FILE, STOP_FILE
+from pretrain.stored_json import read_text
 
 
 class ControlFiles:
@@ -50,7 +51,7 @@ class ControlFiles:
             return 0
         text = ""
         with contextlib.suppress(OSError, UnicodeDecodeError):
-            text = self.profile_path.read_text(encoding="utf-8")[:20].strip()
+            text = read_text(self.profile_path)[:20].strip()
         try:
             self.profile_path.unlink()
         except OSError:

@@ -22,8 +22,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from pretrain.distributed.process_info import ENDED, boot_id, pid_namespace, start_time, state_and_start
+from pretrain.stored_json import build, open_regular, parse_json
 
 _NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+_LARGEST_BYTES = 2**16
+_LATEST = 2.0**37  # seconds since 1970: the year 6325; time.gmtime fails for much larger ones
 _ABANDONED_S = 3600.0  # age of a temporary file that no candidate uses any more
 
 
@@ -74,9 +77,9 @@ def read_lease(path: Path) -> Lease | None:
     Opening the file makes NFS fetch its current content and modification time from the server.
     """
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
+        with open_regular(path, largest_bytes=_LARGEST_BYTES) as file:
             status = os.fstat(file.fileno())
-            first, newline, rest = file.read().partition("\n")
+            first, newline, rest = file.read().decode(errors="replace").partition("\n")
     except FileNotFoundError:
         return None
     owner = _parse_owner(first) or Owner("an unknown host", 0, status.st_mtime, 0, "", 0, f"unreadable{status.st_ino}")
@@ -86,15 +89,12 @@ def read_lease(path: Path) -> Lease | None:
 def _parse_owner(line: str) -> Owner | None:
     """Return the owner that the first line of a lease describes; None if it is no such line."""
     try:
-        values = json.loads(line)
-        owner = Owner(**values)
-    except (ValueError, TypeError):
+        values = parse_json(line)
+        owner = build(Owner, values)
+    except ValueError:
         return None
-    if values.keys() != asdict(owner).keys():
-        return None
-    texts, numbers = (owner.host, owner.boot_id, owner.token), (owner.pid, owner.time, owner.process_start)
-    valid = all(isinstance(text, str) for text in texts) and all(isinstance(number, int | float) for number in numbers)
-    return owner if valid and 0 < owner.pid < 2**31 and owner.token.isalnum() else None
+    is_valid = 0 < owner.pid < 2**31 and 0 <= owner.time < _LATEST and owner.token.isalnum() and len(owner.token) < 100
+    return owner if is_valid and values.keys() == asdict(owner).keys() else None
 
 
 class LeaseFile:
@@ -169,8 +169,8 @@ class LeaseFile:
     def beat(self) -> bool:
         """Set the heartbeat. Returns False if another process has taken the lease over. Raises OSError."""
         try:
-            with open(self.path, "r+", encoding="utf-8", errors="replace") as file:
-                if self.owner.token not in file.readline():
+            with open_regular(self.path, "r+b") as file:
+                if self.owner.token.encode() not in file.readline(_LARGEST_BYTES):
                     return False
                 os.utime(file.fileno())  # of the file that was read, even if it has just been replaced
         except FileNotFoundError:  # somebody has deleted the file
@@ -179,10 +179,10 @@ class LeaseFile:
 
     def release(self) -> None:
         """Mark the lease as released, unless it belongs to another process. Raises OSError."""
-        with open(self.path, "r+", encoding="utf-8", errors="replace") as file:
-            if self.owner.token in file.readline():
+        with open_regular(self.path, "r+b") as file:
+            if self.owner.token.encode() in file.readline(_LARGEST_BYTES):
                 file.seek(0, os.SEEK_END)
-                file.write(json.dumps({"released": time.time()}) + "\n")
+                file.write(json.dumps({"released": time.time()}).encode() + b"\n")
 
     def _link(self, path: Path) -> bool:
         """Create `path` with this process's content. Returns False if it exists. Raises OSError."""

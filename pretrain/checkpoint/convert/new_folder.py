@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from pretrain.checkpoint.format.files import FileRecord, free_bytes, sha256_of, write_atomically
 from pretrain.checkpoint.format.manifest import MANIFEST
 from pretrain.errors import ConfigError
 from pretrain.paths import check_folder
+from pretrain.stored_json import build, read_object
 from pretrain.sync import fsync
 
 # file in the output folder: the name of the conversion, the SHA-256 of the checkpoint's manifest, size and SHA-256 of
@@ -173,11 +174,10 @@ def _already_exists_error(out: Path, accepted: str) -> ConfigError:
 def _is_same_conversion(out: Path, source: dict[str, str]) -> bool:
     """Return whether the SOURCE file of `out` matches `source`, and every file has its recorded size."""
     try:
-        found: dict[str, Any] = json.loads((out / SOURCE).read_text(encoding="utf-8"))
-        files = found.pop("files")
-        return found == source and all((out / name).stat().st_size == record["bytes"]
-                                       for name, record in files.items())
-    except (OSError, ValueError, KeyError, TypeError):
+        found = read_object(out / SOURCE)
+        files = build(dict[str, FileRecord], found.pop("files", None))
+        return found == source and all((out / name).stat().st_size == record.bytes for name, record in files.items())
+    except (OSError, ValueError):
         return False
 
 

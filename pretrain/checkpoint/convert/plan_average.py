@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pretrain.checkpoint.convert.new_folder import check_new_folder
-from pretrain.checkpoint.format.manifest import MANIFEST, NOT_FINITE, Manifest, complete_checkpoints, step_of
+from pretrain.checkpoint.format.manifest import (
+    MANIFEST,
+    NOT_FINITE,
+    AveragedRecord,
+    Manifest,
+    complete_checkpoints,
+    step_of,
+)
 from pretrain.checkpoint.load.select import find_checkpoint, find_checkpoints_folder, is_checkpoint, tokenizer_of
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import ConfigError
@@ -21,7 +28,7 @@ class AveragedCheckpoint:
     manifest: Manifest
     weight: float  # the weights of all checkpoints sum to 1
 
-    def record(self) -> dict[str, str | int | float]:
+    def record(self) -> AveragedRecord:
         """Return the entry of the new manifest's `averaged`."""
         return {"folder": str(self.folder.absolute()), "step": self.manifest.step, "weight": self.weight,
                 "manifest_sha256": hashlib.sha256((self.folder / MANIFEST).read_bytes()).hexdigest()}

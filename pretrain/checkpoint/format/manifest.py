@@ -13,17 +13,60 @@ import stat
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 from pretrain.checkpoint.format.files import FileRecord
+from pretrain.config.flags.overrides import OverrideRecord
 from pretrain.config.layout import Layout
+from pretrain.config.saved_model import Branch, Origin
+from pretrain.config.schedules.schedule import Schedule
+from pretrain.data.samples.dataset import DataRecord
 from pretrain.errors import ConfigError, printable, shorten
+from pretrain.model.init_methods import Initialization
+from pretrain.stored_json import build, parse_json, read_text, reason_of
 
 MANIFEST = "manifest.json"
 LATEST_FILE = "latest"  # in the checkpoints folder: the name of the newest checkpoint, for plain DeepSpeed
 NOT_FINITE = "the weights or optimizer states have NaN or infinite values"  # in messages about such a checkpoint
 _FOLDER_NAME = re.compile(r"global_step(\d+)")
 _HASH_KEY = "sha256"
+
+
+class _TypeAndParams(TypedDict, total=False):
+    """A block "optimizer" or "scheduler" of the DeepSpeed JSON."""
+
+    type: str
+    params: dict[str, Any] | None
+
+
+class _RecipeStates(TypedDict, total=False):
+    """State of each `RecipePart` of engine/recipe/."""
+
+    early_stopping: "_EarlyStoppingState | None"
+    adaptive_clipping: list[float] | None
+    noise_scale: list[float] | None
+
+
+class _EarlyStoppingState(TypedDict):
+    best: float | None
+    best_step: int
+    evaluations: int
+
+
+@dataclass(frozen=True)
+class _Dropouts:
+    embedding_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    residual_dropout: float = 0.0
+
+
+class AveragedRecord(TypedDict):
+    """A checkpoint of an average."""
+
+    folder: str
+    step: int
+    weight: float
+    manifest_sha256: str
 
 
 @dataclass(frozen=True)
@@ -40,7 +83,7 @@ class Manifest:
     grad_accum_dtype: str | None
     offload_optimizer: str
     offload_param: str
-    optimizer: dict[str, Any]  # type and params
+    optimizer: Annotated[dict[str, Any], _TypeAndParams]
     global_batch_size: int
     seed: int
     seq_length: int
@@ -50,23 +93,23 @@ class Manifest:
     versions: dict[str, str]
     eval_loss: float | None = None  # validation loss at this step; None: no evaluation at this step, or not finite
     loss_scale: dict[str, float] | None = None  # state of fp16's loss scaler; None: another precision
-    recipe_states: dict[str, Any] = field(default_factory=dict)  # of engine.recipe.recipe_states; {}: no state
-    initialization: dict[str, Any] = field(default_factory=dict)  # fields of Initialization
+    recipe_states: Annotated[dict[str, Any], _RecipeStates] = field(default_factory=dict)  # {}: no state
+    initialization: Annotated[dict[str, Any], Initialization] = field(default_factory=dict)
     no_weight_decay: list[str] = field(default_factory=list)  # the patterns of --no_weight_decay, sorted
-    dropouts: dict[str, Any] = field(default_factory=dict)  # of ModelConfig; {}: as in `model`
+    dropouts: Annotated[dict[str, Any], _Dropouts] = field(default_factory=dict)  # {}: as in `model`
     scheduler: str = ""  # type of the JSON's scheduler, or SCHEDULED_BY_FLAGS
     document_attention: bool = False
     save_id: str = ""  # distinguishes two saves of the same step
     finite: bool | None = None  # whether weights and optimizer states have neither NaN nor infinity; None: not recorded
     weights_only: bool = False  # the checkpoint has no optimizer states and no data position: imported weights
-    origin: dict[str, str] | None = None  # source of the weights at step 0, see config.saved_model.Origin; None: random
-    averaged: list[dict[str, Any]] = field(default_factory=list)  # checkpoints whose average this is: see plan_average
-    data: dict[str, Any] | None = None  # of data.dataset.SampleDataset.record; None: an older manifest
+    origin: Annotated[dict[str, str], Origin] | None = None  # source of the weights at step 0; None: random
+    averaged: list[AveragedRecord] = field(default_factory=list)  # checkpoints whose average this is
+    data: Annotated[dict[str, Any], DataRecord] | None = None  # None: an older manifest
     schedule: dict[str, Any] | None = None  # fields of Schedule, or the JSON's scheduler; None: an older manifest
     schedule_flags: dict[str, Any] = field(default_factory=dict)  # flags or JSON keys that planned `schedule`
     recipe: dict[str, Any] = field(default_factory=dict)  # gradient clipping, and the flags in RECIPE_FLAGS
-    overrides: list[dict[str, Any]] = field(default_factory=list)  # changes by --override so far: Change.record
-    lineage: list[dict[str, Any]] = field(default_factory=list)  # branches: Branch.record, the oldest first
+    overrides: list[OverrideRecord] = field(default_factory=list)  # changes by --override so far
+    lineage: list[Annotated[dict[str, Any], Branch]] = field(default_factory=list)  # branches, the oldest first
     tensor_parallel_size: int = 1
     sequence_parallel_size: int = 1
     expert_parallel_size: int = 1
@@ -111,20 +154,37 @@ class Manifest:
         Raises ValueError if the text is no JSON object, if its hash does not match, if a field is missing or malformed,
         or if a file is outside the checkpoint folder.
         """
-        values = json.loads(text)
+        values = parse_json(text)
         if not isinstance(values, dict) or _HASH_KEY not in values:
             raise ValueError("it is not a JSON object with the key sha256")
         if _with_hash({key: value for key, value in values.items() if key != _HASH_KEY}) != text:
             raise ValueError("its content does not match the SHA-256 in it")
-        try:
-            values["files"] = {name: FileRecord(**record) for name, record in values["files"].items()}
-            manifest = cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"a field is missing or malformed: {error}") from None
+        manifest = build(cls, {f.name: values[f.name] for f in fields(cls) if f.name in values})
+        _check_schedule(manifest.schedule)
+        for name in _COUNTS:
+            if getattr(manifest, name) < (0 if name in _MAY_BE_0 else 1):
+                raise ValueError(f"{name} is {getattr(manifest, name)}")
         for name in manifest.files:
             if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
                 raise ValueError(f"it names a file outside the checkpoint folder: {name}")
         return manifest
+
+
+_MAY_BE_0 = ("step", "consumed_samples", "zero_stage", "seed")
+_COUNTS = (*_MAY_BE_0, "world_size", "data_parallel_size", "pipeline_stages", "tensor_parallel_size",
+           "sequence_parallel_size", "expert_parallel_size", "global_batch_size", "seq_length")
+
+
+def _check_schedule(values: dict[str, Any] | None) -> None:
+    """Raise ValueError unless these are fields of Schedule, or the scheduler of a JSON.
+
+    `schedule_from_json` reports fields and kinds that a later version has written.
+    """
+    known = {f.name for f in fields(Schedule)}
+    if values is not None and "kind" in values:
+        build(Schedule, {key: value for key, value in values.items() if key in known}, "schedule")
+    elif values is not None:
+        build(_TypeAndParams, values, "schedule")
 
 
 def _with_hash(values: dict[str, Any]) -> str:
@@ -146,10 +206,10 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        manifest = Manifest.from_json(path.read_bytes().decode())
+        manifest = Manifest.from_json(read_text(path))
     except (OSError, ValueError) as error:
-        problem = f"the manifest cannot be read: {error.strerror}" if isinstance(error, OSError) else \
-            f"the manifest is damaged: {error}"
+        what = "cannot be read" if isinstance(error, OSError) else "is damaged"
+        problem = f"the manifest {what}: {reason_of(error)}"
         raise ConfigError(str(path), problem=problem, remedy="use another checkpoint") from None
     if step_of(folder) not in (-1, manifest.step):
         problem = f"the manifest is of step {manifest.step}, but the folder's name says step {step_of(folder)}"
@@ -250,7 +310,7 @@ def no_good_checkpoint(checkpoints: Path, reasons: list[str]) -> ConfigError:
 def latest_name(checkpoints: Path) -> str:
     """Return the checkpoint's name in `latest`, or "". After a resume from an older step, it is not the newest one."""
     try:
-        return (checkpoints / LATEST_FILE).read_text(encoding="utf-8").strip()
+        return read_text(checkpoints / LATEST_FILE).strip()
     except (OSError, ValueError):
         return ""
 
@@ -259,7 +319,7 @@ def latest_problem(checkpoints: Path, newest: Path) -> str | None:
     """Return why plain DeepSpeed, which reads the file `latest`, would not load `newest`; None if it would."""
     path = checkpoints / LATEST_FILE
     try:
-        name = path.read_text(encoding="utf-8").strip()
+        name = read_text(path).strip()
     except FileNotFoundError:
         return f"{path}: there is no such file, and plain DeepSpeed reads it"
     except (OSError, ValueError) as error:

@@ -12,7 +12,7 @@ from typing import Any
 
 from pretrain.config.layout import DTYPE_BYTES
 from pretrain.errors import ConfigError, shorten
-from pretrain.model.config_keys import without_duplicates
+from pretrain.stored_json import parse_json
 
 Shape = tuple[int, ...]
 # dtypes that weights may have: name in the header -> our name
@@ -52,10 +52,10 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
                                   remedy="`git lfs pull` in its repository downloads them")
             if size < 8 or length > min(_LARGEST_HEADER, size - 8):
                 raise _damaged(path, f"the file has {size} bytes, which is less than its header needs")
-            values = json.loads(file.read(length), object_pairs_hook=without_duplicates)
+            values = parse_json(file.read(length))
     except OSError as error:
         raise ConfigError(str(path), problem=f"it cannot be read: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         if isinstance(error, ConfigError):
             raise
         raise _damaged(path, f"the header is not valid JSON ({error})") from None

@@ -1,9 +1,7 @@
 """Find the checkpoint of another run that --resume_from names, and record the branch. Imports no torch."""
 
 import os
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from pretrain.checkpoint.format.manifest import (
     NOT_FINITE,
@@ -16,23 +14,10 @@ from pretrain.checkpoint.format.manifest import (
 from pretrain.checkpoint.load.init_from import manifest_fingerprint
 from pretrain.checkpoint.load.select import find_checkpoints_folder, is_checkpoint
 from pretrain.config.flags.arguments import RunArguments
+from pretrain.config.saved_model import Branch
 from pretrain.errors import ConfigError, shorten
 
 _REMEDY = "name a run folder, RUN@STEP, or a global_stepN folder"
-
-
-@dataclass(frozen=True)
-class Branch:
-    """A checkpoint of another run, with which a run began."""
-
-    run: str  # absolute path of the run folder; of a single checkpoint: of the folder that holds it
-    step: int
-    folder: str  # absolute path of the checkpoint
-    fingerprint: str  # SHA-256 of its manifest
-
-    def record(self) -> dict[str, Any]:
-        """Return the entry of run.json, of the manifest, and of the event "branch"."""
-        return asdict(self)
 
 
 def find_branch(args: RunArguments) -> tuple[Path, Manifest, list[str]]:

@@ -4,7 +4,6 @@
 at a time, under this project's names.
 """
 
-import json
 import mmap
 from collections import Counter
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ from pretrain.model.config import ModelConfig, load_model_config
 from pretrain.model.families.family import TensorRule
 from pretrain.model.families.table import FAMILIES
 from pretrain.model.hf_names import HEAD, names_in_model
+from pretrain.stored_json import read_json
 
 if TYPE_CHECKING:
     import torch
@@ -128,13 +128,13 @@ def _read_headers(folder: Path) -> tuple[dict[str, StoredTensor], tuple[str, ...
 def _read_index(path: Path) -> dict[str, str]:
     """Return the map from tensors to files of a model.safetensors.index.json."""
     try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = read_json(path)["weight_map"]
         valid = bool(weight_map) and all(isinstance(file, str) and file.endswith(".safetensors")
                                          and Path(file).name == file and len(file.encode()) <= _LONGEST_NAME
                                          for file in weight_map.values())
     except OSError as error:
         raise ConfigError(str(path), problem=f"it cannot be read: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         valid = False
     if not valid:
         raise ConfigError(str(path), problem='it is not a JSON object with a "weight_map" from tensors to '

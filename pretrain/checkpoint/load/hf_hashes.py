@@ -1,15 +1,21 @@
 """Hash the weights files of a transformers folder, and compare them with recorded hashes. Imports no torch."""
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TypedDict
 
 from pretrain.checkpoint.format.files import FileRecord, sha256_of
 from pretrain.checkpoint.load.hf_folder import HFFolder
 from pretrain.errors import ConfigError
+from pretrain.stored_json import build, read_json
 from pretrain.terminal.progress import ProgressBar
+
+
+class _Source(TypedDict):
+    files: dict[str, FileRecord]
+
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -26,9 +32,9 @@ def expected_hashes(folder: Path, files: tuple[str, ...]) -> dict[str, str]:
         if path.is_symlink() and _SHA256.fullmatch(path.resolve().name):
             recorded[file] = path.resolve().name
     try:
-        source = json.loads((folder / "source.json").read_text(encoding="utf-8"))["files"]
-        recorded |= {file: source[file]["sha256"] for file in files if file in source}
-    except (OSError, ValueError, KeyError, TypeError):
+        source = build(_Source, read_json(folder / "source.json"))
+        recorded |= {file: source["files"][file].sha256 for file in files if file in source["files"]}
+    except (OSError, ValueError):
         pass  # the folder was not written by this program
     return recorded
 

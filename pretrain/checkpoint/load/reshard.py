@@ -6,7 +6,6 @@ memory-mapped files directly into the engine's tensors. No tensor is gathered or
 
 import contextlib
 import hashlib
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from pretrain.checkpoint.load.reader import FP32, SCHEDULED_SETTINGS, Checkpoint
 from pretrain.checkpoint.load.stored import optimizer_family, state_name
 from pretrain.distributed.collectives import gather
 from pretrain.errors import ConfigError
+from pretrain.stored_json import parse_json
 from pretrain.terminal.progress import ProgressBar
 
 # families of optimizers that update a weight from its own gradient and states alone; their tensors can be divided
@@ -105,10 +105,13 @@ def same_shards(engine: DeepSpeedEngine, folder: Path) -> bool:
 
 
 def _fragments_in(index: str) -> Any:
-    """Return the values of a shard index that `same_shards` compares."""
-    values = json.loads(index)
-    return [values.get("optimizer"), [[tensor[key] for key in ("group", "weights", "fragments")]
-                                      for tensor in values.get("tensors", [])]]
+    """Return the values of a shard index that `same_shards` compares; None for text that is no shard index."""
+    try:
+        values = parse_json(index)
+        return [values.get("optimizer"), [[tensor[key] for key in ("group", "weights", "fragments")]
+                                          for tensor in values.get("tensors", [])]]
+    except (ValueError, AttributeError, KeyError, TypeError):
+        return None
 
 
 def _check_optimizer(engine: DeepSpeedEngine, reader: CheckpointReader) -> None:

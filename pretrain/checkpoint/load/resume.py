@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, checkpoint_folders, newest_good
 from pretrain.checkpoint.format.run_manifest import tokenizer_fingerprint
-from pretrain.checkpoint.load.branch import Branch, branch_of, check_same_branch, find_branch
+from pretrain.checkpoint.load.branch import branch_of, check_same_branch, find_branch
 from pretrain.checkpoint.load.changes import changes_of
 from pretrain.checkpoint.load.init_from import check_origin
 from pretrain.checkpoint.load.kept_schedule import keep_schedule, schedule_for_length
@@ -20,7 +20,7 @@ from pretrain.checkpoint.load.same_data import (
 from pretrain.config.flags.overrides import OVERRIDES, Change, named_overrides
 from pretrain.config.initialization import reject_initial_values
 from pretrain.config.layout import Layout
-from pretrain.config.saved_model import check_same_parameters
+from pretrain.config.saved_model import Branch, check_same_parameters
 from pretrain.config.validate import Plan
 from pretrain.errors import ConfigError
 from pretrain.model.config import model_config_from

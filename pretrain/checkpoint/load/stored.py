@@ -1,6 +1,5 @@
 """Location of each parameter in the files of a checkpoint, as its shard indexes record it."""
 
-import json
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -10,6 +9,7 @@ from pretrain.checkpoint.format.fragments import FileLocation
 from pretrain.checkpoint.format.shard_index import FORMAT_WITH_PARTS
 from pretrain.errors import ConfigError
 from pretrain.model.parallel.parts import Part
+from pretrain.stored_json import read_object
 
 # class name of an optimizer -> name of its family; optimizers of one family have the same states
 _FAMILIES = {"FusedAdam": "Adam", "DeepSpeedCPUAdam": "Adam", "AdamW": "Adam", "FusedLion": "Lion",
@@ -76,7 +76,7 @@ def read_shard_indexes(folder: Path) -> StoredParameters:
 
 def _add_index(found: StoredParameters, path: Path) -> None:
     try:
-        index = json.loads(path.read_text(encoding="utf-8"))
+        index = read_object(path)
         index_format = index.get("format", 1)
         if index_format in (1, FORMAT_WITH_PARTS):
             found.optimizer = index["optimizer"]

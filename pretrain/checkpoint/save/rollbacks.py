@@ -15,6 +15,7 @@ from pretrain.checkpoint.format.files import write_atomically
 from pretrain.checkpoint.format.manifest import Manifest, complete_checkpoints, manifest_or_error, step_of
 from pretrain.checkpoint.save.commit import TEMPORARY, write_latest
 from pretrain.errors import ConfigError
+from pretrain.stored_json import build, parse_json, read_text, reason_of
 from pretrain.sync import fsync
 
 ROLLBACKS = "rollbacks.jsonl"  # in the run folder: one line for each rollback of the whole run
@@ -40,18 +41,18 @@ def read_rollbacks(checkpoints: Path) -> list[Rollback]:
     """Return all rollbacks of the run, the oldest first. Raises ConfigError if the record is damaged."""
     path = checkpoints.parent / ROLLBACKS
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_text(path).splitlines()
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
-        raise ConfigError(str(path), problem=f"the record of rollbacks cannot be read: {error}",
+        raise ConfigError(str(path), problem=f"the record of rollbacks cannot be read: {reason_of(error)}",
                           remedy=_REMEDY) from None
     found = []
     for number, line in enumerate(lines, 1):
         try:
-            found.append(Rollback(**json.loads(line)))
-        except (ValueError, TypeError, RecursionError):
-            raise ConfigError(f"{path}:{number}", problem="the record of a rollback is damaged",
+            found.append(build(Rollback, parse_json(line)))
+        except ValueError as error:
+            raise ConfigError(f"{path}:{number}", problem=f"the record of a rollback is damaged: {error}",
                               remedy=_REMEDY) from None
     return found
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.checkpoint.format.manifest import newest_step
-from pretrain.monitor.read_run_folder import read_rows
+from pretrain.monitor.read_run_folder import is_number, read_events, read_metrics
 
 _FILES = ("events.jsonl", "metrics.jsonl")
 
@@ -48,10 +48,10 @@ def file_sizes(run: Path) -> dict[str, int]:
 
 def read_progress(run: Path, sizes_before: Mapping[str, int]) -> RunProgress:
     """Read the rows that a start has appended. `sizes_before`: result of `file_sizes` before the start."""
-    events, metrics = (read_rows(run / name, sizes_before[name]) for name in _FILES)
+    events, metrics = read_events(run, sizes_before[_FILES[0]]), read_metrics(run, sizes_before[_FILES[1]])
     kept_step = newest_step(run / "checkpoints")
     first_step = next((event["step"] for event in events if event["event"] == "start"), kept_step)
-    return RunProgress(events, [row for row in metrics if "step_time_ms" in row], first_step, kept_step)
+    return RunProgress(events, [row for row in metrics if is_number(row.get("step_time_ms"))], first_step, kept_step)
 
 
 def kept_step_seconds(progress: RunProgress) -> dict[int, float]:
@@ -64,7 +64,7 @@ def kept_step_seconds(progress: RunProgress) -> dict[int, float]:
     done, last = progress.first_step, 0.0
     for row in progress.steps:
         last = row["step_time_ms"] / 1e3
-        seconds.update(dict.fromkeys(range(min(done + 1, row["step"]), row["step"] + 1), last))
+        seconds.update(dict.fromkeys(range(min(done + 1, row["step"]), min(row["step"], progress.kept_step) + 1), last))
         done = row["step"]
     if last:
         seconds.update(dict.fromkeys(range(done + 1, progress.kept_step + 1), last))

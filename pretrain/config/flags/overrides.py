@@ -1,7 +1,7 @@
 """Names of --override: the settings of a checkpoint that a resume or a branch may change when they are named."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.errors import ConfigError
@@ -27,6 +27,10 @@ RECIPE_FLAGS = {"label_smoothing": "loss", "z_loss": "loss", "router_aux_loss": 
                 "batch_schedule": "batch"}
 
 
+# entry of run.json, of the manifest and of the event "override"
+OverrideRecord = TypedDict("OverrideRecord", {"step": int, "name": str, "setting": str, "from": Any, "to": Any})
+
+
 @dataclass(frozen=True)
 class Change:
     """A setting that differs between a checkpoint and the run that continues from it."""
@@ -36,8 +40,8 @@ class Change:
     before: Any  # in the checkpoint
     now: Any
 
-    def record(self, step: int) -> dict[str, Any]:
-        """Return the entry of run.json, of the manifest and of the event "override"."""
+    def record(self, step: int) -> OverrideRecord:
+        """Return the entry about a change after `step`."""
         return {"step": step, "name": self.name, "setting": self.setting, "from": self.before, "to": self.now}
 
 

@@ -13,9 +13,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from pretrain.stored_json import build, parse_json, read_text, reason_of
+
 BLOCK_BYTES = 2**24
 _CHUNK_BYTES = 2**20  # bytes read before they are hashed: few, so that they are still in the CPU's cache
-_LARGEST_FILE_BYTES = 2**28  # of PREFIX.sha256.json; 10 TB of tokens need 40 MB
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,7 @@ class DataHashes:
     @classmethod
     def from_json(cls, text: str) -> "DataHashes":
         """Parse the text of PREFIX.sha256.json. Raises ValueError if it is damaged."""
-        values = json.loads(text)
-        if not isinstance(values, dict):
-            raise ValueError("it is not a JSON object")
+        values = build(dict[str, Any], parse_json(text))
         numbers = [values.get("bin_bytes"), values.get("bin_mtime_ns"), values.get("idx_bytes", 0),
                    values.get("idx_mtime_ns", 0)]
         blocks, idx = values.get("block_sha256"), values.get("idx_sha256")
@@ -99,15 +98,11 @@ def hashes_path(prefix: str | Path) -> Path:
 def read_hashes(path: Path) -> DataHashes | None:
     """Read PREFIX.sha256.json. Returns None if there is no such file. Raises ValueError if it cannot be used."""
     try:
-        if path.stat().st_size > _LARGEST_FILE_BYTES:
-            raise ValueError("it is too large")
-        return DataHashes.from_json(path.read_text(encoding="utf-8"))
+        return DataHashes.from_json(read_text(path))
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise ValueError(error.strerror or str(error)) from None
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError(reason_of(error)) from None
 
 
 def write_hashes(path: Path, hashes: DataHashes) -> None:

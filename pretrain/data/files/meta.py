@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.errors import ConfigError
+from pretrain.stored_json import read_object, reason_of
 
 _REWRITE = "write it again with tools/prepare_data.py"
 
@@ -28,14 +29,12 @@ def read_meta(prefix: str | Path) -> dict[str, Any] | None:
     """
     path = meta_path(prefix)
     try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
+        meta = read_object(path)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(str(path), problem=f"it cannot be read as JSON: {reason}", remedy=_REWRITE) from None
-    if not isinstance(meta, dict):
-        raise ConfigError(str(path), found=type(meta).__name__, expected="a JSON object", remedy=_REWRITE)
+    except (OSError, ValueError) as error:
+        problem = f"it cannot be read as JSON: {reason_of(error)}"
+        raise ConfigError(str(path), problem=problem, remedy=_REWRITE) from None
     for key, (is_valid, expected) in _META_CHECKS.items():
         value = meta.get(key)
         if value is not None and (isinstance(value, bool) or not is_valid(value)):

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.errors import ConfigError
+from pretrain.stored_json import read_object
 from pretrain.sync import fsync, write_synced
 
 FILES = ("tokens", "lengths", "digests", "blocks")
@@ -117,10 +118,10 @@ def partial_path(out: str) -> Path:
 def read_state(out: str) -> dict[str, Any] | None:
     """Return the state of an earlier preparation that was stopped; None if there is none that can be resumed."""
     try:
-        state = json.loads((partial_path(out) / _STATE).read_bytes())
+        state = read_object(partial_path(out) / _STATE)
     except (OSError, ValueError):
         return None
-    return state if isinstance(state, dict) and state.get("version") == _VERSION else None
+    return state if state.get("version") == _VERSION else None
 
 
 def _lock_folder(folder: Path) -> int:

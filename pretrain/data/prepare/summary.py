@@ -1,11 +1,11 @@
 """The summary of a prepared data set: PREFIX.summary.json, and the same as text."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pretrain.data.prepare.statistics import Statistics
+from pretrain.stored_json import read_object
 
 _BAR = 40  # characters
 _SHOWN_PLACES = 5
@@ -37,9 +37,8 @@ def make_summary(statistics: Statistics, *, unknown_token: int | None, duplicate
 
 
 def read_summary(prefix: str | Path) -> dict[str, Any]:
-    """Read PREFIX.summary.json."""
-    summary: dict[str, Any] = json.loads(Path(f"{prefix}.summary.json").read_text(encoding="utf-8"))
-    return summary
+    """Read PREFIX.summary.json. Raises OSError and ValueError."""
+    return read_object(Path(f"{prefix}.summary.json"))
 
 
 def summary_text(prefix: str | Path) -> str:

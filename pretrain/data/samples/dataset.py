@@ -4,7 +4,7 @@ The samples depend on the data, the settings and the index only: not on ranks, b
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,30 @@ Indices = Sequence[int] | npt.NDArray[np.int64]
 
 PADDING = -1
 """in samples: no token. Padding ends a sample; the loader excludes it from the loss"""
+
+
+class DataRecord(TypedDict, total=False):
+    """The facts about the data that a checkpoint records besides the fingerprint: of one source, or of each source."""
+
+    sha256: str | None
+    bin_bytes: int
+    bin_mtime_ns: int
+    idx_bytes: int
+    first_token: int
+    last_token: int
+    sample_order: str
+    order_samples: int
+    packing: str
+    prefix: str  # of one of several sources
+    sources: "list[DataRecord]"  # in the order of `SampleDataset.sources`
+    proportions: "list[Proportions]"
+
+
+class Proportions(TypedDict):
+    """Fraction of each source in the samples from this one on."""
+
+    from_samples: int
+    weights: list[float]
 
 
 class SampleDataset(Protocol):
@@ -47,11 +71,7 @@ class SampleDataset(Protocol):
         """SHA-256 of data and settings. These and the seed determine the samples."""
 
     def record(self) -> dict[str, Any]:
-        """Return the facts about the data that a checkpoint records besides the fingerprint.
-
-        One source: its sha256, bin_bytes, bin_mtime_ns, first_token and last_token. Several: "sources" has these facts
-        for each of `sources`, in the same order.
-        """
+        """Return a DataRecord."""
 
 
 def source_records(dataset: SampleDataset) -> list[tuple[IndexedDataset, dict[str, Any]]]:

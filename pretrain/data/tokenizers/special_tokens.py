@@ -1,6 +1,5 @@
 """Find the special tokens of a tokenizer in the JSON files next to it, as transformers does."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from pretrain import stored_json
 from pretrain.errors import ConfigError
 
 CONFIG_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -76,11 +76,8 @@ def _eos_of_model(folder: Path, vocab_size: int) -> int | None:
 def read_object(path: Path) -> dict[str, Any]:
     """Read a JSON object. Return {} if there is no such file. Raises ConfigError for any other content."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        return stored_json.read_object(path)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(str(path), problem=f"it is not a JSON object: {error}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(str(path), problem=f"it is not a JSON object: it is a JSON {type(values).__name__}")
-    return values
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(path), problem=f"it is not a JSON object: {stored_json.reason_of(error)}") from None

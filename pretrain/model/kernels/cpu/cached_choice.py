@@ -14,6 +14,7 @@ import torch
 from pretrain.distributed.device import cpu_name, instruction_limits
 from pretrain.model.kernels.cpu.choice import FAMILIES, KernelChoice, measure_choice, right_in_c
 from pretrain.model.kernels.cpu.library import cpu_features, library_folder, library_name
+from pretrain.stored_json import read_json
 
 
 def fastest_choice() -> KernelChoice:
@@ -45,8 +46,8 @@ def _path() -> Path:
 def _read(path: Path) -> KernelChoice | None:
     """Return the choice in a file; None if the file is missing or damaged."""
     try:
-        return parse_choice(json.loads(path.read_text(encoding="utf-8"))["in_c"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return parse_choice(read_json(path)["in_c"])
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 

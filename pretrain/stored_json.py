@@ -1,0 +1,176 @@
+"""Read JSON files that this program wrote earlier, and check them against the types that describe their content.
+
+Such a file may have been damaged or replaced since. The functions raise OSError if it cannot be read and ValueError if
+its content is wrong, whatever the file is: a FIFO, a device, very large, nested deeply.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import json
+import os
+import stat
+import types
+import typing
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO, TypeVar
+
+from pretrain.errors import shorten
+
+LARGEST_BYTES = 2**28  # 10 TB of tokens need 40 MB of hashes; the shard index of a rank is smaller
+_DEEPEST = 60  # levels; json.dumps and json.loads fail at about 1,000
+_SCALARS: dict[Any, tuple[tuple[type, ...], str]] = {
+    bool: ((bool,), "true or false"), int: ((int,), "a whole number"), float: ((int, float), "a number"),
+    str: ((str,), "a string"), type(None): ((type(None),), "null"), dict: ((dict,), "an object"),
+    list: ((list,), "a list")}
+_T = TypeVar("_T")
+
+
+@contextlib.contextmanager
+def open_regular(path: Path, mode: str = "rb", *, largest_bytes: int = LARGEST_BYTES) -> Iterator[BinaryIO]:
+    """Open a regular file. Raises OSError, also for other kinds of files and for too large ones. Never waits."""
+    flags = os.O_RDWR if "+" in mode else os.O_RDONLY
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)  # without O_NONBLOCK, a FIFO waits for a writer
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        if status.st_size > largest_bytes:
+            raise OSError(errno.EFBIG, f"it has {status.st_size:,} bytes, and at most {largest_bytes:,} are read",
+                          str(path))
+        with open(descriptor, mode, closefd=False) as file:
+            yield typing.cast(BinaryIO, file)
+    finally:
+        os.close(descriptor)
+
+
+def read_text(path: Path, *, largest_bytes: int = LARGEST_BYTES) -> str:
+    """Return the content of a regular file. Raises OSError, and ValueError if it is not UTF-8."""
+    with open_regular(path, largest_bytes=largest_bytes) as file:
+        return file.read().decode()
+
+
+def read_json(path: Path) -> Any:
+    """Return the content of a JSON file. Raises OSError and ValueError."""
+    return parse_json(read_text(path))
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file. Raises OSError, and ValueError for other content."""
+    return build(dict[str, Any], read_json(path))
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return a JSON value. Raises ValueError for invalid JSON, a repeated key, and deep nesting."""
+    try:
+        value = json.loads(text, object_pairs_hook=without_duplicates)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    level = [value]
+    for _ in range(_DEEPEST):
+        level = [child for each in level if isinstance(each, (dict, list))
+                 for child in (each.values() if isinstance(each, dict) else each) if isinstance(child, (dict, list))]
+        if not level:
+            return value
+    raise ValueError("it is nested too deeply")
+
+
+def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build a dict from a JSON object. Raises ValueError if a key is repeated."""
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        twice = min(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f'it has the key "{shorten(twice)}" twice')
+    return result
+
+
+def reason_of(error: OSError | ValueError) -> str:
+    """Return why a file was not read, as part of a sentence."""
+    return getattr(error, "strerror", None) or str(error)
+
+
+def build(kind: type[_T], value: Any, where: str = "") -> _T:
+    """Return a JSON value as a value of the type `kind`. Raises ValueError, which names the part that is wrong.
+
+    `kind` is a dataclass, a TypedDict, or a type made of these, scalars, dict, list, tuple[X, ...], | and Any. A
+    dataclass takes no unknown keys, a TypedDict ignores them. `Annotated[X, Y]` is an X whose content is that of a Y.
+    """
+    return typing.cast(_T, _build(kind, value, where))
+
+
+def check_fields(kind: type, values: dict[str, Any], where: str = "") -> None:
+    """Raise ValueError unless the values have the types of the fields of a dataclass. Unknown keys are ignored."""
+    hints, _ = _fields_of(kind)
+    for key in values.keys() & hints.keys():
+        _build(hints[key], values[key], _join(where, key))
+
+
+def _build(kind: Any, value: Any, where: str) -> Any:
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if kind in (Any, object):
+        return value
+    if origin is Annotated:
+        for content in args[1:]:
+            _build(content, value, where)
+        return _build(args[0], value, where)
+    if origin in (typing.Union, types.UnionType):
+        return _build_union(args, value, where)
+    if dataclasses.is_dataclass(kind) or typing.is_typeddict(kind):
+        return _build_fields(kind, _check(dict, value, where), where)
+    if origin is dict:
+        return {_build(args[0], key, where): _build(args[1], each, _join(where, key))
+                for key, each in _check(dict, value, where).items()}
+    if origin in (list, tuple):
+        items = (_build(args[0], each, f"{where}[{number}]")
+                 for number, each in enumerate(_check(list, value, where)))
+        return list(items) if origin is list else tuple(items)
+    return _check(kind, value, where)
+
+
+def _build_union(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
+    """Return the value as the first type that it has. Raises the error of that with the value's own JSON type."""
+    errors = []
+    for kind in kinds:
+        try:
+            return _build(kind, value, where)
+        except ValueError as error:
+            errors.append(str(error))
+    raise ValueError(max(errors, key=len) if isinstance(value, (dict, list)) else errors[0])
+
+
+def _build_fields(kind: Any, values: dict[str, Any], where: str) -> Any:
+    hints, required = _fields_of(kind)
+    for key in sorted(required - values.keys()):
+        raise ValueError(f"{_join(where, key)} is missing")
+    known = {key: _build(hints[key], value, _join(where, key)) for key, value in values.items() if key in hints}
+    if typing.is_typeddict(kind):
+        return {**values, **known}
+    for key in sorted(values.keys() - hints.keys()):
+        raise ValueError(f"{_join(where, shorten(key))} is not a key of it")
+    return kind(**known)
+
+
+@cache
+def _fields_of(kind: Any) -> tuple[dict[str, Any], frozenset[str]]:
+    """Return the type of each field, and the names of those without a default."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    if typing.is_typeddict(kind):
+        return hints, frozenset(kind.__required_keys__)
+    fields = {f.name: f for f in dataclasses.fields(kind)}
+    return {name: hints[name] for name in fields}, frozenset(
+        name for name, f in fields.items() if f.default is f.default_factory is dataclasses.MISSING)
+
+
+def _check(kind: Any, value: Any, where: str) -> Any:
+    accepted, expected = _SCALARS[kind]
+    is_bool = isinstance(value, bool) and bool not in accepted
+    if not isinstance(value, accepted) or is_bool or (isinstance(value, int) and not -2**63 <= value < 2**64):
+        raise ValueError(f"{where or 'it'} is {shorten(json.dumps(value), 60)} instead of {expected}")
+    return value
+
+
+def _join(where: str, key: str) -> str:
+    return f"{where}.{shorten(key, 60)}" if where else shorten(key, 60)
