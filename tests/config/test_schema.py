@@ -267,3 +267,29 @@ def test_file_names_match_the_contents() -> None:
 def test_every_file_of_ds_configs_is_in_the_table() -> None:
     table = (CONFIGS[0].parent / "README.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^\| `(\w+)\.json`", table, re.MULTILINE)) == {path.stem for path in CONFIGS}
+
+
+def _features() -> list[tuple[str, str, list[str]]]:
+    """Return (feature, what the page says, its keys) for each row of ds_configs/features.md."""
+    page = (Path(__file__).parents[2] / "ds_configs/features.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in page.splitlines() if "`tests/" in line]
+    return [(row[0], row[2], re.findall(r"`([\w.]+)`", row[1])) for row in rows]
+
+
+@pytest.mark.parametrize(("here", "keys"), [row[1:] for row in _features()], ids=[row[0] for row in _features()])
+def test_the_page_on_features_agrees_with_the_schema(here: str, keys: list[str]) -> None:
+    for key in keys:
+        *parents, name = key.split(".")
+        tree: Any = TREE
+        for parent in parents:
+            tree = tree[parent]
+        known = tree.get(name) if key not in ds_schema.REMOVED else Key(rejected=ds_schema.REMOVED[key])
+        assert known is not None, key
+        if here in ("runs", "CUDA only"):
+            assert not (isinstance(known, Key) and known.rejected), key
+        elif here == "rejected" and key != "optimizer.type":
+            values: dict[str, Any] = {name: {"enabled": True} if name != "ratio" else 0.5}
+            for parent in reversed(parents):
+                values = {parent: values}
+            with pytest.raises(ConfigError, match=re.escape(key)):
+                check_json_keys(DsFile("ds.json", values))
