@@ -16,7 +16,6 @@ from types import FrameType
 from pretrain.checkpoint.load.start import check_start
 from pretrain.cli import say
 from pretrain.cluster.hosts.hostfile import choose_hosts, hosts_from_flags
-from pretrain.cluster.hosts.probe import can_save
 from pretrain.cluster.hosts.rank_environment import launcher_environment
 from pretrain.cluster.supervise.exit_reason import classify_exit
 from pretrain.cluster.supervise.processes import (
@@ -24,6 +23,7 @@ from pretrain.cluster.supervise.processes import (
     become_subreaper,
     descendants,
     end_descendants,
+    ranks_run,
     reap_orphans,
 )
 from pretrain.cluster.supervise.progress import file_sizes, read_progress
@@ -145,7 +145,7 @@ def run_launcher(command: Sequence[str], environ: dict[str, str], run: Path) -> 
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 code = launcher.wait(_POLL_S)
-                if code >= 0 or not _ranks_save():
+                if code >= 0 or not ranks_run():
                     return _exit_code(code, run, sizes_before)
                 reap_orphans(launcher.pid)
                 time.sleep(_POLL_S)
@@ -165,11 +165,6 @@ def _handle_signal(number: int, ordinal: int) -> bool:
     if ordinal > 1:  # the ranks report the first signal
         say(describe(number, ordinal))
     return ordinal < LAST_SIGNAL
-
-
-def _ranks_save() -> bool:
-    """Return whether ranks still run. Those of a killed launcher notice its end within a second, and save."""
-    return any(can_save(process.pid) for process in descendants())
 
 
 def _exit_code(code: int, run: Path, sizes_before: dict[str, int]) -> int:

@@ -147,13 +147,15 @@ def test_overhead_is_the_median_of_the_ratios_of_each_repetition() -> None:
 
 
 def test_overhead_of_the_guards_is_the_median_ratio_and_a_part_of_a_replica_check() -> None:
-    """A repetition has requests of 10 steps with guards on, off, off and on, then one replica check."""
-    seconds = (1.0, 1.0, 1.0, 1.04, 0.5, 2.0, 2.0, 2.0, 2.0, 0.5, 1.1, 1.0, 1.0, 1.1, 0.5)  # ratios 1.02, 1.0, 1.1
+    """A repetition has requests of 10 steps with guards on, off, off and on, a replica check, and 100 exchanges."""
+    seconds = (1.0, 1.0, 1.0, 1.04, 0.5, 0.1, 2.0, 2.0, 2.0, 2.0, 0.5, 0.1,  # ratios 1.02, 1.0, 1.1
+               1.1, 1.0, 1.0, 1.1, 0.5, 0.2)
     results = InterleavedResults(answers={STEP_LOOP: [{"seconds": value} for value in seconds]})
     section = guards_section(results, steps=10, interval=100)
     assert section.data["ratios"] == pytest.approx([1.02, 1.0, 1.1])
     assert section.data["step_time_ms"]["off"] == pytest.approx([100, 200, 100])
     assert section.data["replica_check_ms"] == pytest.approx(500)
+    assert section.data["exchange_ms"] == pytest.approx(1)
     assert section.data["overhead"] == pytest.approx(0.02 + 500 / 100 / 100)
 
 
@@ -256,6 +258,7 @@ def test_all_other_sections_run(context: BenchContext, tmp_path: Path) -> None:
     assert {name: len(times) for name, times in found["overhead"]["step_time_ms"].items()} == {LOOP: 2, BARE: 2}
     assert {name: len(times) for name, times in found["guards"]["step_time_ms"].items()} == {"on": 2, "off": 2}
     assert found["guards"]["replica_check_ms"] > 0
+    assert found["guards"]["exchange_ms"] > 0
     assert found["pipeline"]["bound"] == pytest.approx(16 / 9)
     assert sum(found["pipeline"]["stage_flops"]) == pytest.approx(flops_per_token(context.model, 64))
     # 16-bit weights (2 bytes); master weights and two optimizer states in 32 bits (12 bytes)

@@ -152,6 +152,22 @@ def test_orphans_that_have_ended_do_not_delay_the_launcher(tmp_path: Path) -> No
     assert code == 2, stderr  # a code that is not restarted
 
 
+def test_ranks_of_a_killed_launcher_save_before_the_restart(tmp_path: Path) -> None:
+    """The rank notices that its launcher has ended, and saves 1 s later. SIGTERM would end it before."""
+    (tmp_path / "rank.py").write_text(f"""import os, signal, sys, time
+signal.signal(signal.SIGUSR1, lambda *_: None)
+open('events.jsonl', 'a').write('{BEGAN}' + chr(10))
+while os.getppid() == int(sys.argv[1]):
+    time.sleep(0.05)
+time.sleep(1)
+open('events.jsonl', 'a').write('{json.dumps({**STOPPED, "reason": "the end of the launcher"})}' + chr(10))""")
+    script = f"[ -e events.jsonl ] && {{ echo '{FINISHED}' >> events.jsonl; exit 0; }}; " \
+             f"{sys.executable} rank.py $$ & while [ ! -e events.jsonl ]; do sleep 0.1; done; kill -9 $$"
+    code, stderr = supervised(tmp_path, script)
+    assert code == 0, stderr
+    assert [row["reason"] for row in read_restart_log(tmp_path)[0]] == ["saved on the end of the launcher", "finished"]
+
+
 def test_the_third_signal_ends_at_once(tmp_path: Path) -> None:
     """The rank handles all signals, and never ends."""
     (tmp_path / "rank.py").write_text(RANK.replace("; raise SystemExit(75)", "").replace(

@@ -31,6 +31,7 @@ class _Switch:
     def __init__(self) -> None:
         self.on = True
         self.set_update_guard: Callable[[bool], None] = lambda on: None
+        self.guards: dict[str, Any] = {}  # those that `train` has created, by the names of their classes
 
     def set(self, on: bool) -> None:
         if on != self.on:
@@ -53,7 +54,8 @@ class _Switchable:
 def guarded_loop(job: BaselineJob, requests: RequestLoop) -> NoReturn:
     """Run `train` of pretrain/trainer.py. The key "guards" of a request switches its guards on or off.
 
-    A request with the key "replica_check" times one comparison of the parameters' copies instead of steps.
+    Instead of steps, a request with the key "replica_check" times one comparison of the parameters' copies, and one
+    with the key "exchanges" this number of exchanges of the requests to save or stop.
     """
     world, plan, switch = running_environment(), job.plan(), _Switch()
     losses: list[torch.Tensor] = []
@@ -64,8 +66,11 @@ def guarded_loop(job: BaselineJob, requests: RequestLoop) -> NoReturn:
             requests.after_step(losses.pop())
         else:
             requests.report_build(parameters=sum(weight.numel() for weight in engine.module.parameters()))
-        while requests.request.get("replica_check"):
-            compare_copies(engine)
+        while "replica_check" in requests.request or "exchanges" in requests.request:
+            for _ in range(requests.request.get("exchanges", 0)):
+                switch.guards["Requests"].poll(0)
+            if "replica_check" in requests.request:
+                compare_copies(engine)
             requests.end_repetition()
         switch.set(requests.request.get("guards", True))
         losses.append(train_batch(engine, micro_batches))
@@ -86,7 +91,8 @@ def _make_switchable(switch: _Switch) -> None:
         create = getattr(trainer, name)
 
         def create_switchable(*args: Any, **settings: Any) -> _Switchable:
-            return _Switchable(create(*args, **settings), switch, idle)
+            switch.guards[name] = create(*args, **settings)
+            return _Switchable(switch.guards[name], switch, idle)
 
         setattr(trainer, name, create_switchable)
 

@@ -46,6 +46,11 @@ def descendants() -> list[psutil.Process]:
             if WRITER_MODULE not in _command_line(process)]
 
 
+def ranks_run() -> bool:
+    """Return whether ranks that can save are among the descendants. Those of a killed launcher save, and then end."""
+    return any(can_save(process.pid) for process in descendants())
+
+
 def ranks_of(identity: Sequence[str], folder: str) -> list[psutil.Process]:
     """Return the ranks on this host of the run that was started in `folder` with the flags `identity`.
 

@@ -28,6 +28,7 @@ from pretrain.cluster.supervise.processes import (
     descendants,
     end,
     end_descendants,
+    ranks_run,
     reap_orphans,
 )
 from pretrain.cluster.supervise.progress import file_sizes, kept_step_seconds, read_progress
@@ -222,8 +223,9 @@ def _run_command(command: Sequence[str], settings: SupervisorSettings, sizes_bef
                  signals: SignalRecorder, print_line: PrintLine) -> int:
     """Run the command until it has ended or a signal arrives, then end all remaining descendants.
 
-    After a signal, the ranks first save. Returns the exit code.
+    After a signal, and after the launcher was killed, the ranks first save. Returns the exit code.
     """
+    deadline = float("inf")
     try:
         # The command runs in a session of its own: otherwise Ctrl-C would reach the launcher, which ends the ranks.
         # It inherits the supervisor's lock (SupervisorLock): Python opens all other files as not inheritable.
@@ -234,7 +236,11 @@ def _run_command(command: Sequence[str], settings: SupervisorSettings, sizes_bef
     try:
         while not signals.name:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                return child.wait(_POLL_S)
+                code = child.wait(_POLL_S)
+                deadline = min(deadline, time.monotonic() + settings.grace_s)
+                if code >= 0 or time.monotonic() > deadline or not ranks_run():
+                    return code
+                time.sleep(_POLL_S)
             reap_orphans(child.pid)
         return _wait_for_save(child, settings, sizes_before, signals, print_line)
     finally:
