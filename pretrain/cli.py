@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import io
 import math
 import os
 import re
@@ -10,11 +11,12 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pretrain.errors import ConfigError, shorten
+from pretrain.errors import ConfigError, escape_controls, shorten
 
 LARGEST_INT = 2**63 - 1
 LONGEST_SECONDS = 31_536_000.0  # a year; threading and select overflow on far longer timeouts
 _LONGEST_PROBLEM = 1000  # characters
+_CURSOR = re.compile(r"(\r|\x1b\[[AK])")  # to the beginning of the line, a line up, and erase the rest of the line
 _TYPE_NAMES = {"int": "a whole number", "float": "a number",
                "tokens": "a whole number of tokens, such as 1000000 or 1e6"}
 
@@ -173,6 +175,34 @@ def prefix(word: str) -> str:
     return str(path(word))
 
 
+class PrintableOutput(io.TextIOWrapper):
+    """stdout or stderr without terminal escapes: the text may come from a run folder or a data set of someone else.
+
+    On stderr, progress bars of other packages may move the cursor to the beginning of this line or of the line above.
+    """
+
+    def write(self, text: str) -> int:
+        parts = _CURSOR.split(text) if self.fileno() == 2 else [text]
+        super().write("".join(part if number % 2 else escape_controls(part) for number, part in enumerate(parts)))
+        return len(text)
+
+    def write_controls(self, text: str) -> int:
+        """Write text of this program that contains terminal escapes."""
+        return super().write(text)
+
+
+def escape_output() -> None:
+    """Replace sys.stdout and sys.stderr by `PrintableOutput`, unless they are closed or a test has replaced them."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if type(stream) is io.TextIOWrapper:
+            stream.flush()
+            file = io.BufferedWriter(io.FileIO(stream.fileno(), "w", closefd=False))
+            setattr(sys, name, PrintableOutput(file, encoding=stream.encoding, errors=stream.errors,
+                                               line_buffering=stream.line_buffering,
+                                               write_through=stream.write_through))
+
+
 def say(line: str) -> None:
     """Print a line to stderr for the operator."""
     print(f"ds-pretrain: {line}", file=sys.stderr, flush=True)
@@ -183,6 +213,7 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
 
     Other codes: 2 for bad input, with one line on stderr; 130 if interrupted; 141 if stdout was closed.
     """
+    escape_output()
     try:
         code = main() or 0
         if sys.stdout is not None:  # None: closed by the shell, as in `command >&-`

@@ -1,5 +1,6 @@
 """Exit codes, and the exceptions that end a program with one line on stderr."""
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 _COMMANDS = ("apt-get", "deepspeed", "pip", "python", "rm", "sudo", "torchrun")
 _LONGEST_WHERE = 1000  # characters of a path and key
 _LONGEST_VALUE = 300  # characters of a value
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 FINISHED = 0
 CRASHED = 1  # any failure that has no code of its own; a last checkpoint that could not be written
@@ -72,9 +74,18 @@ def shorten(text: str, longest: int = _LONGEST_VALUE) -> str:
 
 
 def printable(text: str) -> str:
-    """Return `text` on one line, with control characters escaped."""
+    """Return `text` on one line, with control characters escaped. For one value that was read from a file."""
     line = " ".join(text.split())
     return line if line.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+
+
+def escape_controls(text: str) -> str:
+    r"""Return `text` with the characters escaped that act on a terminal; new lines and tabs remain.
+
+    These are C0 and C1 controls (\x1b begins a terminal's commands), the controls that reverse the direction of text,
+    other line separators, and halves of surrogate pairs, which cannot be encoded.
+    """
+    return _CONTROLS.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -15,8 +15,6 @@ import os
 import sys
 from pathlib import Path
 
-from rich.console import Console
-
 from pretrain.bench.report import (
     as_json,
     busy_warning,
@@ -30,6 +28,7 @@ from pretrain.bench.report import (
 from pretrain.bench.run_sections import run_sections
 from pretrain.bench.settings import add_flags, validate_flags
 from pretrain.cli import Parser, run_main
+from pretrain.terminal.progress import terminal_console
 
 
 def main() -> int:
@@ -48,7 +47,7 @@ def main() -> int:
     head = heading(settings, _without_write(sys.argv[1:]))
     warning = busy_warning(head, settings)
     devices = len(gpus) if settings.device.kind == "cuda" else len(os.sched_getaffinity(0))
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
+    console = terminal_console(width=160)
     if not flags.json:
         console.print(f"{head['device']}, {head['date']}: {head['shape']}. {warning}\n")
     sections = []

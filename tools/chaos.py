@@ -6,14 +6,13 @@ COMMAND is any command that starts pretrain/train.py on this host.
 
 import sys
 
-from rich.console import Console
-
 from pretrain.chaos.kinds import KINDS
 from pretrain.chaos.report import report_lines, report_table
 from pretrain.chaos.run import RESULT, run_chaos
 from pretrain.chaos.settings import make_settings
 from pretrain.cli import LONGEST_SECONDS, Parser, number, path_text, run_main, text, whole_number
 from pretrain.cluster.supervise.launch_command import with_separator
+from pretrain.terminal.progress import terminal_console
 
 
 def _print_line(line: str) -> None:
@@ -41,7 +40,7 @@ def main() -> int:
     settings = make_settings(with_separator(words[end + 1:]), kinds=args.kinds, faults=args.faults, seed=args.seed,
                              reference=args.reference, stall_s=args.stall_s)
     result = run_chaos(settings, _print_line)
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
+    console = terminal_console(width=160)
     console.print(report_table(result))
     for line in report_lines(result):
         console.print(line)

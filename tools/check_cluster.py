@@ -16,8 +16,6 @@ import os
 import sys
 from pathlib import Path
 
-from rich.console import Console
-
 from pretrain.cli import LONGEST_SECONDS, Parser, number, run_main, whole_number
 from pretrain.cluster.health.settings import ClusterCheckSettings
 from pretrain.config.flags.arguments import parse_arguments
@@ -27,6 +25,7 @@ from pretrain.distributed.world import ALONE, running_environment
 from pretrain.engine.prepare import prepare_deepspeed
 from pretrain.errors import ConfigError
 from pretrain.paths import check_folder
+from pretrain.terminal.progress import terminal_console
 
 _MIB = 2**20
 _SECONDS = number(0.1, LONGEST_SECONDS)
@@ -94,7 +93,7 @@ def main(words: list[str]) -> int:
         print(report.to_json())
     elif world.rank == 0:
         # Set the width: under a launcher, stdout is a pipe without a width, and rich would cut off the rows.
-        Console(width=200, highlight=False, markup=False).print(report_table(report))
+        terminal_console(width=200).print(report_table(report))
         print("\n".join(report_lines(report)))
     return 1 if report.findings else 0
 

@@ -6,11 +6,9 @@ Exit codes: 0 success; 1 a checkpoint is damaged, has NaN or differs; 2 bad inpu
 
 import argparse
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from pretrain.checkpoint.convert.inspect import layout_summary, verify
@@ -28,7 +26,7 @@ from pretrain.checkpoint.save.retention import prune
 from pretrain.cli import Parser, path, run_main, whole_number
 from pretrain.config.layout import DTYPE_BYTES
 from pretrain.errors import ConfigError, SaveError
-from pretrain.terminal.progress import ProgressBar
+from pretrain.terminal.progress import ProgressBar, terminal_console
 
 _RUN_HELP = "run folder, its checkpoints folder, or one global_stepN folder"
 _CHECKPOINT_HELP = "global_stepN folder, or run folder for its newest good checkpoint"
@@ -47,7 +45,7 @@ def _list(args: argparse.Namespace) -> int:
             loss = "" if found.manifest.eval_loss is None else f"{found.manifest.eval_loss:.4f}"
             table.add_row(str(found.step), f"{found.num_bytes / 1e6:,.1f}", layout_summary(found.manifest),
                           found.manifest.precision, loss, _FINITE[found.manifest.finite], "yes")
-    Console(width=None if sys.stdout.isatty() else _LOG_WIDTH, highlight=False).print(table)
+    terminal_console(width=_LOG_WIDTH).print(table)
     errors = [found.error for found in checkpoints if found.manifest is None]
     for error in errors:
         print(error)

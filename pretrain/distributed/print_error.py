@@ -11,7 +11,7 @@ from collections.abc import Callable
 import psutil
 
 from pretrain.distributed.world import ALONE, World, running_environment
-from pretrain.errors import REJECTED, ConfigError
+from pretrain.errors import REJECTED, ConfigError, escape_controls
 from pretrain.terminal.status import clear_status
 
 _ENDED_WITHIN_S = 5.0  # time in which a launcher ends the other ranks after one has failed
@@ -53,7 +53,7 @@ def print_error(world: World, error: Exception) -> None:
         if not (launcher or _ends_all(world)):  # for example srun: each rank would print the same error
             return
         host = f"rank {world.rank} on {host}"
-    line = f"ds-pretrain: error: {host}{error}"
+    line = escape_controls(f"ds-pretrain: error: {host}{error}")
     clear_status()
     if launcher is None or not _print_after(launcher, line):
         print(line, file=sys.stderr, flush=True)

@@ -1,14 +1,19 @@
-"""Show progress in bytes: a live bar in a terminal, a line every 10 s in a log."""
+"""Show progress in bytes, a live bar in a terminal, a line every 10 s in a log; and the console of all tables."""
 
 import sys
 import threading
 import time
 from datetime import timedelta
 from types import TracebackType
+from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook, RenderResult
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
+from rich.segment import Segment
+
+from pretrain.cli import PrintableOutput
+from pretrain.errors import escape_controls
 
 _SECONDS_BETWEEN_LINES = 10.0
 
@@ -28,7 +33,7 @@ class ProgressBar:
         self._bar = RichProgress(
             TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"),
             TextColumn("{task.fields[note]}"), TimeRemainingColumn(),
-            console=Console(stderr=True), disable=not (active and sys.stderr.isatty()))
+            console=terminal_console(stderr=True), disable=not (active and sys.stderr.isatty()))
         self._task = self._bar.add_task(title, total=total_bytes or None, completed=done_bytes, note="")
 
     def advance(self, num_bytes: int, note: str) -> None:
@@ -59,3 +64,44 @@ class ProgressBar:
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None,
                  trace: TracebackType | None) -> None:
         self._bar.stop()
+
+class _ControlOutput:
+    """File for rich, which writes escapes itself."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return int(self._stream.write_controls(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class _EscapeText(RenderHook):
+    """Escapes the text that rich shows, but not the controls that rich adds to it."""
+
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        return [_Escaped(each) for each in renderables]
+
+
+class _Escaped:
+    def __init__(self, content: ConsoleRenderable) -> None:
+        self._content = content
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for text, style, control in console.render(self._content, options):
+            yield Segment(text if control else escape_controls(text), style, control)
+
+
+def terminal_console(*, stderr: bool = False, width: int | None = None) -> Console:
+    """Return a console that shows text as it is: no markup, no colours for numbers, and no terminal escapes.
+
+    `width`: number of columns if the output is not a terminal, which has its own.
+    """
+    stream: Any = sys.stderr if stderr else sys.stdout
+    watched = stream is not None and stream.isatty()
+    file: Any = _ControlOutput(stream) if watched and isinstance(stream, PrintableOutput) else stream
+    console = Console(file=file, width=None if watched else width, highlight=False, markup=False)
+    console.push_render_hook(_EscapeText())
+    return console

@@ -9,6 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
+from pretrain.errors import escape_controls
+
 _STATUS_INTERVAL_S = 0.2
 _CLEAR_LINE = "\r\033[K"
 _FEWEST_COLUMNS = 20  # a smaller reported width is treated as an error
@@ -75,7 +77,7 @@ class Screen:
         """Print a line that remains, above the status line."""
         if not self._active:
             return
-        text = wrap(text, self.columns)
+        text = wrap(escape_controls(text), self.columns)
         if self._status and is_watched(self._stream):
             self._write(f"{_CLEAR_LINE}{text}\n{self._cut(self._status)}")
         else:
@@ -90,8 +92,8 @@ class Screen:
     def status(self, text: str) -> None:
         """Replace the status line."""
         if self._may_be_watched and is_watched(self._stream):
-            self._shown_at, self._status = time.monotonic(), text
-            self._write(_CLEAR_LINE + self._cut(text))
+            self._shown_at, self._status = time.monotonic(), escape_controls(text)
+            self._write(_CLEAR_LINE + self._cut(self._status))
 
     def clear(self) -> None:
         """Remove the status line."""
@@ -109,7 +111,7 @@ class Screen:
         Ctrl-C requests a save, but in `... | tee log` it also ends tee. And the disk of a log may be full.
         """
         try:
-            self._stream.write(text)
+            getattr(self._stream, "write_controls", self._stream.write)(text)
             self._stream.flush()
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())  # so that the flush at exit succeeds

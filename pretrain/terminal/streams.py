@@ -10,6 +10,8 @@ import os
 import sys
 from typing import TextIO
 
+from pretrain.cli import PrintableOutput
+
 
 class _LossyFile(io.FileIO):
     """A file descriptor, open for writing, that drops what cannot be written. The first failure is reported."""
@@ -46,7 +48,8 @@ def ignore_lost_output() -> None:
 def _lossy(stream: TextIO | None) -> TextIO:
     if stream is None:  # closed before the start; this takes its descriptor, so that no other file gets it
         return _text(_LossyFile(os.open(os.devnull, os.O_WRONLY)), "utf-8", "replace")
-    if type(stream) is not io.TextIOWrapper or isinstance(getattr(stream.buffer, "raw", None), _LossyFile):
+    if not isinstance(stream, io.TextIOWrapper) or type(stream) not in (io.TextIOWrapper, PrintableOutput) or \
+            isinstance(getattr(stream.buffer, "raw", None), _LossyFile):
         return stream
     try:
         stream.flush()
@@ -59,5 +62,5 @@ def _lossy(stream: TextIO | None) -> TextIO:
 def _text(file: _LossyFile, encoding: str, errors: str | None, line_buffering: bool = False,
           write_through: bool = False) -> TextIO:
     buffer = io.BufferedWriter(file)  # type: ignore[type-var] # typeshed wants `write` to take every kind of buffer
-    return io.TextIOWrapper(buffer, encoding=encoding, errors=errors, line_buffering=line_buffering,
-                            write_through=write_through)
+    return PrintableOutput(buffer, encoding=encoding, errors=errors, line_buffering=line_buffering,
+                           write_through=write_through)

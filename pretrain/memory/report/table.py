@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,6 +18,7 @@ from pretrain.memory.sizes import in_unit
 from pretrain.memory.step_time.calibrate import calibration_json
 from pretrain.memory.step_time.run_cost import Cost
 from pretrain.memory.step_time.traffic import LINKS, link_bytes
+from pretrain.terminal.progress import terminal_console
 
 _WIDE = 2000  # characters: more than any row has
 # columns for the device's memory: title -> roles that it sums
@@ -105,7 +105,7 @@ def print_report(report: ComparisonReport, unit: str, console: Console | None = 
 
 def wide_console() -> Console:
     """Return a console as wide as the terminal, or wide enough for every row if stdout is a pipe or a file."""
-    return Console() if sys.stdout.isatty() else Console(width=_WIDE)
+    return terminal_console(width=_WIDE)
 
 
 def print_lines(lines: list[str], console: Console) -> None:
