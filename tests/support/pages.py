@@ -16,7 +16,7 @@ PAGES = [README, *(ROOT / name for name in (
     "ds_configs/README.md", "ds_configs/optimizers.md", "ds_configs/recomputation.md", "ds_configs/long_sequences.md",
     "ds_configs/pipelines.md", "ds_configs/schedules.md", "ds_configs/loss.md", "ds_configs/parallelism.md",
     "ds_configs/experts.md", "ds_configs/features.md",
-    "launch/README.md", "launch/unattended.md", "launch/right_results.md",
+    "launch/README.md", "launch/network.md", "launch/unattended.md", "launch/right_results.md",
     "pretrain/README.md", "tests/README.md"))]
 
 _PROGRAMS = (r"(?:python|deepspeed|ds-pretrain|torchrun|srun|sbatch|mpirun|kubectl|pip|pytest|\w+/[\w/]+\.sh|"
