@@ -2,7 +2,7 @@
 """Evaluate a model: loss, perplexity and bits per byte on data, and tasks of lm-eval.
 
     python tools/evaluate.py RUN
-    deepspeed --num_accelerators 2 tools/evaluate.py RUN --data data/valid book.txt
+    ds-pretrain --num_accelerators 2 tools/evaluate.py RUN --data data/valid book.txt
 
 RUN is a run folder, a checkpoint of any layout, or a transformers folder. Any launcher may start the ranks.
 Exit codes: 0 done; 2 bad input.

@@ -2,7 +2,7 @@
 """Find a learning rate: train a few steps with a rate that grows exponentially, and look where the loss falls.
 
     python tools/find_lr.py --config run.yaml
-    deepspeed --num_accelerators 2 tools/find_lr.py --from 1e-6 --to 1 --steps 100 --config run.yaml
+    ds-pretrain --num_accelerators 2 tools/find_lr.py --from 1e-6 --to 1 --steps 100 --config run.yaml
 
 It takes the flags of pretrain/train.py. Any launcher may start the ranks. The run folder is not changed.
 Exit codes: 0 done; 1 no rate is suggested; 2 the run is rejected.

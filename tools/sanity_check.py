@@ -2,7 +2,7 @@
 """Check a run before it is trained: loss, labels, mask, gradients, and short trainings, on engines of its own.
 
     python tools/sanity_check.py --config run.yaml
-    deepspeed --num_accelerators 2 tools/sanity_check.py --config run.yaml
+    ds-pretrain --num_accelerators 2 tools/sanity_check.py --config run.yaml
 
 It takes the flags of pretrain/train.py. Any launcher may start the ranks. The run folder is not changed.
 Exit codes: 0 all checks passed; 1 a check failed; 2 the run is rejected.

@@ -2,6 +2,7 @@
 
     ds-pretrain --num_gpus 2 --config run.yaml
     ds-pretrain --hostfile hosts pretrain/train.py --config run.yaml
+    ds-pretrain --num_gpus 2 tools/sanity_check.py --config run.yaml
 
 The command accepts most flags of `deepspeed` (cluster/launcher_flags.py) and all flags of pretrain/train.py. It reports
 errors before it imports torch or DeepSpeed. The `deepspeed` command and its launcher process both import torch and
@@ -17,8 +18,8 @@ from pathlib import Path
 
 from pretrain.cli import run_main
 from pretrain.cluster.hosts.hostfile import hosts_from_flags
-from pretrain.cluster.launcher_flags import DEFAULT_HOSTFILE, launcher_parser, split_command_line
-from pretrain.cluster.local_launch import LOCAL, launch_locally
+from pretrain.cluster.launcher_flags import DEFAULT_HOSTFILE, find_tool, launcher_parser, split_command_line
+from pretrain.cluster.local_launch import LOCAL, launch_locally, launch_tool
 from pretrain.cluster.multihost_launch import launch_on_hosts
 from pretrain.distributed.world import world_from_environment
 from pretrain.errors import ConfigError
@@ -34,7 +35,9 @@ def program() -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Launch the run and return its exit code. Raises ConfigError."""
-    launcher_words, train = split_command_line(sys.argv[1:] if argv is None else argv)
+    words = sys.argv[1:] if argv is None else argv
+    tool = find_tool(words)
+    launcher_words, train = split_command_line(words) if tool is None else (words[:tool], words[tool:])
     parser = launcher_parser("ds-pretrain")
     flags = parser.parse_args(launcher_words)
     if not train:
@@ -50,12 +53,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         flags.hostfile = DEFAULT_HOSTFILE
     forces_multihost = flags.force_multi or flags.no_ssh
     if flags.hostfile is not None and (forces_multihost or not _only_this_host(hosts_from_flags(flags))):
+        if tool is not None:
+            raise ConfigError(train[0], problem="ds-pretrain starts this program on one host only",
+                              remedy=f"use deepspeed --hostfile {flags.hostfile} {train[0]} ...")
         return launch_on_hosts(flags, train)
     for name in _MULTIHOST_FLAGS:
         if getattr(flags, name) != parser.get_default(name):
             raise ConfigError(f"--{name}", problem=f"this flag is for several hosts, but {_single_host_reason(flags)}",
                               remedy=f"remove --{name}, or give a --hostfile with several hosts")
-    return launch_locally(flags, train)
+    return launch_locally(flags, train) if tool is None else launch_tool(flags, train)
 
 
 def _only_this_host(slots: dict[str, list[int]]) -> bool:

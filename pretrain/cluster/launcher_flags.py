@@ -3,6 +3,7 @@
 A command line has this form:
 
     [flags of the launcher] [pretrain/train.py | --] FLAGS OF pretrain/train.py
+    [flags of the launcher] tools/TOOL.py FLAGS OF THE TOOL, with `ds-pretrain` on one host
 """
 
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ _PORT, _COUNT = whole_number(1, 65535), whole_number(1, 100_000)
 _SECONDS = number(0, LONGEST_SECONDS)
 # Choice of --launcher -> the program that must be installed (DeepSpeed checks for the same one)
 LAUNCHER_PROGRAMS = {"pdsh": "pdsh", "openmpi": "ompi_info", "mpich": "mpirun", "slurm": "srun"}
+TOOLS = ("sanity_check.py", "find_lr.py", "evaluate.py")  # programs of tools/ that run on several ranks
 DEFAULT_HOSTFILE = "/job/hostfile"  # DeepSpeed's default; without --hostfile this file is used if it exists
 
 
@@ -67,6 +69,11 @@ def _add_host_flags(parser: Parser) -> None:
     hosts.add_argument("--num_gpus", "--num_accelerators", type=_COUNT, default=-1,
                        help="ranks on each host, one per GPU (default: one per slot; without a hostfile one per GPU, "
                             "or one per NUMA node if there is no GPU)")
+
+
+def find_tool(words: Sequence[str]) -> int | None:
+    """Return the index of the program in `[flags of the launcher] tools/TOOL.py FLAGS`; None if there is none."""
+    return next((index for index, word in enumerate(words) if Path(word).name in TOOLS), None)
 
 
 def split_command_line(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -44,22 +45,47 @@ _SIGTERM_GRACE_S = 5.0  # time between SIGTERM and SIGKILL
 def launch_locally(flags: argparse.Namespace, train: Sequence[str]) -> int:
     """Validate the run, then run it on this host. Returns its exit code. Raises ConfigError."""
     device = detect_device()
-    slots = next(iter(hosts_from_flags(flags).values())) if flags.hostfile else local_slots(flags, device)
+    slots = _slots(flags, device)
     args = parse_arguments(list(train))
     if not flags.check_only:
         reject_second_start(Path(args.save))
     start = check_start(args, world_size=len(slots), device=device)
-    port = _master_port(flags.master_port)
-    ranks = f"{len(slots)} rank{'s' * (len(slots) > 1)} on this host"
     if flags.check_only:
         for kind, remark in plan_remarks(start.plan_to_run, device, warnings=start.warnings):
             say(f"{kind}: {remark}")
-        say(f"the run is valid on {ranks}; it is not started, because of --check_only")
+        say(f"the run is valid on {_ranks(slots)}; it is not started, because of --check_only")
         return 0
-    say(f"{ranks}, port {port}; starting DeepSpeed's launcher")
+    return _start(flags, device, slots, [str(ROOT / "pretrain" / "train.py"), *train], Path(args.save))
+
+
+def launch_tool(flags: argparse.Namespace, program: Sequence[str]) -> int:
+    """Run a program of tools/ with its flags on this host. Returns its exit code. Raises ConfigError."""
+    if flags.check_only:
+        raise ConfigError("--check_only", problem=f"it is for pretrain/train.py, not for {program[0]}",
+                          remedy="leave --check_only out")
+    if not Path(program[0]).is_file():
+        raise ConfigError(program[0], problem="there is no such file", remedy="give the path of the program in tools/")
+    device = detect_device()
+    with tempfile.TemporaryDirectory() as no_run:  # these programs write no rows of a run
+        return _start(flags, device, _slots(flags, device), program, Path(no_run))
+
+
+def _slots(flags: argparse.Namespace, device: Device) -> Sequence[int | str]:
+    return next(iter(hosts_from_flags(flags).values())) if flags.hostfile else local_slots(flags, device)
+
+
+def _ranks(slots: Sequence[int | str]) -> str:
+    return f"{len(slots)} rank{'s' * (len(slots) > 1)} on this host"
+
+
+def _start(flags: argparse.Namespace, device: Device, slots: Sequence[int | str], program: Sequence[str],
+           run: Path) -> int:
+    """Start the ranks of a program with DeepSpeed's launcher, and wait for them. Returns the exit code."""
+    port = _master_port(flags.master_port)
+    say(f"{_ranks(slots)}, port {port}; starting DeepSpeed's launcher")
     threads = max(1, len(os.sched_getaffinity(0)) // len(slots))
     variables = {"DS_ACCELERATOR": device.kind, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
-    return run_launcher(_launcher_command(flags, slots, port, train), launcher_environment(variables), Path(args.save))
+    return run_launcher(_launcher_command(flags, slots, port, program), launcher_environment(variables), run)
 
 
 def local_slots(flags: argparse.Namespace, device: Device) -> list[int | str]:
@@ -114,7 +140,7 @@ def _master_port(flag: int | None) -> int:
 
 
 def _launcher_command(flags: argparse.Namespace, slots: Sequence[int | str], port: int,
-                      train: Sequence[str]) -> list[str]:
+                      program: Sequence[str]) -> list[str]:
     """Return the command of DeepSpeed's launcher for one host, which starts the ranks within 0.2 s.
 
     The `deepspeed` command would import torch and DeepSpeed, then start the same launcher, which would import them too.
@@ -126,7 +152,7 @@ def _launcher_command(flags: argparse.Namespace, slots: Sequence[int | str], por
     command += ["--bind_cores_to_rank"] if flags.bind_cores_to_rank else []
     for name in ("bind_core_list", "enable_each_rank_log"):
         command += [f"--{name}={getattr(flags, name)}"] if getattr(flags, name) else []
-    return [*command, str(ROOT / "pretrain" / "train.py"), *train]
+    return [*command, *program]
 
 
 def run_launcher(command: Sequence[str], environ: dict[str, str], run: Path) -> int:

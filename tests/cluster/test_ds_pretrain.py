@@ -1,5 +1,6 @@
 """`ds-pretrain`: command line, validation before torch is imported, one run, and signals."""
 
+import contextlib
 import os
 import re
 import signal
@@ -13,11 +14,12 @@ from pathlib import Path
 import pytest
 
 from pretrain.cluster.ds_pretrain import main
-from pretrain.cluster.launcher_flags import launcher_parser, split_command_line
+from pretrain.cluster.launcher_flags import find_tool, launcher_parser, split_command_line
 from pretrain.cluster.local_launch import local_slots
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.distributed.device import Device
 from pretrain.errors import ConfigError
+from tests.support.hf_models import save_hf_model
 from tests.support.launch import ROOT
 from tests.test_train import _environment, _flags, losses
 
@@ -44,7 +46,35 @@ def test_launcher_and_train_py_have_no_flag_in_common() -> None:
     assert [field.name for field in fields(RunArguments) if parser.takes_value(f"--{field.name}") is not None] == []
 
 
+def test_tools_start_on_a_free_port(corpus: str, tmp_path: Path) -> None:
+    """The default port of `deepspeed` is taken, by this test or by another program."""
+    save_hf_model(tmp_path / "model", {
+        "model_type": "llama", "vocab_size": 260, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
+        "intermediate_size": 48, "max_position_embeddings": 64})
+    environ = {**_environment(), "PYTHONPATH": str(ROOT)}
+    del environ["MASTER_PORT"]
+
+    def start(tool: str, *words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "pretrain.cluster.ds_pretrain", "--num_gpus", "2", str(ROOT / "tools" / tool)]
+        return subprocess.run([*command, *words], env=environ, cwd=tmp_path, capture_output=True, text=True,
+                              timeout=900)
+
+    with socket.socket() as taken:
+        with contextlib.suppress(OSError):
+            taken.bind(("", 29500))
+            taken.listen()
+        done = start("evaluate.py", "model", "--data", corpus, "--max_samples", "4", "--dtype", "fp32")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "cpu, fp32, 2 ranks" in done.stdout
+    rejected = start("sanity_check.py", "--config", "nowhere.yaml")
+    assert rejected.returncode == 2, rejected.stderr
+    assert rejected.stderr.count("ds-pretrain: error: ") == 1
+    assert "Traceback" not in rejected.stderr
+
+
 @pytest.mark.parametrize(("words", "message"), [
+    (["--check_only", "tools/sanity_check.py"], "--check_only: it is for pretrain/train.py"),
+    (["nowhere/find_lr.py"], "nowhere/find_lr.py: there is no such file"),
     ([], "flags of pretrain/train.py are missing"),
     (["--num_gpus", "0"], "--num_gpus: found '0'"),
     (["--num_gpus", "x"], "--num_gpus: found 'x'"),
@@ -64,7 +94,7 @@ def test_bad_input_is_rejected(words: list[str], message: str, corpus: str, tmp_
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     flags = _flags(corpus, tmp_path / "run", "--train_steps", "2", config=ZERO2) if words else []
     with pytest.raises(ConfigError) as error:
-        main([*flags, *words])
+        main([*flags, *words] if find_tool(words) is None else words)
     assert message in str(error.value)
     assert not (tmp_path / "run").exists()
 

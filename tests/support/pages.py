@@ -60,18 +60,18 @@ COVERED: dict[str, tuple[str, str]] = {
     # evaluation: the tests use another task, without a download, and start the ranks themselves
     "python tools/evaluate.py runs/quickstart --tasks hellaswag,arc_easy --num_fewshot 5 --limit 200":
         ("tests/analysis/test_evaluate.py", '"--tasks"'),
-    "deepspeed --num_accelerators 2 tools/evaluate.py runs/quickstart --partition_weights":
+    "ds-pretrain --num_accelerators 2 tools/evaluate.py runs/quickstart --partition_weights":
         ("tests/analysis/test_evaluate.py", '"--partition_weights", "--local_rank=0", ranks=2'),
     # ramp-up: the tests train with other batches
     "ds-pretrain --num_accelerators 2 --config launch/quickstart.yaml --batch_schedule 0:4,2e4:8,1e5:16 "
     "--save runs/ramp":
         ("tests/distributed/test_inspect_data.py", '"batch_schedule"'),
     # sanity checks: the tests run the same programs with a smaller model
-    "deepspeed --num_accelerators 2 tools/sanity_check.py --config launch/quickstart.yaml --save runs/checked":
+    "ds-pretrain --num_accelerators 2 tools/sanity_check.py --config launch/quickstart.yaml --save runs/checked":
         ("tests/distributed/test_sanity.py", '"sanity_check.py"'),
     "ds-pretrain --num_accelerators 2 --config launch/quickstart.yaml --sanity_check --save runs/checked":
         ("tests/distributed/test_sanity.py", '"--sanity_check"'),
-    "deepspeed --num_accelerators 2 tools/find_lr.py --from 1e-6 --to 1 --steps 100 --plot runs/lr.svg "
+    "ds-pretrain --num_accelerators 2 tools/find_lr.py --from 1e-6 --to 1 --steps 100 --plot runs/lr.svg "
     "--config launch/quickstart.yaml --save runs/checked":
         ("tests/distributed/test_sanity.py", '"find_lr.py"'),
     # faults: the test runs the same program with a smaller model
