@@ -23,13 +23,37 @@ def check_no_stop_file(run: Path) -> None:
         raise ConfigError(shorten(str(path)), problem="this file stops the run", remedy=f"rm {shorten(str(path))}")
 
 
-def check_folder(path: Path, where: str) -> None:
-    """Raise ConfigError if the folder `path` cannot be created or written to.
+def check_outside_runs(save: Path, where: str) -> None:
+    """Raise ConfigError if a run folder would lie in the run folder of another run, or be its checkpoints folder."""
+    path = Path(os.path.realpath(save))
+    for folder in path.parents:
+        if (folder / "run.json").is_file() or any(folder.glob("checkpoints/global_step*")):
+            raise ConfigError(where, problem=f"{shorten(str(path))} lies in the run folder {shorten(str(folder))}",
+                              remedy="choose a folder outside of other runs")
+    if any(path.glob("global_step*/manifest.json")):
+        raise ConfigError(where, problem=f"{shorten(str(path))} is the folder of a run's checkpoints",
+                          remedy="name the run folder, which holds the folder checkpoints")
+
+
+def _check_outside_checkpoints(path: Path, where: str) -> None:
+    """Raise ConfigError if an output would be written into a checkpoint, which would then count as damaged."""
+    for folder in Path(os.path.realpath(path)).parents:
+        if folder.name.startswith("global_step") and (folder / "manifest.json").is_file():
+            raise ConfigError(where, problem=f"{shorten(str(path))} lies in the checkpoint {shorten(str(folder))}",
+                              remedy="choose a folder outside of checkpoints")
+
+
+def check_folder(path: Path, where: str, *, is_new: bool = False) -> None:
+    """Raise ConfigError if the folder `path` cannot be created or written to, or lies in a checkpoint.
 
     Creates and removes a temporary folder in the nearest existing parent. A check of permissions is not enough: root
     passes every such check, but cannot write to /proc or a read-only file system.
+
+    Args:
+        is_new: the caller writes `path` as a whole; it may be a new checkpoint itself.
     """
     path = path.absolute()
+    _check_outside_checkpoints(path if is_new else path / "file", where)
     try:
         folder = path
         while not os.path.lexists(folder):  # lexists: mkdir fails on a dangling link

@@ -84,6 +84,20 @@ def path_cases() -> Iterator[Case]:
     for flag in ("--save", "--checkpoint_mirror"):
         for what, path in UNWRITABLE.items():
             yield Case(f"{flag} {what}", train, (*TOOLS[train], flag, path), flag)
+    checkpoint = "{world}/done/checkpoints/global_step5"
+    for what, path in {"run": "{world}/done/x", "checkpoint": checkpoint, "below a checkpoint": f"{checkpoint}/x",
+                       "checkpoints": "{world}/done/checkpoints", "dots": "{world}/nvme/../done/x/y"}.items():
+        yield Case(f"--save in another run: {what}", train, (*TOOLS[train], "--save", path), "--save")
+    for what, path in {"newline": "{world}/a\nb", "shell variable": "${HOME}/run", "command": "$(pwd)/run"}.items():
+        yield Case(f"--save {what}", train, (*TOOLS[train], "--save", path), "--save")
+    for program, out in (("tools/export_hf.py", "--output"), ("tools/average_checkpoints.py", "--output"),
+                         ("tools/import_hf.py", "--output"), ("tools/prepare_data.py", "--out"),
+                         ("tools/train_tokenizer.py", "--out"), ("tools/report.py", "--output")):
+        yield Case(f"{program} into a checkpoint", program, (*TOOLS[program], out, f"{checkpoint}/x.html"),
+                   "lies in the checkpoint")
+    for command in ("convert", "consolidate"):
+        yield Case(f"{command} into a checkpoint", f"tools/checkpoint.py {command}",
+                   ("{world}/done", f"{checkpoint}/x"), "lies in the checkpoint")
     yield Case("--save file", train, (*TOOLS[train], "--save", "{world}/file"), "--save")
     for name in ("checkpoints", *RUN_FILES):
         yield Case(f"--save with {name}", train, (*TOOLS[train], "--save", f"{{world}}/run with {name}"), name)

@@ -243,6 +243,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"batch_schedule": "0:1,64:2", "global_batch_size": 4}, "found 2 as the last global batch; expected that of"),
     # loss and gradients
     ({}, {"label_smoothing": 1.5}, "--label_smoothing: found 1.5; expected at most 1"),
+    ({}, {"label_smoothing": 1}, "--label_smoothing: found 1; expected below 1"),
     ({}, {"z_loss": -1e-4}, "--z_loss"),
     ({}, {"router_z_loss": 1e-3}, "--router_z_loss: the model has no experts"),
     ({}, {"expert_capacity_factor": 1.25}, "--expert_capacity_factor: the model has no experts"),

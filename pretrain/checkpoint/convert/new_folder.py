@@ -40,7 +40,7 @@ def check_new_folder(out: Path, *, or_same_conversion: bool = True) -> None:
         exists = is_output = False
     if exists and not is_output:
         raise _already_exists_error(out, "of this conversion" if or_same_conversion else "")
-    check_folder(out, str(out))
+    check_folder(out, str(out), is_new=True)
 
 
 def check_free_space(out: Path, needed_bytes: int) -> None:

@@ -13,7 +13,7 @@ from pretrain.config.schedules.schedule import DECAY_SHAPES, KINDS
 from pretrain.errors import ConfigError, shorten
 from pretrain.model.init_methods import INIT_METHODS
 from pretrain.model.recompute import PARTS
-from pretrain.paths import RUN_FILES, check_folder
+from pretrain.paths import RUN_FILES, check_folder, check_outside_runs
 
 RESUME_CHOICES = ("auto", "required", "never")
 SAVE_BUSY_CHOICES = ("wait", "skip")
@@ -77,6 +77,8 @@ def _check_ranges(args: RunArguments) -> None:
             value = getattr(args, name)
             if value is not None and not (math.isfinite(value) and (value > low if above else value >= low)):
                 raise ConfigError(f"--{name}", found=value, expected=f"{'above' if above else 'at least'} {low}")
+    if args.label_smoothing == 1:
+        raise ConfigError("--label_smoothing", found=1, expected="below 1: with 1, the labels have no effect")
     for name, high in _AT_MOST.items():
         value = getattr(args, name)
         if value is not None and value > high:
@@ -112,7 +114,13 @@ def check_folders(save: str, mirror: str | None) -> None:
     """Raise ConfigError unless the run folder and the mirror can be written to."""
     if not save:
         raise ConfigError("--save", problem="the flag is required: the run folder, which is made if it does not exist")
+    if not save.isprintable():
+        raise ConfigError("--save", found=repr(save), expected="a path without line breaks and control characters")
+    if "${" in save or "$(" in save:
+        raise ConfigError("--save", problem=f"{shorten(save)} has a shell variable that nothing replaces here",
+                          remedy="write the path itself")
     check_folder(Path(save), "--save")
+    check_outside_runs(Path(save), "--save")
     check_folder(Path(save) / "checkpoints", "--save")
     for name in RUN_FILES:
         path = Path(save) / name
