@@ -70,6 +70,15 @@ def test_keys_of_a_json_get_the_same_hints(where: dict[str, object], line: str, 
     assert hint in str(caught.value)
 
 
+def test_one_error_names_all_unknown_flags() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_arguments(["--num-train-epochs", "3", "--seed", "1", "--max_grad_norm=1", "--svae", "x"])
+    assert str(caught.value) == (
+        "--num-train-epochs: there is no such flag. Here it is --train_steps or --train_tokens. "
+        "--max_grad_norm: there is no such flag. Here it is --gradient_clipping. "
+        '--svae: there is no such flag. Did you mean "--save"?')
+
+
 def test_keys_of_a_yaml_get_the_same_hints(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("per-device-train-batch-size: 4\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"run.yaml:1: per_device_train.*Here it is --micro_batch_size\."):

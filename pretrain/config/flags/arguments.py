@@ -227,7 +227,9 @@ def parse_arguments(argv: list[str] | None = None) -> RunArguments:
         words = _flags_from_yaml(known.config[0], names) + words
     parsed, unknown = _parser().parse_args_into_dataclasses(words, return_remaining_strings=True)
     if unknown:
-        raise unknown_flag(unknown[0], [f"--{name}" for name in names], hint_for)
+        flags = [word for word in unknown if word.startswith("--")][:8] or unknown[:1]
+        lines = [str(unknown_flag(word, [f"--{name}" for name in names], hint_for)) for word in flags]
+        raise ConfigError.from_line(" ".join(lines))
     _check_values(parsed)
     data_spec(parsed)
     return parsed
