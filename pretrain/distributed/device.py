@@ -8,9 +8,12 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from pretrain.errors import ConfigError
+
 # values of ONEDNN_MAX_CPU_ISA with which oneDNN has no products in bf16, or in fp16
 _ISAS_WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
 _ISAS_WITHOUT_FP16 = (*_ISAS_WITHOUT_BF16, "AVX512_CORE_BF16")
+_VISIBLE_DEVICES = re.compile(r"\s*(-?\d+|(GPU|MIG)-[\w/-]+)?(\s*,\s*(-?\d+|(GPU|MIG)-[\w/-]+))*\s*")
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,20 @@ class Device:
 
 def detect_device() -> Device:
     """Return the device that torch and DeepSpeed will use; `DS_ACCELERATOR=cpu` overrides, as in DeepSpeed."""
-    return cpu_device() if wants_cpu() else cuda_device()
+    chosen = os.environ.get("DS_ACCELERATOR")
+    if chosen and chosen not in ("cpu", "cuda"):
+        raise ConfigError("DS_ACCELERATOR", found=repr(chosen), expected="cpu or cuda in this environment variable",
+                          word=chosen, known=("cpu", "cuda"))
+    if wants_cpu():
+        return cpu_device()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    if not _VISIBLE_DEVICES.fullmatch(visible):
+        raise ConfigError("CUDA_VISIBLE_DEVICES", found=repr(visible),
+                          expected="numbers or UUIDs of GPUs, separated by commas, in this environment variable")
+    if chosen and (visible.strip() in ("", "-1") or not _torch_has_cuda() or not _sees_cuda()):
+        raise ConfigError("DS_ACCELERATOR", problem="it is cuda, and torch sees no CUDA device here",
+                          remedy="unset it, or use a machine with a GPU and a CUDA build of torch")
+    return cuda_device()
 
 
 def cpu_device() -> Device:
@@ -134,9 +150,12 @@ def wants_cpu() -> bool:
         return chosen == "cpu"
     if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
         return True
-    # containers may expose any subset of the devices; WSL has another name for them
-    visible = Path("/dev/dxg").exists() or any(Path("/dev").glob("nvidia[0-9]*"))
-    return not visible or not _torch_has_cuda()
+    return not _sees_cuda() or not _torch_has_cuda()
+
+
+def _sees_cuda() -> bool:
+    """Return whether there is an NVIDIA GPU. Containers may expose any subset; WSL has another name for them."""
+    return Path("/dev/dxg").exists() or any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def _torch_has_cuda() -> bool:

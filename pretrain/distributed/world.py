@@ -8,14 +8,17 @@ of `deepspeed` and torchrun. With another launcher each process would silently t
 import os
 import socket
 import subprocess
+import time
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
 from pretrain.distributed.host import LAUNCHER_VARIABLES
 from pretrain.distributed.process import free_port
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, shorten
 
+_RESOLVE_S = 60  # time for which several ranks wait until the name of rank 0's host is known
+_SET_BOTH = "start the ranks with a launcher (deepspeed, torchrun, mpirun, srun), or unset both"
 DEFAULT_MASTER_PORT = "29500"  # torch's, DeepSpeed's and torchrun's
 
 
@@ -74,10 +77,51 @@ def world_from_environment(environ: Mapping[str, str]) -> World:
                       launcher=launcher)
         if not 0 <= world.rank < world.size:
             raise ConfigError(rank, found=f"{world.rank} of {size}={world.size}", expected="0 <= rank < world size")
+        if world.local_size < 1:
+            raise ConfigError(local_size, found=world.local_size, expected="at least 1")
+        if world.local_rank < 0 or (local_size in environ and world.local_rank >= world.local_size):
+            raise ConfigError(local_rank, found=f"{world.local_rank} with {local_size}={world.local_size}",
+                              expected="0 <= local rank < local world size")
         return world
     if "PMIX_RANK" in environ:
         return _mpi_world(_integer(environ, "PMIX_RANK"))
+    _reject_half_set(environ)
     return ALONE
+
+
+def _reject_half_set(environ: Mapping[str, str]) -> None:
+    """Raise ConfigError if only one of rank and world size is set: the process would silently train alone.
+
+    SLURM sets the number of tasks in batch scripts, too, which are no ranks.
+    """
+    for launcher in ("torch", "openmpi"):
+        rank, size = LAUNCHER_VARIABLES[launcher][:2]
+        if rank in environ:
+            raise ConfigError(size, problem=f"{rank} is set, and this variable is not", remedy=_SET_BOTH)
+        if size in environ and _integer(environ, size) != 1:
+            raise ConfigError(rank, problem=f"{size} is {environ[size]}, and this variable is not set",
+                              remedy=_SET_BOTH)
+
+
+def _check_address(environ: Mapping[str, str], world: World) -> None:
+    """Raise ConfigError for a port or an address that torch would crash with, or wait for without end.
+
+    A host of a new cluster may get its name while its ranks start.
+    """
+    port = environ["MASTER_PORT"]
+    if not (port.isascii() and port.isdecimal() and len(port) < 6 and 0 < int(port) < 2**16):
+        raise ConfigError("MASTER_PORT", found=repr(port), expected="a port from 1 to 65535")
+    address, end = environ["MASTER_ADDR"], time.monotonic() + (_RESOLVE_S if world.size > 1 else 0)
+    while True:
+        try:
+            socket.getaddrinfo(address or "empty.invalid", int(port))
+            return
+        except (OSError, UnicodeError, ValueError) as error:
+            if time.monotonic() >= end or not isinstance(error, OSError):
+                reason = getattr(error, "strerror", None) or error
+                raise ConfigError("MASTER_ADDR", problem=f"the host {shorten(address)!r} of rank 0 is not known "
+                                  f"({reason})", remedy="set it to a name or address of this host") from None
+        time.sleep(1)
 
 
 def _mpi() -> Any:
@@ -152,4 +196,5 @@ def running_environment() -> World:
     """Return the world of this process, and export its variables for torch and DeepSpeed."""
     world = world_from_environment(os.environ)
     export_world(world, os.environ)
+    _check_address(os.environ, world)
     return world

@@ -1,9 +1,14 @@
 """Rank and world size from the variables of each launcher, and the variables that torch reads."""
 
+import itertools
+import os
+
 import pytest
 
-from pretrain.distributed.process_group import taken_port
-from pretrain.distributed.world import ALONE, World, export_world, world_from_environment
+from pretrain.distributed import world as world_module
+from pretrain.distributed.device import detect_device
+from pretrain.distributed.process_group import collective_timeout_s, taken_port
+from pretrain.distributed.world import ALONE, World, export_world, running_environment, world_from_environment
 from pretrain.errors import ConfigError
 
 ENVIRONMENTS = {
@@ -37,6 +42,50 @@ def test_world_from_environment(name: str) -> None:
 def test_impossible_ranks_are_rejected(environ: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=r"RANK|TASKS_PER_NODE"):
         world_from_environment(environ)
+
+
+VALUES = ("x", "", "-1", "0", "2", "1.5", "a\nb", "9" * 30, "99999", "http", "a,b", "no-such-host.invalid", "gpu",
+          "cuda")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_wrong_variables_are_rejected_in_one_line_or_harmless(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device and the address of rank 0 are those that torch would use; no rank begins alone by mistake."""
+    monkeypatch.setattr(world_module, "_RESOLVE_S", 0)
+    right = {"RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(ranks),
+             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "0",
+             "DEEPSPEED_TIMEOUT": "30"}
+    rejected: dict[str, list[str]] = {}
+    problems: list[str] = []
+    for name, value in itertools.product(right, (None, *VALUES)):
+        environ = {**right, name: value}
+        monkeypatch.setattr(os, "environ", {key: text for key, text in environ.items() if text is not None})
+        try:
+            world = running_environment()
+            device = detect_device()
+            collective_timeout_s(0.0, os.environ)
+        except ConfigError as error:
+            rejected.setdefault(name, []).append(str(value))
+            is_named = name in str(error) or name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+            problems += [] if is_named and len(str(error).splitlines()) == 1 else [f"{name}={value}: {error}"]
+        else:
+            assert 0 <= world.rank < world.size
+            assert world.local_rank >= 0
+            assert device.kind == "cpu" or name == "DS_ACCELERATOR", (name, value)
+    assert not problems
+    assert {"x", "", "-1", "0", "1.5", "a\nb", "9" * 30, "99999", "http", "a,b"} <= {*rejected["MASTER_PORT"]}
+    assert {"x", "", "a\nb", "no-such-host.invalid", "http"} <= {*rejected["MASTER_ADDR"]}
+    assert {"x", "gpu", "-1", "a\nb"} <= {*rejected["DS_ACCELERATOR"]}
+    assert {"x", "", "0", "-1", "1.5"} <= {*rejected["WORLD_SIZE"]}
+    assert ("None" in rejected["RANK"]) == (ranks > 1)
+
+
+@pytest.mark.parametrize("visible", ["a,b", "0;1", "gpu0", "0,", ""])
+def test_wrong_visible_devices_are_rejected(visible: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cuda")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(ConfigError, match="CUDA"):
+        detect_device()
 
 
 def test_export_sets_the_variables_that_torch_reads() -> None:
