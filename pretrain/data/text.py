@@ -28,6 +28,13 @@ def check_unicode(text: str, where: str) -> None:
                           remedy="correct or remove this document") from None
 
 
+def check_nul(text: str, where: str) -> None:
+    """Raise ConfigError for a document with a NUL character."""
+    if "\0" in text:
+        raise ConfigError(where, problem=f"there is a NUL character (U+0000) at character {text.index(chr(0))}: the "
+                          "document is damaged, or no text", remedy="correct or remove this document")
+
+
 def parse_json(text: str) -> Any:
     """Parse JSON. A number may have any number of digits: Python's int takes at most 4,300. Raises ValueError."""
     try:

@@ -22,13 +22,16 @@ def test_exit_at_step_is_exit_step(tmp_path: Path) -> None:
         parse_arguments(["--config", str(path)])
 
 
-def test_tokens_can_be_written_with_an_exponent(tmp_path: Path) -> None:
+def test_tokens_can_be_written_with_an_exponent_or_a_unit(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("train_tokens: 3e9\nlr_warmup_tokens: 2.5e6\nlr_decay_tokens: 1000\n")
     args = parse_arguments(["--config", str(path), "--lr_wsd_tokens=1e5"])
     assert (args.train_tokens, args.lr_warmup_tokens, args.lr_decay_tokens) == (3 * 10**9, 2_500_000, 1000)
     assert args.lr_wsd_tokens == 100_000
-    for wrong in ("1.5", "1e-3", "1e999", "many", ""):
+    units = {"2.5B": 2_500_000_000, "1.1b": 1_100_000_000, "300m": 300 * 10**6, "7K": 7000, "0.3T": 3 * 10**11}
+    for word, number in units.items():  # exact: 1.1 * 1e9 is no whole number in floating point
+        assert parse_arguments([f"--train_tokens={word}"]).train_tokens == number
+    for wrong in ("1.5", "1e-3", "1e999", "many", "", "B", "2.5BB", "1.5e-9B", "nanB", "-1B", "1KiB"):
         with pytest.raises(ConfigError, match=r"--train_tokens: found '.*'; expected a whole number of tokens"):
             parse_arguments([f"--train_tokens={wrong}"])
 

@@ -81,7 +81,7 @@ def _parser() -> Any:
 
 
 def tokens(word: str) -> int:
-    """Return a number of tokens, such as 1000000000 or 1e9. Raises ValueError. argparse shows the function's name."""
+    """Return a number of tokens, such as 1e9 or 2.5B. Raises ValueError. argparse shows the function's name."""
     try:
         return int(word)
     except ValueError:

@@ -10,7 +10,7 @@ import itertools
 from pretrain.config.flags.training_flags import ScheduleArguments
 from pretrain.config.schedules.length import RunLength
 from pretrain.config.schedules.schedule import ONE_CYCLE_INITIAL_RATIO, Schedule
-from pretrain.data.datasets.token_count import parse_token_count
+from pretrain.data.datasets.token_count import parse_token_count, parse_whole_number
 from pretrain.errors import ConfigError
 
 DEFAULT_WARMUP_FRACTION = 0.01  # of the run
@@ -96,7 +96,8 @@ def _milestones(flags: ScheduleArguments, warmup_steps: int, length: RunLength) 
     """Return the numbers of steps after which the rate of `step` is multiplied."""
     text = flags.lr_milestone_tokens or flags.lr_milestones or ""
     flag = "--lr_milestone_tokens" if flags.lr_milestone_tokens else "--lr_milestones"
-    numbers = [parse_token_count(word) for word in text.split(",")]
+    parse = parse_token_count if flags.lr_milestone_tokens else parse_whole_number
+    numbers = [parse(word) for word in text.split(",")]
     known = [number for number in numbers if number is not None]
     if len(known) < len(numbers) or any(after <= before for before, after in itertools.pairwise(known)):
         raise ConfigError(flag, found=text, expected="numbers that rise, such as 8000,9000")

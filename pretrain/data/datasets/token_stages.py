@@ -2,7 +2,7 @@
 
 import itertools
 
-from pretrain.data.datasets.token_count import parse_token_count
+from pretrain.data.datasets.token_count import parse_token_count, parse_whole_number
 from pretrain.errors import ConfigError
 
 
@@ -14,7 +14,7 @@ def parse_stages(flag: str, text: str, *, expected: str) -> list[tuple[int, int]
     stages: list[tuple[int, int]] = []
     for word in text.split(","):
         tokens, _, number = word.partition(":")
-        begin, value = parse_token_count(tokens), parse_token_count(number)
+        begin, value = parse_token_count(tokens), parse_whole_number(number)
         if begin is None or value is None:
             raise ConfigError(flag, found=repr(word), expected=expected)
         stages.append((begin, value))

@@ -8,7 +8,7 @@ from pretrain.data.inputs.chunks import read_chunks
 from pretrain.data.inputs.detect import utf16_error, utf16_problem
 from pretrain.data.inputs.find import Input
 from pretrain.data.inputs.json_line import text_of_json_line
-from pretrain.data.text import decode_utf8
+from pretrain.data.text import check_nul, decode_utf8
 from pretrain.errors import ConfigError
 
 
@@ -111,7 +111,9 @@ def _value(data: bytes | None, where: str) -> str:
     if data is None:
         raise ConfigError(where, problem="the value is null", remedy="remove this row")
     try:
-        return data.decode("utf-8")
+        text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(where, problem=f"byte {error.start + 1} of the value, 0x{data[error.start]:02X}, is not valid"
                           " UTF-8") from None
+    check_nul(text, where)
+    return text

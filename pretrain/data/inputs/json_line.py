@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pretrain.data.text import check_unicode, parse_json
+from pretrain.data.text import check_nul, check_unicode, parse_json
 from pretrain.errors import ConfigError
 
 
@@ -25,6 +25,7 @@ def text_of_json_line(line: bytes, where: str, jsonl_key: str) -> str:
         raise no_text_error(where, jsonl_key, value)
     if b"\\u" in line:
         check_unicode(text, where)
+        check_nul(text, where)
     return text
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pretrain.data.inputs.json_line import no_text_error, not_json
-from pretrain.data.text import check_unicode
+from pretrain.data.text import check_nul, check_unicode
 from pretrain.errors import ConfigError
 
 PART_BYTES = 1 << 19
@@ -159,6 +159,7 @@ def text_parts(line: LongLine, jsonl_key: str) -> Iterator[str]:
     scanner = _Scanner(line, jsonl_key)
     for part in scanner.parts():
         check_unicode(part, line.where)
+        check_nul(part, line.where)
         yield part
     if line.next_byte():
         raise line.error("Extra data")

@@ -23,6 +23,7 @@ BAD_LINES = {  # name: (line 2 of a.jsonl, part of the message)
     "null": (b'{"text": null}', "a.jsonl:2: the value of 'text' is null. Correct or remove this line"),
     "number": (b'{"text": 5}', "a.jsonl:2: the value of 'text' is a JSON int, not a string"),
     "surrogate": (b'{"text": "\\ud800"}', "a.jsonl:2: there is a lone surrogate U+D800 at character 0"),
+    "NUL": (rb'{"text": "a\u0000"}', "a.jsonl:2: there is a NUL character (U+0000) at character 1: the document is"),
     "not utf-8": (b'{"text": "\xff"}', "a.jsonl:2: it is not valid JSON: 0xFF is not valid UTF-8 at byte 11"),
     "NUL byte": (b'{"text": "\0"}', "a.jsonl:2: it is not valid JSON: Invalid control character"),
     "too deep": (b'{"text": ' + b"[" * 200_000, "a.jsonl:2: it is not valid JSON"),

@@ -68,10 +68,12 @@ def test_utf_16_is_skipped_or_named(tmp_path: Path) -> None:
 
 
 def test_parquet_columns_and_values(tmp_path: Path) -> None:
-    texts = ["first", None, "", "naïve 😀"]
+    texts = ["first", None, "", "naïve 😀", "a\0"]
     path = write_parquet(tmp_path / "a.parquet", texts, row_group_size=2)
     found = read_texts(path, ReadSettings(skip_errors=True))
-    assert [found[0], *found[2:]] == ["first", "", "naïve 😀"]
+    assert [found[0], *found[2:4]] == ["first", "", "naïve 😀"]
+    assert isinstance(found[4], Skipped)
+    assert found[4].reason.startswith("there is a NUL character (U+0000) at character 1")
     assert found[1] == Skipped(f"{path}: row 2", "the value is null. Remove this row.", True)
     for column, message in (
         ("txet", r"column 'txet': there is no such column\. Did you mean \"text\"\?"),
