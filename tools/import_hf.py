@@ -9,7 +9,7 @@ from pretrain.checkpoint.load.hf_folder import check_hf_folder
 from pretrain.checkpoint.load.hf_tokenizer import find_hf_tokenizer
 from pretrain.cli import Parser, path, run_main
 from pretrain.errors import ConfigError
-from pretrain.model.hub import find_repository, is_repository, snapshot_in
+from pretrain.hub import find_repository, is_repository, snapshot_in
 
 
 def main() -> None:
@@ -27,7 +27,8 @@ def main() -> None:
     check_new_folder(args.output, or_same_conversion=False)
     # report wrong files before torch is imported, which takes seconds
     name = str(args.folder)
-    folder = find_repository(name, flag="HF_FOLDER", weights=True) if is_repository(name) else snapshot_in(args.folder)
+    folder = find_repository(name, flag="HF_FOLDER", want="weights") if is_repository(name) else \
+        snapshot_in(args.folder)
     found = check_hf_folder(folder)
     tokenizer = find_hf_tokenizer(found)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed detects an accelerator and warns

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.errors import ConfigError, shorten
+from pretrain.hub import find_repository, is_repository, snapshot_in
 from pretrain.model.config_keys import check_model_keys, check_model_types, parse_overrides, read_config_json
 from pretrain.model.families.family import TensorRule
 from pretrain.model.families.read import listing
 from pretrain.model.families.table import FAMILIES
-from pretrain.model.hub import find_repository, is_repository, snapshot_in
 
 PRESETS = Path(__file__).parent / "presets"
 # Upper limits, far beyond any model. They prevent lists or tables of absurd size.
@@ -169,7 +169,7 @@ def find_config(model: str) -> Path:
     if model in preset_names():
         return preset
     if is_repository(model):
-        return find_repository(model, flag="--model", weights=False) / "config.json"
+        return find_repository(model, flag="--model", want="config") / "config.json"
     folder = os.path.isdir(model)
     path = snapshot_in(Path(model)) / "config.json" if folder else Path(model)
     if os.path.isfile(path):

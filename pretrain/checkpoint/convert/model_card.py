@@ -8,7 +8,7 @@ from pretrain.checkpoint.convert.inspect import layout_summary
 from pretrain.checkpoint.convert.plan_export import ExportPlan
 from pretrain.config.schedules.describe import schedule_text
 from pretrain.config.schedules.schedule import schedule_from_json
-from pretrain.model.hub import is_repository
+from pretrain.hub import is_repository
 from pretrain.monitor.read_run_folder import newest_start, read_metrics
 
 _MOST_SOURCES = 50  # rows of a blend

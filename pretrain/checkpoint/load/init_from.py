@@ -18,8 +18,8 @@ from pretrain.checkpoint.load.hf_folder import HFFolder, check_hf_folder
 from pretrain.checkpoint.load.select import find_checkpoints_folder, is_checkpoint
 from pretrain.config.saved_model import Origin, SavedModel
 from pretrain.errors import ConfigError, shorten
+from pretrain.hub import find_repository, is_repository, snapshot_in
 from pretrain.model.config import model_config_from
-from pretrain.model.hub import find_repository, is_repository, snapshot_in
 
 _REMEDY = "name a transformers folder with safetensors, a run folder, a global_stepN folder, or a repository (org/name)"
 
@@ -47,7 +47,7 @@ def find_initial_weights(init_from: str) -> InitialWeights:
             than its config.json.
     """
     if is_repository(init_from):
-        folder = find_repository(init_from, flag="--init_from", weights=True)
+        folder = find_repository(init_from, flag="--init_from", want="weights")
     else:
         folder = snapshot_in(Path(init_from))
     where = f"--init_from {shorten(init_from)}"

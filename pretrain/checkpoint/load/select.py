@@ -18,7 +18,7 @@ from pretrain.data.datasets.data_spec import parse_data_spec
 from pretrain.data.files.meta import read_meta
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import ConfigError
-from pretrain.model.hub import snapshot_in
+from pretrain.hub import snapshot_in
 from pretrain.monitor.read_run_folder import newest_start
 
 

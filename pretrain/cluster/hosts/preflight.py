@@ -15,6 +15,7 @@ from pretrain.cluster.hosts.remote import HostError, Transport, call_probe_on_al
 from pretrain.config.flags.arguments import RunArguments, data_spec
 from pretrain.data.tokenizers.byte_tokenizer import BYTES
 from pretrain.errors import ConfigError
+from pretrain.hub import tokenizer_repository
 
 ROOT = Path(__file__).resolve().parents[3]
 _MAX_PROBLEMS = 6  # problems shown in one line; the line ends with the number of further problems
@@ -73,7 +74,8 @@ def preflight_request(args: RunArguments, train_words: Sequence[str], folder: Pa
                           remedy="add --save RUN_FOLDER, on storage that all hosts share")
     prefixes = data_spec(args).prefixes
     names = [args.deepspeed_config, *(f"{prefix}{suffix}" for prefix in prefixes for suffix in (".bin", ".idx"))]
-    names += [args.tokenizer] if args.tokenizer not in (None, BYTES) else []
+    names += [args.tokenizer] if args.tokenizer not in (None, BYTES) and \
+        not tokenizer_repository(args.tokenizer) else []
     # otherwise --model is a preset's name, and --init_from a repository or, in a resumed run, no longer needed
     names += [name for name in (args.model, args.init_from) if name and Path(name).exists()]
     names += [word.partition("=")[2] or after for word, after in zip(train_words, [*train_words[1:], ""], strict=True)

@@ -52,8 +52,9 @@ class DataArguments:
     order_samples: int | None = flag(None, "total number of samples for which Megatron-LM or GPT-NeoX made the order; "
                                            "only with --sample_order megatron or neox",
                                      unset="--first_sample and the samples of --train_steps")
-    tokenizer: str | None = flag(None, "SentencePiece .model file, a folder with it or with tokenizer.json, or the "
-                                       "word bytes; checked against data and model, and used by tools/generate.py",
+    tokenizer: str | None = flag(None, "SentencePiece .model file, a folder with it or with tokenizer.json, a "
+                                       "repository (org/name), a preset's name such as gpt2, or the word bytes; "
+                                       "checked against data and model, and used by tools/generate.py",
                                  metavar="PATH")
     seq_length: int = flag(1024, "tokens in a sample")
     seq_length_schedule: str | None = flag(None, "begin with shorter sequences: 0:256,1e9:512,4e9:1024 means 256 "

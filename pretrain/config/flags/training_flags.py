@@ -12,7 +12,8 @@ class ScheduleArguments:
     title: ClassVar[str] = "length and schedule"
 
     train_steps: int | None = flag(None, "optimizer steps of the whole run", unset="this or --train_tokens: required")
-    train_tokens: int | None = flag(None, "tokens of the whole run, such as 2.5B", unset="this or --train_steps: required")
+    train_tokens: int | None = flag(None, "tokens of the whole run, such as 2.5B",
+                                    unset="this or --train_steps: required")
     batch_schedule: str | None = flag(None, "begin with smaller global batches: 0:64,1e9:128,4e9:256 means 64 samples "
                                             "a step from the start, 128 after 1e9 tokens, ...; the last one is the "
                                             "global batch size of the run", metavar="TOKENS:BATCH,...",

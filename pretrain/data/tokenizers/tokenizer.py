@@ -30,6 +30,7 @@ from pretrain.data.tokenizers.sentencepiece_words import words_encoder
 from pretrain.data.tokenizers.special_tokens import EOD_NAMES, TokenIds, find_special_tokens, read_object
 from pretrain.data.tokenizers.word_cache import EncodeBatch, Integers
 from pretrain.errors import ConfigError
+from pretrain.hub import find_repository, snapshot_in, tokenizer_repository
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tokenizer_config.json",
                    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json")
@@ -38,7 +39,8 @@ HASHES_KEY = "files_sha256"
 """key of tokenizer_config.json: hashes of a tokenizer.model, and of the tokenizer.json that was made from it"""
 _TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+={0,2} 0\r?\n")  # base64 of a token, its id
 _SPACE = "\u2581"  # SentencePiece's symbol for a space; decoding turns it into a space
-_REMEDY = ("give a SentencePiece .model, a tokenizer.json or a folder with one, or the word bytes; "
+_REMEDY = ("give a SentencePiece .model, a tokenizer.json or a folder with one, a repository (org/name), the name of a "
+           "preset of --model, or the word bytes; "
            "tools/train_tokenizer.py trains a tokenizer")
 
 
@@ -93,13 +95,13 @@ class Tokenizer:
 
 def absolute_tokenizer(value: str) -> str:
     """Return a value of --tokenizer that does not depend on the working directory."""
-    return value if value == BYTES else str(Path(value).absolute())
+    return value if value == BYTES or tokenizer_repository(value) else str(Path(value).absolute())
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Load a SentencePiece .model, a tokenizer.json, a vocab.json, or one of them from a folder. Raises ConfigError.
 
-    "bytes" is the byte tokenizer.
+    "bytes" is the byte tokenizer. A repository of the Hub is downloaded if the local cache does not have it.
 
     A folder with a tokenizer.model and a tokenizer.json is read as transformers reads it, from tokenizer.json. If
     tools/train_tokenizer.py or an export made tokenizer.json from tokenizer.model, both encode alike. Then
@@ -111,7 +113,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
                               "or folder with this name too", remedy="rename it, or give its absolute path")
         return Tokenizer(Path(BYTES), BYTE_IDS, BYTE_FINGERPRINT, _checked(encode_bytes), decode_bytes,
                          encode_bytes_batch)
-    file = _find_file(Path(path))
+    repository = tokenizer_repository(str(path))
+    file = _find_file(find_repository(repository, flag="--tokenizer", want="tokenizer") if repository else
+                      snapshot_in(Path(path)))
     content = _read(file)
     if file.suffix == ".json":
         return _load_huggingface(file, content)

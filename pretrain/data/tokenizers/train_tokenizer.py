@@ -19,7 +19,7 @@ from pretrain.paths import check_folder
 
 _LARGEST_PIECE_OF_LINE = 1000
 """characters; the trainer silently drops lines of more than max_sentence_length (4192) bytes"""
-_RESERVED = re.compile("[\u2581\u2585\0]+")
+_RESERVED = re.compile("[\u2581\u2585]+")
 """characters that the trainer reserves; it skips lines that contain them. The encoder encodes them as bytes."""
 _COMPRESSION_RATIO = 4
 """assumed compression of gzip, zstd and Parquet files, to estimate which fraction of the lines to use"""

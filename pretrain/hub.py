@@ -1,4 +1,4 @@
-"""Find a model of the Hugging Face Hub in the local cache, and download it if the user named its repository.
+"""Find a model or tokenizer of the Hugging Face Hub in the local cache, and download it if its repository is named.
 
 Folders of the cache are `models--ORG--NAME`, with `refs/main` (a revision) and `snapshots/REVISION/` (links to files).
 """
@@ -17,10 +17,27 @@ from pretrain.stored_json import read_json
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 _FILE = re.compile(r".*\.(json|ya?ml|safetensors|bin|model|txt)")
-_CONFIG = ("config.json",)
-_WEIGHTS = ("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json",
-            "tokenizer*", "*.model", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt")
+_TOKENIZER = ("tokenizer*", "*.model", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt")
+_PATTERNS = {
+    "config": ("config.json",), "tokenizer": _TOKENIZER,
+    "weights": ("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json",
+                *_TOKENIZER),
+}
+"""the files of a repository that are downloaded, by what is wanted"""
+_WANTED = {"config": "config.json", "tokenizer": "the tokenizer", "weights": "the weights"}
 _TIMEOUT_S = 10.0
+_TOKENIZERS = {
+    "openai-community/gpt2": ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "gpt3-125m", "gpt3-350m", "gpt3-760m",
+                              "gpt3-1.3b", "gpt3-2.7b", "gpt3-6.7b", "gpt3-13b", "gpt3-175b"),
+    "EleutherAI/pythia-70m": ("pythia-14m", "pythia-31m", "pythia-70m", "pythia-160m", "pythia-410m", "pythia-1b",
+                              "pythia-1.4b", "pythia-2.8b", "pythia-6.9b", "pythia-12b"),
+    "allenai/OLMo-2-0425-1B": ("olmo2-1b", "olmo2-7b"), "allenai/OLMoE-1B-7B-0924": ("olmoe-1b-7b",),
+    "Qwen/Qwen2.5-0.5B": ("qwen2.5-0.5b", "qwen2.5-7b"), "Qwen/Qwen3-0.6B": ("qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b"),
+    "meta-llama/Llama-2-7b-hf": ("llama2-7b",), "meta-llama/Llama-3.2-1B": ("llama3-1b", "llama3-3b"),
+    "meta-llama/Meta-Llama-3-8B": ("llama3-8b", "llama3-70b"), "mistralai/Mistral-7B-v0.1": ("mistral-7b",),
+    "mistralai/Mixtral-8x7B-v0.1": ("mixtral-8x7b",), "google/gemma-2-2b": ("gemma2-2b",),
+}
+"""repository -> the presets of --model whose published tokenizer it has"""
 
 
 def is_repository(name: str) -> bool:
@@ -30,6 +47,14 @@ def is_repository(name: str) -> bool:
     """
     return bool(_REPOSITORY.fullmatch(name)) and not _FILE.fullmatch(name) and \
         not os.path.exists(name) and not os.path.isdir(name.partition("/")[0])
+
+
+def tokenizer_repository(value: str) -> str | None:
+    """Return the repository that a value of --tokenizer names: org/name, or a preset of --model. None for paths."""
+    if os.path.exists(value):
+        return None
+    named = next((repository for repository, presets in _TOKENIZERS.items() if value in presets), None)
+    return named or (value if is_repository(value) else None)
 
 
 def snapshot_in(folder: Path) -> Path:
@@ -45,13 +70,13 @@ def snapshot_in(folder: Path) -> Path:
     return found[0] if len(found) == 1 else folder
 
 
-def find_repository(name: str, *, flag: str, weights: bool) -> Path:
+def find_repository(name: str, *, flag: str, want: str) -> Path:
     """Return the folder in the cache with the files of repository `name`. Downloads missing files.
 
     The ranks of a host take turns, so that only the first one downloads.
 
     Args:
-        weights: also get the weights and the tokenizer, not only the config.json.
+        want: "config"; "tokenizer"; or "weights" for all files of a model, its config.json and tokenizer too.
 
     Raises:
         ConfigError: the files are not in the cache, and cannot be downloaded.
@@ -60,18 +85,20 @@ def find_repository(name: str, *, flag: str, weights: bool) -> Path:
 
     cache = Path(constants.HF_HUB_CACHE)
     folder = cache / f"models--{name.replace('/', '--')}"
-    if _is_complete(snapshot_in(folder), weights):
+    if _is_complete(snapshot_in(folder), want):
         return snapshot_in(folder)
     if constants.HF_HUB_OFFLINE:
         raise _not_found(name, flag, f"this repository is not in the cache {cache}, and HF_HUB_OFFLINE is set")
     with _turn(cache, folder.name, name, flag):
         found = snapshot_in(folder)
-        return found if _is_complete(found, weights) else _download(name, flag, cache, weights)
+        return found if _is_complete(found, want) else _download(name, flag, cache, want)
 
 
-def _is_complete(snapshot: Path, weights: bool) -> bool:
-    """Return whether a snapshot has a config.json and, with `weights`, all files with weights."""
-    if not (snapshot / "config.json").is_file() or not weights:
+def _is_complete(snapshot: Path, want: str) -> bool:
+    """Return whether a snapshot has the config.json, a tokenizer, or the config.json and all files with weights."""
+    if want == "tokenizer":
+        return any((snapshot / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "merges.txt"))
+    if not (snapshot / "config.json").is_file() or want == "config":
         return (snapshot / "config.json").is_file()
     if (snapshot / "model.safetensors").is_file():
         return True
@@ -99,19 +126,19 @@ def _turn(cache: Path, key: str, name: str, flag: str) -> Iterator[None]:
         yield
 
 
-def _download(name: str, flag: str, cache: Path, weights: bool) -> Path:
+def _download(name: str, flag: str, cache: Path, want: str) -> Path:
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.utils import disable_progress_bars
 
     if not sys.stderr.isatty():
         disable_progress_bars()
-    say(f"downloading {'the weights' if weights else 'config.json'} of {name} to {cache}")
+    say(f"downloading {_WANTED[want]} of {name} to {cache}")
     try:
         HfApi().model_info(name, timeout=_TIMEOUT_S)  # snapshot_download alone waits forever for a silent server
-        folder = Path(snapshot_download(name, allow_patterns=list(_WEIGHTS if weights else _CONFIG)))
+        folder = Path(snapshot_download(name, allow_patterns=list(_PATTERNS[want])))
     except Exception as error:  # of the library, of its HTTP client, and of the file system
         raise _download_error(name, flag, error) from None
-    if not (folder / "config.json").is_file():
+    if want != "tokenizer" and not (folder / "config.json").is_file():
         raise ConfigError(f"{flag} {name}", problem="this repository has no config.json",
                           remedy="name the repository of a transformers model")
     return folder

@@ -8,19 +8,23 @@ from pathlib import Path
 
 import pytest
 
+from pretrain.data.tokenizers.tokenizer import absolute_tokenizer
 from pretrain.errors import ConfigError
-from pretrain.model.config import find_config, load_model_config
-from pretrain.model.hub import is_repository, snapshot_in
+from pretrain.hub import is_repository, snapshot_in, tokenizer_repository
+from pretrain.model.config import find_config, load_model_config, preset_names
+from tests.support.byte_tokenizer import write_byte_tokenizer
 from tests.support.hub_server import REVISION, hub, write_cache
 from tests.support.launch import ROOT
 from tests.support.model_shapes import SHAPES, write_config
 
 _FIND = """
 import sys
+from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import ConfigError
-from pretrain.model.hub import find_repository
+from pretrain.hub import find_repository
 try:
-    print(find_repository(sys.argv[1], flag="--init_from", weights=True))
+    print(load_tokenizer(sys.argv[1]).path.parent if sys.argv[2] == "tokenizer" else
+          find_repository(sys.argv[1], flag="--init_from", want="weights"))
 except ConfigError as error:
     print(f"error: {error}")
 assert "torch" not in sys.modules
@@ -48,9 +52,9 @@ def _environment(home: Path, **others: str) -> dict[str, str]:
     return {**kept, "PYTHONPATH": str(ROOT), "HF_HOME": str(home), **others}
 
 
-def _find_in_processes(count: int, name: str, environment: dict[str, str]) -> list[str]:
+def _find_in_processes(count: int, name: str, environment: dict[str, str], want: str = "weights") -> list[str]:
     """Look for a repository in several processes at the same time. Return the output of each."""
-    processes = [subprocess.Popen([sys.executable, "-c", _FIND, name], env=environment, text=True,
+    processes = [subprocess.Popen([sys.executable, "-c", _FIND, name, want], env=environment, text=True,
                                   stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) for _ in range(count)]
     return [process.communicate()[0].strip() for process in processes]
 
@@ -71,6 +75,32 @@ def test_concurrent_ranks_download_each_file_once(tmp_path: Path, repository: Pa
     with hub({"org/llama": repository}) as (url, _):
         assert _find_in_processes(1, "org/llama", _environment(tmp_path, HF_ENDPOINT=url)) == [str(snapshot)]
     assert (snapshot / "model-00002-of-00002.safetensors").read_bytes() == bytes([2]) * 1000
+
+
+def test_names_of_repositories_and_presets_are_tokenizers(tmp_path: Path, repository: Path) -> None:
+    write_byte_tokenizer(repository)
+    with hub({"openai-community/gpt2": repository}) as (url, requests):
+        found = _find_in_processes(3, "gpt2", _environment(tmp_path, HF_ENDPOINT=url), "tokenizer")
+        downloads = {request.rpartition("/")[2] for request in requests if request.startswith("GET openai")}
+    snapshot = tmp_path / "hub" / "models--openai-community--gpt2" / "snapshots" / REVISION
+    assert found == [str(snapshot)] * 3
+    assert downloads == {path.name for path in snapshot.iterdir()}
+    assert not [name for name in downloads if name == "config.json" or name.endswith(".safetensors")]
+    for name in ("openai-community/gpt2", "gpt3-1.3b"):  # without a network
+        offline = _environment(tmp_path, HF_HUB_OFFLINE="1")
+        assert _find_in_processes(1, name, offline, "tokenizer") == [str(snapshot)]
+    [missing] = _find_in_processes(1, "pythia-1b", _environment(tmp_path, HF_HUB_OFFLINE="1"), "tokenizer")
+    assert missing.startswith("error: --tokenizer EleutherAI/pythia-70m: there is no such folder")
+
+
+def test_each_preset_of_a_published_model_names_a_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    named = {name for name in preset_names() if tokenizer_repository(name)}
+    assert set(preset_names()) - named == {"tiny", "tiny-moe"}
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gpt2").mkdir()
+    assert tokenizer_repository("gpt2") is None  # the folder
+    assert absolute_tokenizer("gpt2") == str(tmp_path / "gpt2")
+    assert absolute_tokenizer("org/name") == "org/name"
 
 
 def test_a_repository_that_cannot_be_read_is_rejected(tmp_path: Path, repository: Path) -> None:
