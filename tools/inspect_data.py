@@ -13,6 +13,7 @@ from pretrain.analysis.inspect.recorded_step import find_step, open_data_of_step
 from pretrain.cli import Parser, path, prefix, run_main, whole_number
 from pretrain.data.files.indexed import IndexedDataset
 from pretrain.data.files.meta import read_meta
+from pretrain.data.source_facts import end_notes, learnable_notes, source_facts
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.paths import check_folder
 from pretrain.terminal.progress import ProgressBar
@@ -29,7 +30,9 @@ def _documents(args: argparse.Namespace) -> int:
     with ProgressBar("inspecting", int(part * data.num_tokens * data.dtype.itemsize)) as progress:
         report = inspect_documents(data, vocab_size=vocab_size, eod_token=eod_token, most=args.max_documents,
                                    advance=progress.advance)
-    print("\n".join(report_lines(report)))
+    facts, where = source_facts(data), str(args.prefix)
+    notes = [*end_notes(where, facts, eod_token), *learnable_notes(data, where, facts)]
+    print("\n".join([*report_lines(report), *(f"note: {note}" for note in notes)]))
     if args.html:
         write_page(args.html, data, report, tokenizer.decode if tokenizer else None)
         print(f"written: {args.html}")
@@ -44,7 +47,8 @@ def _step(args: argparse.Namespace) -> int:
 
     found = read_step(position, data)
     problems = check_labels(found.batches)
-    print("\n".join(step_lines(found, problems, samples=args.samples, tokens=args.tokens)))
+    lines = step_lines(found, problems, samples=args.samples, tokens=args.tokens)
+    print("\n".join([*lines, *(f"note: {note}" for note in data.notes)]))
     return 1 if problems else 0
 
 

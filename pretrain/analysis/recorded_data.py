@@ -15,7 +15,7 @@ def open_recorded_data(start: dict[str, Any], *, seq_length: int, vocab_size: in
     """
     flags = start["flags"]
     return open_run_data(recorded_data_spec(flags), seq_length=seq_length, seed=flags.get("seed", 0),
-                         tokenizer=tokenizer, vocab_size=vocab_size, eod_mask_loss=False,
+                         tokenizer=tokenizer, vocab_size=vocab_size,
                          num_samples=_planned_samples(start))
 
 

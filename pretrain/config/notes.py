@@ -18,6 +18,9 @@ from pretrain.model.init_methods import width_multiplier
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "checkpoints/global_step*")
 _PADDING = 256  # rows; vocabularies are often padded by up to this number of unused rows
+# GPT-3, OPT, Llama, Pythia and OLMo have 0.01 to 0.1; Lion's authors advise up to 10 times as much (arXiv 2302.06675)
+_LARGEST_WEIGHT_DECAY = 1.0
+_LARGEST_DROPOUT = 0.5  # that of the first paper on dropout (arXiv 1207.0580); transformers have 0 to 0.3
 
 
 def json_notes(resolved: ResolvedConfig) -> tuple[str, ...]:
@@ -44,7 +47,8 @@ def run_notes(resolved: ResolvedConfig, data: RunData) -> tuple[str, ...]:
     """All notes about a run: JSON, weights, vocabulary, epochs, evaluation and speed."""
     return (*json_notes(resolved), *_unused_weights_notes(resolved), *_vocabulary_notes(resolved, data),
             *data.notes, *_epoch_notes(resolved, data), *_packing_notes(data), *_evaluation_notes(resolved, data),
-            *_length_notes(resolved), *_batch_notes(resolved), *_speed_notes(resolved), *_mup_notes(resolved))
+            *_length_notes(resolved), *_batch_notes(resolved), *_recipe_notes(resolved), *_speed_notes(resolved),
+            *_mup_notes(resolved))
 
 
 def _unused_weights_notes(resolved: ResolvedConfig) -> list[str]:
@@ -61,14 +65,15 @@ def _unused_weights_notes(resolved: ResolvedConfig) -> list[str]:
 
 
 def _vocabulary_notes(resolved: ResolvedConfig, data: RunData) -> list[str]:
-    """Note a vocabulary that is far larger than the tokenizer's: unused rows take memory and time."""
-    if data.tokenizer is None:
+    """Note a vocabulary that is far larger than that of the tokenizer or data: unused rows take memory and time."""
+    used, size = data.vocab_size, resolved.model.vocab_size
+    if used is None:
         return []
-    used, size = data.tokenizer.vocab_size, resolved.model.vocab_size
     if size - used <= max(_PADDING, used // 10):
         return []
     fitting = -(-used // 64) * 64
-    return [f"the tokenizer has {used:,} tokens and the model's vocabulary {size:,}, of which {size - used:,} are "
+    owner = "tokenizer" if data.tokenizer is not None else "data's tokenizer"
+    return [f"the {owner} has {used:,} tokens and the model's vocabulary {size:,}, of which {size - used:,} are "
             f"never used: --model_overrides vocab_size={fitting} makes it fit"]
 
 
@@ -136,6 +141,28 @@ def _batch_notes(resolved: ResolvedConfig) -> list[str]:
         factor = rate_factor(args.lr_scaling, batch=batch, reference_batch=args.lr_reference_batch)
         notes.append(f"--lr_scaling {args.lr_scaling}: the peak learning rate is {rate / factor:g} x {factor:g} = "
                      f"{rate:g}, for a global batch of {batch} instead of {args.lr_reference_batch}")
+    return notes
+
+
+def _recipe_notes(resolved: ResolvedConfig) -> list[str]:
+    """Note a batch size that nobody chose, and regularization far beyond that of published recipes."""
+    args, layout, model, notes = resolved.args, resolved.layout, resolved.model, list[str]()
+    chosen = (args.micro_batch_size, args.gradient_accumulation_steps, args.global_batch_size, args.batch_schedule,
+              *(resolved.file.get(key) for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
+                                                   "train_batch_size")))
+    if all(size in (None, "auto") for size in chosen):
+        notes.append(f"no batch size is given: the global batch is {layout.global_batch_size} x {args.seq_length} "
+                     "tokens, one sample a data-parallel rank; --global_batch_size and --micro_batch_size set it")
+    decay = resolved.get("optimizer.params.weight_decay", 0.0)
+    limit = _LARGEST_WEIGHT_DECAY * (10 if layout.optimizer == "lion" else 1)
+    if isinstance(decay, (int, float)) and decay > limit:
+        rate = resolved.get("optimizer.params.lr", 0.0)
+        notes.append(f"weight decay {decay:g}: each step at the peak rate also shrinks the weights by "
+                     f"{decay * rate:.2%}; published recipes have 0.01 to 0.1")
+    dropouts = {"residual": model.residual_dropout, "attention": model.attention_dropout,
+                "embedding": model.embedding_dropout}
+    if high := [f"{name} {value:g}" for name, value in dropouts.items() if value > _LARGEST_DROPOUT]:
+        notes.append(f"dropout of more than half of the values ({', '.join(high)}): published recipes have 0 to 0.1")
     return notes
 
 

@@ -43,6 +43,7 @@ class Plan:
     datasets: dict[str, SampleDataset]  # "train"; "valid" and "test", or "valid/NAME" and "test/NAME"
     tokenizer: Tokenizer | None
     eod_token: int | None  # end-of-document token
+    unigram_entropy: float | None  # nats a token, of the training data; None: no data
     seq_lengths: SeqLengths  # of training; evaluations always use --seq_length
     schedule: Schedule | None  # learning rate by applied steps; None: the JSON has its own scheduler
     notes: tuple[str, ...]  # settings that have no effect or may surprise, one line each
@@ -81,8 +82,9 @@ def check_run(args: RunArguments, *, world_size: int, device: Device, saved_mode
     """
     check_folders(args.save, args.checkpoint_mirror)
     resolved = resolve_run(args, world_size=world_size, device=device, saved_model=saved_model)
+    needs_ends = [f"--{name}" for name in ("eod_mask_loss", "document_attention") if getattr(args, name)]
     data = open_run_data(data_spec(args), seq_length=args.seq_length, seed=args.seed, tokenizer=args.tokenizer,
-                         vocab_size=resolved.model.vocab_size, eod_mask_loss=args.eod_mask_loss,
+                         vocab_size=resolved.model.vocab_size, needs_ends=needs_ends,
                          num_samples=planned_samples(
                              train_steps=resolved.train_steps, eval_interval=args.eval_interval,
                              eval_steps=args.eval_steps, global_batch_size=resolved.layout.global_batch_size,
@@ -91,7 +93,6 @@ def check_run(args: RunArguments, *, world_size: int, device: Device, saved_mode
     _check_order(resolved, data)
     _check_validation_data(resolved, data)
     _check_early_stopping(args, data)
-    _check_document_end(args, data)
     return _make_plan(resolved, data, run_notes(resolved, data))
 
 
@@ -127,7 +128,7 @@ def resolve_run(args: RunArguments, *, world_size: int, device: Device,
 def _make_plan(resolved: ResolvedConfig, data: RunData, notes: tuple[str, ...]) -> Plan:
     return Plan(args=resolved.args, ds_config=resolved.config, model=resolved.model, layout=resolved.layout,
                 length=resolved.length, datasets=data.datasets, tokenizer=data.tokenizer,
-                eod_token=data.eod_token,
+                eod_token=data.eod_token, unigram_entropy=data.unigram_entropy,
                 seq_lengths=parse_seq_lengths(resolved.args.seq_length_schedule, seq_length=resolved.args.seq_length),
                 schedule=resolved.schedule, notes=notes, given_config=resolved.file.values,
                 schedule_flags=_schedule_flags(resolved))
@@ -151,14 +152,6 @@ def _check_deepspeed() -> None:
     if found.split("+")[0] != DEEPSPEED_VERSION:
         raise ConfigError("deepspeed", found=f"version {found}", expected=DEEPSPEED_VERSION,
                           remedy=f"pip install deepspeed=={DEEPSPEED_VERSION}")
-
-
-def _check_document_end(args: RunArguments, data: RunData) -> None:
-    """Raise ConfigError for --document_attention on data whose end-of-document token is unknown."""
-    if args.document_attention and data.eod_token is None:
-        raise ConfigError("--document_attention", problem="the end-of-document token is unknown: there is no "
-                          "--tokenizer, and the data's .meta.json does not name the token",
-                          remedy="give --tokenizer, or leave --document_attention out")
 
 
 def _check_early_stopping(args: RunArguments, data: RunData) -> None:

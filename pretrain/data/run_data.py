@@ -1,7 +1,6 @@
 """Data of a run: its datasets, tokenizer and end-of-document token, checked against the model's vocabulary."""
 
-import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +9,7 @@ from pretrain.data.datasets.open_datasets import open_datasets
 from pretrain.data.files.indexed import IndexedDataset
 from pretrain.data.files.meta import current_meta
 from pretrain.data.samples.dataset import SampleDataset
+from pretrain.data.source_facts import SourceFacts, end_notes, learnable_notes, source_facts
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import ConfigError
 
@@ -28,17 +28,25 @@ class RunData:
     datasets: dict[str, SampleDataset]
     tokenizer: Tokenizer | None = None
     eod_token: int | None = None
+    vocab_size: int | None = None
+    """tokens of the tokenizer or, without one, of the tokenizer that prepared the training data; None: not known"""
     notes: tuple[str, ...] = ()
-    """differences between the sources, one line each"""
+    """differences between the sources, and what looks wrong in them, one line each"""
+    unigram_entropy: float | None = None
+    """nats, of the training data: the loss of a model that only knows how frequent each token is"""
 
 
 def open_run_data(spec: DataSpec, *, seq_length: int, seed: int, tokenizer: str | None, vocab_size: int,
-                  eod_mask_loss: bool, num_samples: Mapping[str, int] | None = None) -> RunData:
+                  needs_ends: Sequence[str] = (), num_samples: Mapping[str, int] | None = None) -> RunData:
     """Open the data files and the tokenizer of a run. `num_samples`: see `open_datasets`.
+
+    Args:
+        needs_ends: flags of the run that act at the ends of documents.
 
     Raises:
         ConfigError: for missing or damaged files, for tokens that the model's vocabulary does not have, for data that
-            was prepared with another tokenizer, and for sources with different end-of-document tokens.
+            was prepared with another tokenizer, for sources with different end-of-document tokens, and for data without
+            this token if `needs_ends`.
     """
     loaded = load_tokenizer(tokenizer) if tokenizer else None
     if loaded is not None and loaded.vocab_size > vocab_size:
@@ -50,12 +58,43 @@ def open_run_data(spec: DataSpec, *, seq_length: int, seed: int, tokenizer: str 
                           expected=f"at least {seq_length + 1} for one sample", remedy="change --split")
     sources = _sources_of(datasets)
     eod_token = _check_sources(sources, vocab_size, loaded)
-    if eod_mask_loss and eod_token is None:
-        raise ConfigError("--eod_mask_loss", problem="the end-of-document token is unknown: there is no --tokenizer, "
-                          "and the data's .meta.json does not name the token",
-                          remedy="give --tokenizer, or leave --eod_mask_loss out")
-    notes = (*_seen_notes(spec), *_left_out_notes(spec, datasets), *_marker_notes(sources))
-    return RunData(datasets, loaded, eod_token, notes)
+    facts = [(where, source, source_facts(source, num_sources=len(sources))) for where, source in sources]
+    trained = [row for row in facts if row[1] in datasets["train"].sources]
+    if spec.packing == "best_fit" and all(source.num_documents == 1 for _, source, _ in trained):
+        raise ConfigError("--packing best_fit", problem=f"{trained[0][1].idx_path} has a single document: there is "
+                          "nothing to pack", remedy="prepare the data with its documents, or leave the flag out")
+    for flag in needs_ends:
+        _check_ends(flag, [row[2] for row in trained], eod_token)
+    notes = [*_seen_notes(spec, datasets), *_left_out_notes(spec, datasets), *_marker_notes(sources),
+             *[note for where, _, of_source in facts for note in end_notes(where, of_source, eod_token)][:_MOST_NOTES]]
+    for where, source, of_source in trained:
+        notes += learnable_notes(source, where, of_source)[:_MOST_NOTES]
+        if "--document_attention" not in needs_ends:
+            notes += _short_document_notes(where, of_source, seq_length)
+    sizes = [current_meta(source.prefix, num_tokens=source.num_tokens).get("vocab_size") for _, source, _ in trained]
+    known = None if None in sizes else max(size for size in sizes if size is not None)
+    return RunData(datasets, loaded, eod_token, loaded.vocab_size if loaded is not None else known, tuple(notes),
+                   sum(of_source.unigram_entropy for _, _, of_source in trained) / len(trained))
+
+
+def _check_ends(flag: str, facts: list[SourceFacts], eod_token: int | None) -> None:
+    """Raise ConfigError for a flag that acts at the ends of documents if the data shows no such ends."""
+    if eod_token is None:
+        raise ConfigError(flag, problem="the end-of-document token is unknown: there is no --tokenizer, and the data's "
+                          ".meta.json does not name the token", remedy=f"give --tokenizer, or leave {flag} out")
+    if not any(of_source.separates(eod_token) for of_source in facts):
+        raise ConfigError(flag, problem=f"it would have no effect: the end-of-document token is {eod_token}, and "
+                          f"{facts[0].ends_text()}", remedy="give the --tokenizer with which the data was prepared, "
+                          f"prepare the data again, or leave {flag} out")
+
+
+def _short_document_notes(where: str, facts: SourceFacts, seq_length: int) -> list[str]:
+    """Note documents that are all shorter than a sample: without --document_attention, they see each other."""
+    if facts.longest_document >= seq_length:
+        return []
+    return [f"{where}: all {facts.documents} sampled documents are shorter than --seq_length {seq_length} (the longest "
+            f"has {facts.longest_document} tokens), so that attention crosses the ends of documents; "
+            "--document_attention separates them"]
 
 
 def _sources_of(datasets: dict[str, SampleDataset]) -> list[tuple[str, IndexedDataset]]:
@@ -92,12 +131,14 @@ def _check_sources(sources: list[tuple[str, IndexedDataset]], vocab_size: int,
     return named[1] if named else None
 
 
-def _seen_notes(spec: DataSpec) -> list[str]:
-    """Note validation and test sets that are also training data."""
-    trained = {os.path.abspath(prefix) for prefix in spec.train}
+def _seen_notes(spec: DataSpec, datasets: dict[str, SampleDataset]) -> list[str]:
+    """Note validation and test sets that are also training data, by their fingerprints: a copy has another name."""
+    if not spec.valid and not spec.test:
+        return []
+    trained = {source.fingerprint for source in datasets["train"].sources}
     return [f"{prefix} is training data and {split} data: its losses are those of data that the model has seen"
-            for split, named in (("validation", spec.valid), ("test", spec.test)) for _, prefix in named
-            if os.path.abspath(prefix) in trained]
+            for split, named in (("validation", spec.valid), ("test", spec.test)) for name, prefix in named
+            if datasets[name].sources[0].fingerprint in trained]
 
 
 def _left_out_notes(spec: DataSpec, datasets: dict[str, SampleDataset]) -> list[str]:

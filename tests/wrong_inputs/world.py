@@ -28,7 +28,9 @@ def make_world(folder: Path) -> None:
     ):
         with IndexedWriter(folder / name, np.uint16) as writer:
             for _ in range(100):
-                writer.add_document(rng.integers(0, largest, 200))
+                walk = 1 + (rng.integers(largest) + rng.integers(1, 5, 199).cumsum()) % (largest - 1)
+                # the next token depends on this one
+                writer.add_document(np.append(walk, 0))
             writer.finalize(meta)
     (folder / "dynamic_rope.json").write_text(json.dumps({
         "model_type": "llama", "vocab_size": 512, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,

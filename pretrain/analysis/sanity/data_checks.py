@@ -1,13 +1,15 @@
 """Checks of the batches that the loader returns: vocabulary, and labels shifted by one."""
 
 from pretrain.analysis.sanity.batches import tokens_of
-from pretrain.analysis.sanity.result import Result
+from pretrain.analysis.sanity.result import Result, not_made
 from pretrain.config.validate import Plan
 from pretrain.data.loader import MicroBatch
 from pretrain.data.samples.dataset import PADDING
+from pretrain.data.source_facts import source_facts
 from pretrain.distributed.collectives import gather
 
 _SAMPLES = 64  # of each data set
+_SOURCES = 8  # of a blend
 
 
 def check_vocabulary(plan: Plan, batches: list[MicroBatch]) -> Result:
@@ -41,3 +43,17 @@ def check_labels(batches: list[MicroBatch]) -> Result:
     return Result("labels", differing == 0 and total > 0, f"{differing:,} of {total:,} labels are not the next token",
                   "0", "the labels must be the tokens shifted by one: look at the batch with tools/inspect_data.py",
                   float(differing))
+
+
+def check_document_ends(plan: Plan) -> Result:
+    """Check that the documents of the training data end with the end-of-document token."""
+    name, token = "document ends", plan.eod_token
+    if token is None:
+        return not_made(name, "the end-of-document token is not known")
+    facts = [source_facts(source) for source in plan.datasets["train"].sources[:_SOURCES]]
+    ending, total = (sum(counts) for counts in
+                     zip(*((of_source.ends.get(token, 0), of_source.documents) for of_source in facts), strict=True))
+    texts = "" if ending else f"; {facts[0].ends_text()}"
+    return Result(name, ending > 0, f"{ending} of {total} sampled documents end with token {token}{texts}", "not 0",
+                  "give the --tokenizer with which the data was prepared, or prepare the data again with this one: "
+                  "generation would not end", float(ending))

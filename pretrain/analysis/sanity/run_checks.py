@@ -46,7 +46,7 @@ def _check_first(checked: CheckedEngine, steps: int,
     report("reading the first batch")
     batches = checked.batches(consumed_samples)
     vocabulary = data_checks.check_vocabulary(checked.plan, batches)
-    results = [vocabulary, data_checks.check_labels(batches)]
+    results = [vocabulary, data_checks.check_labels(batches), data_checks.check_document_ends(checked.plan)]
     if not vocabulary.passed:  # the embedding has no row for these tokens
         return [*results, not_made("all other checks", "a token is not in the model's vocabulary")], None
     report("forward passes")

@@ -76,7 +76,7 @@ def test_sources_of_equal_size_are_read_in_different_orders(tmp_path: Path) -> N
 def test_a_source_that_is_too_small_for_validation_is_left_out_with_a_note(tmp_path: Path) -> None:
     large, small = write_data(tmp_path / "large", [100] * 10), write_data(tmp_path / "small", [30, 5])
     spec = parse_data_spec([large, small], split="1,1")
-    data = open_run_data(spec, seq_length=8, seed=7, tokenizer=None, vocab_size=1000, eod_mask_loss=False)
+    data = open_run_data(spec, seq_length=8, seed=7, tokenizer=None, vocab_size=1000)
     assert [str(source.prefix) for source in data.datasets["train"].sources] == [large, small]
     assert [str(source.prefix) for source in data.datasets["valid"].sources] == [large]
     assert data.notes == (f"the validation data has no samples of {small}: their part by --split is shorter than a "
