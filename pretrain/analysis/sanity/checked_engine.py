@@ -1,6 +1,7 @@
 """An engine on which the checks run: losses, gradients without an update, and steps at a chosen learning rate."""
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -13,11 +14,13 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils import safe_get_full_grad
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_group
 
+from pretrain.checkpoint.format.fragments import owned_weights
 from pretrain.config.validate import Plan
 from pretrain.data.loader import MicroBatch
 from pretrain.distributed.collectives import gather
 from pretrain.engine.learning_rate import set_learning_rate
 from pretrain.engine.loaders import open_loader
+from pretrain.engine.measure.update_size import UpdateSize
 from pretrain.engine.replicas import checksum
 from pretrain.engine.steps import eval_batch, grad_norm, loss_scale, tensor_parallel_size, train_batch
 from pretrain.engine.update_guard import FP16_OVERFLOW, guard_updates, skipped_update
@@ -57,8 +60,9 @@ class CheckedEngine:
 
     def __init__(self, engine: DeepSpeedEngine, plan: Plan) -> None:
         self.engine, self.plan = engine, plan
-        self._is_training = False
+        self._is_training = self._is_measuring = False
         self._before_update: Callable[[], None] = lambda: None
+        self._update_size = UpdateSize(engine, functools.partial(owned_weights, engine), lambda: self._is_measuring)
         guard_updates(engine, lambda loss, norm: not self._is_training)
         take_step = engine._take_model_step  # after all reductions, before the gradients are clipped
 
@@ -141,6 +145,18 @@ class CheckedEngine:
             return loss
         finally:
             self._is_training = False
+
+    def relative_update(self, batches: list[MicroBatch], lr: float) -> float:
+        """Run a training step. Returns the size of its update relative to the weights; NaN if they are on NVMe."""
+        self._is_measuring = True
+        try:
+            self.train(batches, lr)
+        finally:
+            self._is_measuring = False
+        squares = self._update_size.take_squares()
+        dist.all_reduce(squares)
+        _, changed, sampled = squares.tolist()
+        return math.sqrt(changed / sampled) if sampled else math.nan
 
     def weights_checksum(self) -> list[int]:
         """Return a checksum of the weights of each rank."""

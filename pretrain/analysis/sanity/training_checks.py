@@ -18,6 +18,9 @@ REAL_STEPS = 2  # with the run's batches, before the training on one small batch
 _REPORTED_STEPS = 10  # steps between two reports of the progress
 _FASTER, _SLOWER = 1.15, 0.5  # factors of the rate after a lower and a higher loss
 _LEARNED = 0.6  # of the entropy of the labels
+_PROBE = 1e-4  # rate of the step that measures the size of an update, which is proportional to the rate
+_SMALLEST_UPDATE, _LARGEST_UPDATE = 1e-5, 0.5  # relative; AdamW's first update has 0.01 to 0.1 at usual rates
+_TRAINED_UPDATES = 3e-3, 0.1  # relative; updates at which the checks train
 _WORSE = 1.1  # a baseline must have at least this multiple of the real loss
 
 
@@ -44,9 +47,27 @@ class OneBatch:
         return min(self.losses) <= self.bound
 
 
-def first_steps(checked: CheckedEngine, consumed_samples: int) -> FirstSteps:
-    """Train the first steps of the run, at its peak rate."""
-    losses, lr = list[float](), peak_learning_rate(checked.plan)
+def check_update_size(checked: CheckedEngine, small: list[MicroBatch]) -> tuple[Result, float]:
+    """Check the size of an update at the peak rate. Also returns the rate at which the other checks train.
+
+    This is the peak rate unless its updates would be far too large or too small: such a rate fails this check alone.
+    """
+    peak = peak_learning_rate(checked.plan)
+    update = checked.relative_update(small, _PROBE) * peak / _PROBE
+    if not update > 0:
+        return not_made("update size", "the weights are not in memory, or the update is 0"), peak
+    way = "high" if update > _LARGEST_UPDATE else "low"
+    low, high = _TRAINED_UPDATES
+    return Result("update size", _SMALLEST_UPDATE <= update <= _LARGEST_UPDATE,
+                  f"an update at the peak rate {peak:g} has {update:.1e} of the weights' norm",
+                  f"{_SMALLEST_UPDATE:g} to {_LARGEST_UPDATE:g}",
+                  f"the learning rate is far too {way}: tools/find_lr.py suggests one",
+                  update), peak * min(max(update, low), high) / update
+
+
+def first_steps(checked: CheckedEngine, consumed_samples: int, lr: float) -> FirstSteps:
+    """Train the first steps of the run, at a constant rate."""
+    losses = list[float]()
     for _ in range(REAL_STEPS):
         losses.append(checked.train(checked.batches(consumed_samples), lr))
         consumed_samples += checked.plan.length.batch_sizes.at(consumed_samples)
@@ -65,14 +86,14 @@ def check_determinism(first: FirstSteps, second: FirstSteps, *, is_exact: bool) 
                   difference)
 
 
-def learn_one_batch(checked: CheckedEngine, small: list[MicroBatch], steps: int,
+def learn_one_batch(checked: CheckedEngine, small: list[MicroBatch], steps: int, rate: float,
                     report: Callable[[str], None]) -> OneBatch:
     """Train on one small batch until its loss is below the bound, at most `steps` steps.
 
-    The rate begins at the run's peak. It grows after each step with a lower loss, and is halved after each step with a
-    higher one ("bold driver", Battiti 1989), so that the check does not depend on a well-chosen rate.
+    The rate begins at `rate`. It grows after each step with a lower loss, and is halved after each step with a higher
+    one ("bold driver", Battiti 1989), so that the check does not depend on a well-chosen rate.
     """
-    rate, bound = peak_learning_rate(checked.plan), _LEARNED * _entropy_of_labels(small)
+    bound = _LEARNED * _entropy_of_labels(small)
     losses, rates = list[float](), list[float]()
     for step in range(steps):
         rates.append(rate)
@@ -101,7 +122,7 @@ def check_one_batch(learned: OneBatch) -> Result:
                   f"{learned.losses[0]:.3f} to {best:.3f} in {len(learned.losses)} steps",
                   f"at most {learned.bound:.3f} ({_LEARNED} of the entropy of its labels)",
                   "the model cannot memorize one small batch: correct the other failed checks first; if there are "
-                  "none, allow more --overfit_steps, or use a higher learning rate", best)
+                  "none, allow more --overfit_steps", best)
 
 
 def train_baseline(checked: CheckedEngine, learned: OneBatch, kind: str, seed: int,

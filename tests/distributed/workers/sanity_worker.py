@@ -79,9 +79,17 @@ def wrong_vocabulary() -> Any:
     return mock.patch("pretrain.data.run_data.check_prepared_data", return_value=None)
 
 
+def wrong_end() -> Any:
+    """The data's .meta.json names another end-of-document token than that of the documents."""
+    return mock.patch("pretrain.data.run_data.check_prepared_data", return_value=255)
+
+
 def nothing() -> Any:
-    """A healthy run."""
+    """A healthy run, or one with wrong settings."""
     return contextlib.nullcontext()
+
+
+rate_too_high = rate_too_low = nothing
 
 
 def check(case: Case) -> dict[str, Any]:
