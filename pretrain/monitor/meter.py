@@ -20,6 +20,7 @@ from pretrain.monitor.all_ranks import HighestLoss, combine_ranks
 from pretrain.monitor.device_values import power_watts
 from pretrain.monitor.goodput import Goodput
 from pretrain.monitor.lines import evaluation_line, format_duration, row_line
+from pretrain.monitor.observations import Observations
 from pretrain.monitor.sinks import Sinks
 from pretrain.monitor.training_row import Interval, training_row
 from pretrain.monitor.write_run_folder import RunFolder
@@ -53,6 +54,7 @@ class Meter:
         self._since = _SinceRow(first_step, 0)
         self._goodput = Goodput.read(folder.path, first_step) if rank == 0 else None
         self._sinks = Sinks(engine, rank=rank, run=folder.path, trackio=plan.args.trackio)
+        self._observations = Observations(plan)
         self._phases = time_phases(engine)
         self._highest_loss = HighestLoss(engine)
         self._gradients = GradientStats(engine)
@@ -117,6 +119,9 @@ class Meter:
         self.losses["loss"], self._step_seconds = row["loss"], interval.step_seconds
         self.screen.line(row_line(row, train_steps=self.plan.train_steps, fp16=self.plan.layout.precision == "fp16",
                                   columns=self.screen.columns))
+        for line in self._observations.observe(row):
+            self.screen.line(f"note: {line}")
+            self.folder.event("note", step=self._step, reason=line)
 
     def _interval(self) -> Interval:
         """Return the steps since the last row."""
