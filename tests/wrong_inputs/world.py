@@ -29,7 +29,7 @@ def make_world(folder: Path) -> None:
         with IndexedWriter(folder / name, np.uint16) as writer:
             for _ in range(100):
                 walk = 1 + (rng.integers(largest) + rng.integers(1, 5, 199).cumsum()) % (largest - 1)
-                # the next token depends on this one
+                walk[0] = largest - 1  # each other token depends on the one before it
                 writer.add_document(np.append(walk, 0))
             writer.finalize(meta)
     (folder / "dynamic_rope.json").write_text(json.dumps({
