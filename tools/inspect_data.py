@@ -30,8 +30,10 @@ def _documents(args: argparse.Namespace) -> int:
     with ProgressBar("inspecting", int(part * data.num_tokens * data.dtype.itemsize)) as progress:
         report = inspect_documents(data, vocab_size=vocab_size, eod_token=eod_token, most=args.max_documents,
                                    advance=progress.advance)
-    facts, where = source_facts(data), str(args.prefix)
-    notes = [*end_notes(where, facts, eod_token), *learnable_notes(data, where, facts)]
+    notes, where = list[str](), str(args.prefix)
+    if data.num_tokens:
+        facts = source_facts(data)
+        notes = [*end_notes(where, facts, eod_token), *learnable_notes(data, where, facts)]
     print("\n".join([*report_lines(report), *(f"note: {note}" for note in notes)]))
     if args.html:
         write_page(args.html, data, report, tokenizer.decode if tokenizer else None)

@@ -12,7 +12,7 @@ from pretrain.data.files.indexed import IndexedDataset
 
 KINDS = {
     "damaged": "tokens that the vocabulary does not have",
-    "no end": "no end-of-document token at the end",
+    "no end": "no end-of-document token at the end, unlike most others",
     "inner end": "an end-of-document token before the end",
     "empty": "no token besides the end-of-document token",
     "one token": "one token besides the end-of-document token",
@@ -61,14 +61,17 @@ def inspect_documents(data: IndexedDataset, *, vocab_size: int | None, eod_token
     """
     report = DocumentReport(data.num_documents, min(most, data.num_documents), data.dtype.itemsize)
     seen: set[bytes] = set()
+    without_end: list[int] = []
     for first, offsets in _chunks(data, most):
         tokens = data.tokens(int(offsets[0]), int(offsets[-1]))
         _count(report, tokens)
         for number, (start, stop) in enumerate(zip(offsets[:-1] - offsets[0], offsets[1:] - offsets[0], strict=True)):
             document = tokens[start:stop]
-            _inspect(report, document, first + number, vocab_size, eod_token)
+            _inspect(report, document, first + number, vocab_size, eod_token, without_end)
             _compare(report, _text_of(document, eod_token).astype(data.dtype).tobytes(), first + number, seen)
         advance(len(tokens) * data.dtype.itemsize, "")
+    if len(without_end) < report.inspected / 2:  # otherwise the data was prepared without this token
+        report.counts["no end"], report.examples["no end"] = len(without_end), without_end[:_SHOWN]
     return report
 
 
@@ -96,7 +99,7 @@ def _count(report: DocumentReport, tokens: npt.NDArray[np.int64]) -> None:
 
 
 def _inspect(report: DocumentReport, tokens: npt.NDArray[np.int64], document: int, vocab_size: int | None,
-             eod_token: int | None) -> None:
+             eod_token: int | None, without_end: list[int]) -> None:
     """Count the length of a document and its defects that the tokens alone show."""
     report.lengths[len(tokens).bit_length()] += 1
     report.longest = max(report.longest, (len(tokens), document))
@@ -105,7 +108,7 @@ def _inspect(report: DocumentReport, tokens: npt.NDArray[np.int64], document: in
         report.add("damaged", document)
     if eod_token is not None:
         if len(text) == len(tokens):
-            report.add("no end", document)
+            without_end.append(document)
         if (text == eod_token).any():
             report.add("inner end", document)
     if len(text) < 2:

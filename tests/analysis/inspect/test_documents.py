@@ -78,6 +78,20 @@ def test_data_without_end_tokens_is_not_reported_as_incomplete(tmp_path: Path) -
     assert report_lines(report)[1:] == ["no damaged, duplicate or degenerate document"]
 
 
+@pytest.mark.parametrize(("tokens", "note"), [
+    (np.arange(2000) % 97 + 1, "note: {}: the end-of-document token is 0, but 1 of 1 sampled documents end with token"),
+    (np.append(np.random.default_rng(0).integers(1, 400, 4000), 0), "note: {}: its tokens are in random order"),
+    (np.zeros(0), "")])
+def test_the_tool_notes_wrong_ends_and_random_order(tmp_path: Path, tokens: np.ndarray, note: str) -> None:
+    prefix = tmp_path / "data"
+    with IndexedWriter(prefix, np.uint16) as writer:
+        writer.add_document(tokens.astype(np.uint16))
+        writer.finalize({"vocab_size": 500, "eod_token": 0})
+    code, output = _run("documents", prefix)
+    assert (code, output.count("note: ")) == (0, int(bool(note)))
+    assert note.format(prefix) in output
+
+
 def test_tokens_that_no_vocabulary_has_are_damage(tmp_path: Path) -> None:
     np.array([1, 2, 3 << 40, 4], "<i8").tofile(tmp_path / "data.bin")
     np.array([2, 2], "<i4").tofile(tmp_path / "lengths")
