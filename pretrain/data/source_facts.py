@@ -1,6 +1,5 @@
 """What a sample of a token file shows before training: ends and lengths of documents, entropy, order of the tokens."""
 
-import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import numpy.typing as npt
 
 from pretrain.data.files.indexed import IndexedDataset
 from pretrain.data.files.meta import current_meta
+from pretrain.stored_json import read_json
 
 _CHUNKS, _CHUNK_TOKENS = 64, 1024  # tokens that are sampled: their statistics take 0.1 s. Four documents a chunk
 _FEWEST_CHUNKS = 4
@@ -119,7 +119,7 @@ def _entropy(values: npt.NDArray[np.int64]) -> float:
 def _duplicates(prefix: Path) -> float:
     """Return the fraction of duplicates among the documents of a preparation; 0 if it is not known."""
     try:
-        summary: dict[str, Any] = json.loads(Path(f"{prefix}.summary.json").read_text(encoding="utf-8"))
+        summary: dict[str, Any] = read_json(Path(f"{prefix}.summary.json"))
         return 0.0 if summary["duplicates_removed"] else summary["duplicate_documents"] / summary["documents"]
     except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError, RecursionError):
         return 0.0  # of another program, or not counted
