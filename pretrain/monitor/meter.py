@@ -159,11 +159,11 @@ class Meter:
         self._sinks.close()
 
     def _show_progress(self, step: int) -> None:
-        """Show the status line. Until there is a row, estimate the step time from the time since the start."""
+        """Show the status line: the speed of the steps since the last row, or at a row that of the steps before it."""
         if not self.screen.wants_status():
             return
-        passed = time.perf_counter() - self._since.start
-        seconds = self._step_seconds or passed / max(step - self._since.step, 1)
+        interval = self._interval()
+        seconds = interval.step_seconds if step > self._since.step else self._step_seconds or interval.step_seconds
         speed = self._batch_size * self.plan.args.seq_length / seconds
         self.screen.status(f"step {step}/{self.plan.train_steps}  {speed:,.0f} tokens/s  "
                            f"ETA {format_duration((self.plan.train_steps - step) * seconds)}")

@@ -12,9 +12,12 @@ import termios
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from pretrain.monitor import meter
 from pretrain.monitor.lines import row_line
 from pretrain.resilience.lease_file import read_lease
 from pretrain.resilience.run_lock import LOCK
@@ -165,6 +168,23 @@ def test_ctrl_c_before_training_leaves_no_lock_and_lines_break_between_words(cor
     at = next(at for at, line in enumerate(lines) if line.startswith("run: the earlier start has ended"))
     assert len(lines[at]) <= 80, lines
     assert lines[at + 1].startswith("  "), lines
+
+
+def test_the_status_line_follows_the_speed_between_logged_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A meter without an engine: the last row is of step 10, at 2 steps a second; then the steps take 1, 2 and 3 s."""
+    now, shown_lines = 100.0, list[str]()
+    monkeypatch.setattr(meter.time, "perf_counter", lambda: now)
+    own: Any = meter.Meter.__new__(meter.Meter)
+    own.plan = SimpleNamespace(args=SimpleNamespace(seq_length=100), train_steps=20)
+    own.screen = SimpleNamespace(wants_status=lambda: True, status=shown_lines.append)
+    own._since, own._step_seconds = meter._SinceRow(10, 80, start=now), 0.5
+    own._batch_size, own._consumed_samples = 8, 80
+    for step, seconds in ((10, 0), (11, 1), (12, 2), (13, 3)):
+        now += seconds
+        own._step = step
+        own._show_progress(step)
+    assert [(line.split()[2], line.split()[-1]) for line in shown_lines] == [
+        ("1,600", "0:00:05"), ("800", "0:00:09"), ("533", "0:00:12"), ("400", "0:00:14")]
 
 
 def test_ctrl_c_stops_a_run_in_a_terminal(corpus: str, tmp_path: Path) -> None:

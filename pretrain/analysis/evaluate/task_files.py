@@ -13,6 +13,7 @@ from pretrain.checkpoint.convert.plan_export import ExportPlan, plan_export
 from pretrain.cli import say
 from pretrain.data.tokenizers.tokenizer import Tokenizer
 from pretrain.errors import ConfigError, shorten
+from pretrain.terminal.status import clear_status, status
 
 _PACKAGES = ("lm_eval", "accelerate")  # lm_eval.models.huggingface imports accelerate; peft only for adapters
 _SEED = 1234  # lm-eval's default
@@ -67,7 +68,10 @@ def prepare_tasks(source: EvaluationSource, flags: TaskFlags, tokenizer: Tokeniz
             raise ConfigError(f"--export {flags.export}", problem=f"{source.path} is a transformers folder already",
                               remedy="leave --export out")
         export = plan_export(source.folder, flags.export, dtype=dtype, tokenizer=str(tokenizer.path))
-    return TaskPlan(flags, _load_tasks(_find_tasks(flags), flags), export)
+    try:
+        return TaskPlan(flags, _load_tasks(_find_tasks(flags), flags), export)
+    finally:
+        clear_status()
 
 
 def _check_flags(flags: TaskFlags) -> None:
@@ -104,6 +108,7 @@ def _find_tasks(flags: TaskFlags) -> Any:
             manager = TaskManager(include_path=str(flags.folder), include_defaults=False)
             if all(manager.match_tasks([name]) for name in flags.names):
                 return manager
+        status("reading the task files of lm-eval")
         manager = TaskManager(include_path=None if flags.folder is None else str(flags.folder))
     for name in flags.names:
         if not manager.match_tasks([name]):
@@ -139,6 +144,7 @@ def _load_tasks(manager: Any, flags: TaskFlags) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {"tasks": {}, "groups": {}, "group_map": {}}
     for name in flags.names:
         for match in manager.match_tasks([name]):
+            status(f"loading the task {match} and its data: without a network, this takes up to a minute")
             try:
                 with only_errors():
                     loaded = manager.load([match])

@@ -146,6 +146,9 @@ def _with_elapsed(table: RunTable, rows: Columns) -> dict[str, np.ndarray]:
 
 
 def _kind(event: dict[str, Any]) -> str:
+    """Return the name of the event, or "finished" for the end of a run that trained all steps."""
+    if event.get("event") == "stop" and event.get("reason") == "finished":
+        return "finished"
     return str(event.get("event"))[:40]
 
 

@@ -26,6 +26,7 @@ STEPS = [*range(1, 61), *range(41, 101)]  # steps 41 to 60 were trained twice
 EVENTS = [event("start", 0), event("save", 40, path="c/global_step40", bytes=9), event("skip", 50, "loss is NaN"),
           event("rollback", 60, "3 bad steps in a row", to_step=40), event("resume", 40), event("override", 70, "lr"),
           event("stop", 100, "finished")]
+KINDS = [*(one["event"] for one in EVENTS[1:-1]), "finished"]  # shown by default
 
 
 @pytest.fixture(scope="module")
@@ -91,10 +92,11 @@ def test_abandoned_rows_evaluations_phases_and_events(browser: Browser, run: Pat
     assert top["y"] == pytest.approx([row["step_time_ms"] for row in kept])
     cells = page.run("[...document.querySelectorAll('#events tbody tr')]"
                      ".map((row) => [...row.cells].map((cell) => cell.textContent))")
-    assert [[cell[0], cell[2]] for cell in cells] == [[str(one["step"]), one["event"]] for one in EVENTS[1:]]
+    assert [cell[0] for cell in cells] == [str(one["step"]) for one in EVENTS[1:]]
+    assert [cell[2] for cell in cells] == KINDS
     assert "loss is NaN" in [cell[3] for cell in cells]
     marked = page.run("report.charts[0].events.map(([x, run, event]) => event[2])")
-    assert marked == [one["event"] for one in EVENTS[1:]]
+    assert marked == KINDS
     assert "hosts: [\"vm\"] → [\"b\"]" in page.run("document.getElementById('configuration').textContent")
 
 
@@ -123,12 +125,37 @@ def test_axes_zoom_keyboard_and_pointer(browser: Browser, run: Path, tmp_path: P
     assert page.errors() == []
 
 
+def test_labels_of_axes_are_complete_and_different(browser: Browser, tmp_path: Path) -> None:
+    """A loss that hardly changes, and token counts of five digits, of which the last one is at the end of the axis."""
+    rows = [{**row, "loss": 10.82 + row["step"] * 1e-9, "consumed_tokens": 1_000_000 + 125 * row["step"]}
+            for row in rows_of(list(range(1, 9))) if "loss" in row]
+    page = open_report(browser, tmp_path, write_run(tmp_path / "narrow", rows, EVENTS[:1], [record()]))
+    texts = page.run("""(() => {
+        const texts = [], write = CanvasRenderingContext2D.prototype.fillText;
+        CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+            const width = this.measureText(text).width, start = {right: width, center: width / 2}[this.textAlign] || 0;
+            texts.push([text, this.textAlign, x - start, x - start + width, this.canvas.clientWidth]);
+            write.apply(this, arguments);
+        };
+        report.view.axis = "tokens";
+        report.charts[0].draw();
+        CanvasRenderingContext2D.prototype.fillText = write;
+        return texts;
+    })()""")
+    on_y = [text for text, align, *_ in texts if align == "right"][:-1]  # without the name of the x axis
+    on_x = [text for text, align, *_ in texts if align == "center"]
+    for labels in (on_x, on_y):
+        assert len(set(labels)) == len(labels) > 2
+    assert all(0 <= left < right <= width for _, align, left, right, width in texts if align == "center")
+
+
 def test_several_runs_are_overlaid_and_their_differences_listed(browser: Browser, run: Path, tmp_path: Path) -> None:
     old = [{key: row[key] for key in OLD_KEYS} for row in rows_of(list(range(1, 31)), seed=1) if "loss" in row]
     other = write_run(tmp_path / "old", old, [], [record(lr=6e-4)])
     empty = write_run(tmp_path / "empty", [], [], [])
     page = open_report(browser, tmp_path, run, other, empty)
-    series = [one for one in drawn(page, "loss") if not one["faint"] and one["label"] in ("with rollback: mean", "old")]
+    series = [one for one in drawn(page, "loss") if not one["faint"]]
+    assert [one["label"] for one in series] == ["with rollback", "old"], "only the loss itself"
     assert series[1]["y"] == [row["loss"] for row in old]
     table = page.run("document.getElementById('differences').textContent")
     assert "optimizer.params.lr" in table
@@ -184,7 +211,7 @@ def test_a_watched_page_follows_the_run_without_a_reload(browser: Browser, tmp_p
         append_rows(run / "metrics.jsonl", rows_of([21, 22]))
         append_rows(run / "events.jsonl", [event("save", 22)])
         page.wait_for("report.data.runs[0].rows === 22 && report.data.runs[0].events.length === 2")
-        assert [one["x"][-1] for one in drawn(page, "loss")] == [22, 22]
+        assert [one["x"][-1] for one in drawn(page, "loss")] == [22]
         append_rows(run / "metrics.jsonl", rows_of([11, 12], seed=5))  # after a rollback
         page.wait_for("report.data.runs[0].abandoned_rows === 12")
         expected = newest_path([row for row in read_metrics(run) if "loss" in row])

@@ -154,23 +154,26 @@ class Chart {
     context.strokeStyle = cssValue("--grid");
     context.textAlign = "right";
     context.textBaseline = "middle";
-    for (const tick of y.ticks(Math.max(height / 42, 3), panel.tickUnit)) {
+    const yTicks = y.ticks(Math.max(height / 42, 3), panel.tickUnit), yTexts = differentTexts(yTicks, panel.format);
+    for (const [index, tick] of yTicks.entries()) {
       const at = Math.round(y.pixel(tick)) + 0.5;
       context.beginPath();
       context.moveTo(MARGIN.left, at);
       context.lineTo(width - MARGIN.right, at);
       context.stroke();
-      context.fillText(panel.format(tick), MARGIN.left - 7, at);
+      context.fillText(yTexts[index], MARGIN.left - 7, at, MARGIN.left - 9);
     }
     context.textAlign = "center";
     context.textBaseline = "top";
-    for (const tick of x.ticks(Math.max(width / 95, 2))) {
+    const xTicks = x.ticks(Math.max(width / 95, 2)), xTexts = differentTexts(xTicks, compact);
+    for (const [index, tick] of xTicks.entries()) {
       const at = Math.round(x.pixel(tick)) + 0.5;
       context.beginPath();
       context.moveTo(at, MARGIN.top);
       context.lineTo(at, bottom);
       context.stroke();
-      context.fillText(compact(tick), at, bottom + 5);
+      const half = context.measureText(xTexts[index]).width / 2;
+      context.fillText(xTexts[index], Math.max(half, Math.min(at, width - half - 1)), bottom + 5);
     }
     context.textAlign = "right";
     context.fillText(this.report.axisLabel(), width - MARGIN.right, bottom + 19);

@@ -26,20 +26,26 @@ function plain(value, digits = 5) {
 }
 
 /** A count with a unit: 12.3 M. */
-function compact(value) {
+function compact(value, digits = 4) {
   if (!isNumber(value)) return "–";
   const size = Math.abs(value);
   const [unit, factor] = UNITS.filter(([, factor]) => size >= factor * 0.99995).pop() || UNITS[0];
   const scaled = value / factor;
-  return `${scaled.toLocaleString("en-US", {maximumSignificantDigits: 4})}${unit && ` ${unit}`}`;
+  return `${scaled.toLocaleString("en-US", {maximumSignificantDigits: digits})}${unit && ` ${unit}`}`;
 }
 
-function percent(value) {
-  return isNumber(value) ? `${plain(value * 100, 4)} %` : "–";
+function percent(value, digits = 4) {
+  return isNumber(value) ? `${plain(value * 100, digits)} %` : "–";
 }
 
-function gibibytes(value) {
-  return isNumber(value) ? `${plain(value / 2 ** 30, 4)} GiB` : "–";
+function gibibytes(value, digits = 4) {
+  return isNumber(value) ? `${plain(value / 2 ** 30, digits)} GiB` : "–";
+}
+
+/** The texts of different values, with more digits than usual if some would be the same. */
+function differentTexts(values, format) {
+  const texts = [undefined, 6, 7, 8, 9, 10, 11, 12].map((digits) => values.map((value) => format(value, digits)));
+  return texts.find((words) => new Set(words).size === words.length) || texts[0];
 }
 
 function duration(seconds) {

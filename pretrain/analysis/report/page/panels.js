@@ -2,9 +2,10 @@
 
 const COLORS = 8;
 const DASHES = [[], [6, 3], [2, 2], [8, 3, 2, 3]];
-const number = (value) => plain(value, 5);
-const milliseconds = (value) => (isNumber(value) ? (value >= 1e4 ? `${plain(value / 1e3, 4)} s` : `${plain(value, 4)} ms`) : "–");
-const watts = (value) => `${plain(value, 4)} W`;
+const number = (value, digits = 5) => plain(value, digits);
+const milliseconds = (value, digits = 4) =>
+  (isNumber(value) ? (value >= 1e4 ? `${plain(value / 1e3, digits)} s` : `${plain(value, digits)} ms`) : "–");
+const watts = (value, digits = 4) => `${plain(value, digits)} W`;
 
 // kind: [colour, shape, whether a line crosses the plot]
 const EVENT_KINDS = new Map(Object.entries({
@@ -13,6 +14,7 @@ const EVENT_KINDS = new Map(Object.entries({
   data_replaced: ["--bad", "triangle", true], resume: ["--accent", "circle", true], start: ["--accent", "circle", false],
   init: ["--accent", "circle", false], override: ["--change", "diamond", true], branch: ["--change", "diamond", true],
   batch: ["--change", "diamond", true], other_data: ["--change", "diamond", true], stop: ["--end", "square", true],
+  finished: ["--accent", "square", true],
   early_stop: ["--end", "square", true], signal: ["--end", "square", true], save: ["--neutral", "tick", false],
 }));
 const OTHER_KIND = ["--neutral", "circle", false];
@@ -20,8 +22,10 @@ const OTHER_KIND = ["--neutral", "circle", false];
 // metrics: [key of metrics.jsonl, label]; smooth: noisy values; stacked: areas on top of each other, one panel per run
 const PANELS = [
   {id: "loss", title: "Training loss", unit: "nats per token", wide: true, smooth: true, format: number,
-   metrics: [["loss", "mean"], ["loss_max", "highest of the ranks"]]},
+   metrics: [["loss", "loss"]]},
   {id: "evaluation", title: "Evaluation loss", unit: "nats per token", evaluation: true, format: number, metrics: []},
+  {id: "loss_max", title: "Highest loss of a rank", unit: "since the row before", smooth: true, format: number,
+   metrics: [["loss_max", "highest loss"]]},
   {id: "lr", title: "Learning rate", format: number, metrics: [["lr", "learning rate"]]},
   {id: "grad_norm", title: "Gradient norm", smooth: true, format: number,
    metrics: [["grad_norm", "logged step"], ["grad_norm_max", "highest since the row before"], ["clip_norm", "limit"]]},

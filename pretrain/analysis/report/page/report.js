@@ -185,7 +185,7 @@ class Report {
 
 function shapePicture(kind) {
   const [color, shape] = EVENT_KINDS.get(kind) || OTHER_KIND;
-  const text = {triangle: "▼", diamond: "◆", square: "■", circle: "●", tick: "▏"}[shape];
+  const text = {triangle: "▼", diamond: "◆", square: "■", circle: "●", tick: "|"}[shape];
   const element = make("span", {"aria-hidden": "true"}, text);
   element.style.color = `var(${color})`;
   return element;
