@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from tests.support.cases import CPU, case, config, flags
-from tests.support.launch import run_worker
+from tests.support.launch import run_cases, run_worker
+from tests.support.layouts import relative_difference
 
 ADAM = {"type": "AdamW", "params": {"lr": 1.0, "betas": [0, 0], "eps": 1.0, "weight_decay": 0}}  # see recipe_worker.py
 # In fp16, rounding may choose other experts than autograd in fp32. If each token uses all experts, it cannot; the scale
@@ -68,3 +69,20 @@ def test_rows_have_the_mean_statistics_of_the_routers(layout: str, results: dict
     assert 1 < values["expert_load_max"] < 5 or layout.startswith("fp16")
     assert 0 < values["router_entropy"] < 1.61  # log(5)
     assert values["dropped_tokens"] == 0
+
+
+def test_losses_depend_on_the_micro_batch_only_by_the_losses_of_routers(corpus: str, tmp_path: Path) -> None:
+    """ds_configs/experts.md: equal micro-batches give equal losses; other ones do without the losses of routers."""
+    model = tmp_path / "model.json"
+    model.write_text(json.dumps(MODEL))
+    sizes = {"micro4": {"micro": 4, "accumulation": 2}, "micro1": {"micro": 1, "accumulation": 8}}
+    usual = flags(corpus, steps=8) | {"model": str(model), "model_overrides": "vocab_size=256"}
+    cases = [case(f"{losses}_{size}_zero{stage}", "losses", config(stage, **sizes[size]),
+                  {**usual, "router_aux_loss": coefficient})
+             for losses, coefficient in (("with", 0.01), ("without", 0.0)) for size in sizes for stage in (1, 3)]
+    found = {name: result["loss"] for name, result in run_cases(cases, 2, tmp_path).items()}
+    for name in found:
+        other_stage = name.replace("zero3", "zero1")
+        assert relative_difference(found[name], found[other_stage]) <= 1e-6
+    assert relative_difference(found["without_micro1_zero1"], found["without_micro4_zero1"]) <= 1e-6
+    assert 1e-6 < relative_difference(found["with_micro1_zero1"], found["with_micro4_zero1"]) < 1e-3
