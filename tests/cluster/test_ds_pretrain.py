@@ -19,6 +19,7 @@ from pretrain.cluster.local_launch import local_slots
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.distributed.device import Device
 from pretrain.errors import ConfigError
+from tests.cluster.test_supervisor import WAITING_LAUNCHER
 from tests.support.hf_models import save_hf_model
 from tests.support.launch import ROOT
 from tests.test_train import _environment, _flags, losses
@@ -218,6 +219,12 @@ def test_too_few_open_files_are_rejected_in_one_line(program: list[str], corpus:
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     assert done.stderr == "ds-pretrain: error: ulimit -n: found 24 open files per process; expected at least 256. " \
                           "Run `ulimit -n 4096` before the launcher's command.\n"
+
+
+def test_orphans_that_have_ended_do_not_delay_the_launcher() -> None:
+    done = subprocess.run([sys.executable, "-c", _STARTER, WAITING_LAUNCHER], timeout=100,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 2
 
 
 def test_a_killed_rank_is_reported() -> None:

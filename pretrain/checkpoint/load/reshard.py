@@ -25,6 +25,7 @@ from pretrain.checkpoint.format.shard_index import index_json, index_name, is_el
 from pretrain.checkpoint.load.hf_folder import HFWeights
 from pretrain.checkpoint.load.reader import FP32, SCHEDULED_SETTINGS, CheckpointReader
 from pretrain.checkpoint.load.stored import optimizer_family, state_name
+from pretrain.checkpoint.save.finite import all_finite
 from pretrain.distributed.collectives import gather
 from pretrain.errors import ConfigError
 from pretrain.stored_json import parse_json
@@ -158,6 +159,9 @@ def _copy_weights(flat: FlatTensor, reader: CheckpointReader | HFWeights) -> Non
     for fragment in flat.fragments:
         target = flat.parameter.detach().view(-1).narrow(0, fragment.offset, fragment.length)
         reader.copy(fragment.name, FP32, fragment.start, target, fragment.part)
+        if target.numel() and not all_finite(target):
+            raise ConfigError(f"{reader.folder}: {fragment.name}", problem="this tensor has values that are NaN or "
+                              f"infinite in {str(target.dtype).removeprefix('torch.')}", remedy="use other weights")
 
 
 @contextlib.contextmanager

@@ -101,6 +101,7 @@ class ForkedLauncher:
     def __init__(self, case: dict[str, Any], environ: dict[str, str]) -> None:
         os.environ[LAUNCHER_VARIABLE] = environ[LAUNCHER_VARIABLE]
         self._codes: dict[int, int | None] = dict.fromkeys(start(case))
+        self.pid = 0
         log_of(case).with_suffix(".pids").write_text(json.dumps(list(self._codes)))
 
     def wait(self, timeout: float) -> int:
@@ -123,6 +124,7 @@ def launch(case: dict[str, Any]) -> int:
         try:
             local_launch.subprocess = SimpleNamespace(  # type: ignore[assignment]
                 Popen=lambda command, env, **_: ForkedLauncher(case, env), TimeoutExpired=subprocess.TimeoutExpired)
+            local_launch.reap_orphans = lambda command: None  # ForkedLauncher waits for the ranks itself
             code = local_launch.run_launcher([], {}, Path(case["run"]))
         except BaseException:
             traceback.print_exc()
