@@ -173,8 +173,8 @@ def run_launcher(command: Sequence[str], environ: dict[str, str], run: Path) -> 
                 code = launcher.wait(_POLL_S)
                 if code >= 0 or not ranks_run():
                     return _exit_code(code, run, sizes_before)
-                reap_orphans(launcher.pid)
                 time.sleep(_POLL_S)
+            reap_orphans(launcher.pid)
             while signals:
                 number = signals.pop(0)
                 if not _handle_signal(number, count.add(number)):

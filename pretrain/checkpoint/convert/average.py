@@ -12,9 +12,10 @@ import torch
 from pretrain.checkpoint.convert.new_folder import check_free_space, new_folder
 from pretrain.checkpoint.convert.plan_average import AveragedCheckpoint, AveragePlan
 from pretrain.checkpoint.convert.weights_checkpoint import write_weights_checkpoint
-from pretrain.checkpoint.convert.write_weights import CHUNK_NUMEL, PlannedTensor, all_finite
+from pretrain.checkpoint.convert.write_weights import CHUNK_NUMEL, PlannedTensor
 from pretrain.checkpoint.format.manifest import Manifest, step_of
 from pretrain.checkpoint.load.reader import FP32, CheckpointReader, chunks_of
+from pretrain.checkpoint.save.finite import all_finite
 from pretrain.data.tokenizers.tokenizer import TOKENIZER_FILES, Tokenizer
 from pretrain.errors import ConfigError
 from pretrain.monitor.environment import versions

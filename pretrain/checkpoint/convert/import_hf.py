@@ -10,13 +10,14 @@ import torch
 
 from pretrain.checkpoint.convert.new_folder import check_free_space, new_folder
 from pretrain.checkpoint.convert.weights_checkpoint import write_weights_checkpoint
-from pretrain.checkpoint.convert.write_weights import CHUNK_NUMEL, PlannedTensor, all_finite, copy_rows
+from pretrain.checkpoint.convert.write_weights import CHUNK_NUMEL, PlannedTensor, copy_rows
 from pretrain.checkpoint.format.files import FileRecord
 from pretrain.checkpoint.format.manifest import Manifest, step_of
 from pretrain.checkpoint.load.hf_folder import HFFolder, HFWeights
 from pretrain.checkpoint.load.hf_hashes import hash_files
 from pretrain.checkpoint.load.hf_tokenizer import HFTokenizer
 from pretrain.checkpoint.load.init_from import origin_of_folder
+from pretrain.checkpoint.save.finite import all_finite
 from pretrain.errors import ConfigError
 from pretrain.model.dtypes import DTYPES
 from pretrain.model.hf_weights import is_concatenation, their_rows_in_our_order

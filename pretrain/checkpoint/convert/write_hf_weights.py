@@ -9,7 +9,6 @@ import torch
 from pretrain.checkpoint.convert.write_weights import (
     CHUNK_NUMEL,
     PlannedTensor,
-    all_finite,
     copy_rows,
     file_names,
     index_json,
@@ -19,6 +18,7 @@ from pretrain.checkpoint.convert.write_weights import (
 from pretrain.checkpoint.format.files import FileRecord
 from pretrain.checkpoint.load.hf_folder import INDEX
 from pretrain.checkpoint.load.reader import FP32, CheckpointReader, chunks_of
+from pretrain.checkpoint.save.finite import all_finite
 from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig
 from pretrain.model.dtypes import DTYPES

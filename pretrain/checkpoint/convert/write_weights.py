@@ -1,7 +1,6 @@
 """Write weights as one or several safetensors files, chunk by chunk."""
 
 import json
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -48,11 +47,6 @@ def shards_of(tensors: Sequence[PlannedTensor], shard_bytes: int) -> list[list[P
         shards[-1].append(tensor)
         used += tensor.num_bytes
     return shards
-
-
-def all_finite(tensor: torch.Tensor) -> bool:
-    """Return whether no value is NaN or infinite."""
-    return all(math.isfinite(value.item()) for value in tensor.aminmax())  # isfinite() would allocate several tensors
 
 
 def copy_rows(matrix: torch.Tensor, buffer: torch.Tensor, order: torch.Tensor | None = None, *,

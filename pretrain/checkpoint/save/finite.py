@@ -5,6 +5,7 @@ and optimizer states, also those that were read back from NVMe for the checkpoin
 and propagates NaN. On a CPU it is several times as fast as an infinity norm or `isfinite` (torch 2.x), and as SHA-256.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -13,6 +14,11 @@ import torch
 from pretrain.checkpoint.format.fragments import FlatTensor
 
 Keys = tuple[str | int, ...]
+
+
+def all_finite(tensor: torch.Tensor) -> bool:
+    """Return whether no value is NaN or infinite."""
+    return all(math.isfinite(value.item()) for value in tensor.aminmax())  # isfinite() would allocate several tensors
 
 
 class FiniteCheck:

@@ -1,11 +1,15 @@
 """--init_from starts every layout from the weights of a transformers folder or of another run."""
 
+import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name)
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from pretrain.checkpoint.format.manifest import read_manifest
@@ -14,6 +18,7 @@ from pretrain.checkpoint.load.reader import CheckpointReader
 from pretrain.engine.operators.build_ops import why_not_compilable
 from tests.support.cases import CPU, case, config, flags, nvme, nvme_param
 from tests.support.first_batch import first_batch
+from tests.support.launch import train_ranks
 from tests.support.layouts import dp2, fp16, pp2, relative_difference, run_layouts, tensor2
 
 NO_NVME = why_not_compilable("AsyncIOBuilder")
@@ -133,3 +138,18 @@ def test_a_run_starts_from_the_weights_of_another_run(name: str, results: dict[s
     origin = read_manifest(Path(result["folder"])).origin
     assert origin is not None
     assert origin["folder"] == str(trained)
+
+
+def test_weights_with_nan_are_rejected_on_all_ranks(folders: dict[str, Path], corpus: str, tmp_path: Path) -> None:
+    """One of two ranks reads the NaN at ZeRO stage 3."""
+    shutil.copytree(folders["gpt2_bf16"], tmp_path / "hf")
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    tensors["transformer.h.1.mlp.c_fc.weight"][0, 0] = float("nan")
+    save_file(tensors, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "ds.json").write_text(json.dumps(dp2(3)))
+    values = {"train_data": corpus, "split": "80,20,0", "seq_length": SEQ_LENGTH, "train_steps": 3, "init_from": "hf",
+              "deepspeed_config": "ds.json", "save": "run"}
+    done = train_ranks(2, [f"--{name}={value}" for name, value in values.items()], tmp_path)
+    assert [process.returncode for process in done] == [2, 2]
+    assert re.search(r"hf: \S+: this tensor has values that are NaN or infinite", done[0].stdout), done[0].stdout
+    assert not any("Traceback" in process.stdout for process in done)
