@@ -116,7 +116,7 @@ def test_sources_must_have_the_same_tokenizer(start: Starter, tmp_path: Path) ->
     with pytest.raises(ConfigError, match="books: it was prepared with another tokenizer"):
         start()
     meta.write_text(text.replace('"eod_token": 0', '"eod_token": null'))
-    assert [note for note in start().plan.notes if "documents" in note] == [
+    assert [note for note in start().plan.notes if "its documents" in note] == [
         f"--train_data {tmp_path}/books: its documents end with no special token, and those of --train_data "
         f"{tmp_path}/web with token 0"]
     meta.write_text(text)
