@@ -199,6 +199,13 @@ def test_fp16_needs_a_device_with_fp16_or_emulation(world: Path) -> None:
     assert plan_of(world, changes, device=slow, emulate_fp16=True).layout.precision == "fp16"
 
 
+def test_tf32_needs_a_gpu_that_has_it(world: Path) -> None:
+    old = Device("cuda", fp16=True, bf16=False, memory_bytes=0)
+    assert plan_of(world, {"bf16": NOTHING}, device=CUDA, tf32=True).args.tf32
+    with pytest.raises(ConfigError, match="--tf32: this GPU has no TF32"):
+        plan_of(world, {"bf16": NOTHING}, device=old, tf32=True)
+
+
 def test_a_scheduler_of_the_json_replaces_the_flags(world: Path) -> None:
     scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}
     plan = plan_of(world, {"scheduler": scheduler}, lr_warmup_steps=5)
