@@ -1,5 +1,6 @@
 """Notes about a valid run: settings that have no effect, and settings that may surprise the user."""
 
+import itertools
 import os
 import shutil
 from pathlib import Path
@@ -123,11 +124,13 @@ def _evaluation_notes(resolved: ResolvedConfig, data: RunData) -> list[str]:
 
 
 def _length_notes(resolved: ResolvedConfig) -> list[str]:
-    """Note stages of --seq_length_schedule that the run does not reach."""
+    """Note stages of --seq_length_schedule that are shorter than the last one, or that the run does not reach."""
     lengths = parse_seq_lengths(resolved.args.seq_length_schedule, seq_length=resolved.args.seq_length)
     samples = resolved.length.samples
-    return [f"--seq_length_schedule: the run ends before its sequences have {length} tokens"
-            for first, length in lengths.stages if first >= samples]
+    falls = [f"--seq_length_schedule: the sequences get shorter, from {before} to {after} tokens"
+             for (_, before), (_, after) in itertools.pairwise(lengths.stages) if after < before]
+    return falls + [f"--seq_length_schedule: the run ends before its sequences have {length} tokens"
+                    for first, length in lengths.stages if first >= samples]
 
 
 def _batch_notes(resolved: ResolvedConfig) -> list[str]:

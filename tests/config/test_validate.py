@@ -246,6 +246,12 @@ def test_notes_name_lengths_that_the_run_does_not_reach(world: Path) -> None:
         "--seq_length_schedule: the run ends before its sequences have 64 tokens"]
 
 
+def test_notes_name_lengths_that_fall(world: Path) -> None:
+    plan = plan_of(world, {}, seq_length_schedule="0:64,1e3:32,2e3:64", seq_length=64)
+    assert [note for note in plan.notes if "seq_length_schedule" in note] == [
+        "--seq_length_schedule: the sequences get shorter, from 64 to 32 tokens"]
+
+
 def test_notes_name_faster_operators_that_cannot_be_used(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def first_words(device: Device, **flags: Any) -> list[str]:
         return [note.split(":")[0] for note in plan_of(world, {}, device=device, micro_batch_size=1,
