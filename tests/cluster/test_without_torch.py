@@ -9,9 +9,13 @@ from tests.support.effort import run_and_list_imports
 from tests.support.launch import ROOT
 
 RANK = """
-import json, os, sys
-with open(f"{os.environ['OUT']}/rank{os.environ['RANK']}.json", "w") as file:
+import json, os, sys, time
+out = os.environ["OUT"]
+with open(f"{out}/rank{os.environ['RANK']}.part", "w") as file:
     json.dump([dict(os.environ), sys.argv, sys.executable, sys.path[0]], file)
+os.rename(file.name, file.name.replace(".part", ".json"))
+while not all(os.path.exists(f"{out}/rank{rank}.json") for rank in (0, 1)):
+    time.sleep(0.05)  # the launcher ends the other rank after the first failure
 sys.exit(int(os.environ["CODE"]))
 """
 LAUNCHER = "deepspeed.launcher.launch"

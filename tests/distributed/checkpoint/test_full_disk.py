@@ -57,9 +57,11 @@ def _add_disk_cases(cases: CaseList, disks: dict[str, Path]) -> None:
 
 
 def _add_lost_output_case(cases: CaseList) -> None:
-    """Add a run whose log is on a full disk, and whose run folder has folders in place of files."""
-    cases.shell("for name in run.json metrics.jsonl events.jsonl; do mkdir -p lost_output/$name; done; "
-                "mkdir lost_output/csv; touch lost_output/csv/job")
+    """Add a run whose log is on a full disk, and whose files become folders after its start."""
+    replace = ("for name in run.json events.jsonl metrics.jsonl; do path=lost_output/$name; "
+               "until [ -f $path ]; do sleep 0.01; done; until rm -f $path; mkdir $path; do :; done; done")
+    cases.shell("mkdir -p lost_output/csv; touch lost_output/csv/job; "
+                f"timeout 600 sh -c '{replace}' > /dev/null 2>&1 &")
     cases.run("lost output", "lost_output", deepspeed_config="ds_lost_output.json", eval_interval=3)
     cases.cases[-1]["output"] = "/dev/full"
 
@@ -125,10 +127,10 @@ def test_a_disk_that_fills_up_during_a_save(results: dict[str, Any], folder: Pat
 
 
 def test_lost_output_does_not_stop_a_run(results: dict[str, Any], folder: Path) -> None:
-    """The log is on a full disk, the files of the run folder are folders, and a monitor cannot be made."""
+    """The log is on a full disk, the run's files have become folders, and a monitor cannot be made."""
     assert results["lost output"]["status"] == [0, 0]
     run = folder / "lost_output"
-    assert (run / "metrics.jsonl").is_dir()
+    assert all((run / name).is_dir() for name in ("run.json", "events.jsonl", "metrics.jsonl"))
     saved, reference = (read_manifest(folder / name / "checkpoints" / f"global_step{STEPS}")
                         for name in ("lost_output", "reference"))
     assert saved.finite is True
