@@ -34,7 +34,7 @@ from pretrain.memory.search.largest_fit import find_largest
 from pretrain.memory.sizes import in_unit
 from pretrain.memory.step_time.calibrate import Calibration, calibrate, calibration_lines, on_cpus
 from pretrain.memory.step_time.run_cost import cost_lines, run_cost
-from pretrain.memory.step_time.time_parameters import DEFAULT_PARAMETERS, MODEL_ERROR
+from pretrain.memory.step_time.time_parameters import DEFAULT_PARAMETERS, model_error
 from pretrain.model.config import load_model_config
 
 
@@ -233,7 +233,7 @@ def _recommendation(report: ComparisonReport, flags: argparse.Namespace) -> list
     return [f"recommended: {best.candidate.name}, micro-batch {layout.micro_batch_size} x "
             f"{layout.gradient_accumulation_steps} accumulation: {in_unit(best.estimate.device_bytes, unit)} of "
             f"{in_unit(cluster.gpu.memory_bytes, unit)} {unit}, {best.time.total_seconds:.3g} s for a step of "
-            f"{layout.tokens_per_step:,} tokens, MFU {best.time.mfu:.0%}"
+            f"{layout.tokens_per_step:,} tokens (+-{model_error(layout):.0%}), MFU {best.time.mfu:.0%}"
             f"{_flags_of(best)}", *_faster_line(report),
             *cost_lines(report.cost, cluster.nodes, flags.storage_gbps * GB)]
 
@@ -256,8 +256,8 @@ def _faster_line(report: ComparisonReport) -> list[str]:
     fastest = min(accepted, key=lambda row: row.time.total_seconds if row.time else 0.0)
     if best is None or best.time is None or fastest.time is None or fastest is best:
         return []
-    return ["it is the simplest of the layouts whose predicted times differ by at most "
-            f"{MODEL_ERROR:.0%}, the error of the prediction; the shortest time is predicted for "
+    return ["it is the simplest of the layouts whose predicted times are equal within the error of the prediction; the "
+            "shortest time is predicted for "
             f"{fastest.candidate.name}: {fastest.time.total_seconds:.3g} s"]
 
 

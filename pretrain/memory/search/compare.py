@@ -25,7 +25,7 @@ from pretrain.memory.search.candidates import Candidate, group_micro_batches
 from pretrain.memory.sizes import with_unit
 from pretrain.memory.step_time.calibrate import Calibration
 from pretrain.memory.step_time.time_model import StepTime, estimate_step_time, model_flops_per_token
-from pretrain.memory.step_time.time_parameters import DEFAULT_PARAMETERS, MODEL_ERROR, TimeParameters
+from pretrain.memory.step_time.time_parameters import DEFAULT_PARAMETERS, TimeParameters, model_error
 from pretrain.memory.step_time.traffic import Transfer, rank_parameters, step_traffic
 from pretrain.model.config import ModelConfig
 
@@ -139,18 +139,23 @@ def complexity(layout: Layout) -> int:
 def rank_by_time(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
     """Sort rows by step time. Rows whose times are equal within the model's error are sorted by simplicity.
 
-    The first group consists of the fastest row and all rows that are at most MODEL_ERROR slower; the next group begins
-    with the fastest remaining row.
+    The first group consists of the fastest row and all rows that are slower by at most `equal_within`. The
+    next group begins with the fastest remaining row.
     """
     remaining = sorted(rows, key=_seconds)
     ranked: list[ComparisonRow] = []
     while remaining:
-        limit = _seconds(remaining[0]) * (1 + MODEL_ERROR)
-        group = [row for row in remaining if _seconds(row) <= limit]
-        remaining = remaining[len(group):]
+        fastest = remaining[0]
+        group = [row for row in remaining if _seconds(row) <= _seconds(fastest) * (1 + equal_within(row, fastest))]
+        remaining = [row for row in remaining if id(row) not in set(map(id, group))]
         ranked += sorted(group, key=lambda row: (complexity(row.candidate.layout), _seconds(row),
                                                  row.estimate.device_bytes))
     return ranked
+
+
+def equal_within(*rows: ComparisonRow) -> float:
+    """Return the relative difference up to which the rows' times count as equal: the larger error of the model."""
+    return max(model_error(row.candidate.layout) for row in rows)
 
 
 def _seconds(row: ComparisonRow) -> float:

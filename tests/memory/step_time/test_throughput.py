@@ -14,17 +14,11 @@ from pretrain.memory.report.compare_zero import main
 from pretrain.memory.step_time.kernel_time import KernelRates
 from pretrain.memory.step_time.latency import collective_latency
 from pretrain.memory.step_time.time_model import StepTime, estimate_step_time, model_flops_per_token
-from pretrain.memory.step_time.time_parameters import DEFAULT_PARAMETERS, MODEL_ERROR
+from pretrain.memory.step_time.time_parameters import DEFAULT_PARAMETERS, model_error
 from pretrain.memory.step_time.traffic import Transfer, rank_parameters, step_traffic
-from tests.memory.step_time.fit_throughput import FITTED, fit_to_one_gpu
-from tests.support.gpu_throughput import (
-    TABLE_PARAMETERS,
-    page_table,
-    predict,
-    read_measurements,
-    shape_of_model,
-    throughput_table,
-)
+from tests.memory.step_time.fit_throughput import FITTED, IN_USE, STEPS, error_of_tests, fit_error, ratios
+from tests.support.gpu_throughput import page_table, read_measurements, shape_of_model, throughput_table
+from tests.support.gpu_throughput_3d import page_table_3d
 from tests.support.launch import ROOT
 
 ROWS = read_measurements()
@@ -41,26 +35,36 @@ def test_the_published_table_is_consistent() -> None:
         assert mfu == pytest.approx(row.mfu, rel=0.004)
 
 
-@pytest.mark.parametrize("gpu", ["a100", "a100-40", "h100"])
-def test_predictions_are_within_the_error_of_published_measurements(gpu: str) -> None:
-    """The parameters were fitted to the rows of one GPU; the other two are predicted from their data sheets."""
-    ratios = [predict(row).total_seconds / row.measured_seconds for row in ROWS if row.gpu == gpu]
-    close = [ratio for ratio in ratios if 1 / (1 + MODEL_ERROR) <= ratio <= 1 + MODEL_ERROR]
-    print("\n" + "\n".join(line for line in throughput_table() if line.startswith((gpu + " ", "gpu"))))
-    assert len(close) / len(ratios) >= 0.9
-    assert min(ratios) > 0.75
-    assert max(ratios) < 1.15
+def test_predictions_are_within_the_error_of_rows_that_were_not_used_for_the_fit() -> None:
+    """The error that `model_error` states holds for 95% of them, with ZeRO alone and with other degrees."""
+    found = ratios()
+    print("\n" + "\n".join(throughput_table()))
+    assert sum(map(len, found.values())) == 100 + len(STEPS)
+    assert len(found["3d test"]) >= len(STEPS) // 3
+    for names, layout in ((["h100", "a100-40"], Layout(zero_stage=3)),
+                          (["3d test"], Layout(zero_stage=1, world_size=2, pipeline_stages=2))):
+        error = error_of_tests(found, names)
+        assert 0.5 * model_error(layout) < error <= model_error(layout), names
+    for layout in (Layout(tensor_parallel_size=2, world_size=2), Layout(offload_optimizer="cpu", zero_stage=1)):
+        assert model_error(layout) > model_error(Layout(zero_stage=3))
 
 
-def test_the_fit_gives_the_parameters_in_use() -> None:
-    found = fit_to_one_gpu()
-    for name in FITTED:
-        assert getattr(found, name) == pytest.approx(getattr(TABLE_PARAMETERS, name), rel=0.05), name
+def test_the_rows_with_pipelines_are_deepspeeds() -> None:
+    assert {row.schedule for row in STEPS} == {"1f1b"}
+    assert {(row.tensor > 1, row.pipeline > 1) for row in STEPS} == {(True, True), (True, False)}
+
+
+@pytest.mark.parametrize("name", FITTED)
+def test_no_other_value_of_a_fitted_parameter_is_much_better(name: str) -> None:
+    """The parameters in use are the rounded result of the fit, which takes a minute (fit_throughput.py)."""
+    best = fit_error(IN_USE)
+    for factor in (0.8, 1.25):
+        assert fit_error(replace(IN_USE, **{name: getattr(IN_USE, name) * factor})) > best  # type: ignore[arg-type]
 
 
 def test_the_page_shows_the_predictions_of_this_version() -> None:
     page = (ROOT / "tools/step_time.md").read_text()
-    for line in page_table():  # python -m tests.memory.step_time.fit_throughput prints them
+    for line in (*page_table(), *page_table_3d()):  # python -m tests.memory.step_time.fit_throughput prints them
         assert line in page
 
 
@@ -134,7 +138,7 @@ def test_the_simplest_of_equally_fast_layouts_is_first(capsys: pytest.CaptureFix
     rows = rows_of(capsys, *arguments)
     assert rows[0]["name"] == "zero1"
     fastest = min(row["step_time"]["total_seconds"] for row in rows if row["fits"] and row["runs_here"])
-    assert rows[0]["step_time"]["total_seconds"] <= (1 + MODEL_ERROR) * fastest
+    assert rows[0]["step_time"]["total_seconds"] <= 1.2 * fastest
 
 
 def test_a_much_faster_layout_is_preferred_to_a_simpler_one(capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,5 +146,5 @@ def test_a_much_faster_layout_is_preferred_to_a_simpler_one(capsys: pytest.Captu
     fastest = min(row["step_time"]["total_seconds"] for row in rows if row["fits"] and row["runs_here"])
     simpler = next(row for row in rows if row["name"] == "pipeline2_zero1")
     assert simpler["fits"]
-    assert simpler["step_time"]["total_seconds"] > (1 + MODEL_ERROR) * fastest
+    assert simpler["step_time"]["total_seconds"] > 1.2 * fastest
     assert rows[0]["name"] == "zero3"
