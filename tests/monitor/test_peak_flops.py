@@ -13,6 +13,7 @@ from pretrain.monitor.peak_flops import peak_tflops
 @pytest.mark.parametrize(("name", "precision", "expected"), [
     ("NVIDIA H200", "bf16", 989.0), ("NVIDIA H100 PCIe", "bf16", 756.0), ("NVIDIA A100-SXM4-80GB", "fp32", 19.5),
     ("NVIDIA A10G", "bf16", 70.0), ("NVIDIA H100 NVL", "fp16", 835.0), ("NVIDIA GH200 480GB", "bf16", 989.0),
+    ("NVIDIA GB200", "bf16", 2500.0), ("NVIDIA B200", "tf32", 1100.0), ("NVIDIA L4", "tf32", 60.0),
     ("NVIDIA RTX A1000", "bf16", None), ("NVIDIA T400", "fp16", None),
     ("a device that is not in the table", "bf16", None)])
 def test_peak_flops_of_a_device(name: str, precision: str, expected: float | None) -> None:
