@@ -10,11 +10,13 @@ import subprocess
 import sys
 import termios
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from pretrain.monitor import meter
@@ -188,13 +190,19 @@ def test_the_status_line_follows_the_speed_between_logged_steps(monkeypatch: pyt
 
 
 def test_ctrl_c_stops_a_run_in_a_terminal(corpus: str, tmp_path: Path) -> None:
-    run, pressed = tmp_path / "run", False
+    """The run is paused while Ctrl-C is pressed: the step in which it arrives is known, up to the log interval."""
+    run, pressed_at = tmp_path / "run", 0
 
     def press_ctrl_c(terminal: int, seen: str) -> None:
-        nonlocal pressed
-        if not pressed and "/5000  loss" in seen.partition("step      12")[2]:
-            pressed = True
+        nonlocal pressed_at
+        if not pressed_at and "/5000  loss" in seen.partition("step      12")[2]:
+            process = psutil.Process(os.tcgetpgrp(terminal))
+            process.suspend()
+            while process.status() != psutil.STATUS_STOPPED:
+                time.sleep(0.01)
+            pressed_at = [row["step"] for row in rows(run) if "loss" in row][-1]
             os.write(terminal, b"\x03")
+            process.resume()
 
     flags = _flags(corpus, Path("run"), "--train_steps", "5000", "--log_interval", "4", "--save_interval", "8",
                    "--async_save", config=ROOT / "ds_configs" / "zero1_bf16.json")
@@ -208,7 +216,7 @@ def test_ctrl_c_stops_a_run_in_a_terminal(corpus: str, tmp_path: Path) -> None:
     assert [int(line.split()[1].split("/")[0]) for line in lines if line.startswith("step ")] == steps
     assert all(len(line) <= 80 for line in lines)
     last = rows(run, "events.jsonl")[-1]["step"]
-    assert last > 12
+    assert 12 <= pressed_at <= last <= pressed_at + 2 * 4  # the current step ends within the first log interval
     saved = [re.fullmatch(r"saved run/checkpoints/global_step(\d+) \([\d.]+ MB, [\d.]+ s in the background\)", line)
              for line in lines if line.startswith("saved ")]
     assert [int(match[1]) for match in saved if match] == [*range(8, last, 8), last]

@@ -189,7 +189,7 @@ PIPELINE = str(ROOT / "ds_configs/pipeline2_zero1_bf16.json")
 REJECTED = [
     ([], "--model / --num_parameters"), (["--model", "gpt2", "--num_parameters", "1e9"], "both"),
     (["--model", "gpt2"], "--world_size"), (["--model", "gtp2", "--world_size", "8"], 'Did you mean "gpt2"'),
-    (["--model", "gpt2", "--world_size", "8", "--gpu", "h1000"], "Did you mean"),
+    (["--model", "gpt2", "--world_size", "8", "--gpu", "h1000"], "b200, h200, h100, h100-pcie, a100"),
     (["--model", "gpt2", "--world_size", "12", "--gpus_per_node", "8"], "--gpus_per_node"),
     (["--model", "gpt2", "--world_size", "0"], "whole number from 1"),
     (["--model", "gpt2", "--world_size", "8", "--zero_stage", "4"], "--zero_stage"),
