@@ -33,7 +33,8 @@ defect; then the function can be deleted. All defects were found in DeepSpeed 0.
     S  zero.Init with a dtype, on a device without fp16: parameters are
        bf16, whatever the dtype                                           zero3.keep_dtype_of_partitions
 
-Defects that raise an error or only waste resources:
+Defects that raise an error, only waste resources or change the last digits:
+    Muon on CPUs: orthogonalization in fp16 or fp32, by the CPU           muon.orthogonalize_in_fp32
     bf16 + ZeRO-0 + pipeline: checkpoints cannot be loaded (KeyError: 0)  checkpoint.load_checkpoint
     pipeline + tensor parallelism: by default, stages send a part of each
        tensor, as if all tensor-parallel ranks had the same one            engine/parallelism.py, engine_config
@@ -64,7 +65,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from pretrain.patches.adam import make_bias_correction_stateless
 from pretrain.patches.fp16 import grow_scale_after_the_update, scale_loss_at_stage_0
-from pretrain.patches.muon import clip_only_adam_with_muon
+from pretrain.patches.muon import clip_only_adam_with_muon, orthogonalize_in_fp32
 from pretrain.patches.nvme import parameters_on_nvme, save_complete_nvme_checkpoints
 from pretrain.patches.one_rank import skip_reduction_on_one_rank
 from pretrain.patches.pipeline import (
@@ -104,5 +105,7 @@ def apply_patches(engine: DeepSpeedEngine) -> None:
         sum_gradients_of_shards(engine)
     if engine.optimizer_name() == "muon":
         clip_only_adam_with_muon(engine)
+        if engine.device.type == "cpu":
+            orthogonalize_in_fp32()
     skip_reduction_on_one_rank(engine)
     make_bias_correction_stateless(getattr(engine.optimizer, "optimizer", engine.optimizer))
