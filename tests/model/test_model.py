@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from pretrain.config.initialization import DROPOUTS
+from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig, load_model_config
+from pretrain.model.dtypes import check_dtype
 from pretrain.model.init import initial_value, initialize_parameters
 from pretrain.model.layer_specs import CausalLM, as_module
 from pretrain.model.layers.rope import Rope, inverse_frequencies
@@ -30,6 +32,17 @@ def test_initial_loss_is_the_loss_of_uniform_probabilities(name, tmp_path):
     tokens = torch.randint(0, config.vocab_size, (8, 65), generator=torch.Generator().manual_seed(1))
     loss = module(tokens[:, :-1], tokens[:, 1:], torch.full((8, 64), 1 / 512))
     assert loss.item() == pytest.approx(math.log(config.vocab_size), rel=0.02)
+
+
+def test_weights_in_another_precision_than_the_chosen_one_are_rejected(tmp_path):
+    _, module = build("llama", tmp_path)
+    check_dtype(module, "fp32")
+    with pytest.raises(ConfigError, match=r"found weights in torch\.float32; expected torch\.bfloat16"):
+        check_dtype(module, "bf16")
+    weight = next(module.parameters())
+    weight.ds_tensor = weight.detach().half()  # a partition of ZeRO-3, whose precision counts
+    with pytest.raises(ConfigError, match=r"found weights in torch\.float16; expected torch\.float32"):
+        check_dtype(module, "fp32")
 
 
 @pytest.mark.parametrize("name", INITIAL_SHAPES)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.muon import original_muon
 from deepspeed.utils import groups
 
 from pretrain.checkpoint.format.fragments import base_optimizer, flat_tensors, group_of
@@ -83,8 +84,13 @@ def start_from_weights(case: Case) -> dict[str, Any]:
 
 
 def features(case: Case) -> dict[str, Any]:
-    """Return whether this CPU has fp16, for our check and for DeepSpeed's, and which C functions are right on it."""
+    """Return whether this CPU has fp16, for our check and for DeepSpeed's, and which C functions are right on it.
+
+    Also whether oneDNN has bf16, and the precision of DeepSpeed's Muon.
+    """
     return {"fp16": cpu_device().fp16, "fp16_of_deepspeed": bool(get_accelerator().is_fp16_supported()),
+            "bf16_in_onednn": bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()),
+            "muon": str(original_muon.ns_compute_dtype("gram")),
             "right_in_c": asdict(right_in_c())}
 
 

@@ -15,8 +15,8 @@ _BLOCK_ROWS = 64  # rows that one thread adds; columns.h repeats it
 
 
 def linear(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
-    """Return x @ weight^T + bias. Uses `inner_product` if it can."""
-    if (bias_O is not None and bias_O.dtype != x.dtype) or not _has_inner_product():
+    """Return x @ weight^T + bias. Uses `inner_product` if the dtypes are the same."""
+    if bias_O is not None and bias_O.dtype != x.dtype:
         return F.linear(x, weight_OI, bias_O)
     return inner_product(x, weight_OI, bias_O)
 
@@ -58,8 +58,12 @@ def partial_sums(rows: int, columns: int, count: int = 1) -> torch.Tensor:
 
 
 @functools.cache
-def _has_inner_product() -> bool:
-    """Return whether oneDNN computes in bf16 on this CPU, with an operator that torch.compile uses too."""
+def has_inner_product() -> bool:
+    """Return whether oneDNN computes in bf16 on this CPU, with an operator that torch.compile uses too.
+
+    Where it does not (CPUs with AVX2 only), the functions of this module gain nothing: torch's own products of bf16 are
+    several times slower in the form that `weight_gradient` chooses.
+    """
     x = torch.ones(2, 2, dtype=torch.bfloat16, device="cpu")
     try:
         torch.ops.mkldnn._linear_pointwise(x, x, x[0], "none", [], "")
