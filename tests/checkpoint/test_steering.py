@@ -75,14 +75,14 @@ def test_the_kept_schedule_survives_further_resumes(tmp_path: Path, flags: list[
     ("--lr_decay_steps=50", ""), ("--min_lr=1e-3", ""), ("--lr_warmup_steps=1", "")])
 def test_flags_that_ask_for_another_schedule_are_rejected(tmp_path: Path, flags: list[str], flag: str,
                                                           asks: str) -> None:
-    plan, _ = _saved(tmp_path, flags)
+    plan, _ = _saved(tmp_path / "run", flags)
     if not asks:  # the flag names what the first start planned
-        assert _resumed(tmp_path, *flags, LONGER, flag).plan.schedule == plan.schedule
+        assert _resumed(tmp_path / "run", *flags, LONGER, flag).plan.schedule == plan.schedule
         return
     with pytest.raises(ConfigError, match=rf"{flag.split('=')[0]}: .*{asks}.* by --override schedule\.") as error:
-        _resumed(tmp_path, *flags, LONGER, flag)
+        _resumed(tmp_path / "run", *flags, LONGER, flag)
     assert "\n" not in str(error.value)
-    planned = _resumed(tmp_path, *flags, LONGER, flag, "--override=schedule").plan
+    planned = _resumed(tmp_path / "run", *flags, LONGER, flag, "--override=schedule").plan
     assert planned.schedule == start_run(tmp_path / "new", *flags, LONGER, flag).plan.schedule
     assert [each["name"] for each in planned.overrides] == ["schedule"]
 

@@ -62,13 +62,15 @@ def test_every_wrong_value_in_the_files_of_a_run(corpus: str, tmp_path_factory: 
     ("optimizer", -1), ("optimizer", {"type": 5}), ("initialization", []), ("initialization", {"no_such": 1}),
     ("tokenizer_fingerprint", -1), ("schedule", {"kind": "step", "milestones": None}), ("schedule", {"params": []}),
     ("dropouts", {"vocab_size": 3}), ("lineage", [{"run": "a"}]), ("overrides", [{"step": 1}]),
-    ("data", {"sources": 3}), ("world_size", 0), ("step", True), ("step", 2**70),
+    ("data", {"sources": 3}), ("world_size", 0), ("global_batch_size", 0), ("step", True), ("step", 2**70),
     ("recipe_states", {"early_stopping": []}),
     ("files", {"../x": {"bytes": 1, "sha256": ""}}), ("averaged", [None]), ("origin", {"name": "x"})])
 def test_manifests_with_wrong_values_and_right_checksums_are_damaged(field: str, wrong: object) -> None:
     values = json.loads(MANIFEST_OF_STEP_3.to_json())
     values.pop("sha256")
     assert Manifest.from_json(_with_hash(values)) == MANIFEST_OF_STEP_3
+    weights = {**values, "global_batch_size": 0, "weights_only": True}  # as in averages and imports
+    assert Manifest.from_json(_with_hash(weights)).weights_only
     with pytest.raises(ValueError, match="|".join((field, "outside"))):
         Manifest.from_json(_with_hash({**values, field: wrong}))
 

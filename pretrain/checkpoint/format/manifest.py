@@ -20,7 +20,6 @@ from pretrain.config.flags.overrides import OverrideRecord
 from pretrain.config.layout import Layout
 from pretrain.config.saved_model import Branch, Origin
 from pretrain.config.schedules.schedule import Schedule
-from pretrain.data.samples.dataset import DataRecord
 from pretrain.errors import ConfigError, printable, shorten
 from pretrain.model.init_methods import Initialization
 from pretrain.stored_json import build, parse_json, read_text, reason_of
@@ -67,6 +66,30 @@ class AveragedRecord(TypedDict):
     step: int
     weight: float
     manifest_sha256: str
+
+
+class DataRecord(TypedDict, total=False):
+    """The facts about the data that a checkpoint records besides the fingerprint: of one source, or of each source."""
+
+    sha256: str | None
+    bin_bytes: int
+    bin_mtime_ns: int
+    idx_bytes: int
+    first_token: int
+    last_token: int
+    sample_order: str
+    order_samples: int
+    packing: str
+    prefix: str  # of one of several sources
+    sources: "list[DataRecord]"  # in the order of `SampleDataset.sources`
+    proportions: "list[Proportions]"
+
+
+class Proportions(TypedDict):
+    """Fraction of each source in the samples from this one on."""
+
+    from_samples: int
+    weights: list[float]
 
 
 @dataclass(frozen=True)
@@ -162,7 +185,8 @@ class Manifest:
         manifest = build(cls, {f.name: values[f.name] for f in fields(cls) if f.name in values})
         _check_schedule(manifest.schedule)
         for name in _COUNTS:
-            if getattr(manifest, name) < (0 if name in _MAY_BE_0 else 1):
+            may_be_0 = name in _MAY_BE_0 or (name == "global_batch_size" and manifest.weights_only)
+            if getattr(manifest, name) < (0 if may_be_0 else 1):
                 raise ValueError(f"{name} is {getattr(manifest, name)}")
         for name in manifest.files:
             if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:

@@ -4,7 +4,7 @@ The samples depend on the data, the settings and the index only: not on ranks, b
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol, TypedDict
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,30 +15,6 @@ Indices = Sequence[int] | npt.NDArray[np.int64]
 
 PADDING = -1
 """in samples: no token. Padding ends a sample; the loader excludes it from the loss"""
-
-
-class DataRecord(TypedDict, total=False):
-    """The facts about the data that a checkpoint records besides the fingerprint: of one source, or of each source."""
-
-    sha256: str | None
-    bin_bytes: int
-    bin_mtime_ns: int
-    idx_bytes: int
-    first_token: int
-    last_token: int
-    sample_order: str
-    order_samples: int
-    packing: str
-    prefix: str  # of one of several sources
-    sources: "list[DataRecord]"  # in the order of `SampleDataset.sources`
-    proportions: "list[Proportions]"
-
-
-class Proportions(TypedDict):
-    """Fraction of each source in the samples from this one on."""
-
-    from_samples: int
-    weights: list[float]
 
 
 class SampleDataset(Protocol):
@@ -71,7 +47,7 @@ class SampleDataset(Protocol):
         """SHA-256 of data and settings. These and the seed determine the samples."""
 
     def record(self) -> dict[str, Any]:
-        """Return a DataRecord."""
+        """Return the `DataRecord` of checkpoint/format/manifest.py."""
 
 
 def source_records(dataset: SampleDataset) -> list[tuple[IndexedDataset, dict[str, Any]]]:
