@@ -17,6 +17,7 @@ from pretrain.checkpoint.format.verify import find_damage
 from pretrain.checkpoint.save.commit import (
     check_space,
     commit,
+    has_part,
     remove_leftovers,
     temporary_folder,
     write_part,
@@ -109,6 +110,19 @@ def _killed_after(changes: int, checkpoints: Path) -> bool:
                           capture_output=True, text=True, timeout=900, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.returncode in (0, -signal.SIGKILL), done.stderr
     return done.returncode != 0
+
+
+@pytest.mark.parametrize("content", [b"", b"[" * 100_000, b'{"save_id": "id"}', b"\xff", b"null"])
+def test_a_damaged_part_file_fails_the_save(tmp_path: Path, content: bytes) -> None:
+    temporary = temporary_folder(tmp_path, 1)
+    temporary.mkdir()
+    for rank in range(RANKS):
+        write_part(temporary, rank=rank, save_id="id", files=write_files(temporary, rank, 10))
+    (temporary / ".part-00001.json").write_bytes(content)
+    assert not has_part(temporary, rank=1, save_id="id")
+    with pytest.raises(SaveError, match=r"part-00001\.json: the file is damaged: "):
+        commit(temporary, manifest(1), timeout_s=0.1)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_kill_at_any_point_loses_nothing(tmp_path: Path) -> None:

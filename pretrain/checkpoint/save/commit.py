@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TypedDict
 
 from pretrain.checkpoint.format.files import FileRecord, free_bytes, write_atomically
 from pretrain.checkpoint.format.manifest import (
@@ -23,11 +24,22 @@ from pretrain.checkpoint.format.manifest import (
     manifest_or_error,
 )
 from pretrain.errors import SaveError
+from pretrain.stored_json import build, read_json
 from pretrain.sync import fsync
 
 TEMPORARY = ".tmp-"  # prefix of the names of temporary folders and files
 _POLL_S = 0.05
 _CHECK_S = 1.0  # interval of the checks whether a rank's writer has ended
+
+
+class _Part(TypedDict):
+    """Content of a part file."""
+
+    save_id: str
+    rank: int
+    files: dict[str, FileRecord]
+    finite: bool | None
+    error: str | None
 
 
 def temporary_folder(checkpoints: Path, step: int) -> Path:
@@ -167,17 +179,19 @@ def _rank_list(ranks: set[int]) -> str:
 def _read_part(temporary: Path, rank: int, save_id: str) -> tuple[dict[str, FileRecord], bool | None] | None:
     """Return the files that a rank recorded, and whether they are finite; None if there is no part file of this save.
 
-    Raises SaveError if the rank recorded an error.
+    Raises SaveError if the rank recorded an error, or if the part file is damaged.
     """
     try:
-        part = json.loads(_part(temporary, rank).read_text(encoding="utf-8"))
+        part = build(_Part, read_json(_part(temporary, rank)))
     except FileNotFoundError:
         return None
+    except ValueError as error:
+        raise SaveError(f"{_part(temporary, rank)}: the file is damaged: {error}") from error
     if part["save_id"] != save_id:
         return None
     if part["error"] is not None:
         raise SaveError(f"{temporary}: rank {rank}: {part['error']}")
-    return {name: FileRecord(**record) for name, record in part["files"].items()}, part["finite"]
+    return part["files"], part["finite"]
 
 
 def check_files(temporary: Path, files: dict[str, FileRecord], *, world_size: int) -> None:
