@@ -23,7 +23,7 @@ from pretrain.config.flags.arguments import parse_arguments
 from pretrain.config.validate import Plan
 from pretrain.distributed.device import detect_device
 from pretrain.distributed.print_error import print_error
-from pretrain.distributed.world import World
+from pretrain.distributed.world import World, integer_variable
 from pretrain.errors import NO_RESTART, REJECTED, STOPPED, ConfigError
 from pretrain.monitor.read_run_folder import is_number, read_events, read_metrics, read_rows
 from pretrain.paths import STOP_FILE
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     own, train_flags = parser.parse_known_args(argv)
     if own.when == "after":
         return after(Path(parse_arguments(train_flags).save), os.environ, exit_code=own.exit_code)
-    node = int(os.environ.get("SLURM_NODEID", "0"))
+    node = integer_variable(os.environ, "SLURM_NODEID") if "SLURM_NODEID" in os.environ else 0
     try:
         args = parse_arguments(train_flags)
         if node == 0:

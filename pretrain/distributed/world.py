@@ -6,6 +6,7 @@ of `deepspeed` and torchrun. With another launcher each process would silently t
 """
 
 import os
+import re
 import socket
 import subprocess
 import time
@@ -36,24 +37,29 @@ class World:
 ALONE = World(rank=0, size=1, local_rank=0, local_size=1, launcher="none")
 
 
-def _integer(environ: Mapping[str, str], name: str) -> int:
-    """Return an environment variable as an integer. Raises ConfigError for other text."""
+def integer_variable(environ: Mapping[str, str], name: str) -> int:
+    """Return an environment variable as an integer. Raises ConfigError for other text, and for too large numbers."""
     try:
-        return int(environ[name])
+        value = int(environ[name])
+        if abs(value) < 2**31:
+            return value
     except ValueError:
-        raise ConfigError(name, found=repr(environ[name]), expected="an integer in this environment variable") from None
+        pass
+    raise ConfigError(name, found=repr(environ[name]), expected="an integer in this environment variable")
 
 
 def _slurm_local_size(environ: Mapping[str, str], name: str) -> int:
     """Return the number of tasks on this node. SLURM writes 2(x3),1 for three nodes with 2 tasks and one with 1."""
-    counts: list[int] = []
-    try:
-        for part in environ[name].split(","):
-            count, _, repeats = part.rstrip(")").partition("(x")
-            counts += [int(count)] * int(repeats or 1)
-        return counts[int(environ.get("SLURM_NODEID", "0"))]
-    except (ValueError, IndexError):
-        raise ConfigError(name, found=repr(environ[name]), expected="tasks per node, such as 2(x3),1") from None
+    node = integer_variable(environ, "SLURM_NODEID") if "SLURM_NODEID" in environ else 0
+    earlier = 0  # nodes in the parts before
+    for part in environ[name].split(","):
+        found = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", part)
+        if found is None:
+            raise ConfigError(name, found=repr(environ[name]), expected="tasks per node, such as 2(x3),1")
+        if earlier <= node < earlier + int(found[2] or 1):
+            return int(found[1])
+        earlier += int(found[2] or 1)
+    raise ConfigError("SLURM_NODEID", found=node, expected=f"0 to {earlier - 1}, a node of {name}={environ[name]}")
 
 
 def world_from_environment(environ: Mapping[str, str]) -> World:
@@ -70,9 +76,9 @@ def world_from_environment(environ: Mapping[str, str]) -> World:
             continue
         if launcher == "torch" and local_size not in environ:
             local_size = "LOCAL_SIZE"  # the name in DeepSpeed's launcher (launcher/launch.py, main, 0.19.8)
-        read_local_size = _slurm_local_size if launcher == "slurm" else _integer
-        world = World(rank=_integer(environ, rank), size=_integer(environ, size),
-                      local_rank=_integer(environ, local_rank) if local_rank in environ else 0,
+        read_local_size = _slurm_local_size if launcher == "slurm" else integer_variable
+        world = World(rank=integer_variable(environ, rank), size=integer_variable(environ, size),
+                      local_rank=integer_variable(environ, local_rank) if local_rank in environ else 0,
                       local_size=read_local_size(environ, local_size) if local_size in environ else 1,
                       launcher=launcher)
         if not 0 <= world.rank < world.size:
@@ -84,7 +90,7 @@ def world_from_environment(environ: Mapping[str, str]) -> World:
                               expected="0 <= local rank < local world size")
         return world
     if "PMIX_RANK" in environ:
-        return _mpi_world(_integer(environ, "PMIX_RANK"))
+        return _mpi_world(integer_variable(environ, "PMIX_RANK"))
     _reject_half_set(environ)
     return ALONE
 
@@ -94,11 +100,11 @@ def _reject_half_set(environ: Mapping[str, str]) -> None:
 
     SLURM sets the number of tasks in batch scripts, too, which are no ranks.
     """
-    for launcher in ("torch", "openmpi"):
+    for launcher in ("torch", "openmpi", "pmi"):
         rank, size = LAUNCHER_VARIABLES[launcher][:2]
         if rank in environ:
             raise ConfigError(size, problem=f"{rank} is set, and this variable is not", remedy=_SET_BOTH)
-        if size in environ and _integer(environ, size) != 1:
+        if size in environ and integer_variable(environ, size) != 1:
             raise ConfigError(rank, problem=f"{size} is {environ[size]}, and this variable is not set",
                               remedy=_SET_BOTH)
 
@@ -166,8 +172,8 @@ def _slurm_head_address(node_list: str) -> str:
         names = _output("scontrol", "show", "hostnames", node_list)
         return _output("sinfo", "--noheader", "--nodes", names[0], "--format", "%o")[0]
     except (OSError, subprocess.CalledProcessError, IndexError):
-        raise ConfigError("MASTER_ADDR", problem=f"scontrol and sinfo give no address for the first of {node_list!r}",
-                          remedy="export MASTER_ADDR before srun") from None
+        raise ConfigError("MASTER_ADDR", problem="scontrol and sinfo give no address for the first of "
+                          f"{shorten(node_list)!r}", remedy="export MASTER_ADDR before srun") from None
 
 
 def _output(*command: str) -> list[str]:
@@ -184,7 +190,7 @@ def export_world(world: World, environ: MutableMapping[str, str]) -> None:
     environ.setdefault("MASTER_PORT", DEFAULT_MASTER_PORT)
     if "MASTER_ADDR" not in environ:
         if world.launcher == "slurm" and world.size > 1:
-            nodes = environ.get("SLURM_STEP_NODELIST") or environ["SLURM_NODELIST"]
+            nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST", "")
             environ["MASTER_ADDR"] = _slurm_head_address(nodes)
         elif world.size == world.local_size or world.size == 1:
             environ["MASTER_ADDR"] = "127.0.0.1"

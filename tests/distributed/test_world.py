@@ -80,6 +80,30 @@ def test_wrong_variables_are_rejected_in_one_line_or_harmless(ranks: int, monkey
     assert ("None" in rejected["RANK"]) == (ranks > 1)
 
 
+@pytest.mark.parametrize("name", ["openmpi", "mpich", "srun"])
+def test_wrong_variables_of_launchers_are_rejected_in_one_line_or_harmless(name: str) -> None:
+    """Each variable of the launcher, also missing: the rank remains in its world, or the process does not start."""
+    right, expected = ENVIRONMENTS[name]
+    rejected: dict[str, set[str]] = {}
+    problems: list[str] = []
+    for variable, value in itertools.product(right, (None, *VALUES, "x" * 5000, "2(x999999999)", "1(x-2)", "2(x")):
+        environ = {key: text for key, text in {**right, variable: value}.items() if text is not None}
+        try:
+            world = world_from_environment(environ)
+            export_world(world, environ)
+        except ConfigError as error:
+            rejected.setdefault(variable, set()).add(str(value))
+            is_named = any(key in str(error) for key in (*right, "MASTER_ADDR"))
+            is_short = len(str(error).splitlines()) == 1 and len(str(error)) < 600
+            problems += [] if is_named and is_short else [f"{variable}={value}: {error}"]
+        else:
+            assert 0 <= world.rank < world.size
+            assert world.launcher == expected.launcher or (name, world) == ("srun", ALONE), (variable, value)
+    assert not problems
+    for variable in [key for key in right if key != "SLURM_STEP_ID"]:
+        assert {"x", "", "1.5", "-1", "a\nb", "9" * 30, "x" * 5000, "2(x"} <= rejected[variable], variable
+
+
 @pytest.mark.parametrize("visible", ["a,b", "0;1", "gpu0", "0,", ""])
 def test_wrong_visible_devices_are_rejected(visible: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cuda")
