@@ -35,9 +35,10 @@ def check_outside_runs(save: Path, where: str) -> None:
                           remedy="name the run folder, which holds the folder checkpoints")
 
 
-def _check_outside_checkpoints(path: Path, where: str) -> None:
+def _check_outside_checkpoints(path: Path, where: str, *, is_new: bool) -> None:
     """Raise ConfigError if an output would be written into a checkpoint, which would then count as damaged."""
-    for folder in Path(os.path.realpath(path)).parents:
+    real = Path(os.path.realpath(path))
+    for folder in (*real.parents, *(() if is_new else (real,))):
         if folder.name.startswith("global_step") and (folder / "manifest.json").is_file():
             raise ConfigError(where, problem=f"{shorten(str(path))} lies in the checkpoint {shorten(str(folder))}",
                               remedy="choose a folder outside of checkpoints")
@@ -53,7 +54,7 @@ def check_folder(path: Path, where: str, *, is_new: bool = False) -> None:
         is_new: the caller writes `path` as a whole; it may be a new checkpoint itself.
     """
     path = path.absolute()
-    _check_outside_checkpoints(path if is_new else path / "file", where)
+    _check_outside_checkpoints(path, where, is_new=is_new)
     try:
         folder = path
         while not os.path.lexists(folder):  # lexists: mkdir fails on a dangling link

@@ -153,12 +153,12 @@ class Guard:
         """Raise GuardError if all bad steps are overflows of fp16: an earlier checkpoint would not help."""
         last = self._bad[-1]
         if all(step.skipped is not None and step.skipped.reason == FP16_OVERFLOW for step in self._bad):
+            remedy = ", or use a lower learning rate" if not has_no_update(self._engine, last.step) else ""
             raise guard_error(
                 self._folder, last.step,
                 f"the gradients of fp16 overflowed in {len(self._bad)} steps in a row (--max_bad_steps), and the loss "
                 f"scale of {last.fp16_scale:g} cannot be lowered further",
-                'train with bf16, or use a lower learning rate, or a smaller "min_loss_scale" (or "loss_scale", if it '
-                "is static)")
+                f'train with bf16{remedy}, or use a smaller "min_loss_scale" (or "loss_scale", if it is static)')
 
     def _report_skip(self, step: _Step, reason: str) -> None:
         self._folder.event("skip", step=step.step, reason=reason, **self._samples(step))
@@ -218,6 +218,19 @@ def _reason(step: _Step, spikes: Sequence[Spike]) -> str:
     if spikes:
         return str(max(spikes, key=lambda spike: spike.z))
     return step.skipped.reason if step.skipped is not None else ""
+
+
+def has_no_update(engine: DeepSpeedEngine, step: int) -> bool:
+    """Return whether all steps up to `step` were skipped. Then the learning rate has had no effect yet."""
+    return bool(engine.skipped_steps >= step)
+
+
+def remedy_for(engine: DeepSpeedEngine, step: int) -> str:
+    """Return what the user should correct after bad steps up to `step`."""
+    if has_no_update(engine, step):
+        return ("correct the initial weights or the data, because there was no update yet, and so the learning rate is "
+                "not the cause (tools/sanity_check.py tests them)")
+    return "correct the cause, for example with a lower learning rate"
 
 
 def guard_error(folder: RunFolder, step: int, problem: str, remedy: str) -> GuardError:

@@ -28,7 +28,7 @@ from pretrain.distributed.collectives import from_rank_0
 from pretrain.engine.build import deepspeed_output
 from pretrain.errors import ConfigError, SaveError
 from pretrain.monitor.write_run_folder import RunFolder
-from pretrain.resilience.guard import BadSteps, guard_error
+from pretrain.resilience.guard import BadSteps, guard_error, has_no_update, remedy_for
 from pretrain.terminal.screen import Screen
 
 
@@ -43,12 +43,14 @@ def roll_back(engine: DeepSpeedEngine, plan: Plan, saver: Saver, folder: RunFold
     saver.wait()
     checkpoints = checkpoints_folder(plan)
     past = from_rank_0(lambda: read_rollbacks(checkpoints))
-    _check_number(plan, len(past), folder, bad)
+    remedy = remedy_for(engine, bad.last_step)
+    _check_number(plan, len(past), folder, bad, remedy)
     found = _newest_good_before(checkpoints, past, bad)
     if found is None:
         raise guard_error(folder, bad.last_step, f"{bad.reason}. There is no good checkpoint to return to",
-                          "correct the cause, for example with a lower learning rate, or save more often "
-                          "(--save_interval)" + (", or use --spike_policy warn" if bad.is_spike else ""))
+                          remedy + ("" if has_no_update(engine, bad.last_step) else
+                                    ", or save more often (--save_interval)")
+                          + (", or use --spike_policy warn" if bad.is_spike else ""))
     target, manifest = found
     consumed_samples = plan.length.batch_sizes.samples_after(plan.args.rollback_skip_steps,
                                                              first_sample=bad.consumed_samples)
@@ -64,7 +66,7 @@ def roll_back(engine: DeepSpeedEngine, plan: Plan, saver: Saver, folder: RunFold
     return manifest.step, consumed_samples
 
 
-def _check_number(plan: Plan, number: int, folder: RunFolder, bad: BadSteps) -> None:
+def _check_number(plan: Plan, number: int, folder: RunFolder, bad: BadSteps, remedy: str) -> None:
     """Raise GuardError if the run has already had all its rollbacks."""
     if number < plan.args.max_rollbacks:
         return
@@ -72,7 +74,7 @@ def _check_number(plan: Plan, number: int, folder: RunFolder, bad: BadSteps) -> 
         folder, bad.last_step,
         f"{bad.reason}. The run has had {number} of at most {plan.args.max_rollbacks} rollbacks (--max_rollbacks; see "
         f"{Path(plan.args.save) / ROLLBACKS})",
-        "correct the cause, for example with a lower learning rate and another --save, or allow more rollbacks")
+        f"{remedy}, and use another --save, or allow more rollbacks")
 
 
 def _newest_good_before(checkpoints: Path, past: list[Rollback], bad: BadSteps) -> tuple[Path, Manifest] | None:

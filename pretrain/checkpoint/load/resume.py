@@ -117,6 +117,11 @@ def _continue(found: Resume) -> Resume:
             raise ConfigError("--resume_from", problem=f"{folder} is at step {manifest.step} of {plan.last_step}",
                               remedy="give more --train_steps")
         _reject_other_evaluation_data(plan, manifest.step)
+    if manifest.step > plan.last_step:
+        flag = "--exit_step" if plan.last_step < plan.train_steps else \
+            "--train_steps" if plan.args.train_tokens is None else "--train_tokens"
+        found = replace(found, warnings=[*found.warnings, f"{folder} is beyond the last step of the run, which is "
+                                         f"{plan.last_step} ({flag}): there is nothing to train"])
     other_data = check_same_data(manifest, plan, folder)
     if other_data:
         changes.append(Change("data", plan.data.train_flag, manifest.data_fingerprint,

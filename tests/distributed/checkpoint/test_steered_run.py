@@ -84,6 +84,8 @@ def test_a_branch_is_bit_exact_and_has_its_lineage(runs: Runs) -> None:
 def test_the_same_command_resumes_the_branch_also_from_its_mirror(runs: Runs) -> None:
     branched = ["--resume_from", f"{runs.folder / 'run'}@4", "--checkpoint_mirror", str(runs.folder / "mirror")]
     assert "is complete: 6 of 6" in runs.start("branch", "--train_steps", "6", *branched)
+    assert "global_step6 is beyond the last step of the run, which is 5 (--train_steps): there is nothing to train" in \
+        runs.start("branch", "--train_steps", "5", *branched)
     shutil.rmtree(runs.folder / "branch")
     changed = ["--train_steps", "8", "--learning_rate", "3e-2", "--override", "lr,schedule", *branched]
     assert "resumed from " in runs.start("branch", *changed, "--exit_step", "7")
