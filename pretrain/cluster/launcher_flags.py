@@ -15,7 +15,8 @@ _PORT, _COUNT = whole_number(1, 65535), whole_number(1, 100_000)
 _SECONDS = number(0, LONGEST_SECONDS)
 # Choice of --launcher -> the program that must be installed (DeepSpeed checks for the same one)
 LAUNCHER_PROGRAMS = {"pdsh": "pdsh", "openmpi": "ompi_info", "mpich": "mpirun", "slurm": "srun"}
-TOOLS = ("sanity_check.py", "find_lr.py", "evaluate.py")  # programs of tools/ that run on several ranks
+# programs of tools/ that run on several ranks
+TOOLS = ("sanity_check.py", "find_lr.py", "evaluate.py", "check_cluster.py")
 DEFAULT_HOSTFILE = "/job/hostfile"  # DeepSpeed's default; without --hostfile this file is used if it exists
 
 

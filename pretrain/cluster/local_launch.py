@@ -31,6 +31,7 @@ from pretrain.cluster.supervise.progress import file_sizes, read_progress
 from pretrain.config.flags.arguments import parse_arguments
 from pretrain.distributed.device import Device, detect_device, nvidia_smi
 from pretrain.distributed.process import ROOT, free_port, port_is_free
+from pretrain.distributed.tcp_store import secret_variable
 from pretrain.errors import CRASHED, ConfigError
 from pretrain.memory.report.memory_watch import plan_remarks
 from pretrain.resilience.launcher_watch import launcher_variable
@@ -84,7 +85,8 @@ def _start(flags: argparse.Namespace, device: Device, slots: Sequence[int | str]
     port = _master_port(flags.master_port)
     say(f"{_ranks(slots)}, port {port}; starting DeepSpeed's launcher")
     threads = max(1, len(os.sched_getaffinity(0)) // len(slots))
-    variables = {"DS_ACCELERATOR": device.kind, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
+    variables = {"DS_ACCELERATOR": device.kind, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+                 **secret_variable()}
     return run_launcher(_launcher_command(flags, slots, port, program), launcher_environment(variables), run)
 
 

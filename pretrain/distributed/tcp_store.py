@@ -10,11 +10,13 @@ import functools
 import hmac
 import ipaddress
 import os
+import secrets
 import socket
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from pretrain.distributed.process import port_is_free
 from pretrain.errors import printable, shorten
 
 if TYPE_CHECKING:
@@ -26,6 +28,12 @@ _MOST_BYTES = 2**24  # of one value; those of 10,000 ranks take 2 MB
 _SIGNATURE_BYTES = 32
 _BACKLOG = 2048  # connections that wait, as in torch's own socket
 _POLL_S = 0.2
+_served: set[tuple[str, int]] = set()  # addresses and ports of the servers of this process
+
+
+def secret_variable() -> dict[str, str]:
+    """Return the variable with the secret of a start: that of this process, or a new one."""
+    return {SECRET_VARIABLE: os.environ.get(SECRET_VARIABLE) or secrets.token_hex(32)}
 
 
 class ForeignValueError(ConnectionError):
@@ -56,7 +64,9 @@ def start_store(address: str, port: int, *, on_one_host: bool, timeout_s: float,
     """
     from torch.distributed import TCPStore
 
-    listener = _listen(address, port) if on_one_host or is_numeric(address) else None
+    is_shared = (address, port) in _served and not port_is_free(port)
+    listener = _listen(address, port) if not is_shared and (on_one_host or is_numeric(address)) else None
+    _served.add((address, port))
     return TCPStore(address, port, world_size, True, timedelta(seconds=timeout_s), wait_for_workers=False,
                     multi_tenant=True, master_listen_fd=None if listener is None else listener.detach())
 

@@ -18,7 +18,9 @@ from pretrain.cluster.launcher_flags import find_tool, launcher_parser, split_co
 from pretrain.cluster.local_launch import local_slots
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.distributed.device import Device
+from pretrain.distributed.tcp_store import SECRET_VARIABLE
 from pretrain.errors import ConfigError
+from pretrain.monitor.environment import environment_variables
 from tests.cluster.test_supervisor import WAITING_LAUNCHER
 from tests.support.hf_models import save_hf_model
 from tests.support.launch import ROOT
@@ -67,10 +69,26 @@ def test_tools_start_on_a_free_port(corpus: str, tmp_path: Path) -> None:
         done = start("evaluate.py", "model", "--data", corpus, "--max_samples", "4", "--dtype", "fp32")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "cpu, fp32, 2 ranks" in done.stdout
+    sizes = ("--product_size", "128", "--memory_mib", "4", "--message_mib", "1", "--disk_mib", "2", "--timeout", "300")
+    checked = start("check_cluster.py", *sizes, "--save", str(tmp_path / "run"))
+    assert "all-reduce of all 2 ranks" in checked.stdout, checked.stdout + checked.stderr
     rejected = start("sanity_check.py", "--config", "nowhere.yaml")
     assert rejected.returncode == 2, rejected.stderr
     assert rejected.stderr.count("ds-pretrain: error: ") == 1
     assert "Traceback" not in rejected.stderr
+
+
+@pytest.mark.parametrize("given", ["", "of the user"])
+def test_ranks_get_a_secret_that_no_command_line_shows(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SECRET_VARIABLE, given)
+    started = []
+    monkeypatch.setattr("pretrain.cluster.local_launch.run_launcher", lambda *args: started.append(args) or 0)
+    assert main(["--num_gpus", "1", str(ROOT / "tools" / "check_cluster.py")]) == 0
+    (command, environ, _), = started
+    secret = environ[SECRET_VARIABLE]
+    assert secret == given or re.fullmatch("[0-9a-f]{64}", secret)
+    assert secret not in " ".join(command)
+    assert SECRET_VARIABLE not in environment_variables(environ)  # what run.json records
 
 
 @pytest.mark.parametrize(("words", "message"), [

@@ -90,6 +90,8 @@ COVERED: dict[str, tuple[str, str]] = {
     "launch/mpi.sh -np 16 --hostfile HOSTS -- --config run.yaml": ("tests/cluster/test_mpi.py", '"mpi.sh"'),
     "launch/mpi.sh [flags of mpirun] -- [flags of pretrain/train.py]": ("tests/cluster/test_mpi.py", '"mpi.sh"'),
     "kubectl apply -f launch/k8s/indexed-job.yaml": ("tests/cluster/test_k8s.py", '"indexed-job.yaml"'),
+    "ds-pretrain --num_accelerators 2 tools/check_cluster.py --save runs/first":
+        ("tests/cluster/test_ds_pretrain.py", '"check_cluster.py"'),
     "deepspeed --hostfile HOSTS tools/check_cluster.py --save runs/gpt2":
         ("tests/cluster/test_health.py", '"check_cluster.py"'),
     "srun python tools/check_cluster.py --config run.yaml": ("tests/cluster/test_health.py", '"check_cluster.py"'),
