@@ -44,7 +44,7 @@ def _run(words: list[str], world: World) -> int:
     start = check_start(parse_arguments(rest), world_size=world.size, device=device)
     status("loading torch and DeepSpeed")
     prepare_deepspeed(device)
-    from pretrain.analysis.sanity.result import as_json, failed_checks, table_lines
+    from pretrain.analysis.sanity.result import as_json, failed_checks, print_table
     from pretrain.analysis.sanity.run_checks import run_checks
     from pretrain.analysis.trial_run import trial_run
 
@@ -53,7 +53,7 @@ def _run(words: list[str], world: World) -> int:
                              report=lambda activity: status(f"sanity check: {activity}"))
     clear_status()
     if world.rank == 0:
-        print("\n".join(table_lines(results)), flush=True)
+        print_table(results)
         if known.json is not None:
             known.json.write_text(json.dumps(as_json(results), indent=1) + "\n", encoding="utf-8")
     return 1 if failed_checks(results) else 0

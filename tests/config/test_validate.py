@@ -246,6 +246,21 @@ def test_notes_name_lengths_that_the_run_does_not_reach(world: Path) -> None:
         "--seq_length_schedule: the run ends before its sequences have 64 tokens"]
 
 
+@pytest.mark.parametrize(("json_changes", "flags", "expected"), [
+    ({}, {}, ["no batch size is given: the global batch is 8 x 64 tokens"]),
+    ({"optimizer.params.weight_decay": 10}, {"micro_batch_size": 1}, ["weight decay 10: each step at the peak rate "]),
+    ({"optimizer.params.weight_decay": 1}, {"micro_batch_size": 1}, []),
+    ({"optimizer.params": {"lr": 1e-4, "weight_decay": 10}, "optimizer.type": "Lion"}, {"micro_batch_size": 1}, []),
+    ({}, {"global_batch_size": 8, "model_overrides": "resid_pdrop=0.9"},
+     ["dropout of more than half of the values (residual 0.9)"]),
+    ({"train_batch_size": 8}, {"model_overrides": "resid_pdrop=0.5"}, [])])
+def test_notes_name_a_default_batch_and_unusual_regularization(world: Path, json_changes: dict[str, Any],
+                                                               flags: dict[str, Any], expected: list[str]) -> None:
+    notes = [note for note in plan_of(world, json_changes, world_size=8, **flags).notes
+             if note.startswith(("no batch size", "weight decay", "dropout of"))]
+    assert [note[:len(start)] for note, start in zip(notes, expected, strict=True)] == expected
+
+
 def test_notes_name_lengths_that_fall(world: Path) -> None:
     plan = plan_of(world, {}, seq_length_schedule="0:64,1e3:32,2e3:64", seq_length=64)
     assert [note for note in plan.notes if "seq_length_schedule" in note] == [

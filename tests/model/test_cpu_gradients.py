@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pretrain.model.kernels.cpu.gradients import has_not_finite, multiply_, norm, scale_to_float_
+from pretrain.model.kernels.cpu.gradients import add_, has_not_finite, multiply_, norm, scale_to_float_
 from pretrain.model.kernels.cpu.library import has_library
 
 pytestmark = pytest.mark.skipif(not has_library(), reason="no C compiler")
@@ -47,6 +47,16 @@ def test_products_in_bf16_are_rounded_once(size):
     wanted = (x.double() * 0.3).bfloat16()
     torch.testing.assert_close(multiply_(x.clone(), 0.3), wanted, rtol=2**-8, atol=0)
     assert torch.equal(multiply_(x.clone(), 0.5), x / 2)
+
+
+@pytest.mark.parametrize("shape", [(7, 33), (512, 2048), (3, 1)])
+def test_sums_in_fp32_change_only_the_named_columns(shape):
+    x = gradient(shape[0] * shape[1], torch.bfloat16).view(shape)
+    total = gradient(shape[0] * 3 * shape[1], torch.float32).view(shape[0], -1)
+    wanted = total.clone()
+    wanted[:, shape[1]:2 * shape[1]] += x
+    add_(total[:, shape[1]:2 * shape[1]], x)
+    assert torch.equal(total, wanted)
 
 
 def test_norms_do_not_depend_on_the_number_of_threads():

@@ -145,6 +145,19 @@ def test_rows_fit_the_terminal() -> None:
     assert line(20).startswith("step  120000/500000  loss 2.3457")
 
 
+def test_sanity_checks_are_broken_between_words() -> None:
+    """A terminal of 80 columns breaks no number of the table."""
+    program = ("from pretrain.analysis.sanity.result import Result, print_table;"
+               "print_table([Result('gradient scale', True, ' '.join(['0.995'] * n), '0.75 to 1.33', '') "
+               "for n in range(1, 20)])")
+    code, written = in_terminal([sys.executable, "-c", program])
+    assert code == 0
+    lines = written.replace("\r", "").splitlines()
+    assert max(map(len, lines)) <= 80
+    assert {word for line in lines for word in line.split() if word.startswith(("0", "1"))} == {
+        "0.995", "0.75", "1.33", "19"}
+
+
 def test_ctrl_c_before_training_leaves_no_lock_and_lines_break_between_words(corpus: str, tmp_path: Path) -> None:
     """Ctrl-C to ds-pretrain releases the lock. The line of a start that finds a dead one's lock fits the terminal."""
     run, pressed = tmp_path / "run", False

@@ -3,6 +3,8 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from pretrain.terminal.screen import Screen
+
 
 @dataclass(frozen=True)
 class Result:
@@ -37,6 +39,13 @@ def table_lines(results: list[Result]) -> list[str]:
     lines += [f"{result.check}: {result.remedy}" for result in results if result.passed is False]
     failed, made = len(failed_checks(results)), sum(result.passed is not None for result in results)
     return [*lines, f"{failed} of {made} checks failed" if failed else f"all {made} checks passed"]
+
+
+def print_table(results: list[Result], *, active: bool = True) -> None:
+    """Print the table if `active`. A terminal shows its lines wrapped between words."""
+    screen = Screen(active=active)
+    for line in table_lines(results):
+        screen.line(line)
 
 
 def as_json(results: list[Result]) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 
-from pretrain.analysis.sanity.result import as_json, failed_checks, table_lines
+from pretrain.analysis.sanity.result import as_json, failed_checks, print_table
 from pretrain.analysis.sanity.run_checks import Report, run_checks
 from pretrain.analysis.trial_run import remove_trial_files, trial_plan
 from pretrain.config.validate import Plan
@@ -27,8 +27,7 @@ def check_before_start(plan: Plan, build: Callable[[Plan], DeepSpeedEngine], fol
     remove_trial_files(plan)
     clear_status()
     failed = failed_checks(results)
-    if active:
-        print("\n".join(table_lines(results)), flush=True)
+    print_table(results, active=active)
     folder.event("sanity", step=0, reason=f"failed: {', '.join(failed)}" if failed else "all checks passed",
                  seconds=round(time.perf_counter() - began, 1), checks=as_json(results))
     if failed:

@@ -40,7 +40,7 @@ import torch.nn.functional as F  # noqa: N812 (torch's own name)
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from pretrain.model.kernels.cpu.choice import uses_c
-from pretrain.model.kernels.cpu.gradients import multiply_
+from pretrain.model.kernels.cpu.gradients import add_, multiply_
 from pretrain.model.kernels.cpu.losses import cross_entropy_
 from pretrain.model.kernels.cpu.matrices import transposed
 from pretrain.model.kernels.vocabulary_shards import VocabularyShard, cross_entropy_over_shards_
@@ -193,7 +193,10 @@ def _add_weight_gradient(dw: torch.Tensor, gradient_CV: torch.Tensor, x_CD: torc
         words = max(1, _CPU_PRODUCT // x_CD.shape[1])
         for sum_part, part in zip(dw.split(words, int(is_DV)), (b if is_DV else a).split(words, int(is_DV)),
                                   strict=True):
-            sum_part.add_(a @ part if is_DV else part @ b)
+            if is_DV:
+                add_(sum_part, a @ part)
+            else:
+                sum_part.add_(part @ b)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-/* Passes over gradients in bf16 and fp32: whether all elements are finite, the sum of their squares, scaled copies. */
+/* Passes over gradients in bf16 and fp32: whether all elements are finite, their squares' sum, scaled copies, sums. */
 #include "bf16.h"
 
 #define BLOCK 16384 /* elements of a partial sum, which therefore does not depend on the number of threads */
@@ -41,4 +41,12 @@ void multiply_bf16(uint16_t *x, int64_t count, float factor) {
 #pragma omp parallel for simd schedule(static)
     for (int64_t i = 0; i < count; i++)
         x[i] = to_bf16(to_float(x[i]) * factor);
+}
+
+/* Add x [rows, columns] to columns of a matrix in fp32 whose rows are `pitch` elements apart. */
+void add_bf16(const uint16_t *restrict x, float *restrict sum, int64_t rows, int64_t columns, int64_t pitch) {
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t i = 0; i < columns; i++)
+            sum[row * pitch + i] += to_float(x[row * columns + i]);
 }

@@ -32,3 +32,8 @@ def multiply_(x: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
     """Multiply a tensor in bf16 in place by a number or a scalar tensor, and return it."""
     call("multiply_bf16", x, x.numel(), float(factor))
     return x
+
+
+def add_(total: torch.Tensor, x: torch.Tensor) -> None:
+    """Add a contiguous matrix in bf16 to columns of a matrix in fp32, without torch's copy of x in fp32."""
+    call("add_bf16", x, total, *x.shape, total.stride(0))
