@@ -7,16 +7,19 @@ the hosts. The faults are a token bucket filter on a link, a tiny tmpfs, and a b
 import json
 import os
 import pickle
+import re
 import runpy
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import psutil
@@ -30,6 +33,8 @@ from pretrain.cluster.health.findings import report_connections, report_devices,
 from pretrain.cluster.health.links import Link, choose_evenly, partner_of, round_robin
 from pretrain.cluster.health.outliers import faulty_hosts, slow_indices
 from pretrain.cluster.health.report import ClusterReport
+from pretrain.cluster.hosts.preflight import PreflightRequest
+from pretrain.cluster.hosts.rendezvous import Rendezvous, join_rendezvous
 from pretrain.distributed.tcp_store import (
     SECRET_VARIABLE,
     ForeignValueError,
@@ -315,6 +320,36 @@ def test_a_pickle_of_another_program_is_reported_and_not_run(victim: int, tmp_pa
         f"{socket.gethostname()}: ", "")
     assert len(output.splitlines()) == 1
     assert not executed.exists()
+
+
+def test_launchers_without_ssh_sign_exit_codes_with_a_secret_of_the_run_folder(
+        monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Both launchers are threads of this process. Without a network, this host cannot pass for two hosts."""
+    both_have_read = Barrier(2)  # the threads share os.environ
+    monkeypatch.setattr("pretrain.cluster.hosts.rendezvous.check_equal", lambda *_: both_have_read.wait(LIMIT_S))
+    monkeypatch.setenv(SECRET_VARIABLE, "")
+    port, ranks = free_port(), {"a": 1, "b": 1}
+    request = PreflightRequest(run=tmp_path / "run", files=(), folder=tmp_path)
+    modes = []
+
+    def start(index: int) -> Rendezvous:
+        rendezvous = join_rendezvous(tuple(ranks), index, "127.0.0.1", port, LIMIT_S)
+        if index == 1:
+            rendezvous.store.wait(["token"])
+            modes.extend(path.stat().st_mode & 0o777 for path in (tmp_path / "run").iterdir())
+        rendezvous.check_hosts(ranks, request)
+        return rendezvous
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(start, (0, 1))
+    assert modes == [0o600]
+    assert re.fullmatch("[0-9a-f]{64}", os.environ[SECRET_VARIABLE])
+    second.leave(0, 0)
+    code = first.store.get("code/1")
+    assert decode_value("code/1", code, int) == 0
+    monkeypatch.setenv(SECRET_VARIABLE, "")
+    with pytest.raises(ForeignValueError, match="not signed"):
+        decode_value("code/1", code, int)
 
 
 def test_only_signed_values_of_the_expected_form_are_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Preflight check: collect facts on each host, and reject hosts that differ from the host that launches the run."""
 
 import functools
+import os
 import re
 import secrets
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ from pretrain.cluster.hosts import probe
 from pretrain.cluster.hosts.remote import HostError, Transport, call_probe_on_all
 from pretrain.config.flags.arguments import RunArguments, data_spec
 from pretrain.data.tokenizers.byte_tokenizer import BYTES
+from pretrain.distributed.tcp_store import SECRET_VARIABLE, secret_variable
 from pretrain.errors import ConfigError
 from pretrain.hub import tokenizer_repository
 
@@ -88,14 +90,15 @@ def preflight_request(args: RunArguments, train_words: Sequence[str], folder: Pa
 def token_file(run: Path) -> Iterator[str]:
     """Create a file with a unique name in the run folder: a host that sees the file shares the folder.
 
-    Yields the file's name. Afterwards this function removes the file, and the folders that it created if they are
-    empty.
+    The file contains the secret of the start, and only its owner can read it. Yields the file's name. Afterwards this
+    function removes the file, and the folders that it created if they are empty.
     """
     created = [path for path in (run, *run.parents) if not path.exists()]
     token = f".cluster-{secrets.token_hex(8)}"
     try:
         run.mkdir(parents=True, exist_ok=True)
-        (run / token).write_text("A host that can read this file shares the run folder.\n")
+        with open(os.open(run / token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secret_variable()[SECRET_VARIABLE])
     except OSError as error:
         raise ConfigError(f"--save {run}", problem=f"the run folder cannot be written ({error.strerror})") from None
     try:

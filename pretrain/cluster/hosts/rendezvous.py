@@ -1,22 +1,32 @@
 """Rendezvous of launchers on hosts without ssh: one launcher per host, and a TCPStore on the first host.
 
 Before the start, the launchers compare the facts of their hosts. When a host's ranks have ended, its launcher publishes
-their exit code. If the ranks of one host fail, the other launchers end their own ranks.
+their exit code. If the ranks of one host fail, the other launchers end their own ranks. Exit codes are signed with a
+secret that the first host has written into the run folder.
 """
 
+import os
 import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pretrain.cli import say
 from pretrain.cluster.hosts import probe
 from pretrain.cluster.hosts.multihost_job import LOST, JobState
 from pretrain.cluster.hosts.preflight import HostFacts, PreflightRequest, check_equal, check_local_files, token_file
-from pretrain.distributed.tcp_store import ForeignValueError, decode_value, encode_value, start_store, wait_for_port
+from pretrain.distributed.tcp_store import (
+    SECRET_VARIABLE,
+    ForeignValueError,
+    decode_value,
+    encode_value,
+    start_store,
+    wait_for_port,
+)
 from pretrain.errors import ConfigError, printable, shorten
 
 if TYPE_CHECKING:
@@ -70,6 +80,7 @@ class Rendezvous:
         with _shared_token(self, request) as token:
             peer = self.hosts[0] if self.index else "".join(self.hosts[1:2])
             local_facts = HostFacts(**probe.host_facts(request.to_json(token, peer)))
+            secret = _read_secret(request.run / token)
             self._set(f"facts/{self.index}", local_facts, HostFacts)
             self._wait_for_all("facts")
         arrived = self._hosts_with("facts")
@@ -82,6 +93,10 @@ class Rendezvous:
         check_local_files(local_facts)
         first = self.hosts[0]
         check_equal(first, facts[first], facts, dict(ranks))
+        if not secret:
+            raise ConfigError(f"--save {request.run}", problem=f"this host cannot read a file that {first} wrote there",
+                              remedy="start all launchers as the same user")
+        os.environ[SECRET_VARIABLE] = secret
         return facts, token.removeprefix(".cluster-")
 
     def listen(self, state: JobState) -> None:
@@ -110,6 +125,13 @@ class Rendezvous:
                 time.sleep(_POLL_S)
         if self.index == 0:
             time.sleep(_POLL_S)  # the store ends with this process: the last host must receive its answer before
+
+
+def _read_secret(path: Path) -> str:
+    """Return the content of the first host's token file; "" if this host does not share the run folder."""
+    with suppress(OSError):
+        return path.read_text(encoding="utf-8")
+    return ""
 
 
 @contextmanager
