@@ -14,6 +14,7 @@ from pretrain.memory.hardware import DEFAULT_GPU, GB, GIB, Cluster
 from pretrain.memory.report.compare_zero_flags import DEFAULT_SEQ_LENGTH, axes_of, cluster_of, parse_flags
 from pretrain.memory.report.plot import save_plot
 from pretrain.memory.report.table import (
+    SHORT_TABLE,
     ComparisonReport,
     largest_json,
     print_largest,
@@ -28,7 +29,7 @@ from pretrain.memory.search.candidates import (
     group_micro_batches,
     read_candidates,
 )
-from pretrain.memory.search.compare import ComparisonRow, Workload, compare, rank_by_time, recommend
+from pretrain.memory.search.compare import ComparisonRow, Workload, compare, recommend, step_seconds
 from pretrain.memory.search.ds_config import write_config
 from pretrain.memory.search.largest_fit import find_largest
 from pretrain.memory.sizes import in_unit
@@ -61,7 +62,7 @@ def main(argv: list[str] | None = None) -> None:
     json_printed = _write_output(flags.json, lambda: report_json(report))
     csv_printed = _write_output(flags.csv, lambda: report_csv(report))
     if not json_printed and not csv_printed:
-        print_report(report, _unit(flags, workload.cluster))
+        print_report(report, _unit(flags, workload.cluster), most_rows=_most_rows(flags))
     if flags.plot:
         save_plot(flags.plot, report)
     if flags.write:
@@ -149,27 +150,28 @@ def make_report(flags: argparse.Namespace, workload: Workload, candidates: Candi
     rows = compare(candidates.candidates, workload, all_micro_batches=flags.all_micro_batches)
     best = recommend(rows) if workload.shape else None
     if workload.shape is not None:
-        rows = display_order(rows)
+        rows = display_order(rows, best)
     cost = None
     if best is not None and best.time is not None:
         cost = run_cost(best.candidate.layout, num_parameters=workload.num_parameters,
                         flops_per_token=workload.flops_per_token(best.candidate.layout.seq_length),
                         peak_flops=best.time.peak_flops, mfu=flags.mfu or best.time.mfu, nodes=workload.cluster.nodes,
                         tokens=flags.tokens, storage_rate=flags.storage_gbps * GB)
-    report = ComparisonReport(workload, rows, best, cost, candidates.impossible, [])
+    report = ComparisonReport(workload, rows, best, cost, candidates.impossible, [], [])
+    report.heading.extend(_lines_above_table(report, flags))
     report.lines.extend(_lines_below_table(report, flags))
     return report
 
 
-def display_order(rows: list[ComparisonRow]) -> list[ComparisonRow]:
-    """Sort rows: first those that fit and that train.py accepts, then the other ones that fit, each group by time.
+def display_order(rows: list[ComparisonRow], best: ComparisonRow | None) -> list[ComparisonRow]:
+    """Sort rows: the recommended one, the others that fit and that train.py accepts, then those that train.py rejects.
 
-    Rows that do not fit come last, sorted by device memory.
+    Each group is sorted by step time. Rows that do not fit come last, sorted by device memory.
     """
-    accepted = [row for row in rows if row.recommendable]
+    accepted = [row for row in rows if row.recommendable and row is not best]
     rejected = [row for row in rows if row.fits and row.rejection]
     too_large = [row for row in rows if not row.fits]
-    return [*rank_by_time(accepted), *rank_by_time(rejected),
+    return [*([best] if best else []), *sorted(accepted, key=step_seconds), *sorted(rejected, key=step_seconds),
             *sorted(too_large, key=lambda row: (bool(row.rejection), row.estimate.peak.total(location="device")))]
 
 
@@ -177,12 +179,24 @@ def _unit(flags: argparse.Namespace, cluster: Cluster) -> str:
     return flags.unit or ("GB" if flags.num_parameters else "GiB" if cluster.gpu.memory_bytes >= GIB else "MiB")
 
 
-def _lines_below_table(report: ComparisonReport, flags: argparse.Namespace) -> list[str]:
-    """Explain the table, and recommend a layout."""
-    workload, cluster, unit = report.workload, report.workload.cluster, _unit(flags, report.workload.cluster)
+def _most_rows(flags: argparse.Namespace) -> int | None:
+    """Return the largest number of rows of the table; None: all."""
+    shows_all = flags.all_layouts or flags.all_micro_batches or flags.configs or flags.num_parameters
+    return None if shows_all else SHORT_TABLE
+
+
+def _lines_above_table(report: ComparisonReport, flags: argparse.Namespace) -> list[str]:
+    """Name the model and the machines, and recommend a layout."""
+    workload = report.workload
     count = f" ({workload.num_parameters:,} parameters)" if workload.shape else ""
-    lines = ["", f"{workload.name}{count} on {cluster.describe()}",
-             f"{unit} of one rank at its peak, host and NVMe of a node; a layout fits into the device less "
+    lines = [f"{workload.name}{count} on {workload.cluster.describe()}"]
+    return lines if workload.shape is None else lines + _recommendation(report, flags)
+
+
+def _lines_below_table(report: ComparisonReport, flags: argparse.Namespace) -> list[str]:
+    """Explain the table."""
+    workload, cluster, unit = report.workload, report.workload.cluster, _unit(flags, report.workload.cluster)
+    lines = [f"{unit} of one rank at its peak, host and NVMe of a node; a layout fits into the device less "
              f"{cluster.margin:.0%} and the host memory less 10%"]
     if workload.shape is None:
         lines.append(paper_line(report))
@@ -190,7 +204,9 @@ def _lines_below_table(report: ComparisonReport, flags: argparse.Namespace) -> l
         lines += calibration_lines(workload.calibration) if workload.calibration else []
         lines += _other_precisions(report)
         lines.append(step_time_line(workload))
-        lines += _recommendation(report, flags)
+    most_rows = _most_rows(flags)
+    if most_rows is not None and len(report.rows) > most_rows:
+        return lines
     lines += _estimator_differences(report)
     lines += _impossible_lines(report.impossible, one_line_each=bool(flags.configs) or len(report.impossible) < 3)
     lines += sorted({f"{row.candidate.name}: {note}" for row in report.rows for note in row.candidate.layout.notes})

@@ -20,6 +20,7 @@ from pretrain.memory.step_time.run_cost import Cost
 from pretrain.memory.step_time.traffic import LINKS, link_bytes
 from pretrain.terminal.progress import terminal_console
 
+SHORT_TABLE = 10  # rows of a comparison without --all_layouts: a screen with the text around them
 _WIDE = 2000  # characters: more than any row has
 # columns for the device's memory: title -> roles that it sums
 DEVICE_COLUMNS = {"params": ("parameters",), "grads": ("gradients",), "optim": ("master_weights", "optimizer_states"),
@@ -35,6 +36,7 @@ class ComparisonReport:
     recommended: ComparisonRow | None
     cost: Cost | None
     impossible: dict[str, int]  # reason -> number of combinations
+    heading: list[str]  # printed above the table
     lines: list[str]  # printed below the table
 
 
@@ -77,13 +79,19 @@ def short_verdict(row: ComparisonRow) -> str:
     return "rejected" if row.rejection else "fits"
 
 
-def print_report(report: ComparisonReport, unit: str, console: Console | None = None) -> None:
-    """Print the table and the lines below it. Layouts that do not fit are grey."""
+def print_report(report: ComparisonReport, unit: str, console: Console | None = None,
+                 most_rows: int | None = None) -> None:
+    """Print the recommendation, the table, at most `most_rows` of its rows, and the lines below it.
+
+    Layouts that do not fit are grey.
+    """
     console = console or wide_console()
-    rows = [table_cells(row, report.workload, unit) for row in report.rows]
+    print_lines([*report.heading, ""], console)
+    shown = report.rows[:most_rows]
+    rows = [table_cells(row, report.workload, unit) for row in shown]
     hidden = []
     if shown_columns(rows, console.width, keep=("verdict",)) != list(rows[0]):
-        for line, row in zip(rows, report.rows, strict=True):
+        for line, row in zip(rows, shown, strict=True):
             line["verdict"] = short_verdict(row)
         hidden = ["the verdict's reasons"]
     titles = shown_columns(rows, console.width, keep=("layout", unit, "step", "verdict"))
@@ -92,15 +100,25 @@ def print_report(report: ComparisonReport, unit: str, console: Console | None = 
     for title in titles:
         justify: Any = "left" if title in ("layout", "verdict") else "right"
         table.add_column(title, justify=justify, no_wrap=title != "verdict", overflow="fold")
-    for line, row in zip(rows, report.rows, strict=True):
+    for line, row in zip(rows, shown, strict=True):
         style = "bold green" if row is report.recommended else "bright_black" if not row.fits else \
             "yellow" if row.rejection else ""
         table.add_row(*(line[title] for title in titles), style=style)
     console.print(table)
+    print_lines(["", *_counts(report, len(shown))], console)
     if hidden:
-        print_lines(["", f"not shown at {console.width} columns: {', '.join(hidden)} (use a wider terminal, a pipe or "
+        print_lines([f"not shown at {console.width} columns: {', '.join(hidden)} (use a wider terminal, a pipe or "
                          "--csv)"], console)
     print_lines(report.lines, console)
+
+
+def _counts(report: ComparisonReport, shown: int) -> list[str]:
+    """Say how many layouts the table leaves out, and in which order it has them."""
+    if shown == len(report.rows):
+        return []
+    fit = sum(row.recommendable for row in report.rows)
+    return [f"{shown} of {len(report.rows)} layouts: the recommended one, then those that fit ({fit}) by step time; "
+            "--all_layouts and --csv show all"]
 
 
 def wide_console() -> Console:

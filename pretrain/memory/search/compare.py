@@ -136,35 +136,26 @@ def complexity(layout: Layout) -> int:
             + int(layout.recomputation.is_on) + int(layout.recomputation.offload))
 
 
-def rank_by_time(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
-    """Sort rows by step time. Rows whose times are equal within the model's error are sorted by simplicity.
-
-    The first group consists of the fastest row and all rows that are slower by at most `equal_within`. The
-    next group begins with the fastest remaining row.
-    """
-    remaining = sorted(rows, key=_seconds)
-    ranked: list[ComparisonRow] = []
-    while remaining:
-        fastest = remaining[0]
-        group = [row for row in remaining if _seconds(row) <= _seconds(fastest) * (1 + equal_within(row, fastest))]
-        remaining = [row for row in remaining if id(row) not in set(map(id, group))]
-        ranked += sorted(group, key=lambda row: (complexity(row.candidate.layout), _seconds(row),
-                                                 row.estimate.device_bytes))
-    return ranked
-
-
 def equal_within(*rows: ComparisonRow) -> float:
     """Return the relative difference up to which the rows' times count as equal: the larger error of the model."""
     return max(model_error(row.candidate.layout) for row in rows)
 
 
-def _seconds(row: ComparisonRow) -> float:
+def step_seconds(row: ComparisonRow) -> float:
     return row.time.total_seconds if row.time else 0.0
 
 
 def recommend(rows: Sequence[ComparisonRow]) -> ComparisonRow | None:
-    """Return the first row by `rank_by_time` among those that fit and that train.py accepts, or None."""
-    return next(iter(rank_by_time([row for row in rows if row.recommendable])), None)
+    """Return the simplest of the fastest rows among those that fit and that train.py accepts, or None.
+
+    The fastest rows are those whose step time equals the shortest one within the error of the predictions.
+    """
+    accepted = [row for row in rows if row.recommendable]
+    if not accepted:
+        return None
+    fastest = min(accepted, key=step_seconds)
+    equal = [row for row in accepted if step_seconds(row) <= step_seconds(fastest) * (1 + equal_within(row, fastest))]
+    return min(equal, key=lambda row: (complexity(row.candidate.layout), step_seconds(row), row.estimate.device_bytes))
 
 
 def memory_shortage(estimate: MemoryEstimate, cluster: Cluster) -> str:

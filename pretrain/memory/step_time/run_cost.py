@@ -48,9 +48,23 @@ def cost_lines(cost: Cost, nodes: int, storage_rate: float = STORAGE_RATE) -> li
     rule = "Chinchilla's 20 a parameter" if cost.tokens == cost.chinchilla_tokens else \
         f"Chinchilla's 20 a parameter would be {_tokens(cost.chinchilla_tokens)}"
     return [f"{_tokens(cost.tokens)} tokens ({rule}) are {cost.flops:.3g} FLOPs; at an MFU of {cost.mfu:.1%}: "
-            f"{cost.days:,.1f} days, {cost.gpu_hours:,.0f} GPU-hours",
-            f"a checkpoint has {cost.checkpoint_bytes / GB:,.1f} GB and takes {cost.checkpoint_seconds:,.1f} s "
+            f"{_scaled(cost.days * 86400, _TIMES)}, {_number(cost.gpu_hours)} GPU-hours",
+            f"a checkpoint has {_scaled(cost.checkpoint_bytes, _SIZES)} and takes {_number(cost.checkpoint_seconds)} s "
             f"at {storage_rate / GB:g} GB/s a node, {nodes} node{'s' * (nodes > 1)}"]
+
+
+_TIMES = (("days", 2 * 86400.0, 86400.0), ("hours", 7200.0, 3600.0), ("minutes", 120.0, 60.0), ("s", 0.0, 1.0))
+_SIZES = (("TB", 1e12, 1e12), ("GB", 1e9, 1e9), ("MB", 0.0, 1e6))
+
+
+def _scaled(number: float, units: tuple[tuple[str, float, float], ...]) -> str:
+    """Format a number in the first unit whose smallest value it reaches. A unit: (name, smallest value, size)."""
+    name, size = next((name, size) for name, smallest, size in units if number >= smallest)
+    return f"{_number(number / size)} {name}"
+
+
+def _number(number: float) -> str:
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
 
 
 def _tokens(number: float) -> str:
