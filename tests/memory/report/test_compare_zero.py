@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -17,10 +18,11 @@ from pretrain.errors import ConfigError
 from pretrain.memory.hardware import GIB
 from pretrain.memory.report.compare_zero import candidates_of, main, make_report, workload_of
 from pretrain.memory.report.compare_zero_flags import parse_flags
-from pretrain.memory.report.table import print_report
+from pretrain.memory.report.table import SHORT_TABLE, ComparisonReport, print_report
 from pretrain.memory.sizes import in_unit
 from tests.support.effort import HEAVY, CountCalls, run_and_list_imports
 from tests.support.launch import ROOT, train_ranks
+from tests.support.pages import block_commands, blocks
 from tests.test_train import _environment
 
 TINY = ["--model", "tiny", "--model_overrides", "vocab_size=256,n_layer=2,n_embd=64"]
@@ -33,6 +35,12 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def as_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     return json.loads(run(capsys, *arguments, "--json"))
+
+
+def report_of(*arguments: str) -> ComparisonReport:
+    flags = parse_flags(list(arguments))
+    workload = workload_of(flags)
+    return make_report(flags, workload, candidates_of(flags, workload, "cuda"))
 
 
 def test_the_sizes_of_the_zero_paper_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,11 +71,12 @@ def test_the_table_does_not_import_torch() -> None:
 def test_table_json_csv_and_plot_agree(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     arguments = ["--model", "gpt3-13b", "--world_size", "64", "--gpu", "a100-40"]
     files = [str(tmp_path / name) for name in ("all.json", "all.csv", "plot.html")]
-    text = run(capsys, *arguments, "--json", files[0], "--csv", files[1], "--plot", files[2])
+    text = run(capsys, *arguments, "--all_layouts", "--json", files[0], "--csv", files[1], "--plot", files[2])
     found = json.loads(Path(files[0]).read_text())
     rows, cluster = found["rows"], found["cluster"]
     assert len(rows) > 30
-    lines = {line.split()[0]: line for line in reversed(text.splitlines()) if line.split()}
+    lines = {line.split()[0]: line for line in text.splitlines() if line.startswith(("zero", "pipeline"))}
+    assert list(lines) == [row["name"] for row in rows]
     flat = {row["name"]: row for row in csv.DictReader(io.StringIO(Path(files[1]).read_text()))}
     page = Path(files[2]).read_text()
     assert page.count("<svg") == 1
@@ -86,21 +95,43 @@ def test_table_json_csv_and_plot_agree(capsys: pytest.CaptureFixture[str], tmp_p
     best, fastest = possible[0], min(row["step_time"]["total_seconds"] for row in possible)
     assert found["recommended"] == best["name"]
     assert best["step_time"]["total_seconds"] <= 1.15 * fastest
+    times = [row["step_time"]["total_seconds"] for row in possible[1:]]
+    assert times == sorted(times)
     assert f"recommended: {best['name']}" in text
     assert f"{found['cost']['gpu_hours']:,.0f} GPU-hours" in text
     assert page.count('opacity="0.3"') == sum(not row["fits"] for row in rows)
 
 
+def test_the_best_layouts_fit_one_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    report = report_of("--model", "gpt3-13b", "--world_size", "64", "--gpu", "a100-40")
+    print_report(report, "GiB", Console(force_terminal=True, width=80, color_system=None, legacy_windows=False),
+                 SHORT_TABLE)
+    lines, names = capsys.readouterr().out.splitlines(), [row.candidate.name for row in report.rows]
+    assert len(lines) <= 40
+    assert next(line for line in lines if "recommended" in line).startswith(f"recommended: {names[0]}")
+    assert [line.split()[0] for line in lines if line.endswith("fits   ")] == names[:SHORT_TABLE]
+    assert any(line.startswith(f"{SHORT_TABLE} of {len(names)} layouts: ") for line in lines)
+
+
+def test_the_table_on_a_page_is_that_of_its_first_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each line of the example, with its numbers, is printed. `...` stands for any text."""
+    page = ROOT / "tools" / "memory.md"
+    shown = next(content for language, content in blocks(page) if language == "text").splitlines()
+    output = run(capsys, *shlex.split(block_commands(page)[0])[2:])
+    printed = [" ".join(line.split()) for line in output.splitlines()]
+    for line in shown:
+        pattern = ".*".join(re.escape(" ".join(part.split())) for part in line.split("..."))
+        assert any(re.fullmatch(pattern, each) for each in printed), line
+
+
 @pytest.mark.parametrize("columns", [80, 120, 200, 240])
 def test_a_narrow_terminal_omits_columns(capsys: pytest.CaptureFixture[str], columns: int) -> None:
-    flags = parse_flags(["--model", "gpt3-13b", "--world_size", "64", "--gpu", "a100-40"])
-    workload = workload_of(flags)
-    report = make_report(flags, workload, candidates_of(flags, workload, "cuda"))
+    report = report_of("--model", "gpt3-13b", "--world_size", "64", "--gpu", "a100-40")
     print_report(report, "GiB", Console(force_terminal=True, width=columns, color_system=None, legacy_windows=False))
     lines = capsys.readouterr().out.splitlines()
     assert all(len(line) <= columns for line in lines)
     assert "…" not in "".join(lines)
-    titles = lines[0].split()
+    titles = next(line for line in lines if line.startswith("layout")).split()
     assert {"layout", "GiB", "step", "verdict"} <= set(titles)
     assert ("DeepSpeed" in titles) == (columns >= 200)
     assert ("GiB of 37.4 GiB" in "".join(lines)) == (columns > 200)
