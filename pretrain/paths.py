@@ -23,11 +23,16 @@ def check_no_stop_file(run: Path) -> None:
         raise ConfigError(shorten(str(path)), problem="this file stops the run", remedy=f"rm {shorten(str(path))}")
 
 
+def _is_run(folder: Path) -> bool:
+    """Return whether a folder is a run's. Other programs, too, write files called run.json."""
+    return all((folder / name).is_file() for name in ("run.json", "events.jsonl")) or any(folder.glob("checkpoints/global_step*"))
+
+
 def check_outside_runs(save: Path, where: str) -> None:
     """Raise ConfigError if a run folder would lie in the run folder of another run, or be its checkpoints folder."""
     path = Path(os.path.realpath(save))
-    for folder in path.parents:
-        if (folder / "run.json").is_file() or any(folder.glob("checkpoints/global_step*")):
+    for folder in () if _is_run(path) else path.parents:  # a run that exists continues, wherever it lies
+        if _is_run(folder):
             raise ConfigError(where, problem=f"{shorten(str(path))} lies in the run folder {shorten(str(folder))}",
                               remedy="choose a folder outside of other runs")
     if any(path.glob("global_step*/manifest.json")):

@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from pretrain.cli import Parser, number, path, whole_number
 from pretrain.errors import ConfigError
+from pretrain.paths import check_outside_runs
 
 
 def run(body: str) -> subprocess.CompletedProcess[str]:
@@ -97,3 +99,17 @@ def test_a_misspelt_required_flag_is_reported_by_its_name(words: list[str], mess
     with pytest.raises(ConfigError) as error:
         parser.parse_args(words)
     assert message in str(error.value)
+
+
+def test_a_new_run_in_another_run_is_rejected(tmp_path: Path) -> None:
+    """Foreign files called run.json make no run of a folder, and a run that exists may lie anywhere."""
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "run.json").write_text("{}")
+    check_outside_runs(tmp_path / "foreign" / "new", "--save")
+    for folder in (tmp_path / "outer", tmp_path / "outer" / "inner"):
+        folder.mkdir()
+        for name in ("run.json", "events.jsonl"):
+            (folder / name).touch()
+    check_outside_runs(tmp_path / "outer" / "inner", "--save")
+    with pytest.raises(ConfigError, match="lies in the run folder"):
+        check_outside_runs(tmp_path / "outer" / "new", "--save")

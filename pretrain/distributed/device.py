@@ -31,8 +31,7 @@ def detect_device() -> Device:
     """Return the device that torch and DeepSpeed will use; `DS_ACCELERATOR=cpu` overrides, as in DeepSpeed."""
     chosen = os.environ.get("DS_ACCELERATOR")
     if chosen and chosen not in ("cpu", "cuda"):
-        raise ConfigError("DS_ACCELERATOR", found=repr(chosen), expected="cpu or cuda in this environment variable",
-                          word=chosen, known=("cpu", "cuda"))
+        raise ConfigError("DS_ACCELERATOR", found=repr(chosen), expected="cpu or cuda in this environment variable")
     if wants_cpu():
         return cpu_device()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")

@@ -9,6 +9,7 @@ import os
 import re
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
@@ -118,6 +119,7 @@ def _check_address(environ: Mapping[str, str], world: World) -> None:
     if not (port.isascii() and port.isdecimal() and len(port) < 6 and 0 < int(port) < 2**16):
         raise ConfigError("MASTER_PORT", found=repr(port), expected="a port from 1 to 65535")
     address, end = environ["MASTER_ADDR"], time.monotonic() + (_RESOLVE_S if world.size > 1 else 0)
+    waits = False
     while True:
         try:
             socket.getaddrinfo(address or "empty.invalid", int(port))
@@ -127,6 +129,10 @@ def _check_address(environ: Mapping[str, str], world: World) -> None:
                 reason = getattr(error, "strerror", None) or error
                 raise ConfigError("MASTER_ADDR", problem=f"the host {shorten(address)!r} of rank 0 is not known "
                                   f"({reason})", remedy="set it to a name or address of this host") from None
+            if world.rank == 0 and not waits:
+                print(f"ds-pretrain: MASTER_ADDR: the name {shorten(address)!r} is not known yet; trying again for up "
+                      f"to {_RESOLVE_S} s", file=sys.stderr, flush=True)
+            waits = True
         time.sleep(1)
 
 

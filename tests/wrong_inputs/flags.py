@@ -88,7 +88,8 @@ def path_cases() -> Iterator[Case]:
     for what, path in {"run": "{world}/done/x", "checkpoint": checkpoint, "below a checkpoint": f"{checkpoint}/x",
                        "checkpoints": "{world}/done/checkpoints", "dots": "{world}/nvme/../done/x/y"}.items():
         yield Case(f"--save in another run: {what}", train, (*TOOLS[train], "--save", path), "--save")
-    for what, path in {"newline": "{world}/a\nb", "shell variable": "${HOME}/run", "command": "$(pwd)/run"}.items():
+    for what, path in {"newline": "{world}/a\nb", "shell variable": "${HOME}/run", "HOME": "$HOME/run",
+                       "command": "$(pwd)/run"}.items():
         yield Case(f"--save {what}", train, (*TOOLS[train], "--save", path), "--save")
     for program, out in (("tools/export_hf.py", "--output"), ("tools/average_checkpoints.py", "--output"),
                          ("tools/import_hf.py", "--output"), ("tools/prepare_data.py", "--out"),

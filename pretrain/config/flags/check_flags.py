@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from pathlib import Path
 
 from pretrain.cli import LONGEST_SECONDS
@@ -116,7 +117,7 @@ def check_folders(save: str, mirror: str | None) -> None:
         raise ConfigError("--save", problem="the flag is required: the run folder, which is made if it does not exist")
     if not save.isprintable():
         raise ConfigError("--save", found=repr(save), expected="a path without line breaks and control characters")
-    if "${" in save or "$(" in save:
+    if re.search(r"\$[{(A-Za-z_]", save):
         raise ConfigError("--save", problem=f"{shorten(save)} has a shell variable that nothing replaces here",
                           remedy="write the path itself")
     check_folder(Path(save), "--save")
