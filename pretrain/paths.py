@@ -25,7 +25,8 @@ def check_no_stop_file(run: Path) -> None:
 
 def _is_run(folder: Path) -> bool:
     """Return whether a folder is a run's. Other programs, too, write files called run.json."""
-    return all((folder / name).is_file() for name in ("run.json", "events.jsonl")) or any(folder.glob("checkpoints/global_step*"))
+    has_record = (folder / "run.json").is_file() and (folder / "events.jsonl").is_file()
+    return has_record or any(folder.glob("checkpoints/global_step*"))
 
 
 def check_outside_runs(save: Path, where: str) -> None:
