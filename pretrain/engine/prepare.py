@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pretrain.distributed.device import Device
 from pretrain.patches.cpu_features import read_features_from_proc
-from pretrain.patches.imports import import_muon_uncompiled, silence_renamed_collectives
+from pretrain.patches.imports import import_muon_uncompiled, silence_missing_cuda, silence_renamed_collectives
 
 
 def prepare_deepspeed(device: Device) -> None:
@@ -21,6 +21,8 @@ def prepare_deepspeed(device: Device) -> None:
     """
     if device.kind == "cuda" and not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # read at the first allocation
+    if device.kind == "cpu":
+        silence_missing_cuda()
     from pretrain.engine.operators.operator_cache import cache_operators
 
     silence_renamed_collectives()

@@ -5,6 +5,7 @@ The import of `torch._dynamo` takes 1.1 s of them, and that of `torch._inductor.
 `torch._dynamo` (DeepSpeed 0.19.8, runtime/zero/parameter_offload.py). Guarded by tests/engine/test_imports.py.
 """
 
+import logging
 import warnings
 
 # torch 2.13 renamed these collectives and warns at the first call of each old name, on every rank. DeepSpeed 0.19.8
@@ -16,6 +17,14 @@ def silence_renamed_collectives() -> None:
     """Ignore the FutureWarnings about collectives that DeepSpeed calls by their old names, and no other warnings."""
     for name in _RENAMED:
         warnings.filterwarnings("ignore", message=rf"`torch\.distributed\.{name}` is", category=FutureWarning)
+
+
+def silence_missing_cuda() -> None:
+    """Silence the line "No CUDA runtime is found" of runs on the CPU, where nvcc is installed and no GPU is.
+
+    torch prints it on every rank when DeepSpeed imports torch.utils.cpp_extension.
+    """
+    logging.getLogger("torch.utils.cpp_extension").addFilter(lambda record: record.levelno > logging.WARNING)
 
 
 def avoid_compiler_imports() -> None:
