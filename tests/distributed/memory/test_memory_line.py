@@ -26,7 +26,7 @@ NAMES = {1: (("small", ("zero0_fp32", "zero2_bf16")),
                         "pipeline2_offload_optimizer_cpu", "sequence2_zero3_bf16")))}
 CASES = [(ranks, f"{name}-{size}") for ranks, sizes in NAMES.items() for size, names in sizes for name in names]
 WITHOUT_JEMALLOC = [case for case in CASES if case[0] == 2]
-SIZE = r"([\d.]+) ([KMG]iB)"
+SIZE = r"([\d.,]+) ([KMG]iB)"
 PEAK = re.compile(rf"memory: predicted {SIZE} at the peak \(parameters .*\); measured {SIZE}(?: to {SIZE})? of tensors"
                   rf"(?: \(threads of collectives freed some, at times that are not known\))?; "
                   rf"the process has {SIZE} resident, .*")
@@ -87,7 +87,8 @@ def sizes(pattern: re.Pattern[str], line: str) -> list[float]:
     assert match, line
     units = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
     values = match.groups()
-    return [float(number) * units[unit] for number, unit in zip(values[::2], values[1::2], strict=True) if number]
+    return [float(number.replace(",", "")) * units[unit]
+            for number, unit in zip(values[::2], values[1::2], strict=True) if number]
 
 
 @pytest.mark.skipif(NO_JEMALLOC, reason="no jemalloc on this machine")
