@@ -30,7 +30,8 @@ class Run:
                                   "max_bad_steps": 3, **flags})
         plan: Any = SimpleNamespace(args=args, last_step=10_000, length=RunLength(10_000, fixed_batch(8), seq_length=4),
                                     datasets={"train": train or SimpleNamespace(samples_per_epoch=50)})
-        self.engine: Any = SimpleNamespace(device=torch.device("cpu"), update_guard=SimpleNamespace(skipped=None),
+        self.engine: Any = SimpleNamespace(device=torch.device("cpu"), skipped_steps=0,
+                                           update_guard=SimpleNamespace(skipped=None),
                                            fp16_enabled=lambda: False)
         self.folder, self.step = folder, 0
         self.guard = Guard(plan, self.engine, RunFolder(folder, active=True), Screen(active=False))
