@@ -1,6 +1,7 @@
 """Fixtures and hooks of all tests: a small corpus, the order of the test files, and the skipping of root tests."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ import pytest
 from pretrain.data.files.writer import IndexedWriter
 
 VOCAB_SIZE = 256
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # started in the background by a shell without job control
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

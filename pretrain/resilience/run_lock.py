@@ -178,10 +178,13 @@ class RunLock:
     def _end_process(self) -> None:
         """End at once. The other ranks end with this one: their launcher or their next collective notices."""
         self._is_lost.acquire()  # never released: the heartbeat's thread and a write may notice this together
-        other = read_lease(self._file.path)
-        os.write(2, f"ds-pretrain: error: {self._run}: {self._loss()}, and another start has taken over the run folder "
-                    f"({other.owner if other else 'unknown'}); this one ends without saving\n".encode())
-        os._exit(CRASHED)
+        try:
+            other = read_lease(self._file.path)
+            line = f"ds-pretrain: error: {self._run}: {self._loss()}, and another start has taken over the run " \
+                   f"folder ({other.owner if other else 'unknown'}); this one ends without saving\n"
+            os.write(2, line.encode())
+        finally:
+            os._exit(CRASHED)
 
     def _loss(self) -> str:
         """Return why another start could take the lease."""

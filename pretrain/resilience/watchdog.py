@@ -191,9 +191,11 @@ def _write_collectives(requests: int) -> None:
     with contextlib.suppress(Exception):  # private functions of torch; their names differ between versions and devices
         from torch._C import _distributed_c10d as c10d
 
-        dump = getattr(c10d, "_dump_nccl_trace_json", None) or getattr(c10d, "_dump_fr_trace_json", None)
-        if dump is not None:
-            temporary = Path(f"{path}.tmp")
-            record = json.loads(dump())
-            temporary.write_text(json.dumps({**record, "entries": record["entries"][-_LAST_COLLECTIVES:]}, indent=1))
-            temporary.rename(path)
+        dumps = [getattr(c10d, name)() for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+                 if hasattr(c10d, name)]
+        for record in map(json.loads, dumps):
+            if entries := record.get("entries"):  # torch for CUDA has both; the first has no collectives of gloo
+                temporary = Path(f"{path}.tmp")
+                temporary.write_text(json.dumps({**record, "entries": entries[-_LAST_COLLECTIVES:]}, indent=1))
+                temporary.rename(path)
+                return

@@ -7,16 +7,23 @@ It prints a line when it holds the lock, or why it does not. It then appends a l
 (SIGSTOP) after its first line. With STALE_S, all time-outs are scaled down, so that the lease is stale after this time.
 """
 
-import functools
 import os
 import signal
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from pretrain.errors import ConfigError
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.resilience import lease_file, run_lock
+
+
+@dataclass(frozen=True)
+class OwnerElsewhere(lease_file.Owner):
+    """The owner of a lease on another host."""
+
+    boot_id: str = "another boot"
 
 
 def scale_time(stale_s: float) -> None:
@@ -28,7 +35,7 @@ def scale_time(stale_s: float) -> None:
 def main(run: Path, seconds: float, where: str = "here", stale_s: float = 60) -> int:
     scale_time(stale_s)
     if where == "stopped":
-        lease_file.Owner = functools.partial(lease_file.Owner, boot_id="another boot")  # type: ignore[misc,assignment]
+        lease_file.Owner = OwnerElsewhere  # type: ignore[misc]
     try:
         with run_lock.RunLock(run) as lock:
             print("held", flush=True)
