@@ -1,4 +1,4 @@
-"""What a sample of a token file shows before training: ends and lengths of documents, entropy, order of the tokens."""
+"""Facts about a token file, read from a sample before training: ends and lengths of documents, entropy, token order."""
 
 from collections import Counter
 from collections.abc import Mapping

@@ -1,12 +1,13 @@
 """Published throughput of GPUs (tests/golden/gpu_throughput.csv), and the step-time model's prediction for each row."""
 
 import csv
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
 from pretrain.config.layout import Layout
 from pretrain.memory.estimate.model_shape import ModelShape, shape_of
-from pretrain.memory.hardware import make_cluster
+from pretrain.memory.hardware import Cluster, make_cluster
 from pretrain.memory.step_time.time_model import StepTime, estimate_step_time, model_flops_per_token
 from pretrain.memory.step_time.time_parameters import DEFAULT_PARAMETERS, TimeParameters
 from pretrain.memory.step_time.traffic import rank_parameters, step_traffic
@@ -48,31 +49,45 @@ class Measurement:
         return self.layout.tokens_per_step / self.gpus / self.tokens_per_second
 
 
+def golden_rows(name: str) -> Iterator[dict[str, str]]:
+    """Return the rows of a table in tests/golden/, whose comments begin with "#"."""
+    lines = (ROOT / "tests/golden" / name).read_text().splitlines()
+    return csv.DictReader(line for line in lines if not line.startswith("#"))
+
+
 def read_measurements() -> list[Measurement]:
     """Read the table."""
-    lines = (ROOT / "tests/golden/gpu_throughput.csv").read_text().splitlines()
-    rows = csv.DictReader(line for line in lines if not line.startswith("#"))
     return [Measurement(row["gpu"], row["model"], int(row["seq_length"]), int(row["gpus"]),
                         int(row["micro_batch_size"]), int(row["accumulation"]), row["recompute"],
                         int(row["num_parameters"]), float(row["tokens_per_second_per_gpu"]),
-                        float(row["mfu_percent"]) / 100) for row in rows]
+                        float(row["mfu_percent"]) / 100) for row in golden_rows("gpu_throughput.csv")]
 
 
 @cache
-def shape_of_model(model: str, seq_length: int) -> ModelShape:
-    """Return the shape of a model: that of a GPT-2 with other sizes."""
-    width, layers, heads = MODELS[model]
+def gpt2_shape(width: int, layers: int, heads: int, vocab_size: int, seq_length: int) -> ModelShape:
+    """Return the shape of a GPT-2 of this size, without dropout."""
     return shape_of(model_config_from({
-        "model_type": "gpt2", "vocab_size": 50368, "n_positions": seq_length, "n_embd": width, "n_layer": layers,
-        "n_head": heads, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}, model))
+        "model_type": "gpt2", "vocab_size": vocab_size, "n_positions": seq_length, "n_embd": width, "n_layer": layers,
+        "n_head": heads, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}, "gpt2"))
+
+
+def shape_of_model(model: str, seq_length: int) -> ModelShape:
+    """Return the shape of one of MODELS: that of a GPT-2 with other sizes."""
+    return gpt2_shape(*MODELS[model], 50368, seq_length)
 
 
 def predict(row: Measurement, parameters: TimeParameters = TABLE_PARAMETERS) -> StepTime:
     """Return the predicted time of a step."""
-    shape, layout = shape_of_model(row.model, row.seq_length), row.layout
     cluster = make_cluster(gpu=row.gpu, world_size=row.gpus, nodes=None, gpus_per_node=None)
-    own = rank_parameters(layout, shape, row.num_parameters)
-    flops = model_flops_per_token(shape, row.num_parameters, row.seq_length)
+    return predict_step_time(row.layout, cluster, shape_of_model(row.model, row.seq_length), row.num_parameters,
+                             parameters)
+
+
+def predict_step_time(layout: Layout, cluster: Cluster, shape: ModelShape, num_parameters: int,
+                      parameters: TimeParameters) -> StepTime:
+    """Return the predicted time of a step of this model in this layout."""
+    own = rank_parameters(layout, shape, num_parameters)
+    flops = model_flops_per_token(shape, num_parameters, layout.seq_length)
     return estimate_step_time(layout, cluster, shape, step_traffic(layout, own, shape), own, flops_per_token=flops,
                               rates=parameters)
 

@@ -1,17 +1,12 @@
 """Published step times with tensor and pipeline parallelism (tests/golden/gpu_throughput_3d.csv), and predictions."""
 
-import csv
 from dataclasses import dataclass, replace
-from functools import cache
 
 from pretrain.config.layout import Layout
-from pretrain.memory.estimate.model_shape import ModelShape, shape_of
 from pretrain.memory.hardware import Cluster, make_cluster
-from pretrain.memory.step_time.time_model import StepTime, estimate_step_time, model_flops_per_token
+from pretrain.memory.step_time.time_model import StepTime
 from pretrain.memory.step_time.time_parameters import DEFAULT_PARAMETERS, TimeParameters
-from pretrain.memory.step_time.traffic import rank_parameters, step_traffic
-from pretrain.model.config import model_config_from
-from tests.support.launch import ROOT
+from tests.support.gpu_throughput import golden_rows, gpt2_shape, predict_step_time
 
 _SEQ_LENGTH = 2048
 # GB/s of a GPU: four Omni-Path links of 100 Gb/s (Jean Zay) and eight InfiniBand links of 200 Gb/s (Selene) a node
@@ -60,27 +55,15 @@ class StepMeasurement:
 
 def read_step_measurements() -> list[StepMeasurement]:
     """Read the table."""
-    lines = (ROOT / "tests/golden/gpu_throughput_3d.csv").read_text().splitlines()
-    rows = csv.DictReader(line for line in lines if not line.startswith("#"))
     return [StepMeasurement(index, row["source"], row["schedule"], row["precision"],
                             *(int(row[name]) for name in list(row)[3:-1]), float(row["seconds"]))
-            for index, row in enumerate(rows)]
-
-
-@cache
-def _shape(hidden_size: int, layers: int, heads: int, vocab_size: int) -> ModelShape:
-    return shape_of(model_config_from({
-        "model_type": "gpt2", "vocab_size": vocab_size, "n_positions": _SEQ_LENGTH, "n_embd": hidden_size,
-        "n_layer": layers, "n_head": heads, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}, "gpt"))
+            for index, row in enumerate(golden_rows("gpu_throughput_3d.csv"))]
 
 
 def predict_step(row: StepMeasurement, parameters: TimeParameters = PARAMETERS_3D) -> StepTime:
     """Return the predicted time of a step."""
-    layout, shape = row.layout, _shape(row.hidden_size, row.layers, row.heads, row.vocab_size)
-    own = rank_parameters(layout, shape, shape.num_parameters())
-    flops = model_flops_per_token(shape, 0, _SEQ_LENGTH)
-    return estimate_step_time(layout, row.cluster, shape, step_traffic(layout, own, shape), own, flops_per_token=flops,
-                              rates=parameters)
+    shape = gpt2_shape(row.hidden_size, row.layers, row.heads, row.vocab_size, _SEQ_LENGTH)
+    return predict_step_time(row.layout, row.cluster, shape, shape.num_parameters(), parameters)
 
 
 def page_table_3d() -> list[str]:

@@ -38,7 +38,7 @@ class SilentRanksError(Exception):
 
 @dataclass(frozen=True)
 class _Answer(Generic[T, D]):
-    """What rank 0 answers to all ranks: the result, the ranks without a value, or why a value cannot be read."""
+    """Rank 0's answer to all ranks: the result, the ranks without a value, or why a value cannot be read."""
 
     result: D | None = None
     silent: list[int] = field(default_factory=list)
