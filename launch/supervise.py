@@ -50,6 +50,9 @@ def main() -> int:
         default = _DEFAULTS[name]
         shown = "" if "default" in about else f" (default: {default:g})"
         parser.add_argument(f"--{name}", type=parse, default=default, help=(about + shown).replace("%", "%%"))
+    if end == len(words) and not {"-h", "--help"} & set(words):
+        raise ConfigError("command line", problem="`--` is missing before COMMAND",
+                          remedy="write `launch/supervise.py [flags] -- COMMAND...`")
     args, command = parser.parse_args(words[:end]), with_separator(words[end + 1:])
     if not command:
         raise ConfigError("command line", problem="COMMAND is missing",

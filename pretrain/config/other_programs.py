@@ -162,7 +162,7 @@ _JSON = {
 _OTHERS = {
     "it is a flag of the launcher: ds-pretrain --help lists them":
         "nnodes nproc_per_node num_nodes num_gpus num_accelerators devices hostfile include exclude master_addr "
-        "master_port node_rank launcher launcher_args world_size distributed_backend ddp_backend",
+        "master_port node_rank launcher launcher_args world_size distributed_backend ddp_backend check_only",
     "set the environment variable DS_ACCELERATOR=cpu": "use_cpu no_cuda",
     "SIGTERM saves and stops a run without a flag": "exit_signal exit_signal_handler enable_jit_checkpoint",
     "tools/export_hf.py exports the weights of a checkpoint":

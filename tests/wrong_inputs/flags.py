@@ -224,6 +224,8 @@ def _output_cases() -> Iterator[Case]:
     yield Case("find_lr --plot png", "tools/find_lr.py", (*TOOLS["tools/find_lr.py"], "--plot", "x.png"), "--plot")
     yield Case("find_lr --to below --from", "tools/find_lr.py",
                (*TOOLS["tools/find_lr.py"], "--from", "0.1", "--to", "0.01"), "--to")
+    yield Case("supervise without --", "launch/supervise.py", ("ds-pretrain", "--save", "{world}/run"), "`--`")
+    yield Case("train.py --check_only", "pretrain/train.py", ("--check_only",), "a flag of the launcher")
     for what, path in {**UNREADABLE, **UNWRITABLE, "file": "{world}/file"}.items():
         yield Case(f"bench --write {what}", "tools/bench.py", ("--write", path), "--write")
         yield Case(f"compare_zero --configs {what}", "tools/compare_zero.py",
