@@ -22,9 +22,8 @@ from pretrain.distributed.print_error import print_error
 from pretrain.distributed.process import end_process, importing
 from pretrain.distributed.process_group import collective_timeout_s
 from pretrain.distributed.world import ALONE, World, running_environment
-from pretrain.engine.prepare import prepare_deepspeed
+from pretrain.engine.prepare import avoid_compiler_imports, prepare_deepspeed
 from pretrain.errors import CRASHED, GUARD, INTERRUPTED, REJECTED, ConfigError, CorruptionError, GuardError, SaveError
-from pretrain.patches.imports import avoid_compiler_imports
 from pretrain.resilience.launcher_watch import LauncherWatch
 from pretrain.resilience.rank_guards import RankGuards, rank_guards
 from pretrain.resilience.watchdog import TimeOuts

@@ -1,4 +1,4 @@
 """Sharded checkpoints: saved, described, validated, loaded and converted.
 
-Imports engine, monitor, config, data, model, distributed, patches, terminal, paths and errors; never memory or cluster.
+Imports engine, monitor, config, data, model, distributed, terminal, paths and errors; never memory or cluster.
 """

@@ -148,7 +148,7 @@ def _launcher_command(flags: argparse.Namespace, slots: Sequence[int | str], por
     The `deepspeed` command would import torch and DeepSpeed, then start the same launcher, which would import them too.
     """
     world = base64.urlsafe_b64encode(json.dumps({LOCAL: slots}).encode()).decode()
-    command = [sys.executable, "-u", str(ROOT / "pretrain" / "patches" / "without_torch.py"),
+    command = [sys.executable, "-u", str(ROOT / "pretrain" / "cluster" / "without_torch.py"),
                "deepspeed.launcher.launch", f"--world_info={world}", "--master_addr=127.0.0.1", f"--master_port={port}",
                f"--log_level={flags.log_level or 'critical'}"]
     command += ["--bind_cores_to_rank"] if flags.bind_cores_to_rank else []

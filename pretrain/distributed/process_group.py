@@ -2,10 +2,12 @@
 
 import contextlib
 import errno
+import importlib
 import os
 import socket
 from collections.abc import Iterator, Mapping, MutableMapping
 from datetime import timedelta
+from pathlib import Path
 
 from pretrain.distributed.host import interface_towards
 from pretrain.distributed.tcp_store import start_store
@@ -121,10 +123,8 @@ def init_process_group(world: World, longest_s: float = 0.0) -> None:
     import torch.distributed
     from deepspeed.accelerator import get_accelerator
 
-    from pretrain.patches import process_group as patches
-
     if world.size == 1:
-        patches.skip_shared_memory_operator()
+        skip_shared_memory_operator()
     choose_interface(world, os.environ)
     on_cpu = get_accelerator().device_name() == "cpu"
     if not on_cpu:  # before the process group: NCCL's communicators belong to the current device
@@ -135,7 +135,7 @@ def init_process_group(world: World, longest_s: float = 0.0) -> None:
         print(f"note: DEEPSPEED_TIMEOUT ({timeout.total_seconds() / 60:g} minutes) is shorter than a time-out of the "
               f"watchdog ({longest_s / 60:g} minutes): a hang may end with an error that names no rank",
               flush=True)
-    patches.use_one_timeout_for_all_groups(timeout)
+    use_one_timeout_for_all_groups(timeout)
     try:
         with _store_of_this_host(world):
             deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timeout)
@@ -144,8 +144,45 @@ def init_process_group(world: World, longest_s: float = 0.0) -> None:
             raise
         raise taken_port(world) from None
     if on_cpu:
-        patches.remove_shared_memory_names(world.rank)
+        remove_shared_memory_names(world.rank)
     formed = torch.distributed.get_world_size()
     if formed != world.size:
         raise ConfigError("world size", found=formed,
                           expected=f"{world.size}, according to the variables of {world.launcher}")
+
+
+def use_one_timeout_for_all_groups(timeout: timedelta) -> None:
+    """Give every process group the same time-out. Call it before the first group.
+
+    DeepSpeed 0.19.8 (comm/torch.py, new_group) creates all groups after the first with torch's default, 30 minutes for
+    gloo. Guarded by tests/cluster/test_multihost_launch.py, test_a_cut_network_ends_all_ranks.
+    """
+    from torch.distributed import distributed_c10d
+
+    distributed_c10d.default_pg_timeout = timeout
+    distributed_c10d.default_pg_nccl_timeout = timeout
+
+
+def skip_shared_memory_operator() -> None:
+    """Keep DeepSpeed from compiling its operator for collectives in shared memory. Call it before the first group.
+
+    DeepSpeed 0.19.8 (comm/torch.py, TorchBackend.__init__) compiles the operator even for one rank, which needs none.
+    Guarded by tests/distributed/test_upstream_ranks.py, test_one_rank_loads_no_shared_memory_operator.
+    """
+    comm_torch = importlib.import_module("deepspeed.comm.torch")  # `from deepspeed.comm import torch` is PyTorch
+    setattr(comm_torch, "build_shm_op", lambda: None)  # noqa: B010 (mypy rejects an assignment)
+
+
+def remove_shared_memory_names(rank: int) -> None:
+    """Unlink this rank's shared-memory segment. Collective. The mapping remains valid without the name.
+
+    DeepSpeed 0.19.8 (csrc/cpu/comm/shm.cpp, shm_initialize) opens a segment of 66 MiB for each rank by name and never
+    unlinks it: every run leaves its segments in /dev/shm. After this call nothing remains, even if the run is killed.
+    Guarded by tests/distributed/test_upstream_ranks.py, test_no_shared_memory_is_left_behind.
+    """
+    from deepspeed import comm as dist
+
+    dist.barrier()  # every rank has opened the segments of all ranks
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    segment = Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{rank}")
+    segment.unlink(missing_ok=True)

@@ -37,6 +37,9 @@ from pretrain.engine.operators.choose_kernels import choose_kernels
 from pretrain.engine.operators.operators_on_cuda import operators_on_cuda
 from pretrain.engine.parallelism import Mpu, create_mpu, create_parallel_groups, engine_config
 from pretrain.engine.parameter_groups import is_matrix, mup_parameter_groups, parameter_groups
+from pretrain.engine.patches.apply import apply_patches
+from pretrain.engine.patches.monitors import survive_failing_monitors, survive_failing_profile
+from pretrain.engine.patches.zero import forget_group_of_earlier_engine, keep_dtype_of_partitions
 from pretrain.engine.recipe.add_recipe import add_recipe
 from pretrain.engine.update_passes import pass_over_gradients_in_c
 from pretrain.errors import ConfigError
@@ -45,9 +48,6 @@ from pretrain.model.init import initialize_parameters
 from pretrain.model.init_methods import width_multiplier
 from pretrain.model.layer_specs import as_module, as_pipeline, compile_blocks, gather_complete_blocks
 from pretrain.model.loss import LossTerms
-from pretrain.patches.apply import apply_patches
-from pretrain.patches.monitors import survive_failing_monitors, survive_failing_profile
-from pretrain.patches.zero3 import forget_group_of_earlier_engine, keep_dtype_of_partitions
 
 
 @contextlib.contextmanager

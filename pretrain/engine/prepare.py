@@ -1,12 +1,27 @@
-"""Set up a process before it uses DeepSpeed."""
+"""Set up a process before it uses DeepSpeed, and keep DeepSpeed 0.19.8 from work that a run does not need.
 
+Measured with torch 2.13 on 2 cores: a ZeRO-2 run of three steps takes 4.4 s of CPU time from the start of the process.
+The import of `torch._dynamo` takes 1.1 s of them, and that of `torch._inductor.compile_fx` 1.0 s. ZeRO-3 still imports
+`torch._dynamo` (DeepSpeed 0.19.8, runtime/zero/parameter_offload.py). Guarded by tests/engine/test_prepare.py.
+"""
+
+import functools
+import logging
 import os
+import platform
 import sys
+import warnings
 from pathlib import Path
+from typing import Any
 
 from pretrain.distributed.device import Device
-from pretrain.patches.cpu_features import read_features_from_proc
-from pretrain.patches.imports import import_muon_uncompiled, silence_missing_cuda, silence_renamed_collectives
+
+# torch 2.13 renamed these collectives and warns at the first call of each old name, on every rank. DeepSpeed 0.19.8
+# calls the old names in comm/torch.py, and users cannot change this.
+_RENAMED = ("all_gather_into_tensor", "_all_gather_base", "reduce_scatter_tensor", "_reduce_scatter_base")
+_PROC_CPUINFO = Path("/proc/cpuinfo")
+_ARCHITECTURES = {"x86_64": "X86_64", "aarch64": "ARM_8"}  # platform.machine() -> py-cpuinfo's name
+_FEATURES = ("flags", "Features")  # the keys of x86 and Arm
 
 
 def prepare_deepspeed(device: Device) -> None:
@@ -34,3 +49,81 @@ def prepare_deepspeed(device: Device) -> None:
     cache_operators()
     if device.kind == "cpu":
         import_muon_uncompiled()
+
+
+def silence_renamed_collectives() -> None:
+    """Ignore the FutureWarnings about collectives that DeepSpeed calls by their old names, and no other warnings."""
+    for name in _RENAMED:
+        warnings.filterwarnings("ignore", message=rf"`torch\.distributed\.{name}` is", category=FutureWarning)
+
+
+def silence_missing_cuda() -> None:
+    """Silence the line "No CUDA runtime is found" of runs on the CPU, where nvcc is installed and no GPU is.
+
+    torch prints it on every rank when DeepSpeed imports torch.utils.cpp_extension.
+    """
+    logging.getLogger("torch.utils.cpp_extension").addFilter(lambda record: record.levelno > logging.WARNING)
+
+
+def avoid_compiler_imports() -> None:
+    """Keep DeepSpeed and torch's optimizers from importing torch's compiler, in a process that compiles nothing."""
+    import_muon_uncompiled()
+    _mark_optimizer_methods_as_uncompiled()
+
+
+def import_muon_uncompiled() -> None:
+    """Import DeepSpeed's Muon without torch.compile.
+
+    DeepSpeed 0.19.8 imports Muon with every ZeRO optimizer (runtime/zero/utils.py), and Muon passes its functions to
+    torch.compile at import (runtime/zero/muon/original_muon.py). On a CPU this compilation takes minutes of the first
+    step of a run with Muon, once for each shape of a matrix, without a line of output.
+    """
+    from deepspeed.runtime import compiler
+
+    original = compiler.compile
+    compiler.compile = lambda: compiler.dummy_decorator
+    try:
+        import deepspeed.runtime.zero.muon.original_muon  # noqa: F401
+    finally:
+        compiler.compile = original
+
+
+def _mark_optimizer_methods_as_uncompiled() -> None:
+    """Mark those optimizer methods that torch excludes from compilation, before their first call.
+
+    At the first call torch would import `torch._dynamo` only to mark them (torch/_compile.py, _disable_dynamo).
+    """
+    from torch.optim import Optimizer
+
+    for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
+        method = getattr(getattr(Optimizer, name), "__wrapped__", None)
+        if method is not None and not hasattr(method, "__dynamo_disable"):
+            setattr(method, "__dynamo_disable", method)
+
+
+def read_features_from_proc() -> None:
+    """Replace `cpuinfo.get_cpu_info` in this process. On other platforms, only cache its answer.
+
+    Before DeepSpeed 0.19.8 loads an operator (ops/op_builder/builder.py, `cpu_arch` and `simd_width`), it calls
+    py-cpuinfo 9.0.0. On x86 this package measures the clock rate in a child process, for 1.0 to 1.2 s, also if the
+    operator is compiled already. DeepSpeed reads only the architecture, the vendor and the names of the features.
+    """
+    import cpuinfo  # here, because its import starts a process
+
+    slow = functools.cache(cpuinfo.get_cpu_info)
+    cpuinfo.get_cpu_info = lambda: _from_proc() or slow()
+
+
+@functools.cache
+def _from_proc() -> dict[str, Any]:
+    """Return architecture, vendor and features under py-cpuinfo's names; empty if they are unknown."""
+    try:
+        lines = _PROC_CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return {}
+    values = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    features = next((values[key].split() for key in _FEATURES if key in values), [])
+    if platform.machine() not in _ARCHITECTURES or not features:
+        return {}
+    vendor = {"vendor_id_raw": values["vendor_id"]} if "vendor_id" in values else {}  # Arm has none
+    return {"arch": _ARCHITECTURES[platform.machine()], "flags": features, **vendor}

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from pretrain.engine.patches.skip import also_skip_if, update_loss_scale_if
 from pretrain.engine.steps import data_parallel_size, loss_scale, scale_at_minimum, tensor_parallel_size
-from pretrain.patches.skip import also_skip_if, update_loss_scale_if
 
 Veto = Callable[[torch.Tensor, torch.Tensor], bool]
 """(mean loss of the global batch, global gradient norm before clipping) -> skip the update; both are scalar tensors"""

@@ -6,8 +6,8 @@ from typing import Any
 
 from deepspeed import DeepSpeedEngine
 
+from pretrain.engine.patches.monitors import SurvivingMonitor, take_monitors
 from pretrain.monitor.trackio import Event, TrackioMonitor
-from pretrain.patches.monitors import SurvivingMonitor, take_monitors
 
 _NAMES = {"loss": "train_loss"}  # DeepSpeed's name
 _NOT_SENT = ("consumed_samples", "time")  # the x-axis; the monitors record the time themselves

@@ -19,7 +19,7 @@ _POLL_S = 1.0
 _PROGRAMS = {"deepspeed", "ds", "ds-pretrain", "torchrun", "mpirun", "mpiexec", "orterun", "orted", "prterun", "prte",
              "prted", "hydra_pmi_proxy", "srun", "slurmstepd"}
 _MODULES = {"deepspeed.launcher.launch", "deepspeed.launcher.runner", "torch.distributed.run",
-            "torch.distributed.launch", "pretrain.cluster.ds_pretrain", "pretrain.patches.without_torch"}
+            "torch.distributed.launch", "pretrain.cluster.ds_pretrain", "pretrain.cluster.without_torch"}
 _FILES = {f"{module.replace('.', '/')}.py" for module in _MODULES}
 
 

@@ -19,7 +19,7 @@ while not all(os.path.exists(f"{out}/rank{rank}.json") for rank in (0, 1)):
 sys.exit(int(os.environ["CODE"]))
 """
 LAUNCHER = "deepspeed.launcher.launch"
-PLAIN, OURS = ["-m", LAUNCHER], [str(ROOT / "pretrain" / "patches" / "without_torch.py"), LAUNCHER]
+PLAIN, OURS = ["-m", LAUNCHER], [str(ROOT / "pretrain" / "cluster" / "without_torch.py"), LAUNCHER]
 NOT_COMPARED = {"OUT", "PYTORCH_NVML_BASED_CUDA_CHECK"}  # the last one is set by each import of DeepSpeed
 
 
@@ -49,7 +49,7 @@ def test_ranks_and_log_are_those_of_deepspeeds_launcher(tmp_path: Path) -> None:
     assert ours[0] == 0
     assert ours[2][1][0]["CUDA_VISIBLE_DEVICES"] == "GPU-abc,3"
     assert len(ours[1]) > 3
-    assert "torch" in plain[3], "DeepSpeed's launcher no longer imports torch: delete pretrain/patches/without_torch.py"
+    assert "torch" in plain[3], "DeepSpeed's launcher no longer imports torch: delete pretrain/cluster/without_torch.py"
     assert not {"torch", "numpy", "deepspeed.runtime"} & ours[3]
 
 

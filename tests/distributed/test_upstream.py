@@ -1,4 +1,4 @@
-"""Defects of DeepSpeed 0.19.8 in the table of `pretrain/patches/apply.py`: correct with our patch, wrong without it.
+"""Defects of DeepSpeed 0.19.8 (`pretrain/engine/patches/apply.py`): correct with our patch, wrong without it.
 
 Once DeepSpeed has fixed a defect, the assertion about plain DeepSpeed fails. Its message names the code to remove.
 """
@@ -18,8 +18,8 @@ from pretrain.config.flags.arguments import parse_arguments
 from pretrain.config.validate import check_run
 from pretrain.distributed.device import Device
 from pretrain.engine.operators.operator_cache import cache_operators
+from pretrain.engine.patches.optimizers import make_bias_correction_stateless
 from pretrain.errors import ConfigError
-from pretrain.patches.adam import make_bias_correction_stateless
 from tests.support.launch import run_worker
 
 Results = dict[str, Any]
@@ -274,7 +274,7 @@ def test_i_sequence_parallelism_in_a_pipeline_is_rejected(results: Results, corp
 def test_r_zero_3_sums_the_gradients_of_a_sequence(results: Results) -> None:
     ours, plain = results["sequence_zero3_ours"], results["sequence_zero3_plain"]
     assert ours["grad_norm"][0] == close(2 * plain["grad_norm"][0], 1e-5), (
-        "DeepSpeed fixed defect R: remove zero3.sum_gradients_of_shards")
+        "DeepSpeed fixed defect R: remove zero.sum_gradients_of_shards")
 
 
 # --- S
@@ -282,7 +282,7 @@ def test_r_zero_3_sums_the_gradients_of_a_sequence(results: Results) -> None:
 def test_s_partitions_have_the_dtype_that_the_caller_names(results: Results) -> None:
     ours, plain = results["partition_dtypes_ours"], results["partition_dtypes_plain"]
     assert ours == ["torch.float32", "torch.float16"]
-    assert plain == ["torch.bfloat16"] * 2, "DeepSpeed fixed defect S: remove zero3.keep_dtype_of_partitions"
+    assert plain == ["torch.bfloat16"] * 2, "DeepSpeed fixed defect S: remove zero.keep_dtype_of_partitions"
 
 
 # --- L
@@ -308,7 +308,7 @@ def test_l_adam_on_the_cpu_resumes_bit_exactly(kind: type[torch.optim.Optimizer]
         final.append(parameter.detach().clone())
     assert all(torch.equal(final[0], weights) for weights in final) == patched, (
         "another result after a resume" if patched else
-        "DeepSpeed fixed defect L: remove adam.make_bias_correction_stateless")
+        "DeepSpeed fixed defect L: remove optimizers.make_bias_correction_stateless")
 
 
 def test_k_fp32_stage_0_clips_by_the_norm_of_every_stage(results: Results) -> None:

@@ -11,7 +11,7 @@ import pytest
 from deepspeed.monitor import monitor as monitors
 from deepspeed.monitor.config import DeepSpeedMonitorConfig
 
-from pretrain.patches.monitors import survive_failing_monitors, survive_failing_profile
+from pretrain.engine.patches.monitors import survive_failing_monitors, survive_failing_profile
 
 BLOCKS = ("tensorboard", "csv_monitor")
 CLASSES = ("TensorBoardMonitor", "csvMonitor", "WandbMonitor", "CometMonitor")

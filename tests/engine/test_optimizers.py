@@ -81,7 +81,7 @@ def test_q_plain_deepspeed_divides_the_updates_of_muon(muon: dict[str, Any], sub
         with subtests.test(stage):
             ratios = [muon[f"{stage}-plain"]["changes"][name] / muon[f"{stage}-unclipped"]["changes"][name]
                       for name in muon[stage]["muon"]]
-            assert max(ratios) < 0.2, "DeepSpeed fixed defect Q: remove muon.clip_only_adam_with_muon"
+            assert max(ratios) < 0.2, "DeepSpeed fixed defect Q: remove optimizers.clip_only_adam_with_muon"
 
 
 def test_8_bit_adamw_with_a_mock_of_its_package(corpus: str, tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def test_sigterm_ends_a_rank_at_once_only_after_a_crash_of_another_rank() -> Non
 
 @pytest.mark.parametrize(("line", "name"), [
     ("/venv/bin/python -u -m deepspeed.launcher.launch --world_info=x", "deepspeed.launcher.launch"),
-    ("/venv/bin/python -u /x/pretrain/patches/without_torch.py deepspeed.launcher.launch -x", "without_torch.py"),
+    ("/venv/bin/python -u /x/pretrain/cluster/without_torch.py deepspeed.launcher.launch -x", "without_torch.py"),
     ("/venv/bin/python3 /venv/bin/deepspeed --num_gpus 2 train.py", "deepspeed"),
     ("/venv/bin/python3 -m torch.distributed.run train.py", "torch.distributed.run"),
     ("/venv/bin/python3 /venv/bin/torchrun train.py", "torchrun"),

@@ -22,11 +22,11 @@ from pretrain.checkpoint.load.reader import FP32, CheckpointReader
 from pretrain.data.samples.positions import document_positions
 from pretrain.data.windows import WindowSet
 from pretrain.engine.build import deepspeed_output
+from pretrain.engine.patches.zero import keep_dtype_of_partitions
 from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig
 from pretrain.model.dtypes import DTYPES, check_dtype
 from pretrain.model.layer_specs import as_module
-from pretrain.patches.zero3 import keep_dtype_of_partitions
 from pretrain.terminal.status import clear_status, status
 
 _STATUS_SECONDS = 10.0  # between two status lines

@@ -21,10 +21,10 @@ from pretrain.distributed.collectives import gather
 from pretrain.engine.learning_rate import set_learning_rate
 from pretrain.engine.loaders import open_loader
 from pretrain.engine.measure.update_size import UpdateSize
+from pretrain.engine.patches.pipeline import is_counted
 from pretrain.engine.replicas import checksum
 from pretrain.engine.steps import eval_batch, grad_norm, loss_scale, tensor_parallel_size, train_batch
 from pretrain.engine.update_guard import FP16_OVERFLOW, guard_updates, skipped_update
-from pretrain.patches.pipeline import is_counted
 
 _MOST_OVERFLOWS = 30  # of fp16's loss scale, which is halved after each
 

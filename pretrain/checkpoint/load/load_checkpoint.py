@@ -20,8 +20,8 @@ from pretrain.checkpoint.load.resume import same_layout
 from pretrain.checkpoint.save.file_engine import FileEngine
 from pretrain.config.validate import Plan
 from pretrain.engine.group_settings import restore_settings
+from pretrain.engine.patches import pipeline as pipeline_patches
 from pretrain.engine.recipe.add_recipe import set_recipe_states
-from pretrain.patches import checkpoint as checkpoint_patch
 
 # attributes of DeepSpeed's optimizer that come from the JSON; its load_state_dict overwrites them with saved values
 _JSON_SETTINGS = ("clip_grad", "loss_scaler", "dynamic_loss_scale", "loss_scale_config")
@@ -39,7 +39,7 @@ def load_checkpoint(engine: DeepSpeedEngine, plan: Plan, folder: Path, manifest:
         engine.checkpoint_engine = FileEngine()
         optimizer = engine.optimizer
         settings = {name: copy(getattr(optimizer, name)) for name in _JSON_SETTINGS if hasattr(optimizer, name)}
-        checkpoint_patch.load_checkpoint(engine, folder.parent, folder.name)
+        pipeline_patches.load_checkpoint(engine, folder.parent, folder.name)
         engine.checkpoint_engine = FileEngine()  # release the content of the last file
         for name, value in settings.items():  # this run's JSON applies, not the saved run's
             setattr(optimizer, name, value)

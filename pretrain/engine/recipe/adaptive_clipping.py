@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from deepspeed import DeepSpeedEngine
 
+from pretrain.engine.patches.skip import also_skip_if
 from pretrain.engine.steps import loss_scale
-from pretrain.patches.skip import also_skip_if
 
 
 def limit_of(norms: Sequence[float], *, percentile: float, window: int, largest: float) -> float:

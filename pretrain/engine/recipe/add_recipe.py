@@ -9,8 +9,8 @@ from pretrain.engine.recipe.adaptive_clipping import AdaptiveClipping
 from pretrain.engine.recipe.early_stopping import EarlyStopping
 from pretrain.engine.recipe.loss_terms import loss_term_values
 from pretrain.engine.recipe.noise_scale import NoiseScale
+from pretrain.engine.recipe.value_clipping import clip_gradient_values
 from pretrain.engine.steps import loss_scale
-from pretrain.patches.value_clipping import clip_gradient_values
 
 
 class RecipePart(Protocol):

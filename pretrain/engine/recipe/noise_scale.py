@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 
+from pretrain.engine.patches.pipeline import is_counted
 from pretrain.engine.steps import data_parallel_size, loss_scale
-from pretrain.patches.pipeline import is_counted
 
 _DECAY = 0.9  # of the moving averages of S and |G|^2, per measurement; both are averaged before the division
 

@@ -28,7 +28,7 @@ def optimizer_wrapper(layout: Layout) -> str:
 
 
 def reduces_gradients(layout: Layout) -> bool:
-    """Return whether ZeRO stages 1 and 2 copy gradients to reduce them; see patches/one_rank.py."""
+    """Return whether ZeRO stages 1 and 2 copy gradients to reduce them; see patches/zero.py."""
     in_place = layout.zero_size == 1 and layout.contiguous_gradients and layout.offload_optimizer == "none"
     return not in_place or layout.grad_accum_bytes != layout.element_bytes
 

@@ -22,6 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.validate import Plan, plan_without_data
 from pretrain.distributed.device import cpu_device
+from pretrain.distributed.process_group import skip_shared_memory_operator
 from pretrain.engine import build
 from pretrain.engine.build import build_engine, deepspeed_output
 from pretrain.memory.footprint import Footprint
@@ -33,7 +34,6 @@ from pretrain.model.dtypes import DTYPES
 from pretrain.model.kernels.cpu.cached_choice import fastest_choice
 from pretrain.model.kernels.cpu.choice import set_choice
 from pretrain.model.kernels.cpu.library import simulate_calls
-from pretrain.patches.process_group import skip_shared_memory_operator
 
 
 class FakeStorageTracker(StorageTracker):

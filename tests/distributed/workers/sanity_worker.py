@@ -46,7 +46,7 @@ def frozen_layer() -> Any:
 
 def wrong_loss_scale() -> Any:
     """DeepSpeed's defect A: the gradients are divided by a loss scale that the loss was not multiplied by."""
-    return mock.patch("pretrain.patches.apply.scale_loss_at_stage_0")
+    return mock.patch("pretrain.engine.patches.apply.scale_loss_at_stage_0")
 
 
 def unnormalized_accumulation() -> Any:

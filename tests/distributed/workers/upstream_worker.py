@@ -28,9 +28,9 @@ from pretrain.checkpoint.load.load_checkpoint import load_checkpoint
 from pretrain.checkpoint.save.save_checkpoint import save_checkpoint
 from pretrain.config.validate import Plan
 from pretrain.engine.build import deepspeed_output
+from pretrain.engine.patches import zero
 from pretrain.model.init import initialize_parameters
 from pretrain.model.layer_specs import as_module
-from pretrain.patches import zero3
 from tests.distributed.workers import worker
 from tests.distributed.workers.worker import Case, end, engine_of, losses, plan_of, steps
 from tests.support.cases_loop import each_case
@@ -61,7 +61,7 @@ def plain_deepspeed() -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch("pretrain.engine.build.apply_patches", lambda engine: None))
-        stack.enter_context(patch.object(InsertPostInitMethodToModuleSubClasses, "_set_dtype", zero3._set_dtype))
+        stack.enter_context(patch.object(InsertPostInitMethodToModuleSubClasses, "_set_dtype", zero._set_dtype))
         for module in (worker, sys.modules[__name__]):
             for name, function in (("save_checkpoint", save), ("load_checkpoint", load),
                                    ("read_manifest", lambda folder: None)):
@@ -230,7 +230,7 @@ def init_in_parent(case: Case) -> list[float]:
 def partition_dtypes(case: Case) -> list[str]:
     """Return the dtypes of weights that `zero.Init` partitions in fp32 and in fp16, on a device without fp16."""
     if not case["plain"]:
-        zero3.keep_dtype_of_partitions()
+        zero.keep_dtype_of_partitions()
     found = []
     with patch.object(type(get_accelerator()), "is_fp16_supported", lambda self: False):
         for dtype in (torch.float32, torch.float16):

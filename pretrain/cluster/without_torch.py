@@ -1,6 +1,6 @@
 """Run DeepSpeed's launcher for one host without the import of torch and DeepSpeed.
 
-    python pretrain/patches/without_torch.py deepspeed.launcher.launch FLAGS OF THE LAUNCHER
+    python pretrain/cluster/without_torch.py deepspeed.launcher.launch FLAGS OF THE LAUNCHER
 
 The launcher only starts the ranks and waits for them, but with `python -m` DeepSpeed 0.19.8 imports torch and all of
 DeepSpeed first: 1.3 s before the ranks start, and 0.3 GB of memory until they end. Here the launcher gets small

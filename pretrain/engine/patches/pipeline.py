@@ -1,12 +1,17 @@
-"""Defects B and K: wrong gradients and wrong clipping between pipeline stages; and a norm that never completes.
+"""Defects B and K: wrong gradients and wrong clipping between pipeline stages; a norm that never completes; and
+checkpoints of bf16 pipelines without ZeRO.
 
-Guarded by tests/distributed/test_upstream.py, test_b_* and test_k_*, and by
-tests/engine/test_mup.py (reduce_norm_once).
+Guarded by tests/distributed/test_upstream.py, test_b_*, test_k_* and
+test_bf16_stage_0_pipeline_checkpoint_can_be_loaded, and by tests/engine/test_mup.py (reduce_norm_once).
 """
+
+from pathlib import Path
+from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed import comm as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.utils import (
@@ -98,3 +103,18 @@ def reduce_norm_once(engine: PipelineEngine) -> None:
         return squared.sqrt()
 
     optimizer.scaled_global_norm = scaled_global_norm
+
+
+def load_checkpoint(engine: DeepSpeedEngine, folder: Path, tag: str) -> dict[str, Any]:
+    """Load with `engine.load_checkpoint` and return the client state. RuntimeError if nothing is loaded.
+
+    DeepSpeed 0.19.8 (runtime/engine.py, _load_checkpoint) passes the wrong file to BF16_Optimizer at ZeRO stage 0. The
+    load fails with KeyError: 0. In this case a second call loads the optimizer.
+    """
+    bf16_at_stage_0 = isinstance(engine.optimizer, BF16_Optimizer) and not engine.zero_optimization()
+    path, client_state = engine.load_checkpoint(str(folder), tag=tag, load_optimizer_states=not bf16_at_stage_0)
+    if path is None:
+        raise RuntimeError(f"DeepSpeed loaded nothing from {folder / tag}")
+    if bf16_at_stage_0 and not engine._load_zero_checkpoint(str(folder), tag):
+        raise RuntimeError(f"DeepSpeed found no optimizer files in {folder / tag}")
+    return client_state

@@ -1,6 +1,7 @@
-"""Defect Q: gradient clipping slows Muon down. And on CPUs, the precision of Muon depends on the CPU.
+"""Defects of optimizers: L (Adam on the CPU), Q (Muon with gradient clipping), and the precision of Muon on CPUs.
 
-Guarded by tests/engine/test_optimizers.py, test_q_*, and by tests/distributed/test_masked_cpu.py.
+Guarded by tests/distributed/test_upstream.py, test_l_*, by tests/engine/test_optimizers.py, test_q_*, and by
+tests/distributed/test_masked_cpu.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -8,12 +9,35 @@ from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.runtime.zero.muon import original_muon
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 
+def make_bias_correction_stateless(optimizer: torch.optim.Optimizer) -> None:
+    """Defect L: make the bias correction of Adam's CPU kernels a function of the step number alone.
+
+    DeepSpeed 0.19.8 (csrc/includes/cpu_adam.h, IncrementStep): the kernels update beta^step as a running product of
+    fp32 factors, but compute it by pow() after a resume. The last bits of the correction differ, and therefore those of
+    the weights. A call with step 0 on an empty tensor before each step resets the product, so that the kernels always
+    use pow().
+    """
+    empty = [torch.empty(0) for _ in range(4)]
+    if isinstance(optimizer, DeepSpeedCPUAdam):
+        def reset(*_: Any) -> None:
+            optimizer.ds_opt_adam.adam_update(optimizer.opt_id, 0, 0.0, *optimizer.defaults["betas"], 1.0, 0.0, True,
+                                              *empty)
+    elif isinstance(optimizer, FusedAdam) and optimizer._dummy_overflow_buf.device.type == "cpu":
+        def reset(*_: Any) -> None:
+            optimizer.multi_tensor_adam(1, optimizer._dummy_overflow_buf, [[tensor] for tensor in empty], 0.0,
+                                        *optimizer.defaults["betas"], 1.0, 0, optimizer.adam_w_mode, 1, 0.0)
+    else:
+        return
+    optimizer.register_step_pre_hook(reset)
+
+
 def clip_only_adam_with_muon(engine: DeepSpeedEngine) -> None:
-    """Clip only the gradients of parameters that Muon's Adam updates, by their own global norm.
+    """Defect Q: clip only the gradients of parameters that Muon's Adam updates, by their own global norm.
 
     DeepSpeed 0.19.8 (runtime/zero/stage_1_and_2.py, get_flat_partition; runtime/zero/stage3.py, step) replaces the
     gradients of matrices by orthogonalized updates before it computes the norm. Their norm is about the square root of

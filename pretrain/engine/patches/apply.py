@@ -19,7 +19,7 @@ defect; then the function can be deleted. All defects were found in DeepSpeed 0.
     J  srun without RANK: every task trains alone                         distributed/world.py derives the ranks
     K  fp32 + ZeRO-0 + pipeline: gradients are clipped by the norm of the
        first pipeline stage                                               pipeline.clip_fp32_by_global_norm
-    L  Adam on the CPU: the bias correction differs after a resume        adam.make_bias_correction_stateless
+    L  Adam on the CPU: the bias correction differs after a resume        optimizers.make_bias_correction_stateless
     M  fp32 + ZeRO-0: updates with non-finite gradients are applied       skip.skip_non_finite_fp32_updates
     N  ZeRO-1/2 + offload + fp32 accumulation: after one skipped update
        all updates are skipped                                            skip.clear_gradients_of_skipped_updates
@@ -27,33 +27,33 @@ defect; then the function can be deleted. All defects were found in DeepSpeed 0.
     P  fp16: halved gradients in each step after which the loss scale
        grows                                                              fp16.grow_scale_after_the_update
     Q  Muon + gradient clipping: every update is divided by the norm of
-       the orthogonalized matrices                                        muon.clip_only_adam_with_muon
+       the orthogonalized matrices                                        optimizers.clip_only_adam_with_muon
     R  sequence parallelism + ZeRO-3: gradients are divided by the ranks
-       that share a sequence                                              zero3.sum_gradients_of_shards
+       that share a sequence                                              zero.sum_gradients_of_shards
     S  zero.Init with a dtype, on a device without fp16: parameters are
-       bf16, whatever the dtype                                           zero3.keep_dtype_of_partitions
+       bf16, whatever the dtype                                           zero.keep_dtype_of_partitions
 
 Defects that raise an error, only waste resources or change the last digits:
-    Muon on CPUs: orthogonalization in fp16 or fp32, by the CPU           muon.orthogonalize_in_fp32
-    bf16 + ZeRO-0 + pipeline: checkpoints cannot be loaded (KeyError: 0)  checkpoint.load_checkpoint
+    Muon on CPUs: orthogonalization in fp16 or fp32, by the CPU           optimizers.orthogonalize_in_fp32
+    bf16 + ZeRO-0 + pipeline: checkpoints cannot be loaded (KeyError: 0)  pipeline.load_checkpoint
     pipeline + tensor parallelism: by default, stages send a part of each
        tensor, as if all tensor-parallel ranks had the same one            engine/parallelism.py, engine_config
     fp16 + ZeRO-0 + an optimizer without DeepSpeed's kernel: the norm
        counts matrices of one tensor-parallel rank only                   fp16.scale_loss_at_stage_0
     ZeRO-1 + pipeline: stages with different parameter groups wait for
        each other forever                                                 pipeline.reduce_norm_once
-    on CPUs each run leaves 66 MiB a rank in /dev/shm                     process_group.remove_shared_memory_names
-    process groups ignore DEEPSPEED_TIMEOUT                               process_group.use_one_timeout_for_all_groups
+    on CPUs each run leaves 66 MiB a rank in /dev/shm                     distributed/process_group.py
+    process groups ignore DEEPSPEED_TIMEOUT                               distributed/process_group.py
     a failing monitor or profiler ends the run                            monitors.survive_failing_monitors,
                                                                           monitors.survive_failing_profile
     monitors get one point for each batch of an evaluation in a pipeline,
        no loss without one, and wait for the device in every step         monitors.take_monitors
     CSV files of a resumed run get a second header                        monitors.survive_failing_monitors
-    hpZ: the second engine of a process fails at an assertion             zero3.forget_group_of_earlier_engine
-    one data-parallel rank: gradients are copied twice and divided by 1   one_rank.skip_reduction_on_one_rank
-    every run imports torch's compiler, 2 s                               imports.avoid_compiler_imports
-    the launcher of a host imports torch and DeepSpeed, 1.3 s             without_torch.py, run by ds-pretrain
-    every load of an operator measures the CPU's clock rate, 1 s          cpu_features.read_features_from_proc
+    hpZ: the second engine of a process fails at an assertion             zero.forget_group_of_earlier_engine
+    one data-parallel rank: gradients are copied twice and divided by 1   zero.skip_reduction_on_one_rank
+    every run imports torch's compiler, 2 s                               engine/prepare.py, avoid_compiler_imports
+    the launcher of a host imports torch and DeepSpeed, 1.3 s             cluster/without_torch.py
+    every load of an operator measures the CPU's clock rate, 1 s          engine/prepare.py, read_features_from_proc
 """
 
 from deepspeed import DeepSpeedEngine
@@ -63,23 +63,25 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from pretrain.patches.adam import make_bias_correction_stateless
-from pretrain.patches.fp16 import grow_scale_after_the_update, scale_loss_at_stage_0
-from pretrain.patches.muon import clip_only_adam_with_muon, orthogonalize_in_fp32
-from pretrain.patches.nvme import parameters_on_nvme, save_complete_nvme_checkpoints
-from pretrain.patches.one_rank import skip_reduction_on_one_rank
-from pretrain.patches.pipeline import (
+from pretrain.engine.patches.fp16 import grow_scale_after_the_update, scale_loss_at_stage_0
+from pretrain.engine.patches.nvme import parameters_on_nvme, save_complete_nvme_checkpoints
+from pretrain.engine.patches.optimizers import (
+    clip_only_adam_with_muon,
+    make_bias_correction_stateless,
+    orthogonalize_in_fp32,
+)
+from pretrain.engine.patches.pipeline import (
     clip_fp32_by_global_norm,
     has_different_groups,
     reduce_norm_once,
     reduce_tied_gradients,
 )
-from pretrain.patches.skip import (
+from pretrain.engine.patches.skip import (
     clear_gradients_of_skipped_updates,
     keep_muon_momentum,
     skip_non_finite_fp32_updates,
 )
-from pretrain.patches.zero3 import sum_gradients_of_shards
+from pretrain.engine.patches.zero import skip_reduction_on_one_rank, sum_gradients_of_shards
 
 
 def apply_patches(engine: DeepSpeedEngine) -> None:
