@@ -83,8 +83,7 @@ def _train(start: Start, world: World, device: Device, guards: RankGuards) -> in
         prepare_deepspeed(device)
         if not _uses_compiler(plan, device):
             avoid_compiler_imports()
-        from pretrain.memory.report.memory_watch import MemoryWatch
-        from pretrain.memory.report.out_of_memory_advice import advice, print_advice
+        from pretrain.memory.memory_watch import MemoryWatch, advice, print_advice
         from pretrain.step_loop import StepCallbacks  # imports torch and deepspeed
         from pretrain.trainer import train
 

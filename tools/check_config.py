@@ -16,7 +16,7 @@ from pretrain.data.samples.blend import BlendedSamples
 from pretrain.distributed.device import Device, cpu_device, cuda_device, detect_device
 from pretrain.errors import ConfigError
 from pretrain.memory.hardware import find_gpu
-from pretrain.memory.report.memory_watch import plan_remarks
+from pretrain.memory.memory_watch import plan_remarks
 from pretrain.model.attention_on_cuda import expected_operator
 from pretrain.model.recompute import Recompute
 

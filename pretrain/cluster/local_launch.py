@@ -33,7 +33,7 @@ from pretrain.distributed.device import Device, detect_device, nvidia_smi
 from pretrain.distributed.process import ROOT, free_port, port_is_free
 from pretrain.distributed.tcp_store import secret_variable
 from pretrain.errors import CRASHED, ConfigError
-from pretrain.memory.report.memory_watch import plan_remarks
+from pretrain.memory.memory_watch import plan_remarks
 from pretrain.resilience.launcher_watch import launcher_variable
 from pretrain.resilience.run_lock import reject_second_start, release_of_dead_owner
 from pretrain.resilience.signals import LAST_SIGNAL, SIGNALS, SignalCount, describe

@@ -33,7 +33,7 @@ from pretrain.config.flags.arguments import RunArguments, parse_arguments
 from pretrain.distributed.device import Device, cpu_device, detect_device
 from pretrain.distributed.world import DEFAULT_MASTER_PORT
 from pretrain.errors import REJECTED, ConfigError
-from pretrain.memory.report.memory_watch import plan_remarks
+from pretrain.memory.memory_watch import plan_remarks
 from pretrain.resilience.launcher_watch import launcher_variable
 from pretrain.resilience.run_lock import reject_second_start
 

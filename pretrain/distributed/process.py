@@ -20,6 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 _FIRST_FREE_PORT = 1024  # lower ports are reserved
 _ENOUGH_PORTS = 4096  # to make collisions between simultaneous programs unlikely
 _TRIES = 100
+# messages of torch's allocators (CUDA, CPU), of the system (ENOMEM), of C++ and of Python
+_MESSAGES = ("can't allocate memory", "cannot allocate memory", "out of memory", "bad_alloc", "memoryerror")
 _FEWEST_OPEN_FILES = 256  # a rank on a CPU needs about 60; one on a GPU, and each further host, need more
 
 
@@ -29,6 +31,30 @@ def resident_bytes() -> tuple[int, int]:
         values = dict(line.split(":", 1) for line in file)
     now, highest = (int(values[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
     return now, highest
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an exception of torch, Python or the system means that memory ran out."""
+    return isinstance(error, MemoryError) or mentions_out_of_memory(str(error))
+
+
+def mentions_out_of_memory(text: str) -> bool:
+    """Return whether an error message or the output of a process reports memory that could not be allocated."""
+    return any(message in text.lower() for message in _MESSAGES)
+
+
+def kernel_oom_kills() -> int | None:
+    """Return how many processes of this host the kernel has killed for lack of memory since it booted.
+
+    The count includes kills in control groups. None if the kernel has no such counter (oom_kill in /proc/vmstat, since
+    Linux 4.13).
+    """
+    with contextlib.suppress(OSError, ValueError), open("/proc/vmstat", encoding="ascii") as file:
+        for line in file:
+            name, _, value = line.partition(" ")
+            if name == "oom_kill":
+                return int(value)
+    return None
 
 
 def port_is_free(port: int) -> bool:

@@ -1,4 +1,4 @@
-"""Bytes of one rank by role (what the bytes are for) and location (which memory holds them).
+"""Bytes of one rank by role (what the bytes are for) and location (which memory holds them), and bytes as text.
 
 Estimates, simulations and measurements all return a Footprint, so that they can be compared role by role.
 """
@@ -7,6 +7,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+GIB = 2**30
+GB = 10**9
+UNITS = ("GiB", "GB", "MiB")  # choices of --unit
+_UNIT_BYTES = {"MiB": 2**20, "GiB": GIB, "GB": GB, "TB": 1000 * GB}
+DEFAULT_MARGIN = 0.05  # fraction of device memory that holds no tensors: CUDA context, NCCL buffers, workspaces
 ROLES = ("parameters", "gradients", "master_weights", "optimizer_states", "buffers", "activations", "logits", "margin")
 STATES = ROLES[:4]
 # pinned: page-locked host memory. The layout decides the location, not `tensor.device`: every tensor that is not
@@ -66,3 +71,17 @@ class Footprint:
         """Make a footprint from the result of `to_json`."""
         return cls.of(((role, location), int(size)) for role, sizes in values.items()
                       for location, size in sizes.items())
+
+
+def in_unit(size_bytes: float, unit: str) -> str:
+    """Format bytes as a table's number: one decimal, below 1 two significant digits, "-" for 0."""
+    number = size_bytes / _UNIT_BYTES[unit]
+    if not size_bytes:
+        return "-"
+    return f"{number:,.1f}" if number >= 1 else f"{number:.2g}"
+
+
+def with_unit(size_bytes: int) -> str:
+    """Format bytes with a unit: MiB below 1 GiB, TB from 1000 GiB, GiB between."""
+    unit = "MiB" if size_bytes < GIB else "GiB" if size_bytes < 1000 * GIB else "TB"
+    return f"{in_unit(size_bytes, unit) if size_bytes else 0} {unit}"

@@ -8,12 +8,10 @@ from dataclasses import dataclass, replace
 
 from pretrain.distributed.device import nvidia_smi
 from pretrain.errors import ConfigError
+from pretrain.memory.footprint import DEFAULT_MARGIN, GB, GIB
 from pretrain.monitor.peak_flops import peak_tflops
 
-GIB = 2**30
-GB = 10**9
 DEFAULT_GPU = "h100"
-DEFAULT_MARGIN = 0.05  # fraction of device memory that holds no tensors: CUDA context, NCCL buffers, workspaces
 HOST_MARGIN = 0.1  # fraction of host memory that holds no tensors: operating system, processes, page cache
 MAX_GPUS_PER_NODE = 8  # assumed if --gpus_per_node is not given
 

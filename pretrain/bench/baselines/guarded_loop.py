@@ -17,7 +17,7 @@ from pretrain.data.loader import MicroBatch
 from pretrain.distributed.world import running_environment
 from pretrain.engine.build import DeepSpeedEngine
 from pretrain.engine.steps import train_batch
-from pretrain.memory.report.memory_watch import MemoryWatch
+from pretrain.memory.memory_watch import MemoryWatch
 from pretrain.resilience.launcher_watch import LauncherWatch
 from pretrain.resilience.rank_guards import rank_guards
 from pretrain.resilience.replica_check import compare_copies

@@ -20,7 +20,7 @@ from pretrain.distributed.process_group import init_process_group
 from pretrain.distributed.world import running_environment
 from pretrain.engine.build import DeepSpeedEngine, build_engine, deepspeed_output
 from pretrain.engine.steps import data_parallel_rank, data_parallel_size, train_batch
-from pretrain.memory.report.memory_watch import MemoryWatch
+from pretrain.memory.memory_watch import MemoryWatch
 from pretrain.model.flops import block_flops_per_token, head_flops_per_token
 from pretrain.model.layers.block import Block
 from pretrain.resilience.launcher_watch import LauncherWatch

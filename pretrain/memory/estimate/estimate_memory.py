@@ -50,6 +50,11 @@ class MemoryEstimate:
         """Peak bytes in files on NVMe."""
         return self.peak.total(location="nvme")
 
+    @property
+    def needed_bytes(self) -> int:
+        """Peak bytes of the memory that may run out: the device's memory, on a CPU the host's."""
+        return self.device_bytes + self.host_bytes if self.layout.device_kind == "cpu" else self.device_bytes
+
 
 def estimate_memory(shape: ModelShape | None, layout: Layout, *, num_parameters: float | None = None) -> MemoryEstimate:
     """Estimate the memory of the rank that needs the most on its device.

@@ -15,8 +15,8 @@ from typing import Any
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.validate import resolve_run
 from pretrain.distributed.device import detect_device
+from pretrain.distributed.process import kernel_oom_kills
 from pretrain.memory.footprint import Footprint
-from pretrain.memory.measure.out_of_memory import kernel_oom_kills
 from pretrain.memory.measure.run_ranks import FailedRank, failure_error, run_ranks
 
 _TRACKED_STEPS = 2

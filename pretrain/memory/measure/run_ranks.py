@@ -8,9 +8,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretrain.distributed.process import free_port, package_environment
+from pretrain.distributed.process import free_port, mentions_out_of_memory, package_environment
 from pretrain.errors import ConfigError
-from pretrain.memory.measure.out_of_memory import mentions_out_of_memory
 
 RANK_MODULE = "pretrain.memory.measure.measure_rank"
 _GRACE_S = 3.0  # seconds that the other ranks have to fail, too, after the first failure

@@ -1,4 +1,4 @@
-"""User interface of the memory planner: tools/compare_zero.py with its tables, and the memory line of a run.
+"""User interface of the memory planner: tools/compare_zero.py with its tables.
 
 Imports all other folders and modules of memory/, and cli, config, distributed, model, paths and errors.
 """

@@ -10,7 +10,8 @@ from pretrain.config.initialization import given_dropouts, with_dropout
 from pretrain.distributed.device import detect_device
 from pretrain.errors import ConfigError
 from pretrain.memory.estimate.model_shape import read_shape, shape_of
-from pretrain.memory.hardware import DEFAULT_GPU, GB, GIB, Cluster
+from pretrain.memory.footprint import GB, GIB, in_unit
+from pretrain.memory.hardware import DEFAULT_GPU, Cluster
 from pretrain.memory.report.compare_zero_flags import DEFAULT_SEQ_LENGTH, axes_of, cluster_of, parse_flags
 from pretrain.memory.report.plot import save_plot
 from pretrain.memory.report.table import (
@@ -32,7 +33,6 @@ from pretrain.memory.search.candidates import (
 from pretrain.memory.search.compare import ComparisonRow, Workload, compare, recommend, step_seconds
 from pretrain.memory.search.ds_config import write_config
 from pretrain.memory.search.largest_fit import find_largest
-from pretrain.memory.sizes import in_unit
 from pretrain.memory.step_time.calibrate import Calibration, calibrate, calibration_lines, on_cpus
 from pretrain.memory.step_time.run_cost import cost_lines, run_cost
 from pretrain.memory.step_time.time_parameters import DEFAULT_PARAMETERS, model_error

@@ -7,12 +7,12 @@ from typing import Any
 from pretrain.cli import Parser, number, path_text, text, whole_number
 from pretrain.config.initialization import DROPOUTS
 from pretrain.errors import ConfigError
-from pretrain.memory.hardware import DEFAULT_MARGIN, GB, GPUS, Cluster, make_cluster
+from pretrain.memory.footprint import DEFAULT_MARGIN, GB, UNITS
+from pretrain.memory.hardware import GPUS, Cluster, make_cluster
 from pretrain.memory.report.plot import check_plot
 from pretrain.memory.search.axes import OFFLOADS, PARALLEL_SIZES, RECOMPUTE_CHOICES, Axes
 from pretrain.memory.search.candidates import SAMPLES_PER_RANK
 from pretrain.memory.search.largest_fit import FIND_TARGETS
-from pretrain.memory.sizes import UNITS
 from pretrain.memory.step_time.run_cost import STORAGE_RATE
 from pretrain.paths import check_file
 

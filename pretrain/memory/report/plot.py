@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.errors import ConfigError
-from pretrain.memory.footprint import ROLES
-from pretrain.memory.hardware import GIB
+from pretrain.memory.footprint import GIB, ROLES, in_unit
 from pretrain.memory.report.table import ComparisonReport, verdict
-from pretrain.memory.sizes import in_unit
 
 COLOURS = dict(zip(ROLES, ("#4477aa", "#ee6677", "#228833", "#66ccee", "#bbbbbb", "#ccbb44", "#aa3377", "#dddddd"),
                    strict=True))

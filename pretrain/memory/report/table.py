@@ -10,11 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from pretrain.config.layout import LAYOUT_FIELDS
-from pretrain.memory.footprint import Footprint
+from pretrain.memory.footprint import Footprint, in_unit
 from pretrain.memory.search.candidates import Candidate
 from pretrain.memory.search.compare import ComparisonRow, Workload
 from pretrain.memory.search.largest_fit import LargestFit
-from pretrain.memory.sizes import in_unit
 from pretrain.memory.step_time.calibrate import calibration_json
 from pretrain.memory.step_time.run_cost import Cost
 from pretrain.memory.step_time.traffic import LINKS, link_bytes

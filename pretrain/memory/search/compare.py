@@ -20,9 +20,9 @@ from pretrain.errors import ConfigError
 from pretrain.memory.estimate.deepspeed_formulas import DeepSpeedEstimate, deepspeed_estimate
 from pretrain.memory.estimate.estimate_memory import MemoryEstimate, estimate_memory
 from pretrain.memory.estimate.model_shape import ModelShape
+from pretrain.memory.footprint import with_unit
 from pretrain.memory.hardware import Cluster
 from pretrain.memory.search.candidates import Candidate, group_micro_batches
-from pretrain.memory.sizes import with_unit
 from pretrain.memory.step_time.calibrate import Calibration
 from pretrain.memory.step_time.time_model import StepTime, estimate_step_time, model_flops_per_token
 from pretrain.memory.step_time.time_parameters import DEFAULT_PARAMETERS, TimeParameters, model_error

@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pretrain.errors import ConfigError
-from pretrain.memory.hardware import GB, Cluster, Gpu, find_gpu, gpu_by_label, make_cluster
+from pretrain.memory.footprint import GB
+from pretrain.memory.hardware import Cluster, Gpu, find_gpu, gpu_by_label, make_cluster
 from pretrain.memory.step_time.fit import fit
 from pretrain.memory.step_time.measured_run import MeasuredRun, read_measured_run
 from pretrain.memory.step_time.time_model import StepTime, estimate_step_time, model_flops_per_token

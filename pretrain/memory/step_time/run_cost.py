@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from pretrain.config.checkpoint_size import checkpoint_bytes
 from pretrain.config.layout import Layout
-from pretrain.memory.hardware import GB
+from pretrain.memory.footprint import GB
 
 CHINCHILLA_TOKENS_PER_PARAMETER = 20  # Hoffmann et al., arXiv 2203.15556, table 3
 STORAGE_RATE = 2e9  # bytes a second that one node writes to the checkpoints' storage: an assumption

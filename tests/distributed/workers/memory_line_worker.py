@@ -19,7 +19,7 @@ from pretrain.engine.build import build_engine, deepspeed_output, remove_swap_fi
 from pretrain.engine.prepare import prepare_deepspeed
 from pretrain.engine.steps import train_batch
 from pretrain.memory.measure.observe_steps import random_batches
-from pretrain.memory.report.memory_watch import REPORTED_STEP, MemoryWatch
+from pretrain.memory.memory_watch import REPORTED_STEP, MemoryWatch
 from tests.support.cases_loop import each_case
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from pretrain.distributed.process import kernel_oom_kills
 from pretrain.memory.measure import run_ranks
-from pretrain.memory.measure.out_of_memory import kernel_oom_kills
 from pretrain.memory.measure.run_ranks import FailedRank, failure_error
 
 SMALLER = "fewer layers or a smaller micro-batch"

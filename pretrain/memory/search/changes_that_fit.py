@@ -1,68 +1,38 @@
-"""Advice for a run that ran out of memory: the prediction, what was available, and changes that should fit."""
+"""Changes of a layout that fit into less memory: `python -m pretrain.memory.search.changes_that_fit`.
 
-import gc
-import os
+A run that ran out of memory (memory_watch.py) starts this process. Its input is a pickled dictionary with the arguments
+of `changes_that_fit`; it prints one change a line.
+"""
+
+import pickle
 import sys
-import traceback
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pretrain.config.layout import Layout
-from pretrain.distributed.world import World
 from pretrain.memory.estimate.model_shape import shape_of
+from pretrain.memory.footprint import with_unit
 from pretrain.memory.hardware import make_cluster
-from pretrain.memory.measure.out_of_memory import is_out_of_memory
-from pretrain.memory.report.memory_watch import sizes_by_role
 from pretrain.memory.search.axes import OFFLOADS, RECOMPUTE_CHOICES, Axes
 from pretrain.memory.search.candidates import Candidate, generate_candidates
 from pretrain.memory.search.compare import Workload, estimate_candidate
-from pretrain.memory.sizes import with_unit
+from pretrain.model.config import ModelConfig
 from pretrain.model.recompute import Recompute
 
-if TYPE_CHECKING:
-    from pretrain.memory.report.memory_watch import MemoryWatch
-
-_MAX_FRACTION = 0.85  # of the failed layout's predicted memory: changes that need more are not suggested
 _MAX_CHANGES = 3
 
 
-def advice(watch: "MemoryWatch", error: BaseException) -> list[str]:
-    """Describe an out-of-memory error and list changes that should fit. Returns no lines for any other error.
-
-    Frees the memory that the frames of the error's traceback reference.
-    """
-    if not is_out_of_memory(error):
-        return []
-    measured = with_unit(watch.measured_bytes())
-    used = f"the process had grown by {measured}" if watch.device_kind == "cpu" else \
-        f"{measured} were in use before the error"
-    lines = [f"out of memory{_location(error)}: {_first_line(error)}"]
-    traceback.clear_frames(error.__traceback__)
-    gc.collect()
-    predicted = watch.predicted
-    needed = watch.needed_bytes(predicted)
-    lines.append(f"predicted {with_unit(needed)} of tensors at the peak ({sizes_by_role(predicted)}); {used}; "
-                 f"{with_unit(watch.available_bytes)} were available for tensors")
-    changes = changes_that_fit(watch, min(watch.available_bytes, int(_MAX_FRACTION * needed)))
-    if not changes:
-        return [*lines, "no other layout of these ranks is predicted to fit: use more ranks or a smaller model"]
-    return [*lines, "changes that are predicted to fit, the fastest first:", *(f"  {change}" for change in changes)]
-
-
-def changes_that_fit(watch: "MemoryWatch", budget_bytes: int) -> list[str]:
+def changes_that_fit(layout: Layout, model: ModelConfig, *, ranks_per_node: int, budget_bytes: int) -> list[str]:
     """Describe at most three changes of the layout that fit the budget, the fastest first.
 
     A change is left out if a faster suggestion changes the same settings, or only some of them.
     """
-    layout, local_size, model = watch.plan.layout, watch.world.local_size, watch.plan.model
-    ranks_per_node = local_size if layout.world_size % local_size == 0 else 1
-    cluster = make_cluster(gpu=None, world_size=layout.world_size, nodes=None, gpus_per_node=ranks_per_node)
+    cluster = make_cluster(gpu=None, world_size=layout.world_size, nodes=None,
+                           gpus_per_node=ranks_per_node if layout.world_size % ranks_per_node == 0 else 1)
     workload = Workload(cluster, model.num_parameters(), shape_of(model), model)
     fitting = []
     for candidate in alternatives(layout, workload):
         row = estimate_candidate(candidate, workload)
-        needed = watch.needed_bytes(row.estimate)
+        needed = row.estimate.needed_bytes
         if not row.rejection and row.time and needed <= budget_bytes:
             changed = differences(layout, candidate.layout)
             fitting.append((round(row.time.total_seconds, 6), len(changed), -needed, changed))
@@ -133,18 +103,6 @@ def _recompute_settings(old: Layout, new: Layout) -> str:
     return " and ".join(settings) or "--recompute blocks"
 
 
-def print_advice(lines: list[str], world: World) -> None:
-    """Print the lines with this rank's number, because other ranks may have enough memory."""
-    print("\n".join(f"ds-pretrain: {'error: ' if not number else ''}rank {world.rank}: {line}"
-                    for number, line in enumerate(lines)), file=sys.stderr, flush=True)
-
-
-def _location(error: BaseException) -> str:
-    """Return function, file and line of the innermost frame in this package, or "" if there is none."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__)
-              if f"{os.sep}pretrain{os.sep}" in frame.filename]
-    return f" in {frames[-1].name} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0] or type(error).__name__
+if __name__ == "__main__":
+    for line in changes_that_fit(**pickle.load(sys.stdin.buffer)):
+        print(line)

@@ -1,18 +1,27 @@
-"""MemoryWatch: measures the memory of a training run and reports it next to the prediction."""
+"""MemoryWatch: measures the memory of a training run, and reports it next to the prediction.
 
+Also the report of a run that ran out of memory, with changes that should fit.
+"""
+
+import gc
+import os
+import pickle
 import resource
+import subprocess
+import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pretrain.distributed.device import Device
-from pretrain.distributed.process import resident_bytes
+from pretrain.distributed.process import is_out_of_memory, package_environment, resident_bytes
 from pretrain.distributed.world import World
 from pretrain.errors import ConfigError
 from pretrain.memory.estimate.estimate_memory import MemoryEstimate, estimate_memory
 from pretrain.memory.estimate.model_shape import shape_of
-from pretrain.memory.hardware import DEFAULT_MARGIN
-from pretrain.memory.sizes import with_unit
+from pretrain.memory.footprint import DEFAULT_MARGIN, with_unit
 
 if TYPE_CHECKING:
     from pretrain.config.validate import Plan
@@ -25,6 +34,7 @@ REPORTED_STEP = 2  # counted from the start of this process: the first step allo
 PROCESS_GROWTH_BYTES = 256 * 2**20
 
 _COMPARE = "tools/compare_zero.py compares layouts that fit"
+_MAX_FRACTION = 0.85  # of the failed layout's predicted memory: changes that need more are not suggested
 _UNCERTAIN = 0.03  # fraction of the measured peak from which the line shows a range: see StepPeak
 
 
@@ -34,7 +44,6 @@ class MemoryWatch:
 
     plan: "Plan"
     world: World
-    device_kind: str  # cpu, cuda
     available_bytes: int  # for tensors, before the engine was built
     resident_at_start_bytes: int  # of this process, before the engine was built; 0 on CUDA
     step_peak: "StepPeak | None" = None  # measures step REPORTED_STEP; None on CUDA (torch's allocator)
@@ -45,20 +54,21 @@ class MemoryWatch:
         from deepspeed.accelerator import get_accelerator
 
         if get_accelerator().device_name() != "cpu":
-            return cls(plan, world, "cuda", int(get_accelerator().total_memory()), 0)
+            return cls(plan, world, int(get_accelerator().total_memory()), 0)
         from pretrain.memory.measure.cpu_step_peak import StepPeak
 
         available = max(0, _available_host_bytes(world.local_size) - PROCESS_GROWTH_BYTES)
-        return cls(plan, world, "cpu", available, resident_bytes()[0], StepPeak())
+        return cls(plan, world, available, resident_bytes()[0], StepPeak())
 
     @property
     def predicted(self) -> MemoryEstimate:
         """Estimate for the rank that needs the most memory. Raises ConfigError if there is none for this model."""
         return estimate_memory(shape_of(self.plan.model), self.plan.layout)
 
-    def needed_bytes(self, estimate: MemoryEstimate) -> int:
-        """Return the estimated peak of the memory that may run out: the device's memory, on a CPU the host's."""
-        return _needed_bytes(estimate, self.device_kind)
+    @property
+    def device_kind(self) -> str:
+        """The kind of device that the run uses: cpu or cuda."""
+        return self.plan.layout.device_kind
 
     def measured_bytes(self) -> int:
         """Return this rank's peak so far: of torch's allocator on CUDA, growth of the resident set on a CPU."""
@@ -86,7 +96,7 @@ class MemoryWatch:
         except ConfigError as error:
             report(f"memory: {self._measurement(None)}; no prediction: {error}")
             return
-        report(f"memory: {_prediction(predicted, self.device_kind)}; {self._measurement(predicted)}")
+        report(f"memory: {_prediction(predicted)}; {self._measurement(predicted)}")
 
     def _measurement(self, predicted: MemoryEstimate | None) -> str:
         """Describe the measurement of the rank with the most memory. Every rank must call this."""
@@ -128,8 +138,8 @@ def plan_remarks(plan: "Plan", device: Device, *, warnings: Sequence[str] = (),
         estimate = estimate_memory(shape_of(plan.model), plan.layout)
     except ConfigError as error:
         return [("memory", f"no prediction: {error}"), *notes]
-    needed, ranks = _needed_bytes(estimate, device.kind), ranks_per_host or plan.layout.world_size
-    remarks = [("memory", f"{_prediction(estimate, device.kind)}, on the rank with the most memory")]
+    needed, ranks = estimate.needed_bytes, ranks_per_host or plan.layout.world_size
+    remarks = [("memory", f"{_prediction(estimate)}, on the rank with the most memory")]
     if not device.memory_bytes:
         remarks = [("memory", f"{remarks[0][1]}; the memory of the device is not known on this machine")]
     elif needed > device.memory_bytes * (1 - DEFAULT_MARGIN):
@@ -142,16 +152,11 @@ def plan_remarks(plan: "Plan", device: Device, *, warnings: Sequence[str] = (),
     return [*remarks, *notes]
 
 
-def _needed_bytes(estimate: MemoryEstimate, device_kind: str) -> int:
-    device = estimate.peak.total(location="device")
-    return device + estimate.host_bytes if device_kind == "cpu" else device
+def _prediction(estimate: MemoryEstimate) -> str:
+    return f"predicted {with_unit(estimate.needed_bytes)} at the peak ({_sizes_by_role(estimate)})"
 
 
-def _prediction(estimate: MemoryEstimate, device_kind: str) -> str:
-    return f"predicted {with_unit(_needed_bytes(estimate, device_kind))} at the peak ({sizes_by_role(estimate)})"
-
-
-def sizes_by_role(estimate: MemoryEstimate) -> str:
+def _sizes_by_role(estimate: MemoryEstimate) -> str:
     """List the peak of each role: "parameters 1.2 GiB, gradients ..."."""
     roles = dict.fromkeys(role for role, _, _ in estimate.peak.rows())
     return ", ".join(f"{role.replace('_', ' ')} {with_unit(estimate.peak.total(role))}" for role in roles)
@@ -168,3 +173,54 @@ def _available_host_bytes(local_size: int) -> int:
     with open("/proc/self/statm", encoding="ascii") as file:
         mapped = int(file.read().split()[0]) * resource.getpagesize()
     return min(available, max(0, limit - mapped))
+
+
+def advice(watch: "MemoryWatch", error: BaseException) -> list[str]:
+    """Describe an out-of-memory error and list changes that should fit. Returns no lines for any other error.
+
+    Frees the memory that the frames of the error's traceback reference.
+    """
+    if not is_out_of_memory(error):
+        return []
+    measured = with_unit(watch.measured_bytes())
+    used = f"the process had grown by {measured}" if watch.device_kind == "cpu" else \
+        f"{measured} were in use before the error"
+    lines = [f"out of memory{_location(error)}: {_first_line(error)}"]
+    traceback.clear_frames(error.__traceback__)
+    gc.collect()
+    predicted = watch.predicted
+    lines.append(f"predicted {with_unit(predicted.needed_bytes)} of tensors at the peak ({_sizes_by_role(predicted)}); "
+                 f"{used}; {with_unit(watch.available_bytes)} were available for tensors")
+    return lines + _changes_that_fit(watch, min(watch.available_bytes, int(_MAX_FRACTION * predicted.needed_bytes)))
+
+
+def _changes_that_fit(watch: MemoryWatch, budget_bytes: int) -> list[str]:
+    """Describe other layouts that fit into a budget. A process of its own compares them: a run needs no planner."""
+    request = {"layout": watch.plan.layout, "model": watch.plan.model, "ranks_per_node": watch.world.local_size,
+               "budget_bytes": budget_bytes}
+    try:
+        search = subprocess.run([sys.executable, "-m", "pretrain.memory.search.changes_that_fit"], check=True,
+                                input=pickle.dumps(request), env=package_environment(), stdout=subprocess.PIPE)
+    except (OSError, subprocess.CalledProcessError) as error:
+        return [f"the search for changes that fit failed: {error}. {_COMPARE}"]
+    changes = search.stdout.decode().splitlines()
+    if not changes:
+        return ["no other layout of these ranks is predicted to fit: use more ranks or a smaller model"]
+    return ["changes that are predicted to fit, the fastest first:", *(f"  {change}" for change in changes)]
+
+
+def print_advice(lines: list[str], world: World) -> None:
+    """Print the lines with this rank's number, because other ranks may have enough memory."""
+    print("\n".join(f"ds-pretrain: {'error: ' if not number else ''}rank {world.rank}: {line}"
+                    for number, line in enumerate(lines)), file=sys.stderr, flush=True)
+
+
+def _location(error: BaseException) -> str:
+    """Return function, file and line of the innermost frame in this package, or "" if there is none."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__)
+              if f"{os.sep}pretrain{os.sep}" in frame.filename]
+    return f" in {frames[-1].name} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0] or type(error).__name__
