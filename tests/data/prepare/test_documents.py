@@ -37,11 +37,11 @@ def word_tokenizer(folder: Path, vocab_size: int) -> Path:
 def test_odd_documents(tmp_path: Path, tokenizer: Tokenizer) -> None:
     """CRLF and whitespace are kept, a BOM at the beginning of a file is not; documents without text are left out."""
     files = {"bom.txt": b"\xef\xbb\xbfafter a BOM", "crlf.txt": b"one\r\ntwo\r\n", "one.txt": b"x", "empty.txt": b"",
-             "blank.txt": b" \n", "lines.jsonl": b'{"text": ""}\r\n{"text": "a\\ufeffb\\u0000"}\r\n\r\n{"text": "\\n"}'}
+             "blank.txt": b" \n", "lines.jsonl": b'{"text": ""}\r\n{"text": "a\\ufeffb\\u0001"}\r\n\r\n{"text": "\\n"}'}
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     prepare([str(tmp_path / name) for name in files], tokenizer=str(tokenizer.path), out=str(tmp_path / "out"))
-    expected = ["after a BOM", "one\r\ntwo\r\n", "x", " \n", "a\ufeffb\0", "\n"]
+    expected = ["after a BOM", "one\r\ntwo\r\n", "x", " \n", "a\ufeffb\1", "\n"]
     assert documents(tmp_path / "out", tokenizer) == expected
     summary = read_summary(tmp_path / "out")
     assert summary["empty_documents"] == 2
