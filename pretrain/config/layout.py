@@ -4,15 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from pretrain.config.ds_json.optimizers import OPTIMIZERS
 from pretrain.config.ds_json.read import get_value
 from pretrain.config.ds_json.schema import DEFAULT_PARTITION_METHOD, DEFAULT_REDUCE_BUCKET_SIZE, PARTITION_METHODS
 from pretrain.errors import ConfigError
 from pretrain.model.recompute import Recompute
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-# Optimizer-state tensors of a parameter's size, by optimizer.type in lower case.
-STATE_TENSORS = {"adam": 2, "adamw": 2, "adamw8bit": 2, "nadam": 2, "radam": 2, "lamb": 2, "adamax": 2, "adadelta": 2,
-                 "lion": 1, "adagrad": 1, "muon": 1, "rmsprop": 1, "sgd": 0}
 SIZE_KEYS = ("reduce_bucket_size", "allgather_bucket_size", "prefetch_bucket_size", "param_persistence_threshold",
              "model_persistence_threshold", "max_live_parameters", "max_reuse_distance", "sub_group_size")
 
@@ -232,12 +230,12 @@ def _precision(get: _Getter) -> dict[str, Any]:
 
 def _optimizer(get: _Getter) -> dict[str, Any]:
     kind = str(get("optimizer.type", "AdamW")).lower()
-    tensors = STATE_TENSORS.get(kind, 2)
+    row = OPTIMIZERS.get(kind)
+    tensors = 2 if row is None else row.states
     if kind == "sgd" and get("optimizer.params.momentum", 0):
         tensors = 1
-    has_kernel = kind in ("adam", "adamw", "adamw8bit", "lion", "lamb", "adagrad", "muon")
     return {"optimizer": kind, "optimizer_moments": tensors,
-            "torch_optimizer": not has_kernel or bool(get("optimizer.params.torch_adam", False)
+            "torch_optimizer": row is None or row.from_torch or bool(get("optimizer.params.torch_adam", False)
                                                       and not get("optimizer.params.fused", False))}
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from pretrain.config.ds_json.check_keys import check_json_keys
 from pretrain.config.ds_json.clean import IgnoredKey, clean, compiles_blocks, drop_ignored_keys
-from pretrain.config.ds_json.optimizers import ELEMENTWISE_OTHERS
+from pretrain.config.ds_json.optimizers import OPTIMIZERS
 from pretrain.config.ds_json.read import DsFile, get_value
 from pretrain.config.ds_json.schema import DEFAULT_PARTITION_METHOD, PARTITION_METHODS
 from pretrain.config.fill import (
@@ -55,23 +55,12 @@ class ResolvedConfig:
         """Return the value of a dotted key of `config`."""
         return get_value(self.config, dotted, default)
 
-    def error(self, dotted: str, *, expected: str = "", problem: str = "", remedy: str = "",
-              found: object = None) -> ConfigError:
-        """Return a ConfigError about one key, with the key's line in the file.
-
-        The key's value is shown unless `found` or `problem` is given.
-        """
-        if found is None:
-            value = self.get(dotted)
-            found = f'"{value}"' if isinstance(value, str) else str(value).lower() if value in (True, False) else value
-        return ConfigError(self.file.where(dotted), found=found, expected=expected, problem=problem, remedy=remedy)
-
 
 def resolve_ds_config(file: DsFile, args: RunArguments, *, model: ModelConfig, world_size: int,
                       device: Device) -> ResolvedConfig:
     """Validate each key by itself, fill every "auto" and every batch size, and parse the layout. Raises ConfigError.
 
-    `pretrain.config.rules.check.check_rules` validates combinations of keys afterwards.
+    `run_rules.check_rules` validates combinations of keys afterwards.
     """
     check_json_keys(file)
     check_contradictions(file, args)
@@ -95,7 +84,8 @@ def resolve_ds_config(file: DsFile, args: RunArguments, *, model: ModelConfig, w
         params["torch_adam"] = True  # DeepSpeed's FusedAdam must be compiled with nvcc
         if params.get("foreach") is None:
             params["fused"] = True  # one kernel for all operations, and no temporary memory
-    if zero_stage > 0 and config["optimizer"]["type"].lower() in ELEMENTWISE_OTHERS:
+    row = OPTIMIZERS[config["optimizer"]["type"].lower()]
+    if zero_stage > 0 and row.elementwise and not row.tested_with_zero:
         config["zero_allow_untested_optimizer"] = True  # otherwise DeepSpeed rejects them with ZeRO
     fill_model_sizes(config, model, zero_stage)
     fill_scheduler(file, config, args, length.train_steps, rate)

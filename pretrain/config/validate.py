@@ -9,11 +9,11 @@ from pretrain.config.flags.arguments import RunArguments, data_spec
 from pretrain.config.flags.check_flags import check_flags, check_folders
 from pretrain.config.flags.overrides import OverrideRecord
 from pretrain.config.flags.training_flags import ScheduleArguments
-from pretrain.config.initialization import check_initialization_flags, check_mup, with_dropout
+from pretrain.config.initialization import check_initialization_flags, with_dropout
 from pretrain.config.layout import Layout
 from pretrain.config.notes import json_notes, run_notes
 from pretrain.config.resolve import ResolvedConfig, resolve_ds_config
-from pretrain.config.rules.check import check_rules
+from pretrain.config.run_rules import check_rules
 from pretrain.config.saved_model import Origin, SavedModel, model_of_run
 from pretrain.config.schedules.length import RunLength
 from pretrain.config.schedules.schedule import Schedule
@@ -120,7 +120,6 @@ def resolve_run(args: RunArguments, *, world_size: int, device: Device,
                           remedy=f"--model_overrides {model.key('max_positions')}={args.seq_length} gives it more")
     resolved = resolve_ds_config(file, args, model=model, world_size=world_size, device=device)
     check_rules(resolved)
-    check_mup(resolved)
     undecayed_names(args.no_weight_decay, model)
     return resolved
 

@@ -9,7 +9,7 @@ PARTS = ("none", "blocks", "attention", "mlp")  # choices of --recompute
 class Recompute:
     """Choice of the activations that the backward pass recomputes, and of the memory that keeps their inputs.
 
-    `part` and `interval` exclude each other (config/rules/recompute_rules.py).
+    `part` and `interval` exclude each other (config/run_rules.py).
     """
 
     part: str = "none"  # one of PARTS: what is recomputed of a block; "blocks": all of it

@@ -1,17 +1,18 @@
 """DeepSpeed JSONs from public repositories: accepted, with notes about ignored keys, or rejected with a reason."""
 
 import dataclasses
-import importlib.util
 import json
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
+from pretrain.config import run_rules
 from pretrain.config.ds_json.read import DsFile
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.notes import json_notes
 from pretrain.config.resolve import ResolvedConfig, resolve_ds_config
-from pretrain.config.rules.check import check_rules
+from pretrain.config.run_rules import check_rules
 from pretrain.distributed.device import Device
 from pretrain.engine.parallelism import engine_config
 from pretrain.errors import ConfigError
@@ -34,9 +35,7 @@ def resolve(config: dict[str, Any], *, ranks: int = 1, **flags: Any) -> Resolved
 @pytest.fixture(autouse=True)
 def _no_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hide an installed wandb: the expected outcomes do not depend on this machine."""
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec",
-                        lambda name, package=None: None if name == "wandb" else find_spec(name, package))
+    monkeypatch.setattr(run_rules, "find_spec", lambda name: None if name == "wandb" else find_spec(name))
 
 
 @pytest.mark.parametrize("foreign", [row for row in FOREIGN if row.notes is not None], ids=lambda row: row.source)

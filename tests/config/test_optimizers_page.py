@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pretrain.config.rules import optimizer_rules
+from pretrain.config import run_rules
 from pretrain.errors import ConfigError
 from tests.config.test_foreign_jsons import resolve
 from tests.support.launch import ROOT
@@ -19,7 +19,7 @@ SNIPPETS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def _has_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer_rules, "find_spec", lambda name: name)
+    monkeypatch.setattr(run_rules, "find_spec", lambda name: name)
 
 
 @pytest.mark.parametrize("name", SNIPPETS)

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from pretrain.config import layout_rules, run_rules
 from pretrain.config.ds_json.read import DsFile
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.resolve import resolve_ds_config
-from pretrain.config.rules import layout_rules, optimizer_rules
-from pretrain.config.rules.check import check_rules
+from pretrain.config.run_rules import check_rules
 from pretrain.distributed.device import Device
 from pretrain.errors import ConfigError
 from pretrain.model.config import load_model_config
@@ -89,7 +89,7 @@ def settings_table() -> list[str]:
 @pytest.fixture(autouse=True)
 def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every package and library seem installed: the tables do not depend on this machine."""
-    monkeypatch.setattr(optimizer_rules, "find_spec", lambda name: name)
+    monkeypatch.setattr(run_rules, "find_spec", lambda name: name)
     monkeypatch.setattr(layout_rules, "find_library", lambda name: name)
 
 
@@ -101,5 +101,5 @@ def test_the_tables_are_those_of_the_rules() -> None:
 
 
 if __name__ == "__main__":
-    optimizer_rules.find_spec = layout_rules.find_library = lambda name: name  # type: ignore[assignment]
+    run_rules.find_spec = layout_rules.find_library = lambda name: name  # type: ignore[assignment]
     print("\n".join(["", *combinations_table(), "", *settings_table()]))

@@ -13,7 +13,7 @@ from pretrain.config.ds_json.read import read_ds_config
 from pretrain.config.fill import set_value
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.resolve import ResolvedConfig, resolve_ds_config
-from pretrain.config.rules.check import check_rules
+from pretrain.config.run_rules import check_rules
 from pretrain.distributed.device import Device
 from pretrain.engine.parallelism import engine_config
 from pretrain.errors import ConfigError

@@ -168,19 +168,21 @@ def test_optimizers_and_schedulers_match_deepspeed_and_torch() -> None:
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
     from deepspeed.runtime.zero.muon.original_muon import NS_METHODS
 
-    known = set(ds_optimizers.OPTIMIZERS) | set(ds_optimizers.DEEPSPEED_REJECTED)
+    from_torch = {row.name: row.params for row in ds_optimizers.OPTIMIZERS.values() if row.from_torch}
+    own = set(ds_optimizers.OPTIMIZERS) - {name.lower() for name in from_torch}
+    known = own | set(ds_optimizers.DEEPSPEED_REJECTED)
     assert set(DEEPSPEED_OPTIMIZERS) <= known
     classes = {name for name, value in vars(torch.optim).items() if inspect.isclass(value)} - {"Optimizer"}
-    ours = {name for name in classes if name.lower() in ds_optimizers.OPTIMIZERS}
-    assert classes - ours == set(ds_optimizers.TORCH_OPTIMIZERS) | set(ds_optimizers.TORCH_REJECTED)
-    for name, params in ds_optimizers.TORCH_OPTIMIZERS.items():
+    ours = {name for name in classes if name.lower() in own}
+    assert classes - ours == set(from_torch) | set(ds_optimizers.TORCH_REJECTED)
+    for name, params in from_torch.items():
         taken = set(inspect.signature(getattr(torch.optim, name)).parameters)
         assert set(params) - {"max_grad_norm"} == taken - {"params"}, name
     assert set(ds_optimizers.SCHEDULERS) == set(lr_schedules.VALID_LR_SCHEDULES)
     for name, params in ds_optimizers.SCHEDULERS.items():
         taken = set(inspect.signature(getattr(lr_schedules, name).__init__).parameters)
         assert set(params) == taken - {"self", "optimizer"}, name
-    ns_method = ds_optimizers.OPTIMIZERS["muon"]["ns_method"]
+    ns_method = ds_optimizers.OPTIMIZERS["muon"].params["ns_method"]
     assert isinstance(ns_method, Key)
     assert set(ns_method.choices) == NS_METHODS
 

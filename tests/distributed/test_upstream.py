@@ -230,7 +230,7 @@ def test_d_nvme_below_stage_3_is_rejected(results: Results, corpus: str, tmp_pat
         config = ds_config(stage, {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}, **BF16)
         assert "offload_optimizer.device" in rejection(config, corpus, tmp_path)
     plain = results["nvme_below_stage_3"]
-    assert plain["cpu_offload"], "DeepSpeed fixed defect D: allow NVMe in config/rules/"
+    assert plain["cpu_offload"], "DeepSpeed fixed defect D: allow NVMe in config/layout_rules.py"
     assert plain["files"] == 0
     assert plain["bytes_in_memory"] > 512 * 512 * 4, "Adam's states are not in memory"
 

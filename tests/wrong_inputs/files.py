@@ -141,12 +141,12 @@ _WRONG_KINDS = {
 
 def json_cases() -> Iterator[Case]:
     """Yield every key of the schema with values of wrong types and values outside its range."""
-    from pretrain.config.ds_json.optimizers import OPTIMIZERS, SCHEDULERS, TORCH_OPTIMIZERS
+    from pretrain.config.ds_json.optimizers import OPTIMIZERS, SCHEDULERS
     from pretrain.config.ds_json.schema import REMOVED, TREE
 
     yield from _tree_cases(TREE, "", {})
     seen: dict[str, Any] = {}
-    for name, tree in {**OPTIMIZERS, **TORCH_OPTIMIZERS}.items():
+    for name, tree in ((row.name, row.params) for row in OPTIMIZERS.values()):
         yield _json_case("optimizer.params", "5", {"optimizer.type": name}, name)
         new = {key: value for key, value in tree.items() if seen.get(key) != value}
         seen.update(tree)

@@ -24,17 +24,13 @@ from pretrain.checkpoint.format.manifest import Manifest
 from pretrain.checkpoint.format.shard_index import index_json, index_name, is_elementwise
 from pretrain.checkpoint.load.hf_folder import HFWeights
 from pretrain.checkpoint.load.reader import FP32, SCHEDULED_SETTINGS, CheckpointReader
-from pretrain.checkpoint.load.stored import optimizer_family, state_name
+from pretrain.checkpoint.load.stored import state_name
 from pretrain.checkpoint.save.finite import all_finite
+from pretrain.config.ds_json.optimizers import DIVISIBLE_FAMILIES, optimizer_family
 from pretrain.distributed.collectives import gather
 from pretrain.errors import ConfigError
 from pretrain.stored_json import parse_json
 from pretrain.terminal.progress import ProgressBar
-
-# families of optimizers that update a weight from its own gradient and states alone; their tensors can be divided
-# anywhere
-ELEMENTWISE_OPTIMIZERS = (
-    "Adam", "Lion", "Adagrad", "SGD", "RMSprop", "Adamax", "NAdam", "RAdam", "Adadelta", "ASGD", "Rprop")
 
 
 def load_resharded(engine: DeepSpeedEngine, folder: Path, manifest: Manifest) -> None:
@@ -118,9 +114,9 @@ def _fragments_in(index: str) -> Any:
 def _check_optimizer(engine: DeepSpeedEngine, reader: CheckpointReader) -> None:
     """Raise ConfigError unless both optimizers are the same, and elementwise."""
     saved, current = reader.optimizer, type(base_optimizer(engine)).__name__
-    if optimizer_family(saved) not in ELEMENTWISE_OPTIMIZERS or optimizer_family(saved) != optimizer_family(current):
+    if optimizer_family(saved) not in DIVISIBLE_FAMILIES or optimizer_family(saved) != optimizer_family(current):
         raise ConfigError(f"{reader.folder}: optimizer", found=f"{saved} in the checkpoint and {current} in this run",
-                          expected=f"one of {', '.join(ELEMENTWISE_OPTIMIZERS)} in both",
+                          expected=f"one of {', '.join(DIVISIBLE_FAMILIES)} in both",
                           remedy="with other optimizers, resume in the layout of the run that wrote the checkpoint")
 
 

@@ -11,17 +11,9 @@ from pretrain.errors import ConfigError
 from pretrain.model.parallel.parts import Part
 from pretrain.stored_json import read_object
 
-# class name of an optimizer -> name of its family; optimizers of one family have the same states
-_FAMILIES = {"FusedAdam": "Adam", "DeepSpeedCPUAdam": "Adam", "AdamW": "Adam", "FusedLion": "Lion",
-             "DeepSpeedCPULion": "Lion", "DeepSpeedCPUAdagrad": "Adagrad"}
 # class name -> its name of a state -> the family's name; None: the class stores this state but never uses it
 _RENAMED_STATES: dict[str, dict[str, str | None]] = {
     "DeepSpeedCPUAdagrad": {"exp_avg_sq": "sum"}, "DeepSpeedCPULion": {"exp_avg_sq": None}}
-
-
-def optimizer_family(class_name: str) -> str:
-    """Return the family of an optimizer class: one name for its fused, CPU and torch implementations."""
-    return _FAMILIES.get(class_name, class_name)
 
 
 def state_name(class_name: str, key: str) -> str | None:

@@ -1,4 +1,6 @@
-"""Parameters of each optimizer and scheduler of a DeepSpeed 0.19.8 JSON, without importing deepspeed."""
+"""The optimizers and schedulers of a DeepSpeed 0.19.8 JSON, one row each, without importing deepspeed."""
+
+from dataclasses import dataclass
 
 from pretrain.config.ds_json.schema import Key, Tree
 
@@ -17,50 +19,107 @@ _ADAM: Tree = {
     "set_grad_none": _BOOL, "foreach": Key("bool", null=True), "fused": Key("bool", null=True),
     "max_grad_norm": _NO_CLIPPING,
 }
-# By the lower-case name: DeepSpeed compares the names of its own optimizers in lower case.
-OPTIMIZERS: dict[str, Tree] = {
-    "adam": _ADAM,
-    "adamw": _ADAM,
-    # of the package bitsandbytes: engine/eight_bit.py
-    "adamw8bit": {"lr": _RATE, "betas": _BETAS, "eps": _SMALL, "weight_decay": _DECAY, "max_grad_norm": _NO_CLIPPING},
-    "lion": {"lr": _RATE, "betas": _BETAS, "weight_decay": _DECAY, "set_grad_none": _BOOL,
-             "fp32_optimizer_states": _BOOL, "max_grad_norm": _NO_CLIPPING},
-    "adagrad": {"lr": _RATE, "eps": _SMALL, "weight_decay": _DECAY, "amsgrad": _NO_AMSGRAD,
-                "lr_decay": Key("number", low=0), "initial_accumulator_value": Key("number", low=0),
-                "fp32_optimizer_states": _BOOL, "max_grad_norm": _NO_CLIPPING},
-    "lamb": {"lr": _RATE, "betas": _BETAS, "eps": _SMALL, "weight_decay": _DECAY, "bias_correction": _BOOL,
-             "eps_inside_sqrt": _BOOL, "max_coeff": Key("number", low=0), "min_coeff": Key("number", low=0),
-             "amsgrad": _NO_AMSGRAD, "max_grad_norm": _NO_CLIPPING},
-    "muon": {"lr": _RATE, "momentum": _FRACTION, "weight_decay": _DECAY,
-             "ns_method": Key("str", choices=("gram", "standard")),
-             "muon_lr": Key("number", low=0), "adam_lr": Key("number", low=0), "betas": _BETAS, "eps": _SMALL,
-             "adam_w_mode": _BOOL, "torch_adam": _BOOL, "fp32_optimizer_states": _BOOL, "max_grad_norm": _NO_CLIPPING,
-             "per_head_muon": Key(rejected="the models here have no marked attention heads; remove the key")},
-}
-# torch.optim's optimizers by their exact names: parameters besides "lr" and the implementation flags below.
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """One "optimizer.type" of the JSON: its parameters and states, and where it works."""
+
+    name: str  # torch.optim's names are case-sensitive, the others are not
+    params: Tree
+    states: int = 2  # tensors of a parameter's size that it keeps
+    family: str = ""  # name for all its classes in checkpoints, which have the same states; "": its name
+    classes: tuple[str, ...] = ()  # names of its classes, if they are not that of the family
+    elementwise: bool = False  # updates a weight from its own gradient and states: a part of a matrix is enough
+    states_in_blocks: bool = False  # a state's blocks of elements cannot be divided: no resume in another layout
+    on_cpu: bool = False  # DeepSpeed has it for the CPU, which offload_optimizer needs
+    tested_with_zero: bool = False  # DeepSpeed accepts it with ZeRO
+    is_compiled: bool = False  # its CUDA operator must be compiled, and torch has no substitute
+    scale_free: bool = False  # its update does not depend on the gradient's size (arXiv 2203.03466, B.3): muP works
+    from_torch: bool = False  # a class of torch.optim, without a fused kernel
+
+
+def _torch(name: str, params: Tree, *, elementwise: bool = True, states: int = 2) -> Optimizer:
+    """Return the row of a class of torch.optim. `params` are those besides "lr" and the implementation flags."""
+    flags: Tree = {} if name == "Adafactor" else \
+        {"capturable": _BOOL, "differentiable": Key(rejected="nothing differentiates through a step")}
+    if name == "SGD":
+        del flags["capturable"]
+    return Optimizer(name, {"lr": _RATE, "foreach": Key("bool", null=True),
+                            "maximize": Key(rejected="the loss is minimized"), **params, "max_grad_norm": _NO_CLIPPING,
+                            **flags}, states=states, elementwise=elementwise, from_torch=True)
+
+
 _FROM_0 = Key("number", low=0)
-_TORCH: dict[str, Tree] = {
-    "ASGD": {"lambd": _FROM_0, "alpha": _FROM_0, "t0": _FROM_0, "weight_decay": _DECAY},
-    "Adadelta": {"rho": _FRACTION, "eps": _SMALL, "weight_decay": _DECAY},
-    "Adafactor": {"beta2_decay": Key("number", high=0), "eps": Key("pair", low=0), "d": Key("number", low=1),
-                  "weight_decay": _DECAY},
-    "Adamax": {"betas": _BETAS, "eps": _SMALL, "weight_decay": _DECAY},
-    "NAdam": {"betas": _BETAS, "eps": _SMALL, "weight_decay": _DECAY, "momentum_decay": _FROM_0,
-              "decoupled_weight_decay": _BOOL},
-    "RAdam": {"betas": _BETAS, "eps": _SMALL, "weight_decay": _DECAY, "decoupled_weight_decay": _BOOL},
-    "RMSprop": {"alpha": _FROM_0, "eps": _SMALL, "weight_decay": _DECAY, "momentum": _FRACTION, "centered": _BOOL},
-    "Rprop": {"etas": Key("pair", low=1e-9), "step_sizes": Key("pair", low=0)},
-    "SGD": {"momentum": _FRACTION, "dampening": Key("number"), "weight_decay": _DECAY, "nesterov": _BOOL,
-            "fused": _BOOL},
-}
-_TORCH_COMMON: Tree = {"lr": _RATE, "foreach": Key("bool", null=True),
-                       "maximize": Key(rejected="the loss is minimized")}
-_TORCH_GRAPHS: Tree = {"capturable": _BOOL, "differentiable": Key(rejected="nothing differentiates through a step")}
-TORCH_OPTIMIZERS: dict[str, Tree] = {
-    name: {**_TORCH_COMMON, **tree, "max_grad_norm": _NO_CLIPPING, **({} if name == "Adafactor" else _TORCH_GRAPHS)}
-    for name, tree in _TORCH.items()
-}
-del TORCH_OPTIMIZERS["SGD"]["capturable"]
+_ADAM_CLASSES = ("FusedAdam", "DeepSpeedCPUAdam", "AdamW")
+# ZeRO gives an optimizer flat parts of the parameters, which changes nothing for elementwise ones (but for the blocks
+# of 8-bit states); tests/engine/test_optimizers.py compares those of torch in all layouts.
+_ROWS = (
+    Optimizer("Adam", _ADAM, family="Adam", classes=_ADAM_CLASSES, elementwise=True, on_cpu=True,
+              tested_with_zero=True, scale_free=True),
+    Optimizer("AdamW", _ADAM, family="Adam", classes=_ADAM_CLASSES, elementwise=True, on_cpu=True,
+              tested_with_zero=True, scale_free=True),
+    Optimizer("AdamW8bit",  # of the package bitsandbytes: engine/eight_bit.py
+              {"lr": _RATE, "betas": _BETAS, "eps": _SMALL, "weight_decay": _DECAY, "max_grad_norm": _NO_CLIPPING},
+              elementwise=True, states_in_blocks=True),
+    Optimizer("Lion", {"lr": _RATE, "betas": _BETAS, "weight_decay": _DECAY, "set_grad_none": _BOOL,
+                       "fp32_optimizer_states": _BOOL, "max_grad_norm": _NO_CLIPPING},
+              states=1, classes=("FusedLion", "DeepSpeedCPULion"), elementwise=True, on_cpu=True,
+              tested_with_zero=True, is_compiled=True, scale_free=True),
+    Optimizer("Muon", {"lr": _RATE, "momentum": _FRACTION, "weight_decay": _DECAY,
+                       "ns_method": Key("str", choices=("gram", "standard")),
+                       "muon_lr": Key("number", low=0), "adam_lr": Key("number", low=0), "betas": _BETAS,
+                       "eps": _SMALL, "adam_w_mode": _BOOL, "torch_adam": _BOOL, "fp32_optimizer_states": _BOOL,
+                       "max_grad_norm": _NO_CLIPPING,
+                       "per_head_muon": Key(rejected="the models here have no marked attention heads; remove the "
+                                                     "key")},
+              states=1, on_cpu=True, tested_with_zero=True),
+    Optimizer("Lamb", {"lr": _RATE, "betas": _BETAS, "eps": _SMALL, "weight_decay": _DECAY, "bias_correction": _BOOL,
+                       "eps_inside_sqrt": _BOOL, "max_coeff": Key("number", low=0), "min_coeff": Key("number", low=0),
+                       "amsgrad": _NO_AMSGRAD, "max_grad_norm": _NO_CLIPPING}, is_compiled=True),
+    Optimizer("Adagrad", {"lr": _RATE, "eps": _SMALL, "weight_decay": _DECAY, "amsgrad": _NO_AMSGRAD,
+                          "lr_decay": Key("number", low=0), "initial_accumulator_value": Key("number", low=0),
+                          "fp32_optimizer_states": _BOOL, "max_grad_norm": _NO_CLIPPING},
+              states=1, classes=("DeepSpeedCPUAdagrad",), elementwise=True, on_cpu=True, tested_with_zero=True),
+    _torch("ASGD", {"lambd": _FROM_0, "alpha": _FROM_0, "t0": _FROM_0, "weight_decay": _DECAY}),
+    _torch("Adadelta", {"rho": _FRACTION, "eps": _SMALL, "weight_decay": _DECAY}),
+    _torch("Adafactor", {"beta2_decay": Key("number", high=0), "eps": Key("pair", low=0), "d": Key("number", low=1),
+                         "weight_decay": _DECAY}, elementwise=False),
+    _torch("Adamax", {"betas": _BETAS, "eps": _SMALL, "weight_decay": _DECAY}),
+    _torch("NAdam", {"betas": _BETAS, "eps": _SMALL, "weight_decay": _DECAY, "momentum_decay": _FROM_0,
+                     "decoupled_weight_decay": _BOOL}),
+    _torch("RAdam", {"betas": _BETAS, "eps": _SMALL, "weight_decay": _DECAY, "decoupled_weight_decay": _BOOL}),
+    _torch("RMSprop", {"alpha": _FROM_0, "eps": _SMALL, "weight_decay": _DECAY, "momentum": _FRACTION,
+                       "centered": _BOOL}, states=1),
+    _torch("Rprop", {"etas": Key("pair", low=1e-9), "step_sizes": Key("pair", low=0)}),
+    _torch("SGD", {"momentum": _FRACTION, "dampening": Key("number"), "weight_decay": _DECAY, "nesterov": _BOOL,
+                   "fused": _BOOL}, states=0),
+)
+OPTIMIZERS = {row.name.lower(): row for row in _ROWS}  # by Layout.optimizer
+KNOWN_NAMES = tuple(row.name for row in _ROWS)
+_FAMILIES = {name: row.family or row.name for row in _ROWS for name in row.classes}
+# families whose states can be divided anywhere
+DIVISIBLE_FAMILIES = tuple({row.family or row.name: None for row in _ROWS
+                            if row.elementwise and not row.states_in_blocks})
+
+
+def find_optimizer(kind: str) -> Optimizer | None:
+    """Return the row of an "optimizer.type"; None if there is no such optimizer."""
+    row = OPTIMIZERS.get(kind.lower())
+    return None if row is not None and row.from_torch and row.name != kind else row
+
+
+def optimizer_params(kind: str) -> Tree | None:
+    """Return the parameters of an "optimizer.type"; None if there is no such optimizer."""
+    row = find_optimizer(kind)
+    return None if row is None else row.params
+
+
+def optimizer_family(class_name: str) -> str:
+    """Return the family of an optimizer class: one name for its fused, CPU and torch implementations."""
+    return _FAMILIES.get(class_name, class_name)
+
+
 TORCH_REJECTED = {
     "LBFGS": "it needs the loss computed several times a step",
     "SparseAdam": "the models have no sparse gradients",
@@ -76,23 +135,6 @@ DEEPSPEED_REJECTED = {
     "cpuadam": 'write type "AdamW" and "zero_optimization": {"offload_optimizer": {"device": "cpu"}}',
     "deepspeedcpuadam": 'write type "AdamW" and "zero_optimization": {"offload_optimizer": {"device": "cpu"}}',
 }
-KNOWN_NAMES = ("Adam", "AdamW", "AdamW8bit", "Lion", "Muon", "Lamb", "Adagrad", *TORCH_OPTIMIZERS)
-
-
-def optimizer_params(kind: str) -> Tree | None:
-    """Return the parameters of an "optimizer.type"; None if there is no such optimizer."""
-    return OPTIMIZERS.get(kind.lower()) or TORCH_OPTIMIZERS.get(kind)
-
-
-# Optimizers with a CPU implementation, which offload_optimizer needs.
-CPU_OPTIMIZERS = ("adam", "adamw", "lion", "adagrad", "muon")
-# Optimizers that DeepSpeed tests with ZeRO.
-ZERO_OPTIMIZERS = ("adam", "adamw", "lion", "adagrad", "muon")
-# Optimizers of torch and bitsandbytes that update each weight from its own gradient and states alone. ZeRO gives an
-# optimizer flat parts of the parameters, which changes nothing for these (but for the blocks of 8-bit states);
-# tests/engine/test_optimizers.py compares those of torch in all layouts.
-ELEMENTWISE_OTHERS = ("sgd", "rmsprop", "adamax", "nadam", "radam", "adadelta", "asgd", "rprop", "adamw8bit")
-
 _RESUME_STEP = Key(rejected="the checkpoint sets the step to resume from; remove the key", neutral=(-1,))
 _STEPS = Key("int", low=1, auto=True)
 _WARMUP: Tree = {"warmup_num_steps": _STEPS, "warmup_type": Key("str", choices=("log", "linear")),

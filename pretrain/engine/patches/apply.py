@@ -9,7 +9,7 @@ defect; then the function can be deleted. All defects were found in DeepSpeed 0.
     B  pipeline + tied weights + another accumulation dtype:
        the gradients of tied weights are not summed                       pipeline.reduce_tied_gradients
     C  optimizer on NVMe: a resume restores nothing, or only a part       nvme.save_complete_nvme_checkpoints
-    D  ZeRO-1/2 + offload to NVMe becomes offload to the CPU              rejected in config/rules/
+    D  ZeRO-1/2 + offload to NVMe becomes offload to the CPU              rejected in config/layout_rules.py
     E  torch_autocast fp16 + ZeRO or pipeline: wrong norm and clipping,
        or a crash                                                         rejected in config/ds_json/schema.py
     F  nn.init in a parent's __init__ has no effect under zero.Init       model/init.py runs after construction

@@ -12,9 +12,7 @@ from pretrain.config.ds_json.read import DsFile, get_value
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.layout import Layout
 from pretrain.config.resolve import resolve_ds_config
-from pretrain.config.rules.check import RULES
-from pretrain.config.rules.layout_rules import libaio
-from pretrain.config.rules.run_rules import writable_folders
+from pretrain.config.run_rules import check_rules
 from pretrain.distributed.device import Device
 from pretrain.errors import ConfigError
 from pretrain.memory.estimate.deepspeed_formulas import DeepSpeedEstimate, deepspeed_estimate
@@ -29,7 +27,6 @@ from pretrain.memory.step_time.time_parameters import DEFAULT_PARAMETERS, TimePa
 from pretrain.memory.step_time.traffic import Transfer, rank_parameters, step_traffic
 from pretrain.model.config import ModelConfig
 
-_RULES_OF_THIS_MACHINE = (libaio, writable_folders)  # skipped, because the JSON may be for another machine
 _NEARLY_FASTEST = 1.02  # multiple of the fastest step time: see best_micro_batch
 # ZeRO stages from the simplest one. 0 comes after 1: in bf16 DeepSpeed divides the optimizer states at stage 0 as well,
 # and in other precisions stage 1 needs less memory for the same traffic.
@@ -193,9 +190,7 @@ def rejection_reason(candidate: Candidate, workload: Workload) -> str:
                         learning_rate=None if "optimizer" in candidate.config else DEFAULT_LEARNING_RATE)
     try:
         resolved = resolve_ds_config(file, args, model=model, world_size=layout.world_size, device=device)
-        for rule in RULES:
-            if rule not in _RULES_OF_THIS_MACHINE:
-                rule(resolved)
+        check_rules(resolved, this_machine=False)
     except ConfigError as error:
         return str(error).removeprefix(f"{file.path}: ")
     return ""
