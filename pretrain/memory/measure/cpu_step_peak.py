@@ -20,8 +20,7 @@ import ctypes
 
 from deepspeed import DeepSpeedEngine
 
-from pretrain.memory.measure.observe_steps import call_after_backward
-from pretrain.memory.measure.tensor_inventory import held_footprint
+from pretrain.memory.measure.tensor_inventory import call_after_backward, held_footprint
 
 
 class StepPeak:

@@ -1,4 +1,4 @@
-"""One rank of a measured run: `python -m pretrain.memory.measure.measure_rank REQUEST.json`, started by run_ranks.py.
+"""One rank of a measured run: `python -m pretrain.memory.measure.measure_rank REQUEST.json`, started by measure_run.py.
 
 The request is {"args": RunArguments, "tracked_steps": N, "timed_steps": N}. Rank 0 writes REQUEST.result.json. A rank
 that fails writes one line to REQUEST.error.RANK.
@@ -31,8 +31,7 @@ def measure_engine(plan: Plan, *, tracked_steps: int, timed_steps: int) -> list[
 
     from pretrain.distributed.collectives import gather
     from pretrain.engine.build import build_engine
-    from pretrain.memory.measure.observe_steps import observe_steps, time_steps
-    from pretrain.memory.measure.storage_tracker import StorageTracker
+    from pretrain.memory.measure.observe_steps import StorageTracker, observe_steps, time_steps
     from pretrain.memory.measure.tensor_inventory import nvme_footprint
 
     tracker = StorageTracker() if detect_device().kind == "cpu" else None

@@ -1,13 +1,18 @@
 """Measure the memory of every rank in a short run of a DeepSpeed JSON on this machine.
 
 Each rank is a process of its own, `python -m pretrain.memory.measure.measure_rank REQUEST.json`. It is started without
-a launcher, so that its exit code and its output are known (run_ranks.py). Engine, model and step are those of training.
+a launcher, so that its exit code and its output are known. Engine, model and step are those of training.
 The tokens are random: memory does not depend on them.
 """
 
 import json
+import os
+import signal
 import statistics
+import subprocess
+import sys
 import tempfile
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +20,15 @@ from typing import Any
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.validate import resolve_run
 from pretrain.distributed.device import detect_device
-from pretrain.distributed.process import kernel_oom_kills
+from pretrain.distributed.process import free_port, kernel_oom_kills, mentions_out_of_memory, package_environment
+from pretrain.errors import ConfigError
 from pretrain.memory.footprint import Footprint
-from pretrain.memory.measure.run_ranks import FailedRank, failure_error, run_ranks
 
+RANK_MODULE = "pretrain.memory.measure.measure_rank"
+_GRACE_S = 3.0  # seconds that the other ranks have to fail, too, after the first failure
+_LAST_LINES = 5
+_LINE_CHARACTERS = 300
+_REJECTED = 2  # exit code of a rank that rejects the run
 _TRACKED_STEPS = 2
 _PORT_ATTEMPTS = 3
 
@@ -84,3 +94,115 @@ def measure_run(args: RunArguments, world_size: int, *, steps: int = 4, timeout_
             oom_kills = None if kills_before is None or kills_after is None else kills_after - kills_before
             raise failure_error(name, culprit, oom_kills)
     raise AssertionError("unreachable")
+
+
+@dataclass(frozen=True)
+class FailedRank:
+    """A rank of a measured run that failed, or that was still running at the timeout."""
+
+    rank: int
+    code: int | None  # exit code; negative: number of the signal that ended it; None: still running at the timeout
+    reason: str  # the error that the rank reported; "" if it reported none
+    lines: tuple[str, ...]  # last lines of its output
+
+    @classmethod
+    def of(cls, rank: int, code: int | None, folder: Path) -> "FailedRank":
+        """Read the files that the rank wrote into the run's folder."""
+        error = folder / f"request.error.{rank}"
+        log = (folder / f"rank{rank}.log").read_text(encoding="utf-8", errors="replace")
+        lines = [line.strip()[:_LINE_CHARACTERS] for line in log.splitlines() if line.strip()]
+        return cls(rank, code, error.read_text().strip() if error.is_file() else "", tuple(lines[-_LAST_LINES:]))
+
+    @property
+    def port_was_taken(self) -> bool:
+        """True if another program listened on the ranks' port before rank 0 did."""
+        return "MASTER_PORT" in self.reason or "EADDRINUSE" in self.reason
+
+    def severity(self) -> int:
+        """Sort key: the lowest value is the most likely cause.
+
+        After the first failure, the other ranks fail in their collectives.
+        """
+        if self.code is not None and self.code < 0:
+            return 0
+        if self.code == _REJECTED or mentions_out_of_memory(self.reason):
+            return 1
+        return 2
+
+
+def run_ranks(folder: Path, world_size: int, timeout_s: float) -> list[FailedRank]:
+    """Run all ranks to their end, with the output of each in a file. Return the ranks that failed by themselves.
+
+    When a rank fails, the others are killed soon after, because they would wait for it in a collective.
+    """
+    port, processes = free_port(), []
+    try:
+        for rank in range(world_size):
+            with open(folder / f"rank{rank}.log", "wb") as log:
+                processes.append(subprocess.Popen(
+                    [sys.executable, "-u", "-m", RANK_MODULE, str(folder / "request.json")],
+                    env=_environment(rank, world_size, port), stdout=log, stderr=log, start_new_session=True))
+        in_time = _wait(processes, timeout_s)
+        codes = [process.poll() for process in processes]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    if not in_time:
+        return [FailedRank.of(rank, None, folder) for rank, code in enumerate(codes) if code is None]
+    return [FailedRank.of(rank, code, folder) for rank, code in enumerate(codes) if code]
+
+
+def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """Environment variables of a rank on this machine, as a launcher would set them."""
+    size = str(world_size)
+    return {**package_environment(), "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_SIZE": size,
+            "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def _wait(processes: "list[subprocess.Popen[bytes]]", timeout_s: float) -> bool:
+    """Wait until all ranks have exited, at most _GRACE_S after a failure. Return False at the timeout."""
+    deadline, failed = time.monotonic() + timeout_s, False
+    while None in (codes := [process.poll() for process in processes]):
+        if not failed and any(codes):
+            failed, deadline = True, time.monotonic() + _GRACE_S
+        if time.monotonic() > deadline:
+            return failed
+        time.sleep(0.05)
+    return True
+
+
+def failure_error(name: str, rank: FailedRank, oom_kills: int | None) -> ConfigError:
+    """Return an error with the rank's exit code or signal, the reason that it reported, and its last lines.
+
+    For a rank that rejected the run, the error is the rank's own. The error suggests a smaller run only if there is
+    evidence that memory ran out.
+
+    Args:
+        name: name of the run.
+        oom_kills: processes that the kernel killed for lack of memory during the run. None: the kernel has no counter.
+    """
+    if rank.code == _REJECTED and rank.reason:
+        return ConfigError.from_line(rank.reason)
+    output = " | ".join(rank.lines) or "no output"
+    if rank.code is None:
+        return ConfigError(f"measure {name}", problem=f"rank {rank.rank} was still running at the timeout; its last "
+                           f"lines: {output}")
+    out_of_memory = mentions_out_of_memory(f"{rank.reason} {output}") or \
+        (rank.code == -signal.SIGKILL and bool(oom_kills))
+    return ConfigError(f"measure {name}", problem=f"rank {rank.rank} {_exit_description(rank.code, oom_kills)}"
+                       f"{f': {rank.reason}' if rank.reason else ''}; its last lines: {output}",
+                       remedy="It may fit with fewer layers or a smaller micro-batch" if out_of_memory else "")
+
+
+def _exit_description(code: int, oom_kills: int | None) -> str:
+    """Describe how a process ended."""
+    if code >= 0:
+        return f"failed with exit code {code}"
+    if code != -signal.SIGKILL:
+        return f"was ended by {signal.Signals(-code).name}"
+    if oom_kills is None:
+        return "was killed by SIGKILL, either from another process or from the kernel for lack of memory"
+    return "was killed by the kernel for lack of memory" if oom_kills else \
+        "was killed by SIGKILL from another process (the kernel counts no kill for lack of memory)"

@@ -3,27 +3,108 @@
 The inventory is taken after the last backward pass of a step and before the optimizer step. At ZeRO stages 0 and 1 no
 gradient has been reduced at this point, so the inventory has all of them, as between two micro-batches. At stages 2 and
 3 the backward pass itself has reduced the gradients.
+
+Meanwhile a StorageTracker counts the bytes of all tensors that are alive, and their peak. On CUDA torch's allocator has
+this count. On the CPU torch has none: there the tracker, a dispatch mode, sees every tensor that an operator returns,
+also in the backward pass and in the optimizer. It also works on FakeTensors, whose storages have a size but no memory.
+It misses the memory that an operator allocates and frees internally (packed matrices of oneDNN, working memory of
+attention and softmax), DeepSpeed's shared memory for collectives (66 MiB a rank), and everything that is not a tensor.
+The resident memory of the process, `process.resident_bytes`, includes all of these.
 """
 
+import contextlib
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
-from deepspeed.runtime.pipe import schedule
-from deepspeed.runtime.pipe.engine import PipelineEngine
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_leaves
 
 from pretrain.config.validate import Plan
 from pretrain.data.loader import MicroBatch
 from pretrain.engine.steps import train_batch
 from pretrain.memory.footprint import Footprint
-from pretrain.memory.measure.storage_tracker import StorageTracker, measured_peak
-from pretrain.memory.measure.tensor_inventory import engine_tensors, footprint_of, held_storages, unaccounted_bytes
+from pretrain.memory.measure.tensor_inventory import (
+    call_after_backward,
+    engine_tensors,
+    footprint_of,
+    held_storages,
+    storage_of,
+    unaccounted_bytes,
+)
 
 _GLOO_RELEASE_S = 0.1  # gloo's threads release a tensor shortly after its collective has finished
+
+
+class StorageTracker(TorchDispatchMode):
+    """Counts the bytes of all living storages that operators returned since the mode was entered.
+
+    Tensors that share a storage count once. A storage that is older than the mode counts after the first operator that
+    returns a view of it. Enter the mode before anything is built, or call `add` for each existing tensor.
+    """
+
+    def __init__(self) -> None:
+        import torch._dynamo  # takes a second; torch would import it inside the mode, which fails under zero.Init
+
+        super().__init__()
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self.sizes: dict[int, int] = {}  # identity of a storage -> bytes
+        self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in tree_iter(result):
+            if isinstance(value, torch.Tensor):
+                self.add(value)
+        return result
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Count a tensor's storage until it is freed. A storage that was resized counts with its new size."""
+        storage = storage_of(tensor)
+        if storage is None:
+            return
+        key, size = storage._cdata, storage.nbytes()
+        if size == self.sizes.get(key, 0):
+            return
+        if key not in self._watched:
+            self._watched[key] = weakref.ref(storage, lambda _: self._forget(key))
+        self.live_bytes += size - self.sizes.get(key, 0)
+        self.sizes[key] = size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def _forget(self, key: int) -> None:
+        self._watched.pop(key, None)
+        self.live_bytes -= self.sizes.pop(key, 0)
+
+    def reset_peak(self) -> None:
+        """Set the peak to the bytes that are alive now."""
+        self.peak_bytes = self.live_bytes
+
+
+@contextlib.contextmanager
+def measured_peak(device_type: str, tracker: StorageTracker | None) -> Iterator[dict[str, int]]:
+    """Measure the peak of a `with` block. Yields a dictionary, which has {"peak_bytes": N} after the block.
+
+    On CUDA the peak is torch.cuda.max_memory_allocated. Elsewhere it is the tracker's, which must have been entered;
+    without a tracker the dictionary remains empty.
+    """
+    peaks: dict[str, int] = {}
+    if device_type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    elif tracker is not None:
+        tracker.reset_peak()
+    yield peaks
+    if device_type == "cuda":
+        torch.cuda.synchronize()
+        peaks["peak_bytes"] = torch.cuda.max_memory_allocated()
+    elif tracker is not None:
+        peaks["peak_bytes"] = tracker.peak_bytes
 
 
 @dataclass(frozen=True)
@@ -93,35 +174,3 @@ def time_steps(engine: DeepSpeedEngine, plan: Plan, steps: int) -> list[float]:
     return times
 
 
-def call_after_backward(engine: DeepSpeedEngine, action: Callable[[], None]) -> None:
-    """Call `action` in every later step after the last backward pass.
-
-    At ZeRO stages 0 and 1, a pipeline engine and a plain one (with sequence or expert parallelism) call `action` before
-    they reduce gradients. At stages 2 and 3 the backward pass reduces, and `action` is called before the step.
-    """
-    if isinstance(engine, PipelineEngine):
-        original_reduce = engine._INSTRUCTION_MAP[schedule.ReduceTiedGrads]
-
-        def reduce_tied_grads(self: PipelineEngine) -> None:
-            action()
-            original_reduce(self)
-
-        engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, schedule.ReduceTiedGrads: reduce_tied_grads}
-        return
-    if engine.zero_optimization_stage() < 2:
-        original_allreduce = engine.allreduce_gradients
-
-        def allreduce_gradients(*args: Any, **kwargs: Any) -> None:
-            if engine.is_gradient_accumulation_boundary():
-                action()
-            original_allreduce(*args, **kwargs)
-
-        engine.allreduce_gradients = allreduce_gradients
-        return
-    original_step = engine._take_model_step
-
-    def take_model_step(*args: Any) -> None:
-        action()
-        original_step(*args)
-
-    engine._take_model_step = take_model_step

@@ -8,7 +8,7 @@ Locations are those of a run on a GPU. On CUDA they are read from the tensors. I
 tensors are in one memory, and the layout determines the location: the one that DeepSpeed would choose on a GPU.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,12 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from pretrain.memory.footprint import Footprint
-from pretrain.memory.measure.storage_tracker import storage_of
 
 TensorEntry = tuple[str, str, torch.Tensor]  # role, location, tensor
 
@@ -54,6 +55,13 @@ def held_storages(engine: DeepSpeedEngine) -> list[HeldStorage]:
         found[storage._cdata] = HeldStorage(role, _actual_location(engine, tensor, location), storage.nbytes(),
                                             storage._cdata)
     return list(found.values())
+
+
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """Return the storage of a tensor or FakeTensor; None for meta tensors and sparse tensors."""
+    if tensor.device.type == "meta" or tensor.layout != torch.strided:
+        return None
+    return tensor.untyped_storage()
 
 
 def footprint_of(held: Iterable[HeldStorage]) -> Footprint:
@@ -259,3 +267,37 @@ def role_of_file(path: Path) -> str:
 def nvme_footprint(engine: DeepSpeedEngine, rank: int) -> Footprint:
     """Return the bytes of one rank's swap files on disk, by role."""
     return Footprint.of(((role, "nvme"), path.stat().st_size) for path, role in nvme_files(engine, rank).items())
+
+
+def call_after_backward(engine: DeepSpeedEngine, action: Callable[[], None]) -> None:
+    """Call `action` in every later step after the last backward pass.
+
+    At ZeRO stages 0 and 1, a pipeline engine and a plain one (with sequence or expert parallelism) call `action` before
+    they reduce gradients. At stages 2 and 3 the backward pass reduces, and `action` is called before the step.
+    """
+    if isinstance(engine, PipelineEngine):
+        original_reduce = engine._INSTRUCTION_MAP[schedule.ReduceTiedGrads]
+
+        def reduce_tied_grads(self: PipelineEngine) -> None:
+            action()
+            original_reduce(self)
+
+        engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, schedule.ReduceTiedGrads: reduce_tied_grads}
+        return
+    if engine.zero_optimization_stage() < 2:
+        original_allreduce = engine.allreduce_gradients
+
+        def allreduce_gradients(*args: Any, **kwargs: Any) -> None:
+            if engine.is_gradient_accumulation_boundary():
+                action()
+            original_allreduce(*args, **kwargs)
+
+        engine.allreduce_gradients = allreduce_gradients
+        return
+    original_step = engine._take_model_step
+
+    def take_model_step(*args: Any) -> None:
+        action()
+        original_step(*args)
+
+    engine._take_model_step = take_model_step

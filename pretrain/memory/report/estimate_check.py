@@ -22,10 +22,10 @@ from pretrain.memory.estimate.estimate_memory import MemoryEstimate, estimate_me
 from pretrain.memory.estimate.rank_parameters import Rank
 from pretrain.memory.footprint import Footprint, in_unit
 from pretrain.memory.measure.measure_run import measure_run
+from pretrain.memory.measure.simulate_ranks import SimulationRequest, simulate_ranks
 from pretrain.memory.report.table import print_lines, shown_columns, wide_console
 from pretrain.memory.search.candidates import Candidate
 from pretrain.memory.search.compare import Workload
-from pretrain.memory.simulate.simulate_ranks import SimulationRequest, simulate_ranks
 
 DEFAULT_STEPS = 4
 

@@ -27,9 +27,9 @@ from pretrain.memory.estimate.model_shape import ModelShape, shape_of
 from pretrain.memory.estimate.rank_parameters import Rank
 from pretrain.memory.estimate.states import states_of_rank
 from pretrain.memory.footprint import LOCATIONS, STATES, Footprint
-from pretrain.memory.measure import run_ranks as run_ranks_module
+from pretrain.memory.measure import measure_run as measure_run_module
 from pretrain.memory.measure.measure_run import RunMeasurement, measure_run
-from pretrain.memory.simulate.simulate_ranks import SimulatedRank, SimulationRequest, simulate_ranks
+from pretrain.memory.measure.simulate_ranks import SimulatedRank, SimulationRequest, simulate_ranks
 from tests.conftest import selected_params
 from tests.support.launch import ROOT, FailedCase, free_port, run_worker
 
@@ -258,7 +258,7 @@ def test_a_run_is_measured_even_if_its_port_is_taken(folder: Path, monkeypatch: 
     """Another program already listens on the first port that the measurement chooses."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         ports = [free_port(), other.getsockname()[1]]
-        monkeypatch.setattr(run_ranks_module, "free_port", ports.pop)
+        monkeypatch.setattr(measure_run_module, "free_port", ports.pop)
         run = measure_run(arguments("zero1_bf16", folder), 1, steps=2)
     assert not ports
     assert run.step_time_ms > 0

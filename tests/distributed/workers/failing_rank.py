@@ -1,4 +1,4 @@
-"""A rank of test_run_ranks.py that fails in a chosen way.
+"""A rank of test_measure_run.py that fails in a chosen way.
 
 `failing_rank REQUEST.json`; the request is {"do": [way to fail of each rank]}.
 """

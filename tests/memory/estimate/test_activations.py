@@ -25,7 +25,7 @@ from pretrain.memory.estimate.masks import document_bytes, shared_mask_bytes
 from pretrain.memory.estimate.model_shape import shape_of
 from pretrain.memory.estimate.phases import layer_groups
 from pretrain.memory.estimate.rank_parameters import MicroBatch, Rank
-from pretrain.memory.measure.storage_tracker import StorageTracker
+from pretrain.memory.measure.observe_steps import StorageTracker
 from pretrain.model.config import ModelConfig, model_config_from
 from pretrain.model.kernels import cpu_attention, fused_loss, torch_attention
 from pretrain.model.kernels.alibi import alibi_slopes

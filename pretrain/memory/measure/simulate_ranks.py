@@ -2,8 +2,8 @@
 
 DeepSpeed runs with torch's fake process group (collectives that do nothing) and torch's FakeTensorMode. Forward pass,
 backward pass, reduction and optimizer step all happen, so every buffer is allocated as in a real run. As in a
-measurement, `tensor_inventory` and `storage_tracker` count the tensors. Only two kinds of code are replaced: loops over
-all ranks (fake_collectives.py), and code that needs data (fake_world.py):
+measurement, `tensor_inventory` and `observe_steps` count the tensors. Only two kinds of code are replaced
+(fake_world.py): loops over all ranks, and code that needs data:
 
 - A scalar that the host reads is 1 if it is a float (a loss, a norm), and 0 otherwise (no overflow).
 - DeepSpeed's compiled operators (Adam on the CPU, asynchronous I/O) do nothing. Files on NVMe are not written; their
@@ -103,7 +103,7 @@ def _run(requests: Sequence[SimulationRequest],
         environ = {**package_environment(), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
         log = Path(folder, "stderr.txt")
         with log.open("w") as stderr, subprocess.Popen(
-                [sys.executable, "-m", "pretrain.memory.simulate.simulate_ranks", str(path)], env=environ, text=True,
+                [sys.executable, "-m", "pretrain.memory.measure.simulate_ranks", str(path)], env=environ, text=True,
                 stdout=subprocess.PIPE, stderr=stderr) as process:
             assert process.stdout is not None
             for line in process.stdout:
@@ -134,7 +134,7 @@ def main(path: Path) -> None:
     import deepspeed.runtime.zero.muon.original_muon  # noqa: F401 (this and the next import take seconds in each fork)
     import torch._inductor.compile_fx  # noqa: F401
 
-    from pretrain.memory.simulate import fake_world
+    from pretrain.memory.measure import fake_world
 
     gc.freeze()  # DeepSpeed calls gc.collect often; the collections then skip the imported modules
     answers = []

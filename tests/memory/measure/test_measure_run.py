@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 
 from pretrain.distributed.process import kernel_oom_kills
-from pretrain.memory.measure import run_ranks
-from pretrain.memory.measure.run_ranks import FailedRank, failure_error
+from pretrain.memory.measure import measure_run
+from pretrain.memory.measure.measure_run import FailedRank, failure_error
 
 SMALLER = "fewer layers or a smaller micro-batch"
 
 
 def failed(folder: Path, monkeypatch: pytest.MonkeyPatch, *how: str, timeout_s: float = 60) -> list[FailedRank]:
     """Run one rank for each behaviour in `how` (see workers/failing_rank.py). Return the failed ranks, worst first."""
-    monkeypatch.setattr(run_ranks, "RANK_MODULE", "tests.distributed.workers.failing_rank")
+    monkeypatch.setattr(measure_run, "RANK_MODULE", "tests.distributed.workers.failing_rank")
     (folder / "request.json").write_text(json.dumps({"do": how}))
-    return sorted(run_ranks.run_ranks(folder, len(how), timeout_s), key=FailedRank.severity)
+    return sorted(measure_run.run_ranks(folder, len(how), timeout_s), key=FailedRank.severity)
 
 
 def test_successful_ranks_are_not_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
