@@ -5,7 +5,7 @@
 """
 
 from pretrain.cli import run_main
-from pretrain.memory.report.compare_zero import main
+from pretrain.memory.compare.compare_zero import main
 
 if __name__ == "__main__":
     run_main(main)

@@ -199,7 +199,7 @@ def _changes_that_fit(watch: MemoryWatch, budget_bytes: int) -> list[str]:
     request = {"layout": watch.plan.layout, "model": watch.plan.model, "ranks_per_node": watch.world.local_size,
                "budget_bytes": budget_bytes}
     try:
-        search = subprocess.run([sys.executable, "-m", "pretrain.memory.search.changes_that_fit"], check=True,
+        search = subprocess.run([sys.executable, "-m", "pretrain.memory.compare.changes_that_fit"], check=True,
                                 input=pickle.dumps(request), env=package_environment(), stdout=subprocess.PIPE)
     except (OSError, subprocess.CalledProcessError) as error:
         return [f"the search for changes that fit failed: {error}. {_COMPARE}"]

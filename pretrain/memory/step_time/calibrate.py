@@ -8,10 +8,9 @@ from typing import Any
 from pretrain.errors import ConfigError
 from pretrain.memory.footprint import GB
 from pretrain.memory.hardware import Cluster, Gpu, find_gpu, gpu_by_label, make_cluster
-from pretrain.memory.step_time.fit import fit
 from pretrain.memory.step_time.measured_run import MeasuredRun, read_measured_run
 from pretrain.memory.step_time.time_model import StepTime, estimate_step_time, model_flops_per_token
-from pretrain.memory.step_time.time_parameters import DEFAULT_PARAMETERS, TimeParameters
+from pretrain.memory.step_time.time_parameters import DEFAULT_PARAMETERS, TimeParameters, fit
 from pretrain.memory.step_time.traffic import rank_parameters, step_traffic
 
 # A CPU before the calibration: values of a thread. They are assumptions; the calibration scales all of them together.

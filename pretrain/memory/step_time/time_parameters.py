@@ -1,13 +1,19 @@
-"""Parameters of the step-time model, with the source of each one.
+"""Parameters of the step-time model, with the source of each one, and their fit to measurements.
 
 "Fitted": to 94 measurements of other programs on the A100 with 80 GB, 71 of them with tensor or pipeline parallelism
 (tests/golden/gpu_throughput.csv and gpu_throughput_3d.csv). `python -m tests.memory.step_time.fit_throughput` repeats
 the fit; tools/step_time.md shows the result.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from pretrain.config.layout import Layout
+
+# Of `fit`: factors that each parameter is multiplied with or divided by, one after the other
+_FACTORS = (2.0, 1.3, 1.1, 1.03, 1.01)
+_SMALLEST_GAIN = 1e-8
+_MOST_ROUNDS = 200
 
 
 @dataclass(frozen=True)
@@ -51,3 +57,21 @@ def model_error(layout: Layout) -> float:
     degrees = layout.pipeline_stages * layout.tensor_parallel_size * layout.sequence_parallel_size
     offloads = {layout.offload_optimizer, layout.offload_param} != {"none"}
     return _ERROR_OTHERS if degrees * layout.expert_parallel_size > 1 or offloads else _ERROR_ZERO
+
+
+def fit(parameters: TimeParameters, names: Sequence[str],
+        error: Callable[[TimeParameters], float]) -> TimeParameters:
+    """Minimize `error` by changing one of the named parameters at a time, with smaller and smaller factors."""
+    best = error(parameters)
+    for step in _FACTORS:
+        for _ in range(_MOST_ROUNDS):
+            before = best
+            for name in names:
+                for factor in (step, 1 / step):
+                    changed = replace(parameters, **{name: getattr(parameters, name) * factor})
+                    found = error(changed)
+                    if found < best - _SMALLEST_GAIN:
+                        best, parameters = found, changed
+            if best == before:
+                break
+    return parameters

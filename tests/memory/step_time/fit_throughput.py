@@ -8,8 +8,7 @@ Not used for the fit: the rows of other GPUs in gpu_throughput.csv, and every th
 import math
 from dataclasses import dataclass, replace
 
-from pretrain.memory.step_time.fit import fit
-from pretrain.memory.step_time.time_parameters import DEFAULT_PARAMETERS, TimeParameters
+from pretrain.memory.step_time.time_parameters import DEFAULT_PARAMETERS, TimeParameters, fit
 from tests.support.gpu_throughput import FITTED_GPU, TABLE_PARAMETERS, page_table, predict, read_measurements
 from tests.support.gpu_throughput_3d import PARAMETERS_3D, page_table_3d, predict_step, read_step_measurements
 

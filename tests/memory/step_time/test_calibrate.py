@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from pretrain.errors import ConfigError
+from pretrain.memory.compare.compare_zero import main
 from pretrain.memory.hardware import GPUS
-from pretrain.memory.report.compare_zero import main
 from pretrain.memory.step_time.calibrate import calibrate, predict_run
 from pretrain.memory.step_time.measured_run import read_measured_run
 from pretrain.memory.step_time.time_parameters import DEFAULT_PARAMETERS

@@ -3,7 +3,7 @@
 import pytest
 
 from pretrain.config.layout import Layout
-from pretrain.memory.step_time.run_cost import run_cost
+from pretrain.memory.compare.compare import run_cost
 
 
 def test_cost_of_gpt3() -> None:

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 
 from pretrain.config.layout import Layout
+from pretrain.memory.compare.compare_zero import main
 from pretrain.memory.estimate.model_shape import read_shape
 from pretrain.memory.hardware import GPUS, make_cluster
-from pretrain.memory.report.compare_zero import main
 from pretrain.memory.step_time.kernel_time import KernelRates
-from pretrain.memory.step_time.latency import collective_latency
-from pretrain.memory.step_time.time_model import StepTime, estimate_step_time, model_flops_per_token
+from pretrain.memory.step_time.time_model import StepTime, collective_latency, estimate_step_time, model_flops_per_token
 from pretrain.memory.step_time.time_parameters import DEFAULT_PARAMETERS, model_error
 from pretrain.memory.step_time.traffic import Transfer, rank_parameters, step_traffic
 from tests.memory.step_time.fit_throughput import FITTED, IN_USE, STEPS, error_of_tests, fit_error, ratios

@@ -10,12 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 from pretrain.config.layout import LAYOUT_FIELDS
+from pretrain.memory.compare.candidates import Candidate
+from pretrain.memory.compare.compare import ComparisonRow, Cost, Workload
+from pretrain.memory.compare.largest_fit import LargestFit
 from pretrain.memory.footprint import Footprint, in_unit
-from pretrain.memory.search.candidates import Candidate
-from pretrain.memory.search.compare import ComparisonRow, Workload
-from pretrain.memory.search.largest_fit import LargestFit
 from pretrain.memory.step_time.calibrate import calibration_json
-from pretrain.memory.step_time.run_cost import Cost
 from pretrain.memory.step_time.traffic import LINKS, link_bytes
 from pretrain.terminal.progress import terminal_console
 

@@ -1,4 +1,4 @@
-"""User interface of the memory planner: tools/compare_zero.py with its tables.
+"""Comparison of layouts (tools/compare_zero.py): candidates, their estimates, the recommended one, tables.
 
 Imports all other folders and modules of memory/, and cli, config, distributed, model, paths and errors.
 """

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 from pretrain.config.layout import Layout
 from pretrain.errors import ConfigError
+from pretrain.memory.compare.candidates import Candidate
+from pretrain.memory.compare.compare import Workload, memory_shortage
 from pretrain.memory.estimate.estimate_memory import estimate_memory
 from pretrain.memory.estimate.model_shape import ModelShape
-from pretrain.memory.search.candidates import Candidate
-from pretrain.memory.search.compare import Workload, memory_shortage
 
 FIND_TARGETS = ("max_model", "max_seq", "max_micro_batch")
 _SEQ_STEP = 64  # tokens

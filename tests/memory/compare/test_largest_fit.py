@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from pretrain.config.layout import Layout
+from pretrain.memory.compare.candidates import generate_candidates
+from pretrain.memory.compare.combinations import Axes
+from pretrain.memory.compare.compare import Workload, memory_shortage
+from pretrain.memory.compare.largest_fit import bisect, find_largest, scaled_shape
 from pretrain.memory.estimate.estimate_memory import estimate_memory
 from pretrain.memory.estimate.model_shape import read_shape
 from pretrain.memory.hardware import make_cluster
-from pretrain.memory.search.axes import Axes
-from pretrain.memory.search.candidates import generate_candidates
-from pretrain.memory.search.compare import Workload, memory_shortage
-from pretrain.memory.search.largest_fit import bisect, find_largest, scaled_shape
 from pretrain.model.config import load_model_config
 
 

@@ -9,12 +9,27 @@ from pathlib import Path
 from pretrain.config.initialization import given_dropouts, with_dropout
 from pretrain.distributed.device import detect_device
 from pretrain.errors import ConfigError
-from pretrain.memory.estimate.model_shape import read_shape, shape_of
-from pretrain.memory.footprint import GB, GIB, in_unit
-from pretrain.memory.hardware import DEFAULT_GPU, Cluster
-from pretrain.memory.report.compare_zero_flags import DEFAULT_SEQ_LENGTH, axes_of, cluster_of, parse_flags
-from pretrain.memory.report.plot import save_plot
-from pretrain.memory.report.table import (
+from pretrain.memory.compare.candidates import (
+    Candidate,
+    CandidateSet,
+    generate_candidates,
+    group_micro_batches,
+    read_candidates,
+    write_config,
+)
+from pretrain.memory.compare.compare import (
+    ComparisonRow,
+    Workload,
+    compare,
+    cost_lines,
+    recommend,
+    run_cost,
+    step_seconds,
+)
+from pretrain.memory.compare.compare_zero_flags import DEFAULT_SEQ_LENGTH, axes_of, cluster_of, parse_flags
+from pretrain.memory.compare.largest_fit import find_largest
+from pretrain.memory.compare.plot import save_plot
+from pretrain.memory.compare.table import (
     SHORT_TABLE,
     ComparisonReport,
     largest_json,
@@ -23,18 +38,10 @@ from pretrain.memory.report.table import (
     report_csv,
     report_json,
 )
-from pretrain.memory.search.candidates import (
-    Candidate,
-    CandidateSet,
-    generate_candidates,
-    group_micro_batches,
-    read_candidates,
-)
-from pretrain.memory.search.compare import ComparisonRow, Workload, compare, recommend, step_seconds
-from pretrain.memory.search.ds_config import write_config
-from pretrain.memory.search.largest_fit import find_largest
+from pretrain.memory.estimate.model_shape import read_shape, shape_of
+from pretrain.memory.footprint import GB, GIB, in_unit
+from pretrain.memory.hardware import DEFAULT_GPU, Cluster
 from pretrain.memory.step_time.calibrate import Calibration, calibrate, calibration_lines, on_cpus
-from pretrain.memory.step_time.run_cost import cost_lines, run_cost
 from pretrain.memory.step_time.time_parameters import DEFAULT_PARAMETERS, model_error
 from pretrain.model.config import load_model_config
 
@@ -47,7 +54,7 @@ def main(argv: list[str] | None = None) -> None:
     candidates = candidates_of(flags, workload, kind)
     if flags.mode != "estimate":
         # imports numpy, which the estimate does not need
-        from pretrain.memory.report.estimate_check import check_estimates, checks_json, print_checks, print_progress
+        from pretrain.memory.compare.estimate_check import check_estimates, checks_json, print_checks, print_progress
 
         checks = check_estimates(_smallest_micro_batches(candidates), workload, flags, print_progress)
         if not _write_output(flags.json, lambda: checks_json(checks)):

@@ -1,4 +1,4 @@
-"""Changes of a layout that fit into less memory: `python -m pretrain.memory.search.changes_that_fit`.
+"""Changes of a layout that fit into less memory: `python -m pretrain.memory.compare.changes_that_fit`.
 
 A run that ran out of memory (memory_watch.py) starts this process. Its input is a pickled dictionary with the arguments
 of `changes_that_fit`; it prints one change a line.
@@ -9,12 +9,12 @@ import sys
 from dataclasses import replace
 
 from pretrain.config.layout import Layout
+from pretrain.memory.compare.candidates import Candidate, generate_candidates
+from pretrain.memory.compare.combinations import OFFLOADS, RECOMPUTE_CHOICES, Axes
+from pretrain.memory.compare.compare import Workload, estimate_candidate
 from pretrain.memory.estimate.model_shape import shape_of
 from pretrain.memory.footprint import with_unit
 from pretrain.memory.hardware import make_cluster
-from pretrain.memory.search.axes import OFFLOADS, RECOMPUTE_CHOICES, Axes
-from pretrain.memory.search.candidates import Candidate, generate_candidates
-from pretrain.memory.search.compare import Workload, estimate_candidate
 from pretrain.model.config import ModelConfig
 from pretrain.model.recompute import Recompute
 

@@ -8,14 +8,12 @@ from pathlib import Path
 import pytest
 
 from pretrain.config.layout import Layout
+from pretrain.memory.compare.candidates import Candidate, generate_candidates, make_config
+from pretrain.memory.compare.combinations import Axes, Combination, combinations_of, default_axes, impossible_reason
+from pretrain.memory.compare.compare import Workload, rejection_reason
+from pretrain.memory.compare.compare_zero import main
 from pretrain.memory.estimate.model_shape import shape_of
 from pretrain.memory.hardware import Cluster, make_cluster
-from pretrain.memory.report.compare_zero import main
-from pretrain.memory.search.axes import Axes, Combination, combinations_of, default_axes
-from pretrain.memory.search.candidates import Candidate, generate_candidates
-from pretrain.memory.search.compare import Workload, rejection_reason
-from pretrain.memory.search.constraints import impossible_reason
-from pretrain.memory.search.ds_config import make_config
 from pretrain.model.config import ModelConfig, load_model_config, model_config_from
 from tests.config.test_resolve import MIXTURE
 

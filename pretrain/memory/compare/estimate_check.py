@@ -18,14 +18,14 @@ from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.initialization import given_dropouts
 from pretrain.distributed.device import cpu_device, detect_device
 from pretrain.errors import ConfigError
+from pretrain.memory.compare.candidates import Candidate
+from pretrain.memory.compare.compare import Workload
+from pretrain.memory.compare.table import print_lines, shown_columns, wide_console
 from pretrain.memory.estimate.estimate_memory import MemoryEstimate, estimate_memory, estimate_rank
 from pretrain.memory.estimate.rank_parameters import Rank
 from pretrain.memory.footprint import Footprint, in_unit
 from pretrain.memory.measure.measure_run import measure_run
 from pretrain.memory.measure.simulate_ranks import SimulationRequest, simulate_ranks
-from pretrain.memory.report.table import print_lines, shown_columns, wide_console
-from pretrain.memory.search.candidates import Candidate
-from pretrain.memory.search.compare import Workload
 
 DEFAULT_STEPS = 4
 

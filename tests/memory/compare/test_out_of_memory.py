@@ -11,11 +11,11 @@ import pytest
 from pretrain.config.layout import Layout
 from pretrain.distributed.process import is_out_of_memory
 from pretrain.distributed.world import World
+from pretrain.memory.compare.changes_that_fit import alternatives, differences
+from pretrain.memory.compare.compare import Workload, estimate_candidate
 from pretrain.memory.estimate.model_shape import shape_of
 from pretrain.memory.hardware import make_cluster
 from pretrain.memory.memory_watch import print_advice
-from pretrain.memory.search.changes_that_fit import alternatives, differences
-from pretrain.memory.search.compare import Workload, estimate_candidate
 from pretrain.model.config import load_model_config
 from tests.support.launch import ROOT
 from tests.test_train import _environment

@@ -15,10 +15,10 @@ import pytest
 from rich.console import Console
 
 from pretrain.errors import ConfigError
+from pretrain.memory.compare.compare_zero import candidates_of, main, make_report, workload_of
+from pretrain.memory.compare.compare_zero_flags import parse_flags
+from pretrain.memory.compare.table import SHORT_TABLE, ComparisonReport, print_report
 from pretrain.memory.footprint import GIB, in_unit
-from pretrain.memory.report.compare_zero import candidates_of, main, make_report, workload_of
-from pretrain.memory.report.compare_zero_flags import parse_flags
-from pretrain.memory.report.table import SHORT_TABLE, ComparisonReport, print_report
 from tests.support.effort import HEAVY, CountCalls, run_and_list_imports
 from tests.support.launch import ROOT, train_ranks
 from tests.support.pages import block_commands, blocks

@@ -7,13 +7,13 @@ from typing import Any
 from pretrain.cli import Parser, number, path_text, text, whole_number
 from pretrain.config.initialization import DROPOUTS
 from pretrain.errors import ConfigError
+from pretrain.memory.compare.candidates import SAMPLES_PER_RANK
+from pretrain.memory.compare.combinations import OFFLOADS, PARALLEL_SIZES, RECOMPUTE_CHOICES, Axes
+from pretrain.memory.compare.compare import STORAGE_RATE
+from pretrain.memory.compare.largest_fit import FIND_TARGETS
+from pretrain.memory.compare.plot import check_plot
 from pretrain.memory.footprint import DEFAULT_MARGIN, GB, UNITS
 from pretrain.memory.hardware import GPUS, Cluster, make_cluster
-from pretrain.memory.report.plot import check_plot
-from pretrain.memory.search.axes import OFFLOADS, PARALLEL_SIZES, RECOMPUTE_CHOICES, Axes
-from pretrain.memory.search.candidates import SAMPLES_PER_RANK
-from pretrain.memory.search.largest_fit import FIND_TARGETS
-from pretrain.memory.step_time.run_cost import STORAGE_RATE
 from pretrain.paths import check_file
 
 _MAX_SIZE = 10**8  # largest value of a flag that is a size or a count

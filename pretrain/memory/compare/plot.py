@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.errors import ConfigError
+from pretrain.memory.compare.table import ComparisonReport, verdict
 from pretrain.memory.footprint import GIB, ROLES, in_unit
-from pretrain.memory.report.table import ComparisonReport, verdict
 
 COLOURS = dict(zip(ROLES, ("#4477aa", "#ee6677", "#228833", "#66ccee", "#bbbbbb", "#ccbb44", "#aa3377", "#dddddd"),
                    strict=True))
