@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,8 +18,7 @@ LARGEST_INT = 2**63 - 1
 LONGEST_SECONDS = 31_536_000.0  # a year; threading and select overflow on far longer timeouts
 _LONGEST_PROBLEM = 1000  # characters
 _CURSOR = re.compile(r"(\r|\x1b\[[AK])")  # to the beginning of the line, a line up, and erase the rest of the line
-_TYPE_NAMES = {"int": "a whole number", "float": "a number",
-               "tokens": "a whole number of tokens, such as 1000000 or 1e6"}
+_TYPE_NAMES = {"int": "a whole number", "float": "a number"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -67,8 +67,6 @@ def argument_error(message: str, flags: Iterable[str]) -> ConfigError:
         choices = [choice.strip("' ") for choice in wrong[2].split(",")]
         return ConfigError(flag, found=repr(wrong[1]), expected=f"one of {', '.join(choices)}",
                            word=wrong[1], known=choices)
-    if wrong := re.match(r"Truthy value expected: got (.*) but expected", problem, re.DOTALL):
-        return ConfigError(flag, found=repr(wrong[1]), expected="true or false")
     if wrong := re.fullmatch(r"ignored explicit argument (.*)", problem, re.DOTALL):
         return ConfigError(flag, problem=f"this flag takes no value, and {shorten(wrong[1])} is given")
     if problem.startswith("expected "):
@@ -102,35 +100,39 @@ def unknown_flag(word: str, flags: Iterable[str], hint: Callable[[str], str] = l
                        word=underscored, known=flags)
 
 
-def whole_number(low: int = 0, high: int = LARGEST_INT) -> Callable[[str], int]:
-    """Return an argparse type: a whole number from `low` to `high`. Words such as 7.5e9 are accepted."""
-    def parse(word: str) -> int:
-        try:
-            value = int(float(word)) if float(word).is_integer() and not word.strip("+-").isdecimal() else int(word)
-        except (ValueError, OverflowError):
-            value = low - 1  # fails the range check below
-        if not low <= value <= high:
-            upto = f" to {high}" if high < LARGEST_INT else ""
-            raise argparse.ArgumentTypeError(f"found {shorten(word)!r}; expected a whole number from {low}{upto}")
-        return value
+@dataclass(frozen=True)
+class Number:
+    """Argparse type: a finite number in a range. Tests generate wrong inputs from the range."""
 
-    return parse
+    low: float
+    high: float
+    is_above: bool = False  # numbers must be greater than `low`
+    is_whole: bool = False
 
-
-def number(low: float = 0.0, high: float = sys.float_info.max, *, above: bool = False) -> Callable[[str], float]:
-    """Return an argparse type: a finite number from `low` (with `above`: greater than `low`) to `high`."""
-    def parse(word: str) -> float:
+    def __call__(self, word: str) -> Any:
+        """Return an int if `is_whole`, otherwise a float. Words such as 7.5e9 are whole numbers."""
         try:
             value = float(word)
-        except ValueError:
+            if self.is_whole:
+                value = int(value) if value.is_integer() and not word.strip("+-").isdecimal() else int(word)
+        except (ValueError, OverflowError):
             value = math.nan
-        if not low <= value <= high or (above and value == low):
-            upto = f" to {high:g}" if high < sys.float_info.max else ""
-            least = "above" if above else "from"
-            raise argparse.ArgumentTypeError(f"found {shorten(word)!r}; expected a number {least} {low:g}{upto}")
-        return value
+        if self.low <= value <= self.high and not (self.is_above and value == self.low):
+            return value
+        kind, digits = ("a whole number", "") if self.is_whole else ("a number", "g")
+        least = f"{'above' if self.is_above else 'from'} {self.low:{digits}}"
+        upto = f" to {self.high:{digits}}" if self.high < (LARGEST_INT if self.is_whole else sys.float_info.max) else ""
+        raise argparse.ArgumentTypeError(f"found {shorten(word)!r}; expected {kind} {least}{upto}")
 
-    return parse
+
+def whole_number(low: int = 0, high: int = LARGEST_INT) -> Number:
+    """Return an argparse type: a whole number from `low` to `high`."""
+    return Number(low, high, is_whole=True)
+
+
+def number(low: float = 0.0, high: float = sys.float_info.max, *, above: bool = False) -> Number:
+    """Return an argparse type: a finite number from `low` (with `above`: greater than `low`) to `high`."""
+    return Number(low, high, is_above=above)
 
 
 def text(word: str) -> str:

@@ -14,7 +14,8 @@ if __name__ == "__main__":  # keep pretrain/ off sys.path, so that its modules s
     restart_with_jemalloc()
 
 from pretrain.checkpoint.load.start import Start, check_start
-from pretrain.config.flags.arguments import RunArguments, parse_arguments
+from pretrain.config.flags.arguments import RunArguments
+from pretrain.config.flags.parse import parse_arguments
 from pretrain.config.validate import Plan
 from pretrain.distributed.device import Device, detect_device
 from pretrain.distributed.lost_rank import is_lost_connection, report_lost_connection

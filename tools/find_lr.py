@@ -18,7 +18,7 @@ if __name__ == "__main__":  # find the package from any working directory, also 
 from pretrain.analysis.lr_range import check_plot_target, evaluate_range, plot_range, range_lines, write_range_json
 from pretrain.checkpoint.load.start import check_start
 from pretrain.cli import Parser, number, path, run_main, whole_number
-from pretrain.config.flags.arguments import parse_arguments
+from pretrain.config.flags.parse import parse_arguments
 from pretrain.distributed.device import detect_device
 from pretrain.distributed.print_error import run_or_reject
 from pretrain.distributed.world import World

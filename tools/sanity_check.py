@@ -17,7 +17,7 @@ if __name__ == "__main__":  # find the package from any working directory, also 
 
 from pretrain.checkpoint.load.start import check_start
 from pretrain.cli import Parser, path, run_main, whole_number
-from pretrain.config.flags.arguments import parse_arguments
+from pretrain.config.flags.parse import parse_arguments
 from pretrain.distributed.device import detect_device
 from pretrain.distributed.print_error import run_or_reject
 from pretrain.distributed.world import World

@@ -8,7 +8,8 @@ from pretrain.chaos.instructions import folder_of, read_bad_steps
 from pretrain.chaos.kinds import CHECKPOINT_DAMAGE, KINDS
 from pretrain.checkpoint.format.manifest import checkpoint_folders
 from pretrain.cluster.supervise.launch_command import hostfile_of, identity, run_folder, train_flags
-from pretrain.config.flags.arguments import RunArguments, data_spec, parse_arguments
+from pretrain.config.flags.arguments import RunArguments, data_spec
+from pretrain.config.flags.parse import parse_arguments
 from pretrain.data.datasets.data_spec import split_words
 from pretrain.errors import ConfigError
 

@@ -28,7 +28,7 @@ from pretrain.cluster.supervise.processes import (
     reap_orphans,
 )
 from pretrain.cluster.supervise.progress import file_sizes, read_progress
-from pretrain.config.flags.arguments import parse_arguments
+from pretrain.config.flags.parse import parse_arguments
 from pretrain.distributed.device import Device, detect_device, nvidia_smi
 from pretrain.distributed.process import ROOT, free_port, port_is_free
 from pretrain.distributed.tcp_store import secret_variable

@@ -29,7 +29,8 @@ from pretrain.cluster.hosts.rank_environment import (
 from pretrain.cluster.hosts.remote import local_transport, srun_transport, ssh_options, ssh_transport
 from pretrain.cluster.hosts.rendezvous import PORT_OFFSET, join_rendezvous
 from pretrain.cluster.launcher_flags import LAUNCHER_PROGRAMS, launcher_parser, split_command_line
-from pretrain.config.flags.arguments import RunArguments, parse_arguments
+from pretrain.config.flags.arguments import RunArguments
+from pretrain.config.flags.parse import parse_arguments
 from pretrain.distributed.device import Device, cpu_device, detect_device
 from pretrain.distributed.world import DEFAULT_MASTER_PORT
 from pretrain.errors import REJECTED, ConfigError

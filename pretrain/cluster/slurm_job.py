@@ -19,7 +19,7 @@ from pretrain.checkpoint.load.resume import checkpoints_folder
 from pretrain.checkpoint.load.start import check_start
 from pretrain.checkpoint.save.space import next_checkpoint_bytes
 from pretrain.cli import Parser, run_main, say
-from pretrain.config.flags.arguments import parse_arguments
+from pretrain.config.flags.parse import parse_arguments
 from pretrain.config.validate import Plan
 from pretrain.distributed.device import detect_device
 from pretrain.distributed.print_error import print_error

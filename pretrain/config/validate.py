@@ -8,7 +8,6 @@ from pretrain.config.ds_json.read import read_ds_config
 from pretrain.config.flags.arguments import RunArguments, data_spec
 from pretrain.config.flags.check_flags import check_flags, check_folders
 from pretrain.config.flags.overrides import OverrideRecord
-from pretrain.config.flags.training_flags import ScheduleArguments
 from pretrain.config.initialization import check_initialization_flags, with_dropout
 from pretrain.config.layout import Layout
 from pretrain.config.notes import json_notes, run_notes
@@ -138,7 +137,7 @@ def _schedule_flags(resolved: ResolvedConfig) -> dict[str, Any]:
     if resolved.schedule is None:
         given = resolved.file.get("scheduler.params", {})
         return {name: value for name, value in given.items() if value != "auto"}
-    names = (f.name for f in fields(ScheduleArguments) if "lr" in f.name.split("_"))
+    names = (f.name for f in fields(RunArguments) if "lr" in f.name.split("_"))
     return {name: value for name in names if (value := getattr(resolved.args, name)) is not None}
 
 

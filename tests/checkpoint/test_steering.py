@@ -12,8 +12,8 @@ from pretrain.checkpoint.format.manifest import MANIFEST, Manifest
 from pretrain.checkpoint.load.agree import _candidates
 from pretrain.checkpoint.load.resume import Resume
 from pretrain.checkpoint.load.start import check_start
-from pretrain.config.flags.arguments import parse_arguments
-from pretrain.config.flags.overrides import OVERRIDES
+from pretrain.config.flags.arguments import OVERRIDES
+from pretrain.config.flags.parse import parse_arguments
 from pretrain.config.validate import Plan
 from pretrain.distributed.device import cpu_device
 from pretrain.errors import ConfigError

@@ -6,7 +6,8 @@ import pytest
 
 from pretrain.cluster.hosts.preflight import preflight_request
 from pretrain.cluster.supervise.launch_command import run_setting
-from pretrain.config.flags.arguments import data_spec, parse_arguments
+from pretrain.config.flags.arguments import data_spec
+from pretrain.config.flags.parse import parse_arguments
 from pretrain.errors import ConfigError
 
 

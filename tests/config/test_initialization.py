@@ -10,7 +10,7 @@ import pytest
 from pretrain.checkpoint.format.manifest import Manifest
 from pretrain.checkpoint.format.run_manifest import manifest_of
 from pretrain.checkpoint.load.resume import make_resume
-from pretrain.config.flags.arguments import parse_arguments
+from pretrain.config.flags.parse import parse_arguments
 from pretrain.config.initialization import check_initialization_flags
 from pretrain.config.validate import Plan, check_run
 from pretrain.distributed.device import cpu_device

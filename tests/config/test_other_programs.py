@@ -14,8 +14,9 @@ from pretrain.cluster.launcher_flags import launcher_parser
 from pretrain.config.ds_json.check_keys import check_json_keys
 from pretrain.config.ds_json.read import DsFile
 from pretrain.config.ds_json.schema import TREE
-from pretrain.config.flags.arguments import RunArguments, parse_arguments
-from pretrain.config.other_programs import HINTS, hint_for
+from pretrain.config.flags.arguments import RunArguments
+from pretrain.config.flags.parse import parse_arguments
+from pretrain.config.other_programs import hint_for, hints
 from pretrain.errors import ConfigError
 from tests.support.launch import ROOT
 
@@ -32,7 +33,7 @@ def test_each_known_setting_is_a_flag_or_has_a_hint(program: str) -> None:
         for word in (f"--{name}", f"--{name.replace('_', '-')}=1"):
             with pytest.raises(ConfigError) as caught:
                 parse_arguments([word, "1"] if "=" not in word else [word])
-            assert HINTS[name].rstrip(":")[1:] in str(caught.value), f"{program}: {caught.value}"
+            assert hint_for(name).rstrip(":")[1:] in str(caught.value), f"{program}: {caught.value}"
 
 
 @EACH_PROGRAM
@@ -51,7 +52,7 @@ def test_the_trainers_settings_are_complete() -> None:
 def test_hints_name_flags_keys_and_files_that_exist() -> None:
     launcher = {flag for action in launcher_parser("")._actions for flag in action.option_strings}
     keys = set(re.findall(r'"(\w+)"', json.dumps(TREE, default=lambda key: None))) | {"params"}
-    for hint in set(HINTS.values()):
+    for hint in set(hints().values()):
         for flag in re.findall(r"--(\w+)", hint):
             assert flag in FLAGS or f"--{flag}" in launcher or flag in ("help", "tasks"), hint
         assert set(re.findall(r'"(\w+)": ', hint)) <= keys, hint

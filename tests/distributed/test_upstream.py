@@ -14,7 +14,7 @@ import pytest
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
-from pretrain.config.flags.arguments import parse_arguments
+from pretrain.config.flags.parse import parse_arguments
 from pretrain.config.validate import check_run
 from pretrain.distributed.device import Device
 from pretrain.engine.operators.operator_cache import cache_operators

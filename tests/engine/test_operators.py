@@ -8,7 +8,7 @@ import torch
 from torch.nn.attention import SDPBackend
 from torch.nn.attention import flex_attention as torch_flex
 
-from pretrain.config.flags.arguments import parse_arguments
+from pretrain.config.flags.parse import parse_arguments
 from pretrain.config.validate import Plan, check_run
 from pretrain.distributed.device import Device
 from pretrain.engine.operators import operators_on_cuda as operators

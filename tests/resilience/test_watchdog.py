@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pretrain.config.flags.arguments import parse_arguments
+from pretrain.config.flags.parse import parse_arguments
 from pretrain.resilience.hang_report import RankRecord, describe_hang
 from pretrain.resilience.watchdog import TimeOuts
 from pretrain.resilience.watcher import IdleTime

@@ -5,55 +5,67 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
+from pretrain.cli import Number
+from pretrain.config.flags.arguments import FLAGS, RunArguments
+from pretrain.config.flags.flag import tokens
 from pretrain.paths import RUN_FILES
 from tests.wrong_inputs.case import LONG, NUMBERS, TOOLS, Case, actions_of, main_of
 
 
 def flag_cases() -> Iterator[Case]:
-    """Yield every flag of every program with no value, an empty value, wrong types, and numbers at the limits."""
+    """Yield every flag of every program with no value, an empty value, wrong types, and numbers out of range."""
     for program, right in TOOLS.items():
-        own = [] if program == "pretrain/train.py" else actions_of(program, main_of(program))
-        for action in own:
+        for action in actions_of(program, main_of(program)):
             flag = action.option_strings[-1] if not isinstance(action, argparse.BooleanOptionalAction) else \
                 action.option_strings[0]
-            yield from _of_flag(program, right, flag, _values(action), missing=action.nargs not in (0, "?"))
+            if program == "pretrain/train.py" and flag != f"--{action.dest}":
+                continue  # the second name of a flag
+            for value in _wrong_values(program, action):
+                yield Case(f"{program} {flag}={value[:20]}", program, _before_end(right, [f"{flag}={value}"]), flag)
+            if action.nargs not in (0, "?"):
+                words = ["--save", "{world}/run", flag, "--", "true"] if "--" in right else [*right, flag]
+                yield Case(f"{program} {flag} (no value)", program, tuple(words), flag)
         yield Case(f"{program} --no_such_flag", program, _before_end(right, ["--no_such_flag=1"]), "--no_such_flag")
         yield Case(f"{program} --no_such_flag=LONG", program, _before_end(right, [f"--{LONG}"]), "--nnn")
-    yield from _train_flags()
+    yield from _yaml_cases()
 
 
-def _values(action: argparse.Action) -> tuple[str, ...]:
+def _wrong_values(program: str, action: argparse.Action) -> Iterator[str]:
+    """Yield values that the declaration of a flag rejects."""
     if action.nargs == 0:
-        return ("x", "")  # --json=x
-    if action.choices is not None:
-        return ("no-such-choice", "", "5.5")
-    is_number = getattr(action.type, "__qualname__", "").split(".")[0] in ("whole_number", "number", "int", "float")
-    return NUMBERS if is_number else ("", "~/x")
+        yield from ("x", "")  # --json=x
+    elif action.const is True:
+        yield from ("maybe", "2")
+    elif action.choices is not None:
+        yield from ("no-such-choice", "", "5.5")
+    elif isinstance(action.type, Number) or action.type in (int, float, tokens):
+        declared = FLAGS[action.dest] if program == "pretrain/train.py" else action.type
+        limits = [value for value in (declared.low, declared.high) if value is not None and abs(value) < 1e20]
+        words = [*NUMBERS, *(str(value + step) for value in limits for step in (-1, 1))]
+        yield from (word for word in dict.fromkeys(words) if not _accepts(program, action, word))
+    else:
+        yield from ("", "~/x")
 
 
-def _train_flags() -> Iterator[Case]:
-    from pretrain.config.flags.arguments import RunArguments
+def _accepts(program: str, action: argparse.Action, word: str) -> bool:
+    try:
+        value = action.type(word)  # type: ignore[operator]
+        if program == "pretrain/train.py":
+            FLAGS[action.dest].check(action.dest, value)
+    except (argparse.ArgumentTypeError, ValueError):
+        return False
+    return True
 
-    program, right = "pretrain/train.py", TOOLS["pretrain/train.py"]
+
+def _yaml_cases() -> Iterator[Case]:
+    """Yield each key of the YAML file with a value of another shape, and twice."""
+    program = "pretrain/train.py"
     for f in dataclasses.fields(RunArguments):
-        flag, kind = f"--{f.name}", str(f.type)
-        numeric, switch = "int" in kind or "float" in kind, "bool" in kind
-        values = NUMBERS if numeric else ("maybe", "2") if switch else ("", "~/x")
-        yield from _of_flag(program, right, flag, values, missing=not switch)
-        nested = "[[1]]" if "list" in kind else "[1]"
-        for shape, text in (("list", nested), ("mapping", "{a: 1}")):
-            yield Case(f"yaml {f.name}: {shape}", program, ("--config", "{world}/in.yaml"), f.name,
-                       (("in.yaml", f"model: tiny\n{f.name}: {text}\n".encode()),))
-        yield Case(f"yaml {f.name} twice", program, ("--config", "{world}/in.yaml"), f"in.yaml:3: {f.name}",
-                   (("in.yaml", f"{f.name}: 1\n\n{f.name}: 1\n".encode()),))
-
-
-def _of_flag(program: str, right: list[str], flag: str, values: tuple[str, ...], *, missing: bool) -> Iterator[Case]:
-    for value in values:
-        yield Case(f"{program} {flag}={value[:20]}", program, _before_end(right, [f"{flag}={value}"]), flag)
-    if missing:
-        words = ["--save", "{world}/run", flag, "--", "true"] if "--" in right else [*right, flag]
-        yield Case(f"{program} {flag} (no value)", program, tuple(words), flag)
+        nested = "[[1]]" if "list" in str(f.type) else "[1]"
+        for what, text, culprit in (("list", nested, f.name), ("mapping", "{a: 1}", f.name),
+                                    ("twice", f"1\n\n{f.name}: 1", f"in.yaml:3: {f.name}")):
+            yield Case(f"yaml {f.name}: {what}", program, ("--config", "{world}/in.yaml"), culprit,
+                       (("in.yaml", f"{f.name}: {text}\n".encode()),))
 
 
 def _before_end(right: list[str], words: list[str]) -> tuple[str, ...]:

@@ -88,7 +88,7 @@ def _in_process(call: Callable[[], str]) -> str:
 
 def _resume(flags: list[str]) -> str:
     from pretrain.checkpoint.load.start import check_start
-    from pretrain.config.flags.arguments import parse_arguments
+    from pretrain.config.flags.parse import parse_arguments
     from pretrain.distributed.device import cpu_device
 
     start = check_start(parse_arguments(flags), world_size=2, device=cpu_device())

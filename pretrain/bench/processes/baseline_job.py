@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from pretrain.config.flags.arguments import parse_arguments
+from pretrain.config.flags.parse import parse_arguments
 from pretrain.config.validate import Plan, check_run
 from pretrain.distributed.device import Device, cpu_device, cuda_device
 

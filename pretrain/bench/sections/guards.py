@@ -5,7 +5,7 @@ import statistics
 from pretrain.bench.processes.context import BenchContext
 from pretrain.bench.processes.interleave import InterleavedResults, run_interleaved
 from pretrain.bench.sections.section import BenchSection, ReportProgress, spread
-from pretrain.config.flags.running_flags import ResilienceArguments
+from pretrain.config.flags.arguments import RunArguments
 
 RANKS, LOOP = 2, "step loop"
 # of one repetition; a linear change of the machine's speed within it affects both sums alike
@@ -25,7 +25,7 @@ def guards(context: BenchContext, report: ReportProgress) -> BenchSection:
     requests: list[dict[str, object]] = [{"steps": steps, "guards": on} for on in _ORDER]
     results = run_interleaved([[context.job(LOOP, "guarded_loop", ranks=RANKS)]], context, report,
                               requests=[*requests, {"replica_check": True}, {"exchanges": _EXCHANGES}])
-    return guards_section(results, steps=steps, interval=ResilienceArguments.replica_check_interval)
+    return guards_section(results, steps=steps, interval=RunArguments.replica_check_interval)
 
 
 def guards_section(results: InterleavedResults, *, steps: int, interval: int) -> BenchSection:

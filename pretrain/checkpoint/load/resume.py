@@ -17,7 +17,8 @@ from pretrain.checkpoint.load.same_data import (
     check_same_tokenizer,
     evaluation_data_notes,
 )
-from pretrain.config.flags.overrides import OVERRIDES, Change, named_overrides
+from pretrain.config.flags.arguments import OVERRIDES
+from pretrain.config.flags.overrides import Change, named_overrides
 from pretrain.config.initialization import reject_initial_values
 from pretrain.config.layout import Layout
 from pretrain.config.saved_model import Branch, check_same_parameters

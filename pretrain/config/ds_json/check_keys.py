@@ -17,7 +17,7 @@ from pretrain.config.ds_json.optimizers import (
 from pretrain.config.ds_json.read import DsFile
 from pretrain.config.ds_json.schema import OLD_OFFLOAD, REMOVED, TREE, UNREAD, Key, Tree
 from pretrain.config.flags.arguments import RunArguments
-from pretrain.config.other_programs import DEGREES, hint_for
+from pretrain.config.other_programs import degree_for, hint_for
 from pretrain.errors import ConfigError, closest, did_you_mean
 from pretrain.model.families.read import listing
 
@@ -175,8 +175,8 @@ def suggest_key(name: str, tree: Tree, prefix: str = "", kind: str = "") -> str:
     if _OTHER_NAMES.get(name) in tree:
         return f'Did you mean "{_OTHER_NAMES[name]}"?'
     other_name = name.lower().replace("-", "_")
-    if other_name in DEGREES:
-        return f"write the degree as {DEGREES[other_name]}"
+    if degree := degree_for(other_name):
+        return f"write the degree as {degree}"
     if kind and (owners := _types_with(name, prefix)):
         return f"{kind} has no such parameter; {listing(owners)} {'have' if len(owners) > 1 else 'has'} it"
     all_keys = list(_walk(TREE, ""))

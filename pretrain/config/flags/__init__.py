@@ -1,4 +1,4 @@
 """Flags of train.py, which are also the keys of its YAML file: declared, parsed, explained by --help and validated.
 
-Imports only errors, cli, paths and config/schedules/ from outside this folder.
+Imports only data, model, config/schedules, config/auto.py and config/other_programs.py, cli, paths and errors.
 """

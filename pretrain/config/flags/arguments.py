@@ -1,238 +1,340 @@
-"""Parse the flags of `pretrain/train.py`, which are also the keys of its YAML file."""
+"""RunArguments: the flags of `pretrain/train.py`, each one declared here with its default, help, range and choices.
 
-import contextlib
+Settings of the DeepSpeed JSON (batch sizes, precision, ZeRO, optimizer, clipping) have no flags. The exceptions are in
+the group AUTO: these flags fill keys that the JSON leaves out or sets to "auto".
+"""
+
+import argparse
 import dataclasses
-import importlib
-import importlib.util
-import math
-import sys
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NoReturn
 
-import yaml
-
-from pretrain.cli import LARGEST_INT, Parser, argument_error, bad_path, text, unknown_flag
-from pretrain.config.flags.flag_help import help_text, is_list
-from pretrain.config.flags.groups import GROUPS
-from pretrain.config.flags.model_flags import DataArguments, InitArguments, ModelArguments
-from pretrain.config.flags.running_flags import (
-    CheckpointArguments,
-    InstrumentArguments,
-    LoggingArguments,
-    ResilienceArguments,
-    SteeringArguments,
-)
-from pretrain.config.flags.training_flags import AutoArguments, RecipeArguments, ScheduleArguments, SpeedArguments
-from pretrain.config.other_programs import hint_for
+from pretrain.cli import LONGEST_SECONDS, path_text
+from pretrain.config import auto
+from pretrain.config.flags.flag import Flag, Group, tokens
+from pretrain.config.schedules.scaling import LR_SCALINGS
+from pretrain.config.schedules.schedule import DECAY_SHAPES, KINDS
 from pretrain.data.datasets.data_spec import DataSpec, parse_data_spec
-from pretrain.data.datasets.token_count import parse_token_count
-from pretrain.errors import ConfigError, shorten
+from pretrain.model.init_methods import INIT_METHODS
+from pretrain.model.recompute import PARTS
+
+# names of --override -> the settings of a checkpoint that they allow to change
+OVERRIDES = {
+    "lr": "the peak learning rate",
+    "schedule": "the learning-rate schedule",
+    "weight_decay": "weight decay, and the parameters that have none",
+    "betas": "betas or momentum of the optimizer",
+    "eps": "epsilon of the optimizer",
+    "clipping": "gradient clipping",
+    "loss": "label smoothing, z-loss, losses of the routers, and capacity of the experts",
+    "dropout": "dropout",
+    "batch": "the global batch size",
+    "data": "training data, its blend and order, and the tokenizer",
+    "seed": "the seed of data order and dropout",
+}
+_SHORTEST_SPIKE_WINDOW = 16  # steps; fewer give no standard deviation
+
+MODEL = Group("model and run folder")
+DATA = Group("data")
+SCHEDULE = Group("length and schedule")
+RECIPE = Group("optimizer, loss and gradients")
+INITIAL = Group("initial weights and dropout", "Settings of the training only: an exported config.json does not "
+                                               "change.")
+LOGGING = Group("evaluation and logging")
+MEASUREMENTS = Group("checks, measurements and profiles")
+CHECKPOINTS = Group("checkpoints")
+CHANGES = Group("changes of a run")
+FAILURES = Group("when something goes wrong")
+AUTO = Group('values for "auto"', 'Each fills a key that the DeepSpeed JSON leaves out or at "auto", and is rejected '
+                                  'where the JSON has another value. The default is that of "auto".')
+SPEED = Group("speed, memory and debugging")
 
 
 @dataclass(frozen=True)
-class RunArguments(SpeedArguments, AutoArguments, ResilienceArguments, SteeringArguments, CheckpointArguments,
-                   InstrumentArguments, LoggingArguments, InitArguments, RecipeArguments, ScheduleArguments,
-                   DataArguments, ModelArguments):
-    """All flags of a run.
+class RunArguments:
+    """All flags of a run, in the order of --help."""
 
-    The base classes are in reverse order, because a dataclass takes the fields of its last base first.
-    """
+    deepspeed_config: str = MODEL.flag(
+        "", 'DeepSpeed JSON file; comments and "auto" values are allowed', parse=path_text, metavar="FILE",
+        unset="required")
+    model: str = MODEL.flag(
+        "", "preset such as gpt2, a transformers config.json, a folder that holds one, or a repository of the Hub "
+        "(org/name)", parse=path_text, metavar="NAME", unset="without --init_from: required")
+    model_overrides: str | None = MODEL.flag(
+        None, "changes to the config.json, under its own keys: n_layer=4,vocab_size=8000", metavar="CHANGES")
+    init_from: str | None = MODEL.flag(
+        None, "start at step 0 from these weights: a transformers folder with safetensors, a repository of the Hub "
+        "(org/name), a run folder or a global_stepN folder", parse=path_text, metavar="SOURCE", unset="random weights")
+    save: str = MODEL.flag(
+        "", "run folder: checkpoints, metrics.jsonl, run.json, events.jsonl", parse=path_text, metavar="RUN",
+        unset="required")
+
+    train_data: list[str] | str = DATA.flag(  # noqa: RUF009
+        "", "prefix of the .bin/.idx pair to train on; several prefixes are blended: WEIGHT PREFIX WEIGHT PREFIX ..., "
+        "or prefixes alone, in proportion to their tokens", metavar="PREFIX", unset="required")
+    valid_data: list[str] | None = DATA.flag(  # noqa: RUF009
+        None, "prefix of a separate validation pair; several sets, [NAME=]PREFIX ..., are evaluated and logged by name",
+        metavar="PREFIX", unset="a part of --train_data, as --split says")
+    test_data: list[str] | None = DATA.flag(  # noqa: RUF009
+        None, "the same for test pairs, evaluated once at the end", metavar="PREFIX",
+        unset="a part of --train_data, as --split says")
+    blend_schedule: list[str] | None = DATA.flag(  # noqa: RUF009
+        None, "other weights of a blend from numbers of consumed tokens on, such as 0:0.9,0.1 10e9:0.5,0.5",
+        metavar="FROM_TOKENS:W1,W2,...")
+    split: str = DATA.flag(
+        "969,30,1", "proportions of train, valid and test documents in --train_data", metavar="TRAIN,VALID,TEST")
+    sample_order: str = DATA.flag(
+        "shuffled", "order of the samples: shuffled, or that of megatron or neox, to continue a run of Megatron-LM or "
+        "GPT-NeoX", metavar="NAME")
+    packing: str = DATA.flag(
+        "none", "none: documents follow one another without padding; best_fit: only documents that are longer than a "
+        "sample are divided, and the others are packed with little padding", metavar="NAME")
+    first_sample: int = DATA.flag(
+        0, "sample with which a run begins at step 0: the number of samples that it consumed before it was moved here",
+        low=0, high=2**48)
+    order_samples: int | None = DATA.flag(
+        None, "total number of samples for which Megatron-LM or GPT-NeoX made the order; only with --sample_order "
+        "megatron or neox", low=1, high=2**48, unset="--first_sample and the samples of --train_steps")
+    tokenizer: str | None = DATA.flag(
+        None, "SentencePiece .model file, a folder with it or with tokenizer.json, a repository (org/name), a preset's "
+        "name such as gpt2, or the word bytes; checked against data and model, and used by tools/generate.py",
+        parse=path_text, metavar="PATH")
+    seq_length: int = DATA.flag(1024, "tokens in a sample", low=1)
+    seq_length_schedule: str | None = DATA.flag(
+        None, "begin with shorter sequences: 0:256,1e9:512,4e9:1024 means 256 tokens from the start, 512 after 1e9 "
+        "tokens, ...; a sample is divided, so that no token is lost", metavar="TOKENS:LENGTH,...",
+        unset="always --seq_length")
+    eod_mask_loss: bool = DATA.flag(False, "ignore the prediction that follows an end-of-document token in the loss")
+    document_attention: bool = DATA.flag(
+        False, "attention sees only the tokens of the same document, and positions begin at 0 with each document, also "
+        "when a sample contains several documents")
+
+    train_steps: int | None = SCHEDULE.flag(
+        None, "optimizer steps of the whole run", low=1, unset="this or --train_tokens: required")
+    train_tokens: int | None = SCHEDULE.flag(
+        None, "tokens of the whole run, such as 2.5B", parse=tokens, low=1, unset="this or --train_steps: required")
+    batch_schedule: str | None = SCHEDULE.flag(
+        None, "begin with smaller global batches: 0:64,1e9:128,4e9:256 means 64 samples a step from the start, 128 "
+        "after 1e9 tokens, ...; the last one is the global batch size of the run", override="batch",
+        metavar="TOKENS:BATCH,...", unset="always train_batch_size")
+    lr_schedule: str = SCHEDULE.flag(
+        "cosine", "learning-rate schedule: cosine, linear, constant, wsd (warm-up, stable, decay), inverse_sqrt, step "
+        "or one_cycle", choices=KINDS, metavar="NAME")
+    lr_warmup_steps: int | None = SCHEDULE.flag(
+        None, "steps from 0 to the peak rate", low=0, unset="1% of the run; one_cycle: 30%")
+    lr_warmup_tokens: int | None = SCHEDULE.flag(
+        None, "the same in tokens", parse=tokens, low=0, unset="--lr_warmup_steps")
+    lr_decay_steps: int | None = SCHEDULE.flag(
+        None, "step at which the lowest rate is reached", low=0, unset="the run's last")
+    lr_decay_tokens: int | None = SCHEDULE.flag(
+        None, "the same in tokens", parse=tokens, low=0, unset="--lr_decay_steps")
+    lr_wsd_steps: int | None = SCHEDULE.flag(None, "steps of the final decay of wsd", low=0, unset="20% of the run")
+    lr_wsd_tokens: int | None = SCHEDULE.flag(None, "the same in tokens", parse=tokens, low=0, unset="--lr_wsd_steps")
+    lr_decay_shape: str | None = SCHEDULE.flag(
+        None, "shape of the final decay of wsd: linear, sqrt, 1-sqrt or cosine", choices=DECAY_SHAPES, metavar="NAME",
+        unset="linear")
+    lr_milestones: str | None = SCHEDULE.flag(
+        None, "numbers of steps after which step multiplies the rate: 8000,9000", metavar="STEP,...",
+        unset="with step: required")
+    lr_milestone_tokens: str | None = SCHEDULE.flag(
+        None, "the same in tokens: 8e9,9e9", metavar="TOKENS,...", unset="--lr_milestones")
+    lr_milestone_factor: float | None = SCHEDULE.flag(
+        None, "factor by which step multiplies the rate", above=0, high=1, unset="0.1")
+    min_lr_ratio: float | None = SCHEDULE.flag(
+        None, "lowest learning rate, as a fraction of the peak rate", low=0, high=1,
+        unset="0.1; inverse_sqrt and step: 0; one_cycle: 4e-06")
+    min_lr: float | None = SCHEDULE.flag(None, "the same as a rate", low=0, unset="--min_lr_ratio")
+    lr_reference_batch: int | None = SCHEDULE.flag(
+        None, "global batch size for which the peak rate was tuned; --lr_scaling scales it to the batch of this run",
+        low=1, unset="no scaling")
+    lr_scaling: str | None = SCHEDULE.flag(
+        None, "with --lr_reference_batch: multiply the peak rate by the ratio of the two batches (linear), or by its "
+        "square root (sqrt)", choices=LR_SCALINGS, unset="no scaling")
+    seed: int = SCHEDULE.flag(1234, "seed of initial weights, data order and dropout", low=0, high=2**31 - 1)
+
+    label_smoothing: float = RECIPE.flag(
+        0.0, "probability that the target spreads evenly over the vocabulary, in the gradient; the reported loss "
+        "remains the cross-entropy", low=0, high=1, override="loss")
+    z_loss: float = RECIPE.flag(
+        0.0, "coefficient of the mean squared logsumexp of the logits, in the gradient, such as 1e-4", low=0, high=1,
+        override="loss")
+    router_aux_loss: float | None = RECIPE.flag(
+        None, "coefficient of the load-balancing loss of the experts, in the gradient", low=0, high=1000,
+        override="loss", unset="router_aux_loss_coef of the config.json")
+    router_z_loss: float = RECIPE.flag(
+        0.0, "coefficient of the mean squared logsumexp of the routers' logits, in the gradient, such as 1e-3", low=0,
+        high=1000, override="loss")
+    expert_capacity_factor: float = RECIPE.flag(
+        0.0, "in training, an expert processes at most this factor times the mean number of tokens, and drops the "
+        "least probable others; 0: no limit", low=0, high=1e6, override="loss")
+    no_weight_decay: list[str] | None = RECIPE.flag(  # noqa: RUF009
+        None, "parameters without weight decay: names, with * for any text, or the word embeddings", metavar="NAME",
+        unset="vectors: norms and biases")
+    gradient_value_clipping: float = RECIPE.flag(
+        0.0, "largest absolute value of an element of the gradient, applied before the norm is computed and clipped; "
+        "0: no limit", low=0, high=1e6, override="clipping")
+    adaptive_clipping: float = RECIPE.flag(
+        0.0, "clip the gradient norm at this percentile of the norms of past updates, such as 90, and never above the "
+        "JSON's gradient_clipping; 0: off", low=0, high=100, override="clipping", metavar="PERCENTILE")
+    adaptive_clipping_window: int = RECIPE.flag(
+        100, "number of past updates for --adaptive_clipping; until this number is reached, gradient_clipping applies",
+        low=1, high=10_000, override="clipping")
+    noise_scale_interval: int = RECIPE.flag(
+        0, "estimate the gradient noise scale every N steps (McCandlish et al. 2018); 0: never", low=0)
+    early_stopping_patience: int = RECIPE.flag(
+        0, "end the run after N evaluations in a row without a lower validation loss; 0: off", low=0)
+    early_stopping_min_delta: float = RECIPE.flag(
+        0.0, "smallest decrease of the validation loss that counts for --early_stopping_patience", low=0)
+
+    init_method: str = INITIAL.flag(
+        "config", "initial values of matrices: config (as the config.json says), normal, scaled_normal, small_init, "
+        "wang_init, xavier_normal or xavier_uniform", choices=INIT_METHODS, metavar="NAME")
+    output_init_method: str = INITIAL.flag(
+        "config", "the same for the projections into the residual stream", choices=INIT_METHODS, metavar="NAME")
+    init_std: float | None = INITIAL.flag(
+        None, "standard deviation of config, normal and scaled_normal", above=0, high=1000,
+        unset="initializer_range of the config.json")
+    mup_base_width: int | None = INITIAL.flag(
+        None, "muP: hidden size of the smaller model whose learning rate and standard deviation were tuned", low=1,
+        unset="without muP")
+    embedding_dropout: float | None = INITIAL.flag(
+        None, "dropout of the embeddings", low=0, below=1, unset="that of the config.json")
+    attention_dropout: float | None = INITIAL.flag(
+        None, "dropout of the attention probabilities", low=0, below=1, unset="that of the config.json")
+    residual_dropout: float | None = INITIAL.flag(
+        None, "dropout of the outputs of attention and MLP", low=0, below=1, unset="that of the config.json")
+
+    log_interval: int = LOGGING.flag(
+        10, "steps between two logged steps: a line of output and a row of metrics.jsonl", low=1)
+    eval_interval: int = LOGGING.flag(1000, "steps between two evaluations; 0: only at the end", low=0)
+    eval_steps: int = LOGGING.flag(10, "global batches in an evaluation", low=1)
+    trackio: str | None = LOGGING.flag(
+        None, "Trackio project that gets the values of metrics.jsonl, as the monitors of the DeepSpeed JSON do; needs "
+        "the package trackio", metavar="PROJECT")
+    deepspeed_log_level: str = LOGGING.flag(
+        "error", "DeepSpeed's own messages: debug, info, warning or error",
+        choices=("debug", "info", "warning", "error"), metavar="LEVEL")
+
+    sanity_check: bool = MEASUREMENTS.flag(
+        False, "before step 1: run the checks of tools/sanity_check.py, and reject the run if one fails; a run that "
+        "resumes is not checked again")
+    profile_steps: str | None = MEASUREMENTS.flag(
+        None, "steps to profile, the first and the last one, such as 10:12: each rank writes a trace and a table of "
+        "operators to RUN/profiles; to profile a running job, `touch RUN/PROFILE`", metavar="FIRST:LAST")
+    profile_ranks: str = MEASUREMENTS.flag("all", "ranks that write a profile, such as 0,8", metavar="all|RANK,...")
+    pipeline_timeline: str | None = MEASUREMENTS.flag(
+        None, "steps of a run with several pipeline stages, such as 10:12, whose time is divided into forward, "
+        "backward, transfers and bubble: writes plots and a JSON to RUN/profiles", metavar="FIRST:LAST")
+    memory_snapshot: bool = MEASUREMENTS.flag(
+        False, "the profiled steps also write each allocation of GPU memory with its stack")
+
+    save_interval: int = CHECKPOINTS.flag(1000, "steps between two checkpoints; 0: only at the end", low=0)
+    resume: str = CHECKPOINTS.flag(
+        "auto", "auto: from the newest checkpoint if there is one; required: never from step 0; never: only into a run "
+        "folder without checkpoints", choices=("auto", "required", "never"))
+    exit_step: int | None = CHECKPOINTS.flag(
+        None, "save and stop after this step, before the run's end; another name: --exit_at_step", above=0,
+        other_name="exit_at_step")
+    async_save: bool = CHECKPOINTS.flag(False, "copy a checkpoint to host memory and write it while training continues")
+    save_busy: str = CHECKPOINTS.flag(
+        "wait", "while the previous --async_save is still being written: wait, or skip the new one",
+        choices=("wait", "skip"))
+    save_timeout: float = CHECKPOINTS.flag(
+        1800, "seconds after which a background save counts as failed; also the --step_timeout of saving and loading",
+        above=0, high=LONGEST_SECONDS)
+    keep_checkpoints: int = CHECKPOINTS.flag(0, "number of newest checkpoints to keep, at least 2; 0: keep all", low=0)
+    keep_every: int = CHECKPOINTS.flag(0, "with --keep_checkpoints: also keep those of every N-th step; 0: none", low=0)
+    keep_best: int = CHECKPOINTS.flag(
+        0, "with --keep_checkpoints: also keep the N of lowest validation loss (of several sets: their mean); 0: none",
+        low=0)
+    checkpoint_mirror: str | None = CHECKPOINTS.flag(
+        None, "folder or fsspec URL (s3://...) that receives a copy of each checkpoint; a start takes one from there "
+        "if --save has none as recent", parse=path_text, metavar="URL")
+
+    override: list[str] | None = CHANGES.flag(  # noqa: RUF009
+        None, "settings that may differ from those of the checkpoint that the run resumes from: "
+        f"{', '.join(OVERRIDES)}; several are separated by commas", metavar="NAME,...")
+    resume_from: str | None = CHANGES.flag(
+        None, "checkpoint of another run that this run continues if --save has none of its own: a run folder for its "
+        "newest, RUN@STEP, or a global_stepN folder", parse=path_text, metavar="RUN@STEP")
+
+    exit_after_minutes: float | None = FAILURES.flag(
+        None, "save and stop with exit code 75 after this time since the start of the process; the save comes after "
+        "this time", above=0, high=LONGEST_SECONDS / 60, unset="no limit")
+    spike_policy: str = FAILURES.flag(
+        "warn", "after a spike of the loss or the gradient norm: warn; skip this update; or rollback: return to the "
+        "newest good checkpoint from before it and skip the samples since then", choices=("warn", "skip", "rollback"))
+    spike_threshold: float = FAILURES.flag(
+        6.0, "standard deviations above the mean of the window that count as a spike", above=0, high=1e6)
+    spike_window: int = FAILURES.flag(
+        128, "steps in the window of mean and standard deviation; no step counts as a spike before half of it is "
+        "filled", low=_SHORTEST_SPIKE_WINDOW, high=2**20)
+    max_bad_steps: int = FAILURES.flag(
+        5, "bad steps in a row (NaN, infinity, or an update that --spike_policy skip left out), after which the run "
+        "returns to the newest good checkpoint from before them", low=1)
+    rollback_skip_steps: int = FAILURES.flag(
+        0, "a rollback also skips the samples of this number of steps after the bad ones", low=0)
+    max_rollbacks: int = FAILURES.flag(
+        3, "rollbacks of the whole run; instead of a further one it stops with exit code 76", low=0)
+    step_timeout: float = FAILURES.flag(
+        600, "seconds that the data of a step, the step itself, or a batch of an evaluation may take; then all ranks "
+        "write their stacks and exit with code 77; 0: no limit", low=0, high=LONGEST_SECONDS)
+    first_step_timeout: float = FAILURES.flag(
+        1800, "the same for the first step and the first batch of an evaluation, which may compile, and for each phase "
+        "before the first step: connecting, verifying the checkpoint, building the engine", low=0, high=LONGEST_SECONDS)
+    replica_check_interval: int = FAILURES.flag(
+        100, "steps between two comparisons of the copies of the parameters on different ranks; 0: never", low=0)
+    allow_other_data: bool = FAILURES.flag(
+        False, "the same as --override data: resume although --train_data or --tokenizer is not that of the checkpoint")
+
+    micro_batch_size: int | None = AUTO.flag(
+        None, "train_micro_batch_size_per_gpu, samples", low=1, unset=auto.DEFAULT_MICRO_BATCH_SIZE)
+    gradient_accumulation_steps: int | None = AUTO.flag(
+        None, "gradient_accumulation_steps", low=1, unset=auto.DEFAULT_GRADIENT_ACCUMULATION_STEPS)
+    global_batch_size: int | None = AUTO.flag(
+        None, "train_batch_size: samples a step, all ranks together", low=1, unset="follows from the two above")
+    learning_rate: float | None = AUTO.flag(
+        None, 'optimizer.params.lr, the peak rate; required if the JSON has no "optimizer"', above=0, high=1000,
+        unset=auto.DEFAULT_LEARNING_RATE)
+    weight_decay: float | None = AUTO.flag(
+        None, "optimizer.params.weight_decay, applied to matrices only", low=0, high=1000,
+        unset=auto.DEFAULT_WEIGHT_DECAY)
+    adam_beta1: float | None = AUTO.flag(
+        None, "optimizer.params.betas[0]", low=0, below=1, unset=auto.DEFAULT_BETAS[0])
+    adam_beta2: float | None = AUTO.flag(
+        None, "optimizer.params.betas[1]", low=0, below=1, unset=auto.DEFAULT_BETAS[1])
+    adam_epsilon: float | None = AUTO.flag(None, "optimizer.params.eps", low=0, high=1, unset=auto.DEFAULT_EPSILON)
+    gradient_clipping: float | None = AUTO.flag(
+        None, "gradient_clipping, the largest global norm", low=0, unset=auto.DEFAULT_GRADIENT_CLIPPING)
+    precision: str | None = AUTO.flag(
+        None, "bf16.enabled and fp16.enabled: bf16, fp16 or fp32", metavar="NAME",
+        unset=auto.auto_precision("auto", "auto"))
+    nvme_path: str | None = AUTO.flag(
+        None, "offload_*.nvme_path: a folder on a fast local disk", parse=path_text, metavar="FOLDER",
+        unset="the variable DS_PRETRAIN_NVME_PATH")
+
+    compile_blocks: bool = SPEED.flag(
+        False, "torch.compile each block; for cuda, where it fuses what lies between the matrix products")
+    recompute: str | None = SPEED.flag(
+        None, "recompute activations in the backward pass, which takes less memory and more time: attention or mlp of "
+        "each block, complete blocks, or none", choices=PARTS, metavar="PART",
+        unset="what pipeline.activation_checkpoint_interval says")
+    recompute_every: int = SPEED.flag(1, "recompute the part in every N-th block only", low=1)
+    mlp_tiles: int = SPEED.flag(
+        1, "compute each MLP in N pieces of the sequences, and recompute them in the backward pass: for very long "
+        "sequences", low=1)
+    tf32: bool = SPEED.flag(False, "multiply fp32 matrices in TF32 (fp32 runs on cuda): faster, 10 bits of mantissa")
+    plain_operators: bool = SPEED.flag(
+        False, "disable the custom kernels for attention and MLP: slower, and more memory than is predicted")
+    emulate_fp16: bool = SPEED.flag(False, "run fp16 on a device that has none: very slow, for tests and debugging")
+    peak_tflops: float | None = SPEED.flag(
+        None, "peak TFLOP/s of one device in this precision, for MFU", above=0, high=1e6,
+        unset="known from the GPU's name")
+
+    local_rank: int = dataclasses.field(  # set by DeepSpeed's launcher
+        default=-1, metadata={"flag": Flag(SPEED, argparse.SUPPRESS)})
 
 
-_PATHS = ("deepspeed_config", "model", "init_from", "save", "tokenizer", "nvme_path", "checkpoint_mirror",
-          "resume_from")
-_OTHER_NAMES = {"exit_at_step": "exit_step"}
-_TEXT_FLAGS = {f.name for f in dataclasses.fields(RunArguments) if f.type in (str, str | None)}
-_LIST_FLAGS = {f.name for f in dataclasses.fields(RunArguments) if is_list(f)}
-
-
-def _hf_argument_parser() -> Any:
-    """Return transformers' class HfArgumentParser, without the import of the package, which takes 0.6 s.
-
-    The file of this class needs nothing else of the package (transformers 5.0 to 5.23).
-    """
-    package = importlib.util.find_spec("transformers")
-    folders = package.submodule_search_locations if package is not None else None
-    if "transformers" not in sys.modules and folders:
-        spec = importlib.util.spec_from_file_location("hf_argparser", Path(folders[0], "hf_argparser.py"))
-        if spec is not None and spec.loader is not None:
-            module = importlib.util.module_from_spec(spec)
-            with contextlib.suppress(ImportError, OSError):
-                spec.loader.exec_module(module)
-                return module.HfArgumentParser
-    return importlib.import_module("transformers.hf_argparser").HfArgumentParser
-
-
-def _parser() -> Any:
-    """Return an HfArgumentParser that raises ConfigErrors."""
-    class FlagParser(_hf_argument_parser()):  # type: ignore[misc]
-        def error(self, message: str) -> NoReturn:
-            raise argument_error(message, self._option_string_actions)
-
-        def format_help(self) -> str:
-            return help_text(GROUPS)
-
-    parser = FlagParser([RunArguments], allow_abbrev=False, prog="pretrain/train.py")
-    for action in parser._actions:
-        if action.dest.endswith("_tokens") and action.type is int:
-            action.type = tokens
-    return parser
-
-
-def tokens(word: str) -> int:
-    """Return a number of tokens, such as 1e9 or 2.5B. Raises ValueError. argparse shows the function's name."""
-    try:
-        return int(word)
-    except ValueError:
-        count = parse_token_count(word)
-        if count is None:
-            raise
-        return count
-
-
-def flag_name(word: str) -> str:
-    """Return the name of a field of RunArguments for a flag or key: with _ instead of -, and without a second name."""
-    name = word.replace("-", "_")
-    return _OTHER_NAMES.get(name, name)
-
-
-def _with_first_names(word: str) -> str:
-    """Return a word of the command line with the first name of a flag that has two names."""
-    flag, equals, value = word.partition("=")
-    name = flag.removeprefix("--").replace("-", "_")
-    return f"--{_OTHER_NAMES[name]}{equals}{value}" if flag.startswith("--") and name in _OTHER_NAMES else word
-
-
-def read_yaml(path: str) -> dict[str, tuple[int, str | list[str]]]:
-    """Read a run's YAML file. Returns key -> (line number, value as it would be written on the command line).
-
-    Keys are returned with _ instead of -. Keys without a value are left out.
-    Raises ConfigError unless the file maps unique keys to single values, or to lists for flags with several words.
-    """
-    try:
-        loader = yaml.SafeLoader(Path(path).read_text(encoding="utf-8-sig"))
-        document = loader.get_single_node()
-        if document is None:
-            return {}
-        if not isinstance(document, yaml.MappingNode):
-            raise ConfigError(f"--config {path}", found=_node_type(document), expected="a mapping of flag: value")
-        _check_unique(path, document)
-        loader.flatten_mapping(document)  # keys merged by `<<: *name` come first: later keys win
-        entries = [(flag_name(str(key.value)), key.start_mark.line + 1, _yaml_value(loader, path, key, value))
-                   for key, value in document.value]
-    except ConfigError:
-        raise
-    except RecursionError:
-        raise ConfigError(f"--config {path}", problem="it is nested too deeply", remedy="each key takes one value") \
-            from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"--config {path}", problem="it is not UTF-8 text") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--config {path}", problem=f"it is not YAML: {error}") from None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"--config {path}", problem=f"the file cannot be read: {reason}") from None
-    return {name: (line, value) for name, line, value in entries if value is not None}
-
-
-def _node_type(node: yaml.Node) -> str:
-    if isinstance(node, yaml.ScalarNode):
-        return "a single value"
-    return "a mapping" if isinstance(node, yaml.MappingNode) else "a list"
-
-
-def _check_unique(path: str, document: yaml.MappingNode) -> None:
-    """Raise ConfigError for a key that occurs twice, with - or _: YAML would silently use the last one."""
-    lines: dict[str, int] = {}
-    for key, _ in document.value:
-        name, line = flag_name(str(key.value)), key.start_mark.line + 1
-        if name in lines:
-            raise ConfigError(f"{path}:{line}: {name}", problem=f"the same key is on line {lines[name]}",
-                              remedy="remove one of the two")
-        lines[name] = line
-
-
-def _yaml_value(loader: yaml.SafeLoader, path: str, key: yaml.Node, value: yaml.Node) -> str | list[str] | None:
-    """Return a scalar or a list as it would be written on the command line, or None for null.
-
-    For text flags, `no` and 0123 keep their spelling.
-    """
-    where, name = f"{path}:{key.start_mark.line + 1}: {key.value}", flag_name(str(key.value))
-    if name in _LIST_FLAGS and isinstance(value, yaml.SequenceNode):
-        return _yaml_list(where, value)
-    if not isinstance(value, yaml.ScalarNode):
-        raise ConfigError(where, found=_node_type(value), expected="a single value")
-    try:
-        parsed = loader.construct_object(value)
-    except ValueError:  # a date such as 2024-99-99, or thousands of digits: the type of the flag rejects the text
-        parsed = value.value
-    if parsed is None:
-        return None
-    return str(value.value) if name in _TEXT_FLAGS | _LIST_FLAGS else str(parsed)
-
-
-def _yaml_list(where: str, value: yaml.SequenceNode) -> list[str]:
-    """Return the words of a list in their spelling. Raises ConfigError for an empty list and for nested values."""
-    wrong = next((_node_type(word) for word in value.value if not isinstance(word, yaml.ScalarNode)), None)
-    words = [str(word.value) for word in value.value if isinstance(word, yaml.ScalarNode)]
-    if wrong is not None or not words:
-        raise ConfigError(where, found=f"{wrong} in the list" if wrong else "an empty list",
-                          expected="a single value, or a list of them")
-    if dashed := [word for word in words if word.startswith("--")]:
-        raise ConfigError(where, found=dashed[0], expected="no word that begins with --")
-    return words
-
-
-def _flags_from_yaml(path: str, names: list[str]) -> list[str]:
-    """Return the keys of a YAML file as command-line words, so that one parser validates both."""
-    words = []
-    for name, (line, value) in read_yaml(path).items():
-        if name not in names:
-            raise ConfigError(f"{path}:{line}: {shorten(name)}", found="an unknown key",
-                              expected="a flag of pretrain/train.py", remedy=hint_for(name),
-                              word="" if hint_for(name) else name, known=names)
-        words += [f"--{name}={value}"] if isinstance(value, str) else [f"--{name}", *value]
-    return words
-
-
-def _check_values(parsed: RunArguments) -> None:
-    """Raise ConfigError for infinite numbers, integers beyond 64 bits, empty text and invalid paths."""
-    for f in dataclasses.fields(parsed):
-        value, flag = getattr(parsed, f.name), f"--{f.name}"
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(flag, found=value, expected="a finite number")
-        if isinstance(value, int) and abs(value) > LARGEST_INT:
-            raise ConfigError(flag, found=value, expected=f"a whole number of at most {LARGEST_INT}")
-        if not isinstance(value, str) or value == f.default:
-            continue
-        if not value:
-            raise ConfigError(flag, problem="the value is empty", remedy="leave the flag out, or give it a value")
-        if "\0" in value:
-            raise ConfigError(flag, problem=f"{shorten(value)!r} contains a NUL character")
-        if f.name in _PATHS and (problem := bad_path(value)):
-            raise ConfigError(flag, problem=problem)
-
-
-def parse_arguments(argv: list[str] | None = None) -> RunArguments:
-    """Parse the flags and the `--config` YAML file; flags win. Raises ConfigError; `--help` exits with 0."""
-    words = [_with_first_names(word) for word in (sys.argv[1:] if argv is None else argv)]
-    names = [f.name for f in dataclasses.fields(RunArguments)]
-    config_parser = Parser(add_help=False)
-    config_parser.add_argument("--config", action="append", type=text)
-    known, words = config_parser.parse_known_args(words)
-    if known.config and len(known.config) > 1:
-        raise ConfigError("--config", found=f"{len(known.config)} files", expected="one", remedy="join them into one")
-    if known.config:
-        words = _flags_from_yaml(known.config[0], names) + words
-    parsed, unknown = _parser().parse_args_into_dataclasses(words, return_remaining_strings=True)
-    if unknown:
-        flags = [word for word in unknown if word.startswith("--")][:8] or unknown[:1]
-        lines = [str(unknown_flag(word, [f"--{name}" for name in names], hint_for)) for word in flags]
-        raise ConfigError.from_line(" ".join(lines))
-    _check_values(parsed)
-    data_spec(parsed)
-    return parsed
+FLAGS: dict[str, Flag] = {field.name: field.metadata["flag"] for field in dataclasses.fields(RunArguments)}
 
 
 def data_spec(args: RunArguments) -> DataSpec:

@@ -1,62 +1,36 @@
 """Validate flags that depend on nothing else: ranges, choices, the run folder and the mirror."""
 
-import math
 import os
 import re
 from pathlib import Path
 
-from pretrain.cli import LONGEST_SECONDS
-from pretrain.config.flags.arguments import RunArguments
-from pretrain.config.flags.check_schedule import check_schedule_flags
+from pretrain.config.flags.arguments import FLAGS, RunArguments
 from pretrain.config.flags.overrides import named_overrides
-from pretrain.config.schedules.scaling import LR_SCALINGS
-from pretrain.config.schedules.schedule import DECAY_SHAPES, KINDS
 from pretrain.errors import ConfigError, shorten
-from pretrain.model.init_methods import INIT_METHODS
-from pretrain.model.recompute import PARTS
 from pretrain.paths import RUN_FILES, check_folder, check_outside_runs
 
-RESUME_CHOICES = ("auto", "required", "never")
-SAVE_BUSY_CHOICES = ("wait", "skip")
-SPIKE_POLICIES = ("warn", "skip", "rollback")
-LOG_LEVELS = ("debug", "info", "warning", "error")
-
-_SHORTEST_SPIKE_WINDOW = 16  # steps; fewer give no standard deviation
-_AT_LEAST_ONE = ("seq_length", "log_interval", "eval_steps", "micro_batch_size", "gradient_accumulation_steps",
-                 "global_batch_size", "train_steps", "train_tokens", "mup_base_width", "max_bad_steps", "order_samples",
-                 "adaptive_clipping_window", "recompute_every", "mlp_tiles",
-                 "lr_reference_batch")
-_AT_LEAST_ZERO = ("eval_interval", "save_interval", "seed", "keep_checkpoints", "keep_every", "keep_best",
-                  "lr_warmup_steps", "lr_decay_steps", "lr_wsd_steps", "lr_warmup_tokens", "lr_decay_tokens",
-                  "lr_wsd_tokens", "min_lr", "weight_decay", "adam_epsilon",
-                  "gradient_clipping", "rollback_skip_steps", "max_rollbacks", "step_timeout", "first_step_timeout",
-                  "replica_check_interval", "first_sample", "label_smoothing", "z_loss",
-                  "router_aux_loss", "router_z_loss", "expert_capacity_factor",
-                  "gradient_value_clipping", "adaptive_clipping", "noise_scale_interval",
-                  "early_stopping_patience", "early_stopping_min_delta")
-_ABOVE_ZERO = ("exit_step", "save_timeout", "learning_rate", "peak_tflops", "init_std",
-               "exit_after_minutes", "spike_threshold")
-_AT_MOST = {"adam_epsilon": 1, "weight_decay": 1e3, "learning_rate": 1e3, "peak_tflops": 1e6,
-            "save_timeout": LONGEST_SECONDS, "seed": 2**31 - 1, "init_std": 1e3, "step_timeout": LONGEST_SECONDS,
-            "first_step_timeout": LONGEST_SECONDS, "exit_after_minutes": LONGEST_SECONDS / 60, "spike_threshold": 1e6,
-            "spike_window": 2**20, "label_smoothing": 1, "z_loss": 1,
-            "router_aux_loss": 1e3, "router_z_loss": 1e3, "expert_capacity_factor": 1e6,
-            "gradient_value_clipping": 1e6, "adaptive_clipping": 100, "adaptive_clipping_window": 10_000,
-            "first_sample": 2**48, "order_samples": 2**48}
-_CHOICES = {"resume": RESUME_CHOICES, "save_busy": SAVE_BUSY_CHOICES, "spike_policy": SPIKE_POLICIES,
-            "deepspeed_log_level": LOG_LEVELS,
-            "lr_schedule": KINDS, "lr_decay_shape": DECAY_SHAPES, "lr_scaling": LR_SCALINGS, "recompute": PARTS,
-            "init_method": INIT_METHODS, "output_init_method": INIT_METHODS}
+_DECAYING = ("cosine", "linear", "wsd", "one_cycle")
+_SCHEDULES_OF = {
+    **dict.fromkeys(("lr_decay_steps", "lr_decay_tokens"), _DECAYING),
+    **dict.fromkeys(("lr_wsd_steps", "lr_wsd_tokens", "lr_decay_shape"), ("wsd",)),
+    **dict.fromkeys(("lr_milestones", "lr_milestone_tokens", "lr_milestone_factor"), ("step",)),
+    **dict.fromkeys(("min_lr", "min_lr_ratio"), (*_DECAYING, "inverse_sqrt", "step")),
+}
+_ALTERNATIVES = (("lr_warmup_steps", "lr_warmup_tokens"), ("lr_decay_steps", "lr_decay_tokens"),
+                 ("lr_wsd_steps", "lr_wsd_tokens"), ("lr_milestones", "lr_milestone_tokens"),
+                 ("min_lr_ratio", "min_lr"))
 
 
 def check_flags(args: RunArguments) -> None:
     """Raise ConfigError for values out of range, unknown choices, and flags without an effect."""
-    _check_ranges(args)
-    for name, choices in _CHOICES.items():
-        value = getattr(args, name)
-        if value is not None and value not in choices:
-            raise ConfigError(f"--{name}", found=value, expected=", ".join(choices), word=value, known=choices)
-    check_schedule_flags(args)
+    for name, flag in FLAGS.items():
+        flag.check(name, getattr(args, name))
+    if args.label_smoothing == 1:
+        raise ConfigError("--label_smoothing", found=1, expected="below 1: with 1, the labels have no effect")
+    for name in ("step_timeout", "first_step_timeout"):
+        if 0 < getattr(args, name) < 1:
+            raise ConfigError(f"--{name}", found=getattr(args, name), expected="at least 1 s, or 0 for no limit")
+    _check_schedule_flags(args)
     _check_checkpoint_flags(args)
     _check_steering_flags(args)
     if args.order_samples is not None and args.sample_order == "shuffled":
@@ -67,23 +41,24 @@ def check_flags(args: RunArguments) -> None:
                           found="neither of them" if args.train_steps is None else "both")
 
 
-def _check_ranges(args: RunArguments) -> None:
-    if args.spike_window < _SHORTEST_SPIKE_WINDOW:
-        raise ConfigError("--spike_window", found=args.spike_window, expected=f"at least {_SHORTEST_SPIKE_WINDOW}")
-    for name in ("step_timeout", "first_step_timeout"):
-        if 0 < getattr(args, name) < 1:
-            raise ConfigError(f"--{name}", found=getattr(args, name), expected="at least 1 s, or 0 for no limit")
-    for names, low, above in ((_AT_LEAST_ONE, 1, False), (_AT_LEAST_ZERO, 0, False), (_ABOVE_ZERO, 0, True)):
-        for name in names:
-            value = getattr(args, name)
-            if value is not None and not (math.isfinite(value) and (value > low if above else value >= low)):
-                raise ConfigError(f"--{name}", found=value, expected=f"{'above' if above else 'at least'} {low}")
-    if args.label_smoothing == 1:
-        raise ConfigError("--label_smoothing", found=1, expected="below 1: with 1, the labels have no effect")
-    for name, high in _AT_MOST.items():
-        value = getattr(args, name)
-        if value is not None and value > high:
-            raise ConfigError(f"--{name}", found=value, expected=f"at most {high:.10g}")
+def _check_schedule_flags(flags: RunArguments) -> None:
+    """Reject --lr_* flags that give twice the same setting, and flags without an effect."""
+    for first, second in _ALTERNATIVES:
+        if getattr(flags, first) is not None and getattr(flags, second) is not None:
+            raise ConfigError(f"--{first} / --{second}", found="both", expected="one of the two")
+    for name, schedules in _SCHEDULES_OF.items():
+        if getattr(flags, name) is not None and flags.lr_schedule not in schedules:
+            raise ConfigError(f"--{name}", found=f"{getattr(flags, name)} with --lr_schedule {flags.lr_schedule}",
+                              expected="no value", remedy=f"it has an effect on {', '.join(schedules)} only")
+    if flags.lr_schedule == "step" and flags.lr_milestones is None and flags.lr_milestone_tokens is None:
+        raise ConfigError("--lr_milestones", problem="the flag is missing, and --lr_schedule step needs it",
+                          remedy="give the numbers of steps after which the rate falls, such as 8000,9000")
+    if (flags.lr_reference_batch is None) != (flags.lr_scaling is None):
+        given, missing = "lr_reference_batch", "lr_scaling"
+        if flags.lr_reference_batch is None:
+            given, missing = missing, given
+        raise ConfigError(f"--{given}", problem=f"it has no effect without --{missing}", remedy=f"give --{missing}, "
+                          "or leave both out")
 
 
 def _check_checkpoint_flags(args: RunArguments) -> None:

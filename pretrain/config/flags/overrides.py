@@ -3,29 +3,11 @@
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-from pretrain.config.flags.arguments import RunArguments
+from pretrain.config.flags.arguments import FLAGS, OVERRIDES, RunArguments
 from pretrain.errors import ConfigError
 
-# name -> the settings that it allows to change
-OVERRIDES = {
-    "lr": "the peak learning rate",
-    "schedule": "the learning-rate schedule",
-    "weight_decay": "weight decay, and the parameters that have none",
-    "betas": "betas or momentum of the optimizer",
-    "eps": "epsilon of the optimizer",
-    "clipping": "gradient clipping",
-    "loss": "label smoothing, z-loss, losses of the routers, and capacity of the experts",
-    "dropout": "dropout",
-    "batch": "the global batch size",
-    "data": "training data, its blend and order, and the tokenizer",
-    "seed": "the seed of data order and dropout",
-}
 # flags whose values a checkpoint records -> the name that allows another value
-RECIPE_FLAGS = {"label_smoothing": "loss", "z_loss": "loss", "router_aux_loss": "loss",
-                "router_z_loss": "loss", "expert_capacity_factor": "loss", "gradient_value_clipping": "clipping",
-                "adaptive_clipping": "clipping", "adaptive_clipping_window": "clipping",
-                "batch_schedule": "batch"}
-
+RECIPE_FLAGS = {name: flag.override for name, flag in FLAGS.items() if flag.override}
 
 # entry of run.json, of the manifest and of the event "override"
 OverrideRecord = TypedDict("OverrideRecord", {"step": int, "name": str, "setting": str, "from": Any, "to": Any})

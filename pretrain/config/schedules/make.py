@@ -7,7 +7,7 @@ the guard skips, or a rollback, moves no rate.
 
 import itertools
 
-from pretrain.config.flags.training_flags import ScheduleArguments
+from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.schedules.length import RunLength
 from pretrain.config.schedules.schedule import ONE_CYCLE_INITIAL_RATIO, Schedule
 from pretrain.data.datasets.token_count import parse_token_count, parse_whole_number
@@ -27,7 +27,7 @@ def default_warmup_steps(train_steps: int, kind: str = "cosine") -> int:
     return max(1, round(fraction * train_steps))
 
 
-def make_schedule(flags: ScheduleArguments, *, peak: float, length: RunLength) -> Schedule:
+def make_schedule(flags: RunArguments, *, peak: float, length: RunLength) -> Schedule:
     """Return the schedule of the flags. None selects a flag's default. `check_flags` has checked each flag by itself.
 
     Raises:
@@ -48,7 +48,7 @@ def make_schedule(flags: ScheduleArguments, *, peak: float, length: RunLength) -
         milestone_factor=flags.lr_milestone_factor or DEFAULT_MILESTONE_FACTOR if kind == "step" else 1.0)
 
 
-def _given(flags: ScheduleArguments, name: str) -> str:
+def _given(flags: RunArguments, name: str) -> str:
     """Return "--NAME_tokens" if this flag is given, else "--NAME_steps"."""
     return f"--{name}_tokens" if getattr(flags, f"{name}_tokens") is not None else f"--{name}_steps"
 
@@ -59,7 +59,7 @@ def _steps(steps: int | None, tokens: int | None, length: RunLength, *, default:
     return default if steps is None else steps
 
 
-def _warmup_steps(flags: ScheduleArguments, length: RunLength) -> int:
+def _warmup_steps(flags: RunArguments, length: RunLength) -> int:
     kind = flags.lr_schedule
     warmup_steps = _steps(flags.lr_warmup_steps, flags.lr_warmup_tokens, length,
                           default=default_warmup_steps(length.train_steps, kind))
@@ -68,7 +68,7 @@ def _warmup_steps(flags: ScheduleArguments, length: RunLength) -> int:
     return warmup_steps
 
 
-def _wsd_steps(flags: ScheduleArguments, warmup_steps: int, decay_steps: int, length: RunLength) -> int:
+def _wsd_steps(flags: RunArguments, warmup_steps: int, decay_steps: int, length: RunLength) -> int:
     """Return the length of wsd's final decay, which ends at step number `decay_steps`."""
     longest = decay_steps - warmup_steps
     if flags.lr_wsd_tokens is not None:
@@ -82,7 +82,7 @@ def _wsd_steps(flags: ScheduleArguments, warmup_steps: int, decay_steps: int, le
     return wsd_steps
 
 
-def _min_ratio(flags: ScheduleArguments, peak: float) -> float:
+def _min_ratio(flags: RunArguments, peak: float) -> float:
     """Return the lowest rate as a fraction of the peak."""
     if flags.min_lr is None:
         default = DEFAULT_MIN_RATIOS.get(flags.lr_schedule, DEFAULT_MIN_RATIO)
@@ -92,7 +92,7 @@ def _min_ratio(flags: ScheduleArguments, peak: float) -> float:
     return flags.min_lr / peak
 
 
-def _milestones(flags: ScheduleArguments, warmup_steps: int, length: RunLength) -> tuple[int, ...]:
+def _milestones(flags: RunArguments, warmup_steps: int, length: RunLength) -> tuple[int, ...]:
     """Return the numbers of steps after which the rate of `step` is multiplied."""
     text = flags.lr_milestone_tokens or flags.lr_milestones or ""
     flag = "--lr_milestone_tokens" if flags.lr_milestone_tokens else "--lr_milestones"

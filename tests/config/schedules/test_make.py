@@ -112,7 +112,7 @@ WSD, STEP = {"lr_schedule": "wsd"}, {"lr_schedule": "step"}
     ({"lr_schedule": "constant", "min_lr_ratio": 0.1}, "--min_lr_ratio: found 0.1 with --lr_schedule constant"),
     ({"lr_schedule": "inverse_sqrt", "lr_decay_tokens": 40}, "--lr_decay_tokens"),
     ({"lr_schedule": "inverse_sqrt", "lr_warmup_steps": 0}, "--lr_warmup_steps: found 0; expected at least 1"),
-    ({"min_lr_ratio": 1.5}, "--min_lr_ratio: found 1.5; expected a fraction"),
+    ({"min_lr_ratio": 1.5}, "--min_lr_ratio: found 1.5; expected at most 1"),
     ({"min_lr_ratio": 0.1, "min_lr": 1e-5}, "--min_lr_ratio / --min_lr: found both; expected one of the two"),
     ({"lr_warmup_steps": 1, "lr_warmup_tokens": 1}, "--lr_warmup_steps / --lr_warmup_tokens: found both"),
     ({"lr_warmup_steps": 101}, "--lr_warmup_steps: found 101; expected at least 0 and at most 100 (the run)"),

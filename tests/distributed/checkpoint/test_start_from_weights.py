@@ -13,7 +13,7 @@ from huggingface_hub import constants
 from pretrain.checkpoint.format.manifest import newest_good
 from pretrain.checkpoint.load.init_from import check_origin
 from pretrain.checkpoint.load.start import Start, check_start
-from pretrain.config.flags.arguments import parse_arguments
+from pretrain.config.flags.parse import parse_arguments
 from pretrain.distributed.device import cpu_device
 from pretrain.errors import ConfigError
 from pretrain.monitor.read_run_folder import newest_start, read_metrics, read_rows

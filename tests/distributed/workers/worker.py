@@ -22,7 +22,7 @@ from pretrain.checkpoint.load.load_checkpoint import load_checkpoint
 from pretrain.checkpoint.load.start import Start, check_start
 from pretrain.checkpoint.save import file_engine
 from pretrain.checkpoint.save.save_checkpoint import save_checkpoint
-from pretrain.config.flags.arguments import parse_arguments
+from pretrain.config.flags.parse import parse_arguments
 from pretrain.config.validate import Plan
 from pretrain.distributed.collectives import gather
 from pretrain.distributed.device import detect_device

@@ -1,0 +1,197 @@
+"""Parse the flags of `pretrain/train.py`, which are also the keys of its YAML file."""
+
+import argparse
+import dataclasses
+import functools
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+
+from pretrain.cli import Parser, text, unknown_flag
+from pretrain.config.flags.arguments import FLAGS, RunArguments, data_spec
+from pretrain.config.other_programs import hint_for
+from pretrain.errors import ConfigError, shorten
+
+_USAGE = """pretrain/train.py --deepspeed_config FILE --model NAME
+           --train_data PREFIX --train_steps N --save RUN [flags]
+       pretrain/train.py --config run.yaml [flags]"""
+_DESCRIPTION = ("Pretrain a GPT-style model. Every flag is also a key of the YAML file that --config names; flags on "
+                "the command line win. --seq-length is --seq_length.")
+# name of a flag -> its type and the parts of that: int | None, int, NoneType
+_KINDS = {field.name: (field.type, *get_args(field.type)) for field in dataclasses.fields(RunArguments)}
+_OTHER_NAMES = {flag.other_name: name for name, flag in FLAGS.items() if flag.other_name}
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """Shows one value for a flag that takes several, and none for a switch, whose value true can be left out."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28)
+
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        return str(action.metavar or "")
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        return super()._format_action_invocation(action).rstrip()
+
+
+def _truth(word: str) -> bool:
+    """Argparse type: true or false, in one of the spellings that YAML and transformers know."""
+    if word.lower() in ("yes", "true", "t", "y", "1"):
+        return True
+    if word.lower() in ("no", "false", "f", "n", "0"):
+        return False
+    raise argparse.ArgumentTypeError(f"found {shorten(word)!r}; expected true or false")
+
+
+def _options(name: str) -> dict[str, Any]:
+    """Return the options of `add_argument` for a flag."""
+    flag, kinds = FLAGS[name], _KINDS[name]
+    if bool in kinds:
+        return {"type": _truth, "nargs": "?", "const": True}
+    if list[str] in kinds:
+        return {"type": flag.parse or text, "nargs": "+", "metavar": flag.metavar}
+    parse, letter = (int, "N") if int in kinds else (float, "X") if float in kinds else (text, "|".join(flag.choices))
+    return {"type": flag.parse or parse, "metavar": flag.metavar or letter}
+
+
+@functools.cache
+def _make_parser() -> Parser:
+    """Return the parser. Its namespace has only the flags that are given, and `config`."""
+    parser = Parser(prog="pretrain/train.py", usage=_USAGE, description=_DESCRIPTION, add_help=False,
+                    formatter_class=_HelpFormatter, argument_default=argparse.SUPPRESS)
+    parser.add_argument_group("help").add_argument("--help", "-h", action="help", help="show this page")
+    sections: dict[str, Any] = {}
+    for name, flag in FLAGS.items():
+        if flag.group.title not in sections:
+            sections[flag.group.title] = parser.add_argument_group(flag.group.title, flag.group.description)
+        section = sections[flag.group.title]
+        if name == "deepspeed_config":
+            section.add_argument("--config", action="append", type=text, default=[], metavar="FILE",
+                                 help="YAML file with these flags as keys (default: none)")
+        section.add_argument(f"--{name}", help=flag.help, **_options(name))
+        if flag.other_name:
+            section.add_argument(f"--{flag.other_name}", dest=name, help=argparse.SUPPRESS, **_options(name))
+    return parser
+
+
+def flag_name(word: str) -> str:
+    """Return the name of a field of RunArguments for a flag or key: with _ instead of -, and without a second name."""
+    name = word.replace("-", "_")
+    return _OTHER_NAMES.get(name, name)
+
+
+def read_yaml(path: str) -> dict[str, tuple[int, str | list[str]]]:
+    """Read a run's YAML file. Returns key -> (line number, value as it would be written on the command line).
+
+    Keys are returned with _ instead of -. Keys without a value are left out.
+    Raises ConfigError unless the file maps unique keys to single values, or to lists for flags with several words.
+    """
+    try:
+        loader = yaml.SafeLoader(Path(path).read_text(encoding="utf-8-sig"))
+        document = loader.get_single_node()
+        if document is None:
+            return {}
+        if not isinstance(document, yaml.MappingNode):
+            raise ConfigError(f"--config {path}", found=_node_type(document), expected="a mapping of flag: value")
+        _check_unique(path, document)
+        loader.flatten_mapping(document)  # keys merged by `<<: *name` come first: later keys win
+        entries = [(flag_name(str(key.value)), key.start_mark.line + 1, _yaml_value(loader, path, key, value))
+                   for key, value in document.value]
+    except ConfigError:
+        raise
+    except RecursionError:
+        raise ConfigError(f"--config {path}", problem="it is nested too deeply", remedy="each key takes one value") \
+            from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"--config {path}", problem="it is not UTF-8 text") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--config {path}", problem=f"it is not YAML: {error}") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--config {path}", problem=f"the file cannot be read: {reason}") from None
+    return {name: (line, value) for name, line, value in entries if value is not None}
+
+
+def _node_type(node: yaml.Node) -> str:
+    if isinstance(node, yaml.ScalarNode):
+        return "a single value"
+    return "a mapping" if isinstance(node, yaml.MappingNode) else "a list"
+
+
+def _check_unique(path: str, document: yaml.MappingNode) -> None:
+    """Raise ConfigError for a key that occurs twice, with - or _: YAML would silently use the last one."""
+    lines: dict[str, int] = {}
+    for key, _ in document.value:
+        name, line = flag_name(str(key.value)), key.start_mark.line + 1
+        if name in lines:
+            raise ConfigError(f"{path}:{line}: {name}", problem=f"the same key is on line {lines[name]}",
+                              remedy="remove one of the two")
+        lines[name] = line
+
+
+def _yaml_value(loader: yaml.SafeLoader, path: str, key: yaml.Node, value: yaml.Node) -> str | list[str] | None:
+    """Return a scalar or a list as it would be written on the command line, or None for null.
+
+    For text flags, `no` and 0123 keep their spelling.
+    """
+    where, kinds = f"{path}:{key.start_mark.line + 1}: {key.value}", _KINDS.get(flag_name(str(key.value)), ())
+    if list[str] in kinds and isinstance(value, yaml.SequenceNode):
+        return _yaml_list(where, value)
+    if not isinstance(value, yaml.ScalarNode):
+        raise ConfigError(where, found=_node_type(value), expected="a single value")
+    try:
+        parsed = loader.construct_object(value)
+    except ValueError:  # a date such as 2024-99-99, or thousands of digits: the type of the flag rejects the text
+        parsed = value.value
+    if parsed is None:
+        return None
+    return str(value.value) if str in kinds or list[str] in kinds else str(parsed)
+
+
+def _yaml_list(where: str, value: yaml.SequenceNode) -> list[str]:
+    """Return the words of a list in their spelling. Raises ConfigError for an empty list and for nested values."""
+    wrong = next((_node_type(word) for word in value.value if not isinstance(word, yaml.ScalarNode)), None)
+    words = [str(word.value) for word in value.value if isinstance(word, yaml.ScalarNode)]
+    if wrong is not None or not words:
+        raise ConfigError(where, found=f"{wrong} in the list" if wrong else "an empty list",
+                          expected="a single value, or a list of them")
+    if dashed := [word for word in words if word.startswith("--")]:
+        raise ConfigError(where, found=dashed[0], expected="no word that begins with --")
+    return words
+
+
+def _flags_from_yaml(path: str) -> list[str]:
+    """Return the keys of a YAML file as command-line words, so that one parser validates both."""
+    words = []
+    for name, (line, value) in read_yaml(path).items():
+        if name not in FLAGS:
+            raise ConfigError(f"{path}:{line}: {shorten(name)}", found="an unknown key",
+                              expected="a flag of pretrain/train.py", remedy=hint_for(name),
+                              word="" if hint_for(name) else name, known=FLAGS)
+        words += [f"--{name}={value}"] if isinstance(value, str) else [f"--{name}", *value]
+    return words
+
+
+def parse_arguments(argv: list[str] | None = None) -> RunArguments:
+    """Parse the flags and the `--config` YAML file; flags win. Raises ConfigError; `--help` exits with 0.
+
+    Ranges and choices are checked later, by `check_flags`.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = _make_parser()
+    namespace, unknown = parser.parse_known_args(words)
+    files = namespace.config
+    if len(files) > 1:
+        raise ConfigError("--config", found=f"{len(files)} files", expected="one", remedy="join them into one")
+    if files:
+        namespace, unknown = parser.parse_known_args(_flags_from_yaml(files[0]) + words)
+    if unknown:
+        flags = [word for word in unknown if word.startswith("--")][:8] or unknown[:1]
+        lines = [str(unknown_flag(word, [f"--{name}" for name in FLAGS], hint_for)) for word in flags]
+        raise ConfigError.from_line(" ".join(lines))
+    args = RunArguments(**{name: value for name, value in vars(namespace).items() if name != "config"})
+    data_spec(args)
+    return args
