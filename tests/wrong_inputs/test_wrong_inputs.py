@@ -14,10 +14,10 @@ from tests.wrong_inputs.world import make_world
 
 CASES = cases()
 PROCESSES = (  # one case of each sort, which runs in its own process
-    "--save proc", "--model missing", "YAML: deep", "DeepSpeed JSON: deep", "tools/generate.py missing",
-    "tools/checkpoint.py convert to proc", "tools/checkpoint.py consolidate to under a file",
-    "metrics.jsonl loss: \"x\"", "tools/make_corpus.py --megabytes=nan", "supervise --hostfile missing",
-    "gpt2 vocab_size: 1000000000", "prepare_data --out slash",
+    "pretrain/train.py RIGHT --save PATH: proc", "pretrain/train.py RIGHT --model PATH: missing", "YAML: deep", "DeepSpeed JSON: deep", "tools/generate.py PATH REST: missing",
+    "tools/checkpoint.py convert {world}/done PATH: proc", "tools/checkpoint.py consolidate {world}/done PATH: under a file",
+    "metrics.jsonl loss: \"x\"", "tools/make_corpus.py --megabytes=nan", "launch/supervise.py --hostfile PATH --save {world}/run -- deepspeed pretrain/train.py: missing",
+    "gpt2 vocab_size: 1000000000", "tools/prepare_data.py RIGHT --out PATH: slash",
 )
 
 

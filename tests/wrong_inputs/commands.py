@@ -1,0 +1,224 @@
+"""Wrong command lines: paths that cannot be read or written, files and flags that do not fit together.
+
+In a command line, RIGHT is the program's valid command line of TOOLS, REST is RIGHT without its first word, and PATH is
+replaced by each of several wrong paths.
+"""
+
+import json
+import shlex
+from collections.abc import Iterator
+
+from pretrain.paths import RUN_FILES
+from tests.wrong_inputs.case import DEEP, LONG, TOOLS, Case
+from tests.wrong_inputs.world import HF_MODEL, safetensors_of
+
+TRAIN, EVALUATE, GENERATE = "pretrain/train.py", "tools/evaluate.py", "tools/generate.py"
+_STEP5 = "{world}/done/checkpoints/global_step5"
+_UNREADABLE = {"missing": "{world}/none", "folder": "{world}/nvme", "under a file": "{world}/file/x",
+               "long": "{world}/" + LONG, "proc": "/proc/self/none"}
+_NO_FOLDER = {**_UNREADABLE, "file": "{world}/file"}
+_UNWRITABLE = {"under a file": "{world}/file/x", "long": "{world}/" + LONG, "proc": "/proc/x",
+               "proc below": "/proc/x/y"}
+_NO_FILE = {**_UNWRITABLE, "no folder": "{world}/none/x"}
+_NO_NEW_FOLDER = {**_UNWRITABLE, "file": "{world}/file"}
+_USED_FOLDER = {**_NO_NEW_FOLDER, "other folder": "{world}/done"}
+_USED_FOLDER_OR_STEP = {**_USED_FOLDER, "hf": "{world}/hf", "other step": "{world}/global_step3"}
+_NO_PREFIX = {**_UNWRITABLE, "slash": "{world}/nvme/", "dot": ".", "dot dot": "..", "suffix": "x.bin"}
+_NO_DATA = {name: f"{{world}}/{name}" for name in ("none", "truncated", "corrupt", "lonely", "x.bin", "nvme/")}
+_ALL = {**_UNREADABLE, **_UNWRITABLE, "file": "{world}/file"}
+_NAME = "the last part of the path"  # instead of a text of the error; errors shorten long paths
+# programs, command line, wrong paths, text of the error
+_PATHS: list[tuple[tuple[str, ...], str, dict[str, str], str]] = [
+    *(((TRAIN,), f"RIGHT --{flag} PATH", _UNREADABLE, _NAME)
+      for flag in ("deepspeed_config", "model", "tokenizer", "train_data", "valid_data", "test_data", "config")),
+    ((TRAIN,), "RIGHT --save PATH", {
+        **_NO_NEW_FOLDER, "in a run": "{world}/done/x", "checkpoint": _STEP5, "below a checkpoint": f"{_STEP5}/x",
+        "checkpoints": "{world}/done/checkpoints", "dots": "{world}/nvme/../done/x/y", "newline": "{world}/a\nb",
+        "shell variable": "${HOME}/run", "HOME": "$HOME/run", "command": "$(pwd)/run"}, "--save"),
+    ((TRAIN,), "RIGHT --save PATH", {
+        f"with {name}": f"{{world}}/run with {name}" for name in ("checkpoints", *RUN_FILES)}, _NAME),
+    ((TRAIN,), "RIGHT --checkpoint_mirror PATH", {
+        **_UNWRITABLE, "the run folder": "{world}/run", "in the run": "{world}/run/mirror", "dots": "{world}/x/../run",
+        "file URL": "file://{world}/run", "protocol": "s4://bucket/x", "no protocol": "://x"}, "--checkpoint_mirror"),
+    (("tools/export_hf.py", "tools/average_checkpoints.py", "tools/import_hf.py", "tools/report.py"),
+     "RIGHT --output PATH", {"in a checkpoint": f"{_STEP5}/x.html"}, "lies in the checkpoint"),
+    (("tools/prepare_data.py", "tools/train_tokenizer.py"), "RIGHT --out PATH", {"in a checkpoint": f"{_STEP5}/x"},
+     "lies in the checkpoint"),
+    (tuple(f"tools/checkpoint.py {name}" for name in ("list", "verify", "prune", "convert", "consolidate", "diff")),
+     "PATH REST", _NO_FOLDER, _NAME),
+    (("tools/checkpoint.py convert", "tools/checkpoint.py consolidate"), "{world}/done PATH", _USED_FOLDER, _NAME),
+    (("tools/checkpoint.py convert", "tools/checkpoint.py consolidate"), "{world}/done PATH",
+     {"in a checkpoint": f"{_STEP5}/x"}, "lies in the checkpoint"),
+    ((GENERATE, "tools/summarize.py", "tools/import_hf.py", "tools/average_checkpoints.py", "tools/export_hf.py",
+      "tools/inspect_data.py step", EVALUATE), "PATH REST", _NO_FOLDER, _NAME),
+    (("tools/import_hf.py", "tools/average_checkpoints.py"), "RIGHT --output PATH", _USED_FOLDER_OR_STEP, _NAME),
+    (("tools/export_hf.py",), "RIGHT --output PATH", _USED_FOLDER, _NAME),
+    (("tools/export_hf.py",), "RIGHT --tokenizer PATH",
+     {what: path for what, path in _UNREADABLE.items() if what != "folder"}, "--tokenizer"),
+    ((GENERATE, EVALUATE), "RIGHT --tokenizer PATH", _UNREADABLE, "--tokenizer"),
+    ((GENERATE,), "RIGHT --prompt_file PATH", _UNREADABLE, _NAME),
+    ((EVALUATE,), "{world}/done --data PATH", _UNREADABLE, "--data"),
+    (("tools/prepare_data.py", "tools/train_tokenizer.py"), "PATH REST", _UNREADABLE, _NAME),
+    (("tools/train_tokenizer.py",), "RIGHT --out PATH", _NO_NEW_FOLDER, _NAME),
+    (("tools/make_corpus.py",), "PATH", _NO_NEW_FOLDER, _NAME),
+    (("tools/prepare_data.py",), "RIGHT --out PATH", _NO_PREFIX, "--out"),
+    (("tools/data.py split",), "{world}/corpus --documents rest --out PATH", _NO_PREFIX, "--out"),
+    (("tools/data.py merge",), "PATH {world}/corpus", _NO_PREFIX, _NAME),
+    (("tools/data.py hash", "tools/data.py verify", "tools/data.py info", "tools/inspect_data.py documents"), "PATH",
+     _NO_DATA, _NAME),
+    (("tools/data.py split",), "PATH REST", _NO_DATA, _NAME),
+    (("tools/data.py merge",), "{world}/out PATH {world}/foreign", _NO_DATA, _NAME),
+    *((("tools/compare_zero.py",), f"RIGHT {flag} PATH", {**_NO_FILE, "folder": "{world}/nvme"}, flag)
+      for flag in ("--json", "--csv", "--write")),
+    (("tools/compare_zero.py",), "RIGHT --plot PATH.html", _NO_FILE, "--plot"),
+    (("tools/compare_zero.py",), "RIGHT --plot PATH", {"folder": "{world}/nvme"}, "--plot"),
+    (("tools/sanity_check.py", "tools/find_lr.py", EVALUATE), "RIGHT --json PATH",
+     {**_NO_FILE, "folder": "{world}/nvme"}, "--json"),
+    (("tools/find_lr.py",), "RIGHT --plot PATH", {**_NO_FILE, "folder": "{world}/nvme", "png": "x.png"}, "--plot"),
+    (("tools/bench.py",), "RIGHT --write PATH", _ALL, "--write"),
+    (("tools/compare_zero.py",), "RIGHT --configs PATH", _ALL, _NAME),
+    (("tools/compare_zero.py",), "RIGHT --model PATH", _UNREADABLE, "--model"),
+    (("launch/supervise.py",), "--hostfile PATH --save {world}/run -- deepspeed pretrain/train.py", _UNREADABLE,
+     "--hostfile"),
+    (("launch/supervise.py",), "-- deepspeed pretrain/train.py --config PATH", _UNREADABLE, "--config"),
+    (("tools/chaos.py",), "--reference PATH RIGHT", _UNREADABLE, "--reference"),
+    (("launch/supervise.py",), "--save PATH -- true", _UNWRITABLE, "--save"),
+    (("tools/check_cluster.py",), "--save PATH", _UNWRITABLE, "--save"),
+]
+
+_SAFETENSORS, _MANIFEST = "hf/model.safetensors", "done/checkpoints/global_step5/manifest.json"
+_HF = {"broken_hf/config.json": b"{}", "broken_hf/model.safetensors": b""}
+_TASK = {"task": "own", "dataset_path": "json", "output_type": "multiple_choice", "test_split": "test",
+         "dataset_kwargs": {"data_files": {"test": "/none/questions.jsonl"}}, "doc_to_text": "{{question}}"}
+_OWN_TASK = {"tasks/own.yaml": json.dumps(_TASK).encode()}
+_TASKS = "{world}/done --task_folder {world}/tasks --tasks"
+
+
+def _tokenizer(size: int) -> bytes:
+    """Return a tokenizer.json with this number of words."""
+    return json.dumps({"version": "1.0", "added_tokens": [], "model": {
+        "type": "WordLevel", "vocab": {f"w{number}": number for number in range(size)}, "unk_token": "w1"}}).encode()
+
+
+# program, command line, text of the error, files
+_LINES: list[tuple[str, str, str, dict[str, bytes]]] = [
+    (TRAIN, "--check_only", "a flag of the launcher", {}),
+    (TRAIN, "--model {world}/done --save {world}/run --deepspeed_config {world}/ds.json --train_steps 5",
+     "done: this is a run folder", {}),
+    ("launch/supervise.py", "ds-pretrain --save {world}/run", "`--`", {}),
+    ("tools/find_lr.py", "RIGHT --from 0.1 --to 0.01", "--to", {}),
+    *(("tools/data.py verify", "{world}/corpus", "corpus.sha256.json", {"corpus.sha256.json": content})
+      for content in (b"{", b"[]", b"\xff", b"[" * DEEP)),
+    *(("tools/data.py split", f"{{world}}/corpus {flag} {sizes} --out a b", flag, {})
+      for flag in ("--proportions", "--documents") for sizes in ("2", "1,x", "1,1,1")),
+    # weights
+    ("tools/import_hf.py", "RIGHT", "config.json: model_type", {"hf/config.json": b'{"model_type": "mamba"}'}),
+    ("tools/import_hf.py", "RIGHT", "the header is not valid JSON", {
+        _SAFETENSORS: b"\x10" + bytes(7) + b"not a header...."}),
+    ("tools/import_hf.py", "RIGHT", "it has both model.safetensors and", {"hf/model.safetensors.index.json": b"{}"}),
+    ("tools/import_hf.py", "RIGHT", "its largest token is 320, and the model has only 320", {
+        "hf/tokenizer.json": b'{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 320}, '
+                             b'"unk_token": "a"}}'}),
+    ("tools/import_hf.py", "RIGHT", "tokenizer.model", {"hf/tokenizer.model": b"nonsense"}),
+    ("tools/export_hf.py", "RIGHT", "weights.pt: found SHA-256", {}),
+    *((program, "RIGHT --step 7", "--step 7: ", {}) for program in ("tools/export_hf.py", GENERATE, EVALUATE)),
+    # prompts
+    (GENERATE, f"RIGHT --prompt '{'w1 ' * 2000}'", "--prompt: the prompt has 2,000 tokens", {}),
+    (GENERATE, f"RIGHT --prompt=a --prompt '{'w1 ' * 2000}'", "--prompt (number 2)", {}),
+    (GENERATE, "RIGHT --prompt=a --prompt_file={world}/text.txt", "--prompt_file: --prompt is given", {}),
+    (GENERATE, "RIGHT --interactive --prompt=a", "--prompt: it has no effect", {}),
+    (GENERATE, "RIGHT --interactive --json", "--json: it has no effect", {}),
+    (GENERATE, "RIGHT --temperature=0 --num_samples=2", "--num_samples", {}),
+    (GENERATE, "RIGHT --devices=2", "--devices: found 2", {}),
+    (GENERATE, "{world}/broken_hf", "broken_hf: ", {"broken_hf/config.json": b"{}"}),
+    (GENERATE, "{world}/broken_hf", "broken_hf/config.json", {**_HF, "broken_hf/config.json": b"{"}),
+    (GENERATE, "{world}/broken_hf --step=1", "--step", _HF),
+    (GENERATE, "{world}/broken_hf", "--tokenizer {world}/broken_hf", _HF),
+    # evaluation
+    *((EVALUATE, f"{{world}}/done --data {{world}}/{name}", name, {name: content}) for name, content in (
+        ("in.txt", b"\xff\xfe\x00"), ("in.gz", b"\x1f\x8b\x08\x00\x00\x00\x00\x00"), ("in.jsonl", b"text"),
+        ("in.txt", b""), ("in.jsonl", b'{"text": ""}'), ("in.jsonl", b'{"txt": "a"}'), ("in.jsonl", b'["a"]'),
+        ("in.jsonl", b'{"text": "\\ud800"}'))),
+    *((EVALUATE, f"{{world}}/done {words}", culprit, {}) for words, culprit in (
+        ("--data {world}/plain.idx", "without .idx"), ("--data {world}/truncated", "truncated.bin"),
+        ("--data {world}/corrupt", "corrupt.idx"), ("--data {world}/lonely", "lonely.bin"),
+        ("--data {world}/big", "prepared with this model's tokenizer"), ("--data {world}/big_foreign", "token 59999"),
+        ("--data {world}/corpus", "abababababab"), ("--data {world}/plain {world}/none", "none.idx"),
+        ("--data {world}/plain --seq_length 1025", "at most 1024, the positions"),
+        ("--data {world}/plain --seq_length 32 --stride 33", "at most --seq_length, 32"),
+        ("--data {world}/text.txt --eod_mask_loss", "text.txt"),
+        ("--data {world}/plain --partition_weights", "only one rank"),
+        ("--split valid", "--train_data"), ("", "--train_data"))),
+    (EVALUATE, "{world}/done --data {world}/text.txt", "names no tokenizer", {
+        "done/run.json": json.dumps([{"flags": {"tokenizer": None}, "train_steps": 5}]).encode()}),
+    (EVALUATE, "{world}/done --data {world}/text.txt --tokenizer {world}/large.json", "its largest token is 50299", {
+        "large.json": _tokenizer(50_300)}),
+    (EVALUATE, f"{_TASKS} own,onw", 'Did you mean "own"', _OWN_TASK),  # only this case reads all tasks of lm-eval
+    (EVALUATE, f"{_TASKS} own", "/none/questions.jsonl", _OWN_TASK),
+    (EVALUATE, f"{_TASKS} own", "tasks/own.yaml", {"tasks/own.yaml": b"task: ["}),
+    (EVALUATE, f"{_TASKS} own", "tasks/own.yaml", {"tasks/own.yaml": b"- task"}),
+    (EVALUATE, f"{_TASKS} own", "--task_folder", {"tasks/own.json": b"{}"}),
+    (EVALUATE, "{world}/done --tasks own --task_folder {world}/none", "--task_folder", {}),
+    *((EVALUATE, f"RIGHT {flag} {value}", f"{flag}: it has no", {}) for flag, value in (
+        ("--task_folder", "{world}/tasks"), ("--num_fewshot", "1"), ("--limit", "1"), ("--export", "{world}/new"))),
+    *((EVALUATE, f"{_TASKS} own {flag}", f"{flag.split()[0]}: it has no", _OWN_TASK)
+      for flag in ("--stride 1", "--max_samples 1", "--eod_mask_loss", "--document_attention")),
+    *((EVALUATE, f"{_TASKS} own --export {path}", path.rsplit("/", 1)[1], _OWN_TASK)
+      for path in ("{world}/file/x", "{world}/done", "/proc/x")),
+]
+
+# Runs with --init_from: more flags, text of the error, files
+_INIT = ("--deepspeed_config {world}/ds.json --train_data {world}/few --seq_length 16 --train_steps 50 "
+         "--save {world}/run --init_from {world}/hf")
+_INIT_FROM: list[tuple[str, str, dict[str, bytes]]] = [
+    *((f"--init_from {source}", culprit, {}) for source, culprit in (
+        ("{world}/none", "world/none: there is no such folder"), ("{world}/file", "world/file: this is a file"),
+        ("{world}/file/x", "file/x"), ("{world}/" + LONG, LONG[:50]), ("/proc/self/none", "none"),
+        ("gpt2", "--init_from gpt2"), ("{world}/nvme", "nvme: the folder has neither a config.json nor checkpoints"),
+        ("{world}/done/checkpoints/global_step7", "global_step7"))),
+    ("", "model.safetensors", {_SAFETENSORS: safetensors_of(HF_MODEL)[:-4]}),
+    ("", "model.safetensors", {_SAFETENSORS: b""}),
+    ("", "found the shape", {_SAFETENSORS: safetensors_of({**HF_MODEL, "n_embd": 12})}),
+    ("", "the model of the config.json does not", {_SAFETENSORS: safetensors_of({**HF_MODEL, "n_layer": 2})}),
+    ("", "found 384 rows", {_SAFETENSORS: safetensors_of({**HF_MODEL, "vocab_size": 384})}),
+    ("", "config.json: model_type", {"hf/config.json": b'{"model_type": "mamba"}'}),
+    ("--init_from {world}/pickle", "pickle: the folder has neither a config.json", {"pickle/pytorch_model.bin": b""}),
+    ("--init_from {world}/alone", "alone: there is neither model.safetensors", {
+        "alone/config.json": json.dumps(HF_MODEL).encode()}),
+    ("--init_from {world}", "the folder holds no checkpoint", {"checkpoints/notes.txt": b""}),
+    ("--init_from {world}/done", "weights.pt: found 1 bytes; expected 7", {
+        "done/checkpoints/global_step5/weights.pt": b"x"}),
+    (f"--init_from {_STEP5}", "the manifest is damaged", {_MANIFEST: b"{}"}),
+    ("--model tiny", "--model tiny: vocab_size: found 8192; expected 320, as in the weights", {}),
+    *((f"--model_overrides {change}", f"--model_overrides: {culprit}", {}) for change, culprit in (
+        ("n_layer=2", "n_layer: found 2; expected 1, as in"), ("n_head=4", "n_head: found 4; expected 2, as in"),
+        ("n_positions=32", "n_positions: found 32"), ("activation_function=relu", "activation_function"))),
+    ("--seq_length 17", "at most 16, the positions of {world}/hf/config.json", {}),
+    ("--train_data {world}/corpus", "token 499", {}),
+    ("--tokenizer {world}/large.json", "--tokenizer {world}/large.json", {"large.json": _tokenizer(321)}),
+    ("--resume required", "--resume required: there is no checkpoint", {}),
+    ("--init_method small_init", "--init_method: it has no effect", {}),
+    ("--save {world}/done --model tiny", "it started from random weights", {}),
+    ("--save {world}/done --init_from {world}/done --model tiny", "random weights", {}),
+]
+
+
+def command_cases() -> Iterator[Case]:
+    """Yield wrong paths of every flag and argument, and flags and files that cannot be combined."""
+    for programs, words, paths, culprit in _PATHS:
+        for program in programs:
+            for what, path in paths.items():
+                name = path.rstrip("/").rsplit("/", 1)[-1][:50].removesuffix(".bin").removeprefix("run with ")
+                text = name if culprit == _NAME else culprit
+                yield _case(f"{program} {words}: {what}", program, words, text, {}, path)
+    for number, (program, words, culprit, files) in enumerate(_LINES):
+        yield _case(f"{program} {words[:50]}: {number}", program, words, culprit, files)
+    for number, (words, culprit, files) in enumerate(_INIT_FROM):
+        for program in (TRAIN, "tools/check_config.py"):
+            yield _case(f"{program} --init_from {words[:50]}: {number}", program, f"{_INIT} {words}", culprit, files)
+
+
+def _case(name: str, program: str, line: str, culprit: str, files: dict[str, bytes], path: str = "") -> Case:
+    right = TOOLS[program]
+    parts = [{"RIGHT": right, "REST": right[1:]}.get(word, [word.replace("PATH", path)]) for word in shlex.split(line)]
+    return Case(name, program, tuple(word for part in parts for word in part), culprit, tuple(files.items()))
