@@ -16,8 +16,8 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from pretrain.model.kernels.cpu.c_functions import euclidean_norm, has_not_finite, multiply_, scale_to_float_
 from pretrain.model.kernels.cpu.choice import uses_c
-from pretrain.model.kernels.cpu.gradients import has_not_finite, multiply_, norm, scale_to_float_
 
 
 def pass_over_gradients_in_c(engine: DeepSpeedEngine) -> None:
@@ -51,7 +51,7 @@ def _compute_norms(optimizer: Any) -> None:
     norm_of_all = optimizer.get_grad_norm_direct
 
     def get_grad_norm_direct(gradients: Any, parameters: Any, norm_type: float = 2) -> torch.Tensor:
-        norms = [norm(gradient).reshape(1) if norm_type == 2 and _in_c(gradient) else gradient
+        norms = [euclidean_norm(gradient).reshape(1) if norm_type == 2 and _in_c(gradient) else gradient
                  for gradient in gradients if not getattr(gradient, "_zero_padding", False)]
         total: torch.Tensor = norm_of_all(norms, parameters, norm_type)
         return total

@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from pretrain.model.kernels.alibi import alibi_slopes
 from pretrain.model.kernels.documents import Documents
 from pretrain.model.kernels.flex_attention import flex_causal_attention, why_not_flex
 from pretrain.model.kernels.fused_loss import CROSS_ENTROPY, LossTerms, fused_linear_cross_entropy
-from pretrain.model.kernels.torch_attention import torch_causal_attention
+from pretrain.model.kernels.torch_attention import alibi_slopes, torch_causal_attention
 from pretrain.model.layers.moe.experts import Experts
 from pretrain.model.layers.moe.grouped import can_group
 from tests.model.test_experts import filled, reference, small

@@ -10,9 +10,8 @@ from transformers.models.bloom.modeling_bloom import _get_alibi_slopes
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from pretrain.model.kernels import cpu_attention, torch_attention
-from pretrain.model.kernels.alibi import alibi_slopes
 from pretrain.model.kernels.cpu_attention import Scores, _CausalAttention, causal_attention
-from pretrain.model.kernels.torch_attention import torch_causal_attention
+from pretrain.model.kernels.torch_attention import alibi_slopes, torch_causal_attention
 from tests.support.tensors import relative_error, saved_by
 
 

@@ -9,13 +9,13 @@ import torch
 
 from pretrain.model.config import load_model_config
 from pretrain.model.init import initialize_parameters
-from pretrain.model.kernels.alibi import alibi_slopes
 from pretrain.model.kernels.cpu import attention as module
 from pretrain.model.kernels.cpu.attention import AttentionSettings, attention, instructions
 from pretrain.model.kernels.cpu.choice import KernelChoice, set_choice
 from pretrain.model.kernels.cpu.library import has_library
 from pretrain.model.kernels.cpu_attention import can_attend_in_c
 from pretrain.model.kernels.documents import Documents
+from pretrain.model.kernels.torch_attention import alibi_slopes
 from pretrain.model.layer_specs import as_module
 from tests.support.model_shapes import SHAPES, write_config
 from tests.support.tensors import relative_error, saved_by

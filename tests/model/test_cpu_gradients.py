@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pretrain.model.kernels.cpu.gradients import add_, has_not_finite, multiply_, norm, scale_to_float_
+from pretrain.model.kernels.cpu.c_functions import add_, euclidean_norm, has_not_finite, multiply_, scale_to_float_
 from pretrain.model.kernels.cpu.library import has_library
 
 pytestmark = pytest.mark.skipif(not has_library(), reason="no C compiler")
@@ -19,8 +19,8 @@ def gradient(size: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("size", SIZES)
 def test_norms_and_scaled_copies(size, dtype):
     x = gradient(size, dtype)
-    assert norm(x).dtype == torch.float64
-    torch.testing.assert_close(norm(x), torch.linalg.vector_norm(x.double()), rtol=1e-12, atol=0)
+    assert euclidean_norm(x).dtype == torch.float64
+    torch.testing.assert_close(euclidean_norm(x), torch.linalg.vector_norm(x.double()), rtol=1e-12, atol=0)
     assert torch.equal(scale_to_float_(torch.empty(size), x, 0.3), x.float() * torch.tensor(0.3))
     assert not has_not_finite(x)
 
@@ -33,10 +33,10 @@ def test_a_single_element_that_is_not_finite_is_found(value, size, dtype):
         x = gradient(size, dtype)
         x[place] = torch.finfo(dtype).max  # large, but finite
         assert not has_not_finite(x)
-        assert norm(x).isfinite()
+        assert euclidean_norm(x).isfinite()
         x[place] = value
         assert has_not_finite(x)
-        assert not norm(x).isfinite()
+        assert not euclidean_norm(x).isfinite()
         assert not multiply_(x.bfloat16(), 0.5)[place].isfinite()
         assert not scale_to_float_(torch.empty(size), x, 0.5)[place].isfinite()
 
@@ -65,7 +65,7 @@ def test_norms_do_not_depend_on_the_number_of_threads():
     try:
         for count in (1, 3):
             torch.set_num_threads(count)
-            found.append(norm(x))
+            found.append(euclidean_norm(x))
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(*found)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name)
 
 from pretrain.model.kernels.activation import activated_linear
-from pretrain.model.kernels.cpu import activations, matrices, norms
+from pretrain.model.kernels.cpu import c_functions
 from pretrain.model.kernels.cpu.library import has_library
 from pretrain.model.kernels.linear import linear
 from pretrain.model.kernels.norm import NormSettings, norm, residual_norm
@@ -29,7 +29,7 @@ def threads():
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("name", activations.NAMES)
+@pytest.mark.parametrize("name", c_functions.ACTIVATIONS_IN_C)
 def test_activations_in_c_are_the_rounded_exact_values(name):
     """For all numbers in bf16 up to 1e4, alone and with a gate, forward and backward."""
     every = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
@@ -40,23 +40,23 @@ def test_activations_in_c_are_the_rounded_exact_values(name):
     gated = activated * exact_up
     dx, = torch.autograd.grad(activated, exact_x, grad.double(), retain_graph=True)
     wanted = [activated, dx, activated, gated, *torch.autograd.grad(gated, (exact_up, exact_x), grad.double()), gated]
-    found = [activations.activate(name, x), *activations.activate_backward(name, grad.clone(), x),
-             activations.gated(name, x, up), *activations.gated_backward(name, grad.clone(), x, up)]
+    found = [c_functions.activate(name, x), *c_functions.activate_backward(name, grad.clone(), x),
+             c_functions.gated(name, x, up), *c_functions.gated_backward(name, grad.clone(), x, up)]
     for mine, exact in zip(found, wanted, strict=True):
         torch.testing.assert_close(mine.double(), exact.detach(), rtol=2**-8, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", activations.NAMES)
+@pytest.mark.parametrize("name", c_functions.ACTIVATIONS_IN_C)
 def test_activations_in_c_propagate_nan_and_infinity(name):
     ones = torch.ones_like(SPECIAL)
-    for x in (activations.activate(name, SPECIAL), activations.gated(name, SPECIAL, ones),
-              activations.gated(name, ones, SPECIAL), activations.activate_backward(name, SPECIAL.clone(), ones)[0],
-              activations.gated_backward(name, SPECIAL.clone(), ones, ones)[1]):
+    for x in (c_functions.activate(name, SPECIAL), c_functions.gated(name, SPECIAL, ones),
+              c_functions.gated(name, ones, SPECIAL), c_functions.activate_backward(name, SPECIAL.clone(), ones)[0],
+              c_functions.gated_backward(name, SPECIAL.clone(), ones, ones)[1]):
         assert x[0].isnan()
         assert x[1].item() == float("inf")
         assert not x[2].isfinite()
-    assert activations.activate_backward(name, ones.clone(), SPECIAL)[0][0].isnan()
-    assert activations.gated_backward(name, ones.clone(), SPECIAL, ones)[1][0].isnan()
+    assert c_functions.activate_backward(name, ones.clone(), SPECIAL)[0][0].isnan()
+    assert c_functions.gated_backward(name, ones.clone(), SPECIAL, ones)[1][0].isnan()
 
 
 @pytest.mark.parametrize(("rows", "inputs", "outputs", "least_width"),
@@ -64,7 +64,7 @@ def test_activations_in_c_propagate_nan_and_infinity(name):
 @pytest.mark.parametrize("bias", [True, False])
 def test_linear_layers_in_bf16_are_as_exact_as_torchs(rows, inputs, outputs, least_width, bias, monkeypatch):
     """The input and the gradient of the output are not contiguous."""
-    monkeypatch.setattr(matrices, "_LEAST_WIDTH", least_width)
+    monkeypatch.setattr(c_functions, "_LEAST_WIDTH", least_width)
     operands = (random(rows, 2, inputs).transpose(0, 1), random(outputs, inputs, seed=1),
                 random(outputs, seed=2) if bias else None)
     grad = random(rows, 2, outputs, seed=3).transpose(0, 1)
@@ -105,9 +105,9 @@ def test_transposed_copies_are_exact_and_sums_do_not_depend_on_the_threads(shape
     sums = []
     for count in (1, 2, 3):
         threads(count)
-        assert torch.equal(matrices.transposed(x), x.t())
-        assert torch.equal(matrices.transposed(x.t()), x)  # not contiguous
-        sums.append(matrices.column_sum(x))
+        assert torch.equal(c_functions.transposed(x), x.t())
+        assert torch.equal(c_functions.transposed(x.t()), x)  # not contiguous
+        sums.append(c_functions.column_sum(x))
     assert torch.equal(sums[0], sums[1])
     assert torch.equal(sums[0], sums[2])
     torch.testing.assert_close(sums[0].double(), exact, rtol=2**-8, atol=1e-4)
@@ -117,12 +117,12 @@ def test_transposed_copies_are_exact_and_sums_do_not_depend_on_the_threads(shape
 def test_sums_of_columns_propagate_nan_and_infinity(value):
     x = random(130, 40)
     x[70, 3] = value
-    found = matrices.column_sum(x)
+    found = c_functions.column_sum(x)
     assert torch.equal(found.isfinite(), torch.arange(40) != 3)
     assert torch.equal(found[3:4], torch.tensor([value]).bfloat16()) or value != value
 
 
-@pytest.mark.parametrize("name", activations.NAMES)
+@pytest.mark.parametrize("name", c_functions.ACTIVATIONS_IN_C)
 @pytest.mark.parametrize("gated", [False, True])
 def test_the_mlp_in_bf16_is_as_exact_as_torchs(name, gated):
     operands = (random(2, 65, 96), random(2, 65, 96, seed=1) if gated else None, random(40, 96, seed=2) / 10,
@@ -176,8 +176,8 @@ def test_norms_do_not_depend_on_the_threads_and_propagate_nan_and_infinity(setti
     bias, found = random(40, seed=4) if with_bias else None, []
     for count in (1, 2, 3):
         threads(count)
-        total, normed = norms.norm(x, None, weight, bias, settings)
-        found.append((normed, *norms.norm_backward(grad, total, residual, weight, settings, with_bias=with_bias)))
+        total, normed = c_functions.norm(x, None, weight, bias, settings)
+        found.append((normed, *c_functions.norm_backward(grad, total, residual, weight, settings, with_bias=with_bias)))
     for first, second, third in zip(*found, strict=True):
         if first is not None:
             torch.testing.assert_close(first, second, rtol=0, atol=0, equal_nan=True)

@@ -5,7 +5,7 @@ import torch
 
 from pretrain.model.kernels import fused_loss
 from pretrain.model.kernels.cpu import library
-from pretrain.model.kernels.cpu.losses import cross_entropy_
+from pretrain.model.kernels.cpu.c_functions import cross_entropy_
 from pretrain.model.kernels.fused_loss import LossTerms
 from pretrain.model.loss import linear_cross_entropy
 from tests.support.tensors import relative_error

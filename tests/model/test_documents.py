@@ -13,10 +13,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from pretrain.data.samples.positions import document_positions
 from pretrain.model.config import ModelConfig, load_model_config
 from pretrain.model.init import initialize_parameters
-from pretrain.model.kernels.alibi import alibi_slopes
 from pretrain.model.kernels.cpu_attention import Scores, _CausalAttention, causal_attention
 from pretrain.model.kernels.documents import Documents, divide
-from pretrain.model.kernels.torch_attention import torch_causal_attention
+from pretrain.model.kernels.torch_attention import alibi_slopes, torch_causal_attention
 from pretrain.model.layer_specs import CausalLM, as_module, compile_blocks
 from pretrain.model.recompute import Recompute
 from tests.model.test_attention import as_arguments, eager_attention, heads, output_and_gradients, small_blocks

@@ -12,7 +12,6 @@ from torch.nn.attention import flex_attention as torch_flex
 from pretrain.model.config import load_model_config
 from pretrain.model.init import initialize_parameters
 from pretrain.model.kernels import flex_attention, torch_attention
-from pretrain.model.kernels.alibi import alibi_slopes
 from pretrain.model.kernels.documents import Documents
 from pretrain.model.kernels.flex_attention import (
     BLOCK,
@@ -21,7 +20,7 @@ from pretrain.model.kernels.flex_attention import (
     make_block_mask,
     why_not_flex,
 )
-from pretrain.model.kernels.torch_attention import torch_causal_attention
+from pretrain.model.kernels.torch_attention import alibi_slopes, torch_causal_attention
 from pretrain.model.layer_specs import as_module, compile_blocks
 from pretrain.model.layers import attention
 from tests.support.model_shapes import SHAPES, write_config

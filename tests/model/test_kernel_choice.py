@@ -10,10 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from pretrain.model.kernels.cpu import cached_choice, choice, library
-from pretrain.model.kernels.cpu.cached_choice import fastest_choice, parse_choice
-from pretrain.model.kernels.cpu.choice import FAMILIES, NONE_IN_C, KernelChoice, measure_choice, uses_c
-from pretrain.model.kernels.cpu.matrices import has_inner_product
+from pretrain.model.kernels.cpu import choice, library
+from pretrain.model.kernels.cpu.c_functions import has_inner_product
+from pretrain.model.kernels.cpu.choice import (
+    FAMILIES,
+    NONE_IN_C,
+    KernelChoice,
+    fastest_choice,
+    measure_choice,
+    parse_choice,
+    uses_c,
+)
 from pretrain.model.kernels.cpu.trials import TRIALS, is_right
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -146,7 +153,7 @@ def test_the_choice_is_measured_once_per_cpu(tmp_path: Path, monkeypatch: pytest
         measured.append(possible)
         return results[len(measured) - 1], {}
 
-    monkeypatch.setattr(cached_choice, "measure_choice", measure)
+    monkeypatch.setattr(choice, "measure_choice", measure)
     assert [fastest_choice(), fastest_choice()] == results[:1] * 2
     [path] = tmp_path.glob("ds_pretrain_choice_*.json")
     assert path.stat().st_mode & 0o444 == 0o444  # other users of the folder read it
@@ -155,9 +162,9 @@ def test_the_choice_is_measured_once_per_cpu(tmp_path: Path, monkeypatch: pytest
     assert [fastest_choice(), fastest_choice()] == results[1:] * 2
     assert len(measured) == 2
     # another process has measured at the same time: both use the choice that was written first
-    assert cached_choice._write(path, results[0], {}) == results[1]
+    assert choice._write(path, results[0], {}) == results[1]
     # a family whose results are wrong now is not in C, whatever the file says
-    monkeypatch.setattr(cached_choice, "right_in_c", lambda: NONE_IN_C)
+    monkeypatch.setattr(choice, "right_in_c", lambda: NONE_IN_C)
     assert fastest_choice() == NONE_IN_C
 
 

@@ -11,7 +11,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.profiling.flops_profiler import profiler as flops_profiler
 
-from pretrain.model.kernels.cpu import matrices
+from pretrain.model.kernels.cpu import c_functions
 from pretrain.model.kernels.cpu.attention import AttentionSettings
 from pretrain.model.layers import attention as attention_layers
 
@@ -19,7 +19,7 @@ from pretrain.model.layers import attention as attention_layers
 def count_functions_in_c(profiler: Any) -> None:
     """Let a FlopsProfiler count them while it profiles."""
     start_profile, stop_profile = profiler.start_profile, profiler.stop_profile
-    inner_product, attention = matrices.inner_product, attention_layers.attention
+    inner_product, attention = c_functions.inner_product, attention_layers.attention
 
     def counted_product(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
         _count("linear", flops_profiler._linear_flops_compute(x, weight_OI))
@@ -50,7 +50,7 @@ def count_flops_of_engine(engine: DeepSpeedEngine) -> None:
 
 
 def _replace(product: Any, attention: Any) -> None:
-    matrices.inner_product, attention_layers.attention = product, attention
+    c_functions.inner_product, attention_layers.attention = product, attention
 
 
 def _count(name: str, counts: tuple[int, int]) -> None:

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from pretrain.distributed.collectives import gather
-from pretrain.model.kernels.cpu.cached_choice import fastest_choice, parse_choice
-from pretrain.model.kernels.cpu.choice import KernelChoice, right_in_c, set_choice
+from pretrain.model.kernels.cpu.choice import KernelChoice, fastest_choice, parse_choice, right_in_c, set_choice
 
 
 def choose_kernels(recorded: dict[str, bool] | None) -> None:

@@ -10,10 +10,9 @@ from torch.nn.attention import SDPBackend
 from pretrain.config.validate import Plan
 from pretrain.distributed.collectives import gather
 from pretrain.model.config import ModelConfig
-from pretrain.model.kernels.alibi import alibi_slopes
 from pretrain.model.kernels.documents import Documents
 from pretrain.model.kernels.flex_attention import flex_causal_attention, reject_flex, why_not_flex
-from pretrain.model.kernels.torch_attention import torch_causal_attention
+from pretrain.model.kernels.torch_attention import alibi_slopes, torch_causal_attention
 
 _NAMES = {SDPBackend.FLASH_ATTENTION: "flash", SDPBackend.CUDNN_ATTENTION: "cuDNN",
           SDPBackend.EFFICIENT_ATTENTION: "efficient", SDPBackend.MATH: "math"}

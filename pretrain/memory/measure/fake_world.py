@@ -39,8 +39,7 @@ from pretrain.memory.footprint import Footprint
 from pretrain.memory.measure.observe_steps import StorageTracker, observe_steps
 from pretrain.memory.measure.tensor_inventory import role_of_file
 from pretrain.model.dtypes import DTYPES
-from pretrain.model.kernels.cpu.cached_choice import fastest_choice
-from pretrain.model.kernels.cpu.choice import set_choice
+from pretrain.model.kernels.cpu.choice import fastest_choice, set_choice
 from pretrain.model.kernels.cpu.library import simulate_calls
 
 

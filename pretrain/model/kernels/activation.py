@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name)
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from pretrain.model.kernels.cpu import activations
+from pretrain.model.kernels.cpu import c_functions
 from pretrain.model.kernels.cpu.choice import uses_c
 from pretrain.model.kernels.linear import bias_gradient, product, weight_gradient
 
@@ -71,20 +71,20 @@ def _gradients_in_c(activation: str, grad_ND: torch.Tensor, up_BTF: torch.Tensor
     """Return the same as `_gradients`. One pass computes the inner tensor and the gradients of up and gate."""
     dinner_BTF, dgate_BTF = (grad_ND @ weight_DF).view_as(up_BTF), None
     if gate_BTF is None:
-        dup_BTF, inner_BTF = activations.activate_backward(activation, dinner_BTF, up_BTF)
+        dup_BTF, inner_BTF = c_functions.activate_backward(activation, dinner_BTF, up_BTF)
     else:
-        dup_BTF, dgate_BTF, inner_BTF = activations.gated_backward(activation, dinner_BTF, gate_BTF, up_BTF)
+        dup_BTF, dgate_BTF, inner_BTF = c_functions.gated_backward(activation, dinner_BTF, gate_BTF, up_BTF)
     return dup_BTF, dgate_BTF, weight_gradient(inner_BTF.flatten(0, -2), grad_ND)
 
 
 def _is_in_c(activation: str, x: torch.Tensor) -> bool:
-    return activation in activations.NAMES and uses_c("activation", x)
+    return activation in c_functions.ACTIVATIONS_IN_C and uses_c("activation", x)
 
 
 def activate(name: str, x: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
     """Apply one of ACTIVATIONS to each element, and multiply the result by `up`, if there is one."""
     if _is_in_c(name, x):
-        return activations.activate(name, x) if up is None else activations.gated(name, x, up)
+        return c_functions.activate(name, x) if up is None else c_functions.gated(name, x, up)
     return torch_activation(name, x) if up is None else torch_activation(name, x) * up
 
 

@@ -46,7 +46,7 @@ def causal_attention(q_BHTE: torch.Tensor, k_BKTE: torch.Tensor, v_BKTE: torch.T
         scale: factor of the scores; 0: 1 / sqrt(E).
         window: number of latest positions that a query sees, with its own; 0: all.
         softcap: scores become softcap * tanh(scores / softcap); 0: no cap.
-        alibi_slopes: fp32 [H] from kernels/alibi.py: slope * (key position - query position) is added to the scores.
+        alibi_slopes: fp32 [H] from torch_attention.py: slope * (key position - query position) is added to the scores.
         documents: each query sees only the keys of its own document; None: of its sample.
     """
     window = 0 if window >= q_BHTE.shape[2] else window  # it would mask nothing

@@ -39,10 +39,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name)
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from pretrain.model.kernels.cpu.c_functions import add_, cross_entropy_, multiply_, transposed
 from pretrain.model.kernels.cpu.choice import uses_c
-from pretrain.model.kernels.cpu.gradients import add_, multiply_
-from pretrain.model.kernels.cpu.losses import cross_entropy_
-from pretrain.model.kernels.cpu.matrices import transposed
 from pretrain.model.kernels.vocabulary_shards import VocabularyShard, cross_entropy_over_shards_
 from pretrain.model.parallel.shared_tensors import gather
 

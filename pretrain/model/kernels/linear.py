@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name)
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from pretrain.model.kernels.cpu import matrices
+from pretrain.model.kernels.cpu import c_functions
 from pretrain.model.kernels.cpu.choice import uses_c
 
 
@@ -21,17 +21,17 @@ def linear(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None
 
 def product(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
     """Return x @ weight^T + bias, for use inside an autograd function."""
-    return matrices.linear(x, weight_OI, bias_O) if _is_in_c(x, weight_OI) else F.linear(x, weight_OI, bias_O)
+    return c_functions.linear(x, weight_OI, bias_O) if _is_in_c(x, weight_OI) else F.linear(x, weight_OI, bias_O)
 
 
 def weight_gradient(x_NI: torch.Tensor, grad_NO: torch.Tensor) -> torch.Tensor:
     """Return grad^T @ x, [O, I]."""
-    return matrices.weight_gradient(x_NI, grad_NO) if _is_in_c(x_NI, grad_NO) else grad_NO.t() @ x_NI
+    return c_functions.weight_gradient(x_NI, grad_NO) if _is_in_c(x_NI, grad_NO) else grad_NO.t() @ x_NI
 
 
 def bias_gradient(grad_NO: torch.Tensor) -> torch.Tensor:
     """Return the sum over the rows, [O]."""
-    return matrices.column_sum(grad_NO) if uses_c("linear", grad_NO) else grad_NO.sum(0)
+    return c_functions.column_sum(grad_NO) if uses_c("linear", grad_NO) else grad_NO.sum(0)
 
 
 def _is_in_c(x: torch.Tensor, other: torch.Tensor) -> bool:
@@ -43,7 +43,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: FunctionCtx, x: torch.Tensor, weight_OI: torch.Tensor,
                 bias_O: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, weight_OI)
-        return matrices.linear(x, weight_OI, bias_O)
+        return c_functions.linear(x, weight_OI, bias_O)
 
     @staticmethod
     @once_differentiable

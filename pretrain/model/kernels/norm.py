@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name)
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from pretrain.model.kernels.cpu import norms
+from pretrain.model.kernels.cpu import c_functions
+from pretrain.model.kernels.cpu.c_functions import NormSettings
 from pretrain.model.kernels.cpu.choice import uses_c
-from pretrain.model.kernels.cpu.norms import NormSettings
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, settings: NormSettings, *,
@@ -50,13 +50,13 @@ class _Norm(torch.autograd.Function):
                 settings: NormSettings) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.settings, ctx.with_bias = settings, bias is not None  # type: ignore[attr-defined]
-        return norms.norm(x, None, weight, bias, settings)[1]
+        return c_functions.norm(x, None, weight, bias, settings)[1]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors  # type: ignore[attr-defined]
-        gradients = norms.norm_backward(grads[0], x, None, weight, ctx.settings,  # type: ignore[attr-defined]
+        gradients = c_functions.norm_backward(grads[0], x, None, weight, ctx.settings,  # type: ignore[attr-defined]
                                         with_bias=ctx.with_bias)  # type: ignore[attr-defined]
         return *gradients, None
 
@@ -65,7 +65,7 @@ class _ResidualNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor,
                 bias: torch.Tensor | None, settings: NormSettings) -> tuple[torch.Tensor, torch.Tensor]:
-        total, out = norms.norm(x, added, weight, bias, settings)
+        total, out = c_functions.norm(x, added, weight, bias, settings)
         ctx.save_for_backward(total, weight)
         ctx.settings, ctx.with_bias = settings, bias is not None  # type: ignore[attr-defined]
         return total, out
@@ -74,7 +74,7 @@ class _ResidualNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         total, weight = ctx.saved_tensors  # type: ignore[attr-defined]
-        dtotal, dweight, dbias = norms.norm_backward(
+        dtotal, dweight, dbias = c_functions.norm_backward(
             grads[1], total, grads[0], weight, ctx.settings,  # type: ignore[attr-defined]
             with_bias=ctx.with_bias)  # type: ignore[attr-defined]
         return dtotal, dtotal if ctx.needs_input_grad[1] else None, dweight, dbias, None  # type: ignore[attr-defined]

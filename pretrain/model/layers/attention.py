@@ -11,11 +11,10 @@ from torch import nn
 
 from pretrain.distributed.parallel_groups import NO_GROUPS, ParallelGroups
 from pretrain.model.config import ModelConfig
-from pretrain.model.kernels.alibi import alibi_slopes
 from pretrain.model.kernels.cpu.attention import AttentionSettings, attention
 from pretrain.model.kernels.cpu_attention import can_attend_in_c, causal_attention
 from pretrain.model.kernels.documents import Documents
-from pretrain.model.kernels.torch_attention import make_mask
+from pretrain.model.kernels.torch_attention import alibi_slopes, make_mask
 from pretrain.model.layers.norm import Norm, SplitNorm
 from pretrain.model.layers.rope import Rope
 from pretrain.model.layers.tensor_parallel import ColumnLinear, RowLinear

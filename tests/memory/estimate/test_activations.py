@@ -28,10 +28,10 @@ from pretrain.memory.estimate.rank_parameters import MicroBatch, Rank
 from pretrain.memory.measure.observe_steps import StorageTracker
 from pretrain.model.config import ModelConfig, model_config_from
 from pretrain.model.kernels import cpu_attention, fused_loss, torch_attention
-from pretrain.model.kernels.alibi import alibi_slopes
 from pretrain.model.kernels.cpu.choice import KernelChoice, set_choice
 from pretrain.model.kernels.cpu.library import has_library
 from pretrain.model.kernels.documents import Documents
+from pretrain.model.kernels.torch_attention import alibi_slopes
 from pretrain.model.layer_specs import as_module
 from pretrain.model.layers.block import Block
 from pretrain.model.layers.rope import Rope

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pretrain.model.kernels.cpu import activations, gradients, losses, matrices, norms
+from pretrain.model.kernels.cpu import c_functions
 from pretrain.model.kernels.cpu.attention import AttentionSettings, attention, instructions
 
 _CHECKED_ROWS = 37  # odd, so that loops over vectors have a remainder
@@ -45,7 +45,7 @@ def _logits(rows: int, generator: torch.Generator) -> Operands:
 
 
 def _losses_in_c(logits: torch.Tensor, labels: torch.Tensor) -> Operands:
-    return *losses.cross_entropy_(logits, labels, with_grad=True, label_smoothing=0.0, z_loss=0.0), logits
+    return *c_functions.cross_entropy_(logits, labels, with_grad=True, label_smoothing=0.0, z_loss=0.0), logits
 
 
 def _losses_in_torch(logits: torch.Tensor, labels: torch.Tensor) -> Operands:
@@ -61,11 +61,11 @@ def _activation_trials(name: str, approximate: str) -> tuple[Trial, ...]:
     gelu = partial(torch.nn.functional.gelu, approximate=approximate)
     slope = partial(torch.ops.aten.gelu_backward, approximate=approximate)
     return (
-        Trial("activation", _rows(1, 515), partial(activations.activate, name), gelu),
-        Trial("activation", _rows(2, 515), partial(activations.activate_backward, name),
+        Trial("activation", _rows(1, 515), partial(c_functions.activate, name), gelu),
+        Trial("activation", _rows(2, 515), partial(c_functions.activate_backward, name),
               lambda grad, x: (slope(grad, x), gelu(x))),
-        Trial("activation", _rows(2, 515), partial(activations.gated, name), lambda gate, up: gelu(gate) * up),
-        Trial("activation", _rows(3, 515), partial(activations.gated_backward, name),
+        Trial("activation", _rows(2, 515), partial(c_functions.gated, name), lambda gate, up: gelu(gate) * up),
+        Trial("activation", _rows(3, 515), partial(c_functions.gated_backward, name),
               lambda grad, gate, up: (grad * gelu(gate), slope(grad * up, gate), gelu(gate) * up)))
 
 
@@ -80,8 +80,8 @@ def _layer(rows: int, generator: torch.Generator) -> Operands:
 
 
 def _layer_in_c(x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Operands:
-    return (matrices.linear(x, weight, bias[0]), matrices.weight_gradient(x, grad), matrices.weight_gradient(grad, x),
-            matrices.column_sum(grad))
+    return (c_functions.linear(x, weight, bias[0]), c_functions.weight_gradient(x, grad),
+            c_functions.weight_gradient(grad, x), c_functions.column_sum(grad))
 
 
 def _layer_in_torch(x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Operands:
@@ -127,9 +127,9 @@ def _norm(rows: int, generator: torch.Generator) -> Operands:
 
 def _norm_in_c(x: torch.Tensor, added: torch.Tensor, grad: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor,
                bias: torch.Tensor) -> tuple[Any, ...]:
-    settings = norms.NormSettings(is_rms=False, eps=1e-5)
-    total, normed = norms.norm(x, added, weight[0], bias[0], settings)
-    return total, normed, *norms.norm_backward(grad, total, residual, weight[0], settings, with_bias=True)
+    settings = c_functions.NormSettings(is_rms=False, eps=1e-5)
+    total, normed = c_functions.norm(x, added, weight[0], bias[0], settings)
+    return total, normed, *c_functions.norm_backward(grad, total, residual, weight[0], settings, with_bias=True)
 
 
 def _norm_in_torch(x: torch.Tensor, added: torch.Tensor, grad: torch.Tensor, residual: torch.Tensor,
@@ -142,9 +142,10 @@ def _norm_in_torch(x: torch.Tensor, added: torch.Tensor, grad: torch.Tensor, res
 
 
 def _gradients_in_c(x: torch.Tensor) -> Operands:
-    not_finite = torch.stack([gradients.has_not_finite(x), gradients.has_not_finite(x / 0)])
-    scaled = gradients.scale_to_float_(torch.empty(x.shape), x, 0.3)
-    return not_finite.float(), gradients.norm(x), scaled, gradients.norm(scaled), gradients.multiply_(x, 3.0)
+    not_finite = torch.stack([c_functions.has_not_finite(x), c_functions.has_not_finite(x / 0)])
+    scaled = c_functions.scale_to_float_(torch.empty(x.shape), x, 0.3)
+    norms = c_functions.euclidean_norm(x), c_functions.euclidean_norm(scaled)
+    return not_finite.float(), norms[0], scaled, norms[1], c_functions.multiply_(x, 3.0)
 
 
 def _gradients_in_torch(x: torch.Tensor) -> Operands:
@@ -156,7 +157,7 @@ def _gradients_in_torch(x: torch.Tensor) -> Operands:
 TRIALS = (
     *_activation_trials("gelu_tanh", "tanh"),
     *_activation_trials("gelu", "none"),
-    Trial("activation", _rows(2, 515), partial(activations.activate_backward, "silu"),
+    Trial("activation", _rows(2, 515), partial(c_functions.activate_backward, "silu"),
           lambda grad, x: (torch.ops.aten.silu_backward(grad, x), torch.nn.functional.silu(x))),
     Trial("linear", _layer, _layer_in_c, _layer_in_torch),
     Trial("norm", _norm, _norm_in_c, _norm_in_torch),
