@@ -6,8 +6,10 @@ import io
 import math
 import os
 import re
+import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,6 +20,7 @@ LARGEST_INT = 2**63 - 1
 LONGEST_SECONDS = 31_536_000.0  # a year; threading and select overflow on far longer timeouts
 _LONGEST_PROBLEM = 1000  # characters
 _CURSOR = re.compile(r"(\r|\x1b\[[AK])")  # to the beginning of the line, a line up, and erase the rest of the line
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _TYPE_NAMES = {"int": "a whole number", "float": "a number"}
 
 
@@ -231,3 +234,32 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 141
     sys.exit(code)
+
+
+class StopRequest(BaseException):
+    """Raised in the main thread by a signal. `name` is the name of the signal."""
+
+    def __init__(self, number: int) -> None:
+        self.name = signal.Signals(number).name
+        self.remedy = "nothing has been written"
+        super().__init__(self.name)
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[None]:
+    """Raise StopRequest at the first signal, and ignore further ones. Signals that are ignored (nohup) remain so."""
+    before = {number: signal.getsignal(number) for number in _STOP_SIGNALS}
+    used = [number for number in _STOP_SIGNALS if before[number] != signal.SIG_IGN]
+
+    def stop(number: int, _: Any) -> None:
+        for other in used:
+            signal.signal(other, signal.SIG_IGN)
+        raise StopRequest(number)
+
+    for number in used:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number in used:
+            signal.signal(number, before[number])

@@ -20,7 +20,7 @@ from pretrain.checkpoint.load.resume import Resume
 from pretrain.checkpoint.save.rollbacks import position_after
 from pretrain.checkpoint.save.saver import Saver
 from pretrain.config.validate import Plan
-from pretrain.data.datasets.data_spec import names_of_split
+from pretrain.data.data_spec import names_of_split
 from pretrain.distributed.collectives import call_after_polls, from_rank_0, gather
 from pretrain.distributed.process_group import init_process_group
 from pretrain.distributed.world import World

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pretrain.data.files.writer import IndexedWriter
+from pretrain.data.token_files.writer import IndexedWriter
 
 VOCAB_SIZE = 256
 

@@ -13,14 +13,12 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from pretrain.cli import LARGEST_INT, Parser, prefix, run_main, say, text, whole_number
-from pretrain.data.commands.describe import describe
-from pretrain.data.commands.merge import merge
-from pretrain.data.commands.split import split
-from pretrain.data.commands.verify import store_hashes, verify_data
-from pretrain.data.files.indexed import IndexedDataset
-from pretrain.data.files.writer import IndexedWriter
-from pretrain.data.prepare.stop_signals import StopRequest, stop_on_signals
+from pretrain.cli import LARGEST_INT, Parser, StopRequest, prefix, run_main, say, stop_on_signals, text, whole_number
+from pretrain.data.merge_split import merge, split
+from pretrain.data.token_files.describe import describe
+from pretrain.data.token_files.indexed_dataset import IndexedDataset
+from pretrain.data.token_files.verify import store_hashes, verify_data
+from pretrain.data.token_files.writer import IndexedWriter
 from pretrain.errors import STOPPED
 from pretrain.terminal.progress import ProgressBar
 

@@ -21,7 +21,7 @@ from pretrain.analysis.evaluate.settings import choose_dtype, choose_partition
 from pretrain.analysis.evaluate.source import find_source, find_tokenizer
 from pretrain.analysis.evaluate.task_files import TaskFlags, prepare_tasks
 from pretrain.cli import Parser, path, path_text, run_main, text, whole_number
-from pretrain.data.inputs.chunk import FORMATS
+from pretrain.data.text_inputs.chunk import FORMATS
 from pretrain.data.tokenizers.tokenizer import Tokenizer
 from pretrain.distributed.device import detect_device
 from pretrain.distributed.print_error import run_or_reject

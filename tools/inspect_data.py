@@ -11,9 +11,8 @@ from pretrain.analysis.inspect.documents import inspect_documents, report_lines
 from pretrain.analysis.inspect.page import write_page
 from pretrain.analysis.inspect.recorded_step import find_step, open_data_of_step
 from pretrain.cli import Parser, path, prefix, run_main, whole_number
-from pretrain.data.files.indexed import IndexedDataset
-from pretrain.data.files.meta import read_meta
 from pretrain.data.source_facts import end_notes, learnable_notes, source_facts
+from pretrain.data.token_files.indexed_dataset import IndexedDataset, read_meta
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.paths import check_folder
 from pretrain.terminal.progress import ProgressBar

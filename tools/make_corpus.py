@@ -2,7 +2,7 @@
 """Write train.jsonl and valid.jsonl from the source files of Python's standard library."""
 
 from pretrain.cli import Parser, number, path, run_main
-from pretrain.data.prepare.corpus import python_corpus
+from pretrain.data.prepare.python_corpus import python_corpus
 
 
 def main() -> None:

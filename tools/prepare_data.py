@@ -6,11 +6,10 @@ A preparation that was stopped or killed continues if the same command is given 
 
 import argparse
 
-from pretrain.cli import Parser, path_text, prefix, run_main, say, text, whole_number
-from pretrain.data.inputs.chunk import FORMATS, ReadSettings, parse_separator
+from pretrain.cli import Parser, StopRequest, path_text, prefix, run_main, say, stop_on_signals, text, whole_number
 from pretrain.data.prepare.prepare import PrepareSettings, prepare
-from pretrain.data.prepare.stop_signals import StopRequest, stop_on_signals
 from pretrain.data.prepare.summary import summary_text
+from pretrain.data.text_inputs.chunk import FORMATS, ReadSettings, parse_separator
 from pretrain.errors import STOPPED
 
 

@@ -4,7 +4,7 @@
 import time
 
 from pretrain.cli import Parser, number, path, path_text, run_main, text, whole_number
-from pretrain.data.inputs.chunk import FORMATS, ReadSettings
+from pretrain.data.text_inputs.chunk import FORMATS, ReadSettings
 from pretrain.data.tokenizers.train_tokenizer import train_sentencepiece
 
 

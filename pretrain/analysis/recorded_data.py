@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from pretrain.data.datasets.batch_sizes import recorded_batch_sizes
-from pretrain.data.datasets.data_spec import planned_samples, recorded_data_spec
+from pretrain.data.data_spec import planned_samples, recorded_data_spec
 from pretrain.data.run_data import RunData, open_run_data
+from pretrain.data.token_schedules import recorded_batch_sizes
 
 
 def open_recorded_data(start: dict[str, Any], *, seq_length: int, vocab_size: int,

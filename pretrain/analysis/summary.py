@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pretrain.data.datasets.data_spec import parse_data_spec
-from pretrain.data.files.meta import read_meta
+from pretrain.data.data_spec import parse_data_spec
+from pretrain.data.token_files.indexed_dataset import read_meta
 from pretrain.errors import ConfigError
 from pretrain.monitor.read_run_folder import newest_start, read_rows
 

@@ -10,7 +10,7 @@ from pretrain.checkpoint.format.manifest import checkpoint_folders
 from pretrain.cluster.supervise.launch_command import hostfile_of, identity, run_folder, train_flags
 from pretrain.config.flags.arguments import RunArguments, data_spec
 from pretrain.config.flags.parse import parse_arguments
-from pretrain.data.datasets.data_spec import split_words
+from pretrain.data.data_spec import split_words
 from pretrain.errors import ConfigError
 
 LONGEST_STEP_TIMEOUT_S = 60.0  # with a longer --step_timeout, each `hang` would take that long

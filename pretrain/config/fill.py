@@ -28,8 +28,7 @@ from pretrain.config.ds_json.schema import DEFAULT_REDUCE_BUCKET_SIZE, Key
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.schedules.make import default_warmup_steps
 from pretrain.config.schedules.scaling import rate_factor
-from pretrain.data.datasets.batch_sizes import FLAG as BATCH_SCHEDULE
-from pretrain.data.datasets.batch_sizes import BatchSizes, fixed_batch, parse_batch_sizes
+from pretrain.data.token_schedules import BATCH_SCHEDULE, BatchSizes, fixed_batch, parse_batch_sizes
 from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig
 from pretrain.paths import PROFILES_FOLDER

@@ -9,11 +9,11 @@ from pretrain.config.ds_json.clean import ignored_key_notes
 from pretrain.config.ds_json.schema import DEFAULT_PARTITION_METHOD
 from pretrain.config.resolve import ResolvedConfig
 from pretrain.config.schedules.scaling import rate_factor
-from pretrain.data.datasets.data_spec import names_of_split
-from pretrain.data.datasets.seq_lengths import parse_seq_lengths
+from pretrain.data.data_spec import names_of_split
 from pretrain.data.run_data import RunData
 from pretrain.data.samples.blend import BlendedSamples
 from pretrain.data.samples.packed import PackedDocuments
+from pretrain.data.token_schedules import parse_seq_lengths
 from pretrain.model.config import find_config, preset_names
 from pretrain.model.init_methods import width_multiplier
 

@@ -17,11 +17,11 @@ from pretrain.config.saved_model import Origin, SavedModel, model_of_run
 from pretrain.config.schedules.length import RunLength
 from pretrain.config.schedules.schedule import Schedule
 from pretrain.config.weight_decay import undecayed_names
-from pretrain.data.datasets.data_spec import DataSpec, names_of_split, planned_samples
-from pretrain.data.datasets.seq_lengths import SeqLengths, parse_seq_lengths
+from pretrain.data.data_spec import DataSpec, names_of_split, planned_samples
 from pretrain.data.run_data import RunData, open_run_data
 from pretrain.data.samples.dataset import SampleDataset
 from pretrain.data.samples.megatron import MegatronSamples
+from pretrain.data.token_schedules import SeqLengths, parse_seq_lengths
 from pretrain.data.tokenizers.tokenizer import Tokenizer
 from pretrain.distributed.device import Device
 from pretrain.errors import ConfigError

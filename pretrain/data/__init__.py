@@ -1,6 +1,8 @@
-"""Training data: token files (files/), samples in an order (samples/), the datasets of a run (datasets/), tokenizers/.
+"""Training data.
 
-The preparation reads text files (inputs/) and writes token files (prepare/). commands/ has those of tools/data.py.
+text_inputs/ reads documents from text files, tokenizers/ encodes them, and prepare/ writes token files of them.
+token_files/ reads token files, samples/ takes samples from them in an order. run_data.py opens the data of a run, and
+loader.py makes its micro-batches.
 
 Imports numpy, torch, terminal/, cli, paths and errors; sentencepiece, tokenizers and transformers when they are used.
 Never imports config/ or model/: callers pass plain values, not flags.

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from pretrain.data.samples.dataset import PADDING, SampleDataset
-from pretrain.data.samples.positions import document_positions
 
 MicroBatch = tuple[Tensor | tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(tokens_BT int64, (labels_BT int64, weights_BT float32)); with document attention the first element is
@@ -163,3 +162,17 @@ def evaluation_batches(loader: Loader, eval_steps: int) -> Iterator[list[MicroBa
     """Yield the first `eval_steps` global batches of the dataset, the same ones at every evaluation."""
     for number in range(eval_steps):
         yield loader.step(number * loader.global_batch_size)
+
+
+def document_positions(tokens_BT: npt.NDArray[np.int64], eod_token: int) -> npt.NDArray[np.int64]:
+    """Return the position of each token inside its document, [B, T].
+
+    Positions begin at 0 with each sample, and again after each eod_token. The eod_token is the last token of its
+    document. A document that began in an earlier sample begins here at 0 too.
+    """
+    starts_BT = np.empty(tokens_BT.shape, bool)
+    starts_BT[:, :1] = True
+    np.equal(tokens_BT[:, :-1], eod_token, out=starts_BT[:, 1:])
+    starts = np.flatnonzero(starts_BT)
+    lengths = np.diff(starts, append=tokens_BT.size)
+    return (np.arange(tokens_BT.size) - np.repeat(starts, lengths)).reshape(tokens_BT.shape)

@@ -4,12 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pretrain.data.datasets.data_spec import DataSpec
-from pretrain.data.datasets.open_datasets import open_datasets
-from pretrain.data.files.indexed import IndexedDataset
-from pretrain.data.files.meta import current_meta
+from pretrain.data.data_spec import DataSpec
+from pretrain.data.open_datasets import open_datasets
 from pretrain.data.samples.dataset import SampleDataset
 from pretrain.data.source_facts import SourceFacts, end_notes, learnable_notes, source_facts
+from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import ConfigError
 
@@ -71,7 +70,7 @@ def open_run_data(spec: DataSpec, *, seq_length: int, seed: int, tokenizer: str 
         notes += learnable_notes(source, where, of_source)[:_MOST_NOTES]
         if "--document_attention" not in needs_ends:
             notes += _short_document_notes(where, of_source, seq_length)
-    sizes = [current_meta(source.prefix, num_tokens=source.num_tokens).get("vocab_size") for _, source, _ in trained]
+    sizes = [source.meta.get("vocab_size") for _, source, _ in trained]
     known = None if None in sizes else max(size for size in sizes if size is not None)
     return RunData(datasets, loaded, eod_token, loaded.vocab_size if loaded is not None else known, tuple(notes),
                    sum(of_source.unigram_entropy for _, _, of_source in trained) / len(trained))
@@ -119,7 +118,7 @@ def _check_sources(sources: list[tuple[str, IndexedDataset]], vocab_size: int,
             if token != named[1]:
                 raise ConfigError(where, problem=f"its end-of-document token is {token}, and that of {named[0]} is "
                                   f"{named[1]}", remedy="prepare all data with the same tokenizer")
-        digest = current_meta(source.prefix, num_tokens=source.num_tokens).get("tokenizer_sha256")
+        digest = source.meta.get("tokenizer_sha256")
         if digest is not None:
             prepared = prepared or (where, digest)
             if digest != prepared[1]:
@@ -156,7 +155,7 @@ def _marker_notes(sources: list[tuple[str, IndexedDataset]]) -> tuple[str, ...]:
     """Note sources whose documents begin or end with other tokens than those of the first source."""
     notes, first = list[str](), dict[str, tuple[str, Any]]()
     for where, source in sources:
-        meta = current_meta(source.prefix, num_tokens=source.num_tokens)
+        meta = source.meta
         for key, place in (("bos_token", "begin"), ("eod_token", "end")):
             if key not in meta:  # files of earlier versions or of other programs
                 continue
@@ -176,7 +175,7 @@ def check_prepared_data(indexed: IndexedDataset, where: str, *, vocab_size: int,
     without a .meta.json.
     """
     prefix = str(indexed.prefix)
-    meta = current_meta(indexed.prefix, num_tokens=indexed.num_tokens)
+    meta = indexed.meta
     largest = meta.get("max_token")
     if not isinstance(largest, int):
         largest = _largest_token(indexed, scanned)

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pretrain.data.files.indexed import IndexedDataset
-from pretrain.data.files.meta import current_meta
+from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.stored_json import read_json
 
 _CHUNKS, _CHUNK_TOKENS = 64, 1024  # tokens that are sampled: their statistics take 0.1 s. Four documents a chunk
@@ -61,7 +60,7 @@ def source_facts(indexed: IndexedDataset, *, num_sources: int = 1) -> SourceFact
     length = min(_CHUNK_TOKENS, max(indexed.num_tokens // chunks, 1))
     starts = np.linspace(0, indexed.num_tokens - length, chunks, dtype=np.int64)
     tokens = indexed.tokens_at(starts, length).astype(np.int64)
-    entropy = current_meta(indexed.prefix, num_tokens=indexed.num_tokens).get("entropy_nats")
+    entropy = indexed.meta.get("entropy_nats")
     return SourceFacts(ends, max((int(stop - start) for start, stop in bounds), default=0), tokens,
                        _entropy(tokens) if entropy is None else float(entropy))
 

@@ -1,6 +1,6 @@
 """Changes of the global batch size (--batch_schedule): on the terminal and in events.jsonl."""
 
-from pretrain.data.datasets.batch_sizes import BatchSizes
+from pretrain.data.token_schedules import BatchSizes
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.terminal.screen import Screen
 

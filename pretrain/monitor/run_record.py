@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.config.validate import Plan
-from pretrain.data.datasets.data_spec import absolute_words
+from pretrain.data.data_spec import absolute_words
 from pretrain.data.tokenizers.tokenizer import absolute_tokenizer
 from pretrain.engine.measure.layer_times import layer_times_record
 from pretrain.model.kernels.cpu.choice import chosen

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pretrain.checkpoint.load.same_data import HASHED_EVENT, OTHER_BYTES, fallback_path, stored_hashes
 from pretrain.config.flags.overrides import allows_other_data
 from pretrain.config.validate import Plan
-from pretrain.data.files.background_hash import BackgroundHash
-from pretrain.data.files.hashes import BLOCK_BYTES, DataHashes, hashes_path, write_hashes
-from pretrain.data.files.identity import hash_if_fast
-from pretrain.data.files.indexed import IndexedDataset
+from pretrain.data.token_files.background_hash import BackgroundHash
+from pretrain.data.token_files.hashes import BLOCK_BYTES, DataHashes, hashes_path, write_hashes
+from pretrain.data.token_files.indexed_dataset import IndexedDataset
+from pretrain.data.token_files.verify import hash_if_fast
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.terminal.screen import Screen
 

@@ -23,7 +23,7 @@ from pretrain.checkpoint.format.manifest import read_manifest
 from pretrain.checkpoint.load.hf_folder import check_hf_folder
 from pretrain.checkpoint.load.hf_tokenizer import find_hf_tokenizer
 from pretrain.checkpoint.load.reader import CheckpointReader
-from pretrain.data.files.writer import IndexedWriter
+from pretrain.data.token_files.writer import IndexedWriter
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.distributed.device import Device
 from pretrain.distributed.world import ALONE, World

@@ -12,7 +12,7 @@ import pytest
 from pretrain.checkpoint.format.manifest import Manifest
 from pretrain.checkpoint.load import same_data
 from pretrain.checkpoint.load.start import Start
-from pretrain.data.files.hashes import hashes_path
+from pretrain.data.token_files.hashes import hashes_path
 from pretrain.data.tokenizers.tokenizer import Tokenizer
 from pretrain.errors import ConfigError
 from tests.checkpoint.starts import hash_data, start_run, write_checkpoint

@@ -10,8 +10,8 @@ import pytest
 
 from pretrain.checkpoint.load import same_data
 from pretrain.checkpoint.load.start import Start
-from pretrain.data.files.hashes import hashes_path, read_hashes
-from pretrain.data.files.writer import IndexedWriter
+from pretrain.data.token_files.hashes import hashes_path, read_hashes
+from pretrain.data.token_files.writer import IndexedWriter
 from pretrain.errors import ConfigError
 from tests.checkpoint.starts import start_run, watch_data, write_checkpoint
 from tests.support.big_data import change_token, write_big_data

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
-from pretrain.data.files.indexed import IndexedDataset
-from pretrain.data.files.writer import IndexedWriter
+from pretrain.data.token_files.indexed_dataset import IndexedDataset
+from pretrain.data.token_files.writer import IndexedWriter
 
 
 def write_counting(prefix: Path, lengths: list[int], *, first: int = 0) -> IndexedDataset:

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from pretrain.data.files.indexed import IndexedDataset
-from pretrain.data.files.writer import IndexedWriter
-from pretrain.data.loader import Loader, MicroBatch, evaluation_batches
+from pretrain.data.loader import Loader, MicroBatch, document_positions, evaluation_batches
 from pretrain.data.samples.dataset import Indices
-from pretrain.data.samples.positions import document_positions
 from pretrain.data.samples.shuffled import ShuffledWindows
+from pretrain.data.token_files.indexed_dataset import IndexedDataset
+from pretrain.data.token_files.writer import IndexedWriter
 
 EOD = 0
 

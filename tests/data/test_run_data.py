@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pretrain.data.datasets.data_spec import parse_data_spec
-from pretrain.data.files.writer import IndexedWriter
+from pretrain.data.data_spec import parse_data_spec
 from pretrain.data.run_data import RunData, open_run_data
+from pretrain.data.token_files.writer import IndexedWriter
 from pretrain.errors import ConfigError
 from tests.support.launch import ROOT
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pretrain.data.evaluation_windows import Tokens, WindowSet, rolling_windows
 from pretrain.data.tokenizers.special_tokens import TokenIds
 from pretrain.data.tokenizers.tokenizer import Tokenizer
-from pretrain.data.windows import Tokens, WindowSet, rolling_windows
 
 EOD = 256
 

@@ -11,7 +11,7 @@ import pytest
 from pretrain.analysis.evaluate.data import DataFlags, open_data
 from pretrain.analysis.evaluate.source import find_source
 from pretrain.checkpoint.format.manifest import read_manifest
-from pretrain.data.files.writer import IndexedWriter
+from pretrain.data.token_files.writer import IndexedWriter
 from pretrain.errors import ConfigError
 from pretrain.monitor.read_run_folder import newest_start, read_metrics
 from tests.support.cases import case, config

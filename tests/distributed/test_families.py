@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pretrain.checkpoint.convert.export_hf import export_hf
 from pretrain.checkpoint.convert.plan_export import plan_export
 from pretrain.checkpoint.load.reader import CheckpointReader
-from pretrain.data.files.writer import IndexedWriter
+from pretrain.data.token_files.writer import IndexedWriter
 from pretrain.model.config import load_model_config
 from pretrain.model.layer_specs import as_module
 from tests.conftest import selected_params

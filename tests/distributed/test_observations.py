@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pretrain.data.files.writer import IndexedWriter
+from pretrain.data.token_files.writer import IndexedWriter
 from pretrain.monitor.read_run_folder import read_rows
 from tests.support.cases import DROPOUT, config
 from tests.support.launch import ROOT, train_ranks

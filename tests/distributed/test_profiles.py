@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pretrain.data.files.writer import IndexedWriter
+from pretrain.data.token_files.writer import IndexedWriter
 from tests.support.cases import config
 from tests.support.launch import ROOT, WORKERS, run_ranks
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pretrain.data.files.writer import IndexedWriter
+from pretrain.data.token_files.writer import IndexedWriter
 from tests.support.cases import config
 from tests.support.launch import ROOT, WORKERS, run_ranks
 from tests.support.reference_order import reference

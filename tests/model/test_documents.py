@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from pretrain.data.samples.positions import document_positions
+from pretrain.data.loader import document_positions
 from pretrain.model.config import ModelConfig, load_model_config
 from pretrain.model.init import initialize_parameters
 from pretrain.model.kernels.cpu_attention import Scores, _CausalAttention, causal_attention

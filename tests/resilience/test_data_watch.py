@@ -11,9 +11,9 @@ import pytest
 
 from pretrain.checkpoint.load import same_data
 from pretrain.checkpoint.load.start import Start
-from pretrain.data.files import index_file
-from pretrain.data.files.hashes import hashes_path, read_hashes, write_hashes
 from pretrain.data.samples.shuffled import ShuffledWindows
+from pretrain.data.token_files import index_file
+from pretrain.data.token_files.hashes import hashes_path, read_hashes, write_hashes
 from pretrain.errors import ConfigError
 from tests.checkpoint.starts import hash_data, start_run, watch_data, write_checkpoint
 from tests.support.big_data import write_big_data

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from pretrain.config.schedules.length import RunLength
-from pretrain.data.datasets.batch_sizes import fixed_batch
 from pretrain.data.samples.blend import BlendedSamples
+from pretrain.data.token_schedules import fixed_batch
 from pretrain.engine.update_guard import FP16_OVERFLOW, NON_FINITE_GRADIENT, NON_FINITE_LOSS, VETO, SkippedUpdate
 from pretrain.errors import GuardError
 from pretrain.monitor.read_run_folder import read_rows

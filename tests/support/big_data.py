@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pretrain.data.files.writer import IndexedWriter
+from pretrain.data.token_files.writer import IndexedWriter
 
 NUM_BLOCKS = 7
 BYTE = 5 * 2**24 + 12345  # of a token that is not one of the samples of the fingerprint

@@ -2,9 +2,9 @@
 
 import torch
 
-from pretrain.data.datasets.data_spec import parse_data_spec
-from pretrain.data.datasets.open_datasets import open_datasets
+from pretrain.data.data_spec import parse_data_spec
 from pretrain.data.loader import Loader
+from pretrain.data.open_datasets import open_datasets
 
 
 def first_batch(prefix: str, *, split: str, seq_length: int, samples: int) -> tuple[torch.Tensor, torch.Tensor]:

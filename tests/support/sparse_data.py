@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pretrain.data.files.index_format import HEADER, MAGIC
+from pretrain.data.token_files.index_file import HEADER, MAGIC
 
 
 def write_sparse_data(prefix: Path, *, num_documents: int, full_documents: int, length: int) -> Path:

@@ -10,7 +10,7 @@ import numpy as np
 from pretrain.checkpoint.format.files import FileRecord
 from pretrain.checkpoint.format.manifest import Manifest
 from pretrain.checkpoint.format.safetensors_header import header_bytes
-from pretrain.data.files.writer import IndexedWriter
+from pretrain.data.token_files.writer import IndexedWriter
 from pretrain.model.config import model_config_from
 from pretrain.paths import RUN_FILES
 from tests.wrong_inputs.inputs import BASE

@@ -6,15 +6,15 @@ from typing import Any
 
 from pretrain.analysis.evaluate.source import EvaluationSource
 from pretrain.analysis.recorded_data import open_recorded_data
-from pretrain.data.datasets.data_spec import names_of_split
-from pretrain.data.files.indexed import IndexedDataset
-from pretrain.data.inputs.chunk import ReadSettings
-from pretrain.data.inputs.documents import read_pieces
-from pretrain.data.inputs.find import find_inputs
+from pretrain.data.data_spec import names_of_split
+from pretrain.data.evaluation_windows import Tokens, WindowSet, rolling_windows, sample_windows
 from pretrain.data.run_data import check_prepared_data
 from pretrain.data.samples.dataset import source_records
+from pretrain.data.text_inputs.chunk import ReadSettings
+from pretrain.data.text_inputs.documents import read_pieces
+from pretrain.data.text_inputs.find import find_inputs
+from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.data.tokenizers.tokenizer import Tokenizer
-from pretrain.data.windows import Tokens, WindowSet, rolling_windows, sample_windows
 from pretrain.errors import ConfigError
 
 _LONGEST_DEFAULT = 2048  # tokens; longest default --seq_length for weights that no run of this program trained

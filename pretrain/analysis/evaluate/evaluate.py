@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from pretrain.analysis.evaluate.losses import LoadedModel, Sums, load_model, sum_losses
 from pretrain.analysis.evaluate.source import EvaluationSource
+from pretrain.data.evaluation_windows import WindowSet
 from pretrain.data.tokenizers.tokenizer import Tokenizer
-from pretrain.data.windows import WindowSet
 from pretrain.errors import ConfigError
 
 _BATCH_TOKENS = 8192  # default size of a micro-batch on one rank

@@ -19,8 +19,8 @@ from torch import nn
 from pretrain.analysis.evaluate.source import EvaluationSource
 from pretrain.checkpoint.load.hf_folder import HFWeights
 from pretrain.checkpoint.load.reader import FP32, CheckpointReader
-from pretrain.data.samples.positions import document_positions
-from pretrain.data.windows import WindowSet
+from pretrain.data.evaluation_windows import WindowSet
+from pretrain.data.loader import document_positions
 from pretrain.engine.build import deepspeed_output
 from pretrain.engine.patches.zero import keep_dtype_of_partitions
 from pretrain.errors import ConfigError

@@ -13,8 +13,8 @@ from pretrain.checkpoint.load.select import (
     select_checkpoint,
     tokenizer_of,
 )
+from pretrain.data.tokenizers.special_tokens import check_tokenizer_fits
 from pretrain.data.tokenizers.tokenizer import Tokenizer, find_tokenizer_file, load_tokenizer
-from pretrain.data.tokenizers.tokenizer_fit import check_tokenizer_fits
 from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig, model_config_from
 from pretrain.monitor.read_run_folder import newest_start

@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretrain.data.inputs.chunk import ReadSettings
-from pretrain.data.inputs.detect import says_jsonl
-from pretrain.data.inputs.find import find_inputs
-from pretrain.data.inputs.json_line import text_of_json_line
-from pretrain.data.inputs.streams import read_all
-from pretrain.data.text import check_unicode, decode_utf8
+from pretrain.data.text_inputs.chunk import ReadSettings
+from pretrain.data.text_inputs.find import find_inputs
+from pretrain.data.text_inputs.formats import read_all, says_jsonl
+from pretrain.data.text_inputs.json_lines import text_of_json_line
+from pretrain.data.text_inputs.text import check_unicode, decode_utf8
 from pretrain.data.tokenizers.tokenizer import Tokenizer
 from pretrain.errors import ConfigError
 

@@ -14,9 +14,8 @@ from pretrain.checkpoint.load.select import (
     select_checkpoint,
     tokenizer_of,
 )
-from pretrain.data.tokenizers.special_tokens import read_object
+from pretrain.data.tokenizers.special_tokens import check_tokenizer_fits, read_object
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
-from pretrain.data.tokenizers.tokenizer_fit import check_tokenizer_fits
 from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig, model_config_from
 from pretrain.model.config_keys import read_config_json

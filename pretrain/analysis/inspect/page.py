@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from pretrain.analysis.inspect.documents import KINDS, DocumentReport, report_lines
-from pretrain.data.files.indexed import IndexedDataset
+from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.errors import ConfigError
 
 _SHOWN_TOKENS = 600  # of a sampled document

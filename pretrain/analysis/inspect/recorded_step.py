@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.analysis.recorded_data import open_recorded_data
-from pretrain.data.datasets.batch_sizes import BatchSizes, recorded_batch_sizes
 from pretrain.data.run_data import RunData
+from pretrain.data.token_schedules import BatchSizes, recorded_batch_sizes
 from pretrain.errors import ConfigError
 from pretrain.model.config import model_config_from
 from pretrain.monitor.read_run_folder import newest_path, read_events, read_metrics, read_starts

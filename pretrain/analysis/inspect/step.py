@@ -6,10 +6,9 @@ from dataclasses import dataclass
 import torch
 
 from pretrain.analysis.inspect.recorded_step import StepPosition
-from pretrain.data.datasets.batch_sizes import recorded_batch_sizes
-from pretrain.data.datasets.seq_lengths import parse_seq_lengths
 from pretrain.data.loader import Loader, MicroBatch
 from pretrain.data.run_data import RunData
+from pretrain.data.token_schedules import parse_seq_lengths, recorded_batch_sizes
 
 _END = "\u2016"  # marks the end of a document in a text
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from pretrain.bench.processes.baseline_job import LEARNING_RATE, PROJECT_BASELINES, BaselineJob
 from pretrain.bench.settings import BenchSettings
-from pretrain.data.files.writer import IndexedWriter
+from pretrain.data.token_files.writer import IndexedWriter
 from pretrain.distributed.device import nvcc_fits_torch
 from pretrain.model.config import ModelConfig, load_model_config
 

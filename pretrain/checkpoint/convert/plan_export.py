@@ -7,8 +7,8 @@ from pretrain.checkpoint.convert.new_folder import check_new_folder
 from pretrain.checkpoint.format.manifest import MANIFEST, Manifest
 from pretrain.checkpoint.load.select import run_folder_of, select_checkpoint, tokenizer_of
 from pretrain.config.layout import DTYPE_BYTES
+from pretrain.data.tokenizers.special_tokens import check_tokenizer_fits
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
-from pretrain.data.tokenizers.tokenizer_fit import check_tokenizer_fits
 from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig, model_config_from
 

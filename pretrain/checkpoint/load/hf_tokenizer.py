@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pretrain.checkpoint.load.hf_folder import HFFolder
+from pretrain.data.tokenizers.special_tokens import check_tokenizer_fits
 from pretrain.data.tokenizers.tokenizer import TOKENIZER_FILES, find_tokenizer_file, load_tokenizer
-from pretrain.data.tokenizers.tokenizer_fit import check_tokenizer_fits
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from pretrain.checkpoint.format.run_manifest import tokenizer_fingerprint
 from pretrain.checkpoint.save.rollbacks import position_after
 from pretrain.config.flags.overrides import allows_other_data
 from pretrain.config.validate import Plan
-from pretrain.data.files.identity import CHECK_S, FoundHashes, check_blocks, find_hashes, hash_if_fast
-from pretrain.data.files.indexed import IndexedDataset
 from pretrain.data.samples.blend import BlendedSamples
 from pretrain.data.samples.dataset import SampleDataset, source_records
 from pretrain.data.samples.shuffled import ShuffledWindows
+from pretrain.data.token_files.indexed_dataset import IndexedDataset
+from pretrain.data.token_files.verify import CHECK_S, FoundHashes, check_blocks, find_hashes, hash_if_fast
 from pretrain.errors import ConfigError
 from pretrain.monitor.read_run_folder import newest_start, read_rows
 

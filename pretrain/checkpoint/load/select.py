@@ -14,8 +14,8 @@ from pretrain.checkpoint.format.manifest import (
     read_manifest,
     step_of,
 )
-from pretrain.data.datasets.data_spec import parse_data_spec
-from pretrain.data.files.meta import read_meta
+from pretrain.data.data_spec import parse_data_spec
+from pretrain.data.token_files.indexed_dataset import read_meta
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import ConfigError
 from pretrain.hub import snapshot_in

@@ -15,8 +15,8 @@ from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.flags.check_flags import check_folders
 from pretrain.config.saved_model import SavedModel, check_same_parameters
 from pretrain.config.validate import Plan, check_run
-from pretrain.data.files.meta import read_meta
-from pretrain.data.tokenizers.tokenizer_fit import check_tokenizer_fits
+from pretrain.data.token_files.indexed_dataset import read_meta
+from pretrain.data.tokenizers.special_tokens import check_tokenizer_fits
 from pretrain.distributed.device import Device
 from pretrain.distributed.process import check_open_files
 from pretrain.errors import ConfigError

@@ -16,7 +16,7 @@ from typing import Any
 from pretrain.cluster.hosts.hostfile import choose_hosts, read_hostfile
 from pretrain.cluster.launcher_flags import split_command_line
 from pretrain.config.flags.parse import flag_name, read_yaml
-from pretrain.data.datasets.batch_sizes import recorded_batch_sizes
+from pretrain.data.token_schedules import recorded_batch_sizes
 from pretrain.errors import ConfigError
 
 _OWN_LAUNCHERS = ("ds-pretrain", "cluster.sh")  # they find train.py's flags without a separator

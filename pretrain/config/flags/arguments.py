@@ -13,7 +13,7 @@ from pretrain.config import auto
 from pretrain.config.flags.flag import Flag, Group, tokens
 from pretrain.config.schedules.scaling import LR_SCALINGS
 from pretrain.config.schedules.schedule import DECAY_SHAPES, KINDS
-from pretrain.data.datasets.data_spec import DataSpec, parse_data_spec
+from pretrain.data.data_spec import DataSpec, parse_data_spec
 from pretrain.model.init_methods import INIT_METHODS
 from pretrain.model.recompute import PARTS
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pretrain.cli import LARGEST_INT
-from pretrain.data.datasets.token_count import parse_token_count
+from pretrain.data.token_schedules import parse_token_count
 from pretrain.errors import ConfigError, shorten
 
 

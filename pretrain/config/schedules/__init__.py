@@ -1,4 +1,4 @@
 """Learning-rate schedules, the length of a run, and scaling of the peak rate: pure functions of plain values.
 
-Imports only errors and data/datasets/batch_sizes.py from outside this folder.
+Imports only errors and data/token_schedules.py from outside this folder.
 """

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from pretrain.data.datasets.batch_sizes import BatchSizes
+from pretrain.data.token_schedules import BatchSizes
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import itertools
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.schedules.length import RunLength
 from pretrain.config.schedules.schedule import ONE_CYCLE_INITIAL_RATIO, Schedule
-from pretrain.data.datasets.token_count import parse_token_count, parse_whole_number
+from pretrain.data.token_schedules import parse_token_count, parse_whole_number
 from pretrain.errors import ConfigError
 
 DEFAULT_WARMUP_FRACTION = 0.01  # of the run

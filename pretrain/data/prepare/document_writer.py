@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pretrain.data.files.hashes import BLOCK_BYTES, hash_block
 from pretrain.data.prepare.partial_output import PartialOutput
 from pretrain.data.prepare.seen_digests import DIGEST_BYTES, Digests, SeenDigests
-from pretrain.data.prepare.statistics import Statistics
+from pretrain.data.prepare.summary import Statistics
 from pretrain.data.prepare.tokenize_batch import TokenizedBatch
+from pretrain.data.token_files.hashes import BLOCK_BYTES, hash_block
 
 _READ_BYTES = 1 << 20
 _LONGEST_DOCUMENT = 2**31 - 1  # lengths are int32

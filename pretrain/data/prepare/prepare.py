@@ -5,6 +5,8 @@ batches are the same, and results are written in order.
 """
 
 import functools
+import hashlib
+import json
 import os
 import time
 from collections.abc import Sequence
@@ -14,20 +16,23 @@ from typing import Any
 
 import numpy as np
 
-from pretrain.cli import bad_path, say
-from pretrain.data.files.index_format import dtype_for_vocab
-from pretrain.data.inputs.chunk import CHUNK_BYTES, Position, ReadSettings
-from pretrain.data.inputs.find import Inputs, find_inputs
-from pretrain.data.prepare.batches import FIRST_PLACE, Place, read_batches
+from pretrain.cli import StopRequest, bad_path, say
 from pretrain.data.prepare.document_writer import DocumentWriter
-from pretrain.data.prepare.finish import existing_outputs, rename_files, write_files
-from pretrain.data.prepare.inputs_record import changed_input, record_inputs
-from pretrain.data.prepare.partial_output import PartialOutput, partial_path, read_state
-from pretrain.data.prepare.statistics import entropy_nats
-from pretrain.data.prepare.stop_signals import StopRequest
-from pretrain.data.prepare.summary import make_summary
+from pretrain.data.prepare.partial_output import (
+    PartialOutput,
+    existing_outputs,
+    partial_path,
+    read_state,
+    rename_files,
+    write_files,
+)
+from pretrain.data.prepare.summary import entropy_nats, make_summary
 from pretrain.data.prepare.tokenize_batch import TokenizeSettings, make_tokenize
 from pretrain.data.prepare.worker_pool import map_in_order
+from pretrain.data.text_inputs.chunk import CHUNK_BYTES, Position, ReadSettings
+from pretrain.data.text_inputs.find import Input, Inputs, find_inputs
+from pretrain.data.text_inputs.reader import FIRST_PLACE, Place, read_batches
+from pretrain.data.token_files.index_file import dtype_for_vocab
 from pretrain.data.tokenizers.special_tokens import TokenIds
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import ConfigError, shorten
@@ -249,3 +254,36 @@ def _special_tokens(tokenizer: Tokenizer, settings: PrepareSettings) -> tuple[in
                           remedy="choose another tokenizer, or leave out --prepend_bos")
     return (tokenizer.ids.bos if settings.prepend_bos else None,
             tokenizer.eod_token if settings.append_eod else None)
+
+
+_MOST_LISTED = 1000
+
+
+def record_inputs(inputs: Sequence[Input]) -> dict[str, Any]:
+    """Return {"files": number, "bytes": sum, "sha256": of the list, "list": [[path, bytes, mtime_ns], ...]}.
+
+    The list is left out if it has over 1,000 files. Standard input has neither size nor time. Raises ConfigError.
+    """
+    digest, listed, total = hashlib.sha256(), [], 0
+    for found in inputs:
+        entry: list[Any] = [found.path, None, None]
+        if found.can_resume:
+            try:
+                status = os.stat(found.path)
+            except OSError as error:
+                raise ConfigError(found.path, problem=f"it cannot be read: {error.strerror}") from None
+            entry[1:] = status.st_size, status.st_mtime_ns
+            total += status.st_size
+        digest.update(json.dumps(entry).encode() + b"\n")
+        if len(inputs) <= _MOST_LISTED:
+            listed.append(entry)
+    return {"files": len(inputs), "bytes": total, "sha256": digest.hexdigest(), "list": listed}
+
+
+def changed_input(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """Return the path of the first input that two records differ in; "inputs" if other files were listed, or none."""
+    paths = [[entry[0] for entry in record["list"]] for record in (before, after)]
+    if paths[0] != paths[1]:
+        return "inputs"
+    pairs = zip(before["list"], after["list"], strict=True)
+    return next((str(old[0]) for old, new in pairs if list(old) != list(new)), "inputs")

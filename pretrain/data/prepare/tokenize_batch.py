@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pretrain.data.inputs.chunk import ReadSettings
-from pretrain.data.inputs.documents import Skipped, documents
-from pretrain.data.prepare.batches import Batch
 from pretrain.data.prepare.seen_digests import DIGEST_BYTES, Digests
+from pretrain.data.text_inputs.chunk import ReadSettings
+from pretrain.data.text_inputs.documents import Skipped, documents
+from pretrain.data.text_inputs.reader import Batch
+from pretrain.data.text_inputs.text import divide
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import ConfigError
 
@@ -124,18 +125,6 @@ def _texts(batch: Batch, read: ReadSettings) -> Iterator[tuple[str | Skipped, st
             for part in parts[:-1]:
                 yield part, piece.where, False
             yield parts[-1], piece.where, piece.ends_document
-
-
-def divide(text: str, longest: int) -> list[str]:
-    """Divide a text into parts of up to `longest` characters: after a line, else after a space, else anywhere."""
-    parts, start = [], 0
-    while len(text) - start > longest:
-        stop = start + longest
-        cut = text.rfind("\n", start, stop) + 1 or text.rfind(" ", start + 1, stop) or stop
-        cut = cut if cut > start else stop
-        parts.append(text[start:cut])
-        start = cut
-    return [*parts, text[start:]] if parts else [text]
 
 
 def text_bytes(text: str) -> int:

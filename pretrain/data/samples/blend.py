@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pretrain.data.files.indexed import IndexedDataset
-from pretrain.data.samples.dataset import Indices, SampleDataset
-from pretrain.data.samples.look_ahead import LookAhead
+from pretrain.data.samples.dataset import Indices, LookAhead, SampleDataset
 from pretrain.data.samples.quotas import Quotas
+from pretrain.data.token_files.indexed_dataset import IndexedDataset
 
 
 class BlendedSamples:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pretrain.data.text import check_unicode
+from pretrain.data.text_inputs.text import check_unicode
 from pretrain.data.tokenizers.byte_tokenizer import (
     BYTE_FINGERPRINT,
     BYTE_IDS,

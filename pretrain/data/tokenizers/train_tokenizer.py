@@ -7,13 +7,12 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from pretrain.data.inputs.chunk import ReadSettings
-from pretrain.data.inputs.documents import read_pieces
-from pretrain.data.inputs.find import Input, find_inputs
-from pretrain.data.text import make_folder
+from pretrain.data.text_inputs.chunk import ReadSettings
+from pretrain.data.text_inputs.documents import read_pieces
+from pretrain.data.text_inputs.find import Input, find_inputs
+from pretrain.data.tokenizers.convert_sentencepiece import sentencepiece_files
 from pretrain.data.tokenizers.special_tokens import EOD_PIECE
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
-from pretrain.data.tokenizers.transformers_files import sentencepiece_files
 from pretrain.errors import ConfigError
 from pretrain.paths import check_folder
 
@@ -57,7 +56,7 @@ def train_sentencepiece(inputs: Sequence[str], out_dir: str | Path, *, vocab_siz
             unk_id=0, eos_id=1, eos_piece=EOD_PIECE, bos_id=-1, pad_id=-1, minloglevel=0 if verbose else 3)
     except RuntimeError as error:
         raise _vocab_error(vocab_size, str(error)) from None
-    return _write(make_folder(Path(out_dir)), written.getvalue())
+    return _write(Path(out_dir), written.getvalue())
 
 
 def _sample_lines(inputs: Sequence[Input], reading: ReadSettings, max_megabytes: float) -> Iterator[str]:
@@ -99,6 +98,7 @@ def _write(folder: Path, model: bytes) -> Tokenizer:
     """Write tokenizer.vocab, the files for transformers and, last, tokenizer.model. Return the tokenizer."""
     from sentencepiece import SentencePieceProcessor
 
+    folder.mkdir(parents=True, exist_ok=True)
     pieces = SentencePieceProcessor(model_proto=model)
     vocab = [f"{pieces.id_to_piece(number)}\t{pieces.get_score(number):g}\n" for number in range(len(pieces))]
     path = folder / "tokenizer.model"

@@ -9,10 +9,9 @@ import pytest
 
 from pretrain.analysis.inspect.documents import inspect_documents, report_lines
 from pretrain.analysis.inspect.page import write_page
-from pretrain.data.files.indexed import IndexedDataset
-from pretrain.data.files.write_index import write_index
-from pretrain.data.files.writer import IndexedWriter
 from pretrain.data.prepare.prepare import prepare
+from pretrain.data.token_files.indexed_dataset import IndexedDataset
+from pretrain.data.token_files.writer import IndexedWriter, write_index
 from pretrain.data.tokenizers.train_tokenizer import train_sentencepiece
 from tests.support.launch import ROOT
 

@@ -11,7 +11,7 @@ from pretrain.config.schedules.length import RunLength, run_length
 from pretrain.config.schedules.make import make_schedule
 from pretrain.config.schedules.scaling import rate_factor
 from pretrain.config.schedules.schedule import Schedule
-from pretrain.data.datasets.batch_sizes import BatchSizes, fixed_batch
+from pretrain.data.token_schedules import BatchSizes, fixed_batch
 from pretrain.errors import ConfigError
 
 TOKENS = 8  # in a sample

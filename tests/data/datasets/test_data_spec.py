@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from pretrain.data.datasets.data_spec import (
+from pretrain.data.data_spec import (
     BlendPhase,
     DataSpec,
     absolute_words,

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.data.datasets.data_spec import parse_data_spec
-from pretrain.data.datasets.open_datasets import open_datasets
-from pretrain.data.datasets.split import parse_split, split_documents
+from pretrain.data.data_spec import parse_data_spec, parse_split, split_documents
+from pretrain.data.open_datasets import open_datasets
 from pretrain.data.run_data import open_run_data
 from pretrain.errors import ConfigError
 from tests.data.counting import write_counting

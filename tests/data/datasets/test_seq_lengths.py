@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from pretrain.data.datasets.seq_lengths import SeqLengths, parse_seq_lengths
-from pretrain.data.files.indexed import IndexedDataset
-from pretrain.data.files.writer import IndexedWriter
 from pretrain.data.loader import Loader
 from pretrain.data.samples.shuffled import ShuffledWindows
+from pretrain.data.token_files.indexed_dataset import IndexedDataset
+from pretrain.data.token_files.writer import IndexedWriter
+from pretrain.data.token_schedules import SeqLengths, parse_seq_lengths
 from pretrain.errors import ConfigError
 
 

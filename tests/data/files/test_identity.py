@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.data.files import identity
-from pretrain.data.files.background_hash import BackgroundHash
-from pretrain.data.files.hashes import BLOCK_BYTES, DataHashes, hashes_path, read_hashes, write_hashes
-from pretrain.data.files.identity import check_blocks, find_hashes, hash_if_fast
-from pretrain.data.files.indexed import IndexedDataset
+from pretrain.data.token_files import verify
+from pretrain.data.token_files.background_hash import BackgroundHash
+from pretrain.data.token_files.hashes import BLOCK_BYTES, DataHashes, hashes_path, read_hashes, write_hashes
+from pretrain.data.token_files.indexed_dataset import IndexedDataset
+from pretrain.data.token_files.verify import check_blocks, find_hashes, hash_if_fast
 from pretrain.errors import ConfigError
 from tests.support.big_data import BYTE, NUM_BLOCKS, change_token, write_big_data
 from tests.wrong_inputs.case import main_of
@@ -99,8 +99,8 @@ def test_a_rewritten_copy_with_the_same_bytes_is_the_same_data(big: Path, tmp_pa
 
 def test_slow_data_is_left_to_the_background(big: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[int] = []
-    original = identity.hash_block
-    monkeypatch.setattr(identity, "hash_block", lambda file, number: hashed.append(number) or original(file, number))
+    original = verify.hash_block
+    monkeypatch.setattr(verify, "hash_block", lambda file, number: hashed.append(number) or original(file, number))
     data = IndexedDataset(big)
     hash_if_fast(data, seconds=0)
     assert data.hashes is None

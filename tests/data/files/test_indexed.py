@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pretrain.data.files.index_format import dtype_for_vocab
-from pretrain.data.files.indexed import IndexedDataset
-from pretrain.data.files.meta import read_meta
-from pretrain.data.files.writer import IndexedWriter
+from pretrain.data.token_files.index_file import dtype_for_vocab
+from pretrain.data.token_files.indexed_dataset import IndexedDataset, read_meta
+from pretrain.data.token_files.writer import IndexedWriter
 from pretrain.errors import ConfigError
 
 LENGTHS = [3, 1, 4]

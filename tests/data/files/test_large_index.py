@@ -13,22 +13,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pretrain.data.commands.copy_documents import open_checked
-from pretrain.data.commands.describe import measure_lengths
-from pretrain.data.files import index_file
-from pretrain.data.files.background_hash import BackgroundHash
-from pretrain.data.files.hashes import hashes_path, read_hashes
-from pretrain.data.files.identity import find_hashes, hash_if_fast
-from pretrain.data.files.indexed import IndexedDataset
-from pretrain.data.files.write_index import write_index
-from pretrain.data.files.writer import IndexedWriter
+from pretrain.data.merge_split import open_checked
 from pretrain.data.samples.shuffled import ShuffledWindows
+from pretrain.data.token_files import index_file
+from pretrain.data.token_files.background_hash import BackgroundHash
+from pretrain.data.token_files.describe import measure_lengths
+from pretrain.data.token_files.hashes import hashes_path, read_hashes
+from pretrain.data.token_files.indexed_dataset import IndexedDataset
+from pretrain.data.token_files.verify import find_hashes, hash_if_fast
+from pretrain.data.token_files.writer import IndexedWriter, write_index
 from pretrain.errors import ConfigError
 from tests.support.sparse_data import write_sparse_data
 
 _OPEN = r"""
 import re, sys, time
-from pretrain.data.files.indexed import IndexedDataset
+from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.data.samples.shuffled import ShuffledWindows
 start = time.perf_counter()
 data = ShuffledWindows(IndexedDataset(sys.argv[1]), seq_length=2048, seed=1)
@@ -238,7 +237,7 @@ def test_more_files_than_the_limit_of_open_files(tmp_path: Path) -> None:
         writer.finalize()
     code = "import resource, sys\n" \
            "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 4096))\n" \
-           "from pretrain.data.files.indexed import IndexedDataset\n" \
+           "from pretrain.data.token_files.indexed_dataset import IndexedDataset\n" \
            "print(len([IndexedDataset(sys.argv[1]) for _ in range(100)]))"
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "a")], capture_output=True, text=True, check=True)
     assert done.stdout == "100\n"

@@ -8,16 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pretrain.data.files.indexed import IndexedDataset
-from pretrain.data.files.write_index import write_index
-from pretrain.data.files.writer import IndexedWriter
+from pretrain.data.token_files.indexed_dataset import IndexedDataset
+from pretrain.data.token_files.writer import IndexedWriter, write_index
 from pretrain.errors import ConfigError
 
 _LONGEST = 2**31 - 1
 _MANY = """
 import re, sys
 import numpy as np
-from pretrain.data.files.writer import IndexedWriter
+from pretrain.data.token_files.writer import IndexedWriter
 
 def peak_mib():
     return int(re.search(r"VmHWM:\\s*(\\d+)", open("/proc/self/status").read())[1]) / 1024

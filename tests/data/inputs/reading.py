@@ -9,10 +9,10 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from pretrain.data.inputs.chunk import BEGINNING, Chunk, Position, ReadSettings
-from pretrain.data.inputs.chunks import read_chunks
-from pretrain.data.inputs.documents import Skipped, documents
-from pretrain.data.inputs.find import Input, find_inputs
+from pretrain.data.text_inputs.chunk import BEGINNING, Chunk, Position, ReadSettings
+from pretrain.data.text_inputs.documents import Skipped, documents
+from pretrain.data.text_inputs.find import Input, find_inputs
+from pretrain.data.text_inputs.reader import read_chunks
 
 BAD_LINES = {  # name: (line 2 of a.jsonl, part of the message)
     "not json": (b"{'text': 1}", "a.jsonl:2: it is not valid JSON: Expecting property name"),

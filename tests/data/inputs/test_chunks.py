@@ -8,11 +8,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pretrain.data.inputs import parquet
-from pretrain.data.inputs.chunk import BOM, Position, ReadSettings
-from pretrain.data.inputs.chunks import read_chunks
-from pretrain.data.inputs.documents import Skipped
-from pretrain.data.inputs.find import find_inputs
+from pretrain.data.text_inputs import parquet
+from pretrain.data.text_inputs.chunk import BOM, Position, ReadSettings
+from pretrain.data.text_inputs.documents import Skipped
+from pretrain.data.text_inputs.find import find_inputs
+from pretrain.data.text_inputs.reader import read_chunks
 from pretrain.errors import ConfigError
 from tests.data.inputs.reading import (
     SMALL,

@@ -6,8 +6,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from pretrain.data.inputs.chunk import ReadSettings
-from pretrain.data.inputs.documents import Skipped
+from pretrain.data.text_inputs.chunk import ReadSettings
+from pretrain.data.text_inputs.documents import Skipped
 from pretrain.errors import ConfigError
 from tests.data.inputs.reading import BAD_LINES, chunks_of, json_lines, read_texts, write, write_parquet
 

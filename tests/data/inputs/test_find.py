@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.data.inputs.chunk import ReadSettings, parse_separator
-from pretrain.data.inputs.chunks import read_chunks
-from pretrain.data.inputs.documents import read_pieces
-from pretrain.data.inputs.find import find_inputs
+from pretrain.data.text_inputs.chunk import ReadSettings, parse_separator
+from pretrain.data.text_inputs.documents import read_pieces
+from pretrain.data.text_inputs.find import find_inputs
+from pretrain.data.text_inputs.reader import read_chunks
 from pretrain.errors import ConfigError
 from tests.data.inputs.reading import json_lines, one, read_texts, texts_of, write, write_parquet
 

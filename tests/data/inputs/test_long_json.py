@@ -10,11 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pretrain.data.inputs import long_json
-from pretrain.data.inputs.chunk import ReadSettings
-from pretrain.data.inputs.documents import Skipped
-from pretrain.data.inputs.json_line import text_of_json_line
-from pretrain.data.inputs.long_json import LongLine, text_parts
+from pretrain.data.text_inputs import json_lines
+from pretrain.data.text_inputs.chunk import ReadSettings
+from pretrain.data.text_inputs.documents import Skipped
+from pretrain.data.text_inputs.json_lines import LongLine, text_of_json_line, text_parts
 from pretrain.errors import ConfigError
 from tests.data.inputs.reading import read_texts, write
 
@@ -46,7 +45,7 @@ def test_any_object_gives_the_text_that_json_loads_gives(values: dict[str, objec
     separators = (f"{indent},{indent}", f"{indent}:{indent}")
     line = json.dumps(values, ensure_ascii=ascii, separators=separators).encode()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(long_json, "PART_BYTES", part)
+        patch.setattr(json_lines, "PART_BYTES", part)
         assert read_in_parts(line, block=block) == text_of_json_line(line, "a:1", "text") == text
 
 
@@ -58,7 +57,7 @@ def test_any_object_gives_the_text_that_json_loads_gives(values: dict[str, objec
 def test_any_line_is_rejected_where_json_loads_rejects_it(line: bytes, part: int, block: int) -> None:
     line = line.replace(b"\n", b" ")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(long_json, "PART_BYTES", part)
+        patch.setattr(json_lines, "PART_BYTES", part)
         try:
             expected = text_of_json_line(line, "a:1", "text")
         except ConfigError:
@@ -111,9 +110,9 @@ def test_a_bad_long_line_is_one_skipped_document(tmp_path: Path) -> None:
 
 READ = r"""
 import re, sys
-from pretrain.data.inputs.chunk import ReadSettings
-from pretrain.data.inputs.documents import read_pieces
-from pretrain.data.inputs.find import find_inputs
+from pretrain.data.text_inputs.chunk import ReadSettings
+from pretrain.data.text_inputs.documents import read_pieces
+from pretrain.data.text_inputs.find import find_inputs
 settings = ReadSettings()
 found = find_inputs(sys.argv[1:], settings).files
 def peak():

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from pretrain.data.files.indexed import IndexedDataset
+from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.data.tokenizers.tokenizer import Tokenizer
 
 TOOL = Path(__file__).parents[3] / "tools" / "prepare_data.py"

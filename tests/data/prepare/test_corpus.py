@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.data.prepare.corpus import python_corpus
+from pretrain.data.prepare.python_corpus import python_corpus
 from pretrain.errors import ConfigError
 
 TOOL = Path(__file__).parents[3] / "tools" / "make_corpus.py"

@@ -8,13 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import pretrain.data.prepare.batches
 import pretrain.data.prepare.tokenize_batch
-from pretrain.data.files.indexed import IndexedDataset
-from pretrain.data.files.meta import read_meta
+import pretrain.data.text_inputs.reader
 from pretrain.data.prepare.prepare import PrepareSettings, prepare
 from pretrain.data.prepare.summary import read_summary, summary_text
-from pretrain.data.prepare.tokenize_batch import divide
+from pretrain.data.text_inputs.text import divide
+from pretrain.data.token_files.indexed_dataset import IndexedDataset, read_meta
 from pretrain.data.tokenizers.tokenizer import Tokenizer
 from pretrain.errors import ConfigError
 from tests.data.prepare.helpers import TEXTS, TOOL, documents, jsonl, output, run_tool
@@ -81,7 +80,7 @@ def test_a_token_beyond_the_vocabulary_is_rejected(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("deduplicate", [False, True])
 def test_duplicates(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, deduplicate: bool) -> None:
     """The first occurrence is kept, also if documents continue over many batches."""
-    monkeypatch.setattr(pretrain.data.prepare.batches, "CHUNK_BYTES", 2048)
+    monkeypatch.setattr(pretrain.data.text_inputs.reader, "CHUNK_BYTES", 2048)
     long = TEXTS[0][:20_000]
     (tmp_path / "long.txt").write_text(long)
     lines = jsonl(tmp_path / "a.jsonl", ["one", "two", "one", long, "three", "one"])
@@ -108,7 +107,7 @@ def test_duplicates_are_counted_up_to_a_limit(tmp_path: Path, tokenizer: Tokeniz
     from pretrain.data.prepare import document_writer
 
     monkeypatch.setattr(document_writer, "_MOST_COUNTED", 3)
-    monkeypatch.setattr(pretrain.data.prepare.batches, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(pretrain.data.text_inputs.reader, "CHUNK_BYTES", 64)
     source = jsonl(tmp_path / "a.jsonl", ["one", "two", "three", "one"] * 5)
     prepare([source], tokenizer=str(tokenizer.path), out=str(tmp_path / "out"))
     assert read_summary(tmp_path / "out")["duplicate_documents"] is None

@@ -8,12 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import pretrain.data.prepare.batches
-from pretrain.data.files.indexed import IndexedDataset
-from pretrain.data.files.meta import read_meta
-from pretrain.data.inputs.chunk import ReadSettings
+import pretrain.data.text_inputs.reader
 from pretrain.data.prepare.prepare import PreparedData, PrepareSettings, prepare
-from pretrain.data.prepare.statistics import entropy_nats
+from pretrain.data.prepare.summary import entropy_nats
+from pretrain.data.text_inputs.chunk import ReadSettings
+from pretrain.data.token_files.indexed_dataset import IndexedDataset, read_meta
 from pretrain.data.tokenizers.special_tokens import EOD_PIECE
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import ConfigError
@@ -68,7 +67,7 @@ def test_eod_can_be_omitted(tmp_path: Path, tokenizer: Tokenizer) -> None:
 def test_every_chunk_size_gives_the_same_documents(tmp_path: Path, tokenizer: Tokenizer,
                                                    monkeypatch: pytest.MonkeyPatch, chunk_bytes: int) -> None:
     """Chunks may end inside long lines, multi-byte characters and line ends."""
-    monkeypatch.setattr(pretrain.data.prepare.batches, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(pretrain.data.text_inputs.reader, "CHUNK_BYTES", chunk_bytes)
     texts = [TEXTS[0][:3000], "x" * 300 + "😀é\u2581" * 50 + " y" * 100, "\r\n" * 20]
     inputs = [jsonl(tmp_path / "a.jsonl", texts)]
     for number, text in enumerate(texts):
@@ -80,7 +79,7 @@ def test_every_chunk_size_gives_the_same_documents(tmp_path: Path, tokenizer: To
 
 def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path, tokenizer: Tokenizer,
                                                      monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pretrain.data.prepare.batches, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(pretrain.data.text_inputs.reader, "CHUNK_BYTES", 4096)
     inputs = [jsonl(tmp_path / "a.jsonl", TEXTS * 2), *map(str, SOURCES)]
     written = []
     for workers in (1, 2, 3):
@@ -94,7 +93,7 @@ def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path, tokenizer: 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_bad_line_is_reported_and_the_old_files_remain(tmp_path: Path, tokenizer: Tokenizer, workers: int,
                                                          monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pretrain.data.prepare.batches, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(pretrain.data.text_inputs.reader, "CHUNK_BYTES", 4096)
     good = jsonl(tmp_path / "good.jsonl", TEXTS)
     prepare([good], tokenizer=str(tokenizer.path), out=str(tmp_path / "out"))
     before = {path.name: path.read_bytes() for path in tmp_path.glob("out*")}

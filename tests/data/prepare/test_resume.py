@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-import pretrain.data.prepare.batches
 import pretrain.data.prepare.partial_output
 import pretrain.data.prepare.tokenize_batch
-from pretrain.data.files.hashes import hashes_path, read_hashes
-from pretrain.data.inputs.chunk import ReadSettings
+import pretrain.data.text_inputs.reader
 from pretrain.data.prepare.prepare import PrepareSettings, prepare
+from pretrain.data.text_inputs.chunk import ReadSettings
+from pretrain.data.token_files.hashes import hashes_path, read_hashes
 from pretrain.data.tokenizers.tokenizer import Tokenizer
 from pretrain.errors import ConfigError
 from tests.data.prepare.helpers import SOURCES, TEXTS, TOOL, jsonl, output
@@ -31,7 +31,7 @@ _CALLS = ("pwrite", "fsync", "replace", "ftruncate", "unlink", "posix_fallocate"
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small chunks and blocks, and a saved state after each batch."""
-    monkeypatch.setattr(pretrain.data.prepare.batches, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(pretrain.data.text_inputs.reader, "CHUNK_BYTES", 4096)
     monkeypatch.setattr(pretrain.data.prepare.tokenize_batch, "LONGEST_TEXT", 1000)
     monkeypatch.setattr(pretrain.data.prepare.partial_output, "_LARGEST_COST", float("inf"))
 
@@ -123,7 +123,7 @@ def test_output_is_byte_equal_after_a_kill_at_any_system_call(tmp_path: Path, to
 
 _PROGRAM = """
 import os, runpy, sys, time
-import pretrain.data.prepare.batches as batches
+import pretrain.data.text_inputs.reader as batches
 import pretrain.data.prepare.partial_output as partial_output
 batches.CHUNK_BYTES = 20_000  # many batches, so that a small corpus takes a while
 partial_output._SECONDS_BETWEEN_STATES, partial_output._LARGEST_COST = 0.0, float("inf")

@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pretrain.data.datasets.split import parse_split, split_as_megatron_core
-from pretrain.data.files.indexed import IndexedDataset
-from pretrain.data.samples.megatron import MegatronSamples
-from pretrain.data.samples.prefix_sums import PrefixSums
+from pretrain.data.data_spec import parse_split, split_as_megatron_core
+from pretrain.data.samples.megatron import MegatronSamples, PrefixSums
+from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.errors import ConfigError
 from tests.data.counting import write_counting
 from tests.support.reference_order import reference

@@ -11,13 +11,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pretrain.data.datasets.data_spec import parse_data_spec
-from pretrain.data.datasets.open_datasets import open_datasets
+from pretrain.data.data_spec import parse_data_spec
 from pretrain.data.loader import Loader
+from pretrain.data.open_datasets import open_datasets
 from pretrain.data.samples import packed
-from pretrain.data.samples.best_fit import count_bins, pack_best_fit
 from pretrain.data.samples.dataset import PADDING
-from pretrain.data.samples.packed import PackedDocuments
+from pretrain.data.samples.packed import PackedDocuments, count_bins, pack_best_fit
 from pretrain.errors import ConfigError
 from tests.data.counting import write_counting
 

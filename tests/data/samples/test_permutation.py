@@ -5,10 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pretrain.data.files.indexed import IndexedDataset
-from pretrain.data.files.writer import IndexedWriter
-from pretrain.data.samples.permutation import MASK_64, mix, permute
-from pretrain.data.samples.shuffled import ShuffledWindows
+from pretrain.data.samples.shuffled import MASK_64, ShuffledWindows, mix, permute
+from pretrain.data.token_files.indexed_dataset import IndexedDataset
+from pretrain.data.token_files.writer import IndexedWriter
 
 
 def scalar_mix(value: int) -> int:

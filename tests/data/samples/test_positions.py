@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pretrain.data.samples.positions import document_positions
+from pretrain.data.loader import document_positions
 
 EOD = 0
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pretrain.data.files.indexed import IndexedDataset
 from pretrain.data.samples.shuffled import ShuffledWindows
+from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.errors import ConfigError
 from tests.data.counting import write_counting
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from pretrain.data.files.indexed import IndexedDataset
+from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.data.tokenizers.export_tokenizer import export_tokenizer
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import ConfigError

@@ -8,9 +8,8 @@ import pytest
 from tokenizers import Tokenizer as Library
 from tokenizers import models
 
-from pretrain.data.tokenizers.special_tokens import EOD_PIECE, TokenIds
+from pretrain.data.tokenizers.special_tokens import EOD_PIECE, TokenIds, check_tokenizer_fits
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
-from pretrain.data.tokenizers.tokenizer_fit import check_tokenizer_fits
 from pretrain.errors import ConfigError
 
 

@@ -8,7 +8,7 @@ from pretrain.checkpoint.format.manifest import read_manifest
 from pretrain.checkpoint.load.load_checkpoint import load_checkpoint
 from pretrain.checkpoint.save.save_checkpoint import save_checkpoint
 from pretrain.config.validate import Plan
-from pretrain.data.datasets.data_spec import names_of_split
+from pretrain.data.data_spec import names_of_split
 from pretrain.distributed.collectives import gather
 from pretrain.engine.loaders import open_loader
 from pretrain.engine.steps import eval_batch

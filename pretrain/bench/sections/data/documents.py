@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from pretrain.bench.sections.data.figures import DataBench, DataFigure, least_cpu_seconds
-from pretrain.data.samples.positions import document_positions
+from pretrain.data.loader import document_positions
 from pretrain.model.config import load_model_config
 from pretrain.model.init import initialize_parameters
 from pretrain.model.layer_specs import as_module

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from pretrain.bench.sections.data.figures import DataBench, DataFigure, least_cpu_seconds
-from pretrain.data.files.index_format import HEADER, MAGIC
-from pretrain.data.files.indexed import IndexedDataset
-from pretrain.data.files.writer import IndexedWriter
 from pretrain.data.samples.blend import BlendedSamples
 from pretrain.data.samples.megatron import MegatronSamples
 from pretrain.data.samples.shuffled import ShuffledWindows
+from pretrain.data.token_files.index_file import HEADER, MAGIC
+from pretrain.data.token_files.indexed_dataset import IndexedDataset
+from pretrain.data.token_files.writer import IndexedWriter
 
 _SEQ_LENGTH, _MICRO_BATCH, _ACCUMULATION = 2048, 8, 8
 _WEIGHTS = (0.3, 0.2, 0.15, 0.1, 0.1, 0.05, 0.05, 0.05)

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from pretrain.bench.sections.data.figures import DataBench, DataFigure
-from pretrain.data.files.index_format import HEADER, MAGIC
-from pretrain.data.files.write_index import write_index
+from pretrain.data.token_files.index_file import HEADER, MAGIC
+from pretrain.data.token_files.writer import write_index
 from pretrain.distributed.process import package_environment
 
 _DOCUMENTS, _SPARSE_DOCUMENTS, _FULL_DOCUMENTS = 50_000_000, 10**9, 1000
@@ -29,7 +29,7 @@ peak = re.search(r"VmHWM:\\s*(\\d+)", open("/proc/self/status").read())  # getru
 print(json.dumps([seconds, int(peak[1]) / 1024]))
 """
 _OURS = _MEASURE.format(imports="""
-from pretrain.data.files.indexed import IndexedDataset
+from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.data.samples.shuffled import ShuffledWindows
 """, body="sample = ShuffledWindows(IndexedDataset(prefix), seq_length=2048, seed=1).samples([number])[0]")
 _READ_ALL = _MEASURE.format(imports="", body="""

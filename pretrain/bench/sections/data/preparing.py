@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pretrain.bench.sections.data.figures import DataBench, DataFigure
-from pretrain.data.files.indexed import IndexedDataset
-from pretrain.data.prepare.corpus import python_corpus
+from pretrain.data.prepare.python_corpus import python_corpus
+from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.data.tokenizers.train_tokenizer import train_sentencepiece
 from pretrain.distributed.process import ROOT, package_environment
 

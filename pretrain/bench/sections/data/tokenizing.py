@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pretrain.bench.sections.data.figures import DataBench, DataFigure, least_cpu_seconds
-from pretrain.data.prepare.corpus import python_corpus
+from pretrain.data.prepare.python_corpus import python_corpus
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.data.tokenizers.train_tokenizer import train_sentencepiece
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from pretrain.bench.sections.data.figures import DataBench, DataFigure
-from pretrain.data.files.indexed import IndexedDataset
-from pretrain.data.files.writer import IndexedWriter
 from pretrain.data.samples.blend import BlendedSamples
 from pretrain.data.samples.shuffled import ShuffledWindows
+from pretrain.data.token_files.indexed_dataset import IndexedDataset
+from pretrain.data.token_files.writer import IndexedWriter
 from pretrain.distributed.process import ROOT
 from pretrain.monitor.read_run_folder import read_metrics
 

@@ -1,0 +1,264 @@
+"""Merge data sets into one, and split one into several, with little memory for any number and length of documents."""
+
+import contextlib
+import itertools
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pretrain.data.data_spec import split_documents
+from pretrain.data.prepare.summary import entropy_nats
+from pretrain.data.token_files.describe import Advance
+from pretrain.data.token_files.index_file import CODES, ranges
+from pretrain.data.token_files.indexed_dataset import IndexedDataset, open_checked
+from pretrain.data.token_files.writer import IndexedWriter
+from pretrain.errors import ConfigError
+from pretrain.paths import check_folder
+
+REST = "rest"
+CHUNK_DOCUMENTS = 2**16  # copied at once
+_CHUNK_TOKENS = 2**20
+_LARGEST_COUNTED = 2**24  # token; larger ones do not come from a tokenizer
+_OF_TOKENIZER = ("vocab_size", "tokenizer", "tokenizer_sha256", "bos_token", "eod_token")
+_MOST_RANDOM = 10**9 - 1  # documents that numpy's multivariate_hypergeometric can choose from
+_MOST_OUTPUTS = 100
+_ENDINGS = ("bin", "idx", "meta.json", "sha256.json", "summary.json")
+_SEQUENCE_BYTES = 32  # in the .idx, and in temporary files
+
+
+def merge(output: str, prefixes: Sequence[str], *, overwrite: bool,
+          advance: Advance) -> tuple[IndexedWriter, list[str]]:
+    """Write the documents of all data sets to `output`. Return its writer, which has the counts, and notes.
+
+    The dtype is the widest one. Raises ConfigError for damaged data, data of different tokenizers, and existing output.
+    """
+    sources = [open_checked(prefix) for prefix in prefixes]
+    dtype = np.result_type(*(source.dtype for source in sources))
+    assert dtype in CODES, f"{dtype} has no code in the .idx format"
+    check_output([output], sources, output, overwrite=overwrite,
+                 num_bytes=dtype.itemsize * sum(source.num_tokens for source in sources))
+    meta, notes = merged_meta(sources)
+    try:
+        with CopyWriter(output, dtype) as writer:
+            for source in sources:
+                writer.copy_range(source, 0, source.num_documents, advance)
+            writer.finalize(meta)
+    except OSError as error:
+        raise ConfigError(output, problem=f"the files cannot be written: {error}") from None
+    return writer, [*(note for source in sources for note in source.notes), *notes]
+
+
+def meta_of(data: IndexedDataset) -> dict[str, Any]:
+    """Return the facts about the tokenizer in PREFIX.meta.json; {} if there is none, or if it is of other data."""
+    return {key: data.meta[key] for key in _OF_TOKENIZER if key in data.meta}
+
+
+def merged_meta(sources: Sequence[IndexedDataset]) -> tuple[dict[str, Any], list[str]]:
+    """Return the facts about the tokenizer that all sources share, and a note about those that they do not.
+
+    Raises ConfigError if two sources were prepared with different tokenizers.
+    """
+    metas = [meta_of(source) for source in sources]
+    known = [(source, meta) for source, meta in zip(sources, metas, strict=True) if meta.get("tokenizer_sha256")]
+    for source, meta in known[1:]:
+        if meta["tokenizer_sha256"] != known[0][1]["tokenizer_sha256"]:
+            raise ConfigError(str(source.prefix), problem=f"it was prepared with another tokenizer ({_name(meta)}) "
+                              f"than {known[0][0].prefix} ({_name(known[0][1])})",
+                              remedy="prepare both with the same tokenizer")
+    found = [key for key in _OF_TOKENIZER if any(key in meta for meta in metas)]
+    shared = {key: metas[0].get(key) for key in found
+              if all(meta and meta.get(key) == metas[0].get(key) for meta in metas)}
+    if "tokenizer_sha256" in shared:
+        shared = {**shared, "tokenizer": metas[0].get("tokenizer", "")}  # the same tokenizer may have several paths
+    missing = [key for key in found if key not in shared]
+    if not missing:
+        return shared, []
+    return shared, [f"{', '.join(missing)}: left out of the .meta.json: not the same for every input"]
+
+
+def _name(meta: dict[str, Any]) -> str:
+    return f"{meta.get('tokenizer', 'tokenizer')}, SHA-256 {meta['tokenizer_sha256'][:12]}"
+
+
+def split(prefix: str, outputs: Sequence[str], *, proportions: str | None = None, documents: str | None = None,
+          seed: int | None = None, overwrite: bool, advance: Advance) -> list[IndexedWriter]:
+    """Divide the documents of a data set among the outputs. Return their writers, which have the counts.
+
+    proportions: such as 969,30,1. documents: numbers of documents such as rest,1000. seed: choose the documents of each
+    output at random, in the order of the input; None: consecutive documents, as --split of a run does.
+    Raises ConfigError.
+    """
+    data = open_checked(prefix)
+    where = "--proportions" if documents is None else "--documents"
+    words = (documents if documents is not None else proportions or "").split(",")
+    if len(words) != len(outputs) or len(outputs) > _MOST_OUTPUTS:
+        raise ConfigError(where, problem=f"it has {len(words)} values for {len(outputs)} outputs of --out",
+                          remedy="give one value for each output")
+    sizes = _numbers(words, data) if documents is not None else _in_proportion(words, data)
+    if 0 in sizes:
+        raise ConfigError(where, problem=f"{outputs[sizes.index(0)]} would have none of the {data.num_documents} "
+                          "documents", remedy="change the values, or leave this output out")
+    if seed is not None and data.num_documents > _MOST_RANDOM:
+        raise ConfigError("--seed", problem=f"it chooses from at most {_MOST_RANDOM} documents, and {prefix} has "
+                          f"{data.num_documents}", remedy="leave it out")
+    check_output(outputs, [data], "--out", overwrite=overwrite, num_bytes=data.num_tokens * data.dtype.itemsize)
+    try:
+        return _copy(data, outputs, sizes, seed, advance)
+    except OSError as error:
+        raise ConfigError("--out", problem=f"the files cannot be written: {error}") from None
+
+
+def _in_proportion(words: Sequence[str], data: IndexedDataset) -> list[int]:
+    """Return the number of documents of each output in these proportions."""
+    try:
+        values = [float(word) for word in words]
+    except ValueError:
+        values = [-1.0]
+    if not all(0 <= value <= 1e9 for value in values) or sum(values) < 1e-9:
+        raise ConfigError("--proportions", found=repr(",".join(words)), expected="numbers such as 969,30,1")
+    ranges = split_documents(data.num_documents, tuple(value / sum(values) for value in values))
+    return [last - first for first, last in ranges]
+
+
+def _numbers(words: Sequence[str], data: IndexedDataset) -> list[int]:
+    """Return the numbers of documents. One of the words may be "rest"."""
+    if not all(word == REST or (word.isdecimal() and len(word) < 19) for word in words) or words.count(REST) > 1:
+        raise ConfigError("--documents", found=repr(",".join(words)),
+                          expected="whole numbers such as 1000,1000; one of them may be the word rest")
+    given = sum(int(word) for word in words if word != REST)
+    if given > data.num_documents:
+        raise ConfigError("--documents", found=f"{given} documents",
+                          expected=f"at most {data.num_documents}, which {data.prefix} has")
+    return [data.num_documents - given if word == REST else int(word) for word in words]
+
+
+def _copy(data: IndexedDataset, outputs: Sequence[str], sizes: list[int], seed: int | None,
+          advance: Advance) -> list[IndexedWriter]:
+    with contextlib.ExitStack() as stack:
+        writers = [stack.enter_context(CopyWriter(output, data.dtype)) for output in outputs]
+        if seed is None:
+            bounds = itertools.pairwise(itertools.accumulate(sizes, initial=0))
+            for (first, last), writer in zip(bounds, writers, strict=True):
+                writer.copy_range(data, first, last, advance)
+        else:
+            for first, choice in choose(data.num_documents, sizes, seed):
+                _copy_chosen(data, first, choice, writers, advance)
+        for writer in writers:
+            writer.finalize(meta_of(data))
+    return list(writers)
+
+
+def choose(num_documents: int, sizes: list[int], seed: int) -> Iterator[tuple[int, npt.NDArray[np.int8]]]:
+    """Yield, for consecutive documents, the first one and the output of each; -1: of none.
+
+    Each output gets exactly its number of documents, and each choice is equally likely. Memory does not grow with the
+    number of documents: the numbers in each chunk follow the multivariate hypergeometric distribution.
+    """
+    generator = np.random.default_rng(seed)
+    left = np.array([*sizes, num_documents - sum(sizes)], np.int64)
+    numbers = np.array([*range(len(sizes)), -1], np.int8)
+    for first, last in ranges(0, num_documents, CHUNK_DOCUMENTS):
+        drawn = generator.multivariate_hypergeometric(left, last - first, method="marginals")
+        left -= drawn
+        yield first, generator.permutation(np.repeat(numbers, drawn))
+
+
+class CopyWriter(IndexedWriter):
+    """IndexedWriter that counts the tokens, and adds the counts to the .meta.json."""
+
+    def __init__(self, prefix: str, dtype: npt.DTypeLike) -> None:
+        super().__init__(prefix, dtype)
+        self._counts, self._max_token = np.zeros(0, np.int64), 0
+
+    def add_tokens(self, tokens: npt.ArrayLike) -> None:
+        """Append and count tokens [n], none of them below 0."""
+        super().add_tokens(tokens)
+        values = np.asarray(tokens)
+        if not values.size:
+            return
+        self._max_token = max(self._max_token, int(values.max()))
+        if self._max_token < _LARGEST_COUNTED:
+            counts = np.bincount(values, minlength=len(self._counts))
+            counts[: len(self._counts)] += self._counts
+            self._counts = counts
+
+    def copy_range(self, data: IndexedDataset, first: int, last: int, advance: Advance) -> None:
+        """Append the documents [first, last), with their division into sequences."""
+        for values in _tokens(data, data.document_offset(first), data.document_offset(last), advance):
+            self.add_tokens(values)
+        low, high = int(data.document_index(first, first)[0]), int(data.document_index(last, last)[0])
+        base = self.num_sequences
+        for start, stop in ranges(low, high, CHUNK_DOCUMENTS):
+            self.add_sequences(data.sequence_lengths(start, stop))
+        for start, stop in ranges(first, last, CHUNK_DOCUMENTS):
+            self.end_documents(data.document_index(start, stop)[1:] - low + base)
+
+    def finalize(self, meta: Mapping[str, Any] | None = None) -> None:
+        """Complete the files. `meta`: the facts about the tokenizer, to which the counts of the tokens are added."""
+        counts: dict[str, Any] = {"num_tokens": self.num_tokens, "num_documents": self.num_documents,
+                                  "max_token": self._max_token}
+        if self._max_token < _LARGEST_COUNTED:
+            counts["entropy_nats"] = entropy_nats(self._counts)
+        super().finalize({**(meta or {}), **counts})
+
+
+def _copy_chosen(data: IndexedDataset, first: int, choice: npt.NDArray[np.int8], writers: Sequence[IndexedWriter],
+                 advance: Advance) -> None:
+    """Append each of the documents [first, first + n) to the writer that `choice` [n] names."""
+    last = first + len(choice)
+    bounds, index = data.document_offsets(first, last), data.document_index(first, last)
+    start = int(bounds[0])
+    for values in _tokens(data, start, int(bounds[-1]), advance):
+        inside = np.clip(bounds, start, start + values.size)
+        chosen = np.repeat(choice, inside[1:] - inside[:-1])
+        for number, writer in enumerate(writers):
+            writer.add_tokens(values[chosen == number])
+        start += values.size
+    num_sequences = index[1:] - index[:-1]
+    lengths = data.sequence_lengths(int(index[0]), int(index[-1]))
+    for number, writer in enumerate(writers):
+        ends = writer.num_sequences + np.cumsum(num_sequences[choice == number])
+        writer.add_sequences(lengths[np.repeat(choice, num_sequences) == number])
+        writer.end_documents(ends)
+
+
+def _tokens(data: IndexedDataset, first: int, last: int, advance: Advance) -> Iterator[npt.NDArray[np.generic]]:
+    for start, stop in ranges(first, last, _CHUNK_TOKENS):
+        values = data.raw_tokens(start, stop)
+        if int(values.min()) < 0:
+            raise ConfigError(str(data.bin_path), found=f"token {values.min()}", expected="no token below 0",
+                              remedy="write it again with tools/prepare_data.py")
+        yield values
+        advance((stop - start) * data.dtype.itemsize, "")
+
+
+def check_output(outputs: Sequence[str], sources: Sequence[IndexedDataset], where: str, *, overwrite: bool,
+                 num_bytes: int) -> None:
+    """Raise ConfigError if an output exists or is an input, or if the disk has less than `num_bytes` free."""
+    names = [Path(output).resolve() for output in outputs]
+    for output, name in zip(outputs, names, strict=True):
+        if names.count(name) > 1:
+            raise ConfigError(where, problem=f"{output} is given twice")
+        if any(name == source.prefix.resolve() for source in sources):
+            raise ConfigError(where, problem=f"{output} is also an input", remedy="give another prefix")
+        existing = next((f"{output}.{ending}" for ending in _ENDINGS if os.path.lexists(f"{output}.{ending}")), None)
+        if existing is not None and not overwrite:
+            raise ConfigError(where, problem=f"{existing} exists",
+                              remedy="give another prefix, or replace the files by --overwrite")
+        check_folder(Path(output).absolute().parent, where)
+    _check_space(Path(outputs[0]), where, num_bytes + _SEQUENCE_BYTES * sum(data.num_sequences for data in sources))
+
+
+def _check_space(path: Path, where: str, num_bytes: int) -> None:
+    folder = path.absolute().parent
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes:
+        raise ConfigError(where, problem=f"{folder} has {free / 1e9:,.1f} GB free, and {num_bytes / 1e9:,.1f} GB are "
+                          "needed", remedy="choose another folder")

@@ -1,0 +1,226 @@
+"""List the inputs that words of the command line name, and check them before they are read."""
+
+import glob
+import io
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pretrain.data.text_inputs.chunk import FORMATS, ReadSettings
+from pretrain.data.text_inputs.formats import (
+    HEAD_BYTES,
+    PARQUET,
+    STDIN,
+    Source,
+    check_supported,
+    compression_of,
+    decompressed,
+    detect_kind,
+    input_name,
+    open_source,
+    utf16_error,
+    utf16_problem,
+)
+from pretrain.data.text_inputs.parquet import check_parquet
+from pretrain.errors import ConfigError, printable, shorten
+
+_KIND_NAMES = {"text": "text", "jsonl": "JSON lines", "parquet": "Parquet"}
+_SIDE_FILES = {"_SUCCESS", "_metadata", "_common_metadata", "dataset_info.json", "dataset_infos.json",
+               "dataset_dict.json", "MD5SUMS", "SHA1SUMS", "SHA256SUMS", "SHA512SUMS", "Thumbs.db"}
+_SIDE_ENDINGS = (".crc", ".md5", ".sha1", ".sha256", ".sha512", ".lock", ".tmp", ".part", ".partial", ".crdownload",
+                 "~")
+
+
+@dataclass(frozen=True)
+class Input:
+    """A file, or standard input ("-"), whose format is known."""
+
+    path: str
+    kind: str  # "text", "jsonl" or "parquet"
+    compression: str = ""  # "gzip", "zstd" or ""
+    num_bytes: int = 0  # on disk; 0 for standard input
+    head: bytes = b""  # of standard input: the bytes that were read to detect the format
+
+    @property
+    def name(self) -> str:
+        """The path, for messages."""
+        return input_name(self.path)
+
+    @property
+    def is_compressed(self) -> bool:
+        """True if the text may have more bytes than the file."""
+        return bool(self.compression) or self.kind == "parquet"
+
+    @property
+    def can_resume(self) -> bool:
+        """True for files, which can be read from any position. Standard input can be read only once."""
+        return self.path != STDIN
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """All inputs, in the order in which they are read."""
+
+    files: tuple[Input, ...]
+    side_files: tuple[str, ...]
+    """files of folders that are not read: hidden files, checksums and the like"""
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of all files on disk."""
+        return sum(file.num_bytes for file in self.files)
+
+    @property
+    def is_mixed(self) -> bool:
+        """True if there are several formats, files that are not read, or files that are read twice."""
+        formats = {(file.kind, file.compression) for file in self.files}
+        return len(formats) > 1 or bool(self.side_files) or len({file.path for file in self.files}) < len(self.files)
+
+    def describe(self) -> str:
+        """Return one line with the formats (which files have which, if there are several), and files that are not read.
+        """
+        kinds: dict[str, list[str]] = {}
+        for file in self.files:
+            kind = _KIND_NAMES[file.kind] + (f", {file.compression}" if file.compression else "")
+            kinds.setdefault(kind, []).append(Path(file.name).name)
+        line = "inputs: " + "; ".join(
+            f"{len(names)} file{'s' * (len(names) > 1)} of {kind}{f' ({_examples(names)})' * (len(kinds) > 1)}"
+            for kind, names in kinds.items())
+        repeated = len(self.files) - len({file.path for file in self.files})
+        if repeated:
+            line += f"; {repeated} of them are read again, because they are named twice"
+        if self.side_files:
+            names = sorted({Path(path).name for path in self.side_files})
+            line += f"; not read: {_examples(names)} ({len(self.side_files)} hidden or side files of folders)"
+        return printable(line)
+
+
+def _examples(names: Sequence[str]) -> str:
+    return shorten(", ".join(names[:3]), 120) + ", ..." * (len(names) > 3)
+
+
+def find_inputs(words: Sequence[str], settings: ReadSettings) -> Inputs:
+    """Return the inputs that files, folders, globs and "-" name, in this order; folders and globs are sorted.
+
+    Raises ConfigError for an input that does not exist, cannot be read or has another format, and if all are empty.
+    """
+    if settings.format not in FORMATS:
+        raise ConfigError("--format", found=repr(settings.format), expected=f"one of {', '.join(FORMATS)}",
+                          word=settings.format, known=FORMATS)
+    if list(words).count(STDIN) > 1:
+        raise ConfigError(STDIN, problem="standard input can be read only once", remedy="give - once")
+    side_files: list[str] = []
+    files = tuple(_examine(path, settings) for word in words for path in _paths(word, side_files))
+    if not any(file.num_bytes or file.head for file in files):
+        raise ConfigError(" ".join(words) or "INPUT", problem="there is no text",
+                          remedy="give files that are not empty")
+    if settings.document_separator and not any(file.kind == "text" for file in files):
+        raise ConfigError("--document_separator", problem="it has no effect: none of the inputs is a text file",
+                          remedy="leave it out, or give --format text")
+    return Inputs(files, tuple(side_files))
+
+
+def _paths(word: str, side_files: list[str]) -> Iterator[str]:
+    """Yield the files that a word names; add those that are not read to `side_files`."""
+    if word == STDIN or os.path.isfile(word):
+        yield word
+    elif os.path.isdir(word):
+        found = list(_files_of_folder(word, side_files))
+        if not found:
+            raise ConfigError(word, problem="this folder has no files to read")
+        yield from found
+    elif os.path.lexists(word):
+        problem = "it is neither a file nor a folder" if os.path.exists(word) else "this link leads to no file"
+        raise ConfigError(word, problem=problem, remedy="to read a pipe, give - and redirect standard input")
+    elif glob.has_magic(word):
+        matches = sorted(glob.glob(word, recursive=True))
+        if not matches:
+            raise ConfigError(word, problem="no file matches this pattern")
+        recursive = {path for path in matches if os.path.isdir(path)} if "**" in word else set()
+        for match in matches:
+            if match not in recursive:
+                yield from _paths(match, side_files)
+    else:
+        raise ConfigError(word, problem="there is no such file")
+
+
+def _files_of_folder(folder: str, side_files: list[str]) -> Iterator[str]:
+    """Yield the files below a folder, sorted. Links are followed, unless they lead back to a folder above."""
+    above = os.path.realpath(folder)
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError as error:
+        raise ConfigError(folder, problem=f"this folder cannot be read: {error.strerror}") from None
+    for entry in entries:
+        is_folder = entry.is_dir()
+        if entry.name.startswith(".") or _is_side_file(entry.name, is_folder):
+            side_files.append(entry.path)
+        elif is_folder:
+            target = os.path.realpath(entry.path)
+            if not (entry.is_symlink() and f"{above}/".startswith(f"{target}/")):
+                yield from _files_of_folder(entry.path, side_files)
+        elif entry.is_file():
+            yield entry.path
+        else:
+            side_files.append(entry.path)
+
+
+def _is_side_file(name: str, is_folder: bool) -> bool:
+    return name == "__pycache__" if is_folder else name in _SIDE_FILES or name.lower().endswith(_SIDE_ENDINGS)
+
+
+def _examine(path: str, settings: ReadSettings) -> Input:
+    """Return the input of a file, or of standard input, with its format."""
+    name = input_name(path)
+    if path == STDIN and sys.stdin.isatty():
+        raise ConfigError("-", problem="standard input is a terminal", remedy="redirect it: < FILE, or a pipe")
+    with open_source(path) as source:
+        head = source.read(HEAD_BYTES)
+        compression = compression_of(head)
+        content, is_complete = head, len(head) < HEAD_BYTES
+        if compression:
+            content, is_complete = _decompressed_head(path, head, compression)
+    num_bytes = 0 if path == STDIN else os.path.getsize(path)
+    return Input(path, _kind(path, name, content, compression, is_complete, settings), compression, num_bytes,
+                 head if path == STDIN else b"")
+
+
+def _decompressed_head(path: str, head: bytes, compression: str) -> tuple[bytes, bool]:
+    """Return the beginning of the decompressed content, and whether this is all."""
+    content = b""
+    if path != STDIN:
+        with open_source(path) as source:
+            stream = decompressed(source, compression)
+            while len(content) < HEAD_BYTES and (data := stream.read(HEAD_BYTES - len(content))):
+                content += data
+        return content, len(content) < HEAD_BYTES
+    stream = decompressed(Source(io.BytesIO(head)), compression)
+    try:
+        while data := stream.read(1024):
+            content += data
+    except (OSError, EOFError):  # the rest has not been read yet
+        return content, False
+    return content, len(head) < HEAD_BYTES
+
+
+def _kind(path: str, name: str, content: bytes, compression: str, is_complete: bool, settings: ReadSettings) -> str:
+    if compression_of(content) and compression:
+        raise ConfigError(name, problem="it is compressed twice", remedy="decompress it once")
+    check_supported(content, name)
+    if content.startswith(PARQUET):
+        if settings.format in ("text", "jsonl"):
+            raise ConfigError(name, problem=f"this is a Parquet file; {_KIND_NAMES[settings.format]} is expected")
+        if compression or path == STDIN:
+            raise ConfigError(name, problem="a Parquet file is read from its end, which needs a plain file",
+                              remedy="decompress it" if compression else "give its path")
+        check_parquet(path, settings.jsonl_key)
+        return "parquet"
+    if settings.format == "parquet":
+        raise ConfigError(name, problem="this is not a Parquet file", remedy="leave --format out")
+    if (encoding := utf16_problem(content)) and not settings.skip_errors:
+        raise utf16_error(name, encoding)
+    if settings.format != "auto":
+        return settings.format
+    return detect_kind(content, name, is_complete=is_complete)

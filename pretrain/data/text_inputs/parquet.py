@@ -1,0 +1,153 @@
+"""Read the column of the text from Parquet files, a batch of rows at a time."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from pretrain.data.text_inputs.chunk import LONG_BYTES, Chunk, Position
+from pretrain.data.text_inputs.formats import import_pyarrow, input_name
+from pretrain.data.text_inputs.text import text_cut
+from pretrain.errors import ConfigError
+
+_BUFFER_BYTES = 1 << 20
+_MOST_VALUES = 1 << 14  # in a chunk
+_TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
+
+
+def read_parquet(path: str, column: str, start: Position, *, chunk_bytes: int, long_bytes: int) -> Iterator[Chunk]:
+    """Yield the values of a column from the row `start.offset` on in chunks. Raises ConfigError."""
+    pyarrow = import_pyarrow(path)
+    try:
+        file = _open(path)
+        bytes_per_row = os.path.getsize(path) / max(file.metadata.num_rows, 1)
+        chunk_bytes = max(chunk_bytes, 4)  # the longest UTF-8 character
+        chunks = _Chunks(path, start, chunk_bytes, max(long_bytes, chunk_bytes), bytes_per_row)
+        for value in _values(file, _column_path(file.schema_arrow, column, path), start.offset, chunk_bytes):
+            yield from chunks.add(value)
+        yield from chunks.rest()
+    except (OSError, pyarrow.ArrowException) as error:
+        raise ConfigError(path, problem=f"it cannot be read to its end: {error}") from None
+
+
+def check_parquet(path: str, column: str) -> None:
+    """Raise ConfigError if a file is damaged, or has no text in this column."""
+    pyarrow = import_pyarrow(path)
+    try:
+        _column_path(_open(path).schema_arrow, column, path)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise ConfigError(path, problem=f"this Parquet file is damaged: {error}") from None
+
+
+def _open(path: str) -> Any:
+    import pyarrow.parquet
+
+    return pyarrow.parquet.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False)
+
+
+def _column_path(schema: Any, column: str, path: str) -> list[str]:
+    """Return the names that lead to a column: more than one for a field of a struct."""
+    names = [column] if column in schema.names else column.split(".")
+    fields, found = list(schema), None
+    for name in names:
+        found = next((field.type for field in fields if field.name == name), None)
+        fields = list(found.fields) if found is not None and str(found).startswith("struct") else []
+    where = f"{path}: column {column!r}"
+    if found is None:
+        raise ConfigError(where, problem="there is no such column", word=column, known=schema.names,
+                          remedy=f"name the column of the text with --jsonl_key; the columns are "
+                          f"{', '.join(schema.names[:8])}")
+    kind = getattr(found, "value_type", found) if str(found).startswith("dictionary") else found
+    if str(kind) not in _TEXT_TYPES:
+        raise ConfigError(where, found=f"values of type {found}", expected="text",
+                          remedy=f"name the column of the text with --jsonl_key; the columns are "
+                          f"{', '.join(schema.names[:8])}")
+    return names
+
+
+def _values(file: Any, names: list[str], first_row: int, batch_bytes: int) -> Iterator[bytes | memoryview | None]:
+    """Yield the values of a column as UTF-8, from a row on."""
+    import pyarrow
+    import pyarrow.compute
+
+    for group in range(file.num_row_groups):
+        rows = file.metadata.row_group(group).num_rows
+        if first_row >= rows:
+            first_row -= rows
+            continue
+        for batch in file.iter_batches(_batch_rows(file.metadata.row_group(group), ".".join(names), batch_bytes),
+                                       row_groups=[group], columns=[".".join(names)], use_threads=False):
+            skipped = min(first_row, batch.num_rows)
+            first_row -= skipped
+            values = batch.column(0).slice(skipped)
+            if len(names) > 1:
+                values = pyarrow.compute.struct_field(values, names[1:])
+            if str(values.type).startswith("dictionary"):
+                values = values.dictionary_decode()
+            values = values.cast(pyarrow.large_binary())
+            yield from values.to_pylist() if values.nbytes < 2 * LONG_BYTES else _views(values)
+
+
+def _views(values: Any) -> Iterator[memoryview | None]:
+    """Yield the values of a large_binary array without a copy of them."""
+    _, ends, content = values.buffers()
+    bounds = memoryview(ends).cast("q")[values.offset : values.offset + len(values) + 1]
+    data = memoryview(content)
+    for number, is_valid in enumerate(values.is_valid().to_pylist()):
+        yield data[bounds[number] : bounds[number + 1]] if is_valid else None
+
+
+def _batch_rows(group: Any, column: str, batch_bytes: int) -> int:
+    """Return how many rows have about `batch_bytes`."""
+    size = sum(group.column(number).total_uncompressed_size for number in range(group.num_columns)
+               if group.column(number).path_in_schema == column)
+    return int(min(max(batch_bytes * group.num_rows // max(size, 1), 1), _MOST_VALUES))
+
+
+class _Chunks:
+    """Groups values into chunks."""
+
+    def __init__(self, path: str, start: Position, chunk_bytes: int, long_bytes: int, bytes_per_row: float) -> None:
+        self._path = path
+        self._position = start
+        self._values: list[bytes | None] = []
+        self._size = 0
+        self._chunk_bytes, self._long_bytes = chunk_bytes, long_bytes
+        self._bytes_per_row = bytes_per_row
+
+    def add(self, value: bytes | memoryview | None) -> Iterator[Chunk]:
+        """Add the value of the next row. Yield the chunks that are complete."""
+        size = 0 if value is None else len(value)
+        if self._size + size > self._chunk_bytes or len(self._values) == _MOST_VALUES:
+            yield from self.rest()
+        if value is not None and size > self._long_bytes:
+            yield from self._parts(value)
+        else:
+            self._values.append(None if value is None else bytes(value))
+            self._size += size
+
+    def rest(self) -> Iterator[Chunk]:
+        """Yield the values that are in no chunk yet."""
+        if self._values:
+            row = self._position.offset + len(self._values)
+            yield self._chunk("values", Position(row, row + 1), values=tuple(self._values))
+            self._values, self._size = [], 0
+
+    def _parts(self, value: bytes | memoryview) -> Iterator[Chunk]:
+        """Yield a long value in parts, without those that were read before the start."""
+        row = self._position
+        number = begin = 0
+        while begin < len(value):
+            size = len(value) - begin
+            if size > self._chunk_bytes:
+                size = text_cut(bytes(value[begin : begin + self._chunk_bytes]))
+            part = bytes(value[begin : begin + size])
+            begin, number = begin + size, number + 1
+            ends = begin == len(value)
+            if number > row.parts:
+                end = Position(row.offset + 1, row.line + 1) if ends else row._replace(parts=number)
+                yield self._chunk("part", end, data=part, ends_document=ends)
+
+    def _chunk(self, kind: str, end: Position, **content: Any) -> Chunk:
+        start, self._position = self._position, end
+        size = int(end.offset * self._bytes_per_row) - int(start.offset * self._bytes_per_row)
+        return Chunk(input_name(self._path), kind, start, end, size, is_parquet=True, **content)
