@@ -17,8 +17,6 @@ from typing import Any
 
 from pretrain.distributed.process_info import process_state
 
-PHASES = ("connect", "checkpoint", "build", "load", "sanity", "data", "step", "rollback", "eval", "save", "end")
-FLAGS = ("--step_timeout", "--first_step_timeout", "--save_timeout")
 _WAIT_S = 4.0  # for the files of other ranks
 _REPORT_WAIT_S = 1.5  # for the report of a lower rank
 _REPORT = "report.txt"

@@ -38,8 +38,7 @@ from pretrain.config.flags.arguments import RunArguments
 from pretrain.distributed.process import ROOT
 from pretrain.distributed.world import World
 from pretrain.errors import HANG
-from pretrain.resilience.hang_report import FLAGS, PHASES
-from pretrain.resilience.watcher import BEATS, STACKS_SIGNAL, STATE
+from pretrain.resilience.watched_state import BEATS, FLAGS, PHASES, STACKS_SIGNAL, STATE
 
 _LAST_COLLECTIVES = 100  # torch keeps 2000, which take 1 MB
 _SIGEV_THREAD = 2  # <bits/sigevent-consts.h>

@@ -12,18 +12,15 @@ import mmap
 import os
 import select
 import signal
-import struct
 import sys
 import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pretrain.distributed.process_info import STOPPED, process_state, start_time
 from pretrain.resilience.hang_report import (
-    FLAGS,
-    PHASES,
     RankRecord,
     hang_folder,
     read_records,
@@ -33,10 +30,8 @@ from pretrain.resilience.hang_report import (
     wait_for_report,
     write_record,
 )
+from pretrain.resilience.watched_state import FLAGS, PHASES, STACKS_SIGNAL, STATE, State
 
-STATE = struct.Struct("6q")  # the shared memory: the fields of `State`
-BEATS = struct.Struct("q")  # the second field
-STACKS_SIGNAL = signal.SIGRTMAX - 2  # real-time signals are free for programs; SIGUSR1 and SIGTERM ask for a save
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _FILE_PHASES = ("checkpoint", "load", "rollback", "save", "end")
 _LONGEST_TICK_S = 1.0
@@ -45,17 +40,6 @@ _COLLECTIVES_S = 1.0  # time that the rank gets to write its last collectives
 _REPORT_S = 8.0  # time for the whole report; if storage hangs, the rank is ended without it
 _EXIT_S = 2.0  # time that the rank gets to exit
 _KILL_STOPPED_AFTER_S = 4.0  # the launcher must see the other ranks' exit code 77 first; it looks once per second
-
-
-class State(NamedTuple):
-    """Phase, step and counts that a rank has recorded last."""
-
-    entered: int  # number of phases that the rank has entered so far
-    beats: int
-    step: int
-    phase: int  # index in PHASES
-    limit_ms: int
-    flag: int  # index in FLAGS
 
 
 class IdleTime:
