@@ -48,6 +48,13 @@ run_main(f)"""
     assert done.returncode == 0
 
 
+def test_help_in_a_pipe_of_a_program_that_ends_at_once() -> None:
+    program = Path(__file__).parents[1] / "tools" / "check_cluster.py"
+    done = subprocess.run([sys.executable, str(program), "--help"], capture_output=True, text=True, timeout=900)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--min_gbit MIN_GBIT" in done.stdout
+
+
 def make_parser() -> Parser:
     parser = Parser(prog="x")
     parser.add_argument("--vocab_size", type=int)

@@ -102,4 +102,5 @@ if __name__ == "__main__":
     try:
         run_main(lambda: main(sys.argv[1:]))
     except SystemExit as end:
+        sys.stdout.flush()  # --help
         os._exit(int(end.code or 0))  # a hanging transfer must not keep the process alive

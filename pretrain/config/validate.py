@@ -6,7 +6,7 @@ from typing import Any
 
 from pretrain.config.ds_json.read import read_ds_config
 from pretrain.config.flags.arguments import RunArguments, data_spec
-from pretrain.config.flags.check_flags import check_flags, check_folders
+from pretrain.config.flags.check_flags import check_flags
 from pretrain.config.flags.overrides import OverrideRecord
 from pretrain.config.initialization import check_initialization_flags, with_dropout
 from pretrain.config.layout import Layout
@@ -76,10 +76,9 @@ class Plan:
 def check_run(args: RunArguments, *, world_size: int, device: Device, saved_model: SavedModel | None = None) -> Plan:
     """Validate a run, the cheapest checks first. Raises ConfigError for the first error.
 
-    `saved_model` is the default of --model. `checkpoint.load.start.check_start` finds it, and also validates the
-    weights that the run starts from.
+    `checkpoint.load.start.check_start` calls this function. It validates the run folder before and the weights that the
+    run starts from afterwards, and finds `saved_model`, the default of --model.
     """
-    check_folders(args.save, args.checkpoint_mirror)
     resolved = resolve_run(args, world_size=world_size, device=device, saved_model=saved_model)
     needs_ends = [f"--{name}" for name in ("eod_mask_loss", "document_attention") if getattr(args, name)]
     data = open_run_data(data_spec(args), seq_length=args.seq_length, seed=args.seed, tokenizer=args.tokenizer,

@@ -71,10 +71,10 @@ def run_case(case: Case, world: Path) -> str:
     for (_, content), path in zip(case.files, written, strict=True):
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(content)
-    before = sorted(world.rglob("*"))
+    before = _listing(world)
     try:
         code, out, err = _run(case, world)
-        after = sorted(world.rglob("*"))
+        changed = sorted(before ^ _listing(world))
     finally:
         for path in written:
             path.unlink(missing_ok=True)
@@ -82,10 +82,9 @@ def run_case(case: Case, world: Path) -> str:
             path.write_bytes(content)
         for folder in made:
             folder.rmdir()
-    left = [str(path) for path in after if path not in before] + [str(path) for path in before if path not in after]
     lines = [line for line in err.splitlines() if line not in _STATUS]
     culprit = case.culprit.replace("{world}", str(world))
-    for wrong, problem in ((left, f"left behind or removed: {left[:3]}"), (code != 2, f"exit code {code}"),
+    for wrong, problem in ((changed, f"left behind or removed: {changed[:3]}"), (code != 2, f"exit code {code}"),
                            (out != "", "output"), ("Traceback" in err, "traceback"), (len(lines) != 1, "lines"),
                            (len(err) > 2000, "a line of over 2000 characters"),
                            (not "".join(lines).startswith("ds-pretrain: error: "), "start"),
@@ -93,6 +92,10 @@ def run_case(case: Case, world: Path) -> str:
         if wrong:
             return f"{problem}: {err[-1500:]} {out[:300]}"
     return ""
+
+
+def _listing(folder: Path) -> set[str]:
+    return {os.path.join(parent, name) for parent, folders, files in os.walk(folder) for name in (*folders, *files)}
 
 
 def _run(case: Case, world: Path) -> tuple[Any, str, str]:

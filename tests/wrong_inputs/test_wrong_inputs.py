@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -24,13 +25,16 @@ PROCESSES = (  # one case of each sort, which runs in its own process
 
 
 @pytest.fixture(scope="module")
-def problems(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Return {name of the case: problem with its rejection}. All cases run in one process that cannot import torch."""
-    folder = tmp_path_factory.mktemp("wrong")
-    world, out = folder / "world", folder / "out.jsonl"
-    world.mkdir()
-    subprocess.run([sys.executable, "-m", "tests.wrong_inputs.generated", str(world), str(out)], cwd=ROOT, check=True)
-    return dict(json.loads(line) for line in out.read_text(encoding="utf-8").splitlines())
+def problems() -> dict[str, str]:
+    """Return {name of the case: problem with its rejection}. All cases run in one process that cannot import torch.
+
+    Their files are in memory: each case makes and removes folders.
+    """
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        world, out = Path(folder) / "world", Path(folder) / "out.jsonl"
+        world.mkdir()
+        subprocess.run([sys.executable, "-m", "tests.wrong_inputs.generated", world, out], cwd=ROOT, check=True)
+        return dict(json.loads(line) for line in out.read_text(encoding="utf-8").splitlines())
 
 
 @pytest.mark.parametrize("program", sorted({case.program for case in CASES}))
