@@ -10,7 +10,8 @@ from dataclasses import replace
 from pretrain.checkpoint.load.start import check_start
 from pretrain.cli import Parser, run_main, text, whole_number
 from pretrain.config.flags.parse import parse_arguments
-from pretrain.config.schedules.describe import batches_text, rates_text, schedule_text
+from pretrain.config.run_length import batches_text
+from pretrain.config.schedule import rates_text, schedule_text
 from pretrain.config.validate import Plan
 from pretrain.data.samples.blend import BlendedSamples
 from pretrain.distributed.device import Device, cpu_device, cuda_device, detect_device

@@ -108,6 +108,16 @@ class Layout:
         """Bytes of an element of an accumulated gradient."""
         return DTYPE_BYTES[self.grad_accum_dtype or self.precision]
 
+    def checkpoint_bytes(self, num_parameters: int) -> int:
+        """Bytes of a checkpoint's tensors: master weights, optimizer states and, except with ZeRO-3, the weights.
+
+        fp32 at ZeRO stage 0 has no separate master weights. File headers and padding are not counted.
+        """
+        no_masters = self.precision == "fp32" and self.zero_stage == 0
+        master_bytes = 0 if no_masters else 2 if self.masters_in_16bit else 4
+        state_bytes = (2 if self.moments_in_16bit else 4) * self.optimizer_moments
+        return num_parameters * (master_bytes + state_bytes + (0 if self.zero_stage == 3 else self.element_bytes))
+
     @property
     def recomputation(self) -> Recompute:
         """Settings of recomputation in the backward pass. Only complete blocks can have their inputs in host memory."""

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from pretrain.config.ds_json.optimizers import OPTIMIZERS
 from pretrain.config.ds_json.schema import TREE
-from pretrain.config.parallel_degrees import EXPERT, SEQUENCE, TENSOR
-from pretrain.config.resolve import ResolvedConfig
+from pretrain.config.resolve import EXPERT, SEQUENCE, TENSOR, ResolvedConfig
 from pretrain.data.token_schedules import parse_seq_lengths
 from pretrain.errors import ConfigError
 from pretrain.model.partition import layer_costs, layer_pattern, stage_bounds, stage_without_block

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from pretrain.config.auto import auto_precision, complete_batch_sizes, fill_zero_sizes
+from pretrain.config.auto_values import auto_precision, complete_batch_sizes, fill_zero_sizes
 from pretrain.config.ds_json.check_keys import check_json_keys
 from pretrain.config.ds_json.clean import rename_old_keys
 from pretrain.config.ds_json.read import DsFile, get_value

@@ -8,15 +8,20 @@ from pretrain.config.ds_json.read import read_ds_config
 from pretrain.config.flags.arguments import RunArguments, data_spec
 from pretrain.config.flags.check_flags import check_flags
 from pretrain.config.flags.overrides import OverrideRecord
-from pretrain.config.initialization import check_initialization_flags, with_dropout
 from pretrain.config.layout import Layout
-from pretrain.config.notes import json_notes, run_notes
+from pretrain.config.model_of_run import (
+    Origin,
+    SavedModel,
+    check_initialization_flags,
+    model_of_run,
+    undecayed_names,
+    with_dropout,
+)
+from pretrain.config.plan_notes import json_notes, run_notes
 from pretrain.config.resolve import ResolvedConfig, resolve_ds_config
+from pretrain.config.run_length import RunLength
 from pretrain.config.run_rules import check_rules
-from pretrain.config.saved_model import Origin, SavedModel, model_of_run
-from pretrain.config.schedules.length import RunLength
-from pretrain.config.schedules.schedule import Schedule
-from pretrain.config.weight_decay import undecayed_names
+from pretrain.config.schedule import Schedule
 from pretrain.data.data_spec import DataSpec, names_of_split, planned_samples
 from pretrain.data.run_data import RunData, open_run_data
 from pretrain.data.samples.dataset import SampleDataset

@@ -16,9 +16,8 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 from torch.optim.lr_scheduler import LambdaLR
 
-from pretrain.config.initialization import initialization_of
+from pretrain.config.model_of_run import initialization_of, undecayed_names
 from pretrain.config.validate import Plan
-from pretrain.config.weight_decay import undecayed_names
 from pretrain.distributed.allocator import keep_freed_memory
 from pretrain.distributed.collectives import gather
 from pretrain.distributed.parallel_groups import ParallelGroups

@@ -10,7 +10,7 @@ import pytest
 from pretrain.config import run_rules
 from pretrain.config.ds_json.read import DsFile
 from pretrain.config.flags.arguments import RunArguments
-from pretrain.config.notes import json_notes
+from pretrain.config.plan_notes import json_notes
 from pretrain.config.resolve import ResolvedConfig, resolve_ds_config
 from pretrain.config.run_rules import check_rules
 from pretrain.distributed.device import Device

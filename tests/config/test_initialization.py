@@ -11,7 +11,7 @@ from pretrain.checkpoint.format.manifest import Manifest
 from pretrain.checkpoint.format.run_manifest import manifest_of
 from pretrain.checkpoint.load.resume import make_resume
 from pretrain.config.flags.parse import parse_arguments
-from pretrain.config.initialization import check_initialization_flags
+from pretrain.config.model_of_run import check_initialization_flags
 from pretrain.config.validate import Plan, check_run
 from pretrain.distributed.device import cpu_device
 from pretrain.errors import ConfigError

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from pretrain.config.auto_values import set_value
 from pretrain.config.ds_json.read import read_ds_config
-from pretrain.config.fill import set_value
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.resolve import ResolvedConfig, resolve_ds_config
 from pretrain.config.run_rules import check_rules

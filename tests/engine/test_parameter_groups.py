@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pretrain.config.weight_decay import undecayed_names
+from pretrain.config.model_of_run import undecayed_names
 from pretrain.errors import ConfigError
 from pretrain.model.config import load_model_config
 from tests.support.cases import CPU, case, flags

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from pretrain.config.initialization import DROPOUTS
+from pretrain.config.model_of_run import DROPOUTS
 from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig, load_model_config
 from pretrain.model.dtypes import check_dtype

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pretrain.config.schedules.length import RunLength
+from pretrain.config.run_length import RunLength
 from pretrain.data.samples.blend import BlendedSamples
 from pretrain.data.token_schedules import fixed_batch
 from pretrain.engine.update_guard import FP16_OVERFLOW, NON_FINITE_GRADIENT, NON_FINITE_LOSS, VETO, SkippedUpdate

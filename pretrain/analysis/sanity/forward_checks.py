@@ -13,7 +13,7 @@ from torch import nn
 from pretrain.analysis.sanity.batches import only_at, tokens_of, with_labels, with_tokens
 from pretrain.analysis.sanity.checked_engine import CheckedEngine
 from pretrain.analysis.sanity.result import Result, not_made
-from pretrain.config.initialization import initialization_of
+from pretrain.config.model_of_run import initialization_of
 from pretrain.config.validate import Plan
 from pretrain.data.loader import MicroBatch
 from pretrain.distributed.collectives import gather

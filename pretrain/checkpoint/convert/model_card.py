@@ -6,8 +6,7 @@ from typing import Any
 
 from pretrain.checkpoint.convert.inspect import layout_summary
 from pretrain.checkpoint.convert.plan_export import ExportPlan
-from pretrain.config.schedules.describe import schedule_text
-from pretrain.config.schedules.schedule import schedule_from_json
+from pretrain.config.schedule import schedule_from_json, schedule_text
 from pretrain.hub import is_repository
 from pretrain.monitor.read_run_folder import newest_start, read_metrics
 

@@ -18,8 +18,8 @@ from typing import Annotated, Any, TypedDict
 from pretrain.checkpoint.format.files import FileRecord
 from pretrain.config.flags.overrides import OverrideRecord
 from pretrain.config.layout import Layout
-from pretrain.config.saved_model import Branch, Origin
-from pretrain.config.schedules.schedule import Schedule
+from pretrain.config.model_of_run import Branch, Origin
+from pretrain.config.schedule import Schedule
 from pretrain.errors import ConfigError, printable, shorten
 from pretrain.model.init_methods import Initialization
 from pretrain.stored_json import build, parse_json, read_text, reason_of

@@ -7,7 +7,7 @@ from typing import Any
 
 from pretrain.checkpoint.format.manifest import Manifest
 from pretrain.config.flags.overrides import RECIPE_FLAGS
-from pretrain.config.initialization import DROPOUTS, initialization_of
+from pretrain.config.model_of_run import DROPOUTS, initialization_of
 from pretrain.config.validate import Plan
 
 SCHEDULED_BY_FLAGS = "the flags"  # value of `Manifest.scheduler` if flags set the learning-rate schedule

@@ -14,7 +14,7 @@ from pretrain.checkpoint.format.manifest import (
 from pretrain.checkpoint.load.init_from import manifest_fingerprint
 from pretrain.checkpoint.load.select import find_checkpoints_folder, is_checkpoint
 from pretrain.config.flags.arguments import RunArguments
-from pretrain.config.saved_model import Branch
+from pretrain.config.model_of_run import Branch
 from pretrain.errors import ConfigError, shorten
 
 _REMEDY = "name a run folder, RUN@STEP, or a global_stepN folder"

@@ -8,7 +8,7 @@ from typing import Any
 from pretrain.checkpoint.format.manifest import MANIFEST, Manifest
 from pretrain.checkpoint.format.run_manifest import recipe_of, scheduler_source
 from pretrain.config.flags.overrides import RECIPE_FLAGS, Change
-from pretrain.config.initialization import DROPOUTS, initialization_of
+from pretrain.config.model_of_run import DROPOUTS, initialization_of
 from pretrain.config.validate import Plan
 from pretrain.errors import ConfigError
 from pretrain.model.config import model_config_from

@@ -16,7 +16,7 @@ from pretrain.checkpoint.format.manifest import (
 )
 from pretrain.checkpoint.load.hf_folder import HFFolder, check_hf_folder
 from pretrain.checkpoint.load.select import find_checkpoints_folder, is_checkpoint
-from pretrain.config.saved_model import Origin, SavedModel
+from pretrain.config.model_of_run import Origin, SavedModel
 from pretrain.errors import ConfigError, shorten
 from pretrain.hub import find_repository, is_repository, snapshot_in
 from pretrain.model.config import model_config_from

@@ -7,8 +7,8 @@ from typing import Any
 from pretrain.checkpoint.format.manifest import Manifest
 from pretrain.checkpoint.format.run_manifest import schedule_record
 from pretrain.config.flags.overrides import Change
-from pretrain.config.schedules.make import default_warmup_steps, make_schedule
-from pretrain.config.schedules.schedule import Schedule, schedule_from_json
+from pretrain.config.make_schedule import default_warmup_steps, make_schedule
+from pretrain.config.schedule import Schedule, schedule_from_json
 from pretrain.config.validate import Plan
 from pretrain.errors import ConfigError
 

@@ -19,9 +19,8 @@ from pretrain.checkpoint.load.same_data import (
 )
 from pretrain.config.flags.arguments import OVERRIDES
 from pretrain.config.flags.overrides import Change, named_overrides
-from pretrain.config.initialization import reject_initial_values
 from pretrain.config.layout import Layout
-from pretrain.config.saved_model import Branch, check_same_parameters
+from pretrain.config.model_of_run import Branch, check_same_parameters, reject_initial_values
 from pretrain.config.validate import Plan
 from pretrain.errors import ConfigError
 from pretrain.model.config import model_config_from

@@ -13,7 +13,7 @@ from pretrain.checkpoint.load.resume import Resume, choose_resume
 from pretrain.checkpoint.load.same_data import check_sampled_blocks
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.flags.check_flags import check_folders
-from pretrain.config.saved_model import SavedModel, check_same_parameters
+from pretrain.config.model_of_run import SavedModel, check_same_parameters
 from pretrain.config.validate import Plan, check_run
 from pretrain.data.token_files.indexed_dataset import read_meta
 from pretrain.data.tokenizers.special_tokens import check_tokenizer_fits

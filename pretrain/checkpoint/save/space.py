@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from pretrain.checkpoint.format.manifest import Manifest, manifests_or_errors
-from pretrain.config.checkpoint_size import checkpoint_bytes
 from pretrain.config.validate import Plan
 
 
@@ -16,4 +15,4 @@ def next_checkpoint_bytes(plan: Plan, checkpoints: Path) -> int:
     if newest is not None and not newest.weights_only and \
             (newest.zero_stage, newest.precision) == (plan.layout.zero_stage, plan.layout.precision):
         return sum(record.bytes for record in newest.files.values())
-    return checkpoint_bytes(plan.layout, plan.model.num_parameters())
+    return plan.layout.checkpoint_bytes(plan.model.num_parameters())

@@ -9,10 +9,8 @@ import dataclasses
 from dataclasses import dataclass
 
 from pretrain.cli import LONGEST_SECONDS, path_text
-from pretrain.config import auto
 from pretrain.config.flags.flag import Flag, Group, tokens
-from pretrain.config.schedules.scaling import LR_SCALINGS
-from pretrain.config.schedules.schedule import DECAY_SHAPES, KINDS
+from pretrain.config.schedule import DECAY_SHAPES, KINDS, LR_SCALINGS
 from pretrain.data.data_spec import DataSpec, parse_data_spec
 from pretrain.model.init_methods import INIT_METHODS
 from pretrain.model.recompute import PARTS
@@ -287,27 +285,27 @@ class RunArguments:
         False, "the same as --override data: resume although --train_data or --tokenizer is not that of the checkpoint")
 
     micro_batch_size: int | None = AUTO.flag(
-        None, "train_micro_batch_size_per_gpu, samples", low=1, unset=auto.DEFAULT_MICRO_BATCH_SIZE)
+        None, "train_micro_batch_size_per_gpu, samples", low=1, unset=1)
     gradient_accumulation_steps: int | None = AUTO.flag(
-        None, "gradient_accumulation_steps", low=1, unset=auto.DEFAULT_GRADIENT_ACCUMULATION_STEPS)
+        None, "gradient_accumulation_steps", low=1, unset=1)
     global_batch_size: int | None = AUTO.flag(
         None, "train_batch_size: samples a step, all ranks together", low=1, unset="follows from the two above")
     learning_rate: float | None = AUTO.flag(
         None, 'optimizer.params.lr, the peak rate; required if the JSON has no "optimizer"', above=0, high=1000,
-        unset=auto.DEFAULT_LEARNING_RATE)
+        unset=3e-4)
     weight_decay: float | None = AUTO.flag(
         None, "optimizer.params.weight_decay, applied to matrices only", low=0, high=1000,
-        unset=auto.DEFAULT_WEIGHT_DECAY)
+        unset=0.1)
     adam_beta1: float | None = AUTO.flag(
-        None, "optimizer.params.betas[0]", low=0, below=1, unset=auto.DEFAULT_BETAS[0])
+        None, "optimizer.params.betas[0]", low=0, below=1, unset=0.9)
     adam_beta2: float | None = AUTO.flag(
-        None, "optimizer.params.betas[1]", low=0, below=1, unset=auto.DEFAULT_BETAS[1])
-    adam_epsilon: float | None = AUTO.flag(None, "optimizer.params.eps", low=0, high=1, unset=auto.DEFAULT_EPSILON)
+        None, "optimizer.params.betas[1]", low=0, below=1, unset=0.95)
+    adam_epsilon: float | None = AUTO.flag(None, "optimizer.params.eps", low=0, high=1, unset=1e-8)
     gradient_clipping: float | None = AUTO.flag(
-        None, "gradient_clipping, the largest global norm", low=0, unset=auto.DEFAULT_GRADIENT_CLIPPING)
+        None, "gradient_clipping, the largest global norm", low=0, unset=1.0)
     precision: str | None = AUTO.flag(
         None, "bf16.enabled and fp16.enabled: bf16, fp16 or fp32", metavar="NAME",
-        unset=auto.auto_precision("auto", "auto"))
+        unset="bf16")
     nvme_path: str | None = AUTO.flag(
         None, "offload_*.nvme_path: a folder on a fast local disk", parse=path_text, metavar="FOLDER",
         unset="the variable DS_PRETRAIN_NVME_PATH")

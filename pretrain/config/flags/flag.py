@@ -27,6 +27,7 @@ class Flag:
     below: float | None = None  # numbers must be smaller than this
     choices: Sequence[str] = ()
     metavar: str | None = None  # of the value in --help; None: the choices, or N or X
+    unset: Any = "none"  # default that a missing value gets elsewhere, or words about it
     other_name: str | None = None  # second name, not in --help
     override: str | None = None  # name of --override that allows another value than that in a checkpoint
 
@@ -68,7 +69,7 @@ class Group:
         else:
             shown = "off" if default is False else f"{default:g}" if isinstance(default, float) else str(default)
         shown = shown if "required" in shown else f"default: {shown}"
-        flag = Flag(self, f"{help} ({shown})".replace("%", "%%"), **declared)
+        flag = Flag(self, f"{help} ({shown})".replace("%", "%%"), unset=unset, **declared)
         return dataclasses.field(default=default, metadata={"flag": flag})
 
 

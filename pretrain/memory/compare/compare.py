@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pretrain.config.auto import DEFAULT_LEARNING_RATE
-from pretrain.config.checkpoint_size import checkpoint_bytes
+from pretrain.config.auto_values import DEFAULT_LEARNING_RATE
 from pretrain.config.ds_json.read import DsFile, get_value
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.layout import Layout
@@ -236,7 +235,7 @@ def run_cost(layout: Layout, *, num_parameters: int, flops_per_token: float, pea
     optimal = float(CHINCHILLA_TOKENS_PER_PARAMETER * num_parameters)
     tokens = optimal if tokens is None else tokens
     seconds = tokens * flops_per_token / (peak_flops * mfu)
-    size = checkpoint_bytes(layout, num_parameters)
+    size = layout.checkpoint_bytes(num_parameters)
     return Cost(tokens=tokens, chinchilla_tokens=optimal, flops=tokens * flops_per_token, mfu=mfu,
                 days=seconds / 86400, gpu_hours=seconds / 3600 * layout.world_size, checkpoint_bytes=size,
                 checkpoint_seconds=size / nodes / storage_rate)

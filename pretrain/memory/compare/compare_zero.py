@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from pretrain.config.initialization import given_dropouts, with_dropout
+from pretrain.config.model_of_run import given_dropouts, with_dropout
 from pretrain.distributed.device import detect_device
 from pretrain.errors import ConfigError
 from pretrain.memory.compare.candidates import (

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.cli import Parser, number, path_text, text, whole_number
-from pretrain.config.initialization import DROPOUTS
+from pretrain.config.model_of_run import DROPOUTS
 from pretrain.errors import ConfigError
 from pretrain.memory.compare.candidates import SAMPLES_PER_RANK
 from pretrain.memory.compare.combinations import OFFLOADS, PARALLEL_SIZES, RECOMPUTE_CHOICES, Axes

@@ -12,10 +12,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from pretrain.config.auto import DEFAULT_LEARNING_RATE
+from pretrain.config.auto_values import DEFAULT_LEARNING_RATE
 from pretrain.config.ds_json.read import get_value
 from pretrain.config.flags.arguments import RunArguments
-from pretrain.config.initialization import given_dropouts
+from pretrain.config.model_of_run import given_dropouts
 from pretrain.distributed.device import cpu_device, detect_device
 from pretrain.errors import ConfigError
 from pretrain.memory.compare.candidates import Candidate

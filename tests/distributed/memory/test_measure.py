@@ -17,7 +17,7 @@ import pytest
 from pretrain.config.ds_json.read import read_ds_config
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.layout import Layout
-from pretrain.config.parallel_degrees import EXPERT, SEQUENCE, TENSOR
+from pretrain.config.resolve import EXPERT, SEQUENCE, TENSOR
 from pretrain.config.validate import plan_without_data
 from pretrain.distributed.device import cpu_device
 from pretrain.engine.operators.build_ops import why_not_compilable

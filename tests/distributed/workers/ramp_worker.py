@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812 (torch's own name)
 from pretrain.checkpoint.format.manifest import read_manifest
 from pretrain.checkpoint.load.load_checkpoint import load_checkpoint
 from pretrain.checkpoint.save.save_checkpoint import save_checkpoint
-from pretrain.config.initialization import initialization_of
+from pretrain.config.model_of_run import initialization_of
 from pretrain.config.validate import Plan
 from pretrain.engine.loaders import open_loader
 from pretrain.engine.steps import eval_batch

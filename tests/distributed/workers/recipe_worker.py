@@ -16,7 +16,7 @@ from pretrain.checkpoint.format.fragments import flat_tensors
 from pretrain.checkpoint.format.manifest import read_manifest
 from pretrain.checkpoint.load.load_checkpoint import load_checkpoint
 from pretrain.checkpoint.save.save_checkpoint import save_checkpoint
-from pretrain.config.initialization import initialization_of
+from pretrain.config.model_of_run import initialization_of
 from pretrain.config.validate import Plan
 from pretrain.data.loader import MicroBatch
 from pretrain.distributed.collectives import gather

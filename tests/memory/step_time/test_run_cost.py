@@ -15,3 +15,4 @@ def test_cost_of_gpt3() -> None:
     assert cost.gpu_hours == pytest.approx(cost.days * 24 * 1024)
     assert cost.chinchilla_tokens == 3.5e12
     assert cost.checkpoint_bytes == 175 * 10**9 * (4 + 8 + 2)
+    assert Layout(zero_stage=3).checkpoint_bytes(100) == 100 * (4 + 8)

@@ -1,40 +1,65 @@
 """Fill a DeepSpeed JSON from the flags: keys that are missing or "auto", batch sizes, a missing optimizer.
 
 A flag fills a key that is missing in the JSON or is "auto". If the JSON has values and the flags other ones, the run is
-rejected with one error for all of them. An "auto" without a flag gets the default in `auto.py`.
+rejected with one error for all of them. An "auto" without a flag gets the default that `filled_keys` names.
 """
 
 import os
 import zlib
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from pretrain.config.auto import (
-    DEFAULT_BETAS,
-    DEFAULT_EPSILON,
-    DEFAULT_GRADIENT_CLIPPING,
-    DEFAULT_LEARNING_RATE,
-    DEFAULT_WEIGHT_DECAY,
-    PRECISIONS,
-    auto_precision,
-    complete_batch_sizes,
-    fill_zero_sizes,
-)
 from pretrain.config.ds_json.optimizers import optimizer_params
 from pretrain.config.ds_json.read import DsFile, get_value
 from pretrain.config.ds_json.schema import DEFAULT_REDUCE_BUCKET_SIZE, Key
-from pretrain.config.flags.arguments import RunArguments
-from pretrain.config.schedules.make import default_warmup_steps
-from pretrain.config.schedules.scaling import rate_factor
+from pretrain.config.flags.arguments import FLAGS, RunArguments
+from pretrain.config.make_schedule import default_warmup_steps
+from pretrain.config.schedule import rate_factor
 from pretrain.data.token_schedules import BATCH_SCHEDULE, BatchSizes, fixed_batch, parse_batch_sizes
 from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig
 from pretrain.paths import PROFILES_FOLDER
 
+DEFAULT_LEARNING_RATE: float = FLAGS["learning_rate"].unset
+DEFAULT_BETAS = (FLAGS["adam_beta1"].unset, FLAGS["adam_beta2"].unset)
+PRECISIONS = ("bf16", "fp16", "fp32")
 NVME_PATH_VARIABLE = "DS_PRETRAIN_NVME_PATH"
 _OFFLOAD = ("offload_optimizer", "offload_param")
+_BATCH_KEYS = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+_PARAMS = "optimizer.params"
+
+
+@dataclass(frozen=True)
+class FilledKey:
+    """A key of the JSON that a flag fills, if the key is missing or "auto"."""
+
+    key: str
+    flag: str  # "": no flag
+    wanted: Any  # value of the flag; None: not given
+    default: Any = None  # of "auto"; None: the value is computed
+
+
+def filled_keys(file: DsFile, args: RunArguments) -> dict[str, FilledKey]:
+    """Return the keys that flags fill, except the switches of the precision."""
+    batch: tuple[str, int | None] = ("--global_batch_size", args.global_batch_size)
+    if args.batch_schedule is not None:
+        batch = (BATCH_SCHEDULE, parse_batch_sizes(args.batch_schedule, seq_length=args.seq_length).final)
+    micro, steps, total = _BATCH_KEYS
+    rows = [
+        FilledKey(micro, "--micro_batch_size", args.micro_batch_size),
+        FilledKey(steps, "--gradient_accumulation_steps", args.gradient_accumulation_steps),
+        FilledKey(total, *batch),
+        FilledKey("gradient_clipping", "--gradient_clipping", args.gradient_clipping, FLAGS["gradient_clipping"].unset),
+        FilledKey(f"{_PARAMS}.lr", "--learning_rate", args.learning_rate, DEFAULT_LEARNING_RATE),
+        FilledKey(f"{_PARAMS}.weight_decay", "--weight_decay", args.weight_decay, FLAGS["weight_decay"].unset),
+        FilledKey(f"{_PARAMS}.eps", "--adam_epsilon", args.adam_epsilon, FLAGS["adam_epsilon"].unset),
+        FilledKey(f"{_PARAMS}.betas", "--adam_beta1 / --adam_beta2", _betas(file, args), list(DEFAULT_BETAS)),
+        FilledKey("scheduler.params.warmup_num_steps", "--lr_warmup_steps", args.lr_warmup_steps),
+        *(FilledKey(f"zero_optimization.{block}.nvme_path", "--nvme_path", args.nvme_path) for block in _OFFLOAD),
+    ]
+    return {row.key: row for row in rows}
 
 
 def set_value(config: dict[str, Any], dotted: str, value: Any) -> None:
@@ -65,27 +90,11 @@ _AUTO_REMEDY = 'write "auto" in the JSON for flags to fill, or leave the flags o
 
 def _other_values(file: DsFile, args: RunArguments) -> Iterator[tuple[str, str, str]]:
     """Yield (key, both values, remedy) for each key whose value in the JSON is not that of its flag."""
-    params = "optimizer.params"
-    batch: tuple[str, Any] = ("--global_batch_size", args.global_batch_size)
-    if args.batch_schedule is not None:
-        batch = (BATCH_SCHEDULE, parse_batch_sizes(args.batch_schedule, seq_length=args.seq_length).final)
-    rows: list[tuple[str, str, Any]] = [
-        ("train_micro_batch_size_per_gpu", "--micro_batch_size", args.micro_batch_size),
-        ("gradient_accumulation_steps", "--gradient_accumulation_steps", args.gradient_accumulation_steps),
-        ("train_batch_size", *batch),
-        ("gradient_clipping", "--gradient_clipping", args.gradient_clipping),
-        (f"{params}.lr", "--learning_rate", args.learning_rate),
-        (f"{params}.weight_decay", "--weight_decay", args.weight_decay),
-        (f"{params}.eps", "--adam_epsilon", args.adam_epsilon),
-        (f"{params}.betas", "--adam_beta1 / --adam_beta2", _betas(file, args)),
-        ("scheduler.params.warmup_num_steps", "--lr_warmup_steps", args.lr_warmup_steps),
-    ]
-    rows += [(f"zero_optimization.{block}.nvme_path", "--nvme_path", args.nvme_path) for block in _OFFLOAD
-             if file.get(f"zero_optimization.{block}.device") == "nvme"]
-    for dotted, flag, wanted in rows:
-        value = file.get(dotted)
-        if wanted is not None and value not in (None, "auto", wanted):
-            yield dotted, f"{value}, but {flag} {wanted}", _AUTO_REMEDY
+    for row in filled_keys(file, args).values():
+        value = file.get(row.key)
+        is_unused = row.flag == "--nvme_path" and file.get(row.key.replace("nvme_path", "device")) != "nvme"
+        if row.wanted is not None and value not in (None, "auto", row.wanted) and not is_unused:
+            yield row.key, f"{value}, but {row.flag} {row.wanted}", _AUTO_REMEDY
 
 
 def _other_precision(file: DsFile, args: RunArguments) -> Iterator[tuple[str, str, str]]:
@@ -106,27 +115,36 @@ def _ignored_schedule_flags(file: DsFile, args: RunArguments) -> Iterator[tuple[
             yield "scheduler", f'"{kind}", but --{name} {value}', 'remove the --lr_* flags, or the "scheduler" block'
 
 
-def choose(file: DsFile, dotted: str, wanted: Any, default: Any) -> Any:
-    """Return the value of a key: from the JSON, else from the flag, else `default` if the JSON has "auto", else None.
-
-    `wanted` is the flag's value, None if the flag is not given.
-    """
-    value = file.get(dotted)
+def choose(file: DsFile, row: FilledKey) -> Any:
+    """Return the value of a key: from the JSON, else from the flag, else the default if the JSON has "auto"."""
+    value = file.get(row.key)
     if value is None or value == "auto":
-        return wanted if wanted is not None else default if value == "auto" else None
+        return row.wanted if row.wanted is not None else row.default if value == "auto" else None
     return value
 
 
-def fill(file: DsFile, config: dict[str, Any], dotted: str, wanted: Any, default: Any) -> None:
+def _fill(file: DsFile, config: dict[str, Any], row: FilledKey) -> None:
     """Write the result of `choose` into `config`; a key that neither the file nor a flag sets is left out."""
-    value = choose(file, dotted, wanted, default)
+    value = choose(file, row)
     if value is not None:
-        set_value(config, dotted, value)
+        set_value(config, row.key, value)
 
 
 def _precision_keys(file: DsFile) -> dict[str, str]:
     bf16 = "bfloat16" if "bfloat16" in file.values and "bf16" not in file.values else "bf16"
     return {"bf16": f"{bf16}.enabled", "fp16": "fp16.enabled"}
+
+
+def auto_precision(bf16: Any, fp16: Any) -> str:
+    """Return the precision that bf16.enabled and fp16.enabled select.
+
+    True comes before "auto", and bf16 before fp16. fp32 is selected if neither of them is True or "auto".
+    """
+    for enabled in (True, "auto"):
+        for name, value in (("bf16", bf16), ("fp16", fp16)):
+            if value == enabled:
+                return name
+    return "fp32"
 
 
 def fill_precision(file: DsFile, config: dict[str, Any], args: RunArguments) -> None:
@@ -149,6 +167,24 @@ def fill_precision(file: DsFile, config: dict[str, Any], args: RunArguments) -> 
             set_value(config, f"{name}.enabled", name == precision)
 
 
+def complete_batch_sizes(micro: int | None, steps: int | None, total: int | None,
+                         data_parallel_size: int) -> tuple[int, int, int]:
+    """Return micro-batch size, accumulation steps and global batch size. None is computed from the other values.
+
+    Divisions round down, as in DeepSpeed. The caller checks that the product is the global batch size.
+    """
+    if total is None:
+        micro = micro or FLAGS["micro_batch_size"].unset
+        steps = steps or FLAGS["gradient_accumulation_steps"].unset
+        return micro, steps, micro * steps * data_parallel_size
+    if micro is None:
+        steps = steps or FLAGS["gradient_accumulation_steps"].unset
+        return total // (steps * data_parallel_size), steps, total
+    if steps is None:
+        steps = total // (micro * data_parallel_size)
+    return micro, steps, total
+
+
 def fill_batch(file: DsFile, config: dict[str, Any], args: RunArguments, data_parallel_size: int) -> BatchSizes:
     """Set the three batch sizes; missing ones follow from the others. Raises ConfigError if they are inconsistent.
 
@@ -156,18 +192,11 @@ def fill_batch(file: DsFile, config: dict[str, Any], args: RunArguments, data_pa
     """
     scheduled = None if args.batch_schedule is None else parse_batch_sizes(args.batch_schedule,
                                                                            seq_length=args.seq_length)
-    keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
-    flags = ("--micro_batch_size", "--gradient_accumulation_steps", "--global_batch_size")
-    wanted = (args.micro_batch_size, args.gradient_accumulation_steps, args.global_batch_size)
-    for flag, number in zip(flags, wanted, strict=True):
-        if number is not None and number < 1:
-            raise ConfigError(flag, found=number, expected="at least 1")
-    if scheduled is not None:
-        if args.global_batch_size not in (None, scheduled.final):
-            raise ConfigError(BATCH_SCHEDULE, found=f"{scheduled.final} as the last global batch",
-                              expected=f"that of --global_batch_size, {args.global_batch_size}")
-        wanted = (*wanted[:2], scheduled.final)
-    micro, steps, total = (choose(file, *row, None) for row in zip(keys, wanted, strict=True))
+    if scheduled is not None and args.global_batch_size not in (None, scheduled.final):
+        raise ConfigError(BATCH_SCHEDULE, found=f"{scheduled.final} as the last global batch",
+                          expected=f"that of --global_batch_size, {args.global_batch_size}")
+    rows, keys = filled_keys(file, args), _BATCH_KEYS
+    micro, steps, total = (choose(file, rows[key]) for key in keys)
     if total is None and micro is None and "auto" not in (file.get(keys[0]), file.get(keys[2])):
         raise ConfigError(file.where(keys[0]), problem=f"there is no batch size: neither {keys[0]} nor {keys[2]}",
                           remedy="give --micro_batch_size")
@@ -207,31 +236,24 @@ def with_optimizer(file: DsFile, args: RunArguments) -> DsFile:
 
 def fill_optimizer(file: DsFile, config: dict[str, Any], args: RunArguments) -> float:
     """Set optimizer.params and gradient_clipping. Returns the peak learning rate."""
-    fill(file, config, "gradient_clipping", args.gradient_clipping, DEFAULT_GRADIENT_CLIPPING)
-    betas = _betas(file, args)
-    rows = (
-        ("lr", "--learning_rate", args.learning_rate, DEFAULT_LEARNING_RATE),
-        ("weight_decay", "--weight_decay", args.weight_decay, DEFAULT_WEIGHT_DECAY),
-        ("eps", "--adam_epsilon", args.adam_epsilon, DEFAULT_EPSILON),
-        ("betas", "--adam_beta1 / --adam_beta2", betas, list(DEFAULT_BETAS)),
-    )
-    kind = file.get("optimizer.type")
+    rows = filled_keys(file, args)
+    _fill(file, config, rows["gradient_clipping"])
+    kind, params = file.get("optimizer.type"), config["optimizer"]["params"]
     known = {name for name, key in (optimizer_params(kind) or {}).items() if isinstance(key, Key) and key.auto}
-    for name, flag, wanted, default in rows:
-        dotted = f"optimizer.params.{name}"
-        if name not in known:
-            if wanted is not None:
-                raise ConfigError(flag, problem=f'the JSON\'s optimizer, "{kind}", has no parameter "{name}"',
-                                  remedy="leave the flag out")
-            continue
-        fill(file, config, dotted, wanted, default)
-    config["optimizer"]["params"].setdefault("lr", DEFAULT_LEARNING_RATE)
-    rate = config["optimizer"]["params"]["lr"]
-    for name, _, _, _ in rows:
-        value = config["optimizer"]["params"].get(name, 0)
+    names = ("lr", "weight_decay", "eps", "betas")
+    for name in names:
+        row = rows[f"{_PARAMS}.{name}"]
+        if name in known:
+            _fill(file, config, row)
+        elif row.wanted is not None:
+            raise ConfigError(row.flag, problem=f'the JSON\'s optimizer, "{kind}", has no parameter "{name}"',
+                              remedy="leave the flag out")
+    params.setdefault("lr", DEFAULT_LEARNING_RATE)
+    for name in names:
+        value = params.get(name, 0)
         if any(number < 0 for number in (value if isinstance(value, list) else [value])):
-            raise ConfigError(f"optimizer.params.{name}", found=value, expected="a number from 0")
-    return float(rate)
+            raise ConfigError(f"{_PARAMS}.{name}", found=value, expected="a number from 0")
+    return float(params["lr"])
 
 
 def scale_rates(config: dict[str, Any], rate: float, args: RunArguments) -> float:
@@ -254,6 +276,16 @@ def _betas(file: DsFile, args: RunArguments) -> list[float] | None:
     own = file.get("optimizer.params.betas")
     fallback = own if isinstance(own, list) else DEFAULT_BETAS
     return [other if flag is None else flag for flag, other in zip(flags, fallback, strict=True)]
+
+
+def fill_zero_sizes(zero: dict[str, Any], hidden_size: int) -> None:
+    """Replace "auto" sizes (elements) in the zero_optimization block with the formulas that transformers documents."""
+    sizes = {"reduce_bucket_size": hidden_size**2, "prefetch_bucket_size": int(0.9 * hidden_size**2),
+             "param_persistence_threshold": 10 * hidden_size}
+    for name, size in sizes.items():
+        for key in (name, f"stage3_{name}"):
+            if zero.get(key) == "auto":
+                zero[key] = size
 
 
 def fill_model_sizes(config: dict[str, Any], model: ModelConfig, zero_stage: int) -> None:
@@ -281,7 +313,7 @@ def swap_folder(nvme_path: str, save: str) -> Path:
 
 def fill_nvme_path(file: DsFile, config: dict[str, Any], args: RunArguments) -> None:
     """Set nvme_path of the offload blocks from the JSON, --nvme_path or the variable DS_PRETRAIN_NVME_PATH."""
-    used = False
+    used, rows = False, filled_keys(file, args)
     for block in _OFFLOAD:
         own = get_value(config, f"zero_optimization.{block}")
         if not isinstance(own, dict):
@@ -292,7 +324,7 @@ def fill_nvme_path(file: DsFile, config: dict[str, Any], args: RunArguments) -> 
                 own.pop("nvme_path", None)
             continue
         used = True
-        path = choose(file, dotted, args.nvme_path, None) or os.environ.get(NVME_PATH_VARIABLE)
+        path = choose(file, rows[dotted]) or os.environ.get(NVME_PATH_VARIABLE)
         if not path:
             raise ConfigError(file.where(dotted), problem="the folder is missing",
                               remedy=f"give --nvme_path, a folder on a fast local disk, or set {NVME_PATH_VARIABLE}")
@@ -306,11 +338,10 @@ def fill_scheduler(file: DsFile, config: dict[str, Any], args: RunArguments, tra
     """Set "auto" values of scheduler.params: the run's length, its warm-up and the peak rate."""
     if "scheduler" not in config:
         return
-    warmup = default_warmup_steps(train_steps)
-    fill(file, config, "scheduler.params.total_num_steps", None, train_steps)
-    fill(file, config, "scheduler.params.warmup_num_steps", args.lr_warmup_steps, warmup)
-    fill(file, config, "scheduler.params.warmup_max_lr", None, rate)
-    fill(file, config, "scheduler.params.warmup_min_lr", None, 0)
+    for name, wanted, default in (("total_num_steps", None, train_steps),
+                                  ("warmup_num_steps", args.lr_warmup_steps, default_warmup_steps(train_steps)),
+                                  ("warmup_max_lr", None, rate), ("warmup_min_lr", None, 0)):
+        _fill(file, config, FilledKey(f"scheduler.params.{name}", "", wanted, default))
 
 
 def fill_reports(config: dict[str, Any], args: RunArguments, zero_stage: int) -> None:

@@ -8,8 +8,8 @@ the guard skips, or a rollback, moves no rate.
 import itertools
 
 from pretrain.config.flags.arguments import RunArguments
-from pretrain.config.schedules.length import RunLength
-from pretrain.config.schedules.schedule import ONE_CYCLE_INITIAL_RATIO, Schedule
+from pretrain.config.run_length import RunLength
+from pretrain.config.schedule import ONE_CYCLE_INITIAL_RATIO, Schedule
 from pretrain.data.token_schedules import parse_token_count, parse_whole_number
 from pretrain.errors import ConfigError
 

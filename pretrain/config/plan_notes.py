@@ -8,7 +8,7 @@ from pathlib import Path
 from pretrain.config.ds_json.clean import ignored_key_notes
 from pretrain.config.ds_json.schema import DEFAULT_PARTITION_METHOD
 from pretrain.config.resolve import ResolvedConfig
-from pretrain.config.schedules.scaling import rate_factor
+from pretrain.config.schedule import rate_factor
 from pretrain.data.data_spec import names_of_split
 from pretrain.data.run_data import RunData
 from pretrain.data.samples.blend import BlendedSamples

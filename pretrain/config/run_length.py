@@ -57,3 +57,13 @@ def run_length(train_steps: int | None, train_tokens: int | None, *, batch_sizes
     if train_tokens is None:
         raise ValueError("one of train_steps and train_tokens is required")
     return RunLength(length.steps_of(train_tokens), batch_sizes, seq_length, first_sample)
+
+
+def batches_text(length: RunLength) -> str:
+    """Return the global batch size of each stage of --batch_schedule that the run reaches; "" without stages."""
+    sizes = length.batch_sizes
+    if len(sizes.stages) == 1:
+        return ""
+    begins = {size: sizes.steps_until(first, first_sample=length.first_sample) + 1 for first, size in sizes.stages}
+    return ", ".join(f"{size} samples from step {step:,} on" for size, step in begins.items()
+                     if step <= length.train_steps)

@@ -9,7 +9,7 @@ import pytest
 
 from pretrain.checkpoint.load.start import check_start
 from pretrain.config.flags.arguments import RunArguments
-from pretrain.config.saved_model import check_same_parameters
+from pretrain.config.model_of_run import check_same_parameters
 from pretrain.config.validate import check_run
 from pretrain.distributed.device import cpu_device
 from pretrain.errors import ConfigError

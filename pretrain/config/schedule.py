@@ -1,4 +1,7 @@
-"""Learning rate of each step as a closed formula. ds_configs/schedules.md has the formulas as a table."""
+"""Learning rate of each step as a closed formula, in words, and scaled with the batch size.
+
+ds_configs/schedules.md has the formulas as a table.
+"""
 
 import dataclasses
 import math
@@ -10,6 +13,7 @@ from pretrain.errors import ConfigError
 
 KINDS = ("cosine", "linear", "constant", "wsd", "inverse_sqrt", "step", "one_cycle")
 DECAY_SHAPES = ("linear", "sqrt", "1-sqrt", "cosine")  # of wsd
+LR_SCALINGS = ("linear", "sqrt")
 ONE_CYCLE_INITIAL_RATIO = 1 / 25  # torch.optim.lr_scheduler.OneCycleLR: div_factor
 
 
@@ -82,3 +86,43 @@ def schedule_from_json(values: Mapping[str, Any]) -> Schedule:
         raise ConfigError("learning-rate schedule", found=found, expected="a schedule that this version supports",
                           remedy="resume with the version that wrote it")
     return Schedule(**{**values, "milestones": tuple(values.get("milestones", ()))})
+
+
+def rate_factor(scaling: str | None, *, batch: int, reference_batch: int | None) -> float:
+    """Return the factor of the peak rate: batch / reference_batch, its square root, or 1 without scaling.
+
+    linear: arXiv 1706.02677, for SGD. sqrt: arXiv 2205.10287, for Adam. The batch is the final one of --batch_schedule.
+    """
+    if scaling is None or reference_batch is None:
+        return 1.0
+    ratio = batch / reference_batch
+    return ratio if scaling == "linear" else math.sqrt(ratio)
+
+
+def schedule_text(schedule: Schedule) -> str:
+    """Describe a schedule: `wsd, peak 0.0003, 10 warm-up steps, linear decay in the last 200 steps to 3e-05`."""
+    parts = [schedule.kind, f"peak {schedule.peak:g}", _count(schedule.warmup_steps, "warm-up step")]
+    lowest = f"{schedule.peak * schedule.min_ratio:g}"
+    if schedule.kind == "wsd":
+        parts.append(f"{schedule.decay_shape} decay in {_count(schedule.wsd_steps, 'step')} until step "
+                     f"{schedule.decay_steps:,}, lowest {lowest}")
+    elif schedule.kind == "step":
+        parts.append(f"x {schedule.milestone_factor:g} after the steps {', '.join(map(str, schedule.milestones))}")
+    elif schedule.kind == "inverse_sqrt":
+        parts.append(f"lowest {lowest}")
+    elif schedule.kind != "constant":
+        parts.append(f"lowest {lowest} from step {schedule.decay_steps:,} on")
+    return ", ".join(parts)
+
+
+def rates_text(schedule: Schedule, train_steps: int) -> str:
+    """Return the rates of a few steps: the first, the ends of all phases, the middle and the last."""
+    steps = {1, schedule.warmup_steps, train_steps // 2, train_steps, schedule.decay_steps,
+             *(milestone + 1 for milestone in schedule.milestones)}
+    if schedule.wsd_steps:
+        steps.add(schedule.decay_steps - schedule.wsd_steps)
+    return ", ".join(f"step {step:,}: {schedule(step - 1):.4g}" for step in sorted(steps) if 1 <= step <= train_steps)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -1,0 +1,143 @@
+"""The model of a run: its configuration, initial values and dropouts, and the weights that exist before the run."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from pretrain.config.flags.arguments import RunArguments
+from pretrain.errors import ConfigError
+from pretrain.model.config import ModelConfig, load_model_config, model_config_from
+from pretrain.model.init_methods import METHODS_WITH_STD, Initialization, is_embedding
+
+DROPOUTS = ("embedding_dropout", "attention_dropout", "residual_dropout")  # flags, and fields of ModelConfig
+EMBEDDINGS = "embeddings"  # a value of --no_weight_decay that means the tables of tokens and of learned positions
+# Fields that change no parameter's name, shape or meaning. Trained weights may be used with another value.
+_MAY_DIFFER = frozenset((
+    "architecture", "hf_config", "embedding_dropout", "attention_dropout", "residual_dropout", "initializer_range",
+    "scale_residual_init", "norm_eps", "max_positions", "rope_theta", "rope_scaling", "local_rope_theta", "windows"))
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """The model of existing weights: those of --init_from, or of the checkpoint that the run resumes from."""
+
+    config: ModelConfig
+    where: str  # the file that describes the model, for error messages
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Source of the weights of step 0."""
+
+    name: str  # an absolute path, or the name of a repository
+    folder: str  # the transformers folder, or the folder of the checkpoint
+    fingerprint: str  # SHA-256 of the manifest, or of config.json and the headers of the weights files
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A checkpoint of another run, with which a run began."""
+
+    run: str  # absolute path of the run folder; of a single checkpoint: of the folder that holds it
+    step: int
+    folder: str  # absolute path of the checkpoint
+    fingerprint: str  # SHA-256 of its manifest
+
+    def record(self) -> dict[str, Any]:
+        """Return the entry of run.json, of the manifest, and of the event "branch"."""
+        return asdict(self)
+
+
+def model_of_run(model: str, overrides: str | None, saved: SavedModel | None) -> ModelConfig:
+    """Return the model that --model selects; without --model, that of the existing weights. Raises ConfigError."""
+    if model or saved is None:
+        return load_model_config(model, overrides)
+    return model_config_from(saved.config.hf_config, saved.where, overrides)
+
+
+def check_same_parameters(saved: ModelConfig, run: ModelConfig, *, folder: Path, model: str,
+                          overrides: str | None) -> list[str]:
+    """Return one note for each setting that differs between the model of existing weights and that of the run.
+
+    Raises ConfigError if they have different parameters, or use them differently.
+
+    Args:
+        folder: holds the weights.
+        model, overrides: values of --model and --model_overrides.
+    """
+    notes = []
+    for field, value in vars(saved).items():
+        key, current = run.key(field), getattr(run, field)
+        if current == value or field in ("hf_config", "architecture"):
+            continue
+        if field not in _MAY_DIFFER or (field == "max_positions" and run.position == "learned"):
+            flag = f"--model {model}" if model and key not in (overrides or "") else "--model_overrides"
+            raise ConfigError(f"{flag}: {key}", found=current, expected=f"{value}, as in the weights of {folder}",
+                              remedy="leave --model out to use the model of the weights, and override only settings "
+                              "that fit the same weights")
+        notes.append(f"{key}: {current} in this run, {value} in the model of {folder}")
+    return notes
+
+
+def initialization_of(args: RunArguments) -> Initialization:
+    """Return the initialization that the flags describe."""
+    return Initialization(args.init_method, args.output_init_method, args.init_std, args.mup_base_width)
+
+
+def given_dropouts(flags: object) -> dict[str, Any]:
+    """Return the dropouts that the flags set, by their names in ModelConfig and ModelShape."""
+    return {name: getattr(flags, name) for name in DROPOUTS if getattr(flags, name) is not None}
+
+
+def with_dropout(model: ModelConfig, flags: object) -> ModelConfig:
+    """Return the model with the dropouts of the flags. Its `hf_config`, which exports write, is unchanged."""
+    return replace(model, **given_dropouts(flags))
+
+
+def check_initialization_flags(args: RunArguments) -> None:
+    """Raise ConfigError for flags of initial values without an effect, and for dropouts that are no probabilities."""
+    if args.init_std is not None and not {args.init_method, args.output_init_method} & {*METHODS_WITH_STD}:
+        raise ConfigError("--init_std", problem=f"{args.init_method} and {args.output_init_method} have standard "
+                          "deviations of their own", remedy=f"only {', '.join(METHODS_WITH_STD)} use this flag")
+    if args.init_from is not None:
+        reject_initial_values(args, f"the initial weights are those of --init_from {args.init_from}")
+    for name in DROPOUTS:
+        value = getattr(args, name)
+        if value is not None and not 0 <= value < 1:
+            raise ConfigError(f"--{name}", found=value, expected="a probability from 0 to below 1")
+
+
+def reject_initial_values(args: RunArguments, reason: str) -> None:
+    """Raise ConfigError if a flag selects the initial values of weights that are loaded instead."""
+    for name in ("init_method", "output_init_method", "init_std"):
+        if getattr(args, name) != getattr(RunArguments, name):
+            raise ConfigError(f"--{name}", problem=f"it has no effect: {reason}", remedy="leave the flag out")
+
+
+def undecayed_names(patterns: Sequence[str] | None, model: ModelConfig) -> frozenset[str]:
+    """Return the names of all parameters that at least one pattern matches.
+
+    Vectors (norms, biases) have no weight decay in any case.
+
+    Raises:
+        ConfigError: a pattern matches no parameter.
+    """
+    names = [rule.ours for rule in model.tensors()]
+    return frozenset(name for pattern in patterns or () for name in _matches(pattern, names))
+
+
+def _matches(pattern: str, names: Sequence[str]) -> list[str]:
+    if pattern == EMBEDDINGS:
+        return [name for name in names if is_embedding(name)]
+    matches = [name for name in names if fnmatchcase(name, pattern)]
+    if matches:
+        return matches
+    known = list(dict.fromkeys(re.sub(r"^\d+\.", "*.", name) for name in names))
+    remedy = f"the names are {EMBEDDINGS}, {', '.join(known)}, where * begins with the number of a layer"
+    if any(fnmatchcase(name, f"*{pattern}*") for name in names):
+        remedy = f'"*{pattern}*" matches'
+    raise ConfigError("--no_weight_decay", problem=f'"{pattern}" is the name of no parameter', remedy=remedy,
+                      word=pattern, known=[EMBEDDINGS, *known, *names])
