@@ -42,11 +42,12 @@ import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from safetensors.torch import load_file
 from pretrain.model.config import load_model_config
+from pretrain.model.hf_names import tensor_rules
 from pretrain.model.hf_weights import to_theirs
 checkpoint, folder = Path(sys.argv[1]), Path(sys.argv[2])
 read = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
 written, config = load_file(folder / "model.safetensors"), load_model_config(str(folder))
-expected = {name: tensor for rule in config.tensors()
+expected = {name: tensor for rule in tensor_rules(config)
             for name, tensor in zip(rule.theirs, to_theirs(rule, read[rule.ours], config), strict=True)}
 assert written.keys() == expected.keys(), written.keys() ^ expected.keys()
 assert all(torch.equal(written[name], expected[name]) for name in written)

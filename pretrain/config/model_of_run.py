@@ -88,7 +88,7 @@ def initialization_of(args: RunArguments) -> Initialization:
 
 
 def given_dropouts(flags: object) -> dict[str, Any]:
-    """Return the dropouts that the flags set, by their names in ModelConfig and ModelShape."""
+    """Return the dropouts that the flags set, by their names in ModelConfig."""
     return {name: getattr(flags, name) for name in DROPOUTS if getattr(flags, name) is not None}
 
 
@@ -125,7 +125,7 @@ def undecayed_names(patterns: Sequence[str] | None, model: ModelConfig) -> froze
     Raises:
         ConfigError: a pattern matches no parameter.
     """
-    names = [rule.ours for rule in model.tensors()]
+    names = [name for name, _ in model.named_parameters()]
     return frozenset(name for pattern in patterns or () for name in _matches(pattern, names))
 
 

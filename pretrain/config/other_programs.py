@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from pretrain.config.ds_json.schema import TREE, Key
-from pretrain.model.families.table import FAMILIES
+from pretrain.model.families import FAMILIES
 
 
 @cache

@@ -42,11 +42,11 @@ from pretrain.engine.patches.zero import forget_group_of_earlier_engine, keep_dt
 from pretrain.engine.recipe.add_recipe import add_recipe
 from pretrain.engine.update_passes import pass_over_gradients_in_c
 from pretrain.errors import ConfigError
-from pretrain.model.dtypes import check_dtype
 from pretrain.model.init import initialize_parameters
 from pretrain.model.init_methods import width_multiplier
+from pretrain.model.kernels.fused_loss import LossTerms
 from pretrain.model.layer_specs import as_module, as_pipeline, compile_blocks, gather_complete_blocks
-from pretrain.model.loss import LossTerms
+from pretrain.model.parameters import check_dtype
 
 
 @contextlib.contextmanager

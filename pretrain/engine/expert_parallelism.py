@@ -20,7 +20,7 @@ from torch import nn
 
 from pretrain.config.layout import Layout
 from pretrain.distributed.parallel_groups import ALONE, RankGroup
-from pretrain.model.parallel.parts import part_of
+from pretrain.model.parameters import part_of
 
 
 def create_expert_group(layout: Layout) -> RankGroup:

@@ -14,7 +14,7 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_group
 
 from pretrain.engine.expert_parallelism import expert_data_group
 from pretrain.engine.steps import tensor_parallel_size
-from pretrain.model.parallel.parts import part_of
+from pretrain.model.parameters import part_of
 
 _WORD_BYTES = 8  # of int64
 _CHUNK_WORDS = 2**20  # a tensor whose first byte is not aligned is copied in pieces of this size: 8 MiB

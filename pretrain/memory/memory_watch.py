@@ -20,7 +20,6 @@ from pretrain.distributed.process import is_out_of_memory, package_environment, 
 from pretrain.distributed.world import World
 from pretrain.errors import ConfigError
 from pretrain.memory.estimate.estimate_memory import MemoryEstimate, estimate_memory
-from pretrain.memory.estimate.model_shape import shape_of
 from pretrain.memory.footprint import DEFAULT_MARGIN, with_unit
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ class MemoryWatch:
     @property
     def predicted(self) -> MemoryEstimate:
         """Estimate for the rank that needs the most memory. Raises ConfigError if there is none for this model."""
-        return estimate_memory(shape_of(self.plan.model), self.plan.layout)
+        return estimate_memory(self.plan.model, self.plan.layout)
 
     @property
     def device_kind(self) -> str:
@@ -135,7 +134,7 @@ def plan_remarks(plan: "Plan", device: Device, *, warnings: Sequence[str] = (),
     """
     notes = [*(("note", note) for note in plan.notes), *(("warning", warning) for warning in warnings)]
     try:
-        estimate = estimate_memory(shape_of(plan.model), plan.layout)
+        estimate = estimate_memory(plan.model, plan.layout)
     except ConfigError as error:
         return [("memory", f"no prediction: {error}"), *notes]
     needed, ranks = estimate.needed_bytes, ranks_per_host or plan.layout.world_size

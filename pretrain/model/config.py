@@ -1,25 +1,22 @@
-"""Read a transformers config.json of any supported architecture into one dataclass.
+"""Read a transformers config.json of any supported architecture into a ModelConfig.
 
-families/ has a file for each family, with its keys and the names of its tensors. This file imports neither torch nor
-transformers, so that a run is validated in well under a second.
+families/ has the keys of each family. This file imports neither torch nor transformers, so that a run is validated in
+well under a second.
 """
 
 import copy
 import json
 import os
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from pretrain.errors import ConfigError, shorten
 from pretrain.hub import find_repository, is_repository, snapshot_in
 from pretrain.model.config_keys import check_model_keys, check_model_types, parse_overrides, read_config_json
-from pretrain.model.families.family import TensorRule
-from pretrain.model.families.read import listing
-from pretrain.model.families.table import FAMILIES
+from pretrain.model.description import ModelConfig
+from pretrain.model.families import FAMILIES
+from pretrain.model.families.family import listing
 
 PRESETS = Path(__file__).parent / "presets"
 # Upper limits, far beyond any model. They prevent lists or tables of absurd size.
@@ -28,131 +25,6 @@ _LARGEST = {"vocab_size": 2**24, "hidden_size": 2**20, "num_layers": 10**5, "num
 _LARGEST_TABLE = 2**24  # learned positions
 # Architectures with a similar name to one in FAMILIES. They are not taken for misspellings of it.
 _OTHER_ARCHITECTURES = ("gpt_neo", "llama4", "olmo", "olmo3", "qwen3_next", "gemma3n")
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """One decoder-only transformer. Sizes are numbers of elements, dropouts are probabilities."""
-
-    architecture: str  # model_type of the config.json, and family of the tensor names in an export
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    intermediate_size: int
-    max_positions: int  # tokens
-    norm: str  # "layernorm" (weight and bias) or "rmsnorm" (weight)
-    norm_eps: float
-    activation: str  # "gelu", "gelu_tanh", "silu", "relu" or "relu2" (relu, squared)
-    gated_mlp: bool  # activation(gate(x)) * up(x) instead of activation(up(x))
-    position: str  # "learned", "rope" or "alibi"
-    qkv_bias: bool
-    attention_out_bias: bool
-    mlp_bias: bool
-    tie_word_embeddings: bool
-    embedding_dropout: float
-    attention_dropout: float
-    residual_dropout: float
-    initializer_range: float  # standard deviation of the initial matrices
-    scale_residual_init: bool  # divide by sqrt(2 * num_layers) for projections into the residual stream
-    hf_config: dict[str, Any]  # the config.json with overrides applied
-    # norms
-    norm_bias: bool = True  # of a layernorm
-    norm_offset: float = 0.0  # the norm multiplies by weight + norm_offset; Gemma: 1
-    pre_norm: bool = True  # norms of the inputs of attention and MLP: norm1, norm2
-    post_norm: bool = False  # norms of the outputs of attention and MLP: post_norm1, post_norm2
-    shared_norm: bool = False  # with parallel_residual: norm1 is also the norm of the MLP's input
-    embedding_norm: bool = False  # norm of the embeddings (BLOOM)
-    qk_norm: str = ""  # norm of queries and keys: "" none; "head" over each head (Qwen3); "all" over all heads (OLMo-2)
-    # positions
-    rope_theta: float = 0.0
-    rotary_size: int = 0  # number of elements of a head that rotate, from the first; 0 without rope
-    rope_scaling: dict[str, Any] | None = None  # {"rope_type": "linear" | "dynamic" | "llama3" | "yarn", ...}
-    local_rope_theta: float = 0.0  # rope_theta, without scaling, of layers with a window; 0: as other layers (Gemma 3)
-    windows: tuple[int, ...] = ()  # per layer: number of latest tokens that a query sees, with its own; 0: all tokens
-    # residual stream, attention and logits
-    parallel_residual: bool = False  # x + attention(norm1(x)) + mlp(norm2(x))
-    attention_scale: float = 0.0  # factor of the attention scores; 0: 1 / sqrt(head_size)
-    attention_softcap: float = 0.0  # scores become cap * tanh(scores / cap); 0: no cap (Gemma 2)
-    logit_softcap: float = 0.0  # the same for the logits
-    embedding_scale: float = 1.0  # factor of the embeddings (Gemma: sqrt(hidden_size))
-    head_bias: bool = False
-    # mixture of experts
-    num_experts: int = 0  # of each block with experts; 0: no block has any
-    experts_per_token: int = 0
-    moe_intermediate_size: int = 0  # inner size of one expert
-    norm_topk_prob: bool = False  # divide the probabilities of a token's experts by their sum
-    shared_expert_size: int = 0  # inner size of the expert that computes every token; 0: none
-    shared_expert_gate: bool = False  # multiply the shared expert's output by sigmoid(gate(x))
-    dense_layers: frozenset[int] = frozenset()  # in a model with experts: indices of the blocks that have an MLP
-    router_aux_loss: float = 0.0  # coefficient of the load-balancing loss
-
-    def key(self, field: str) -> str:
-        """Return the config.json key of a field, such as `n_layer` for `num_layers` of gpt2."""
-        return FAMILIES[self.architecture].key_names.get(field, field)
-
-    def longest_sequence(self) -> int:
-        """Return the largest sequence length in tokens: max_positions, and no limit with the rope_type "dynamic"."""
-        dynamic = self.rope_scaling is not None and self.rope_scaling["rope_type"] == "dynamic"
-        return 2**31 - 1 if dynamic else self.max_positions
-
-    def window(self, index: int) -> int:
-        """Return the attention window of block `index` in tokens; 0: all tokens."""
-        return self.windows[index] if self.windows else 0
-
-    def has_experts(self, index: int) -> bool:
-        """Return whether block `index` has experts instead of an MLP."""
-        return self.num_experts > 0 and index not in self.dense_layers
-
-    def qk_norm_size(self, num_heads: int) -> int:
-        """Return the number of elements that a norm of queries or keys with `num_heads` heads covers."""
-        return self.head_size if self.qk_norm == "head" else num_heads * self.head_size
-
-    def tensors(self) -> list[TensorRule]:
-        """List all parameters with their shapes and their names in transformers, in the order of layer_specs.py."""
-        return list(FAMILIES[self.architecture].tensors(self))
-
-    def layer_tensors(self, index: int = 0) -> list[TensorRule]:
-        """List the parameters of block `index`, with the names of the first block."""
-        first = replace(self, num_layers=1, dense_layers=frozenset(() if self.has_experts(index) else (0,)))
-        others = {rule.theirs for rule in replace(first, num_layers=0).tensors()}
-        return [rule for rule in first.tensors() if rule.theirs not in others]
-
-    def layer_parameters(self, index: int = 0, *, active: bool = False) -> int:
-        """Return the number of parameters of block `index`; `active`: without the experts that a token does not use."""
-        return sum(self.active_elements(rule) if active else prod(rule.shape) for rule in self.layer_tensors(index))
-
-    def num_parameters(self, *, active: bool = False) -> int:
-        """Return the number of all parameters; `active`: without the experts that a token does not use.
-
-        A tied matrix counts once.
-        """
-        without_layers = sum(prod(rule.shape) for rule in replace(self, num_layers=0).tensors())
-        return without_layers + self.sum_over_layers(lambda index: self.layer_parameters(index, active=active))
-
-    def parameters_text(self) -> str:
-        """Return the number of parameters for a message, with that of active ones if there are experts."""
-        active = f" ({self.num_parameters(active=True):,} active)" if self.num_experts else ""
-        return f"{self.num_parameters():,} parameters{active}"
-
-    def sum_over_layers(self, count: Callable[[int], int]) -> int:
-        """Return the sum of `count(index)` over the blocks; called once for equal blocks."""
-        dense = next((index for index in range(self.num_layers) if not self.has_experts(index)), None)
-        sparse = next((index for index in range(self.num_layers) if self.has_experts(index)), None)
-        num_dense = self.num_layers - self.num_moe_layers()
-        return (0 if dense is None else num_dense * count(dense)) + \
-            (0 if sparse is None else self.num_moe_layers() * count(sparse))
-
-    def num_moe_layers(self) -> int:
-        """Return the number of blocks with experts."""
-        return sum(self.has_experts(index) for index in range(self.num_layers)) if self.num_experts else 0
-
-    def active_elements(self, rule: TensorRule) -> int:
-        """Return the elements of a parameter that process a token: those of experts_per_token experts."""
-        size = prod(rule.shape)
-        return size * self.experts_per_token // self.num_experts if len(rule.shape) == 3 else size
 
 
 def preset_names() -> list[str]:
@@ -227,8 +99,9 @@ def model_config_from(values: dict[str, Any], where: str, overrides: str | None 
     check_model_keys(values, architecture, "--model_overrides" if changed else where)
     check_model_types(values, architecture, where)
     complete = {**FAMILIES[architecture].keys, **values}
-    config = ModelConfig(architecture=architecture, hf_config=copy.deepcopy(values),
-                         **FAMILIES[architecture].read(complete, where))
+    family = FAMILIES[architecture]
+    config = ModelConfig(architecture=architecture, hf_config=copy.deepcopy(values), key_names=family.key_names,
+                         **family.read(complete, where))
     _check_sizes(config, where)
     return config
 

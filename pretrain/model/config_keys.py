@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.errors import ConfigError, shorten
-from pretrain.model.families.rope_keys import PREFERABLY_NESTED
-from pretrain.model.families.table import FAMILIES
+from pretrain.model.families import FAMILIES
+from pretrain.model.families.position_keys import PREFERABLY_NESTED
 from pretrain.stored_json import parse_json
 
 # Types of the keys whose default in a family is None. In this family, they may be null.

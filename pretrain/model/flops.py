@@ -1,6 +1,6 @@
 """FLOPs of a model's layers, forward and backward: for MFU, and for partitioning pipelines by work."""
 
-from pretrain.model.config import ModelConfig
+from pretrain.model.description import Layer, ModelConfig
 
 
 def flops_per_token(config: ModelConfig, seq_length: int) -> float:
@@ -11,9 +11,7 @@ def flops_per_token(config: ModelConfig, seq_length: int) -> float:
     Formula: PaLM (arXiv 2204.02311), appendix B, with attention over the full sequence, or over the window of a layer.
     With --document_attention it is the same, so that the FLOPs of a step do not depend on its documents.
     """
-    keys = sum(keys_per_query(config.window(index), seq_length) for index in range(config.num_layers))
-    parameters = config.sum_over_layers(lambda index: config.layer_parameters(index, active=True))
-    return 6.0 * parameters + 12.0 * config.num_heads * config.head_size * keys + head_flops_per_token(config)
+    return float(sum(layer_flops_per_token(config, layer, seq_length) for layer in config.layers()))
 
 
 def exact_flops_per_token(config: ModelConfig, seq_length: int) -> float:
@@ -24,14 +22,11 @@ def exact_flops_per_token(config: ModelConfig, seq_length: int) -> float:
     query sees. Recomputation is not counted. With --document_attention the documents are not regarded: the number is
     then an upper limit.
     """
-    matrices = config.sum_over_layers(lambda index: _matrix_elements(config, index))
-    keys = sum(mean_keys_seen(config.window(index), seq_length) for index in range(config.num_layers))
-    return 6.0 * matrices + 12.0 * config.num_heads * config.head_size * keys + head_flops_per_token(config)
-
-
-def _matrix_elements(config: ModelConfig, index: int) -> int:
-    """Return the elements of the matrices of block `index` that process a token."""
-    return sum(config.active_elements(rule) for rule in config.layer_tensors(index) if len(rule.shape) > 1)
+    blocks = config.blocks()
+    matrices = sum(each.active_size for layer in blocks for each in layer.parameters if each.is_matrix)
+    keys = sum(mean_keys_seen(layer.window, seq_length) for layer in blocks)
+    return 6.0 * matrices + 12.0 * config.num_heads * config.head_size * keys + \
+        6.0 * config.vocab_size * config.hidden_size
 
 
 def mean_keys_seen(window: int, seq_length: int) -> float:
@@ -45,15 +40,14 @@ def keys_per_query(window: int, seq_length: int) -> int:
     return min(window or seq_length, seq_length)
 
 
-def block_flops_per_token(config: ModelConfig, seq_length: int, index: int) -> float:
-    """Return the part of flops_per_token in block `index`: its matrix products and its attention."""
-    attention = 12.0 * config.num_heads * config.head_size * keys_per_query(config.window(index), seq_length)
-    return 6.0 * config.layer_parameters(index, active=True) + attention
-
-
-def head_flops_per_token(config: ModelConfig) -> float:
-    """Return the part of flops_per_token in the output layer, tied or not."""
-    return 6.0 * config.vocab_size * config.hidden_size
+def layer_flops_per_token(config: ModelConfig, layer: Layer, seq_length: int) -> int:
+    """Return the part of flops_per_token in a layer; 0 for embeddings, and norms outside of blocks."""
+    if layer.kind == "head":
+        return 6 * config.vocab_size * config.hidden_size
+    if layer.kind != "block":
+        return 0
+    keys = keys_per_query(layer.window, seq_length)
+    return 6 * layer.active_size + 12 * config.num_heads * config.head_size * keys
 
 
 def head_work_for_partition(head: int, blocks: int, num_layers: int, num_stages: int) -> int:

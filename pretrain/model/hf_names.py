@@ -1,16 +1,91 @@
-"""Names of transformers' tensors: in a model's state_dict, in weights files, and without the family's prefix."""
+"""Names of transformers' tensors: for each parameter, in a model's state_dict, in weights files, without the prefix.
+
+Imports no torch, so that the names and shapes in a weights file can be checked before torch is imported.
+"""
 
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 
-from pretrain.model.config import ModelConfig
-from pretrain.model.families.table import FAMILIES
+from pretrain.model.description import ModelConfig, Parameter
+from pretrain.model.families import FAMILIES
+from pretrain.model.families.family import Names
 
 HEAD = "lm_head.weight"
 # buffers that older versions of transformers saved with the weights
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
 # a matrix of one expert in weights files
 _EXPERT = re.compile(r"(.+\.experts)\.\d+\.(w1|w2|w3|gate_proj|up_proj|down_proj)\.weight")
+
+
+@dataclass(frozen=True)
+class TensorRule:
+    """One parameter of this project's model, and the tensors of transformers that hold the same numbers.
+
+    To convert from transformers: concatenate the rows of `theirs`, transpose if `transposed`, then reorder the rows as
+    `row_order` says. hf_weights.py does this in both directions.
+    """
+
+    ours: str  # as named by layer_specs.py
+    shape: tuple[int, ...]  # of our parameter
+    theirs: tuple[str, ...]
+    their_rows: tuple[int, ...] = ()  # rows of each of `theirs`, if there is more than one
+    transposed: bool = False  # theirs is [in, out]
+    row_order: str = ""  # of families/family.py, Names.qkv_row_order
+
+    @property
+    def is_stacked(self) -> bool:
+        """True if the parameter stacks the matrices of all experts. Each of them is one of `theirs`."""
+        return len(self.shape) == 3
+
+    def their_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Return the shape of each tensor in `theirs`."""
+        if self.transposed:
+            return ((self.shape[1], self.shape[0]),)
+        if self.is_stacked:
+            return (self.shape[1:],) * self.shape[0]
+        if len(self.theirs) == 1:
+            return (self.shape,)
+        return tuple((rows, *self.shape[1:]) for rows in self.their_rows)
+
+
+def tensor_rules(config: ModelConfig) -> list[TensorRule]:
+    """List the rules of all parameters, in the order of layer_specs.py, without a tied head."""
+    names, rules, block = FAMILIES[config.architecture].names, [], 0
+    by_layer = {"embedding": names.embedding, "positions": names.positions, "EmbeddingNorm": names.embedding_norm,
+                "FinalNorm": names.final_norm}
+    full_names = config.named_parameters()
+    for layer in config.layers():
+        if layer.kind == "head" and layer.tied:
+            continue
+        for parameter in layer.parameters:
+            ours, _ = next(full_names)
+            if layer.kind == "block":
+                rules.append(_block_rule(ours, parameter, names, f"{names.prefix}{names.blocks}.{block}"))
+                continue
+            module = by_layer.get(layer.kind) or by_layer.get(layer.class_name)
+            theirs = f"{names.prefix}{module}" if module else "lm_head"
+            rules.append(TensorRule(ours, parameter.shape, (f"{theirs}.{_kind(parameter)}",)))
+        block += layer.kind == "block"
+    return rules
+
+
+def _block_rule(ours: str, parameter: Parameter, names: Names, block: str) -> TensorRule:
+    """Return the rule of a parameter of a block. `block`: their name of the block."""
+    module, kind = parameter.name.removesuffix(".weight").removesuffix(".bias"), _kind(parameter)
+    found = names.block[module]
+    if parameter.is_expert:
+        experts, rows, _ = parameter.shape
+        theirs = tuple(f"{block}.{str(found).replace('*', str(expert))}.weight" for expert in range(experts))
+        return TensorRule(ours, parameter.shape, theirs, their_rows=(rows,) * experts)
+    theirs = tuple(f"{block}.{name}.{kind}" for name in ((found,) if isinstance(found, str) else found))
+    return TensorRule(ours, parameter.shape, theirs, their_rows=parameter.segments if len(theirs) > 1 else (),
+                      transposed=names.transposed and parameter.is_matrix,
+                      row_order=names.qkv_row_order if module == "attention.qkv" else "")
+
+
+def _kind(parameter: Parameter) -> str:
+    return "bias" if parameter.name.endswith(".bias") else "weight"
 
 
 def is_buffer(name: str) -> bool:
@@ -23,7 +98,7 @@ def names_in_model(names: Iterable[str], config: ModelConfig) -> dict[str, str]:
 
     If no name has the family's prefix, the files are those of the base model, which has no prefix.
     """
-    family = FAMILIES[config.architecture]
+    family = FAMILIES[config.architecture].names
     names = list(names)
     prefixed = any(name.startswith(family.prefix) for name in names)
     result = {}
@@ -39,7 +114,7 @@ def names_in_model(names: Iterable[str], config: ModelConfig) -> dict[str, str]:
 
 def name_in_files(name: str, config: ModelConfig) -> str:
     """Return the name that transformers gives a tensor of a model in weights files."""
-    head = FAMILIES[config.architecture].head_in_files
+    head = FAMILIES[config.architecture].names.head_in_files
     return f"{head}." + name.removeprefix("lm_head.") if head and name.startswith("lm_head.") else name
 
 

@@ -5,10 +5,8 @@ from dataclasses import replace
 
 import torch
 
-from pretrain.model.config import ModelConfig
-from pretrain.model.families.family import TensorRule
-from pretrain.model.families.table import FAMILIES
-from pretrain.model.hf_names import HEAD, name_in_module, stacked_in_module
+from pretrain.model.description import ModelConfig
+from pretrain.model.hf_names import HEAD, TensorRule, name_in_module, stacked_in_module, tensor_rules
 
 State = dict[str, torch.Tensor]
 
@@ -81,7 +79,7 @@ def to_transformers(state: Mapping[str, torch.Tensor], config: ModelConfig) -> S
     Args:
         state: all tensors under the names of `as_module`. Dtypes are kept. The result may share these tensors.
     """
-    rules = config.tensors()
+    rules = tensor_rules(config)
     differing = state.keys() ^ {rule.ours for rule in rules}
     assert not differing, f"missing in the state, or not in this model: {sorted(differing)}"
     result: State = {}
@@ -93,14 +91,14 @@ def to_transformers(state: Mapping[str, torch.Tensor], config: ModelConfig) -> S
             continue
         result.update(zip(map(name_in_module, rule.theirs), to_theirs(rule, state[rule.ours], config), strict=True))
     if config.tie_word_embeddings:
-        result[HEAD] = result[FAMILIES[config.architecture].embedding]
+        result[HEAD] = result[rules[0].theirs[0]]
     return result
 
 
 def from_transformers(state: Mapping[str, torch.Tensor], config: ModelConfig) -> State:
     """Return the state_dict of our module for that of a transformers model: the inverse of `to_transformers`."""
     result: State = {}
-    for rule in config.tensors():
+    for rule in tensor_rules(config):
         if rule.is_stacked:
             name, is_second = stacked_in_module(rule.theirs[0])
             first = rule.shape[1] if is_second else 0

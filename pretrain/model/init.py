@@ -8,7 +8,7 @@ from torch import nn
 
 from pretrain.model.config import ModelConfig
 from pretrain.model.init_methods import Initialization, initial_std, is_uniform
-from pretrain.model.parallel.parts import part_of
+from pretrain.model.parameters import part_of
 
 FROM_CONFIG = Initialization()
 

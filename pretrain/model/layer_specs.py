@@ -18,14 +18,23 @@ from deepspeed.utils import logger, set_z3_leaf_modules
 from torch import nn
 
 from pretrain.distributed.parallel_groups import NO_GROUPS, ParallelGroups
-from pretrain.model.config import ModelConfig
+from pretrain.model.description import Layer as Described
+from pretrain.model.description import ModelConfig
 from pretrain.model.kernels.documents import Documents
 from pretrain.model.kernels.fused_loss import carry
 from pretrain.model.layers.block import Block
 from pretrain.model.layers.norm import EmbeddingNorm, FinalNorm
 from pretrain.model.layers.rope import Rope
-from pretrain.model.layers.vocabulary import Head, LossHead, PositionEmbedding, TokenEmbedding
-from pretrain.model.loss import CROSS_ENTROPY, Labels, LossTerms, TrainingLoss
+from pretrain.model.layers.vocabulary import (
+    CROSS_ENTROPY,
+    Head,
+    Labels,
+    LossHead,
+    LossTerms,
+    PositionEmbedding,
+    TokenEmbedding,
+    TrainingLoss,
+)
 from pretrain.model.parallel.sequence_shards import sum_of_shards
 from pretrain.model.parallel.shared_tensors import own_shard
 from pretrain.model.partition import layer_costs, stage_bounds
@@ -43,12 +52,6 @@ def _tied_loss_head(embedding: TokenEmbedding, x_BTD: torch.Tensor, labels: Labe
     return carry(x_BTD, embedding.embedding) if labels is None else embedding(x_BTD, labels)
 
 
-def _tied_spec(config: ModelConfig, loss: TrainingLoss | None, groups: ParallelGroups,
-               forward_fn: Callable[..., torch.Tensor] | None = None) -> TiedLayerSpec:
-    return TiedLayerSpec("embed", TokenEmbedding, config, loss, groups, tied_weight_attr="embedding",
-                         forward_fn=forward_fn)
-
-
 def _ropes(config: ModelConfig) -> list[Rope | None]:
     """Return the rotary positions of each block: one object for all blocks, or one more for those with a window."""
     if config.position != "rope":
@@ -63,7 +66,7 @@ def _ropes(config: ModelConfig) -> list[Rope | None]:
 def build_specs(config: ModelConfig, *, ends_in_loss: bool = False, plain_operators: bool = False,
                 loss: TrainingLoss | None = None, recompute: Recompute = _KEEP_ALL,
                 groups: ParallelGroups = NO_GROUPS) -> list[LayerSpec]:
-    """List the specs: embedding, its norm and learned positions if any, blocks, final norm, head.
+    """List the specs of the described layers (ModelConfig.layers).
 
     Each layer takes one tensor; PositionEmbedding and Block also take the documents by name, if there are any.
 
@@ -74,22 +77,34 @@ def build_specs(config: ModelConfig, *, ends_in_loss: bool = False, plain_operat
         loss: the loss that the head computes; None: the cross-entropy.
         groups: the ranks that share matrices, sequences and experts.
     """
-    tied = config.tie_word_embeddings
-    specs = [_tied_spec(config, loss, groups) if tied else LayerSpec(TokenEmbedding, config, groups=groups)]
-    if config.embedding_norm:  # a layer of its own, because all stages of a pipeline build the tied embedding
-        specs.append(LayerSpec(EmbeddingNorm, config, plain_operators=plain_operators, groups=groups))
-    if config.position == "learned":
-        specs.append(LayerSpec(PositionEmbedding, config, groups))
-    specs += [LayerSpec(Block, config, rope, index=index, plain_operators=plain_operators,
-                        recompute=recompute.part_of(index), mlp_tiles=recompute.mlp_tiles, groups=groups)
-              for index, rope in enumerate(_ropes(config))]
-    specs.append(LayerSpec(FinalNorm, config, plain_operators=plain_operators, groups=groups))
-    # with a forward_fn, because a layer that is a module would be written to the checkpoint a second time
-    if tied:
-        specs.append(_tied_spec(config, loss, groups, forward_fn=_tied_loss_head if ends_in_loss else _tied_head))
-    else:
-        specs.append(LayerSpec(LossHead if ends_in_loss else Head, config, loss, groups))
+    settings: dict[str, Any] = {"plain_operators": plain_operators, "groups": groups}
+    specs: list[LayerSpec] = []
+    blocks = iter(enumerate(_ropes(config)))
+    for layer in config.layers():
+        if layer.kind in ("embedding", "head"):
+            specs.append(_vocabulary_spec(config, layer, loss, groups, ends_in_loss=ends_in_loss))
+        elif layer.kind == "positions":
+            specs.append(LayerSpec(PositionEmbedding, config, layer, groups))
+        elif layer.kind == "norm":
+            specs.append(LayerSpec({"EmbeddingNorm": EmbeddingNorm, "FinalNorm": FinalNorm}[layer.class_name],
+                                   config, layer, **settings))
+        else:
+            index, rope = next(blocks)
+            specs.append(LayerSpec(Block, config, layer, rope, index=index, recompute=recompute.part_of(index),
+                                   mlp_tiles=recompute.mlp_tiles, **settings))
     return specs
+
+
+def _vocabulary_spec(config: ModelConfig, layer: Described, loss: TrainingLoss | None, groups: ParallelGroups, *,
+                     ends_in_loss: bool) -> LayerSpec:
+    """Return the spec of the token embedding, or of the head."""
+    if not layer.tied:
+        classes = {"embedding": TokenEmbedding, "head": LossHead if ends_in_loss else Head}
+        return LayerSpec(classes[layer.kind], config, layer, loss, groups)
+    # with a forward_fn, because a layer that is a module would be written to the checkpoint a second time
+    of_head = _tied_loss_head if ends_in_loss else _tied_head
+    return TiedLayerSpec("embed", TokenEmbedding, config, layer, loss, groups, tied_weight_attr="embedding",
+                         forward_fn=of_head if layer.kind == "head" else None)
 
 
 class PipelineLM(PipelineModule):

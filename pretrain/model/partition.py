@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from math import prod
 
 from pretrain.errors import ConfigError
-from pretrain.model.config import ModelConfig
-from pretrain.model.flops import block_flops_per_token, head_flops_per_token, head_work_for_partition
+from pretrain.model.description import ModelConfig
+from pretrain.model.flops import head_work_for_partition, layer_flops_per_token
 
 BY_FLOPS, BY_PARAMETERS, UNIFORM, BY_TIME, BY_TYPE = "flops", "parameters", "uniform", "time", "type:"
 METHODS = f'"{BY_FLOPS}", "{BY_PARAMETERS}", "{BY_TIME}", "{UNIFORM}" or "{BY_TYPE}REGEX"'
@@ -34,22 +33,11 @@ class LayerCost:
 
 
 def layer_costs(config: ModelConfig, seq_length: int) -> tuple[LayerCost, ...]:
-    """Return the costs of all layers in the order of `build_specs`. Sequences have `seq_length` tokens."""
-    tied = config.tie_word_embeddings
-    kinds = [(config.window(index), config.has_experts(index)) for index in range(config.num_layers)]
-    by_kind = {kind: int(block_flops_per_token(config, seq_length, kinds.index(kind))) for kind in set(kinds)}
-    names, work = ["TokenEmbedding"], [0]
-    names += ["EmbeddingNorm"] * config.embedding_norm + ["PositionEmbedding"] * (config.position == "learned")
-    names += ["Block"] * config.num_layers + ["FinalNorm", "TokenEmbedding" if tied else "LossHead"]
-    blocks = iter(kinds)
-    work = [by_kind[next(blocks)] if name == "Block" else 0 for name in names]
-    work[-1] = int(head_flops_per_token(config))
-    sizes = [0] * len(names)
-    for rule in config.tensors():
-        first, _, _ = rule.ours.partition(".")
-        for index in (0, len(names) - 1) if first == "tied_modules" else (int(first),):
-            sizes[index] += prod(rule.shape)
-    return tuple(map(LayerCost, names, sizes, work))
+    """Return the costs of all layers. Sequences have `seq_length` tokens."""
+    layers = config.layers()
+    costs = {layer: LayerCost(layer.class_name, layer.size, layer_flops_per_token(config, layer, seq_length))
+             for layer in dict.fromkeys(layers)}
+    return tuple(costs[layer] for layer in layers)
 
 
 def stage_bounds(layers: Sequence[LayerCost], *, num_stages: int, method: str,

@@ -19,7 +19,7 @@ from pretrain.checkpoint.load.boxes import boxes_of, copy_part
 from pretrain.checkpoint.load.reader import FP32, CheckpointReader
 from pretrain.distributed.parallel_groups import RankGroup
 from pretrain.errors import ConfigError
-from pretrain.model.parallel.parts import Part, split_segments
+from pretrain.model.parameters import Part, split_segments
 
 MOMENT = "exp_avg"
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pretrain.model.layers.moe.router_losses import STATISTICS
+from pretrain.model.layers.moe import STATISTICS
 from tests.support.cases import CPU, case, config, flags
 from tests.support.launch import ROOT, run_worker
 

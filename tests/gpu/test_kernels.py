@@ -7,9 +7,8 @@ from pretrain.model.kernels.documents import Documents
 from pretrain.model.kernels.flex_attention import flex_causal_attention, why_not_flex
 from pretrain.model.kernels.fused_loss import CROSS_ENTROPY, LossTerms, fused_linear_cross_entropy
 from pretrain.model.kernels.torch_attention import alibi_slopes, torch_causal_attention
-from pretrain.model.layers.moe.experts import Experts
-from pretrain.model.layers.moe.grouped import can_group
-from tests.model.test_experts import filled, reference, small
+from pretrain.model.layers.experts import can_group
+from tests.model.test_experts import experts_of, filled, reference, small
 from tests.support.tensors import relative_error
 
 
@@ -62,7 +61,7 @@ def test_grouped_experts_wait_for_nothing_and_are_precise():
     """Eight experts, of which one has no rows."""
     rows_E = torch.tensor([300, 0, 17, 1, 512, 64, 5, 125], device="cuda")
     config = small(num_experts=8, hidden_size=256, moe_intermediate_size=384)
-    experts = filled(Experts(config), torch.float32).cuda()
+    experts = filled(experts_of(config), torch.float32).cuda()
     generator = torch.Generator("cuda").manual_seed(0)
     x_RD, grad_RD = (torch.randn(1024, 256, generator=generator, device="cuda") for _ in range(2))
     results = []

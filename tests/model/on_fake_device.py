@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from pretrain.model.config import ModelConfig, load_model_config
+from pretrain.model.kernels.fused_loss import LossTerms
 from pretrain.model.layer_specs import as_module
-from pretrain.model.loss import LossTerms
 from pretrain.model.recompute import Recompute
 from tests.support.model_shapes import SHAPES, write_config
 

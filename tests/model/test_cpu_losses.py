@@ -7,7 +7,7 @@ from pretrain.model.kernels import fused_loss
 from pretrain.model.kernels.cpu import library
 from pretrain.model.kernels.cpu.c_functions import cross_entropy_
 from pretrain.model.kernels.fused_loss import LossTerms
-from pretrain.model.loss import linear_cross_entropy
+from tests.support.reference_loss import linear_cross_entropy
 from tests.support.tensors import relative_error
 
 pytestmark = pytest.mark.skipif(library._library() is None, reason="no C compiler")

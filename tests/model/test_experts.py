@@ -1,17 +1,17 @@
 """Experts: every way to compute them equals a plain loop, forward and backward; dropping of tokens; routers' losses."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch.nn.functional import linear, silu
 
 from pretrain.model.config import ModelConfig, model_config_from
-from pretrain.model.layers.moe import experts as experts_module
-from pretrain.model.layers.moe.experts import Experts
-from pretrain.model.layers.moe.grouped import to_slots
-from pretrain.model.layers.moe.layer import MoE, train_routers
-from pretrain.model.layers.moe.routing import expert_capacity, plan_dispatch, route
+from pretrain.model.description import inside
+from pretrain.model.layers import experts as experts_module
+from pretrain.model.layers.experts import Experts, to_slots
+from pretrain.model.layers.moe import MoE, expert_capacity, plan_dispatch, route, train_routers
 from tests.support.model_shapes import SHAPES
 
 ROWS = torch.tensor([3, 0, 7, 1, 0, 5])  # of each expert
@@ -20,6 +20,14 @@ WAYS = ("one_by_one", "plain", "grouped", "slots")
 
 def small(**changes: object) -> ModelConfig:
     return replace(model_config_from(SHAPES["qwen3_moe"], "test"), num_layers=1, **changes)
+
+
+def experts_of(config: ModelConfig, **settings: Any) -> Experts:
+    return Experts(config, inside(config.blocks()[0].by_name(), "mlp.experts"), **settings)
+
+
+def moe_of(config: ModelConfig) -> MoE:
+    return MoE(config, inside(config.blocks()[0].by_name(), "mlp"))
 
 
 def filled(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
@@ -49,7 +57,7 @@ def reference(experts: Experts, x_RD: torch.Tensor, rows_E: torch.Tensor = ROWS)
 def test_each_way_to_compute_experts_equals_a_loop(way: str, dtype: torch.dtype) -> None:
     if way == "grouped" and experts_module.can_group.__globals__["_grouped_mm"] is None:
         pytest.skip("this torch has no grouped product")
-    experts = filled(Experts(small(), plain_operators=way == "plain"), dtype)
+    experts = filled(experts_of(small(), plain_operators=way == "plain"), dtype)
     x_RD = torch.randn(int(ROWS.sum()), 48, dtype=dtype, requires_grad=True)
     grad_RD = torch.randn(x_RD.shape, dtype=dtype)
     inputs = (x_RD, *experts.parameters())
@@ -64,7 +72,7 @@ def test_each_way_to_compute_experts_equals_a_loop(way: str, dtype: torch.dtype)
 
 
 def test_experts_without_rows_have_gradients_of_zero() -> None:
-    experts = filled(Experts(small()), torch.float32)
+    experts = filled(experts_of(small()), torch.float32)
     out = experts(torch.zeros(0, 48, requires_grad=True), torch.zeros(6, dtype=torch.int64))
     out.sum().backward()
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in experts.parameters())
@@ -81,7 +89,7 @@ def test_a_full_expert_keeps_its_most_probable_tokens_and_the_earlier_of_two() -
 
 
 def test_dropped_tokens_get_nothing_and_others_what_they_get_without_a_capacity() -> None:
-    layer = filled(MoE(small(), 0), torch.float32)
+    layer = filled(moe_of(small()), torch.float32)
     x_BTD = torch.randn(2, 16, 48, requires_grad=True)
     with torch.no_grad():
         complete = layer(x_BTD)
@@ -111,7 +119,7 @@ def test_dropped_tokens_get_nothing_and_others_what_they_get_without_a_capacity(
 
 
 def test_statistics_are_recorded_once_for_each_backward_pass() -> None:
-    layer = filled(MoE(small(), 0), torch.float32)
+    layer = filled(moe_of(small()), torch.float32)
     losses = train_routers(layer, small(), load_balancing=0.1, z_loss=0.0, capacity_factor=0.5)
     assert losses is not None
     x_BTD = torch.randn(2, 16, 48, requires_grad=True)

@@ -10,8 +10,8 @@ from huggingface_hub.errors import StrictDataclassError
 
 from pretrain.errors import ConfigError
 from pretrain.model.config import PRESETS, model_config_from, preset_names
-from pretrain.model.families.rope_keys import PREFERABLY_NESTED
-from pretrain.model.families.table import FAMILIES
+from pretrain.model.families import FAMILIES
+from pretrain.model.families.position_keys import PREFERABLY_NESTED
 from tests.support.model_shapes import SHAPES
 
 logging.getLogger("transformers").setLevel(logging.ERROR)

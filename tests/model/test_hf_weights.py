@@ -11,7 +11,7 @@ import transformers
 from torch.nn.functional import cross_entropy
 
 from pretrain.model.config import load_model_config
-from pretrain.model.families.table import FAMILIES
+from pretrain.model.hf_names import tensor_rules
 from pretrain.model.hf_weights import from_transformers, to_transformers
 from pretrain.model.layer_specs import as_module
 from tests.support.model_shapes import SHAPES, write_config
@@ -103,7 +103,7 @@ def test_loss_and_gradients_equal_those_of_transformers(name, both_models):
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     gradients = {key: parameter.grad for key, parameter in theirs.named_parameters()}
     if config.tie_word_embeddings:
-        gradients["lm_head.weight"] = gradients[FAMILIES[config.architecture].embedding]
+        gradients["lm_head.weight"] = gradients[tensor_rules(config)[0].theirs[0]]
     for key, value in from_transformers(gradients, config).items():
         torch.testing.assert_close(ours.get_parameter(key).grad, value, atol=2e-6, rtol=1e-4)
 

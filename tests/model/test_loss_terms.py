@@ -6,10 +6,11 @@ import torch.nn.functional as F  # noqa: N812 (torch's own name)
 
 from pretrain.model.config import load_model_config
 from pretrain.model.init import initialize_parameters
-from pretrain.model.kernels.fused_loss import carry
+from pretrain.model.kernels.fused_loss import LossTerms, carry
 from pretrain.model.layer_specs import as_module
-from pretrain.model.loss import LossTerms, TrainingLoss, linear_cross_entropy
+from pretrain.model.layers.vocabulary import TrainingLoss
 from tests.model.test_operators import HEADS, loss_inputs, plain_logits, small_chunks
+from tests.support.reference_loss import linear_cross_entropy
 from tests.support.tensors import relative_error, saved_by
 
 __all__ = ["small_chunks"]  # a fixture

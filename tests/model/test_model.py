@@ -9,10 +9,10 @@ import torch
 from pretrain.config.model_of_run import DROPOUTS
 from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig, load_model_config
-from pretrain.model.dtypes import check_dtype
 from pretrain.model.init import initial_value, initialize_parameters
 from pretrain.model.layer_specs import CausalLM, as_module
 from pretrain.model.layers.rope import Rope, inverse_frequencies
+from pretrain.model.parameters import check_dtype
 from tests.support.model_shapes import SHAPES, write_config
 from tests.support.reference_loss import token_weighted_cross_entropy
 
@@ -75,7 +75,7 @@ def test_attention_is_causal(name, tmp_path):
 def test_the_config_lists_the_parameters_of_the_module(name, tmp_path):
     config, module = build(name, tmp_path)
     shapes = [(key, tuple(parameter.shape)) for key, parameter in module.named_parameters()]
-    assert [(rule.ours, rule.shape) for rule in config.tensors()] == shapes
+    assert [(name, parameter.shape) for name, parameter in config.named_parameters()] == shapes
     assert config.num_parameters() == sum(math.prod(shape) for _, shape in shapes)
 
 

@@ -14,10 +14,9 @@ from pretrain.model.kernels import activation, cpu_attention, fused_loss
 from pretrain.model.kernels.activation import activate, activated_linear
 from pretrain.model.kernels.cpu import library
 from pretrain.model.layer_specs import as_module, compile_blocks
-from pretrain.model.loss import linear_cross_entropy
 from pretrain.model.recompute import Recompute
 from tests.support.model_shapes import SHAPES, write_config
-from tests.support.reference_loss import token_weighted_cross_entropy
+from tests.support.reference_loss import linear_cross_entropy, token_weighted_cross_entropy
 from tests.support.tensors import relative_error, saved_by
 
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from pretrain.memory.estimate.layer_activations import block_backward, block_saved
-from pretrain.memory.estimate.model_shape import shape_of
 from pretrain.memory.estimate.rank_parameters import MicroBatch
 from pretrain.model.config import ModelConfig, model_config_from
 from pretrain.model.init import initialize_parameters
@@ -58,9 +57,9 @@ def test_one_hook_sees_the_gradient_of_all_tiles() -> None:
 
 def _measured(config: ModelConfig, tiles: int, batch: int, length: int) -> tuple[int, int, int, int]:
     """Return the kept bytes and the peak of the backward pass of a block, each measured and estimated, in fp32."""
-    block = Block(config, Rope(config) if config.position == "rope" else None, mlp_tiles=tiles)
+    block = Block(config, config.blocks()[0], Rope(config) if config.position == "rope" else None, mlp_tiles=tiles)
     kept, peak = measure_block(block, torch.randn(batch, length, config.hidden_size, requires_grad=True))
-    shape = shape_of(config)
+    shape = config
     micro_batch = MicroBatch(batch * length, length, 4, cuda=False, mlp_tiles=tiles)
     saved = block_saved(shape, micro_batch, window=config.window(0))
     expected = saved + block_backward(shape, micro_batch, config.window(0)) + block.mlp.down.weight.nbytes

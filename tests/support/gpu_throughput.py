@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from pretrain.config.layout import Layout
-from pretrain.memory.estimate.model_shape import ModelShape, shape_of
 from pretrain.memory.hardware import Cluster, make_cluster
 from pretrain.memory.step_time.time_model import StepTime, estimate_step_time, model_flops_per_token
 from pretrain.memory.step_time.time_parameters import DEFAULT_PARAMETERS, TimeParameters
 from pretrain.memory.step_time.traffic import rank_parameters, step_traffic
 from pretrain.model.config import model_config_from
+from pretrain.model.description import ModelConfig
 from tests.support.launch import ROOT
 
 # model -> width, layers, heads (scripts/train/yamls/pretrain of the same repository); vocabulary 50,368, MLP 4 x width
@@ -64,14 +64,14 @@ def read_measurements() -> list[Measurement]:
 
 
 @cache
-def gpt2_shape(width: int, layers: int, heads: int, vocab_size: int, seq_length: int) -> ModelShape:
+def gpt2_shape(width: int, layers: int, heads: int, vocab_size: int, seq_length: int) -> ModelConfig:
     """Return the shape of a GPT-2 of this size, without dropout."""
-    return shape_of(model_config_from({
+    return model_config_from({
         "model_type": "gpt2", "vocab_size": vocab_size, "n_positions": seq_length, "n_embd": width, "n_layer": layers,
-        "n_head": heads, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}, "gpt2"))
+        "n_head": heads, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}, "gpt2")
 
 
-def shape_of_model(model: str, seq_length: int) -> ModelShape:
+def shape_of_model(model: str, seq_length: int) -> ModelConfig:
     """Return the shape of one of MODELS: that of a GPT-2 with other sizes."""
     return gpt2_shape(*MODELS[model], 50368, seq_length)
 
@@ -83,7 +83,7 @@ def predict(row: Measurement, parameters: TimeParameters = TABLE_PARAMETERS) -> 
                              parameters)
 
 
-def predict_step_time(layout: Layout, cluster: Cluster, shape: ModelShape, num_parameters: int,
+def predict_step_time(layout: Layout, cluster: Cluster, shape: ModelConfig, num_parameters: int,
                       parameters: TimeParameters) -> StepTime:
     """Return the predicted time of a step of this model in this layout."""
     own = rank_parameters(layout, shape, num_parameters)

@@ -10,8 +10,8 @@ import transformers
 from pretrain.checkpoint.convert.write_weights import PlannedTensor, file_names, index_json, shards_of, write_shards
 from pretrain.checkpoint.load.reader import chunks_of
 from pretrain.model.config import model_config_from
-from pretrain.model.dtypes import DTYPES
-from pretrain.model.hf_names import name_in_files
+from pretrain.model.hf_names import name_in_files, tensor_rules
+from pretrain.model.parameters import DTYPES
 from tests.support.model_shapes import write_config
 
 
@@ -39,7 +39,7 @@ def save_hf_model(folder: Path, values: dict[str, Any], *, shard_size: str = "1G
 def write_hf_model(folder: Path, values: dict[str, Any], *, dtype: str = "fp32", shard_bytes: int) -> int:
     """Write a transformers folder of any size with random weights, in little memory. Return its bytes of weights."""
     config = model_config_from(json.loads(Path(write_config(folder, values)).read_text()), "config.json")
-    planned = [PlannedTensor(name_in_files(name, config), dtype, shape) for rule in config.tensors()
+    planned = [PlannedTensor(name_in_files(name, config), dtype, shape) for rule in tensor_rules(config)
                for name, shape in zip(rule.theirs, rule.their_shapes(), strict=True)]
     groups = shards_of(planned, shard_bytes)
     shards = dict(zip(file_names("model", len(groups)), groups, strict=True))

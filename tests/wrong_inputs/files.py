@@ -241,7 +241,7 @@ _WRONG_TYPES: dict[type, tuple[str, ...]] = {
 def model_cases() -> Iterator[Case]:
     """Yield wrong values of every config.json key that affects the model, in the file and as an override."""
     from pretrain.model.config_keys import FIXED, NULLABLE
-    from pretrain.model.families.table import FAMILIES
+    from pretrain.model.families import FAMILIES
 
     seen: set[str] = set()
     for architecture, own in _MODELS.items():

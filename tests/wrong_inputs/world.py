@@ -12,6 +12,7 @@ from pretrain.checkpoint.format.manifest import Manifest
 from pretrain.checkpoint.format.safetensors_header import header_bytes
 from pretrain.data.token_files.writer import IndexedWriter
 from pretrain.model.config import model_config_from
+from pretrain.model.hf_names import tensor_rules
 from pretrain.paths import RUN_FILES
 from tests.wrong_inputs.inputs import BASE
 
@@ -74,7 +75,7 @@ HF_MODEL = {"model_type": "gpt2", "vocab_size": 320, "n_embd": 8, "n_layer": 1, 
 
 def safetensors_of(values: dict[str, Any]) -> bytes:
     """Return a safetensors file with the weights of a config.json, which are all 0."""
-    tensors = [(name, "fp32", shape) for rule in model_config_from(values, "config.json").tensors()
+    tensors = [(name, "fp32", shape) for rule in tensor_rules(model_config_from(values, "config.json"))
                for name, shape in zip(rule.theirs, rule.their_shapes(), strict=True)]
     return header_bytes(tensors) + bytes(4 * sum(prod(shape) for _, _, shape in tensors))
 

@@ -25,8 +25,8 @@ from pretrain.engine.build import deepspeed_output
 from pretrain.engine.patches.zero import keep_dtype_of_partitions
 from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig
-from pretrain.model.dtypes import DTYPES, check_dtype
 from pretrain.model.layer_specs import as_module
+from pretrain.model.parameters import DTYPES, check_dtype
 from pretrain.terminal.status import clear_status, status
 
 _STATUS_SECONDS = 10.0  # between two status lines

@@ -24,7 +24,7 @@ from pretrain.data.tokenizers.export_tokenizer import export_tokenizer
 from pretrain.data.tokenizers.tokenizer import Tokenizer
 from pretrain.distributed.collectives import from_rank_0, gather
 from pretrain.errors import ConfigError
-from pretrain.model.dtypes import DTYPES
+from pretrain.model.parameters import DTYPES
 
 _BATCH_SIZE = 8  # sequences of a micro-batch, by default
 Scores = dict[str, dict[str, Any]]

@@ -16,10 +16,9 @@ from pretrain.analysis.generate.devices import USABLE_MEMORY, choose_num_devices
 from pretrain.analysis.generate.source import GenerationSource
 from pretrain.cli import say
 from pretrain.errors import ConfigError
-from pretrain.model.dtypes import DTYPES
-from pretrain.model.families.family import TensorRule
-from pretrain.model.hf_names import name_in_module, stacked_in_module
+from pretrain.model.hf_names import TensorRule, name_in_module, stacked_in_module, tensor_rules
 from pretrain.model.hf_weights import to_theirs
+from pretrain.model.parameters import DTYPES
 from pretrain.terminal.progress import ProgressBar
 
 DeviceMap = dict[str, Any]  # name of a module of the transformers model -> device
@@ -183,7 +182,7 @@ def _fill(model: Any, source: GenerationSource, placement: torch.device | Device
 
     assert source.config is not None
     reader = CheckpointReader(source.folder)
-    rules = source.config.tensors()
+    rules = tensor_rules(source.config)
     # One buffer for all tensors: freed tensors of many sizes would leave holes between those that remain.
     buffer = torch.empty(max(prod(rule.shape) for rule in rules))
     with ProgressBar("loading", 4 * sum(prod(rule.shape) for rule in rules)) as progress:

@@ -20,7 +20,7 @@ from pretrain.distributed.collectives import gather
 from pretrain.engine.steps import eval_batch, train_batch
 from pretrain.model.init_methods import initial_std
 from pretrain.model.layers.block import Block
-from pretrain.model.layers.norm import EmbeddingNorm, FinalNorm
+from pretrain.model.layers.norm import NormLayer
 from pretrain.model.layers.vocabulary import PositionEmbedding, TokenEmbedding
 
 _LOSS_MARGIN = 0.25  # nats
@@ -151,7 +151,7 @@ def check_activations(checked: CheckedEngine, batches: list[MicroBatch]) -> Resu
 
     handles = [module.register_forward_hook(lambda _, __, output, name=name: record(name, output))
                for name, module in checked.engine.module.named_modules()
-               if isinstance(module, (Block, EmbeddingNorm, FinalNorm, PositionEmbedding, TokenEmbedding))]
+               if isinstance(module, (Block, NormLayer, PositionEmbedding, TokenEmbedding))]
     try:
         checked.loss(batches)
     finally:

@@ -26,7 +26,7 @@ def average(plan: AveragePlan) -> None:
 
     If the name of `plan.out` is global_step0, write only this checkpoint. Raises ConfigError.
     """
-    planned = [PlannedTensor(rule.ours, "fp32", rule.shape) for rule in plan.config.tensors()]
+    planned = [PlannedTensor(name, "fp32", parameter.shape) for name, parameter in plan.config.named_parameters()]
     readers = [_open(source, planned) for source in plan.sources]
     check_free_space(plan.out, sum(tensor.num_bytes for tensor in planned))
     with new_folder(plan.out) as temporary:

@@ -17,7 +17,7 @@ from pretrain.checkpoint.load.reader import CheckpointReader
 from pretrain.data.tokenizers.export_tokenizer import export_tokenizer
 from pretrain.data.tokenizers.special_tokens import CONFIG_KEYS, TokenIds
 from pretrain.model.config import ModelConfig
-from pretrain.model.dtypes import DTYPES
+from pretrain.model.parameters import DTYPES
 
 
 def export_hf(plan: ExportPlan) -> list[str]:

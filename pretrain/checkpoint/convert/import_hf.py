@@ -19,8 +19,8 @@ from pretrain.checkpoint.load.hf_tokenizer import HFTokenizer
 from pretrain.checkpoint.load.init_from import origin_of_folder
 from pretrain.checkpoint.save.finite import all_finite
 from pretrain.errors import ConfigError
-from pretrain.model.dtypes import DTYPES
 from pretrain.model.hf_weights import is_concatenation, their_rows_in_our_order
+from pretrain.model.parameters import DTYPES
 from pretrain.monitor.environment import versions
 from pretrain.terminal.progress import ProgressBar
 

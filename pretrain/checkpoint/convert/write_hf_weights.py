@@ -21,10 +21,9 @@ from pretrain.checkpoint.load.reader import FP32, CheckpointReader, chunks_of
 from pretrain.checkpoint.save.finite import all_finite
 from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig
-from pretrain.model.dtypes import DTYPES
-from pretrain.model.families.family import TensorRule
-from pretrain.model.hf_names import name_in_files
+from pretrain.model.hf_names import TensorRule, name_in_files, tensor_rules
 from pretrain.model.hf_weights import is_concatenation, our_rows_in_their_order
+from pretrain.model.parameters import DTYPES
 
 
 def write_hf_weights(reader: CheckpointReader, config: ModelConfig, folder: Path, *, dtype: str,
@@ -34,7 +33,7 @@ def write_hf_weights(reader: CheckpointReader, config: ModelConfig, folder: Path
     A tied head is written once, as the embedding. Raises ConfigError if the checkpoint does not fit the model or a
     value is not finite in this dtype, and OSError.
     """
-    rules = config.tensors()
+    rules = tensor_rules(config)
     _check_shapes(reader, rules)
     planned = [PlannedTensor(name_in_files(name, config), dtype, shape) for rule in rules
                for name, shape in zip(rule.theirs, rule.their_shapes(), strict=True)]
@@ -66,7 +65,7 @@ class _Converter:
     def __init__(self, reader: CheckpointReader, config: ModelConfig, dtype: torch.dtype) -> None:
         self._reader, self._config = reader, config
         self._chunk = torch.empty(CHUNK_NUMEL, dtype=dtype)
-        reordered = (prod(rule.shape) for rule in config.tensors() if not is_concatenation(rule))
+        reordered = (prod(rule.shape) for rule in tensor_rules(config) if not is_concatenation(rule))
         self._tensor = torch.empty(max(reordered, default=0), dtype=dtype)
 
     def chunks(self, rule: TensorRule) -> Iterator[torch.Tensor]:

@@ -11,7 +11,7 @@ import torch
 from pretrain.checkpoint.format.files import FileRecord, HashedFile
 from pretrain.checkpoint.format.safetensors_header import Shape, header_bytes
 from pretrain.config.layout import DTYPE_BYTES
-from pretrain.model.dtypes import DTYPES
+from pretrain.model.parameters import DTYPES
 from pretrain.terminal.progress import ProgressBar
 
 CHUNK_NUMEL = 2**22  # largest number of elements that are written at once

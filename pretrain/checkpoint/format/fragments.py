@@ -23,7 +23,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from pretrain.engine.patches.pipeline import is_counted
-from pretrain.model.parallel.parts import Part, part_of
+from pretrain.model.parameters import Part, part_of
 
 ParameterNames = dict[int, str]  # id(parameter) -> name
 

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from pretrain.model.parallel.parts import Part
+from pretrain.model.parameters import Part
 
 Shape = tuple[int, ...]
 Range = tuple[int, int]  # (first index, end)

@@ -16,16 +16,14 @@ from typing import TYPE_CHECKING, Any
 from pretrain.checkpoint.format.safetensors_header import WEIGHT_DTYPES, StoredTensor, read_header
 from pretrain.errors import ConfigError, shorten
 from pretrain.model.config import ModelConfig, load_model_config
-from pretrain.model.families.family import TensorRule
-from pretrain.model.families.table import FAMILIES
-from pretrain.model.hf_names import HEAD, names_in_model
+from pretrain.model.hf_names import HEAD, TensorRule, names_in_model, tensor_rules
 from pretrain.stored_json import read_json
 
 if TYPE_CHECKING:
     import torch
     from safetensors import safe_open
 
-    from pretrain.model.parallel.parts import Part
+    from pretrain.model.parameters import Part
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _OTHER_FORMATS = ("pytorch_model*.bin", "consolidated*.pth", "tf_model.h5", "flax_model.msgpack", "*.gguf",
@@ -83,16 +81,16 @@ def check_hf_folder(folder: Path, config: ModelConfig | None = None) -> HFFolder
     if config is None:
         config = load_model_config(str(folder / "config.json"))  # not the folder: its name may be that of a preset
     stored, files = _read_headers(folder)
-    family = FAMILIES[config.architecture]
-    rules = config.tensors()
+    rules = tensor_rules(config)
+    embedding = rules[0].theirs[0]
     shapes = {name: shape for rule in rules for name, shape in zip(rule.theirs, rule.their_shapes(), strict=True)}
     found = {full: stored[name] for name, full in names_in_model(stored, config).items()}
     head = found.pop(HEAD, None) if config.tie_word_embeddings else None
     _check_names(folder, set(found), set(shapes))
     for name, shape in shapes.items():
-        _check_tensor(folder, found[name], shape, config, is_vocabulary=name in (family.embedding, HEAD))
+        _check_tensor(folder, found[name], shape, config, is_vocabulary=name in (embedding, HEAD))
     if head is not None:
-        _check_tied_head(folder, head, found[family.embedding])
+        _check_tied_head(folder, head, found[embedding])
     return HFFolder(folder, config, files, found)
 
 
@@ -215,7 +213,7 @@ class HFWeights:
 
     def __init__(self, found: HFFolder) -> None:
         self.folder, self.config, self.found = found.folder, found.config, found
-        self.rules: Mapping[str, TensorRule] = {rule.ours: rule for rule in found.config.tensors()}
+        self.rules: Mapping[str, TensorRule] = {rule.ours: rule for rule in tensor_rules(found.config)}
         self.shapes = {name: rule.shape for name, rule in self.rules.items()}
         self.states = ["fp32"]
         self.scalars: dict[str, float] = {}

@@ -15,7 +15,7 @@ from pretrain.checkpoint.format.safetensors_header import read_header
 from pretrain.checkpoint.load.boxes import BoxIndex, boxes_of
 from pretrain.checkpoint.load.stored import StoredFragment, read_shard_indexes
 from pretrain.errors import ConfigError
-from pretrain.model.parallel.parts import Part
+from pretrain.model.parameters import Part
 
 _CHUNK_NUMEL = 2**24  # largest number of elements in a chunk
 FP32 = "fp32"  # name under which the master weights are listed with the optimizer states

@@ -8,7 +8,7 @@ from typing import Any
 from pretrain.checkpoint.format.fragments import FileLocation
 from pretrain.checkpoint.format.shard_index import FORMAT_WITH_PARTS
 from pretrain.errors import ConfigError
-from pretrain.model.parallel.parts import Part
+from pretrain.model.parameters import Part
 from pretrain.stored_json import read_object
 
 # class name -> its name of a state -> the family's name; None: the class stores this state but never uses it

@@ -19,7 +19,7 @@ from pretrain.config.ds_json.schema import OLD_OFFLOAD, REMOVED, TREE, UNREAD, K
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.other_programs import degree_for, hint_for
 from pretrain.errors import ConfigError, closest, did_you_mean
-from pretrain.model.families.read import listing
+from pretrain.model.families.family import listing
 
 # Key names of older DeepSpeed versions and of other programs.
 _OTHER_NAMES = {"learning_rate": "lr", "epsilon": "eps", "beta1": "betas", "beta2": "betas",

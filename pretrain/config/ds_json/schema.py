@@ -156,7 +156,7 @@ MONITORS: Tree = {
     },
 }
 # The block configures how layers are recomputed; it turns nothing on. DeepSpeed's own checkpointing functions are not
-# called. model/host_offload.py does what cpu_checkpointing asks for.
+# called. model/run_layers.py does what cpu_checkpointing asks for.
 ACTIVATION_CHECKPOINTING: Tree = {
     "number_checkpoints": _ignored(_CHECKPOINTING, kind="int", low=0),
     "cpu_checkpointing": Key("bool", null=True),

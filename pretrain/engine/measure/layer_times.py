@@ -27,10 +27,11 @@ from torch import nn
 from pretrain.config.validate import Plan
 from pretrain.distributed.device import cpu_name
 from pretrain.distributed.parallel_groups import ParallelGroups
-from pretrain.model.dtypes import DTYPES
 from pretrain.model.kernels.documents import Documents
+from pretrain.model.kernels.fused_loss import LossTerms
 from pretrain.model.layer_specs import build_specs, compile_blocks
-from pretrain.model.loss import LossTerms, TrainingLoss
+from pretrain.model.layers.vocabulary import TrainingLoss
+from pretrain.model.parameters import DTYPES
 from pretrain.model.partition import BY_TIME
 from pretrain.model.run_layers import run_layers
 

@@ -5,8 +5,7 @@ import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 
 from pretrain.config.validate import Plan
-from pretrain.model.layers.moe.layer import train_routers
-from pretrain.model.layers.moe.router_losses import STATISTICS, RouterLosses
+from pretrain.model.layers.moe import STATISTICS, RouterLosses, train_routers
 
 _LARGEST = "expert_load_max"  # over the layers; of the other statistics the mean
 

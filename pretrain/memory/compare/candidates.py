@@ -19,9 +19,9 @@ from pretrain.memory.compare.combinations import (
     default_axes,
     impossible_reason,
 )
-from pretrain.memory.estimate.model_shape import ModelShape
 from pretrain.memory.hardware import Cluster
 from pretrain.memory.step_time.predicted_layer_times import with_predicted_times
+from pretrain.model.description import ModelConfig
 
 _REDUCE_BUCKET = 2**24  # elements; 32 MiB in bf16
 _NVME_BUFFER = 100_000_000  # elements, DeepSpeed's default of offload_param.buffer_size
@@ -46,7 +46,7 @@ class CandidateSet:
     impossible: dict[str, int]
 
 
-def generate_candidates(axes: Axes, cluster: Cluster, shape: ModelShape | None, *,
+def generate_candidates(axes: Axes, cluster: Cluster, shape: ModelConfig | None, *,
                         device_kind: str = "cuda") -> CandidateSet:
     """Generate a candidate for every possible combination and every micro-batch size that the global batch allows.
 
@@ -69,7 +69,7 @@ def generate_candidates(axes: Axes, cluster: Cluster, shape: ModelShape | None, 
     return CandidateSet(candidates, impossible)
 
 
-def _candidates_of(choice: Combination, axes: Axes, cluster: Cluster, shape: ModelShape | None,
+def _candidates_of(choice: Combination, axes: Axes, cluster: Cluster, shape: ModelConfig | None,
                    device_kind: str) -> Iterator[Candidate]:
     """Yield a candidate for each micro-batch size. All other fields are the same, so only the first JSON is parsed."""
     base: Layout | None = None
@@ -135,7 +135,7 @@ def _name(choice: Combination, axes: Axes) -> str:
     return "_".join(parts)
 
 
-def read_candidates(paths: list[str], cluster: Cluster, shape: ModelShape | None, *, seq_length: int,
+def read_candidates(paths: list[str], cluster: Cluster, shape: ModelConfig | None, *, seq_length: int,
                     micro_batch_size: int | None = None, gradient_accumulation_steps: int | None = None,
                     device_kind: str = "cuda") -> CandidateSet:
     """Read the layouts of DeepSpeed JSONs.
@@ -172,7 +172,7 @@ def group_micro_batches(candidates: Iterable[Candidate]) -> list[list[Candidate]
 
 
 def make_config(choice: Combination, *, micro_batch_size: int, accumulation_steps: int, cluster: Cluster,
-                shape: ModelShape | None) -> dict[str, Any]:
+                shape: ModelConfig | None) -> dict[str, Any]:
     """Make the DeepSpeed JSON of a combination. Values that train.py fills from flags and model remain "auto"."""
     data_parallel_size = cluster.world_size // choice.model_parallel_size
     config: dict[str, Any] = {
@@ -205,7 +205,7 @@ def make_config(choice: Combination, *, micro_batch_size: int, accumulation_step
     return config
 
 
-def _zero_block(choice: Combination, cluster: Cluster, shape: ModelShape | None) -> dict[str, Any]:
+def _zero_block(choice: Combination, cluster: Cluster, shape: ModelConfig | None) -> dict[str, Any]:
     """Make the zero_optimization block."""
     zero: dict[str, Any] = {"stage": choice.zero_stage}
     if choice.zero_stage:
@@ -225,7 +225,7 @@ def _zero_block(choice: Combination, cluster: Cluster, shape: ModelShape | None)
     return zero
 
 
-def _reduce_bucket_size(choice: Combination, shape: ModelShape | None) -> int | str:
+def _reduce_bucket_size(choice: Combination, shape: ModelConfig | None) -> int | str:
     """Return the elements of a bucket of gradients.
 
     "auto" is the square of the hidden size. Below stage 3 that is small for small models: their gradients would need
@@ -236,11 +236,11 @@ def _reduce_bucket_size(choice: Combination, shape: ModelShape | None) -> int | 
     return min(_REDUCE_BUCKET, shape.num_parameters())
 
 
-def _nvme_buffer_size(cluster: Cluster, shape: ModelShape | None) -> int:
+def _nvme_buffer_size(cluster: Cluster, shape: ModelConfig | None) -> int:
     """Return the elements of an NVMe buffer, which must hold one rank's part of the largest parameter."""
     if shape is None:
         return _NVME_BUFFER
-    largest = max(tensor.size for layer in shape.layers() for tensor in layer.tensors)
+    largest = max(parameter.size for layer in shape.layers() for parameter in layer.parameters)
     return max(_NVME_BUFFER, -(-largest // cluster.world_size))
 
 

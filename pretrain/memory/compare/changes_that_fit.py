@@ -12,7 +12,6 @@ from pretrain.config.layout import Layout
 from pretrain.memory.compare.candidates import Candidate, generate_candidates
 from pretrain.memory.compare.combinations import OFFLOADS, RECOMPUTE_CHOICES, Axes
 from pretrain.memory.compare.compare import Workload, estimate_candidate
-from pretrain.memory.estimate.model_shape import shape_of
 from pretrain.memory.footprint import with_unit
 from pretrain.memory.hardware import make_cluster
 from pretrain.model.config import ModelConfig
@@ -28,7 +27,7 @@ def changes_that_fit(layout: Layout, model: ModelConfig, *, ranks_per_node: int,
     """
     cluster = make_cluster(gpu=None, world_size=layout.world_size, nodes=None,
                            gpus_per_node=ranks_per_node if layout.world_size % ranks_per_node == 0 else 1)
-    workload = Workload(cluster, model.num_parameters(), shape_of(model), model)
+    workload = Workload(cluster, model.num_parameters(), model, model)
     fitting = []
     for candidate in alternatives(layout, workload):
         row = estimate_candidate(candidate, workload)

@@ -7,8 +7,8 @@ from typing import Any
 
 from pretrain.config.layout import Layout
 from pretrain.memory.estimate.estimate_memory import estimate_memory
-from pretrain.memory.estimate.model_shape import ModelShape
 from pretrain.memory.hardware import Cluster
+from pretrain.model.description import ModelConfig
 
 # choice of --offload -> (location of the optimizer, location of the parameters); "none": on the device
 OFFLOADS = {"none": ("none", "none"), "optimizer_cpu": ("cpu", "none"), "all_cpu": ("cpu", "cpu"),
@@ -62,7 +62,7 @@ class Combination:
         return self.pipeline_stages * self.tensor_parallel_size * self.sequence_parallel_size
 
 
-def default_axes(axes: Axes, cluster: Cluster, shape: ModelShape | None) -> Axes:
+def default_axes(axes: Axes, cluster: Cluster, shape: ModelConfig | None) -> Axes:
     """Fill the empty fields: pipelines of 1 to 64 stages that ranks and layers allow, and bf16 if the GPU has it.
 
     Other parallel degrees than 1 are proposed for models and sequences that need them.
@@ -82,7 +82,7 @@ def default_axes(axes: Axes, cluster: Cluster, shape: ModelShape | None) -> Axes
     return replace(axes, pipeline_stages=axes.pipeline_stages or pipeline_stages)
 
 
-def proposed_degrees(axes: Axes, cluster: Cluster, shape: ModelShape) -> dict[str, tuple[int, ...]]:
+def proposed_degrees(axes: Axes, cluster: Cluster, shape: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return degrees above 1 that are worth a comparison, by field of Axes: powers of two up to the GPUs of a node.
 
     - Tensor parallelism: if parameters and gradients do not fit a device, as with ZeRO-1 on a single pipeline stage.
@@ -92,7 +92,7 @@ def proposed_degrees(axes: Axes, cluster: Cluster, shape: ModelShape) -> dict[st
     sizes = tuple(2**power for power in range(1, 11)
                   if 2**power <= cluster.gpus_per_node and cluster.world_size % 2**power == 0)
     seq_lengths = [length for length in axes.seq_lengths
-                   if shape.position != "learned" or length <= shape.position_rows]
+                   if shape.position != "learned" or length <= shape.max_positions]
     if not seq_lengths:
         return {}
     precision, seq_length = axes.precisions[0], max(seq_lengths)
@@ -137,7 +137,7 @@ def combinations_of(axes: Axes) -> Iterator[Combination]:
             yield choice
 
 
-def impossible_reason(choice: Combination, cluster: Cluster, shape: ModelShape | None) -> str:
+def impossible_reason(choice: Combination, cluster: Cluster, shape: ModelConfig | None) -> str:
     """Return why a combination is impossible, or "" if it is possible.
 
     Args:
@@ -186,7 +186,7 @@ def _cluster_constraints(choice: Combination, cluster: Cluster) -> tuple[tuple[b
     )
 
 
-def _model_constraints(choice: Combination, shape: ModelShape) -> tuple[tuple[bool, str], ...]:
+def _model_constraints(choice: Combination, shape: ModelConfig) -> tuple[tuple[bool, str], ...]:
     """List the constraints of the model's sizes as (is it broken?, reason)."""
     tensor, sequence = choice.tensor_parallel_size, choice.sequence_parallel_size
     shards = max(tensor, sequence)  # ranks that share a sequence
@@ -199,6 +199,6 @@ def _model_constraints(choice: Combination, shape: ModelShape) -> tuple[tuple[bo
         (choice.expert_parallel_size > 1 and shape.num_experts == 0, "the model has no experts"),
         (shape.num_experts % choice.expert_parallel_size != 0,
          f"{choice.expert_parallel_size} ranks do not divide {shape.num_experts} experts"),
-        (shape.position == "learned" and choice.seq_length > shape.position_rows,
-         f"the model has {shape.position_rows} positions"),
+        (shape.position == "learned" and choice.seq_length > shape.max_positions,
+         f"the model has {shape.max_positions} positions"),
     )

@@ -18,7 +18,6 @@ from pretrain.errors import ConfigError
 from pretrain.memory.compare.candidates import Candidate, group_micro_batches
 from pretrain.memory.estimate.deepspeed_formulas import DeepSpeedEstimate, deepspeed_estimate
 from pretrain.memory.estimate.estimate_memory import MemoryEstimate, estimate_memory
-from pretrain.memory.estimate.model_shape import ModelShape
 from pretrain.memory.footprint import GB, with_unit
 from pretrain.memory.hardware import Cluster
 from pretrain.memory.step_time.calibrate import Calibration
@@ -41,7 +40,7 @@ class Workload:
 
     cluster: Cluster
     num_parameters: int
-    shape: ModelShape | None = None  # None: only the number of parameters is known
+    shape: ModelConfig | None = None  # None: only the number of parameters is known
     model: ModelConfig | None = None  # None: this project cannot train the model
     name: str = ""
     time_parameters: TimeParameters = DEFAULT_PARAMETERS
@@ -174,8 +173,6 @@ def memory_shortage(estimate: MemoryEstimate, cluster: Cluster) -> str:
 def rejection_reason(candidate: Candidate, workload: Workload) -> str:
     """Return why train.py rejects the candidate's JSON, without the file's name, or "" if it accepts the JSON."""
     layout, model = candidate.layout, workload.model
-    if workload.shape is not None and model is None:
-        return workload.shape.untrainable_reason or f"{workload.shape.architecture} is not implemented"
     if model is None:
         return ""
     if layout.seq_length > model.longest_sequence():

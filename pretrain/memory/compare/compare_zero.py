@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from pretrain.config.model_of_run import given_dropouts, with_dropout
+from pretrain.config.model_of_run import with_dropout
 from pretrain.distributed.device import detect_device
 from pretrain.errors import ConfigError
 from pretrain.memory.compare.candidates import (
@@ -38,7 +38,6 @@ from pretrain.memory.compare.table import (
     report_csv,
     report_json,
 )
-from pretrain.memory.estimate.model_shape import read_shape, shape_of
 from pretrain.memory.footprint import GB, GIB, in_unit
 from pretrain.memory.hardware import DEFAULT_GPU, Cluster
 from pretrain.memory.step_time.calibrate import Calibration, calibrate, calibration_lines, on_cpus
@@ -89,13 +88,9 @@ def workload_of(flags: argparse.Namespace) -> Workload:
         run = calibration.runs[0]
         return Workload(cluster, run.shape.num_parameters(), run.shape, run.model, f"the model of {run.path}",
                         calibration.parameters, calibration)
-    shape = shape_of(load_model_config(flags.model, flags.model_overrides)) if flags.model_overrides else \
-        read_shape(flags.model)
-    shape = replace(shape, **given_dropouts(flags))
-    model = None if shape.untrainable_reason else \
-        with_dropout(load_model_config(flags.model, flags.model_overrides), flags)
+    model = with_dropout(load_model_config(flags.model, flags.model_overrides), flags)
     parameters = calibration.parameters if calibration else DEFAULT_PARAMETERS
-    return Workload(cluster, shape.num_parameters(), shape, model, flags.model, parameters, calibration)
+    return Workload(cluster, model.num_parameters(), model, model, flags.model, parameters, calibration)
 
 
 def _calibrated_cluster(flags: argparse.Namespace, calibration: Calibration) -> Cluster:

@@ -9,7 +9,7 @@ from pretrain.errors import ConfigError
 from pretrain.memory.compare.candidates import Candidate
 from pretrain.memory.compare.compare import Workload, memory_shortage
 from pretrain.memory.estimate.estimate_memory import estimate_memory
-from pretrain.memory.estimate.model_shape import ModelShape
+from pretrain.model.description import ModelConfig
 
 FIND_TARGETS = ("max_model", "max_seq", "max_micro_batch")
 _SEQ_STEP = 64  # tokens
@@ -69,7 +69,7 @@ def bisect(fits: Callable[[int], bool], last: int) -> int:
     return low
 
 
-def _at_step(kind: str, step: int, layout: Layout, workload: Workload) -> tuple[ModelShape | None, Layout, int]:
+def _at_step(kind: str, step: int, layout: Layout, workload: Workload) -> tuple[ModelConfig | None, Layout, int]:
     """Return (shape, layout, size) of one step of the search."""
     shape = workload.shape
     if kind == "max_micro_batch":
@@ -77,16 +77,14 @@ def _at_step(kind: str, step: int, layout: Layout, workload: Workload) -> tuple[
     if kind == "max_seq":
         tokens = step * math.lcm(_SEQ_STEP, layout.sequence_parallel_size)
         assert shape is not None
-        longer = replace(shape, max_positions=tokens,
-                         position_rows=tokens if shape.position == "learned" else shape.position_rows)
-        return longer, replace(layout, seq_length=tokens), tokens
+        return replace(shape, max_positions=tokens), replace(layout, seq_length=tokens), tokens
     if shape is None:
         return None, layout, step * _PARAMETERS_STEP
     scaled = scaled_shape(shape, step, layout)
     return scaled, layout, scaled.num_parameters()
 
 
-def scaled_shape(shape: ModelShape, step: int, layout: Layout) -> ModelShape:
+def scaled_shape(shape: ModelConfig, step: int, layout: Layout) -> ModelConfig:
     """Return a model with the same proportions in another size: depth grows with width, head_size is unchanged.
 
     Each step adds the smallest possible number of heads: complete key/value groups for each tensor-parallel rank, and

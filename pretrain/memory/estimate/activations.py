@@ -18,19 +18,19 @@ seq_length. Every size is that of one rank.
 
 from dataclasses import replace
 
-from pretrain.memory.estimate.model_shape import ModelShape
 from pretrain.memory.estimate.rank_parameters import FP32, INT64, MicroBatch
+from pretrain.model.description import ModelConfig
 
 CPU_SCORES = 2**20  # attention scores that a CPU thread holds at a time (model/kernels/cpu_attention.py)
 ATTENTION_ROWS = 128  # queries that the CPU kernel processes at a time (model/kernels/cpu_attention.py)
 
 
-def hidden_states_bytes(shape: ModelShape, batch: MicroBatch) -> int:
+def hidden_states_bytes(shape: ModelConfig, batch: MicroBatch) -> int:
     """Bytes of the tensor [N, D] that one layer passes to the next, or of the shard of it that this rank holds."""
     return batch.shard_tokens * shape.hidden_size * batch.element_bytes
 
 
-def norm_saved(shape: ModelShape, batch: MicroBatch, *, shared_input: bool = False) -> int:
+def norm_saved(shape: ModelConfig, batch: MicroBatch, *, shared_input: bool = False) -> int:
     """Bytes that a norm of [N, D] saves: its input and its statistics.
 
     Args:
@@ -40,7 +40,7 @@ def norm_saved(shape: ModelShape, batch: MicroBatch, *, shared_input: bool = Fal
     return _norm_saved(shape, shard, 1, shape.hidden_size, shared_input=shared_input)
 
 
-def _norm_saved(shape: ModelShape, batch: MicroBatch, rows: int, size: int, *, shared_input: bool) -> int:
+def _norm_saved(shape: ModelConfig, batch: MicroBatch, rows: int, size: int, *, shared_input: bool) -> int:
     """Bytes that a norm saves which has `rows` vectors of `size` elements for each token.
 
     The C function on CPUs saves only the input. torch's RMSNorm on a CPU computes in fp32 and saves the converted input
@@ -65,10 +65,10 @@ def uses_c_norm(batch: MicroBatch) -> bool:
     return not batch.cuda and batch.element_bytes == 2 and not batch.fp16
 
 
-def column_backward(shape: ModelShape, batch: MicroBatch) -> int:
+def column_backward(shape: ModelConfig, batch: MicroBatch) -> int:
     """Bytes of a column-parallel layer's backward pass: the gathered input [N, D], its gradient, and their shards.
 
-    model/layers/tensor_parallel.py copies gradients of several samples in the order of the shards.
+    model/layers/linear.py copies gradients of several samples in the order of the shards.
     """
     complete = batch.tokens * shape.hidden_size * batch.element_bytes
     return complete * (3 if batch.samples > 1 else 2) + 2 * hidden_states_bytes(shape, batch)
@@ -84,7 +84,7 @@ def dropout_saved(probability: float, width: int, batch: MicroBatch) -> int:
     return batch.shard_tokens * width * batch.mask_bytes if probability > 0 else 0
 
 
-def attention_saved(shape: ModelShape, batch: MicroBatch, window: int = 0) -> int:
+def attention_saved(shape: ModelConfig, batch: MicroBatch, window: int = 0) -> int:
     """Bytes that causal attention saves, without its norm: the inputs of `qkv`, of the attention core, of `out`.
 
     Args:
@@ -107,7 +107,7 @@ def attention_saved(shape: ModelShape, batch: MicroBatch, window: int = 0) -> in
     return hidden_states_bytes(shape, batch) + _qk_norm_saved(shape, batch) + core
 
 
-def _qk_norm_saved(shape: ModelShape, batch: MicroBatch) -> int:
+def _qk_norm_saved(shape: ModelConfig, batch: MicroBatch) -> int:
     """Bytes that the norms of queries and keys save. Their inputs are views of the output of `qkv`."""
     if not shape.qk_norm:
         return 0
@@ -119,32 +119,32 @@ def _qk_norm_saved(shape: ModelShape, batch: MicroBatch) -> int:
     return total
 
 
-def uses_cpu_attention(shape: ModelShape, batch: MicroBatch) -> bool:
+def uses_cpu_attention(shape: ModelConfig, batch: MicroBatch) -> bool:
     """Return whether a custom operator computes the attention, in C or not: on CPUs in bf16 without dropout."""
     return not batch.cuda and batch.element_bytes == 2 and not batch.fp16 and not shape.attention_dropout
 
 
-def uses_c_attention(shape: ModelShape, batch: MicroBatch) -> bool:
+def uses_c_attention(shape: ModelConfig, batch: MicroBatch) -> bool:
     """Return whether model/kernels/cpu/attention.py computes the attention, which rotates q and k itself."""
     return batch.c_attention and uses_cpu_attention(shape, batch)
 
 
-def query_width(shape: ModelShape, batch: MicroBatch) -> int:
+def query_width(shape: ModelConfig, batch: MicroBatch) -> int:
     """Elements of one token's queries on this rank, H * E."""
     return shape.num_heads * shape.head_size // batch.tensor_parallel_size
 
 
-def _qkv_width(shape: ModelShape, batch: MicroBatch) -> int:
+def _qkv_width(shape: ModelConfig, batch: MicroBatch) -> int:
     """Elements of one token's queries, keys and values on this rank: the output width of `qkv`."""
     return (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size // batch.tensor_parallel_size
 
 
-def qkv_bytes(shape: ModelShape, batch: MicroBatch) -> int:
+def qkv_bytes(shape: ModelConfig, batch: MicroBatch) -> int:
     """Bytes of the output of `qkv`, and of its gradient."""
     return batch.tokens * _qkv_width(shape, batch) * batch.element_bytes
 
 
-def _qkv_saved(shape: ModelShape, batch: MicroBatch, *, all_heads: bool = False) -> int:
+def _qkv_saved(shape: ModelConfig, batch: MicroBatch, *, all_heads: bool = False) -> int:
     """Bytes of q, k and v, which are views of the output of `qkv`, or new tensors.
 
     Rotation (RoPE) makes new tensors of q and k; the output of `qkv` remains allocated, as v is still a view of it.
@@ -160,13 +160,13 @@ def _qkv_saved(shape: ModelShape, batch: MicroBatch, *, all_heads: bool = False)
     return batch.tokens * (new + (_qkv_width(shape, batch) if has_views else 0)) * batch.element_bytes
 
 
-def _qk_norm_keeps_input(shape: ModelShape, batch: MicroBatch) -> bool:
+def _qk_norm_keeps_input(shape: ModelConfig, batch: MicroBatch) -> bool:
     """Return whether the norms of queries and keys save views of the output of `qkv`, instead of an fp32 copy."""
     converts = batch.element_bytes != FP32 and (shape.norm_offset or not batch.cuda) and not uses_c_norm(batch)
     return bool(shape.qk_norm) and not converts
 
 
-def _fused_attention_saved(shape: ModelShape, batch: MicroBatch, window: int) -> int:
+def _fused_attention_saved(shape: ModelConfig, batch: MicroBatch, window: int) -> int:
     """Bytes that torch's fused attention saves: q, k, v, the output and fp32 logarithms of the softmax sums [N, H].
 
     `out` saves the same storage as its input. On CPUs with RoPE the output has another memory order, and `out` saves a
@@ -183,7 +183,7 @@ def _fused_attention_saved(shape: ModelShape, batch: MicroBatch, window: int) ->
         + outputs * linear_saved(query_width(shape, batch), batch)
 
 
-def _capped_attention_saved(shape: ModelShape, batch: MicroBatch) -> int:
+def _capped_attention_saved(shape: ModelConfig, batch: MicroBatch) -> int:
     """Bytes that attention with soft-capping saves, for which torch has no fused kernel.
 
     These are q, k and v of all heads, a mask [T, T], and for each score: the tanh, the softmax in fp32, and the input
@@ -196,7 +196,7 @@ def _capped_attention_saved(shape: ModelShape, batch: MicroBatch) -> int:
     return _qkv_saved(shape, batch, all_heads=True) + scores * per_score + mask
 
 
-def _unfused_attention_saved(shape: ModelShape, batch: MicroBatch) -> int:
+def _unfused_attention_saved(shape: ModelConfig, batch: MicroBatch) -> int:
     """Bytes that attention with dropout saves on a CPU, where torch has no fused kernel for it.
 
     These are q, k and v of all heads in fp32, and three fp32 tensors [H, N, T]: softmax, noise and their product.
@@ -206,22 +206,22 @@ def _unfused_attention_saved(shape: ModelShape, batch: MicroBatch) -> int:
     return inputs + round(batch.tokens * heads * (3 * shape.head_size + 3 * batch.seq_length) * FP32)
 
 
-def mlp_saved(shape: ModelShape, batch: MicroBatch) -> int:
+def mlp_saved(shape: ModelConfig, batch: MicroBatch) -> int:
     """Bytes that a dense MLP saves: its input [N, D], and its inner tensors [N, F] unless tiles are recomputed."""
     return hidden_states_bytes(shape, batch) + (mlp_inner(shape, batch) if batch.mlp_tiles == 1 else 0)
 
 
-def mlp_inner(shape: ModelShape, batch: MicroBatch) -> int:
+def mlp_inner(shape: ModelConfig, batch: MicroBatch) -> int:
     """Bytes of the inner tensors of a dense MLP that its backward pass needs, of all tiles together."""
     return _inner_saved(shape, shape.intermediate_size // batch.tensor_parallel_size, batch)
 
 
-def _inner_saved(shape: ModelShape, inner: int, batch: MicroBatch) -> int:
+def _inner_saved(shape: ModelConfig, inner: int, batch: MicroBatch) -> int:
     """Bytes of the outputs of `up` and `gate`, [N, inner] each. model/kernels/activation.py recomputes the rest."""
     return (2 if shape.gated_mlp else 1) * batch.tokens * inner * batch.element_bytes
 
 
-def experts_saved(shape: ModelShape, batch: MicroBatch) -> int:
+def experts_saved(shape: ModelConfig, batch: MicroBatch) -> int:
     """Bytes that an MLP of experts saves.
 
     The router saves its input, the probabilities [N, num_experts] in fp32, and for each assignment of a token to an
@@ -240,7 +240,7 @@ def experts_saved(shape: ModelShape, batch: MicroBatch) -> int:
     return router + 2 * linear_saved(shape.hidden_size, sent) + inner + shared
 
 
-def attention_backward(shape: ModelShape, batch: MicroBatch, window: int) -> int:
+def attention_backward(shape: ModelConfig, batch: MicroBatch, window: int) -> int:
     """Bytes of gradients and working memory in attention's backward pass.
 
     The peak is the larger of two sums: the gradients of the output and of q, k and v with the kernel's working memory,
@@ -262,7 +262,7 @@ def attention_backward(shape: ModelShape, batch: MicroBatch, window: int) -> int
     return max(linear_saved(query_width(shape, batch), batch) + qkv + work, 2 * qkv, exchanged)
 
 
-def _cpu_attention_work(shape: ModelShape, batch: MicroBatch, window: int) -> int:
+def _cpu_attention_work(shape: ModelConfig, batch: MicroBatch, window: int) -> int:
     """Bytes of working memory in the backward pass of model/kernels/cpu_attention.py.
 
     The kernel processes as many samples at once as have CPU_SCORES scores, in blocks of ATTENTION_ROWS queries. It

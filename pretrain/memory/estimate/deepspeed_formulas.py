@@ -8,7 +8,7 @@ importing deepspeed takes seconds. tests/memory/estimate/test_deepspeed_formulas
 from dataclasses import dataclass
 
 from pretrain.config.layout import Layout
-from pretrain.memory.estimate.model_shape import ModelShape
+from pretrain.model.description import ModelConfig
 
 _HOST_BUFFER_FACTOR = 1.5  # DeepSpeed's additional_buffer_factor
 
@@ -22,7 +22,7 @@ class DeepSpeedEstimate:
     differs: tuple[str, ...]  # sentences about what DeepSpeed's formula ignores or counts differently
 
 
-def deepspeed_estimate(layout: Layout, *, num_parameters: int, shape: ModelShape | None, nodes: int,
+def deepspeed_estimate(layout: Layout, *, num_parameters: int, shape: ModelConfig | None, nodes: int,
                        gpus_per_node: int) -> DeepSpeedEstimate | None:
     """Return DeepSpeed's estimate, or None if it has no formula for this layout."""
     offloaded = layout.offload_optimizer != "none"
@@ -60,13 +60,13 @@ def zero3_bytes(parameters: int, largest_layer: int, nodes: int, gpus_per_node: 
     return layer_bytes + int(2 * parameters / gpus), int(parameters * 16 * (1 / nodes) * _HOST_BUFFER_FACTOR)
 
 
-def largest_layer_parameters(shape: ModelShape) -> int:
+def largest_layer_parameters(shape: ModelConfig) -> int:
     """Return the elements of the module that has the most parameters of its own (stage3.py, model_to_params)."""
     modules: dict[tuple[int, str], int] = {}
     for number, layer in enumerate(shape.layers()):
-        for tensor in layer.tensors:
-            key = (number, tensor.name.rpartition(".")[0])
-            modules[key] = modules.get(key, 0) + tensor.size
+        for parameter in layer.parameters:
+            key = (number, parameter.name.rpartition(".")[0])
+            modules[key] = modules.get(key, 0) + parameter.size
     return max(modules.values())
 
 

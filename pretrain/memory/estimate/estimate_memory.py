@@ -5,7 +5,6 @@ from functools import lru_cache
 
 from pretrain.config.layout import Layout
 from pretrain.errors import ConfigError
-from pretrain.memory.estimate.model_shape import ModelShape
 from pretrain.memory.estimate.optimizer_wrappers import (
     master_weight_bytes,
     optimizer_location,
@@ -16,6 +15,7 @@ from pretrain.memory.estimate.phases import step_phases
 from pretrain.memory.estimate.rank_parameters import ParameterGroup, Rank
 from pretrain.memory.estimate.states import overlapping_elements, pinning_loss, states_of_rank
 from pretrain.memory.footprint import Footprint
+from pretrain.model.description import ModelConfig
 
 # Fraction of the temporary CUDA memory (everything except states and fixed buffers) that torch's caching allocator
 # cannot use for lack of contiguous blocks. An assumption, not a measurement. CPU tensors have no such loss.
@@ -27,7 +27,7 @@ class MemoryEstimate:
     """Memory of one rank, by default of the rank that needs the most on its device."""
 
     layout: Layout
-    shape: ModelShape | None  # None: the estimate has states only, by the ZeRO paper's formula
+    shape: ModelConfig | None  # None: the estimate has states only, by the ZeRO paper's formula
     num_parameters: int  # of the complete model
     steady: Footprint  # between two micro-batches: states and fixed buffers
     peak: Footprint  # in the phase that needs the most memory; includes a margin that the allocators cannot use
@@ -56,7 +56,8 @@ class MemoryEstimate:
         return self.device_bytes + self.host_bytes if self.layout.device_kind == "cpu" else self.device_bytes
 
 
-def estimate_memory(shape: ModelShape | None, layout: Layout, *, num_parameters: float | None = None) -> MemoryEstimate:
+def estimate_memory(shape: ModelConfig | None, layout: Layout, *,
+                    num_parameters: float | None = None) -> MemoryEstimate:
     """Estimate the memory of the rank that needs the most on its device.
 
     Args:
@@ -93,7 +94,7 @@ def estimate_rank(rank: Rank) -> MemoryEstimate:
                           rank.pipeline_stage, rank.zero_rank)
 
 
-def largest_zero_rank(shape: ModelShape, layout: Layout, pipeline_stage: int = 0) -> int:
+def largest_zero_rank(shape: ModelConfig, layout: Layout, pipeline_stage: int = 0) -> int:
     """Return the ZeRO rank with the largest states.
 
     Ranks differ at ZeRO stage 2 only: a rank keeps the gradients of all parameters that overlap its part of the flat

@@ -6,13 +6,12 @@ runtime/zero/stage_1_and_2.py, stage3.py, runtime/bf16_optimizer.py, runtime/fp1
 """
 
 from pretrain.config.layout import Layout
-from pretrain.memory.estimate.model_shape import Layer
 from pretrain.memory.estimate.optimizer_wrappers import master_weight_bytes, optimizer_wrapper, reduces_gradients
-from pretrain.memory.estimate.pipeline_stages import local_size
-from pretrain.memory.estimate.rank_parameters import FP32, Rank
+from pretrain.memory.estimate.rank_parameters import FP32, Rank, local_size
 from pretrain.memory.estimate.states import overlapping_elements, padded_size, reduce_buckets_bytes
 from pretrain.memory.estimate.states_zero3 import retained_gradients, sub_group_sizes
 from pretrain.memory.footprint import Footprint
+from pretrain.model.description import Layer
 
 _FP64 = 8
 _NORM_ELEMENTS = 250_000_000  # DeepSpeed computes a norm in pieces of this size (_constant_buffered_norm2)
@@ -28,7 +27,7 @@ def gradients_in_backward(rank: Rank, done: int, layers: tuple[Layer, ...] = (),
     """
     layout, wrapper = rank.layout, optimizer_wrapper(rank.layout)
     element = layout.element_bytes
-    largest = max((local_size(tensor, layout) for layer in layers for tensor in layer.tensors), default=0)
+    largest = max((local_size(each, layout) for layer in layers for each in layer.parameters), default=0)
     missing = 0  # bytes
     if not accumulated and wrapper == "zero12" and layout.zero_stage == 2 and reduces_gradients(layout):
         missing = _zero2_gradients(rank) if not done else 0  # allocated at the first reduction
@@ -46,7 +45,7 @@ def _tied_elements(rank: Rank) -> int:
     The head's gradient of this matrix remains allocated until the embedding's gradient is added to it.
     """
     tied = [layer for layer in rank.layers() if layer.tied]
-    return local_size(tied[0].tensors[0], rank.layout) if len(tied) > 1 else 0
+    return local_size(tied[0].parameters[0], rank.layout) if len(tied) > 1 else 0
 
 
 def _zero2_gradients(rank: Rank) -> int:

@@ -25,11 +25,11 @@ from pretrain.memory.estimate.activations import (
     uses_cpu_attention,
 )
 from pretrain.memory.estimate.loss_activations import loss_saved
-from pretrain.memory.estimate.model_shape import Layer, ModelShape
 from pretrain.memory.estimate.rank_parameters import FP32, INT64, MicroBatch
+from pretrain.model.description import Layer, ModelConfig
 
 
-def block_saved(shape: ModelShape, batch: MicroBatch, *, experts: bool = False, window: int = 0,
+def block_saved(shape: ModelConfig, batch: MicroBatch, *, experts: bool = False, window: int = 0,
                 part: str = "none") -> int:
     """Bytes that a transformer block saves: norms, attention, MLP or experts, and two residual dropouts.
 
@@ -47,14 +47,14 @@ def block_saved(shape: ModelShape, batch: MicroBatch, *, experts: bool = False, 
     return shared_norm + attention + mlp + dropouts - not_kept
 
 
-def _attention_part(shape: ModelShape, batch: MicroBatch, window: int) -> int:
+def _attention_part(shape: ModelConfig, batch: MicroBatch, window: int) -> int:
     """Bytes that attention saves with the norms around it, which are recomputed with it."""
     pre_norm = norm_saved(shape, batch) if shape.pre_norm and not shape.shared_norm else 0
     post_norm = norm_saved(shape, batch) if shape.post_norm else 0
     return pre_norm + attention_saved(shape, batch, window) + post_norm
 
 
-def _mlp_part(shape: ModelShape, batch: MicroBatch, *, experts: bool) -> int:
+def _mlp_part(shape: ModelConfig, batch: MicroBatch, *, experts: bool) -> int:
     """Bytes that MLP or experts save with the norms around them, without an input that attention saves."""
     pre_norm = 0
     if shape.pre_norm and not shape.shared_norm:
@@ -66,12 +66,12 @@ def _mlp_part(shape: ModelShape, batch: MicroBatch, *, experts: bool) -> int:
     return pre_norm + mlp + post_norm
 
 
-def _mlp_input_is_kept(shape: ModelShape, batch: MicroBatch) -> bool:
+def _mlp_input_is_kept(shape: ModelConfig, batch: MicroBatch) -> bool:
     """Return whether attention or its norm keep the MLP's input anyway, which `_mlp_part` then does not contain."""
     return shape.shared_norm or (shape.parallel_residual and not _norm_converts(shape, batch))
 
 
-def _recomputed(shape: ModelShape, batch: MicroBatch, part: str, window: int, *, experts: bool) -> int:
+def _recomputed(shape: ModelConfig, batch: MicroBatch, part: str, window: int, *, experts: bool) -> int:
     """Bytes that the recomputation of a part allocates: what the part saves, without its input, which was kept."""
     copies_input = _norm_converts(shape, batch) and not shape.shared_norm
     hidden = 0 if copies_input else hidden_states_bytes(shape, batch)
@@ -82,20 +82,20 @@ def _recomputed(shape: ModelShape, batch: MicroBatch, part: str, window: int, *,
     return 0
 
 
-def _norm_converts(shape: ModelShape, batch: MicroBatch) -> bool:
+def _norm_converts(shape: ModelConfig, batch: MicroBatch) -> bool:
     """Return whether the norm before attention or MLP saves its input in fp32 instead of the input itself."""
     converts = shape.norm == "rmsnorm" and batch.element_bytes != FP32 and (shape.norm_offset or not batch.cuda)
     return shape.pre_norm and bool(converts) and not uses_c_norm(batch)
 
 
-def layer_saved(shape: ModelShape, layer: Layer, batch: MicroBatch, part: str = "none") -> int:
+def layer_saved(shape: ModelConfig, layer: Layer, batch: MicroBatch, part: str = "none") -> int:
     """Bytes that any layer of `shape.layers()` saves. The embedding saves its int64 token ids [N].
 
     Args:
         part: the part of a block that is recomputed: "attention" or "mlp".
     """
     if layer.kind == "block":
-        return block_saved(shape, batch, experts=has_experts(layer), window=layer.window, part=part)
+        return block_saved(shape, batch, experts=layer.has_experts, window=layer.window, part=part)
     if layer.kind == "norm":
         return norm_saved(shape, batch)
     if layer.kind == "head":
@@ -106,24 +106,19 @@ def layer_saved(shape: ModelShape, layer: Layer, batch: MicroBatch, part: str = 
     return batch.tokens * INT64 + (0 if shape.position == "learned" else dropout)
 
 
-def has_experts(layer: Layer) -> bool:
-    """Return whether a block has experts instead of an MLP."""
-    return any(tensor.expert for tensor in layer.tensors)
-
-
-def layer_input_bytes(shape: ModelShape, layer: Layer, batch: MicroBatch) -> int:
+def layer_input_bytes(shape: ModelConfig, layer: Layer, batch: MicroBatch) -> int:
     """Bytes of a layer's input, which is all that a recomputed group beginning with this layer saves."""
     return batch.tokens * INT64 if layer.kind == "embedding" else hidden_states_bytes(shape, batch)
 
 
-def saved_input_bytes(shape: ModelShape, layer: Layer, batch: MicroBatch) -> int:
+def saved_input_bytes(shape: ModelConfig, layer: Layer, batch: MicroBatch) -> int:
     """Bytes of a layer's input that `layer_saved` includes, for embeddings, positions and blocks."""
     if layer.kind == "block" and _norm_converts(shape, batch):
         return 0  # the norm saves an fp32 copy instead
     return 0 if layer.kind == "positions" else layer_input_bytes(shape, layer, batch)
 
 
-def block_backward(shape: ModelShape, batch: MicroBatch, window: int = 0, part: str = "none") -> int:
+def block_backward(shape: ModelConfig, batch: MicroBatch, window: int = 0, part: str = "none") -> int:
     """Bytes that a block's backward pass allocates at its peak, beyond what the block saved with this `part`.
 
     The gradient of the residual stream exists during the complete pass. The largest of three phases adds to it. A

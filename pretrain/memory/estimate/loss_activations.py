@@ -4,24 +4,24 @@ Shapes in docstrings: N tokens of the micro-batch, C tokens of a chunk, D hidden
 tests/memory/estimate/test_activations.py measures the same numbers on a CPU.
 """
 
-from pretrain.memory.estimate.model_shape import ModelShape
 from pretrain.memory.estimate.rank_parameters import FP32, INT64, MicroBatch
+from pretrain.model.description import ModelConfig
 
 CHUNK_TOKENS = 1024  # tokens whose logits exist at the same time, for each tensor-parallel rank (fused_loss.py)
 CPU_LOGITS = 2**20  # softmax elements that one CPU thread computes at a time (fused_loss.py); assumes one thread
 CPU_PRODUCT = 2**20  # elements of the matrix's gradient that a CPU computes at a time (fused_loss.py)
 
 
-def _vocab_size(shape: ModelShape, batch: MicroBatch) -> int:
+def _vocab_size(shape: ModelConfig, batch: MicroBatch) -> int:
     return shape.vocab_size // batch.tensor_parallel_size
 
 
-def _weight_bytes(shape: ModelShape, batch: MicroBatch) -> int:
+def _weight_bytes(shape: ModelConfig, batch: MicroBatch) -> int:
     """Bytes of the head's matrix [V, D], and of its gradient."""
     return shape.hidden_size * _vocab_size(shape, batch) * batch.element_bytes
 
 
-def _logits_bytes(shape: ModelShape, batch: MicroBatch) -> int:
+def _logits_bytes(shape: ModelConfig, batch: MicroBatch) -> int:
     """Bytes of the logits [C, V] that exist at the same time."""
     return _chunk(batch) * _vocab_size(shape, batch) * batch.element_bytes
 
@@ -31,7 +31,7 @@ def _chunk(batch: MicroBatch) -> int:
     return min(batch.tokens, CHUNK_TOKENS * batch.tensor_parallel_size)
 
 
-def loss_saved(shape: ModelShape, batch: MicroBatch) -> int:
+def loss_saved(shape: ModelConfig, batch: MicroBatch) -> int:
     """Bytes that head and loss save.
 
     The forward pass already computes the gradients of the hidden states [N, D], of the matrix [V, D], and of the bias
@@ -42,7 +42,7 @@ def loss_saved(shape: ModelShape, batch: MicroBatch) -> int:
     return hidden_gradient + _weight_bytes(shape, batch) + bias_gradient + batch.tokens * (INT64 + FP32)
 
 
-def loss_peak(shape: ModelShape, batch: MicroBatch) -> int:
+def loss_peak(shape: ModelConfig, batch: MicroBatch) -> int:
     """Bytes of head and loss at the peak of their forward pass, without their input.
 
     The sum has four parts: the saved tensors, two fp32 vectors [N], one chunk's logits, and the larger of (a) the
@@ -78,7 +78,7 @@ def loss_peak(shape: ModelShape, batch: MicroBatch) -> int:
     return loss_saved(shape, batch) + 2 * batch.tokens * FP32 + work + gathered
 
 
-def _part_of_sum(shape: ModelShape, batch: MicroBatch, *, in_c: bool) -> int:
+def _part_of_sum(shape: ModelConfig, batch: MicroBatch, *, in_c: bool) -> int:
     """Bytes of a chunk's weighted hidden states, and on CPUs of the product that is added to the sum in fp32."""
     if batch.cuda:
         return 0
@@ -87,7 +87,7 @@ def _part_of_sum(shape: ModelShape, batch: MicroBatch, *, in_c: bool) -> int:
     return (copies * _chunk(batch) * shape.hidden_size + product) * batch.element_bytes
 
 
-def loss_backward(shape: ModelShape, batch: MicroBatch) -> int:
+def loss_backward(shape: ModelConfig, batch: MicroBatch) -> int:
     """Bytes that the loss's backward pass allocates at its peak, beyond what it saved and the gradient of the matrix.
 
     The pass scales the saved gradient of the hidden states [N, D] in fp32 and converts the result to their dtype. The

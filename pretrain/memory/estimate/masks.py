@@ -4,11 +4,11 @@ Shapes in docstrings: N tokens of the micro-batch, H heads, T seq_length.
 """
 
 from pretrain.memory.estimate.activations import uses_cpu_attention
-from pretrain.memory.estimate.model_shape import ModelShape
 from pretrain.memory.estimate.rank_parameters import INT64, MicroBatch
+from pretrain.model.description import ModelConfig
 
 
-def shared_mask_bytes(shape: ModelShape, batch: MicroBatch) -> int:
+def shared_mask_bytes(shape: ModelConfig, batch: MicroBatch) -> int:
     """Bytes of the attention masks that model/kernels/torch_attention.py makes once for all blocks of a rank.
 
     These are [T, T] of one byte for each size of a window (0 is a size with soft-capping), and [H, T, T] for ALiBi.
@@ -21,7 +21,7 @@ def shared_mask_bytes(shape: ModelShape, batch: MicroBatch) -> int:
     return batch.seq_length**2 * (len(windows or {0} if alibi else windows) + alibi)
 
 
-def document_bytes(shape: ModelShape, batch: MicroBatch) -> int:
+def document_bytes(shape: ModelConfig, batch: MicroBatch) -> int:
     """Bytes that --document_attention needs for each micro-batch until its backward pass, once for all blocks.
 
     These are the positions int64 [samples, T], the rotary tables for them, and where torch's operators compute the

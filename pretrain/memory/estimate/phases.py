@@ -25,13 +25,12 @@ from pretrain.memory.estimate.gradients import (
 from pretrain.memory.estimate.layer_activations import block_backward, layer_input_bytes, layer_saved, saved_input_bytes
 from pretrain.memory.estimate.loss_activations import loss_backward, loss_peak, loss_saved
 from pretrain.memory.estimate.masks import document_bytes, shared_mask_bytes
-from pretrain.memory.estimate.model_shape import Layer, ModelShape
 from pretrain.memory.estimate.optimizer_wrappers import optimizer_wrapper
-from pretrain.memory.estimate.pipeline_stages import pipeline_stage_layers
-from pretrain.memory.estimate.rank_parameters import INT64, MicroBatch, Rank
+from pretrain.memory.estimate.rank_parameters import INT64, MicroBatch, Rank, pipeline_stage_layers
 from pretrain.memory.estimate.states import states_of_rank
 from pretrain.memory.estimate.states_zero3 import persistent_elements
 from pretrain.memory.footprint import Footprint
+from pretrain.model.description import Layer, ModelConfig
 from pretrain.model.recompute import Recompute
 
 
@@ -130,7 +129,7 @@ def _groups_of_rank(rank: Rank) -> tuple[LayerGroup, ...]:
 
 
 @lru_cache(maxsize=512)
-def layer_groups(shape: ModelShape, layers: tuple[Layer, ...], batch: MicroBatch, recompute: Recompute,
+def layer_groups(shape: ModelConfig, layers: tuple[Layer, ...], batch: MicroBatch, recompute: Recompute,
                  first_block: int = 0) -> tuple[LayerGroup, ...]:
     """Divide layers into the groups that are recomputed (model/run_layers.py), and single layers.
 
@@ -153,7 +152,7 @@ def layer_groups(shape: ModelShape, layers: tuple[Layer, ...], batch: MicroBatch
             groups.append(LayerGroup(sum(layer_saved(shape, layer, batch, part) for layer in group), group, part))
             continue
         size = layer_input_bytes(shape, group[0], batch)
-        # token ids, and the input that a pipeline stage receives, are not offloaded (model/host_offload.py)
+        # token ids, and the input that a pipeline stage receives, are not offloaded (model/run_layers.py)
         offloads = recompute.offload and group[0].kind != "embedding" and start > 0
         on_device = 0 if offloads and batch.cuda else size  # on a CPU, the copy takes the place of the input
         groups.append(LayerGroup(on_device, group, part, size if offloads else 0))

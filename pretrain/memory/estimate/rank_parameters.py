@@ -1,4 +1,4 @@
-"""One rank of a layout: its layers, its parameter groups before ZeRO divides them, and its micro-batch."""
+"""One rank of a layout: the layers of its pipeline stage, its parameters before ZeRO divides them, its micro-batch."""
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -6,8 +6,8 @@ from itertools import accumulate
 
 from pretrain.config.layout import Layout
 from pretrain.distributed.device import multiplies_bf16_on_x86
-from pretrain.memory.estimate.model_shape import Layer, ModelShape
-from pretrain.memory.estimate.pipeline_stages import divided_size, pipeline_stage_layers, tensors_of
+from pretrain.model.description import Layer, ModelConfig, Parameter
+from pretrain.model.partition import layer_costs, stage_bounds
 
 FP32, INT64 = 4, 8  # bytes of an element
 
@@ -77,7 +77,47 @@ class ParameterGroup:
         return tuple(-(-size // self.ranks) for size in self.sizes)
 
 
-def parameter_groups(shape: ModelShape, layout: Layout, pipeline_stage: int) -> tuple[ParameterGroup, ...]:
+def pipeline_stage_layers(shape: ModelConfig, layout: Layout, pipeline_stage: int) -> tuple[Layer, ...]:
+    """Return the layers of one pipeline stage. Raises ConfigError, as partition.stage_bounds does."""
+    bounds = pipeline_stage_bounds(shape, layout)
+    return shape.layers()[bounds[pipeline_stage]:bounds[pipeline_stage + 1]]
+
+
+def pipeline_stage_bounds(shape: ModelConfig, layout: Layout) -> list[int]:
+    """Return indices into `shape.layers()`: pipeline stage i holds the layers bounds[i] to bounds[i + 1] - 1."""
+    return _bounds(shape, layout.pipeline_stages, layout.partition_method, layout.seq_length, layout.layer_times)
+
+
+@lru_cache(maxsize=256)
+def _bounds(shape: ModelConfig, pipeline_stages: int, partition_method: str, seq_length: int,
+            layer_times: tuple[int, ...]) -> list[int]:
+    return stage_bounds(layer_costs(shape, seq_length), num_stages=pipeline_stages, method=partition_method,
+                        times=layer_times)
+
+
+def parameters_of(layers: tuple[Layer, ...]) -> tuple[Parameter, ...]:
+    """Return the parameters of some layers; a matrix that two of them share occurs once."""
+    tied = False
+    parameters: list[Parameter] = []
+    for layer in layers:
+        if not (layer.tied and tied):
+            parameters += layer.parameters
+        tied = tied or layer.tied
+    return tuple(parameters)
+
+
+def local_size(parameter: Parameter, layout: Layout) -> int:
+    """Return a parameter's elements on one rank after tensor and expert parallelism, before ZeRO divides it."""
+    return _divided_size(parameter, layout.tensor_parallel_size, layout.expert_parallel_size)
+
+
+def _divided_size(parameter: Parameter, tensor_parallel_size: int, expert_parallel_size: int) -> int:
+    ranks = tensor_parallel_size if parameter.split_dim is not None else 1
+    ranks *= expert_parallel_size if parameter.is_expert else 1
+    return -(-parameter.size // ranks)
+
+
+def parameter_groups(shape: ModelConfig, layout: Layout, pipeline_stage: int) -> tuple[ParameterGroup, ...]:
     """Return the non-empty parameter groups of one rank.
 
     Matrices and vectors are two groups, because only matrices have weight decay (engine/parameter_groups.py). Experts
@@ -91,10 +131,10 @@ def parameter_groups(shape: ModelShape, layout: Layout, pipeline_stage: int) -> 
 def _groups(layers: tuple[Layer, ...], tensor_parallel_size: int, expert_parallel_size: int,
             zero_size: int) -> tuple[ParameterGroup, ...]:
     found: dict[tuple[bool, bool], list[tuple[int, bool]]] = {}
-    for tensor in tensors_of(layers):
-        size = divided_size(tensor, tensor_parallel_size, expert_parallel_size)
-        uses_adam = "embed" in tensor.name or "lm_head" in tensor.name  # DeepSpeed's Muon selects by name
-        found.setdefault((not tensor.is_matrix, tensor.expert), []).append((size, uses_adam))
+    for parameter in parameters_of(layers):
+        size = _divided_size(parameter, tensor_parallel_size, expert_parallel_size)
+        uses_adam = "embed" in parameter.name or "lm_head" in parameter.name  # DeepSpeed's Muon selects by name
+        found.setdefault((not parameter.is_matrix, parameter.is_expert), []).append((size, uses_adam))
     return tuple(
         ParameterGroup(sizes=tuple(size for size, _ in rows),
                        ranks=max(1, zero_size // (expert_parallel_size if expert else 1)),
@@ -106,7 +146,7 @@ def _groups(layers: tuple[Layer, ...], tensor_parallel_size: int, expert_paralle
 class Rank:
     """One rank of a layout."""
 
-    shape: ModelShape
+    shape: ModelConfig
     layout: Layout
     pipeline_stage: int = 0
     zero_rank: int = 0  # index of this rank among the ranks that ZeRO divides over

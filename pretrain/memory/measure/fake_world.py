@@ -38,9 +38,9 @@ from pretrain.engine.build import build_engine, deepspeed_output
 from pretrain.memory.footprint import Footprint
 from pretrain.memory.measure.observe_steps import StorageTracker, observe_steps
 from pretrain.memory.measure.tensor_inventory import role_of_file
-from pretrain.model.dtypes import DTYPES
 from pretrain.model.kernels.cpu.choice import fastest_choice, set_choice
 from pretrain.model.kernels.cpu.library import simulate_calls
+from pretrain.model.parameters import DTYPES
 
 
 class FakeStorageTracker(StorageTracker):

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from pretrain.config.layout import Layout
-from pretrain.memory.estimate.model_shape import Layer, ModelShape, Tensor
 from pretrain.memory.hardware import Gpu
 from pretrain.memory.step_time.time_parameters import TimeParameters
+from pretrain.model.description import Layer, ModelConfig, Parameter
 from pretrain.model.flops import mean_keys_seen
 
 # A product is computed in tiles, one per multiprocessor at a time; the last wave of tiles may leave most of them idle
@@ -83,7 +83,7 @@ def _tile_efficiency(m: float, n: float, k: float, peak: float, multiprocessors:
     return best
 
 
-def layer_time(layer: Layer, shape: ModelShape, layout: Layout, rates: KernelRates) -> LayerTime:
+def layer_time(layer: Layer, shape: ModelConfig, layout: Layout, rates: KernelRates) -> LayerTime:
     """Return the time of one layer of a rank for one micro-batch, without recomputation."""
     tokens = layout.micro_batch_size * layout.seq_length / layout.sequence_parallel_size
     forward, backward, products = _products(layer, shape, layout, rates, tokens)
@@ -107,30 +107,29 @@ def layer_time(layer: Layer, shape: ModelShape, layout: Layout, rates: KernelRat
 
 
 def _elements(layer: Layer, layout: Layout) -> float:
-    return sum(math.prod(_local_shape(tensor, layout)) for tensor in layer.tensors)
+    return sum(math.prod(_local_shape(parameter, layout)) for parameter in layer.parameters)
 
 
-def _local_shape(tensor: Tensor, layout: Layout) -> tuple[float, ...]:
+def _local_shape(parameter: Parameter, layout: Layout) -> tuple[float, ...]:
     """Return a parameter's shape on one rank, after tensor and expert parallelism."""
-    sizes: list[float] = list(tensor.shape)
-    if tensor.expert:
+    sizes: list[float] = list(parameter.shape)
+    if parameter.is_expert:
         sizes[0] /= layout.expert_parallel_size
-    if tensor.split:
-        matrix = len(sizes) - len(tensor.shape) + (1 if tensor.expert else 0)
-        sizes[matrix + (1 if tensor.split == "columns" else 0)] /= layout.tensor_parallel_size
+    if parameter.split_dim is not None:
+        sizes[parameter.split_dim] /= layout.tensor_parallel_size
     return tuple(sizes)
 
 
-def _products(layer: Layer, shape: ModelShape, layout: Layout, rates: KernelRates,
+def _products(layer: Layer, shape: ModelConfig, layout: Layout, rates: KernelRates,
               tokens: float) -> tuple[float, float, int]:
     """Return (forward seconds, backward seconds, number) of the products with the layer's matrices."""
     forward, backward, number = 0.0, 0.0, 0
     if layer.kind not in ("block", "head"):
         return forward, backward, number
-    for tensor in layer.tensors:
-        if not tensor.is_matrix:
+    for parameter in layer.parameters:
+        if not parameter.is_matrix:
             continue
-        *experts, n, k = _local_shape(tensor, layout)
+        *experts, n, k = _local_shape(parameter, layout)
         count, m = 1.0, tokens
         if experts:  # each token passes experts_per_token of them, all on some rank
             count, m = experts[0], tokens * shape.experts_per_token * layout.expert_parallel_size / shape.num_experts
@@ -140,7 +139,7 @@ def _products(layer: Layer, shape: ModelShape, layout: Layout, rates: KernelRate
     return forward, backward, number
 
 
-def _memory_passes(layer: Layer, shape: ModelShape, layout: Layout) -> tuple[tuple[float, float], int]:
+def _memory_passes(layer: Layer, shape: ModelConfig, layout: Layout) -> tuple[tuple[float, float], int]:
     """Return the elements per token that (forward, backward) read and write outside of products, and the kernels.
 
     A norm: 2 D, backward 4 D. A residual addition: 3 D both ways. An activation of I elements: 2 I, or 3 I with a gate;
@@ -149,13 +148,12 @@ def _memory_passes(layer: Layer, shape: ModelShape, layout: Layout) -> tuple[tup
     hidden = float(shape.hidden_size)
     if layer.kind in ("embedding", "positions"):
         return (2 * hidden, 3 * hidden), 1
-    norms = sum(tensor.name.endswith(("norm.weight", "norm1.weight", "norm2.weight")) for tensor in layer.tensors)
+    norms = sum(each.name.endswith(("norm.weight", "norm1.weight", "norm2.weight")) for each in layer.parameters)
     if layer.kind != "block":
         return (2 * hidden * norms, 4 * hidden * norms), norms
-    biases = sum(tensor.size for tensor in layer.tensors
-                 if not tensor.is_matrix and tensor.name.endswith("bias") and "norm" not in tensor.name)
+    biases = sum(each.size for each in layer.parameters if each.name.endswith("bias") and "norm" not in each.name)
     inner: float = shape.intermediate_size
-    if any(tensor.expert for tensor in layer.tensors):
+    if layer.has_experts:
         inner = shape.moe_intermediate_size * shape.experts_per_token + shape.shared_expert_size
     inner /= layout.tensor_parallel_size
     rotated = 0.0

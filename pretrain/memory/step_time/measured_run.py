@@ -7,8 +7,8 @@ from typing import Any
 
 from pretrain.config.layout import Layout, parse_layout
 from pretrain.errors import ConfigError
-from pretrain.memory.estimate.model_shape import ModelShape, shape_of
-from pretrain.model.config import ModelConfig, model_config_from
+from pretrain.model.config import model_config_from
+from pretrain.model.description import ModelConfig
 from pretrain.model.recompute import PARTS
 from pretrain.monitor.read_run_folder import newest_path, read_metrics, read_starts
 
@@ -23,7 +23,7 @@ class MeasuredRun:
     path: str
     layout: Layout
     model: ModelConfig
-    shape: ModelShape
+    shape: ModelConfig
     gpu_name: str  # of torch; "": the run used CPUs
     gpu_memory_bytes: int
     host: dict[str, Any]  # cpu, cores, memory_bytes, ranks
@@ -58,7 +58,7 @@ def read_measured_run(path: str) -> MeasuredRun:
     chosen = str(start.find("environment", "OMP_NUM_THREADS") or "")
     seconds = median(row["step_time_ms"] for row in rows) / 1e3
     return MeasuredRun(
-        path, layout, model, shape_of(model),
+        path, layout, model, model,
         str(start.find("hardware", 0, "gpus", 0, "name")) if on_gpu else "",
         start.number("hardware", 0, "gpus", 0, "memory_bytes", low=2**20) if on_gpu else 0,
         host, max(1, int(chosen)) if chosen.isdecimal() else max(1, cores // ranks),

@@ -3,17 +3,17 @@
 from dataclasses import replace
 
 from pretrain.config.layout import Layout
-from pretrain.memory.estimate.model_shape import Layer, ModelShape
 from pretrain.memory.hardware import Cluster
 from pretrain.memory.step_time.kernel_time import KernelRates, layer_time
 from pretrain.memory.step_time.recomputed_work import recomputed_fraction
 from pretrain.memory.step_time.time_parameters import DEFAULT_PARAMETERS, TimeParameters
+from pretrain.model.description import Layer, ModelConfig
 from pretrain.model.partition import BY_TIME
 
 NOTE = 'pipeline.partition_method "time": a run measures its layers; here their times are predicted'
 
 
-def with_predicted_times(layout: Layout, shape: ModelShape | None, cluster: Cluster,
+def with_predicted_times(layout: Layout, shape: ModelConfig | None, cluster: Cluster,
                          parameters: TimeParameters = DEFAULT_PARAMETERS) -> Layout:
     """Return the layout with predicted times of its layers if its pipeline stages depend on them."""
     if layout.partition_method != BY_TIME or layout.pipeline_stages == 1 or layout.layer_times or shape is None:
@@ -28,7 +28,7 @@ def with_predicted_times(layout: Layout, shape: ModelShape | None, cluster: Clus
     return replace(layout, layer_times=tuple(known[id(layer)] for layer in layers), notes=(*layout.notes, NOTE))
 
 
-def _nanoseconds(layer: Layer, shape: ModelShape, layout: Layout, rates: KernelRates, again: float) -> int:
+def _nanoseconds(layer: Layer, shape: ModelConfig, layout: Layout, rates: KernelRates, again: float) -> int:
     """Return the time of the forward and backward pass for one micro-batch, with the mean recomputation of a block."""
     time = layer_time(layer, shape, layout, rates)
     return round(1e9 * (time.forward + time.backward + (again * time.forward if layer.kind == "block" else 0.0)))

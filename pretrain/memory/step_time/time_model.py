@@ -8,14 +8,14 @@ import math
 from dataclasses import dataclass
 
 from pretrain.config.layout import Layout
-from pretrain.memory.estimate.model_shape import ModelShape
-from pretrain.memory.estimate.pipeline_stages import pipeline_stage_layers
+from pretrain.memory.estimate.rank_parameters import pipeline_stage_layers
 from pretrain.memory.hardware import Cluster
 from pretrain.memory.step_time.kernel_time import KernelRates, LayerTime, layer_time
 from pretrain.memory.step_time.recomputed_work import recomputed_fraction
 from pretrain.memory.step_time.time_parameters import DEFAULT_PARAMETERS, TimeParameters
 from pretrain.memory.step_time.traffic import PHASES, RankParameters, Transfer
-from pretrain.model.flops import keys_per_query
+from pretrain.model.description import ModelConfig
+from pretrain.model.flops import flops_per_token
 
 # Microseconds with NCCL's protocol LL128 (src/graph/tuning.cc, baseLat and hwLat): the start of a collective, and each
 # step of a ring over NVLink, PCIe or the network. A tree has steps between nodes and, inside them, a chain of GPUs.
@@ -72,22 +72,9 @@ class StepTime:
         return (self.network_seconds + self.pcie_seconds + self.disk_seconds) / self.total_seconds
 
 
-def model_flops_per_token(shape: ModelShape | None, num_parameters: int, seq_length: int) -> float:
-    """Return the FLOPs of forward and backward pass per token, without recomputation (like model/flops.py).
-
-    6 * (parameters that a token is multiplied with) + 12 * heads * head_size * (keys per query, summed over layers).
-    Without a shape: 6 * num_parameters.
-    """
-    if shape is None:
-        return 6.0 * num_parameters
-    look_ups = shape.position_rows * shape.hidden_size
-    if not shape.tie_word_embeddings:
-        look_ups += shape.vocab_size * shape.hidden_size
-    final_norm = {"layernorm": 2, "rmsnorm": 1}.get(shape.norm, 0) * shape.hidden_size
-    multiplied = shape.active_parameters() - look_ups - final_norm
-    windows = shape.windows or (0,) * shape.num_layers
-    keys = sum(keys_per_query(window, seq_length) for window in windows)
-    return 6.0 * multiplied + 12.0 * shape.num_heads * shape.head_size * keys
+def model_flops_per_token(shape: ModelConfig | None, num_parameters: int, seq_length: int) -> float:
+    """Return `flops_per_token`; without a shape 6 * num_parameters."""
+    return 6.0 * num_parameters if shape is None else flops_per_token(shape, seq_length)
 
 
 @dataclass(frozen=True)
@@ -102,7 +89,7 @@ class StageTime:
         return sum(max(self.device[phase], self.host[phase]) for phase in PHASES)
 
 
-def stage_time(layout: Layout, cluster: Cluster, shape: ModelShape, pipeline_stage: int, parameters: TimeParameters,
+def stage_time(layout: Layout, cluster: Cluster, shape: ModelConfig, pipeline_stage: int, parameters: TimeParameters,
                again: float) -> StageTime:
     """Return the times of all micro-batches, recomputation included; the device's without transfers and optimizer.
 
@@ -123,14 +110,14 @@ def stage_time(layout: Layout, cluster: Cluster, shape: ModelShape, pipeline_sta
     forward_kernels = sum(each.forward_kernels for each in times)
     backward_kernels = sum(each.backward_kernels for each in times) + \
         again * sum(each.forward_kernels for each in blocks)
-    tensors = sum(len(layer.tensors) for layer in layers)
+    tensors = sum(len(layer.parameters) for layer in layers)
     return StageTime(
         {"forward": steps * forward, "backward": steps * backward, "step": 0.0},
         host_seconds(layout, parameters, forward_kernels=forward_kernels, backward_kernels=backward_kernels,
                      tensors=tensors))
 
 
-def estimate_step_time(layout: Layout, cluster: Cluster, shape: ModelShape, transfers: list[Transfer],
+def estimate_step_time(layout: Layout, cluster: Cluster, shape: ModelConfig, transfers: list[Transfer],
                        parameters: RankParameters, *, flops_per_token: float,
                        rates: TimeParameters = DEFAULT_PARAMETERS) -> StepTime:
     """Estimate the time of a step.

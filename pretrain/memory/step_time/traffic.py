@@ -9,9 +9,9 @@ import math
 from dataclasses import dataclass
 
 from pretrain.config.layout import DTYPE_BYTES, Layout
-from pretrain.memory.estimate.model_shape import ModelShape
-from pretrain.memory.estimate.pipeline_stages import local_size, pipeline_stage_tensors
+from pretrain.memory.estimate.rank_parameters import local_size, parameters_of, pipeline_stage_layers
 from pretrain.memory.step_time.recomputed_work import recomputed_fraction
+from pretrain.model.description import ModelConfig
 
 LINKS = ("network", "pcie", "disk")  # "network": between ranks, also those of one node
 PHASES = ("forward", "backward", "step")  # "step": once, after the last micro-batch
@@ -44,20 +44,21 @@ class RankParameters:
         return self.dense / layout.zero_size + self.experts * layout.expert_parallel_size / layout.zero_size
 
 
-def rank_parameters(layout: Layout, shape: ModelShape | None, num_parameters: int) -> RankParameters:
+def rank_parameters(layout: Layout, shape: ModelConfig | None, num_parameters: int) -> RankParameters:
     """Return the parameters of a rank of the largest pipeline stage. Without a shape, all stages are assumed equal."""
     if shape is None:
         return RankParameters(num_parameters / layout.pipeline_stages / layout.tensor_parallel_size)
     tied = shape.vocab_size * shape.hidden_size / layout.tensor_parallel_size if shape.tie_word_embeddings else 0.0
     stages = []
     for stage in range(layout.pipeline_stages):
-        sizes = [(tensor.expert, local_size(tensor, layout)) for tensor in pipeline_stage_tensors(shape, layout, stage)]
+        sizes = [(each.is_expert, local_size(each, layout))
+                 for each in parameters_of(pipeline_stage_layers(shape, layout, stage))]
         stages.append(RankParameters(sum(size for expert, size in sizes if not expert),
                                      sum(size for expert, size in sizes if expert), tied))
     return max(stages, key=lambda stage: stage.dense + stage.experts)
 
 
-def step_traffic(layout: Layout, parameters: RankParameters, shape: ModelShape | None) -> list[Transfer]:
+def step_traffic(layout: Layout, parameters: RankParameters, shape: ModelConfig | None) -> list[Transfer]:
     """List all transfers of a rank in one step. Activations are included only if the shape is known."""
     transfers = _zero_collectives(layout, parameters, shape) + _offload(layout, parameters)
     if shape is not None:
@@ -78,7 +79,7 @@ def _reduced_element_bytes(layout: Layout) -> int:
     return 4 if layout.sequence_parallel_size > 1 else DTYPE_BYTES[layout.precision]
 
 
-def _zero_collectives(layout: Layout, parameters: RankParameters, shape: ModelShape | None) -> list[Transfer]:
+def _zero_collectives(layout: Layout, parameters: RankParameters, shape: ModelConfig | None) -> list[Transfer]:
     """Collectives of gradients and parameters among the ranks that ZeRO divides over; experts use fewer ranks."""
     transfers = []
     for suffix, elements, ranks, stride in (
@@ -112,15 +113,15 @@ def _zero012_collectives(layout: Layout, suffix: str, elements: float, ranks: in
     return transfers
 
 
-def gathered_tensors(layout: Layout, shape: ModelShape | None, *, experts: bool = False) -> int:
+def gathered_tensors(layout: Layout, shape: ModelConfig | None, *, experts: bool = False) -> int:
     """Return the number of parameters that ZeRO stage 3 gathers; smaller ones remain on every rank.
 
     DeepSpeed gathers all parameters of a submodule together. A submodule has at most one large parameter.
     """
     if shape is None:
         return 1
-    return sum(tensor.size > layout.param_persistence_threshold and tensor.expert == experts
-               for layer in shape.layers() for tensor in layer.tensors)
+    return sum(each.size > layout.param_persistence_threshold and each.is_expert == experts
+               for layer in shape.layers() for each in layer.parameters)
 
 
 def gathers_per_micro_batch(layout: Layout, parameters: RankParameters) -> tuple[float, float]:
@@ -205,13 +206,13 @@ def _offloaded_parameters(layout: Layout, owned: float, gathers: tuple[float, fl
     return [*transfers, Transfer("parameters: written", "disk", "step", on_disk * size)]
 
 
-def _hidden_bytes(layout: Layout, shape: ModelShape) -> float:
+def _hidden_bytes(layout: Layout, shape: ModelConfig) -> float:
     """Bytes of the hidden states of one micro-batch on one rank."""
     tokens = layout.micro_batch_size * layout.seq_length / layout.sequence_parallel_size
     return tokens * shape.hidden_size * layout.element_bytes
 
 
-def _pipeline(layout: Layout, shape: ModelShape) -> list[Transfer]:
+def _pipeline(layout: Layout, shape: ModelConfig) -> list[Transfer]:
     """Activations and their gradients between pipeline stages, and the sum of a tied matrix's gradients."""
     stages = layout.pipeline_stages
     if stages == 1:
@@ -228,8 +229,8 @@ def _pipeline(layout: Layout, shape: ModelShape) -> list[Transfer]:
     return transfers
 
 
-def _offloaded_activations(layout: Layout, shape: ModelShape) -> list[Transfer]:
-    """Inputs of recomputed blocks or groups, to host memory and back (model/host_offload.py)."""
+def _offloaded_activations(layout: Layout, shape: ModelConfig) -> list[Transfer]:
+    """Inputs of recomputed blocks or groups, to host memory and back (model/run_layers.py)."""
     recompute = layout.recomputation
     if not recompute.offload:
         return []
@@ -239,7 +240,7 @@ def _offloaded_activations(layout: Layout, shape: ModelShape) -> list[Transfer]:
             Transfer("activations from the host", "pcie", "backward", size, overlaps=True)]
 
 
-def _model_parallel(layout: Layout, shape: ModelShape) -> list[Transfer]:
+def _model_parallel(layout: Layout, shape: ModelConfig) -> list[Transfer]:
     """Collectives inside the blocks, in every pass.
 
     Tensor parallelism: two all-reduces a block (Megatron-LM, arXiv 1909.08053). Ulysses: four all-to-alls a block

@@ -4,16 +4,13 @@ Attention and norms are those of llama_like.py. In the weights files of transfor
 own; here, one tensor has the matrices of all experts.
 """
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 from pretrain.errors import ConfigError
-from pretrain.model.families.family import Family, TensorRule, Values, linear
-from pretrain.model.families.llama_like import KEY_NAMES, KEYS, llama_like_tensors, mlp_tensors, read_llama_like
-from pretrain.model.families.windows import LARGEST_LAYERS, read_windows
-
-if TYPE_CHECKING:
-    from pretrain.model.config import ModelConfig
+from pretrain.model.families.family import Family, Values
+from pretrain.model.families.llama_like import BLOCK, KEY_NAMES, KEYS, NAMES, read_llama_like
+from pretrain.model.families.position_keys import LARGEST_LAYERS, read_windows
 
 _KEYS: dict[str, Any] = {**KEYS, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001}
 _KEY_NAMES = {**KEY_NAMES, "experts_per_token": "num_experts_per_tok", "router_aux_loss": "router_aux_loss_coef"}
@@ -23,8 +20,14 @@ _QWEN_KEYS: dict[str, Any] = {
     "mlp_only_layers": None,
 }
 _IGNORED = frozenset({"output_router_logits"})  # the coefficient alone selects the loss
-_MIXTRAL_PARTS = {"gate": "w1", "up": "w3", "down": "w2"}
-_QWEN_PARTS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+_QWEN_NAMES = replace(NAMES, block={
+    **BLOCK, "mlp.router": "mlp.gate", "mlp.experts.gate": "mlp.experts.*.gate_proj",
+    "mlp.experts.up": "mlp.experts.*.up_proj", "mlp.experts.down": "mlp.experts.*.down_proj",
+    "mlp.shared_expert.gate": "mlp.shared_expert.gate_proj", "mlp.shared_expert.up": "mlp.shared_expert.up_proj",
+    "mlp.shared_expert.down": "mlp.shared_expert.down_proj", "mlp.shared_expert_gate": "mlp.shared_expert_gate"})
+_MIXTRAL_NAMES = replace(NAMES, block={
+    **BLOCK, "mlp.router": "block_sparse_moe.gate", "mlp.experts.gate": "block_sparse_moe.experts.*.w1",
+    "mlp.experts.up": "block_sparse_moe.experts.*.w3", "mlp.experts.down": "block_sparse_moe.experts.*.w2"})
 
 
 def _routing(values: Values, *, num_experts: str, expert_size: str) -> dict[str, Any]:
@@ -91,60 +94,19 @@ def _at_least_one_expert(fields: dict[str, Any], where: str) -> dict[str, Any]:
     return fields
 
 
-def _experts(parts: dict[str, str], router: str) -> Callable[[str, str, "ModelConfig"], Iterator[TensorRule]]:
-    """Return the function that yields the rules of the MLP of a block.
-
-    Args:
-        parts: our name of a matrix -> theirs.
-        router: their name of the layer with the experts.
-    """
-    def tensors(ours: str, theirs: str, config: "ModelConfig") -> Iterator[TensorRule]:
-        index = int(theirs.rpartition(".")[2])
-        if not config.has_experts(index):
-            yield from mlp_tensors(f"{ours}.mlp", f"{theirs}.mlp", config, config.intermediate_size)
-            return
-        experts, hidden, inner = config.num_experts, config.hidden_size, config.moe_intermediate_size
-        layer = f"{theirs}.{router}"
-        yield from linear(f"{ours}.mlp.router", f"{layer}.gate", experts, hidden, bias=False)
-        for part, name in parts.items():
-            rows, columns = (hidden, inner) if part == "down" else (inner, hidden)
-            yield TensorRule(f"{ours}.mlp.experts.{part}", (experts, rows, columns),
-                             tuple(f"{layer}.experts.{expert}.{name}.weight" for expert in range(experts)),
-                             their_rows=(rows,) * experts)
-        if config.shared_expert_size:
-            yield from mlp_tensors(f"{ours}.mlp.shared_expert", f"{layer}.shared_expert", config,
-                                   config.shared_expert_size)
-            if config.shared_expert_gate:
-                yield from linear(f"{ours}.mlp.shared_expert_gate", f"{layer}.shared_expert_gate", 1, hidden,
-                                  bias=False)
-
-    return tensors
-
-
-_mixtral_mlp, _qwen_mlp = _experts(_MIXTRAL_PARTS, "block_sparse_moe"), _experts(_QWEN_PARTS, "mlp")
-
-
-def _mixtral_tensors(config: "ModelConfig") -> Iterator[TensorRule]:
-    return llama_like_tensors(config, _mixtral_mlp)
-
-
-def _qwen_tensors(config: "ModelConfig") -> Iterator[TensorRule]:
-    return llama_like_tensors(config, _qwen_mlp)
-
-
 MIXTRAL = Family(
     keys={**_KEYS, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072,
           "rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None, "num_local_experts": 8},
     fixed={"router_jitter_noise": 0.0}, ignored=_IGNORED,
     key_names={**_KEY_NAMES, "num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"},
-    read=_read_mixtral, tensors=_mixtral_tensors, embedding="model.embed_tokens.weight", prefix="model.")
+    read=_read_mixtral, names=_MIXTRAL_NAMES)
 OLMOE = Family(
     keys={**_KEYS, "vocab_size": 50304, "hidden_size": 2048, "intermediate_size": 2048, "num_hidden_layers": 16,
           "num_attention_heads": 16, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "attention_bias": False,
           "num_experts_per_tok": 8, "num_experts": 64, "router_aux_loss_coef": 0.01, "norm_topk_prob": False},
     fixed={"clip_qkv": None}, ignored=_IGNORED,
     key_names={**_KEY_NAMES, "moe_intermediate_size": "intermediate_size"},
-    read=_read_olmoe, tensors=_qwen_tensors, embedding="model.embed_tokens.weight", prefix="model.")
+    read=_read_olmoe, names=_QWEN_NAMES)
 QWEN2_MOE = Family(
     keys={**_QWEN_KEYS, "intermediate_size": 5632, "num_attention_heads": 16, "num_key_value_heads": 16,
           "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "num_experts_per_tok": 4,
@@ -152,10 +114,10 @@ QWEN2_MOE = Family(
           "layer_types": None},
     nullable=frozenset({"num_key_value_heads", "sliding_window"}), ignored=_IGNORED,
     key_names={**_KEY_NAMES, "shared_expert_size": "shared_expert_intermediate_size"},
-    read=_read_qwen2, tensors=_qwen_tensors, embedding="model.embed_tokens.weight", prefix="model.")
+    read=_read_qwen2, names=_QWEN_NAMES)
 QWEN3_MOE = Family(
     keys={**_QWEN_KEYS, "intermediate_size": 6144, "num_attention_heads": 32, "num_key_value_heads": 4,
           "moe_intermediate_size": 768, "num_experts_per_tok": 8, "num_experts": 128, "num_local_experts": None,
           "attention_bias": False},
     nullable=frozenset({"sliding_window"}), ignored=_IGNORED | {"max_window_layers"}, key_names=_KEY_NAMES,
-    read=_read_qwen3, tensors=_qwen_tensors, embedding="model.embed_tokens.weight", prefix="model.")
+    read=_read_qwen3, names=_QWEN_NAMES)

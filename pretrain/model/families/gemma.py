@@ -10,11 +10,9 @@ import math
 from typing import Any
 
 from pretrain.errors import ConfigError, shorten
-from pretrain.model.families.family import Family, Values
-from pretrain.model.families.llama_like import KEY_NAMES, KEYS, llama_like_tensors, read_llama_like
-from pretrain.model.families.read import activation
-from pretrain.model.families.rope_keys import read_rope
-from pretrain.model.families.windows import LARGEST_LAYERS, read_windows
+from pretrain.model.families.family import Family, Values, activation
+from pretrain.model.families.llama_like import KEY_NAMES, KEYS, NAMES, NAMES_WITH_POST_NORMS, read_llama_like
+from pretrain.model.families.position_keys import LARGEST_LAYERS, read_rope, read_windows
 
 _LARGEST_SCALAR, _LARGEST_CAP = 2**20, 1e6
 
@@ -118,12 +116,11 @@ _NEWER_NAMES = {**KEY_NAMES, "activation": "hidden_activation", "logit_softcap":
                 "attention_softcap": "attn_logit_softcapping"}
 
 GEMMA = Family(
-    keys=_GEMMA, fixed=_FIXED, key_names=KEY_NAMES, read=_read_gemma, tensors=llama_like_tensors,
-    embedding="model.embed_tokens.weight", prefix="model.")
+    keys=_GEMMA, fixed=_FIXED, key_names=KEY_NAMES, read=_read_gemma, names=NAMES)
 GEMMA2 = Family(
     keys=_GEMMA2, nullable=_NULLABLE | {"attn_logit_softcapping"}, fixed=_FIXED, key_names=_NEWER_NAMES,
-    read=_read_gemma2, tensors=llama_like_tensors, embedding="model.embed_tokens.weight", prefix="model.")
+    read=_read_gemma2, names=NAMES_WITH_POST_NORMS)
 # transformers 5.23 ignores attn_logit_softcapping of Gemma 3 (models/gemma3/modeling_gemma3.py, Gemma3Attention)
 GEMMA3 = Family(
     keys=_GEMMA3, nullable=_NULLABLE, fixed={**_FIXED, "attn_logit_softcapping": None}, key_names=_NEWER_NAMES,
-    read=_read_gemma3, tensors=llama_like_tensors, embedding="model.embed_tokens.weight", prefix="model.")
+    read=_read_gemma3, names=NAMES_WITH_POST_NORMS)

@@ -1,21 +1,16 @@
-"""Keys of the config.json, reader and tensor names that Llama and similar families share.
+"""Llama and the families that resemble it: Mistral, OLMo-2, Qwen, StableLM and StarCoder2.
 
 They have RMSNorm, rotary positions, grouped queries and a gated MLP. They differ in biases, in the places of the norms,
-in attention windows, and in factors.
+in attention windows, and in factors. gemma.py and experts.py have more of them.
 """
 
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
-from pretrain.model.families.family import TensorRule, Values, linear, norm, separate_qkv, whole_model
-from pretrain.model.families.read import activation, ratio
-from pretrain.model.families.rope_keys import read_rope
+from pretrain.errors import ConfigError
+from pretrain.model.families.family import Family, Names, Values, activation, ratio, separate_qkv
+from pretrain.model.families.position_keys import LARGEST_LAYERS, read_rope, read_windows
 
-if TYPE_CHECKING:
-    from pretrain.model.config import ModelConfig
-
-BlockRules = Callable[[str, str, "ModelConfig"], Iterator[TensorRule]]
 KEYS: dict[str, Any] = {
     "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": None, "head_dim": None, "hidden_act": "silu",
@@ -27,6 +22,16 @@ KEY_NAMES = {
     "head_size": "head_dim", "activation": "hidden_act", "max_positions": "max_position_embeddings",
     "norm_eps": "rms_norm_eps",
 }
+BLOCK: dict[str, str | tuple[str, ...]] = {
+    "norm1": "input_layernorm", "attention.qkv": separate_qkv("self_attn"), "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm", "attention.out": "self_attn.o_proj", "norm2": "post_attention_layernorm",
+    "mlp.gate": "mlp.gate_proj", "mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj",
+}
+# with norms of outputs; without them, "post_attention" means: before the MLP
+BLOCK_WITH_POST_NORMS = {**BLOCK, "norm2": "pre_feedforward_layernorm", "post_norm1": "post_attention_layernorm",
+                         "post_norm2": "post_feedforward_layernorm"}
+NAMES = Names(prefix="model.", embedding="embed_tokens", blocks="layers", final_norm="norm", block=BLOCK)
+NAMES_WITH_POST_NORMS = replace(NAMES, block=BLOCK_WITH_POST_NORMS)
 
 
 def read_llama_like(values: Values, where: str, **differences: Any) -> dict[str, Any]:
@@ -55,40 +60,118 @@ def read_llama_like(values: Values, where: str, **differences: Any) -> dict[str,
     return fields
 
 
-def mlp_tensors(ours: str, theirs: str, config: "ModelConfig", inner: int) -> Iterator[TensorRule]:
-    """Yield the rules of a gated MLP with the inner size `inner`."""
-    hidden = config.hidden_size
-    for part, rows, columns in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
-        yield from linear(f"{ours}.{part}", f"{theirs}.{part}_proj", rows, columns, bias=config.mlp_bias)
+def _read_llama(values: Values, where: str) -> dict[str, Any]:
+    """Llama 2 and 3."""
+    bias = values["attention_bias"]
+    return read_llama_like(values, where, qkv_bias=bias, attention_out_bias=bias, mlp_bias=values["mlp_bias"])
 
 
-def _dense_mlp(ours: str, theirs: str, config: "ModelConfig") -> Iterator[TensorRule]:
-    return mlp_tensors(f"{ours}.mlp", f"{theirs}.mlp", config, config.intermediate_size)
+LLAMA = Family(keys={**KEYS, "attention_bias": False, "mlp_bias": False}, nullable=frozenset({"attention_dropout"}),
+               key_names=KEY_NAMES, read=_read_llama, names=NAMES)
 
 
-def _block(ours: str, theirs: str, config: "ModelConfig", *, mlp: BlockRules) -> Iterator[TensorRule]:
-    hidden, size = config.hidden_size, config.head_size
-    attention = f"{theirs}.self_attn"
-    if config.pre_norm:
-        yield from norm(f"{ours}.norm1", f"{theirs}.input_layernorm", config)
-    yield from separate_qkv(f"{ours}.attention.qkv", attention, config)
-    if config.qk_norm:
-        for part, heads in (("q_norm", config.num_heads), ("k_norm", config.num_kv_heads)):
-            yield from norm(f"{ours}.attention.{part}", f"{attention}.{part}", config, config.qk_norm_size(heads))
-    yield from linear(f"{ours}.attention.out", f"{attention}.o_proj", hidden, config.num_heads * size,
-                      bias=config.attention_out_bias)
-    if config.post_norm:
-        yield from norm(f"{ours}.post_norm1", f"{theirs}.post_attention_layernorm", config)
-    if config.pre_norm and not config.shared_norm:
-        # in a model without post-norms, "post_attention" means: before the MLP
-        name = "pre_feedforward_layernorm" if config.post_norm else "post_attention_layernorm"
-        yield from norm(f"{ours}.norm2", f"{theirs}.{name}", config)
-    yield from mlp(ours, theirs, config)
-    if config.post_norm:
-        yield from norm(f"{ours}.post_norm2", f"{theirs}.post_feedforward_layernorm", config)
+def _read_mistral(values: Values, where: str) -> dict[str, Any]:
+    """Mistral: an attention window in all layers, or in none."""
+    return read_llama_like(values, where, windows=read_windows(values, where))
 
 
-def llama_like_tensors(config: "ModelConfig", mlp: BlockRules = _dense_mlp) -> Iterator[TensorRule]:
-    """Yield the rules of all tensors. `mlp` yields those of a block's MLP for (our block, their block, config)."""
-    return whole_model(config, embedding="model.embed_tokens.weight", block=partial(_block, mlp=mlp),
-                       blocks="model.layers", final_norm="model.norm")
+MISTRAL = Family(
+    keys={**KEYS, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+          "sliding_window": 4096},
+    nullable=frozenset({"sliding_window"}), key_names=KEY_NAMES, read=_read_mistral, names=NAMES)
+
+
+def _read_olmo2(values: Values, where: str) -> dict[str, Any]:
+    """OLMo-2: norms of the outputs of attention and MLP instead of their inputs, norms of queries and keys."""
+    bias = values["attention_bias"]
+    return read_llama_like(values, where, qkv_bias=bias, attention_out_bias=bias, pre_norm=False, post_norm=True,
+                           qk_norm="all")
+
+
+OLMO2 = Family(keys={**KEYS, "vocab_size": 50304, "rms_norm_eps": 1e-5, "attention_bias": False}, key_names=KEY_NAMES,
+               read=_read_olmo2, names=NAMES_WITH_POST_NORMS)
+
+_QWEN_KEYS: dict[str, Any] = {
+    **KEYS, "vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32,
+    "max_position_embeddings": 32768, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28,
+    "layer_types": None,
+}
+_QWEN_NULLABLE = frozenset({"num_key_value_heads", "sliding_window"})
+
+
+def _qwen_windows(values: Values, where: str) -> tuple[int, ...]:
+    """Return the window of each layer; only layers from `max_window_layers` on have one."""
+    first = values["max_window_layers"]
+    if not 0 <= first <= LARGEST_LAYERS:
+        raise ConfigError(f"{where}: max_window_layers", found=first,
+                          expected="the index of the first layer with a window, or the number of layers")
+    return read_windows(values, where, enabled=values["use_sliding_window"], slides=lambda index: index >= first)
+
+
+def _read_qwen2(values: Values, where: str) -> dict[str, Any]:
+    """Qwen2 and Qwen2.5: biases of queries, keys and values."""
+    return read_llama_like(values, where, qkv_bias=True, windows=_qwen_windows(values, where))
+
+
+def _read_qwen3(values: Values, where: str) -> dict[str, Any]:
+    """Qwen3: norms of queries and keys."""
+    bias = values["attention_bias"]
+    return read_llama_like(values, where, qkv_bias=bias, attention_out_bias=bias, qk_norm="head",
+                           windows=_qwen_windows(values, where))
+
+
+QWEN2 = Family(keys=_QWEN_KEYS, nullable=_QWEN_NULLABLE, fixed={"use_mrope": False}, key_names=KEY_NAMES,
+               read=_read_qwen2, names=NAMES)
+QWEN3 = Family(keys={**_QWEN_KEYS, "head_dim": 128, "attention_bias": False}, nullable=_QWEN_NULLABLE,
+               key_names=KEY_NAMES, read=_read_qwen3, names=NAMES)
+
+
+def _read_stablelm(values: Values, where: str) -> dict[str, Any]:
+    """StableLM: LayerNorm, positions rotate a part of each head, and optionally a parallel residual."""
+    head_size = ratio(values["hidden_size"], values["num_attention_heads"])
+    rope = read_rope(values, where, theta_key="rope_theta", fraction_key="partial_rotary_factor", head_size=head_size,
+                     default_fraction=0.25)
+    parallel = values["use_parallel_residual"]
+    return read_llama_like({**values, "head_dim": None, "rms_norm_eps": values["layer_norm_eps"]}, where, **rope,
+                           norm="layernorm", parallel_residual=parallel, shared_norm=parallel,
+                           qkv_bias=values["use_qkv_bias"])
+
+
+STABLELM = Family(
+    keys={
+        **{key: default for key, default in KEYS.items() if key not in ("head_dim", "rms_norm_eps")},
+        "vocab_size": 50304, "intermediate_size": 6912, "hidden_size": 2560, "num_key_value_heads": 32,
+        "max_position_embeddings": 4096, "layer_norm_eps": 1e-5, "use_qkv_bias": False,
+        "use_parallel_residual": False, "partial_rotary_factor": None,
+    },
+    # transformers applies hidden_dropout to the output of the MLP only
+    fixed={"qk_layernorm": False, "hidden_dropout": 0.0},
+    key_names={**KEY_NAMES, "norm_eps": "layer_norm_eps", "rotary_size": "partial_rotary_factor",
+               "parallel_residual": "use_parallel_residual"},
+    read=_read_stablelm, names=NAMES)
+
+
+def _read_starcoder2(values: Values, where: str) -> dict[str, Any]:
+    """StarCoder2: attention windows, LayerNorm, biases, an MLP without gate."""
+    bias = values["use_bias"]
+    return read_llama_like({**values, "head_dim": None, "rms_norm_eps": values["norm_epsilon"]}, where,
+                           norm="layernorm", gated_mlp=False, qkv_bias=bias, attention_out_bias=bias, mlp_bias=bias,
+                           embedding_dropout=values["embedding_dropout"], residual_dropout=values["residual_dropout"],
+                           windows=read_windows(values, where))
+
+
+STARCODER2 = Family(
+    keys={
+        **{key: default for key, default in KEYS.items() if key not in ("head_dim", "rms_norm_eps")},
+        "vocab_size": 49152, "hidden_size": 3072, "intermediate_size": 12288, "num_hidden_layers": 30,
+        "num_attention_heads": 24, "num_key_value_heads": 2, "hidden_act": "gelu_pytorch_tanh",
+        "max_position_embeddings": 4096, "initializer_range": 0.018042, "norm_epsilon": 1e-5, "sliding_window": None,
+        "residual_dropout": 0.0, "embedding_dropout": 0.0, "use_bias": True, "tie_word_embeddings": True,
+    },
+    fixed={"mlp_type": "default", "norm_type": "layer_norm"},  # in published files; transformers has no others
+    # activation_function and layer_norm_epsilon: in published files next to hidden_act and norm_epsilon, which
+    # transformers uses instead
+    ignored=frozenset({"attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "activation_function",
+                       "layer_norm_epsilon"}),
+    key_names={**KEY_NAMES, "norm_eps": "norm_epsilon"},
+    read=_read_starcoder2, names=replace(NAMES, block={**BLOCK, "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}))

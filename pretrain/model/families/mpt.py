@@ -6,15 +6,10 @@ ignores resid_pdrop and emb_pdrop. This makes no difference outside training.)
 
 import json
 import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pretrain.errors import ConfigError, shorten
-from pretrain.model.families.family import Family, TensorRule, Values, fused_qkv, linear, norm, whole_model
-from pretrain.model.families.read import listing, ratio
-
-if TYPE_CHECKING:
-    from pretrain.model.config import ModelConfig
+from pretrain.model.families.family import Family, Names, Values, listing, ratio
 
 _NUMBERS = {"attn_pdrop": 0.0, "softmax_scale": None}  # keys of attn_config that are used
 # Keys of attn_config for which only this value is implemented. transformers 5.23 ignores other values of most of them
@@ -75,21 +70,6 @@ def _read(values: Values, where: str) -> dict[str, Any]:
     }
 
 
-def _block(ours: str, theirs: str, config: "ModelConfig") -> Iterator[TensorRule]:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    yield from norm(f"{ours}.norm1", f"{theirs}.norm_1", config)
-    yield from fused_qkv(f"{ours}.attention.qkv", f"{theirs}.attn.Wqkv", config)
-    yield from linear(f"{ours}.attention.out", f"{theirs}.attn.out_proj", hidden, hidden, bias=False)
-    yield from norm(f"{ours}.norm2", f"{theirs}.norm_2", config)
-    yield from linear(f"{ours}.mlp.up", f"{theirs}.ffn.up_proj", inner, hidden, bias=False)
-    yield from linear(f"{ours}.mlp.down", f"{theirs}.ffn.down_proj", hidden, inner, bias=False)
-
-
-def _tensors(config: "ModelConfig") -> Iterator[TensorRule]:
-    return whole_model(config, embedding="transformer.wte.weight", block=_block, blocks="transformer.blocks",
-                       final_norm="transformer.norm_f")
-
-
 MPT = Family(
     keys={
         "vocab_size": 50368, "d_model": 2048, "n_heads": 16, "n_layers": 24, "max_seq_len": 2048, "attn_config": None,
@@ -106,4 +86,7 @@ MPT = Family(
         "norm_eps": "layer_norm_epsilon", "embedding_dropout": "emb_pdrop", "residual_dropout": "resid_pdrop",
         "attention_dropout": "attn_config.attn_pdrop",
     },
-    read=_read, tensors=_tensors, embedding="transformer.wte.weight", prefix="transformer.")
+    read=_read,
+    names=Names(prefix="transformer.", embedding="wte", blocks="blocks", final_norm="norm_f",
+                block={"norm1": "norm_1", "attention.qkv": "attn.Wqkv", "attention.out": "attn.out_proj",
+                       "norm2": "norm_2", "mlp.up": "ffn.up_proj", "mlp.down": "ffn.down_proj"}))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 (torch's own name)
 
 from pretrain.distributed.parallel_groups import RankGroup
-from pretrain.model.parallel.parts import split_range
+from pretrain.model.parameters import split_range
 
 
 @dataclass(frozen=True)

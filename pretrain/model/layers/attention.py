@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from pretrain.distributed.parallel_groups import NO_GROUPS, ParallelGroups
-from pretrain.model.config import ModelConfig
+from pretrain.model.description import ModelConfig, Parameters, inside
 from pretrain.model.kernels.cpu.attention import AttentionSettings, attention
 from pretrain.model.kernels.cpu_attention import can_attend_in_c, causal_attention
 from pretrain.model.kernels.documents import Documents
 from pretrain.model.kernels.torch_attention import alibi_slopes, make_mask
+from pretrain.model.layers.linear import ColumnLinear, RowLinear
 from pretrain.model.layers.norm import Norm, SplitNorm
 from pretrain.model.layers.rope import Rope
-from pretrain.model.layers.tensor_parallel import ColumnLinear, RowLinear
 from pretrain.model.parallel.sequence_shards import heads_for_positions, local_kv_heads, positions_for_heads
 
 
@@ -25,12 +25,13 @@ class Attention(nn.Module):
     """Causal self-attention; the rows of `qkv` are all query heads, then all key heads, then all value heads.
 
     Args:
+        parameters: the described parameters of the attention.
         window: number of latest tokens that a query sees, with its own; 0: all tokens.
         groups: the ranks that share heads. With more than one rank, inputs and outputs are shards of the sequences.
         recomputed: the backward pass recomputes the layer.
     """
 
-    def __init__(self, config: ModelConfig, rope: Rope | None, *, window: int = 0,
+    def __init__(self, config: ModelConfig, parameters: Parameters, rope: Rope | None, *, window: int = 0,
                  plain_operators: bool = False, groups: ParallelGroups = NO_GROUPS, recomputed: bool = False) -> None:
         super().__init__()
         tensor, self.sequence = groups.tensor, groups.sequence  # at most one of them has more than one rank
@@ -46,17 +47,15 @@ class Attention(nn.Module):
         shares_heads = tensor if tensor.size > 1 else self.sequence
         self.slopes_H = alibi_slopes(config.num_heads, shares_heads.rank, shares_heads.size) \
             if config.position == "alibi" else None
-        q_size, kv_size = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
-        self.qkv = ColumnLinear(config.hidden_size, [q_size, kv_size, kv_size], bias=config.qkv_bias,
-                                plain_operators=plain_operators, group=tensor, recomputed=recomputed)
+        self.qkv = ColumnLinear(inside(parameters, "qkv"), plain_operators=plain_operators, groups=groups,
+                                recomputed=recomputed)
         self.qk_norm = config.qk_norm
         is_split = config.qk_norm == "all" and tensor.size > 1
-        build_norm: Callable[[int], Norm] = partial(SplitNorm, config, group=tensor) if is_split else \
-            partial(Norm, config, plain_operators=plain_operators, group=tensor)
-        self.q_norm = build_norm(config.qk_norm_size(config.num_heads)) if config.qk_norm else None
-        self.k_norm = build_norm(config.qk_norm_size(config.num_kv_heads)) if config.qk_norm else None
-        self.out = RowLinear(q_size, config.hidden_size, bias=config.attention_out_bias,
-                             plain_operators=plain_operators, group=tensor)
+        build_norm: Callable[[Parameters], Norm] = partial(SplitNorm, config, groups=groups) if is_split else \
+            partial(Norm, config, plain_operators=plain_operators, groups=groups)
+        self.q_norm = build_norm(inside(parameters, "q_norm")) if config.qk_norm else None
+        self.k_norm = build_norm(inside(parameters, "k_norm")) if config.qk_norm else None
+        self.out = RowLinear(inside(parameters, "out"), plain_operators=plain_operators, groups=groups)
 
     def forward(self, x_BTD: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
         return self.attend(self.qkv(x_BTD), documents)

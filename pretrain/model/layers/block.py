@@ -4,7 +4,6 @@ Shapes: B batch, T positions, D hidden size.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,19 +11,20 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pretrain.distributed.parallel_groups import NO_GROUPS, ParallelGroups
-from pretrain.model.config import ModelConfig
+from pretrain.model.description import Layer, ModelConfig, inside
 from pretrain.model.kernels.documents import Documents
 from pretrain.model.layers.attention import Attention
+from pretrain.model.layers.linear import column_products
 from pretrain.model.layers.mlp import MLP, build_mlp
 from pretrain.model.layers.norm import Norm
 from pretrain.model.layers.rope import Rope
-from pretrain.model.layers.tensor_parallel import column_products
 
 
 class Block(nn.Module):
     """Attention and MLP with residual connections: one after the other, or both from the same input.
 
     Args:
+        layer: the description of the block. The block has the norms whose parameters are in it.
         rope: shared by all blocks with the same frequencies; None without rotary positions.
         index: of the block in the model, from 0.
         plain_operators: use torch's operators instead of the custom kernels.
@@ -34,25 +34,32 @@ class Block(nn.Module):
         groups: the ranks that share matrices, sequences and experts.
     """
 
-    def __init__(self, config: ModelConfig, rope: Rope | None, *, index: int = 0, plain_operators: bool = False,
-                 recompute: str = "none", mlp_tiles: int = 1, groups: ParallelGroups = NO_GROUPS) -> None:
+    def __init__(self, config: ModelConfig, layer: Layer, rope: Rope | None, *, index: int = 0,
+                 plain_operators: bool = False, recompute: str = "none", mlp_tiles: int = 1,
+                 groups: ParallelGroups = NO_GROUPS) -> None:
         super().__init__()
         self.index = index
         self.is_compiled = False  # layer_specs.compile_blocks sets it
         self.recompute = recompute
         self.parallel, self.shared_norm = config.parallel_residual, config.shared_norm
-        build_norm = partial(Norm, config, plain_operators=plain_operators, group=groups.tensor)
-        self.norm1 = build_norm() if config.pre_norm else None
-        self.attention = Attention(config, rope, window=config.window(index), plain_operators=plain_operators,
-                                   groups=groups, recomputed=recompute in ("attention", "blocks"))
-        self.post_norm1 = build_norm() if config.post_norm else None
-        self.norm2 = build_norm() if config.pre_norm and not config.shared_norm else None
-        self.mlp = build_mlp(config, index, plain_operators=plain_operators, groups=groups,
+        parameters = layer.by_name()
+
+        def norm(name: str) -> Norm | None:
+            described = inside(parameters, name)
+            return Norm(config, described, plain_operators=plain_operators, groups=groups) if described else None
+
+        self.norm1 = norm("norm1")
+        self.attention = Attention(config, inside(parameters, "attention"), rope, window=layer.window,
+                                   plain_operators=plain_operators, groups=groups,
+                                   recomputed=recompute in ("attention", "blocks"))
+        self.post_norm1 = norm("post_norm1")
+        self.norm2 = norm("norm2")
+        self.mlp = build_mlp(config, layer, index=index, plain_operators=plain_operators, groups=groups,
                              recomputed=recompute in ("mlp", "blocks"), tiles=mlp_tiles)
         # the norm's output is then gathered once for attention and MLP
         self.shares_gather = config.shared_norm and groups.tensor.size > 1 and recompute in ("none", "blocks") \
             and mlp_tiles == 1
-        self.post_norm2 = build_norm() if config.post_norm else None
+        self.post_norm2 = norm("post_norm2")
         self.dropout = nn.Dropout(config.residual_dropout)
 
     def forward(self, x_BTD: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:

@@ -1,28 +1,29 @@
 """MLP of a block.
 
-Shapes: B batch, T positions, D hidden size, F inner size of the MLP.
+Shapes: B batch, T positions, D hidden size, F inner size of the MLP, n positions of a tile.
 """
 
-from dataclasses import replace
+
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from pretrain.distributed.parallel_groups import ALONE, NO_GROUPS, ParallelGroups, RankGroup
-from pretrain.model.config import ModelConfig
+from pretrain.distributed.parallel_groups import NO_GROUPS, ParallelGroups
+from pretrain.model.description import Layer, ModelConfig, Parameters, inside
 from pretrain.model.kernels.activation import activated_linear, plain_activated_linear
-from pretrain.model.layers.moe.layer import MoE
-from pretrain.model.layers.tensor_parallel import ColumnLinear, RowLinear, column_products
-from pretrain.model.layers.tiles import in_tiles
+from pretrain.model.layers.linear import ColumnLinear, RowLinear, column_products
+from pretrain.model.layers.moe import MoE
 
 
 class ActivatedLinear(RowLinear):
     """Activation function followed by a linear layer."""
 
-    def __init__(self, config: ModelConfig, *, plain_operators: bool, group: RankGroup = ALONE) -> None:
-        super().__init__(config.intermediate_size, config.hidden_size, bias=config.mlp_bias,
-                         plain_operators=plain_operators, group=group)
+    def __init__(self, config: ModelConfig, parameters: Parameters, *, plain_operators: bool,
+                 groups: ParallelGroups) -> None:
+        super().__init__(parameters, plain_operators=plain_operators, groups=groups)
         self.activation = config.activation
 
     def _product(self, *inputs: torch.Tensor | None, bias_O: torch.Tensor | None) -> torch.Tensor:
@@ -37,20 +38,21 @@ class MLP(nn.Module):
     """down(activation(up(x))), or down(activation(gate(x)) * up(x)).
 
     Args:
+        parameters: the described parameters of `gate`, `up` and `down`.
         groups: the ranks that share matrices. With more than one rank, inputs and outputs are shards of the sequences.
         recomputed: the backward pass recomputes the MLP.
         tiles: number of pieces of the sequences that are computed and recomputed one after the other.
     """
 
-    def __init__(self, config: ModelConfig, *, plain_operators: bool = False, groups: ParallelGroups = NO_GROUPS,
-                 recomputed: bool = False, tiles: int = 1) -> None:
+    def __init__(self, config: ModelConfig, parameters: Parameters, *, plain_operators: bool = False,
+                 groups: ParallelGroups = NO_GROUPS, recomputed: bool = False, tiles: int = 1) -> None:
         super().__init__()
         self.group, self.tiles = groups.tensor, tiles
-        widen = partial(ColumnLinear, config.hidden_size, [config.intermediate_size], bias=config.mlp_bias,
-                        plain_operators=plain_operators, group=groups.tensor, recomputed=recomputed or tiles > 1)
-        self.gate = widen() if config.gated_mlp else None
-        self.up = widen()
-        self.down = ActivatedLinear(config, plain_operators=plain_operators, group=groups.tensor)
+        widen = partial(ColumnLinear, plain_operators=plain_operators, groups=groups,
+                        recomputed=recomputed or tiles > 1)
+        self.gate = widen(inside(parameters, "gate")) if config.gated_mlp else None
+        self.up = widen(inside(parameters, "up"))
+        self.down = ActivatedLinear(config, inside(parameters, "down"), plain_operators=plain_operators, groups=groups)
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
         return in_tiles(self._compute, x_BTD, self.tiles)
@@ -71,12 +73,38 @@ class MLP(nn.Module):
         return output
 
 
-def build_mlp(config: ModelConfig, index: int, *, plain_operators: bool,
+def build_mlp(config: ModelConfig, layer: Layer, *, index: int = 0, plain_operators: bool,
               groups: ParallelGroups = NO_GROUPS, recomputed: bool = False, tiles: int = 1) -> nn.Module:
-    """Return the MLP or the experts of block `index`, which maps [B, T, D] to [B, T, D]."""
-    build = partial(MLP, plain_operators=plain_operators, groups=groups, recomputed=recomputed, tiles=tiles)
-    if not config.has_experts(index):
-        return build(config)
-    shared_expert = build(replace(config, intermediate_size=config.shared_expert_size)) \
-        if config.shared_expert_size else None
-    return MoE(config, index, shared_expert=shared_expert, plain_operators=plain_operators, groups=groups)
+    """Return the MLP or the experts of a block, which maps [B, T, D] to [B, T, D]."""
+    parameters = inside(layer.by_name(), "mlp")
+    build = partial(MLP, config, plain_operators=plain_operators, groups=groups, recomputed=recomputed, tiles=tiles)
+    if not layer.has_experts:
+        return build(parameters)
+    of_shared_expert = inside(parameters, "shared_expert")
+    return MoE(config, parameters, index=index, shared_expert=build(of_shared_expert) if of_shared_expert else None,
+               plain_operators=plain_operators, groups=groups)
+
+
+def in_tiles(layer: Callable[[torch.Tensor], torch.Tensor], x_BTD: torch.Tensor, tiles: int) -> torch.Tensor:
+    """Return layer(x), computed in at most `tiles` pieces of B * T positions. The layer maps each position by itself.
+
+    The backward pass recomputes each tile, so that the inner tensors of only one tile exist at a time. For an MLP on
+    very long sequences, they would take more memory than all the rest (ALST: Bekman et al., arXiv 2506.13996).
+
+    DeepSpeed 0.19.8's TiledMLP (runtime/sequence_parallel/ulysses_sp.py) is not used. It runs autograd inside of its
+    backward function, so that hooks on a weight's gradient, such as those of --noise_scale_interval, see a gradient for
+    each tile instead of their sum. Here autograd itself sums the gradients of the tiles.
+
+    The layer must not draw random numbers: their state is not restored.
+    """
+    if tiles == 1:
+        return layer(x_BTD)
+    outputs = [_tile(layer, x_1nD) for x_1nD in x_BTD.reshape(1, -1, x_BTD.shape[-1]).chunk(tiles, dim=1)]
+    return torch.cat(outputs, dim=1).view(x_BTD.shape)
+
+
+def _tile(layer: Callable[[torch.Tensor], torch.Tensor], x_1nD: torch.Tensor) -> torch.Tensor:
+    if not torch.is_grad_enabled():
+        return layer(x_1nD)
+    output_1nD: torch.Tensor = checkpoint(layer, x_1nD, use_reentrant=False, preserve_rng_state=False)
+    return output_1nD

@@ -5,29 +5,31 @@ from typing import Any
 import torch
 from torch import nn
 
-from pretrain.distributed.parallel_groups import ALONE, NO_GROUPS, ParallelGroups, RankGroup
-from pretrain.model.config import ModelConfig
+from pretrain.distributed.parallel_groups import NO_GROUPS, ParallelGroups
+from pretrain.model.description import Layer, ModelConfig, Parameters, inside
 from pretrain.model.kernels.norm import NormSettings, norm, residual_norm
-from pretrain.model.parallel.parts import Part, set_part, split_range
 from pretrain.model.parallel.shared_tensors import sum_gradient, sum_over_ranks
+from pretrain.model.parameters import create_parameters
 
 
 class Norm(nn.Module):
-    """LayerNorm or RMSNorm over `size` elements; 0: over D. initialize_parameters or a checkpoint fills it.
+    """LayerNorm or RMSNorm with the described parameters: `weight` and perhaps `bias`.
 
     Args:
         plain_operators: use torch's operators instead of the custom kernels.
-        group: tensor-parallel ranks, each of which applies the norm to other tokens or heads.
+        groups: the tensor-parallel ranks apply the norm to other tokens or heads.
     """
 
-    def __init__(self, config: ModelConfig, size: int = 0, *, plain_operators: bool = False,
-                 group: RankGroup = ALONE) -> None:
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __init__(self, config: ModelConfig, parameters: Parameters, *, plain_operators: bool = False,
+                 groups: ParallelGroups = NO_GROUPS) -> None:
         super().__init__()
         is_rms = config.norm == "rmsnorm"
         self.settings = NormSettings(is_rms, config.norm_eps, config.norm_offset if is_rms else 0.0)
-        self.plain_operators, self.group = plain_operators, group
-        self.weight = nn.Parameter(torch.ones(size or config.hidden_size))
-        self.bias = nn.Parameter(torch.zeros_like(self.weight)) if config.norm_bias and not is_rms else None
+        self.plain_operators, self.group = plain_operators, groups.tensor
+        create_parameters(self, parameters, groups, optional="bias")
 
     def forward(self, x: torch.Tensor, added: torch.Tensor | None = None, *, returns_sum: bool = False) -> Any:
         """Return the norm of x. With `returns_sum` return x + added, or x if there is no `added`, and its norm."""
@@ -39,14 +41,12 @@ class Norm(nn.Module):
 
 
 class SplitNorm(Norm):
-    """RMSNorm over `size` elements, of which each rank of a group has some."""
+    """RMSNorm over elements of which each rank of a group has some."""
 
-    def __init__(self, config: ModelConfig, size: int, *, group: RankGroup) -> None:
+    def __init__(self, config: ModelConfig, parameters: Parameters, *, groups: ParallelGroups) -> None:
         assert config.norm == "rmsnorm", "no family has a LayerNorm of queries and keys over all heads"
-        own = split_range(size, group)
-        super().__init__(config, own[1] - own[0], plain_operators=True, group=group)
-        self.complete_size = size
-        set_part(self.weight, Part((size,), 0, (own,)))
+        super().__init__(config, parameters, plain_operators=True, groups=groups)
+        self.complete_size = parameters["weight"].size
 
     def forward(self, x: torch.Tensor, added: torch.Tensor | None = None, *, returns_sum: bool = False) -> Any:
         """Return the norm of x. The sums of the squares are computed in fp32, and added over the ranks."""
@@ -58,22 +58,22 @@ class SplitNorm(Norm):
         return (normed * (self.weight.to(wide.dtype) + self.settings.offset)).type_as(x)
 
 
-class _NormLayer(nn.Module):
+class NormLayer(nn.Module):
     """Layer of the model that is a norm alone."""
 
-    def __init__(self, config: ModelConfig, *, plain_operators: bool = False,
+    def __init__(self, config: ModelConfig, layer: Layer, *, plain_operators: bool = False,
                  groups: ParallelGroups = NO_GROUPS) -> None:
         super().__init__()
-        self.norm = Norm(config, plain_operators=plain_operators, group=groups.tensor)
+        self.norm = Norm(config, inside(layer.by_name(), "norm"), plain_operators=plain_operators, groups=groups)
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
         normed: torch.Tensor = self.norm(x_BTD)
         return normed
 
 
-class EmbeddingNorm(_NormLayer):
+class EmbeddingNorm(NormLayer):
     """Norm after the token embedding."""
 
 
-class FinalNorm(_NormLayer):
+class FinalNorm(NormLayer):
     """Norm before the head."""

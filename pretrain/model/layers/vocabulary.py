@@ -1,4 +1,4 @@
-"""Layers of the model whose matrices have a row for each word or position: embeddings and head.
+"""Layers whose matrices have a row for each word or position (embeddings, head), and the loss that the head computes.
 
 Under tensor parallelism each rank has a range of the words, and the tensors between the layers are shards of the
 sequences. The embeddings of all ranks are summed and scattered; the head gathers the sequences.
@@ -11,13 +11,56 @@ import torch.nn.functional as F  # noqa: N812 (torch's own name)
 from torch import nn
 
 from pretrain.distributed.parallel_groups import NO_GROUPS, ParallelGroups
-from pretrain.model.config import ModelConfig
+from pretrain.model.description import Layer, ModelConfig, Parameters, inside
 from pretrain.model.kernels.documents import Documents
-from pretrain.model.kernels.fused_loss import carry
+from pretrain.model.kernels.fused_loss import CROSS_ENTROPY, LossTerms, carry, fused_linear_cross_entropy
 from pretrain.model.kernels.vocabulary_shards import VocabularyShard
-from pretrain.model.loss import Labels, TrainingLoss
-from pretrain.model.parallel.parts import Part, set_part
 from pretrain.model.parallel.shared_tensors import gather, own_shard, sum_and_scatter, sum_gradient
+from pretrain.model.parameters import create_parameters
+
+Labels = tuple[torch.Tensor, torch.Tensor]
+"""(labels_BT int64, weights_BT float32); a masked token has weight 0 and any valid label"""
+
+
+class TrainingLoss:
+    """Weighted cross-entropy with additional terms. It averages the squared logsumexps until the next `take_squares`.
+
+    The additional terms affect the gradients only. Evaluation and logged training losses are cross-entropies, which can
+    be compared between runs with different terms.
+    """
+
+    def __init__(self, terms: LossTerms = CROSS_ENTROPY, *, plain_operators: bool = False) -> None:
+        self.terms, self.plain_operators = terms, plain_operators
+        self._squares: torch.Tensor | None = None  # weighted sum over the tokens of `_micro_batches` micro-batches
+        self._micro_batches = 0
+
+    def __call__(self, x_BTD: torch.Tensor, weight_VD: torch.Tensor, labels: Labels,
+                 bias: torch.Tensor | None = None, softcap: float = 0.0,
+                 shard: VocabularyShard | None = None) -> torch.Tensor:
+        """Return the sum of weight * cross-entropy over the tokens, for the logits x W^T + bias: an fp32 scalar.
+
+        The sum is not divided: the weights contain the normalization (data/loader.py, Loader).
+
+        Args:
+            softcap: logits become softcap * tanh(logits / softcap); 0: no cap.
+            shard: of the vocabulary, see `fused_linear_cross_entropy`.
+        """
+        labels_BT, weights_BT = labels
+        loss, squares = fused_linear_cross_entropy(x_BTD, weight_VD, labels_BT, weights_BT, bias, softcap, self.terms,
+                                                   self.plain_operators, shard)
+        if self.terms.z_loss and loss.requires_grad:
+            self._squares = squares if self._squares is None else self._squares + squares
+            self._micro_batches += 1
+        return loss
+
+    def take_squares(self) -> torch.Tensor | None:
+        """Return the mean squared logsumexp of the training micro-batches since the last call; None without any.
+
+        Averaged over the data-parallel ranks, it is the mean over all tokens, as for the losses.
+        """
+        mean = None if self._squares is None else self._squares / self._micro_batches
+        self._squares, self._micro_batches = None, 0
+        return mean
 
 
 def soft_cap(logits: torch.Tensor, cap: float) -> torch.Tensor:
@@ -29,25 +72,17 @@ def _vocabulary_shard(config: ModelConfig, groups: ParallelGroups) -> Vocabulary
     return VocabularyShard(groups.tensor, config.vocab_size) if groups.tensor.size > 1 else None
 
 
-def _word_parameter(config: ModelConfig, shard: VocabularyShard | None, *shape: int) -> nn.Parameter:
-    """Return an uninitialized parameter [V, *shape] with this rank's words."""
-    if shard is None:
-        return nn.Parameter(torch.empty(config.vocab_size, *shape))
-    part = Part((config.vocab_size, *shape), 0, (shard.words,))
-    parameter = nn.Parameter(torch.empty(part.local_shape))
-    set_part(parameter, part)
-    return parameter
-
-
 class OutputLinear(nn.Module):
     """Output matrix [V, D] of a model without tied embeddings."""
 
-    def __init__(self, config: ModelConfig, loss: TrainingLoss | None = None,
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __init__(self, config: ModelConfig, parameters: Parameters, loss: TrainingLoss | None = None,
                  groups: ParallelGroups = NO_GROUPS) -> None:
         super().__init__()
         self.shard = _vocabulary_shard(config, groups)
-        self.weight = _word_parameter(config, self.shard, config.hidden_size)
-        self.bias = _word_parameter(config, self.shard) if config.head_bias else None
+        create_parameters(self, parameters, groups, optional="bias")
         self.softcap, self.loss = config.logit_softcap, loss or TrainingLoss()
 
     def forward(self, x_BTD: torch.Tensor, labels: Labels | None = None) -> torch.Tensor:
@@ -68,11 +103,13 @@ class TokenEmbedding(nn.Module):
     All uses go through `forward`, because ZeRO-3 gathers a partitioned weight when its module is called.
     """
 
-    def __init__(self, config: ModelConfig, loss: TrainingLoss | None = None,
+    embedding: torch.Tensor
+
+    def __init__(self, config: ModelConfig, layer: Layer, loss: TrainingLoss | None = None,
                  groups: ParallelGroups = NO_GROUPS) -> None:
         super().__init__()
         self.shard = _vocabulary_shard(config, groups)
-        self.embedding = _word_parameter(config, self.shard, config.hidden_size)
+        create_parameters(self, layer.by_name(), groups)
         self.scale, self.softcap, self.loss = config.embedding_scale, config.logit_softcap, loss or TrainingLoss()
         # with learned positions, PositionEmbedding applies the dropout
         self.dropout = nn.Dropout(config.embedding_dropout if config.position != "learned" else 0.0)
@@ -97,11 +134,13 @@ class TokenEmbedding(nn.Module):
 class PositionEmbedding(nn.Module):
     """Add learned positions, then apply the dropout of the embeddings."""
 
-    def __init__(self, config: ModelConfig, groups: ParallelGroups = NO_GROUPS) -> None:
+    embedding: torch.Tensor
+
+    def __init__(self, config: ModelConfig, layer: Layer, groups: ParallelGroups = NO_GROUPS) -> None:
         super().__init__()
         self.tensor = groups.tensor
         self.shards = groups.tensor if groups.tensor.size > 1 else groups.sequence  # the ranks that share sequences
-        self.embedding = nn.Parameter(torch.empty(config.max_positions, config.hidden_size))
+        create_parameters(self, layer.by_name(), groups)
         self.dropout = nn.Dropout(config.embedding_dropout)
 
     def forward(self, x_BTD: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
@@ -116,10 +155,10 @@ class PositionEmbedding(nn.Module):
 class Head(nn.Module):
     """Head of a model without tied embeddings: logits [B, T, V], or with labels the loss."""
 
-    def __init__(self, config: ModelConfig, loss: TrainingLoss | None = None,
+    def __init__(self, config: ModelConfig, layer: Layer, loss: TrainingLoss | None = None,
                  groups: ParallelGroups = NO_GROUPS) -> None:
         super().__init__()
-        self.lm_head = OutputLinear(config, loss, groups)
+        self.lm_head = OutputLinear(config, inside(layer.by_name(), "lm_head"), loss, groups)
 
     def forward(self, x_BTD: torch.Tensor, labels: Labels | None = None) -> torch.Tensor:
         output: torch.Tensor = self.lm_head(x_BTD, labels)

@@ -5,7 +5,8 @@ Megatron-LM's sequence parallelism (Korthikanti et al., arXiv 2205.05198, sectio
 before a product with the columns of a matrix, and sums and scatters the product with the rows of the next one. The sum
 over the ranks is computed in the dtype of the tensors.
 
-With a group of one rank, each function returns its input.
+With a group of one rank, each function returns its input. torch.compile traces other collective operations into a
+graph (_functional_collectives).
 """
 
 from collections.abc import Callable
@@ -14,22 +15,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.distributed import _functional_collectives as collectives
 
 from pretrain.distributed.parallel_groups import RankGroup
-from pretrain.model.parallel import traced_collectives as traced
 
 # torch 2.13 has renamed both, and warns about the names of earlier versions
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_traced_gather: Any = getattr(collectives, "all_gather_single_autograd", None) or \
+    collectives.all_gather_tensor_autograd
+_traced_reduce_scatter: Any = getattr(collectives, "reduce_scatter_single_autograd", None) or \
+    collectives.reduce_scatter_tensor_autograd
 
 
 def gather(x: torch.Tensor, group: RankGroup, dim: int = 1) -> torch.Tensor:
     """Return the ranks' shards concatenated. Gradient: the sum over the ranks, of which each rank gets its shard."""
     if group.size == 1:
         return x
-    if torch.compiler.is_compiling():
-        return traced.gather(x, group, dim)
-    gathered: torch.Tensor = _Gather.apply(x, group, dim)
+    gathered: torch.Tensor = _traced_gather(x, dim, group.handle) if torch.compiler.is_compiling() else \
+        _Gather.apply(x, group, dim)
     return gathered
 
 
@@ -37,9 +41,8 @@ def sum_and_scatter(x: torch.Tensor, group: RankGroup, dim: int = 1) -> torch.Te
     """Return this rank's shard of the sum over the ranks. Gradient: the ranks' shards concatenated."""
     if group.size == 1:
         return x
-    if torch.compiler.is_compiling():
-        return traced.sum_and_scatter(x, group, dim)
-    scattered: torch.Tensor = _SumAndScatter.apply(x, group, dim)
+    scattered: torch.Tensor = _traced_reduce_scatter(x, "sum", dim, group.handle) \
+        if torch.compiler.is_compiling() else _SumAndScatter.apply(x, group, dim)
     return scattered
 
 
@@ -47,9 +50,8 @@ def sum_gradient(x: torch.Tensor, group: RankGroup) -> torch.Tensor:
     """Return x. Gradient: the sum over the ranks, for a parameter that each rank uses on its shards alone."""
     if group.size == 1:
         return x
-    if torch.compiler.is_compiling():
-        return traced.sum_gradient(x, group)
-    same: torch.Tensor = _SumGradient.apply(x, group)
+    same: torch.Tensor = _TracedSumGradient.apply(x, group.handle) if torch.compiler.is_compiling() else \
+        _SumGradient.apply(x, group)
     return same
 
 
@@ -65,9 +67,8 @@ def sum_over_ranks(x: torch.Tensor, group: RankGroup) -> torch.Tensor:
     """Return the sum over the ranks. Gradient: the sum over the ranks, each of which uses the sum."""
     if group.size == 1:
         return x
-    if torch.compiler.is_compiling():
-        return traced.sum_over_ranks(x, group)
-    total: torch.Tensor = _SumOverRanks.apply(x, group)
+    total: torch.Tensor = _TracedSumOverRanks.apply(x, group.handle) if torch.compiler.is_compiling() else \
+        _SumOverRanks.apply(x, group)
     return total
 
 
@@ -157,3 +158,25 @@ class _SumOverRanks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _total(grads[0], ctx.group), None
+
+
+class _TracedSumGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, handle: Any) -> torch.Tensor:
+        ctx.handle = handle
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return collectives.all_reduce(grads[0], "sum", ctx.handle), None
+
+
+class _TracedSumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, handle: Any) -> torch.Tensor:
+        ctx.handle = handle
+        return collectives.all_reduce(x, "sum", handle)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return collectives.all_reduce(grads[0], "sum", ctx.handle), None

@@ -23,13 +23,13 @@ from pretrain.distributed.device import cpu_device
 from pretrain.engine.operators.build_ops import why_not_compilable
 from pretrain.errors import ConfigError
 from pretrain.memory.estimate.estimate_memory import estimate_rank
-from pretrain.memory.estimate.model_shape import ModelShape, shape_of
 from pretrain.memory.estimate.rank_parameters import Rank
 from pretrain.memory.estimate.states import states_of_rank
 from pretrain.memory.footprint import LOCATIONS, STATES, Footprint
 from pretrain.memory.measure import measure_run as measure_run_module
 from pretrain.memory.measure.measure_run import RunMeasurement, measure_run
 from pretrain.memory.measure.simulate_ranks import SimulatedRank, SimulationRequest, simulate_ranks
+from pretrain.model.description import ModelConfig
 from tests.conftest import selected_params
 from tests.support.launch import ROOT, FailedCase, free_port, run_worker
 
@@ -161,9 +161,9 @@ def test_every_file_is_measured() -> None:
     assert all((ROOT / "ds_configs" / f"{name}.json").exists() for name in NOT_MEASURED)
 
 
-def layout_of(case: Case, folder: Path) -> tuple[ModelShape, Layout]:
+def layout_of(case: Case, folder: Path) -> tuple[ModelConfig, Layout]:
     plan = plan_without_data(arguments(case[1], folder), world_size=case[0], device=cpu_device())
-    return shape_of(plan.model), dataclasses.replace(plan.layout, name=case[1])
+    return plan.model, dataclasses.replace(plan.layout, name=case[1])
 
 
 def position(layout: Layout, rank: int) -> dict[str, int]:
@@ -240,7 +240,7 @@ def test_the_simulation_of_many_ranks_equals_the_estimate(folder: Path) -> None:
     for request, result in zip(requests, simulate_ranks(requests), strict=True):
         assert isinstance(result, SimulatedRank), result
         plan = plan_without_data(request.args, world_size=request.world_size, device=cpu_device())
-        shape, layout = shape_of(plan.model), plan.layout
+        shape, layout = plan.model, plan.layout
         assert_same_states(states_of_rank(Rank(shape, layout, zero_rank=request.rank)), result.held, 0.02)
         peak = estimate_rank(Rank(shape, layout, zero_rank=request.rank)).peak
         assert peak.total() - peak.total(location="nvme") == pytest.approx(result.peak_bytes, rel=0.1)

@@ -6,7 +6,6 @@ import pytest
 
 from pretrain.config.lenient import lenient_layout
 from pretrain.engine.operators.build_ops import why_not_compilable
-from pretrain.memory.estimate.model_shape import shape_of
 from pretrain.memory.step_time.traffic import Transfer, rank_parameters, step_traffic
 from pretrain.model.config import load_model_config
 from tests.support.cases import CPU, case, config, flags, nvme
@@ -47,7 +46,7 @@ def predicted(name: str, values: dict[str, Any], run_flags: dict[str, Any]) -> l
     model = load_model_config(run["model"], run["model_overrides"])
     layout = lenient_layout(values, world_size=RANKS, seq_length=run["seq_length"], hidden_size=model.hidden_size,
                             device_kind="cpu", name=name)
-    shape = shape_of(model)
+    shape = model
     return step_traffic(layout, rank_parameters(layout, shape, model.num_parameters()), shape)
 
 

@@ -13,14 +13,15 @@ import torch.distributed as dist
 
 from pretrain.distributed.parallel_groups import NO_GROUPS, ParallelGroups, RankOrder, create_group
 from pretrain.model.config import ModelConfig, model_config_from
+from pretrain.model.description import inside
 from pretrain.model.init import initialize_parameters
 from pretrain.model.kernels.vocabulary_shards import VocabularyShard
 from pretrain.model.layer_specs import CausalLM, as_module
 from pretrain.model.layers.attention import Attention
 from pretrain.model.layers.block import Block
 from pretrain.model.parallel import shared_tensors
-from pretrain.model.parallel.parts import part_of
 from pretrain.model.parallel.shared_tensors import own_shard
+from pretrain.model.parameters import part_of
 from pretrain.model.recompute import Recompute
 from tests.support.model_shapes import SHAPES
 
@@ -130,7 +131,7 @@ def _masks_of_attention_dropout(config: ModelConfig, groups: ParallelGroups) -> 
     All scores are 0, and the value at position s is the s-th unit vector, so that the output is the probabilities.
     """
     size = config.head_size
-    layer = Attention(config, None, groups=groups).double()
+    layer = Attention(config, inside(config.blocks()[0].by_name(), "attention"), None, groups=groups).double()
     heads = layer.num_heads
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -185,7 +186,7 @@ def recomputed_masks(groups: ParallelGroups) -> None:
 
 def _traffic(config: ModelConfig, groups: ParallelGroups, recompute: str) -> tuple[list[int], int]:
     """Return the gathers and sums of a block's forward and backward pass, and the number of saved elements."""
-    block, saved = Block(config, None, groups=groups, recompute=recompute), {}
+    block, saved = Block(config, config.blocks()[0], None, groups=groups, recompute=recompute), {}
     for parameter in block.parameters():
         parameter.data.fill_(0.1)
     weights = {parameter.data_ptr() for parameter in block.parameters()}

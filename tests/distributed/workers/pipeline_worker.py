@@ -7,8 +7,7 @@ from deepspeed.utils import groups
 
 from pretrain.engine.build import build_engine
 from pretrain.engine.measure.layer_times import layer_times_record, plan_as_built
-from pretrain.memory.estimate.model_shape import shape_of
-from pretrain.memory.estimate.pipeline_stages import pipeline_stage_bounds, pipeline_stage_tensors
+from pretrain.memory.estimate.rank_parameters import parameters_of, pipeline_stage_bounds, pipeline_stage_layers
 from tests.distributed.workers.worker import Case, end, plan_of, steps
 from tests.support.cases_loop import each_case
 
@@ -27,12 +26,12 @@ def run(case: Case) -> dict[str, Any]:
         groups.mpu = None
         engine = build_engine(plan, recorded_layer_times={**measured, **case["recorded"]})
     layout = replace(plan.layout, layer_times=engine.layer_times)
-    shape = shape_of(plan.model)
+    shape = plan.model
     sizes = [parameter.numel() for parameter in engine.module.parameters()]
     rows: dict[str, Any] = steps(engine, plan, 0, plan.train_steps)
-    tensors = pipeline_stage_tensors(shape, layout, engine.stage_id)
+    parameters = parameters_of(pipeline_stage_layers(shape, layout, engine.stage_id))
     result = {**rows, "parts": engine.module.parts, "estimated": pipeline_stage_bounds(shape, layout),
-              "same_size": plan.layout.tensor_parallel_size > 1 or sum(sizes) == sum(each.size for each in tensors),
+              "same_size": plan.layout.tensor_parallel_size > 1 or sum(sizes) == sum(each.size for each in parameters),
               "times": list(engine.layer_times), "measured": measured}
     end(engine)
     return result

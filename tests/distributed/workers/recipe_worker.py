@@ -28,7 +28,7 @@ from pretrain.engine.steps import data_parallel_rank, eval_batch, grad_norm, tra
 from pretrain.engine.update_guard import guard_updates
 from pretrain.model.init import initialize_parameters
 from pretrain.model.layer_specs import as_module
-from pretrain.model.layers.moe.layer import MoE
+from pretrain.model.layers.moe import MoE
 from tests.distributed.workers.worker import Case, end, engine_of, plan_of, state_hash
 from tests.support.cases_loop import each_case
 

@@ -9,10 +9,10 @@ from pretrain.distributed.parallel_groups import NO_GROUPS, ParallelGroups, Rank
 from pretrain.model.config import ModelConfig, model_config_from
 from pretrain.model.init import initialize_parameters
 from pretrain.model.kernels.documents import Documents
-from pretrain.model.layers.vocabulary import LossHead, PositionEmbedding, TokenEmbedding
-from pretrain.model.loss import LossTerms, TrainingLoss
-from pretrain.model.parallel.parts import part_of
+from pretrain.model.kernels.fused_loss import LossTerms
+from pretrain.model.layers.vocabulary import LossHead, PositionEmbedding, TokenEmbedding, TrainingLoss
 from pretrain.model.parallel.shared_tensors import own_shard
+from pretrain.model.parameters import part_of
 
 GPT2 = {"model_type": "gpt2", "vocab_size": 97, "n_embd": 48, "n_layer": 1, "n_head": 4, "n_positions": 64,
         "embd_pdrop": 0.0, "tie_word_embeddings": False}
@@ -27,8 +27,10 @@ class _Model(torch.nn.Module):
     def __init__(self, config: ModelConfig, terms: LossTerms, groups: ParallelGroups) -> None:
         super().__init__()
         self.loss = TrainingLoss(terms)
-        self.embed, self.positions = TokenEmbedding(config, self.loss, groups), PositionEmbedding(config, groups)
-        self.head = LossHead(config, self.loss, groups)
+        layers = {layer.kind: layer for layer in config.layers()}
+        self.embed = TokenEmbedding(config, layers["embedding"], self.loss, groups)
+        self.positions = PositionEmbedding(config, layers["positions"], groups)
+        self.head = LossHead(config, layers["head"], self.loss, groups)
         self.double()
         initialize_parameters(self, config, seed=3)
 

@@ -188,17 +188,6 @@ def test_a_json_for_transformers_is_estimated(capsys: pytest.CaptureFixture[str]
     assert "zero_optimisation" in row["refusal"]
 
 
-def test_an_untrainable_architecture_is_not_recommended(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({
-        "model_type": "granite", "vocab_size": 49152, "hidden_size": 2048, "intermediate_size": 8192,
-        "num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 8}))
-    found = as_json(capsys, "--model", str(tmp_path), "--world_size", "8", "--zero_stage", "1", "--offload", "none",
-                    "--pipeline_stages", "1", "--micro_batch_size", "1")
-    assert found["rows"]
-    assert all(row["fits"] and not row["runs_here"] for row in found["rows"])
-    assert found["recommended"] is None
-
-
 def test_experts_are_divided(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({
         "model_type": "mixtral", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336,

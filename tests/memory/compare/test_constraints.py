@@ -12,7 +12,6 @@ from pretrain.memory.compare.candidates import Candidate, generate_candidates, m
 from pretrain.memory.compare.combinations import Axes, Combination, combinations_of, default_axes, impossible_reason
 from pretrain.memory.compare.compare import Workload, rejection_reason
 from pretrain.memory.compare.compare_zero import main
-from pretrain.memory.estimate.model_shape import shape_of
 from pretrain.memory.hardware import Cluster, make_cluster
 from pretrain.model.config import ModelConfig, load_model_config, model_config_from
 from tests.config.test_resolve import MIXTURE
@@ -32,7 +31,7 @@ GRID = Axes(offloads=("none", "optimizer_cpu", "all_cpu", "optimizer_nvme"), pip
 
 def _rejection(choice: Combination, cluster: Cluster, model: ModelConfig) -> str:
     """Return why train.py rejects the combination, or ""."""
-    shape = shape_of(model)
+    shape = model
     ranks = cluster.world_size // choice.model_parallel_size
     config = make_config(choice, micro_batch_size=1, accumulation_steps=4, cluster=cluster, shape=shape)
     config["train_batch_size"] = 4 * max(1, ranks)
@@ -45,7 +44,7 @@ def _rejection(choice: Combination, cluster: Cluster, model: ModelConfig) -> str
 def test_the_constraints_are_the_rules(name: str) -> None:
     model, seen = MODELS[name], Counter[str]()
     for choice in combinations_of(GRID):
-        reason = impossible_reason(choice, CLUSTER, shape_of(model))
+        reason = impossible_reason(choice, CLUSTER, model)
         rejection = _rejection(choice, CLUSTER, model)
         if reason == IGNORED:
             continue
@@ -60,8 +59,8 @@ def test_the_constraints_are_the_rules(name: str) -> None:
 def test_proposed_degrees_pass_the_check_of_train(name: str, gpu: str, world_size: int, seq_length: int) -> None:
     model = load_model_config(name, "max_position_embeddings=131072" if seq_length == 131_072 else None)
     cluster = make_cluster(gpu=gpu, world_size=world_size, nodes=None, gpus_per_node=None)
-    workload = Workload(cluster, shape_of(model).num_parameters(), shape_of(model), model)
-    found = generate_candidates(Axes(seq_lengths=(seq_length,)), cluster, shape_of(model)).candidates
+    workload = Workload(cluster, model.num_parameters(), model, model)
+    found = generate_candidates(Axes(seq_lengths=(seq_length,)), cluster, model).candidates
     divided = {candidate.name: candidate for candidate in found if candidate.layout.micro_batch_size == 1
                and max(candidate.layout.tensor_parallel_size, candidate.layout.sequence_parallel_size) > 1}
     assert len(divided) >= 8
@@ -72,14 +71,14 @@ def test_proposed_degrees_pass_the_check_of_train(name: str, gpu: str, world_siz
 
 def test_degrees_are_proposed_only_where_they_are_needed() -> None:
     cluster = make_cluster(gpu="a100-80", world_size=16, nodes=None, gpus_per_node=None)
-    small = default_axes(Axes(), cluster, shape_of(load_model_config("gpt3-1.3b")))
+    small = default_axes(Axes(), cluster, load_model_config("gpt3-1.3b"))
     assert small.tensor_parallel_sizes == small.sequence_parallel_sizes == small.expert_parallel_sizes == (1,)
-    large = default_axes(Axes(), cluster, shape_of(load_model_config("llama3-70b")))
+    large = default_axes(Axes(), cluster, load_model_config("llama3-70b"))
     assert large.tensor_parallel_sizes == (1, 2, 4, 8)
-    given = default_axes(Axes(tensor_parallel_sizes=(4,)), cluster, shape_of(load_model_config("llama3-70b")))
+    given = default_axes(Axes(tensor_parallel_sizes=(4,)), cluster, load_model_config("llama3-70b"))
     assert given.tensor_parallel_sizes == (4,)
     few = replace(cluster, gpus_per_node=2, nodes=8)
-    assert default_axes(Axes(), few, shape_of(load_model_config("llama3-70b"))).tensor_parallel_sizes == (1, 2)
+    assert default_axes(Axes(), few, load_model_config("llama3-70b")).tensor_parallel_sizes == (1, 2)
 
 
 def test_the_recommended_json_of_a_divided_layout_is_complete(tmp_path: Path) -> None:

@@ -10,14 +10,13 @@ from pretrain.memory.compare.combinations import Axes
 from pretrain.memory.compare.compare import Workload, memory_shortage
 from pretrain.memory.compare.largest_fit import bisect, find_largest, scaled_shape
 from pretrain.memory.estimate.estimate_memory import estimate_memory
-from pretrain.memory.estimate.model_shape import read_shape
 from pretrain.memory.hardware import make_cluster
 from pretrain.model.config import load_model_config
 
 
 @pytest.mark.parametrize("target", ["max_model", "max_seq", "max_micro_batch"])
 def test_the_result_fits_and_the_next_size_does_not(target: str) -> None:
-    shape = read_shape("gpt3-1.3b")
+    shape = load_model_config("gpt3-1.3b")
     cluster = make_cluster(gpu="a100-40", world_size=8, nodes=None, gpus_per_node=None)
     workload = Workload(cluster, shape.num_parameters(), shape, load_model_config("gpt3-1.3b"), "gpt3-1.3b")
     axes = Axes(zero_stages=(1, 3), offloads=("none", "all_cpu"), pipeline_stages=(1, 2), micro_batch_sizes=(1,))
@@ -42,7 +41,7 @@ def test_bisect_finds_every_limit() -> None:
 
 
 def test_scaled_models_keep_their_proportions() -> None:
-    shape = read_shape("llama3-8b")
+    shape = load_model_config("llama3-8b")
     scaled = scaled_shape(shape, 16, Layout())  # 16 groups of four heads; llama3-8b has 8
     assert (scaled.num_heads, scaled.num_kv_heads, scaled.hidden_size, scaled.num_layers) == (64, 16, 8192, 64)
     assert 7 < scaled.num_parameters() / shape.num_parameters() < 8.5

@@ -22,7 +22,6 @@ from pretrain.memory.estimate.loss_activations import (
     loss_saved,
 )
 from pretrain.memory.estimate.masks import document_bytes, shared_mask_bytes
-from pretrain.memory.estimate.model_shape import shape_of
 from pretrain.memory.estimate.phases import layer_groups
 from pretrain.memory.estimate.rank_parameters import MicroBatch, Rank
 from pretrain.memory.measure.observe_steps import StorageTracker
@@ -31,14 +30,15 @@ from pretrain.model.kernels import cpu_attention, fused_loss, torch_attention
 from pretrain.model.kernels.cpu.choice import KernelChoice, set_choice
 from pretrain.model.kernels.cpu.library import has_library
 from pretrain.model.kernels.documents import Documents
+from pretrain.model.kernels.fused_loss import LossTerms
 from pretrain.model.kernels.torch_attention import alibi_slopes
 from pretrain.model.layer_specs import as_module
 from pretrain.model.layers.block import Block
 from pretrain.model.layers.rope import Rope
-from pretrain.model.loss import LossTerms, linear_cross_entropy
 from pretrain.model.recompute import Recompute
 from tests.support.block_memory import measure_block
 from tests.support.model_shapes import SHAPES
+from tests.support.reference_loss import linear_cross_entropy
 
 # models that save different tensors; other models of SHAPES differ in biases, sizes and positions
 DIFFERENT = ("gpt2", "llama", "neox_parallel", "mistral_multi_query", "qwen3_layer_types_bias_tied",
@@ -58,7 +58,7 @@ def _blocks(config: ModelConfig, dtype: torch.dtype, part: str = "none") -> Iter
     kinds = {(config.window(index), config.has_experts(index)): index for index in range(config.num_layers)}
     for (window, _), index in kinds.items():
         rope = Rope(config) if config.position == "rope" else None
-        yield Block(config, rope, index=index, recompute=part).to(dtype), window
+        yield Block(config, config.blocks()[index], rope, index=index, recompute=part).to(dtype), window
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +110,7 @@ def test_saved_bytes_of_a_block_equal_those_of_autograd(name: str, dropout: bool
                 shared.append(torch_attention._alibi(slopes_H, length, 0, dtype, x_BTD.device))
             micro_batch = MicroBatch(batch * length, length, dtype.itemsize, cuda=False)
             measured = saved_bytes(block, [*block.parameters(), *shared], x_BTD)
-            found = block_saved(shape_of(config), micro_batch, experts=config.has_experts(block.index), window=window,
+            found = block_saved(config, micro_batch, experts=config.has_experts(block.index), window=window,
                                 part=part)
             assert found == measured, (length, window)
 
@@ -127,9 +127,9 @@ def test_bytes_of_documents_equal_those_of_autograd(name: str, dropout: bool) ->
         block(torch.randn(batch, length, config.hidden_size, dtype=dtype), documents=documents)
     made = [positions_BT, *documents._masks.values(), *(x for pair in documents.rope_tables.values() for x in pair)]
     assert bool(documents._masks) == dropout
-    assert document_bytes(shape_of(config), micro_batch) == sum(x.nbytes for x in made) \
+    assert document_bytes(config, micro_batch) == sum(x.nbytes for x in made) \
         + (0 if name != "gemma2" else _second_rope(config, micro_batch))
-    assert document_bytes(shape_of(config), replace(micro_batch, documents=False)) == 0
+    assert document_bytes(config, replace(micro_batch, documents=False)) == 0
 
 
 def _second_rope(config: ModelConfig, batch: MicroBatch) -> int:
@@ -138,7 +138,7 @@ def _second_rope(config: ModelConfig, batch: MicroBatch) -> int:
 
 
 def test_on_gpus_each_micro_batch_in_flight_has_a_mask() -> None:
-    shape = shape_of(_config("gpt2", dropout=False))
+    shape = _config("gpt2", dropout=False)
     layout = Layout(world_size=3, pipeline_stages=3, zero_stage=1, micro_batch_size=2, gradient_accumulation_steps=8,
                     seq_length=2048)
     for stage in range(3):
@@ -159,14 +159,14 @@ def test_documents_save_no_more_than_whole_samples(name: str, dtype: torch.dtype
         block.attention.prepare(documents, x_BTD)
         shared = [*documents._masks.values(), *(x for pair in documents.rope_tables.values() for x in pair)]
         measured = saved_bytes(partial(block, documents=documents), [*block.parameters(), *shared], x_BTD)
-        assert measured <= block_saved(shape_of(config), micro_batch, window=window)
+        assert measured <= block_saved(config, micro_batch, window=window)
         if dtype == torch.bfloat16:
-            assert measured == block_saved(shape_of(config), micro_batch, window=window)
+            assert measured == block_saved(config, micro_batch, window=window)
 
 
 def test_masks_are_counted_once() -> None:
     names = ("llama", "gemma2", "mistral_multi_query", "mpt")
-    shapes = {name: shape_of(_config(name, dropout=False)) for name in names}
+    shapes = {name: _config(name, dropout=False) for name in names}
     batch, low = MicroBatch(3 * 40, 40, 4, cuda=False), MicroBatch(3 * 40, 40, 2, cuda=False)
     slopes_H = alibi_slopes(shapes["mpt"].num_heads)
     masks = {"llama": 0, "gemma2": sum(torch_attention._visible(40, window, torch.device("cpu")).nbytes
@@ -187,7 +187,7 @@ def test_masks_are_counted_once() -> None:
 @pytest.mark.parametrize("terms", [LossTerms(), LossTerms(0.1, 1e-4)], ids=["plain", "with_terms"])
 def test_saved_and_peak_bytes_of_the_loss(dtype: torch.dtype, tokens: int, vocab_size: int, extras: dict[str, Any],
                                           terms: LossTerms, one_thread: None) -> None:
-    shape = replace(shape_of(_config("gpt2", dropout=False)), vocab_size=vocab_size, hidden_size=384, **extras)
+    shape = replace(_config("gpt2", dropout=False), vocab_size=vocab_size, hidden_size=384, **extras)
     x_BTD = torch.randn(2, tokens // 2, shape.hidden_size, dtype=dtype, requires_grad=True)
     weight_VD = torch.randn(vocab_size, shape.hidden_size, dtype=dtype, requires_grad=True)
     bias_V = torch.randn(vocab_size, dtype=dtype, requires_grad=True) if shape.head_bias else None
@@ -223,7 +223,7 @@ def test_chunk_sizes_equal_those_of_the_kernels() -> None:
 def test_saved_bytes_of_layer_groups_equal_those_of_autograd(name: str, recompute: Recompute) -> None:
     config = model_config_from({**SHAPES[name], "vocab_size": 11}, "test")
     model = as_module(config, recompute=recompute).to(torch.bfloat16)
-    shape, micro_batch = shape_of(config), MicroBatch(2 * 48, 48, 2, cuda=False)
+    shape, micro_batch = config, MicroBatch(2 * 48, 48, 2, cuda=False)
     tokens_BT = torch.zeros(2, 48, dtype=torch.long)
     labels = (tokens_BT.clone(), torch.ones(tokens_BT.shape))
     with StorageTracker() as tracker:
@@ -254,7 +254,7 @@ def test_peak_bytes_of_a_blocks_backward_pass(name: str, dtype: torch.dtype, dro
     for block, window in _blocks(config, dtype, part):
         x_BTD = torch.randn(batch, length, config.hidden_size, dtype=dtype, requires_grad=True)
         _, peak = measure_block(block, x_BTD)
-        shape = shape_of(config)
+        shape = config
         expected = block_saved(shape, micro_batch, window=window, part=part) \
             + block_backward(shape, micro_batch, window, part) \
             + block.mlp.down.weight.nbytes
@@ -269,7 +269,7 @@ def test_peak_bytes_of_a_blocks_backward_pass(name: str, dtype: torch.dtype, dro
 def test_bytes_of_a_block_with_attention_in_c(name: str, one_thread: None) -> None:
     set_choice(None)
     config = _config(name, dropout=False)
-    shape, micro_batch = shape_of(config), MicroBatch(2 * 512, 512, 2, cuda=False, c_attention=True)
+    shape, micro_batch = config, MicroBatch(2 * 512, 512, 2, cuda=False, c_attention=True)
     for block, window in _blocks(config, torch.bfloat16):
         x_BTD = torch.randn(2, 512, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
         shared = list(block.attention.rope.tables(512, x_BTD)) if block.attention.rope else []
@@ -289,7 +289,7 @@ def test_saved_bytes_equal_megatrons_formula(ranks: int) -> None:
     project recomputes. The tolerance covers the statistics of the norms and the fp32 softmax sums.
     """
     config = model_config_from({"model_type": "gpt2", "n_layer": 2, "n_embd": 4096, "n_head": 32}, "test")
-    shape = replace(shape_of(config), attention_dropout=0.0)
+    shape = replace(config, attention_dropout=0.0)
     sbh = 2 * 2048 * 4096
     micro_batch = MicroBatch(2 * 2048, 2048, 2, cuda=True, tensor_parallel_size=ranks)
     assert block_saved(shape, micro_batch) == pytest.approx(sbh * 26 / ranks, rel=0.01)

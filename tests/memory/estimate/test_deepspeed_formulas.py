@@ -8,7 +8,6 @@ from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem
 
 from pretrain.config.layout import Layout
 from pretrain.memory.estimate.deepspeed_formulas import deepspeed_estimate, largest_layer_parameters
-from pretrain.memory.estimate.model_shape import shape_of
 from pretrain.model.config import model_config_from
 from pretrain.model.layer_specs import as_module
 from tests.support.model_shapes import SHAPES
@@ -29,7 +28,7 @@ def test_zero_2_formula_equals_that_of_deepspeed(offload_optimizer: str) -> None
 
 @pytest.mark.parametrize(("offload_optimizer", "offload_param"), [("none", "none"), ("cpu", "none"), ("cpu", "cpu")])
 def test_zero_3_formula_equals_that_of_deepspeed(offload_optimizer: str, offload_param: str) -> None:
-    shape = shape_of(model_config_from(SHAPES["llama"], "test"))
+    shape = model_config_from(SHAPES["llama"], "test")
     for parameters, nodes, gpus in product(PARAMETERS, (1, 3, 4), (2, 8)):
         layout = Layout(world_size=nodes * gpus, zero_stage=3, offload_optimizer=offload_optimizer,
                         offload_param=offload_param)
@@ -44,7 +43,7 @@ def test_zero_3_formula_equals_that_of_deepspeed(offload_optimizer: str, offload
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_largest_layer_equals_that_of_deepspeed(name: str) -> None:
     config = model_config_from(SHAPES[name], "test")
-    assert largest_layer_parameters(shape_of(config)) == model_to_params(as_module(config))[1]
+    assert largest_layer_parameters(config) == model_to_params(as_module(config))[1]
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1])

@@ -11,9 +11,8 @@ import pytest
 from pretrain.config.layout import Layout
 from pretrain.errors import ConfigError
 from pretrain.memory.estimate.estimate_memory import estimate_memory, estimate_rank
-from pretrain.memory.estimate.model_shape import read_shape
-from pretrain.memory.estimate.pipeline_stages import pipeline_stage_layers
-from pretrain.memory.estimate.rank_parameters import Rank
+from pretrain.memory.estimate.rank_parameters import Rank, pipeline_stage_layers
+from pretrain.model.config import load_model_config
 from tests.support.effort import CountCalls
 from tests.support.model_shapes import write_config
 
@@ -47,7 +46,7 @@ def test_estimates_equal_the_table_of_the_zero_paper(ranks: int) -> None:
 
 
 def test_offloaded_states_change_their_location() -> None:
-    shape, layout = read_shape("gpt2"), Layout(world_size=4, zero_stage=3)
+    shape, layout = load_model_config("gpt2"), Layout(world_size=4, zero_stage=3)
     on_device = estimate_memory(shape, layout).steady
     on_cpu = estimate_memory(shape, replace(layout, offload_optimizer="cpu", offload_optimizer_pinned=False)).steady
     on_nvme = estimate_memory(shape, replace(layout, offload_optimizer="nvme", offload_param="nvme")).steady
@@ -60,12 +59,12 @@ def test_offloaded_states_change_their_location() -> None:
 def test_pinned_memory_has_a_margin() -> None:
     """torch rounds each pinned tensor up to a power of two. So the margin is smaller than the tensors."""
     layout = Layout(world_size=4, zero_stage=3, offload_optimizer="cpu")
-    pinned = estimate_memory(read_shape("gpt2"), layout).peak
+    pinned = estimate_memory(load_model_config("gpt2"), layout).peak
     assert 0 < pinned.total("margin", "pinned") < pinned.total(location="pinned") / 2
 
 
 def test_the_estimate_is_for_the_rank_that_needs_most_memory() -> None:
-    shape = read_shape("gpt2")
+    shape = load_model_config("gpt2")
     layout = Layout(world_size=8, zero_stage=1, pipeline_stages=4, gradient_accumulation_steps=8, seq_length=256)
     stages = [estimate_rank(Rank(shape, layout, stage)) for stage in range(4)]
     assert estimate_memory(shape, layout).device_bytes == max(stage.device_bytes for stage in stages)
@@ -76,7 +75,7 @@ def test_the_estimate_is_for_the_rank_that_needs_most_memory() -> None:
 
 
 def test_with_more_ranks_each_rank_needs_less_memory() -> None:
-    shape = read_shape("gpt3-1.3b")
+    shape = load_model_config("gpt3-1.3b")
     for zero_stage in (1, 2, 3):
         sizes = [estimate_memory(shape, Layout(world_size=ranks, zero_stage=zero_stage)).steady.states()
                  for ranks in (1, 8, 64)]
@@ -84,7 +83,7 @@ def test_with_more_ranks_each_rank_needs_less_memory() -> None:
 
 
 def test_expert_parallelism_divides_the_experts(tmp_path: Path) -> None:
-    shape = read_shape(write_config(tmp_path, {"model_type": "mixtral", "vocab_size": 32000, "hidden_size": 1024,
+    shape = load_model_config(write_config(tmp_path, {"model_type": "mixtral", "vocab_size": 32000, "hidden_size": 1024,
                                                "num_hidden_layers": 4, "num_attention_heads": 16,
                                                "intermediate_size": 3584}))
     layout = Layout(world_size=8, zero_stage=1)
@@ -103,7 +102,7 @@ def test_expert_parallelism_divides_the_experts(tmp_path: Path) -> None:
 ])
 def test_impossible_layouts_are_rejected_in_one_line(layout: Layout, message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        estimate_memory(read_shape("gpt2"), layout)
+        estimate_memory(load_model_config("gpt2"), layout)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -114,7 +113,7 @@ def test_an_estimate_needs_a_model_or_its_size() -> None:
 
 
 def test_an_estimate_makes_few_function_calls() -> None:
-    shape = read_shape("gpt3-175b")
+    shape = load_model_config("gpt3-175b")
     for zero_stage in range(4):
         for micro_batch_size in (1, 25):
             layout = Layout(world_size=1024, zero_stage=zero_stage, micro_batch_size=micro_batch_size,

@@ -9,12 +9,12 @@ import pytest
 
 from pretrain.config.layout import Layout
 from pretrain.memory.compare.compare_zero import main
-from pretrain.memory.estimate.model_shape import read_shape
 from pretrain.memory.hardware import GPUS, make_cluster
 from pretrain.memory.step_time.kernel_time import KernelRates
 from pretrain.memory.step_time.time_model import StepTime, collective_latency, estimate_step_time, model_flops_per_token
 from pretrain.memory.step_time.time_parameters import DEFAULT_PARAMETERS, model_error
 from pretrain.memory.step_time.traffic import Transfer, rank_parameters, step_traffic
+from pretrain.model.config import load_model_config
 from tests.memory.step_time.fit_throughput import FITTED, IN_USE, STEPS, error_of_tests, fit_error, ratios
 from tests.support.gpu_throughput import page_table, read_measurements, shape_of_model, throughput_table
 from tests.support.gpu_throughput_3d import page_table_3d
@@ -80,7 +80,7 @@ def test_products_slow_down_with_unfavourable_shapes() -> None:
 
 
 def step_time(model: str, gpu: str, layout: Layout) -> StepTime:
-    shape = read_shape(model)
+    shape = load_model_config(model)
     cluster = make_cluster(gpu=gpu, world_size=layout.world_size, nodes=None, gpus_per_node=None)
     own = rank_parameters(layout, shape, shape.num_parameters())
     return estimate_step_time(layout, cluster, shape, step_traffic(layout, own, shape), own,

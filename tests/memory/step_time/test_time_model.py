@@ -7,7 +7,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from pretrain.config.layout import Layout
-from pretrain.memory.estimate.model_shape import shape_of
 from pretrain.memory.step_time.recomputed_work import recomputed_fraction
 from pretrain.memory.step_time.time_model import model_flops_per_token
 from pretrain.model.config import load_model_config, model_config_from, preset_names
@@ -21,7 +20,7 @@ def test_flops_equal_those_of_the_progress_line() -> None:
     for name in preset_names():
         config = load_model_config(name)
         for length in (1024, 16384):  # some presets have a window of 4096
-            found = model_flops_per_token(shape_of(config), 0, length)
+            found = model_flops_per_token(config, 0, length)
             assert found == flops_per_token(config, length), (name, length)
 
 
@@ -34,7 +33,8 @@ def test_recomputed_flops_equal_those_that_torch_counts(name: str, part: str) ->
     batch, length = 1, 8
     counted = {}
     for recomputed in ("none", part):
-        block = Block(config, Rope(config) if config.position == "rope" else None, recompute=recomputed)
+        rope = Rope(config) if config.position == "rope" else None
+        block = Block(config, config.blocks()[0], rope, recompute=recomputed)
         x_BTD = torch.randn(batch, length, config.hidden_size, requires_grad=True)
         with FlopCounterMode(display=False) as counter:
             if recomputed == "blocks":
@@ -46,11 +46,11 @@ def test_recomputed_flops_equal_those_that_torch_counts(name: str, part: str) ->
     forward = counted["none"] / 3
     layout = Layout(recompute=part, seq_length=length)
     assert (counted[part] - counted["none"]) / forward == pytest.approx(
-        recomputed_fraction(layout, shape_of(config)), rel=0.12)
+        recomputed_fraction(layout, config), rel=0.12)
 
 
 def test_every_second_block_is_half_of_the_work() -> None:
-    shape = shape_of(load_model_config("gpt2"))
+    shape = load_model_config("gpt2")
     assert recomputed_fraction(Layout(), shape) == 0.0
     assert recomputed_fraction(Layout(recompute="blocks", recompute_every=2), shape) == pytest.approx(0.5)
     assert recomputed_fraction(Layout(activation_checkpoint_interval=3), shape) == 1.0

@@ -1,0 +1,293 @@
+"""The description of a model: its sizes, and from them each layer with its parameters. Imports no torch.
+
+What the rest of the program needs to know about a model is said here once, and asked for where it is used:
+
+- `ModelConfig` has the sizes and choices of a decoder-only transformer. config.py reads it from a config.json.
+- `ModelConfig.layers()` lists the layers in the order in which they compute. A `Layer` has its kind, what
+  distinguishes it from others of its kind (window, experts), and its parameters in the order of registration.
+- A `Parameter` has its name inside the layer, its shape, and how ranks divide it: tensor-parallel ranks along
+  `split_dim`, each of the `segments` by itself, expert-parallel ranks by experts. Matrices (`is_matrix`) have weight
+  decay and are the operands of the layer's products; vectors are biases and weights of norms.
+
+These are queries on the description:
+
+| question | answer |
+| --- | --- |
+| the torch parameters of a layer | parameters.py, `create_parameters`: layers/ creates parameters in no other way |
+| names in checkpoints, complete shapes, parts of a rank | `named_parameters`, parameters.py, `part_of_rank` |
+| names in transformers, and conversions | hf_names.py, `tensor_rules`, with the names that each family gives |
+| number of parameters, FLOPs, costs of pipeline stages | `num_parameters`, flops.py, partition.py |
+| what a layer keeps for the backward pass | pretrain/memory/estimate/activations.py, one function for each operator |
+| memory and predicted time of a layout | pretrain/memory/, which has no other description of a model |
+
+A new kind of block: its choice is a field of ModelConfig, its parameters stand in `_block_parameters`, layers/ computes
+it, and the table's last but one row says what it keeps.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from math import prod
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a layer."""
+
+    name: str  # inside the layer, such as "attention.qkv.weight"
+    shape: tuple[int, ...]  # of the complete parameter; matrices are [outputs, inputs] or [rows, hidden_size]
+    split_dim: int | None = None  # dimension that tensor-parallel ranks divide; None: each rank has all of it
+    segments: tuple[int, ...] = ()  # sizes of the parts of that dimension of which each rank has a range
+    experts_per_token: int = 0  # above 0: the first dimension counts experts, and a token passes this many of them
+
+    @property
+    def is_expert(self) -> bool:
+        """Return whether the parameter stacks the matrices of all experts, which expert-parallel ranks divide."""
+        return self.experts_per_token > 0
+
+    @property
+    def is_matrix(self) -> bool:
+        """Return whether it has two or more dimensions; if so, weight decay applies (engine/parameter_groups.py)."""
+        return len(self.shape) >= 2
+
+    @cached_property
+    def size(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def active_size(self) -> int:
+        """Number of elements that process a token: those of the experts that the router chooses."""
+        return self.size * self.experts_per_token // self.shape[0] if self.is_expert else self.size
+
+
+Parameters = Mapping[str, Parameter]  # by name
+
+
+def inside(parameters: Parameters, module: str) -> dict[str, Parameter]:
+    """Return the parameters of a module by their names inside the module; {} if the layer has no such module."""
+    prefix = f"{module}."
+    return {name.removeprefix(prefix): each for name, each in parameters.items() if name.startswith(prefix)}
+
+
+@dataclass(frozen=True, eq=False)  # equal blocks of a model are one object, so that comparing them is fast
+class Layer:
+    """One layer of the model, as layer_specs.py builds it."""
+
+    kind: str  # embedding, positions, block, norm, head
+    class_name: str  # in layers/; a tied head is a second TokenEmbedding
+    parameters: tuple[Parameter, ...]
+    tied: bool = False  # whether embedding and head share the matrix
+    window: int = 0  # of a block: number of latest tokens that a query sees, with its own; 0: all tokens
+    has_experts: bool = False  # of a block: experts instead of an MLP
+
+    @cached_property
+    def size(self) -> int:
+        """Elements of all parameters."""
+        return sum(parameter.size for parameter in self.parameters)
+
+    @cached_property
+    def active_size(self) -> int:
+        """Elements that process a token."""
+        return sum(parameter.active_size for parameter in self.parameters)
+
+    def by_name(self) -> dict[str, Parameter]:
+        return {parameter.name: parameter for parameter in self.parameters}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """One decoder-only transformer. Sizes are numbers of elements, dropouts are probabilities."""
+
+    architecture: str  # model_type of the config.json, and family of the tensor names in an export
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    intermediate_size: int
+    max_positions: int  # tokens
+    norm: str  # "layernorm" (weight and bias) or "rmsnorm" (weight)
+    norm_eps: float
+    activation: str  # "gelu", "gelu_tanh", "silu", "relu" or "relu2" (relu, squared)
+    gated_mlp: bool  # activation(gate(x)) * up(x) instead of activation(up(x))
+    position: str  # "learned", "rope" or "alibi"
+    qkv_bias: bool
+    attention_out_bias: bool
+    mlp_bias: bool
+    tie_word_embeddings: bool
+    embedding_dropout: float
+    attention_dropout: float
+    residual_dropout: float
+    initializer_range: float  # standard deviation of the initial matrices
+    scale_residual_init: bool  # divide by sqrt(2 * num_layers) for projections into the residual stream
+    hf_config: dict[str, Any] = field(hash=False)  # the config.json with overrides applied
+    key_names: Mapping[str, str] = field(hash=False)  # field -> key of the config.json, where the two differ
+    # norms
+    norm_bias: bool = True  # of a layernorm
+    norm_offset: float = 0.0  # the norm multiplies by weight + norm_offset; Gemma: 1
+    pre_norm: bool = True  # norms of the inputs of attention and MLP: norm1, norm2
+    post_norm: bool = False  # norms of the outputs of attention and MLP: post_norm1, post_norm2
+    shared_norm: bool = False  # with parallel_residual: norm1 is also the norm of the MLP's input
+    embedding_norm: bool = False  # norm of the embeddings (BLOOM)
+    qk_norm: str = ""  # norm of queries and keys: "" none; "head" over each head (Qwen3); "all" over all heads (OLMo-2)
+    # positions
+    rope_theta: float = 0.0
+    rotary_size: int = 0  # number of elements of a head that rotate, from the first; 0 without rope
+    # {"rope_type": "linear" | "dynamic" | "llama3" | "yarn", ...}
+    rope_scaling: dict[str, Any] | None = field(default=None, hash=False)
+    local_rope_theta: float = 0.0  # rope_theta, without scaling, of layers with a window; 0: as other layers (Gemma 3)
+    windows: tuple[int, ...] = ()  # per layer: number of latest tokens that a query sees, with its own; 0: all tokens
+    # residual stream, attention and logits
+    parallel_residual: bool = False  # x + attention(norm1(x)) + mlp(norm2(x))
+    attention_scale: float = 0.0  # factor of the attention scores; 0: 1 / sqrt(head_size)
+    attention_softcap: float = 0.0  # scores become cap * tanh(scores / cap); 0: no cap (Gemma 2)
+    logit_softcap: float = 0.0  # the same for the logits
+    embedding_scale: float = 1.0  # factor of the embeddings (Gemma: sqrt(hidden_size))
+    head_bias: bool = False
+    # mixture of experts
+    num_experts: int = 0  # of each block with experts; 0: no block has any
+    experts_per_token: int = 0
+    moe_intermediate_size: int = 0  # inner size of one expert
+    norm_topk_prob: bool = False  # divide the probabilities of a token's experts by their sum
+    shared_expert_size: int = 0  # inner size of the expert that computes every token; 0: none
+    shared_expert_gate: bool = False  # multiply the shared expert's output by sigmoid(gate(x))
+    dense_layers: frozenset[int] = frozenset()  # in a model with experts: indices of the blocks that have an MLP
+    router_aux_loss: float = 0.0  # coefficient of the load-balancing loss
+
+    def key(self, name: str) -> str:
+        """Return the config.json key of a field, such as `n_layer` for `num_layers` of gpt2."""
+        return self.key_names.get(name, name)
+
+    def longest_sequence(self) -> int:
+        """Return the largest sequence length in tokens: max_positions, and no limit with the rope_type "dynamic"."""
+        dynamic = self.rope_scaling is not None and self.rope_scaling["rope_type"] == "dynamic"
+        return 2**31 - 1 if dynamic else self.max_positions
+
+    def window(self, index: int) -> int:
+        """Return the attention window of block `index` in tokens; 0: all tokens."""
+        return self.windows[index] if self.windows else 0
+
+    def has_experts(self, index: int) -> bool:
+        """Return whether block `index` has experts instead of an MLP."""
+        return self.num_experts > 0 and index not in self.dense_layers
+
+    def num_moe_layers(self) -> int:
+        """Return the number of blocks with experts."""
+        return sum(self.has_experts(index) for index in range(self.num_layers)) if self.num_experts else 0
+
+    def layers(self) -> tuple[Layer, ...]:
+        """List the layers: embedding, its norm and learned positions if any, blocks, final norm, head."""
+        return _layers(self)
+
+    def blocks(self) -> tuple[Layer, ...]:
+        """List the blocks."""
+        return tuple(layer for layer in self.layers() if layer.kind == "block")
+
+    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """Yield all parameters with their names in the model and in checkpoints. A tied matrix occurs once."""
+        for index, layer in enumerate(self.layers()):
+            if layer.kind == "head" and layer.tied:
+                continue
+            prefix = "tied_modules.embed" if layer.tied else str(index)
+            yield from ((f"{prefix}.{parameter.name}", parameter) for parameter in layer.parameters)
+
+    def num_parameters(self, *, active: bool = False) -> int:
+        """Return the number of all parameters; `active`: without the experts that a token does not use.
+
+        A tied matrix counts once.
+        """
+        layers = self.layers()[:-1] if self.tie_word_embeddings else self.layers()
+        return sum(layer.active_size if active else layer.size for layer in layers)
+
+    def parameters_text(self) -> str:
+        """Return the number of parameters for a message, with that of active ones if there are experts."""
+        active = f" ({self.num_parameters(active=True):,} active)" if self.num_experts else ""
+        return f"{self.num_parameters():,} parameters{active}"
+
+
+@lru_cache(maxsize=256)
+def _layers(config: ModelConfig) -> tuple[Layer, ...]:
+    tied, vocabulary = config.tie_word_embeddings, (config.vocab_size, config.hidden_size)
+    embedding = Parameter("embedding", vocabulary, 0, vocabulary[:1])
+    layers = [Layer("embedding", "TokenEmbedding", (embedding,), tied)]
+    if config.embedding_norm:  # a layer of its own, because all stages of a pipeline build the tied embedding
+        layers.append(Layer("norm", "EmbeddingNorm", tuple(_norm(config, "norm"))))
+    if config.position == "learned":
+        positions = Parameter("embedding", (config.max_positions, config.hidden_size))
+        layers.append(Layer("positions", "PositionEmbedding", (positions,)))
+    kinds = [(config.window(index), config.has_experts(index)) for index in range(config.num_layers)]
+    blocks = {(window, experts): Layer("block", "Block", tuple(_block_parameters(config, experts)), window=window,
+                                       has_experts=experts) for window, experts in dict.fromkeys(kinds)}
+    layers += [blocks[kind] for kind in kinds]
+    layers.append(Layer("norm", "FinalNorm", tuple(_norm(config, "norm"))))
+    if tied:
+        return (*layers, Layer("head", "TokenEmbedding", (embedding,), tied))
+    head = tuple(_column_parallel("lm_head", config.hidden_size, vocabulary[:1], bias=config.head_bias))
+    return (*layers, Layer("head", "LossHead", head))
+
+
+def _block_parameters(config: ModelConfig, has_experts: bool) -> Iterator[Parameter]:
+    """Yield the parameters of a block. layers/block.py has the norms, attention and MLP whose parameters are here."""
+    hidden, heads, kv_heads = config.hidden_size, config.num_heads, config.num_kv_heads
+    query, key = heads * config.head_size, kv_heads * config.head_size
+    if config.pre_norm:
+        yield from _norm(config, "norm1")
+    yield from _column_parallel("attention.qkv", hidden, (query, key, key), bias=config.qkv_bias)
+    if config.qk_norm:
+        over_all_heads = config.qk_norm == "all"
+        for name, size in (("q_norm", query), ("k_norm", key)):
+            yield from _norm(config, f"attention.{name}", size if over_all_heads else config.head_size,
+                             is_split=over_all_heads)
+    yield from _row_parallel("attention.out", query, hidden, bias=config.attention_out_bias)
+    if config.post_norm:
+        yield from _norm(config, "post_norm1")
+    if config.pre_norm and not config.shared_norm:
+        yield from _norm(config, "norm2")
+    yield from _experts(config) if has_experts else _mlp(config, "mlp", config.intermediate_size)
+    if config.post_norm:
+        yield from _norm(config, "post_norm2")
+
+
+def _norm(config: ModelConfig, name: str, size: int = 0, *, is_split: bool = False) -> Iterator[Parameter]:
+    """Yield the parameters of a norm over `size` elements; 0: over hidden_size. `is_split`: ranks divide them."""
+    size = size or config.hidden_size
+    split: tuple[int | None, tuple[int, ...]] = (0, (size,)) if is_split else (None, ())
+    yield Parameter(f"{name}.weight", (size,), *split)
+    if config.norm == "layernorm" and config.norm_bias:
+        yield Parameter(f"{name}.bias", (size,), *split)
+
+
+def _column_parallel(name: str, inputs: int, segments: tuple[int, ...], *, bias: bool) -> Iterator[Parameter]:
+    """Yield the parameters of a linear layer of which each rank computes a range of each segment of the outputs."""
+    outputs = sum(segments)
+    yield Parameter(f"{name}.weight", (outputs, inputs), 0, segments)
+    if bias:
+        yield Parameter(f"{name}.bias", (outputs,), 0, segments)
+
+
+def _row_parallel(name: str, inputs: int, outputs: int, *, bias: bool) -> Iterator[Parameter]:
+    """Yield the parameters of a linear layer of which each rank has a range of the inputs; all ranks have the bias."""
+    yield Parameter(f"{name}.weight", (outputs, inputs), 1, (inputs,))
+    if bias:
+        yield Parameter(f"{name}.bias", (outputs,))
+
+
+def _mlp(config: ModelConfig, name: str, inner: int) -> Iterator[Parameter]:
+    for part in ("gate", "up") if config.gated_mlp else ("up",):
+        yield from _column_parallel(f"{name}.{part}", config.hidden_size, (inner,), bias=config.mlp_bias)
+    yield from _row_parallel(f"{name}.down", inner, config.hidden_size, bias=config.mlp_bias)
+
+
+def _experts(config: ModelConfig) -> Iterator[Parameter]:
+    """Yield the parameters of a router, of the experts [experts, outputs, inputs], and of the shared expert."""
+    count, hidden, inner = config.num_experts, config.hidden_size, config.moe_intermediate_size
+    yield Parameter("mlp.router.weight", (count, hidden))
+    for part, outputs, inputs in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
+        yield Parameter(f"mlp.experts.{part}", (count, outputs, inputs), experts_per_token=config.experts_per_token)
+    if config.shared_expert_size:
+        yield from _mlp(config, "mlp.shared_expert", config.shared_expert_size)
+        if config.shared_expert_gate:
+            yield Parameter("mlp.shared_expert_gate.weight", (1, hidden))
