@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pretrain.checkpoint.load.same_data import HASHED_EVENT, OTHER_BYTES, fallback_path, stored_hashes
 from pretrain.config.flags.overrides import allows_other_data
 from pretrain.config.validate import Plan
-from pretrain.data.token_files.background_hash import BackgroundHash
-from pretrain.data.token_files.hashes import BLOCK_BYTES, DataHashes, hashes_path, write_hashes
+from pretrain.data.token_files.hashes import BLOCK_BYTES, BackgroundHash, DataHashes, hashes_path, write_hashes
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.data.token_files.verify import hash_if_fast
 from pretrain.monitor.write_run_folder import RunFolder

@@ -58,7 +58,7 @@ def test_signals_of_the_ranks_do_not_end_the_background_processes(tmp_path: Path
     assert _ignores_signals_of_ranks(pid)
     writer.close()
     with open(__file__, "rb") as file:  # hashed until standard input is closed: there are very many blocks
-        hashing = subprocess.Popen([sys.executable, "-m", "pretrain.data.token_files.background_hash",
+        hashing = subprocess.Popen([sys.executable, "-m", "pretrain.data.token_files.hashes",
                                     str(file.fileno()), "0", str(10**9)], stdin=subprocess.PIPE,
                                    stdout=subprocess.DEVNULL, pass_fds=[file.fileno()], cwd=ROOT)
     _wait_until(lambda: _ignores_signals_of_ranks(hashing.pid))

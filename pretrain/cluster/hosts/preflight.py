@@ -14,7 +14,7 @@ from typing import Any
 from pretrain.cluster.hosts import probe
 from pretrain.cluster.hosts.remote import HostError, Transport, call_probe_on_all
 from pretrain.config.flags.arguments import RunArguments, data_spec
-from pretrain.data.tokenizers.byte_tokenizer import BYTES
+from pretrain.data.tokenizers.tokenizer import BYTES
 from pretrain.distributed.tcp_store import SECRET_VARIABLE, secret_variable
 from pretrain.errors import ConfigError
 from pretrain.hub import tokenizer_repository

@@ -231,22 +231,34 @@ class _Scanner:
 
     def parts(self) -> Iterator[str]:
         """Read one value. Yield the parts of the text."""
-        state = "value"
-        while state != "done":
+        expects, is_first = "value", False
+        while True:
             byte = self.line.next_byte()
-            if state in ("key", "first key"):
-                state = self._close() if (byte, state) == (b"}", "first key") else self._key(byte)
-            elif state == "next":
-                state = self._next(byte)
-            elif (byte, state) == (b"]", "first value"):
-                state = self._close()
+            is_list = bool(self.path) and self.path[-1] is None
+            if self.path and (expects == "comma" or is_first) and byte == (b"]" if is_list else b"}"):
+                self.line.advance(1)
+                self.path.pop()
+                if not self.path:
+                    return
+                expects, is_first = "comma", False
+            elif expects == "comma":
+                if byte != b",":
+                    raise self.line.error("Expecting ',' delimiter")
+                self.line.advance(1)
+                expects = "value" if is_list else "key"
+            elif expects == "key":
+                self._key(byte)
+                expects, is_first = "value", False
+            elif byte in (b"{", b"["):
+                self._open(byte)
+                expects, is_first = "key" if byte == b"{" else "value", True
             elif byte == b'"':
                 yield from self._string()
-                state = self._after_value()
+                expects, is_first = "comma", False
             else:
-                state = self._value(byte)
+                expects, is_first = self._scalar(), False
 
-    def _key(self, byte: bytes) -> str:
+    def _key(self, byte: bytes) -> None:
         if byte != b'"':
             raise self.line.error("Expecting property name enclosed in double quotes")
         name = ""
@@ -258,23 +270,24 @@ class _Scanner:
         if self.line.next_byte() != b":":
             raise self.line.error("Expecting ':' delimiter")
         self.line.advance(1)
-        return "value"
 
-    def _value(self, byte: bytes) -> str:
-        if byte in (b"{", b"["):
-            self._remember({} if byte == b"{" else [])
-            if len(self.path) >= _DEEPEST:
-                raise self.line.error(f"More than {_DEEPEST} levels")
-            self.line.advance(1)
-            self.path.append("" if byte == b"{" else None)
-            return "first key" if byte == b"{" else "first value"
+    def _open(self, byte: bytes) -> None:
+        """Consume the beginning of an object or a list."""
+        self._remember({} if byte == b"{" else [])
+        if len(self.path) >= _DEEPEST:
+            raise self.line.error(f"More than {_DEEPEST} levels")
+        self.line.advance(1)
+        self.path.append("" if byte == b"{" else None)
+
+    def _scalar(self) -> str:
+        """Consume a number or a word, or many numbers of a list. Return what is expected next."""
         if self.path[-1] is None and self.line.match(_NUMBERS_OF_LIST):
             return "value"
         scalar = self.line.match(_SCALAR)
         if not scalar:
             raise self.line.error("Expecting value")
         self._remember(None if scalar == b"null" else scalar in (b"true", b"false") or 0)
-        return self._after_value()
+        return "comma"
 
     def _remember(self, value: object) -> None:
         if len(self.path) == 1 and self.path[0] is not None and len(self.values) < 1000:
@@ -290,20 +303,3 @@ class _Scanner:
         for part in self.line.string_parts():
             if is_text and part:
                 yield part
-
-    def _next(self, byte: bytes) -> str:
-        is_list = self.path[-1] is None
-        if byte == b",":
-            self.line.advance(1)
-            return "value" if is_list else "key"
-        if byte != (b"]" if is_list else b"}"):
-            raise self.line.error("Expecting ',' delimiter")
-        return self._close()
-
-    def _close(self) -> str:
-        self.line.advance(1)
-        self.path.pop()
-        return self._after_value()
-
-    def _after_value(self) -> str:
-        return "next" if self.path else "done"

@@ -62,13 +62,7 @@ class IndexedDataset:
     def tokens_at(self, starts: Sequence[int] | npt.NDArray[np.int64], length: int) -> npt.NDArray[np.integer]:
         """Return `length` tokens from each start [n] on, [n, length], in the dtype of the file."""
         first = np.asarray(starts, np.int64)
-        if first.size and not 0 <= int(first.min()) <= int(first.max()) <= self.num_tokens - length:
-            raise IndexError(f"{self.bin_path}: {length} tokens from {first.min()} to {first.max()} of "
-                             f"{self.num_tokens}")
-        width = self.dtype.itemsize
-        rows = np.empty((len(first), length), self.dtype.newbyteorder("<"))
-        self.file.read_rows((first * width).tolist(), rows.view(np.uint8))
-        return rows
+        return self.pieces(first, np.full(len(first), length)).reshape(-1, length)
 
     def pieces(self, starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.integer]:
         """Return lengths[i] tokens from starts[i] on, piece after piece, [sum(lengths)], in the dtype of the file."""

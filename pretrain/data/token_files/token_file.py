@@ -2,11 +2,10 @@
 
 import contextlib
 import errno
-import itertools
 import os
 import resource
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -46,15 +45,11 @@ class TokenFile:
             data += part
         return data
 
-    def read_rows(self, starts: Sequence[int], rows: npt.NDArray[np.uint8]) -> None:
-        """Fill each row of `rows` [n, bytes] with the bytes from starts[i] on. Raises ConfigError as `read` does."""
-        self.read_pieces(starts, itertools.repeat(rows.shape[1]), rows.reshape(-1))
-
     def read_pieces(self, starts: Iterable[int], sizes: Iterable[int], buffer: npt.NDArray[np.uint8]) -> None:
         """Fill `buffer` with sizes[i] bytes from starts[i] on, piece after piece. Raises ConfigError as `read`."""
         view, descriptor, preadv = buffer.data, self.descriptor, os.preadv
         first = 0
-        for start, num_bytes in zip(starts, sizes, strict=False):
+        for start, num_bytes in zip(starts, sizes, strict=True):
             piece = view[first:first + num_bytes]
             try:
                 count = preadv(descriptor, (piece,), start)

@@ -5,7 +5,7 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, TypeVar
@@ -42,7 +42,7 @@ class IndexedWriter:
         self.prefix, self.dtype = Path(prefix), np.dtype(dtype)
         assert self.dtype in CODES, f"{self.dtype} has no code in the .idx format"
         self.num_tokens = self.num_sequences = self.num_documents = 0
-        self._open_tokens, self._hasher = 0, BlockHasher()  # tokens of a document that has not ended
+        self._hasher = BlockHasher()
         self._divided_tokens = self._last_end = 0  # of `add_sequences`
         self._temporary = {name: Path(f"{prefix}.{name}.tmp-{os.getpid()}") for name in _TEMPORARY}
         folder = self.prefix.absolute().parent
@@ -63,21 +63,13 @@ class IndexedWriter:
             self._remove_temporary()
             raise
 
-    def add_documents(self, tokens: npt.ArrayLike, ends: Sequence[int] | npt.NDArray[np.int64]) -> None:
-        """Append tokens [n]. A document of one sequence ends before each position in `ends` (ascending, at most n).
+    def add_documents(self, tokens: npt.ArrayLike, ends: npt.ArrayLike) -> None:
+        """Append tokens [n] of complete documents, each one sequence, which end before the positions `ends`.
 
-        Tokens before the first end continue the document of the last call. Tokens after the last end belong to a
-        document that the next call continues. Raises ConfigError for tokens that the dtype cannot hold.
+        Raises ConfigError for tokens that the dtype cannot hold.
         """
-        values = np.asarray(tokens)
-        self.add_tokens(values)
-        bounds = np.asarray(ends, np.int64)
-        if not bounds.size:
-            self._open_tokens += values.size
-            return
-        lengths = np.diff(bounds, prepend=0)
-        lengths[0] += self._open_tokens
-        self._open_tokens = values.size - int(bounds[-1])
+        self.add_tokens(tokens)
+        lengths = np.diff(np.asarray(ends, np.int64), prepend=0)
         self.add_sequences(lengths)
         self.end_documents(np.arange(self.num_sequences - lengths.size, self.num_sequences) + 1)
 

@@ -9,9 +9,10 @@ import json
 import re
 from typing import Any
 
+from pretrain.data.tokenizers.sentencepiece_encoder import encodes_by_lines, sentencepiece_ids
 from pretrain.data.tokenizers.sentencepiece_model import BPE, UNIGRAM, Kind, SentencePieceModel, parse_model
 from pretrain.data.tokenizers.special_tokens import TokenIds
-from pretrain.data.tokenizers.tokenizer import HASHES_KEY, encodes_by_lines, sentencepiece_ids
+from pretrain.data.tokenizers.tokenizer import HASHES_KEY
 from pretrain.errors import ConfigError
 
 _SPACE = "\u2581"  # SentencePiece's symbol for a space

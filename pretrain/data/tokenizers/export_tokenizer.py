@@ -7,9 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pretrain.data.tokenizers.byte_tokenizer import byte_library
 from pretrain.data.tokenizers.convert_sentencepiece import json_bytes, sentencepiece_files, to_bytes, tokenizer_config
-from pretrain.data.tokenizers.huggingface_tokenizer import read_library
+from pretrain.data.tokenizers.huggingface_tokenizer import byte_library, read_library
 from pretrain.data.tokenizers.special_tokens import TokenIds, read_object
 from pretrain.data.tokenizers.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
 from pretrain.errors import ConfigError, shorten

@@ -1,11 +1,12 @@
-"""Read a tokenizer.json, or GPT-2's vocab.json and merges.txt, into the tokenizers library."""
+"""Tokenizers of the tokenizers library: read from a tokenizer.json, or from vocab.json and merges.txt; of bytes."""
 
 from pathlib import Path
 from typing import Any
 
-from pretrain.data.tokenizers.special_tokens import read_object
+from pretrain.data.tokenizers.special_tokens import EOD_PIECE, read_object
 from pretrain.errors import ConfigError
 
+_BOS_PIECE = "<|startoftext|>"  # of the byte tokenizer
 _QWEN_WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
                r"|\s+(?!\S)|\s+")  # transformers 5.23, models/qwen2/tokenization_qwen2.py
 
@@ -82,3 +83,19 @@ def _add_tokens(library: Any, folder: Path) -> None:
             if library.token_to_id(token.content) != number:
                 raise ConfigError(str(where), problem=f"the added token {token.content!r} gets the id "
                                   f"{library.token_to_id(token.content)}, and this file says {number}")
+
+
+def byte_library() -> Any:
+    """Return the tokenizers.Tokenizer with the same tokens, for transformers: a byte-level BPE without merges."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    # in byte-level BPE, a printable byte is the character with its number, and other bytes follow from U+0100 on
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    vocab = {chr(byte if byte in printable else 256 + others.index(byte)): byte for byte in range(256)}
+    library = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens([AddedToken(name, special=True) for name in (EOD_PIECE, _BOS_PIECE)])
+    library.encode_special_tokens = True
+    return library

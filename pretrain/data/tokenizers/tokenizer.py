@@ -4,34 +4,35 @@ All have one interface. A tokenizer that tools/train_tokenizer.py trained decode
 normalize text.
 """
 
-import functools
 import hashlib
 import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pretrain.data.text_inputs.text import check_unicode
-from pretrain.data.tokenizers.byte_tokenizer import (
-    BYTE_FINGERPRINT,
-    BYTE_IDS,
-    BYTES,
-    decode_bytes,
-    encode_bytes,
-    encode_bytes_batch,
-)
 from pretrain.data.tokenizers.huggingface_tokenizer import read_library
-from pretrain.data.tokenizers.sentencepiece_words import words_encoder
-from pretrain.data.tokenizers.special_tokens import EOD_NAMES, TokenIds, find_special_tokens, read_object
+from pretrain.data.tokenizers.sentencepiece_encoder import (
+    checked,
+    encode_each,
+    join_tokens,
+    sentencepiece_batch,
+    sentencepiece_encoder,
+    sentencepiece_ids,
+)
+from pretrain.data.tokenizers.special_tokens import TokenIds, find_special_tokens, read_object
 from pretrain.data.tokenizers.word_cache import EncodeBatch, Integers
 from pretrain.errors import ConfigError
 from pretrain.hub import find_repository, snapshot_in, tokenizer_repository
 
+BYTES = "bytes"
+"""the value of --tokenizer for the byte tokenizer: tokens 0 to 255 are the bytes of UTF-8. It has no file."""
+BYTE_IDS = TokenIds(vocab_size=258, bos=257, eos=256)
+BYTE_FINGERPRINT = hashlib.sha256(b"bytes of UTF-8; 256 ends a document, 257 begins one").hexdigest()
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tokenizer_config.json",
                    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json")
 """names of the files that belong to a tokenizer"""
@@ -90,7 +91,7 @@ class Tokenizer:
         """
         for text in texts:
             check_unicode(text, "text")
-        return (self.fast_batch or _encode_each(self.encode, self.ids))(texts)
+        return (self.fast_batch or encode_each(self.encode, self.ids))(texts)
 
 
 def absolute_tokenizer(value: str) -> str:
@@ -111,7 +112,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         if Path(BYTES).exists():
             raise ConfigError(f"--tokenizer {BYTES}", problem="this word means the byte tokenizer, and there is a file "
                               "or folder with this name too", remedy="rename it, or give its absolute path")
-        return Tokenizer(Path(BYTES), BYTE_IDS, BYTE_FINGERPRINT, _checked(encode_bytes), decode_bytes,
+        return Tokenizer(Path(BYTES), BYTE_IDS, BYTE_FINGERPRINT, checked(encode_bytes), decode_bytes,
                          encode_bytes_batch)
     repository = tokenizer_repository(str(path))
     file = _find_file(find_repository(repository, flag="--tokenizer", want="tokenizer") if repository else
@@ -120,15 +121,6 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if file.suffix == ".json":
         return _load_huggingface(file, content)
     return _load_sentencepiece(file, content)
-
-
-def _checked(encode: Callable[[str], list[int]]) -> Callable[[str], list[int]]:
-    """Return `encode` with a check for characters that UTF-8 cannot represent."""
-    def checked(text: str) -> list[int]:
-        check_unicode(text, "text")
-        return encode(text)
-
-    return checked
 
 
 def _read(file: Path) -> bytes:
@@ -197,32 +189,8 @@ def _load_sentencepiece(path: Path, content: bytes) -> Tokenizer:
     def decode(tokens: Sequence[int]) -> str:
         return str(processor.decode([int(token) for token in tokens]))
 
-    return Tokenizer(path, ids, hashlib.sha256(content).hexdigest(), _sentencepiece_encoder(processor), decode,
-                     _sentencepiece_batch(processor, content, ids))
-
-
-def _encode_each(encode: Callable[[str], list[int]], ids: TokenIds) -> EncodeBatch:
-    def encode_batch(texts: Sequence[str]) -> tuple[Integers, npt.NDArray[np.int64]]:
-        return _join([encode(text) for text in texts], ids)
-
-    return encode_batch
-
-
-def _join(encoded: Sequence[Sequence[int]], ids: TokenIds) -> tuple[Integers, npt.NDArray[np.int64]]:
-    parts = [np.zeros(0, ids.dtype), *(np.array(tokens, ids.dtype) for tokens in encoded)]
-    return np.concatenate(parts), np.cumsum([len(part) for part in parts[1:]], dtype=np.int64)
-
-
-def _sentencepiece_batch(processor: Any, content: bytes, ids: TokenIds) -> EncodeBatch:
-    """Return the function of `encode_batch`. It is made at the first call, because many programs never call it."""
-    @functools.cache
-    def encoder() -> EncodeBatch:
-        by_lines = encodes_by_lines(processor)
-        return words_encoder(processor, content, dtype=ids.dtype,
-                             space_symbol=_space_bytes(processor) if by_lines else None) or _encode_each(
-                                 _sentencepiece_encoder(processor), ids)
-
-    return lambda texts: encoder()(texts)
+    return Tokenizer(path, ids, hashlib.sha256(content).hexdigest(), sentencepiece_encoder(processor), decode,
+                     sentencepiece_batch(processor, content, ids))
 
 
 def _check_added_tokens(path: Path, vocab_size: int) -> None:
@@ -239,55 +207,6 @@ def _check_added_tokens(path: Path, vocab_size: int) -> None:
                           remedy="load and save the tokenizer with transformers, which writes a tokenizer.json")
 
 
-def sentencepiece_ids(processor: Any) -> TokenIds:
-    """Return the special tokens of a model. If it has no end of a text, this token is found by its usual names."""
-    bos, eos, pad, unk = (token if token >= 0 else None for token in (
-        processor.bos_id(), processor.eos_id(), processor.pad_id(), processor.unk_id()))
-    if eos is None:
-        eos = next((token for token in map(processor.piece_to_id, EOD_NAMES) if token != unk), None)
-    return TokenIds(processor.vocab_size(), bos, eos, pad, unk)
-
-
-def _sentencepiece_encoder(processor: Any) -> Callable[[str], list[int]]:
-    """Return the function that encodes text. Models that encode each line separately get single lines."""
-    encode_lines = _lines_encoder(processor)
-    by_lines = encodes_by_lines(processor)
-
-    def encode(text: str) -> list[int]:
-        return encode_lines(text) if by_lines else list(processor.encode(text))
-
-    return _checked(encode)
-
-
-def encodes_by_lines(processor: Any) -> bool:
-    """Return whether a SentencePiece model encodes each line separately, such as those of tools/train_tokenizer.py.
-
-    Such models get single lines, which is 3 times as fast, and U+2581 is encoded as bytes. Other models get the
-    complete text, because splitting it would change their output.
-    """
-    probe = "a b\n\n c\n"
-    has_bytes = all(map(processor.is_byte, _space_bytes(processor)))
-    return has_bytes and _lines_encoder(processor)(probe) == processor.encode(probe)
-
-
-def _space_bytes(processor: Any) -> list[int]:
-    return [processor.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE.encode()]
-
-
-def _lines_encoder(processor: Any) -> Callable[[str], list[int]]:
-    newline, space_bytes = processor.piece_to_id("\n"), _space_bytes(processor)
-
-    def encode_lines(text: str) -> list[int]:
-        tokens: list[int] = []
-        for number, part in enumerate(text.split(_SPACE)):
-            tokens += space_bytes if number else []
-            lines = processor.encode(part.split("\n"), num_threads=1)
-            tokens += [token for line in lines for token in (*line, newline)][:-1]
-        return tokens
-
-    return encode_lines
-
-
 def _load_huggingface(path: Path, content: bytes) -> Tokenizer:
     library = read_library(path, content)
     if path.name == "vocab.json":
@@ -300,7 +219,7 @@ def _load_huggingface(path: Path, content: bytes) -> Tokenizer:
     def encode_batch(texts: Sequence[str]) -> tuple[Integers, npt.NDArray[np.int64]]:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one thread; --workers starts processes
         encodings = library.encode_batch_fast(list(texts), add_special_tokens=False)
-        return _join([encoding.ids for encoding in encodings], ids)
+        return join_tokens([encoding.ids for encoding in encodings], ids)
 
     def decode(tokens: Sequence[int]) -> str:
         return str(library.decode([int(token) for token in tokens], skip_special_tokens=True))
@@ -308,3 +227,20 @@ def _load_huggingface(path: Path, content: bytes) -> Tokenizer:
     vocab_size = max(library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
     ids = find_special_tokens(path.parent, library.token_to_id, vocab_size)
     return Tokenizer(path, ids, hashlib.sha256(content).hexdigest(), encode, decode, encode_batch)
+
+
+def encode_bytes(text: str) -> list[int]:
+    """Return the bytes of a text."""
+    return list(text.encode())
+
+
+def encode_bytes_batch(texts: Sequence[str]) -> tuple[Integers, npt.NDArray[np.int64]]:
+    """Return the bytes of all texts one after another, and the position at which each text ends."""
+    encoded = [text.encode() for text in texts]
+    tokens = np.frombuffer(b"".join(encoded), np.uint8).astype(BYTE_IDS.dtype)
+    return tokens, np.cumsum([len(data) for data in encoded], dtype=np.int64)
+
+
+def decode_bytes(tokens: Sequence[int]) -> str:
+    """Return the text of tokens without special tokens. Bytes that are not UTF-8 become U+FFFD."""
+    return bytes(int(token) for token in tokens if token < 256).decode("utf-8", "replace")

@@ -13,8 +13,14 @@ from pathlib import Path
 import pytest
 
 from pretrain.data.token_files import verify
-from pretrain.data.token_files.background_hash import BackgroundHash
-from pretrain.data.token_files.hashes import BLOCK_BYTES, DataHashes, hashes_path, read_hashes, write_hashes
+from pretrain.data.token_files.hashes import (
+    BLOCK_BYTES,
+    BackgroundHash,
+    DataHashes,
+    hashes_path,
+    read_hashes,
+    write_hashes,
+)
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.data.token_files.verify import check_blocks, find_hashes, hash_if_fast
 from pretrain.errors import ConfigError

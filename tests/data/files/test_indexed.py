@@ -100,11 +100,10 @@ def test_documents_of_a_merged_file_of_gpt_neox(tmp_path: Path) -> None:
     assert IndexedDataset(write_pair(tmp_path / "a", idx_bytes(), GOOD_BIN)).notes == ()
 
 
-def test_documents_can_be_added_in_parts(tmp_path: Path) -> None:
+def test_several_documents_can_be_added_at_once(tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "b", "uint16") as writer:
-        writer.add_documents(TOKENS[:2], [])
-        writer.add_documents(TOKENS[2:6], [1, 2])
-        writer.add_documents(TOKENS[6:], [2])
+        writer.add_documents(TOKENS[:4], [3, 4])
+        writer.add_documents(TOKENS[4:], [4])
         writer.finalize()
     write_documents(tmp_path / "a")
     for ending in ("bin", "idx"):

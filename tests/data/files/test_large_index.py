@@ -16,9 +16,8 @@ import pytest
 from pretrain.data.merge_split import open_checked
 from pretrain.data.samples.shuffled import ShuffledWindows
 from pretrain.data.token_files import index_file
-from pretrain.data.token_files.background_hash import BackgroundHash
 from pretrain.data.token_files.describe import measure_lengths
-from pretrain.data.token_files.hashes import hashes_path, read_hashes
+from pretrain.data.token_files.hashes import BackgroundHash, hashes_path, read_hashes
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.data.token_files.verify import find_hashes, hash_if_fast
 from pretrain.data.token_files.writer import IndexedWriter, write_index

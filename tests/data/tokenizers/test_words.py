@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 
 from pretrain.data.prepare.python_corpus import python_corpus
-from pretrain.data.tokenizers import sentencepiece_words, word_cache
+from pretrain.data.tokenizers import sentencepiece_encoder, word_cache
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.data.tokenizers.train_tokenizer import train_sentencepiece
 from pretrain.errors import ConfigError
@@ -111,7 +111,7 @@ def test_small_windows_and_a_small_cache_change_no_token(folder: Path, reference
 
 
 def test_models_are_encoded_by_words_if_their_words_are_independent(folder: Path, references: dict[str, Any]) -> None:
-    found = [name for name, processor in references.items() if sentencepiece_words.words_encoder(
+    found = [name for name, processor in references.items() if sentencepiece_encoder.words_encoder(
         processor, (folder / name / "tokenizer.model").read_bytes(), dtype=np.uint16, space_symbol=None)]
     assert found == ["ours", *BY_WORDS]
 
