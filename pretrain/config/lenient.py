@@ -5,8 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from pretrain.config.auto_values import auto_precision, complete_batch_sizes, fill_zero_sizes
-from pretrain.config.ds_json.check_keys import check_json_keys
-from pretrain.config.ds_json.clean import rename_old_keys
+from pretrain.config.ds_json.check_keys import check_json_keys, rename_old_keys
 from pretrain.config.ds_json.read import DsFile, get_value
 from pretrain.config.ds_json.schema import TREE, UNREAD
 from pretrain.config.layout import SIZE_KEYS, Layout, parse_layout

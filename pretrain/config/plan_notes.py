@@ -5,7 +5,7 @@ import os
 import shutil
 from pathlib import Path
 
-from pretrain.config.ds_json.clean import ignored_key_notes
+from pretrain.config.ds_json.check_keys import IgnoredKey
 from pretrain.config.ds_json.schema import DEFAULT_PARTITION_METHOD
 from pretrain.config.resolve import ResolvedConfig
 from pretrain.config.schedule import rate_factor
@@ -26,7 +26,7 @@ _LARGEST_DROPOUT = 0.5  # that of the first paper on dropout (arXiv 1207.0580); 
 
 def json_notes(resolved: ResolvedConfig) -> tuple[str, ...]:
     """Notes about the JSON: keys without an effect, and a missing optimizer."""
-    layout, notes = resolved.layout, ignored_key_notes(resolved.ignored_keys)
+    layout, notes = resolved.layout, _ignored_key_notes(resolved.ignored_keys)
     if "optimizer" not in resolved.file.values:
         params = ", ".join(f"{name} {value}" for name, value in resolved.get("optimizer.params").items()
                            if name not in ("torch_adam", "fused"))
@@ -42,6 +42,23 @@ def json_notes(resolved: ResolvedConfig) -> tuple[str, ...]:
         elif resolved.args.deepspeed_log_level not in ("debug", "info") and not resolved.get("wall_clock_breakdown"):
             notes.append("steps_per_print: no effect without --deepspeed_log_level info")
     return tuple(notes)
+
+
+def _ignored_key_notes(ignored: tuple[IgnoredKey, ...]) -> list[str]:
+    """Return a line for each reason and block: `sub_group_size, offload_param (zero_optimization): no effect ...`."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    blocks = {dotted for dotted, _ in ignored}
+    for dotted, reason in ignored:
+        parent, _, name = dotted.rpartition(".")
+        if parent in blocks:
+            continue
+        groups.setdefault((parent, reason), []).append(name)
+    lines = []
+    for (parent, reason), names in groups.items():
+        subject = ", ".join(names) + (f" ({parent})" if parent else "") if len(names) > 1 else \
+            f"{parent}.{names[0]}".lstrip(".")
+        lines.append(f"{subject}: {reason}")
+    return lines
 
 
 def run_notes(resolved: ResolvedConfig, data: RunData) -> tuple[str, ...]:

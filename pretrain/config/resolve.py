@@ -1,5 +1,7 @@
 """Resolve a DeepSpeed JSON: validate each key, fill missing and "auto" values, and parse the layout."""
 
+import copy
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,11 +17,10 @@ from pretrain.config.auto_values import (
     scale_rates,
     with_optimizer,
 )
-from pretrain.config.ds_json.check_keys import check_json_keys
-from pretrain.config.ds_json.clean import IgnoredKey, clean, compiles_blocks, drop_ignored_keys
+from pretrain.config.ds_json.check_keys import IgnoredKey, check_json_keys, compiles_blocks, requests_nothing
 from pretrain.config.ds_json.optimizers import OPTIMIZERS
 from pretrain.config.ds_json.read import DsFile, get_value
-from pretrain.config.ds_json.schema import DEFAULT_PARTITION_METHOD, PARTITION_METHODS
+from pretrain.config.ds_json.schema import DEFAULT_PARTITION_METHOD, PARTITION_METHODS, ZERO
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.layout import Layout, parse_layout
 from pretrain.config.make_schedule import make_schedule
@@ -33,6 +34,15 @@ from pretrain.model.partition import METHODS, layer_pattern
 TENSOR = "tensor_parallel.autotp_size"
 SEQUENCE = "sequence_parallel_size"
 EXPERT = "expert_parallel.autoep_size"
+_STAGE_12_KEYS = ("round_robin_gradients", "parameter_alignment")
+_STAGE_3_KEYS = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients", "sub_group_size",
+                 "memory_efficient_linear", "override_module_apply", "log_trace_cache_warnings",
+                 "save_muon_momentum_buffer_in_memory")
+_NVME_KEYS = {
+    "offload_optimizer": ("nvme_path", "buffer_count", "pipeline_read", "pipeline_write", "fast_init"),
+    "offload_param": ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu"),
+}
+_SEQUENCE_DTYPE = "seq_parallel_communication_data_type"
 
 
 @dataclass(frozen=True)
@@ -65,14 +75,14 @@ def resolve_ds_config(file: DsFile, args: RunArguments, *, model: ModelConfig, w
 
     `run_rules.check_rules` validates combinations of keys afterwards.
     """
-    check_json_keys(file)
+    config, ignored = check_json_keys(file)
     check_contradictions(file, args)
     args = replace(args, compile_blocks=args.compile_blocks or compiles_blocks(file.values))
     completed = with_optimizer(file, args)
-    config, ignored = clean(completed.values)
+    config.setdefault("optimizer", copy.deepcopy(completed.values["optimizer"]))
     config["optimizer"].setdefault("params", {})
     zero_stage = int(get_value(config, "zero_optimization.stage", 0))
-    ignored += drop_ignored_keys(config, zero_stage)
+    ignored += _drop_ignored_keys(config, zero_stage)
     replica_ranks = ranks_per_replica(file, zero_stage=zero_stage, world_size=world_size, model=model)
     _resolve_pipeline(file, config)
     ignored += _drop_unused_offload(config, args)
@@ -128,6 +138,41 @@ def _resolve_pipeline(file: DsFile, config: dict[str, Any]) -> None:
     interval = int(own.get("activation_checkpoint_interval", 0))
     config["pipeline"] = {"stages": int(own.get("stages", 1)), "partition_method": method,
                           "activation_checkpoint_interval": interval, "use_reentrant": False}
+
+
+def _drop_ignored_keys(config: dict[str, Any], zero_stage: int) -> list[IgnoredKey]:
+    """Remove keys without an effect at this ZeRO stage, without NVMe or sequence parallelism, in place.
+
+    Returns the removed keys that request something, each with a reason.
+    """
+    ignored: list[IgnoredKey] = []
+    zero = config.get("zero_optimization", {})
+    for name in list(zero):
+        if (_is_for_stage_3(name) and zero_stage != 3) or (name in _STAGE_12_KEYS and zero_stage not in (1, 2)):
+            value = zero.pop(name)
+            if name == "offload_param" and value.get("device", "none") == "none":
+                continue
+            if not requests_nothing(value) and not (name == "zero_hpz_partition_size" and value <= 1):
+                ignored.append((f"zero_optimization.{name}", f"no effect at ZeRO stage {zero_stage}"))
+    if zero_stage < 2 and zero.get("overlap_comm"):
+        zero["overlap_comm"] = False  # DeepSpeed does so itself for a PipelineModule
+        ignored.append(("zero_optimization.overlap_comm", f"no effect at ZeRO stage {zero_stage}"))
+    devices = {block: (zero.get(block) or {}).get("device", "none") for block in _NVME_KEYS}
+    for block, names in _NVME_KEYS.items():
+        for name in names if devices[block] == "cpu" else ():
+            if zero[block].pop(name, None) not in (None, False, "auto"):
+                ignored.append((f"zero_optimization.{block}.{name}", 'no effect with "device": "cpu"'))
+    if "nvme" not in devices.values() and config.pop("aio", None) is not None:
+        ignored.append(("aio", 'no effect without "device": "nvme"'))
+    if config.get("sequence_parallel_size", 1) == 1 and config.pop(_SEQUENCE_DTYPE, None) is not None:
+        ignored.append((_SEQUENCE_DTYPE, 'no effect without "sequence_parallel_size"'))
+    if config.get("steps_per_print") in ("auto", math.inf):
+        del config["steps_per_print"]
+    return ignored
+
+
+def _is_for_stage_3(name: str) -> bool:
+    return name.startswith("stage3_") or f"stage3_{name}" in ZERO or name in (*_STAGE_3_KEYS, "offload_param")
 
 
 def _drop_unused_offload(config: dict[str, Any], args: RunArguments) -> list[IgnoredKey]:

@@ -1,4 +1,4 @@
-"""Validate each key of a DeepSpeed JSON by itself: known, of the right type and range, and supported."""
+"""Validate each key of a DeepSpeed JSON by itself, and leave out the keys that never have an effect here."""
 
 import dataclasses
 import json
@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from pretrain.config.ds_json.clean import is_comment, requests_nothing, takes_default
 from pretrain.config.ds_json.optimizers import (
     DEEPSPEED_REJECTED,
     KNOWN_NAMES,
@@ -15,31 +14,93 @@ from pretrain.config.ds_json.optimizers import (
     optimizer_params,
 )
 from pretrain.config.ds_json.read import DsFile
-from pretrain.config.ds_json.schema import OLD_OFFLOAD, REMOVED, TREE, UNREAD, Key, Tree
+from pretrain.config.ds_json.schema import BLOCKS_WITH_DEFAULTS, OLD_OFFLOAD, REMOVED, TREE, UNREAD, Key, Tree
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.other_programs import degree_for, hint_for
 from pretrain.errors import ConfigError, closest, did_you_mean
 from pretrain.model.families.family import listing
+
+IgnoredKey = tuple[str, str]  # a dotted key, and why it has no effect
 
 # Key names of older DeepSpeed versions and of other programs.
 _OTHER_NAMES = {"learning_rate": "lr", "epsilon": "eps", "beta1": "betas", "beta2": "betas",
                 "check_overflow": "check_grad_overflow",
                 "micro_batch_size": "train_micro_batch_size_per_gpu", "global_batch_size": "train_batch_size",
                 "warmup_steps": "warmup_num_steps", "total_steps": "total_num_steps"}
+_COMMENTS = ("comment", "comments", "description", "note", "notes")
 _RUN_FLAGS = {field.name for field in dataclasses.fields(RunArguments)}
 _KINDS = {"bool": "true or false", "int": "a whole number", "number": "a number", "str": "a string",
           "list": "a list of strings", "pair": "a list of two numbers", "interval": "a number"}
 _TOO_LARGE = 2**63  # DeepSpeed and torch store 64-bit integers
 
 
-def check_json_keys(file: DsFile) -> None:
-    """Raise ConfigError for the first key, in the file's order, that is unknown, misspelt or not supported."""
-    _check_tree(file, file.values, {**UNREAD, **TREE}, "")
+def check_json_keys(file: DsFile) -> tuple[dict[str, Any], list[IgnoredKey]]:
+    """Return the JSON in DeepSpeed's current spelling, and the keys to report that are left out or renamed.
+
+    Raises ConfigError for the first key, in the file's order, that is unknown, misspelt or not supported.
+    """
+    ignored: list[IgnoredKey] = []
+    config = _check_tree(file, file.values, {**UNREAD, **TREE}, "", ignored)
     _check_old_names(file)
-    if "optimizer" in file.values:
-        _check_optimizer(file)
-    if "scheduler" in file.values:
-        _check_scheduler(file)
+    for block, params_tree in (("optimizer", _optimizer_tree), ("scheduler", _scheduler_tree)):
+        if block in file.values:
+            tree = params_tree(file)
+            params = _check_tree(file, file.get(f"{block}.params") or {}, tree, f"{block}.params.", ignored)
+            if "params" in config[block]:
+                config[block]["params"] = params
+    for block in ("compile", "data_efficiency", *UNREAD):  # no key of them is passed on
+        config.pop(block, None)
+    if compiles_blocks(file.values):
+        ignored.append(("compile", "read as --compile_blocks"))
+    ignored += [(f"zero_optimization.{old}", f'read as "{new}": {{"device": "cpu"}}') for old, new in
+                rename_old_keys(config)]
+    return config, ignored
+
+
+def compiles_blocks(values: dict[str, Any]) -> bool:
+    """Return whether "compile" has keys of earlier DeepSpeed versions that ask for torch.compile."""
+    block = values.get("compile") or {}
+    asked = any(name in block for name in ("enabled", "disable", "backend"))
+    return asked and block.get("enabled", True) is not False and block.get("disable", False) is not True
+
+
+def rename_old_keys(config: dict[str, Any]) -> list[tuple[str, str]]:
+    """Write keys of earlier DeepSpeed versions in the current spelling. Returns (old, new) of the offload keys."""
+    if "bfloat16" in config:
+        config.setdefault("bf16", config.pop("bfloat16"))
+        config.pop("bfloat16", None)
+    zero = config.get("zero_optimization")
+    renamed = []
+    for old, new in OLD_OFFLOAD.items():
+        if isinstance(zero, dict) and zero.pop(old, None) is True:
+            block = zero.get(new)
+            zero[new] = {"device": "cpu", **(block if isinstance(block, dict) else {})}
+            renamed.append((old, new))
+    return renamed
+
+
+def is_comment(name: str) -> bool:
+    """Return whether a key is a comment: "_comment", "//", "$schema", or a key disabled by a leading "_"."""
+    return name[:1] in ("_", "#", "$") or name.startswith("//") or name.lower() in _COMMENTS
+
+
+def requests_nothing(value: Any, key: Key | None = None) -> bool:
+    """Return whether a value turns nothing on: false, null, {}, {"enabled": false}, or a neutral value of the key."""
+    if value is None or value is False or value == {}:
+        return True
+    if key is not None and any(value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+                               for neutral in key.neutral):
+        return True
+    return isinstance(value, dict) and value.get("enabled") is False
+
+
+def takes_default(dotted: str) -> bool:
+    """Return whether DeepSpeed replaces "auto" by the key's default (runtime/config_utils.py).
+
+    zero_optimization.stage must be a number.
+    """
+    block, _, rest = dotted.partition(".")
+    return block in BLOCKS_WITH_DEFAULTS and rest not in ("", "stage")
 
 
 def _check_old_names(file: DsFile) -> None:
@@ -53,29 +114,48 @@ def _check_old_names(file: DsFile) -> None:
                               remedy="both are names of the same setting; remove one of them")
 
 
-def _check_tree(file: DsFile, values: dict[str, Any], tree: Tree, prefix: str) -> None:
+def _check_tree(file: DsFile, values: dict[str, Any], tree: Tree, prefix: str,
+                ignored: list[IgnoredKey]) -> dict[str, Any]:
+    """Return a copy of a block without the keys that have no effect, which are added to `ignored`."""
+    result: dict[str, Any] = {}
     for name, value in values.items():
-        dotted = f"{prefix}{name}"
+        dotted, key = f"{prefix}{name}", tree.get(name)
         if dotted in REMOVED:
             if not requests_nothing(value) and not (name == "mics_shard_size" and value == -1):
                 raise ConfigError(file.where(dotted), problem="DeepSpeed no longer has this key",
                                   remedy=REMOVED[dotted])
-            continue
-        if dotted in ("optimizer.params", "scheduler.params"):
+            ignored.append((dotted, "off, and DeepSpeed no longer has it"))
+        elif dotted in ("optimizer.params", "scheduler.params"):
             _expect(file, dotted, value, dict, "an object: { ... }")
-            continue
-        key = tree.get(name)
-        if key is None and is_comment(name):
-            continue
-        if key is None:
+            result[name] = value  # `check_json_keys` validates it later
+        elif key is None and is_comment(name):
+            ignored.append((dotted, "read as a comment"))
+        elif key is None:
             raise _unknown(file, values, tree, prefix, name)
-        if value == "auto" and takes_default(dotted):
-            continue
-        if isinstance(key, Key):
-            check_value(file, dotted, value, key)
-        elif not (value is None and prefix):  # "offload_param": null is how DeepSpeed writes its default
+        elif isinstance(key, Key):
+            is_default = value == "auto" and takes_default(dotted)
+            if not is_default:
+                check_value(file, dotted, value, key)
+            if key.ignored:
+                ignored += [] if requests_nothing(value, key) else [(dotted, key.ignored)]
+            elif is_default and not key.auto:
+                ignored.append((dotted, 'DeepSpeed\'s default, since nothing fills "auto" here'))
+            elif not key.rejected:
+                result[name] = _normalize(value, key)
+        # "offload_param": null is how DeepSpeed writes its default
+        elif not (value is None and prefix) and not (value == "auto" and takes_default(dotted)):
             _expect(file, dotted, value, dict, "an object: { ... }")
-            _check_tree(file, value, key, f"{dotted}.")
+            result[name] = _check_tree(file, value, key, f"{dotted}.", ignored)
+    return result
+
+
+def _normalize(value: Any, key: Key) -> Any:
+    """Convert 5e8 to an integer for an integer key, and "CPU" to "cpu" if that is the legal string."""
+    if key.kind == "int" and isinstance(value, float):
+        return int(value)
+    if key.choices and isinstance(value, str):
+        return next((choice for choice in key.choices if choice.lower() == value.lower()), value)
+    return value
 
 
 def _unknown(file: DsFile, values: dict[str, Any], tree: Tree, prefix: str, name: str) -> ConfigError:
@@ -214,7 +294,8 @@ def _walk(tree: Tree, parent: str) -> Iterator[tuple[str, str]]:
         yield from ((f"{parent}.params", name) for name in {name: None for tree in trees for name in tree})
 
 
-def _check_optimizer(file: DsFile) -> None:
+def _optimizer_tree(file: DsFile) -> Tree:
+    """Return the parameters of the optimizer. Raises ConfigError for an unknown type."""
     kind = file.get("optimizer.type")
     if kind is None:
         raise ConfigError(file.where("optimizer.type"), found="nothing",
@@ -225,14 +306,15 @@ def _check_optimizer(file: DsFile) -> None:
         reason = DEEPSPEED_REJECTED.get(kind.lower()) or TORCH_REJECTED.get(kind)
         raise ConfigError(file.where("optimizer.type"), found=_show(kind), expected=f"one of {', '.join(KNOWN_NAMES)}",
                           remedy=reason or "", word="" if reason else kind, known=KNOWN_NAMES)
-    _check_tree(file, file.get("optimizer.params") or {}, tree, "optimizer.params.")
+    return tree
 
 
-def _check_scheduler(file: DsFile) -> None:
+def _scheduler_tree(file: DsFile) -> Tree:
+    """Return the parameters of the scheduler. Raises ConfigError for an unknown type."""
     kind = file.get("scheduler.type")
     if kind not in SCHEDULERS:
         found = "nothing" if kind is None else _show(kind)
         raise ConfigError(file.where("scheduler.type"), found=found, expected=f"one of {', '.join(SCHEDULERS)}",
                           remedy="remove the block and use --lr_schedule, if none of them fits",
                           word=kind or "", known=SCHEDULERS)
-    _check_tree(file, file.get("scheduler.params") or {}, SCHEDULERS[kind], "scheduler.params.")
+    return SCHEDULERS[kind]

@@ -1,25 +1,50 @@
-"""Legal keys of a DeepSpeed 0.19.8 JSON at every depth, without importing deepspeed.
+"""Legal keys of a DeepSpeed 0.19.8 JSON at every depth, and why others are rejected, without importing deepspeed.
+
+Each reason was found in the source of DeepSpeed 0.19.8, or by running it; ds_configs/features.md lists them all.
 
 `tests/config/test_schema.py` compares this tree with DeepSpeed's own models and constants.
 """
 
-from pretrain.config.ds_json.feature_schema import (
-    COMPILE,
-    DATA_EFFICIENCY,
-    EXPERT_PARALLEL,
-    TENSOR_PARALLEL,
-)
-from pretrain.config.ds_json.key import BOOL as _BOOL
-from pretrain.config.ds_json.key import COUNT as _COUNT
-from pretrain.config.ds_json.key import POSITIVE as _POSITIVE
-from pretrain.config.ds_json.key import Key, Tree
-from pretrain.config.ds_json.key import ignored as _ignored
-from pretrain.config.ds_json.key import rejected as _rejected
+from dataclasses import dataclass
+from typing import Any, Union
 
 DEFAULT_REDUCE_BUCKET_SIZE = 500_000_000  # elements; DeepSpeed's default
 DEFAULT_PARTITION_METHOD = "flops"
 PARTITION_METHODS = {"flops": "flops", "parameters": "parameters", "uniform": "uniform", "time": "time",
                      "best": DEFAULT_PARTITION_METHOD}  # DeepSpeed's name for the default
+
+
+@dataclass(frozen=True)
+class Key:
+    """Legal values of one key of the JSON, and whether the key has an effect in this program."""
+
+    kind: str = "any"  # bool, int, number, str, list (of strings), pair (two numbers), interval (number or inf)
+    low: float | None = None
+    high: float | None = None
+    choices: tuple[str, ...] = ()  # legal strings
+    auto: bool = False  # "auto" is legal; flags, model or run length fill it
+    null: bool = False
+    rejected: str = ""  # why every value but the neutral ones is rejected, and what to do instead
+    neutral: tuple[Any, ...] = ()  # values that request nothing (besides false, null, {} and "enabled": false)
+    ignored: str = ""  # why no value has an effect here: the key is left out, with a note
+
+
+Tree = dict[str, Union[Key, "Tree"]]
+
+_BOOL = Key("bool")
+_COUNT = Key("int", low=0)
+_POSITIVE = Key("int", low=1)
+
+
+def _rejected(reason: str, *neutral: Any) -> Key:
+    """Return a key that is rejected, except with neutral values."""
+    return Key(rejected=reason, neutral=neutral)
+
+
+def _ignored(reason: str, *neutral: Any, kind: str = "bool", low: float | None = None,
+            high: float | None = None) -> Key:
+    """Return a key that has no effect in this program; a note gives the reason."""
+    return Key(kind, low, high, null=True, neutral=neutral, ignored=f"no effect: {reason}")
 
 _TEXT = Key("str", null=True)
 _BATCH = Key("int", low=1, high=2**31 - 1, auto=True)
@@ -173,6 +198,81 @@ UNREAD: Tree = {
     "monitor_config": {"enabled": _ignored("DeepSpeed reads the block of each monitor at the top level"),
                        "tag": _ignored("DeepSpeed does not read it", kind="str"),
                        **{name: _rejected(_MONITORS_ELSEWHERE) for name in MONITORS}},
+}
+# This program's own layers are tensor- and expert-parallel; the blocks give the degrees only.
+_AUTO_TP = "AutoTP, which would replace linear layers, is not used: the layers here are tensor-parallel; remove the key"
+_AUTO_EP = "AutoEP, which would replace layers, is not used: the layers here share the experts; remove the key"
+_TP_SIZE: Tree = {
+    "tp_size": _POSITIVE,
+    "tp_grain_size": _rejected(_AUTO_TP, 1),
+    "mpu": _rejected("the engine gets its groups of ranks from the degrees; remove the key"),
+    "tp_group": _rejected("the engine gets its groups of ranks from the degrees; remove the key"),
+}
+TENSOR_PARALLEL: Tree = {
+    "autotp_size": _COUNT,
+    "tensor_parallel": _TP_SIZE,
+    "tp": _TP_SIZE,
+    "dtype": _rejected('"bf16" and "fp16" select the precision; remove the key'),
+    "vocab_parallel_lm_head": _rejected("the output matrix is always divided among the ranks; remove the key", True),
+    "vocab_parallel_ce_backend": _rejected("the loss has its own kernel; remove the key", "torch"),
+    **{name: _rejected(_AUTO_TP) for name in (
+        "tp_overlap_comm", "injection_policy_tuple", "partition_config", "preset_model", "keep_module_on_host",
+        "replace_with_kernel_inject", "kernel_inject")},
+}
+_ROUTER = "the model's config.json describes router and experts; remove the key"
+EXPERT_PARALLEL: Tree = {
+    "enabled": _BOOL,
+    "autoep_size": _POSITIVE,
+    "expert_tensor_parallel_size": _rejected("each expert is complete on its rank; remove the key", 1),
+    "load_balance_coeff": _rejected("the config.json has router_aux_loss_coef; remove the key"),
+    **{name: _rejected(_ROUTER, "auto") for name in (
+        "top_k", "score_func", "score_apply", "routed_scaling_factor", "route_norm", "num_expert_groups",
+        "num_limited_groups", "has_shared_experts", "expert_activation")},
+    "route_scale": _rejected(_ROUTER, 1, 1.0),
+    **{name: _rejected(_AUTO_EP, *neutral) for name, neutral in {
+        "preset_model": (), "moe_layer_pattern": (), "expert_pattern": (), "router_pattern": (), "expert_w1": (),
+        "expert_w2": (), "expert_w3": (), "num_experts_attr": (), "top_k_attr": (), "shared_experts_pattern": (),
+        "shared_experts_gate_pattern": (), "use_grouped_mm": (True,), "disable_triton_grouped_mm": (),
+        "combine_impl": ("auto",), "row_weighting_impl": ("auto",), "gate_up_impl": ("separate",),
+        "comm_backend": ("comm",), "comm_num_sm": (12,), "comm_qp_margin": (4,), "comm_max_tokens_per_rank": (0,),
+        "validate_folding_routing": (), "async_split_plan": ()}.items()},
+}
+_DEEPCOMPILE = "DeepCompile is not supported: it needs CUDA and one graph of the complete model, which has ZeRO's " \
+    "collectives inside; use --compile_blocks, and remove the block"
+COMPILE: Tree = {
+    **{name: _rejected(_DEEPCOMPILE) for name in (
+        "deepcompile", "free_activation", "offload_activation", "offload_opt_states", "offload_parameters",
+        "symmetric_memory", "debug_log", "sync_before_reduce", "sync_after_reduce", "sync_before_allgather",
+        "sync_after_allgather", "keep_all_input_tensors")},
+    "autoep_non_moe": _rejected(_AUTO_EP),
+    **{name: _rejected(_DEEPCOMPILE, default) for name, default in {
+        "free_activation_threshold": 10 * 1024 * 1024, "offload_activation_pin_memory": True, "double_buffer": True,
+        "keep_int_input_tensors": True}.items()},
+    "passes": _rejected(_DEEPCOMPILE, []),
+    # keys of earlier versions of DeepSpeed, which compiled the model: read as --compile_blocks
+    "enabled": _BOOL,
+    "disable": _BOOL,
+    "backend": Key("str", choices=("inductor",)),
+    "kwargs": _rejected("--compile_blocks takes no options; remove the key"),
+}
+_OFF = "no feature of the block is supported"
+_SAMPLER = "batches come from --train_data and its own order, which resumes exactly; "
+_CURRICULUM = f"{_SAMPLER}--seq_length_schedule trains with growing lengths, and --blend_schedule with changing data"
+_RANDOM_LTD = "random layer-token dropping replaces layers by DeepSpeed's RandomLayerTokenDrop, which needs other " \
+    "models; remove the block"
+_SAMPLING = f"{_SAMPLER}remove the key"
+DATA_EFFICIENCY: Tree = {
+    "enabled": _ignored(_OFF),
+    "seed": _ignored("--seed gives the seed", 1234, kind="int"),
+    "data_sampling": {
+        "enabled": _ignored(_OFF),
+        "num_epochs": _rejected(_SAMPLING, 1000),
+        "num_workers": _rejected(_SAMPLING, 0),
+        "pin_memory": _rejected(_SAMPLING),
+        "curriculum_learning": _rejected(_CURRICULUM),
+        "dynamic_batching": _rejected(f"{_SAMPLER}--batch_schedule changes the batch size; remove the block"),
+    },
+    "data_routing": {"enabled": _ignored(_OFF), "random_ltd": _rejected(_RANDOM_LTD)},
 }
 TREE: Tree = {
     "train_batch_size": _BATCH,
