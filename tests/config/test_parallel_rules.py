@@ -1,14 +1,12 @@
 """Combinations of parallel degrees, settings and models that are rejected, by the check of tools/check_config.py."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.config.test_validate import words
-from tests.support.effort import run_and_list_imports
+from tests.config.test_validate import rejection, words
 from tests.wrong_inputs.inputs import CPU, NVME, UNTESTED, z
 from tests.wrong_inputs.world import make_world
 
@@ -117,60 +115,18 @@ REJECTED: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple[int, str, str]], set[str]]:
-    """Check all combinations in one process. Return (exit code, output, errors) of each, and the imported modules."""
-    world = tmp_path_factory.mktemp("world")
-    make_world(world)
-    (world / "grouped.json").write_text(json.dumps(GROUPED))
-    (world / "mixture.json").write_text(json.dumps(MIXTURE))
-    lines = []
-    for number, (changes, flags, _, _) in enumerate(REJECTED):
-        line = words(world, changes, flags)
-        path = world / f"ds{number}.json"
-        (world / "ds.json").rename(path)
-        lines.append([str(path) if word == str(world / "ds.json") else word for word in line])
-    (world / "lines.json").write_text(json.dumps(lines))
-    done, modules = run_and_list_imports(["-m", __spec__.name, str(world / "lines.json")])
-    assert done.returncode == 0, done.stderr
-    return [tuple(outcome) for outcome in json.loads(done.stdout)], modules
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("world")
+    make_world(folder)
+    (folder / "grouped.json").write_text(json.dumps(GROUPED))
+    (folder / "mixture.json").write_text(json.dumps(MIXTURE))
+    return folder
 
 
-@pytest.mark.parametrize("number", range(len(REJECTED)), ids=lambda number: f"{number}-{REJECTED[number][2]}")
-def test_the_combination_is_rejected_in_one_line(number: int, outcomes: Any) -> None:
-    _, _, key, remedy = REJECTED[number]
-    code, output, errors = outcomes[0][number]
-    assert (code, output) == (2, ""), errors
-    assert errors.count("\n") == 1
-    where = errors.removeprefix("ds-pretrain: error: ")
-    assert where.startswith(f"{key}: ") if key.startswith("--") else f": {key}: " in where[:300], errors
-    assert remedy.lower() in errors.lower()
-
-
-def test_there_are_many_combinations_and_none_needs_torch(outcomes: Any) -> None:
-    assert len(REJECTED) >= 30
-    assert len({(key, remedy) for _, _, key, remedy in REJECTED}) >= 25
-    assert not {"torch", "deepspeed"} & outcomes[1]
-
-
-def _main(path: str) -> None:
-    """Run tools/check_config.py with each command line of a JSON file, and print the outcomes."""
-    import contextlib
-    import io
-
-    from pretrain.cli import run_main
-    from tests.config.test_validate import MAIN
-
-    found = []
-    for line in json.loads(Path(path).read_text(encoding="utf-8")):
-        output, errors, code = io.StringIO(), io.StringIO(), -1
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
-            try:
-                run_main(lambda line=line: MAIN(line))  # type: ignore[misc]
-            except SystemExit as end:
-                code = int(end.code or 0)
-        found.append((code, output.getvalue(), errors.getvalue()))
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    _main(sys.argv[1])
+@pytest.mark.parametrize(("changes", "flags", "key", "remedy"), REJECTED, ids=lambda value: value.replace(
+    " ", "_") if isinstance(value, str) else "")
+def test_the_combination_is_rejected_in_one_line(world: Path, capsys: pytest.CaptureFixture[str], key: str, remedy: str,
+                                                 changes: dict[str, Any], flags: dict[str, Any]) -> None:
+    line = rejection(words(world, changes, flags), capsys)
+    assert line.startswith(f"{key}: ") if key.startswith("--") else f": {key}: " in line[:300], line
+    assert remedy.lower() in line.lower()

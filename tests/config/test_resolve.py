@@ -210,47 +210,6 @@ def test_auto_sizes_follow_the_hidden_size_as_in_transformers(tmp_path: Path) ->
     assert resolved.get("zero_optimization") == {"stage": 2, "reduce_bucket_size": 128 * 128}
 
 
-TRANSFORMERS_ZERO_3 = """{
-    "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16,
-             "hysteresis": 2, "min_loss_scale": 1},
-    "optimizer": {"type": "AdamW",
-                  "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
-    "scheduler": {"type": "WarmupLR",
-                  "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
-    "zero_optimization": {
-        "stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": true},
-        "offload_param": {"device": "cpu", "pin_memory": true}, "overlap_comm": true, "contiguous_gradients": true,
-        "sub_group_size": 1e9, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto",
-        "stage3_param_persistence_threshold": "auto", "stage3_max_live_parameters": 1e9,
-        "stage3_max_reuse_distance": 1e9, "stage3_gather_16bit_weights_on_model_save": true},
-    "gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "steps_per_print": 2000,
-    "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "wall_clock_breakdown": false
-}"""
-TRANSFORMERS_ZERO_2 = """{
-    "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16,
-             "hysteresis": 2, "min_loss_scale": 1},
-    "bf16": {"enabled": "auto"},
-    "optimizer": {"type": "AdamW",
-                  "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
-    "scheduler": {"type": "WarmupDecayLR", "params": {"last_batch_iteration": -1, "total_num_steps": "auto",
-                  "warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
-    "zero_optimization": {
-        "stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": true}, "allgather_partitions": true,
-        "allgather_bucket_size": 2e8, "overlap_comm": true, "reduce_scatter": true, "reduce_bucket_size": 2e8,
-        "contiguous_gradients": true},
-    "gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "steps_per_print": 2000,
-    "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "wall_clock_breakdown": false
-}"""
-
-
-@pytest.mark.parametrize(("text", "stage"), [(TRANSFORMERS_ZERO_3, 3), (TRANSFORMERS_ZERO_2, 2)])
-def test_jsons_of_the_transformers_documentation_work_unchanged(tmp_path: Path, text: str, stage: int) -> None:
-    resolved = resolve(tmp_path, json.loads(text), precision="fp16", micro_batch_size=4, world_size=2)
-    layout = resolved.layout
-    assert (layout.zero_stage, layout.precision, layout.global_batch_size) == (stage, "fp16", 8)
-    assert "auto" not in re.findall(r"\w+", json.dumps(resolved.config))
-
-
 def test_auto_values_of_the_scheduler(tmp_path: Path) -> None:
     auto = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"}
     values = {"scheduler": {"type": "WarmupDecayLR", "params": auto}}

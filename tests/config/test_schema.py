@@ -194,23 +194,24 @@ def keys_of(values: dict[str, Any], parent: str = "") -> Iterator[str]:
             yield from keys_of(value, f"{parent}{name}.")
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_each_misspelt_key_of_ds_configs_gets_a_suggestion(path: Path, tmp_path: Path) -> None:
-    changed = tmp_path / "ds.json"
-    text = path.read_text(encoding="utf-8")
-    for dotted in keys_of(read_ds_config(str(path)).values):
-        name = dotted.split(".")[-1]
-        for misspelt in (name + name[-1], "x" + name[1:], name[:1] + name[2:] if len(name) > 3 else name + "s"):
-            document = json.loads(json.dumps(read_ds_config(str(path)).values))
-            _rename(document, dotted, misspelt)
-            changed.write_text(json.dumps(document), encoding="utf-8")
-            with pytest.raises(ConfigError) as caught:
-                check_json_keys(read_ds_config(str(changed)))
-            # if "optimizer" or "type" is misspelt, the message is about the missing optimizer.type
-            if "optimizer.type" not in str(caught.value):
-                assert misspelt in str(caught.value)
-                assert f'Did you mean "{name}"' in str(caught.value), f"{dotted} as {misspelt}: {caught.value}"
-    assert re.search(r"^  // ranks: \d+$", text, re.MULTILINE)
+def test_each_misspelt_key_of_ds_configs_gets_a_suggestion() -> None:
+    """Each key that a file has is misspelt in three ways, once for all files that have it."""
+    seen: set[str] = set()
+    for path in CONFIGS:
+        values = read_ds_config(str(path)).values
+        for dotted in keys_of(values):
+            name = dotted.split(".")[-1]
+            misspellings = (name + name[-1], "x" + name[1:], name[:1] + name[2:] if len(name) > 3 else name + "s")
+            for misspelt in misspellings if dotted not in seen else ():
+                document = json.loads(json.dumps(values))
+                _rename(document, dotted, misspelt)
+                with pytest.raises(ConfigError) as caught:
+                    check_json_keys(DsFile("ds.json", document))
+                # if "optimizer" or "type" is misspelt, the message is about the missing optimizer.type
+                if "optimizer.type" not in str(caught.value):
+                    assert misspelt in str(caught.value)
+                    assert f'Did you mean "{name}"' in str(caught.value), f"{dotted} as {misspelt}: {caught.value}"
+            seen.add(dotted)
 
 
 def _blocks(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Tree]]:

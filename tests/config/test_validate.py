@@ -61,6 +61,17 @@ def load_main() -> Callable[[list[str]], None]:
 MAIN = load_main()
 
 
+def rejection(line: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Return the line with which tools/check_config.py rejects a command line."""
+    with pytest.raises(SystemExit) as caught:
+        run_main(lambda: MAIN(line))
+    printed = capsys.readouterr()
+    assert (caught.value.code, printed.out) == (2, ""), printed.err
+    assert printed.err.startswith("ds-pretrain: error: ")
+    assert printed.err.count("\n") == 1
+    return printed.err.removeprefix("ds-pretrain: error: ")
+
+
 @pytest.mark.parametrize(("json_changes", "flags", "culprit"), WRONG,
                          ids=lambda value: value.replace(" ", "_") if isinstance(value, str) else "")
 def test_wrong_input_is_rejected_in_one_line(world: Path, capsys: pytest.CaptureFixture[str], culprit: str,
@@ -68,14 +79,7 @@ def test_wrong_input_is_rejected_in_one_line(world: Path, capsys: pytest.Capture
                                              monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DS_PRETRAIN_NVME_PATH", raising=False)
     monkeypatch.setattr("pretrain.distributed.device.Path.read_text", _without_fp16(Path.read_text))
-    with pytest.raises(SystemExit) as caught:
-        run_main(lambda: MAIN(words(world, json_changes, flags)))
-    printed = capsys.readouterr()
-    assert caught.value.code == 2
-    assert printed.out == ""
-    assert printed.err.startswith("ds-pretrain: error: ")
-    assert printed.err.count("\n") == 1
-    assert culprit.replace("{world}", str(world)) in printed.err
+    assert culprit.replace("{world}", str(world)) in rejection(words(world, json_changes, flags), capsys)
 
 
 def _without_fp16(read_text: Callable[..., str]) -> Callable[..., str]:
@@ -86,11 +90,7 @@ def _without_fp16(read_text: Callable[..., str]) -> Callable[..., str]:
     return read
 
 
-def test_there_are_many_different_wrong_inputs() -> None:
-    assert len({repr(row) for row in WRONG}) == len(WRONG) >= 60
-
-
-PROCESSES = ("broken.json:2", 'Did you mean "zero_optimization"', "truncated.bin", "2 stages on 3 ranks")
+PROCESSES = ("broken.json:2", "truncated.bin")
 
 
 @pytest.mark.parametrize("row", [row for row in WRONG if row[2] in PROCESSES], ids=lambda row: row[2])
@@ -240,10 +240,12 @@ def test_notes_name_validation_data_that_the_model_has_seen(world: Path) -> None
     assert any(f"{world / 'corpus'} is training data and validation data" in note for note in plan.notes)
 
 
-def test_notes_name_lengths_that_the_run_does_not_reach(world: Path) -> None:
-    plan = plan_of(world, {}, seq_length_schedule="0:16,1e3:32,1e9:64", seq_length=64)
-    assert [note for note in plan.notes if "seq_length_schedule" in note] == [
-        "--seq_length_schedule: the run ends before its sequences have 64 tokens"]
+@pytest.mark.parametrize(("schedule", "note"), [
+    ("0:16,1e3:32,1e9:64", "the run ends before its sequences have 64 tokens"),
+    ("0:64,1e3:32,2e3:64", "the sequences get shorter, from 64 to 32 tokens")])
+def test_notes_name_lengths_that_fall_or_are_not_reached(world: Path, schedule: str, note: str) -> None:
+    notes = plan_of(world, {}, seq_length_schedule=schedule, seq_length=64).notes
+    assert [each for each in notes if "seq_length_schedule" in each] == [f"--seq_length_schedule: {note}"]
 
 
 @pytest.mark.parametrize(("json_changes", "flags", "expected"), [
@@ -259,12 +261,6 @@ def test_notes_name_a_default_batch_and_unusual_regularization(world: Path, json
     notes = [note for note in plan_of(world, json_changes, world_size=8, **flags).notes
              if note.startswith(("no batch size", "weight decay", "dropout of"))]
     assert [note[:len(start)] for note, start in zip(notes, expected, strict=True)] == expected
-
-
-def test_notes_name_lengths_that_fall(world: Path) -> None:
-    plan = plan_of(world, {}, seq_length_schedule="0:64,1e3:32,2e3:64", seq_length=64)
-    assert [note for note in plan.notes if "seq_length_schedule" in note] == [
-        "--seq_length_schedule: the sequences get shorter, from 64 to 32 tokens"]
 
 
 def test_notes_name_faster_operators_that_cannot_be_used(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
