@@ -10,17 +10,16 @@ from typing import Any
 
 import pytest
 
-from pretrain.chaos.checkpoints import CheckpointLedger
-from pretrain.chaos.compare import reference_rows, wrong_rows
-from pretrain.chaos.damage import LinkedData, damage_checkpoint, damage_latest
-from pretrain.chaos.injector import AppliedFault
-from pretrain.chaos.kinds import CHECKPOINT_DAMAGE
-from pretrain.chaos.results import NO_FAULT, ChaosResult, Goodput, count_by_kind, measure_goodput
-from pretrain.chaos.watch import RunWatch
 from pretrain.checkpoint.format.manifest import checkpoint_folders, read_manifest
 from pretrain.checkpoint.format.verify import find_damage
 from pretrain.checkpoint.save.retention import remove
 from pretrain.errors import ConfigError
+from tests.chaos.checkpoints import CheckpointLedger
+from tests.chaos.damage import LinkedData, damage_checkpoint, damage_latest
+from tests.chaos.faults import CHECKPOINT_DAMAGE
+from tests.chaos.injector import AppliedFault
+from tests.chaos.results import ChaosResult, count_by_kind, reference_rows, steps_lost, wrong_rows
+from tests.chaos.watch import RunWatch
 from tests.support.launch import ROOT
 
 STEPS = 3
@@ -103,42 +102,29 @@ def watched(run: Path, starts: list[str]) -> RunWatch:
     return watch
 
 
-def test_restarts_and_repeated_steps_are_attributed_to_the_faults(tmp_path: Path) -> None:
-    watch = watched(tmp_path, [row(1) + row(2) + row(3), row(3) + row(4), row(4) + row(5, loss=2.0)])
-    first, second, third = (watch.steps_of_start(start)[-1].time for start in (1, 2, 3))
-    faults = [AppliedFault("kill_rank", first, 1, 3, ""), AppliedFault("bit_flip", second, 2, 4, ""),
-              AppliedFault("signal", second, 2, 4, ""), AppliedFault("pause", third, 3, 4, "", applied=False)]
+def test_recoveries_repeated_steps_and_wrong_steps(tmp_path: Path) -> None:
+    watch = watched(tmp_path, [row(1) + row(2) + row(3), row(3, loss=None) + row(4), "", row(4) + row(5, loss=2.0)])
+    first, last = (watch.steps_of_start(start)[-1].time for start in (1, 4))
+    faults = [AppliedFault("kill_rank", first, 1, 3, ""), AppliedFault("data", first, 3, 4, ""),
+              AppliedFault("signal", last + 1, 4, 5, ""), AppliedFault("hang", first, 1, 3, "", ended=False),
+              AppliedFault("pause", last, 4, 4, "", applied=False)]
     (tmp_path / "reference").mkdir()
-    (tmp_path / "reference" / "metrics.jsonl").write_text("".join(row(step) for step in range(1, 6)))
+    (tmp_path / "reference" / "metrics.jsonl").write_text(
+        "".join(row(step, None if step == 3 else 1.0) for step in range(1, 6)))
     wrong = wrong_rows(watch.steps(), reference_rows(tmp_path / "reference"))
-    assert [each.values["step"] for each in wrong] == [5]
-    starts: list[dict[str, Any]] = [{"exit_code": 1}, {"exit_code": 75}, {"exit_code": 0}]
-    kinds = count_by_kind(faults, starts, watch, wrong, [], complete=True)
-    assert (kinds["kill_rank"].restarts, kinds["signal"].restarts, kinds[NO_FAULT].restarts) == (1, 1, 0)
-    assert (kinds["kill_rank"].steps_lost, kinds["bit_flip"].steps_lost, kinds["signal"].steps_lost) == (1, 1, 0)
-    assert sum(each.wrong_results for each in kinds.values()) == 1
-    assert sum(each.faults for each in kinds.values()) == 3
-
-
-def test_goodput_leaves_out_the_time_from_the_fault_to_the_next_step(tmp_path: Path) -> None:
-    """Each step takes 1 s. The first start trains from 2 s to 4 s and ends at 6 s, the second one from 9 s to 10 s."""
-    watch = watched(tmp_path, [row(1) + row(2), row(2)])
-    watch.metrics.rows = [replace(each, time=time) for each, time in zip(watch.metrics.rows, (3.0, 4.0, 10.0),
-                                                                         strict=True)]
-    starts = [{"time": 0.0, "wall_seconds": 6.0}, {"time": 7.0, "wall_seconds": 4.0}]
-    killed = AppliedFault("kill_rank", 4.5, start=1, step=2, what="")
-    goodput = measure_goodput(starts, [killed], watch)
-    assert (goodput.wall_s, goodput.kept_s) == (11.0, 2.0)
-    assert goodput.relaunch_s == 2.0 + (9.0 - 4.5)
-    for faults in ([], [replace(killed, kind="hang")], [replace(killed, kind="nan")]):
-        assert measure_goodput(starts, faults, watch).relaunch_s == 2.0 + (9.0 - 6.0)
+    assert [each.values["step"] for each in wrong] == [3, 5]
+    starts: list[dict[str, Any]] = [{"exit_code": 1}, {"exit_code": 75}, {"exit_code": 2}, {"exit_code": 0}]
+    for complete in (False, True):
+        kinds = count_by_kind(faults, [3], starts, watch, complete=complete)
+        assert {name: (kind.faults, kind.recovered) for name, kind in kinds.items() if kind.faults} == {
+            "kill_rank": (1, 1), "data": (1, 1), "signal": (1, int(complete)), "hang": (1, 0), "nan": (1, 1)}
+    assert steps_lost(watch) == 2
 
 
 def test_a_result_with_a_loss_is_a_failure() -> None:
-    good = ChaosResult(seed=0, exit_code=0, kinds={}, faults=[], planned=0, goodput=Goodput(2.0, 1.0, 0.9), steps=5,
-                       missing_steps=0, lost=[], hashes=("a", "a"))
+    good = ChaosResult(seed=0, exit_code=0, kinds={}, faults=[], planned=0, steps=5, missing_steps=0, steps_lost=3,
+                       wrong_steps=0, lost=[], goodput=0.5, hashes=("a", "a"))
     assert good.problems() == []
-    assert good.goodput.fraction == pytest.approx(0.9)
     for change in ({"exit_code": 76}, {"planned": 1}, {"missing_steps": 1}, {"hashes": ("a", "b")},
-                   {"failure": "no step for 900 s"}):
+                   {"wrong_steps": 1}, {"failure": "no step for 900 s"}):
         assert len(replace(good, **change).problems()) == 1, change  # type: ignore[arg-type]

@@ -92,8 +92,6 @@ TOOLS: dict[str, list[str]] = {  # a valid command line of each program
     "tools/inspect_data.py step": ["{world}/done", "1"],
     "tools/train_tokenizer.py": ["{world}/text.txt", "--out", "{world}/out"],
     "launch/supervise.py": ["--save", "{world}/run", "--", "true"],
-    "tools/chaos.py": ["--faults", "5", "--", "ds-pretrain",
-                       *(word for name, value in TRAIN.items() for word in (f"--{name}", value))],
 }
 
 

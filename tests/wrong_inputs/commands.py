@@ -81,7 +81,6 @@ _PATHS: list[tuple[tuple[str, ...], str, dict[str, str], str]] = [
     (("launch/supervise.py",), "--hostfile PATH --save {world}/run -- deepspeed pretrain/train.py", _UNREADABLE,
      "--hostfile"),
     (("launch/supervise.py",), "-- deepspeed pretrain/train.py --config PATH", _UNREADABLE, "--config"),
-    (("tools/chaos.py",), "--reference PATH RIGHT", _UNREADABLE, "--reference"),
     (("launch/supervise.py",), "--save PATH -- true", _UNWRITABLE, "--save"),
     (("tools/check_cluster.py",), "--save PATH", _UNWRITABLE, "--save"),
 ]

@@ -1,7 +1,6 @@
 """Ledger of the checkpoints of a run: which were committed, which the faults damaged, and which are lost."""
 
 import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +28,6 @@ class CheckpointLedger:
         self._run, self._keep = run, keep_checkpoints
         self._bytes: dict[Key, int] = {}  # of every checkpoint that was seen, in this order
         self._damaged: set[Key] = set()
-        self._last_seen: dict[int, float] = {}  # step -> time at which an undamaged checkpoint of it existed
         self._lock = threading.Lock()
 
     @property
@@ -42,13 +40,7 @@ class CheckpointLedger:
             complete, _ = complete_checkpoints(self.folder)
             for _, manifest in complete:
                 self._bytes.setdefault(_key(manifest), sum(record.bytes for record in manifest.files.values()))
-            intact = [found for found in complete if _key(found[1]) not in self._damaged]
-            self._last_seen.update((manifest.step, time.time()) for _, manifest in intact)
-            return intact
-
-    def last_seen(self, step: int) -> float:
-        """Return when an undamaged checkpoint of this step was last seen, in seconds since 1970."""
-        return self._last_seen.get(step, 0.0)
+            return [found for found in complete if _key(found[1]) not in self._damaged]
 
     def mark_damaged(self, manifest: Manifest) -> None:
         """Record that a fault damages this checkpoint."""

@@ -7,21 +7,24 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
+from typing import TYPE_CHECKING
 
-from pretrain.chaos import instructions, processes
-from pretrain.chaos.checkpoints import CheckpointLedger
-from pretrain.chaos.damage import LinkedData, damage_checkpoint, damage_latest
-from pretrain.chaos.kinds import CHECKPOINT_DAMAGE, KINDS
-from pretrain.chaos.processes import NotAppliedError
-from pretrain.chaos.schedule import Fault, Schedule
-from pretrain.chaos.settings import ChaosSettings
-from pretrain.chaos.watch import RunWatch
+from tests.chaos import processes
+from tests.chaos.checkpoints import CheckpointLedger
+from tests.chaos.damage import LinkedData, damage_checkpoint, damage_latest
+from tests.chaos.faults import CHECKPOINT_DAMAGE, KINDS, Fault, Schedule
+from tests.chaos.processes import NotAppliedError
+from tests.chaos.watch import RunWatch
+
+if TYPE_CHECKING:
+    from tests.chaos.run import ChaosSettings
 
 _POLL_S = 0.05
 _LONGEST_PAUSE_S = 2.0
 _TRIES = 3
 _FEWEST_INTACT = 2  # undamaged checkpoints before one is damaged, so that the run can always resume
 _HANG_GRACE_S = 120.0  # after --step_timeout: dumps, exit codes, launchers
+_ANSWER_S = 20.0  # time in which a rank executes an instruction
 _END_LIMIT_S = 300.0  # a fault that has not ended its start after this time has had no effect
 PrintLine = Callable[[str], None]
 
@@ -37,7 +40,6 @@ class AppliedFault:
     what: str
     applied: bool = True
     ended: bool = True  # False: the start should have ended, and did not
-    paused_s: float = 0.0
 
 
 class RunEndedError(Exception):
@@ -47,10 +49,10 @@ class RunEndedError(Exception):
 class FaultInjector(threading.Thread):
     """Thread that applies the faults, while the main thread runs the supervisor.
 
-    The main thread calls `before_start`, `after_rejection` and `finish`.
+    The main thread calls `before_start` and `finish`.
     """
 
-    def __init__(self, settings: ChaosSettings, schedule: Schedule, watch: RunWatch, ledger: CheckpointLedger,
+    def __init__(self, settings: "ChaosSettings", schedule: Schedule, watch: RunWatch, ledger: CheckpointLedger,
                  data: LinkedData | None, print_line: PrintLine) -> None:
         super().__init__(name="faults", daemon=True)
         self._settings, self._schedule, self._watch, self._ledger = settings, schedule, watch, ledger
@@ -100,14 +102,6 @@ class FaultInjector(threading.Thread):
         self.newest_intact.append(intact[0][1].step if intact else 0)
         self._watch.mark_start()
 
-    def after_rejection(self) -> bool:
-        """Restore truncated data. Return whether the run was rejected because of it, and must be started again."""
-        return self._data is not None and self._data.restore()
-
-    def unapplied(self) -> list[Fault]:
-        """Return the faults that were still waiting for a start when the run ended."""
-        return list(self._pending)
-
     def _apply_in_time(self, fault: Fault) -> None:
         if fault.moment == "down":
             with self._lock:
@@ -136,9 +130,7 @@ class FaultInjector(threading.Thread):
     def _apply(self, fault: Fault) -> None:
         random, start, command = Random(fault.seed), self._watch.num_starts, self._settings.command
         if fault.kind == "pause":
-            began = time.time()
-            what = processes.pause_rank(command, random, longest_s=_LONGEST_PAUSE_S)
-            self._record(fault, what, paused_s=time.time() - began)
+            self._record(fault, processes.pause_rank(command, random, longest_s=_LONGEST_PAUSE_S))
         elif fault.kind == "disk_full":
             self._record(fault, self._fill_disk(start))
         elif fault.kind == "hang":
@@ -155,8 +147,7 @@ class FaultInjector(threading.Thread):
             if len(ranks) < 2:
                 raise NotAppliedError("the run has fewer than two ranks")
             victim = random.choice(ranks)
-            if not instructions.cut_link(self._settings.run, victim.pid):
-                raise NotAppliedError(f"process {victim.pid} did not execute the instruction")
+            self._cut_link(victim.pid)
             what = f"TCP connections of process {victim.pid} shut down"
         else:
             what = {"kill_rank": processes.kill_rank, "kill_launcher": processes.kill_launcher,
@@ -166,6 +157,17 @@ class FaultInjector(threading.Thread):
         self._wait(lambda: self._watch.num_starts > start or time.monotonic() > limit)
         if self._watch.num_starts == start:
             self.applied[-1] = replace(self.applied[-1], ended=False)
+
+    def _cut_link(self, pid: int) -> None:
+        """Ask a rank to shut down its TCP connections, and wait until it has done so."""
+        request = self._settings.instructions / f"cut_link.{pid}"
+        request.touch()
+        deadline = time.monotonic() + _ANSWER_S
+        while request.exists():
+            if time.monotonic() > deadline:
+                request.unlink(missing_ok=True)
+                raise NotAppliedError(f"process {pid} did not execute the instruction")
+            time.sleep(_POLL_S)
 
     def _hang(self, fault: Fault, start: int, random: Random) -> None:
         victim = processes.stop_rank(self._settings.command, random)
@@ -183,12 +185,12 @@ class FaultInjector(threading.Thread):
         def failed() -> int:
             return sum(row.values.get("event") == "save_failed" for row in self._watch.events.rows)
 
-        before = failed()
-        instructions.fill_disk(self._settings.run)
+        before, request = failed(), self._settings.instructions / "disk_full"
+        request.touch()
         try:
             self._wait(lambda: failed() > before or self._watch.num_starts > start)
         finally:
-            instructions.empty_disk(self._settings.run)
+            request.unlink()
         return "ENOSPC until a save failed" if failed() > before else "ENOSPC until the start ended"
 
     def _damage(self, fault: Fault) -> str:
@@ -208,10 +210,10 @@ class FaultInjector(threading.Thread):
         self._ledger.mark_damaged(manifest)
         return damage_checkpoint(fault.kind, folder, manifest, random)
 
-    def _record(self, fault: Fault, what: str, *, start: int | None = None, applied: bool = True, ended: bool = True,
-                paused_s: float = 0.0) -> None:
+    def _record(self, fault: Fault, what: str, *, start: int | None = None, applied: bool = True,
+                ended: bool = True) -> None:
         record = AppliedFault(fault.kind, time.time(), self._watch.num_starts if start is None else start,
-                              self._watch.newest_step(), what, applied, ended, paused_s)
+                              self._watch.newest_step(), what, applied, ended)
         self.applied.append(record)
         self._active = time.monotonic()
         self._print_line(f"{'fault' if applied else 'not applied'} {len(self.applied)}: {fault.kind} after step "

@@ -1,20 +1,48 @@
-"""Schedule of the faults of one run: a pure function of the seed, the kinds, and the numbers of faults and steps."""
+"""The kinds of faults, and the schedule of a run: a pure function of the seed, the kinds, and the numbers of faults and
+steps.
+"""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Literal, TypeVar
 
-from pretrain.chaos.kinds import KINDS
-
 T = TypeVar("T")
+Effect = Literal["ends", "damages", "continues"]
 Moment = Literal["running", "down", "starting"]
 _ENDING_FRACTION = 0.25  # of all faults; the others share the restarts, because a restart takes longer than a step
 _STARTING_FRACTION = 0.15  # of the faults that end a start: they hit the run before its first step
 _STEPS_WITH_FAULTS = 0.8  # fraction of the run: between a signal and the save that it causes, there may be many steps
 _MAY_HIT_A_START = ("kill_rank", "kill_launcher", "signal")
 _FIRST_BAD_STEP = 3
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of fault."""
+
+    name: str
+    effect: Effect  # "ends": the start ends; "damages": files that the next start reads; "continues": no restart needed
+    about: str
+
+
+KINDS = {kind.name: kind for kind in (
+    Kind("kill_rank", "ends", "SIGKILL to one rank"),
+    Kind("kill_launcher", "ends", "SIGKILL to a launcher"),
+    Kind("signal", "ends", "SIGTERM, SIGINT or SIGUSR1 to one rank, to all ranks or to the launcher"),
+    Kind("hang", "ends", "SIGSTOP to one rank, until the watchdog ends the run"),
+    Kind("cut_link", "ends", "shut down the TCP connections of one rank"),
+    Kind("pause", "continues", "SIGSTOP to one rank, and SIGCONT up to 2 seconds later"),
+    Kind("nan", "continues", "a batch with a loss of NaN on one data-parallel rank"),
+    Kind("disk_full", "continues", "checkpoint writes fail with ENOSPC until a save has failed"),
+    Kind("bit_flip", "damages", "one bit of a file of the newest checkpoint"),
+    Kind("truncate", "damages", "a file of the newest checkpoint is cut off"),
+    Kind("delete", "damages", "a file of the newest checkpoint is deleted"),
+    Kind("latest", "damages", "the file `latest` of the checkpoints is overwritten"),
+    Kind("data", "damages", "the training data is cut off during one start"),
+)}
+CHECKPOINT_DAMAGE = ("bit_flip", "truncate", "delete")
 
 
 @dataclass(frozen=True)
@@ -42,10 +70,6 @@ class Schedule:
 
     faults: list[Fault]  # in the order in which they are applied
     bad_steps: list[BadStep]
-
-    def count(self, kind: str) -> int:
-        """Return the number of planned faults of one kind."""
-        return len(self.bad_steps) if kind == "nan" else sum(fault.kind == kind for fault in self.faults)
 
 
 def make_schedule(kinds: Sequence[str], *, faults: int, seed: int, train_steps: int) -> Schedule:
@@ -109,8 +133,3 @@ def _ending_fault(kind: str, step: int, number: int, random: Random) -> Fault:
 def _order(fault: Fault) -> tuple[bool, int]:
     """Sort key within a group: faults while the run is down are handed over last, before the end of the start."""
     return fault.moment == "down", fault.step
-
-
-def outages(schedule: Schedule) -> Iterator[Fault]:
-    """Yield the faults that end a start."""
-    return (fault for fault in schedule.faults if KINDS[fault.kind].effect == "ends")

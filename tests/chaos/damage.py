@@ -8,9 +8,9 @@ import os
 from pathlib import Path
 from random import Random
 
-from pretrain.chaos.processes import NotAppliedError
 from pretrain.checkpoint.format.manifest import LATEST_FILE, MANIFEST, Manifest
 from pretrain.errors import ConfigError
+from tests.chaos.processes import NotAppliedError
 
 _KEPT_BYTES = 2**16  # of a truncated .bin
 

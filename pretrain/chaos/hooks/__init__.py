@@ -1,1 +1,0 @@
-"""Folder that tools/chaos.py puts on PYTHONPATH of the ranks, so that Python imports hooks/sitecustomize.py."""
