@@ -25,7 +25,7 @@ from pretrain.bench.report import (
     print_section,
     write_between_markers,
 )
-from pretrain.bench.run_sections import run_sections
+from pretrain.bench.run import run_sections
 from pretrain.bench.settings import add_flags, validate_flags
 from pretrain.cli import Parser, run_main
 from pretrain.terminal.progress import terminal_console

@@ -1,6 +1,5 @@
-"""Benchmarks: compare this project with other training programs and with the limits of the machine.
+"""Benchmarks: compare this project with other training programs and with the limits of the machine (tools/bench.py).
 
-A baseline is anything that is measured: a part of this project, another training program, or a limit of the machine.
-
-Imports trainer.py and the folders below it; only tools/bench.py and its tests import it.
+training, profile, storage, startup and data have the sections of --what. project and peers have the baselines, which
+worker runs in processes of their own.
 """

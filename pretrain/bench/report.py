@@ -1,27 +1,46 @@
-"""Print sections as tables or JSON, and write each as Markdown between two markers of a page."""
+"""BenchSection, the result of one section: printed as a table, or written as Markdown between two markers of a page."""
 
 import datetime
 import json
 import os
 import re
+import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from pretrain.bench.processes.context import describe
-from pretrain.bench.sections.section import BenchSection
 from pretrain.bench.settings import BenchSettings
 from pretrain.distributed.device import cpu_name, cpuinfo, nvidia_smi
 from pretrain.errors import ConfigError
+from pretrain.model.config import load_model_config
 from pretrain.monitor.environment import versions
 
 # flag in /proc/cpuinfo -> name of the instructions, the fastest for products in bf16 first
 _INSTRUCTIONS = {"amx_bf16": "AMX", "avx512_bf16": "AVX512_BF16", "avx512f": "AVX512", "avx2": "AVX2",
                  "sve": "SVE", "bf16": "NEON with BF16"}
 _BUSY_LOAD = 0.25  # load average per core
+
+
+@dataclass(frozen=True)
+class BenchSection:
+    """Table and figures of one section."""
+
+    name: str  # a choice of --what
+    title: str
+    columns: list[str]
+    rows: list[list[str]]
+    notes: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)  # one line for each failed baseline
+    data: dict[str, Any] = field(default_factory=dict)  # figures for --json
+
+
+def spread(values: list[float]) -> float:
+    """Return (highest - lowest) / median of a value over the repetitions."""
+    return (max(values) - min(values)) / statistics.median(values)
 
 
 def gpu_names() -> list[str]:
@@ -43,8 +62,13 @@ def device_name(settings: BenchSettings) -> str:
 
 def heading(settings: BenchSettings, words: Sequence[str]) -> dict[str, Any]:
     """Return date, device, model, command, versions, and the load of the machine before the measurement."""
+    preset = settings.preset
+    model = load_model_config(preset.model, preset.overrides.format(positions=preset.seq_length) or None)
+    shape = f"{model.num_parameters() / 1e6:,.1f} M parameters ({model.num_layers} layers, width " \
+            f"{model.hidden_size}, vocabulary {model.vocab_size:,}), sequence {preset.seq_length:,}, micro-batch " \
+            f"{preset.micro_batch_size}, {settings.precision}, ZeRO-1"
     return {"date": datetime.date.today().isoformat(), "device": device_name(settings), "preset": settings.preset_name,
-            "shape": describe(settings), "command": " ".join(["python tools/bench.py", *words]),
+            "shape": shape, "command": " ".join(["python tools/bench.py", *words]),
             "rounds": settings.repetitions, "load_before": os.getloadavg()[0], "versions": versions()}
 
 
@@ -84,13 +108,12 @@ def markdown(head: dict[str, Any], section: BenchSection, warning: str) -> str:
 
     The command is not marked as code: tests/test_pages.py would look for a test of it.
     """
-    rows = section.rows if section.page_rows is None else section.page_rows
     lines = [f"**{section.title}.** {head['shape']}. {head['date']}, {head['device']}, torch "
              f"{head['versions']['torch']}, DeepSpeed {head['versions']['deepspeed']}, transformers "
              f"{head['versions']['transformers']}: {head['command']}", *(["", warning] if warning else [])]
-    if rows:
+    if section.rows:
         lines += ["", _table_line(section.columns), _table_line(["---"] + ["---:"] * (len(section.columns) - 1)),
-                  *map(_table_line, rows)]
+                  *map(_table_line, section.rows)]
     notes = [*section.notes, *(f"failed: {line}" for line in section.failures)]
     return "\n".join([*lines, *([""] if notes else []), *(f"- {line}" for line in notes)])
 

@@ -11,8 +11,8 @@ from pretrain.distributed.device import Device, cpu_device, cuda_device, detect_
 from pretrain.errors import ConfigError
 
 # choices of --what
-SECTIONS = ("step", "profile", "overhead", "guards", "pipeline", "checkpoint", "startup", "scaling", "host",
-            "offload", "recompute", "schedule", "data")
+SECTIONS = ("step", "profile", "overhead", "pipeline", "checkpoint", "startup", "scaling", "offload", "recompute",
+            "data")
 _SIZE = whole_number(1, 2**31 - 1)
 _NO_DROPOUT = "resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"
 _GPT2 = f"n_layer=8,n_embd=512,n_head=8,vocab_size=16384,n_positions={{positions}},{_NO_DROPOUT}"
@@ -41,9 +41,6 @@ PRESETS = {
     "cpu-2048": Preset("gpt2", _GPT2, 2048, 2, steps=1, warmup_steps=1, product_size=4096),
     "cpu-llama": Preset("llama2-7b", _LLAMA, 512, 8, steps=1, warmup_steps=1, product_size=4096),
     "cpu-llama-2048": Preset("llama2-7b", _LLAMA, 2048, 2, steps=1, warmup_steps=1, product_size=4096),
-    # a wide model with few words: most of a step are products of the blocks' weights
-    "cpu-wide": Preset("gpt2", f"n_layer=4,n_embd=1024,n_head=8,vocab_size=256,n_positions={{positions}},{_NO_DROPOUT}",
-                       128, 8, steps=1, warmup_steps=1, product_size=4096),
     "cpu-small": Preset("gpt2", f"n_layer=2,n_embd=64,n_head=2,vocab_size=512,n_positions={{positions}},{_NO_DROPOUT}",
                         64, 4, steps=2, warmup_steps=2, product_size=512),
     "cpu-small-llama": Preset("llama2-7b", _SMALL_LLAMA, 64, 4, steps=2, warmup_steps=2, product_size=512),

@@ -47,7 +47,7 @@ class Requests:
     in which it arrives, however long the steps are. An exchange only after some steps would have to predict the time of
     these steps. On GPUs the exchange does not wait for the device: a request takes effect after the step that the host
     prepares. This is at most one step after the one that the device computes, because `Guard.observe` waits for the
-    step before. `tools/bench.py --what guards` measures the cost.
+    step before.
 
     Args:
         device: device of the run; on GPUs the exchange gets a process group of its own.

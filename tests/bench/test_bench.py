@@ -15,17 +15,22 @@ from typing import Any
 import pytest
 import torch
 
-from pretrain.bench.baselines.plain_modules import plain_model
-from pretrain.bench.processes.context import BenchContext
-from pretrain.bench.processes.interleave import InterleavedResults, run_interleaved
+from pretrain.bench.peers import plain_model
+from pretrain.bench.processes import BenchContext, InterleavedResults, run_interleaved
 from pretrain.bench.report import check_markers, markers, write_between_markers
-from pretrain.bench.sections.guards import LOOP as STEP_LOOP
-from pretrain.bench.sections.guards import guards_section
-from pretrain.bench.sections.overhead import BARE, LOOP, overhead_section
-from pretrain.bench.sections.pipeline import highest_speedup
-from pretrain.bench.sections.recompute import MODES
-from pretrain.bench.sections.step import PRODUCTS, PROJECT, peers, step_section
 from pretrain.bench.settings import PRESETS, SECTIONS, BenchSettings, add_flags, validate_flags
+from pretrain.bench.training import (
+    BARE,
+    LOOP,
+    MODES,
+    PIPELINE,
+    PRODUCTS,
+    PROJECT,
+    SINGLE,
+    compare,
+    highest_speedup,
+    peers,
+)
 from pretrain.cli import Parser
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.distributed.device import cpu_device
@@ -85,7 +90,7 @@ def test_figures_of_a_training_step(context: BenchContext) -> None:
         answers[name] = [{"seconds": value, "losses": [6.0], "peak_memory_bytes": memory - value} for value in seconds]
     facts = {name: {"parameters": 7} for name in answers}
     results = InterleavedResults(facts=facts, warmups={name: {"losses": [6.25]} for name in answers}, answers=answers)
-    section = step_section(context, results)
+    section = compare("step", "Training step", PROJECT, context, results)
     ours, theirs = (section.data["contenders"][name] for name in (PROJECT, "plain PyTorch"))
     assert ours["rounds"] == [256.0, 64.0, 512.0]
     assert (ours["tokens_per_second"], theirs["tokens_per_second"]) == (256.0, 128.0)  # medians
@@ -105,7 +110,8 @@ def test_figures_of_a_training_step(context: BenchContext) -> None:
 @pytest.mark.parametrize("preset", ["cpu-small", "cpu-small-llama"])
 def test_plain_modules_have_the_loss_and_the_gradients_of_this_project(preset: str, tmp_path: Path) -> None:
     """The nanoGPT-style loop trains the same model, in fp32 up to rounding: both shapes, tied and untied."""
-    plan = BenchContext(replace(settings(preset), precision="fp32"), tmp_path).job("plain", "plain").plan()
+    context = BenchContext(replace(settings(preset), precision="fp32"), tmp_path)
+    plan = context.job("plain", "peers.plain_modules").plan()
     plain, ours = plain_model(plan), as_module(plan.model)
     initialize_parameters(ours, plan.model, seed=plan.args.seed)
     tokens_BT = torch.randint(0, plan.model.vocab_size, (2, 65), generator=torch.Generator().manual_seed(0))
@@ -127,41 +133,15 @@ def test_a_baseline_with_other_parameters_or_losses_is_a_failure(context: BenchC
     results = InterleavedResults(
         facts={PROJECT: {"parameters": 7}, "plain PyTorch": {"parameters": parameters}},
         warmups={PROJECT: {"losses": [6.0]}, "plain PyTorch": {"losses": [first_loss]}}, answers=answers)
-    section = step_section(context, results)
+    section = compare("step", "Training step", PROJECT, context, results)
     (line,) = section.failures
     assert line.startswith(f"plain PyTorch: does not do the same work as this project: {problem}")
     assert not section.data["same_work"]
 
 
-def test_overhead_is_the_median_of_the_ratios_of_each_repetition() -> None:
-    """The speed of the machine may change between repetitions. The overheads here are 10 %, 20 % and 90 %."""
-    seconds = {LOOP: (1.1, 2.4, 5.7), BARE: (1.0, 2.0, 3.0)}
-    answers = {name: [{"seconds": value} for value in values] for name, values in seconds.items()}
-    for answer, measurement_s in zip(answers[LOOP], (0.01, 0.02, 0.06), strict=True):
-        answer |= {"measurement_cpu_s": measurement_s, "thread_cpu_s": 2.0}
-    section = overhead_section(InterleavedResults(answers=answers), steps=10)
-    assert section.data["overhead"] == pytest.approx(0.2)
-    assert section.data["step_time_ms"][LOOP] == pytest.approx([110, 240, 570])
-    assert section.data["measurements"] == pytest.approx([0.005, 0.01, 0.03])
-    assert section.rows[-1] == ["measurements (CPU time)", "2.00 ms", "250.0%", "+1.00%"]
-
-
-def test_overhead_of_the_guards_is_the_median_ratio_and_a_part_of_a_replica_check() -> None:
-    """A repetition has requests of 10 steps with guards on, off, off and on, a replica check, and 100 exchanges."""
-    seconds = (1.0, 1.0, 1.0, 1.04, 0.5, 0.1, 2.0, 2.0, 2.0, 2.0, 0.5, 0.1,  # ratios 1.02, 1.0, 1.1
-               1.1, 1.0, 1.0, 1.1, 0.5, 0.2)
-    results = InterleavedResults(answers={STEP_LOOP: [{"seconds": value} for value in seconds]})
-    section = guards_section(results, steps=10, interval=100)
-    assert section.data["ratios"] == pytest.approx([1.02, 1.0, 1.1])
-    assert section.data["step_time_ms"]["off"] == pytest.approx([100, 200, 100])
-    assert section.data["replica_check_ms"] == pytest.approx(500)
-    assert section.data["exchange_ms"] == pytest.approx(1)
-    assert section.data["overhead"] == pytest.approx(0.02 + 500 / 100 / 100)
-
-
 def test_a_baseline_that_fails_is_reported_and_the_others_continue(context: BenchContext) -> None:
-    results = run_interleaved([[context.job("fails", "products", product_size=-1)],
-                               [context.job("works", "products", product_size=64)]], context, lambda text: None)
+    results = run_interleaved([[context.job("fails", "peers.products", product_size=-1)],
+                               [context.job("works", "peers.products", product_size=64)]], context, lambda text: None)
     (line,) = results.failures
     assert line.startswith("fails: RuntimeError")
     assert len(results.answers["works"]) == 2
@@ -208,9 +188,9 @@ def test_tables_are_written_between_the_two_markers(tmp_path: Path) -> None:
 
 def test_the_pages_have_the_markers_of_their_commands() -> None:
     """Each command with --write on these pages finds its markers."""
-    commands = [line.split() for page in ("tools/performance.md", "tools/costs.md", "ds_configs/pipelines.md") for line
+    commands = [line.split() for page in ("tools/performance.md", "tools/costs.md") for line
                 in (ROOT / page).read_text().splitlines() if line.startswith("python ") and "--write" in line]
-    assert len(commands) == 7
+    assert len(commands) == 5
     for words in commands:
         parser = Parser()
         add_flags(parser)
@@ -251,16 +231,19 @@ def test_explain_profiles_a_step(context: BenchContext) -> None:
 @pytest.mark.slow
 def test_all_other_sections_run(context: BenchContext, tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
-    done = bench(*SMALL, "--what", "overhead,guards,pipeline,checkpoint,startup,scaling,offload,recompute,data",
+    done = bench(*SMALL, "--what", "overhead,pipeline,checkpoint,startup,scaling,offload,recompute,data",
                  "--nvme_path", "disk", "--ranks", "1,2", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(done.stdout)["sections"]
-    assert {name: len(times) for name, times in found["overhead"]["step_time_ms"].items()} == {LOOP: 2, BARE: 2}
-    assert {name: len(times) for name, times in found["guards"]["step_time_ms"].items()} == {"on": 2, "off": 2}
-    assert found["guards"]["replica_check_ms"] > 0
-    assert found["guards"]["exchange_ms"] > 0
+    for name, rows in (("overhead", [LOOP, BARE]), ("pipeline", [PIPELINE, SINGLE]), ("scaling", ["1 rank", "2 ranks"]),
+                       ("recompute", list(MODES))):
+        contenders = found[name]["contenders"]
+        assert {row: len(values["rounds"]) for row, values in contenders.items()} == dict.fromkeys(rows, 2)
+        assert contenders[rows[0]]["speed_ratio"] == 1
     assert found["pipeline"]["bound"] == pytest.approx(16 / 9)
     assert sum(found["pipeline"]["stage_flops"]) == pytest.approx(flops_per_token(context.model, 64))
+    assert set(found["scaling"]["efficiency"]) == {"1", "2"}
+    assert len({mode["losses"][0] for mode in found["recompute"]["contenders"].values()}) == 1
     # 16-bit weights (2 bytes); master weights and two optimizer states in 32 bits (12 bytes)
     parameters = context.model.num_parameters()
     assert 14 * parameters < found["checkpoint"]["checkpoint_bytes"] < 17 * parameters + 10**5
@@ -271,28 +254,13 @@ def test_all_other_sections_run(context: BenchContext, tmp_path: Path) -> None:
     assert all(list(phases)[1:] == ["imports", "process group", "engine, data", "first step"]
                for name, phases in starts["phases"].items() if "rejected" not in name)
     assert list(starts["phases"]["rejected, exit code 2"]) == ["rejection"]
-    assert set(found["scaling"]["efficiency"]) == {"1", "2"}
     rates = [row["both_bytes_per_s"] for row in found["offload"]["settings"]]
     assert len(rates) == 3 * 3 * 3
     assert rates[0] == max(rates)
     assert found["offload"]["aio"].items() >= {key: found["offload"]["settings"][0][key] for key in
                                                ("block_size", "queue_depth", "intra_op_parallelism")}.items()
     assert not list((tmp_path / "disk").iterdir())
-    modes = found["recompute"]["modes"]
-    assert list(modes) == list(MODES)
-    assert len({mode["first_loss"] for mode in modes.values()}) == 1
     assert all(figure["ratio"] > 0 for figure in found["data"]["figures"].values())
-
-
-@pytest.mark.slow
-def test_both_pipeline_schedules_have_the_same_gradients() -> None:
-    done = bench(*SMALL, "--what", "schedule", "--json")
-    assert done.returncode == 0, done.stdout + done.stderr
-    schedules = json.loads(done.stdout)["sections"]["schedule"]["micro_batches"]
-    assert {count: len(values["ratios"]) for count, values in schedules.items()} == {"4": 2, "8": 2, "16": 2}
-    for values in schedules.values():  # 2 repetitions of 4 requests of 2 steps
-        assert (len(values["losses"]), len(set(values["losses"])), len(set(values["grad_norms"]))) == (16, 1, 1)
-    assert len({values["grad_norms"][0] for values in schedules.values()}) == 3  # other samples, other gradients
 
 
 def test_the_performance_pages_name_files_and_flags_that_exist() -> None:

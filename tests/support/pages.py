@@ -43,14 +43,11 @@ COVERED: dict[str, tuple[str, str]] = {
            *(("performance", f"step,profile --preset {preset}")
              for preset in ("cpu", "cpu-2048", "cpu-llama", "cpu-llama-2048")),
            ("costs", "overhead,pipeline,checkpoint,startup,scaling,offload --nvme_path /tmp"))},
-    **{f"python tools/bench.py --what schedule --preset {preset} --rounds 3 --write ds_configs/pipelines.md":
-       ("tests/bench/test_bench.py", "test_the_pages_have_the_markers_of_their_commands")
-       for preset in ("cpu --micro_batch_size 4", "cpu-wide")},
     **{f"tools/bench.py --what {section}":
-       ("tests/bench/test_bench.py", '"overhead,guards,pipeline,checkpoint,startup,scaling,offload,recompute,data"')
-       for section in ("overhead", "guards", "checkpoint", "startup", "pipeline", "data", "recompute",
+       ("tests/bench/test_bench.py", '"overhead,pipeline,checkpoint,startup,scaling,offload,recompute,data"')
+       for section in ("overhead", "checkpoint", "startup", "pipeline", "data", "recompute",
                        "offload --nvme_path FOLDER")},
-    "python tools/bench.py --what recompute": ("tests/bench/test_bench.py", "modes = found"),
+    "python tools/bench.py --what recompute": ("tests/bench/test_bench.py", '("recompute", list(MODES))'),
     # GPUs: without one, the tests run the same sections and programs with a smaller model
     **{f"python tools/bench.py --preset {preset}": ("tests/bench/test_bench.py", '"--preset", "cpu-small"')
        for preset in ("h200-gpt3-1.3b", "h200-gpt3-1.3b --compile_blocks true", "h200-llama-1b --compile_blocks true")},

@@ -1,4 +1,4 @@
-"""Profiles of training steps: the kinds of operators, their own times, bytes and floating-point operations."""
+"""Profiles of training steps: the kinds of operators, their own times and floating-point operations."""
 
 import time
 from typing import Any
@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name)
 
-from pretrain.bench.baselines.operator_kinds import (
+from pretrain.bench.processes import InterleavedResults
+from pretrain.bench.profile import (
     ACTIVATIONS,
     ATTENTION,
     COLLECTIVES,
@@ -18,15 +19,16 @@ from pretrain.bench.baselines.operator_kinds import (
     LOSS,
     NORMS,
     OPTIMIZER,
+    PLAIN,
     PRODUCTS,
-    bytes_moved,
+    PROJECT,
     flops,
     kind_of,
     kind_of_kernel,
+    named_optimizer_step,
+    operator_times,
+    profile_section,
 )
-from pretrain.bench.baselines.operator_times import named_optimizer_step, operator_times
-from pretrain.bench.processes.interleave import InterleavedResults
-from pretrain.bench.sections.profile import PLAIN, PROJECT, profile_section
 from pretrain.model.kernels.cpu.library import call, has_library
 
 VOCAB = 50
@@ -46,30 +48,27 @@ def test_a_step_is_divided_into_operators_whose_times_add_up() -> None:
         time.sleep(0.02)
         seconds.append(time.perf_counter() - start)
 
-    rows = operator_times(step, steps=2, vocab_size=VOCAB, cuda=False)
+    rows = operator_times(step, vocab_size=VOCAB, cuda=False)
     by_name = {(row["kind"], row["name"]): row for row in rows}
     # one forward product, and that of the weight's gradient
     product = by_name[PRODUCTS, "aten::mm"]
-    assert (product["calls"], product["flops"]) == (4, 2 * 2 * 2 * 8 * 16 * VOCAB)
-    assert product["bytes"] == 2 * 2 * 4 * (8 * 16 + 16 * VOCAB + 8 * VOCAB)
-    assert by_name[LOSS, "aten::_log_softmax"]["bytes"] == 2 * 2 * 4 * 8 * VOCAB
-    assert by_name[NORMS, "aten::native_layer_norm"]["calls"] == 2
-    assert by_name[COPIES, "aten::copy_"]["bytes"] == 2 * 8 * 16 * (4 + 2)
+    assert (product["calls"], product["flops"]) == (2, 2 * 2 * 8 * 16 * VOCAB)
+    assert {(LOSS, "aten::_log_softmax"), (COPIES, "aten::copy_")} <= by_name.keys()
+    assert by_name[NORMS, "aten::native_layer_norm"]["calls"] == 1
     assert (OPTIMIZER, "aten::_fused_adamw_") in by_name
     assert (OPTIMIZER, "aten::linalg_vector_norm") in by_name
     times_ms = {kind: sum(row["self_time_ms"] for row in rows if row["kind"] == kind) for kind in (HOST, PRODUCTS)}
-    assert times_ms[HOST] >= 2 * 20  # the process slept
+    assert times_ms[HOST] >= 20  # the process slept
     assert sum(row["self_time_ms"] for row in rows) > 0.999 * 1e3 * sum(seconds)  # with the range of the step itself
     assert all(row["self_time_ms"] >= 0 for row in rows)
 
 
 @pytest.mark.skipif(not has_library(), reason="no C compiler")
-def test_c_functions_have_their_names_and_their_bytes() -> None:
+def test_c_functions_have_their_names() -> None:
     x = torch.randn(4, 8).bfloat16()
-    rows = operator_times(lambda: call("gelu_tanh", x, torch.empty_like(x), x.numel()), steps=3, vocab_size=VOCAB,
-                          cuda=False)
+    rows = operator_times(lambda: call("gelu_tanh", x, torch.empty_like(x), x.numel()), vocab_size=VOCAB, cuda=False)
     [row] = [row for row in rows if row["name"] == "c::gelu_tanh"]
-    assert (row["kind"], row["calls"], row["bytes"]) == (ACTIVATIONS, 3, 3 * 2 * 2 * 4 * 8)
+    assert (row["kind"], row["calls"]) == (ACTIVATIONS, 1)
 
 
 @pytest.mark.parametrize(("name", "callers", "shapes", "kind"), [
@@ -109,13 +108,7 @@ def test_kinds_of_cuda_kernels(name: str, kind: str) -> None:
     assert kind_of_kernel(name) == kind
 
 
-def test_bytes_and_operations() -> None:
-    two = ["c10::BFloat16"] * 2
-    assert bytes_moved("aten::add", [[4, 8], [8]], two) == 2 * (32 + 8 + 32)
-    assert bytes_moved("aten::add_", [[4, 8], [4, 8], []], [*two, "Scalar"]) == 2 * 3 * 32
-    assert bytes_moved("aten::sum", [[4, 8], []], ["float", "ScalarList"]) == 4 * 32
-    assert bytes_moved("aten::cat", [[], []], ["TensorList", "Scalar"]) == 0
-    assert bytes_moved("aten::view", [[4, 8]], ["float"]) == 0
+def test_floating_point_operations_of_products() -> None:
     assert flops("aten::baddbmm", [[1], [3, 4, 8], [3, 8, 5]]) == 2 * 3 * 4 * 8 * 5
     assert flops("mkldnn::_linear_pointwise", [[2, 4, 8], [5, 8], [5]]) == 2 * 2 * 4 * 8 * 5
     assert flops("aten::add", [[4, 8], [4, 8]]) == 0
@@ -123,7 +116,7 @@ def test_bytes_and_operations() -> None:
 
 def test_the_table_shows_the_fastest_step_of_each_program() -> None:
     def step(*rows: tuple[str, str, float]) -> dict[str, Any]:
-        return {"operators": [{"kind": kind, "name": name, "self_time_ms": time_ms, "calls": 2, "bytes": 3 * 10**9,
+        return {"operators": [{"kind": kind, "name": name, "self_time_ms": time_ms, "calls": 2,
                                "flops": 10**12 * (kind == PRODUCTS)} for kind, name, time_ms in rows]}
 
     results = InterleavedResults(answers={
@@ -131,10 +124,8 @@ def test_the_table_shows_the_fastest_step_of_each_program() -> None:
                                  step((PRODUCTS, "aten::mm", 600), (PRODUCTS, "aten::bmm", 2), (HOST, "a", 398))],
         f"{PLAIN}, profiled": [step((COPIES, "aten::copy_", 1500), (HOST, "a", 500))]})
     section = profile_section(results)
-    assert [row[:6] for row in section.rows] == [
-        ["matrix products", "602.0", "60.2%", "4", "6.00", "3.32 TFLOP/s"],
-        ["- mm", "600.0", "60.0%", "2", "3.00", "1.67 TFLOP/s"],  # bmm takes less than 0.5 %
-        ["copies and casts", "", "", "", "", ""], ["- copy_", "", "", "", "", ""],
-        ["Python and host", "398.0", "39.8%", "2", "3.00", "7.5 GB/s"], ["sum", "1,000.0", "", "", "", ""]]
-    assert section.rows[3][6:] == ["1,500.0", "75.0%", "2", "3.00", "2.0 GB/s"]
+    assert [row[:5] for row in section.rows] == [
+        ["matrix products", "602.0", "60.2%", "4", "3.32 TFLOP/s"], ["copies and casts", "", "", "", ""],
+        ["Python and host", "398.0", "39.8%", "2", ""], ["sum", "1,000.0", "", "", ""]]
+    assert section.rows[1][5:] == ["1,500.0", "75.0%", "2", ""]
     assert [row["name"] for row in section.data["operators"]] == ["aten::mm", "a", "aten::bmm"]

@@ -1,1 +1,0 @@
-"""Section `--what data`: preparation and reading of training data, next to other implementations."""
