@@ -6,9 +6,9 @@ import time
 from pathlib import Path
 
 from pretrain.analysis.report.compare import compare_runs, comparison_lines
-from pretrain.analysis.report.page import page_data, page_html, write_page
+from pretrain.analysis.report.page import ReportServer, page_html, write_page
+from pretrain.analysis.report.page_data import page_data
 from pretrain.analysis.report.run_table import RunTable
-from pretrain.analysis.report.server import ReportServer
 from pretrain.cli import Parser, path, run_main, whole_number
 from pretrain.errors import ConfigError
 from pretrain.monitor.read_run_folder import newest_start

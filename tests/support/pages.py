@@ -72,6 +72,7 @@ COVERED: dict[str, tuple[str, str]] = {
     "--config launch/quickstart.yaml --save runs/checked":
         ("tests/distributed/test_sanity.py", '"find_lr.py"'),
     # faults: the test runs the same program with a smaller model
+    "python -m tests.chaos": ("tests/chaos/test_chaos.py", '"-m", "tests.chaos"'),
     "python -m tests.chaos --faults 20 --seed 1 -- ds-pretrain --num_accelerators 2 --config launch/quickstart.yaml "
     "--deepspeed_config ds_configs/zero1_bf16.json --gradient_accumulation_steps 2 --train_steps 60 --save_interval 4 "
     "--keep_checkpoints 3 --async_save --save runs/chaos":

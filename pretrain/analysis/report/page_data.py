@@ -1,14 +1,14 @@
 """The data of the page: curves, events, an overview and the configuration of each run, as JSON values."""
 
 import math
+import time
 from collections import Counter
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from pretrain.analysis.report.configuration import as_text, changes_between, settings
-from pretrain.analysis.report.overview import overview
+from pretrain.analysis.report.compare import as_text, changes_between, differences, run_names, settings
 from pretrain.analysis.report.reduce import (
     Curves,
     as_numbers,
@@ -24,22 +24,27 @@ _MIN_POINTS = 400
 _MAX_EVENTS = 200  # of a kind
 _MAX_STARTS = 200
 _LONGEST_REASON = 300  # characters
+_NEWEST_ROWS = 50  # of which the overview shows the speed
 _EVENT_KEYS = {"time", "event", "step", "reason"}
+
+
+def page_data(tables: Sequence[RunTable], *, watch: bool) -> dict[str, Any]:
+    """Return everything that the page shows, as JSON values."""
+    limit, names = points_per_run(len(tables)), run_names([table.run for table in tables])
+    runs = [{"name": name, "path": str(table.run), **run_data(table, limit)}
+            for name, table in zip(names, tables, strict=True)]
+    changed = [[row.section, row.key, *row.values] for row in differences([_newest_record(table) for table in tables])]
+    return {"runs": runs, "differences": changed, "time": time.time(), "watch": watch, "state": state_of(tables)}
+
+
+def state_of(tables: Sequence[RunTable]) -> str:
+    """Return a text that changes when any file of the runs has changed."""
+    return "-".join(f"{table.generation}.{table.num_lines}.{len(table.events)}" for table in tables)
 
 
 def points_per_run(num_runs: int) -> int:
     """Return how many rows of a run the page holds one by one; more rows are reduced."""
     return max(MAX_POINTS // num_runs, _MIN_POINTS)
-
-
-def run_names(paths: list[Path]) -> list[str]:
-    """Return the names of the run folders, with as many parent folders as are needed to tell them apart."""
-    parts = [path.absolute().parts for path in paths]
-    for length in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(words[-length:]) for words in parts]
-        if len(set(names)) == len(names):
-            return names
-    return [f"{name} ({number})" for number, name in enumerate(names, 1)]  # a folder was given twice
 
 
 def run_data(table: RunTable, limit: int) -> dict[str, Any]:
@@ -55,46 +60,14 @@ def run_data(table: RunTable, limit: int) -> dict[str, Any]:
         old = reduce_rows({key: column[~newest] for key, column in values.items()}, limit // 4)
         abandoned_evaluations[split] = curves_data(old)
     return {
-        **_progress(table), "base": table.num_lines, "reduced": is_reduced, "rows": table.training.num_rows,
+        "overview": overview(table), "reduced": is_reduced, "rows": table.training.num_rows,
         "abandoned_rows": int((~kept).sum()), "training": curves_data(curves, rounded=is_reduced),
         "abandoned": curves_data(abandoned, rounded=is_reduced), "evaluations": evaluations,
         "abandoned_evaluations": abandoned_evaluations, "time_is_estimated": _start_time(table) is None,
-        "events": _events_data(table, 0), "event_counts": dict(Counter(map(_kind, table.events))),
+        "events": _events_data(table), "event_counts": dict(Counter(map(_kind, table.events))),
         "problem": table.problem, "starts": _starts_data(table),
         "settings": [[section, key, value] for (section, key), value in settings(_newest_record(table)).items()],
     }
-
-
-def new_data(table: RunTable, first_line: int, first_event: int) -> dict[str, Any] | None:
-    """Return what the lines from `first_line` and the events from `first_event` on add to a page.
-
-    Returns None if they return to an earlier step: the page must then mark rows as abandoned.
-    """
-    first = int(np.searchsorted(table.training.column("line"), first_line))
-    if _returns(table.training, first):
-        return None
-    evaluations = {}
-    for split, rows in table.evaluations.items():
-        start = int(np.searchsorted(rows.column("line"), first_line))
-        if _returns(rows, start):
-            return None
-        if start < rows.num_rows:
-            values = {key: column[start:] for key, column in _with_elapsed(table, rows).items()}
-            evaluations[split] = curves_data(Curves(values))
-    columns = {key: column[first:] for key, column in _with_elapsed(table, table.training).items()}
-    return {**_progress(table), "rows": table.training.num_rows, "training": curves_data(Curves(columns)),
-            "evaluations": evaluations, "events": _events_data(table, first_event),
-            "event_counts": dict(Counter(map(_kind, table.events)))}
-
-
-def _returns(rows: Columns, first: int) -> bool:
-    """Return whether a row from number `first` on has a step that is not above that of the row before it."""
-    return bool(np.any(np.diff(rows.column("step", max(first - 1, 0))) <= 0))
-
-
-def _progress(table: RunTable) -> dict[str, Any]:
-    return {"generation": table.generation, "lines": table.num_lines, "event_lines": len(table.events),
-            "overview": overview(table)}
 
 
 def _newest_record(table: RunTable) -> dict[str, Any]:
@@ -152,13 +125,13 @@ def _kind(event: dict[str, Any]) -> str:
     return str(event.get("event"))[:40]
 
 
-def _events_data(table: RunTable, first: int) -> list[list[Any]]:
-    """Return [seconds since the start or null, step or null, kind, text] of the events from number `first` on.
+def _events_data(table: RunTable) -> list[list[Any]]:
+    """Return [seconds since the start or null, step or null, kind, text] of the events.
 
     Of a kind with very many events, evenly spaced ones are returned.
     """
     start, by_kind = _start_time(table), dict[str, list[int]]()
-    for number, event in enumerate(table.events[first:], first):
+    for number, event in enumerate(table.events):
         by_kind.setdefault(_kind(event), []).append(number)
     chosen = sorted(number for numbers in by_kind.values() for number in _evenly(numbers))
     rows = []
@@ -179,3 +152,55 @@ def _event_text(event: dict[str, Any]) -> str:
     details = [f"{key} {as_text(value)}" for key, value in event.items() if key not in _EVENT_KEYS]
     text = "; ".join([*([as_text(event["reason"])] if event.get("reason") else []), *details])
     return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]}..."
+
+
+def overview(table: RunTable) -> dict[str, Any]:
+    """Return the values by name. A value that is not known is None."""
+    training = table.training
+    record, losses, steps = table.starts[-1] if table.starts else {}, training.column("loss"), training.column("step")
+    kinds = [event.get("event") for event in table.events]
+    times = [value for value in (_finite(event.get("time")) for event in table.events) if value is not None]
+    valid = table.evaluations.get("valid", Columns())
+    valid_losses = valid.column("eval_loss")
+    best = int(np.nanargmin(valid_losses)) if np.any(np.isfinite(valid_losses)) else None
+    peak = training.column("peak_memory_bytes")
+    return {
+        "step": _last(steps), "train_steps": _finite(record.get("train_steps")), "status": _status(table),
+        "parameters": _finite(record.get("num_parameters")), "tokens": _last(training.column("consumed_tokens")),
+        "loss": _last(losses), "valid_loss": _last(valid_losses),
+        "best_valid_loss": None if best is None else float(valid_losses[best]),
+        "best_valid_step": None if best is None else float(valid.column("step")[best]),
+        "tokens_per_second": _newest_median(training, "tokens_per_second"), "mfu": _newest_median(training, "mfu"),
+        "mfu_exact": _newest_median(training, "mfu_exact"), "goodput": _last(training.column("goodput")),
+        "peak_memory_bytes": float(np.nanmax(peak)) if np.any(np.isfinite(peak)) else None,
+        "seconds": max(times) - min(times) if times else None, "starts": len(table.starts),
+        "skips": kinds.count("skip"), "spikes": kinds.count("spike"), "rollbacks": kinds.count("rollback"),
+        "not_finite": int(np.isnan(losses).sum()),
+    }
+
+
+def _status(table: RunTable) -> str:
+    """Return why the run stopped, or "" if it has not reported an end since its last start."""
+    for event in reversed(table.events):
+        if event.get("event") == "stop":
+            return str(event.get("reason") or "stopped")[:200]
+        if event.get("event") == "start":
+            break
+    return ""
+
+
+def _finite(value: object) -> float | None:
+    number = as_float(value)
+    return number if math.isfinite(number) else None
+
+
+def _last(column: np.ndarray) -> float | None:
+    """Return the last finite value."""
+    finite = np.flatnonzero(np.isfinite(column))
+    return float(column[finite[-1]]) if len(finite) else None
+
+
+def _newest_median(training: Columns, key: str) -> float | None:
+    values = training.column(key, max(training.num_rows - _NEWEST_ROWS, 0))
+    values = values[np.isfinite(values)]
+    return float(np.median(values)) if len(values) else None

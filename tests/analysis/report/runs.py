@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pretrain.analysis.report.page import page_data, page_html, write_page
+from pretrain.analysis.report.page import page_html, write_page
+from pretrain.analysis.report.page_data import page_data
 from pretrain.analysis.report.run_table import RunTable
 from tests.support.browser import Browser, Page
 from tests.support.launch import ROOT

@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pretrain.analysis.report.page import page_data, page_html
-from pretrain.analysis.report.page_data import MAX_POINTS, new_data, points_per_run, run_data, run_names
+from pretrain.analysis.report.compare import run_names
+from pretrain.analysis.report.page import page_html
+from pretrain.analysis.report.page_data import MAX_POINTS, page_data, points_per_run, run_data
 from pretrain.analysis.report.reduce import kept_evaluations, kept_rows, reduce_rows
 from pretrain.analysis.report.run_table import Columns, RunTable
 from pretrain.errors import ConfigError
 from pretrain.monitor.read_run_folder import newest_path
-from tests.analysis.report.runs import append_rows, event, record, rows_of, write_run
+from tests.analysis.report.runs import event, record, rows_of, write_run
 
 
 def test_kept_rows_are_the_newest_path() -> None:
@@ -86,22 +87,6 @@ def test_rows_that_are_appended_are_read_once(tmp_path: Path) -> None:
     table.update()
     assert (table.generation, table.training.num_rows) == (1, 1)
     assert run_data(table, 100)["overview"]["not_finite"] == 1
-
-
-def test_new_rows_extend_the_page_only_if_they_go_forward(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", rows_of(list(range(1, 21))))
-    table = RunTable(run)
-    lines, events = table.num_lines, len(table.events)
-    append_rows(run / "metrics.jsonl", rows_of(list(range(21, 31))))
-    table.update()
-    new = new_data(table, lines, events)
-    assert new is not None
-    assert new["training"]["values"]["step"] == list(range(21, 31))
-    assert new["evaluations"]["valid"]["values"]["step"] == [30]
-    lines = table.num_lines
-    append_rows(run / "metrics.jsonl", rows_of([25]))
-    table.update()
-    assert new_data(table, lines, events) is None
 
 
 def test_names_of_runs() -> None:

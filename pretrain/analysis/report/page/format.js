@@ -9,9 +9,7 @@ function parseData(text) {
   return JSON.parse(text, (key, value) => (isObject(value) ? Object.assign(Object.create(null), value) : value));
 }
 
-function isNumber(value) {
-  return typeof value === "number" && Number.isFinite(value);
-}
+const isNumber = Number.isFinite;
 
 /** A number with about `digits` significant digits; very small and very large ones with an exponent. */
 function plain(value, digits = 5) {
@@ -28,19 +26,15 @@ function plain(value, digits = 5) {
 /** A count with a unit: 12.3 M. */
 function compact(value, digits = 4) {
   if (!isNumber(value)) return "–";
-  const size = Math.abs(value);
-  const [unit, factor] = UNITS.filter(([, factor]) => size >= factor * 0.99995).pop() || UNITS[0];
-  const scaled = value / factor;
-  return `${scaled.toLocaleString("en-US", {maximumSignificantDigits: digits})}${unit && ` ${unit}`}`;
+  const [unit, factor] = UNITS.filter(([, factor]) => Math.abs(value) >= factor * 0.99995).pop() || UNITS[0];
+  const scaled = (value / factor).toLocaleString("en-US", {maximumSignificantDigits: digits});
+  return unit ? `${scaled} ${unit}` : scaled;
 }
 
-function percent(value, digits = 4) {
-  return isNumber(value) ? `${plain(value * 100, digits)} %` : "–";
-}
-
-function gibibytes(value, digits = 4) {
-  return isNumber(value) ? `${plain(value / 2 ** 30, digits)} GiB` : "–";
-}
+const percent = (value, digits = 4) => (isNumber(value) ? `${plain(value * 100, digits)} %` : "–");
+const gibibytes = (value, digits = 4) => (isNumber(value) ? `${plain(value / 2 ** 30, digits)} GiB` : "–");
+const milliseconds = (value, digits = 4) => (value >= 1e4 ? `${plain(value / 1e3, digits)} s` : `${plain(value, digits)} ms`);
+const watts = (value, digits = 4) => `${plain(value, digits)} W`;
 
 /** The texts of different values, with more digits than usual if some would be the same. */
 function differentTexts(values, format) {
@@ -73,20 +67,13 @@ function make(tag, attributes = {}, ...children) {
   return element;
 }
 
-/** A table. `columns` are [heading, is a number]; the first cell of a row is its heading. */
+/** A table in a box that scrolls. `columns` are [heading, is a number]; the first cell of a row is its heading. */
 function makeTable(columns, rows, className = "") {
-  const cell = (tag, text, number) => make(tag, {class: number ? "number" : ""}, String(text));
-  return make("table", {class: className},
-    make("thead", {}, make("tr", {}, ...columns.map(([text, number]) => {
-      const heading = cell("th", text, number);
-      heading.scope = "col";
-      return heading;
-    }))),
-    make("tbody", {}, ...rows.map((row) => make("tr", {}, ...row.map((text, index) => {
-      const element = cell(index === 0 ? "th" : "td", text, columns[index][1]);
-      if (index === 0) element.scope = "row";
-      return element;
-    })))));
+  const cells = (texts, tag, scope) => texts.map((text, index) => make(index === 0 ? "th" : tag,
+    {class: columns[index][1] ? "number" : "", scope: index === 0 || tag === "th" ? scope : null}, String(text)));
+  return make("div", {class: "scroll", tabindex: 0}, make("table", {class: className},
+    make("thead", {}, make("tr", {}, ...cells(columns.map(([text]) => text), "th", "col"))),
+    make("tbody", {}, ...rows.map((row) => make("tr", {}, ...cells(row, "td", "row"))))));
 }
 
 /** The value of a CSS variable, such as the colour --c0. */
@@ -96,14 +83,10 @@ function cssValue(name) {
 
 /** A small picture of a line with its colour and dashes. */
 function swatch(color, dash = [], thick = false) {
-  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-  const line = document.createElementNS("http://www.w3.org/2000/svg", "line");
-  const values = {x1: 0, y1: 5, x2: 18, y2: 5, stroke: color, "stroke-width": thick ? 8 : 2.5,
-                  "stroke-dasharray": dash.join(" ")};
+  const values = {x1: 0, y1: 5, x2: 18, y2: 5, stroke: color, "stroke-width": thick ? 8 : 2.5, "stroke-dasharray": dash.join(" ")};
+  const [svg, line] = ["svg", "line"].map((name) => document.createElementNS("http://www.w3.org/2000/svg", name));
   for (const [name, value] of Object.entries(values)) line.setAttribute(name, value);
-  svg.setAttribute("class", "swatch");
-  svg.setAttribute("viewBox", "0 0 18 10");
-  svg.setAttribute("aria-hidden", "true");
+  for (const [name, value] of [["class", "swatch"], ["viewBox", "0 0 18 10"], ["aria-hidden", "true"]]) svg.setAttribute(name, value);
   svg.append(line);
   return svg;
 }

@@ -1,94 +1,95 @@
-// The report: its state, the controls, and the updates of a run that trains. The other files define what it uses.
+// The report: its state, the controls, the tables, and the updates of a page that tools/report.py --watch serves.
 
 const HIDDEN_KINDS = new Set(["start", "verify", "snapshot", "hashed", "data_hashed", "init"]);
+const POLL_MS = 2000;
+const OVERVIEW = [  // [label, text of the value, small text below it]
+  ["Steps", (o) => plain(o.step), (o) => (isNumber(o.train_steps) ? `of ${plain(o.train_steps)}` : "")],
+  ["Training loss", (o) => plain(o.loss), (o) => (o.not_finite ? `${plain(o.not_finite)} rows not finite` : "")],
+  ["Validation loss", (o) => plain(o.valid_loss),
+   (o) => (isNumber(o.best_valid_loss) ? `best ${plain(o.best_valid_loss)} at step ${plain(o.best_valid_step)}` : "")],
+  ["Tokens", (o) => compact(o.tokens), () => ""],
+  ["Parameters", (o) => compact(o.parameters), () => ""],
+  ["Throughput", (o) => (isNumber(o.tokens_per_second) ? `${compact(o.tokens_per_second)}/s` : "–"), () => "tokens, newest 50 rows"],
+  ["MFU", (o) => percent(o.mfu), (o) => (isNumber(o.mfu_exact) ? `exact ${percent(o.mfu_exact)}` : "")],
+  ["Goodput", (o) => percent(o.goodput), () => ""],
+  ["Peak memory", (o) => gibibytes(o.peak_memory_bytes), () => ""],
+  ["Duration", (o) => duration(o.seconds), (o) => `${plain(o.starts)} start${o.starts === 1 ? "" : "s"}`],
+  ["Bad steps", (o) => plain(o.skips + o.spikes), (o) => `${o.skips} skips, ${o.spikes} spikes, ${o.rollbacks} rollbacks`],
+  ["Status", (o) => o.status || "no end reported", () => ""],
+];
+const byId = (id) => document.getElementById(id);
+const settingName = (section, key) => (key ? `${section}: ${key}` : section);
+const orNotSet = (value) => value ?? "(not set)";
 
 class Report {
   constructor(data) {
     this.data = data;
     const smoothing = data.runs.some((run) => run.rows >= 100) ? 0.6 : 0;  // it would distort a short curve
-    this.view = {axis: "step", logX: false, smoothing, raw: true, clip: false, abandoned: true, zoom: null, cursor: null,
-                 cursorChart: null, runs: new Set(data.runs), hidden: new Set(HIDDEN_KINDS), timeUnit: timeUnit(data.runs)};
+    this.view = {axis: "step", logX: false, smoothing, raw: true, clip: false, abandoned: true, zoom: null, cursor: null, cursorChart: null,
+                 runs: new Set(data.runs.map((run) => run.name)), hidden: new Set(HIDDEN_KINDS), timeUnit: timeUnit(data.runs)};
     this.charts = [];
     this.applyTheme("auto");
     this.build();
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.applyTheme(this.theme));
-    new ResizeObserver(() => this.schedule()).observe(document.getElementById("curves"));
+    new ResizeObserver(() => this.schedule()).observe(byId("curves"));
   }
 
-  /** Fill the page. Called again when an update brings new panels, events or settings. */
+  /** Fill the page. Called again when an update brings new rows, events or settings. */
   build() {
-    const {runs} = this.data;
-    document.getElementById("title").textContent = runs.length === 1 ? runs[0].name : `${runs.length} runs`;
-    this.showProgress();
-    const notices = runs.filter((run) => run.problem).map((run) => `${run.name}: ${run.problem}`);
-    document.getElementById("notices").replaceChildren(...notices.map((text) => make("p", {class: "notice"}, text)));
+    const {runs, differences} = this.data, total = runs.reduce((sum, run) => sum + run.rows, 0);
+    const old = runs.reduce((sum, run) => sum + run.abandoned_rows, 0);
+    const reduced = runs.some((run) => run.reduced) ? "; reduced: a line is the mean of several rows, its band their range" : "";
+    byId("title").textContent = runs.length === 1 ? runs[0].name : `${runs.length} runs`;
+    byId("subtitle").textContent = `${plain(total, 9)} logged steps${reduced}`
+      + (old ? `; ${plain(old, 9)} of them abandoned after a resume or a rollback (dotted)` : "") + `; read ${dateTime(this.data.time)}`;
+    byId("notices").replaceChildren(...runs.filter((run) => run.problem).map((run) => make("p", {class: "notice"}, `${run.name}: ${run.problem}`)));
+    byId("overview").replaceChildren(overviewElement(runs));
     this.buildControls();
     this.buildCharts();
-    const differences = document.getElementById("differences");
-    differences.hidden = runs.length < 2;
-    if (runs.length > 1) differences.replaceChildren(...differencesElements(runs, this.data.differences));
-    document.getElementById("configuration").replaceChildren(...configurationElements(runs));
+    byId("differences").hidden = runs.length < 2;
+    byId("differences").replaceChildren(make("h2", {}, "Differences between the runs"), differences.length
+      ? makeTable([["setting"], ...runs.map((run) => [run.name])],
+                  differences.map(([section, key, ...values]) => [settingName(section, key), ...values.map(orNotSet)]), "settings")
+      : make("p", {class: "quiet"}, "The records of the newest starts are the same."));
+    byId("configuration").replaceChildren(make("h2", {}, "Configuration"), ...runs.map((run) => configurationElement(run, runs.length === 1)));
     this.schedule();
   }
 
-  showProgress() {
-    const {runs} = this.data, total = runs.reduce((sum, run) => sum + run.rows, 0);
-    const reduced = runs.some((run) => run.reduced) ? "; reduced: a line is the mean of several rows, its band their range" : "";
-    const old = runs.reduce((sum, run) => sum + run.abandoned_rows, 0);
-    document.getElementById("subtitle").textContent = `${plain(total, 9)} logged steps${reduced}`
-      + (old ? `; ${plain(old, 9)} of them abandoned after a resume or a rollback (dotted)` : "")
-      + `; read ${dateTime(this.data.time)}`;
-    document.getElementById("overview").replaceChildren(overviewElement(runs));
-  }
-
   buildCharts() {
-    const [panels, constants] = usedPanels(this.data.runs);
+    const [panels, constants] = usedPanels(this.data.runs), before = new Map(this.charts.map((chart) => [chart.panel.id, chart]));
     const ids = panels.map((panel) => panel.id).join("\n");
+    this.charts = panels.map((panel) => Object.assign(before.get(panel.id) || new Chart(panel, this), {panel}));
     if (ids !== this.panelIds) {
-      const before = new Map(this.charts.map((chart) => [chart.panel.id, chart]));
-      this.charts = panels.map((panel) => {
-        const chart = before.get(panel.id) || new Chart(panel, this);
-        chart.panel = panel;
-        return chart;
-      });
       const empty = make("p", {class: "empty"}, "There are no logged steps yet.");
-      document.getElementById("curves").replaceChildren(...(this.charts.length ? this.charts.map((chart) => chart.element) : [empty]));
-      this.panelIds = ids;
+      byId("curves").replaceChildren(...(this.charts.length ? this.charts.map((chart) => chart.element) : [empty]));
     }
-    for (const chart of this.charts) chart.panel = panels.find((panel) => panel.id === chart.panel.id);
-    document.getElementById("constants").textContent = constants.length
+    this.panelIds = ids;
+    byId("constants").textContent = constants.length
       ? `The same in all rows: ${constants.map(([title, value]) => `${title.toLowerCase()} ${value}`).join(", ")}.` : "";
   }
 
   buildControls() {
     const {view} = this;
-    const toggle = (text, name) => make("label", {}, make("input", {type: "checkbox", checked: view[name], onchange: (event) => {
-      view[name] = event.target.checked;
-      if (name === "logX") view.zoom = null;
+    const change = (values) => {
+      Object.assign(view, values);
       this.schedule();
-    }}), text);
+    };
+    const toggle = (text, name) => make("label", {}, make("input", {type: "checkbox", checked: view[name],
+      onchange: (event) => change({[name]: event.target.checked, ...(name === "logX" ? {zoom: null} : {})})}), text);
     const value = make("output", {}, view.smoothing.toFixed(2));
-    const slider = make("input", {type: "range", min: 0, max: 0.99, step: 0.01, value: view.smoothing, id: "smoothing",
-      oninput: (event) => {
-        view.smoothing = Number(event.target.value);
-        value.textContent = view.smoothing.toFixed(2);
-        this.schedule();
-      }});
+    const slider = make("input", {type: "range", min: 0, max: 0.99, step: 0.01, value: view.smoothing, id: "smoothing", oninput: (event) => {
+      value.textContent = Number(event.target.value).toFixed(2);
+      change({smoothing: Number(event.target.value)});
+    }});
+    const axes = make("fieldset", {}, make("legend", {}, "By"), ...Object.keys(AXES).map((axis) => make("label", {}, make("input", {
+      type: "radio", name: "axis", value: axis, checked: axis === view.axis, onchange: () => change({axis, zoom: null, cursor: null})}), axis)));
     const themes = make("select", {"aria-label": "Colours of the page", onchange: (event) => this.applyTheme(event.target.value)},
       ...["auto", "light", "dark"].map((name) => make("option", {value: name, selected: name === this.theme}, name)));
     this.resetZoom = make("button", {type: "button", onclick: () => this.setZoom(null)}, "Whole range");
-    document.getElementById("controls").replaceChildren(
-      this.axisControl(), toggle("log x", "logX"), make("label", {}, "Smoothing", slider, value), toggle("unsmoothed", "raw"),
-      toggle("without outliers", "clip"), ...(this.data.runs.some((run) => run.abandoned_rows) ? [toggle("abandoned", "abandoned")] : []),
+    byId("controls").replaceChildren(
+      axes, toggle("log x", "logX"), make("label", {}, "Smoothing", slider, value), toggle("unsmoothed", "raw"), toggle("without outliers", "clip"),
+      ...(this.data.runs.some((run) => run.abandoned_rows) ? [toggle("abandoned", "abandoned")] : []),
       this.resetZoom, make("label", {}, "Theme", themes), ...this.chipRows());
-  }
-
-  axisControl() {
-    return make("fieldset", {}, make("legend", {}, "By"), ...Object.keys(AXES).map((axis) => make("label", {},
-      make("input", {type: "radio", name: "axis", value: axis, checked: axis === this.view.axis, onchange: () => {
-        Object.assign(this.view, {axis, zoom: null, cursor: null});
-        this.schedule();
-      }}), axis)));
   }
 
   /** Buttons that show or hide runs and kinds of events. */
@@ -97,16 +98,16 @@ class Report {
     for (const run of runs) {
       for (const [kind, count] of Object.entries(run.event_counts)) counts.set(kind, (counts.get(kind) || 0) + count);
     }
-    const chip = (picture, text, shown, change) => make("button", {type: "button", class: "chip", title: text,
-      "aria-pressed": String(shown), onclick: (event) => {
-        event.currentTarget.setAttribute("aria-pressed", String(change()));
+    const chip = (picture, text, set, item, isShown) => make("button", {type: "button", class: "chip", title: text,
+      "aria-pressed": String(isShown()), onclick: (event) => {
+        if (!set.delete(item)) set.add(item);
+        event.currentTarget.setAttribute("aria-pressed", String(isShown()));
         this.schedule();
       }}, picture, make("span", {}, text));
-    const flip = (set, item) => (set.delete(item) ? false : Boolean(set.add(item)));
     const runChips = runs.map((run, index) => chip(swatch(`var(--c${index % COLORS})`, DASHES[Math.floor(index / COLORS) % 4]), run.name,
-      view.runs.has(run), () => flip(view.runs, run)));
-    const kindChips = [...counts].map(([kind, count]) => chip(shapePicture(kind), `${kind} (${plain(count)})`, !view.hidden.has(kind),
-      () => !flip(view.hidden, kind)));
+      view.runs, run.name, () => view.runs.has(run.name)));
+    const kindChips = [...counts].map(([kind, count]) => chip(shapePicture(kind), `${kind} (${plain(count)})`, view.hidden, kind,
+      () => !view.hidden.has(kind)));
     const row = (label, chips) => make("div", {class: "row", role: "group", "aria-label": label}, make("span", {class: "quiet"}, label), ...chips);
     return [...(runs.length > 1 ? [row("Runs", runChips)] : []), ...(kindChips.length ? [row("Events", kindChips)] : [])];
   }
@@ -129,16 +130,16 @@ class Report {
   }
 
   showEvents() {
-    const shown = this.shownEvents(), events = document.getElementById("events");
-    events.hidden = this.data.runs.every((run) => run.events.length === 0);
-    const key = `${shown.length} ${this.data.runs.map((run) => `${run.event_lines} ${this.view.runs.has(run)}`)} ${[...this.view.hidden]}`;
-    if (!events.hidden && key !== this.eventsKey) events.replaceChildren(...eventsElements(this.data.runs, shown));
-    this.eventsKey = key;
+    const {runs} = this.data, rows = this.shownEvents().map(([run, [elapsed, step, kind, text]]) =>
+      [plain(step), duration(elapsed), kind, text, ...(runs.length > 1 ? [run.name] : [])]);
+    const columns = [["step", true], ["time since the start", true], ["event"], ["text"], ...(runs.length > 1 ? [["run"]] : [])];
+    byId("events").hidden = runs.every((run) => run.events.length === 0);
+    byId("events").replaceChildren(make("h2", {}, "Events"), makeTable(columns, rows));
   }
 
   /** [run, event] of the kinds and runs that are not hidden. */
   shownEvents(only) {
-    return this.data.runs.filter((run) => this.view.runs.has(run) && (!only || only === run)).flatMap((run) => run.events
+    return this.data.runs.filter((run) => this.view.runs.has(run.name) && (!only || only === run)).flatMap((run) => run.events
       .filter((event) => !this.view.hidden.has(event[2])).map((event) => [run, event]));
   }
 
@@ -150,8 +151,8 @@ class Report {
     });
   }
 
-  setZoom(range) {
-    this.view.zoom = range;
+  setZoom(zoom) {
+    this.view.zoom = zoom && zoom[1] > zoom[0] ? zoom : null;
     this.schedule();
   }
 
@@ -159,7 +160,7 @@ class Report {
   xRange() {
     if (this.view.zoom) return this.view.zoom;
     let low = Infinity, high = -Infinity;
-    for (const run of this.view.runs) {
+    for (const run of this.data.runs.filter((run) => this.view.runs.has(run.name))) {
       for (const part of [run.training, ...Object.values(run.evaluations)]) {
         for (const x of positions(run, part.values, this.view)) {
           if (!isNumber(x) || (this.view.logX && x <= 0)) continue;
@@ -181,16 +182,60 @@ class Report {
     if (this.view.axis === "step") return `step ${plain(Math.round(value), 12)}`;
     return this.view.axis === "tokens" ? `${compact(value)} tokens` : `${plain(value, 4)} ${this.view.timeUnit[0]}`;
   }
+
+  /** Ask the server for the data of runs that have changed, again and again. */
+  async watch() {
+    const live = byId("live");
+    Object.assign(live, {hidden: false, textContent: "live"});
+    for (;;) {
+      await new Promise((resolve) => setTimeout(resolve, POLL_MS));
+      try {
+        const answer = await fetch(`update?known=${this.data.state}`, {cache: "no-store"});
+        if (!answer.ok) throw new Error(`status ${answer.status}`);
+        const data = parseData(await answer.text());
+        if (data.runs) {
+          this.data = data;
+          this.build();
+        }
+        Object.assign(live, {className: "", textContent: `live, updated ${new Date().toLocaleTimeString("en-GB")}`});
+      } catch (error) {
+        Object.assign(live, {className: "lost", textContent: `no answer from tools/report.py (${error.message}); trying again`});
+      }
+    }
+  }
+}
+
+/** Tiles for one run, a table for several. Values that no run has are left out. */
+function overviewElement(runs) {
+  const used = OVERVIEW.filter(([, value]) => runs.some((run) => value(run.overview) !== "–"));
+  if (runs.length === 1) {
+    return make("dl", {class: "tiles"}, ...used.map(([label, value, note]) => make("div", {class: "tile"},
+      make("dt", {}, label), make("dd", {}, value(runs[0].overview), make("small", {}, note(runs[0].overview))))));
+  }
+  return makeTable([["run"], ...used.map(([label]) => [label, label !== "Status"])],
+                   runs.map((run) => [run.name, ...used.map(([, value]) => value(run.overview))]));
+}
+
+/** The record of the newest start by section, and what changed at each start. */
+function configurationElement(run, isOnly) {
+  const sections = new Map(), part = (title, table) => make("details", {}, make("summary", {}, title), table);
+  for (const [section, key, value] of run.settings) sections.set(section, [...(sections.get(section) || []), [key || section, value]]);
+  const single = [...sections].filter(([, rows]) => rows.length === 1), table = (rows) => makeTable([["setting"], ["value"]], rows, "settings");
+  const starts = run.starts.map((start, index) => [String(index + 1), dateTime(start.time), start.changes.map(([section, key, before, after]) =>
+    `${settingName(section, key)}: ${orNotSet(before)} → ${orNotSet(after)}`).join("\n") || (index === 0 ? "" : "no change")]);
+  return make("details", {open: isOnly}, make("summary", {}, isOnly ? `run.json of ${run.path}: the newest start` : run.name),
+    ...[...sections].filter(([, rows]) => rows.length > 1).map(([section, rows]) => part(`${section} (${rows.length})`, table(rows))),
+    single.length ? part(`other values (${single.length})`,
+      table(single.map(([section, [[key, value]]]) => [key === section ? section : settingName(section, key), value]))) : null,
+    part(`starts (${run.overview.starts})`, makeTable([["start"], ["time"], ["changes since the start before"]], starts, "settings")));
 }
 
 function shapePicture(kind) {
-  const [color, shape] = EVENT_KINDS.get(kind) || OTHER_KIND;
-  const text = {triangle: "▼", diamond: "◆", square: "■", circle: "●", tick: "|"}[shape];
-  const element = make("span", {"aria-hidden": "true"}, text);
+  const [color, shape] = EVENT_KINDS.get(kind) || OTHER_KIND, element = make("span", {"aria-hidden": "true"}, EVENT_SHAPES[shape]);
   element.style.color = `var(${color})`;
   return element;
 }
 
-const report = new Report(parseData(document.getElementById("data").textContent));
+const report = new Report(parseData(byId("data").textContent));
 window.report = report;
-if (report.data.watch) watch(report);
+if (report.data.watch) report.watch();

@@ -2,10 +2,7 @@
 
 const COLORS = 8;
 const DASHES = [[], [6, 3], [2, 2], [8, 3, 2, 3]];
-const number = (value, digits = 5) => plain(value, digits);
-const milliseconds = (value, digits = 4) =>
-  (isNumber(value) ? (value >= 1e4 ? `${plain(value / 1e3, digits)} s` : `${plain(value, digits)} ms`) : "–");
-const watts = (value, digits = 4) => `${plain(value, digits)} W`;
+const number = plain;
 
 // kind: [colour, shape, whether a line crosses the plot]
 const EVENT_KINDS = new Map(Object.entries({
@@ -18,6 +15,7 @@ const EVENT_KINDS = new Map(Object.entries({
   early_stop: ["--end", "square", true], signal: ["--end", "square", true], save: ["--neutral", "tick", false],
 }));
 const OTHER_KIND = ["--neutral", "circle", false];
+const EVENT_SHAPES = {triangle: "▼", diamond: "◆", square: "■", circle: "●", tick: "|"};
 
 // metrics: [key of metrics.jsonl, label]; smooth: noisy values; stacked: areas on top of each other, one panel per run
 const PANELS = [
@@ -136,7 +134,7 @@ function timeUnit(runs) {
  */
 function panelSeries(panel, runs, view) {
   if (panel.stacked) return stackedSeries(panel, view);
-  const shown = runs.filter((run) => view.runs.has(run));
+  const shown = runs.filter((run) => view.runs.has(run.name));
   const series = [], single = runs.length === 1;
   for (const run of shown) {
     const metrics = panel.evaluation ? evaluationMetrics(panel, run, runs) : trainingMetrics(panel, run);
@@ -184,7 +182,7 @@ function curveSeries(style, run, curve, old, panel, view) {
 /** The phases of a step on top of each other; the rest of the step time is the uppermost area. */
 function stackedSeries(panel, view) {
   const values = panel.run.training.values, x = positions(panel.run, values, view), weight = view.smoothing;
-  if (!view.runs.has(panel.run)) return [];
+  if (!view.runs.has(panel.run.name)) return [];
   const phases = panel.metrics.filter(([key]) => values[key]).map(([key, label]) => [label, values[key]]);
   const total = values[panel.total];
   if (total) {
@@ -201,4 +199,39 @@ function stackedSeries(panel, view) {
     base = top;
     return series;
   });
+}
+
+/** Exponential moving average without the bias of its start; missing values are left out. */
+function smooth(values, weight) {
+  let sum = 0, total = 0;
+  return values.map((value) => {
+    if (!isNumber(value)) return null;
+    sum = sum * weight + value * (1 - weight);
+    total = total * weight + (1 - weight);
+    return sum / total;
+  });
+}
+
+/** Index of the point whose x is nearest to `x`; `xs` increases, and may contain null. -1 if there is none. */
+function nearest(xs, x) {
+  let low = 0, high = xs.length - 1, best = -1;
+  while (low <= high) {
+    const probe = (low + high) >> 1;
+    let middle = probe;
+    while (middle <= high && !isNumber(xs[middle])) middle++;
+    if (middle <= high && (best < 0 || Math.abs(xs[middle] - x) < Math.abs(xs[best] - x))) best = middle;
+    if (middle <= high && xs[middle] < x) low = middle + 1;
+    else high = probe - 1;
+  }
+  return best;
+}
+
+/** `ys` at the position `x` of `xs`, which increases, by linear interpolation; the end's value outside. */
+function interpolate(xs, ys, x) {
+  const index = nearest(xs, x);
+  if (index < 0) return null;
+  const other = xs[index] < x ? index + 1 : xs[index] > x ? index - 1 : index;
+  if (!isNumber(ys[index]) || other === index) return ys[index] ?? null;
+  if (!isNumber(xs[other]) || !isNumber(ys[other])) return ys[index];
+  return ys[index] + (ys[other] - ys[index]) * (x - xs[index]) / (xs[other] - xs[index]);
 }
