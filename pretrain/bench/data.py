@@ -1,7 +1,6 @@
 """--what data: speed of preparing and reading training data, next to other implementations of the same work."""
 
 import json
-import os
 import resource
 import subprocess
 import sys
@@ -18,9 +17,7 @@ from pretrain.bench.processes import BenchContext, ReportProgress
 from pretrain.bench.report import BenchSection
 from pretrain.data.prepare.python_corpus import python_corpus
 from pretrain.data.samples.blend import BlendedSamples
-from pretrain.data.samples.megatron import MegatronSamples
 from pretrain.data.samples.shuffled import ShuffledWindows
-from pretrain.data.token_files.index_file import HEADER, MAGIC
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.data.token_files.writer import IndexedWriter
 from pretrain.data.tokenizers.train_tokenizer import train_sentencepiece
@@ -43,7 +40,6 @@ with open(sys.argv[1], encoding="utf-8") as lines, open(sys.argv[3], "wb") as ou
 _SEQ_LENGTH, _MICRO_BATCH, _ACCUMULATION = 2048, 8, 8
 _WEIGHTS = (0.3, 0.2, 0.15, 0.1, 0.1, 0.05, 0.05, 0.05)  # of the sources of a blend
 _SOURCE_TOKENS, _STEPS = 4_000_000, 64
-_SPARSE_DOCUMENTS = 10_000_000  # of _SEQ_LENGTH tokens
 _MODEL = "pythia-31m"  # of the steps with --document_attention
 _MEAN_TOKENS = {"short documents": 100, "usual documents": 500, "documents longer than a sample": 10**6}
 
@@ -81,7 +77,7 @@ def data(context: BenchContext, report: ReportProgress) -> BenchSection:
     bench.folder.mkdir()
     figures: list[DataFigure] = []
     failures = []
-    for measure in (preparing, loading, starting, documents):
+    for measure in (preparing, loading, documents):
         report(measure.__name__)
         try:
             figures += measure(bench)
@@ -94,8 +90,7 @@ def data(context: BenchContext, report: ReportProgress) -> BenchSection:
              "Memory: proportional set size of all processes.",
              f"Loader: samples of {_SEQ_LENGTH} tokens from the page cache, {_MICRO_BATCH} a micro-batch, "
              f"{_ACCUMULATION} micro-batches a step. Jump: until the first micro-batch of the step, and its prefetched "
-             "successor. Start: open a sparse file and read its middle sample; the index of Megatron-LM is built with "
-             "NumPy.",
+             "successor.",
              f"Document attention: forward and backward pass of the preset {_MODEL} (vocabulary 8,192) in bf16, one "
              "sample; short documents have 100 tokens on average, usual ones 500."]
     rows = [[each.name, f"{each.ours:,.4g} {each.unit}", f"{each.baseline:,.4g} {each.unit}", each.baseline_name,
@@ -221,29 +216,6 @@ def _plain_reader(prefixes: list[Path], number: int) -> Callable[[], None]:
             held = [*held[1 - 2 * _ACCUMULATION:], [torch.stack(column) for column in zip(*rows, strict=True)]]
 
     return read
-
-
-def starting(bench: DataBench) -> list[DataFigure]:
-    """Open a sparse data set and read its middle sample."""
-    num_documents, prefix = int(_SPARSE_DOCUMENTS * bench.scale), bench.folder / "sparse"
-    ends = np.arange(num_documents + 1, dtype="<i8")
-    Path(f"{prefix}.idx").write_bytes(HEADER.pack(MAGIC, 1, 8, num_documents, num_documents + 1)
-                                      + np.full(num_documents, _SEQ_LENGTH, "<i4").tobytes()
-                                      + (ends[:-1] * _SEQ_LENGTH * 2).tobytes() + ends.tobytes())
-    Path(f"{prefix}.bin").touch()
-    os.truncate(f"{prefix}.bin", num_documents * _SEQ_LENGTH * 2)
-    number = num_documents - 2  # samples; each needs one token more than it has
-
-    def ours() -> None:
-        ShuffledWindows(IndexedDataset(prefix), seq_length=_SEQ_LENGTH, seed=1).samples([number // 2])
-
-    def megatron() -> None:
-        MegatronSamples(IndexedDataset(prefix), order="megatron", seq_length=_SEQ_LENGTH, seed=1,
-                        num_samples=number).samples([number // 2])
-
-    seconds = least_cpu_seconds([ours, megatron], bench.repetitions)
-    return [DataFigure(f"start on {num_documents / 1e6:,.4g} M samples", seconds[0] * 1e3, seconds[1] * 1e3, "ms",
-                       "--sample_order megatron", higher_is_better=False)]
 
 
 def documents(bench: DataBench) -> list[DataFigure]:

@@ -1,4 +1,4 @@
-"""Other training programs, and limits of the machine, as baselines.
+"""Other training programs, and the machine's rate of matrix products, as baselines.
 
 Each function with a `job` is the main function of a process, and never returns. The programs train the same config.json
 with this project's initial weights, on the same samples in the same order. The labels are already shifted, as in this
@@ -28,7 +28,6 @@ from pretrain.data.samples.dataset import SampleDataset
 from pretrain.distributed.process_group import init_process_group
 from pretrain.distributed.world import running_environment
 from pretrain.engine.build import deepspeed_output
-from pretrain.engine.operators.build_ops import why_not_compilable
 from pretrain.engine.parameter_groups import parameter_groups
 from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig
@@ -38,10 +37,6 @@ from pretrain.model.layer_specs import as_module
 from pretrain.model.layers.rope import inverse_frequencies
 
 _PRODUCTS_S = 1.0  # duration of one repetition of `products`
-_TRANSFER_BYTES = 256 * 2**20  # size of the file that `disk` writes and reads
-BLOCK_SIZES = (128 * 2**10, 2**20, 8 * 2**20)  # bytes
-QUEUE_DEPTHS = (8, 32, 128)
-THREADS = (1, 2, 4)
 
 
 def transformers_model(plan: Plan) -> nn.Module:
@@ -312,41 +307,3 @@ def products(job: BaselineJob, requests: RequestLoop) -> NoReturn:
             requests.synchronize()
             shortest_s = min(shortest_s, time.perf_counter() - start)
         requests.end_repetition(tflops=2 * size**3 / shortest_s / 1e12)
-
-
-def disk(job: BaselineJob, requests: RequestLoop) -> NoReturn:
-    """Measure DeepSpeed's aio handle with every combination of settings, with the calls of DeepSpeed's tensor swapper.
-
-    `ds_nvme_tune` of DeepSpeed 0.19.8 is not used: it starts a process of 5 to 10 s for each combination, and it prints
-    keys that are invalid in the DeepSpeed JSON.
-    """
-    from deepspeed.ops.op_builder import AsyncIOBuilder
-
-    reason = why_not_compilable("AsyncIOBuilder")
-    if reason:
-        raise ConfigError("--what offload", problem=f"DeepSpeed's async_io operator is not available ({reason})",
-                          remedy="run launch/setup.sh --offload, which installs it")
-    operator = AsyncIOBuilder().load(verbose=False)
-    path = Path(job.options["nvme_path"], "ds-pretrain-bench.bin")
-    buffer = operator.aio_handle(2**20, 8, False, True, 1).new_cpu_locked_tensor(_TRANSFER_BYTES, torch.empty(
-        0, dtype=torch.uint8))
-    buffer.fill_(1)
-    try:
-        requests.report_build(0)
-        while True:
-            requests.end_repetition(settings=[_transfer(operator, buffer, path, *combination) for combination in
-                                              itertools.product(BLOCK_SIZES, QUEUE_DEPTHS, THREADS)])
-    finally:
-        path.unlink(missing_ok=True)
-
-
-def _transfer(operator: Any, buffer: torch.Tensor, path: Path, block_size: int, queue_depth: int,
-              threads: int) -> dict[str, Any]:
-    """Write the buffer to the file and read it back. Return the settings and the rates in bytes per second."""
-    handle = operator.aio_handle(block_size, queue_depth, False, True, threads)
-    rates = {}
-    for name, transfer in (("write", handle.sync_pwrite), ("read", handle.sync_pread)):
-        start = time.perf_counter()
-        transfer(buffer, str(path), 0)
-        rates[f"{name}_bytes_per_s"] = buffer.nbytes / (time.perf_counter() - start)
-    return {"block_size": block_size, "queue_depth": queue_depth, "intra_op_parallelism": threads, **rates}

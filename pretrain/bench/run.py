@@ -4,18 +4,18 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from pretrain.bench.checkpoints import checkpoint
 from pretrain.bench.data import data
 from pretrain.bench.processes import BenchContext, ReportProgress
 from pretrain.bench.profile import profile
 from pretrain.bench.report import BenchSection
 from pretrain.bench.settings import BenchSettings
 from pretrain.bench.startup import startup
-from pretrain.bench.storage import checkpoint, offload
 from pretrain.bench.training import STAGES, overhead, pipeline, recompute, scaling, training_step
 
 _MEASURE: dict[str, Callable[[BenchContext, ReportProgress], BenchSection]] = {
     "step": training_step, "profile": profile, "overhead": overhead, "pipeline": pipeline, "checkpoint": checkpoint,
-    "startup": startup, "scaling": scaling, "offload": offload, "recompute": recompute, "data": data,
+    "startup": startup, "scaling": scaling, "recompute": recompute, "data": data,
 }
 
 
@@ -40,4 +40,4 @@ def _missing(name: str, settings: BenchSettings, devices: int) -> str:
     """Return why a section cannot be measured on this machine or with these flags; "" if it can."""
     if (name == "pipeline" and devices < STAGES) or (name == "scaling" and len(settings.rank_counts) < 2):
         return "it needs two GPUs, or two cores of a CPU"
-    return "it needs --nvme_path" if name == "offload" and settings.nvme_path is None else ""
+    return ""

@@ -5,14 +5,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from pretrain.cli import LONGEST_SECONDS, Parser, number, path_text, text, whole_number
+from pretrain.cli import LONGEST_SECONDS, Parser, number, text, whole_number
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.distributed.device import Device, cpu_device, cuda_device, detect_device
 from pretrain.errors import ConfigError
 
 # choices of --what
-SECTIONS = ("step", "profile", "overhead", "pipeline", "checkpoint", "startup", "scaling", "offload", "recompute",
-            "data")
+SECTIONS = ("step", "profile", "overhead", "pipeline", "checkpoint", "startup", "scaling", "recompute", "data")
 _SIZE = whole_number(1, 2**31 - 1)
 _NO_DROPOUT = "resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"
 _GPT2 = f"n_layer=8,n_embd=512,n_head=8,vocab_size=16384,n_positions={{positions}},{_NO_DROPOUT}"
@@ -67,7 +66,6 @@ class BenchSettings:
     repetitions: int  # --rounds
     timeout_s: float  # a baseline that does not answer within this time has failed
     rank_counts: tuple[int, ...]  # --ranks, compared by --what scaling; ascending, starts with 1
-    nvme_path: str | None
     train_flags: tuple[str, ...] = field(default=())  # flags of pretrain/train.py, for this project's baselines only
 
     @property
@@ -102,8 +100,6 @@ def add_flags(parser: Parser) -> None:
     parser.add_argument("--ranks", type=text, default=None, metavar="1,2",
                         help="numbers of ranks that --what scaling compares (default: those of 1, 2 and 4 for which "
                              "there are enough GPUs or cores)")
-    parser.add_argument("--nvme_path", type=path_text, default=os.environ.get("DS_PRETRAIN_NVME_PATH"),
-                        help="folder on the disk that --what offload measures (default: DS_PRETRAIN_NVME_PATH)")
     parser.add_argument("--timeout", type=number(0, LONGEST_SECONDS, above=True), default=900.0,
                         help="seconds without an answer after which a baseline has failed (default: %(default)s)")
 
@@ -123,17 +119,10 @@ def validate_flags(flags: argparse.Namespace, train_flags: list[str], *, gpus: i
     name = flags.preset or ("cpu" if kind == "cpu" else "h200-gpt3-1.3b")
     preset = _preset(_known("--preset", name, list(PRESETS)), flags)
     parse_arguments(train_flags)  # raises ConfigError for a misspelt flag before any process is started
-    if flags.nvme_path is not None and not os.path.isdir(flags.nvme_path):
-        raise ConfigError("--nvme_path", problem=f"{flags.nvme_path} is not a folder",
-                          remedy="name a folder on a local disk")
-    sections = _sections(flags.what)
-    if "offload" in sections and sections != SECTIONS and flags.nvme_path is None:
-        raise ConfigError("--nvme_path", problem="the flag is missing, and --what offload needs it",
-                          remedy="name a folder on the disk to measure")
     most_ranks = gpus if kind == "cuda" else len(os.sched_getaffinity(0))
-    return BenchSettings(sections=sections, preset_name=name, preset=preset, device=device, precision=flags.precision,
-                         repetitions=flags.rounds, timeout_s=flags.timeout,
-                         rank_counts=_rank_counts(flags.ranks, most_ranks), nvme_path=flags.nvme_path,
+    return BenchSettings(sections=_sections(flags.what), preset_name=name, preset=preset, device=device,
+                         precision=flags.precision, repetitions=flags.rounds, timeout_s=flags.timeout,
+                         rank_counts=_rank_counts(flags.ranks, most_ranks),
                          train_flags=tuple(train_flags))
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.bench.data import DataBench, DataFigure, least_cpu_seconds, loading, preparing, starting
+from pretrain.bench.data import DataBench, DataFigure, least_cpu_seconds, loading, preparing
 
 
 def test_ratio_is_above_1_if_this_project_is_better() -> None:
@@ -25,7 +25,6 @@ def test_functions_are_called_in_turn_and_the_least_time_counts(monkeypatch: pyt
 
 def test_measurements_with_little_data(tmp_path: Path) -> None:
     bench = DataBench(tmp_path, repetitions=1, scale=0.02)
-    figures = [figure for measure in (preparing, loading, starting) for figure in measure(bench)]
-    assert [figure.unit for figure in figures] == ["MB/s", "MB/s", "MB/s", "MiB", "samples/s", "ms", "ms"]
+    figures = [figure for measure in (preparing, loading) for figure in measure(bench)]
+    assert [figure.unit for figure in figures] == ["MB/s", "MB/s", "MB/s", "MiB", "samples/s", "ms"]
     assert all(figure.ours > 0 and figure.baseline > 0 for figure in figures)
-    assert [figure.name for figure in figures][-2:] == ["jump to sample 10^9", "start on 0.2 M samples"]

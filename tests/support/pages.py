@@ -42,11 +42,10 @@ COVERED: dict[str, tuple[str, str]] = {
        ("tests/bench/test_bench.py", "test_the_pages_have_the_markers_of_their_commands") for page, words in (
            *(("performance", f"step,profile --preset {preset}")
              for preset in ("cpu", "cpu-2048", "cpu-llama", "cpu-llama-2048")),
-           ("costs", "overhead,pipeline,checkpoint,startup,scaling,offload --nvme_path /tmp"))},
+           ("costs", "overhead,pipeline,checkpoint,startup,scaling"))},
     **{f"tools/bench.py --what {section}":
-       ("tests/bench/test_bench.py", '"overhead,pipeline,checkpoint,startup,scaling,offload,recompute,data"')
-       for section in ("overhead", "checkpoint", "startup", "pipeline", "data", "recompute",
-                       "offload --nvme_path FOLDER")},
+       ("tests/bench/test_bench.py", '"overhead,pipeline,checkpoint,startup,scaling,recompute,data"')
+       for section in ("overhead", "checkpoint", "startup", "pipeline", "data", "recompute")},
     "python tools/bench.py --what recompute": ("tests/bench/test_bench.py", '("recompute", list(MODES))'),
     # GPUs: without one, the tests run the same sections and programs with a smaller model
     **{f"python tools/bench.py --preset {preset}": ("tests/bench/test_bench.py", '"--preset", "cpu-small"')

@@ -1,6 +1,5 @@
-"""Sections that use a disk: --what checkpoint, and --what offload, which finds the fastest "aio" settings of a disk."""
+"""--what checkpoint: how long a save stops training, and saving and loading compared with the disk's rate."""
 
-import json
 import statistics
 from typing import Any
 
@@ -9,8 +8,6 @@ from pretrain.bench.report import BenchSection
 
 SAVE_INTERVAL_S = 1800.0  # training time between two saves, for the fractions
 _STEPS = 3  # timed before each save
-_SHOWN = 5  # combinations of --what offload in the table, besides the slowest one
-_KEYS = ("block_size", "queue_depth", "intra_op_parallelism")
 
 
 def checkpoint(context: BenchContext, report: ReportProgress) -> BenchSection:
@@ -69,38 +66,3 @@ def _rate(bytes_per_s: float) -> str:
 def _checkpoint_row(label: str, figures: dict[str, float]) -> list[str]:
     stall = [f"{figures['blocking_s']:.2f} s", f"{figures['total_share']:.3%}"] if "blocking_s" in figures else ["", ""]
     return [label, _rate(figures["bytes_per_s"]), f"{figures['of_disk']:.2f}", *stall]
-
-
-def offload(context: BenchContext, report: ReportProgress) -> BenchSection:
-    """Measure every combination of block size, queue depth and number of threads, in several repetitions.
-
-    Combinations are ranked by the total time for writing some bytes and reading them back, because a training step with
-    NVMe offload does both.
-    """
-    name, settings = "disk", context.settings
-    results = run_interleaved([[context.job(name, "peers.disk", nvme_path=settings.nvme_path)]], context, report,
-                              warmup_steps=0)
-    transfers: dict[tuple[int, ...], list[dict[str, Any]]] = {}
-    for answer in results.answers.get(name, []):
-        for transfer in answer["settings"]:
-            transfers.setdefault(tuple(transfer[key] for key in _KEYS), []).append(transfer)
-    rates = sorted((_median_rates(key, rows) for key, rows in transfers.items()),
-                   key=lambda row: row["both_bytes_per_s"], reverse=True)
-    if not rates:
-        return BenchSection("offload", "NVMe offload", [""], [], [], results.failures)
-    aio = {**{key: rates[0][key] for key in _KEYS}, "single_submit": False, "overlap_events": True}
-    rows = [[f"{row['block_size'] // 1024} KiB", str(row["queue_depth"]), str(row["intra_op_parallelism"]),
-             *(_rate(row[f"{direction}_bytes_per_s"]) for direction in ("write", "read", "both"))] for row in rates]
-    return BenchSection("offload", f"NVMe offload: DeepSpeed's aio on {settings.nvme_path}",
-                        ["block size", "queue depth", "threads", "write", "read", "write and read"],
-                        [*rows[:_SHOWN], rows[-1]],
-                        [f"The {_SHOWN} fastest of {len(rates)} combinations, and the slowest; medians of "
-                         f"{settings.repetitions} repetitions.", f'For the DeepSpeed JSON: "aio": {json.dumps(aio)}'],
-                        results.failures, {"aio": aio, "settings": rates})
-
-
-def _median_rates(key: tuple[int, ...], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the settings of one combination and its median rates in bytes per second."""
-    write, read = (statistics.median(row[f"{name}_bytes_per_s"] for row in rows) for name in ("write", "read"))
-    return {**dict(zip(_KEYS, key, strict=True)), "write_bytes_per_s": write, "read_bytes_per_s": read,
-            "both_bytes_per_s": 2 / (1 / write + 1 / read)}
