@@ -49,13 +49,13 @@ def points_per_run(num_runs: int) -> int:
 
 def run_data(table: RunTable, limit: int) -> dict[str, Any]:
     """Return everything that the page shows of one run."""
-    columns, kept = _with_elapsed(table, table.training), kept_rows(table.training)
+    columns, kept = _with_positions(table, table.training), kept_rows(table.training)
     curves = reduce_rows({key: column[kept] for key, column in columns.items()}, limit)
     abandoned = reduce_segments(columns, np.flatnonzero(~kept), limit // 4)
     is_reduced = bool(kept.sum() > limit)
     evaluations, abandoned_evaluations = {}, {}
     for split, rows in table.evaluations.items():
-        values, newest = _with_elapsed(table, rows), kept_evaluations(rows, table.training)
+        values, newest = _with_positions(table, rows), kept_evaluations(rows, table.training)
         evaluations[split] = curves_data(reduce_rows({key: column[newest] for key, column in values.items()}, limit))
         old = reduce_rows({key: column[~newest] for key, column in values.items()}, limit // 4)
         abandoned_evaluations[split] = curves_data(old)
@@ -99,12 +99,15 @@ def _start_time(table: RunTable) -> float | None:
     return min(known, default=None)
 
 
-def _with_elapsed(table: RunTable, rows: Columns) -> dict[str, np.ndarray]:
-    """Return all columns, and `elapsed`: the seconds since the first start.
+def _with_positions(table: RunTable, rows: Columns) -> dict[str, np.ndarray]:
+    """Return all columns, with those of the x axis: `consumed_tokens`, and `elapsed`, in seconds since the first start.
 
-    Rows of older runs have no time. Then it is the sum of the step times, without the pauses.
+    Evaluations have no number of tokens. Rows of older runs have no time; then it is the sum of the step times, without
+    the pauses.
     """
     columns = {key: rows.column(key) for key in rows.keys}
+    if "consumed_tokens" not in columns:
+        columns["consumed_tokens"] = _at_steps(table, columns["step"], table.training.column("consumed_tokens"))
     start = _start_time(table)
     times = columns.pop("time", np.full(rows.num_rows, math.nan))
     if start is not None:
@@ -118,6 +121,14 @@ def _with_elapsed(table: RunTable, rows: Columns) -> dict[str, np.ndarray]:
     return columns
 
 
+def _at_steps(table: RunTable, steps: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Return values of the training rows at other steps, interpolated between the newest rows of the steps."""
+    known = kept_rows(table.training) & np.isfinite(values)
+    if not known.any():
+        return np.full(len(steps), math.nan)
+    return np.interp(steps, [0, *table.training.column("step")[known]], [0, *values[known]])
+
+
 def _kind(event: dict[str, Any]) -> str:
     """Return the name of the event, or "finished" for the end of a run that trained all steps."""
     if event.get("event") == "stop" and event.get("reason") == "finished":
@@ -126,20 +137,24 @@ def _kind(event: dict[str, Any]) -> str:
 
 
 def _events_data(table: RunTable) -> list[list[Any]]:
-    """Return [seconds since the start or null, step or null, kind, text] of the events.
+    """Return [seconds since the start, step, tokens, kind, text] of the events; null for a number that is not known.
 
     Of a kind with very many events, evenly spaced ones are returned.
     """
     start, by_kind = _start_time(table), dict[str, list[int]]()
     for number, event in enumerate(table.events):
         by_kind.setdefault(_kind(event), []).append(number)
-    chosen = sorted(number for numbers in by_kind.values() for number in _evenly(numbers))
-    rows = []
-    for event in (table.events[number] for number in chosen):
-        elapsed = math.nan if start is None else as_float(event.get("time")) - start
-        rows.append([*as_numbers(np.array([elapsed, as_float(event.get("step"))]), rounded=False), _kind(event),
-                     _event_text(event)])
-    return rows
+    events = [table.events[number] for number in sorted(number for numbers in by_kind.values()
+                                                        for number in _evenly(numbers))]
+    steps = np.array([as_float(event.get("step")) for event in events])
+    times = np.array([as_float(event.get("time")) for event in events])
+    if start is None:
+        elapsed = _at_steps(table, steps, _with_positions(table, table.training)["elapsed"])
+    else:
+        elapsed = times - start
+    tokens = _at_steps(table, steps, table.training.column("consumed_tokens"))
+    numbers = zip(*(as_numbers(column, rounded=False) for column in (elapsed, steps, tokens)), strict=True)
+    return [[*row, _kind(event), _event_text(event)] for row, event in zip(numbers, events, strict=True)]
 
 
 def _evenly(numbers: list[int]) -> list[int]:

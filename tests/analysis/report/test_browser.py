@@ -95,7 +95,7 @@ def test_abandoned_rows_evaluations_phases_and_events(browser: Browser, run: Pat
     assert [cell[0] for cell in cells] == [str(one["step"]) for one in EVENTS[1:]]
     assert [cell[2] for cell in cells] == KINDS
     assert "loss is NaN" in [cell[3] for cell in cells]
-    marked = page.run("report.charts[0].events.map(([x, run, event]) => event[2])")
+    marked = page.run("report.charts[0].events.map(([x, run, event]) => event[3])")
     assert marked == KINDS
     assert "hosts: [\"vm\"] → [\"b\"]" in page.run("document.getElementById('configuration').textContent")
 
@@ -164,8 +164,7 @@ def test_several_runs_are_overlaid_and_their_differences_listed(browser: Browser
     assert "0.0006" in table
     assert "n_layer" in table, "the empty run has no configuration"
     assert page.run("document.getElementById('notices').textContent") == ""
-    time = page.run("positions(report.data.runs[1], report.data.runs[1].training.values, "
-                    "{axis: 'time', timeUnit: ['seconds', 1]})")
+    time = page.run("positions(report.data.runs[1].training.values, {axis: 'time', timeUnit: ['seconds', 1]})")
     assert time[-1] == pytest.approx(sum(row["step_time_ms"] for row in old) / 1e3), "estimated from the step times"
     assert page.errors() == []
 

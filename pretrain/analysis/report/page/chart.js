@@ -24,7 +24,7 @@ class Chart {
     this.plot = null;
     this.series = panelSeries(this.panel, data.runs, view);
     this.drawLegend();
-    this.describe();
+    this.box.setAttribute("aria-label", `${this.panel.title} by ${this.report.axisLabel()}. Arrow keys read the values.`);
     const [x, y] = this.ranges();
     if (!x || !y) {
       this.box.replaceChildren(make("p", {class: "empty"}, "no values in this range"));
@@ -129,10 +129,11 @@ class Chart {
     if (!ctx) return;
     ctx.save();
     for (const [run, event] of this.report.shownEvents(this.panel.run)) {
-      const position = eventPosition(run, event, this.report.view);
+      const [elapsed, step, tokens, kind] = event;
+      const [position] = positions({elapsed: [elapsed], step: [step], consumed_tokens: [tokens]}, this.report.view);
       const at = this.isDrawn(position, 1) ? this.plot.valToPos(position, "x", true) : NaN;
       if (!(at >= bbox.left - 1 && at <= bbox.left + bbox.width + 1)) continue;
-      const [color, shape, line] = EVENT_KINDS.get(event[2]) || OTHER_KIND;
+      const [color, shape, line] = EVENT_KINDS.get(kind) || OTHER_KIND;
       this.events.push([(at - bbox.left) / ratio, run, event]);
       ctx.fillStyle = cssValue(color);
       ctx.globalAlpha = 0.45;
@@ -151,15 +152,6 @@ class Chart {
     const entries = new Map(main.map((series) => [series.metric, series]));
     this.legend.replaceChildren(...(entries.size < 2 ? [] : [...entries.values()]).slice(0, 12).map((series) => make("span", {},
       swatch(single || series.area ? series.color : cssValue("--quiet"), series.dash, series.area), series.metric)));
-  }
-
-  describe() {
-    const text = this.series.filter((series) => !series.faint && !series.area).slice(0, 8).map((series) => {
-      const values = series.y.filter(isNumber);
-      return values.length ? `${series.label}: first ${this.panel.format(values[0])}, last ${this.panel.format(values.at(-1))}` : "";
-    });
-    this.box.setAttribute("aria-label", [`${this.panel.title} by ${this.report.axisLabel()}`, ...text,
-      "Arrow keys read the values."].filter(Boolean).join(". "));
   }
 
   /** uPlot calls this when its cursor moves; `showCursor` moves it without a call. */
@@ -218,7 +210,7 @@ class Chart {
       lines.push(make("div", {}, swatch(series.color, series.dash, series.area), make("span", {}, series.label), make("span", {}, text)));
     }
     const near = this.events.filter(([x]) => Math.abs(x - at) < 6).slice(0, 5).map(([, run, event]) => make("span",
-      {class: "event"}, `${event[2]} at step ${plain(event[1])}${event[3] ? `: ${event[3].slice(0, 160)}` : ""}`
+      {class: "event"}, `${event[3]} at step ${plain(event[1])}${event[4] ? `: ${event[4].slice(0, 160)}` : ""}`
         + (this.report.data.runs.length > 1 ? ` (${run.name})` : "")));
     return [make("b", {}, [...heads].slice(0, 3).join(" / ") || this.report.axisText(position)), ...lines, ...near];
   }

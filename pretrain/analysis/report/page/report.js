@@ -130,7 +130,7 @@ class Report {
   }
 
   showEvents() {
-    const {runs} = this.data, rows = this.shownEvents().map(([run, [elapsed, step, kind, text]]) =>
+    const {runs} = this.data, rows = this.shownEvents().map(([run, [elapsed, step, , kind, text]]) =>
       [plain(step), duration(elapsed), kind, text, ...(runs.length > 1 ? [run.name] : [])]);
     const columns = [["step", true], ["time since the start", true], ["event"], ["text"], ...(runs.length > 1 ? [["run"]] : [])];
     byId("events").hidden = runs.every((run) => run.events.length === 0);
@@ -140,7 +140,7 @@ class Report {
   /** [run, event] of the kinds and runs that are not hidden. */
   shownEvents(only) {
     return this.data.runs.filter((run) => this.view.runs.has(run.name) && (!only || only === run)).flatMap((run) => run.events
-      .filter((event) => !this.view.hidden.has(event[2])).map((event) => [run, event]));
+      .filter((event) => !this.view.hidden.has(event[3])).map((event) => [run, event]));
   }
 
   setCursor(position, chart = null) {
@@ -162,7 +162,7 @@ class Report {
     let low = Infinity, high = -Infinity;
     for (const run of this.data.runs.filter((run) => this.view.runs.has(run.name))) {
       for (const part of [run.training, ...Object.values(run.evaluations)]) {
-        for (const x of positions(run, part.values, this.view)) {
+        for (const x of positions(part.values, this.view)) {
           if (!isNumber(x) || (this.view.logX && x <= 0)) continue;
           if (x < low) low = x;
           if (x > high) high = x;

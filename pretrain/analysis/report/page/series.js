@@ -99,25 +99,10 @@ function constantValues(panel, runs) {
   return panel.id === "loss" && values.size ? new Set([0, 1]) : values;
 }
 
-/** Positions of the points on the x axis. Evaluations have no token count: it follows from the training rows. */
-function positions(run, values, view) {
-  const key = AXES[view.axis];
-  const xs = values[key] || (values.step || []).map((step) => atStep(run, step, key));
+/** Positions of points or events on the x axis. */
+function positions(values, view) {
+  const xs = values[AXES[view.axis]] || (values.step || []).map(() => null);
   return view.axis === "time" ? xs.map((x) => (isNumber(x) ? x / view.timeUnit[1] : null)) : xs;
-}
-
-function atStep(run, step, key) {
-  const values = run.training.values;
-  return isNumber(step) && values.step && values[key] ? interpolate(values.step, values[key], step) : null;
-}
-
-/** Position of an event on the x axis, or null. */
-function eventPosition(run, event, view) {
-  const [elapsed, step] = event;
-  if (view.axis === "step") return step;
-  if (view.axis === "tokens") return step === 0 ? 0 : atStep(run, step, "consumed_tokens");
-  const seconds = elapsed ?? atStep(run, step, "elapsed");
-  return isNumber(seconds) ? seconds / view.timeUnit[1] : null;
 }
 
 /** Unit of the time axis: [name, seconds]. */
@@ -167,9 +152,9 @@ function pick(curves, key) {
 }
 
 function curveSeries(style, run, curve, old, panel, view) {
-  const x = positions(run, curve.values, view), series = [];
+  const x = positions(curve.values, view), series = [];
   if (old && view.abandoned) {
-    series.push({...style, x: positions(run, old.values, view), y: old.y, faint: true, abandoned: true,
+    series.push({...style, x: positions(old.values, view), y: old.y, faint: true, abandoned: true,
                  points: panel.evaluation, dash: [1, 3]});
   }
   const isSmoothed = panel.smooth && view.smoothing > 0;
@@ -181,7 +166,7 @@ function curveSeries(style, run, curve, old, panel, view) {
 
 /** The phases of a step on top of each other; the rest of the step time is the uppermost area. */
 function stackedSeries(panel, view) {
-  const values = panel.run.training.values, x = positions(panel.run, values, view), weight = view.smoothing;
+  const values = panel.run.training.values, x = positions(values, view), weight = view.smoothing;
   if (!view.runs.has(panel.run.name)) return [];
   const phases = panel.metrics.filter(([key]) => values[key]).map(([key, label]) => [label, values[key]]);
   const total = values[panel.total];
@@ -224,14 +209,4 @@ function nearest(xs, x) {
     else high = probe - 1;
   }
   return best;
-}
-
-/** `ys` at the position `x` of `xs`, which increases, by linear interpolation; the end's value outside. */
-function interpolate(xs, ys, x) {
-  const index = nearest(xs, x);
-  if (index < 0) return null;
-  const other = xs[index] < x ? index + 1 : xs[index] > x ? index - 1 : index;
-  if (!isNumber(ys[index]) || other === index) return ys[index] ?? null;
-  if (!isNumber(xs[other]) || !isNumber(ys[other])) return ys[index];
-  return ys[index] + (ys[other] - ys[index]) * (x - xs[index]) / (xs[other] - xs[index]);
 }
