@@ -30,7 +30,7 @@ from pretrain.distributed.world import running_environment
 from pretrain.engine.build import DeepSpeedEngine, build_engine, deepspeed_output
 from pretrain.engine.steps import data_parallel_rank, data_parallel_size, train_batch
 from pretrain.memory.memory_watch import MemoryWatch
-from pretrain.model.flops import block_flops_per_token, head_flops_per_token
+from pretrain.model.flops import layer_flops_per_token
 from pretrain.model.layers.block import Block
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.resilience.launcher_watch import LauncherWatch
@@ -59,10 +59,11 @@ def _build(job: BaselineJob) -> tuple[Plan, DeepSpeedEngine, Loader]:
 
 def _facts(engine: DeepSpeedEngine, plan: Plan) -> dict[str, Any]:
     """Return this rank's number of parameters, and the FLOPs per token of its pipeline stage (model/flops.py)."""
-    flops = sum(block_flops_per_token(plan.model, plan.args.seq_length, module.index)
-                for module in engine.module.modules() if isinstance(module, Block))
+    blocks = plan.model.blocks()
+    layers = [blocks[module.index] for module in engine.module.modules() if isinstance(module, Block)]
     if plan.layout.pipeline_stages == 1 or engine.is_last_stage():
-        flops += head_flops_per_token(plan.model)
+        layers.append(plan.model.layers()[-1])
+    flops = float(sum(layer_flops_per_token(plan.model, layer, plan.args.seq_length) for layer in layers))
     return {"parameters": sum(weight.numel() for weight in engine.module.parameters()), "stage_flops": flops}
 
 
