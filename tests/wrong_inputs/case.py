@@ -5,6 +5,7 @@ import dataclasses
 import importlib.abc
 import importlib.util
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -58,13 +59,14 @@ LEGAL: dict[str, tuple[str, ...]] = {
     "the default": ("gemma hidden_activation: null",),
     "an architecture that this tool supports": ('compare_zero model_type: "opt"',),
 }
-TRAIN = {"deepspeed_config": "{world}/ds.json", "model": "tiny", "train_data": "{world}/corpus", "seq_length": "64",
+TRAIN = "pretrain/train.py"
+_RUN = {"deepspeed_config": "{world}/ds.json", "model": "tiny", "train_data": "{world}/corpus", "seq_length": "64",
          "train_steps": "50", "save": "{world}/run"}
 TOOLS: dict[str, list[str]] = {  # a valid command line of each program
-    "pretrain/train.py": [word for name, value in TRAIN.items() for word in (f"--{name}", value)],
-    "tools/check_config.py": [word for name, value in TRAIN.items() for word in (f"--{name}", value)],
-    "tools/sanity_check.py": [word for name, value in TRAIN.items() for word in (f"--{name}", value)],
-    "tools/find_lr.py": [word for name, value in TRAIN.items() for word in (f"--{name}", value)],
+    TRAIN: [word for name, value in _RUN.items() for word in (f"--{name}", value)],
+    "tools/check_config.py": [word for name, value in _RUN.items() for word in (f"--{name}", value)],
+    "tools/sanity_check.py": [word for name, value in _RUN.items() for word in (f"--{name}", value)],
+    "tools/find_lr.py": [word for name, value in _RUN.items() for word in (f"--{name}", value)],
     "tools/check_cluster.py": [],
     "tools/bench.py": [],
     "tools/compare_zero.py": ["--model", "gpt2", "--world_size", "8"],
@@ -93,6 +95,15 @@ TOOLS: dict[str, list[str]] = {  # a valid command line of each program
     "tools/train_tokenizer.py": ["{world}/text.txt", "--out", "{world}/out"],
     "launch/supervise.py": ["--save", "{world}/run", "--", "true"],
 }
+
+
+def case_of(name: str, program: str, line: str, culprit: str, files: dict[str, bytes] | None = None) -> Case:
+    """Return a case for a command line, in which RIGHT is the program's valid one, and REST the same without its first
+    word.
+    """
+    right = TOOLS[program]
+    parts = [{"RIGHT": right, "REST": right[1:]}.get(word, [word]) for word in shlex.split(line)]
+    return Case(name, program, tuple(word for part in parts for word in part), culprit, tuple((files or {}).items()))
 
 
 def main_of(program: str) -> Callable[[], Any]:

@@ -1,18 +1,14 @@
-"""Wrong command lines: paths that cannot be read or written, files and flags that do not fit together.
-
-In a command line, RIGHT is the program's valid command line of TOOLS, REST is RIGHT without its first word, and PATH is
-replaced by each of several wrong paths.
-"""
+"""Wrong command lines: paths that cannot be read or written, files and flags that do not fit together."""
 
 import json
-import shlex
 from collections.abc import Iterator
+from shlex import quote
 
 from pretrain.paths import RUN_FILES
-from tests.wrong_inputs.case import DEEP, LONG, TOOLS, Case
+from tests.wrong_inputs.case import DEEP, LONG, TRAIN, Case, case_of
 from tests.wrong_inputs.world import HF_MODEL, safetensors_of
 
-TRAIN, EVALUATE, GENERATE = "pretrain/train.py", "tools/evaluate.py", "tools/generate.py"
+EVALUATE, GENERATE = "tools/evaluate.py", "tools/generate.py"
 _STEP5 = "{world}/done/checkpoints/global_step5"
 _UNREADABLE = {"missing": "{world}/none", "folder": "{world}/nvme", "under a file": "{world}/file/x",
                "long": "{world}/" + LONG, "proc": "/proc/self/none"}
@@ -134,10 +130,6 @@ _LINES: list[tuple[str, str, str, dict[str, bytes]]] = [
     (GENERATE, "{world}/broken_hf --step=1", "--step", _HF),
     (GENERATE, "{world}/broken_hf", "--tokenizer {world}/broken_hf", _HF),
     # evaluation
-    *((EVALUATE, f"{{world}}/done --data {{world}}/{name}", name, {name: content}) for name, content in (
-        ("in.txt", b"\xff\xfe\x00"), ("in.gz", b"\x1f\x8b\x08\x00\x00\x00\x00\x00"), ("in.jsonl", b"text"),
-        ("in.txt", b""), ("in.jsonl", b'{"text": ""}'), ("in.jsonl", b'{"txt": "a"}'), ("in.jsonl", b'["a"]'),
-        ("in.jsonl", b'{"text": "\\ud800"}'))),
     *((EVALUATE, f"{{world}}/done {words}", culprit, {}) for words, culprit in (
         ("--data {world}/plain.idx", "without .idx"), ("--data {world}/truncated", "truncated.bin"),
         ("--data {world}/corrupt", "corrupt.idx"), ("--data {world}/lonely", "lonely.bin"),
@@ -209,15 +201,9 @@ def command_cases() -> Iterator[Case]:
             for what, path in paths.items():
                 name = path.rstrip("/").rsplit("/", 1)[-1][:50].removesuffix(".bin").removeprefix("run with ")
                 text = name if culprit == _NAME else culprit
-                yield _case(f"{program} {words}: {what}", program, words, text, {}, path)
+                yield case_of(f"{program} {words}: {what}", program, words.replace("PATH", quote(path)), text)
     for number, (program, words, culprit, files) in enumerate(_LINES):
-        yield _case(f"{program} {words[:50]}: {number}", program, words, culprit, files)
+        yield case_of(f"{program} {words[:50]}: {number}", program, words, culprit, files)
     for number, (words, culprit, files) in enumerate(_INIT_FROM):
         for program in (TRAIN, "tools/check_config.py"):
-            yield _case(f"{program} --init_from {words[:50]}: {number}", program, f"{_INIT} {words}", culprit, files)
-
-
-def _case(name: str, program: str, line: str, culprit: str, files: dict[str, bytes], path: str = "") -> Case:
-    right = TOOLS[program]
-    parts = [{"RIGHT": right, "REST": right[1:]}.get(word, [word.replace("PATH", path)]) for word in shlex.split(line)]
-    return Case(name, program, tuple(word for part in parts for word in part), culprit, tuple(files.items()))
+            yield case_of(f"{program} --init_from {words[:50]}: {number}", program, f"{_INIT} {words}", culprit, files)

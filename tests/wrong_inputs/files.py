@@ -7,52 +7,48 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from tests.wrong_inputs.case import DEEP, NUMBERS, RAW, TOO_LARGE, TOOLS, Case
+from tests.wrong_inputs.case import DEEP, NUMBERS, RAW, TOO_LARGE, TRAIN, Case, case_of
 from tests.wrong_inputs.inputs import BASE, change
+
+# format, program, command line, file with contents of another format
+_READERS: list[tuple[str, str, str, str]] = [
+    ("DeepSpeed JSON", TRAIN, "RIGHT --deepspeed_config {world}/in.json", "in.json"),
+    ("config.json", TRAIN, "RIGHT --model {world}/in.json", "in.json"),
+    ("config.json", "tools/compare_zero.py", "--world_size 8 --model {world}/in.json", "in.json"),
+    ("hostfile", "launch/supervise.py",
+     "--hostfile {world}/in.hosts --save {world}/run -- deepspeed pretrain/train.py", "in.hosts"),
+    ("tokenizer.json", TRAIN, "RIGHT --tokenizer {world}/in.json", "in.json"),
+    ("tokenizer.model", TRAIN, "RIGHT --tokenizer {world}/in.model", "in.model"),
+    (".idx", TRAIN, "RIGHT --train_data {world}/in", "in.idx"),
+    ("run.json", "tools/summarize.py", "{world}/broken", "broken/run.json"),
+    ("run.json", "tools/report.py", "--compare {world}/done {world}/broken", "broken/run.json"),
+    (".meta.json", TRAIN, "RIGHT --train_data {world}/plain", "plain.meta.json"),
+]
+_YAML = {  # contents -> text of the error
+    **dict.fromkeys((
+        b"- a", b"x", bytes(range(256)), "a: 1".encode("utf-16"), b"[" * DEEP, b"{a: " * DEEP, b"save: " + b"[" * 3000,
+        b"a: [1", b"a:\n\t- 1", b"no_such_key: 1", b"a: !!python/x y", b"a: *none", b"? [a, b]\n: 1",
+        b"save-interval: 1\nsave_interval: 1\n", b"a: 1\n---\nb: 2\n"), "in.yaml"),
+    b'valid_data: "a\\0b"': "--valid_data", b"seed: " + b"9" * 5000: "--seed", b"seed: 2024-99-99": "--seed",
+    b"k" * 1000 + b": 1": "kkk",
+}
 
 
 def content_cases() -> Iterator[Case]:
     """Yield files of every format with contents of another format."""
-    train, right = "pretrain/train.py", TOOLS["pretrain/train.py"]
-    for what, raw in RAW.items():
-        yield Case(f"DeepSpeed JSON: {what}", train, (*right, "--deepspeed_config", "{world}/in.json"), "in.json",
-                   (("in.json", raw),))
-        for program, flags in ((train, right), ("tools/compare_zero.py", ["--world_size", "8"])):
-            yield Case(f"{program} config.json: {what}", program, (*flags, "--model", "{world}/in.json"), "in.json",
-                       (("in.json", raw),))
-        if what not in ("twice", "string", "comma", "long_key"):
-            yield Case(f"tokenizer.json: {what}", train, (*right, "--tokenizer", "{world}/in.json"), "in.json",
-                       (("in.json", raw),))
-            yield Case(f"tokenizer.model: {what}", train, (*right, "--tokenizer", "{world}/in.model"), "in.model",
-                       (("in.model", raw),))
-            yield Case(f".idx: {what}", train, (*right, "--train_data", "{world}/in"), "in.idx",
-                       (("in.idx", raw), ("in.bin", b"")))
-            yield Case(f"run.json: {what}", "tools/summarize.py", ("{world}/broken",), "run.json",
-                       (("broken/run.json", raw),))
-            yield Case(f"compared run.json: {what}", "tools/report.py", ("--compare", "{world}/done", "{world}/broken"),
-                       "run.json", (("broken/run.json", raw),))
-        if what not in ("twice", "nan", "long_key", "digits"):
-            yield Case(f".meta.json: {what}", train, (*right, "--train_data", "{world}/plain"), "plain.meta.json",
-                       (("plain.meta.json", raw),))
-        yield Case(f"hostfile: {what}", "launch/supervise.py", (
-            "--hostfile", "{world}/in.hosts", "--save", "{world}/run", "--", "deepspeed", "pretrain/train.py"),
-            "in.hosts", (("in.hosts", raw),))
-    for what, raw in {"list": b"- a", "string": b"x", "binary": bytes(range(256)), "utf16": "a: 1".encode("utf-16"),
-                      "deep": b"[" * DEEP, "deep mapping": b"{a: " * DEEP, "deep value": b"save: " + b"[" * 3000,
-                      "unclosed": b"a: [1", "tab": b"a:\n\t- 1", "unknown": b"no_such_key: 1",
-                      "tag": b"a: !!python/x y",
-                      "anchor": b"a: *none", "NUL": b'valid_data: "a\\0b"', "complex key": b"? [a, b]\n: 1",
-                      "spellings": b"save-interval: 1\nsave_interval: 1\n", "digits": b"seed: " + b"9" * 5000,
-                      "date": b"seed: 2024-99-99", "long key": b"k" * 1000 + b": 1",
-                      "documents": b"a: 1\n---\nb: 2\n"}.items():
-        culprit = {"NUL": "--valid_data", "digits": "--seed", "date": "--seed", "long key": "kkk"}.get(what, "in.yaml")
-        yield Case(f"YAML: {what}", train, (*right, "--config", "{world}/in.yaml"), culprit, (("in.yaml", raw),))
-    yield Case("YAML twice", train, (*right, "--config", "{world}/in.yaml", "--config", "{world}/in.yaml"), "--config",
-               (("in.yaml", b"seed: 1"),))
+    for (name, program, line, file), (what, raw) in itertools.product(_READERS, RAW.items()):
+        if name == ".meta.json" and what in ("twice", "nan", "long_key", "digits"):
+            continue  # its reader accepts these
+        more = {"in.bin": b""} if name == ".idx" else {}
+        yield case_of(f"{program} {name}: {what}", program, line, file.rpartition("/")[2], {file: raw, **more})
+    for raw, culprit in _YAML.items():
+        yield case_of(f"YAML: {raw[:12]!r}", TRAIN, "RIGHT --config {world}/in.yaml", culprit, {"in.yaml": raw})
+    yield case_of("YAML: two files", TRAIN, "RIGHT --config {world}/in.yaml --config {world}/in.yaml", "--config",
+                  {"in.yaml": b"seed: 1"})
     yield from _metadata_cases()
     yield from _row_cases()
     yield from _text_cases()
-    yield from _doubtful_cases()
+    yield from _prepare_cases()
 
 
 def _metadata_cases() -> Iterator[Case]:
@@ -61,73 +57,61 @@ def _metadata_cases() -> Iterator[Case]:
              "tokenizer": "t", "tokenizer_sha256": "ab" * 32, "entropy_nats": 5.0}
     for key, value in itertools.product(right, ("[1]", "{}", "-1", "true", "1e999", TOO_LARGE, '"x"', "5")):
         text = json.dumps({**right, key: "VALUE"}).replace('"VALUE"', value)
-        yield Case(f"meta.json {key}: {value}", "pretrain/train.py",
-                   (*TOOLS["pretrain/train.py"], "--train_data", "{world}/plain"), key,
-                   (("plain.meta.json", text.encode()),))
+        yield case_of(f"meta.json {key}: {value}", TRAIN, "RIGHT --train_data {world}/plain", key,
+                      {"plain.meta.json": text.encode()})
 
 
 def _row_cases() -> Iterator[Case]:
     """Yield run.json and metrics.jsonl files with values of wrong types."""
     start = json.dumps([{"flags": {"train_data": None, "valid_data": None}, "train_steps": 5}]).encode()
-    row = {"step": 1, "loss": 1.0, "tokens_per_second": 1.0}
-    for key, value in itertools.product(row, ('"x"', "[]", "{}", "true", "NaN", "1e999")):
+    training = {"step": 1, "loss": 1.0, "tokens_per_second": 1.0}
+    evaluation = {"split": "valid", "step": 1, "eval_loss": 1.0}
+    rows = [*((training, key) for key in training), (evaluation, "eval_loss")]
+    for (row, key), value in itertools.product(rows, ('"x"', "[]", "{}", "true", "NaN", "1e999")):
         text = json.dumps({**row, key: "VALUE"}).replace('"VALUE"', value)
-        yield Case(f"metrics.jsonl {key}: {value}", "tools/summarize.py", ("{world}/broken",), key,
-                   (("broken/run.json", start), ("broken/metrics.jsonl", text.encode())))
-    for value in ('"x"', "[]", "{}", "true", "NaN"):
-        text = f'{{"split": "valid", "step": 1, "eval_loss": {value}}}'
-        yield Case(f"metrics.jsonl eval_loss: {value}", "tools/summarize.py", ("{world}/broken",), "eval_loss",
-                   (("broken/run.json", start), ("broken/metrics.jsonl", text.encode())))
-    for what, text in {"number": "[5]", "no flags": "[{}]", "flags": '[{"flags": 5}]',
-                       "steps": '[{"flags": {}, "train_steps": "x"}]', "none": "[]", "object": "{}"}.items():
+        yield case_of(f"metrics.jsonl {key}: {value}", "tools/summarize.py", "{world}/broken", key,
+                      {"broken/run.json": start, "broken/metrics.jsonl": text.encode()})
+    for text in (b"[5]", b"[{}]", b'[{"flags": 5}]', b"[]", b"{}", b'[{"flags": {}, "train_steps": "x"}]'):
         for program in ("tools/summarize.py", "tools/generate.py"):
-            if program == "tools/generate.py" and what == "steps":
-                continue  # generate.py does not read the steps
-            yield Case(f"{program} run.json: {what}", program, ("{world}/done",), "run.json",
-                       (("done/run.json", text.encode()),))
+            if program == "tools/summarize.py" or b"train_steps" not in text:  # generate.py does not read the steps
+                yield case_of(f"{program} run.json: {text!r}", program, "{world}/done", "run.json", {
+                    "done/run.json": text})
 
 
 def _text_cases() -> Iterator[Case]:
-    """Yield wrong inputs of prepare_data.py and train_tokenizer.py."""
-    for what, (name, raw) in {
-            "not UTF-8": ("in.txt", b"\xff\xfe\x00"), "no JSON": ("in.jsonl", b"text"),
-            "cut gzip": ("in.gz", b"\x1f\x8b\x08\x00\x00\x00\x00\x00"), "empty": ("in.txt", b""),
-            "no key": ("in.jsonl", b'{"txt": "a"}'), "number": ("in.jsonl", b'{"text": 5}'),
-            "list": ("in.jsonl", b'["a"]'), "deep": ("in.jsonl", b"[" * DEEP),
-            "surrogate": ("in.jsonl", b'{"text": "\\ud800"}'), "digits": ("in.jsonl", b"9" * 5000)}.items():
+    """Yield files with text that are damaged, or whose format is in doubt or not supported."""
+    read_by = {"tools/prepare_data.py": "{world}/%s REST --out {world}/new/out",
+               "tools/train_tokenizer.py": "{world}/%s REST --out {world}/new/out",
+               "tools/evaluate.py": "{world}/done --data {world}/%s",
+               "tools/generate.py": "{world}/done --prompt_file {world}/%s --jsonl_key=text"}
+    for file, raw in (("in.txt", b"\xff\xfe\x00"), ("in.txt", b""), ("in.gz", b"\x1f\x8b\x08\x00\x00\x00\x00\x00"),
+                      *(("in.jsonl", raw) for raw in (b"text", b'{"txt": "a"}', b'{"text": 5}', b'["a"]', b"[" * DEEP,
+                                                     b'{"text": "\\ud800"}', b"9" * 5000))):
+        for program, line in read_by.items():
+            culprit = f"{file}:1" if file == "in.jsonl" and program != "tools/evaluate.py" else file
+            yield case_of(f"{program} {file}: {raw[:20]!r}", program, line % file, culprit, {file: raw})
+    yield case_of("evaluate: no text", "tools/evaluate.py", "{world}/done --data {world}/in.jsonl", "in.jsonl", {
+        "in.jsonl": b'{"text": ""}'})
+    for raw, where in ((b'{"text": "a"}\nwords', ""), (b'{\n "text": "a"\n}', "1"), (b'[\n{"text": "a"}\n]', "1"),
+                       ("text".encode("utf-16"), ""), (b"text\0", "1"), (b"BZh91AY", ""), (b"PAR1", ""),
+                       (b"name".ljust(257, b"\0") + b"ustar", "")):
         for program in ("tools/prepare_data.py", "tools/train_tokenizer.py"):
-            yield Case(f"{program}: {what}", program, (f"{{world}}/{name}", *TOOLS[program][1:-1], "{world}/new/out"),
-                       name, ((name, raw),))
-        culprit = f"{name}:1" if name.endswith("jsonl") else name
-        yield Case(f"generate --prompt_file: {what}", "tools/generate.py",
-                   ("{world}/done", "--prompt_file", f"{{world}}/{name}", "--jsonl_key=text"), culprit, ((name, raw),))
+            yield case_of(f"{program} in: {raw[:20]!r}", program, read_by[program] % "in", f"/in:{where}", {"in": raw})
 
 
-def _doubtful_cases() -> Iterator[Case]:
-    """Yield text whose format is in doubt, or not supported."""
-    for what, raw in {"JSON and words": b'{"text": "a"}\nwords', "indented JSON": b'{\n "text": "a"\n}',
-                      "JSON list": b'[\n{"text": "a"}\n]', "UTF-16": "text".encode("utf-16"), "NUL": b"text\0",
-                      "bzip2": b"BZh91AY", "tar": b"name".ljust(257, b"\0") + b"ustar", "Parquet": b"PAR1"}.items():
-        for program in ("tools/prepare_data.py", "tools/train_tokenizer.py"):
-            yield Case(f"{program}: {what}", program, ("{world}/in", *TOOLS[program][1:-1], "{world}/new/out"),
-                       "/in:1" if what in ("NUL", "indented JSON", "JSON list") else "/in: ", (("in", raw),))
-
-
-def prepare_cases() -> Iterator[Case]:
+def _prepare_cases() -> Iterator[Case]:
     """Yield output that would be lost, and flags of prepare_data.py that the tokenizer or the inputs do not allow."""
-    program = "tools/prepare_data.py"
-    words = tuple(TOOLS[program])
     state = b'{"version": 1, "finished": false, "skipped": 0, "record": {"--jsonl_key": "body"}}'
-    for what, more, culprit, files in (
-            ("existing output", (), "out.bin exists. Give --overwrite to replace it", (("out.bin", b"x"),)),
-            ("existing summary", (), "out.summary.json exists", (("out.summary.json", b"x"),)),
-            ("another preparation", (), "out.partial: an earlier preparation was stopped",
-             (("out.partial/state.json", state),)),
-            ("no BOS", ("--prepend_bos",), "it has no token such as <s>", ()),
-            ("separator of JSON lines", ("--document_separator=x", "--format=jsonl"), "--document_separator", ()),
-            ("a long separator", ("--document_separator", "x" * 2000), "--document_separator", ()),
-            ("Parquet that is none", ("--format=parquet",), "text.txt: this is not a Parquet file", ())):
-        yield Case(f"prepare_data: {what}", program, (*words, *more), culprit, files)
+    for flags, culprit, files in (
+            ("", "out.bin exists. Give --overwrite to replace it", {"out.bin": b"x"}),
+            ("", "out.summary.json exists", {"out.summary.json": b"x"}),
+            ("", "out.partial: an earlier preparation was stopped", {"out.partial/state.json": state}),
+            ("--prepend_bos", "it has no token such as <s>", {}),
+            ("--document_separator=x --format=jsonl", "--document_separator", {}),
+            (f"--document_separator {'x' * 2000}", "--document_separator", {}),
+            ("--format=parquet", "text.txt: this is not a Parquet file", {})):
+        name = f"prepare_data {flags[:40]}: {culprit}"
+        yield case_of(name, "tools/prepare_data.py", f"RIGHT {flags}", culprit, files)
 
 
 # keys of the DeepSpeed JSON
@@ -199,9 +183,8 @@ def _json_case(dotted: str, value: str, changes: dict[str, Any], about: str) -> 
     # the reader of the JSON rejects these numbers, and its message names the line
     unreadable = any(number in value for number in ("NaN", "1e999", TOO_LARGE))
     culprit = f"in.json:{before.count(chr(10)) + 1}: " if unreadable else dotted.split(".")[-1]
-    return Case(f"JSON {about} {dotted}: {value[:20]}", "pretrain/train.py",
-                (*TOOLS["pretrain/train.py"], "--deepspeed_config", "{world}/in.json"),
-                culprit, (("in.json", (before + value + after).encode()),))
+    return case_of(f"JSON {about} {dotted}: {value[:20]}", TRAIN, "RIGHT --deepspeed_config {world}/in.json", culprit,
+                   {"in.json": (before + value + after).encode()})
 
 
 # keys of the model's config.json
@@ -267,10 +250,10 @@ def _key_cases(architecture: str, own: dict[str, Any], key: str, kind: type) -> 
     for value in _WRONG_TYPES[kind]:
         yield _model_case(architecture, own, key, value, "rope" if key.startswith("rope") else key)
     for value in (*NUMBERS[:6], TOO_LARGE) if kind in (int, float) else ("no-such", ""):
-        yield Case(f"--model_overrides {architecture} {key}={value}", "pretrain/train.py",
-                   (*TOOLS["pretrain/train.py"], "--model", f"{{world}}/{architecture}.json",
-                    "--model_overrides", f"{key}={value}"), key if value else "--model_overrides",
-                   ((f"{architecture}.json", json.dumps({"model_type": architecture, **own}).encode()),))
+        yield case_of(f"--model_overrides {architecture} {key}={value}", TRAIN,
+                      f"RIGHT --model {{world}}/in.json --model_overrides {key}={value}",
+                      key if value else "--model_overrides",
+                      {"in.json": json.dumps({"model_type": architecture, **own}).encode()})
 
 
 def _expert_model_cases() -> Iterator[Case]:
@@ -279,11 +262,11 @@ def _expert_model_cases() -> Iterator[Case]:
     for key, value in itertools.product([*list(mixtral)[1:], "head_dim", "num_experts_per_tok"], (
             '"x"', "-1", "0", "1.5", "[]", "1e999", TOO_LARGE)):
         text = json.dumps({**mixtral, key: "VALUE"}).replace('"VALUE"', value)
-        yield Case(f"compare_zero mixtral {key}: {value}", "tools/compare_zero.py",
-                   ("--model", "{world}/in.json", "--world_size", "8"), key, (("in.json", text.encode()),))
+        yield case_of(f"compare_zero mixtral {key}: {value}", "tools/compare_zero.py",
+                      "--model {world}/in.json --world_size 8", key, {"in.json": text.encode()})
 
 
 def _model_case(architecture: str, own: dict[str, Any], key: str, value: str, culprit: str) -> Case:
     text = json.dumps({"model_type": architecture, **own, key: "VALUE"}).replace('"VALUE"', value)
-    return Case(f"{architecture} {key}: {value}", "pretrain/train.py",
-                (*TOOLS["pretrain/train.py"], "--model", "{world}/in.json"), culprit, (("in.json", text.encode()),))
+    return case_of(f"{architecture} {key}: {value}", TRAIN, "RIGHT --model {world}/in.json", culprit,
+                   {"in.json": text.encode()})

@@ -21,7 +21,7 @@ from typing import Any
 
 from tests.wrong_inputs.case import LEGAL, Case, main_of
 from tests.wrong_inputs.commands import command_cases
-from tests.wrong_inputs.files import content_cases, json_cases, model_cases, prepare_cases
+from tests.wrong_inputs.files import content_cases, json_cases, model_cases
 from tests.wrong_inputs.flags import flag_cases
 from tests.wrong_inputs.world import make_world
 
@@ -32,7 +32,7 @@ _STATUS = ("reading the task files of lm-eval",
 
 def all_cases() -> list[Case]:
     """Return every generated case, including those of LEGAL."""
-    return [*flag_cases(), *command_cases(), *content_cases(), *json_cases(), *model_cases(), *prepare_cases()]
+    return [*flag_cases(), *command_cases(), *content_cases(), *json_cases(), *model_cases()]
 
 
 def cases() -> list[Case]:

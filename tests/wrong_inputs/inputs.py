@@ -1,4 +1,7 @@
-"""Wrong inputs to a run: changes to a valid JSON and to valid flags, with the text that the error must contain."""
+"""Wrong inputs to a run: changes to a valid JSON and to valid flags, with the text that the error must contain.
+
+Wrong types and ranges of single flags and keys are generated in flags.py and files.py.
+"""
 
 from typing import Any
 
@@ -31,7 +34,6 @@ UNTIED = {"model_overrides": "tie_word_embeddings=false"}
 WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     # the file
     ({}, {"deepspeed_config": NOTHING}, "--deepspeed_config: found nothing"),
-    ({}, {"deepspeed_config": "{world}/none.json"}, "none.json"),
     ({}, {"deepspeed_config": "{world}/broken.json"}, "broken.json:2"),
     ({}, {"deepspeed_config": "{world}/twice.json"}, "twice.json:2: train_batch_size"),
     ({}, {"deepspeed_config": "{world}/list.json"}, "expected an object"),
@@ -44,7 +46,6 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"zero_optimization.reduce_bucket_size": 1e30}, {}, "reduce_bucket_size: found 1e+30"),
     ({"zero_optimization.reduce_bucket_size": 2**64}, {}, "an integer of at most 64 bits"),
     ({}, {"learning_rate": "inf"}, "--learning_rate: found inf"),
-    ({}, {"seed": 2**40}, "--seed: found 1099511627776"),
     ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "NVMe", "nvme_path": "/tmp"}}}, {},
      "offload_optimizer.device"),
     # keys
@@ -70,20 +71,11 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     # types and ranges
     ({"zero_optimization.stage": "two"}, {}, 'zero_optimization.stage: found "two"'),
     ({"zero_optimization.stage": 4}, {}, "from 0 to 3"),
-    ({"zero_optimization.stage": True}, {}, "zero_optimization.stage: found true"),
     ({"zero_optimization": True}, {}, "zero_optimization: found true; expected an object"),
-    ({"bf16.enabled": "yes"}, {}, 'bf16.enabled: found "yes"'),
-    ({"train_batch_size": 0}, {}, "train_batch_size: found 0"),
-    ({"train_batch_size": 1.5}, {}, "train_batch_size: found 1.5"),
-    ({"gradient_clipping": -1}, {}, "gradient_clipping: found -1"),
-    ({"optimizer.params.betas": 0.9}, {}, "a list of two numbers"),
     ({"optimizer.params.lr": 0}, {}, "a rate above 0"),
     ({"wall_clock_breakdown": "auto"}, {}, 'Nothing fills "auto" here'),
     ({"zero_optimization.stage": "auto"}, {}, "zero_optimization.stage"),
     ({"zero_optimization": "auto"}, {}, 'zero_optimization: found "auto"; expected an object'),
-    ({"csv_monitor": []}, {}, "csv_monitor: found []"),
-    ({"tensorboard": "on"}, {}, 'tensorboard: found "on"'),
-    ({"wandb": None}, {}, "wandb: found null"),
     ({"comms_logger": {"enabled": True, "prof_ops": [1]}}, {}, "a list of strings"),
     ({"bf16.enabled": "true"}, {}, 'bf16.enabled: found "true"; expected true or false'),
     # keys that are not supported
@@ -103,9 +95,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"expert_parallel": {"enabled": True, "autoep_size": 2}}, {}, "autoep_size: found 2, with 1 data-parallel rank "),
     ({"checkpoint": {"writer": {"type": "FAST"}}}, {}, "checkpoint.writer"),
     ({"checkpoint": {"load_universal": True}}, {}, "checkpoint.load_universal"),
-    ({"activation_checkpointing": {"partition_activations": "yes"}}, {}, "partition_activations: found"),
     ({"activation_checkpointing": {"cpu_checkpoint": True}}, {}, '"cpu_checkpointing"'),
-    ({"sequence_parallel_size": True}, {}, "sequence_parallel_size: found true"),
     # sequence parallelism
     ({"sequence_parallel_size": 2}, {"world_size": 2, "seq_length": 65}, "--seq_length: found length 65; expected a"),
     ({"sequence_parallel_size": 2}, {"world_size": 2, "seq_length_schedule": "0:1,99:64"},
@@ -135,7 +125,6 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"pipeline": {"activation_checkpoint_interval": 1}}, {"recompute": "none"}, "found 1 with --recompute none"),
     ({"activation_checkpointing": {"cpu_checkpointing": True}}, {"recompute": "attention"},
      "cpu_checkpointing: found true; expected false with --recompute attention"),
-    ({"activation_checkpointing": {"cpu_checkpointing": 1}}, {}, "cpu_checkpointing: found 1"),
     ({}, {"recompute": "selective"}, "--recompute: found selective; expected none, blocks, attention, mlp"),
     ({}, {"recompute_every": 2}, "--recompute_every: found 2 without a part"),
     ({}, {"recompute": "none", "recompute_every": 2}, "--recompute_every: found 2 without a part"),
@@ -227,14 +216,11 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"train_batch_size": 8}, {"global_batch_size": 16}, "found 8, but --global_batch_size 16"),
     ({"train_batch_size": 2}, {"world_size": 4}, "2 != "),
     (dict.fromkeys(list(BASE)[:3], NOTHING), {}, "no batch size"),
-    ({}, {"micro_batch_size": 0}, "--micro_batch_size"),
     # length and schedule
     ({}, {"train_steps": NOTHING}, "neither of them"),
     ({}, {"train_tokens": 10}, "both"),
-    ({}, {"train_steps": 0}, "--train_steps"),
     ({}, {"lr_schedule": "cosin"}, 'Did you mean "cosine"'),
     ({}, {"lr_warmup_steps": 51}, "--lr_warmup_steps"),
-    ({}, {"min_lr_ratio": 2}, "--min_lr_ratio"),
     ({}, {"lr_schedule": "step", "lr_milestones": "9,8"}, "--lr_milestones: found 9,8; expected numbers that rise"),
     ({"scheduler": {"type": "WarmupLR"}}, {"lr_reference_batch": 8, "lr_scaling": "sqrt"}, "--lr_reference_batch"),
     ({"scheduler": {"type": "WarmupLR"}}, {"min_lr": 1e-6}, "--min_lr"),
@@ -247,7 +233,6 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     # loss and gradients
     ({}, {"label_smoothing": 1.5}, "--label_smoothing: found 1.5; expected at most 1"),
     ({}, {"label_smoothing": 1}, "--label_smoothing: found 1; expected below 1"),
-    ({}, {"z_loss": -1e-4}, "--z_loss"),
     ({}, {"router_z_loss": 1e-3}, "--router_z_loss: the model has no experts"),
     ({}, {"router_aux_loss": 0.01}, "--router_aux_loss: the model has no experts"),
     ({}, {"expert_capacity_factor": 1.25}, "--expert_capacity_factor: the model has no experts"),
@@ -255,7 +240,6 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"model": "tiny-moe", "mup_base_width": 64}, "--mup_base_width: found a model with experts"),
     ({"tensor_parallel": {"autotp_size": 2}}, {"model": "tiny-moe", "world_size": 2}, "model with experts"),
     ({"sequence_parallel_size": 2}, {"model": "tiny-moe", "world_size": 2}, "model with experts"),
-    ({}, {"adaptive_clipping": 101}, "--adaptive_clipping: found 101.0; expected at most 100"),
     ({}, {"adaptive_clipping_window": 50}, "it has no effect without --adaptive_clipping"),
     ({"optimizer": {"type": "Muon", "params": {"lr": 0.1}}, "zero_optimization.stage": 2},
      {"gradient_value_clipping": 1}, "--gradient_value_clipping: found the optimizer Muon"),
@@ -269,7 +253,6 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     # initial weights, muP and dropout
     ({}, {"init_method": "smal_init"}, 'Did you mean "small_init"'),
     ({}, {"init_method": "wang_init", "output_init_method": "small_init", "init_std": 0.1}, "--init_std"),
-    ({}, {"init_std": 0}, "--init_std"),
     ({}, {"residual_dropout": 1}, "--residual_dropout: found 1.0; expected below 1"),
     ({}, {"mup_base_width": 32}, "--model_overrides tie_word_embeddings=false"),
     ({}, {"mup_base_width": 48, **UNTIED}, "--mup_base_width: found 48; expected a multiple of 32"),
@@ -278,8 +261,6 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
      "expected Adam, AdamW or Lion with --mup_base_width"),
     ({"scheduler": {"type": "WarmupLR", "params": {}}}, {"mup_base_width": 32, **UNTIED},
      "it sets one learning rate for all parameters"),
-    ({}, {"save_interval": -1}, "--save_interval"),
-    ({}, {"log_interval": 0}, "--log_interval"),
     ({}, {"exit_step": 51}, "--exit_step"),
     *(({"pipeline": {"stages": 2}}, {"world_size": 2, "pipeline_timeline": steps}, "--pipeline_timeline: found")
       for steps in ("5:3", "0:2", "x", "49:51")),
@@ -287,25 +268,19 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     *(({}, {"profile_steps": steps}, "--profile_steps") for steps in ("5:3", "0:2", "3:", "1:200", "49:51", "x", "-1")),
     *(({}, {"profile_ranks": ranks}, "--profile_ranks") for ranks in ("9", "0,", "none", "-1")),
     ({}, {"memory_snapshot": True}, "a run on cuda"),
-    ({}, {"resume": "allways"}, "--resume"),
-    ({}, {"deepspeed_log_level": "loud"}, "--deepspeed_log_level"),
     ({}, {"world_size": 0}, "--world_size: found '0'"),
     # model
     ({}, {"model": "tiyn"}, 'Did you mean "tiny"'),
     ({}, {"model": NOTHING}, "--model"),
-    ({}, {"model": "{world}/none/config.json"}, "none/config.json"),
     ({}, {"model_overrides": "n_layers=3"}, 'Did you mean "n_layer"'),
     ({}, {"model_overrides": "n_embd=130"}, "n_embd"),
     ({}, {"seq_length": 513}, "at most 512"),
-    ({}, {"seq_length": 0}, "--seq_length"),
     ({}, {"seq_length_schedule": "0:48"}, "a divisor of --seq_length, 64"),
     ({}, {"seq_length_schedule": "1e9:32"}, "rise from 0"),
-    ({}, {"first_sample": -1}, "--first_sample"),
     ({}, {"order_samples": 1000}, "--order_samples: found 1000 with --sample_order shuffled"),
     ({}, {"order_samples": 1, "first_sample": 10**7, "sample_order": "neox"}, "an order of"),
     # data
     ({}, {"train_data": NOTHING}, "--train_data"),
-    ({}, {"train_data": "{world}/none"}, "none.idx"),
     ({}, {"train_data": "{world}/lonely"}, "lonely.bin"),
     ({}, {"train_data": "{world}/truncated"}, "truncated.bin"),
     ({}, {"train_data": "{world}/corrupt"}, "corrupt.idx"),
@@ -318,7 +293,6 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"sample_order": "megatorn"}, 'Did you mean "megatron"'),
     ({}, {"split": "90,20,x"}, "--split"),
     ({}, {"global_batch_size": 16}, "8 validation samples"),
-    ({}, {"tokenizer": "{world}/none"}, "--tokenizer"),
     ({}, {"tokenizer": "{world}/file"}, "--tokenizer"),
     ({}, {"tokenizer": "{world}"}, "abababababab"),
     ({}, {"tokenizer": "{world}", "model_overrides": "vocab_size=200"}, "--tokenizer"),
@@ -327,9 +301,5 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"model": "{world}/dynamic_rope.json", "document_attention": True}, "max_position_embeddings"),
     # the run folder and the command line
     ({}, {"save": NOTHING}, "--save"),
-    ({}, {"save": "{world}/file"}, "--save"),
-    ({}, {"save": "{world}/file/run"}, "--save"),
     ({}, {"sed": 3}, 'Did you mean "--seed"'),
-    ({}, {"train_steps": "many"}, "many"),
-    ({}, {"config": "{world}/none.yaml"}, "none.yaml"),
 ]

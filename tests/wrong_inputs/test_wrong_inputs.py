@@ -15,8 +15,9 @@ from tests.wrong_inputs.world import make_world
 
 CASES = cases()
 PROCESSES = (  # one case of each sort, which runs in its own process
-    "pretrain/train.py RIGHT --save PATH: proc", "pretrain/train.py RIGHT --model PATH: missing", "YAML: deep",
-    "DeepSpeed JSON: deep", "tools/generate.py PATH REST: missing", 'metrics.jsonl loss: "x"',
+    "pretrain/train.py RIGHT --save PATH: proc", "pretrain/train.py RIGHT --model PATH: missing",
+    "YAML: b'[[[[[[[[[[[['",
+    "pretrain/train.py DeepSpeed JSON: deep", "tools/generate.py PATH REST: missing", 'metrics.jsonl loss: "x"',
     "tools/checkpoint.py convert {world}/done PATH: proc", "gpt2 vocab_size: 1000000000",
     "tools/checkpoint.py consolidate {world}/done PATH: under a file", "tools/make_corpus.py --megabytes=nan",
     "launch/supervise.py --hostfile PATH --save {world}/run -- deepspeed pretrain/train.py: missing",
