@@ -10,6 +10,7 @@ from pretrain.config.validate import Plan
 from pretrain.data.data_spec import names_of_split
 from pretrain.data.loader import Loader, evaluation_batches
 from pretrain.distributed.collectives import from_rank_0
+from pretrain.engine.attachments import attachments
 from pretrain.engine.build import DeepSpeedEngine
 from pretrain.engine.steps import eval_batch, learning_rate, train_batch
 from pretrain.monitor.announce import EARLY_STOP, announce_end, early_end_line
@@ -98,7 +99,7 @@ class StepLoop:
         """Make the last evaluations of a run that was killed before them. Returns what `run` returned or would have."""
         for split in splits:
             self._evaluate(split, step, consumed_samples)
-        return step, EARLY_STOP if self.engine.early_stopping.is_over else ""
+        return step, EARLY_STOP if attachments(self.engine).early_stopping.is_over else ""
 
     def close(self, step: int, stopped_by: str) -> None:
         """Finish background work, and announce the end. The arguments are the results of `run`."""
@@ -118,7 +119,7 @@ class StepLoop:
 
     def _or_early_stop(self, request: Request, step: int) -> Request:
         """Return a request to stop if early stopping ends the run before its last step, otherwise `request`."""
-        early = self.engine.early_stopping
+        early = attachments(self.engine).early_stopping
         if not early.is_over or step == self.plan.train_steps:
             return request
         self.meter.folder.event(EARLY_STOP, step=step, reason=early.reason(), best=early.best,
@@ -151,7 +152,7 @@ class StepLoop:
             return None
         loss = self._evaluate("valid", step, consumed_samples)
         if loss is not None:
-            self.engine.early_stopping.observe(step, from_rank_0(lambda: loss))
+            attachments(self.engine).early_stopping.observe(step, from_rank_0(lambda: loss))
         return loss
 
     def _evaluate(self, split: str, step: int, consumed_samples: int) -> float | None:

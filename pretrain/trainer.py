@@ -24,11 +24,14 @@ from pretrain.data.data_spec import names_of_split
 from pretrain.distributed.collectives import call_after_polls, from_rank_0, gather
 from pretrain.distributed.process_group import init_process_group
 from pretrain.distributed.world import World
+from pretrain.engine.attachments import attachments
 from pretrain.engine.build import DeepSpeedEngine, build_engine, deepspeed_output, remove_swap_files
+from pretrain.engine.layer_times import plan_as_built
 from pretrain.engine.loaders import open_loader
-from pretrain.engine.measure.layer_times import plan_as_built
-from pretrain.engine.recipe.early_stopping import EarlyStopping
+from pretrain.engine.phases import time_phases
+from pretrain.engine.recipe import EarlyStopping
 from pretrain.engine.update_guard import guard_updates
+from pretrain.engine.update_statistics import measure_updates
 from pretrain.errors import FINISHED, STOPPED
 from pretrain.monitor.announce import EARLY_STOP, announce_start, early_end_line
 from pretrain.monitor.batch_ramp import BatchRamp
@@ -136,8 +139,10 @@ def _begin_loop(plan: Plan, world: World, start: _StartPoint, callbacks: StepCal
     engine, resume = start.engine, start.resume
     folder = RunFolder(Path(plan.args.save), active=world.rank == 0, before_write=guards.lock.confirm,
                        warn=screen.line)
-    meter = Meter(plan, engine, folder, screen, rank=world.rank, first_step=start.step,
-                  owned_weights=functools.partial(owned_weights, engine))
+    own = attachments(engine)
+    own.phase_timers = time_phases(engine)
+    meter = Meter(plan, engine, folder, screen, rank=world.rank, first_step=start.step, phases=own.phase_timers,
+                  update_size=measure_updates(engine, functools.partial(owned_weights, engine)))
     profiler = Profiler(plan, folder, rank=world.rank, report=screen.line, after_write=meter.restart_timing,
                         before_write=functools.partial(guards.watchdog.enter, "save"))
     timeline = PipelineTimeline(plan, engine, folder, rank=world.rank, report=screen.line)
@@ -149,7 +154,7 @@ def _begin_loop(plan: Plan, world: World, start: _StartPoint, callbacks: StepCal
     announce_start(plan, world, screen, folder, first_step=start.step,
                    resumed_from=resume.folder if resume and not resume.manifest.weights_only else None,
                    is_branch=resume is not None and resume.branch is not None,
-                   warnings=resume.warnings if resume else (), operators=engine.operators)
+                   warnings=resume.warnings if resume else (), operators=own.operators)
     guard = Guard(plan, engine, folder, screen)
     guard_updates(engine, guard.veto if plan.args.spike_policy == "skip" else None)
     data_watch = DataWatch(plan, resume, reject=requests.reject, folder=folder, screen=screen, active=world.rank == 0)
@@ -210,5 +215,5 @@ def _restore(engine: DeepSpeedEngine, plan: Plan, resume: Resume | None,
         load_checkpoint_weights(engine, resume.folder)
         return 0, plan.args.first_sample
     load_checkpoint(engine, plan, resume.folder, resume.manifest)
-    engine.early_stopping.set_state(_early_stopping(resume).state())
+    attachments(engine).early_stopping.set_state(_early_stopping(resume).state())
     return resume.manifest.step, from_rank_0(lambda: position_after(resume.folder.parent, resume.manifest))

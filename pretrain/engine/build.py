@@ -21,6 +21,7 @@ from pretrain.config.validate import Plan
 from pretrain.distributed.allocator import keep_freed_memory
 from pretrain.distributed.collectives import gather
 from pretrain.distributed.parallel_groups import ParallelGroups
+from pretrain.engine.attachments import Attachments, attach
 from pretrain.engine.eight_bit import eight_bit_optimizer
 from pretrain.engine.expert_parallelism import (
     announced_experts,
@@ -28,18 +29,17 @@ from pretrain.engine.expert_parallelism import (
     mark_partitioned_experts,
     with_expert_groups,
 )
-from pretrain.engine.group_settings import remember_settings
-from pretrain.engine.measure.layer_times import with_layer_times
-from pretrain.engine.measure.profiled_flops import count_flops_of_engine
-from pretrain.engine.measure.router_statistics import add_router_losses
+from pretrain.engine.group_settings import group_settings
+from pretrain.engine.layer_times import with_layer_times
 from pretrain.engine.operators.choose_kernels import choose_kernels
 from pretrain.engine.operators.operators_on_cuda import operators_on_cuda
 from pretrain.engine.parallelism import Mpu, create_mpu, create_parallel_groups, engine_config
 from pretrain.engine.parameter_groups import is_matrix, mup_parameter_groups, parameter_groups
 from pretrain.engine.patches.apply import apply_patches
-from pretrain.engine.patches.monitors import survive_failing_monitors, survive_failing_profile
+from pretrain.engine.patches.monitors import patch_flops_profiler, survive_failing_monitors
 from pretrain.engine.patches.zero import forget_group_of_earlier_engine, keep_dtype_of_partitions
-from pretrain.engine.recipe.add_recipe import add_recipe
+from pretrain.engine.recipe import EarlyStopping, add_recipe, add_router_losses
+from pretrain.engine.update import Update
 from pretrain.engine.update_passes import pass_over_gradients_in_c
 from pretrain.errors import ConfigError
 from pretrain.model.init import initialize_parameters
@@ -124,16 +124,18 @@ def build_engine(plan: Plan, *, initialize: bool = True,
                                           config=engine_config(ds_config), optimizer=make_optimizer,
                                           lr_scheduler=_scheduler(plan), mpu=mpu)
     check_dtype(engine.module, plan.layout.precision)
-    engine.layer_times = plan.layout.layer_times
-    remember_settings(engine, plan.ds_config)
-    apply_patches(engine)
+    own = Attachments(
+        Update(engine), group_settings=group_settings(engine, plan.ds_config), layer_times=plan.layout.layer_times,
+        early_stopping=EarlyStopping(patience=plan.args.early_stopping_patience,
+                                     min_delta=plan.args.early_stopping_min_delta))
+    attach(engine, own)
+    apply_patches(engine, own.update)
     pass_over_gradients_in_c(engine)
     add_recipe(engine, plan.args)
-    survive_failing_profile(engine)
-    count_flops_of_engine(engine)
+    patch_flops_profiler(engine)
     if engine.device.type == "cpu":
         keep_freed_memory()  # not earlier: the temporaries of the construction are returned to the system
-    engine.operators = operators_on_cuda(engine, plan)
+    own.operators = operators_on_cuda(engine, plan)
     if plan.args.compile_blocks:
         compile_blocks(engine.module, seq_length=plan.args.seq_length, device=engine.device)
     return engine

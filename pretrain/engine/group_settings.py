@@ -6,25 +6,27 @@ import torch
 from deepspeed import DeepSpeedEngine
 from torch.optim.lr_scheduler import LambdaLR
 
+from pretrain.engine.attachments import attachments
+
 # keys of a parameter group; "lr" follows from "initial_lr" and the schedule
 _SETTINGS = ("initial_lr", "weight_decay", "eps")
 _CYCLED = ("betas", "momentum")  # DeepSpeed's OneCycle changes them in each step
 _ONE_CYCLE = ("onecycle", "1cycle")
 
 
-def remember_settings(engine: DeepSpeedEngine, ds_config: dict[str, Any]) -> None:
-    """Keep the settings of a new engine's parameter groups: those of this run, with the multipliers of muP."""
+def group_settings(engine: DeepSpeedEngine, ds_config: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the settings of a new engine's parameter groups: those of this run, with the multipliers of muP."""
     is_cycled = str(ds_config.get("scheduler", {}).get("type", "")).lower() in _ONE_CYCLE
     names = _SETTINGS if is_cycled else (*_SETTINGS, *_CYCLED)
-    engine.own_group_settings = [{name: group[name] for name in names if name in group} for group in _groups(engine)]
+    return [{name: group[name] for name in names if name in group} for group in _groups(engine)]
 
 
 def restore_settings(engine: DeepSpeedEngine) -> None:
-    """Set the remembered settings after a checkpoint was loaded, and the rates that the schedule has at its step.
+    """Set this run's settings again after a checkpoint was loaded, and the rates that the schedule has at its step.
 
     Loading replaces the settings by the checkpoint's. Where they are the same, this changes nothing.
     """
-    for group, own in zip(_groups(engine), engine.own_group_settings, strict=True):
+    for group, own in zip(_groups(engine), attachments(engine).group_settings, strict=True):
         group.update(own)
     scheduler = engine.lr_scheduler
     if isinstance(scheduler, LambdaLR):

@@ -12,7 +12,8 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 
 from pretrain.data.loader import MicroBatch
-from pretrain.engine.measure.phases import BACKWARD, FORWARD, OPTIMIZER, phase_timers
+from pretrain.engine.attachments import attachments
+from pretrain.engine.phases import BACKWARD, FORWARD, NO_TIMERS, OPTIMIZER
 
 
 def train_batch(engine: DeepSpeedEngine, micro_batches: list[MicroBatch]) -> torch.Tensor:
@@ -24,7 +25,7 @@ def train_batch(engine: DeepSpeedEngine, micro_batches: list[MicroBatch]) -> tor
     _set_accumulation_steps(engine, len(micro_batches))
     if engine.module.router_losses is not None:
         engine.module.router_losses.scale = loss_scale(engine) / len(micro_batches)
-    timers = phase_timers(engine)
+    timers = attachments(engine).phase_timers or NO_TIMERS
     if isinstance(engine, PipelineEngine):
         _fit_buffers(engine, micro_batches)
         with timers.training_step():
@@ -73,10 +74,10 @@ def eval_batch(engine: DeepSpeedEngine, micro_batches: list[MicroBatch]) -> torc
 
 def _fit_buffers(engine: PipelineEngine, micro_batches: list[MicroBatch]) -> None:
     """Let the pipeline stages exchange the shape of activations again if it differs from that of the last step."""
-    shape = micro_batches[0][1][0].shape
-    if shape != getattr(engine, "last_shape", shape):
+    own, shape = attachments(engine), micro_batches[0][1][0].shape
+    if own.last_shape not in (None, shape):
         engine.reset_activation_shape()
-    engine.last_shape = shape
+    own.last_shape = shape
 
 
 def _mean_over_micro_batches(engine: DeepSpeedEngine, micro_batches: list[MicroBatch],
@@ -106,7 +107,7 @@ def _mean_over_data_parallel(engine: DeepSpeedEngine, own_mean: torch.Tensor) ->
 def _keep_rank_loss(engine: DeepSpeedEngine, own_mean: torch.Tensor, micro_batches: list[MicroBatch]) -> None:
     """Keep the mean loss of this data-parallel rank's own unmasked tokens; see `rank_loss`."""
     weight = torch.stack([weights_BT.sum() for _, (_, weights_BT) in micro_batches]).mean()
-    engine.rank_loss = own_mean / weight.clamp(min=torch.finfo(weight.dtype).tiny)
+    attachments(engine).rank_loss = own_mean / weight.clamp(min=torch.finfo(weight.dtype).tiny)
 
 
 def rank_loss(engine: DeepSpeedEngine) -> torch.Tensor:
@@ -115,7 +116,8 @@ def rank_loss(engine: DeepSpeedEngine) -> torch.Tensor:
     All pipeline stages and tensor-parallel ranks of a data-parallel rank have the same value. It is 0 if all tokens are
     masked.
     """
-    loss: torch.Tensor = engine.rank_loss
+    loss = attachments(engine).rank_loss
+    assert loss is not None  # a step has been trained
     return loss
 
 

@@ -5,8 +5,6 @@ are, clears the gradients, and increments `engine.skipped_steps` on every rank. 
 after an fp16 overflow; patches/skip.py uses this code in all other cases.
 """
 
-import contextlib
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +14,10 @@ import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from pretrain.engine.patches.skip import also_skip_if, update_loss_scale_if
+from pretrain.engine.attachments import attachments
+from pretrain.engine.patches.skip import update_loss_scale_if
 from pretrain.engine.steps import data_parallel_size, loss_scale, scale_at_minimum, tensor_parallel_size
+from pretrain.engine.update import UpdatePart
 
 Veto = Callable[[torch.Tensor, torch.Tensor], bool]
 """(mean loss of the global batch, global gradient norm before clipping) -> skip the update; both are scalar tensors"""
@@ -43,28 +43,26 @@ def guard_updates(engine: DeepSpeedEngine, veto: Veto | None = None) -> None:
     any rank, all ranks skip the update. It costs two small all-reduces and a synchronization per step; without it,
     there is neither.
     """
-    engine.update_guard = UpdateGuard(engine, veto)
+    attachments(engine).update.guard = UpdateGuard(engine, veto)
 
 
 def skipped_update(engine: DeepSpeedEngine) -> SkippedUpdate | None:
     """Return why the last update was skipped; None if it was applied. Does not synchronize the device."""
-    skipped: SkippedUpdate | None = engine.update_guard.skipped
-    return skipped
+    guard = attachments(engine).update.guard
+    assert guard is not None  # `guard_updates` was called
+    return guard.skipped
 
 
-class UpdateGuard:
-    """Wraps loss function and optimizer step of an engine; `guard_updates` describes its effect."""
+class UpdateGuard(UpdatePart):
+    """Watches the losses of an engine and its updates; `guard_updates` describes its effect."""
 
     def __init__(self, engine: DeepSpeedEngine, veto: Veto | None) -> None:
         self.skipped: SkippedUpdate | None = None
-        self._engine, self._veto = engine, veto
+        self._engine, self._veto, self.reads_norm = engine, veto, veto is not None
         self._zero = torch.zeros((), device=engine.device)
         self._losses: list[torch.Tensor] = []  # of the micro-batches of this step; empty on all but the last stage
         self._reset()
         self._watch_losses()
-        self._update = engine.optimizer.step
-        # A function, because a bound method cannot keep the attributes that torch's schedules look for.
-        engine.optimizer.step = functools.wraps(self._update)(lambda *args, **kwargs: self._step(*args, **kwargs))
         update_loss_scale_if(self._counts_for_loss_scale, engine.optimizer)
 
     def _reset(self) -> None:
@@ -96,21 +94,18 @@ class UpdateGuard:
         # A single kernel: grad + value * 0, which is NaN if the value is NaN or infinite.
         loss.register_hook(lambda grad: torch.addcmul(grad, value, self._zero))
 
-    def _step(self, *args: Any, **kwargs: Any) -> Any:
-        optimizer = self._engine.optimizer
+    def before(self) -> None:
         self.skipped = None
-        with contextlib.ExitStack() as stack:
-            if self._veto is not None:
-                stack.enter_context(also_skip_if(self._is_rejected, optimizer))
-            result = self._update(*args, **kwargs)
+
+    def after(self) -> None:
+        optimizer = self._engine.optimizer
         if optimizer.overflow:
             self.skipped = self._explain()
         if self._vetoed:
             optimizer._global_grad_norm = self._norm  # DeepSpeed reports an infinite norm
         self._reset()
-        return result
 
-    def _is_rejected(self, scaled_norm: torch.Tensor) -> bool:
+    def rejects(self, scaled_norm: torch.Tensor) -> bool:
         """Ask `veto` once in each step; DeepSpeed may check the norm several times."""
         if self._veto is not None and self._norm is None:
             self._norm = scaled_norm / loss_scale(self._engine)

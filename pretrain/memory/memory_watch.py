@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pretrain.distributed.device import Device
 from pretrain.distributed.process import is_out_of_memory, package_environment, resident_bytes
 from pretrain.distributed.world import World
+from pretrain.engine.attachments import attachments
 from pretrain.errors import ConfigError
 from pretrain.memory.estimate.estimate_memory import MemoryEstimate, estimate_memory
 from pretrain.memory.footprint import DEFAULT_MARGIN, with_unit
@@ -79,8 +80,9 @@ class MemoryWatch:
 
     def before_step(self, step: int, engine: Any) -> None:
         """Call this before each step of this process (from 1 on). Starts the measurement before step REPORTED_STEP."""
-        if engine.layer_times and not self.plan.layout.layer_times:  # they determine which stage holds which layers
-            self.plan = replace(self.plan, layout=replace(self.plan.layout, layer_times=engine.layer_times))
+        times = attachments(engine).layer_times
+        if times and not self.plan.layout.layer_times:  # they determine which stage holds which layers
+            self.plan = replace(self.plan, layout=replace(self.plan.layout, layer_times=times))
         if self.step_peak is not None and step == REPORTED_STEP:
             self.step_peak.begin(engine)
 

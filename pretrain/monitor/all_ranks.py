@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 
-from pretrain.engine.measure.phases import BACKWARD, FORWARD, PHASES, WAIT
+from pretrain.engine.phases import BACKWARD, FORWARD, PHASES, WAIT
 from pretrain.engine.steps import rank_loss
 
 

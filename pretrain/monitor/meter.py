@@ -13,9 +13,8 @@ from deepspeed.accelerator import get_accelerator
 
 from pretrain.config.validate import Plan
 from pretrain.data.loader import MicroBatch
-from pretrain.engine.measure.gradient_stats import GradientStats
-from pretrain.engine.measure.phases import time_phases
-from pretrain.engine.measure.update_size import OwnedWeights, UpdateSize
+from pretrain.engine.phases import PhaseTimers
+from pretrain.engine.update_statistics import GradientStats, UpdateSize
 from pretrain.monitor.all_ranks import HighestLoss, combine_ranks
 from pretrain.monitor.device_values import power_watts
 from pretrain.monitor.goodput import Goodput
@@ -45,7 +44,7 @@ class Meter:
     """
 
     def __init__(self, plan: Plan, engine: DeepSpeedEngine, folder: RunFolder, screen: Screen, *, rank: int,
-                 first_step: int, owned_weights: OwnedWeights) -> None:
+                 first_step: int, phases: PhaseTimers, update_size: UpdateSize) -> None:
         self.plan, self.engine, self.folder, self.screen = plan, engine, folder, screen
         self.losses: dict[str, float] = {}  # last value of "loss", "valid loss", "test loss"
         self._step_seconds: float | None = None  # step time of the last row
@@ -55,10 +54,9 @@ class Meter:
         self._goodput = Goodput.read(folder.path, first_step) if rank == 0 else None
         self._sinks = Sinks(engine, rank=rank, run=folder.path, trackio=plan.args.trackio)
         self._observations = Observations(plan)
-        self._phases = time_phases(engine)
+        self._phases, self._update_size = phases, update_size
         self._highest_loss = HighestLoss(engine)
         self._gradients = GradientStats(engine)
-        self._update_size = UpdateSize(engine, owned_weights, is_due=lambda: self.due(self._step + 1))
 
     def timed_data(self, load: Callable[[int], list[MicroBatch]], consumed_samples: int) -> list[MicroBatch]:
         """Call `load(consumed_samples)`, and add its time to the waiting time for data."""
@@ -85,6 +83,7 @@ class Meter:
         self._highest_loss.take()
         self._gradients.take()
         self._step, self._consumed_samples, self._since = step, consumed_samples, _SinceRow(step, consumed_samples)
+        self._update_size.is_due = self.due(step + 1)
 
     def restart_timing(self, step: int) -> None:
         """Exclude the time until now from the next row, for example that of a profile: `step` is the last one."""
@@ -102,6 +101,7 @@ class Meter:
         self._step, self._consumed_samples = step, consumed_samples
         if self.due(step):
             self._log_row(loss, lr)
+        self._update_size.is_due = self.due(step + 1)
         self._show_progress(step)
 
     def _log_row(self, loss: torch.Tensor, lr: float) -> None:

@@ -111,7 +111,7 @@ def newest_start(run: Path) -> dict[str, Any]:
 
 
 def recorded_layer_times(run: Path) -> dict[str, Any] | None:
-    """Return the times of layers that the newest start measured or used (engine/measure/layer_times.py), if any."""
+    """Return the times of layers that the newest start measured or used (engine/layer_times.py), if any."""
     with contextlib.suppress(ConfigError):
         return next((start["layer_times"] for start in reversed(read_starts(run)) if start.get("layer_times")), None)
     return None

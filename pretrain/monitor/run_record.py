@@ -11,7 +11,7 @@ from typing import Any
 from pretrain.config.validate import Plan
 from pretrain.data.data_spec import absolute_words
 from pretrain.data.tokenizers.tokenizer import absolute_tokenizer
-from pretrain.engine.measure.layer_times import layer_times_record
+from pretrain.engine.layer_times import layer_times_record
 from pretrain.model.kernels.cpu.choice import chosen
 from pretrain.monitor.environment import code_record, command, environment_variables, software, versions
 from pretrain.monitor.environment import without_credentials as plain

@@ -8,8 +8,6 @@ optimizer's step (it begins with the norm of all gradients) wait until all ranks
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from pretrain.engine.measure.pipeline_timeline import Instruction
-
 FORWARD, BACKWARD, TRANSFER, LOAD = "forward", "backward", "transfers", "data"
 REDUCE, OPTIMIZER, BUBBLE = "reduce", "optimizer", "bubble"
 KINDS = (FORWARD, BACKWARD, TRANSFER, LOAD, BUBBLE, REDUCE, OPTIMIZER)
@@ -20,6 +18,17 @@ _KIND_OF = {"ForwardPass": FORWARD, "BackwardPass": BACKWARD, "SendActivation": 
 _PARTNERS = {"SendActivation": ("RecvActivation", 1), "RecvActivation": ("SendActivation", -1),
              "SendGrad": ("RecvGrad", -1), "RecvGrad": ("SendGrad", 1)}
 _AT_THE_END = (REDUCE, OPTIMIZER)
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One executed instruction. Times are seconds of rank 0's clock."""
+
+    step: int
+    name: str  # class name in deepspeed/runtime/pipe/schedule.py, such as "ForwardPass"
+    index: int  # how many instructions of this name came before it in the step: the micro-batch, for most
+    start: float
+    end: float
 
 
 @dataclass(frozen=True)

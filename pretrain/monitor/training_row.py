@@ -9,9 +9,8 @@ from deepspeed import DeepSpeedEngine
 
 from pretrain.config.validate import Plan
 from pretrain.distributed.process import resident_bytes
-from pretrain.engine.measure.phases import BACKWARD, FORWARD, OPTIMIZER, REDUCE, overlaps_reduction
-from pretrain.engine.measure.router_statistics import router_values
-from pretrain.engine.recipe.add_recipe import recipe_values
+from pretrain.engine.phases import BACKWARD, FORWARD, OPTIMIZER, REDUCE, overlaps_reduction
+from pretrain.engine.recipe import recipe_values, router_values
 from pretrain.engine.steps import grad_norm, loss_scale
 from pretrain.model.flops import exact_flops_per_token, flops_per_token
 from pretrain.monitor.all_ranks import AllRanks

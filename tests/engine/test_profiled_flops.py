@@ -6,7 +6,7 @@ import pytest
 import torch
 from deepspeed.profiling.flops_profiler import FlopsProfiler
 
-from pretrain.engine.measure.profiled_flops import count_functions_in_c
+from pretrain.engine.patches.monitors import count_functions_in_c
 from pretrain.model.config import load_model_config
 from pretrain.model.init import initialize_parameters
 from pretrain.model.kernels.cpu.choice import NONE_IN_C, KernelChoice, set_choice
@@ -48,4 +48,4 @@ def test_linear_layers_and_attention_in_c_are_counted(tmp_path: Path) -> None:
     assert flops == pytest.approx(with_torch, rel=0.05)  # attention may count the visible scores only
     assert losses[0] == losses[1] == losses[2]  # the profiler changes no result
     uncounted, _ = flops_and_losses(tmp_path, in_c, counts_c=False)
-    assert uncounted < 0.8 * flops, "DeepSpeed counts them: delete pretrain/engine/measure/profiled_flops.py"
+    assert uncounted < 0.8 * flops, "DeepSpeed counts them: delete count_functions_in_c"

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from pretrain.engine.recipe.adaptive_clipping import limit_of
-from pretrain.engine.recipe.early_stopping import EarlyStopping
-from pretrain.engine.recipe.noise_scale import estimate
+from pretrain.engine.clipping import limit_of
+from pretrain.engine.recipe import EarlyStopping
+from pretrain.engine.update_statistics import estimate
 
 
 def evaluations_until_the_end(losses: list[float], *, patience: int, min_delta: float = 0.0) -> int | None:

@@ -8,7 +8,6 @@ from xml.etree import ElementTree
 import pytest
 from deepspeed.runtime.pipe import schedule
 
-from pretrain.engine.measure.pipeline_timeline import Instruction
 from pretrain.monitor.timeline import write_timelines
 from pretrain.monitor.timeline_files import text_of
 from pretrain.monitor.timeline_summary import (
@@ -18,6 +17,7 @@ from pretrain.monitor.timeline_summary import (
     KINDS,
     OPTIMIZER,
     TRANSFER,
+    Instruction,
     RankInstructions,
     StepTimeline,
     step_timelines,

@@ -20,11 +20,11 @@ from pretrain.data.loader import MicroBatch
 from pretrain.distributed.collectives import gather
 from pretrain.engine.learning_rate import set_learning_rate
 from pretrain.engine.loaders import open_loader
-from pretrain.engine.measure.update_size import UpdateSize
 from pretrain.engine.patches.pipeline import is_counted
 from pretrain.engine.replicas import checksum
 from pretrain.engine.steps import eval_batch, grad_norm, loss_scale, tensor_parallel_size, train_batch
 from pretrain.engine.update_guard import FP16_OVERFLOW, guard_updates, skipped_update
+from pretrain.engine.update_statistics import measure_updates
 
 _MOST_OVERFLOWS = 30  # of fp16's loss scale, which is halved after each
 
@@ -60,9 +60,9 @@ class CheckedEngine:
 
     def __init__(self, engine: DeepSpeedEngine, plan: Plan) -> None:
         self.engine, self.plan = engine, plan
-        self._is_training = self._is_measuring = False
+        self._is_training = False
         self._before_update: Callable[[], None] = lambda: None
-        self._update_size = UpdateSize(engine, functools.partial(owned_weights, engine), lambda: self._is_measuring)
+        self._update_size = measure_updates(engine, functools.partial(owned_weights, engine))
         guard_updates(engine, lambda loss, norm: not self._is_training)
         take_step = engine._take_model_step  # after all reductions, before the gradients are clipped
 
@@ -148,11 +148,11 @@ class CheckedEngine:
 
     def relative_update(self, batches: list[MicroBatch], lr: float) -> float:
         """Run a training step. Returns the size of its update relative to the weights; NaN if they are on NVMe."""
-        self._is_measuring = True
+        self._update_size.is_due = True
         try:
             self.train(batches, lr)
         finally:
-            self._is_measuring = False
+            self._update_size.is_due = False
         squares = self._update_size.take_squares()
         dist.all_reduce(squares)
         _, changed, sampled = squares.tolist()

@@ -39,7 +39,7 @@ class _TypeAndParams(TypedDict, total=False):
 
 
 class _RecipeStates(TypedDict, total=False):
-    """State of each `RecipePart` of engine/recipe/."""
+    """State of each `RecipePart` of engine/recipe.py."""
 
     early_stopping: "_EarlyStoppingState | None"
     adaptive_clipping: list[float] | None

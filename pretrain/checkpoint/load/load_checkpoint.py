@@ -21,7 +21,7 @@ from pretrain.checkpoint.save.file_engine import FileEngine
 from pretrain.config.validate import Plan
 from pretrain.engine.group_settings import restore_settings
 from pretrain.engine.patches import pipeline as pipeline_patches
-from pretrain.engine.recipe.add_recipe import set_recipe_states
+from pretrain.engine.recipe import set_recipe_states
 
 # attributes of DeepSpeed's optimizer that come from the JSON; its load_state_dict overwrites them with saved values
 _JSON_SETTINGS = ("clip_grad", "loss_scaler", "dynamic_loss_scale", "loss_scale_config")

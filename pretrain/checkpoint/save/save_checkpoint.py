@@ -24,7 +24,7 @@ from pretrain.checkpoint.save.finite import FiniteCheck
 from pretrain.checkpoint.save.space import next_checkpoint_bytes
 from pretrain.config.validate import Plan
 from pretrain.distributed.collectives import from_rank_0, gather
-from pretrain.engine.recipe.add_recipe import recipe_states
+from pretrain.engine.recipe import recipe_states
 from pretrain.engine.steps import loss_scale_state
 from pretrain.errors import SaveError
 

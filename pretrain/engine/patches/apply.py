@@ -25,7 +25,7 @@ defect; then the function can be deleted. All defects were found in DeepSpeed 0.
        all updates are skipped                                            skip.clear_gradients_of_skipped_updates
     O  Muon + ZeRO-3: a skipped update changes the momentum               skip.keep_muon_momentum
     P  fp16: halved gradients in each step after which the loss scale
-       grows                                                              fp16.grow_scale_after_the_update
+       grows                                                              fp16.GrowingScale
     Q  Muon + gradient clipping: every update is divided by the norm of
        the orthogonalized matrices                                        optimizers.clip_only_adam_with_muon
     R  sequence parallelism + ZeRO-3: gradients are divided by the ranks
@@ -45,7 +45,7 @@ Defects that raise an error, only waste resources or change the last digits:
     on CPUs each run leaves 66 MiB a rank in /dev/shm                     distributed/process_group.py
     process groups ignore DEEPSPEED_TIMEOUT                               distributed/process_group.py
     a failing monitor or profiler ends the run                            monitors.survive_failing_monitors,
-                                                                          monitors.survive_failing_profile
+                                                                          monitors.patch_flops_profiler
     monitors get one point for each batch of an evaluation in a pipeline,
        no loss without one, and wait for the device in every step         monitors.take_monitors
     CSV files of a resumed run get a second header                        monitors.survive_failing_monitors
@@ -63,7 +63,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from pretrain.engine.patches.fp16 import grow_scale_after_the_update, scale_loss_at_stage_0
+from pretrain.engine.patches.fp16 import GrowingScale, scale_loss_at_stage_0
 from pretrain.engine.patches.nvme import parameters_on_nvme, save_complete_nvme_checkpoints
 from pretrain.engine.patches.optimizers import (
     clip_only_adam_with_muon,
@@ -82,14 +82,15 @@ from pretrain.engine.patches.skip import (
     skip_non_finite_fp32_updates,
 )
 from pretrain.engine.patches.zero import skip_reduction_on_one_rank, sum_gradients_of_shards
+from pretrain.engine.update import Update
 
 
-def apply_patches(engine: DeepSpeedEngine) -> None:
-    """Patch a newly initialized engine in place, against each defect that affects it."""
+def apply_patches(engine: DeepSpeedEngine, update: Update) -> None:
+    """Patch a newly initialized engine and its update in place, against each defect that affects it."""
     if isinstance(engine.optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
-        scale_loss_at_stage_0(engine)
+        scale_loss_at_stage_0(engine, update)
     if engine.fp16_enabled():
-        grow_scale_after_the_update(engine)
+        update.growing_scale = GrowingScale(engine.optimizer)
     if isinstance(engine, PipelineEngine):
         reduce_tied_gradients(engine)
         if isinstance(engine.optimizer, DeepSpeedZeroOptimizer) and has_different_groups(engine):
@@ -98,7 +99,7 @@ def apply_patches(engine: DeepSpeedEngine) -> None:
         save_complete_nvme_checkpoints(engine)
     if engine.zero_optimization_stage() == 0 and not (engine.fp16_enabled() or engine.bfloat16_enabled()):
         clip_fp32_by_global_norm(engine)
-        skip_non_finite_fp32_updates(engine)
+        update.step = skip_non_finite_fp32_updates(engine, update.step)
     if isinstance(engine.optimizer, DeepSpeedZeroOptimizer) and engine.optimizer.cpu_offload:
         clear_gradients_of_skipped_updates(engine)
     if isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3) and engine.optimizer.use_muon:

@@ -11,8 +11,10 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.utils import is_model_parallel_parameter
 
+from pretrain.engine.update import Update, UpdatePart
 
-def scale_loss_at_stage_0(engine: DeepSpeedEngine) -> None:
+
+def scale_loss_at_stage_0(engine: DeepSpeedEngine, update: Update) -> None:
     """Scale the gradient of the loss, and undo the optimizer step that FP16_Optimizer runs at construction.
 
     DeepSpeed 0.19.8: `DeepSpeedEngine.backward` (runtime/engine.py) scales the loss only for a ZeROOptimizer, but
@@ -37,31 +39,31 @@ def scale_loss_at_stage_0(engine: DeepSpeedEngine) -> None:
 
     engine.module.loss_fn = scaled_loss_fn
     if isinstance(optimizer, FP16_UnfusedOptimizer):
-        _report_unscaled_norm(optimizer)
+        update.unscaled_norm = UnscaledNorm(optimizer)
 
 
-def _report_unscaled_norm(optimizer: FP16_UnfusedOptimizer) -> None:
-    """Report the norm of the unscaled gradients, which counts each parameter once.
+class UnscaledNorm(UpdatePart):
+    """Reports the norm of the unscaled gradients, which counts each parameter once.
 
     DeepSpeed 0.19.8 (runtime/fp16/unfused_optimizer.py, step) reports the norm of the scaled gradients. It counts tied
     gradients once per pipeline stage, and matrices of which the tensor-parallel ranks hold parts on the first of these
     ranks only, because it looks for the parameters' attributes on the gradients.
     """
-    step = optimizer.step
 
-    def step_with_unscaled_norm(closure: None = None) -> bool:
-        for parameter in (p for group in optimizer.fp16_groups for p in group if p.grad is not None):
+    def __init__(self, optimizer: FP16_UnfusedOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def before(self) -> None:
+        for parameter in (p for group in self._optimizer.fp16_groups for p in group if p.grad is not None):
             parameter.grad.ds_pipe_replicated = getattr(parameter, "ds_pipe_replicated", False)
             parameter.grad.tensor_model_parallel = is_model_parallel_parameter(parameter)
-        overflow: bool = step(closure)
-        if not overflow:
-            optimizer._global_grad_norm /= optimizer.loss_scale_config.cur_scale
-        return overflow
 
-    optimizer.step = step_with_unscaled_norm
+    def after(self) -> None:
+        if not self._optimizer.overflow:
+            self._optimizer._global_grad_norm /= self._optimizer.loss_scale_config.cur_scale
 
 
-def grow_scale_after_the_update(engine: DeepSpeedEngine) -> None:
+class GrowingScale(UpdatePart):
     """Defect P: divide the gradients by the scale that the loss was multiplied by, not by the scale of the next step.
 
     DeepSpeed 0.19.8: `step` increases the loss scale before it divides the gradients by the scale
@@ -69,14 +71,12 @@ def grow_scale_after_the_update(engine: DeepSpeedEngine) -> None:
     runtime/fp16/unfused_optimizer.py). Each such step uses half of its gradient, unless it is clipped. ZeRO-3 and
     stage 0 also report half of the norm. Here the scale grows after the step. An overflow still changes it at once.
     """
-    optimizer = engine.optimizer
-    update_scale, step = optimizer._update_scale, optimizer.step
 
-    def step_then_grow(*args: Any, **kwargs: Any) -> Any:
-        result = step(*args, **kwargs)
-        if not optimizer.overflow:
-            update_scale(False)
-        return result
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer, update_scale = optimizer, optimizer._update_scale
+        self._update_scale = update_scale
+        optimizer._update_scale = lambda skip: update_scale(skip) if skip else None
 
-    optimizer._update_scale = lambda skip: update_scale(skip) if skip else None
-    optimizer.step = step_then_grow
+    def after(self) -> None:
+        if not self._optimizer.overflow:
+            self._update_scale(False)

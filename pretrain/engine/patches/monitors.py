@@ -1,7 +1,9 @@
-"""Defects of DeepSpeed's monitors. A monitor or profiler that fails ends the run: DeepSpeed does not catch their
-exceptions, which occur on rank 0 alone. The values that reach the monitors depend on the engine.
+"""Defects of DeepSpeed's monitors and of its flops profiler.
 
-Guarded by tests/engine/test_monitors.py and tests/distributed/test_metrics.py.
+If one fails, it ends the run: DeepSpeed does not catch their exceptions, which occur on rank 0 alone. The values that
+reach the monitors depend on the engine. The profiler does not count functions in C.
+
+Guarded by tests/engine/test_monitors.py, tests/engine/test_profiled_flops.py and tests/distributed/test_metrics.py.
 """
 
 import contextlib
@@ -11,9 +13,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.monitor import monitor as monitors
+from deepspeed.profiling.flops_profiler import profiler as flops_profiler
 from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from pretrain.model.kernels.cpu import c_functions
+from pretrain.model.kernels.cpu.attention import AttentionSettings
+from pretrain.model.layers import attention as attention_layers
 
 _CLASSES = {"TensorBoardMonitor": "tensorboard", "WandbMonitor": "wandb", "csvMonitor": "csv_monitor",
             "CometMonitor": "comet"}
@@ -119,14 +127,26 @@ def _silence_tensorboard_thread() -> None:
     threading.excepthook = hook
 
 
-def survive_failing_profile(engine: DeepSpeedEngine) -> None:
+def _warn(what: str, error: Exception) -> None:
+    first_line = next(iter(str(error).strip().splitlines()), "")
+    with contextlib.suppress(OSError):
+        print(f"warning: {what} ({type(error).__name__}: {first_line:.300}); the run continues without it",
+              file=sys.stderr, flush=True)
+
+
+def patch_flops_profiler(engine: DeepSpeedEngine) -> None:
+    """Patch the engine's flops profiler, if it has one."""
+    profiler = getattr(engine, "flops_profiler", None)
+    if profiler is not None:
+        survive_failing_profile(profiler)
+        count_functions_in_c(profiler)
+
+
+def survive_failing_profile(profiler: Any) -> None:
     """Make it one warning if the flops profiler cannot write its output file.
 
     DeepSpeed 0.19.8 (runtime/engine.py, step) writes it on rank 0, and the profiler then leaves stdout redirected.
     """
-    profiler = getattr(engine, "flops_profiler", None)
-    if profiler is None:
-        return
     print_model_profile = profiler.print_model_profile
 
     def print_or_warn(**arguments: Any) -> None:
@@ -141,8 +161,42 @@ def survive_failing_profile(engine: DeepSpeedEngine) -> None:
     profiler.print_model_profile = print_or_warn
 
 
-def _warn(what: str, error: Exception) -> None:
-    first_line = next(iter(str(error).strip().splitlines()), "")
-    with contextlib.suppress(OSError):
-        print(f"warning: {what} ({type(error).__name__}: {first_line:.300}); the run continues without it",
-              file=sys.stderr, flush=True)
+def count_functions_in_c(profiler: Any) -> None:
+    """Let a FlopsProfiler count linear layers and attention in C while it profiles.
+
+    DeepSpeed 0.19.8 (profiling/flops_profiler/profiler.py, start_profile) replaces torch's functions while it profiles.
+    The replacements count FLOPs from the shapes of their arguments. Functions in C call none of them.
+    """
+    start_profile, stop_profile = profiler.start_profile, profiler.stop_profile
+    inner_product, attention = c_functions.inner_product, attention_layers.attention
+
+    def counted_product(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
+        _count("linear", flops_profiler._linear_flops_compute(x, weight_OI))
+        return inner_product(x, weight_OI, bias_O)
+
+    def counted_attention(inputs: tuple[torch.Tensor, ...], settings: AttentionSettings) -> torch.Tensor:
+        out = attention(inputs, settings)
+        q_BHTE = out.transpose(1, 2)
+        _count("attention", flops_profiler._attn_flops_compute(q_BHTE, q_BHTE, q_BHTE))
+        return out
+
+    def start(*args: Any, **kwargs: Any) -> None:
+        start_profile(*args, **kwargs)
+        _replace(counted_product, counted_attention)
+
+    def stop() -> None:
+        _replace(inner_product, attention)
+        stop_profile()
+
+    profiler.start_profile, profiler.stop_profile = start, stop
+
+
+def _replace(product: Any, attention: Any) -> None:
+    c_functions.inner_product, attention_layers.attention = product, attention
+
+
+def _count(name: str, counts: tuple[int, int]) -> None:
+    """Add FLOPs and multiply-accumulates to the module that is called now, as the profiler's `wrapFunc` does."""
+    for found, count in zip((flops_profiler.module_flop_count, flops_profiler.module_mac_count), counts, strict=True):
+        if found:
+            found[-1].append((name, count))

@@ -5,7 +5,6 @@ tests/distributed/test_skipped_updates.py.
 """
 
 import contextlib
-import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,16 +15,15 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.utils import is_invalid_grad_norm
 
 
-def skip_non_finite_fp32_updates(engine: DeepSpeedEngine) -> None:
-    """Defect M: skip updates with non-finite gradients in fp32 at ZeRO stage 0.
+def skip_non_finite_fp32_updates(engine: DeepSpeedEngine, update: Callable[..., Any]) -> Callable[..., None]:
+    """Defect M: return `update`, the optimizer's step in fp32 at ZeRO stage 0, with a check of the gradients.
 
     DeepSpeed 0.19.8: `_take_model_step` (runtime/engine.py) calls torch's optimizer without a check, and NaN reaches
     all weights. The engine skips the schedule and counts the skipped step if the optimizer has a true `overflow`.
     """
-    optimizer, update = engine.optimizer, engine.optimizer.step
+    optimizer = engine.optimizer
     optimizer.overflow = False
 
-    @functools.wraps(update)  # keeps the mark by which torch's schedules recognize that they have wrapped the function
     def step(*args: Any, **kwargs: Any) -> None:
         if engine.gradient_clipping() == 0:  # otherwise the engine has called it
             engine.clip_fp32_gradients()
@@ -35,7 +33,7 @@ def skip_non_finite_fp32_updates(engine: DeepSpeedEngine) -> None:
         else:
             update(*args, **kwargs)
 
-    optimizer.step = step
+    return step
 
 
 def clear_gradients_of_skipped_updates(engine: DeepSpeedEngine) -> None:

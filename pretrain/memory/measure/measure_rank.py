@@ -30,6 +30,7 @@ def measure_engine(plan: Plan, *, tracked_steps: int, timed_steps: int) -> list[
     import torch.distributed as dist
 
     from pretrain.distributed.collectives import gather
+    from pretrain.engine.attachments import attachments
     from pretrain.engine.build import build_engine
     from pretrain.memory.measure.observe_steps import StorageTracker, observe_steps, time_steps
     from pretrain.memory.measure.tensor_inventory import nvme_footprint
@@ -38,7 +39,7 @@ def measure_engine(plan: Plan, *, tracked_steps: int, timed_steps: int) -> list[
     with tracker or contextlib.nullcontext():
         engine = build_engine(plan)
         result = observe_steps(engine, plan, steps=tracked_steps, tracker=tracker).to_json()
-    result["layer_times"] = list(engine.layer_times)
+    result["layer_times"] = list(attachments(engine).layer_times)
     result["nvme"] = nvme_footprint(engine, dist.get_rank()).to_json()
     result["step_times_ms"] = time_steps(engine, plan, timed_steps)
     result["rss_bytes"], _ = resident_bytes()

@@ -1,4 +1,4 @@
-"""Predicted times of layers, where the run that would measure them (engine/measure/layer_times.py) has not started."""
+"""Predicted times of layers, where the run that would measure them (engine/layer_times.py) has not started."""
 
 from dataclasses import replace
 

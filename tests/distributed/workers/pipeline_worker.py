@@ -5,8 +5,9 @@ from typing import Any
 
 from deepspeed.utils import groups
 
+from pretrain.engine.attachments import attachments
 from pretrain.engine.build import build_engine
-from pretrain.engine.measure.layer_times import layer_times_record, plan_as_built
+from pretrain.engine.layer_times import layer_times_record, plan_as_built
 from pretrain.memory.estimate.rank_parameters import parameters_of, pipeline_stage_bounds, pipeline_stage_layers
 from tests.distributed.workers.worker import Case, end, plan_of, steps
 from tests.support.cases_loop import each_case
@@ -25,14 +26,14 @@ def run(case: Case) -> dict[str, Any]:
         end(engine)
         groups.mpu = None
         engine = build_engine(plan, recorded_layer_times={**measured, **case["recorded"]})
-    layout = replace(plan.layout, layer_times=engine.layer_times)
+    layout = replace(plan.layout, layer_times=attachments(engine).layer_times)
     shape = plan.model
     sizes = [parameter.numel() for parameter in engine.module.parameters()]
     rows: dict[str, Any] = steps(engine, plan, 0, plan.train_steps)
     parameters = parameters_of(pipeline_stage_layers(shape, layout, engine.stage_id))
     result = {**rows, "parts": engine.module.parts, "estimated": pipeline_stage_bounds(shape, layout),
               "same_size": plan.layout.tensor_parallel_size > 1 or sum(sizes) == sum(each.size for each in parameters),
-              "times": list(engine.layer_times), "measured": measured}
+              "times": list(attachments(engine).layer_times), "measured": measured}
     end(engine)
     return result
 

@@ -21,11 +21,10 @@ from pretrain.config.validate import Plan
 from pretrain.data.loader import MicroBatch
 from pretrain.distributed.collectives import gather
 from pretrain.engine.loaders import open_loader
-from pretrain.engine.measure.gradient_stats import GradientStats
-from pretrain.engine.measure.router_statistics import router_values
-from pretrain.engine.recipe.add_recipe import recipe_values
+from pretrain.engine.recipe import recipe_values, router_values
 from pretrain.engine.steps import data_parallel_rank, eval_batch, grad_norm, train_batch
 from pretrain.engine.update_guard import guard_updates
+from pretrain.engine.update_statistics import GradientStats
 from pretrain.model.init import initialize_parameters
 from pretrain.model.layer_specs import as_module
 from pretrain.model.layers.moe import MoE

@@ -60,7 +60,7 @@ def plain_deepspeed() -> Iterator[None]:
         engine.load_checkpoint(str(folder.parent), tag=folder.name)
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(patch("pretrain.engine.build.apply_patches", lambda engine: None))
+        stack.enter_context(patch("pretrain.engine.build.apply_patches", lambda engine, update: None))
         stack.enter_context(patch.object(InsertPostInitMethodToModuleSubClasses, "_set_dtype", zero._set_dtype))
         for module in (worker, sys.modules[__name__]):
             for name, function in (("save_checkpoint", save), ("load_checkpoint", load),

@@ -27,6 +27,7 @@ from torch import nn
 from pretrain.config.validate import Plan
 from pretrain.distributed.device import cpu_name
 from pretrain.distributed.parallel_groups import ParallelGroups
+from pretrain.engine.attachments import attachments
 from pretrain.model.kernels.documents import Documents
 from pretrain.model.kernels.fused_loss import LossTerms
 from pretrain.model.layer_specs import build_specs, compile_blocks
@@ -58,7 +59,7 @@ def with_layer_times(plan: Plan, groups: ParallelGroups, recorded: dict[str, Any
 
 def plan_as_built(plan: Plan, engine: DeepSpeedEngine) -> Plan:
     """Return the plan with the layers' times of the engine that was built from it."""
-    return replace(plan, layout=replace(plan.layout, layer_times=engine.layer_times))
+    return replace(plan, layout=replace(plan.layout, layer_times=attachments(engine).layer_times))
 
 
 def layer_times_record(plan: Plan) -> dict[str, Any] | None:

@@ -114,22 +114,15 @@ class PhaseTimers:
 
 
 def time_phases(engine: DeepSpeedEngine) -> PhaseTimers:
-    """Measure the phases of the engine's training steps from now on. Call it once, after the patches are applied."""
+    """Return timers of the engine's training steps from now on. Call it once, after the patches are applied."""
     accelerator = get_accelerator()
     on_cpu = accelerator.device_name() == "cpu"
     timers = PhaseTimers(HostEvent if on_cpu else lambda: accelerator.Event(enable_timing=True))
-    engine.phase_timers = timers
     if isinstance(engine, PipelineEngine):
         engine._INSTRUCTION_MAP = {instruction: _timed(timers, _OF_INSTRUCTION.get(instruction, ""), execute)
                                    for instruction, execute in engine._INSTRUCTION_MAP.items()}
     elif not overlaps_reduction(engine):
         engine.allreduce_gradients = _reduction(timers, engine.allreduce_gradients)
-    return timers
-
-
-def phase_timers(engine: DeepSpeedEngine) -> PhaseTimers:
-    """Return the engine's timers; if its phases are not measured, timers that do nothing."""
-    timers: PhaseTimers = getattr(engine, "phase_timers", _NO_TIMERS)
     return timers
 
 
@@ -167,4 +160,4 @@ class _NoTimers(PhaseTimers):
         pass
 
 
-_NO_TIMERS = _NoTimers(HostEvent)
+NO_TIMERS = _NoTimers(HostEvent)  # of an engine whose phases are not measured

@@ -1,0 +1,36 @@
+"""What this package keeps for one DeepSpeed engine: a single object, the only attribute that it adds to the engine."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from deepspeed import DeepSpeedEngine
+
+    from pretrain.engine.phases import PhaseTimers
+    from pretrain.engine.recipe import EarlyStopping
+    from pretrain.engine.update import Update
+
+
+@dataclass
+class Attachments:
+    """State of one engine that is not DeepSpeed's."""
+
+    update: "Update"
+    early_stopping: "EarlyStopping"
+    group_settings: list[dict[str, Any]]  # this run's settings of the optimizer's parameter groups
+    layer_times: tuple[int, ...] = ()  # nanoseconds of each layer, if the pipeline stages depend on them
+    operators: dict[str, str] = field(default_factory=dict)  # chosen for this device: {"attention": "flash", ...}
+    phase_timers: "PhaseTimers | None" = None  # None: the phases of a step are not measured
+    rank_loss: "torch.Tensor | None" = None  # see engine/steps.py, rank_loss
+    last_shape: "torch.Size | None" = None  # [micro-batch, tokens] of a pipeline's last step
+
+
+def attach(engine: "DeepSpeedEngine", attachments: Attachments) -> None:
+    engine.ds_pretrain = attachments
+
+
+def attachments(engine: "DeepSpeedEngine") -> Attachments:
+    """Return what `build_engine` has attached to the engine."""
+    found: Attachments = engine.ds_pretrain
+    return found

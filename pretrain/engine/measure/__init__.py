@@ -1,1 +1,0 @@
-"""Measurements inside a training step."""

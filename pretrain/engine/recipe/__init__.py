@@ -1,1 +1,0 @@
-"""Clipping, noise scale, early stopping and terms of the loss, as the flags ask for them."""
