@@ -20,7 +20,7 @@ from pretrain.monitor.profiler import Profiler
 from pretrain.monitor.timeline import PipelineTimeline
 from pretrain.resilience.data_watch import DataWatch
 from pretrain.resilience.guard import BadSteps, Guard
-from pretrain.resilience.replica_check import ReplicaCheck
+from pretrain.resilience.replicas import ReplicaCheck
 from pretrain.resilience.requests import Request, Requests
 from pretrain.resilience.rollback import roll_back
 from pretrain.resilience.run_lock import RunLock

@@ -27,9 +27,9 @@ from pretrain.distributed.world import World
 from pretrain.engine.attachments import attachments
 from pretrain.engine.build import DeepSpeedEngine, build_engine, deepspeed_output, remove_swap_files
 from pretrain.engine.layer_times import plan_as_built
-from pretrain.engine.loaders import open_loader
 from pretrain.engine.phases import time_phases
 from pretrain.engine.recipe import EarlyStopping
+from pretrain.engine.steps import open_loader
 from pretrain.engine.update_guard import guard_updates
 from pretrain.engine.update_statistics import measure_updates
 from pretrain.errors import FINISHED, STOPPED
@@ -43,7 +43,7 @@ from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.resilience.data_watch import DataWatch
 from pretrain.resilience.guard import Guard
 from pretrain.resilience.rank_guards import RankGuards
-from pretrain.resilience.replica_check import ReplicaCheck
+from pretrain.resilience.replicas import ReplicaCheck
 from pretrain.resilience.requests import Requests
 from pretrain.resilience.watchdog import Watchdog
 from pretrain.step_loop import StepCallbacks, StepLoop

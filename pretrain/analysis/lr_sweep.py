@@ -8,9 +8,8 @@ from deepspeed import DeepSpeedEngine
 from pretrain.analysis.lr_range import Point, Smoother, has_diverged, rate_at
 from pretrain.config.validate import Plan
 from pretrain.data.loader import MicroBatch
-from pretrain.engine.learning_rate import set_learning_rate
-from pretrain.engine.loaders import open_loader
-from pretrain.engine.steps import train_batch
+from pretrain.engine.optimizer import set_learning_rate
+from pretrain.engine.steps import open_loader, train_batch
 from pretrain.engine.update_guard import FP16_OVERFLOW, guard_updates, skipped_update
 
 _MOST_OVERFLOWS = 30  # of fp16's loss scale at one rate, which is halved after each

@@ -22,25 +22,28 @@ from pretrain.distributed.allocator import keep_freed_memory
 from pretrain.distributed.collectives import gather
 from pretrain.distributed.parallel_groups import ParallelGroups
 from pretrain.engine.attachments import Attachments, attach
-from pretrain.engine.eight_bit import eight_bit_optimizer
+from pretrain.engine.chosen_operators import choose_kernels, operators_on_cuda
 from pretrain.engine.expert_parallelism import (
     announced_experts,
     mark_experts,
     mark_partitioned_experts,
     with_expert_groups,
 )
-from pretrain.engine.group_settings import group_settings
+from pretrain.engine.gradient_passes import pass_over_gradients_in_c
 from pretrain.engine.layer_times import with_layer_times
-from pretrain.engine.operators.choose_kernels import choose_kernels
-from pretrain.engine.operators.operators_on_cuda import operators_on_cuda
+from pretrain.engine.optimizer import (
+    eight_bit_optimizer,
+    group_settings,
+    is_matrix,
+    mup_parameter_groups,
+    parameter_groups,
+)
 from pretrain.engine.parallelism import Mpu, create_mpu, create_parallel_groups, engine_config
-from pretrain.engine.parameter_groups import is_matrix, mup_parameter_groups, parameter_groups
 from pretrain.engine.patches.apply import apply_patches
 from pretrain.engine.patches.monitors import patch_flops_profiler, survive_failing_monitors
 from pretrain.engine.patches.zero import forget_group_of_earlier_engine, keep_dtype_of_partitions
 from pretrain.engine.recipe import EarlyStopping, add_recipe, add_router_losses
 from pretrain.engine.update import Update
-from pretrain.engine.update_passes import pass_over_gradients_in_c
 from pretrain.errors import ConfigError
 from pretrain.model.init import initialize_parameters
 from pretrain.model.init_methods import width_multiplier

@@ -38,7 +38,7 @@ def prepare_deepspeed(device: Device) -> None:
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # read at the first allocation
     if device.kind == "cpu":
         silence_missing_cuda()
-    from pretrain.engine.operators.operator_cache import cache_operators
+    from pretrain.engine.operator_cache import cache_operators
 
     silence_renamed_collectives()
     read_features_from_proc()

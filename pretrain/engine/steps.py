@@ -1,4 +1,4 @@
-"""Run a training or evaluation step on an engine, and read its metrics.
+"""Open the loaders of an engine, run its training and evaluation steps, and read their metrics.
 
 Only this file and build.py distinguish between PipelineModule and plain module.
 """
@@ -11,9 +11,28 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 
-from pretrain.data.loader import MicroBatch
+from pretrain.config.validate import Plan
+from pretrain.data.loader import Loader, MicroBatch
 from pretrain.engine.attachments import attachments
 from pretrain.engine.phases import BACKWARD, FORWARD, NO_TIMERS, OPTIMIZER
+
+
+def open_loader(engine: DeepSpeedEngine, plan: Plan, name: str) -> Loader:
+    """Return the loader of the dataset `name` of the plan, such as "train" or "valid".
+
+    Each rank reads the samples of its place in the engine's layout.
+    --batch_schedule and --seq_length_schedule apply to "train" only.
+    """
+    is_training = name == "train"
+    return Loader(plan.datasets[name], micro_batch_size=plan.layout.micro_batch_size,
+                  gradient_accumulation_steps=plan.layout.gradient_accumulation_steps,
+                  data_parallel_rank=data_parallel_rank(engine), data_parallel_size=data_parallel_size(engine),
+                  eod_token=plan.eod_token if plan.args.eod_mask_loss else None,
+                  sum_over_data_parallel=lambda value: sum_over_data_parallel(engine, value),
+                  batch_size_at=plan.length.batch_sizes.at if is_training else None,
+                  seq_length_at=plan.seq_lengths.at if is_training and plan.seq_lengths.stages else None,
+                  document_end=plan.eod_token if plan.args.document_attention else None,
+                  pin_memory=engine.device.type == "cuda")
 
 
 def train_batch(engine: DeepSpeedEngine, micro_batches: list[MicroBatch]) -> torch.Tensor:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pretrain.config.validate import Plan
-from pretrain.engine.learning_rate import peak_learning_rate
+from pretrain.engine.optimizer import peak_learning_rate
 
 _RISE = 0.1  # nats above the first loss; losses of two batches of one model differ by 0.02 to 0.05
 _FIRST_STEPS = 10  # a high rate may raise the loss in the first steps of a healthy run, too

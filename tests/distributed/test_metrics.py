@@ -31,7 +31,7 @@ RECIPE = {"label_smoothing": 0.1, "z_loss": 1e-3, "document_attention": True, "p
 WITH_RECIPE = {"recipe_zero3": config(3, precision="bf16"), "recipe_fp16_zero2": config(2, precision="fp16"),
                "recipe_pipeline": config(1, precision="bf16", stages=2, accumulation=4)}
 # all other functions may read values from the device in logged steps only
-ON_CPUS = ("data/loader.py:_read", "engine/update_passes.py", "model/kernels/cpu/", "model/kernels/documents.py:")
+ON_CPUS = ("data/loader.py:_read", "engine/gradient_passes.py", "model/kernels/cpu/", "model/kernels/documents.py:")
 IN_SAVES = ("checkpoint/", "distributed/collectives.py")
 BEFORE_UPDATES = ("engine/patches/", "resilience/")
 

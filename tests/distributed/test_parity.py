@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pretrain.engine.operators.build_ops import why_not_compilable
+from pretrain.engine.build_ops import why_not_compilable
 from tests.support.cases import CPU, case, config, flags, nvme, nvme_param
 from tests.support.launch import run_cases
 

@@ -63,7 +63,7 @@ def test_without_clipping_all_states_are_equal_bit_by_bit(one_rank: dict[str, An
 
 @pytest.mark.parametrize("name", ["zero1", "zero2"])
 def test_deepspeed_still_needs_more_passes(name: str, one_rank: dict[str, Any]) -> None:
-    """If this fails, DeepSpeed needs fewer passes: delete parts of patches/zero.py or engine/update_passes.py."""
+    """If this fails, DeepSpeed needs fewer passes: delete parts of patches/zero.py or engine/gradient_passes.py."""
     plain, ours = one_rank[f"{name}_True"]["passes"], one_rank[f"{name}_False"]["passes"]
     assert ours["copy_"] == pytest.approx(2, rel=0.02)  # two tensors: the weights, and their master weights
     assert plain["copy_"] >= 2 * 3  # also gradients: into a bucket, and out of it

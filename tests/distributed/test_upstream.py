@@ -17,7 +17,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.config.validate import check_run
 from pretrain.distributed.device import Device
-from pretrain.engine.operators.operator_cache import cache_operators
+from pretrain.engine.operator_cache import cache_operators
 from pretrain.engine.patches.optimizers import make_bias_correction_stateless
 from pretrain.errors import ConfigError
 from tests.support.launch import run_worker

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.engine.operators import operator_cache
+from pretrain.engine import operator_cache
 from pretrain.errors import ConfigError
 from tests.support.launch import ROOT
 
@@ -21,7 +21,7 @@ PyMODINIT_FUNC PyInit_toy(void) { return PyModule_Create(&module); }
 """
 LOAD = """
 import os, sys
-from pretrain.engine.operators.operator_cache import _load
+from pretrain.engine.operator_cache import _load
 os.environ["BUILDER"] = str(os.getpid())
 _load("toy", sys.argv[1:])
 print("loaded")

@@ -11,8 +11,8 @@ from torch.nn.attention import flex_attention as torch_flex
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.config.validate import Plan, check_run
 from pretrain.distributed.device import Device
-from pretrain.engine.operators import operators_on_cuda as operators
-from pretrain.engine.operators.operators_on_cuda import choose_attention
+from pretrain.engine import chosen_operators as operators
+from pretrain.engine.chosen_operators import choose_attention
 from pretrain.model.attention_on_cuda import expected_operator
 from pretrain.model.kernels import flex_attention
 from tests.support.model_shapes import SHAPES, write_config

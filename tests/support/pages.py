@@ -51,7 +51,7 @@ COVERED: dict[str, tuple[str, str]] = {
     **{f"python tools/bench.py --preset {preset}": ("tests/bench/test_bench.py", '"--preset", "cpu-small"')
        for preset in ("h200-gpt3-1.3b", "h200-gpt3-1.3b --compile_blocks true", "h200-llama-1b --compile_blocks true")},
     "tools/bench.py --compile_blocks true": ("tests/model/test_operators.py", "compile_blocks(module"),
-    "python -m pretrain.engine.operators.build_ops": ("launch/setup.sh", "-m pretrain.engine.operators.build_ops"),
+    "python -m pretrain.engine.build_ops": ("launch/setup.sh", "-m pretrain.engine.build_ops"),
     "python tools/report.py runs/quickstart --watch": ("tests/analysis/report/runs.py", '"--watch"'),
     # evaluation: the tests use another task, without a download, and start the ranks themselves
     "python tools/evaluate.py runs/quickstart --tasks hellaswag,arc_easy --num_fewshot 5 --limit 200":

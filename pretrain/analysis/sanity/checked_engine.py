@@ -18,13 +18,12 @@ from pretrain.checkpoint.format.fragments import owned_weights
 from pretrain.config.validate import Plan
 from pretrain.data.loader import MicroBatch
 from pretrain.distributed.collectives import gather
-from pretrain.engine.learning_rate import set_learning_rate
-from pretrain.engine.loaders import open_loader
+from pretrain.engine.optimizer import set_learning_rate
 from pretrain.engine.patches.pipeline import is_counted
-from pretrain.engine.replicas import checksum
-from pretrain.engine.steps import eval_batch, grad_norm, loss_scale, tensor_parallel_size, train_batch
+from pretrain.engine.steps import eval_batch, grad_norm, loss_scale, open_loader, tensor_parallel_size, train_batch
 from pretrain.engine.update_guard import FP16_OVERFLOW, guard_updates, skipped_update
 from pretrain.engine.update_statistics import measure_updates
+from pretrain.resilience.replicas import checksum
 
 _MOST_OVERFLOWS = 30  # of fp16's loss scale, which is halved after each
 

@@ -12,7 +12,7 @@ from pretrain.analysis.sanity.checked_engine import CheckedEngine
 from pretrain.analysis.sanity.result import Result, not_made
 from pretrain.data.loader import MicroBatch
 from pretrain.distributed.collectives import gather
-from pretrain.engine.learning_rate import peak_learning_rate
+from pretrain.engine.optimizer import peak_learning_rate
 
 REAL_STEPS = 2  # with the run's batches, before the training on one small batch
 _REPORTED_STEPS = 10  # steps between two reports of the progress

@@ -19,7 +19,7 @@ from pretrain.checkpoint.load.reshard import (
 from pretrain.checkpoint.load.resume import same_layout
 from pretrain.checkpoint.save.file_engine import FileEngine
 from pretrain.config.validate import Plan
-from pretrain.engine.group_settings import restore_settings
+from pretrain.engine.optimizer import restore_settings
 from pretrain.engine.patches import pipeline as pipeline_patches
 from pretrain.engine.recipe import set_recipe_states
 

@@ -59,7 +59,7 @@ _ROWS = (
               tested_with_zero=True, scale_free=True),
     Optimizer("AdamW", _ADAM, family="Adam", classes=_ADAM_CLASSES, elementwise=True, on_cpu=True,
               tested_with_zero=True, scale_free=True),
-    Optimizer("AdamW8bit",  # of the package bitsandbytes: engine/eight_bit.py
+    Optimizer("AdamW8bit",  # of the package bitsandbytes: engine/optimizer.py
               {"lr": _RATE, "betas": _BETAS, "eps": _SMALL, "weight_decay": _DECAY, "max_grad_norm": _NO_CLIPPING},
               elementwise=True, states_in_blocks=True),
     Optimizer("Lion", {"lr": _RATE, "betas": _BETAS, "weight_decay": _DECAY, "set_grad_none": _BOOL,

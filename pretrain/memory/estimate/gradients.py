@@ -172,7 +172,7 @@ def _step_gradients(rank: Rank, elements: int) -> int:
     is_flat = wrapper == "bf16" or (wrapper == "zero12" and converts_sums)
     if wrapper == "zero12" and layout.device_kind == "cpu" and layout.precision == "bf16" \
             and layout.optimizer != "muon" and not layout.masters_in_16bit:
-        is_flat = True  # engine/update_passes.py converts the gradients to fp32 as it concatenates them
+        is_flat = True  # engine/gradient_passes.py converts the gradients to fp32 as it concatenates them
     copied = 0 if is_flat else elements * layout.grad_accum_bytes
     converted = 0
     if layout.grad_accum_bytes != master_weight_bytes(layout):

@@ -120,7 +120,7 @@ def _divided_size(parameter: Parameter, tensor_parallel_size: int, expert_parall
 def parameter_groups(shape: ModelConfig, layout: Layout, pipeline_stage: int) -> tuple[ParameterGroup, ...]:
     """Return the non-empty parameter groups of one rank.
 
-    Matrices and vectors are two groups, because only matrices have weight decay (engine/parameter_groups.py). Experts
+    Matrices and vectors are two groups, because only matrices have weight decay (engine/optimizer.py). Experts
     have groups of their own, because DeepSpeed divides them over fewer ranks.
     """
     return _groups(pipeline_stage_layers(shape, layout, pipeline_stage), layout.tensor_parallel_size,

@@ -36,7 +36,7 @@ def why_not_flex(q_BHTE: torch.Tensor, *, dropout: float, on_cuda: bool) -> str:
 
 
 class _Failure:
-    """Holds why the kernel failed in its test on this machine (engine/operators/operators_on_cuda.py)."""
+    """Holds why the kernel failed in its test on this machine (engine/chosen_operators.py)."""
 
     reason = ""
 

@@ -17,7 +17,7 @@ from pretrain.checkpoint.convert.export_hf import consolidate, export_hf
 from pretrain.checkpoint.convert.plan_export import plan_export
 from pretrain.checkpoint.format.manifest import read_manifest
 from pretrain.checkpoint.load.reader import CheckpointReader
-from pretrain.engine.operators.build_ops import why_not_compilable
+from pretrain.engine.build_ops import why_not_compilable
 from tests.conftest import selected_params
 from tests.support.cases import CPU, case, config, flags, nvme, nvme_param
 from tests.support.layouts import (

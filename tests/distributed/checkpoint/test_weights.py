@@ -9,7 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from pretrain.checkpoint.format.manifest import read_manifest
 from pretrain.checkpoint.load.reader import CheckpointReader
-from pretrain.engine.operators.build_ops import why_not_compilable
+from pretrain.engine.build_ops import why_not_compilable
 from pretrain.model.config import model_config_from
 from pretrain.model.hf_weights import to_transformers
 from pretrain.model.layer_specs import as_module

@@ -20,7 +20,7 @@ from pretrain.config.layout import Layout
 from pretrain.config.resolve import EXPERT, SEQUENCE, TENSOR
 from pretrain.config.validate import plan_without_data
 from pretrain.distributed.device import cpu_device
-from pretrain.engine.operators.build_ops import why_not_compilable
+from pretrain.engine.build_ops import why_not_compilable
 from pretrain.errors import ConfigError
 from pretrain.memory.estimate.estimate_memory import estimate_rank
 from pretrain.memory.estimate.rank_parameters import Rank

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from pretrain.config.lenient import lenient_layout
-from pretrain.engine.operators.build_ops import why_not_compilable
+from pretrain.engine.build_ops import why_not_compilable
 from pretrain.memory.step_time.traffic import Transfer, rank_parameters, step_traffic
 from pretrain.model.config import load_model_config
 from tests.support.cases import CPU, case, config, flags, nvme

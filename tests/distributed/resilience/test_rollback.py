@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pretrain.engine.operators.build_ops import why_not_compilable
+from pretrain.engine.build_ops import why_not_compilable
 from pretrain.engine.update_guard import VETO
 from tests.conftest import selected_params
 from tests.support.cases import CPU, DROPOUT, case, config, flags, nvme, nvme_param

@@ -10,8 +10,7 @@ from pretrain.checkpoint.save.save_checkpoint import save_checkpoint
 from pretrain.config.validate import Plan
 from pretrain.data.data_spec import names_of_split
 from pretrain.distributed.collectives import gather
-from pretrain.engine.loaders import open_loader
-from pretrain.engine.steps import eval_batch
+from pretrain.engine.steps import eval_batch, open_loader
 from tests.distributed.workers.worker import Case, end, engine_of, plan_of, steps
 from tests.support.cases_loop import each_case
 

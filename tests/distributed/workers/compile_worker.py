@@ -8,8 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 from pretrain.engine import build
-from pretrain.engine.loaders import open_loader
-from pretrain.engine.steps import eval_batch
+from pretrain.engine.steps import eval_batch, open_loader
 from pretrain.model.layer_specs import compile_blocks
 from tests.distributed.workers.worker import Case, end, engine_of, plan_of, steps
 from tests.support.cases_loop import each_case

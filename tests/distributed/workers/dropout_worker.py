@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pretrain.engine.loaders import open_loader
-from pretrain.engine.steps import train_batch
+from pretrain.engine.steps import open_loader, train_batch
 from pretrain.model.kernels.cpu_attention import causal_attention
 from pretrain.model.layers import attention as attention_layer
 from tests.distributed.workers.worker import Case, end, engine_of, plan_of

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pretrain.distributed.process_group import init_process_group
 from pretrain.distributed.world import running_environment
-from pretrain.engine.operators.choose_kernels import choose_kernels
+from pretrain.engine.chosen_operators import choose_kernels
 from pretrain.model.kernels.cpu.choice import chosen
 
 if __name__ == "__main__":

@@ -20,8 +20,7 @@ from pretrain.checkpoint.save.save_checkpoint import save_checkpoint
 from pretrain.distributed.collectives import gather
 from pretrain.distributed.device import cpu_device
 from pretrain.engine.build import build_engine
-from pretrain.engine.loaders import open_loader
-from pretrain.engine.steps import train_batch
+from pretrain.engine.steps import open_loader, train_batch
 from pretrain.errors import ConfigError
 from pretrain.model.kernels.cpu.choice import right_in_c
 from tests.distributed.workers.nonfinite import found_by_each_rank

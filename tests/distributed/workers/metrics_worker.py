@@ -14,8 +14,7 @@ from pretrain import step_loop, trainer
 from pretrain.distributed.collectives import gather
 from pretrain.distributed.process import ROOT
 from pretrain.distributed.world import running_environment
-from pretrain.engine.loaders import open_loader
-from pretrain.engine.steps import eval_batch, grad_norm, train_batch
+from pretrain.engine.steps import eval_batch, grad_norm, open_loader, train_batch
 from pretrain.resilience.launcher_watch import LauncherWatch
 from pretrain.resilience.rank_guards import rank_guards
 from pretrain.resilience.watchdog import NO_LIMITS

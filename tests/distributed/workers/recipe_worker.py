@@ -20,9 +20,8 @@ from pretrain.config.model_of_run import initialization_of
 from pretrain.config.validate import Plan
 from pretrain.data.loader import MicroBatch
 from pretrain.distributed.collectives import gather
-from pretrain.engine.loaders import open_loader
 from pretrain.engine.recipe import recipe_values, router_values
-from pretrain.engine.steps import data_parallel_rank, eval_batch, grad_norm, train_batch
+from pretrain.engine.steps import data_parallel_rank, eval_batch, grad_norm, open_loader, train_batch
 from pretrain.engine.update_guard import guard_updates
 from pretrain.engine.update_statistics import GradientStats
 from pretrain.model.init import initialize_parameters

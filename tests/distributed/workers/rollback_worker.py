@@ -13,8 +13,7 @@ from pretrain.checkpoint.save.rollbacks import position_after
 from pretrain.checkpoint.save.saver import Saver
 from pretrain.config.validate import Plan
 from pretrain.distributed.collectives import gather
-from pretrain.engine.loaders import open_loader
-from pretrain.engine.steps import grad_norm, learning_rate, loss_scale, train_batch
+from pretrain.engine.steps import grad_norm, learning_rate, loss_scale, open_loader, train_batch
 from pretrain.engine.update_guard import guard_updates, skipped_update
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.resilience.guard import BadSteps, Guard

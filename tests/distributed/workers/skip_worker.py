@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from pretrain.engine.loaders import open_loader
-from pretrain.engine.steps import grad_norm, learning_rate, loss_scale, train_batch
+from pretrain.engine.steps import grad_norm, learning_rate, loss_scale, open_loader, train_batch
 from pretrain.engine.update_guard import guard_updates, skipped_update
 from tests.distributed.workers.upstream_worker import plain_deepspeed
 from tests.distributed.workers.worker import Case, end, engine_of, plan_of, state_hash, weights_hash

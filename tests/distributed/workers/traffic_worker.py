@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pretrain.distributed.collectives import gather
-from pretrain.engine.loaders import open_loader
-from pretrain.engine.steps import train_batch
+from pretrain.engine.steps import open_loader, train_batch
 from tests.distributed.workers.worker import end, engine_of, plan_of
 from tests.support.cases_loop import each_case
 

@@ -13,8 +13,7 @@ from unittest.mock import patch
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pretrain.engine.loaders import open_loader
-from pretrain.engine.steps import grad_norm, train_batch
+from pretrain.engine.steps import grad_norm, open_loader, train_batch
 from tests.distributed.workers.worker import Case, end, engine_of, plan_of, state_hash
 from tests.support.cases_loop import each_case
 
@@ -45,7 +44,7 @@ def passes(*, plain: bool) -> Iterator[None]:
             stack.enter_context(patch("pretrain.engine.patches.apply.skip_reduction_on_one_rank", lambda engine: None))
             stack.enter_context(patch("pretrain.engine.build.pass_over_gradients_in_c", lambda engine: None))
         else:
-            stack.enter_context(patch("pretrain.engine.update_passes.uses_c", lambda _, x, dtype: x.dtype == dtype))
+            stack.enter_context(patch("pretrain.engine.gradient_passes.uses_c", lambda _, x, dtype: x.dtype == dtype))
         yield
 
 

@@ -27,20 +27,19 @@ from pretrain.config.validate import Plan
 from pretrain.distributed.collectives import gather
 from pretrain.distributed.device import detect_device
 from pretrain.engine.build import build_engine
-from pretrain.engine.loaders import open_loader
-from pretrain.engine.replicas import replicated_tensors
 from pretrain.engine.steps import (
     eval_batch,
     grad_norm,
     learning_rate,
     loss_scale,
+    open_loader,
     train_batch,
 )
 from pretrain.errors import CorruptionError
 from pretrain.model.layer_specs import as_module
 from pretrain.monitor.read_run_folder import read_rows
 from pretrain.monitor.write_run_folder import RunFolder
-from pretrain.resilience.replica_check import ReplicaCheck, compare_copies
+from pretrain.resilience.replicas import ReplicaCheck, compare_copies, replicated_tensors
 from tests.support.cases_loop import each_case
 
 Case = dict[str, Any]

@@ -1,6 +1,6 @@
 """KernelChoice: which families of operators are computed in C on this CPU, and which by torch.
 
-A run makes the choice once, at its start, for all ranks (engine/operators/choose_kernels.py), because the variants
+A run makes the choice once, at its start, for all ranks (engine/chosen_operators.py), because the variants
 differ in the last bits of their results. Processes that make no choice use each family in C whose results
 are right on this CPU. The choice is kept in a file next to the library, so that later runs compute with the same
 variants.

@@ -1,6 +1,6 @@
 """Compile DeepSpeed's operators in parallel before the first run. Otherwise the run compiles them one after another.
 
-    python -m pretrain.engine.operators.build_ops [--offload]
+    python -m pretrain.engine.build_ops [--offload]
 """
 
 import logging

@@ -1,15 +1,21 @@
-"""Which operators a run on CUDA uses: asked from torch, or tested on this machine, before the first step."""
+"""Which operators a run uses: C kernels on CPUs, kernels of attention on CUDA. All ranks choose the same ones."""
 
+import functools
+import sys
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
+from deepspeed.accelerator import get_accelerator
 from torch.nn.attention import SDPBackend
 
 from pretrain.config.validate import Plan
 from pretrain.distributed.collectives import gather
 from pretrain.model.config import ModelConfig
+from pretrain.model.kernels.cpu.choice import KernelChoice, fastest_choice, parse_choice, right_in_c, set_choice
 from pretrain.model.kernels.documents import Documents
 from pretrain.model.kernels.flex_attention import flex_causal_attention, reject_flex, why_not_flex
 from pretrain.model.kernels.torch_attention import alibi_slopes, torch_causal_attention
@@ -18,6 +24,30 @@ _NAMES = {SDPBackend.FLASH_ATTENTION: "flash", SDPBackend.CUDNN_ATTENTION: "cuDN
           SDPBackend.EFFICIENT_ATTENTION: "efficient", SDPBackend.MATH: "math"}
 _TOLERANCE = 0.02  # of outputs and gradients in 16 bits, relative to their norm
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def choose_kernels(recorded: dict[str, bool] | None) -> None:
+    """Choose at the start of a run which families of operators are computed in C. Collective; on GPUs, do nothing.
+
+    The order of preference is: the choice that the run folder records, because a resume must be bit-exact; the choice
+    that is cached for the CPU of rank 0; a measurement of some milliseconds on rank 0. A family that is not possible on
+    the CPU of every rank is computed by torch on all ranks: replicas of the parameters must stay equal.
+
+    Args:
+        recorded: the choice of the run's newest start, as run.json has it; only rank 0's value is used.
+    """
+    if get_accelerator().device_name() != "cpu":
+        return
+    wanted: list[Any] = [(parse_choice(recorded), fastest_choice()) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(wanted, src=0)
+    earlier, fastest = wanted[0]
+    possible = functools.reduce(KernelChoice.both, gather(right_in_c()))
+    set_choice((earlier or fastest).both(possible))
+    lost = [family for family in earlier.in_c() if not getattr(possible, family)] if earlier else []
+    if lost and dist.get_rank() == 0:
+        print(f"warning: the C kernels for {', '.join(lost)}, which this run used before, are not available on this "
+              "machine, so torch's operators are used: the next losses differ in the last bits from those of a run "
+              "without this change", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)

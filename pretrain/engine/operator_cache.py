@@ -13,7 +13,7 @@ DeepSpeed 0.19.8 compiles an operator at its first use (ops/op_builder/builder.p
 - A run that is killed during a compilation leaves a lock file (torch/utils/file_baton.py), for which every later start
   waits forever. Here the lock is released when the process ends.
 
-Measured on two idle cores (Xeon with AMX, gcc 12, November 2026): `python -m pretrain.engine.operators.build_ops` takes
+Measured on two idle cores (Xeon with AMX, gcc 12, November 2026): `python -m pretrain.engine.build_ops` takes
 24 s for the two operators of the quickstart, and 57 s with `--offload` for all five. torch's `load` takes 437 s of
 CPU time for the five without `-g`, and more with `-g`. FusedAdam and CPUAdam give the same bits either way.
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pretrain.engine import replicas
-from pretrain.engine.replicas import checksum
+from pretrain.resilience.replicas import checksum
 
 INTEGERS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 

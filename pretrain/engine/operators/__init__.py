@@ -1,1 +1,0 @@
-"""Choice and compilation of operators."""
