@@ -26,8 +26,7 @@ from pretrain.distributed.world import ALONE, World, running_environment
 from pretrain.engine.prepare import avoid_compiler_imports, prepare_deepspeed
 from pretrain.errors import CRASHED, GUARD, INTERRUPTED, REJECTED, ConfigError, CorruptionError, GuardError, SaveError
 from pretrain.resilience.launcher_watch import LauncherWatch
-from pretrain.resilience.rank_guards import RankGuards, rank_guards
-from pretrain.resilience.watchdog import TimeOuts
+from pretrain.resilience.watchdog import RankGuards, TimeOuts, rank_guards
 from pretrain.terminal.status import clear_status, status
 from pretrain.terminal.streams import ignore_lost_output
 

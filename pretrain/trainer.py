@@ -42,10 +42,9 @@ from pretrain.monitor.timeline import PipelineTimeline
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.resilience.data_watch import DataWatch
 from pretrain.resilience.guard import Guard
-from pretrain.resilience.rank_guards import RankGuards
 from pretrain.resilience.replicas import ReplicaCheck
 from pretrain.resilience.requests import Requests
-from pretrain.resilience.watchdog import Watchdog
+from pretrain.resilience.watchdog import RankGuards, Watchdog
 from pretrain.step_loop import StepCallbacks, StepLoop
 from pretrain.terminal.screen import Screen
 from pretrain.terminal.status import clear_status, status

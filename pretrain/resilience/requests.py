@@ -3,22 +3,25 @@
 All ranks act after the same step.
 """
 
+import contextlib
 import os
 import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from pretrain.config.profiles import DEFAULT_PROFILE_STEPS, MOST_STEPS
 from pretrain.distributed.process_info import state_and_start
 from pretrain.errors import ConfigError
 from pretrain.monitor.write_run_folder import RunFolder
-from pretrain.paths import STOP_FILE
-from pretrain.resilience.control_files import ControlFiles
+from pretrain.paths import PROFILE_FILE, SAVE_FILE, STOP_FILE
 from pretrain.resilience.launcher_watch import LauncherWatch
 from pretrain.resilience.signals import SignalListener
+from pretrain.stored_json import read_text
 
 _LOOKING_FRACTION = 0.01  # of rank 0's time that looking for files may take, for example on NFS
 _LONGEST_LOOK_S = 1.0  # longest time between two looks
@@ -140,3 +143,68 @@ def process_age_s() -> float:
     """Return the seconds since this process started. A change of the host's clock has no effect."""
     _, start_ticks = state_and_start(os.getpid())
     return time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / os.sysconf("SC_CLK_TCK")
+
+
+class ControlFiles:
+    """Looks for the files STOP, SAVE and PROFILE in the run folder, on rank 0.
+
+    A SAVE file is removed after the commit of its checkpoint.
+
+    Args:
+        run: run folder.
+        committed_step: returns the step of the newest checkpoint that this process has committed.
+    """
+
+    def __init__(self, run: Path, committed_step: Callable[[], int]) -> None:
+        self.stop_path, self.save_path, self.profile_path = run / STOP_FILE, run / SAVE_FILE, run / PROFILE_FILE
+        self._committed_step = committed_step
+        self._profile_remains = False  # PROFILE cannot be removed: it has requested a profile once
+        self._seen = 0  # modification time of the SAVE file that was requested last, in ns; 0: none yet
+        self._saved_at: int | None = None  # step of the save for this file; None: there is no unfinished save
+
+    def stop_requested(self) -> bool:
+        return os.path.exists(self.stop_path)  # False after errors of a file server, which Path.exists raises
+
+    def save_requested(self) -> bool:
+        """Return whether there is a SAVE file that was not requested yet. If its save fails, `touch` requests another.
+        """
+        if self._saved_at is not None and self._committed_step() >= self._saved_at:
+            self._saved_at = None
+            if self._modified() == self._seen:
+                self._remove()
+        modified = self._modified()
+        is_new = modified not in (0, self._seen)
+        self._seen = modified or self._seen
+        return is_new
+
+    def save_begins(self, step: int) -> None:
+        """Record that the requested checkpoint is saved after `step`."""
+        self._saved_at = step
+
+    def take_profile_steps(self) -> int:
+        """Remove PROFILE if there is this file. Return the number of steps to profile, which may be in it; otherwise 0.
+        """
+        if self._profile_remains or not os.path.exists(self.profile_path):
+            return 0
+        text = ""
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            text = read_text(self.profile_path)[:20].strip()
+        try:
+            self.profile_path.unlink()
+        except OSError:
+            self._profile_remains = True
+        return min(max(int(text), 1), MOST_STEPS) if text.isdecimal() else DEFAULT_PROFILE_STEPS
+
+    def close(self) -> None:
+        """Remove SAVE: the last step of this process has been saved."""
+        self._remove()
+
+    def _modified(self) -> int:
+        """Return the modification time of SAVE in ns; 0 if there is no such file."""
+        with contextlib.suppress(OSError):
+            return self.save_path.stat().st_mtime_ns
+        return 0
+
+    def _remove(self) -> None:
+        with contextlib.suppress(OSError):
+            self.save_path.unlink()

@@ -29,7 +29,7 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -38,6 +38,8 @@ from pretrain.config.flags.arguments import RunArguments
 from pretrain.distributed.process import ROOT
 from pretrain.distributed.world import World
 from pretrain.errors import HANG
+from pretrain.resilience.launcher_watch import LauncherWatch
+from pretrain.resilience.run_lock import RunLock
 from pretrain.resilience.watched_state import BEATS, FLAGS, PHASES, STACKS_SIGNAL, STATE
 
 _LAST_COLLECTIVES = 100  # torch keeps 2000, which take 1 MB
@@ -152,6 +154,24 @@ class Watchdog:
             with contextlib.suppress(subprocess.TimeoutExpired):  # its report thread waits for storage
                 self._watcher.wait(2.0)
             faulthandler.unregister(STACKS_SIGNAL)
+
+
+@dataclass(frozen=True)
+class RankGuards:
+    """The guards of one rank's process, as opposed to those of its steps (`Guard`, `ReplicaCheck`)."""
+
+    lock: RunLock
+    launcher: LauncherWatch
+    watchdog: Watchdog
+
+
+@contextlib.contextmanager
+def rank_guards(run: Path, world: World, time_outs: TimeOuts, launcher: LauncherWatch) -> Iterator[RankGuards]:
+    """Start the guards of a rank before it imports torch: hold the lock of the run folder, and run the watchdog.
+
+    Raises ConfigError if another start holds the lock."""
+    with RunLock(run, active=world.rank == 0) as lock, Watchdog(run, world, time_outs) as watchdog:
+        yield RankGuards(lock, launcher, watchdog)
 
 
 def _rows(limits: dict[str, tuple[float, str]]) -> dict[str, tuple[int, int, int]]:

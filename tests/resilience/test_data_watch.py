@@ -47,7 +47,7 @@ def test_two_runs_may_hash_the_same_data_at_the_same_time(start: Starter, data: 
                                                           monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pretrain.resilience.data_watch._FAST_S", -1.0)
     monkeypatch.setattr("pretrain.resilience.data_watch._POLL_S", 0.0)
-    monkeypatch.setattr("pretrain.resilience.source_watch._STORE_S", 0.0)
+    monkeypatch.setattr("pretrain.resilience.data_watch._STORE_S", 0.0)
     starts = [start(data), start(data)]
     runs = [watch_data(each) for each in starts]
     hashed = [each.plan.datasets["train"].sources[0] for each in starts]

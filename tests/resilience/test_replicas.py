@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from pretrain.engine import replicas
+from pretrain.resilience import replicas
 from pretrain.resilience.replicas import checksum
 
 INTEGERS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pretrain.resilience.spikes import SpikeWindow
+from pretrain.resilience.guard import SpikeWindow
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "quickstart_curve.txt"  # of a run of launch/quickstart.yaml, 300 steps
 LENGTH, THRESHOLD = 32, 6.0

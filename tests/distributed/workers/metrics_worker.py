@@ -16,8 +16,7 @@ from pretrain.distributed.process import ROOT
 from pretrain.distributed.world import running_environment
 from pretrain.engine.steps import eval_batch, grad_norm, open_loader, train_batch
 from pretrain.resilience.launcher_watch import LauncherWatch
-from pretrain.resilience.rank_guards import rank_guards
-from pretrain.resilience.watchdog import NO_LIMITS
+from pretrain.resilience.watchdog import NO_LIMITS, rank_guards
 from tests.distributed.workers.fake_services import install_fake_services
 from tests.distributed.workers.worker import Case, end, engine_of, start_of
 from tests.support.cases_loop import each_case
