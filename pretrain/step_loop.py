@@ -13,8 +13,7 @@ from pretrain.distributed.collectives import from_rank_0
 from pretrain.engine.attachments import attachments
 from pretrain.engine.build import DeepSpeedEngine
 from pretrain.engine.steps import eval_batch, learning_rate, train_batch
-from pretrain.monitor.announce import EARLY_STOP, announce_end, early_end_line
-from pretrain.monitor.batch_ramp import BatchRamp
+from pretrain.monitor.announce import EARLY_STOP, BatchRamp, announce_end, early_end_line
 from pretrain.monitor.meter import Meter
 from pretrain.monitor.profiler import Profiler
 from pretrain.monitor.timeline import PipelineTimeline

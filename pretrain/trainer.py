@@ -33,8 +33,7 @@ from pretrain.engine.steps import open_loader
 from pretrain.engine.update_guard import guard_updates
 from pretrain.engine.update_statistics import measure_updates
 from pretrain.errors import FINISHED, STOPPED
-from pretrain.monitor.announce import EARLY_STOP, announce_start, early_end_line
-from pretrain.monitor.batch_ramp import BatchRamp
+from pretrain.monitor.announce import EARLY_STOP, BatchRamp, announce_start, early_end_line
 from pretrain.monitor.meter import Meter
 from pretrain.monitor.profiler import Profiler
 from pretrain.monitor.read_run_folder import is_evaluated, recorded_kernels, recorded_layer_times

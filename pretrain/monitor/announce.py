@@ -1,26 +1,43 @@
-"""Lines and events of a run's start and end: on the terminal, in run.json and in events.jsonl."""
+"""What a run reports of its start, its end and its batch size: in run.json, in events.jsonl and on the terminal."""
 
+import os
+import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from deepspeed.accelerator import get_accelerator
 
 from pretrain.config.layout import Layout
 from pretrain.config.validate import Plan
+from pretrain.data.data_spec import absolute_words
+from pretrain.data.token_schedules import BatchSizes
+from pretrain.data.tokenizers.tokenizer import absolute_tokenizer
 from pretrain.distributed.collectives import gather
 from pretrain.distributed.world import World
+from pretrain.engine.layer_times import layer_times_record
 from pretrain.errors import GUARD, GuardError
 from pretrain.model.config import ModelConfig
+from pretrain.model.kernels.cpu.choice import chosen
 from pretrain.model.partition import layer_costs, stage_bounds
-from pretrain.monitor.environment import host_record
-from pretrain.monitor.run_record import run_record
+from pretrain.monitor.environment import (
+    code_record,
+    command,
+    environment_variables,
+    host_record,
+    software,
+    versions,
+)
+from pretrain.monitor.environment import without_credentials as plain
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.paths import STOP_FILE
 from pretrain.terminal.screen import Screen
 
 EARLY_STOP = "early_stop"  # the event, and the reason of the event "stop"
+_DATA_FLAGS = ("train_data", "valid_data", "test_data")
 
 
 def announce_start(plan: Plan, world: World, screen: Screen, folder: RunFolder, *, first_step: int,
@@ -63,6 +80,56 @@ def announce_start(plan: Plan, world: World, screen: Screen, folder: RunFolder, 
     else:
         screen.line(f"resumed from {resumed_from}")
         folder.event("resume", step=first_step, path=str(resumed_from))
+
+
+def run_record(plan: Plan, hosts: Sequence[dict[str, Any]], *, first_step: int,
+               resumed_from: Path | None) -> dict[str, Any]:
+    """Return the record of one start: everything that the result of the run depends on.
+
+    Args:
+        hosts: `host_record` of each rank's host, in rank order.
+        first_step: number of steps that were done before this start.
+        resumed_from: checkpoint that the start continues from.
+    """
+    layout, code, kernels = plan.layout, code_record(Path(plan.args.save)), chosen()
+    ranks = Counter(host["host"] for host in hosts)
+    different_hosts = {host["host"]: host for host in hosts}.values()
+    return {
+        "time": time.time(), "first_step": first_step,
+        "command": command(), "environment": environment_variables(os.environ),
+        "flags": _flags(plan),
+        "deepspeed_config": plan.ds_config, "given_deepspeed_config": plan.given_config,
+        "schedule": asdict(plan.schedule) if plan.schedule else None,
+        "origin": asdict(plan.origin) if plan.origin else None,
+        "resumed_from": None if resumed_from is None else str(resumed_from.absolute()),
+        "lineage": list(plan.lineage), "overrides": list(plan.overrides),
+        "model_config": plan.model.hf_config, "num_parameters": plan.model.num_parameters(),
+        **({"active_parameters": plan.model.num_parameters(active=True)} if plan.model.num_experts else {}),
+        "train_steps": plan.train_steps, "seed": plan.args.seed,
+        "layout": {"world_size": layout.world_size, "data_parallel_size": layout.data_parallel_size,
+                   "pipeline_stages": layout.pipeline_stages, "tensor_parallel_size": layout.tensor_parallel_size,
+                   "sequence_parallel_size": layout.sequence_parallel_size,
+                   "expert_parallel_size": layout.expert_parallel_size, "zero_stage": layout.zero_stage,
+                   "precision": layout.precision},
+        "batch": {"micro_batch_size": layout.micro_batch_size,
+                  "gradient_accumulation_steps": layout.gradient_accumulation_steps,
+                  "global_batch_size": layout.global_batch_size},
+        "data": {name: dataset.fingerprint for name, dataset in plan.datasets.items()},
+        "tokenizer": plan.tokenizer.fingerprint if plan.tokenizer else None,
+        "layer_times": layer_times_record(plan),
+        "cpu_kernels": asdict(kernels) if kernels else None,
+        "versions": versions(), "software": software(), "git_commit": code["commit"], "code": code,
+        "hosts": sorted(ranks),
+        "hardware": [{**host, "ranks": ranks[host["host"]]} for host in different_hosts],
+    }
+
+
+def _flags(plan: Plan) -> dict[str, Any]:
+    """Return all flags, with absolute paths of data and tokenizer: tools read these files in any working directory."""
+    args = plan.args
+    flags = {**asdict(args), "tokenizer": args.tokenizer and absolute_tokenizer(args.tokenizer),
+             **{name: absolute_words(getattr(args, name)) for name in _DATA_FLAGS}}
+    return {name: plain(value) if isinstance(value, str) else value for name, value in flags.items()}
 
 
 def _parameters_text(model: ModelConfig) -> str:
@@ -121,3 +188,21 @@ def announce_end(plan: Plan, step: int, stopped_by: str, losses: dict[str, float
         screen.line(f"stopped by {stopped_by}: saved global_step{step}; {remedy}the same command continues")
     else:
         screen.line(f"stopped by --exit_step: saved global_step{step} of {plan.train_steps} steps in {plan.args.save}")
+
+
+class BatchRamp:
+    """The global batch size of each step. It reports each change once, also if a resume lies just before it."""
+
+    def __init__(self, sizes: BatchSizes, folder: RunFolder, screen: Screen) -> None:
+        self._sizes, self._folder, self._screen = sizes, folder, screen
+        self._last: int | None = None  # batch size of the last step
+
+    def size_at(self, step: int, consumed_samples: int) -> int:
+        """Return the batch size of step number `step`, which begins at this data position."""
+        before = self._sizes.ending_at(consumed_samples) if self._last is None else self._last
+        size = self._last = self._sizes.at(consumed_samples)
+        if size != before and step > 1:
+            self._folder.event("batch", step=step, global_batch_size=size, before=before,
+                               consumed_samples=consumed_samples)
+            self._screen.line(f"step {step}: the global batch grows from {before} to {size} samples")
+        return size

@@ -15,13 +15,19 @@ from pretrain.config.validate import Plan
 from pretrain.data.loader import MicroBatch
 from pretrain.engine.phases import PhaseTimers
 from pretrain.engine.update_statistics import GradientStats, UpdateSize
-from pretrain.monitor.all_ranks import HighestLoss, combine_ranks
 from pretrain.monitor.device_values import power_watts
 from pretrain.monitor.goodput import Goodput
-from pretrain.monitor.lines import evaluation_line, format_duration, row_line
 from pretrain.monitor.observations import Observations
 from pretrain.monitor.sinks import Sinks
-from pretrain.monitor.training_row import Interval, training_row
+from pretrain.monitor.training_row import (
+    HighestLoss,
+    Interval,
+    combine_ranks,
+    evaluation_line,
+    format_duration,
+    row_line,
+    training_row,
+)
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.terminal.screen import Screen
 

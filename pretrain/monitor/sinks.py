@@ -1,16 +1,21 @@
 """DeepSpeed's monitors (TensorBoard, W&B, CSV, Comet) and Trackio get the values of metrics.jsonl."""
 
+import contextlib
+import io
 import math
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 from deepspeed import DeepSpeedEngine
 
 from pretrain.engine.patches.monitors import SurvivingMonitor, take_monitors
-from pretrain.monitor.trackio import Event, TrackioMonitor
 
 _NAMES = {"loss": "train_loss"}  # DeepSpeed's name
 _NOT_SENT = ("consumed_samples", "time")  # the x-axis; the monitors record the time themselves
+
+Event = tuple[str, float, int]
+"""(name, value, consumed samples), as DeepSpeed's monitors take it"""
 
 
 class Sinks:
@@ -45,3 +50,31 @@ def events_of(row: dict[str, Any]) -> list[Event]:
         names = {key: f"Train/Samples/{_NAMES.get(key, key)}" for key in row if key not in _NOT_SENT}
     return [(name, row[key], samples) for key, name in names.items()
             if isinstance(row[key], (int, float)) and math.isfinite(row[key])]
+
+
+class TrackioMonitor:
+    """Writes events to a project of Trackio, which is no monitor of DeepSpeed. A run that resumes continues its curves.
+
+    Args:
+        project: name of the project.
+        run: run folder; the name of its last part is that of the run.
+    """
+
+    def __init__(self, project: str, run: Path) -> None:
+        import trackio
+
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints how to open its dashboard
+            self._run: Any = trackio.init(project=project, name=run.absolute().name, resume="allow", embed=False,
+                                          auto_log_gpu=False, auto_log_cpu=False)
+
+    def write_events(self, events: list[Event]) -> None:
+        values: dict[int, dict[str, float]] = defaultdict(dict)
+        for name, value, samples in events:
+            values[samples][name] = value
+        for samples, row in values.items():
+            self._run.log(row, step=samples)
+
+    def finish(self) -> None:
+        """Wait until everything is written."""
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            self._run.finish()

@@ -1,20 +1,83 @@
-"""The row of metrics.jsonl for a logged step; tools/metrics.md defines its keys."""
+"""The row of metrics.jsonl for a logged step, whose keys tools/metrics.md defines, and its line of text."""
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 
 from pretrain.config.validate import Plan
 from pretrain.distributed.process import resident_bytes
-from pretrain.engine.phases import BACKWARD, FORWARD, OPTIMIZER, REDUCE, overlaps_reduction
+from pretrain.engine.phases import BACKWARD, FORWARD, OPTIMIZER, PHASES, REDUCE, WAIT, overlaps_reduction
 from pretrain.engine.recipe import recipe_values, router_values
-from pretrain.engine.steps import grad_norm, loss_scale
+from pretrain.engine.steps import grad_norm, loss_scale, rank_loss
 from pretrain.model.flops import exact_flops_per_token, flops_per_token
-from pretrain.monitor.all_ranks import AllRanks
 from pretrain.monitor.device_values import device_peak_tflops, memory_bytes
+
+
+class HighestLoss:
+    """Highest mean loss of this data-parallel rank over the steps since the last row, kept on the device."""
+
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        self._engine = engine
+        self._start = self._highest = torch.full((), -torch.inf, device=engine.device)
+
+    def observe(self) -> None:
+        """Add the step that the engine has just trained. Does not wait for the device. NaN remains NaN."""
+        self._highest = torch.maximum(self._highest, rank_loss(self._engine).float())
+
+    def take(self) -> torch.Tensor:
+        """Return the value, and restart. Does not wait for the device."""
+        highest, self._highest = self._highest, self._start
+        return highest
+
+
+@dataclass(frozen=True)
+class AllRanks:
+    """Values of all ranks, for a row."""
+
+    loss_max: float
+    data_seconds: float  # in each step, on the rank that waited longest for its data
+    phase_ms: dict[str, float]  # in each step, mean over the ranks
+    pipeline_ms: float  # from the start of a step to the end of its last backward pass, on the slowest rank
+    power_watts: float | None  # mean over the ranks' devices; None if no rank can read it
+    param_norm: float  # NaN if it was not measured
+    update_ratio: float
+
+    @property
+    def pipeline_bubble(self) -> float | None:
+        """Fraction of the forward and backward pass in which a pipeline stage computes nothing: mean over the ranks."""
+        busy = self.phase_ms[FORWARD] + self.phase_ms[BACKWARD]
+        return 1 - busy / self.pipeline_ms if self.pipeline_ms > 0 else None
+
+
+def combine_ranks(loss_max: torch.Tensor, *, data_seconds: float, phase_ms: dict[str, float],
+                  power_watts: float | None, squares: torch.Tensor) -> AllRanks:
+    """Return the values of all ranks. Collective; waits for the device.
+
+    Args:
+        loss_max: result of HighestLoss.take.
+        squares: result of UpdateSize.take_squares.
+    """
+    before_update = phase_ms[FORWARD] + phase_ms[BACKWARD] + phase_ms[WAIT]
+    own = [*(phase_ms[phase] for phase in PHASES), power_watts or 0.0, float(power_watts is not None)]
+    sums = torch.cat([squares, torch.tensor(own, dtype=torch.float64, device=squares.device)])
+    times = torch.tensor([data_seconds, before_update], dtype=torch.float64, device=squares.device)
+    maxima = torch.cat([loss_max.double().reshape(1), times])
+    dist.all_reduce(sums)
+    dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+    parameters, changed, sampled, *phases, watts, devices = sums.tolist()
+    highest, slowest_data, longest = maxima.tolist()
+    ranks = dist.get_world_size()
+    return AllRanks(
+        loss_max=highest, data_seconds=slowest_data,
+        phase_ms={phase: total / ranks for phase, total in zip(PHASES, phases, strict=True)}, pipeline_ms=longest,
+        power_watts=watts / devices if devices else None, param_norm=math.sqrt(parameters),
+        update_ratio=math.sqrt(changed / sampled) if sampled else math.nan)
 
 
 @dataclass(frozen=True)
@@ -79,3 +142,34 @@ def _rates(plan: Plan, interval: Interval, length: int) -> dict[str, float | Non
 def _memory() -> dict[str, int]:
     now_bytes, peak_bytes = memory_bytes()
     return {"memory_bytes": now_bytes, "peak_memory_bytes": peak_bytes, "host_memory_bytes": resident_bytes()[0]}
+
+
+def format_duration(seconds: float) -> str:
+    """Format as hours, minutes and seconds: 1:02:03."""
+    hours, rest = divmod(int(seconds), 3600)
+    return f"{hours}:{rest // 60:02}:{rest % 60:02}"
+
+
+def row_line(row: dict[str, Any], *, train_steps: int, fp16: bool, columns: int | None) -> str:
+    """Format a training row as a line of text.
+
+    If the line is longer than `columns`, its last parts are dropped. They are the least important parts, and the status
+    line also shows the speed and the ETA.
+    """
+    parts = [f"step {row['step']:>7}/{train_steps}", f"loss {row['loss']:.4f}", f"lr {row['lr']:.2e}",
+             f"grad norm {row['grad_norm']:.3f}"]
+    if fp16:
+        parts.append(f"scale {row['loss_scale']:g} (skipped {row['skipped_steps']})")
+    parts.append(f"{row['tokens_per_second']:,.0f} tokens/s")
+    parts.append(f"MFU {row['mfu']:.1%}" if row["mfu"] is not None else f"{row['tflops_per_device']:.2f} TFLOP/s")
+    parts += [f"{row['memory_bytes'] / 2**30:.1f} GiB", f"ETA {format_duration(row['eta_seconds'])}"]
+    while columns is not None and len("  ".join(parts)) > columns and len(parts) > 2:
+        parts.pop()
+    return "  ".join(parts)
+
+
+def evaluation_line(row: dict[str, Any]) -> str:
+    """Format an evaluation row as a line of text."""
+    note = f"  (mean of {row['mean_of_sets']} sets)" if "mean_of_sets" in row else ""
+    return (f"step {row['step']:>7}  {row['split']} loss {row['eval_loss']:.4f}  perplexity {row['eval_ppl']:.2f}"
+            f"{note}")

@@ -5,8 +5,8 @@ import math
 import resource
 from pathlib import Path
 
-from pretrain.monitor.lines import format_duration
 from pretrain.monitor.read_run_folder import read_metrics, read_rows
+from pretrain.monitor.training_row import format_duration
 from pretrain.monitor.write_run_folder import RunFolder
 
 

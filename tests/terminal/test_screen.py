@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from pretrain.monitor import meter
-from pretrain.monitor.lines import row_line
+from pretrain.monitor.training_row import row_line
 from pretrain.resilience.lease_file import read_lease
 from pretrain.resilience.run_lock import LOCK
 from tests.support.launch import ROOT, free_port
