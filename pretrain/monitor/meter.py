@@ -15,7 +15,6 @@ from pretrain.config.validate import Plan
 from pretrain.data.loader import MicroBatch
 from pretrain.engine.phases import PhaseTimers
 from pretrain.engine.update_statistics import GradientStats, UpdateSize
-from pretrain.monitor.device_values import power_watts
 from pretrain.monitor.goodput import Goodput
 from pretrain.monitor.observations import Observations
 from pretrain.monitor.sinks import Sinks
@@ -25,6 +24,7 @@ from pretrain.monitor.training_row import (
     combine_ranks,
     evaluation_line,
     format_duration,
+    power_watts,
     row_line,
     training_row,
 )

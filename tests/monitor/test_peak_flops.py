@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from pretrain.monitor import device_values
+from pretrain.monitor import training_row
 from pretrain.monitor.peak_flops import peak_tflops
 
 
@@ -25,8 +25,8 @@ def test_peak_flops_of_a_device(name: str, precision: str, expected: float | Non
 def test_mfu_divides_by_the_peak_of_the_products(monkeypatch: pytest.MonkeyPatch, precision: str, tf32: bool,
                                                  expected: float) -> None:
     """Mocked, because it is the same on machines without a GPU: the device and its name."""
-    monkeypatch.setattr(device_values, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cuda"))
+    monkeypatch.setattr(training_row, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
     plan: Any = SimpleNamespace(args=SimpleNamespace(peak_tflops=None, tf32=tf32),
                                 layout=SimpleNamespace(precision=precision))
-    assert device_values.device_peak_tflops(plan) == expected
+    assert training_row.device_peak_tflops(plan) == expected
