@@ -48,7 +48,7 @@ class Parameter:
 
     @property
     def is_matrix(self) -> bool:
-        """Return whether it has two or more dimensions; if so, weight decay applies (engine/parameter_groups.py)."""
+        """Return whether it has two or more dimensions; if so, weight decay applies (engine/optimizer.py)."""
         return len(self.shape) >= 2
 
     @cached_property
