@@ -28,7 +28,7 @@ from pretrain.data.samples.dataset import SampleDataset
 from pretrain.distributed.process_group import init_process_group
 from pretrain.distributed.world import running_environment
 from pretrain.engine.build import deepspeed_output
-from pretrain.engine.parameter_groups import parameter_groups
+from pretrain.engine.optimizer import parameter_groups
 from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig
 from pretrain.model.hf_weights import to_transformers

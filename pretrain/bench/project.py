@@ -34,8 +34,7 @@ from pretrain.model.flops import layer_flops_per_token
 from pretrain.model.layers.block import Block
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.resilience.launcher_watch import LauncherWatch
-from pretrain.resilience.rank_guards import rank_guards
-from pretrain.resilience.watchdog import TimeOuts
+from pretrain.resilience.watchdog import TimeOuts, rank_guards
 from pretrain.terminal.screen import Screen
 
 _COMMIT_TIMEOUT_S = 600  # limit for the commit of a save

@@ -146,7 +146,7 @@ def main() -> None:
 
 
 def _run(job: BaselineJob, requests: RequestLoop) -> None:
-    from pretrain.engine.operators.operator_cache import cache_operators
+    from pretrain.engine.operator_cache import cache_operators
 
     cache_operators()  # all baselines use the same compiled operators
     module, function = job.main.split(".")
