@@ -177,10 +177,11 @@ class Layout:
 
 
 def parse_layout(config: Mapping[str, Any], *, world_size: int, seq_length: int, device_kind: str,
-                 name: str = "") -> Layout:
+                 name: str = "", **of_flags: Any) -> Layout:
     """Parse the layout from a DeepSpeed JSON that has no "auto" values and no old key names.
 
-    Keys that are missing or null have DeepSpeed's defaults. Raises ConfigError for invalid values.
+    Keys that are missing or null have DeepSpeed's defaults. `of_flags` are the fields that flags set. Raises
+    ConfigError for invalid values.
     """
     get = _Getter(config)
     tensor_parallel_size = max(get.integer(f"tensor_parallel.{key}", 1)
@@ -194,7 +195,7 @@ def parse_layout(config: Mapping[str, Any], *, world_size: int, seq_length: int,
         sequence_parallel_size=get.integer("sequence_parallel_size", 1),
         expert_parallel_size=get.integer("expert_parallel.autoep_size", 1) if get("expert_parallel.enabled") else 1,
         **_zero(get, zero_stage), **_precision(get), **_optimizer(get), **_offload(get, zero_stage),
-        **_pipeline(get)).check()
+        **_pipeline(get), **of_flags).check()
 
 
 class _Getter:

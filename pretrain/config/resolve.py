@@ -91,25 +91,30 @@ def resolve_ds_config(file: DsFile, args: RunArguments, *, model: ModelConfig, w
     length = run_length(args.train_steps, args.train_tokens, batch_sizes=batch_sizes, seq_length=args.seq_length,
                         first_sample=args.first_sample)
     rate = scale_rates(config, fill_optimizer(completed, config, args), args)
-    if not device.compiles and config["optimizer"]["type"].lower() in ("adam", "adamw") and \
-            get_value(config, "zero_optimization.offload_optimizer.device", "none") == "none":
-        params = config["optimizer"]["params"]
-        params["torch_adam"] = True  # DeepSpeed's FusedAdam must be compiled with nvcc
-        if params.get("foreach") is None:
-            params["fused"] = True  # one kernel for all operations, and no temporary memory
-    row = OPTIMIZERS[config["optimizer"]["type"].lower()]
-    if zero_stage > 0 and row.elementwise and not row.tested_with_zero:
-        config["zero_allow_untested_optimizer"] = True  # otherwise DeepSpeed rejects them with ZeRO
+    _select_optimizer_class(config, zero_stage, device)
     fill_model_sizes(config, model, zero_stage)
     fill_scheduler(file, config, args, length.train_steps, rate)
     fill_nvme_path(file, config, args)
     fill_reports(config, args, zero_stage)
-    layout = replace(parse_layout(config, world_size=world_size, seq_length=args.seq_length, device_kind=device.kind),
-                     document_attention=args.document_attention, recompute=args.recompute or "none",
-                     recompute_every=args.recompute_every, mlp_tiles=args.mlp_tiles)
+    layout = parse_layout(config, world_size=world_size, seq_length=args.seq_length, device_kind=device.kind,
+                          document_attention=args.document_attention, recompute=args.recompute or "none",
+                          recompute_every=args.recompute_every, mlp_tiles=args.mlp_tiles)
     return ResolvedConfig(file=file, config=config, args=args, model=model, device=device, layout=layout,
                           length=length, schedule=_schedule(file, config, args, length),
                           ignored_keys=tuple(ignored))
+
+
+def _select_optimizer_class(config: dict[str, Any], zero_stage: int, device: Device) -> None:
+    """Set the keys by which DeepSpeed selects a class that works here, and accepts it with ZeRO."""
+    kind, params = config["optimizer"]["type"].lower(), config["optimizer"]["params"]
+    offload = get_value(config, "zero_optimization.offload_optimizer.device", "none")
+    if not device.compiles and kind in ("adam", "adamw") and offload == "none":
+        params["torch_adam"] = True  # DeepSpeed's FusedAdam must be compiled with nvcc
+        if params.get("foreach") is None:
+            params["fused"] = True  # one kernel for all operations, and no temporary memory
+    row = OPTIMIZERS[kind]
+    if zero_stage > 0 and row.elementwise and not row.tested_with_zero:
+        config["zero_allow_untested_optimizer"] = True  # otherwise DeepSpeed rejects them with ZeRO
 
 
 def _schedule(file: DsFile, config: dict[str, Any], args: RunArguments, length: RunLength) -> Schedule | None:

@@ -3,12 +3,12 @@
 `layout_rules.py` has the rows for parallelism, ZeRO, offload and precision. `check_rules` checks all of them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 from pretrain.config import layout_rules
-from pretrain.config.ds_json.optimizers import OPTIMIZERS, REQUIRED_SCHEDULER_PARAMS
+from pretrain.config.ds_json.optimizers import OPTIMIZERS, REQUIRED_SCHEDULER_PARAMS, Optimizer
 from pretrain.config.layout_rules import OFFLOAD_DEVICE, ZERO, Rule
 from pretrain.config.profiles import parse_ranks, parse_steps
 from pretrain.config.resolve import ResolvedConfig
@@ -20,11 +20,17 @@ _GPU_ONLY_PARAMS = ("set_grad_none", "lr_decay", "initial_accumulator_value")
 _TORCH_ADAM_PARAMS = ("lr", "betas", "eps", "weight_decay", "foreach", "fused", "torch_adam", "adam_w_mode")
 
 
+def _names(is_right: Callable[[Optimizer], bool]) -> str:
+    """Return the names of some optimizers: `Adam, AdamW or Lion`."""
+    *names, last = (row.name for row in OPTIMIZERS.values() if is_right(row))
+    return f"{', '.join(names)} or {last}"
+
+
 def optimizer_of_device(run: ResolvedConfig) -> Iterator[Rule]:
     """Optimizers that do not work on the device, with the offload or with ZeRO."""
     layout, device, key = run.layout, run.device.kind, "optimizer.type"
     kind, row, offloaded = layout.optimizer, OPTIMIZERS[layout.optimizer], layout.offload_optimizer != "none"
-    yield Rule(offloaded and not row.on_cpu, key, "Adam, AdamW, Lion, Muon or Adagrad, which run on the CPU",
+    yield Rule(offloaded and not row.on_cpu, key, f"{_names(lambda row: row.on_cpu)}, which run on the CPU",
                "or remove zero_optimization.offload_optimizer")
     yield Rule(kind == "adagrad" and layout.zero_stage > 0 and not offloaded, key,
                f'{OFFLOAD_DEVICE} "cpu" for Adagrad with ZeRO',
@@ -250,7 +256,7 @@ def mup(run: ResolvedConfig) -> Iterator[Rule]:
     yield Rule(model.embedding_scale != 1, flag, problem=f"{model.architecture} multiplies the embeddings by "
                f"{model.embedding_scale:g}, which depends on the width", remedy="leave the flag out")
     yield Rule(not OPTIMIZERS[run.layout.optimizer].scale_free, "optimizer.type",
-               "Adam, AdamW or Lion with --mup_base_width",
+               f"{_names(lambda row: row.scale_free)} with --mup_base_width",
                "the learning rates of muP are different for other optimizers")
     yield Rule(run.schedule is None, "scheduler", problem="it sets one learning rate for all parameters, but "
                "--mup_base_width needs several", remedy='remove the "scheduler" block, and use --lr_schedule')
