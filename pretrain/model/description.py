@@ -17,11 +17,11 @@ These are queries on the description:
 | names in checkpoints, complete shapes, parts of a rank | `named_parameters`, parameters.py, `part_of_rank` |
 | names in transformers, and conversions | hf_names.py, `tensor_rules`, with the names that each family gives |
 | number of parameters, FLOPs, costs of pipeline stages | `num_parameters`, flops.py, partition.py |
-| what a layer keeps for the backward pass | pretrain/memory/estimate/activations.py, one function for each operator |
+| what a layer keeps for the backward pass | operator_memory.py: each operator; layer_memory.py: their sum for a layer |
 | memory and predicted time of a layout | pretrain/memory/, which has no other description of a model |
 
 A new kind of block: its choice is a field of ModelConfig, its parameters stand in `_block_parameters`, layers/ computes
-it, and the table's last but one row says what it keeps.
+it, and layer_memory.py says what it keeps.
 """
 
 from collections.abc import Iterator, Mapping

@@ -49,8 +49,8 @@ def output_and_gradients(compute, inputs, grad, *arguments, **keywords) -> list[
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Blocks of 3 queries, and one sample at a time."""
-    monkeypatch.setattr(cpu_attention, "_ROWS", 3)
-    monkeypatch.setattr(cpu_attention, "_SCORES_PER_THREAD", 1)
+    monkeypatch.setattr(cpu_attention, "ATTENTION_ROWS", 3)
+    monkeypatch.setattr(cpu_attention, "CPU_SCORES", 1)
 
 
 @pytest.mark.usefixtures("small_blocks")

@@ -87,7 +87,7 @@ def test_results_in_c_do_not_depend_on_the_number_of_threads():
 @pytest.mark.parametrize("terms", TERMS, ids=["cross_entropy", "all_terms"])
 def test_the_operator_is_as_precise_with_c_as_with_torchs_operators(terms, monkeypatch):
     """Chunks of 7 tokens, the last one with 4; a tied weight that is not contiguous; half of the tokens masked."""
-    monkeypatch.setattr(fused_loss, "_TOKENS", 7)
+    monkeypatch.setattr(fused_loss, "CHUNK_TOKENS", 7)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 16, 24, generator=generator).bfloat16().requires_grad_()
     weight = torch.randn(24, 301, generator=generator).bfloat16().t().requires_grad_()

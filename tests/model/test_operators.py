@@ -39,8 +39,8 @@ def plain_logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Split 18 tokens into chunks of 5, 5, 5 and 3, and each chunk into groups of 2 rows."""
-    monkeypatch.setattr(fused_loss, "_TOKENS", 5)
-    monkeypatch.setattr(fused_loss, "_CPU_ELEMENTS", 37 * 2 // torch.get_num_threads())
+    monkeypatch.setattr(fused_loss, "CHUNK_TOKENS", 5)
+    monkeypatch.setattr(fused_loss, "CPU_LOGITS", 37 * 2 // torch.get_num_threads())
 
 
 HEADS = pytest.mark.parametrize(("with_bias", "softcap"), [(False, 0.0), (True, 0.0), (True, 2.0)],
@@ -104,7 +104,7 @@ def test_the_error_of_the_fused_loss_does_not_grow_with_the_tokens(tokens, dtype
     if in_c and (dtype != torch.bfloat16 or not library.has_library()):
         pytest.skip("the functions in C are for bf16, and need a C compiler")
     monkeypatch.setattr(fused_loss, "uses_c", lambda *_: in_c)
-    monkeypatch.setattr(fused_loss, "_CPU_PRODUCT", 32 * 100)  # parts of 100 words, the last one with 57
+    monkeypatch.setattr(fused_loss, "CPU_PRODUCT", 32 * 100)  # parts of 100 words, the last one with 57
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(shape, generator=generator).to(dtype) for shape in ((1, tokens, 32), (257, 32), (257,))]
     labels = torch.randint(0, 257, (1, tokens), generator=generator)

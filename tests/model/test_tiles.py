@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pretrain.memory.estimate.layer_activations import block_backward, block_saved
-from pretrain.memory.estimate.rank_parameters import MicroBatch
 from pretrain.model.config import ModelConfig, model_config_from
 from pretrain.model.init import initialize_parameters
+from pretrain.model.layer_memory import block_backward, block_saved
 from pretrain.model.layer_specs import as_module
 from pretrain.model.layers.block import Block
 from pretrain.model.layers.rope import Rope
+from pretrain.model.operator_memory import MicroBatch
 from pretrain.model.recompute import Recompute
 from tests.support.block_memory import measure_block
 from tests.support.model_shapes import SHAPES

@@ -20,7 +20,7 @@ from pretrain.memory.compare.combinations import (
     impossible_reason,
 )
 from pretrain.memory.hardware import Cluster
-from pretrain.memory.step_time.predicted_layer_times import with_predicted_times
+from pretrain.memory.step_time.kernel_time import with_predicted_times
 from pretrain.model.description import ModelConfig
 
 _REDUCE_BUCKET = 2**24  # elements; 32 MiB in bf16

@@ -7,11 +7,12 @@ runtime/zero/stage_1_and_2.py, stage3.py, runtime/bf16_optimizer.py, runtime/fp1
 
 from pretrain.config.layout import Layout
 from pretrain.memory.estimate.optimizer_wrappers import master_weight_bytes, optimizer_wrapper, reduces_gradients
-from pretrain.memory.estimate.rank_parameters import FP32, Rank, local_size
+from pretrain.memory.estimate.rank_parameters import Rank, local_size
 from pretrain.memory.estimate.states import overlapping_elements, padded_size, reduce_buckets_bytes
 from pretrain.memory.estimate.states_zero3 import retained_gradients, sub_group_sizes
 from pretrain.memory.footprint import Footprint
 from pretrain.model.description import Layer
+from pretrain.model.operator_memory import FP32
 
 _FP64 = 8
 _NORM_ELEMENTS = 250_000_000  # DeepSpeed computes a norm in pieces of this size (_constant_buffered_norm2)

@@ -6,7 +6,8 @@ A wrapper is the class that DeepSpeed puts around the optimizer. It owns the mas
 from collections.abc import Iterator
 
 from pretrain.config.layout import Layout
-from pretrain.memory.estimate.rank_parameters import FP32, ParameterGroup
+from pretrain.memory.estimate.rank_parameters import ParameterGroup
+from pretrain.model.operator_memory import FP32
 
 Allocation = tuple[tuple[str, str], int]  # ((role, location), bytes)
 

@@ -15,22 +15,28 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from pretrain.memory.estimate.activations import hidden_states_bytes
 from pretrain.memory.estimate.gradients import (
     gradients_in_backward,
     gradients_in_optimizer_step,
     gradients_in_reduction,
     reduction_in_backward,
 )
-from pretrain.memory.estimate.layer_activations import block_backward, layer_input_bytes, layer_saved, saved_input_bytes
-from pretrain.memory.estimate.loss_activations import loss_backward, loss_peak, loss_saved
-from pretrain.memory.estimate.masks import document_bytes, shared_mask_bytes
 from pretrain.memory.estimate.optimizer_wrappers import optimizer_wrapper
-from pretrain.memory.estimate.rank_parameters import INT64, MicroBatch, Rank, pipeline_stage_layers
+from pretrain.memory.estimate.rank_parameters import Rank, pipeline_stage_layers
 from pretrain.memory.estimate.states import states_of_rank
 from pretrain.memory.estimate.states_zero3 import persistent_elements
 from pretrain.memory.footprint import Footprint
 from pretrain.model.description import Layer, ModelConfig
+from pretrain.model.layer_memory import (
+    block_backward,
+    layer_input_bytes,
+    layer_saved,
+    loss_backward,
+    loss_peak,
+    loss_saved,
+    saved_input_bytes,
+)
+from pretrain.model.operator_memory import INT64, MicroBatch, document_bytes, hidden_states_bytes, shared_mask_bytes
 from pretrain.model.recompute import Recompute
 
 

@@ -7,45 +7,8 @@ from itertools import accumulate
 from pretrain.config.layout import Layout
 from pretrain.distributed.device import multiplies_bf16_on_x86
 from pretrain.model.description import Layer, ModelConfig, Parameter
+from pretrain.model.operator_memory import MicroBatch
 from pretrain.model.partition import layer_costs, stage_bounds
-
-FP32, INT64 = 4, 8  # bytes of an element
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """One micro-batch on one rank."""
-
-    tokens: int  # on this rank: samples * positions / ranks that share a sequence
-    seq_length: int  # positions of a complete sample
-    element_bytes: int  # of an activation
-    cuda: bool  # whether CUDA kernels compute the activations, or CPU kernels
-    tensor_parallel_size: int = 1
-    documents: bool = False  # --document_attention
-    fp16: bool = False  # on CPUs fp16 uses torch's attention, bf16 uses model/kernels/cpu_attention.py
-    sequence_parallel_size: int = 1
-    mlp_tiles: int = 1  # pieces in which the MLP is computed and recomputed
-    c_attention: bool = False  # on a CPU for which attention in bf16 is in C (model/kernels/cpu/attention.py)
-
-    @property
-    def mask_bytes(self) -> int:
-        """Bytes of an element of a dropout mask. The CPU saves the scaled noise in the activation's dtype."""
-        return 1 if self.cuda else self.element_bytes
-
-    @property
-    def shard_tokens(self) -> int:
-        """Tokens of this rank between two layers, where tensor-parallel ranks hold shards of the sequences."""
-        return -(-self.tokens // self.tensor_parallel_size)
-
-    @property
-    def samples(self) -> int:
-        """Samples of which this rank has all positions or a shard, at least 1."""
-        return max(1, self.tokens * self.sequence_parallel_size // self.seq_length)
-
-    @property
-    def head_ranks(self) -> int:
-        """Number of ranks among which the attention heads are divided."""
-        return self.tensor_parallel_size * self.sequence_parallel_size
 
 
 @dataclass(frozen=True, eq=False)

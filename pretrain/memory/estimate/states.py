@@ -19,9 +19,10 @@ from pretrain.memory.estimate.optimizer_wrappers import (
     optimizer_wrapper,
     reduces_gradients,
 )
-from pretrain.memory.estimate.rank_parameters import FP32, ParameterGroup, Rank
+from pretrain.memory.estimate.rank_parameters import ParameterGroup, Rank
 from pretrain.memory.estimate.states_zero3 import zero3_states
 from pretrain.memory.footprint import Footprint
+from pretrain.model.operator_memory import FP32
 
 
 def states_of_rank(rank: Rank) -> Footprint:

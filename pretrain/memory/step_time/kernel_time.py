@@ -3,15 +3,17 @@
 Shapes in docstrings: M tokens of the micro-batch, N and K columns and rows of a weight, D hidden_size, V vocab_size.
 """
 
+
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from pretrain.config.layout import Layout
-from pretrain.memory.hardware import Gpu
-from pretrain.memory.step_time.time_parameters import TimeParameters
+from pretrain.memory.hardware import Cluster, Gpu
+from pretrain.memory.step_time.time_parameters import DEFAULT_PARAMETERS, TimeParameters
 from pretrain.model.description import Layer, ModelConfig, Parameter
-from pretrain.model.flops import mean_keys_seen
+from pretrain.model.flops import keys_per_query, layer_flops_per_token, mean_keys_seen
+from pretrain.model.partition import BY_TIME
 
 # A product is computed in tiles, one per multiprocessor at a time; the last wave of tiles may leave most of them idle
 # (NVIDIA, "Matrix Multiplication Background User's Guide", tile and wave quantization). The smaller a tile, the more
@@ -27,6 +29,7 @@ _LOSS_BYTES = 10
 # Elements of device memory for each element of a gradient, in each micro-batch: it is copied into a bucket (2), read
 # and written by the collective (2), and added to the sum (1).
 _GRADIENT_PASSES = 5
+_NOTE = 'pipeline.partition_method "time": a run measures its layers; here their times are predicted'
 _BACKWARD_KERNELS = 1.5  # for each kernel of the forward pass: measured like the hooks in latency.py
 
 
@@ -164,3 +167,52 @@ def _memory_passes(layer: Layer, shape: ModelConfig, layout: Layout) -> tuple[tu
     forward = 2 * hidden * norms + 6 * hidden + (2 + gate) * inner + rotated + dropout
     backward = 4 * hidden * norms + 6 * hidden + (3 + 2 * gate) * inner + rotated + dropout + biases
     return (forward, backward), norms + 3 + gate + (6 if rotated else 0) + (2 if dropout else 0)
+
+
+def recomputed_fraction(layout: Layout, shape: ModelConfig | None) -> float:
+    """Return the recomputed FLOPs as a fraction of the blocks' forward pass; without a shape, all or nothing.
+
+    The recomputation of attention ends before its output projection, whose output the backward pass does not need,
+    unless a norm follows. (Korthikanti et al., arXiv 2205.05198, recompute only the core of attention. The kernels do
+    that in their own backward pass, so it is not counted here.)
+    """
+    recompute, tiled = layout.recomputation, layout.mlp_tiles > 1
+    if shape is None or not (recompute.is_on or tiled) or (recompute.interval and not tiled):
+        return float(recompute.is_on)
+    recomputed = total = 0.0
+    for index, layer in enumerate(shape.blocks()):
+        work = layer_flops_per_token(shape, layer, layout.seq_length)
+        attention = _attention_work(shape, layer.window, layout.seq_length)
+        output = 0 if shape.post_norm else 6 * shape.num_heads * shape.head_size * shape.hidden_size
+        by_part = {"none": 0.0, "blocks": work, "attention": attention - output, "mlp": work - attention}
+        recomputed += by_part["blocks" if recompute.interval else recompute.part_of(index)]
+        recomputed += by_part["mlp"] if tiled else 0  # also after the recomputation of complete blocks
+        total += work
+    return recomputed / total
+
+
+def _attention_work(shape: ModelConfig, window: int, seq_length: int) -> float:
+    """Return the part of `layer_flops_per_token` in attention: its matrices and its scores."""
+    query, keys = shape.num_heads * shape.head_size, 2 * shape.num_kv_heads * shape.head_size
+    return 6 * shape.hidden_size * (2 * query + keys) + 12 * query * keys_per_query(window, seq_length)
+
+
+def with_predicted_times(layout: Layout, shape: ModelConfig | None, cluster: Cluster,
+                         parameters: TimeParameters = DEFAULT_PARAMETERS) -> Layout:
+    """Return the layout with predicted times of its layers if its pipeline stages depend on them."""
+    if layout.partition_method != BY_TIME or layout.pipeline_stages == 1 or layout.layer_times or shape is None:
+        return layout
+    rates = KernelRates(cluster.gpu, layout.precision, layout.element_bytes, parameters)
+    again = recomputed_fraction(layout, shape)
+    known: dict[int, int] = {}  # equal blocks are one object
+    layers = shape.layers()
+    for layer in layers:
+        if id(layer) not in known:
+            known[id(layer)] = _nanoseconds(layer, shape, layout, rates, again)
+    return replace(layout, layer_times=tuple(known[id(layer)] for layer in layers), notes=(*layout.notes, _NOTE))
+
+
+def _nanoseconds(layer: Layer, shape: ModelConfig, layout: Layout, rates: KernelRates, again: float) -> int:
+    """Return the time of the forward and backward pass for one micro-batch, with the mean recomputation of a block."""
+    time = layer_time(layer, shape, layout, rates)
+    return round(1e9 * (time.forward + time.backward + (again * time.forward if layer.kind == "block" else 0.0)))

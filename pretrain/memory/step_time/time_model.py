@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pretrain.config.layout import Layout
 from pretrain.memory.estimate.rank_parameters import pipeline_stage_layers
 from pretrain.memory.hardware import Cluster
-from pretrain.memory.step_time.kernel_time import KernelRates, LayerTime, layer_time
-from pretrain.memory.step_time.recomputed_work import recomputed_fraction
+from pretrain.memory.step_time.kernel_time import KernelRates, LayerTime, layer_time, recomputed_fraction
 from pretrain.memory.step_time.time_parameters import DEFAULT_PARAMETERS, TimeParameters
 from pretrain.memory.step_time.traffic import PHASES, RankParameters, Transfer
 from pretrain.model.description import ModelConfig

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from pretrain.config.layout import DTYPE_BYTES, Layout
 from pretrain.memory.estimate.rank_parameters import local_size, parameters_of, pipeline_stage_layers
-from pretrain.memory.step_time.recomputed_work import recomputed_fraction
+from pretrain.memory.step_time.kernel_time import recomputed_fraction
 from pretrain.model.description import ModelConfig
 
 LINKS = ("network", "pcie", "disk")  # "network": between ranks, also those of one node

@@ -28,9 +28,7 @@ from pretrain.model.kernels.cpu.attention import instructions
 from pretrain.model.kernels.cpu.choice import uses_c
 from pretrain.model.kernels.documents import Documents
 from pretrain.model.kernels.torch_attention import torch_causal_attention
-
-_ROWS = 128  # queries per block: a block of scores stays in the cache, and later keys are skipped
-_SCORES_PER_THREAD = 2**20  # elements of P: the batch is split so that they stay in the cache
+from pretrain.model.operator_memory import ATTENTION_ROWS, CPU_SCORES
 
 
 def causal_attention(q_BHTE: torch.Tensor, k_BKTE: torch.Tensor, v_BKTE: torch.Tensor, *, dropout: float = 0.0,
@@ -83,10 +81,10 @@ class Scores:
         if self.documents is not None:
             return [(slice(sample, sample + 1),
                      [_Block(block.rows, self._seen(block.rows, block.first_key), block.starts) for block in blocks])
-                    for sample, blocks in enumerate(self.documents.row_blocks(_ROWS))]
-        rows = [slice(start, min(start + _ROWS, length)) for start in range(0, length, _ROWS)]
+                    for sample, blocks in enumerate(self.documents.row_blocks(ATTENTION_ROWS))]
+        rows = [slice(start, min(start + ATTENTION_ROWS, length)) for start in range(0, length, ATTENTION_ROWS)]
         blocks = [_Block(each, self._seen(each, 0)) for each in rows]
-        step = max(1, _SCORES_PER_THREAD * torch.get_num_threads() // (q_BHTE.shape[1] * _ROWS * length))
+        step = max(1, CPU_SCORES * torch.get_num_threads() // (q_BHTE.shape[1] * ATTENTION_ROWS * length))
         return [(slice(start, start + step), blocks) for start in range(0, batch, step)]
 
     def _seen(self, rows: slice, first_key: int) -> slice:
@@ -172,13 +170,13 @@ class _Masks:
 
     def __init__(self, scores: Scores, q_BHTE: torch.Tensor) -> None:
         self.scores = scores
-        self.later = torch.full((_ROWS, _ROWS), -math.inf, dtype=q_BHTE.dtype).triu(1)
+        self.later = torch.full((ATTENTION_ROWS, ATTENTION_ROWS), -math.inf, dtype=q_BHTE.dtype).triu(1)
         if scores.window:
-            self.earlier = torch.full((_ROWS, _ROWS), -math.inf, dtype=q_BHTE.dtype).tril(-1)
+            self.earlier = torch.full((ATTENTION_ROWS, ATTENTION_ROWS), -math.inf, dtype=q_BHTE.dtype).tril(-1)
         if scores.alibi_slopes is not None:
             # [H, queries of a block, keys]: the columns are key positions minus the position of the first query
             self.earliest = -min(q_BHTE.shape[2], scores.window or q_BHTE.shape[2])
-            distances = torch.arange(self.earliest, _ROWS) - torch.arange(_ROWS)[:, None]
+            distances = torch.arange(self.earliest, ATTENTION_ROWS) - torch.arange(ATTENTION_ROWS)[:, None]
             self.alibi_HRS = torch.stack([(slope * distances).to(q_BHTE.dtype)
                                           for slope in scores.alibi_slopes.to("cpu", torch.float64).unbind()])
 

@@ -42,11 +42,9 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from pretrain.model.kernels.cpu.c_functions import add_, cross_entropy_, multiply_, transposed
 from pretrain.model.kernels.cpu.choice import uses_c
 from pretrain.model.kernels.vocabulary_shards import VocabularyShard, cross_entropy_over_shards_
+from pretrain.model.layer_memory import CHUNK_TOKENS, CPU_LOGITS, CPU_PRODUCT
 from pretrain.model.parallel.shared_tensors import gather
 
-_TOKENS = 1024  # per chunk: enough for efficient matrix products
-_CPU_ELEMENTS = 2**20  # of the fp32 softmax per thread and iteration: they stay in the cache
-_CPU_PRODUCT = 2**20  # elements of dW that a CPU computes at a time, to add them in fp32: they stay in the cache
 _UNIT = 1024.0  # sum of the weights within dW, up to a factor of 2: keeps dW in fp16's range without the loss scale
 
 
@@ -133,7 +131,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         units_N = weights_N * (_UNIT / total)
         losses_N, squares = torch.empty_like(weights_N), torch.zeros_like(total)
         in_c = not plain and shard is None and uses_c("loss", x_ND)
-        tokens = _TOKENS * (1 if shard is None else shard.group.size)
+        tokens = CHUNK_TOKENS * (1 if shard is None else shard.group.size)
         if with_grad:
             dx_ND = torch.empty_like(x_ND)
             dw = torch.zeros(weight_VD.t().shape if in_c else weight_VD.shape, device=x_ND.device,
@@ -188,7 +186,7 @@ def _add_weight_gradient(dw: torch.Tensor, gradient_CV: torch.Tensor, x_CD: torc
     elif _adds_in_fp32(b.dtype, b.device):
         torch.addmm(dw, a, b, out_dtype=dw.dtype, out=dw)
     else:  # products of a part of the vocabulary
-        words = max(1, _CPU_PRODUCT // x_CD.shape[1])
+        words = max(1, CPU_PRODUCT // x_CD.shape[1])
         for sum_part, part in zip(dw.split(words, int(is_DV)), (b if is_DV else a).split(words, int(is_DV)),
                                   strict=True):
             if is_DV:
@@ -223,7 +221,7 @@ def _cross_entropy_(logits_CV: torch.Tensor, labels_C: torch.Tensor, with_grad: 
                               z_loss=terms.z_loss)
     step = len(logits_CV)
     if logits_CV.device.type == "cpu":
-        step = max(1, _CPU_ELEMENTS * torch.get_num_threads() // logits_CV.shape[1])
+        step = max(1, CPU_LOGITS * torch.get_num_threads() // logits_CV.shape[1])
     losses, log_zs = [], []
     precise = torch.promote_types(logits_CV.dtype, torch.float32)
     for logits, labels in zip(logits_CV.split(step), labels_C[:, None].split(step), strict=True):

@@ -10,31 +10,28 @@ import torch
 
 from pretrain.config.layout import Layout
 from pretrain.distributed.device import multiplies_bf16_on_x86
-from pretrain.memory.estimate.activations import ATTENTION_ROWS, CPU_SCORES
 from pretrain.memory.estimate.estimate_memory import estimate_rank
-from pretrain.memory.estimate.layer_activations import block_backward, block_saved
-from pretrain.memory.estimate.loss_activations import (
-    CHUNK_TOKENS,
-    CPU_LOGITS,
-    CPU_PRODUCT,
-    loss_backward,
-    loss_peak,
-    loss_saved,
-)
-from pretrain.memory.estimate.masks import document_bytes, shared_mask_bytes
 from pretrain.memory.estimate.phases import layer_groups
-from pretrain.memory.estimate.rank_parameters import MicroBatch, Rank
+from pretrain.memory.estimate.rank_parameters import Rank
 from pretrain.memory.measure.observe_steps import StorageTracker
 from pretrain.model.config import ModelConfig, model_config_from
-from pretrain.model.kernels import cpu_attention, fused_loss, torch_attention
+from pretrain.model.kernels import torch_attention
 from pretrain.model.kernels.cpu.choice import KernelChoice, set_choice
 from pretrain.model.kernels.cpu.library import has_library
 from pretrain.model.kernels.documents import Documents
 from pretrain.model.kernels.fused_loss import LossTerms
 from pretrain.model.kernels.torch_attention import alibi_slopes
+from pretrain.model.layer_memory import (
+    block_backward,
+    block_saved,
+    loss_backward,
+    loss_peak,
+    loss_saved,
+)
 from pretrain.model.layer_specs import as_module
 from pretrain.model.layers.block import Block
 from pretrain.model.layers.rope import Rope
+from pretrain.model.operator_memory import MicroBatch, document_bytes, shared_mask_bytes
 from pretrain.model.recompute import Recompute
 from tests.support.block_memory import measure_block
 from tests.support.model_shapes import SHAPES
@@ -206,14 +203,6 @@ def test_saved_and_peak_bytes_of_the_loss(dtype: torch.dtype, tokens: int, vocab
         loss.backward()
     backward = loss_saved(shape, micro_batch) + weight_VD.nbytes + loss_backward(shape, micro_batch)
     assert tracker.peak_bytes - before == pytest.approx(backward, rel=0.01)
-
-
-def test_chunk_sizes_equal_those_of_the_kernels() -> None:
-    assert CHUNK_TOKENS == fused_loss._TOKENS
-    assert CPU_LOGITS == fused_loss._CPU_ELEMENTS
-    assert CPU_PRODUCT == fused_loss._CPU_PRODUCT
-    assert ATTENTION_ROWS == cpu_attention._ROWS
-    assert CPU_SCORES == cpu_attention._SCORES_PER_THREAD
 
 
 @pytest.mark.parametrize("name", ["gpt2", "neox_parallel", "llama", "gemma2", "olmo2", "bloom", "gptj"])

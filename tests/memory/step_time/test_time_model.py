@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from pretrain.config.layout import Layout
-from pretrain.memory.step_time.recomputed_work import recomputed_fraction
+from pretrain.memory.step_time.kernel_time import recomputed_fraction
 from pretrain.memory.step_time.time_model import model_flops_per_token
 from pretrain.model.config import load_model_config, model_config_from, preset_names
 from pretrain.model.flops import flops_per_token

@@ -1,4 +1,6 @@
-"""Bytes that autograd saves for the backward pass: one function for each operator of a block in `pretrain/model`.
+"""Bytes that autograd saves for the backward pass: one function for each operator of a block. Imports no torch.
+
+The description of a model (description.py) says which operators there are. layer_memory.py adds them up for a layer.
 
 CPU: measured with `torch.autograd.graph.saved_tensors_hooks` on the real layers, each storage counted once
 (tests/memory/estimate/test_activations.py repeats the measurement).
@@ -16,13 +18,52 @@ Shapes in docstrings: N tokens of the micro-batch, D hidden_size, F intermediate
 seq_length. Every size is that of one rank.
 """
 
-from dataclasses import replace
 
-from pretrain.memory.estimate.rank_parameters import FP32, INT64, MicroBatch
+from dataclasses import dataclass, replace
+
 from pretrain.model.description import ModelConfig
 
-CPU_SCORES = 2**20  # attention scores that a CPU thread holds at a time (model/kernels/cpu_attention.py)
-ATTENTION_ROWS = 128  # queries that the CPU kernel processes at a time (model/kernels/cpu_attention.py)
+# sizes by which model/kernels/cpu_attention.py divides the work, so that the scores stay in the cache
+CPU_SCORES = 2**20  # attention scores that a CPU thread holds at a time
+ATTENTION_ROWS = 128  # queries of a block; later keys than those of a block are skipped
+
+FP32, INT64 = 4, 8  # bytes of an element
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One micro-batch on one rank."""
+
+    tokens: int  # on this rank: samples * positions / ranks that share a sequence
+    seq_length: int  # positions of a complete sample
+    element_bytes: int  # of an activation
+    cuda: bool  # whether CUDA kernels compute the activations, or CPU kernels
+    tensor_parallel_size: int = 1
+    documents: bool = False  # --document_attention
+    fp16: bool = False  # on CPUs fp16 uses torch's attention, bf16 uses model/kernels/cpu_attention.py
+    sequence_parallel_size: int = 1
+    mlp_tiles: int = 1  # pieces in which the MLP is computed and recomputed
+    c_attention: bool = False  # on a CPU for which attention in bf16 is in C (model/kernels/cpu/attention.py)
+
+    @property
+    def mask_bytes(self) -> int:
+        """Bytes of an element of a dropout mask. The CPU saves the scaled noise in the activation's dtype."""
+        return 1 if self.cuda else self.element_bytes
+
+    @property
+    def shard_tokens(self) -> int:
+        """Tokens of this rank between two layers, where tensor-parallel ranks hold shards of the sequences."""
+        return -(-self.tokens // self.tensor_parallel_size)
+
+    @property
+    def samples(self) -> int:
+        """Samples of which this rank has all positions or a shard, at least 1."""
+        return max(1, self.tokens * self.sequence_parallel_size // self.seq_length)
+
+    @property
+    def head_ranks(self) -> int:
+        """Number of ranks among which the attention heads are divided."""
+        return self.tensor_parallel_size * self.sequence_parallel_size
 
 
 def hidden_states_bytes(shape: ModelConfig, batch: MicroBatch) -> int:
@@ -171,7 +212,7 @@ def _fused_attention_saved(shape: ModelConfig, batch: MicroBatch, window: int) -
 
     `out` saves the same storage as its input. On CPUs with RoPE the output has another memory order, and `out` saves a
     copy, as it does after an exchange between the ranks of a sequence. With a window, the mask [T, T] is converted to
-    the dtype of q and saved (model/kernels/torch_attention.py), unless masks.py counts it.
+    the dtype of q and saved (model/kernels/torch_attention.py), unless shared_mask_bytes counts it.
     """
     copied = batch.sequence_parallel_size > 1 or (not batch.cuda and shape.position == "rope")
     outputs = 2 if copied else 1
@@ -285,3 +326,35 @@ def _cpu_attention_work(shape: ModelConfig, batch: MicroBatch, window: int) -> i
     alibi = heads * ATTENTION_ROWS * (length + ATTENTION_ROWS) if shape.position == "alibi" else 0
     return round(samples * ((scores + queries + 2 * keys) * batch.element_bytes + 2 * keys * FP32)) \
         + round(alibi + ATTENTION_ROWS**2) * batch.element_bytes
+
+
+def shared_mask_bytes(shape: ModelConfig, batch: MicroBatch) -> int:
+    """Bytes of the attention masks that model/kernels/torch_attention.py makes once for all blocks of a rank.
+
+    These are [T, T] of one byte for each size of a window (0 is a size with soft-capping), and [H, T, T] for ALiBi.
+    """
+    if uses_cpu_attention(shape, batch):
+        return 0
+    windows = {window for window in shape.windows or (0,) if 0 < window < batch.seq_length or shape.attention_softcap}
+    windows = set() if batch.documents and batch.cuda else windows  # document_bytes counts them
+    alibi = shape.num_heads // batch.head_ranks * batch.element_bytes if shape.position == "alibi" else 0
+    return batch.seq_length**2 * (len(windows or {0} if alibi else windows) + alibi)
+
+
+def document_bytes(shape: ModelConfig, batch: MicroBatch) -> int:
+    """Bytes that --document_attention needs for each micro-batch until its backward pass, once for all blocks.
+
+    These are the positions int64 [samples, T], the rotary tables for them, and where torch's operators compute the
+    attention, the masks: [samples, T, T] in the dtype of q for each size of a window, with ALiBi [samples, H, T, T].
+    """
+    if not batch.documents:
+        return 0
+    ropes = 1 if len(set(shape.windows)) < 2 else 2  # layers with a window may have frequencies of their own
+    tokens = batch.tokens * batch.sequence_parallel_size  # these tensors are not divided
+    tables = ropes * tokens * shape.rotary_size * batch.element_bytes
+    masks = 0
+    if batch.cuda or shape.attention_dropout:
+        windows = {window if window < batch.seq_length else 0 for window in shape.windows or (0,)}
+        heads = shape.num_heads // batch.head_ranks if shape.position == "alibi" else 1
+        masks = batch.samples * heads * batch.seq_length**2 * batch.element_bytes * len(windows)
+    return tokens * INT64 + tables + masks
