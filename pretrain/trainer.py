@@ -10,14 +10,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from pretrain.analysis.sanity.start import check_before_start
+from pretrain.analysis.sanity.run_checks import check_before_start
 from pretrain.checkpoint.format.fragments import owned_weights
-from pretrain.checkpoint.load.agree import agree_on_checkpoint, agree_on_data
+from pretrain.checkpoint.load.agree_on_checkpoint import agree_on_checkpoint, agree_on_data, verify_weights
 from pretrain.checkpoint.load.init_from import InitialWeights, origin_of
-from pretrain.checkpoint.load.load_checkpoint import load_checkpoint
-from pretrain.checkpoint.load.load_weights import load_checkpoint_weights, load_weights, verify_weights
+from pretrain.checkpoint.load.load_checkpoint import load_checkpoint, load_checkpoint_weights, load_weights
 from pretrain.checkpoint.load.resume import Resume
-from pretrain.checkpoint.save.rollbacks import position_after
+from pretrain.checkpoint.save.retention import position_after
 from pretrain.checkpoint.save.saver import Saver
 from pretrain.config.validate import Plan
 from pretrain.data.data_spec import names_of_split

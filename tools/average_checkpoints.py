@@ -6,9 +6,9 @@ import os
 from collections.abc import Callable
 from typing import TypeVar
 
-from pretrain.checkpoint.convert.inspect import reject_damaged
 from pretrain.checkpoint.convert.new_folder import output_summary
 from pretrain.checkpoint.convert.plan_average import plan_average
+from pretrain.checkpoint.format.verify import reject_damaged
 from pretrain.cli import Parser, number, path, run_main, whole_number
 
 T = TypeVar("T")

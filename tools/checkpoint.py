@@ -6,17 +6,16 @@ Exit codes: 0 success; 1 a checkpoint is damaged, has NaN or differs; 2 bad inpu
 
 import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.table import Table
 
-from pretrain.checkpoint.convert.inspect import layout_summary, verify
 from pretrain.checkpoint.convert.new_folder import check_new_folder, output_summary
 from pretrain.checkpoint.convert.plan_export import plan_export
-from pretrain.checkpoint.format.manifest import LATEST_FILE, NOT_FINITE, latest_problem
-from pretrain.checkpoint.load.select import (
-    FoundCheckpoint,
+from pretrain.checkpoint.format.manifest import LATEST_FILE, NOT_FINITE, Manifest, latest_problem, step_of
+from pretrain.checkpoint.format.verify import damage_of
+from pretrain.checkpoint.load.find_checkpoint import (
     find_checkpoint,
     find_checkpoints,
     find_checkpoints_folder,
@@ -37,16 +36,16 @@ _LOG_WIDTH = 200  # columns of the table if the output is not a terminal
 def _list(args: argparse.Namespace) -> int:
     table = Table("step", "MB", "layout", "precision", "eval loss", "finite", "complete", box=None, pad_edge=False)
     checkpoints = find_checkpoints(args.run)
-    for found in checkpoints:
-        if found.manifest is None:
-            name = str(found.step) if found.step >= 0 else found.folder.name
+    for folder, found in checkpoints:
+        if isinstance(found, ConfigError):
+            name = str(step_of(folder)) if step_of(folder) >= 0 else folder.name
             table.add_row(name, "", "", "", "", "", "no")
         else:
-            loss = "" if found.manifest.eval_loss is None else f"{found.manifest.eval_loss:.4f}"
-            table.add_row(str(found.step), f"{found.num_bytes / 1e6:,.1f}", layout_summary(found.manifest),
-                          found.manifest.precision, loss, _FINITE[found.manifest.finite], "yes")
+            loss = "" if found.eval_loss is None else f"{found.eval_loss:.4f}"
+            table.add_row(str(found.step), f"{found.num_bytes / 1e6:,.1f}", found.layout_text,
+                          found.precision, loss, _FINITE[found.finite], "yes")
     terminal_console(width=_LOG_WIDTH).print(table)
-    errors = [found.error for found in checkpoints if found.manifest is None]
+    errors = [found for _, found in checkpoints if isinstance(found, ConfigError)]
     for error in errors:
         print(error)
     return 1 if errors else 0
@@ -56,12 +55,14 @@ def _verify(args: argparse.Namespace) -> int:
     """Verify the checkpoints and, in a run folder, the file `latest`. Return 1 if one is damaged or has NaN, else 0."""
     good: list[Path] = []
     code = 0
-    for found in find_checkpoints(args.run):
-        damaged = _verify_and_print(found)
-        if damaged or found.manifest is None or not found.manifest.is_good:
+    for folder, found in find_checkpoints(args.run):
+        if isinstance(found, ConfigError):
+            print(found)
             code = 1
-        elif not found.manifest.weights_only:
-            good.append(found.folder)
+        elif _verify_and_print(folder, found) or not found.is_good:
+            code = 1
+        elif not found.weights_only:
+            good.append(folder)
     if good and not is_checkpoint(args.run) and _should_have_latest(good[0].parent):
         problem = latest_problem(good[0].parent, good[0])
         if problem is not None:
@@ -75,15 +76,15 @@ def _should_have_latest(checkpoints: Path) -> bool:
     return checkpoints.resolve().name == "checkpoints" or (checkpoints / LATEST_FILE).exists()
 
 
-def _verify_and_print(found: FoundCheckpoint) -> int:
+def _verify_and_print(folder: Path, manifest: Manifest, notes: Sequence[str] = ()) -> int:
     """Print the notes about a checkpoint, read every file and print each problem. Return 1 if it is damaged, else 0."""
-    for note in found.notes:
+    for note in notes:
         print(note)
-    with ProgressBar(f"verifying {found.folder.name}", found.num_bytes) as progress:
-        problems = verify(found, progress.advance)
-    if found.manifest is not None and not problems:
-        line = f"{found.folder}: complete, {len(found.manifest.files)} files, {found.num_bytes / 1e6:,.1f} MB"
-        print(line if found.manifest.is_good else f"{line}, but {NOT_FINITE}")
+    with ProgressBar(f"verifying {folder.name}", manifest.num_bytes) as progress:
+        problems = damage_of(folder, manifest, progress.advance)
+    if not problems:
+        line = f"{folder}: complete, {len(manifest.files)} files, {manifest.num_bytes / 1e6:,.1f} MB"
+        print(line if manifest.is_good else f"{line}, but {NOT_FINITE}")
     for problem in problems:
         print(problem)
     return 1 if problems else 0
@@ -109,19 +110,19 @@ def _prune(args: argparse.Namespace) -> int:
 def _convert(args: argparse.Namespace) -> int:
     source = find_checkpoint(args.checkpoint)
     check_new_folder(args.out)
-    if _verify_and_print(source):
+    if _verify_and_print(*source):
         return 1
     from pretrain.checkpoint.convert.universal import convert
 
-    convert(source.folder, args.out)
+    convert(source[0], args.out)
     print(output_summary(args.out))
     return 0
 
 
 def _consolidate(args: argparse.Namespace) -> int:
     source = find_checkpoint(args.checkpoint)
-    plan = plan_export(source.folder, args.out, dtype=args.dtype, with_tokenizer=False)
-    if _verify_and_print(source):
+    plan = plan_export(source[0], args.out, dtype=args.dtype, with_tokenizer=False)
+    if _verify_and_print(*source):
         return 1
     from pretrain.checkpoint.convert.export_hf import consolidate
 
@@ -132,11 +133,11 @@ def _consolidate(args: argparse.Namespace) -> int:
 
 def _diff(args: argparse.Namespace) -> int:
     a, b = find_checkpoint(args.a), find_checkpoint(args.b)
-    if max(_verify_and_print(a), _verify_and_print(b)):
+    if max(_verify_and_print(*a), _verify_and_print(*b)):
         return 1
     from pretrain.checkpoint.convert.diff import diff
 
-    differences = diff(a.folder, b.folder)
+    differences = diff(a[0], b[0])
     for difference in differences:
         print(difference)
     if not differences:

@@ -16,10 +16,8 @@ if __name__ == "__main__":  # find the package from any working directory, also 
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from pretrain.analysis.evaluate.data import SPLITS, DataFlags, open_data
-from pretrain.analysis.evaluate.report import Setting, table_lines, write_json
-from pretrain.analysis.evaluate.settings import choose_dtype, choose_partition
-from pretrain.analysis.evaluate.source import find_source, find_tokenizer
 from pretrain.analysis.evaluate.task_files import TaskFlags, prepare_tasks
+from pretrain.analysis.model_source import choose_partition, evaluation_dtype, evaluation_source, find_tokenizer
 from pretrain.cli import Parser, path, path_text, run_main, text, whole_number
 from pretrain.data.text_inputs.chunk import FORMATS
 from pretrain.data.tokenizers.tokenizer import Tokenizer
@@ -88,8 +86,8 @@ def _run(args: argparse.Namespace, world: World) -> int:
     """Check everything, then import torch and evaluate. Raises ConfigError."""
     if args.json is not None:
         check_file(args.json, "--json")
-    source, device = find_source(args.run, args.step), detect_device()
-    dtype = choose_dtype(source, device, args.dtype)
+    source, device = evaluation_source(args.run, args.step), detect_device()
+    dtype = evaluation_dtype(source, device, args.dtype)
     partition = choose_partition(source, dtype, device, world, args.partition_weights)
     tokenizer = find_tokenizer(source, args.tokenizer)
     flags, names = _data_flags(args), tuple(filter(None, (args.tasks or "").split(",")))
@@ -101,15 +99,14 @@ def _run(args: argparse.Namespace, world: World) -> int:
         print(f"note: {note}", file=sys.stderr)
     status("loading torch and DeepSpeed")
     prepare_deepspeed(device)
-    from pretrain.analysis.evaluate.evaluate import evaluate
-    from pretrain.analysis.evaluate.verify import verify_source
+    from pretrain.analysis.evaluate.evaluate import Setting, evaluate, table_lines, write_json
     from pretrain.distributed.process_group import init_process_group
     from pretrain.engine.build import deepspeed_output
 
     with deepspeed_output("error"):
         if world.size > 1:
             init_process_group(world)
-        verify_source(source)
+        source.verify(ranks=world.size)
         results = evaluate(source, sets, known, dtype=dtype, partition=partition,
                            micro_batch_size=args.micro_batch_size) if sets else []
         scores = {}

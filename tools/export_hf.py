@@ -3,9 +3,9 @@
 
 import os
 
-from pretrain.checkpoint.convert.inspect import reject_damaged
 from pretrain.checkpoint.convert.new_folder import output_summary
 from pretrain.checkpoint.convert.plan_export import SHARD_GB, plan_export
+from pretrain.checkpoint.format.verify import reject_damaged
 from pretrain.cli import Parser, number, path, path_text, run_main, whole_number
 from pretrain.config.layout import DTYPE_BYTES
 

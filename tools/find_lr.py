@@ -64,8 +64,7 @@ def _run(words: list[str], world: World) -> int:
     start = check_start(parse_arguments(rest), world_size=world.size, device=device)
     status("loading torch and DeepSpeed")
     prepare_deepspeed(device)
-    from pretrain.analysis.lr_sweep import sweep
-    from pretrain.analysis.trial_run import trial_run
+    from pretrain.analysis.trial_run import sweep, trial_run
     from pretrain.engine.build import deepspeed_output
 
     with trial_run(start, world) as trial, deepspeed_output(start.plan.args.deepspeed_log_level):

@@ -4,7 +4,6 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from pretrain.analysis.generate.devices import check_devices, choose_dtype
 from pretrain.analysis.generate.prompts import (
     EncodedPrompt,
     Prompt,
@@ -13,7 +12,7 @@ from pretrain.analysis.generate.prompts import (
     prompts_of_flags,
     read_prompt_file,
 )
-from pretrain.analysis.generate.source import find_source
+from pretrain.analysis.model_source import check_devices, generation_dtype, generation_source
 from pretrain.cli import Parser, number, path, path_text, run_main, say, text, whole_number
 from pretrain.distributed.device import detect_device
 from pretrain.engine.prepare import prepare_deepspeed
@@ -98,7 +97,7 @@ def main() -> None:
     args = _parser().parse_args()
     _check_flags(args)
     # report wrong input before torch is imported, which takes seconds
-    source = find_source(args.model, step=args.step, tokenizer=args.tokenizer)
+    source = generation_source(args.model, step=args.step, tokenizer=args.tokenizer)
     for note in source.notes:
         say(f"note: {note}")
 
@@ -121,13 +120,13 @@ def main() -> None:
     from pretrain.analysis.generate.load_model import load
 
     longest = max((len(prompt.tokens) for prompt in prompts), default=0)
-    loaded = load(source, choose_dtype(args.dtype, source.precision, device), device.kind, num_devices=args.devices,
+    loaded = load(source, generation_dtype(args.dtype, source.precision, device), device.kind, num_devices=args.devices,
                   rows=min(args.batch_size, max(1, len(prompts) * args.num_samples)),
                   positions=longest + args.max_new_tokens)
     sampling = Sampling(args.max_new_tokens, args.temperature, args.top_k, args.top_p, args.repetition_penalty,
                         args.seed, tuple(args.stop), use_cache=not args.no_cache)
     if args.interactive:
-        from pretrain.analysis.generate.interactive import interact
+        from pretrain.analysis.generate.decode import interact
 
         interact(loaded, encode, sampling)
     else:

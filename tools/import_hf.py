@@ -3,12 +3,10 @@
 
 import os
 
-from pretrain.checkpoint.convert.new_folder import check_new_folder, output_summary
+from pretrain.checkpoint.convert.new_folder import check_new_weights, output_summary
 from pretrain.checkpoint.format.manifest import step_of
-from pretrain.checkpoint.load.hf_folder import check_hf_folder
-from pretrain.checkpoint.load.hf_tokenizer import find_hf_tokenizer
+from pretrain.checkpoint.load.hf_folder import check_hf_folder, find_hf_tokenizer
 from pretrain.cli import Parser, path, run_main
-from pretrain.errors import ConfigError
 from pretrain.hub import find_repository, is_repository, snapshot_in
 
 
@@ -21,10 +19,7 @@ def main() -> None:
                         help="new run folder, with the weights in OUT/checkpoints/global_step0 and the tokenizer in "
                         "OUT/tokenizer; if OUT's own name is global_step0, only this checkpoint is written")
     args = parser.parse_args()
-    if step_of(args.output) > 0:
-        raise ConfigError("--output", problem=f"{args.output} names the checkpoint of step {step_of(args.output)}, and "
-                          "imported weights are of step 0", remedy="name a run folder, or a folder global_step0")
-    check_new_folder(args.output, or_same_conversion=False)
+    check_new_weights(args.output, "imported")
     # report wrong files before torch is imported, which takes seconds
     name = str(args.folder)
     folder = find_repository(name, flag="HF_FOLDER", want="weights") if is_repository(name) else \

@@ -7,9 +7,8 @@ Exit codes: 0 success; 1 damaged documents, or labels that are not the next toke
 import argparse
 from pathlib import Path
 
-from pretrain.analysis.inspect.documents import inspect_documents, report_lines
-from pretrain.analysis.inspect.page import write_page
-from pretrain.analysis.inspect.recorded_step import find_step, open_data_of_step
+from pretrain.analysis.inspect_documents import inspect_documents, report_lines, write_page
+from pretrain.analysis.recorded_data import find_step, open_data_of_step
 from pretrain.cli import Parser, path, prefix, run_main, whole_number
 from pretrain.data.source_facts import end_notes, learnable_notes, source_facts
 from pretrain.data.token_files.indexed_dataset import IndexedDataset, read_meta
@@ -44,7 +43,7 @@ def _step(args: argparse.Namespace) -> int:
     run = Path(args.run)
     position = find_step(run, args.step)
     data = open_data_of_step(run, position.start)
-    from pretrain.analysis.inspect.step import check_labels, read_step, step_lines  # imports torch
+    from pretrain.analysis.inspect_step import check_labels, read_step, step_lines  # imports torch
 
     found = read_step(position, data)
     problems = check_labels(found.batches)

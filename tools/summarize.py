@@ -1,7 +1,6 @@
 """Print progress and losses of a run, and draw its loss curve: tools/summarize.py RUN [--plot FILE.svg]"""
 
-from pretrain.analysis.loss_plot import save_loss_plot
-from pretrain.analysis.summary import summarize, summary_lines
+from pretrain.analysis.summary import save_loss_plot, summarize, summary_lines
 from pretrain.cli import Parser, path, run_main
 
 

@@ -1,5 +1,9 @@
-"""Engines of a run for tools that train for a moment: they touch neither the run folder nor a running job."""
+"""Engines of a run for tools that train for a moment: they touch neither the run folder nor a running job.
 
+`sweep` trains with a rate that grows from step to step: the measurement of the learning-rate range test.
+"""
+
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -10,16 +14,22 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 
-from pretrain.checkpoint.load.agree import agree_on_data
+from pretrain.analysis.lr_range import Point, Smoother, has_diverged, rate_at
+from pretrain.checkpoint.load.agree_on_checkpoint import agree_on_data, verify_weights
 from pretrain.checkpoint.load.init_from import find_initial_weights
-from pretrain.checkpoint.load.load_weights import load_weights, verify_weights
+from pretrain.checkpoint.load.load_checkpoint import load_weights
 from pretrain.checkpoint.load.start import Start
 from pretrain.config.validate import Plan
+from pretrain.data.loader import MicroBatch
 from pretrain.distributed.process_group import init_process_group
 from pretrain.distributed.world import World
 from pretrain.engine.build import build_engine, deepspeed_output, remove_swap_files
+from pretrain.engine.optimizer import set_learning_rate
+from pretrain.engine.steps import open_loader, train_batch
+from pretrain.engine.update_guard import FP16_OVERFLOW, guard_updates, skipped_update
 
 _OWN_OUTPUT = ("tensorboard", "csv_monitor", "wandb", "comet", "flops_profiler", "comms_logger", "wall_clock_breakdown")
+_MOST_OVERFLOWS = 30  # of fp16's loss scale at one rate, which is halved after each
 
 
 def trial_plan(plan: Plan) -> Plan:
@@ -76,3 +86,36 @@ def trial_run(start: Start, world: World) -> Iterator[Trial]:
     dist.barrier()
     remove_trial_files(start.plan)
     dist.destroy_process_group()
+
+
+def sweep(engine: DeepSpeedEngine, plan: Plan, *, low: float, high: float, steps: int,
+          report: Callable[[str], None]) -> list[Point]:
+    """Train at most `steps` steps on the run's batches, and stop when the loss has diverged. Collective."""
+    guard_updates(engine)
+    loader, consumed_samples = open_loader(engine, plan, "train"), plan.args.first_sample
+    points, smoother = list[Point](), Smoother()
+    try:
+        for step in range(steps):
+            lr = rate_at(step, low=low, high=high, steps=steps)
+            loss = _step(engine, loader.step(consumed_samples), lr)
+            consumed_samples += plan.length.batch_sizes.at(consumed_samples)
+            points.append(Point(lr, loss, smoother.add(loss)))
+            report(f"step {step + 1} of {steps}: rate {lr:.1e}, loss {loss:.3f}")
+            if has_diverged(points):
+                break
+    finally:
+        loader.close()
+    return points
+
+
+def _step(engine: DeepSpeedEngine, micro_batches: list[MicroBatch], lr: float) -> float:
+    """Run one step. Returns its loss, or NaN if loss or gradient are not finite."""
+    for _ in range(_MOST_OVERFLOWS):
+        set_learning_rate(engine, lr)
+        loss = float(train_batch(engine, micro_batches))
+        skipped = skipped_update(engine)
+        if skipped is None:
+            return loss
+        if skipped.reason != FP16_OVERFLOW or skipped.is_bad:
+            break
+    return math.nan

@@ -19,10 +19,10 @@ from pretrain.bench.processes import BaselineJob
 from pretrain.bench.profile import named_optimizer_step, operator_times
 from pretrain.bench.worker import RequestLoop
 from pretrain.checkpoint.format.manifest import read_manifest
-from pretrain.checkpoint.load.agree import find_damage_together
+from pretrain.checkpoint.load.agree_on_checkpoint import find_damage_together
 from pretrain.checkpoint.load.load_checkpoint import load_checkpoint
+from pretrain.checkpoint.save.commit import next_checkpoint_bytes
 from pretrain.checkpoint.save.saver import Saver
-from pretrain.checkpoint.save.space import next_checkpoint_bytes
 from pretrain.config.validate import Plan
 from pretrain.data.loader import Loader, MicroBatch
 from pretrain.distributed.process_group import init_process_group

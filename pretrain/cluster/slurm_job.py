@@ -17,7 +17,7 @@ from typing import Any
 from pretrain.checkpoint.format.manifest import newest_step
 from pretrain.checkpoint.load.resume import checkpoints_folder
 from pretrain.checkpoint.load.start import check_start
-from pretrain.checkpoint.save.space import next_checkpoint_bytes
+from pretrain.checkpoint.save.commit import next_checkpoint_bytes
 from pretrain.cli import Parser, run_main, say
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.config.validate import Plan

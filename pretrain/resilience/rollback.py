@@ -10,11 +10,11 @@ from pathlib import Path
 from deepspeed import DeepSpeedEngine
 
 from pretrain.checkpoint.format.manifest import Manifest, complete_checkpoints
-from pretrain.checkpoint.load.agree import find_damage_together, reject_foreign_pickles
+from pretrain.checkpoint.load.agree_on_checkpoint import find_damage_together, reject_foreign_pickles
 from pretrain.checkpoint.load.load_checkpoint import load_checkpoint
 from pretrain.checkpoint.load.resume import checkpoints_folder
 from pretrain.checkpoint.save.mirror import withdraw
-from pretrain.checkpoint.save.rollbacks import (
+from pretrain.checkpoint.save.retention import (
     ABANDONED,
     ROLLBACKS,
     Rollback,

@@ -16,12 +16,10 @@ import pytest
 import torch
 import transformers
 
-from pretrain.analysis.evaluate.settings import choose_dtype, choose_partition
-from pretrain.analysis.evaluate.source import EvaluationSource, find_source
+from pretrain.analysis.model_source import EvaluationSource, choose_partition, evaluation_dtype, evaluation_source
 from pretrain.checkpoint.convert.import_hf import import_hf
 from pretrain.checkpoint.format.manifest import read_manifest
-from pretrain.checkpoint.load.hf_folder import check_hf_folder
-from pretrain.checkpoint.load.hf_tokenizer import find_hf_tokenizer
+from pretrain.checkpoint.load.hf_folder import check_hf_folder, find_hf_tokenizer
 from pretrain.checkpoint.load.reader import CheckpointReader
 from pretrain.data.token_files.writer import IndexedWriter
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
@@ -135,7 +133,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Evaluate:
 @pytest.fixture
 def source(tmp_path: Path) -> EvaluationSource:
     save_hf_model(tmp_path / "hf", _LLAMA)
-    return find_source(tmp_path / "hf", None)
+    return evaluation_source(tmp_path / "hf", None)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -178,7 +176,7 @@ def test_changed_data_is_rejected(runs: Path, alone: Evaluate, tmp_path: Path,
     ("bf16", None, "bf16"), ("fp16", None, "fp32"), ("fp16", "bf16", "bf16"), ("fp32", None, "fp32")])
 def test_default_dtype(source: EvaluationSource, precision: str, flag: str | None, expected: str) -> None:
     device = Device("cpu", fp16=False, bf16=True, memory_bytes=0)
-    assert choose_dtype(replace(source, precision=precision), device, flag) == expected
+    assert evaluation_dtype(replace(source, precision=precision), device, flag) == expected
 
 
 def test_weights_are_partitioned_if_they_do_not_fit(source: EvaluationSource) -> None:

@@ -7,13 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from pretrain.analysis.generate import devices
-from pretrain.analysis.generate.devices import check_devices, choose_dtype, choose_num_devices
+from pretrain.analysis import model_source
 from pretrain.analysis.generate.load_model import empty_model, load_model, memory_needed, spread
-from pretrain.analysis.generate.source import find_source
+from pretrain.analysis.model_source import check_devices, choose_num_devices, generation_dtype, generation_source
 from pretrain.checkpoint.convert.import_hf import import_hf
-from pretrain.checkpoint.load.hf_folder import check_hf_folder
-from pretrain.checkpoint.load.hf_tokenizer import find_hf_tokenizer
+from pretrain.checkpoint.load.hf_folder import check_hf_folder, find_hf_tokenizer
 from pretrain.distributed.device import Device
 from pretrain.errors import ConfigError
 from tests.support.generation import LETTERS, json_rows, run_tool, text_of, write_letters
@@ -73,7 +71,7 @@ def test_published_weights_get_the_tokens_that_their_tokenizer_adds(tmp_path: Pa
     expected = json_rows([folder, *SHORT], capsys, monkeypatch)
     found = check_hf_folder(folder)
     import_hf(found, tmp_path / "run", find_hf_tokenizer(found))
-    assert find_source(folder).leading == find_source(tmp_path / "run").leading == (5,)
+    assert generation_source(folder).leading == generation_source(tmp_path / "run").leading == (5,)
     assert json_rows([tmp_path / "run", *SHORT], capsys, monkeypatch) == expected
     longer = [*SHORT[:-1], f"--prompt={text_of([5, 9, 8, 7])}", "--tokenizer", write_letters(tmp_path / "plain")]
     assert json_rows([folder, *longer], capsys, monkeypatch)[0]["tokens"] == expected[0]["tokens"]
@@ -122,7 +120,7 @@ def test_host_memory_holds_the_model_and_one_tensor(tmp_path: Path) -> None:
                            "num_attention_heads": 8, "intermediate_size": 1536, "max_position_embeddings": 64})
     found = check_hf_folder(folder)
     import_hf(found, tmp_path / "run", None)
-    source = find_source(tmp_path / "run", tokenizer=str(write_letters(tmp_path / "letters")))
+    source = generation_source(tmp_path / "run", tokenizer=str(write_letters(tmp_path / "letters")))
     with MemoryWatch() as watch:
         model = load_model(source, "bf16", torch.device("cpu"))
     size = sum(parameter.numel() * 2 for parameter in model.parameters())
@@ -133,7 +131,7 @@ def test_host_memory_holds_the_model_and_one_tensor(tmp_path: Path) -> None:
 
 def test_layers_are_spread_over_the_memory_of_several_devices(tmp_path: Path) -> None:
     """Only the choice of devices: this machine may have none."""
-    model = empty_model(find_source(_published(tmp_path / "hf", "llama_tied_llama3_rope")), "bf16")
+    model = empty_model(generation_source(_published(tmp_path / "hf", "llama_tied_llama3_rope")), "bf16")
     assert not any(buffer.is_meta for buffer in model.buffers())
     needed = memory_needed(model, rows=2, positions=64)
     assert needed == 2 * (model.num_parameters() + 2 * 3 * 2 * 12 * 2 * 64)  # 3 layers, 2 heads of 12 for k and for v
@@ -162,12 +160,13 @@ def test_devices_and_data_types_are_chosen_by_what_fits(monkeypatch: pytest.Monk
             choose_num_devices(needed * gib, [size * gib for size in free], requested, "m")
     with pytest.raises(ConfigError, match="--devices: found 2"):
         check_devices(2, CPU)
-    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(model_source.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"accelerate, which is not installed. pip install -c launch/constraints.txt"):
         check_devices(2, GPU)
     for fast in (True, False):
-        monkeypatch.setattr(devices, "multiplies_bf16", lambda fast=fast: fast)
-        assert [choose_dtype("auto", precision, CPU) for precision in ("fp32", "bf16", "fp16")] == [
+        monkeypatch.setattr(model_source, "multiplies_bf16", lambda fast=fast: fast)
+        assert [generation_dtype("auto", precision, CPU) for precision in ("fp32", "bf16", "fp16")] == [
             "fp32", "bf16" if fast else "fp32", "fp32"]
-    assert [choose_dtype("auto", precision, GPU) for precision in ("fp32", "bf16", "fp16")] == ["fp32", "bf16", "fp16"]
-    assert choose_dtype("fp16", "fp32", CPU) == "fp16"
+    assert [generation_dtype("auto", precision, GPU) for precision in ("fp32", "bf16", "fp16")] == [
+        "fp32", "bf16", "fp16"]
+    assert generation_dtype("fp16", "fp32", CPU) == "fp16"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.analysis.loss_plot import save_loss_plot
+from pretrain.analysis.summary import save_loss_plot
 from pretrain.errors import ConfigError
 
 

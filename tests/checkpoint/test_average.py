@@ -12,15 +12,14 @@ import torch
 from pretrain.checkpoint.convert.average import average
 from pretrain.checkpoint.convert.diff import diff
 from pretrain.checkpoint.convert.export_hf import export_hf
-from pretrain.checkpoint.convert.inspect import verify
-from pretrain.checkpoint.convert.model_card import model_card
 from pretrain.checkpoint.convert.plan_average import plan_average
-from pretrain.checkpoint.convert.plan_export import plan_export
+from pretrain.checkpoint.convert.plan_export import model_card, plan_export
 from pretrain.checkpoint.format.manifest import MANIFEST, read_manifest
-from pretrain.checkpoint.load.hf_folder import HFWeights, check_hf_folder
+from pretrain.checkpoint.format.verify import damage_of
+from pretrain.checkpoint.load.find_checkpoint import find_checkpoint
+from pretrain.checkpoint.load.hf_folder import check_hf_folder
 from pretrain.checkpoint.load.init_from import find_initial_weights
-from pretrain.checkpoint.load.reader import CheckpointReader
-from pretrain.checkpoint.load.select import find_checkpoint
+from pretrain.checkpoint.load.reader import CheckpointReader, HFWeights
 from pretrain.errors import ConfigError
 from tests.support.cases import case, flags
 from tests.support.checkpoints import copy_checkpoints, real_run
@@ -50,11 +49,10 @@ def _copy(run: Path, tmp_path: Path) -> Path:
 
 def _averaged(run: Path, out: Path, **how: Any) -> dict[str, torch.Tensor]:
     average(plan_average(run, out, **how))
-    found = find_checkpoint(out)
-    assert found.manifest is not None
-    assert found.manifest.weights_only
-    assert verify(found) == []
-    return CheckpointReader(found.folder).weights()
+    folder, manifest, _ = find_checkpoint(out)
+    assert manifest.weights_only
+    assert damage_of(folder, manifest) == []
+    return CheckpointReader(folder).weights()
 
 
 HOW: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.checkpoint.format.files import FileRecord, HashedFile, free_bytes
+from pretrain.checkpoint.format.hashed_files import FileRecord, HashedFile, free_bytes
 from pretrain.checkpoint.format.manifest import LATEST_FILE, MANIFEST, Manifest, complete_checkpoints
 from pretrain.checkpoint.format.verify import find_damage
 from pretrain.checkpoint.save.commit import (

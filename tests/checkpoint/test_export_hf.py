@@ -15,12 +15,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from pretrain.checkpoint.convert.export_hf import export_hf
-from pretrain.checkpoint.convert.model_card import model_card
 from pretrain.checkpoint.convert.new_folder import fill_new_folder, new_folder
-from pretrain.checkpoint.convert.plan_export import plan_export
+from pretrain.checkpoint.convert.plan_export import model_card, plan_export
 from pretrain.checkpoint.format.manifest import read_manifest
-from pretrain.checkpoint.load.hf_folder import check_hf_folder
-from pretrain.checkpoint.load.hf_hashes import hash_files
+from pretrain.checkpoint.load.hf_folder import check_hf_folder, hash_files
 from pretrain.errors import ConfigError
 from tests.checkpoint.test_export import load_exactly
 from tests.checkpoint.test_import import add_tokenizer, imported

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.checkpoint.format.files import (
+from pretrain.checkpoint.format.hashed_files import (
     FileGroup,
     FileRecord,
     HashedFile,

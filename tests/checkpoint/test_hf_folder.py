@@ -13,8 +13,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from pretrain.checkpoint.load.hf_folder import HFWeights, check_hf_folder
-from pretrain.checkpoint.load.hf_hashes import hash_files
+from pretrain.checkpoint.load.hf_folder import check_hf_folder, hash_files
+from pretrain.checkpoint.load.reader import HFWeights
 from pretrain.errors import ConfigError
 from pretrain.model.hf_weights import from_transformers
 from tests.support.hf_models import save_hf_model
@@ -90,11 +90,12 @@ SINGLE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "there is neither model.safetensors nor model"),
     "pickle": (_as_pickle, r"pytorch_model.bin: weights in PyTorch's pickle format .*safe_serialization=True"),
     "no config": (lambda f: (f / "config.json").unlink(), "there is no file .*config.json"),
-    "empty file": (lambda f: os.truncate(f / "model.safetensors", 0), "the file has 0 bytes"),
-    "header not JSON": (lambda f: _overwrite(f / "model.safetensors", 8, b"xx"), "the header is not valid JSON"),
-    "header length": (lambda f: _overwrite(f / "model.safetensors", 0, b"\xff" * 8), "less than its header needs"),
-    "truncated": (lambda f: os.truncate(f / "model.safetensors", 90_000), "it is truncated: it has 90000 bytes"),
-    "offsets": (lambda f: _edit_header(f / "model.safetensors", b'"data_offsets":[0,', b'"data_offsets":[4,'), "bytes"),
+    "empty file": (lambda f: os.truncate(f / "model.safetensors", 0), r"header too small \(it has 0 bytes\)"),
+    "header not JSON": (lambda f: _overwrite(f / "model.safetensors", 8, b"xx"), "invalid JSON in header"),
+    "header length": (lambda f: _overwrite(f / "model.safetensors", 0, b"\xff" * 8), "header too large"),
+    "truncated": (lambda f: os.truncate(f / "model.safetensors", 90_000), r"not fully covered \(it has 90000 bytes\)"),
+    "offsets": (lambda f: _edit_header(f / "model.safetensors", b'"data_offsets":[0,', b'"data_offsets":[4,'),
+                "damaged: .* offset"),
     "wrong shape": (lambda f: _set(f, intermediate_size=88), r"found the shape \[80, 48\]; expected \[88, 48\]"),
     "padded vocabulary": (lambda f: _set(f, vocab_size=90), r"found 97 rows; expected vocab_size .*\(90\). Set"),
     "too few rows": (lambda f: _set(f, vocab_size=128), r"found 97 rows; .*\(128\)"),
@@ -110,7 +111,7 @@ SINGLE: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 SHARDED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "missing shard": (lambda f: _shard(f).unlink(), "this file is missing, and model.safetensors.index.json names it"),
-    "truncated shard": (lambda f: os.truncate(_shard(f), 9000), "00002-of-.*it is truncated: it has 9000 bytes"),
+    "truncated shard": (lambda f: os.truncate(_shard(f), 9000), r"00002-of-.*not fully covered \(it has 9000 bytes\)"),
     "index not JSON": (lambda f: (f / "model.safetensors.index.json").write_text("{"), "it is not a JSON object"),
     "index with a path": (lambda f: (f / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {"a": "../a.safetensors"}})), 'not a JSON object with a "weight_map"'),

@@ -15,11 +15,11 @@ from tokenizers.models import WordLevel
 
 from pretrain.checkpoint.convert.diff import diff
 from pretrain.checkpoint.convert.import_hf import import_hf
-from pretrain.checkpoint.convert.inspect import verify
-from pretrain.checkpoint.load.hf_folder import check_hf_folder
-from pretrain.checkpoint.load.hf_tokenizer import find_hf_tokenizer
+from pretrain.checkpoint.format.manifest import read_manifest
+from pretrain.checkpoint.format.verify import damage_of
+from pretrain.checkpoint.load.find_checkpoint import find_checkpoint, tokenizer_of
+from pretrain.checkpoint.load.hf_folder import check_hf_folder, find_hf_tokenizer
 from pretrain.checkpoint.load.reader import CheckpointReader
-from pretrain.checkpoint.load.select import find_checkpoint, tokenizer_of
 from pretrain.errors import ConfigError
 from pretrain.model.config import model_config_from
 from pretrain.model.layer_specs import as_module
@@ -34,7 +34,7 @@ def imported(folder: Path, out: Path) -> Path:
     """Import a folder and return the checkpoint."""
     found = check_hf_folder(folder)
     import_hf(found, out, find_hf_tokenizer(found))
-    return find_checkpoint(out).folder
+    return find_checkpoint(out)[0]
 
 
 # test_export_hf.py converts every architecture
@@ -42,10 +42,9 @@ def imported(folder: Path, out: Path) -> Path:
 def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     theirs = save_hf_model(tmp_path / "hf", SHAPES[name], shard_size="40KB")
     reader = CheckpointReader(imported(tmp_path / "hf", tmp_path / "run"))
-    found = find_checkpoint(tmp_path / "run")
-    assert found.manifest is not None
-    assert verify(found) == []
-    config = model_config_from(found.manifest.model, "manifest")
+    folder, manifest, _ = find_checkpoint(tmp_path / "run")
+    assert damage_of(folder, manifest) == []
+    config = model_config_from(manifest.model, "manifest")
     ours = as_module(config).eval()
     ours.load_state_dict(reader.weights())
     tokens = torch.randint(0, config.vocab_size, (2, 40), generator=torch.Generator().manual_seed(2))
@@ -60,9 +59,8 @@ def test_dtypes_are_kept_and_hashes_are_recorded(tmp_path: Path) -> None:
     save_hf_model(tmp_path / "hf", SHAPES["neox_parallel"], dtype=torch.bfloat16)
     checkpoint = imported(tmp_path / "hf", tmp_path / "global_step0")  # a single checkpoint
     assert checkpoint == tmp_path / "global_step0"
-    found = find_checkpoint(checkpoint)
-    assert found.manifest is not None
-    assert (found.manifest.weights_only, found.manifest.precision, found.manifest.step) == (True, "bf16", 0)
+    manifest = read_manifest(checkpoint)
+    assert (manifest.weights_only, manifest.precision, manifest.step) == (True, "bf16", 0)
     stored = load_file(checkpoint / "weights.safetensors")
     assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
     assert set(stored) == set(CheckpointReader(checkpoint).shapes)

@@ -13,9 +13,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pretrain.checkpoint.format.fragments import FileLocation, FlatTensor, Fragment
-from pretrain.checkpoint.format.shard_index import _entry, index_name
-from pretrain.checkpoint.load.boxes import boxes_of, copy_part
+from pretrain.checkpoint.format.fragments import FileLocation, Fragment
+from pretrain.checkpoint.format.shard_index import index_name, index_text, tensor_entry
+from pretrain.checkpoint.load.overlapping_shards import boxes_of, copy_part
 from pretrain.checkpoint.load.reader import FP32, CheckpointReader
 from pretrain.distributed.parallel_groups import RankGroup
 from pretrain.errors import ConfigError
@@ -80,9 +80,8 @@ def _write(folder: Path, tensors: dict[str, dict[str, torch.Tensor]],
             file = f"rank_{rank}_{data}.pt"
             torch.save(joined, folder / file)
             location = FileLocation(file, ())
-            entry = _entry(FlatTensor(0, joined[FP32], offset, tuple(fragments), location.at(FP32), location),
-                           {MOMENT: joined[MOMENT], "step": torch.tensor(3.0)}, 0)
-            _write_index(folder, rank * partitions + data, {"optimizer": "AdamW", "groups": [{}], "tensors": [entry]})
+            entry = tensor_entry(location.at(FP32), location, fragments, elementwise=[MOMENT], scalars={"step": 3.0})
+            (folder / index_name(rank * partitions + data)).write_text(index_text("AdamW", [{}], [entry]))
 
 
 def _copy_elements(complete: torch.Tensor, first: int, out: torch.Tensor) -> None:

@@ -14,11 +14,11 @@ import torch
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from torch._weights_only_unpickler import _get_allowed_globals
 
-from pretrain.checkpoint.convert.inspect import verify
-from pretrain.checkpoint.format.files import HashedFile
-from pretrain.checkpoint.format.pickle_scan import USUAL_GLOBALS, has_only_usual_globals, pickle_globals
+from pretrain.checkpoint.format.hashed_files import HashedFile
+from pretrain.checkpoint.format.manifest import read_manifest
 from pretrain.checkpoint.format.pickles import load_pickle
-from pretrain.checkpoint.load.select import find_checkpoint
+from pretrain.checkpoint.format.verify import USUAL_GLOBALS, damage_of, has_only_usual_globals, pickle_globals
+from pretrain.checkpoint.load.find_checkpoint import find_checkpoint
 from pretrain.checkpoint.save.file_engine import FileEngine
 from pretrain.errors import ConfigError
 from tests.support.checkpoints import LAYOUTS, copy_checkpoints, real_run
@@ -125,13 +125,12 @@ def test_verify_reports_pickles_that_cannot_be_loaded(layout: str, corpus: str, 
                                                       tmp_path_factory: pytest.TempPathFactory,
                                                       monkeypatch: pytest.MonkeyPatch) -> None:
     """verify accepts a pickle of Python 3.11.2 and reports a pickle with a foreign class. Both have correct hashes."""
-    newest = find_checkpoint(copy_checkpoints(real_run(layout, corpus, tmp_path_factory), tmp_path / "checkpoints"))
-    folder, canary = newest.folder, tmp_path / "canary"
-    assert newest.manifest is not None
+    checkpoints = copy_checkpoints(real_run(layout, corpus, tmp_path_factory), tmp_path / "checkpoints")
+    folder, canary = find_checkpoint(checkpoints)[0], tmp_path / "canary"
     pickles = sorted(folder.glob("*.pt"))
     assert all(has_only_usual_globals(path) for path in pickles), "verify must not need torch for our own files"
     assert not any("ZeroStageEnum" in name for path in pickles for name in pickle_globals(path))
-    assert verify(newest) == []
+    assert damage_of(folder, read_manifest(folder)) == []
 
     path = max(folder.glob("*optim_states.pt"))
     content = load_pickle(path)
@@ -140,10 +139,10 @@ def test_verify_reports_pickles_that_cannot_be_loaded(layout: str, corpus: str, 
         content["optimizer_state_dict"]["zero_stage"] = ZeroStageEnum.optimizer_states
         put_into(folder, path.name, content)
     assert not has_only_usual_globals(path)
-    assert verify(find_checkpoint(folder)) == []
+    assert damage_of(folder, read_manifest(folder)) == []
 
     put_into(folder, path.name, {"module": Poison(str(canary)), "tensor": torch.zeros(3)})
-    (problem,) = verify(find_checkpoint(folder))
+    (problem,) = damage_of(folder, read_manifest(folder))
     assert problem.startswith(f"{path}: found a pickle that needs ")
     assert "system" in problem
     assert not canary.exists()

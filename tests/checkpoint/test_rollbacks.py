@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from pretrain.checkpoint.format.manifest import LATEST_FILE, MANIFEST, newest_good, read_manifest
-from pretrain.checkpoint.save import rollbacks
+from pretrain.checkpoint.save import retention
 from pretrain.checkpoint.save.mirror import fetch, finish_upload, mirrored_checkpoints, upload, withdraw
-from pretrain.checkpoint.save.retention import prune
-from pretrain.checkpoint.save.rollbacks import (
+from pretrain.checkpoint.save.retention import (
     Rollback,
     abandoned_save_ids,
     later_checkpoints,
     move_abandoned,
     position_after,
+    prune,
     read_rollbacks,
     record_rollback,
 )
@@ -85,7 +85,7 @@ def test_a_kill_before_the_record_changes_nothing(checkpoints: Path, monkeypatch
     def full_disk(path: Path, text: str) -> None:
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr(rollbacks, "write_atomically", full_disk)
+    monkeypatch.setattr(retention, "write_atomically", full_disk)
     with pytest.raises(OSError, match="No space"):
         record_rollback(checkpoints, rollback_to(checkpoints, 3))
     assert read_rollbacks(checkpoints) == []

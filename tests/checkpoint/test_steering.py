@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pretrain.checkpoint.format.manifest import MANIFEST, Manifest
-from pretrain.checkpoint.load.agree import _candidates
+from pretrain.checkpoint.load.agree_on_checkpoint import _candidates
 from pretrain.checkpoint.load.resume import Resume
 from pretrain.checkpoint.load.start import check_start
 from pretrain.config.flags.arguments import OVERRIDES

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.checkpoint.format.manifest import Manifest, _with_hash
-from pretrain.checkpoint.save.rollbacks import Rollback
+from pretrain.checkpoint.save.retention import Rollback
 from pretrain.cluster.slurm_job import JobStart
 from tests.support.cases import flags
 from tests.support.checkpoints import STEPS, real_run

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from pretrain.checkpoint.format.manifest import MANIFEST, read_manifest
+from pretrain.checkpoint.load.find_checkpoint import find_checkpoint, select_checkpoint, tokenizer_of
 from pretrain.checkpoint.load.init_from import find_initial_weights
-from pretrain.checkpoint.load.select import find_checkpoint, select_checkpoint, tokenizer_of
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import ConfigError
 from tests.support.byte_tokenizer import write_byte_tokenizer
-from tests.support.checkpoints import LAYOUTS, copy_checkpoints, real_run
+from tests.support.checkpoints import copy_checkpoints, real_run
 from tests.support.launch import ROOT, run_ranks
 
 
@@ -50,10 +50,10 @@ def _fails(code: int, expected: str, *words: object) -> None:
         assert len(text.strip().splitlines()) == 1, text
 
 
-@pytest.fixture(params=list(LAYOUTS))
-def run(request: pytest.FixtureRequest, corpus: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a run folder with three checkpoints. The test may damage them."""
-    copy_checkpoints(real_run(request.param, corpus, tmp_path_factory), tmp_path / "run" / "checkpoints")
+@pytest.fixture
+def run(corpus: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a run folder with three checkpoints. The test may damage them. Other files test the layouts."""
+    copy_checkpoints(real_run("pipeline2", corpus, tmp_path_factory), tmp_path / "run" / "checkpoints")
     return tmp_path / "run"
 
 
@@ -93,12 +93,10 @@ def test_checkpoints_with_nan_and_a_damaged_latest_are_reported(run: Path) -> No
     (checkpoints / "latest").write_text("global_step2")
     _fails(1, "MB, but the weights or optimizer states have NaN or infinite values", "verify", run)
     assert [line.split()[-2:] for line in passes("list", run)[1:]] == [["no", "yes"], ["yes", "yes"], ["yes", "yes"]]
-    found = find_checkpoint(run)
-    assert (found.step, len(found.notes)) == (2, 1)
-    assert "not used: " in found.notes[0]
-    for named in (find_checkpoint(checkpoints / "global_step3"), find_checkpoint(run, step=3)):
-        assert (named.step, len(named.notes)) == (3, 1)
-        assert "NaN" in named.notes[0]
+    for named, step, note in ((run, None, "not used: "), (run, 3, "NaN"), (checkpoints / "global_step3", None, "NaN")):
+        _, manifest, notes = find_checkpoint(named, step)
+        assert (manifest.step, len(notes)) == (3 if note == "NaN" else 2, 1)
+        assert note in notes[0]
     with pytest.raises(ConfigError, match=r"--init_from .*NaN"):
         find_initial_weights(str(checkpoints / "global_step3"))
     assert find_initial_weights(str(run)).origin.folder.endswith("global_step2")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pretrain.analysis.evaluate.data import DataFlags, open_data
-from pretrain.analysis.evaluate.source import find_source
+from pretrain.analysis.model_source import evaluation_source
 from pretrain.checkpoint.format.manifest import read_manifest
 from pretrain.data.token_files.writer import IndexedWriter
 from pretrain.errors import ConfigError
@@ -93,7 +93,7 @@ def test_each_validation_set_is_logged_by_name(data: Path, tmp_path: Path) -> No
     assert start["flags"]["train_data"][:2] == ["0.6", f"{data}/web"]
     assert "valid/code loss" in done[0].stdout
     assert "valid loss" in done[0].stdout
-    source = find_source(tmp_path / "run", None)
+    source = evaluation_source(tmp_path / "run", None)
     again = open_data(source, DataFlags(), ConfigError("--tokenizer"))
     assert [(one.name, len(one)) for one in again] == [("valid/web, as in training", 8),
                                                        ("valid/code, as in training", 8)]

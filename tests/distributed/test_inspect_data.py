@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from pretrain.analysis.inspect.recorded_step import find_step, open_data_of_step
-from pretrain.analysis.inspect.step import StepTensors, check_labels, read_step, step_lines
+from pretrain.analysis.inspect_step import StepTensors, check_labels, read_step, step_lines
+from pretrain.analysis.recorded_data import find_step, open_data_of_step
 from pretrain.errors import ConfigError
 from tests.support.cases import config, flags
 from tests.support.launch import ROOT, WORKERS, run_ranks

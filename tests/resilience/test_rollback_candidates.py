@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, read_manifest
-from pretrain.checkpoint.save.rollbacks import Rollback
+from pretrain.checkpoint.save.retention import Rollback
 from pretrain.resilience.guard import BadSteps
 from pretrain.resilience.rollback import _candidates
 from tests.checkpoint.test_commit import save

@@ -12,7 +12,7 @@ from tests.support.launch import ROOT
 # sends the signal argv[1] to itself when a file of weights is written for the third time
 _CODE = """
 import os, runpy, sys
-from pretrain.checkpoint.format.files import HashedFile
+from pretrain.checkpoint.format.hashed_files import HashedFile
 number, program = int(sys.argv[1]), sys.argv[2]
 calls, write = [], HashedFile.write
 def write_and_kill(self, data):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from pretrain.checkpoint.format.files import FileRecord, sha256_of
+from pretrain.checkpoint.format.hashed_files import FileRecord, sha256_of
 from pretrain.checkpoint.format.manifest import MANIFEST, read_manifest
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from pretrain.checkpoint.format.files import FileRecord
+from pretrain.checkpoint.format.hashed_files import FileRecord
 from pretrain.checkpoint.format.manifest import Manifest
-from pretrain.checkpoint.format.safetensors_header import header_bytes
+from pretrain.checkpoint.load.hf_folder import header_bytes
 from pretrain.data.token_files.writer import IndexedWriter
 from pretrain.model.config import model_config_from
 from pretrain.model.hf_names import tensor_rules

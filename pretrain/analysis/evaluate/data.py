@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pretrain.analysis.evaluate.source import EvaluationSource
+from pretrain.analysis.model_source import EvaluationSource
 from pretrain.analysis.recorded_data import open_recorded_data
 from pretrain.data.data_spec import names_of_split
 from pretrain.data.evaluation_windows import Tokens, WindowSet, rolling_windows, sample_windows

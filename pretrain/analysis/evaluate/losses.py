@@ -16,14 +16,12 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from pretrain.analysis.evaluate.source import EvaluationSource
-from pretrain.checkpoint.load.hf_folder import HFWeights
-from pretrain.checkpoint.load.reader import FP32, CheckpointReader
+from pretrain.analysis.model_source import EvaluationSource
+from pretrain.checkpoint.load.reader import FP32, WeightsReader, open_weights
 from pretrain.data.evaluation_windows import WindowSet
 from pretrain.data.loader import document_positions
 from pretrain.engine.build import deepspeed_output
 from pretrain.engine.patches.zero import keep_dtype_of_partitions
-from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig
 from pretrain.model.layer_specs import as_module
 from pretrain.model.parameters import DTYPES, check_dtype
@@ -71,7 +69,7 @@ class Sums:
 
 def load_model(source: EvaluationSource, *, dtype: str, partition: bool) -> LoadedModel:
     """Load all weights, or with `partition` this rank's part of each weight. Raises ConfigError."""
-    reader = CheckpointReader(source.folder) if source.hf_folder is None else HFWeights(source.hf_folder)
+    reader = open_weights(source.hf_folder or source.folder)
     device = torch.device(get_accelerator().current_device_name())
     ds_config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3},
                  **({dtype: {"enabled": True}} if dtype != "fp32" else {})}
@@ -83,7 +81,7 @@ def load_model(source: EvaluationSource, *, dtype: str, partition: bool) -> Load
         else:
             with device:
                 module = RowLosses(source.config)
-        _fill(module.model, reader, source)
+        _fill(module.model, reader)
         module.eval()
         check_dtype(module, dtype)
         if not partition:
@@ -104,14 +102,10 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _fill(model: nn.Module, reader: CheckpointReader | HFWeights, source: EvaluationSource) -> None:
+def _fill(model: nn.Module, reader: WeightsReader) -> None:
     """Copy the weights into the model, one tensor at a time."""
     shapes = {name: tuple(getattr(weight, "ds_shape", weight.shape)) for name, weight in model.named_parameters()}
-    wrong = sorted(name for name in shapes.keys() | reader.shapes.keys() if shapes.get(name) != reader.shapes.get(name))
-    if wrong:
-        raise ConfigError(f"{source.folder}: {wrong[0]}", found=f"shape {reader.shapes.get(wrong[0])}",
-                          expected=f"{shapes.get(wrong[0])}, as in the model of this checkpoint",
-                          remedy="use another checkpoint")
+    reader.check_shapes(shapes)
     for name, weight in model.named_parameters():
         if not hasattr(weight, "ds_tensor"):
             reader.copy(name, FP32, 0, weight.data)

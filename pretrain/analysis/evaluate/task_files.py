@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pretrain.analysis.evaluate.source import EvaluationSource
+from pretrain.analysis.model_source import EvaluationSource
 from pretrain.checkpoint.convert.plan_export import ExportPlan, plan_export
 from pretrain.cli import say
 from pretrain.data.tokenizers.tokenizer import Tokenizer

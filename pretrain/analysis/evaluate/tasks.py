@@ -16,8 +16,8 @@ import transformers
 from deepspeed.accelerator import get_accelerator
 from lm_eval.models.huggingface import HFLM
 
-from pretrain.analysis.evaluate.source import EvaluationSource
 from pretrain.analysis.evaluate.task_files import TaskPlan, first_line, only_errors
+from pretrain.analysis.model_source import EvaluationSource
 from pretrain.checkpoint.convert.export_hf import export_hf
 from pretrain.checkpoint.convert.plan_export import ExportPlan, plan_export
 from pretrain.data.tokenizers.export_tokenizer import export_tokenizer

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from pretrain.analysis.generate.decode import LoadedModel
-from pretrain.analysis.generate.devices import USABLE_MEMORY, choose_num_devices, require_accelerate
-from pretrain.analysis.generate.source import GenerationSource
+from pretrain.analysis.model_source import USABLE_MEMORY, GenerationSource, choose_num_devices, require_accelerate
 from pretrain.cli import say
 from pretrain.errors import ConfigError
 from pretrain.model.hf_names import TensorRule, name_in_module, stacked_in_module, tensor_rules
@@ -183,15 +182,11 @@ def _fill(model: Any, source: GenerationSource, placement: torch.device | Device
     assert source.config is not None
     reader = CheckpointReader(source.folder)
     rules = tensor_rules(source.config)
+    reader.check_shapes({rule.ours: rule.shape for rule in rules})
     # One buffer for all tensors: freed tensors of many sizes would leave holes between those that remain.
     buffer = torch.empty(max(prod(rule.shape) for rule in rules))
     with ProgressBar("loading", 4 * sum(prod(rule.shape) for rule in rules)) as progress:
         for rule in rules:
-            found = reader.shapes.get(rule.ours)
-            if found != rule.shape:
-                raise ConfigError(f"{source.folder}: {rule.ours}", found="no such tensor" if found is None else
-                                  f"the shape {list(found)}", expected=f"{list(rule.shape)}",
-                                  remedy="use another checkpoint")
             ours = buffer[:prod(rule.shape)]
             reader.copy(rule.ours, FP32, 0, ours)
             if rule.is_stacked:

@@ -22,6 +22,16 @@ def tokens_of(batch: MicroBatch) -> Tensor:
     return inputs if torch.is_tensor(inputs) else inputs[0]
 
 
+def wrong_labels(batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    """Return where a label is not the next token of its row, and where labels count, both [B, T - 1] of bools.
+
+    The first is false where labels do not count, because they may be padding.
+    """
+    labels_BT, weights_BT = batch[1]
+    counts = weights_BT[:, :-1] > 0
+    return (labels_BT[:, :-1] != tokens_of(batch)[:, 1:]) & counts, counts
+
+
 def with_tokens(batch: MicroBatch, tokens_BT: Tensor) -> MicroBatch:
     """Return the micro-batch with other tokens, but the same labels, weights and positions."""
     inputs, labels = batch

@@ -1,4 +1,4 @@
-"""Checks of the forward pass: initial loss, causal mask, activations, modes, and independence of the layout.
+"""Checks of the loader's batches, and of the forward pass: loss, causal mask, activations, modes, layout.
 
 V is the vocabulary size, and D the hidden size.
 """
@@ -10,12 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pretrain.analysis.sanity.batches import only_at, tokens_of, with_labels, with_tokens
+from pretrain.analysis.sanity.batches import only_at, tokens_of, with_labels, with_tokens, wrong_labels
 from pretrain.analysis.sanity.checked_engine import CheckedEngine
 from pretrain.analysis.sanity.result import Result, not_made
 from pretrain.config.model_of_run import initialization_of
 from pretrain.config.validate import Plan
 from pretrain.data.loader import MicroBatch
+from pretrain.data.samples.dataset import PADDING
+from pretrain.data.source_facts import source_facts
 from pretrain.distributed.collectives import gather
 from pretrain.engine.steps import eval_batch, train_batch
 from pretrain.model.init_methods import initial_std
@@ -28,6 +30,8 @@ _LARGEST_LOSS = 1.5  # times ln(V)
 _FUTURE = 1e-5  # relative change of a loss that counts as rounding
 _DIFFERENCE = {"fp32": 1e-5, "bf16": 5e-3, "fp16": 5e-3}  # relative, of losses in another division of the batch
 _SMALLEST_RMS, _LARGEST_RMS = 1e-5, 1e3  # of activations
+_SAMPLES = 64  # of each data set
+_SOURCES = 8  # of a blend
 
 
 def check_initial_loss(checked: CheckedEngine, batches: list[MicroBatch]) -> Result:
@@ -189,3 +193,49 @@ def check_modes(checked: CheckedEngine, batches: list[MicroBatch]) -> Result:
     return Result("modes", passed, f"training after an evaluation runs in {seen}",
                   "evaluation mode in the evaluation, training mode after it",
                   "call train() before the training step: without it, dropout remains off after the first evaluation")
+
+
+def check_vocabulary(plan: Plan, batches: list[MicroBatch]) -> Result:
+    """Check that all tokens are below the model's vocabulary size, and that the tokenizer has no more tokens."""
+    vocab_size, largest, smallest = plan.model.vocab_size, 0, 0
+    for batch in batches:
+        for column in (tokens_of(batch), batch[1][0]):
+            largest, smallest = max(largest, int(column.max())), min(smallest, int(column.min()))
+    for dataset in plan.datasets.values():
+        samples = dataset.samples(range(_SAMPLES))
+        samples = samples[samples != PADDING]
+        largest = max(largest, int(samples.max(initial=0)))
+    known = plan.tokenizer.vocab_size if plan.tokenizer is not None else 0
+    ends = plan.eod_token if plan.eod_token is not None else 0
+    needed = max(gather(max(largest + 1, known, ends + 1)))
+    of_tokenizer = f"; {known:,} in the tokenizer" if known else ""
+    return Result("vocabulary", needed <= vocab_size and min(gather(smallest)) >= 0,
+                  f"largest token {max(gather(largest)):,}{of_tokenizer}", f"vocab_size {vocab_size:,}",
+                  f"use the model's own tokenizer and data, or --model_overrides vocab_size={needed}", float(needed))
+
+
+def check_labels(batches: list[MicroBatch]) -> Result:
+    """Check that the label of each token that counts is the next token of the batch."""
+    wrong = compared = 0
+    for batch in batches:
+        differ, counts = wrong_labels(batch)
+        wrong += int(differ.sum())
+        compared += int(counts.sum())
+    total, differing = sum(gather(compared)), sum(gather(wrong))
+    return Result("labels", differing == 0 and total > 0, f"{differing:,} of {total:,} labels are not the next token",
+                  "0", "the labels must be the tokens shifted by one: look at the batch with tools/inspect_data.py",
+                  float(differing))
+
+
+def check_document_ends(plan: Plan) -> Result:
+    """Check that the documents of the training data end with the end-of-document token."""
+    name, token = "document ends", plan.eod_token
+    if token is None:
+        return not_made(name, "the end-of-document token is not known")
+    facts = [source_facts(source) for source in plan.datasets["train"].sources[:_SOURCES]]
+    ending, total = (sum(counts) for counts in
+                     zip(*((of_source.ends.get(token, 0), of_source.documents) for of_source in facts), strict=True))
+    texts = "" if ending else f"; {facts[0].ends_text()}"
+    return Result(name, ending > 0, f"{ending} of {total} sampled documents end with token {token}{texts}", "not 0",
+                  "give the --tokenizer with which the data was prepared, or prepare the data again with this one: "
+                  "generation would not end", float(ending))

@@ -2,20 +2,26 @@
 
 import gc
 import math
+import time
 from collections.abc import Callable
 
+import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import groups
 
-from pretrain.analysis.sanity import data_checks, forward_checks, gradient_checks, training_checks
+from pretrain.analysis.sanity import forward_checks, training_checks
 from pretrain.analysis.sanity.batches import small_batch
 from pretrain.analysis.sanity.checked_engine import CheckedEngine, plan_of_checks
-from pretrain.analysis.sanity.result import Result, not_made
+from pretrain.analysis.sanity.result import Result, as_json, failed_checks, not_made, print_table
+from pretrain.analysis.trial_run import remove_trial_files, trial_plan
 from pretrain.config.validate import Plan
 from pretrain.data.loader import MicroBatch
 from pretrain.engine.build import deepspeed_output
 from pretrain.engine.steps import data_parallel_size
+from pretrain.errors import ConfigError
+from pretrain.monitor.write_run_folder import RunFolder
+from pretrain.terminal.status import clear_status
 
 DEFAULT_STEPS = 100  # at most, to learn one batch
 Report = Callable[[str], None]
@@ -45,8 +51,8 @@ def _check_first(checked: CheckedEngine, steps: int,
     consumed_samples = checked.plan.args.first_sample
     report("reading the first batch")
     batches = checked.batches(consumed_samples)
-    vocabulary = data_checks.check_vocabulary(checked.plan, batches)
-    results = [vocabulary, data_checks.check_labels(batches), data_checks.check_document_ends(checked.plan)]
+    vocabulary = forward_checks.check_vocabulary(checked.plan, batches)
+    results = [vocabulary, forward_checks.check_labels(batches), forward_checks.check_document_ends(checked.plan)]
     if not vocabulary.passed:  # the embedding has no row for these tokens
         return [*results, not_made("all other checks", "a token is not in the model's vocabulary")], None
     report("forward passes")
@@ -71,11 +77,11 @@ def _check_first(checked: CheckedEngine, steps: int,
 def _check_gradients(checked: CheckedEngine, small: list[MicroBatch]) -> list[Result]:
     gradients = checked.gradients(small)
     return [forward_checks.check_modes(checked, small),
-            gradient_checks.check_gradients_reach(checked, gradients),
-            gradient_checks.check_gradient_scale_of_layers(gradients),
-            gradient_checks.check_gradient_norm(checked, gradients),
-            gradient_checks.check_gradient_scale(checked, small, gradients),
-            gradient_checks.check_weight_decay(checked)]
+            training_checks.check_gradients_reach(checked, gradients),
+            training_checks.check_gradient_scale_of_layers(gradients),
+            training_checks.check_gradient_norm(checked, gradients),
+            training_checks.check_gradient_scale(checked, small, gradients),
+            training_checks.check_weight_decay(checked)]
 
 
 def without_false_trails(results: list[Result]) -> list[Result]:
@@ -109,3 +115,23 @@ def _discard(checked: CheckedEngine) -> None:
     groups.mpu = None
     gc.collect()
     get_accelerator().empty_cache()
+
+
+def check_before_start(plan: Plan, build: Callable[[Plan], DeepSpeedEngine], folder: RunFolder, report: Report, *,
+                       active: bool) -> None:
+    """Run all checks, print the table if `active`, and append the event "sanity"; collective.
+
+    Raises ConfigError on all ranks if a check failed.
+    """
+    began = time.perf_counter()
+    results = run_checks(trial_plan(plan), build, report=report)
+    dist.barrier()
+    remove_trial_files(plan)
+    clear_status()
+    failed = failed_checks(results)
+    print_table(results, active=active)
+    folder.event("sanity", step=0, reason=f"failed: {', '.join(failed)}" if failed else "all checks passed",
+                 seconds=round(time.perf_counter() - began, 1), checks=as_json(results))
+    if failed:
+        raise ConfigError("--sanity_check", problem=f"{len(failed)} checks failed ({', '.join(failed)})",
+                          remedy="the table above says what to do; without the flag, the run would start")

@@ -3,22 +3,17 @@
 Averages of the last checkpoints often have a lower loss than any of them (Izmailov et al., arXiv 1803.05407).
 """
 
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
-from pretrain.checkpoint.convert.new_folder import check_free_space, new_folder
+from pretrain.checkpoint.convert.new_folder import check_free_space
 from pretrain.checkpoint.convert.plan_average import AveragedCheckpoint, AveragePlan
-from pretrain.checkpoint.convert.weights_checkpoint import write_weights_checkpoint
-from pretrain.checkpoint.convert.write_weights import CHUNK_NUMEL, PlannedTensor
-from pretrain.checkpoint.format.manifest import Manifest, step_of
-from pretrain.checkpoint.load.reader import FP32, CheckpointReader, chunks_of
-from pretrain.checkpoint.save.finite import all_finite
+from pretrain.checkpoint.convert.write_weights import CHUNK_NUMEL, PlannedTensor, weights_manifest, write_weights_run
+from pretrain.checkpoint.load.reader import FP32, CheckpointReader, all_finite, chunks_of
 from pretrain.data.tokenizers.tokenizer import TOKENIZER_FILES, Tokenizer
 from pretrain.errors import ConfigError
-from pretrain.monitor.environment import versions
 
 
 def average(plan: AveragePlan) -> None:
@@ -29,26 +24,19 @@ def average(plan: AveragePlan) -> None:
     planned = [PlannedTensor(name, "fp32", parameter.shape) for name, parameter in plan.config.named_parameters()]
     readers = [_open(source, planned) for source in plan.sources]
     check_free_space(plan.out, sum(tensor.num_bytes for tensor in planned))
-    with new_folder(plan.out) as temporary:
-        checkpoint = temporary
-        if step_of(plan.out) < 0:
-            checkpoint = temporary / "checkpoints" / "global_step0"
-            checkpoint.mkdir(parents=True)
-            if plan.tokenizer is not None:
-                _copy_tokenizer(plan.tokenizer, temporary / "tokenizer")
-        chunks = _averaged_chunks(readers, [source.weight for source in plan.sources], planned)
-        write_weights_checkpoint(checkpoint, planned, chunks, _manifest(plan), {})
+    newest = plan.sources[-1].manifest
+    manifest = weights_manifest(
+        precision="fp32", seq_length=newest.seq_length, model=newest.model, origin=newest.origin,
+        tokenizer_fingerprint=newest.tokenizer_fingerprint, averaged=[source.record() for source in plan.sources])
+    chunks = _averaged_chunks(readers, [source.weight for source in plan.sources], planned)
+    write_weights_run(plan.out, planned, chunks, manifest,
+                      tokenizer={} if plan.tokenizer is None else _files_of(plan.tokenizer))
 
 
 def _open(source: AveragedCheckpoint, planned: Sequence[PlannedTensor]) -> CheckpointReader:
     """Return the reader of a checkpoint. Raises ConfigError if its parameters are not those of the model."""
     reader = CheckpointReader(source.folder)
-    expected = {tensor.name: tensor.shape for tensor in planned}
-    for name in expected.keys() | reader.shapes.keys():
-        if reader.shapes.get(name) != expected.get(name):
-            raise ConfigError(f"{source.folder}: {name}", found=f"shape {reader.shapes.get(name, 'none')}",
-                              expected=f"{expected.get(name, 'none')}, as in the model of its manifest",
-                              remedy="use another checkpoint")
+    reader.check_shapes({tensor.name: tensor.shape for tensor in planned})
     return reader
 
 
@@ -70,25 +58,13 @@ def _averaged_chunks(readers: Sequence[CheckpointReader], weights: Sequence[floa
             yield value.copy_(total)
 
 
-def _copy_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Copy the files from which `load_tokenizer(folder)` loads the same tokenizer."""
-    folder.mkdir()
+def _files_of(tokenizer: Tokenizer) -> dict[str, Path]:
+    """Return name -> path of the files from which `load_tokenizer` loads the same tokenizer."""
     if tokenizer.path.suffix != ".json":
-        shutil.copyfile(tokenizer.path, folder / "tokenizer.model")
-        return
+        return {"tokenizer.model": tokenizer.path}
     main = tokenizer.path.name if tokenizer.path.name in TOKENIZER_FILES else "tokenizer.json"
-    shutil.copyfile(tokenizer.path, folder / main)
+    files = {main: tokenizer.path}
     for name in TOKENIZER_FILES:  # special tokens, and the merges of a vocab.json
         if name not in (main, "tokenizer.json", "tokenizer.model") and tokenizer.path.with_name(name).is_file():
-            shutil.copyfile(tokenizer.path.with_name(name), folder / name)
-
-
-def _manifest(plan: AveragePlan) -> Manifest:
-    """Return the manifest without files. Its data position and layout are empty, as in imported weights."""
-    newest = plan.sources[-1].manifest
-    return Manifest(
-        step=0, consumed_samples=0, world_size=1, data_parallel_size=1, pipeline_stages=1, zero_stage=0,
-        precision="fp32", grad_accum_dtype=None, offload_optimizer="none", offload_param="none", optimizer={},
-        global_batch_size=0, seed=0, seq_length=newest.seq_length, model=newest.model, data_fingerprint="",
-        tokenizer_fingerprint=newest.tokenizer_fingerprint, versions=versions(), finite=True, weights_only=True,
-        origin=newest.origin, averaged=[source.record() for source in plan.sources])
+            files[name] = tokenizer.path.with_name(name)
+    return files

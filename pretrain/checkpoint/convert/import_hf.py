@@ -1,27 +1,26 @@
 """Import the weights of a transformers folder as a checkpoint, one tensor at a time."""
 
 import json
-import shutil
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from pretrain.checkpoint.convert.new_folder import check_free_space, new_folder
-from pretrain.checkpoint.convert.weights_checkpoint import write_weights_checkpoint
-from pretrain.checkpoint.convert.write_weights import CHUNK_NUMEL, PlannedTensor, copy_rows
-from pretrain.checkpoint.format.files import FileRecord
-from pretrain.checkpoint.format.manifest import Manifest, step_of
-from pretrain.checkpoint.load.hf_folder import HFFolder, HFWeights
-from pretrain.checkpoint.load.hf_hashes import hash_files
-from pretrain.checkpoint.load.hf_tokenizer import HFTokenizer
+from pretrain.checkpoint.convert.new_folder import check_free_space
+from pretrain.checkpoint.convert.write_weights import (
+    CHUNK_NUMEL,
+    PlannedTensor,
+    copy_rows,
+    weights_manifest,
+    write_weights_run,
+)
+from pretrain.checkpoint.load.hf_folder import HFFolder, HFTokenizer, hash_files
 from pretrain.checkpoint.load.init_from import origin_of_folder
-from pretrain.checkpoint.save.finite import all_finite
+from pretrain.checkpoint.load.reader import HFWeights, all_finite
 from pretrain.errors import ConfigError
 from pretrain.model.hf_weights import is_concatenation, their_rows_in_our_order
 from pretrain.model.parameters import DTYPES
-from pretrain.monitor.environment import versions
 from pretrain.terminal.progress import ProgressBar
 
 _SOURCE = "imported_from.json"  # folder, and size and SHA-256 of each file that was imported
@@ -38,25 +37,16 @@ def import_hf(found: HFFolder, out: Path, tokenizer: HFTokenizer | None) -> None
     check_free_space(out, sum(map(found.bytes_of, found.files)))
     with ProgressBar("hashing", sum(map(found.bytes_of, found.files))) as progress:
         source = hash_files(found, progress.advance)
-    with new_folder(out) as temporary:
-        checkpoint = temporary
-        if step_of(out) < 0:
-            checkpoint = temporary / "checkpoints" / "global_step0"
-            checkpoint.mkdir(parents=True)
-            if tokenizer is not None:
-                (temporary / "tokenizer").mkdir()
-                for path in tokenizer.files:
-                    shutil.copyfile(path, temporary / "tokenizer" / path.name)
-        _write_checkpoint(checkpoint, found, source, tokenizer.fingerprint if tokenizer else None)
-
-
-def _write_checkpoint(folder: Path, found: HFFolder, source: dict[str, FileRecord], fingerprint: str | None) -> None:
     weights = HFWeights(found)
     planned = [PlannedTensor(name, weights.dtype(name), shape) for name, shape in weights.shapes.items()]
     record = json.dumps({"folder": str(found.folder.absolute()),
                          "files": {name: asdict(file) for name, file in source.items()}}, indent=1)
-    write_weights_checkpoint(folder, planned, _chunks(weights, planned), _manifest(found, fingerprint),
-                             {_SOURCE: record})
+    manifest = weights_manifest(
+        precision=found.dtype, seq_length=found.config.max_positions, model=found.config.hf_config,
+        tokenizer_fingerprint=tokenizer.fingerprint if tokenizer else None,
+        origin=asdict(origin_of_folder(found, str(found.folder.absolute()))))
+    write_weights_run(out, planned, _chunks(weights, planned), manifest, others={_SOURCE: record},
+                      tokenizer={path.name: path for path in tokenizer.files} if tokenizer else {})
 
 
 def _chunks(weights: HFWeights, planned: list[PlannedTensor]) -> Iterator[torch.Tensor]:
@@ -86,13 +76,3 @@ def _chunks_of(weights: HFWeights, name: str, buffer: torch.Tensor) -> Iterator[
         yield from copy_rows(matrix, buffer, their_rows_in_our_order(rule, weights.config))
     else:
         yield from copy_rows(weights.stored(name).view(rule.shape[0], -1), buffer)
-
-
-def _manifest(found: HFFolder, fingerprint: str | None) -> Manifest:
-    """Return the manifest without files. No run wrote the checkpoint, so its data position and layout are empty."""
-    return Manifest(
-        step=0, consumed_samples=0, world_size=1, data_parallel_size=1, pipeline_stages=1, zero_stage=0,
-        precision=found.dtype, grad_accum_dtype=None, offload_optimizer="none", offload_param="none", optimizer={},
-        global_batch_size=0, seed=0, seq_length=found.config.max_positions, model=found.config.hf_config,
-        data_fingerprint="", tokenizer_fingerprint=fingerprint, versions=versions(), finite=True, weights_only=True,
-        origin=asdict(origin_of_folder(found, str(found.folder.absolute()))))

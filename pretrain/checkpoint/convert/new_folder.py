@@ -15,8 +15,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from pretrain.checkpoint.format.files import FileRecord, free_bytes, sha256_of, write_atomically
-from pretrain.checkpoint.format.manifest import MANIFEST
+from pretrain.checkpoint.format.hashed_files import FileRecord, free_bytes, sha256_of, write_atomically
+from pretrain.checkpoint.format.manifest import MANIFEST, step_of
 from pretrain.errors import ConfigError
 from pretrain.paths import check_folder
 from pretrain.stored_json import build, read_object
@@ -41,6 +41,14 @@ def check_new_folder(out: Path, *, or_same_conversion: bool = True) -> None:
     if exists and not is_output:
         raise _already_exists_error(out, "of this conversion" if or_same_conversion else "")
     check_folder(out, str(out), is_new=True)
+
+
+def check_new_weights(out: Path, kind: str) -> None:
+    """Raise ConfigError if weights alone ("imported", "averaged") cannot be written as a run or checkpoint `out`."""
+    if step_of(out) > 0:
+        raise ConfigError("--output", problem=f"{out} names the checkpoint of step {step_of(out)}, and {kind} weights "
+                          "are of step 0", remedy="name a run folder, or a folder global_step0")
+    check_new_folder(out, or_same_conversion=False)
 
 
 def check_free_space(out: Path, needed_bytes: int) -> None:

@@ -5,16 +5,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretrain.checkpoint.convert.new_folder import check_new_folder
+from pretrain.checkpoint.convert.new_folder import check_new_weights
 from pretrain.checkpoint.format.manifest import (
     MANIFEST,
     NOT_FINITE,
     AveragedRecord,
     Manifest,
     complete_checkpoints,
-    step_of,
 )
-from pretrain.checkpoint.load.select import find_checkpoint, find_checkpoints_folder, is_checkpoint, tokenizer_of
+from pretrain.checkpoint.load.find_checkpoint import (
+    find_checkpoint,
+    find_checkpoints_folder,
+    is_checkpoint,
+    tokenizer_of,
+)
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig, model_config_from
@@ -62,10 +66,7 @@ def plan_average(run: Path, out: Path, *, steps: Sequence[int] | None = None, la
     """
     if is_checkpoint(run):
         raise ConfigError(str(run), problem="this is a single checkpoint", remedy="name a run folder")
-    if step_of(out) > 0:
-        raise ConfigError("--output", problem=f"{out} names the checkpoint of step {step_of(out)}, and averaged "
-                          "weights are of step 0", remedy="name a run folder, or a folder global_step0")
-    check_new_folder(out, or_same_conversion=False)
+    check_new_weights(out, "averaged")
     found, notes = _newest(run, last) if steps is None else (_of_steps(run, steps), [])
     sources = _weighted(found, weights, ema, "--steps" if steps is not None else "--last")
     config = _same_model(sources)
@@ -82,11 +83,10 @@ def _of_steps(run: Path, steps: Sequence[int]) -> list[tuple[Path, Manifest]]:
         raise ConfigError("--steps", found="one step", expected="at least two, such as 100,200,300")
     found = []
     for step in steps:
-        checkpoint = find_checkpoint(run, step=step)
-        assert checkpoint.manifest is not None
-        if not checkpoint.manifest.is_good:
-            raise ConfigError(str(checkpoint.folder), problem=NOT_FINITE, remedy="leave this step out")
-        found.append((checkpoint.folder, checkpoint.manifest))
+        folder, manifest, _ = find_checkpoint(run, step)
+        if not manifest.is_good:
+            raise ConfigError(str(folder), problem=NOT_FINITE, remedy="leave this step out")
+        found.append((folder, manifest))
     return found
 
 

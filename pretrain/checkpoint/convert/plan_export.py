@@ -1,18 +1,55 @@
-"""Decide what an export writes, and check it, without torch: checkpoint, dtype, tokenizer and output folder."""
+"""Decide what an export writes, and check it, without torch: checkpoint, dtype, tokenizer, folder, and model card."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pretrain.checkpoint.convert.new_folder import check_new_folder
 from pretrain.checkpoint.format.manifest import MANIFEST, Manifest
-from pretrain.checkpoint.load.select import run_folder_of, select_checkpoint, tokenizer_of
+from pretrain.checkpoint.load.find_checkpoint import run_folder_of, select_checkpoint, tokenizer_of
 from pretrain.config.layout import DTYPE_BYTES
+from pretrain.config.schedule import schedule_from_json, schedule_text
 from pretrain.data.tokenizers.special_tokens import check_tokenizer_fits
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import ConfigError
+from pretrain.hub import is_repository
 from pretrain.model.config import ModelConfig, model_config_from
+from pretrain.monitor.read_run_folder import newest_start, read_metrics
 
 SHARD_GB = 5.0  # default size of a weights file
+_MOST_SOURCES = 50  # rows of a blend
+_CARD = """---
+library_name: transformers
+pipeline_tag: text-generation
+{base_model}tags:
+- ds-pretrain
+- deepspeed
+- {architecture}
+---
+
+# {name}
+
+A {architecture} language model with {parameters} parameters, {origin}.
+
+```python
+from transformers import AutoModelForCausalLM{import_tokenizer}
+
+model = AutoModelForCausalLM.from_pretrained("{name}"){load_tokenizer}
+```
+
+## Model
+
+{model}
+
+## Training
+
+{training}
+
+## Versions
+
+{versions}
+"""
 
 
 @dataclass(frozen=True)
@@ -90,3 +127,105 @@ def _find_tokenizer(folder: Path, manifest: Manifest, path: str | None) -> tuple
         raise ConfigError(str(tokenizer.path), problem="it has changed since the checkpoint was written",
                           remedy="restore the file, or name a tokenizer with --tokenizer")
     return tokenizer, ()
+
+
+def model_card(plan: ExportPlan) -> str:
+    """Return the model card. Facts come from the manifest and, if there are any, run.json and metrics.jsonl."""
+    name, config = plan.out.absolute().name, plan.config
+    tokenizer = plan.tokenizer is not None
+    versions = {**plan.manifest.versions, "git commit": _start(plan).get("git_commit")}
+    origin = "pretrained with ds-pretrain and DeepSpeed"
+    if plan.manifest.averaged:
+        origin = f"the average of {len(plan.manifest.averaged)} checkpoints that ds-pretrain and DeepSpeed trained"
+    elif plan.manifest.weights_only:
+        origin = "imported into ds-pretrain and exported without training"
+    base = _origin(plan)
+    return _CARD.format(
+        base_model=f"base_model: {base}\n" if base and is_repository(base) else "",
+        name=name, architecture=config.architecture, parameters=f"{config.num_parameters():,}", origin=origin,
+        import_tokenizer=", AutoTokenizer" if tokenizer else "",
+        load_tokenizer=f'\ntokenizer = AutoTokenizer.from_pretrained("{name}")' if tokenizer else "",
+        model=_table(_model_facts(plan)), training=_table(_training_facts(plan)), versions=_table(versions))
+
+
+def _model_facts(plan: ExportPlan) -> dict[str, Any]:
+    config = plan.config
+    return {"architecture": config.architecture, "parameters": f"{config.num_parameters():,}",
+            "layers": config.num_layers, "hidden size": config.hidden_size,
+            "attention heads": f"{config.num_heads}, and {config.num_kv_heads} for keys and values",
+            "positions": f"{config.max_positions:,} tokens", "vocabulary": f"{config.vocab_size:,} tokens",
+            "weights in these files": plan.dtype}
+
+
+def _training_facts(plan: ExportPlan) -> dict[str, Any]:
+    manifest, start = plan.manifest, _start(plan)
+    if manifest.averaged:
+        return {"average of checkpoints": ", ".join(
+            f"{source['weight']:.4g} x step {source['step']:,}" for source in manifest.averaged),
+            "initial weights": _origin(plan) or "random"}
+    if manifest.weights_only:
+        return {"training": "none by this program", "weights": _origin(plan)}
+    tokens = manifest.consumed_samples * manifest.seq_length
+    settings = manifest.optimizer.get("params", {})
+    return {
+        "steps": f"{manifest.step:,}" + (f" of {start['train_steps']:,}" if "train_steps" in start else ""),
+        "samples": f"{manifest.consumed_samples:,} of {manifest.seq_length:,} tokens", "tokens": f"{tokens:,}",
+        "training loss": _loss(plan, "loss"), "validation loss": _validation_loss(plan),
+        "data fingerprint": manifest.data_fingerprint, **_data_facts(manifest.data or {}),
+        "tokenizer fingerprint": manifest.tokenizer_fingerprint,
+        "global batch size": f"{manifest.global_batch_size:,} samples",
+        "batch schedule": manifest.recipe.get("batch_schedule"), "precision": manifest.precision,
+        "learning rate": _schedule_text(manifest.schedule),
+        "layout": manifest.layout_text, "seed": manifest.seed, "initial weights": _origin(plan) or "random",
+        "optimizer": ", ".join([str(manifest.optimizer.get("type")), *(f"{k} {v}" for k, v in settings.items())])}
+
+
+def _schedule_text(schedule: Mapping[str, Any] | None) -> str | None:
+    """Describe the schedule of a manifest: of the flags, or of the JSON."""
+    if schedule is None or "kind" not in schedule:
+        return None if schedule is None else schedule.get("type")
+    return schedule_text(schedule_from_json(schedule))
+
+
+def _data_facts(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the hash of the training data; of a blend, the weights and the hash of each source."""
+    if "sources" not in data:
+        return {"data SHA-256": data.get("sha256")}
+    facts = {}
+    for number, source in enumerate(data["sources"][:_MOST_SOURCES]):
+        phases = [(f"from sample {phase['from_samples']:,} on " if phase["from_samples"] else "")
+                  + f"{phase['weights'][number]:.1%}" for phase in data["proportions"]]
+        facts[f"data {Path(source['prefix']).name}"] = f"{', '.join(phases)} of the samples; SHA-256 " \
+                                                       f"{source['sha256'] or 'not known yet'}"
+    return {"sources": len(data["sources"]), **facts}
+
+
+def _origin(plan: ExportPlan) -> str:
+    """Return the repository, or the name without the path, of the weights that the run started from; "" without any."""
+    name = plan.manifest.origin["name"] if plan.manifest.origin else ""
+    return name if is_repository(name) else Path(name).name
+
+
+def _start(plan: ExportPlan) -> dict[str, Any]:
+    """Return the newest record of run.json; an empty one without this file."""
+    return {} if plan.run is None else newest_start(plan.run)
+
+
+def _loss(plan: ExportPlan, key: str, **wanted: str) -> str | None:
+    """Return the last value of a key of metrics.jsonl up to the checkpoint's step, with its step."""
+    rows = [] if plan.run is None else read_metrics(plan.run)
+    found = [row for row in rows if isinstance(row.get(key), float) and isinstance(row.get("step"), int)
+             and row["step"] <= plan.manifest.step and all(row.get(name) == value for name, value in wanted.items())]
+    return f"{found[-1][key]:.4f} nats per token at step {found[-1]['step']:,}" if found else None
+
+
+def _validation_loss(plan: ExportPlan) -> str | None:
+    if plan.manifest.eval_loss is not None:
+        return f"{plan.manifest.eval_loss:.4f} nats per token at step {plan.manifest.step:,}"
+    return _loss(plan, "eval_loss", split="valid")
+
+
+def _table(facts: Mapping[str, Any]) -> str:
+    """Return a table of the facts that are known."""
+    rows = (f"| {name} | {value} |" for name, value in facts.items() if value not in (None, ""))
+    return "\n".join(["| | |", "| --- | --- |", *rows])

@@ -8,7 +8,7 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
 from pretrain.checkpoint.convert.new_folder import fill_new_folder
-from pretrain.checkpoint.format.files import write_atomically
+from pretrain.checkpoint.format.hashed_files import write_atomically
 from pretrain.checkpoint.format.manifest import Manifest, read_manifest
 from pretrain.checkpoint.load.reader import SCHEDULED_SETTINGS, CheckpointReader
 from pretrain.config.validate import DEEPSPEED_VERSION

@@ -1,20 +1,31 @@
-"""Write weights as one or several safetensors files, chunk by chunk."""
+"""Write weights as safetensors files, chunk by chunk, and as a checkpoint of weights alone.
+
+Any layout can start from a checkpoint of weights alone, which no run wrote.
+"""
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from pretrain.checkpoint.format.files import FileRecord, HashedFile
-from pretrain.checkpoint.format.safetensors_header import Shape, header_bytes
+from pretrain.checkpoint.convert.new_folder import new_folder
+from pretrain.checkpoint.format.fragments import FileLocation, Fragment
+from pretrain.checkpoint.format.hashed_files import FileRecord, HashedFile, sha256_of
+from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, step_of
+from pretrain.checkpoint.format.shard_index import index_name, index_text, tensor_entry
+from pretrain.checkpoint.load.hf_folder import Shape, header_bytes
 from pretrain.config.layout import DTYPE_BYTES
 from pretrain.model.parameters import DTYPES
+from pretrain.monitor.environment import versions
 from pretrain.terminal.progress import ProgressBar
 
 CHUNK_NUMEL = 2**22  # largest number of elements that are written at once
+_SHARD_BYTES = 5 * 10**9
 
 
 @dataclass(frozen=True)
@@ -118,3 +129,51 @@ def index_json(shards: dict[str, list[PlannedTensor]]) -> str:
                 "total_size": sum(tensor.num_bytes for tensor in tensors)}
     weight_map = {tensor.name: file for file, shard in shards.items() for tensor in shard}
     return json.dumps({"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}, indent=2) + "\n"
+
+
+def weights_manifest(**facts: Any) -> Manifest:
+    """Return the manifest of weights that no run wrote, without files. Its data position and layout are empty."""
+    return Manifest(
+        step=0, consumed_samples=0, world_size=1, data_parallel_size=1, pipeline_stages=1, zero_stage=0,
+        grad_accum_dtype=None, offload_optimizer="none", offload_param="none", optimizer={}, global_batch_size=0,
+        seed=0, data_fingerprint="", versions=versions(), finite=True, weights_only=True, **facts)
+
+
+def write_weights_run(out: Path, planned: Sequence[PlannedTensor], chunks: Iterator[torch.Tensor], manifest: Manifest,
+                      *, tokenizer: Mapping[str, Path], others: Mapping[str, str] | None = None) -> None:
+    """Write weights as the checkpoint of step 0 of the new run folder `out`, and the tokenizer next to it.
+
+    If the name of `out` is global_step0, write only this checkpoint.
+
+    Args:
+        planned: the tensors, under our names.
+        chunks: their flat values on the CPU, one after another; see `write_shards`.
+        manifest: without files.
+        tokenizer: name -> path of the tokenizer's files.
+        others: name -> text of further files of the checkpoint.
+    """
+    with new_folder(out) as temporary:
+        folder = temporary
+        if step_of(out) < 0:
+            folder = temporary / "checkpoints" / "global_step0"
+            folder.mkdir(parents=True)
+            if tokenizer:
+                (temporary / "tokenizer").mkdir()
+            for name, path in tokenizer.items():
+                shutil.copyfile(path, temporary / "tokenizer" / name)
+        groups = shards_of(planned, _SHARD_BYTES)
+        # not "model": transformers must not load these files, whose tensors have our names
+        shards = dict(zip(file_names("weights", len(groups)), groups, strict=True))
+        records = write_shards(folder, shards, chunks)
+        for name, text in {index_name(0): _shard_index(shards), **(others or {})}.items():
+            (folder / name).write_text(text, encoding="utf-8")
+            records[name] = FileRecord((folder / name).stat().st_size, sha256_of(folder / name))
+        (folder / MANIFEST).write_text(replace(manifest, files=records).to_json())
+
+
+def _shard_index(shards: Mapping[str, Sequence[PlannedTensor]]) -> str:
+    """Return the text of the checkpoint's shard index."""
+    entries = [tensor_entry(FileLocation(file, (tensor.name,)), FileLocation(file, ()),
+                            [Fragment(tensor.name, tensor.shape, 0, tensor.num_elements, 0)])
+               for file, tensors in shards.items() for tensor in tensors]
+    return index_text("", [{}], entries)

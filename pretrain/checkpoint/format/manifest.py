@@ -11,11 +11,11 @@ import json
 import re
 import stat
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, TypedDict
 
-from pretrain.checkpoint.format.files import FileRecord
+from pretrain.checkpoint.format.hashed_files import FileRecord
 from pretrain.config.flags.overrides import OverrideRecord
 from pretrain.config.layout import Layout
 from pretrain.config.model_of_run import Branch, Origin
@@ -92,6 +92,12 @@ class Proportions(TypedDict):
     weights: list[float]
 
 
+# fields that a manifest and the layout of a run have in common
+LAYOUT_KEYS = ("world_size", "zero_stage", "pipeline_stages", "tensor_parallel_size", "sequence_parallel_size",
+               "expert_parallel_size", "precision", "grad_accum_dtype", "offload_optimizer", "offload_param",
+               "seq_length")
+
+
 @dataclass(frozen=True)
 class Manifest:
     """Training position, layout, model and files of one checkpoint."""
@@ -144,6 +150,11 @@ class Manifest:
         return self.finite is not False
 
     @property
+    def num_bytes(self) -> int:
+        """Total size of the files."""
+        return sum(record.bytes for record in self.files.values())
+
+    @property
     def layout(self) -> Layout:
         """Layout of the run that wrote the checkpoint.
 
@@ -151,24 +162,36 @@ class Manifest:
         `global_batch_size` of the manifest, not that of the layout. The layout of imported weights is one rank without
         an optimizer.
         """
-        return Layout(world_size=self.world_size, zero_stage=self.zero_stage, pipeline_stages=self.pipeline_stages,
-                      tensor_parallel_size=self.tensor_parallel_size,
-                      sequence_parallel_size=self.sequence_parallel_size,
-                      expert_parallel_size=self.expert_parallel_size,
-                      precision=self.precision, grad_accum_dtype=self.grad_accum_dtype,
-                      optimizer=str(self.optimizer.get("type", "")).lower(), offload_optimizer=self.offload_optimizer,
-                      offload_param=self.offload_param, seq_length=self.seq_length)
+        return Layout(**{name: getattr(self, name) for name in LAYOUT_KEYS},
+                      optimizer=str(self.optimizer.get("type", "")).lower())
+
+    @property
+    def layout_text(self) -> str:
+        """Layout of the run that wrote the checkpoint, such as "4 ranks, ZeRO-1".
+
+        With pipeline stages, or tensor- or sequence-parallel ranks, "2 stages x 2 tensor-parallel x 2 data-parallel"
+        follows; with expert parallelism, "experts divided over 2 ranks"; with offload, "optimizer on cpu".
+        """
+        if self.weights_only:
+            return "weights only"
+        parts = [f"{self.world_size} rank{'s' * (self.world_size > 1)}", f"ZeRO-{self.zero_stage}"]
+        degrees = [f"{size} {name}" for size, name in (
+            (self.pipeline_stages, "stages"), (self.tensor_parallel_size, "tensor-parallel"),
+            (self.sequence_parallel_size, "sequence-parallel")) if size > 1]
+        if degrees:
+            parts.append(" x ".join([*degrees, f"{self.data_parallel_size} data-parallel"]))
+        if self.expert_parallel_size > 1:
+            parts.append(f"experts divided over {self.expert_parallel_size} ranks")
+        for offloaded, device in (("optimizer", self.offload_optimizer), ("parameters", self.offload_param)):
+            if device != "none":
+                parts.append(f"{offloaded} on {device}")
+        return ", ".join(parts)
 
     def to_json(self) -> str:
         """Return the text of manifest.json. Its last key is a SHA-256 of all other keys, so any change is detected."""
-        values = asdict(self)
-        empty = {"no_weight_decay": [], "averaged": [], "initialization": {}, "dropouts": {}, "weights_only": False,
-                 "origin": None, "finite": None, "data": None, "document_attention": False, "schedule": None,
-                 "schedule_flags": {}, "recipe": {}, "recipe_states": {},
-                 "overrides": [], "lineage": [], "tensor_parallel_size": 1, "sequence_parallel_size": 1,
-                 "expert_parallel_size": 1}
-        # Older manifests lack these keys. Ranks compare this text, so it must equal the file's.
-        return _with_hash({key: value for key, value in values.items() if key not in empty or value != empty[key]})
+        # Older manifests lack the other keys. Ranks compare this text, so it must equal the file's.
+        return _with_hash({key: value for key, value in asdict(self).items()
+                           if key in _ALWAYS_WRITTEN or value != _DEFAULTS[key]})
 
     @classmethod
     def from_json(cls, text: str) -> "Manifest":
@@ -194,6 +217,10 @@ class Manifest:
         return manifest
 
 
+_DEFAULTS = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(Manifest)}
+# all keys of the first version: those without a default, and these
+_ALWAYS_WRITTEN = {*(name for name, default in _DEFAULTS.items() if default is MISSING), "eval_loss", "loss_scale",
+                   "scheduler", "save_id", "files"}
 _MAY_BE_0 = ("step", "consumed_samples", "zero_stage", "seed")
 _COUNTS = (*_MAY_BE_0, "world_size", "data_parallel_size", "pipeline_stages", "tensor_parallel_size",
            "sequence_parallel_size", "expert_parallel_size", "global_batch_size", "seq_length")

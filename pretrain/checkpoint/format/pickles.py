@@ -1,7 +1,7 @@
 """Make values safe to pickle, and load checkpoint pickles without running code from them.
 
 Enum members are saved as plain values. Loading uses torch's weights-only unpickler, with an allow-list that adds the
-few classes that DeepSpeed saves.
+few classes that DeepSpeed saves. One of a checkpoint's pickles has the states of a rank's random number generators.
 """
 
 import pickle
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
@@ -74,3 +75,24 @@ def _rejected_class(message: str) -> str:
     """Describe a rejected pickle, with the class that the error message of torch's unpickler names, if it names one."""
     match = re.search(r"(?:GLOBAL|Global|global|class|Class|type) `?([\w.]+)`?", message)
     return f"a pickle that needs {match.group(1)}" if match else f"a pickle that is rejected ({message[:200]!r})"
+
+
+def rng_file(folder: Path, rank: int) -> Path:
+    """Return the path of a rank's file in a checkpoint folder."""
+    return folder / f"rng_state_rank_{rank:05d}.pt"
+
+
+def rng_state() -> dict[str, torch.Tensor]:
+    """Return the current states of torch's generators: "cpu" and, with an accelerator, "device"."""
+    device = get_accelerator()
+    states = {"cpu": torch.get_rng_state()}
+    if device.device_name() != "cpu":
+        states["device"] = device.get_rng_state()
+    return states
+
+
+def set_rng_state(states: dict[str, torch.Tensor]) -> None:
+    """Restore what `rng_state` returned; the device's state is ignored on a machine without an accelerator."""
+    torch.set_rng_state(states["cpu"])
+    if "device" in states and get_accelerator().device_name() != "cpu":
+        get_accelerator().set_rng_state(states["device"])

@@ -5,7 +5,7 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-from pretrain.checkpoint.format.manifest import Manifest
+from pretrain.checkpoint.format.manifest import LAYOUT_KEYS, Manifest
 from pretrain.config.flags.overrides import RECIPE_FLAGS
 from pretrain.config.model_of_run import DROPOUTS, initialization_of
 from pretrain.config.validate import Plan
@@ -19,15 +19,11 @@ def manifest_of(plan: Plan, *, step: int, consumed_samples: int, versions: dict[
     """Return the manifest of a checkpoint that the run `plan` writes after `step` steps. Its `files` are empty."""
     layout = plan.layout
     return Manifest(
-        step=step, consumed_samples=consumed_samples, world_size=layout.world_size,
-        data_parallel_size=layout.data_parallel_size, pipeline_stages=layout.pipeline_stages,
-        tensor_parallel_size=layout.tensor_parallel_size, sequence_parallel_size=layout.sequence_parallel_size,
-        expert_parallel_size=layout.expert_parallel_size, zero_stage=layout.zero_stage, precision=layout.precision,
-        grad_accum_dtype=layout.grad_accum_dtype,
-        offload_optimizer=layout.offload_optimizer, offload_param=layout.offload_param,
-        optimizer=plan.ds_config["optimizer"], global_batch_size=layout.global_batch_size, seed=plan.args.seed,
-        seq_length=layout.seq_length, model=plan.model.hf_config,
-        data_fingerprint=plan.datasets["train"].fingerprint, tokenizer_fingerprint=tokenizer_fingerprint(plan),
+        **{name: getattr(layout, name) for name in LAYOUT_KEYS},
+        step=step, consumed_samples=consumed_samples, data_parallel_size=layout.data_parallel_size,
+        global_batch_size=layout.global_batch_size, optimizer=plan.ds_config["optimizer"], seed=plan.args.seed,
+        model=plan.model.hf_config, data_fingerprint=plan.datasets["train"].fingerprint,
+        tokenizer_fingerprint=tokenizer_fingerprint(plan),
         versions=versions, eval_loss=eval_loss if eval_loss is not None and math.isfinite(eval_loss) else None,
         loss_scale=loss_scale, recipe_states=recipe_states or {}, initialization=asdict(initialization_of(plan.args)),
         no_weight_decay=sorted({*(plan.args.no_weight_decay or ())}),

@@ -1,18 +1,54 @@
-"""Verify that a checkpoint's files have the sizes and hashes of its manifest, and that its pickles can be loaded."""
+"""Verify that a checkpoint's files have the sizes and hashes of its manifest, and that its pickles can be loaded.
 
+Pickles are scanned without torch and without reading tensors.
+"""
+
+import pickletools
+import struct
+import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from pretrain.checkpoint.format.files import FileRecord, sha256_of
+from pretrain.checkpoint.format.hashed_files import FileRecord, sha256_of
 from pretrain.checkpoint.format.manifest import Manifest, files_in
-from pretrain.checkpoint.format.pickle_scan import has_only_usual_globals
 from pretrain.errors import ConfigError
+from pretrain.terminal.progress import ProgressBar
 
 _THREADS = 4  # hashing releases Python's GIL; few disks are fast enough for more threads
 
 Advance = Callable[[int, str], None]  # signature of ProgressBar.advance: bytes since the last call, file name
+_STORAGES = ("BFloat16", "Bool", "Byte", "Double", "Float", "Half", "Int", "Long", "Short")
+# classes and functions that checkpoints usually need; `pickles.load_pickle` accepts all of these and a few others
+USUAL_GLOBALS = frozenset({
+    "collections OrderedDict", "torch Size", "torch._utils _rebuild_tensor_v2",
+    *(f"torch {name}Storage" for name in _STORAGES),
+    "deepspeed.runtime.fp16.loss_scaler DynamicLossScaler", "deepspeed.runtime.fp16.loss_scaler LossScaler",
+    "deepspeed.runtime.zero.config ZeroStageEnum", "deepspeed.utils.tensor_fragment fragment_address"})
+_OTHER_IMPORTS = ("STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4")  # import opcodes that torch.save never writes
+
+
+def damage_of(folder: Path, manifest: Manifest, advance: Advance | None = None) -> list[str]:
+    """Read every file of a checkpoint and return one line for each problem.
+
+    Pickles are scanned for unusual classes only if all sizes and hashes are right.
+    """
+    return find_damage(folder, manifest, advance=advance) or unloadable_files(folder, manifest)
+
+
+def reject_damaged(folder: Path, manifest: Manifest) -> None:
+    """Read every file of a checkpoint. Raises ConfigError if one is damaged, or if it would not be loaded."""
+    with ProgressBar(f"verifying {folder.name}", manifest.num_bytes) as progress:
+        problems = damage_of(folder, manifest, progress.advance)
+    if problems:
+        raise damaged_checkpoint(folder, problems)
+
+
+def damaged_checkpoint(folder: Path, problems: list[str]) -> ConfigError:
+    """Return the error for a checkpoint with these problems. Its message has the first one."""
+    return ConfigError(str(folder), problem=f"the checkpoint is damaged: {problems[0].rstrip('.')}",
+                       remedy="use another checkpoint")
 
 
 def find_damage(folder: Path, manifest: Manifest, names: Iterable[str] | None = None, *,
@@ -88,3 +124,40 @@ def files_of_rank(names_with_sizes: Mapping[str, int], rank: int, world_size: in
         names_by_rank[least_loaded].append(name)
         loads[least_loaded] += names_with_sizes[name] + 1  # + 1, so that empty files are spread too
     return names_by_rank[rank]
+
+
+def has_only_usual_globals(path: Path) -> bool:
+    """Return whether the file is in torch.save's zip format and needs only USUAL_GLOBALS."""
+    try:
+        return pickle_globals(path) <= USUAL_GLOBALS
+    except (OSError, ValueError, struct.error, zipfile.BadZipFile):
+        return False
+
+
+def pickle_globals(path: Path) -> set[str]:
+    """Return "MODULE NAME" of each class and function that the file's pickle imports.
+
+    For import opcodes that torch.save does not write, the set has the opcode's name instead. Raises OSError,
+    ValueError, struct.error or BadZipFile if the file is not in torch.save's zip format.
+    """
+    found = set()
+    for opcode, argument, _ in pickletools.genops(_data_pkl(path)):
+        if opcode.name == "GLOBAL":
+            found.add(str(argument))
+        elif opcode.name in _OTHER_IMPORTS:
+            found.add(opcode.name)
+    return found
+
+
+def _data_pkl(path: Path) -> bytes:
+    """Read the archive's pickle, which is stored uncompressed.
+
+    ZipFile.read cannot be used, because it checks a CRC-32 that `FileEngine` does not write.
+    """
+    with open(path, "rb") as file:
+        with zipfile.ZipFile(file) as archive:
+            (entry,) = [entry for entry in archive.infolist() if entry.filename.endswith("/data.pkl")]
+        file.seek(entry.header_offset + 26)
+        name_length, extra_length = struct.unpack("<HH", file.read(4))
+        file.seek(name_length + extra_length, 1)
+        return file.read(entry.file_size)

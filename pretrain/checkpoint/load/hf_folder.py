@@ -1,35 +1,47 @@
-"""Check and read the weights of a transformers folder: a config.json and safetensors files.
+"""Check a transformers folder: headers of the weights, recorded hashes, and tokenizer. Imports no torch."""
 
-`check_hf_folder` compares the headers of the files with the model, and imports no torch. `HFWeights` reads one tensor
-at a time, under this project's names.
-"""
-
+import json
 import mmap
+import re
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypedDict
 
-from pretrain.checkpoint.format.safetensors_header import WEIGHT_DTYPES, StoredTensor, read_header
+from safetensors import SafetensorError, safe_open
+
+from pretrain.checkpoint.format.hashed_files import FileRecord, sha256_of
+from pretrain.config.layout import DTYPE_BYTES
+from pretrain.data.tokenizers.special_tokens import check_tokenizer_fits
+from pretrain.data.tokenizers.tokenizer import TOKENIZER_FILES, find_tokenizer_file, load_tokenizer
 from pretrain.errors import ConfigError, shorten
 from pretrain.model.config import ModelConfig, load_model_config
-from pretrain.model.hf_names import HEAD, TensorRule, names_in_model, tensor_rules
-from pretrain.stored_json import read_json
+from pretrain.model.hf_names import HEAD, names_in_model, tensor_rules
+from pretrain.stored_json import build, read_json
+from pretrain.terminal.progress import ProgressBar
 
-if TYPE_CHECKING:
-    import torch
-    from safetensors import safe_open
-
-    from pretrain.model.parameters import Part
-
+Shape = tuple[int, ...]
+# dtypes that weights may have: name in the header of a safetensors file -> our name
+WEIGHT_DTYPES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _OTHER_FORMATS = ("pytorch_model*.bin", "consolidated*.pth", "tf_model.h5", "flax_model.msgpack", "*.gguf",
                   "model*.safetensors")
 _COMPARED_BYTES = 2**22
 _LONGEST_NAME = 255  # bytes of a file's name on Linux
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a safetensors file."""
+
+    file: str  # name in the folder
+    name: str  # in this file
+    dtype: str  # as in the header: "F32", "BF16" ...
+    shape: Shape
 
 
 @dataclass(frozen=True)
@@ -123,6 +135,53 @@ def _read_headers(folder: Path) -> tuple[dict[str, StoredTensor], tuple[str, ...
     return found, files
 
 
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """Return all tensors of a safetensors file by name. Raises ConfigError if the file is damaged or truncated."""
+    try:
+        with open(path, "rb") as file:
+            if file.read(8) == b"version ":
+                raise ConfigError(str(path), problem="this is a pointer of Git LFS, not the weights",
+                                  remedy="`git lfs pull` in its repository downloads them")
+        with safe_open(path, framework="np") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (it is no dict)
+            return {name: StoredTensor(path.name, name, part.get_dtype(), tuple(part.get_shape()))
+                    for name, part in slices.items()}
+    except OSError as error:
+        raise ConfigError(str(path), problem=f"it cannot be read: {error.strerror or error}") from None
+    except SafetensorError as error:  # the library compares all sizes and positions with the file
+        raise ConfigError(str(path), problem=f"this safetensors file is damaged: {shorten(str(error))} (it has "
+                          f"{path.stat().st_size} bytes)",
+                          remedy="download or write the file again") from None
+
+
+def header_bytes(tensors: Iterable[tuple[str, str, Shape]]) -> bytes:
+    """Return the first bytes of a safetensors file whose tensors follow in this order, without gaps.
+
+    They are the length of the header (u64, little-endian), and the header (JSON). The safetensors library writes only
+    tensors that are all in memory.
+
+    Args:
+        tensors: name, dtype ("fp32", "bf16" or "fp16") and shape of each tensor.
+    """
+    names = {ours: theirs for theirs, ours in WEIGHT_DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, dtype, shape in tensors:
+        start, end = end, end + prod(shape) * DTYPE_BYTES[dtype]
+        header[name] = {"dtype": names[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _data_range(path: Path, name: str) -> tuple[int, int]:
+    """Return the first byte of a tensor in a safetensors file, and the byte after its last one."""
+    with open(path, "rb") as file:
+        data_start = 8 + int.from_bytes(file.read(8), "little")
+        start, end = json.loads(file.read(data_start - 8))[name]["data_offsets"]
+    return data_start + start, data_start + end
+
+
 def _read_index(path: Path) -> dict[str, str]:
     """Return the map from tensors to files of a model.safetensors.index.json."""
     try:
@@ -186,105 +245,87 @@ def _check_tied_head(folder: Path, head: StoredTensor, embedding: StoredTensor) 
     """Raise ConfigError unless the stored head has exactly the bytes of the embedding."""
     same = (head.dtype, head.shape) == (embedding.dtype, embedding.shape)
     if same:
+        (a, a_end), (b, _) = (_data_range(folder / tensor.file, tensor.name) for tensor in (head, embedding))
         with open(folder / head.file, "rb") as first, open(folder / embedding.file, "rb") as second, \
                 mmap.mmap(first.fileno(), 0, access=mmap.ACCESS_READ) as x, \
                 mmap.mmap(second.fileno(), 0, access=mmap.ACCESS_READ) as y:
-            for start in range(0, head.num_bytes, _COMPARED_BYTES):
-                count = min(_COMPARED_BYTES, head.num_bytes - start)
-                a, b = head.start + start, embedding.start + start
-                if x[a:a + count] != y[b:b + count]:
-                    same = False
-                    break
+            size = a_end - a
+            same = all(x[a + start:a + min(start + _COMPARED_BYTES, size)] ==
+                       y[b + start:b + min(start + _COMPARED_BYTES, size)] for start in range(0, size, _COMPARED_BYTES))
     if not same:
         raise ConfigError(f"{folder / head.file}: {head.name}", problem=f"it differs from {embedding.name}, although "
                           "tie_word_embeddings is true", remedy="set tie_word_embeddings to false in the config.json")
 
 
-class HFWeights:
-    """Reads the weights of a transformers folder under this project's names. It has the interface of CheckpointReader.
+class _Source(TypedDict):
+    files: dict[str, FileRecord]
 
-    The files are memory-mapped. A tensor that must be converted is converted when it is first read, in its own dtype;
-    only the latest one is kept.
 
-    Attributes:
-        shapes: shape of each parameter, by name.
-        states: "fp32" only, because the folder has no optimizer states.
+def expected_hashes(folder: Path, files: tuple[str, ...]) -> dict[str, str]:
+    """Return the SHA-256 of those files whose hash is recorded.
+
+    An exported folder records them in source.json. In the Hub's cache, a file is a link to a blob, and the name of a
+    large file's blob is its SHA-256.
     """
+    recorded: dict[str, str] = {}
+    for file in files:
+        path = folder / file
+        if path.is_symlink() and _SHA256.fullmatch(path.resolve().name):
+            recorded[file] = path.resolve().name
+    try:
+        source = build(_Source, read_json(folder / "source.json"))
+        recorded |= {file: source["files"][file].sha256 for file in files if file in source["files"]}
+    except (OSError, ValueError):
+        pass  # the folder was not written by this program
+    return recorded
 
-    def __init__(self, found: HFFolder) -> None:
-        self.folder, self.config, self.found = found.folder, found.config, found
-        self.rules: Mapping[str, TensorRule] = {rule.ours: rule for rule in tensor_rules(found.config)}
-        self.shapes = {name: rule.shape for name, rule in self.rules.items()}
-        self.states = ["fp32"]
-        self.scalars: dict[str, float] = {}
-        self.optimizer = ""
-        self._files: dict[str, safe_open] = {}
-        self._latest: tuple[str, torch.Tensor] | None = None
 
-    def dtype(self, name: str) -> str:
-        """Return the stored dtype of a parameter. If its parts have several, return fp32."""
-        found = {WEIGHT_DTYPES[self.found.tensors[part].dtype] for part in self.rules[name].theirs}
-        return found.pop() if len(found) == 1 else "fp32"
+def verify_recorded_hashes(found: HFFolder) -> None:
+    """Read the files whose hashes are recorded. Raises ConfigError for a damaged one."""
+    recorded = replace(found, files=tuple(expected_hashes(found.folder, found.files)))
+    with ProgressBar(f"verifying {found.folder.name}", sum(map(found.bytes_of, recorded.files))) as progress:
+        hash_files(recorded, progress.advance)
 
-    def copy(self, name: str, state: str, start: int, out: "torch.Tensor", part: "Part | None" = None) -> None:
-        """Copy consecutive elements of a parameter into `out`, beginning with element `start`, until `out` is full.
 
-        The elements are counted in the flattened complete parameter, or in `part` of it. `out` may be on any device and
-        of any floating dtype.
-        """
-        from pretrain.checkpoint.load.boxes import copy_part
+def hash_files(found: HFFolder, advance: Callable[[int, str], None] | None = None) -> dict[str, FileRecord]:
+    """Return size and SHA-256 of each weights file. Raises ConfigError if one differs from its recorded hash."""
+    recorded, result = expected_hashes(found.folder, found.files), {}
+    for file in found.files:
+        path = found.folder / file
+        try:
+            record = FileRecord(path.stat().st_size, sha256_of(path))
+        except OSError as error:
+            raise ConfigError(str(path), problem=f"it cannot be read: {error.strerror or error}") from None
+        if record.sha256 != recorded.get(file, record.sha256):
+            raise ConfigError(str(path), found=f"SHA-256 {record.sha256[:16]}...",
+                              expected=f"{recorded[file][:16]}..., as recorded when it was written",
+                              remedy="download or write the file again")
+        result[file] = record
+        if advance is not None:
+            advance(record.bytes, file)
+    return result
 
-        assert state == "fp32", f"{name}: a transformers folder has no optimizer state {state}"
-        if part is not None:
-            copy_part(lambda first, rows: self.copy(name, state, first, rows), part, start, out)
-            return
-        out, rule, first = out.view(-1), self.rules[name], 0
-        if rule.transposed or rule.row_order:
-            out.copy_(self.stored(name).view(-1).narrow(0, start, out.numel()))
-            return
-        for theirs in rule.theirs:  # read only the wanted elements of each tensor
-            tensor = self._part(self.found.tensors[theirs]).view(-1)
-            low, high = max(start, first), min(start + out.numel(), first + tensor.numel())
-            if low < high:
-                out.narrow(0, low - start, high - low).copy_(tensor.narrow(0, low - first, high - low))
-            first += tensor.numel()
 
-    def read(self, name: str, state: str, start: int, length: int) -> "torch.Tensor":
-        """Return elements `start` to `start + length` of a parameter as an fp32 tensor on the CPU."""
-        import torch
+@dataclass(frozen=True)
+class HFTokenizer:
+    """The tokenizer files of a transformers folder."""
 
-        out = torch.empty(length)
-        self.copy(name, state, start, out)
-        return out
+    files: tuple[Path, ...]
+    fingerprint: str  # of the file that load_tokenizer reads
+    notes: tuple[str, ...] = ()  # special tokens that differ from the config.json
 
-    def tensor(self, name: str, state: str = "fp32") -> "torch.Tensor":
-        """Return a complete parameter as an fp32 tensor on the CPU."""
-        return self.read(name, state, 0, prod(self.shapes[name])).view(self.shapes[name])
 
-    def weights(self) -> dict[str, "torch.Tensor"]:
-        """Return the fp32 weights of all parameters, as a state_dict for the module of `layer_specs.as_module`."""
-        return {name: self.tensor(name) for name in self.shapes}
+def find_hf_tokenizer(found: HFFolder) -> HFTokenizer | None:
+    """Return the tokenizer files of a folder; None if there is no file that load_tokenizer reads.
 
-    def stored(self, name: str) -> "torch.Tensor":
-        """Return a complete parameter in its stored dtype. It may be a view of a memory-mapped file: do not change it.
-
-        Values that need no conversion are not copied.
-        """
-        from pretrain.model.hf_weights import to_ours
-
-        if self._latest is None or self._latest[0] != name:
-            self._latest = None  # free it before the next one is converted
-            self._latest = name, to_ours(self.rules[name], self.their_tensors(name), self.config)
-        return self._latest[1]
-
-    def their_tensors(self, name: str) -> "list[torch.Tensor]":
-        """Return the tensors in the files that hold a parameter, as views of the mapped files: do not change them."""
-        return [self._part(self.found.tensors[part]) for part in self.rules[name].theirs]
-
-    def _part(self, tensor: StoredTensor) -> "torch.Tensor":
-        from safetensors import safe_open
-
-        if tensor.file not in self._files:
-            self._files[tensor.file] = safe_open(self.folder / tensor.file, framework="pt")
-        result: Any = self._files[tensor.file].get_tensor(tensor.name)
-        return result
+    Raises ConfigError if the tokenizer cannot be read, or has tokens beyond the model's vocabulary.
+    """
+    readable = find_tokenizer_file(found.folder)
+    if readable is None:
+        return None
+    loaded = load_tokenizer(readable)
+    notes = check_tokenizer_fits(loaded.ids, found.config.hf_config, vocab_size=found.config.vocab_size,
+                                 where=str(readable), remedy="use the tokenizer that belongs to the weights, or remove "
+                                 "its files")
+    files = (found.folder / name for name in TOKENIZER_FILES)
+    return HFTokenizer(tuple(path for path in files if path.is_file()), loaded.fingerprint, tuple(notes))

@@ -1,4 +1,7 @@
-"""Find the weights of --init_from and check that they fit the run, without torch. `load_weights.py` loads them."""
+"""Find what a new run begins with: the weights of --init_from, or the checkpoint of another run (--resume_from).
+
+This module records where they come from, and imports no torch. `load_checkpoint.py` loads them.
+"""
 
 import contextlib
 import hashlib
@@ -11,16 +14,16 @@ from pretrain.checkpoint.format.manifest import (
     NOT_FINITE,
     Manifest,
     checkpoint_folders,
-    newest_good,
-    read_manifest,
 )
+from pretrain.checkpoint.load.find_checkpoint import checkpoint_at, find_checkpoints_folder, is_checkpoint, steps_text
 from pretrain.checkpoint.load.hf_folder import HFFolder, check_hf_folder
-from pretrain.checkpoint.load.select import find_checkpoints_folder, is_checkpoint
-from pretrain.config.model_of_run import Origin, SavedModel
+from pretrain.config.flags.arguments import RunArguments
+from pretrain.config.model_of_run import Branch, Origin, SavedModel
 from pretrain.errors import ConfigError, shorten
 from pretrain.hub import find_repository, is_repository, snapshot_in
 from pretrain.model.config import model_config_from
 
+_BRANCH_REMEDY = "name a run folder, RUN@STEP, or a global_stepN folder"
 _REMEDY = "name a transformers folder with safetensors, a run folder, a global_stepN folder, or a repository (org/name)"
 
 
@@ -96,15 +99,12 @@ def check_origin(init_from: str, folder: Path, manifest: Manifest) -> None:
 
 
 def _of_checkpoint(init_from: str, path: Path) -> InitialWeights:
-    errors: list[str] = []
-    if is_checkpoint(path):
-        folder, manifest = path, read_manifest(path)
-        if not manifest.is_good:
-            raise ConfigError(f"--init_from {shorten(init_from)}", problem=NOT_FINITE, remedy="use another checkpoint")
-    elif (newest := newest_good(find_checkpoints_folder(path))) is not None:
-        folder, manifest, errors = newest
-    else:
+    found = checkpoint_at(path)
+    if found is None:
         raise ConfigError(f"--init_from {shorten(init_from)}", problem="the folder holds no checkpoint", remedy=_REMEDY)
+    folder, manifest, errors = found
+    if not manifest.is_good:
+        raise ConfigError(f"--init_from {shorten(init_from)}", problem=NOT_FINITE, remedy="use another checkpoint")
     where = f"{folder / MANIFEST}: model"
     model = SavedModel(model_config_from(manifest.model, where), where)
     origin = Origin(source_name(init_from), os.path.abspath(folder), manifest_fingerprint(manifest))
@@ -129,3 +129,86 @@ def origin_of_folder(found: HFFolder, name: str) -> Origin:
         digest.update(f"{file} {found.bytes_of(file)}\n".encode())
         digest.update(header)
     return Origin(name, os.path.abspath(found.folder), digest.hexdigest())
+
+
+def find_branch(args: RunArguments) -> tuple[Path, Manifest, list[str]]:
+    """Return folder and manifest of the checkpoint that --resume_from names, and why newer ones are not used.
+
+    Only manifest and file sizes are read. Raises ConfigError if there is no such checkpoint, if it is damaged, has NaN
+    or holds weights alone, or if it belongs to the run folder --save.
+    """
+    where, path, step = _parse(args)
+    _check_folder(where, path)
+    _reject_own_run(where, path, args.save)
+    if step is not None and is_checkpoint(path):
+        raise ConfigError(where, problem=f"{path} is a single checkpoint", remedy="leave out the @")
+    found = checkpoint_at(path, step)
+    if found is None:
+        steps = steps_text(path)
+        if step is None or not steps:
+            raise ConfigError(where, problem="the folder holds no checkpoint", remedy=_BRANCH_REMEDY)
+        raise ConfigError(where, problem=f"{path} has no checkpoint of step {step}", remedy=f"the run has the {steps}")
+    folder, manifest, errors = found
+    if not manifest.is_good:
+        raise ConfigError(where, problem=f"{folder}: {NOT_FINITE}", remedy="use another checkpoint")
+    if manifest.weights_only:
+        raise ConfigError(where, problem=f"{folder} holds weights alone, and no state of a run",
+                          remedy=f"--init_from {folder} starts a run with them")
+    return folder, manifest, [f"not used for --resume_from: {error}" for error in errors]
+
+
+def branch_of(folder: Path, manifest: Manifest) -> Branch:
+    """Return the record of a branch from this checkpoint."""
+    return Branch(str(_run_of(folder)), manifest.step, os.path.abspath(folder), manifest_fingerprint(manifest))
+
+
+def check_same_branch(args: RunArguments, folder: Path, manifest: Manifest) -> None:
+    """Raise ConfigError if the checkpoint of a run folder did not begin with the one that --resume_from names.
+
+    The source is read only if its path is not the recorded one, because it may have been removed since.
+    """
+    where, path, step = _parse(args)
+    _reject_own_run(where, path, args.save)
+    source = manifest.lineage[-1] if manifest.lineage else None
+    named = os.path.abspath(path)
+    is_recorded = source is not None and named in (source["run"], source["folder"])
+    if source is not None and is_recorded and step in (None, source["step"]):
+        return
+    if source is not None and not is_recorded and Path(named).is_dir() and \
+            branch_of(*find_branch(args)[:2]).fingerprint == source["fingerprint"]:
+        return
+    began = f"branched from step {source['step']} of {source['run']}" if source else "did not begin with a branch"
+    raise ConfigError(where, problem=f"the run resumes from {folder}, and it {began}",
+                      remedy="leave --resume_from out, or choose another --save")
+
+
+def _parse(args: RunArguments) -> tuple[str, Path, int | None]:
+    """Return the flag for messages, the path, and the step of RUN@STEP."""
+    text = str(args.resume_from)
+    where = f"--resume_from {shorten(text)}"
+    run, at, step = text.rpartition("@")
+    if at and step.isdecimal() and not Path(text).exists():
+        return where, Path(run), int(step)
+    return where, Path(text), None
+
+
+def _check_folder(where: str, path: Path) -> None:
+    if not path.is_dir():
+        problem = "this is a file, and not a folder" if path.exists() else f"there is no folder {path}"
+        raise ConfigError(where, problem=problem, remedy=_BRANCH_REMEDY)
+
+
+def _reject_own_run(where: str, path: Path, save: str) -> None:
+    """Raise ConfigError if --resume_from names the run folder --save, or a checkpoint in it."""
+    if os.path.realpath(_run_of(path) if is_checkpoint(path) else path) in \
+            (os.path.realpath(save), os.path.realpath(Path(save) / "checkpoints")):
+        raise ConfigError(where, problem=f"this is the run folder --save {save} itself",
+                          remedy="choose another --save for the branch; without --resume_from, the run resumes from "
+                          "its newest checkpoint")
+
+
+def _run_of(folder: Path) -> Path:
+    """Return the run folder of a checkpoint; of one that lies elsewhere, the folder around it."""
+    parents = folder.absolute().parents
+    around = parents[1] if parents[0].name.startswith("abandoned-") else parents[0]
+    return around.parent if around.name == "checkpoints" else around

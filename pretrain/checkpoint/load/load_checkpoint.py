@@ -7,9 +7,12 @@ import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 
 from pretrain.checkpoint.format.manifest import Manifest
-from pretrain.checkpoint.format.pickles import load_pickle
-from pretrain.checkpoint.format.rng_state import rng_file, set_rng_state
+from pretrain.checkpoint.format.pickles import load_pickle, rng_file, set_rng_state
+from pretrain.checkpoint.load.hf_folder import HFFolder
+from pretrain.checkpoint.load.init_from import InitialWeights
+from pretrain.checkpoint.load.reader import open_weights
 from pretrain.checkpoint.load.reshard import (
+    fill_weights,
     load_resharded,
     same_shards,
     seed_generators,
@@ -56,3 +59,14 @@ def load_checkpoint(engine: DeepSpeedEngine, plan: Plan, folder: Path, manifest:
     restore_settings(engine)
     set_recipe_states(engine, manifest.recipe_states)
     assert engine.global_steps == manifest.step, (engine.global_steps, manifest.step)
+
+
+def load_weights(engine: DeepSpeedEngine, weights: InitialWeights) -> None:
+    """Fill the weights. Optimizer, schedule, counters and random numbers remain those of a new run. Collective."""
+    source = weights.source
+    fill_weights(engine, lambda: open_weights(source if isinstance(source, HFFolder) else source[0]))
+
+
+def load_checkpoint_weights(engine: DeepSpeedEngine, folder: Path) -> None:
+    """Fill the weights from a checkpoint, and load nothing else of it. Collective."""
+    fill_weights(engine, lambda: open_weights(folder))

@@ -1,7 +1,9 @@
-"""Read weights and optimizer states by parameter name from a checkpoint of any layout."""
+"""Read weights by this project's parameter names: from a checkpoint of any layout, or from a transformers folder."""
 
+import math
+from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,12 @@ from safetensors import safe_open
 
 from pretrain.checkpoint.format.fragments import FileLocation
 from pretrain.checkpoint.format.pickles import load_pickle
-from pretrain.checkpoint.format.safetensors_header import read_header
-from pretrain.checkpoint.load.boxes import BoxIndex, boxes_of
-from pretrain.checkpoint.load.stored import StoredFragment, read_shard_indexes
+from pretrain.checkpoint.format.shard_index import StoredFragment, read_shard_indexes
+from pretrain.checkpoint.load.hf_folder import WEIGHT_DTYPES, HFFolder, StoredTensor, read_header
+from pretrain.checkpoint.load.overlapping_shards import BoxIndex, boxes_of, copy_part
 from pretrain.errors import ConfigError
+from pretrain.model.hf_names import TensorRule, tensor_rules
+from pretrain.model.hf_weights import to_ours
 from pretrain.model.parameters import Part
 
 _CHUNK_NUMEL = 2**24  # largest number of elements in a chunk
@@ -22,15 +26,16 @@ FP32 = "fp32"  # name under which the master weights are listed with the optimiz
 # settings of a parameter group that learning-rate schedulers change
 SCHEDULED_SETTINGS = ("lr", "initial_lr", "betas", "momentum")
 
+
 class SafetensorsFile:
     """A memory-mapped safetensors file. `file[name]` is a tensor that shares the mapped memory: do not change it."""
 
     def __init__(self, path: Path) -> None:
-        self.names = read_header(path)  # raises ConfigError
+        self._names = read_header(path)  # raises ConfigError
         self._file = safe_open(path, framework="pt")
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        if name not in self.names:
+        if name not in self._names:
             raise KeyError(name)
         tensor: torch.Tensor = self._file.get_tensor(name)
         return tensor
@@ -42,15 +47,62 @@ def chunks_of(numel: int, chunk_numel: int = _CHUNK_NUMEL) -> Iterator[tuple[int
         yield start, min(chunk_numel, numel - start)
 
 
-class CheckpointReader:
-    """Gives access to the tensors of a checkpoint, without a process group.
+def all_finite(tensor: torch.Tensor) -> bool:
+    """Return whether no value is NaN or infinite."""
+    return all(math.isfinite(value.item()) for value in tensor.aminmax())  # isfinite() would allocate several tensors
 
-    The constructor reads all shard indexes. A tensor's file is memory-mapped when the tensor is first needed.
+
+class WeightsReader(ABC):
+    """Gives access to weights, and perhaps optimizer states, by this project's names of parameters.
 
     Attributes:
+        folder: for messages.
         shapes: shape of each complete parameter, by name.
-        states: "fp32", and the names of the optimizer states that have a number for each weight. Before the first step
-            there is only "fp32", and in a checkpoint of imported weights.
+        states: "fp32", and the names of the optimizer states that have a number for each weight.
+    """
+
+    folder: Path
+    shapes: dict[str, tuple[int, ...]]
+    states: Sequence[str] = (FP32,)
+
+    @abstractmethod
+    def copy(self, name: str, state: str, start: int, out: torch.Tensor, part: Part | None = None) -> None:
+        """Copy consecutive elements of a state into `out`, beginning with element `start`, until `out` is full.
+
+        The elements are counted in the flattened complete parameter, or in `part` of it. `out` may be on any device and
+        of any floating dtype.
+        """
+
+    def read(self, name: str, state: str, start: int, length: int) -> torch.Tensor:
+        """Return elements `start` to `start + length` of a state as an fp32 tensor on the CPU."""
+        out = torch.empty(length)
+        self.copy(name, state, start, out)
+        return out
+
+    def tensor(self, name: str, state: str = FP32) -> torch.Tensor:
+        """Return the state of a full parameter as an fp32 tensor on the CPU, in the parameter's shape."""
+        return self.read(name, state, 0, prod(self.shapes[name])).view(self.shapes[name])
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return the fp32 weights of all parameters, as a state_dict for the module of `layer_specs.as_module`."""
+        return {name: self.tensor(name) for name in self.shapes}
+
+    def check_shapes(self, expected: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise ConfigError unless the parameters have the names and shapes of the model that the source describes."""
+        for name in sorted(expected.keys() | self.shapes.keys()):
+            if self.shapes.get(name) != expected.get(name):
+                raise ConfigError(f"{self.folder}: {name}", found=f"shape {self.shapes.get(name, 'none')}",
+                                  expected=f"{expected.get(name, 'none')}, as in its model",
+                                  remedy="use another checkpoint")
+
+
+class CheckpointReader(WeightsReader):
+    """Reads a checkpoint of any layout, without a process group.
+
+    The constructor reads all shard indexes. A tensor's file is memory-mapped when the tensor is first needed. Before
+    the first step, and in a checkpoint of weights alone, there are no optimizer states.
+
+    Attributes:
         scalars: optimizer states that are a single number ("step" ...).
         optimizer: class name of the base optimizer.
 
@@ -73,11 +125,6 @@ class CheckpointReader:
         return self._fragments[name][0].tensor.group
 
     def copy(self, name: str, state: str, start: int, out: torch.Tensor, part: Part | None = None) -> None:
-        """Copy consecutive elements of a state into `out`, beginning with element `start`, until `out` is full.
-
-        The elements are counted in the flattened complete parameter, or in `part` of it. `out` may be on any device and
-        of any floating dtype.
-        """
         out = out.view(-1)
         if part is None and self._fragments[name][0].part is None:
             self._copy_elements(name, state, start, out)
@@ -108,20 +155,6 @@ class CheckpointReader:
                      for box in boxes_of(shape, fragment.part, fragment.start, fragment.length, fragment.offset)]
             self._boxes = {name: BoxIndex(shape, boxes)}
         return self._boxes[name]
-
-    def read(self, name: str, state: str, start: int, length: int) -> torch.Tensor:
-        """Return elements `start` to `start + length` of a state as an fp32 tensor on the CPU."""
-        out = torch.empty(length)
-        self.copy(name, state, start, out)
-        return out
-
-    def tensor(self, name: str, state: str = FP32) -> torch.Tensor:
-        """Return the state of a full parameter as an fp32 tensor on the CPU, in the parameter's shape."""
-        return self.read(name, state, 0, prod(self.shapes[name])).view(self.shapes[name])
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        """Return the fp32 weights of all parameters, as a state_dict for the module of `layer_specs.as_module`."""
-        return {name: self.tensor(name) for name in self.shapes}
 
     def _flat_tensor(self, name: str, state: str, fragment: StoredFragment) -> torch.Tensor:
         """Return the memory-mapped flat tensor that holds a fragment's state."""
@@ -157,3 +190,63 @@ class CheckpointReader:
         name = next((name for name in names if (self.folder / name).is_file()), names[0])
         state: dict[str, Any] = self._load_file(name)
         return state
+
+
+class HFWeights(WeightsReader):
+    """Reads the weights of a transformers folder under this project's names.
+
+    The files are memory-mapped. A tensor that must be converted is converted when it is first read, in its own dtype;
+    only the latest one is kept.
+    """
+
+    def __init__(self, found: HFFolder) -> None:
+        self.folder, self.config, self.found = found.folder, found.config, found
+        self.rules: Mapping[str, TensorRule] = {rule.ours: rule for rule in tensor_rules(found.config)}
+        self.shapes = {name: rule.shape for name, rule in self.rules.items()}
+        self._files: dict[str, SafetensorsFile] = {}
+        self._latest: tuple[str, torch.Tensor] | None = None
+
+    def dtype(self, name: str) -> str:
+        """Return the stored dtype of a parameter. If its parts have several, return fp32."""
+        found = {WEIGHT_DTYPES[self.found.tensors[part].dtype] for part in self.rules[name].theirs}
+        return found.pop() if len(found) == 1 else "fp32"
+
+    def copy(self, name: str, state: str, start: int, out: torch.Tensor, part: Part | None = None) -> None:
+        assert state == "fp32", f"{name}: a transformers folder has no optimizer state {state}"
+        if part is not None:
+            copy_part(lambda first, rows: self.copy(name, state, first, rows), part, start, out)
+            return
+        out, rule, first = out.view(-1), self.rules[name], 0
+        if rule.transposed or rule.row_order:
+            out.copy_(self.stored(name).view(-1).narrow(0, start, out.numel()))
+            return
+        for theirs in rule.theirs:  # read only the wanted elements of each tensor
+            tensor = self._part(self.found.tensors[theirs]).view(-1)
+            low, high = max(start, first), min(start + out.numel(), first + tensor.numel())
+            if low < high:
+                out.narrow(0, low - start, high - low).copy_(tensor.narrow(0, low - first, high - low))
+            first += tensor.numel()
+
+    def stored(self, name: str) -> torch.Tensor:
+        """Return a complete parameter in its stored dtype. It may be a view of a memory-mapped file: do not change it.
+
+        Values that need no conversion are not copied.
+        """
+        if self._latest is None or self._latest[0] != name:
+            self._latest = None  # free it before the next one is converted
+            self._latest = name, to_ours(self.rules[name], self.their_tensors(name), self.config)
+        return self._latest[1]
+
+    def their_tensors(self, name: str) -> list[torch.Tensor]:
+        """Return the tensors in the files that hold a parameter, as views of the mapped files: do not change them."""
+        return [self._part(self.found.tensors[part]) for part in self.rules[name].theirs]
+
+    def _part(self, tensor: StoredTensor) -> torch.Tensor:
+        if tensor.file not in self._files:
+            self._files[tensor.file] = SafetensorsFile(self.folder / tensor.file)
+        return self._files[tensor.file][tensor.name]
+
+
+def open_weights(source: Path | HFFolder) -> WeightsReader:
+    """Return the reader of a checkpoint folder, or of a checked transformers folder."""
+    return HFWeights(source) if isinstance(source, HFFolder) else CheckpointReader(source)

@@ -21,11 +21,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from pretrain.checkpoint.format.fragments import FlatTensor, base_optimizer, complete_shape, flat_tensors, group_of
 from pretrain.checkpoint.format.manifest import Manifest
-from pretrain.checkpoint.format.shard_index import index_json, index_name, is_elementwise
-from pretrain.checkpoint.load.hf_folder import HFWeights
-from pretrain.checkpoint.load.reader import FP32, SCHEDULED_SETTINGS, CheckpointReader
-from pretrain.checkpoint.load.stored import state_name
-from pretrain.checkpoint.save.finite import all_finite
+from pretrain.checkpoint.format.shard_index import index_json, index_name, is_elementwise, state_name
+from pretrain.checkpoint.load.reader import FP32, SCHEDULED_SETTINGS, CheckpointReader, WeightsReader, all_finite
 from pretrain.config.ds_json.optimizers import DIVISIBLE_FAMILIES, optimizer_family
 from pretrain.distributed.collectives import gather
 from pretrain.errors import ConfigError
@@ -58,7 +55,7 @@ def seed_generators(seed: int, step: int) -> None:
     torch.manual_seed(int.from_bytes(digest[:7], "little"))
 
 
-def fill_weights(engine: DeepSpeedEngine, open_reader: Callable[[], CheckpointReader | HFWeights]) -> None:
+def fill_weights(engine: DeepSpeedEngine, open_reader: Callable[[], WeightsReader]) -> None:
     """Fill the fp32 and 16-bit weights of an engine that has made no step; collective.
 
     `open_reader` is called on each rank. If it raises ConfigError, the first such error is raised on every rank.
@@ -120,7 +117,7 @@ def _check_optimizer(engine: DeepSpeedEngine, reader: CheckpointReader) -> None:
                           remedy="with other optimizers, resume in the layout of the run that wrote the checkpoint")
 
 
-def _check_shapes(engine: DeepSpeedEngine, reader: CheckpointReader | HFWeights) -> None:
+def _check_shapes(engine: DeepSpeedEngine, reader: WeightsReader) -> None:
     """Raise ConfigError unless each parameter has the same shape in the checkpoint or folder."""
     for name, parameter in engine.module.named_parameters():
         shape = complete_shape(parameter)
@@ -151,7 +148,7 @@ def _prepare_stage_3(engine: DeepSpeedEngine) -> None:
         engine.optimizer.checkpoint_event_prologue()
 
 
-def _copy_weights(flat: FlatTensor, reader: CheckpointReader | HFWeights) -> None:
+def _copy_weights(flat: FlatTensor, reader: WeightsReader) -> None:
     for fragment in flat.fragments:
         target = flat.parameter.detach().view(-1).narrow(0, fragment.offset, fragment.length)
         reader.copy(fragment.name, FP32, fragment.start, target, fragment.part)

@@ -7,10 +7,8 @@ from pathlib import Path
 
 from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, checkpoint_folders, newest_good
 from pretrain.checkpoint.format.run_manifest import tokenizer_fingerprint
-from pretrain.checkpoint.load.branch import branch_of, check_same_branch, find_branch
-from pretrain.checkpoint.load.changes import changes_of
-from pretrain.checkpoint.load.init_from import check_origin
-from pretrain.checkpoint.load.kept_schedule import keep_schedule, schedule_for_length
+from pretrain.checkpoint.load.changes import changes_of, keep_schedule, schedule_for_length
+from pretrain.checkpoint.load.init_from import branch_of, check_origin, check_same_branch, find_branch
 from pretrain.checkpoint.load.same_data import (
     blend_note,
     check_same_data,
@@ -53,8 +51,8 @@ def checkpoints_folder(plan: Plan) -> Path:
 def choose_resume(plan: Plan) -> Resume | None:
     """Return the checkpoint of the run folder that --resume selects: the newest good one, or None for step 0.
 
-    Only manifests and file sizes are read. Later `agree.py` compares the hashes and reads the mirror, on all ranks.
-    Raises ConfigError.
+    Only manifests and file sizes are read. Later `agree_on_checkpoint.py` compares the hashes and reads the mirror, on
+    all ranks. Raises ConfigError.
     """
     checkpoints, has_mirror = checkpoints_folder(plan), plan.args.checkpoint_mirror is not None
     if plan.args.resume == "never":

@@ -10,7 +10,7 @@ from typing import Any
 
 from pretrain.checkpoint.format.manifest import Manifest
 from pretrain.checkpoint.format.run_manifest import tokenizer_fingerprint
-from pretrain.checkpoint.save.rollbacks import position_after
+from pretrain.checkpoint.save.retention import position_after
 from pretrain.config.flags.overrides import allows_other_data
 from pretrain.config.validate import Plan
 from pretrain.data.samples.blend import BlendedSamples

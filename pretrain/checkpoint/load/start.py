@@ -5,10 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, newest_good
-from pretrain.checkpoint.load.branch import find_branch
-from pretrain.checkpoint.load.hf_folder import HFFolder
-from pretrain.checkpoint.load.hf_tokenizer import find_hf_tokenizer
-from pretrain.checkpoint.load.init_from import InitialWeights, find_initial_weights
+from pretrain.checkpoint.load.hf_folder import HFFolder, find_hf_tokenizer
+from pretrain.checkpoint.load.init_from import InitialWeights, find_branch, find_initial_weights
 from pretrain.checkpoint.load.resume import Resume, choose_resume
 from pretrain.checkpoint.load.same_data import check_sampled_blocks
 from pretrain.config.flags.arguments import RunArguments

@@ -1,8 +1,10 @@
-"""Control the background writer (`writer.py`) from the training process: start it, send it jobs, read its replies."""
+"""Control the background writer (`writer.py`) from the training process: snapshots in memory, jobs and replies."""
 
 import contextlib
 import dataclasses
 import json
+import mmap
+import os
 import queue
 import subprocess
 import sys
@@ -10,14 +12,14 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from pretrain.checkpoint.save.snapshot import Snapshot
-from pretrain.checkpoint.save.writer import SaveJob, committed_manifest, report_failure
+from pretrain.checkpoint.save.writer import Region, SaveJob, committed_manifest, report_failure
 from pretrain.distributed.process import package_environment
 
 Reply = dict[str, Any]
 WRITER_MODULE = "pretrain.checkpoint.save.writer"
 _ENDED = "the background writer has ended"
 _START_TIMEOUT_S = 60.0
+_GROWTH_BYTES = 1 << 26  # the memory grows by multiples of this size
 
 
 class BackgroundWriter:
@@ -139,3 +141,66 @@ class BackgroundWriter:
         if num_unfinished > 0:
             replies.append({"event": "after_save_failed", "reason": f"{_ENDED} before it had mirrored and pruned"})
         return replies
+
+
+class Snapshot:
+    """One rank's files of one checkpoint, stored one after another in anonymous shared memory (memfd_create(2)).
+
+    The next snapshot reuses the memory. The writer process inherits `descriptor`, so it can still write the snapshot
+    after the training process was killed.
+    """
+
+    def __init__(self) -> None:
+        self.descriptor = os.memfd_create("ds-pretrain-snapshot", 0)
+        os.ftruncate(self.descriptor, _GROWTH_BYTES)
+        self._memory = mmap.mmap(self.descriptor, _GROWTH_BYTES)
+        self.files: list[Region] = []
+        self._end = 0
+
+    def clear(self) -> None:
+        """Remove the files, but keep the memory."""
+        self.files, self._end = [], 0
+
+    def open_file(self, name: str) -> "_SnapshotFile":
+        """Open a file for writing in a `with` block. It is added to `files` at the end of the block."""
+        return _SnapshotFile(self, name, self._end)
+
+    def append(self, data: bytes | memoryview) -> int:
+        """Append a copy of `data` and return its length in bytes."""
+        with memoryview(data) as view, view.cast("B") as source:
+            end = self._end + source.nbytes
+            if end > len(self._memory):
+                self._memory.resize(max(end, 2 * len(self._memory)) // _GROWTH_BYTES * _GROWTH_BYTES + _GROWTH_BYTES)
+            self._memory[self._end:end] = source
+            self._end = end
+            return source.nbytes
+
+    def close(self) -> None:
+        """Release this process's mapping and descriptor."""
+        self._memory.close()
+        os.close(self.descriptor)
+
+    @property
+    def end(self) -> int:
+        """Number of bytes in use."""
+        return self._end
+
+
+class _SnapshotFile:
+    """A file in the snapshot, with the methods that `torch.save` calls."""
+
+    def __init__(self, snapshot: Snapshot, name: str, start: int) -> None:
+        self._snapshot, self._name, self._start = snapshot, name, start
+
+    def write(self, data: bytes | memoryview) -> int:
+        return self._snapshot.append(data)
+
+    def flush(self) -> None:
+        """Do nothing, because nothing is buffered."""
+
+    def __enter__(self) -> "_SnapshotFile":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._snapshot.files.append(Region(self._name, self._start, self._snapshot.end - self._start))

@@ -2,6 +2,7 @@
 
 Ranks communicate only through files, so background processes can write while training continues or after it has ended.
 If processes are killed at any point, earlier checkpoints are unchanged, and the new one is either complete or absent.
+Imports no torch.
 """
 
 import contextlib
@@ -12,9 +13,9 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
-from pretrain.checkpoint.format.files import FileRecord, free_bytes, write_atomically
+from pretrain.checkpoint.format.hashed_files import FileRecord, free_bytes, write_atomically
 from pretrain.checkpoint.format.manifest import (
     LATEST_FILE,
     MANIFEST,
@@ -22,10 +23,14 @@ from pretrain.checkpoint.format.manifest import (
     Manifest,
     files_in,
     manifest_or_error,
+    manifests_or_errors,
 )
 from pretrain.errors import SaveError
 from pretrain.stored_json import build, read_json
 from pretrain.sync import fsync
+
+if TYPE_CHECKING:
+    from pretrain.config.validate import Plan  # imports numpy
 
 TEMPORARY = ".tmp-"  # prefix of the names of temporary folders and files
 _POLL_S = 0.05
@@ -241,3 +246,15 @@ def publish(temporary: Path, final: Path) -> None:
 def write_latest(final: Path) -> None:
     """Write `latest`, which plain DeepSpeed reads. This program uses the folders' names instead."""
     write_atomically(final.parent / LATEST_FILE, final.name)
+
+
+def next_checkpoint_bytes(plan: "Plan", checkpoints: Path) -> int:
+    """Return the size in bytes of the next checkpoint.
+
+    This is the size of the newest complete checkpoint if it has the plan's ZeRO stage and precision, else an estimate.
+    """
+    newest = next((found for _, found in manifests_or_errors(checkpoints) if isinstance(found, Manifest)), None)
+    if newest is not None and not newest.weights_only and \
+            (newest.zero_stage, newest.precision) == (plan.layout.zero_stage, plan.layout.precision):
+        return newest.num_bytes
+    return plan.layout.checkpoint_bytes(plan.model.num_parameters())

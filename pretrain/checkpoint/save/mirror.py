@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from pretrain.checkpoint.format.files import HashedFile
+from pretrain.checkpoint.format.hashed_files import HashedFile
 from pretrain.checkpoint.format.manifest import MANIFEST, NOT_FINITE, Manifest, read_manifest, step_of
 from pretrain.checkpoint.save.commit import check_space, publish, temporary_folder, write_latest, write_manifest
 from pretrain.errors import ConfigError, SaveError
@@ -216,13 +216,12 @@ def fetch(url: str, checkpoints: Path, tag: str) -> Path:
                           remedy="use another checkpoint")
     if not manifest.is_good:
         raise ConfigError(f"{mirror.url}/{tag}", problem=NOT_FINITE, remedy="use another checkpoint")
-    num_bytes = sum(record.bytes for record in manifest.files.values())
-    check_space(checkpoints, needed_bytes=num_bytes)
+    check_space(checkpoints, needed_bytes=manifest.num_bytes)
     temporary, final = temporary_folder(checkpoints, manifest.step), checkpoints / tag
     shutil.rmtree(temporary, ignore_errors=True)  # left by a run that was killed
     temporary.mkdir(parents=True)
     try:
-        with ProgressBar("fetching", num_bytes) as progress:
+        with ProgressBar("fetching", manifest.num_bytes) as progress:
             mirror.for_each(manifest.files, lambda name: _fetch_file(mirror, temporary, tag, name, manifest, progress))
         write_manifest(temporary, manifest)
         publish(temporary, final)

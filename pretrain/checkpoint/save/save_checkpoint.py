@@ -12,16 +12,21 @@ from pathlib import Path
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 
-from pretrain.checkpoint.format.files import FileGroup
 from pretrain.checkpoint.format.fragments import flat_tensors
+from pretrain.checkpoint.format.hashed_files import FileGroup
 from pretrain.checkpoint.format.manifest import Manifest
-from pretrain.checkpoint.format.rng_state import rng_file, rng_state
+from pretrain.checkpoint.format.pickles import rng_file, rng_state
 from pretrain.checkpoint.format.run_manifest import manifest_of
 from pretrain.checkpoint.format.shard_index import index_json, index_name
-from pretrain.checkpoint.save.commit import check_space, commit, discard, temporary_folder, write_part
-from pretrain.checkpoint.save.file_engine import FileEngine, OpenFile, save_pickle
-from pretrain.checkpoint.save.finite import FiniteCheck
-from pretrain.checkpoint.save.space import next_checkpoint_bytes
+from pretrain.checkpoint.save.commit import (
+    check_space,
+    commit,
+    discard,
+    next_checkpoint_bytes,
+    temporary_folder,
+    write_part,
+)
+from pretrain.checkpoint.save.file_engine import FileEngine, FiniteCheck, OpenFile, save_pickle
 from pretrain.config.validate import Plan
 from pretrain.distributed.collectives import from_rank_0, gather
 from pretrain.engine.recipe import recipe_states

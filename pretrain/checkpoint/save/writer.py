@@ -4,9 +4,16 @@ It imports neither torch nor DeepSpeed. It reads each `SaveJob` as a line of JSO
 replies to its standard output. Writers of different ranks communicate only through files. If the training process ends,
 even by SIGKILL, the writer finishes all jobs that it has received. So a checkpoint is not lost once every rank has sent
 its job.
+
+A lock file shows that the writer is running: the writer locks a file in the checkpoints folder until its last save is
+committed or its process ends for any reason. A file server releases the locks of a host that stops responding. Some
+file systems have no locks. On others (BeeGFS and Lustre with common mount options) only processes of the same host see
+a lock. In both cases time-outs replace the locks.
 """
 
 import contextlib
+import errno
+import fcntl
 import json
 import mmap
 import os
@@ -19,19 +26,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TextIO
 
-from pretrain.checkpoint.format.files import FileGroup, FileRecord
+from pretrain.checkpoint.format.hashed_files import FileGroup, FileRecord
 from pretrain.checkpoint.format.manifest import MANIFEST, Manifest
 from pretrain.checkpoint.save.commit import commit, discard, has_part, write_part
 from pretrain.checkpoint.save.mirror import finish_upload, upload
 from pretrain.checkpoint.save.retention import prune
-from pretrain.checkpoint.save.snapshot import Region
-from pretrain.checkpoint.save.writer_locks import has_ended, hold_lock
 from pretrain.errors import ConfigError, SaveError
 
 _REPLY_LOCK = threading.Lock()  # the main thread and the thread that runs `_after_save` both reply
 _CHECK_S = 1.0  # interval of the checks whether rank 0's writer has ended
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # errors of file systems without locks
+_POLL_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,14 @@ class AfterSave:
     keep_every: int = 0
     keep_best: int = 0
     mirror: str | None = None
+
+
+class Region(NamedTuple):
+    """Name and location of a file in the snapshot. Offset and length are in bytes."""
+
+    name: str
+    offset: int
+    length: int
 
 
 @dataclass(frozen=True)
@@ -129,7 +144,7 @@ def _save(job: SaveJob, snapshot: SnapshotFiles, descriptor: int) -> dict[str, A
     if error is not None:
         return {"event": "save_failed", "step": job.step, "reason": error}
     # only rank 0 knows the files of all ranks
-    num_bytes = sum(record.bytes for record in committed.files.values()) if committed else None
+    num_bytes = committed.num_bytes if committed else None
     return {"event": "save", "step": job.step, "path": job.final, "bytes": num_bytes,
             "finite": committed.is_good if committed else None,
             "seconds": round(time.perf_counter() - start, 3)}
@@ -232,6 +247,68 @@ def _wait_for_commit(job: SaveJob) -> Manifest | None:
 
 def _has_ended(job: SaveJob, rank: int) -> bool:
     return job.locks_are_shared and has_ended(Path(job.final).parent, rank)
+
+
+def _path(checkpoints: Path, rank: int | str) -> Path:
+    """Return the path of a rank's lock file; rank "*" gives a pattern for all ranks."""
+    return checkpoints / (f".writer-{rank}.lock" if isinstance(rank, str) else f".writer-{rank:05d}.lock")
+
+
+def hold_lock(checkpoints: Path, rank: int) -> TextIO:
+    """Lock the file of `rank`'s writer until the returned file is closed. Waits for an earlier run's writer."""
+    file = open(_path(checkpoints, rank), "a", encoding="utf-8")  # noqa: SIM115 (the open file holds the lock)
+    _lock(file, fcntl.LOCK_EX)
+    return file
+
+
+def has_ended(checkpoints: Path, rank: int) -> bool:
+    """Return whether the writer of `rank` has ended.
+
+    The result is False on file systems without locks. It is wrong for another host's writer on file systems where only
+    processes of the same host see a lock; callers check `SaveJob.locks_are_shared`.
+    """
+    path = _path(checkpoints, rank)
+    return path.exists() and _is_free(path) is True
+
+
+def wait_for_writers(checkpoints: Path, *, timeout_s: float, log: Callable[[str], None] = lambda _: None) -> None:
+    """Wait until the writers of an earlier run, which may have been killed, have finished their saves.
+
+    Raises SaveError after `timeout_s` seconds.
+    """
+    busy = list(checkpoints.glob(_path(checkpoints, "*").name))
+    deadline = time.monotonic() + timeout_s
+    if any(_is_free(path) is False for path in busy):
+        log("waiting for a background writer of an earlier run")
+    while busy := [path for path in busy if _is_free(path) is False]:
+        if time.monotonic() > deadline:
+            raise SaveError(f"{busy[0]}: a background writer of an earlier run is still saving after {timeout_s:g} s")
+        time.sleep(_POLL_S)
+
+
+def _is_free(path: Path) -> bool | None:
+    """Return whether the lock is free; None if the file system has no locks."""
+    try:
+        with open(path, encoding="utf-8") as file:  # with a shared lock several processes can check
+            return _lock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except FileNotFoundError:
+        return True
+
+
+def _lock(file: TextIO, operation: int) -> bool | None:
+    """Take the lock and return True; None if the file system has no locks.
+
+    Raises BlockingIOError if another process holds the lock, and other OSErrors.
+    """
+    try:
+        fcntl.flock(file.fileno(), operation)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return None
+    return True
 
 
 if __name__ == "__main__":

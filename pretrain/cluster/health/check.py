@@ -16,7 +16,7 @@ from deepspeed.accelerator import get_accelerator
 
 from pretrain.checkpoint.load.resume import checkpoints_folder
 from pretrain.checkpoint.load.start import check_start
-from pretrain.checkpoint.save.space import next_checkpoint_bytes
+from pretrain.checkpoint.save.commit import next_checkpoint_bytes
 from pretrain.cluster.health.connections import (
     ClockServer,
     ConnectionResult,

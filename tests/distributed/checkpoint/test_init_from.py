@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from pretrain.checkpoint.format.manifest import read_manifest
-from pretrain.checkpoint.load.hf_folder import HFWeights, check_hf_folder
-from pretrain.checkpoint.load.reader import CheckpointReader
+from pretrain.checkpoint.load.hf_folder import check_hf_folder
+from pretrain.checkpoint.load.reader import CheckpointReader, HFWeights
 from pretrain.engine.build_ops import why_not_compilable
 from tests.support.cases import CPU, case, config, flags, nvme, nvme_param
 from tests.support.first_batch import first_batch

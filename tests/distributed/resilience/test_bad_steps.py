@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pretrain.analysis.loss_plot import save_loss_plot
-from pretrain.analysis.summary import summarize
+from pretrain.analysis.summary import save_loss_plot, summarize
 from pretrain.checkpoint.format.manifest import complete_checkpoints, newest_good, read_manifest
 from pretrain.checkpoint.load.reader import FP32, CheckpointReader
 from pretrain.monitor.read_run_folder import newest_path, read_metrics, read_rows
@@ -139,8 +138,8 @@ def test_a_save_between_bad_steps_keeps_the_older_checkpoints(corpus: str, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("function", ["pretrain.checkpoint.save.rollbacks:write_latest",
-                                      "pretrain.checkpoint.save.rollbacks:move_abandoned",
+@pytest.mark.parametrize("function", ["pretrain.checkpoint.save.retention:write_latest",
+                                      "pretrain.checkpoint.save.retention:move_abandoned",
                                       "pretrain.resilience.rollback:load_checkpoint",
                                       "pretrain.resilience.rollback:_report",
                                       "pretrain.resilience.rollback:record_rollback"])

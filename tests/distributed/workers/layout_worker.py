@@ -14,8 +14,8 @@ from deepspeed.utils import groups
 
 from pretrain.checkpoint.format.fragments import base_optimizer, flat_tensors, group_of
 from pretrain.checkpoint.format.manifest import read_manifest
-from pretrain.checkpoint.load.load_checkpoint import load_checkpoint
-from pretrain.checkpoint.load.load_weights import load_weights, verify_weights
+from pretrain.checkpoint.load.agree_on_checkpoint import verify_weights
+from pretrain.checkpoint.load.load_checkpoint import load_checkpoint, load_weights
 from pretrain.checkpoint.save.save_checkpoint import save_checkpoint
 from pretrain.distributed.collectives import gather
 from pretrain.distributed.device import cpu_device

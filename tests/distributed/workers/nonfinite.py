@@ -10,9 +10,9 @@ import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 
 from pretrain.checkpoint.format.fragments import FlatTensor, base_optimizer, flat_tensors
+from pretrain.checkpoint.save.background import Snapshot
 from pretrain.checkpoint.save.save_checkpoint import write_files
 from pretrain.checkpoint.save.saver import Saver
-from pretrain.checkpoint.save.snapshot import Snapshot
 from pretrain.distributed.collectives import gather
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from pretrain.checkpoint.format.manifest import newest_good
 from pretrain.checkpoint.load.load_checkpoint import load_checkpoint
 from pretrain.checkpoint.load.resume import checkpoints_folder
-from pretrain.checkpoint.save.rollbacks import position_after
+from pretrain.checkpoint.save.retention import position_after
 from pretrain.checkpoint.save.saver import Saver
 from pretrain.config.validate import Plan
 from pretrain.distributed.collectives import gather

@@ -1,7 +1,6 @@
 """Find the checkpoint or transformers folder, and the tokenizer, that a tool reads. Imports no torch."""
 
 import contextlib
-from dataclasses import dataclass
 from pathlib import Path
 
 from pretrain.checkpoint.format.manifest import (
@@ -10,6 +9,7 @@ from pretrain.checkpoint.format.manifest import (
     Manifest,
     checkpoint_folders,
     manifest_or_error,
+    manifests_or_errors,
     newest_good,
     read_manifest,
     step_of,
@@ -22,80 +22,65 @@ from pretrain.hub import snapshot_in
 from pretrain.monitor.read_run_folder import newest_start
 
 
-@dataclass(frozen=True)
-class FoundCheckpoint:
-    """A checkpoint's folder, with its manifest or with the reason why it is unusable."""
-
-    folder: Path
-    manifest: Manifest | None  # None: see `error`
-    error: str = ""
-    notes: tuple[str, ...] = ()  # newer checkpoints that are not used; NaN or infinity in this one
-
-    @property
-    def step(self) -> int:
-        """Step from the manifest, or from the folder's name if there is no manifest."""
-        return self.manifest.step if self.manifest else step_of(self.folder)
-
-    @property
-    def num_bytes(self) -> int:
-        """Total size of the files that the manifest names; 0 if there is no manifest."""
-        return sum(record.bytes for record in self.manifest.files.values()) if self.manifest else 0
-
-
 def find_checkpoints_folder(path: Path) -> Path:
     """Return the checkpoints folder of the run folder `path`, or `path` if it is a checkpoints folder itself."""
     return path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
 
-def find_checkpoints(path: Path) -> list[FoundCheckpoint]:
-    """List the checkpoints of a run folder or checkpoints folder, newest first.
+def find_checkpoints(path: Path) -> list[tuple[Path, Manifest | ConfigError]]:
+    """List folder, and manifest or error, of all checkpoints of a run folder or checkpoints folder, newest first.
 
     If `path` is a single checkpoint, return only this one.
 
     Raises ConfigError if there is no checkpoint.
     """
     if is_checkpoint(path):
-        return [_found_checkpoint(path)]
-    folders = checkpoint_folders(find_checkpoints_folder(path))
-    if not folders:
+        return [(path, manifest_or_error(path))]
+    found = list(manifests_or_errors(find_checkpoints_folder(path)))
+    if not found:
         raise _no_checkpoint(path)
-    return [_found_checkpoint(folder) for folder in folders]
+    return found
 
 
-def find_checkpoint(path: Path, *, step: int | None = None) -> FoundCheckpoint:
-    """Return the checkpoint at `path`. In a run folder, return the checkpoint of `step`, or the newest good one.
+def find_checkpoint(path: Path, step: int | None = None) -> tuple[Path, Manifest, tuple[str, ...]]:
+    """Return folder, manifest and notes of the checkpoint at `path`.
 
-    Raises ConfigError.
+    In a run folder, it is the checkpoint of `step`, or the newest good one. The notes name newer checkpoints that are
+    not used, or NaN or infinity in this one. Raises ConfigError.
     """
-    if is_checkpoint(path):
-        found = _named_checkpoint(path)
-        if step is not None and found.step != step:
-            raise ConfigError("--step", problem=f"step {step} was requested, but {path} is the checkpoint of step "
-                              f"{found.step}", remedy="name the run folder, or leave --step out")
-        return found
-    if step is not None:
-        folder = find_checkpoints_folder(path) / f"global_step{step}"
-        if not folder.is_dir():
-            raise _no_such_step(path, step)
-        return _named_checkpoint(folder)
-    newest = newest_good(find_checkpoints_folder(path))
-    if newest is None:
-        raise _no_checkpoint(path)
-    return FoundCheckpoint(newest[0], newest[1], notes=tuple(f"not used: {reason}" for reason in newest[2]))
+    found = checkpoint_at(path, step)
+    if found is None:
+        steps = steps_text(path)
+        if step is None or not steps:
+            raise _no_checkpoint(path)
+        raise ConfigError(f"--step {step}", problem=f"{path} has no checkpoint of this step",
+                          remedy=f"the run has the {steps}")
+    folder, manifest, reasons = found
+    if step is not None and manifest.step != step:
+        raise ConfigError("--step", problem=f"step {step} was requested, but {path} is the checkpoint of step "
+                          f"{manifest.step}", remedy="name the run folder, or leave --step out")
+    # a checkpoint with NaN or infinity that the user has named can still be studied
+    notes = [f"not used: {reason}" for reason in reasons] if manifest.is_good else [f"{folder}: {NOT_FINITE}"]
+    return folder, manifest, tuple(notes)
 
 
-def _named_checkpoint(folder: Path) -> FoundCheckpoint:
-    """Return the checkpoint that the user has named. With NaN or infinity it can still be studied."""
-    manifest = read_manifest(folder)
-    return FoundCheckpoint(folder, manifest, notes=() if manifest.is_good else (f"{folder}: {NOT_FINITE}",))
+def checkpoint_at(path: Path, step: int | None = None) -> tuple[Path, Manifest, list[str]] | None:
+    """Return folder and manifest of a checkpoint, and why newer ones are not used; None if there is no checkpoint.
+
+    This is `path`, if it is a checkpoint. In a run folder, it is the checkpoint of `step`, or the newest good one.
+    Raises ConfigError if the checkpoint is damaged.
+    """
+    checkpoints = find_checkpoints_folder(path)
+    if not is_checkpoint(path) and step is None:
+        return newest_good(checkpoints)
+    folder = path if is_checkpoint(path) else checkpoints / f"global_step{step}"
+    return (folder, read_manifest(folder), []) if folder.is_dir() else None
 
 
-def _no_such_step(path: Path, step: int) -> ConfigError:
-    steps = ", ".join(str(step_of(folder)) for folder in checkpoint_folders(find_checkpoints_folder(path)))
-    if not steps:
-        return _no_checkpoint(path)
-    return ConfigError(f"--step {step}", problem=f"{path} has no checkpoint of this step", remedy="the run has the "
-                       f"{'steps' if ',' in steps else 'step'} {steps}")
+def steps_text(path: Path) -> str:
+    """Return the steps of all checkpoints of a run as text, such as "steps 2, 1"; "" without checkpoints."""
+    steps = [str(step_of(folder)) for folder in checkpoint_folders(find_checkpoints_folder(path))]
+    return f"step{'s' * (len(steps) > 1)} {', '.join(steps)}" if steps else ""
 
 
 def _no_checkpoint(path: Path) -> ConfigError:
@@ -124,25 +109,13 @@ def find_transformers_folder(path: Path, step: int | None) -> Path | None:
     return folder
 
 
-def _found_checkpoint(folder: Path) -> FoundCheckpoint:
-    found = manifest_or_error(folder)
-    if isinstance(found, ConfigError):
-        return FoundCheckpoint(folder, None, str(found))
-    return FoundCheckpoint(folder, found)
-
-
 def select_checkpoint(path: Path, step: int | None = None) -> tuple[Path, Manifest, tuple[str, ...]]:
-    """Return folder, manifest and notes of the checkpoint that `find_checkpoint` finds.
-
-    Raises ConfigError.
-    """
+    """Return the checkpoint that `find_checkpoint` finds. Raises ConfigError, also if there is no folder."""
     if not path.is_dir():
         problem = "this is a file, and not a folder" if path.exists() else "there is no such folder"
         raise ConfigError(str(path), problem=problem,
                           remedy="name a run folder (the value of --save) or a global_stepN folder")
-    found = find_checkpoint(path, step=step)
-    assert found.manifest is not None
-    return found.folder, found.manifest, found.notes
+    return find_checkpoint(path, step)
 
 
 def run_folder_of(path: Path) -> Path | None:

@@ -1,4 +1,7 @@
-"""Choose the checkpoint to resume from, on all ranks: rank 0 proposes one, and each rank verifies some of its files."""
+"""Agree on the checkpoint to resume from: rank 0 proposes one, and each rank verifies some of its files.
+
+In the same way the ranks agree on the training data, and verify the weights of --init_from.
+"""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,12 +26,13 @@ from pretrain.checkpoint.format.manifest import (
 )
 from pretrain.checkpoint.format.pickles import load_pickle
 from pretrain.checkpoint.format.verify import Advance, files_of_rank, find_damage, unexpected_files
-from pretrain.checkpoint.load.branch import find_branch
+from pretrain.checkpoint.load.hf_folder import HFFolder, expected_hashes, hash_files
+from pretrain.checkpoint.load.init_from import InitialWeights, find_branch
 from pretrain.checkpoint.load.resume import Resume, checkpoints_folder, make_resume, reject_overwrite
 from pretrain.checkpoint.save.commit import remove_leftovers, write_latest
 from pretrain.checkpoint.save.mirror import check_mirror, fetch, mirrored_checkpoints, without_credentials
-from pretrain.checkpoint.save.rollbacks import abandoned_save_ids, move_abandoned
-from pretrain.checkpoint.save.writer_locks import wait_for_writers
+from pretrain.checkpoint.save.retention import abandoned_save_ids, move_abandoned
+from pretrain.checkpoint.save.writer import wait_for_writers
 from pretrain.config.validate import Plan
 from pretrain.data.samples.dataset import source_records
 from pretrain.distributed.collectives import from_rank_0, gather, wait_until_all
@@ -235,3 +239,38 @@ def reject_foreign_pickles(folder: Path, manifest: Manifest) -> None:
     lines = [line for lines_of_rank in gather(rejected) for line in lines_of_rank]
     if lines:
         raise ConfigError.from_line(lines[0])
+
+
+def verify_weights(weights: InitialWeights) -> None:
+    """Compare the files with their recorded hashes; each rank reads some of them. Collective.
+
+    Raises ConfigError, on every rank, if a file is damaged, or if the hosts have different files.
+    """
+    where = f"--init_from {weights.origin.name}"
+    hosts = gather((weights.origin.fingerprint, gethostname()))
+    for fingerprint, host in hosts:
+        if fingerprint != hosts[0][0]:
+            raise ConfigError(where, problem=f"the weights on {host} differ from those on {hosts[0][1]}",
+                              remedy="name a folder that all hosts share")
+    if isinstance(weights.source, HFFolder):
+        damage = _find_damage_in_folder(weights.source)
+    else:
+        damage = find_damage_together(*weights.source)
+    if damage:
+        raise ConfigError(where, problem=f"a file is damaged ({damage[0].rstrip('.')})",
+                          remedy="name another checkpoint or folder, or write the file again")
+    if not isinstance(weights.source, HFFolder):
+        reject_foreign_pickles(*weights.source)
+
+
+def _find_damage_in_folder(found: HFFolder) -> list[str]:
+    """Hash those files of a transformers folder whose hashes are recorded. Collective."""
+    def damage(names: list[str], advance: Advance) -> list[str]:
+        try:
+            hash_files(replace(found, files=tuple(names)), advance)
+        except ConfigError as error:
+            return [str(error)]
+        return []
+
+    sizes = {name: found.bytes_of(name) for name in expected_hashes(found.folder, found.files)}
+    return hash_together(sizes, damage)

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pretrain.analysis.inspect.documents import inspect_documents, report_lines
-from pretrain.analysis.inspect.page import write_page
+from pretrain.analysis.inspect_documents import inspect_documents, report_lines, write_page
 from pretrain.data.prepare.prepare import prepare
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.data.token_files.writer import IndexedWriter, write_index

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from pretrain.analysis.inspect.recorded_step import StepPosition
+from pretrain.analysis.recorded_data import StepPosition
+from pretrain.analysis.sanity.batches import tokens_of, wrong_labels
 from pretrain.data.loader import Loader, MicroBatch
 from pretrain.data.run_data import RunData
 from pretrain.data.token_schedules import parse_seq_lengths, recorded_batch_sizes
@@ -71,10 +72,8 @@ def step_lines(found: StepTensors, problems: Sequence[str], *, samples: int, tok
 def check_labels(batches: Sequence[MicroBatch]) -> list[str]:
     """Return a line for each sequence whose labels are not its tokens shifted by one, where labels count."""
     lines = []
-    for number, (inputs, (labels_BT, weights_BT)) in enumerate(batches):
-        tokens_BT = inputs[0] if isinstance(inputs, tuple) else inputs
-        counted = weights_BT[:, :-1] > 0
-        wrong = (tokens_BT[:, 1:] != labels_BT[:, :-1]) & counted
+    for number, batch in enumerate(batches):
+        tokens_BT, labels_BT, (wrong, _) = tokens_of(batch), batch[1][0], wrong_labels(batch)
         for row in torch.unique(torch.nonzero(wrong)[:, 0]).tolist():
             position = int(torch.nonzero(wrong[row])[0])
             lines.append(f"micro-batch {number}, sequence {row}: the label at position {position} is "
@@ -85,7 +84,7 @@ def check_labels(batches: Sequence[MicroBatch]) -> list[str]:
 def _sequence_lines(batch: MicroBatch, row: int, tokens: int, data: RunData) -> list[str]:
     """Return a table of the first `tokens` positions of a sequence, and its text with marks between documents."""
     inputs, (labels_BT, weights_BT) = batch
-    tokens_BT = inputs[0] if isinstance(inputs, tuple) else inputs
+    tokens_BT = tokens_of(batch)
     positions = inputs[1][row].tolist() if isinstance(inputs, tuple) else list(range(tokens_BT.shape[1]))
     values, labels, weights = tokens_BT[row].tolist(), labels_BT[row].tolist(), weights_BT[row].tolist()
     decode = data.tokenizer.decode if data.tokenizer else None
