@@ -6,7 +6,7 @@ import zlib
 import torch
 from torch import nn
 
-from pretrain.model.config import ModelConfig
+from pretrain.model.description import ModelConfig
 from pretrain.model.init_methods import Initialization, initial_std, is_uniform
 from pretrain.model.parameters import part_of
 

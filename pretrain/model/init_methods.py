@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pretrain.model.config import ModelConfig
+from pretrain.model.description import ModelConfig
 
 # projections into the residual stream
 RESIDUAL_PROJECTIONS = ("attention.out.weight", "mlp.down.weight", "experts.down", "shared_expert.down.weight")

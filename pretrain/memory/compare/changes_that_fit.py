@@ -14,7 +14,7 @@ from pretrain.memory.compare.combinations import OFFLOADS, RECOMPUTE_CHOICES, Ax
 from pretrain.memory.compare.compare import Workload, estimate_candidate
 from pretrain.memory.footprint import with_unit
 from pretrain.memory.hardware import make_cluster
-from pretrain.model.config import ModelConfig
+from pretrain.model.description import ModelConfig
 from pretrain.model.recompute import Recompute
 
 _MAX_CHANGES = 3

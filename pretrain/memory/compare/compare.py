@@ -24,7 +24,7 @@ from pretrain.memory.step_time.calibrate import Calibration
 from pretrain.memory.step_time.time_model import StepTime, estimate_step_time, model_flops_per_token
 from pretrain.memory.step_time.time_parameters import DEFAULT_PARAMETERS, TimeParameters, model_error
 from pretrain.memory.step_time.traffic import Transfer, rank_parameters, step_traffic
-from pretrain.model.config import ModelConfig
+from pretrain.model.description import ModelConfig
 
 CHINCHILLA_TOKENS_PER_PARAMETER = 20  # Hoffmann et al., arXiv 2203.15556, table 3
 STORAGE_RATE = 2e9  # bytes a second that one node writes to the checkpoints' storage: an assumption

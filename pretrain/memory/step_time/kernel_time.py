@@ -30,7 +30,7 @@ _LOSS_BYTES = 10
 # and written by the collective (2), and added to the sum (1).
 _GRADIENT_PASSES = 5
 _NOTE = 'pipeline.partition_method "time": a run measures its layers; here their times are predicted'
-_BACKWARD_KERNELS = 1.5  # for each kernel of the forward pass: measured like the hooks in latency.py
+_BACKWARD_KERNELS = 1.5  # for each kernel of the forward pass: measured like the hooks of ZeRO in time_model.py
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pretrain.model.config import ModelConfig
+from pretrain.model.description import ModelConfig
 from pretrain.model.kernels.documents import Documents
 
 Tables = tuple[torch.Tensor, torch.Tensor]
