@@ -73,6 +73,25 @@ class Footprint:
                       for location, size in sizes.items())
 
 
+@dataclass(frozen=True)
+class RankMemory:
+    """Memory of one rank during some steps of an engine, measured or simulated."""
+
+    held: Footprint  # between backward pass and optimizer step; swap files included, with their sizes on disk
+    peak_bytes: int  # of all tensors together in a step after the first; on CUDA max_memory_allocated
+    unaccounted_bytes: int  # of tensors alive at that point that the inventory did not find; -1 on CUDA: not known
+    resident_bytes: int = 0  # of the process; 0: simulated
+
+    def to_json(self) -> dict[str, Any]:
+        """Convert to the fields' names and values."""
+        return {**vars(self), "held": self.held.to_json()}
+
+    @classmethod
+    def of_json(cls, values: Mapping[str, Any]) -> "RankMemory":
+        """Make an object from the result of `to_json`."""
+        return cls(**{**values, "held": Footprint.of_json(values["held"])})
+
+
 def in_unit(size_bytes: float, unit: str) -> str:
     """Format bytes as a table's number: one decimal, below 1 two significant digits, "-" for 0."""
     number = size_bytes / _UNIT_BYTES[unit]

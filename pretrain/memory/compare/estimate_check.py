@@ -23,7 +23,7 @@ from pretrain.memory.compare.compare import Workload
 from pretrain.memory.compare.table import print_lines, shown_columns, wide_console
 from pretrain.memory.estimate.estimate_memory import MemoryEstimate, estimate_memory, estimate_rank
 from pretrain.memory.estimate.rank_parameters import Rank
-from pretrain.memory.footprint import Footprint, in_unit
+from pretrain.memory.footprint import RankMemory, in_unit
 from pretrain.memory.measure.measure_run import measure_run
 from pretrain.memory.measure.simulate_ranks import SimulationRequest, simulate_ranks
 
@@ -40,22 +40,23 @@ class EstimateCheck:
     candidate: Candidate
     rank: int = 0
     estimate: MemoryEstimate | None = None  # of this rank
-    held: Footprint | None = None  # between backward pass and optimizer step
-    peak_bytes: int = 0  # of all tensors together
+    memory: RankMemory | None = None  # the actual memory
     step_time_ms: float | None = None
     notes: tuple[str, ...] = ()
     failure: str = ""
 
     def states(self) -> tuple[int, int]:
         """Return (estimated, actual) bytes of model states in all locations."""
-        return (self.estimate.steady.states() if self.estimate else 0), (self.held.states() if self.held else 0)
+        assert self.estimate is not None
+        assert self.memory is not None
+        return self.estimate.steady.states(), self.memory.held.states()
 
     def peaks(self) -> tuple[int, int]:
         """Return (estimated, actual) bytes of all tensors in memory. Margin and NVMe are left out."""
-        if self.estimate is None:
-            return 0, self.peak_bytes
+        assert self.estimate is not None
+        assert self.memory is not None
         peak = self.estimate.peak
-        return peak.total() - peak.total(location="nvme") - peak.total("margin"), self.peak_bytes
+        return peak.total() - peak.total(location="nvme") - peak.total("margin"), self.memory.peak_bytes
 
 
 def _simulate(candidates: Sequence[Candidate], workload: Workload, flags: argparse.Namespace,
@@ -71,7 +72,7 @@ def _simulate(candidates: Sequence[Candidate], workload: Workload, flags: argpar
                     for index, (candidate, rank) in enumerate(zip(candidates, ranks, strict=True))]
         results = simulate_ranks(requests, on_start=lambda index: report(f"simulate: {candidates[index].name}"))
     return [EstimateCheck(candidate, failure=str(result)) if isinstance(result, ConfigError) else
-            EstimateCheck(candidate, rank, estimate, result.held, result.peak_bytes, notes=result.notes)
+            EstimateCheck(candidate, rank, estimate, result.memory, notes=result.notes)
             for candidate, rank, estimate, result in zip(candidates, ranks, estimates, results, strict=True)]
 
 
@@ -88,7 +89,7 @@ def _measure(candidate: Candidate, workload: Workload, flags: argparse.Namespace
     pipeline_stage, zero_rank = divmod(rank, _ranks_per_stage(candidate))
     layout = replace(candidate.layout, layer_times=run.layer_times)  # of which the stages of this run depend
     estimate = estimate_rank(Rank(workload.shape, layout, pipeline_stage, zero_rank))
-    return EstimateCheck(candidate, rank, estimate, measured.held, measured.peak_bytes, run.step_time_ms)
+    return EstimateCheck(candidate, rank, estimate, measured, run.step_time_ms)
 
 
 def _ranks_per_stage(candidate: Candidate) -> int:
@@ -173,8 +174,9 @@ def checks_json(checks: list[EstimateCheck]) -> str:
     """Return the checks as JSON, with the bytes of one rank by role and location."""
     return json.dumps([{
         "name": check.candidate.name, "path": check.candidate.path, "rank": check.rank, "failure": check.failure,
-        "notes": check.notes, "held": check.held.to_json() if check.held else None, "peak_bytes": check.peak_bytes,
-        "step_time_ms": check.step_time_ms, **_estimate_json(check), "deepspeed_config": check.candidate.config,
+        "notes": check.notes, "held": check.memory.held.to_json() if check.memory else None,
+        "peak_bytes": check.memory.peak_bytes if check.memory else 0, "step_time_ms": check.step_time_ms,
+        **_estimate_json(check), "deepspeed_config": check.candidate.config,
     } for check in checks], indent=2) + "\n"
 
 

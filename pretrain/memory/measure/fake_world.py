@@ -264,4 +264,4 @@ def simulate_rank(args: RunArguments, rank: int, world_size: int, *, steps: int,
                 assume_hidden_states(engine, plan)
             memory = observe_steps(engine, plan, steps=steps, tracker=tracker)
     files = Footprint.of(((role_of_file(Path(path)), "nvme"), size) for path, size in FakeAioHandle.file_sizes.items())
-    return {"held": (memory.held + files).to_json(), "peak_bytes": memory.peak_bytes, "notes": list(plan.notes)}
+    return {"memory": replace(memory, held=memory.held + files).to_json(), "notes": list(plan.notes)}

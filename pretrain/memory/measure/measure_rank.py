@@ -8,6 +8,7 @@ import contextlib
 import json
 import sys
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,7 @@ from pretrain.errors import ConfigError
 def measure_engine(plan: Plan, *, tracked_steps: int, timed_steps: int) -> list[dict[str, Any]]:
     """Build the plan's engine, train, and destroy the engine. Every rank of the process group must call this.
 
-    Returns the results of all ranks, on every rank. A result is an EngineMemory as JSON, with four more keys: "nvme"
-    (a Footprint like "held"), "layer_times", "step_times_ms" and "rss_bytes".
+    Returns the results of all ranks, on every rank: {"memory": RankMemory as JSON, "layer_times", "step_times_ms"}.
     """
     import torch.distributed as dist
 
@@ -38,12 +38,12 @@ def measure_engine(plan: Plan, *, tracked_steps: int, timed_steps: int) -> list[
     tracker = StorageTracker() if detect_device().kind == "cpu" else None
     with tracker or contextlib.nullcontext():
         engine = build_engine(plan)
-        result = observe_steps(engine, plan, steps=tracked_steps, tracker=tracker).to_json()
-    result["layer_times"] = list(attachments(engine).layer_times)
-    result["nvme"] = nvme_footprint(engine, dist.get_rank()).to_json()
-    result["step_times_ms"] = time_steps(engine, plan, timed_steps)
-    result["rss_bytes"], _ = resident_bytes()
-    results = gather(result)
+        memory = observe_steps(engine, plan, steps=tracked_steps, tracker=tracker)
+    memory = replace(memory, held=memory.held + nvme_footprint(engine, dist.get_rank()))
+    times = time_steps(engine, plan, timed_steps)
+    memory = replace(memory, resident_bytes=resident_bytes()[0])
+    results = gather({"memory": memory.to_json(), "layer_times": list(attachments(engine).layer_times),
+                      "step_times_ms": times})
     engine.destroy()
     return results
 

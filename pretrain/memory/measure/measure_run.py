@@ -22,7 +22,7 @@ from pretrain.config.validate import resolve_run
 from pretrain.distributed.device import detect_device
 from pretrain.distributed.process import free_port, kernel_oom_kills, mentions_out_of_memory, package_environment
 from pretrain.errors import ConfigError
-from pretrain.memory.footprint import Footprint
+from pretrain.memory.footprint import RankMemory
 
 RANK_MODULE = "pretrain.memory.measure.measure_rank"
 _GRACE_S = 3.0  # seconds that the other ranks have to fail, too, after the first failure
@@ -34,27 +34,11 @@ _PORT_ATTEMPTS = 3
 
 
 @dataclass(frozen=True)
-class RankMeasurement:
-    """Memory of one rank."""
-
-    held: Footprint  # between backward pass and optimizer step; swap files included, with their sizes on disk
-    unaccounted_bytes: int  # of tensors alive at that point that the inventory did not find; -1 on CUDA: not known
-    peak_bytes: int  # of all tensors together in a step after the first; on CUDA max_memory_allocated
-    rss_bytes: int  # resident memory of the process
-
-    @classmethod
-    def of_json(cls, values: dict[str, Any]) -> "RankMeasurement":
-        """Read one rank's result of `measure_rank.measure_engine`."""
-        held = Footprint.of_json(values["held"]) + Footprint.of_json(values["nvme"])
-        return cls(held, values["unaccounted_bytes"], values["peak_bytes"], values["rss_bytes"])
-
-
-@dataclass(frozen=True)
 class RunMeasurement:
     """Memory of every rank of a run, and its step time."""
 
     name: str
-    ranks: tuple[RankMeasurement, ...]
+    ranks: tuple[RankMemory, ...]
     step_time_ms: float  # median over the steps of the slowest rank's time
     layer_times: tuple[int, ...]  # that the engine measured: see Layout
 
@@ -63,7 +47,7 @@ class RunMeasurement:
         """Combine the ranks' results, as `measure_rank.measure_engine` returns them."""
         steps = zip(*(result["step_times_ms"] for result in results), strict=True)
         slowest = [max(times) for times in steps]
-        return cls(name, tuple(RankMeasurement.of_json(result) for result in results),
+        return cls(name, tuple(RankMemory.of_json(result["memory"]) for result in results),
                    statistics.median(slowest) if slowest else 0.0, tuple(results[0]["layer_times"]))
 
 

@@ -16,7 +16,6 @@ import contextlib
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from torch.utils._pytree import tree_iter, tree_leaves
 from pretrain.config.validate import Plan
 from pretrain.data.loader import MicroBatch
 from pretrain.engine.steps import train_batch
-from pretrain.memory.footprint import Footprint
+from pretrain.memory.footprint import Footprint, RankMemory
 from pretrain.memory.measure.tensor_inventory import (
     call_after_backward,
     engine_tensors,
@@ -107,18 +106,6 @@ def measured_peak(device_type: str, tracker: StorageTracker | None) -> Iterator[
         peaks["peak_bytes"] = tracker.peak_bytes
 
 
-@dataclass(frozen=True)
-class EngineMemory:
-    """Memory of one rank's engine over some steps."""
-
-    held: Footprint  # between backward pass and optimizer step
-    unaccounted_bytes: int  # of tensors that the tracker counts but the inventory did not find; -1: no tracker
-    peak_bytes: int  # of all tensors together, over all steps but the first
-
-    def to_json(self) -> dict[str, Any]:
-        return {**vars(self), "held": self.held.to_json()}
-
-
 def random_batches(plan: Plan) -> list[MicroBatch]:
     """Return the micro-batches of one step of one rank, with random tokens. A sample is a single document."""
     shape = (plan.layout.micro_batch_size, plan.args.seq_length)
@@ -133,7 +120,7 @@ def random_batches(plan: Plan) -> list[MicroBatch]:
     return [batch() for _ in range(plan.layout.gradient_accumulation_steps)]
 
 
-def observe_steps(engine: DeepSpeedEngine, plan: Plan, *, steps: int, tracker: StorageTracker | None) -> EngineMemory:
+def observe_steps(engine: DeepSpeedEngine, plan: Plan, *, steps: int, tracker: StorageTracker | None) -> RankMemory:
     """Train `steps` steps. There must be at least 2, because the first one allocates the optimizer states.
 
     Args:
@@ -161,7 +148,7 @@ def observe_steps(engine: DeepSpeedEngine, plan: Plan, *, steps: int, tracker: S
         for _ in range(1, steps):
             train_batch(engine, batches)
     held, unaccounted = inventories[-1]
-    return EngineMemory(held, unaccounted, peaks["peak_bytes"])
+    return RankMemory(held, peaks["peak_bytes"], unaccounted)
 
 
 def time_steps(engine: DeepSpeedEngine, plan: Plan, steps: int) -> list[float]:

@@ -33,7 +33,7 @@ from pretrain.config.validate import resolve_run
 from pretrain.distributed.device import cpu_device
 from pretrain.distributed.process import package_environment
 from pretrain.errors import ConfigError
-from pretrain.memory.footprint import Footprint
+from pretrain.memory.footprint import RankMemory
 
 _STEPS = 2
 _PROGRESS_PREFIX = "simulating request "  # the process prints this and the index before each request
@@ -51,10 +51,9 @@ class SimulationRequest:
 
 @dataclass(frozen=True)
 class SimulatedRank:
-    """Memory of one simulated rank."""
+    """Memory of one simulated rank, and the notes of its plan."""
 
-    held: Footprint  # between backward pass and optimizer step; swap files included
-    peak_bytes: int  # of all tensors together, in a step after the first
+    memory: RankMemory
     notes: tuple[str, ...]
 
 
@@ -123,7 +122,7 @@ def _last_line(text: str) -> str:
 def _read_answer(answer: dict[str, Any]) -> SimulatedRank | ConfigError:
     if "error" in answer:
         return ConfigError.from_line(answer["error"])
-    return SimulatedRank(Footprint.of_json(answer["held"]), answer["peak_bytes"], tuple(answer["notes"]))
+    return SimulatedRank(RankMemory.of_json(answer["memory"]), tuple(answer["notes"]))
 
 
 def main(path: Path) -> None:

@@ -204,9 +204,10 @@ def test_a_simulated_rank_holds_the_same_memory_as_a_real_one(
         simulated: dict[Case, SimulatedRank | ConfigError]) -> None:
     real, simulation = measured[simulated_case].ranks[-1], simulated[simulated_case]
     assert isinstance(simulation, SimulatedRank), simulation
-    assert_same_states(simulation.held, real.held, 0.0)
-    assert simulation.held.total("buffers") == pytest.approx(real.held.total("buffers"), rel=0.02, abs=SLACK_BYTES)
-    assert simulation.peak_bytes == pytest.approx(real.peak_bytes, rel=0.05)
+    held = simulation.memory.held
+    assert_same_states(held, real.held, 0.0)
+    assert held.total("buffers") == pytest.approx(real.held.total("buffers"), rel=0.02, abs=SLACK_BYTES)
+    assert simulation.memory.peak_bytes == pytest.approx(real.peak_bytes, rel=0.05)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -221,7 +222,7 @@ def test_the_inventory_has_every_live_tensor(case: Case, measured: dict[Case, Ru
         samples * 64 * 64 * 2 + 256 if "experts" in case[1] else 0
     for rank in measured[case].ranks:
         assert rank.unaccounted_bytes <= SLACK_BYTES + in_flight_bytes
-        assert rank.rss_bytes > rank.peak_bytes > 0
+        assert rank.resident_bytes > rank.peak_bytes > 0
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -241,9 +242,9 @@ def test_the_simulation_of_many_ranks_equals_the_estimate(folder: Path) -> None:
         assert isinstance(result, SimulatedRank), result
         plan = plan_without_data(request.args, world_size=request.world_size, device=cpu_device())
         shape, layout = plan.model, plan.layout
-        assert_same_states(states_of_rank(Rank(shape, layout, zero_rank=request.rank)), result.held, 0.02)
+        assert_same_states(states_of_rank(Rank(shape, layout, zero_rank=request.rank)), result.memory.held, 0.02)
         peak = estimate_rank(Rank(shape, layout, zero_rank=request.rank)).peak
-        assert peak.total() - peak.total(location="nvme") == pytest.approx(result.peak_bytes, rel=0.1)
+        assert peak.total() - peak.total(location="nvme") == pytest.approx(result.memory.peak_bytes, rel=0.1)
 
 
 @pytest.mark.skipif(bool(NO_NVME), reason=f"NVMe offload: {NO_NVME}")
@@ -263,7 +264,7 @@ def test_a_run_is_measured_even_if_its_port_is_taken(folder: Path, monkeypatch: 
     assert not ports
     assert run.step_time_ms > 0
     (rank,) = run.ranks
-    assert rank.rss_bytes > rank.peak_bytes > rank.held.states() > 0
+    assert rank.resident_bytes > rank.peak_bytes > rank.held.states() > 0
 
 
 def test_impossible_runs_are_rejected(folder: Path) -> None:
