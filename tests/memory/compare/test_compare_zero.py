@@ -17,6 +17,7 @@ from rich.console import Console
 from pretrain.errors import ConfigError
 from pretrain.memory.compare.compare_zero import candidates_of, main, make_report, workload_of
 from pretrain.memory.compare.compare_zero_flags import parse_flags
+from pretrain.memory.compare.plot import html
 from pretrain.memory.compare.table import SHORT_TABLE, ComparisonReport, print_report
 from pretrain.memory.footprint import GIB, in_unit
 from tests.support.effort import HEAVY, CountCalls, run_and_list_imports
@@ -101,8 +102,13 @@ def test_table_json_csv_and_plot_agree(capsys: pytest.CaptureFixture[str], tmp_p
     assert page.count('opacity="0.3"') == sum(not row["fits"] for row in rows)
 
 
-def test_the_best_layouts_fit_one_screen(capsys: pytest.CaptureFixture[str]) -> None:
-    report = report_of("--model", "gpt3-13b", "--world_size", "64", "--gpu", "a100-40")
+@pytest.fixture(scope="module")
+def report() -> ComparisonReport:
+    """Compare all layouts of the first command on the page."""
+    return report_of("--model", "gpt3-13b", "--world_size", "64", "--gpu", "a100-40")
+
+
+def test_the_best_layouts_fit_one_screen(capsys: pytest.CaptureFixture[str], report: ComparisonReport) -> None:
     print_report(report, "GiB", Console(force_terminal=True, width=80, color_system=None, legacy_windows=False),
                  SHORT_TABLE)
     lines, names = capsys.readouterr().out.splitlines(), [row.candidate.name for row in report.rows]
@@ -124,8 +130,8 @@ def test_the_table_on_a_page_is_that_of_its_first_command(capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("columns", [80, 120, 200, 240])
-def test_a_narrow_terminal_omits_columns(capsys: pytest.CaptureFixture[str], columns: int) -> None:
-    report = report_of("--model", "gpt3-13b", "--world_size", "64", "--gpu", "a100-40")
+def test_a_narrow_terminal_omits_columns(capsys: pytest.CaptureFixture[str], report: ComparisonReport,
+                                         columns: int) -> None:
     print_report(report, "GiB", Console(force_terminal=True, width=columns, color_system=None, legacy_windows=False))
     lines = capsys.readouterr().out.splitlines()
     assert all(len(line) <= columns for line in lines)
@@ -144,9 +150,8 @@ def test_a_narrow_terminal_omits_columns(capsys: pytest.CaptureFixture[str], col
     assert omitted == (columns <= 200)
 
 
-def test_labels_of_the_plot_are_not_cut_off(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    run(capsys, "--model", "gpt3-13b", "--world_size", "64", "--gpu", "a100-40", "--plot", str(tmp_path / "plot.html"))
-    page = (tmp_path / "plot.html").read_text()
+def test_labels_of_the_plot_are_not_cut_off(report: ComparisonReport) -> None:
+    page = html(report)
     labels = re.findall(r'<text x="(\d+)" y="\d+" text-anchor="end">([^<]+)</text>', page)
     assert max(len(label) for _, label in labels) > 50
     assert all(int(x) >= 7.25 * len(label) for x, label in labels)  # 12 px monospaced: 7.22 px a character
