@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pretrain.data.loader import Loader, MicroBatch, document_positions, evaluation_batches
 from pretrain.data.samples.dataset import Indices
@@ -208,3 +210,21 @@ def test_the_reading_thread_uses_the_device_of_its_rank(dataset: ShuffledWindows
     loader.step(0)
     loader.close()
     assert threads == {"loader_0": 3, "pinned by loader_0": 0}
+
+
+END_TOKEN = 0
+
+
+@given(st.integers(1, 4).flatmap(lambda rows: st.integers(1, 12).flatmap(lambda length: st.lists(
+    st.lists(st.integers(END_TOKEN, 2), min_size=length, max_size=length), min_size=rows, max_size=rows))))
+def test_positions_begin_at_0_with_each_sample_and_after_each_eod(samples: list[list[int]]) -> None:
+    expected = []
+    for sample in samples:
+        position, row = 0, []
+        for token in sample:
+            row.append(position)
+            position = 0 if token == END_TOKEN else position + 1
+        expected.append(row)
+    positions_BT = document_positions(np.array(samples), END_TOKEN)
+    assert positions_BT.dtype == np.int64
+    assert positions_BT.tolist() == expected

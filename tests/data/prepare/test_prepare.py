@@ -16,8 +16,8 @@ from pretrain.data.token_files.indexed_dataset import IndexedDataset, read_meta
 from pretrain.data.tokenizers.special_tokens import EOD_PIECE
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import ConfigError
-from tests.data.inputs.reading import BAD_LINES
 from tests.data.prepare.helpers import ENDINGS, SOURCES, TEXTS, documents, jsonl, output, run_tool
+from tests.data.text_inputs.reading import BAD_LINES
 
 
 def test_all_file_types_are_read(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -15,7 +15,7 @@ from pretrain.data.text_inputs.chunk import ReadSettings
 from pretrain.data.text_inputs.documents import Skipped
 from pretrain.data.text_inputs.json_lines import LongLine, text_of_json_line, text_parts
 from pretrain.errors import ConfigError
-from tests.data.inputs.reading import read_texts, write
+from tests.data.text_inputs.reading import read_texts, write
 
 MANY = settings(max_examples=300, deadline=None, derandomize=True,
                 suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])

@@ -13,7 +13,7 @@ from pretrain.data.text_inputs.documents import read_pieces
 from pretrain.data.text_inputs.find import find_inputs
 from pretrain.data.text_inputs.reader import read_chunks
 from pretrain.errors import ConfigError
-from tests.data.inputs.reading import json_lines, one, read_texts, texts_of, write, write_parquet
+from tests.data.text_inputs.reading import json_lines, one, read_texts, texts_of, write, write_parquet
 
 JSONL = json_lines(["first", "second"])
 LONG_LINE = json_lines(["long " * 40_000])
