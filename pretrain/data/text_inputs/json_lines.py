@@ -1,7 +1,7 @@
 """Find the text in a JSON line, also in one that is too long to be parsed at once.
 
-A long line is read by the code below, because no library reads a part of a string: for a text of 300 MB, ijson 3.6 takes
-815 MiB and orjson 836 MiB. This code takes 10 MiB, and its messages name the byte.
+A long line is read by the code below, because no library reads a part of a string: for a text of 300 MB, ijson 3.6
+takes 815 MiB and orjson 836 MiB. This code takes 10 MiB, and its messages name the byte.
 """
 
 import json
