@@ -18,8 +18,8 @@ from pretrain.checkpoint.format.manifest import (
     read_manifest,
 )
 from pretrain.checkpoint.save.commit import commit, temporary_folder, write_part
-from pretrain.checkpoint.save.file_engine import FiniteCheck
 from pretrain.checkpoint.save.retention import prune
+from pretrain.checkpoint.save.save_checkpoint import FiniteCheck
 from pretrain.errors import ConfigError, SaveError
 from tests.checkpoint.test_commit import RANKS, manifest, save, steps_of, write_files
 

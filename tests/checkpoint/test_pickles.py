@@ -19,7 +19,7 @@ from pretrain.checkpoint.format.manifest import read_manifest
 from pretrain.checkpoint.format.pickles import load_pickle
 from pretrain.checkpoint.format.verify import USUAL_GLOBALS, damage_of, has_only_usual_globals, pickle_globals
 from pretrain.checkpoint.load.find_checkpoint import find_checkpoint
-from pretrain.checkpoint.save.file_engine import FileEngine
+from pretrain.checkpoint.save.save_checkpoint import FileEngine
 from pretrain.errors import ConfigError
 from tests.support.checkpoints import LAYOUTS, copy_checkpoints, real_run
 from tests.support.poison import Poison, put_into

@@ -20,7 +20,7 @@ from deepspeed.utils import groups
 from pretrain.checkpoint.format.manifest import read_manifest
 from pretrain.checkpoint.load.load_checkpoint import load_checkpoint
 from pretrain.checkpoint.load.start import Start, check_start
-from pretrain.checkpoint.save import file_engine
+from pretrain.checkpoint.save import save_checkpoint as save_module
 from pretrain.checkpoint.save.save_checkpoint import save_checkpoint
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.config.validate import Plan
@@ -168,8 +168,8 @@ def resume(case: Case) -> dict[str, Any]:
     engine = engine_of(plan)
     steps(engine, plan, 0, 1)  # so that the load must replace weights and states
     read_files: list[str] = []
-    load_pickle = file_engine.load_pickle
-    with patch.object(file_engine, "load_pickle", lambda path: read_files.append(path.name) or load_pickle(path)):
+    load_pickle = save_module.load_pickle
+    with patch.object(save_module, "load_pickle", lambda path: read_files.append(path.name) or load_pickle(path)):
         load_checkpoint(engine, plan, folder, read_manifest(folder))
     loaded = state_hash(engine)
     again = steps(engine, plan, half, plan.train_steps)
