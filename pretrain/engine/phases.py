@@ -55,6 +55,12 @@ class HostEvent:
         return (end_event._seconds - self._seconds) * 1e3
 
 
+def new_event() -> Any:
+    """Return an event with a time, of the device of this process or of the host."""
+    accelerator = get_accelerator()
+    return HostEvent() if accelerator.device_name() == "cpu" else accelerator.Event(enable_timing=True)
+
+
 class PhaseTimers:
     """Adds up the time of each phase. A phase ends where the next one begins.
 
@@ -115,9 +121,7 @@ class PhaseTimers:
 
 def time_phases(engine: DeepSpeedEngine) -> PhaseTimers:
     """Return timers of the engine's training steps from now on. Call it once, after the patches are applied."""
-    accelerator = get_accelerator()
-    on_cpu = accelerator.device_name() == "cpu"
-    timers = PhaseTimers(HostEvent if on_cpu else lambda: accelerator.Event(enable_timing=True))
+    timers = PhaseTimers(new_event)
     if isinstance(engine, PipelineEngine):
         engine._INSTRUCTION_MAP = {instruction: _timed(timers, _OF_INSTRUCTION.get(instruction, ""), execute)
                                    for instruction, execute in engine._INSTRUCTION_MAP.items()}

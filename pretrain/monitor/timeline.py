@@ -16,7 +16,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from pretrain.config.profiles import parse_steps
 from pretrain.config.validate import Plan
 from pretrain.distributed.collectives import gather
-from pretrain.engine.phases import HostEvent
+from pretrain.engine.phases import new_event
 from pretrain.monitor.timeline_files import summary_line, svg_of, text_of, trace_of
 from pretrain.monitor.timeline_summary import Instruction, RankInstructions, StepTimeline, step_timelines
 from pretrain.monitor.write_run_folder import RunFolder
@@ -99,11 +99,8 @@ class InstructionRecorder:
     def __init__(self, engine: PipelineEngine) -> None:
         self._step = 0
         self._engine, self._original = engine, engine._INSTRUCTION_MAP
-        accelerator = get_accelerator()
-        on_host = accelerator.device_name() == "cpu"
-        self._new_event: Callable[[], Any] = HostEvent if on_host else lambda: accelerator.Event(enable_timing=True)
         self._marks: list[tuple[int, str, Any, Any]] = []  # (step, name, event at the start, event at the end)
-        accelerator.synchronize()
+        get_accelerator().synchronize()
         self._origin_seconds, self._origin = time.perf_counter(), self._mark()
         engine._INSTRUCTION_MAP = {instruction: self._recorded(instruction.__name__, execute)
                                    for instruction, execute in self._original.items()}
@@ -140,7 +137,7 @@ class InstructionRecorder:
         return recorded
 
     def _mark(self) -> Any:
-        event = self._new_event()
+        event = new_event()
         event.record()
         return event
 
