@@ -25,7 +25,6 @@ from pretrain.bench.report import (
     print_section,
     write_between_markers,
 )
-from pretrain.bench.run import run_sections
 from pretrain.bench.settings import add_flags, validate_flags
 from pretrain.cli import Parser, run_main
 from pretrain.terminal.progress import terminal_console
@@ -44,6 +43,8 @@ def main() -> int:
     settings = validate_flags(flags, train_flags, gpus=len(gpus))
     if flags.write is not None:
         check_markers(flags.write, settings.preset_name, settings.sections)
+    from pretrain.bench.run import run_sections  # imports torch, which takes seconds
+
     head = heading(settings, _without_write(sys.argv[1:]))
     warning = busy_warning(head, settings)
     devices = len(gpus) if settings.device.kind == "cuda" else len(os.sched_getaffinity(0))

@@ -108,7 +108,7 @@ _LINES: list[tuple[str, str, str, dict[str, bytes]]] = [
       for flag in ("--proportions", "--documents") for sizes in ("2", "1,x", "1,1,1")),
     # weights
     ("tools/import_hf.py", "RIGHT", "config.json: model_type", {"hf/config.json": b'{"model_type": "mamba"}'}),
-    ("tools/import_hf.py", "RIGHT", "the header is not valid JSON", {
+    ("tools/import_hf.py", "RIGHT", "this safetensors file is damaged", {
         _SAFETENSORS: b"\x10" + bytes(7) + b"not a header...."}),
     ("tools/import_hf.py", "RIGHT", "it has both model.safetensors and", {"hf/model.safetensors.index.json": b"{}"}),
     ("tools/import_hf.py", "RIGHT", "its largest token is 320, and the model has only 320", {
