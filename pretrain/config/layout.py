@@ -176,6 +176,35 @@ class Layout:
         return self
 
 
+LAYOUT_FIELDS = tuple(item.name for item in fields(Layout))
+_DEFAULTS: dict[str, Any] = {item.name: item.default for item in fields(Layout)}
+_ZERO, _OPTIMIZER, _PARAM = ("zero_optimization", "zero_optimization.offload_optimizer",
+                             "zero_optimization.offload_param")
+# (field, key of the JSON); the field's default is that of DeepSpeed. Of two keys of a field, the later one is used.
+_FIELD_KEYS = (
+    ("micro_batch_size", "train_micro_batch_size_per_gpu"),
+    ("gradient_accumulation_steps", "gradient_accumulation_steps"),
+    ("sequence_parallel_size", "sequence_parallel_size"),
+    ("pipeline_stages", "pipeline.stages"),
+    ("activation_checkpoint_interval", "pipeline.activation_checkpoint_interval"),
+    ("offload_activations", "activation_checkpointing.cpu_checkpointing"),
+    ("aio_block_bytes", "aio.block_size"),
+    ("aio_intra_op_parallelism", "aio.intra_op_parallelism"),
+    *((name, f"{_ZERO}.{name}") for name in ("contiguous_gradients", "reduce_scatter", "round_robin_gradients",
+                                             "parameter_alignment")),
+    *((name, f"{_ZERO}.{prefix}{name}") for name in SIZE_KEYS for prefix in ("", "stage3_")),
+    ("offload_optimizer_pinned", f"{_OPTIMIZER}.pin_memory"),
+    ("offload_optimizer_buffer_count", f"{_OPTIMIZER}.buffer_count"),
+    ("offload_optimizer_ratio", f"{_OPTIMIZER}.ratio"),
+    ("offload_pipeline_read", f"{_OPTIMIZER}.pipeline_read"),
+    ("offload_pipeline_write", f"{_OPTIMIZER}.pipeline_write"),
+    ("offload_param_pinned", f"{_PARAM}.pin_memory"),
+    ("offload_param_buffer_count", f"{_PARAM}.buffer_count"),
+    ("offload_param_buffer_size", f"{_PARAM}.buffer_size"),
+    ("offload_param_max_in_cpu", f"{_PARAM}.max_in_cpu"),
+)
+
+
 def parse_layout(config: Mapping[str, Any], *, world_size: int, seq_length: int, device_kind: str,
                  name: str = "", **of_flags: Any) -> Layout:
     """Parse the layout from a DeepSpeed JSON that has no "auto" values and no old key names.
@@ -186,16 +215,21 @@ def parse_layout(config: Mapping[str, Any], *, world_size: int, seq_length: int,
     get = _Getter(config)
     tensor_parallel_size = max(get.integer(f"tensor_parallel.{key}", 1)
                                for key in ("autotp_size", "tp_size", "tensor_parallel.tp_size", "tp.tp_size"))
-    zero_stage = get.integer("zero_optimization.stage", 0)
+    zero_stage = get.integer(f"{_ZERO}.stage", 0)
+    method = str(get("pipeline.partition_method", get("pipeline.partition", DEFAULT_PARTITION_METHOD)))
     return Layout(
         name=name, world_size=world_size, seq_length=seq_length, device_kind=device_kind, zero_stage=zero_stage,
-        micro_batch_size=get.integer("train_micro_batch_size_per_gpu", 1),
-        gradient_accumulation_steps=get.integer("gradient_accumulation_steps", 1),
         tensor_parallel_size=max(1, tensor_parallel_size),
-        sequence_parallel_size=get.integer("sequence_parallel_size", 1),
         expert_parallel_size=get.integer("expert_parallel.autoep_size", 1) if get("expert_parallel.enabled") else 1,
-        **_zero(get, zero_stage), **_precision(get), **_optimizer(get), **_offload(get, zero_stage),
-        **_pipeline(get), **of_flags).check()
+        hpz_partition_size=max(1, get.integer(f"{_ZERO}.zero_hpz_partition_size", 1)),
+        # DeepSpeed's default is true at ZeRO stage 3. Below stage 2, its PipelineEngine sets the key to false.
+        overlap_comm=zero_stage >= 2 and bool(get(f"{_ZERO}.overlap_comm", zero_stage == 3)),
+        offload_optimizer=str(get(f"{_OPTIMIZER}.device", "none")).lower(),
+        # DeepSpeed reads the block at stage 3 only
+        offload_param=str(get(f"{_PARAM}.device", "none")).lower() if zero_stage == 3 else "none",
+        partition_method=PARTITION_METHODS.get(method.lower(), method),
+        **dict(get.field(field, key) for field, key in _FIELD_KEYS if get(key) is not None),
+        **_precision(get), **_optimizer(get), **of_flags).check()
 
 
 class _Getter:
@@ -214,21 +248,10 @@ class _Getter:
             raise ConfigError(dotted, found=repr(value), expected="a number")
         return int(value)
 
-
-def _zero(get: _Getter, zero_stage: int) -> dict[str, Any]:
-    """Fields from the zero_optimization block: sizes and switches."""
-    result: dict[str, Any] = {}
-    for key in SIZE_KEYS:
-        for name in (f"zero_optimization.{key}", f"zero_optimization.stage3_{key}"):
-            if get(name) is not None:
-                result[key] = get.integer(name, 0)
-    # DeepSpeed's default is true at ZeRO stage 3. Below stage 2, its PipelineEngine sets the key to false.
-    result["overlap_comm"] = zero_stage >= 2 and bool(get("zero_optimization.overlap_comm", zero_stage == 3))
-    for key, default in (("contiguous_gradients", True), ("reduce_scatter", True), ("round_robin_gradients", False),
-                         ("parameter_alignment", False)):
-        result[key] = bool(get(f"zero_optimization.{key}", default))
-    result["hpz_partition_size"] = max(1, get.integer("zero_optimization.zero_hpz_partition_size", 1))
-    return result
+    def field(self, name: str, dotted: str) -> tuple[str, Any]:
+        """Return a field of the layout, with the value of its key in the type of its default."""
+        kind = type(_DEFAULTS[name])
+        return name, self.integer(dotted, 0) if kind is int else kind(self(dotted))
 
 
 def _precision(get: _Getter) -> dict[str, Any]:
@@ -248,34 +271,3 @@ def _optimizer(get: _Getter) -> dict[str, Any]:
     return {"optimizer": kind, "optimizer_moments": tensors,
             "torch_optimizer": row is None or row.from_torch or bool(get("optimizer.params.torch_adam", False)
                                                       and not get("optimizer.params.fused", False))}
-
-
-def _offload(get: _Getter, zero_stage: int) -> dict[str, Any]:
-    """Fields from the two offload blocks and the "aio" block."""
-    result: dict[str, Any] = {}
-    for target, buffer_count in (("optimizer", 4), ("param", 5)):
-        block = f"zero_optimization.offload_{target}"
-        result[f"offload_{target}"] = str(get(f"{block}.device", "none")).lower()
-        result[f"offload_{target}_pinned"] = bool(get(f"{block}.pin_memory", True))
-        result[f"offload_{target}_buffer_count"] = get.integer(f"{block}.buffer_count", buffer_count)
-    if zero_stage < 3:
-        result["offload_param"] = "none"  # DeepSpeed reads the block at stage 3 only
-    result["offload_optimizer_ratio"] = float(get("zero_optimization.offload_optimizer.ratio", 1.0))
-    for name in ("pipeline_read", "pipeline_write"):
-        result[f"offload_{name}"] = bool(get(f"zero_optimization.offload_optimizer.{name}", False))
-    result["aio_block_bytes"] = get.integer("aio.block_size", 1_048_576)
-    result["aio_intra_op_parallelism"] = get.integer("aio.intra_op_parallelism", 1)
-    result["offload_param_buffer_size"] = get.integer("zero_optimization.offload_param.buffer_size", 100_000_000)
-    result["offload_param_max_in_cpu"] = get.integer("zero_optimization.offload_param.max_in_cpu", 1_000_000_000)
-    return result
-
-
-def _pipeline(get: _Getter) -> dict[str, Any]:
-    method = str(get("pipeline.partition_method", get("pipeline.partition", DEFAULT_PARTITION_METHOD)))
-    return {"pipeline_stages": get.integer("pipeline.stages", 1),
-            "partition_method": PARTITION_METHODS.get(method.lower(), method),
-            "activation_checkpoint_interval": get.integer("pipeline.activation_checkpoint_interval", 0),
-            "offload_activations": bool(get("activation_checkpointing.cpu_checkpointing", False))}
-
-
-LAYOUT_FIELDS = tuple(item.name for item in fields(Layout))
