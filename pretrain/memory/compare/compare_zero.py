@@ -86,7 +86,7 @@ def workload_of(flags: argparse.Namespace) -> Workload:
     if flags.model is None:
         assert calibration is not None
         run = calibration.runs[0]
-        return Workload(cluster, run.shape.num_parameters(), run.shape, run.model, f"the model of {run.path}",
+        return Workload(cluster, run.model.num_parameters(), run.model, run.model, f"the model of {run.path}",
                         calibration.parameters, calibration)
     model = with_dropout(load_model_config(flags.model, flags.model_overrides), flags)
     parameters = calibration.parameters if calibration else DEFAULT_PARAMETERS

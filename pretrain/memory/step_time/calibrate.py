@@ -106,7 +106,7 @@ def _error(run: MeasuredRun, parameters: TimeParameters) -> float:
 
 def predict_run(run: MeasuredRun, parameters: TimeParameters) -> StepTime:
     """Return the predicted time of a run's steps."""
-    layout, shape, ranks = run.layout, run.shape, run.host["ranks"]
+    layout, shape, ranks = run.layout, run.model, run.host["ranks"]
     device = gpu_by_label(run.gpu_name, run.gpu_memory_bytes) if run.gpu_name else None
     cluster = cluster_of_run(run, device, world_size=layout.world_size, gpus_per_node=ranks)
     own = rank_parameters(layout, shape, shape.num_parameters())

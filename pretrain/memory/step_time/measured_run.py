@@ -23,7 +23,6 @@ class MeasuredRun:
     path: str
     layout: Layout
     model: ModelConfig
-    shape: ModelConfig
     gpu_name: str  # of torch; "": the run used CPUs
     gpu_memory_bytes: int
     host: dict[str, Any]  # cpu, cores, memory_bytes, ranks
@@ -58,7 +57,7 @@ def read_measured_run(path: str) -> MeasuredRun:
     chosen = str(start.find("environment", "OMP_NUM_THREADS") or "")
     seconds = median(row["step_time_ms"] for row in rows) / 1e3
     return MeasuredRun(
-        path, layout, model, model,
+        path, layout, model,
         str(start.find("hardware", 0, "gpus", 0, "name")) if on_gpu else "",
         start.number("hardware", 0, "gpus", 0, "memory_bytes", low=2**20) if on_gpu else 0,
         host, max(1, int(chosen)) if chosen.isdecimal() else max(1, cores // ranks),
