@@ -209,9 +209,11 @@ def test_a_watched_page_follows_the_run_without_a_reload(browser: Browser, tmp_p
     with watching(run) as (process, url):
         page = browser.page(url)
         page.run("window.first = true")  # a reload would lose it
+        page.run("document.querySelector('#configuration details details').open = true")
         append_rows(run / "metrics.jsonl", rows_of([21, 22]))
         append_rows(run / "events.jsonl", [event("save", 22)])
         page.wait_for("report.data.runs[0].rows === 22 && report.data.runs[0].events.length === 2")
+        assert page.run("document.querySelector('#configuration details details').open") is True
         assert [one["x"][-1] for one in drawn(page, "loss")] == [22]
         append_rows(run / "metrics.jsonl", rows_of([11, 12], seed=5))  # after a rollback
         page.wait_for("report.data.runs[0].abandoned_rows === 12")

@@ -28,10 +28,18 @@ class Report {
     this.view = {axis: "step", logX: false, smoothing, raw: true, clip: false, abandoned: true, zoom: null, cursor: null, cursorChart: null,
                  runs: new Set(data.runs.map((run) => run.name)), hidden: new Set(HIDDEN_KINDS), timeUnit: timeUnit(data.runs)};
     this.charts = [];
+    this.filled = {};  // id of an element -> what it shows
     this.applyTheme("auto");
     this.build();
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.applyTheme(this.theme));
     new ResizeObserver(() => this.schedule()).observe(byId("curves"));
+  }
+
+  /** Fill an element, unless it shows this content: an update must not close details or move the text that is read. */
+  fill(id, content, elements) {
+    const key = JSON.stringify(content);
+    if (this.filled[id] !== key) byId(id).replaceChildren(...elements());
+    this.filled[id] = key;
   }
 
   /** Fill the page. Called again when an update brings new rows, events or settings. */
@@ -44,14 +52,15 @@ class Report {
       + (old ? `; ${plain(old, 9)} of them abandoned after a resume or a rollback (dotted)` : "") + `; read ${dateTime(this.data.time)}`;
     byId("notices").replaceChildren(...runs.filter((run) => run.problem).map((run) => make("p", {class: "notice"}, `${run.name}: ${run.problem}`)));
     byId("overview").replaceChildren(overviewElement(runs));
-    this.buildControls();
+    this.fill("controls", runs.map((run) => [run.event_counts, run.abandoned_rows > 0]), () => this.controls());
     this.buildCharts();
     byId("differences").hidden = runs.length < 2;
-    byId("differences").replaceChildren(make("h2", {}, "Differences between the runs"), differences.length
+    this.fill("differences", differences, () => [make("h2", {}, "Differences between the runs"), differences.length
       ? makeTable([["setting"], ...runs.map((run) => [run.name])],
                   differences.map(([section, key, ...values]) => [settingName(section, key), ...values.map(orNotSet)]), "settings")
-      : make("p", {class: "quiet"}, "The records of the newest starts are the same."));
-    byId("configuration").replaceChildren(make("h2", {}, "Configuration"), ...runs.map((run) => configurationElement(run, runs.length === 1)));
+      : make("p", {class: "quiet"}, "The records of the newest starts are the same.")]);
+    this.fill("configuration", runs.map((run) => [run.settings, run.starts]), () => [make("h2", {}, "Configuration"),
+      ...runs.map((run) => configurationElement(run, runs.length === 1))]);
     this.schedule();
   }
 
@@ -68,7 +77,7 @@ class Report {
       ? `The same in all rows: ${constants.map(([title, value]) => `${title.toLowerCase()} ${value}`).join(", ")}.` : "";
   }
 
-  buildControls() {
+  controls() {
     const {view} = this;
     const change = (values) => {
       Object.assign(view, values);
@@ -86,10 +95,10 @@ class Report {
     const themes = make("select", {"aria-label": "Colours of the page", onchange: (event) => this.applyTheme(event.target.value)},
       ...["auto", "light", "dark"].map((name) => make("option", {value: name, selected: name === this.theme}, name)));
     this.resetZoom = make("button", {type: "button", onclick: () => this.setZoom(null)}, "Whole range");
-    byId("controls").replaceChildren(
+    return [
       axes, toggle("log x", "logX"), make("label", {}, "Smoothing", slider, value), toggle("unsmoothed", "raw"), toggle("without outliers", "clip"),
       ...(this.data.runs.some((run) => run.abandoned_rows) ? [toggle("abandoned", "abandoned")] : []),
-      this.resetZoom, make("label", {}, "Theme", themes), ...this.chipRows());
+      this.resetZoom, make("label", {}, "Theme", themes), ...this.chipRows()];
   }
 
   /** Buttons that show or hide runs and kinds of events. */
@@ -134,7 +143,7 @@ class Report {
       [plain(step), duration(elapsed), kind, text, ...(runs.length > 1 ? [run.name] : [])]);
     const columns = [["step", true], ["time since the start", true], ["event"], ["text"], ...(runs.length > 1 ? [["run"]] : [])];
     byId("events").hidden = runs.every((run) => run.events.length === 0);
-    byId("events").replaceChildren(make("h2", {}, "Events"), makeTable(columns, rows));
+    this.fill("events", rows, () => [make("h2", {}, "Events"), makeTable(columns, rows)]);
   }
 
   /** [run, event] of the kinds and runs that are not hidden. */
