@@ -204,6 +204,6 @@ def _row(name: str, values: dict[str, Any]) -> list[str]:
     return [name, f"{values['tokens_per_second']:,.0f}", f"{spread(values['rounds']):.1%}",
             f"{values['step_time_ms']:,.1f}", f"{values['tflops']:.3g}",
             *([] if values["mfu"] is None else [f"{values['mfu']:.3f}"]),
-            f"{values['peak_memory_bytes'] / 1e9:.2f} GB",
+            f"{values['peak_memory_bytes'] / 1e6:,.0f} MB",
             f"{values['speed_ratio']:.3f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else "",
             f"{values['memory_ratio']:.2f}" if ratios else "", f"{values['losses'][0]:.4f}"]
