@@ -113,18 +113,7 @@ def _patch_files(folder: str, files: Any) -> None:
     files.os = _FullDisk(folder)
 
 
-def _run_hidden_module() -> None:
-    """Import the sitecustomize module that this one hides, if there is one."""
-    here = os.path.dirname(os.path.abspath(__file__))
-    others = [path for path in sys.path if os.path.abspath(path) != here]
-    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
-    if spec is not None and spec.loader is not None:
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
-
-
-if __name__ == "sitecustomize":
-    _run_hidden_module()
-    if VARIABLE in os.environ:
-        sys.meta_path.insert(0, _PatchAfterImport({
-            "pretrain.step_loop": partial(_patch_step_loop, os.environ[VARIABLE]),
-            "pretrain.checkpoint.format.hashed_files": partial(_patch_files, os.environ[VARIABLE])}))
+if __name__ == "sitecustomize" and VARIABLE in os.environ:
+    sys.meta_path.insert(0, _PatchAfterImport({
+        "pretrain.step_loop": partial(_patch_step_loop, os.environ[VARIABLE]),
+        "pretrain.checkpoint.format.hashed_files": partial(_patch_files, os.environ[VARIABLE])}))
