@@ -4,17 +4,16 @@
 """
 
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 
 from pretrain.analysis.lr_range import Point, Smoother, has_diverged, rate_at
+from pretrain.analysis.sanity.checked_engine import remove_trial_files, trial_plan
 from pretrain.checkpoint.load.agree_on_checkpoint import agree_on_data, verify_weights
 from pretrain.checkpoint.load.init_from import find_initial_weights
 from pretrain.checkpoint.load.load_checkpoint import load_weights
@@ -23,29 +22,12 @@ from pretrain.config.validate import Plan
 from pretrain.data.loader import MicroBatch
 from pretrain.distributed.process_group import init_process_group
 from pretrain.distributed.world import World
-from pretrain.engine.build import build_engine, deepspeed_output, remove_swap_files
+from pretrain.engine.build import build_engine, deepspeed_output
 from pretrain.engine.optimizer import set_learning_rate
 from pretrain.engine.steps import open_loader, train_batch
 from pretrain.engine.update_guard import FP16_OVERFLOW, guard_updates, skipped_update
 
-_OWN_OUTPUT = ("tensorboard", "csv_monitor", "wandb", "comet", "flops_profiler", "comms_logger", "wall_clock_breakdown")
 _MOST_OVERFLOWS = 30  # of fp16's loss scale at one rate, which is halved after each
-
-
-def trial_plan(plan: Plan) -> Plan:
-    """Return the plan without DeepSpeed's monitors and profilers, and with swap files in a folder of their own."""
-    config = deepcopy({key: value for key, value in plan.ds_config.items() if key not in _OWN_OUTPUT})
-    for block in ("offload_optimizer", "offload_param"):
-        offload = config.get("zero_optimization", {}).get(block) or {}
-        if offload.get("nvme_path") is not None:
-            offload["nvme_path"] = f"{offload['nvme_path']}/trial"
-    return replace(plan, ds_config=config)
-
-
-def remove_trial_files(plan: Plan) -> None:
-    """Remove the swap files of `trial_plan(plan)` on this host, once all ranks have finished."""
-    if os.environ["LOCAL_RANK"] == "0":
-        remove_swap_files(trial_plan(plan))
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,9 @@
 import contextlib
 import functools
 import math
+import os
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +20,7 @@ from pretrain.checkpoint.format.fragments import owned_weights
 from pretrain.config.validate import Plan
 from pretrain.data.loader import MicroBatch
 from pretrain.distributed.collectives import gather
+from pretrain.engine.build import remove_swap_files
 from pretrain.engine.optimizer import set_learning_rate
 from pretrain.engine.patches.pipeline import is_counted
 from pretrain.engine.steps import eval_batch, grad_norm, loss_scale, open_loader, tensor_parallel_size, train_batch
@@ -26,6 +29,23 @@ from pretrain.engine.update_statistics import measure_updates
 from pretrain.resilience.replicas import checksum
 
 _MOST_OVERFLOWS = 30  # of fp16's loss scale, which is halved after each
+_OWN_OUTPUT = ("tensorboard", "csv_monitor", "wandb", "comet", "flops_profiler", "comms_logger", "wall_clock_breakdown")
+
+
+def trial_plan(plan: Plan) -> Plan:
+    """Return the plan without DeepSpeed's monitors and profilers, and with swap files in a folder of their own."""
+    config = deepcopy({key: value for key, value in plan.ds_config.items() if key not in _OWN_OUTPUT})
+    for block in ("offload_optimizer", "offload_param"):
+        offload = config.get("zero_optimization", {}).get(block) or {}
+        if offload.get("nvme_path") is not None:
+            offload["nvme_path"] = f"{offload['nvme_path']}/trial"
+    return replace(plan, ds_config=config)
+
+
+def remove_trial_files(plan: Plan) -> None:
+    """Remove the swap files of `trial_plan(plan)` on this host, once all ranks have finished."""
+    if os.environ["LOCAL_RANK"] == "0":
+        remove_swap_files(trial_plan(plan))
 
 
 def plan_of_checks(plan: Plan) -> Plan:
