@@ -1,6 +1,7 @@
 """Memory of import and export: at most the largest file plus one layer, however large the model is."""
 
 import ctypes
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ LARGE: dict[str, dict[str, Any]] = {
 
 
 def _layer_bytes(config: ModelConfig) -> int:
-    return 4 * config.layer_parameters()
+    """Return the bytes of a block's weights in fp32."""
+    return 4 * (config.num_parameters() - replace(config, num_layers=config.num_layers - 1).num_parameters())
 
 
 def _check(folder: Path, values: dict[str, Any], shard_gb: float, at_least: float) -> None:
