@@ -1,6 +1,7 @@
 """--what data: speed of preparing and reading training data, next to other implementations of the same work."""
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -220,6 +221,7 @@ def _plain_reader(prefixes: list[Path], number: int) -> Callable[[], None]:
 
 def documents(bench: DataBench) -> list[DataFigure]:
     """Compare forward and backward passes with and without --document_attention."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would guess it, and print a warning between the figures
     import torch
 
     from pretrain.data.loader import document_positions
