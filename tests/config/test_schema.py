@@ -273,9 +273,10 @@ def test_every_file_of_ds_configs_is_in_the_table() -> None:
 
 
 def _features() -> list[tuple[str, str, list[str]]]:
-    """Return (feature, what the page says, its keys) for each row of ds_configs/features.md."""
-    page = (Path(__file__).parents[2] / "ds_configs/features.md").read_text(encoding="utf-8")
-    rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in page.splitlines() if "`tests/" in line]
+    """Return (feature, what the page says, its keys) for each feature of DeepSpeed in ds_configs/README.md."""
+    table = (CONFIGS[0].parent / "README.md").read_text(encoding="utf-8").partition("| feature | JSON key |")[2]
+    rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in table.splitlines()
+            if line.startswith("|") and "`tests/" in line]
     return [(row[0], row[2], re.findall(r"`([\w.]+)`", row[1])) for row in rows]
 
 

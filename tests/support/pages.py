@@ -15,7 +15,7 @@ PAGES = [README, *(ROOT / name for name in (
     "tools/metrics.md", "tools/report.md", "tools/profiling.md", "tools/sanity_check.md",
     "ds_configs/README.md", "ds_configs/optimizers.md", "ds_configs/recomputation.md", "ds_configs/long_sequences.md",
     "ds_configs/pipelines.md", "ds_configs/schedules.md", "ds_configs/loss.md", "ds_configs/parallelism.md",
-    "ds_configs/experts.md", "ds_configs/features.md",
+    "ds_configs/experts.md",
     "launch/README.md", "launch/network.md", "launch/unattended.md", "launch/right_results.md",
     "pretrain/README.md", "tests/README.md"))]
 

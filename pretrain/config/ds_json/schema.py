@@ -1,6 +1,6 @@
 """Legal keys of a DeepSpeed 0.19.8 JSON at every depth, and why others are rejected, without importing deepspeed.
 
-Each reason was found in the source of DeepSpeed 0.19.8, or by running it; ds_configs/features.md lists them all.
+Each reason was found in the source of DeepSpeed 0.19.8, or by running it; ds_configs/README.md lists them all.
 
 `tests/config/test_schema.py` compares this tree with DeepSpeed's own models and constants.
 """
