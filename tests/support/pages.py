@@ -9,10 +9,10 @@ README = ROOT / "README.md"
 # The commands run in this order. A page may use the files that earlier pages created.
 PAGES = [README, *(ROOT / name for name in (
     "launch/first_run.md", "launch/steering.md",
-    "tools/README.md", "tools/data.md", "tools/tokenizers.md", "tools/training_data.md", "tools/inspect.md",
+    "tools/README.md", "tools/data.md", "tools/training_data.md",
     "tools/weights.md", "tools/memory.md", "tools/step_time.md", "tools/checkpoints.md", "tools/evaluation.md",
     "tools/gpu.md", "tools/performance.md", "tools/optimizations.md", "tools/costs.md",
-    "tools/metrics.md", "tools/report.md", "tools/profiling.md", "tools/sanity_check.md",
+    "tools/metrics.md", "tools/report.md", "tools/sanity_check.md",
     "ds_configs/README.md", "ds_configs/optimizers.md", "ds_configs/long_sequences.md",
     "ds_configs/pipelines.md", "ds_configs/schedules.md", "ds_configs/loss.md", "ds_configs/parallelism.md",
     "launch/README.md", "launch/network.md", "launch/unattended.md", "launch/right_results.md",
