@@ -10,7 +10,7 @@ README = ROOT / "README.md"
 PAGES = [README, *(ROOT / name for name in (
     "launch/first_run.md", "launch/steering.md",
     "tools/README.md", "tools/data.md", "tools/training_data.md",
-    "tools/weights.md", "tools/memory.md", "tools/step_time.md", "tools/checkpoints.md", "tools/evaluation.md",
+    "tools/weights.md", "tools/memory.md", "tools/checkpoints.md", "tools/evaluation.md",
     "tools/gpu.md", "tools/performance.md", "tools/optimizations.md", "tools/costs.md",
     "tools/metrics.md", "tools/report.md", "tools/sanity_check.md",
     "ds_configs/README.md", "ds_configs/optimizers.md", "ds_configs/long_sequences.md",

@@ -1,6 +1,6 @@
 """Estimated time of a step: kernels by their shapes, launches by the host, and traffic with latencies.
 
-The estimate compares layouts; it is not a measurement. tools/step_time.md compares it with published measurements. It
+The estimate compares layouts; it is not a measurement. tools/memory.md compares it with published measurements. It
 ignores other jobs on the same network, the loading of data, and devices that are slower than others of their kind.
 """
 

@@ -2,7 +2,7 @@
 
 "Fitted": to 94 measurements of other programs on the A100 with 80 GB, 71 of them with tensor or pipeline parallelism
 (tests/golden/gpu_throughput.csv and gpu_throughput_3d.csv). `python -m tests.memory.step_time.fit_throughput` repeats
-the fit; tools/step_time.md shows the result.
+the fit; tools/memory.md shows the result.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,7 +48,7 @@ class TimeParameters:
 
 DEFAULT_PARAMETERS = TimeParameters()
 # Relative error of predicted step times that 95% of the published rows which were not used for the fit do not exceed,
-# rounded up to 5%: tools/step_time.md. The second one also stands for layouts without published rows.
+# rounded up to 5%: tools/memory.md. The second one also stands for layouts without published rows.
 _ERROR_ZERO, _ERROR_OTHERS = 0.15, 0.20
 
 

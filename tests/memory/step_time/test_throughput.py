@@ -62,7 +62,7 @@ def test_no_other_value_of_a_fitted_parameter_is_much_better(name: str) -> None:
 
 
 def test_the_page_shows_the_predictions_of_this_version() -> None:
-    page = (ROOT / "tools/step_time.md").read_text()
+    page = (ROOT / "tools/memory.md").read_text()
     for line in (*page_table(), *page_table_3d()):  # python -m tests.memory.step_time.fit_throughput prints them
         assert line in page
 
