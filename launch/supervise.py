@@ -12,7 +12,7 @@ from pretrain.cluster.supervise.host_checks import default_transport
 from pretrain.cluster.supervise.launch_command import hostfile_of, hosts_of, run_folder, ssh_port, with_separator
 from pretrain.cluster.supervise.supervisor import SupervisorSettings, supervise
 from pretrain.errors import ConfigError
-from pretrain.terminal.status import print_line
+from pretrain.terminal import print_line
 
 _DEFAULTS = {field.name: field.default for field in fields(SupervisorSettings)}
 _SECONDS = number(0, LONGEST_SECONDS)

@@ -27,8 +27,7 @@ from pretrain.engine.prepare import avoid_compiler_imports, prepare_deepspeed
 from pretrain.errors import CRASHED, GUARD, INTERRUPTED, REJECTED, ConfigError, CorruptionError, GuardError, SaveError
 from pretrain.resilience.launcher_watch import LauncherWatch
 from pretrain.resilience.watchdog import RankGuards, TimeOuts, rank_guards
-from pretrain.terminal.status import clear_status, status
-from pretrain.terminal.streams import ignore_lost_output
+from pretrain.terminal import clear_status, ignore_lost_output, status
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -44,8 +44,7 @@ from pretrain.resilience.replicas import ReplicaCheck
 from pretrain.resilience.requests import Requests
 from pretrain.resilience.watchdog import RankGuards, Watchdog
 from pretrain.step_loop import StepCallbacks, StepLoop
-from pretrain.terminal.screen import Screen
-from pretrain.terminal.status import clear_status, status
+from pretrain.terminal import Screen, clear_status, status
 
 
 def train(plan: Plan, world: World, callbacks: StepCallbacks, guards: RankGuards,

@@ -38,7 +38,7 @@ def test_a_closed_pipe_gives_exit_code_141() -> None:
 def test_closed_stdout_and_stderr_are_no_errors() -> None:
     body = """
 from pretrain.cli import run_main
-from pretrain.terminal.progress import ProgressBar
+from pretrain.progress import ProgressBar
 def f():
     with ProgressBar("reading", 10) as progress:
         progress.advance(10, "")

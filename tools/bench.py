@@ -27,7 +27,7 @@ from pretrain.bench.report import (
 )
 from pretrain.bench.settings import add_flags, validate_flags
 from pretrain.cli import Parser, run_main
-from pretrain.terminal.progress import terminal_console
+from pretrain.progress import terminal_console
 
 
 def main() -> int:

@@ -25,7 +25,7 @@ from pretrain.distributed.world import ALONE, running_environment
 from pretrain.engine.prepare import prepare_deepspeed
 from pretrain.errors import ConfigError
 from pretrain.paths import check_folder
-from pretrain.terminal.progress import terminal_console
+from pretrain.progress import terminal_console
 
 _MIB = 2**20
 _SECONDS = number(0.1, LONGEST_SECONDS)

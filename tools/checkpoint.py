@@ -25,7 +25,7 @@ from pretrain.checkpoint.save.retention import prune
 from pretrain.cli import Parser, path, run_main, whole_number
 from pretrain.config.layout import DTYPE_BYTES
 from pretrain.errors import ConfigError, SaveError
-from pretrain.terminal.progress import ProgressBar, terminal_console
+from pretrain.progress import ProgressBar, terminal_console
 
 _RUN_HELP = "run folder, its checkpoints folder, or one global_stepN folder"
 _CHECKPOINT_HELP = "global_stepN folder, or run folder for its newest good checkpoint"

@@ -20,7 +20,7 @@ from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.data.token_files.verify import store_hashes, verify_data
 from pretrain.data.token_files.writer import IndexedWriter
 from pretrain.errors import STOPPED
-from pretrain.terminal.progress import ProgressBar
+from pretrain.progress import ProgressBar
 
 
 def _info(flags: argparse.Namespace) -> int:

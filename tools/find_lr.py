@@ -25,7 +25,7 @@ from pretrain.distributed.world import World
 from pretrain.engine.prepare import prepare_deepspeed
 from pretrain.errors import ConfigError
 from pretrain.paths import check_file
-from pretrain.terminal.status import clear_status, status
+from pretrain.terminal import clear_status, status
 
 _USAGE = """tools/find_lr.py [--from LR] [--to LR] [--steps N] [--json FILE] [--plot FILE.svg] and the flags of
 pretrain/train.py

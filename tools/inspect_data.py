@@ -14,7 +14,7 @@ from pretrain.data.source_facts import end_notes, learnable_notes, source_facts
 from pretrain.data.token_files.indexed_dataset import IndexedDataset, read_meta
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.paths import check_folder
-from pretrain.terminal.progress import ProgressBar
+from pretrain.progress import ProgressBar
 
 
 def _documents(args: argparse.Namespace) -> int:

@@ -23,7 +23,7 @@ from pretrain.distributed.print_error import run_or_reject
 from pretrain.distributed.world import World
 from pretrain.engine.prepare import prepare_deepspeed
 from pretrain.paths import check_file
-from pretrain.terminal.status import clear_status, status
+from pretrain.terminal import clear_status, status
 
 _USAGE = """tools/sanity_check.py [--overfit_steps N] [--json FILE] and the flags of pretrain/train.py
 

@@ -35,7 +35,7 @@ from pretrain.model.layers.block import Block
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.resilience.launcher_watch import LauncherWatch
 from pretrain.resilience.watchdog import TimeOuts, rank_guards
-from pretrain.terminal.screen import Screen
+from pretrain.terminal import Screen
 
 _COMMIT_TIMEOUT_S = 600  # limit for the commit of a save
 _BLOCK_BYTES = 2**24  # of one write or read of the disk's rate, like `dd bs=16M`

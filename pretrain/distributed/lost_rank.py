@@ -5,7 +5,7 @@ import sys
 import time
 
 from pretrain.distributed.world import World
-from pretrain.terminal.status import clear_status
+from pretrain.terminal import clear_status
 
 # text of the errors of gloo (transport/tcp/pair.cc), NCCL and the TCP store, of torch 2.13
 _MESSAGES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection was likely closed",

@@ -12,7 +12,7 @@ import psutil
 
 from pretrain.distributed.world import ALONE, World, running_environment
 from pretrain.errors import REJECTED, ConfigError, escape_controls
-from pretrain.terminal.status import clear_status
+from pretrain.terminal import clear_status
 
 _ENDED_WITHIN_S = 5.0  # time in which a launcher ends the other ranks after one has failed
 _ENDED_BY_DEEPSPEED_WITHIN_S = 30.0  # longer, because on a busy machine the first rank may be far behind

@@ -44,7 +44,7 @@ import torch.utils.cpp_extension
 
 from pretrain.errors import ConfigError
 from pretrain.model.kernels.cpu.library import cpu_features
-from pretrain.terminal.screen import is_watched
+from pretrain.terminal import is_watched
 
 _TORCH_LOAD = torch.utils.cpp_extension.load
 # Static variables that two sources of one operator declare with the same name (csrc/cpu/comm, csrc/aio).

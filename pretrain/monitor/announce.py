@@ -34,7 +34,7 @@ from pretrain.monitor.environment import (
 from pretrain.monitor.environment import without_credentials as plain
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.paths import STOP_FILE
-from pretrain.terminal.screen import Screen
+from pretrain.terminal import Screen
 
 EARLY_STOP = "early_stop"  # the event, and the reason of the event "stop"
 _DATA_FLAGS = ("train_data", "valid_data", "test_data")

@@ -29,7 +29,7 @@ from pretrain.monitor.training_row import (
     training_row,
 )
 from pretrain.monitor.write_run_folder import RunFolder
-from pretrain.terminal.screen import Screen
+from pretrain.terminal import Screen
 
 
 @dataclass

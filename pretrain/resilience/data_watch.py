@@ -18,7 +18,7 @@ from pretrain.data.token_files.hashes import BLOCK_BYTES, BackgroundHash, DataHa
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.data.token_files.verify import hash_if_fast
 from pretrain.monitor.write_run_folder import RunFolder
-from pretrain.terminal.screen import Screen
+from pretrain.terminal import Screen
 
 _FAST_S = 0.5  # data that is hashed within this time is hashed before the first step
 _POLL_S = 1.0  # between two looks at the hashing process

@@ -17,7 +17,7 @@ from pretrain.engine.update_guard import FP16_OVERFLOW, SkippedUpdate, skipped_u
 from pretrain.errors import GuardError
 from pretrain.monitor.announce import stopped_by_guard
 from pretrain.monitor.write_run_folder import RunFolder
-from pretrain.terminal.screen import Screen
+from pretrain.terminal import Screen
 
 _SMALLEST_STD = 1e-3  # as a fraction of the mean; a constant loss would otherwise have spikes of rounding errors
 

@@ -29,7 +29,7 @@ from pretrain.engine.build import deepspeed_output
 from pretrain.errors import ConfigError, SaveError
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.resilience.guard import BadSteps, guard_error, has_no_update, remedy_for
-from pretrain.terminal.screen import Screen
+from pretrain.terminal import Screen
 
 
 def roll_back(engine: DeepSpeedEngine, plan: Plan, saver: Saver, folder: RunFolder, screen: Screen,

@@ -15,7 +15,7 @@ from types import TracebackType
 
 from pretrain.errors import CRASHED, ConfigError
 from pretrain.resilience.lease_file import Lease, LeaseFile, Owner, read_lease
-from pretrain.terminal.status import print_line
+from pretrain.terminal import print_line
 
 LOCK = ".run.lock"
 HEARTBEAT_S = 2.0

@@ -7,7 +7,7 @@ import sys
 
 from pretrain.cli import LONGEST_SECONDS, Parser, number, run_main, text, whole_number
 from pretrain.cluster.supervise.launch_command import with_separator
-from pretrain.terminal.progress import terminal_console
+from pretrain.progress import terminal_console
 from tests.chaos.faults import KINDS
 from tests.chaos.results import report_lines, report_table
 from tests.chaos.run import RESULT, make_settings, run_chaos

@@ -8,7 +8,7 @@ from pretrain.data.token_schedules import BatchSizes, fixed_batch
 from pretrain.monitor.announce import BatchRamp
 from pretrain.monitor.read_run_folder import read_rows
 from pretrain.monitor.write_run_folder import RunFolder
-from pretrain.terminal.screen import Screen
+from pretrain.terminal import Screen
 
 SIZES = BatchSizes(((0, 2), (5, 4), (12, 8)))  # steps begin at samples 0 2 4 | 6 10 | 14 22 ...
 CHANGES = [(4, 4, 2, 6), (6, 8, 4, 14)]  # step, batch size, the one before, data position

@@ -15,7 +15,7 @@ from pretrain.errors import GuardError
 from pretrain.monitor.read_run_folder import read_rows
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.resilience.guard import BadSteps, Guard
-from pretrain.terminal.screen import Screen
+from pretrain.terminal import Screen
 
 NAN = SkippedUpdate(NON_FINITE_LOSS, is_bad=True)
 INFINITE_GRADIENT = SkippedUpdate(NON_FINITE_GRADIENT, is_bad=True)

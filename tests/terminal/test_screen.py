@@ -31,7 +31,7 @@ ROW = {"step": 120_000, "loss": 2.34567, "lr": 3e-4, "grad_norm": 0.5, "loss_sca
        "tokens_per_second": 1_234_567.0, "mfu": 0.412, "tflops_per_device": 400.0, "memory_bytes": 2**36,
        "eta_seconds": 3723.0}
 PROGRAM = """
-from pretrain.terminal.screen import Screen
+from pretrain.terminal import Screen
 with Screen() as screen:
     for step in range(1, 4):
         screen.status(f"step {step}, and more than the eighty characters that a line of this terminal has room for")

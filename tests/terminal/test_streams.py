@@ -19,7 +19,7 @@ from tests.test_train import _flags, start_one_rank
 
 PROGRAM = """
 import sys
-from pretrain.terminal.streams import ignore_lost_output
+from pretrain.terminal import ignore_lost_output
 before = sys.stdout
 ignore_lost_output()
 streams = sys.stdout, sys.stderr

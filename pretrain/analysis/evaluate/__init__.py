@@ -3,6 +3,6 @@
 data.py opens the data, and task_files.py finds the tasks, both without torch. losses.py loads the model and sums its
 losses, evaluate.py turns them into results and prints them, and tasks.py runs lm-eval.
 
-Imports model_source, checkpoint/, monitor/, engine/, config/, data/, model/, distributed/, terminal/, cli and errors;
+Imports model_source, checkpoint/, monitor/, engine/, config/, data/, model/, distributed/, terminal, cli and errors;
 never the trainer, cluster/ or bench/.
 """

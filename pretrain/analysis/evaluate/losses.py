@@ -25,7 +25,7 @@ from pretrain.engine.patches.zero import keep_dtype_of_partitions
 from pretrain.model.config import ModelConfig
 from pretrain.model.layer_specs import as_module
 from pretrain.model.parameters import DTYPES, check_dtype
-from pretrain.terminal.status import clear_status, status
+from pretrain.terminal import clear_status, status
 
 _STATUS_SECONDS = 10.0  # between two status lines
 

@@ -13,7 +13,7 @@ from pretrain.checkpoint.convert.plan_export import ExportPlan, plan_export
 from pretrain.cli import say
 from pretrain.data.tokenizers.tokenizer import Tokenizer
 from pretrain.errors import ConfigError, shorten
-from pretrain.terminal.status import clear_status, status
+from pretrain.terminal import clear_status, status
 
 _PACKAGES = ("lm_eval", "accelerate")  # lm_eval.models.huggingface imports accelerate; peft only for adapters
 _SEED = 1234  # lm-eval's default

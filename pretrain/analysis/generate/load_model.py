@@ -18,7 +18,7 @@ from pretrain.errors import ConfigError
 from pretrain.model.hf_names import TensorRule, name_in_module, stacked_in_module, tensor_rules
 from pretrain.model.hf_weights import to_theirs
 from pretrain.model.parameters import DTYPES
-from pretrain.terminal.progress import ProgressBar
+from pretrain.progress import ProgressBar
 
 DeviceMap = dict[str, Any]  # name of a module of the transformers model -> device
 

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pretrain.terminal.screen import Screen
+from pretrain.terminal import Screen
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from pretrain.engine.build import deepspeed_output
 from pretrain.engine.steps import data_parallel_size
 from pretrain.errors import ConfigError
 from pretrain.monitor.write_run_folder import RunFolder
-from pretrain.terminal.status import clear_status
+from pretrain.terminal import clear_status
 
 DEFAULT_STEPS = 100  # at most, to learn one batch
 Report = Callable[[str], None]

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from pretrain.checkpoint.load.reader import CheckpointReader, chunks_of
-from pretrain.terminal.progress import ProgressBar
+from pretrain.progress import ProgressBar
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from pretrain.checkpoint.load.reader import HFWeights, all_finite
 from pretrain.errors import ConfigError
 from pretrain.model.hf_weights import is_concatenation, their_rows_in_our_order
 from pretrain.model.parameters import DTYPES
-from pretrain.terminal.progress import ProgressBar
+from pretrain.progress import ProgressBar
 
 _SOURCE = "imported_from.json"  # folder, and size and SHA-256 of each file that was imported
 

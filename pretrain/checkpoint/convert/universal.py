@@ -13,7 +13,7 @@ from pretrain.checkpoint.format.manifest import Manifest, read_manifest
 from pretrain.checkpoint.load.reader import SCHEDULED_SETTINGS, CheckpointReader
 from pretrain.config.validate import DEEPSPEED_VERSION
 from pretrain.errors import ConfigError
-from pretrain.terminal.progress import ProgressBar
+from pretrain.progress import ProgressBar
 
 _UNIVERSAL_VERSION = 0.4  # version of the format that DeepSpeed 0.19.8 writes
 

@@ -22,7 +22,7 @@ from pretrain.checkpoint.load.hf_folder import Shape, header_bytes
 from pretrain.config.layout import DTYPE_BYTES
 from pretrain.model.parameters import DTYPES
 from pretrain.monitor.environment import versions
-from pretrain.terminal.progress import ProgressBar
+from pretrain.progress import ProgressBar
 
 CHUNK_NUMEL = 2**22  # largest number of elements that are written at once
 _SHARD_BYTES = 5 * 10**9

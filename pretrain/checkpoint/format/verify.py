@@ -14,7 +14,7 @@ from pathlib import Path
 from pretrain.checkpoint.format.hashed_files import FileRecord, sha256_of
 from pretrain.checkpoint.format.manifest import Manifest, files_in
 from pretrain.errors import ConfigError
-from pretrain.terminal.progress import ProgressBar
+from pretrain.progress import ProgressBar
 
 _THREADS = 4  # hashing releases Python's GIL; few disks are fast enough for more threads
 

@@ -37,7 +37,7 @@ from pretrain.config.validate import Plan
 from pretrain.data.samples.dataset import source_records
 from pretrain.distributed.collectives import from_rank_0, gather, wait_until_all
 from pretrain.errors import ConfigError, SaveError
-from pretrain.terminal.progress import ProgressBar
+from pretrain.progress import ProgressBar
 
 Candidate = tuple[Path, str] | str  # (folder, text of its manifest.json), or why it cannot be used
 

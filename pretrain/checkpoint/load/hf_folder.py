@@ -20,8 +20,8 @@ from pretrain.data.tokenizers.tokenizer import TOKENIZER_FILES, find_tokenizer_f
 from pretrain.errors import ConfigError, shorten
 from pretrain.model.config import ModelConfig, load_model_config
 from pretrain.model.hf_names import HEAD, names_in_model, tensor_rules
+from pretrain.progress import ProgressBar
 from pretrain.stored_json import build, read_json
-from pretrain.terminal.progress import ProgressBar
 
 Shape = tuple[int, ...]
 # dtypes that weights may have: name in the header of a safetensors file -> our name

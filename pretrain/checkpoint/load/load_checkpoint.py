@@ -44,8 +44,8 @@ from pretrain.engine.optimizer import restore_settings
 from pretrain.engine.patches import pipeline as pipeline_patches
 from pretrain.engine.recipe import set_recipe_states
 from pretrain.errors import ConfigError
+from pretrain.progress import ProgressBar
 from pretrain.stored_json import parse_json
-from pretrain.terminal.progress import ProgressBar
 
 # attributes of DeepSpeed's optimizer that come from the JSON; its load_state_dict overwrites them with saved values
 _JSON_SETTINGS = ("clip_grad", "loss_scaler", "dynamic_loss_scale", "loss_scale_config")

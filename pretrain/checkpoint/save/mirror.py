@@ -16,7 +16,7 @@ from pretrain.checkpoint.format.hashed_files import HashedFile
 from pretrain.checkpoint.format.manifest import MANIFEST, NOT_FINITE, Manifest, read_manifest, step_of
 from pretrain.checkpoint.save.commit import check_space, publish, temporary_folder, write_latest, write_manifest
 from pretrain.errors import ConfigError, SaveError
-from pretrain.terminal.progress import ProgressBar
+from pretrain.progress import ProgressBar
 
 _PROBE = ".ds-pretrain-probe"  # name of a test file
 _PART = ".part-"  # prefix of the files that mark a rank's files as copied

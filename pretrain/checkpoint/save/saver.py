@@ -19,7 +19,7 @@ from pretrain.errors import SaveError
 from pretrain.monitor.announce import stopped_by_guard
 from pretrain.monitor.environment import versions
 from pretrain.monitor.write_run_folder import RunFolder
-from pretrain.terminal.screen import Screen
+from pretrain.terminal import Screen
 
 
 class Saver:

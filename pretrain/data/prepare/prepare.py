@@ -37,7 +37,7 @@ from pretrain.data.tokenizers.special_tokens import TokenIds
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import ConfigError, shorten
 from pretrain.paths import check_folder
-from pretrain.terminal.progress import ProgressBar
+from pretrain.progress import ProgressBar
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from pretrain.memory.compare.largest_fit import LargestFit
 from pretrain.memory.footprint import Footprint, in_unit
 from pretrain.memory.step_time.calibrate import calibration_json
 from pretrain.memory.step_time.traffic import LINKS, link_bytes
-from pretrain.terminal.progress import terminal_console
+from pretrain.progress import terminal_console
 
 SHORT_TABLE = 10  # rows of a comparison without --all_layouts: a screen with the text around them
 _WIDE = 2000  # characters: more than any row has

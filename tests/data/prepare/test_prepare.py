@@ -191,7 +191,7 @@ def test_a_tokenizer_without_eod_is_rejected_by_default(tmp_path: Path) -> None:
 
 def test_a_log_file_gets_a_progress_line_at_intervals(capsys: pytest.CaptureFixture[str],
                                                       monkeypatch: pytest.MonkeyPatch) -> None:
-    from pretrain.terminal import progress
+    from pretrain import progress
 
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])

@@ -18,7 +18,7 @@ from pretrain.engine.update_guard import guard_updates, skipped_update
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.resilience.guard import BadSteps, Guard
 from pretrain.resilience.rollback import roll_back
-from pretrain.terminal.screen import Screen
+from pretrain.terminal import Screen
 from tests.distributed.workers.worker import Case, end, engine_of, plan_of, state_hash
 from tests.support.cases_loop import each_case
 from tests.support.layouts import anonymous_bytes

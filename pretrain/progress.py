@@ -1,4 +1,4 @@
-"""Show progress in bytes, a live bar in a terminal, a line every 10 s in a log; and the console of all tables."""
+"""Show progress in bytes: a live bar in a terminal, a line every 10 s in a log. And the console of all tables."""
 
 import sys
 import threading
