@@ -9,7 +9,7 @@ from pathlib import Path
 
 if __name__ == "__main__":  # keep pretrain/ off sys.path, so that its modules shadow none of the standard library's
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from pretrain.distributed.allocator import restart_with_jemalloc
+    from pretrain.distributed.process import restart_with_jemalloc
 
     restart_with_jemalloc()
 
@@ -18,8 +18,7 @@ from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.config.validate import Plan
 from pretrain.distributed.device import Device, detect_device
-from pretrain.distributed.lost_rank import is_lost_connection, report_lost_connection
-from pretrain.distributed.print_error import print_error
+from pretrain.distributed.print_error import is_lost_connection, print_error, report_lost_connection
 from pretrain.distributed.process import end_process, importing
 from pretrain.distributed.process_group import collective_timeout_s
 from pretrain.distributed.world import ALONE, World, running_environment

@@ -25,9 +25,8 @@ from pretrain.bench.settings import BenchSettings
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.config.validate import Plan, check_run
 from pretrain.data.token_files.writer import IndexedWriter
-from pretrain.distributed.allocator import jemalloc_environment
 from pretrain.distributed.device import Device, cpu_device, cuda_device, nvcc_fits_torch
-from pretrain.distributed.process import free_port, package_environment
+from pretrain.distributed.process import free_port, jemalloc_environment, package_environment
 from pretrain.model.config import load_model_config
 
 LEARNING_RATE = 1e-4

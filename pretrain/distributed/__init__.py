@@ -1,4 +1,4 @@
 """Ranks from the launcher, process group, device, collectives, and memory and ports of this process.
 
-Imports terminal and errors. Only process_group.py and collectives.py import torch.
+Imports terminal and errors. collectives.py and parallel_groups.py import torch, process_group.py when it is used.
 """

@@ -1,4 +1,4 @@
-"""Print why a run is rejected: one line per host, after all other output."""
+"""Print one line per host, after all other output: why a run is rejected, or that another rank has ended."""
 
 import os
 import signal
@@ -26,6 +26,11 @@ ended.register(int(sys.argv[1]), select.POLLIN)
 ended.poll(60_000)
 os.write(2, os.fsencode(sys.argv[2] + "\\n"))
 """
+# text of the errors of gloo (transport/tcp/pair.cc), NCCL and the TCP store, of torch 2.13
+_LOST_CONNECTION = ("Connection closed by peer", "Connection reset by peer", "Broken pipe",
+                    "Connection was likely closed", "remote process exited or there was a network error",
+                    "NCCL communicator was aborted")
+_SEEN_WITHIN_S = 5.0  # a launcher looks for failed ranks about once per second
 
 
 def run_or_reject(run: Callable[[World], int]) -> int:
@@ -92,3 +97,21 @@ def _print_after(launcher: psutil.Process, line: str) -> bool:
     except (psutil.Error, OSError, AttributeError):  # no pidfd_open: an old kernel, or not Linux
         return False
     return True
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Return whether a collective failed because another rank has ended or cannot be reached."""
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST_CONNECTION)
+
+
+def report_lost_connection(world: World, error: BaseException) -> None:
+    """Print one line per host instead of a traceback, and give the launcher time to see the other rank's exit code.
+
+    The other rank's error is the cause, and must stay the last one.
+    """
+    if world.local_rank == 0:
+        reason = next(text for text in _LOST_CONNECTION if text in str(error))
+        clear_status()
+        print(f"ds-pretrain: rank {world.rank} on {socket.gethostname()} lost the connection to another rank "
+              f"({reason}). The cause is in the output of that rank.", file=sys.stderr, flush=True)
+    time.sleep(_SEEN_WITHIN_S)

@@ -1,7 +1,8 @@
-"""Memory and exit of this process, and ports and environment for its child processes."""
+"""Memory, allocator and exit of this process, and ports and environment for its child processes."""
 
 import atexit
 import contextlib
+import ctypes
 import errno
 import gc
 import os
@@ -10,10 +11,11 @@ import resource
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NoReturn
 
+from pretrain.distributed.device import wants_cpu
 from pretrain.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,6 +25,11 @@ _TRIES = 100
 # messages of torch's allocators (CUDA, CPU), of the system (ENOMEM), of C++ and of Python
 _MESSAGES = ("can't allocate memory", "cannot allocate memory", "out of memory", "bad_alloc", "memoryerror")
 _FEWEST_OPEN_FILES = 256  # a rank on a CPU needs about 60; one on a GPU, and each further host, need more
+_JEMALLOC = "libjemalloc.so.2"
+_MALLOC_SETTINGS = {"MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_", "LD_PRELOAD"}  # of the user: nothing is changed
+# numbers of options in glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+_MOST_BYTES = 2**31 - 1  # mallopt takes an int
 
 
 def resident_bytes() -> tuple[int, int]:
@@ -55,6 +62,61 @@ def kernel_oom_kills() -> int | None:
             if name == "oom_kill":
                 return int(value)
     return None
+
+
+def restart_with_jemalloc() -> None:
+    """Restart this program with jemalloc instead of glibc's malloc, under the same process id.
+
+    glibc returns large freed blocks to the kernel, so the temporaries of each step are mapped, zeroed and faulted in
+    again, page by page. jemalloc is set to return nothing. Without jemalloc, glibc's heap is set not to shrink (see
+    `keep_freed_memory`); this heap fragments more. Measured with a model of 34 M parameters (8 x 512 tokens, bf16,
+    ZeRO-1) on 2 AVX512_BF16 cores: the peak is 1.22 GB with jemalloc and 1.45 to 1.64 GB with glibc, at the same speed.
+
+    Does nothing if the program trains on a GPU, if `jemalloc_environment` is empty, or if the process was not started
+    as `python PROGRAM` (for example with -m, or by fork). Call it before slow imports: then a restart takes 0.1 s.
+    """
+    values = jemalloc_environment(os.environ) if wants_cpu() else {}
+    if values and sys.argv[0] in sys.orig_argv:
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **values})
+
+
+def jemalloc_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that preload jemalloc, from this Python's prefix or from the system's libraries.
+
+    Empty if jemalloc is not installed, or if the user has set MALLOC_MMAP_MAX_, MALLOC_TRIM_THRESHOLD_ (see mallopt(3))
+    or LD_PRELOAD. A MALLOC_CONF of the user is kept.
+    """
+    if sys.platform != "linux" or _MALLOC_SETTINGS & environ.keys():
+        return {}
+    names = (str(Path(sys.prefix, "lib", _JEMALLOC)), _JEMALLOC)
+    library = next((name for name in names if _can_be_loaded(name)), None)
+    if library is None:
+        return {}
+    return {"LD_PRELOAD": library,
+            "MALLOC_CONF": environ.get("MALLOC_CONF", "dirty_decay_ms:-1,muzzy_decay_ms:-1")}
+
+
+def _can_be_loaded(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError as error:
+        return "static TLS" in str(error)  # too late for this process, but it can be preloaded
+    return True
+
+
+def keep_freed_memory() -> bool:
+    """Make glibc's malloc use a heap that never shrinks, for the rest of this process.
+
+    Returns False and does nothing if malloc is not glibc's, or if the user has configured malloc (see
+    `jemalloc_environment`).
+    """
+    if _MALLOC_SETTINGS & os.environ.keys():
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return False
+    return bool(mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, _MOST_BYTES))
 
 
 def port_is_free(port: int) -> bool:

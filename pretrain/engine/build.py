@@ -18,9 +18,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from pretrain.config.model_of_run import initialization_of, undecayed_names
 from pretrain.config.validate import Plan
-from pretrain.distributed.allocator import keep_freed_memory
 from pretrain.distributed.collectives import gather
 from pretrain.distributed.parallel_groups import ParallelGroups
+from pretrain.distributed.process import keep_freed_memory
 from pretrain.engine.attachments import Attachments, attach
 from pretrain.engine.chosen_operators import choose_kernels, operators_on_cuda
 from pretrain.engine.expert_parallelism import (

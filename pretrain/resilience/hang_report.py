@@ -1,7 +1,7 @@
 """Files and messages about a hang: each rank writes one file, then one of them names the ranks that did not arrive.
 
 Ranks meet through files in the run folder, because collectives and the store of rank 0 may be what hangs. Imports
-only the standard library and process_info.py: see `watcher.py`.
+only the standard library and distributed/host.py: see `watcher.py`.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from pretrain.distributed.process_info import process_state
+from pretrain.distributed.host import process_state
 
 _WAIT_S = 4.0  # for the files of other ranks
 _REPORT_WAIT_S = 1.5  # for the report of a lower rank

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from pretrain.distributed.process_info import ENDED, boot_id, pid_namespace, start_time, state_and_start
+from pretrain.distributed.host import ENDED, boot_id, pid_namespace, start_time, state_and_start
 from pretrain.distributed.world import ALONE, World
 
 LAUNCHER_VARIABLE = "DS_PRETRAIN_LAUNCHER"  # process id, start time, host and namespace of `ds-pretrain`

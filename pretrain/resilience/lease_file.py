@@ -21,7 +21,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from pretrain.distributed.process_info import ENDED, boot_id, pid_namespace, start_time, state_and_start
+from pretrain.distributed.host import ENDED, boot_id, pid_namespace, start_time, state_and_start
 from pretrain.stored_json import build, open_regular, parse_json
 
 _NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)

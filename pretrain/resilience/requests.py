@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from pretrain.config.profiles import DEFAULT_PROFILE_STEPS, MOST_STEPS
-from pretrain.distributed.process_info import state_and_start
+from pretrain.distributed.host import state_and_start
 from pretrain.errors import ConfigError
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.paths import PROFILE_FILE, SAVE_FILE, STOP_FILE

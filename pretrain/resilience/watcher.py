@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pretrain.distributed.process_info import STOPPED, process_state, start_time
+from pretrain.distributed.host import STOPPED, process_state, start_time
 from pretrain.resilience.hang_report import (
     RankRecord,
     hang_folder,

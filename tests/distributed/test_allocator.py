@@ -10,18 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.distributed.allocator import jemalloc_environment
+from pretrain.distributed.process import jemalloc_environment
 
 RESTART = """
 import os, sys
 sys.path[0] = os.getcwd()
-from pretrain.distributed.allocator import restart_with_jemalloc
+from pretrain.distributed.process import restart_with_jemalloc
 restart_with_jemalloc()
 print(os.getpid(), "jemalloc" in open("/proc/self/maps").read(), sys.flags.no_user_site, *sys.argv[1:])
 """
 PROGRAM = """
 import resource
-from pretrain.distributed.allocator import keep_freed_memory
+from pretrain.distributed.process import keep_freed_memory
 print(keep_freed_memory())
 bytearray(b"1") * 2**24  # makes the heap grow once
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

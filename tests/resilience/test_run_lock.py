@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.distributed.process_info import state_and_start
+from pretrain.distributed.host import state_and_start
 from pretrain.errors import ConfigError
 from pretrain.resilience import lease_file, run_lock
 from pretrain.resilience.lease_file import Owner, read_lease

@@ -3,7 +3,7 @@
     peak = bytes of the tensors that the engine holds before the step + peak of the bytes that the step allocates
 
 The first part is an inventory of the engine, taken between two steps. The second part comes from counters of
-jemalloc >= 5.3, which train.py uses if it is installed (pretrain/distributed/allocator.py): the maximum of (bytes
+jemalloc >= 5.3, which train.py uses if it is installed (pretrain/distributed/process.py): the maximum of (bytes
 allocated - bytes freed) of the calling thread. On a CPU torch runs forward pass, backward pass and optimizer in this
 one thread. The counters include blocks that operators allocate internally. Each block counts with the size class that
 jemalloc rounds it up to.

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.config.flags.arguments import RunArguments
-from pretrain.distributed.allocator import jemalloc_environment
+from pretrain.distributed.process import jemalloc_environment
 from tests.support.launch import ROOT, WORKERS, free_port, rank_environment, run_ranks
 
 WORKER = WORKERS / "memory_line_worker.py"

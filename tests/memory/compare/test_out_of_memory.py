@@ -33,7 +33,7 @@ def train(corpus: str, run: Path, micro_batch_size: int, accumulation: int) -> s
              "learning_rate": "1e-3", "log_interval": 1, "train_steps": 2, "save": run,
              "micro_batch_size": micro_batch_size, "gradient_accumulation_steps": accumulation}
     command = [sys.executable, str(ROOT / "pretrain/train.py"), *(f"--{key}={value}" for key, value in flags.items())]
-    # The limit counts mapped addresses. With distributed/allocator.py the heap never shrinks, and maps unused memory.
+    # The limit counts mapped addresses. With `keep_freed_memory` the heap never shrinks, and maps unused memory.
     environ = {**_environment(), "MALLOC_TRIM_THRESHOLD_": "131072"}
     return subprocess.run(command, env=environ, preexec_fn=limit, capture_output=True, text=True, timeout=900,
                           check=False)
