@@ -1,6 +1,6 @@
 """Learning rate of each step as a closed formula, in words, and scaled with the batch size.
 
-ds_configs/schedules.md has the formulas as a table.
+ds_configs/recipe.md has the formulas as a table.
 """
 
 import dataclasses

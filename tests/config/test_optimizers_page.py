@@ -1,4 +1,4 @@
-"""The JSON snippets of ds_configs/optimizers.md are accepted."""
+"""The JSON snippets of ds_configs/recipe.md are accepted."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from pretrain.config import run_rules
 from tests.config.test_foreign_jsons import resolve
 from tests.support.launch import ROOT
 
-_PAGE = (ROOT / "ds_configs" / "optimizers.md").read_text()
+_PAGE = (ROOT / "ds_configs" / "recipe.md").read_text()
 SNIPPETS: dict[str, dict[str, Any]] = {
     f"{config['optimizer']['type']}-{config['zero_optimization']['stage']}": config
     for config in map(json.loads, re.findall(r"^```json\n(\{.*?)^```", _PAGE, re.DOTALL | re.MULTILINE))}

@@ -13,8 +13,8 @@ PAGES = [README, *(ROOT / name for name in (
     "tools/weights.md", "tools/memory.md", "tools/checkpoints.md", "tools/evaluation.md",
     "tools/gpu.md", "tools/performance.md", "tools/optimizations.md", "tools/costs.md",
     "tools/metrics.md", "tools/report.md", "tools/sanity_check.md",
-    "ds_configs/README.md", "ds_configs/optimizers.md", "ds_configs/long_sequences.md",
-    "ds_configs/pipelines.md", "ds_configs/schedules.md", "ds_configs/loss.md", "ds_configs/parallelism.md",
+    "ds_configs/README.md", "ds_configs/recipe.md", "ds_configs/long_sequences.md",
+    "ds_configs/pipelines.md", "ds_configs/parallelism.md",
     "launch/README.md", "launch/network.md", "launch/unattended.md", "launch/right_results.md",
     "pretrain/README.md", "tests/README.md"))]
 
