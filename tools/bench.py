@@ -2,13 +2,12 @@
 """Compare the speed and memory of this project with other training programs and with the limits of the machine.
 
     python tools/bench.py                                            # one training step on this machine
-    python tools/bench.py --write tools/performance.md               # writes the table into this page
+    python tools/bench.py --write tools/measurements.md              # writes the table into this page
     python tools/bench.py --preset h200-llama-1b --seq_length 8192 --json
     python tools/bench.py --what step,profile                        # and where the time of a step goes
 
-tools/performance.md has the results. Flags of pretrain/train.py are passed to this project
-only, not to the other programs. Exit codes: 0 everything was measured; 1 a measurement failed, one line for each; 2 bad
-input.
+tools/measurements.md has the results. Flags of pretrain/train.py are passed to this project only, not to the other
+programs. Exit codes: 0 everything was measured; 1 a measurement failed, one line for each; 2 bad input.
 """
 
 import os

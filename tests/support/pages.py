@@ -11,7 +11,7 @@ PAGES = [README, *(ROOT / name for name in (
     "launch/first_run.md", "launch/steering.md",
     "tools/README.md", "tools/data.md", "tools/training_data.md",
     "tools/weights.md", "tools/memory.md", "tools/checkpoints.md", "tools/evaluation.md",
-    "tools/gpu.md", "tools/performance.md", "tools/optimizations.md", "tools/costs.md",
+    "tools/gpu.md", "tools/performance.md", "tools/measurements.md",
     "tools/metrics.md", "tools/report.md", "tools/sanity_check.md",
     "ds_configs/README.md", "ds_configs/recipe.md", "ds_configs/long_sequences.md",
     "ds_configs/pipelines.md", "ds_configs/parallelism.md",
@@ -37,11 +37,10 @@ COVERED: dict[str, tuple[str, str]] = {
     "lint-imports": ("tests/run.sh", "lint-imports"),
     # benchmarks: the tests run the same sections with a smaller model
     "python tools/bench.py --preset cpu-small --rounds 2": ("tests/bench/test_bench.py", '"--preset", "cpu-small"'),
-    **{f"python tools/bench.py --what {words} --write tools/{page}.md":
-       ("tests/bench/test_bench.py", "test_the_pages_have_the_markers_of_their_commands") for page, words in (
-           *(("performance", f"step,profile --preset {preset}")
-             for preset in ("cpu", "cpu-2048", "cpu-llama", "cpu-llama-2048")),
-           ("costs", "overhead,pipeline,checkpoint,startup,scaling"))},
+    **{f"python tools/bench.py --what {words} --write tools/measurements.md":
+       ("tests/bench/test_bench.py", "test_the_page_has_the_markers_of_its_commands") for words in (
+           *(f"step,profile --preset {preset}" for preset in ("cpu", "cpu-2048", "cpu-llama", "cpu-llama-2048")),
+           "overhead,pipeline,checkpoint,startup,scaling")},
     **{f"tools/bench.py --what {section}":
        ("tests/bench/test_bench.py", '"overhead,pipeline,checkpoint,startup,scaling,recompute,data"')
        for section in ("overhead", "checkpoint", "startup", "pipeline", "data", "recompute")},
