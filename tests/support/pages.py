@@ -8,7 +8,7 @@ from tests.support.launch import ROOT
 README = ROOT / "README.md"
 # The commands run in this order. A page may use the files that earlier pages created.
 PAGES = [README, *(ROOT / name for name in (
-    "launch/first_run.md", "launch/steering.md",
+    "launch/first_run.md",
     "tools/README.md", "tools/data.md", "tools/training_data.md",
     "tools/weights.md", "tools/memory.md", "tools/checkpoints.md", "tools/evaluation.md",
     "tools/gpu.md", "tools/performance.md", "tools/measurements.md",
