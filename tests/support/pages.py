@@ -15,7 +15,7 @@ PAGES = [README, *(ROOT / name for name in (
     "tools/metrics.md", "tools/report.md", "tools/sanity_check.md",
     "ds_configs/README.md", "ds_configs/recipe.md", "ds_configs/long_sequences.md",
     "ds_configs/pipelines.md", "ds_configs/parallelism.md",
-    "launch/README.md", "launch/network.md", "launch/unattended.md", "launch/right_results.md",
+    "launch/README.md", "launch/unattended.md", "launch/right_results.md",
     "pretrain/README.md", "tests/README.md"))]
 
 _PROGRAMS = (r"(?:python|deepspeed|ds-pretrain|torchrun|srun|sbatch|mpirun|kubectl|pip|pytest|\w+/[\w/]+\.sh|"
