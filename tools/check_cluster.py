@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 from pretrain.cli import LONGEST_SECONDS, Parser, number, run_main, whole_number
-from pretrain.cluster.health.settings import ClusterCheckSettings
+from pretrain.cluster.health.report import ClusterCheckSettings
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.distributed.device import detect_device
 from pretrain.distributed.print_error import print_error

@@ -27,11 +27,23 @@ import pytest
 import torch
 
 from pretrain.cluster.health.check import RankLocation, RankResult, ranks_by_host
-from pretrain.cluster.health.connections import ClockServer, ConnectionResult, measure_connection
 from pretrain.cluster.health.devices import DeviceHealth, device_health
-from pretrain.cluster.health.findings import report_connections, report_devices, report_links
-from pretrain.cluster.health.links import Link, choose_evenly, partner_of, round_robin
-from pretrain.cluster.health.outliers import faulty_hosts, slow_indices
+from pretrain.cluster.health.findings import (
+    faulty_hosts,
+    report_connections,
+    report_devices,
+    report_links,
+    slow_indices,
+)
+from pretrain.cluster.health.network import (
+    ClockServer,
+    ConnectionResult,
+    Link,
+    choose_evenly,
+    measure_connection,
+    partner_of,
+    round_robin,
+)
 from pretrain.cluster.health.report import ClusterReport
 from pretrain.cluster.hosts.preflight import PreflightRequest
 from pretrain.cluster.hosts.rendezvous import Rendezvous, join_rendezvous

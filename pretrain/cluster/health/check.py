@@ -1,6 +1,6 @@
 """Run the cluster health check: every rank measures its device, disk, clock and links; rank 0 evaluates the results.
 
-Rank 0 reports two kinds of findings. An outlier is a measurement below a fraction of the median (`measures.py`). A
+Rank 0 reports two kinds of findings. An outlier is a measurement below a fraction of the median (`report.py`). A
 fault is a wrong matrix product, a corrupted byte, a full disk, a wrong clock or a silent rank.
 """
 
@@ -17,13 +17,6 @@ from deepspeed.accelerator import get_accelerator
 from pretrain.checkpoint.load.resume import checkpoints_folder
 from pretrain.checkpoint.load.start import check_start
 from pretrain.checkpoint.save.commit import next_checkpoint_bytes
-from pretrain.cluster.health.connections import (
-    ClockServer,
-    ConnectionResult,
-    host_name,
-    measure_connections,
-    own_address,
-)
 from pretrain.cluster.health.devices import DeviceHealth, DiskHealth, device_health, disk_health
 from pretrain.cluster.health.findings import (
     report_collectives,
@@ -40,18 +33,22 @@ from pretrain.cluster.health.key_value_store import (
     first_line,
     run_with_timeout,
 )
-from pretrain.cluster.health.links import (
+from pretrain.cluster.health.network import (
+    ClockServer,
     Collective,
+    ConnectionResult,
     Link,
     all_gather,
     all_reduce,
     choose_evenly,
+    host_name,
+    measure_connections,
     measure_link,
+    own_address,
     partner_of,
     round_robin,
 )
-from pretrain.cluster.health.report import ClusterReport, Finding
-from pretrain.cluster.health.settings import ClusterCheckSettings
+from pretrain.cluster.health.report import ClusterCheckSettings, ClusterReport, Finding
 from pretrain.distributed.device import detect_device
 from pretrain.distributed.process_group import init_process_group
 from pretrain.distributed.world import World

@@ -1,12 +1,51 @@
-"""Report of the cluster health check: measurements of each host and findings, printed as a table or as JSON."""
+"""Settings, measured quantities and report of the cluster health check. Imports neither torch nor DeepSpeed."""
 
 import json
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from pretrain.cluster.health.measures import LATENCY, MEASURES, Measure, format_number
+from pretrain.config.flags.arguments import RunArguments
+
+LATENCY_NOISE_US = 100.0  # latencies that differ by less are not reported: they do not slow down a training step
+
+
+@dataclass(frozen=True)
+class ClusterCheckSettings:
+    """Sizes, limits and thresholds of the check. For sizes, None means the default of the device."""
+
+    folder: Path = Path(".")  # folder whose disk is measured
+    run: RunArguments | None = None  # run to validate; its checkpoint must fit on the disk
+    product_size: int | None = None  # rows and columns of the multiplied matrices
+    memory_bytes: int | None = None  # memory that is filled on each device
+    message_bytes: int | None = None  # size of a transfer
+    disk_bytes: int = 2**28  # bytes that each host writes
+    rounds: int = 32  # rounds of host pairs that are measured; 0: all rounds, so every pair
+    timeout_s: float = 60.0  # time-out of each measurement; ranks may start within twice this time
+    min_ratio: float | None = None  # replaces the min_ratio of every measure; None: keep them
+    min_gbit_per_s: float = 0.0  # rate that every link must reach; 0: no requirement
+    max_clock_skew_s: float = 1.0  # largest allowed difference of a clock from the median clock
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A quantity that is measured on every host, and compared. Higher values are better, except for LATENCY."""
+
+    name: str
+    unit: str
+    min_ratio: float  # a value below this fraction of the median is an outlier
+
+
+PRODUCTS = Measure("matrix products", "TFLOP/s", 0.8)
+FREE_MEMORY = Measure("free memory", "GiB", 0.8)
+MEMORY = Measure("memory", "GB/s", 0.7)
+INSIDE = Measure("all-reduce inside the host", "GB/s", 0.7)
+NETWORK = Measure("network", "Gbit/s", 0.6)
+DISK = Measure("disk", "MB/s", 0.4)
+LATENCY = Measure("latency", "us", 0.25)  # lower is better: a value above the median / 0.25 is an outlier
+MEASURES = (PRODUCTS, FREE_MEMORY, MEMORY, INSIDE, NETWORK, LATENCY, DISK)
 
 
 @dataclass(frozen=True)
@@ -96,3 +135,8 @@ def report_lines(report: ClusterReport) -> list[str]:
 
 def _cell(value: float | None, is_outlier: bool) -> str:
     return ("-" if value is None else format_number(value)) + (" <<" if is_outlier else "")
+
+
+def format_number(value: float) -> str:
+    """Format a number with three significant digits. Numbers above 100 keep all digits before the point."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
