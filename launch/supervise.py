@@ -8,7 +8,7 @@ import sys
 from dataclasses import fields
 
 from pretrain.cli import LONGEST_SECONDS, Parser, number, path_text, run_main, text, whole_number
-from pretrain.cluster.supervise.host_checks import default_transport
+from pretrain.cluster.hosts.remote import default_transport
 from pretrain.cluster.supervise.launch_command import hostfile_of, hosts_of, run_folder, ssh_port, with_separator
 from pretrain.cluster.supervise.supervisor import SupervisorSettings, supervise
 from pretrain.errors import ConfigError

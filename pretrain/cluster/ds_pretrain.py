@@ -18,8 +18,9 @@ from pathlib import Path
 
 from pretrain.cli import run_main
 from pretrain.cluster.hosts.hostfile import hosts_from_flags
+from pretrain.cluster.hosts.remote import LOCAL
 from pretrain.cluster.launcher_flags import DEFAULT_HOSTFILE, find_tool, launcher_parser, split_command_line
-from pretrain.cluster.local_launch import LOCAL, launch_locally, launch_tool
+from pretrain.cluster.local_launch import launch_locally, launch_tool
 from pretrain.cluster.multihost_launch import launch_on_hosts
 from pretrain.distributed.world import world_from_environment
 from pretrain.errors import ConfigError

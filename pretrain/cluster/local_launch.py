@@ -18,7 +18,8 @@ from pretrain.checkpoint.load.start import check_start
 from pretrain.cli import say
 from pretrain.cluster.hosts.hostfile import choose_hosts, hosts_from_flags
 from pretrain.cluster.hosts.rank_environment import launcher_environment
-from pretrain.cluster.supervise.exit_reason import classify_exit
+from pretrain.cluster.hosts.remote import LOCAL
+from pretrain.cluster.supervise.outcome import classify_exit, file_sizes, read_progress
 from pretrain.cluster.supervise.processes import (
     ask_to_save,
     become_subreaper,
@@ -27,7 +28,6 @@ from pretrain.cluster.supervise.processes import (
     ranks_run,
     reap_orphans,
 )
-from pretrain.cluster.supervise.progress import file_sizes, read_progress
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.distributed.device import Device, detect_device, nvidia_smi
 from pretrain.distributed.process import ROOT, free_port, port_is_free
@@ -38,7 +38,6 @@ from pretrain.resilience.launcher_watch import launcher_variable
 from pretrain.resilience.run_lock import reject_second_start, release_of_dead_owner
 from pretrain.resilience.signals import LAST_SIGNAL, SIGNALS, SignalCount, describe
 
-LOCAL = "localhost"
 _POLL_S = 0.5
 _SIGTERM_GRACE_S = 5.0  # time between SIGTERM and SIGKILL
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from pretrain.checkpoint.format.manifest import checkpoint_folders, newest_good
 from pretrain.cluster.supervise.launch_command import hostfile_of, run_folder, train_flags
-from pretrain.cluster.supervise.restart_log import RESTART_LOG
 from pretrain.cluster.supervise.supervisor import SupervisorSettings, supervise
+from pretrain.cluster.supervise.supervisor_files import RESTART_LOG
 from pretrain.config.flags.arguments import RunArguments, data_spec
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.data.data_spec import split_words

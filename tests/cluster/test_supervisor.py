@@ -12,7 +12,6 @@ from typing import Any
 import psutil
 import pytest
 
-from pretrain.cluster.supervise.exit_reason import classify_exit
 from pretrain.cluster.supervise.launch_command import (
     check_can_lose_hosts,
     hostfile_of,
@@ -24,7 +23,7 @@ from pretrain.cluster.supervise.launch_command import (
     with_hostfile,
     with_separator,
 )
-from pretrain.cluster.supervise.progress import RunProgress, kept_step_seconds
+from pretrain.cluster.supervise.outcome import RunProgress, classify_exit, kept_step_seconds
 from pretrain.cluster.supervise.supervisor import SupervisorSettings, backoff
 from pretrain.errors import ConfigError
 from pretrain.resilience.lease_file import Owner

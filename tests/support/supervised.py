@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from pretrain.cluster.supervise.restart_log import RESTART_LOG
+from pretrain.cluster.supervise.supervisor_files import RESTART_LOG
 from pretrain.monitor.read_run_folder import read_rows
 from tests.support.launch import LIMIT_S, ROOT
 

@@ -104,7 +104,7 @@ def _slurm(run: Path) -> str:
 
 
 def _supervise(run: Path) -> str:
-    from pretrain.cluster.supervise.progress import kept_step_seconds, read_progress
+    from pretrain.cluster.supervise.outcome import kept_step_seconds, read_progress
 
     progress = read_progress(run, {"events.jsonl": 0, "metrics.jsonl": 0})
     kept_step_seconds(progress)

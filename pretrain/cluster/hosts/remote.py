@@ -1,4 +1,4 @@
-"""Call a function of probe.py on every host at the same time.
+"""Run commands, and functions of probe.py, on all hosts of a run at the same time.
 
 The source of probe.py is sent to each host's Python over ssh or srun, so the host does not need this checkout.
 """
@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import shlex
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +17,11 @@ from typing import Any, TypeVar
 from pretrain.cluster.hosts import probe
 from pretrain.distributed import host as host_facts
 
+LOCAL = "localhost"
 CONNECT_TIMEOUT_S = 8
+# Compute on each GPU. On a host without GPUs, the import of torch shows that the Python environment works.
+_DEFAULT_CHECK = "import torch; [torch.ones(9, device=i).sum().item() for i in range(torch.cuda.device_count())]"
+DEFAULT_HEALTH_COMMAND = shlex.join([sys.executable, "-c", _DEFAULT_CHECK])
 T = TypeVar("T")
 Transport = Callable[[str, str], list[str]]  # (host, shell command) -> local command that runs it on that host
 
@@ -57,6 +62,12 @@ def srun_transport(host: str, command: str) -> list[str]:
     return ["srun", "--overlap", "-N1", "-n1", "-w", host, "sh", "-c", command]
 
 
+def default_transport(port: int | str | None = None) -> Transport:
+    """Return a transport that runs commands on this host without ssh, and on other hosts by ssh."""
+    ssh, local_names = ssh_transport(port), (LOCAL, socket.gethostname())
+    return lambda host, command: (local_transport if host in local_names else ssh)(host, command)
+
+
 def run_on_host(transport: Transport, host: str, command: str, *, stdin: str = "",
                 timeout_s: float = 15) -> "subprocess.CompletedProcess[str]":
     """Run a shell command on `host` and wait until it has ended.
@@ -76,6 +87,14 @@ def run_on_host(transport: Transport, host: str, command: str, *, stdin: str = "
 def failure_reason(done: "subprocess.CompletedProcess[str]") -> str:
     """Return the last line of a failed command's stderr, or its exit code if stderr is empty."""
     return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+
+
+def run_in_this_folder(host: str, command: str, transport: Transport, timeout_s: float) -> str:
+    """Run a shell command on `host`, in the working folder of this process. Returns its stdout. Raises HostError."""
+    done = run_on_host(transport, host, f"cd {shlex.quote(os.getcwd())} && {command}", timeout_s=timeout_s)
+    if done.returncode != 0:
+        raise HostError(failure_reason(done))
+    return done.stdout
 
 
 def call_probe(transport: Transport, host: str, function: str, *args: Any, timeout_s: float = 15) -> Any:
@@ -104,6 +123,12 @@ def call_on_all(hosts: Iterable[str], function: Callable[[str], T]) -> dict[str,
 
     with ThreadPoolExecutor(max(len(names), 1)) as pool:
         return dict(zip(names, pool.map(call, names), strict=True))
+
+
+def unhealthy_hosts(hosts: Iterable[str], command: str, transport: Transport, timeout_s: float) -> dict[str, str]:
+    """Return host -> problem, for each host that cannot be reached or on which the health command fails."""
+    answers = call_on_all(hosts, lambda host: run_in_this_folder(host, command, transport, timeout_s))
+    return {host: str(answer) for host, answer in answers.items() if isinstance(answer, HostError)}
 
 
 def call_probe_on_all(transport: Transport, calls: Mapping[str, Sequence[Any]],

@@ -1,6 +1,6 @@
-"""Find, signal and end the processes of a run on this host.
+"""Find, signal and end the processes of a run, on this host and on others.
 
-The supervisor runs this module on other hosts by ssh, to list, signal or end the ranks of a run:
+`ranks_on` runs this module on other hosts by ssh, to list, signal or end the ranks of a run:
 
     python -m pretrain.cluster.supervise.processes list|save|end FOLDER FLAGS...
 
@@ -10,17 +10,21 @@ FOLDER is the working folder of the run, and FLAGS are its flags of train.py.
 import contextlib
 import ctypes
 import os
+import shlex
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import psutil
 
 from pretrain.checkpoint.save.background import WRITER_MODULE
 from pretrain.cluster.hosts.probe import can_save
+from pretrain.cluster.hosts.remote import Transport, call_on_all, run_in_this_folder
 from pretrain.distributed.host import RANK_VARIABLES
+from pretrain.distributed.process import ROOT
 
 _PR_SET_CHILD_SUBREAPER = 36  # option of prctl(2)
+_REMOTE_TIMEOUT_S = 60.0  # for the connection and the command together
 
 
 def become_subreaper() -> None:
@@ -122,6 +126,27 @@ def end_descendants(*, grace_s: float) -> None:
         if end(processes, grace_s=grace_s):
             return
         grace_s = 0.0
+
+
+def ranks_on(hosts: Iterable[str], action: str, identity: Sequence[str],
+             transport: Transport) -> dict[str, list[int]]:
+    """List, signal or end the run's ranks on the hosts. Returns host -> process ids, for the hosts with such ranks.
+
+    Hosts that do not answer are left out. Their ranks end when their collectives time out.
+
+    Args:
+        hosts: hosts to ask.
+        action: "list", "save" (ask the ranks to save and stop) or "end".
+        identity: see `launch_command.identity`; with [] nothing is done.
+        transport: runs a command on a host.
+    """
+    if not identity:
+        return {}
+    words = [sys.executable, "-m", "pretrain.cluster.supervise.processes", action, os.getcwd(), *identity]
+    command = f"PYTHONPATH={shlex.quote(str(ROOT))} {shlex.join(words)}"
+    answers = call_on_all(hosts, lambda host: run_in_this_folder(host, command, transport, _REMOTE_TIMEOUT_S))
+    return {host: [int(pid) for pid in answer.split()] for host, answer in answers.items()
+            if isinstance(answer, str) and answer.split()}
 
 
 def main(action: str, folder: str, identity: Sequence[str]) -> int:

@@ -11,16 +11,14 @@ from types import FrameType
 from typing import Any
 
 from pretrain.checkpoint.format.manifest import newest_step
-from pretrain.cluster.hosts.remote import Transport
+from pretrain.cluster.hosts.remote import DEFAULT_HEALTH_COMMAND, LOCAL, Transport, default_transport, unhealthy_hosts
 from pretrain.cluster.supervise import launch_command
-from pretrain.cluster.supervise.earlier_run import SupervisorLock, rank_0_on_this_host
-from pretrain.cluster.supervise.exit_reason import classify_exit, shell_exit_code
-from pretrain.cluster.supervise.host_checks import (
-    DEFAULT_HEALTH_COMMAND,
-    LOCAL,
-    default_transport,
-    ranks_on,
-    unhealthy_hosts,
+from pretrain.cluster.supervise.outcome import (
+    classify_exit,
+    file_sizes,
+    kept_step_seconds,
+    read_progress,
+    shell_exit_code,
 )
 from pretrain.cluster.supervise.processes import (
     ask_to_save,
@@ -28,11 +26,11 @@ from pretrain.cluster.supervise.processes import (
     descendants,
     end,
     end_descendants,
+    ranks_on,
     ranks_run,
     reap_orphans,
 )
-from pretrain.cluster.supervise.progress import file_sizes, kept_step_seconds, read_progress
-from pretrain.cluster.supervise.restart_log import RestartLog, StartRecord
+from pretrain.cluster.supervise.supervisor_files import RestartLog, StartRecord, SupervisorLock, rank_0_on_this_host
 from pretrain.errors import CRASHED, FINISHED, NO_RESTART, STOPPED, ConfigError
 from pretrain.monitor.read_run_folder import read_starts
 from pretrain.paths import STOP_FILE
