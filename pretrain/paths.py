@@ -1,5 +1,6 @@
-"""Names of the files that control a run. Checks at the start that output files and folders are writable, so that hours
-of work are not lost at the end.
+"""Output files: names of those that control a run, checks that they can be written, and durable writes.
+
+The checks come at the start, so that hours of work are not lost at the end.
 """
 
 import errno
@@ -90,3 +91,20 @@ def check_file(path: Path, where: str) -> None:
     except OSError as error:
         raise ConfigError(where, problem=f"{shorten(str(path))} cannot be written to ({error.strerror})") from None
     check_folder(path, where)
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    """Write a file, and wait until it is on the disk, where it survives a crash of the machine. Raises OSError."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def fsync(path: Path) -> None:
+    """Sync a file, or the directory entries of a folder, to disk. Another process may have written them."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -6,10 +6,9 @@ Flags override some of them. Rates are bytes per second in one direction.
 
 from dataclasses import dataclass, replace
 
-from pretrain.distributed.device import nvidia_smi
+from pretrain.distributed.device import nvidia_smi, peak_tflops
 from pretrain.errors import ConfigError
 from pretrain.memory.footprint import DEFAULT_MARGIN, GB, GIB
-from pretrain.monitor.peak_flops import peak_tflops
 
 DEFAULT_GPU = "h100"
 HOST_MARGIN = 0.1  # fraction of host memory that holds no tensors: operating system, processes, page cache
@@ -22,7 +21,7 @@ class Gpu:
 
     name: str
     memory_bytes: int  # as torch reports them: a little less than the marketed size
-    label: str  # name of the GPU in monitor/peak_flops.py
+    label: str  # name of the GPU in distributed/device.py
     memory_rate: float
     peer_rate: float  # to the other GPUs of the node: NVLink or PCIe
     pcie_rate: float
@@ -36,7 +35,7 @@ class Gpu:
     attention_efficiency: float  # fraction of the peak rate that FlashAttention-2 reaches on long sequences
     knows_bf16: bool = True
     kind: str = "cuda"  # cuda, cpu
-    peak_tflops: float = 0.0  # 0: see monitor/peak_flops.py
+    peak_tflops: float = 0.0  # 0: see distributed/device.py
 
     def peak_flops(self, precision: str) -> float:
         """Peak FLOPs per second."""

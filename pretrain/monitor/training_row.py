@@ -14,12 +14,12 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 
 from pretrain.config.validate import Plan
+from pretrain.distributed.device import peak_tflops
 from pretrain.distributed.process import resident_bytes
 from pretrain.engine.phases import BACKWARD, FORWARD, OPTIMIZER, PHASES, REDUCE, WAIT, overlaps_reduction
 from pretrain.engine.recipe import recipe_values, router_values
 from pretrain.engine.steps import grad_norm, loss_scale, rank_loss
 from pretrain.model.flops import exact_flops_per_token, flops_per_token
-from pretrain.monitor.peak_flops import peak_tflops
 
 
 class HighestLoss:

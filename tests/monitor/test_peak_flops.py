@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from pretrain.distributed.device import peak_tflops
 from pretrain.monitor import training_row
-from pretrain.monitor.peak_flops import peak_tflops
 
 
 @pytest.mark.parametrize(("name", "precision", "expected"), [

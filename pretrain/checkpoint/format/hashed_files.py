@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from pretrain.sync import fsync, write_synced
+from pretrain.paths import fsync, write_synced
 
 _SMALL_BYTES = 2**16  # shorter writes are buffered: passing them to the hashing thread takes longer than hashing
 _CHUNK_BYTES = 2**24  # longer writes are split, so that a chunk is hashed and written while it is in the CPU cache

@@ -26,8 +26,8 @@ from pretrain.checkpoint.format.manifest import (
     manifests_or_errors,
 )
 from pretrain.errors import SaveError
+from pretrain.paths import fsync
 from pretrain.stored_json import build, read_json
-from pretrain.sync import fsync
 
 if TYPE_CHECKING:
     from pretrain.config.validate import Plan  # imports numpy

@@ -16,8 +16,8 @@ from pretrain.checkpoint.format.manifest import Manifest, complete_checkpoints, 
 from pretrain.checkpoint.format.verify import find_damage
 from pretrain.checkpoint.save.commit import TEMPORARY, write_latest
 from pretrain.errors import ConfigError, SaveError
+from pretrain.paths import fsync
 from pretrain.stored_json import build, parse_json, read_text, reason_of
-from pretrain.sync import fsync
 
 _MIN_KEPT = 2  # checkpoints that are always kept, because one may be damaged later
 ROLLBACKS = "rollbacks.jsonl"  # in the run folder: one line for each rollback of the whole run

@@ -23,8 +23,8 @@ import numpy.typing as npt
 from pretrain.data.token_files.hashes import DataHashes
 from pretrain.data.token_files.writer import write_index
 from pretrain.errors import ConfigError
+from pretrain.paths import fsync, write_synced
 from pretrain.stored_json import read_object
-from pretrain.sync import fsync, write_synced
 
 FILES = ("tokens", "lengths", "digests", "blocks")
 _STATE, _LOCK = "state.json", "lock"

@@ -25,7 +25,7 @@ from pretrain.data.token_files.index_file import (
 )
 from pretrain.data.token_files.indexed_dataset import meta_path
 from pretrain.errors import ConfigError
-from pretrain.sync import fsync, write_synced
+from pretrain.paths import fsync, write_synced
 
 _TEMPORARY = ("bin", "idx", "lengths", "documents")
 _Writer = TypeVar("_Writer", bound="IndexedWriter")
