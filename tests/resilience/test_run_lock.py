@@ -1,4 +1,4 @@
-"""One start at a time may train into a run folder. tests/distributed/resilience/test_second_start.py has real runs."""
+"""One start at a time may train into a run folder. tests/cluster/test_second_start.py has real runs."""
 
 import errno
 import json

@@ -1,7 +1,6 @@
 """Defects M, N and O of skipped updates, and hooks into DeepSpeed's decision to skip an update.
 
-Guarded by tests/distributed/test_upstream_skip.py; all precisions and layouts by
-tests/distributed/test_skipped_updates.py.
+Guarded by tests/distributed/test_skipped_updates.py, in all precisions and layouts.
 """
 
 import contextlib
