@@ -141,7 +141,8 @@ def number(low: float = 0.0, high: float = sys.float_info.max, *, above: bool = 
 def text(word: str) -> str:
     """Argparse type: text that is not empty. An unset shell variable would give an empty word."""
     if not word or "\0" in word:
-        raise argparse.ArgumentTypeError("the value is empty" if not word else "the value contains a NUL character")
+        raise argparse.ArgumentTypeError("the value contains a NUL character" if word else
+                                         "the value is empty; leave the flag out, or give it a value")
     return word
 
 

@@ -108,3 +108,14 @@ def fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def make_folder(path: Path) -> Path:
+    """Create the folder if needed, and return it. Raises ConfigError if it cannot be created or written."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(str(path), problem=f"this folder cannot be created: {error.strerror}") from None
+    if not os.access(path, os.W_OK):
+        raise ConfigError(str(path), problem="you may not write to this folder")
+    return path

@@ -98,16 +98,12 @@ def with_dropout(model: ModelConfig, flags: object) -> ModelConfig:
 
 
 def check_initialization_flags(args: RunArguments) -> None:
-    """Raise ConfigError for flags of initial values without an effect, and for dropouts that are no probabilities."""
+    """Raise ConfigError for flags of initial values without an effect."""
     if args.init_std is not None and not {args.init_method, args.output_init_method} & {*METHODS_WITH_STD}:
         raise ConfigError("--init_std", problem=f"{args.init_method} and {args.output_init_method} have standard "
                           "deviations of their own", remedy=f"only {', '.join(METHODS_WITH_STD)} use this flag")
     if args.init_from is not None:
         reject_initial_values(args, f"the initial weights are those of --init_from {args.init_from}")
-    for name in DROPOUTS:
-        value = getattr(args, name)
-        if value is not None and not 0 <= value < 1:
-            raise ConfigError(f"--{name}", found=value, expected="a probability from 0 to below 1")
 
 
 def reject_initial_values(args: RunArguments, reason: str) -> None:

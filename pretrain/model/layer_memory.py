@@ -7,7 +7,6 @@ on a CPU. Head and loss are one operator (model/kernels/fused_loss.py). Imports 
 Shapes in docstrings: N tokens of the micro-batch, C tokens of a chunk, D hidden_size, V vocab_size on this rank.
 """
 
-
 from pretrain.model.description import Layer, ModelConfig
 from pretrain.model.operator_memory import (
     FP32,

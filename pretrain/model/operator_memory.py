@@ -18,7 +18,6 @@ Shapes in docstrings: N tokens of the micro-batch, D hidden_size, F intermediate
 seq_length. Every size is that of one rank.
 """
 
-
 from dataclasses import dataclass, replace
 
 from pretrain.model.description import ModelConfig

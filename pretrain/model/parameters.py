@@ -4,7 +4,6 @@ Tensor- and expert-parallel ranks hold parts. Initial weights and checkpoints re
 (`part_of`), and know the complete parameter, whose name and shape do not depend on the parallel degrees.
 """
 
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -5,7 +5,6 @@ random generators, so that dropout has the same masks. It ends as soon as the la
 is computed.
 """
 
-
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import lru_cache

@@ -65,7 +65,9 @@ def make_settings(command: Sequence[str], *, kinds: str | None, faults: int, see
     if hostfile_of(command, None) is not None:
         raise ConfigError("--hostfile", problem="faults are applied on this host only",
                           remedy="run the command on this host alone")
-    steps = min([value for value in (args.train_steps, args.exit_step) if value is not None], default=0)
+    if args.train_steps is None:
+        raise ConfigError("--train_steps", problem="the command needs this flag, to choose steps for the faults")
+    steps = min(args.train_steps, args.exit_step or args.train_steps)
     if steps < max(faults, _FEWEST_STEPS):
         raise ConfigError("--faults", problem=f"{faults} faults need at least {max(faults, _FEWEST_STEPS)} steps, and "
                           f"the command has --train_steps {steps}", remedy="choose fewer faults or more --train_steps")

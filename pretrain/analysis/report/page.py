@@ -71,7 +71,7 @@ def write_page(text: str, target: Path) -> None:
 
 
 class ReportServer(ThreadingHTTPServer):
-    """Serves the page at / and the changes since a known state at /update."""
+    """Serves the page at /, and at /update its data, if their state is not the known one."""
 
     daemon_threads = True
 

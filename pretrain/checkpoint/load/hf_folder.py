@@ -149,6 +149,9 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     except OSError as error:
         raise ConfigError(str(path), problem=f"it cannot be read: {error.strerror or error}") from None
     except SafetensorError as error:  # the library compares all sizes and positions with the file
+        if "unknown variant" in str(error):
+            raise ConfigError(str(path), problem=f"it has a data type that this program does not know: "
+                              f"{shorten(str(error))}", remedy="use weights that are not quantized") from None
         raise ConfigError(str(path), problem=f"this safetensors file is damaged: {shorten(str(error))} (it has "
                           f"{path.stat().st_size} bytes)",
                           remedy="download or write the file again") from None

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pretrain.errors import ConfigError
+from pretrain.paths import make_folder
 
 _LARGEST_FILE_BYTES = 1_000_000  # longer files are tables, not programs
 _VALID_FRACTION = 0.05
@@ -35,7 +36,7 @@ def python_corpus(out_dir: str | Path, *, megabytes: float = 30, source: str | P
     if megabytes <= 0:
         raise ConfigError("--megabytes", found=megabytes, expected="more than 0")
     folder = Path(source or sysconfig.get_path("stdlib"))
-    out = _make_folder(Path(out_dir))
+    out = make_folder(Path(out_dir))
     final = {name: out / f"{name}.jsonl" for name in ("train", "valid")}
     temporary = {name: path.with_suffix(f".jsonl.tmp-{os.getpid()}") for name, path in final.items()}
     counts = {"train": 0, "valid": 0}
@@ -59,17 +60,6 @@ def python_corpus(out_dir: str | Path, *, megabytes: float = 30, source: str | P
         for path_left in temporary.values():
             path_left.unlink(missing_ok=True)
     return Corpus(final["train"], final["valid"], sum(counts.values()), num_bytes)
-
-
-def _make_folder(path: Path) -> Path:
-    """Create the folder if needed, and return it. Raises ConfigError if it cannot be created or written."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(str(path), problem=f"this folder cannot be created: {error.strerror}") from None
-    if not os.access(path, os.W_OK):
-        raise ConfigError(str(path), problem="you may not write to this folder")
-    return path
 
 
 def _documents(folder: Path) -> Iterator[tuple[str, str, bool]]:

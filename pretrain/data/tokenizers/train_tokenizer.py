@@ -14,7 +14,7 @@ from pretrain.data.tokenizers.convert_sentencepiece import sentencepiece_files
 from pretrain.data.tokenizers.special_tokens import EOD_PIECE
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import ConfigError
-from pretrain.paths import check_folder
+from pretrain.paths import check_folder, make_folder
 
 _LARGEST_PIECE_OF_LINE = 1000
 """characters; the trainer silently drops lines of more than max_sentence_length (4192) bytes"""
@@ -98,7 +98,7 @@ def _write(folder: Path, model: bytes) -> Tokenizer:
     """Write tokenizer.vocab, the files for transformers and, last, tokenizer.model. Return the tokenizer."""
     from sentencepiece import SentencePieceProcessor
 
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     pieces = SentencePieceProcessor(model_proto=model)
     vocab = [f"{pieces.id_to_piece(number)}\t{pieces.get_score(number):g}\n" for number in range(len(pieces))]
     path = folder / "tokenizer.model"

@@ -3,7 +3,6 @@
 Shapes in docstrings: M tokens of the micro-batch, N and K columns and rows of a weight, D hidden_size, V vocab_size.
 """
 
-
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -151,7 +150,7 @@ def _memory_passes(layer: Layer, shape: ModelConfig, layout: Layout) -> tuple[tu
     hidden = float(shape.hidden_size)
     if layer.kind in ("embedding", "positions"):
         return (2 * hidden, 3 * hidden), 1
-    norms = sum(each.name.endswith(("norm.weight", "norm1.weight", "norm2.weight")) for each in layer.parameters)
+    norms = sum(each.name.endswith(".weight") and not each.is_matrix for each in layer.parameters)
     if layer.kind != "block":
         return (2 * hidden * norms, 4 * hidden * norms), norms
     biases = sum(each.size for each in layer.parameters if each.name.endswith("bias") and "norm" not in each.name)

@@ -3,7 +3,6 @@
 The attention window of each layer: sliding_window, and layer_types, which transformers 5 also writes.
 """
 
-
 import json
 import math
 from collections.abc import Callable

@@ -7,7 +7,6 @@ Shapes: R rows in the order of their experts, E experts on this rank, C rows of 
 of an expert, I inputs and O outputs of a product.
 """
 
-
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name)
 from torch import nn

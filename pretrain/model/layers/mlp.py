@@ -3,7 +3,6 @@
 Shapes: B batch, T positions, D hidden size, F inner size of the MLP, n positions of a tile.
 """
 
-
 from collections.abc import Callable
 from functools import partial
 
