@@ -71,7 +71,7 @@ def check_same_parameters(saved: ModelConfig, run: ModelConfig, *, folder: Path,
     notes = []
     for field, value in vars(saved).items():
         key, current = run.key(field), getattr(run, field)
-        if current == value or field in ("hf_config", "architecture"):
+        if current == value or field in ("hf_config", "architecture", "key_names"):
             continue
         if field not in _MAY_DIFFER or (field == "max_positions" and run.position == "learned"):
             flag = f"--model {model}" if model and key not in (overrides or "") else "--model_overrides"

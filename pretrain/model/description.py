@@ -124,7 +124,8 @@ class ModelConfig:
     initializer_range: float  # standard deviation of the initial matrices
     scale_residual_init: bool  # divide by sqrt(2 * num_layers) for projections into the residual stream
     hf_config: dict[str, Any] = field(hash=False)  # the config.json with overrides applied
-    key_names: Mapping[str, str] = field(hash=False)  # field -> key of the config.json, where the two differ
+    # field -> key of the config.json, where the two differ
+    key_names: Mapping[str, str] = field(hash=False, compare=False)
     # norms
     norm_bias: bool = True  # of a layernorm
     norm_offset: float = 0.0  # the norm multiplies by weight + norm_offset; Gemma: 1

@@ -97,8 +97,9 @@ class RunLock:
         self._file = LeaseFile(run / LOCK)
         try:
             run.mkdir(parents=True, exist_ok=True)
-            self._folder = os.stat(run)  # is another one if the folder is deleted or renamed
             self._take()
+            # an open folder, because a new one could get the number of a deleted one
+            self._folder = os.open(run, os.O_PATH | os.O_DIRECTORY)
         except OSError as error:
             raise ConfigError("--save", problem=f"the lock {self._file.path} cannot be written "
                                                 f"({error.strerror or error})",
@@ -189,7 +190,7 @@ class RunLock:
     def _loss(self) -> str:
         """Return why another start could take the lease."""
         with contextlib.suppress(OSError):
-            if not os.path.samestat(os.stat(self._run), self._folder):
+            if not os.path.samestat(os.stat(self._run), os.fstat(self._folder)):
                 return "this folder was deleted or renamed while this process trained into it"
         if _seconds() - self._confirmed_s > STALE_S:
             return f"this process was silent for more than {STALE_S:.0f} s"
@@ -204,5 +205,6 @@ class RunLock:
         if self._active:
             self._ended.set()
             self._thread.join(HEARTBEAT_S)
+            os.close(self._folder)
             with contextlib.suppress(OSError):
                 self._file.release()

@@ -17,7 +17,7 @@ from pretrain.model.config import ModelConfig, load_model_config
 from tests.support.model_shapes import SHAPES, write_config
 from tests.wrong_inputs.world import make_world
 
-_SILENT = {"architecture", "hf_config"}
+_SILENT = {"architecture", "hf_config", "key_names"}
 _NOTED = {"embedding_dropout", "attention_dropout", "residual_dropout", "initializer_range", "scale_residual_init",
           "norm_eps", "max_positions", "rope_theta", "rope_scaling", "local_rope_theta", "windows"}
 
@@ -38,8 +38,9 @@ def _compare(saved: ModelConfig, run: ModelConfig) -> list[str]:
 def test_every_setting_of_a_model_is_rejected_noted_or_no_setting(tmp_path: Path) -> None:
     saved = load_model_config(write_config(tmp_path, SHAPES["llama"]))
     outcomes: dict[str, set[str]] = {"silent": set(), "noted": set(), "rejected": set()}
+    others = {"architecture": "gpt2", "key_names": {**saved.key_names, "hidden_size": "width"}}
     for field, value in vars(saved).items():
-        changed = replace(saved, **{field: "gpt2" if field == "architecture" else _other(value)})
+        changed = replace(saved, **{field: others.get(field, _other(value))})
         if field in _SILENT | _NOTED:
             outcomes["noted" if _compare(saved, changed) else "silent"].add(field)
         else:

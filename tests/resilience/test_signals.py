@@ -93,7 +93,7 @@ try:
             ranks[0].wait()
         else:
             last.send_signal(number)
-            if last.poll() is None and not (number == signal.SIGTERM and ranks[0].poll() is not None):
+            if not (number == signal.SIGTERM and ranks[0].poll() is not None):
                 print(last.stdout.readline().strip())
     print(last.wait(timeout=900))
 finally:

@@ -18,6 +18,7 @@ from tests.support.browser import Browser, Page
 from tests.support.launch import ROOT
 
 START = 1_795_000_000.0  # seconds
+DRAWN = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"  # the page has been drawn
 OLD_KEYS = ("step", "consumed_samples", "consumed_tokens", "seq_length", "loss", "lr", "grad_norm", "loss_scale",
             "skipped_steps", "step_time_ms", "data_time_ms", "tokens_per_second", "tflops_per_device", "mfu",
             "memory_bytes", "peak_memory_bytes", "eta_seconds")  # of runs before rows had a time
@@ -99,5 +100,5 @@ def open_report(browser: Browser, folder: Path, *runs: Path) -> Page:
     write_page(page_html(page_data([RunTable(run) for run in runs], watch=False)), folder / "report.html")
     page = browser.page((folder / "report.html").as_uri())
     page.wait_for("window.report && report.charts.every((chart) => chart.series)")
-    page.run("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    page.run(DRAWN)
     return page

@@ -10,6 +10,7 @@ import pytest
 
 from pretrain.monitor.read_run_folder import newest_path, read_metrics
 from tests.analysis.report.runs import (
+    DRAWN,
     OLD_KEYS,
     START,
     append_rows,
@@ -106,8 +107,8 @@ def test_axes_zoom_keyboard_and_pointer(browser: Browser, run: Path, tmp_path: P
     low, high = page.run("document.querySelector('input[value=time]').click(), report.xRange()")
     assert 0.3 < low < 1
     assert 39 < high < 41
-    page.run("document.querySelector('input[value=step]').click()")
-    page.run("report.charts[0].box.focus()")
+    page.run("document.querySelector('input[value=step]').click(), report.charts[0].box.focus()")
+    page.run(DRAWN)
     page.press("End")
     page.press("ArrowLeft")
     page.wait_for("report.charts[0].tip.textContent.startsWith('step 99')")
@@ -121,7 +122,7 @@ def test_axes_zoom_keyboard_and_pointer(browser: Browser, run: Path, tmp_path: P
     page.press("0")
     assert page.run("report.xRange()") == [1, 100]
     page.run("report.view.logX = true, report.charts.forEach((c) => { c.logY = true; }), report.schedule()")
-    page.run("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    page.run(DRAWN)
     assert page.errors() == []
 
 
