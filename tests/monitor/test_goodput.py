@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pretrain.monitor.meter import Goodput
+from pretrain.monitor.read_run_folder import Goodput
 
 
 def write(run: Path, rows: list[dict[str, Any]], started: float) -> None:

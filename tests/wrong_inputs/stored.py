@@ -113,7 +113,7 @@ def _supervise(run: Path) -> str:
 
 
 def _goodput(run: Path) -> str:
-    from pretrain.monitor.meter import Goodput
+    from pretrain.monitor.read_run_folder import Goodput
 
     Goodput.read(run, 3)
     return "0"
