@@ -88,7 +88,7 @@ def test_flags_accept_hyphens_and_underscores() -> None:
     (["--count", str(10**400)], "expected a whole number from 1 to 9."),
     (["--path", "~/x"], "was not expanded by the shell"),
     (["--path", "n" * 300], "is too long for a file"),
-    (["--path", ""], "--path: the value is empty."),
+    (["--path", ""], "--path: the value is empty; leave the flag out, or give it a value."),
 ])  # fmt: skip
 def test_wrong_flags_raise_config_errors(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as error:
