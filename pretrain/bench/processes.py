@@ -48,7 +48,7 @@ class BaselineJob:
 
     @property
     def is_project(self) -> bool:
-        """Whether the baseline runs this project's code."""
+        """Return whether the baseline runs this project's code."""
         return self.main.startswith("project.")
 
     @property

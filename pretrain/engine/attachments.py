@@ -1,4 +1,4 @@
-"""What this package keeps for one DeepSpeed engine: a single object, the only attribute that it adds to the engine."""
+"""State that this package keeps for a DeepSpeed engine: one object, the only attribute that it adds to the engine."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ class Attachments:
 
 
 def attach(engine: "DeepSpeedEngine", attachments: Attachments) -> None:
+    """Attach the state to a new engine."""
     engine.ds_pretrain = attachments
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class UpdatePart:
-    """What happens around the optimizer's step. A part overrides the methods that it needs."""
+    """Code that runs around the optimizer's step. A part overrides the methods that it needs."""
 
     reads_norm = False  # whether `rejects` is called
 

@@ -1,4 +1,4 @@
-"""What a run reports of its start, its end and its batch size: in run.json, in events.jsonl and on the terminal."""
+"""Reports of a run's start, its end and its batch size, in run.json, in events.jsonl and on the terminal."""
 
 import os
 import time

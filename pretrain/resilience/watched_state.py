@@ -1,4 +1,4 @@
-"""What a rank records for its watcher, in memory that both share (see watchdog.py and watcher.py)."""
+"""State that a rank records for its watcher, in memory that both share (see watchdog.py and watcher.py)."""
 
 import signal
 import struct

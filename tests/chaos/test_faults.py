@@ -80,7 +80,7 @@ def test_runs_on_other_hosts_and_folders_of_other_runs_are_rejected(tmp_path: Pa
 
 
 def test_both_runs_get_the_same_command_with_their_own_folders(tmp_path: Path) -> None:
-    """Of a blend, the first source is linked."""
+    """The first source of a blend is linked."""
     found = settings(tmp_path / "run", "--step_timeout", "20", "--train_data", "0.5", "data/web", "0.5", "data/code")
     assert found.reference_command[-4:] == ["--save", f"{tmp_path}/run-reference", "--log_interval", "1"]
     assert found.command == [*found.reference_command[:-4], "--save", f"{tmp_path}/run", "--log_interval", "1",

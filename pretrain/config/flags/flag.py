@@ -16,7 +16,7 @@ from pretrain.errors import ConfigError, shorten
 
 @dataclass(frozen=True)
 class Flag:
-    """What is declared about a flag, besides the name, the type and the default of its dataclass field."""
+    """The declaration of a flag, besides the name, the type and the default of its dataclass field."""
 
     group: "Group"
     help: str  # ends with the default; "==SUPPRESS==": not in --help

@@ -76,18 +76,7 @@ def _parser() -> Parser:
                        help="attention inside documents, which needs masks on GPUs")
     group.add_argument("--num_parameters", type=whole_number(1, 10**16),
                        help="instead of --model: compare only the model states, as in the ZeRO paper")
-    group = parser.add_argument_group("the machines")
-    for flag, about in (("world_size", "GPUs"), ("nodes", "machines"),
-                        ("gpus_per_node", "GPUs per machine (default: 8)")):
-        group.add_argument(f"--{flag}", type=whole_number(1, 10**7), help=about)
-    group.add_argument("--gpu", type=text,
-                       help=f"{', '.join(GPUS)}, or a memory size in GiB (default: this machine's GPU, or h100)")
-    for flag, about in (("host_memory_gib", "host memory of a node, GiB"), ("nvme_gb", "local disk of a node, GB"),
-                        ("nvme_gbps", "rate of the local disk, GB/s"),
-                        ("network_gbps", "network per GPU, GB/s in one direction")):
-        group.add_argument(f"--{flag}", type=number(0, 1e9, above=flag.endswith("gbps")), help=about)
-    group.add_argument("--margin", type=number(0, 0.99), default=DEFAULT_MARGIN,
-                       help=f"fraction of a GPU's memory that is kept free of tensors (default: {DEFAULT_MARGIN})")
+    _add_machines(parser.add_argument_group("the machines"))
     _add_layouts(parser.add_argument_group("the layouts (each flag takes several values)"))
     group = parser.add_argument_group("the comparison")
     group.add_argument("--find", choices=FIND_TARGETS,
@@ -120,6 +109,20 @@ def _parser() -> Parser:
     group.add_argument("--write", type=path_text, metavar="FILE",
                        help="write the recommended layout as a DeepSpeed JSON")
     return parser
+
+
+def _add_machines(group: Any) -> None:
+    for flag, about in (("world_size", "GPUs"), ("nodes", "machines"),
+                        ("gpus_per_node", "GPUs per machine (default: 8)")):
+        group.add_argument(f"--{flag}", type=whole_number(1, 10**7), help=about)
+    group.add_argument("--gpu", type=text,
+                       help=f"{', '.join(GPUS)}, or a memory size in GiB (default: this machine's GPU, or h100)")
+    for flag, about in (("host_memory_gib", "host memory of a node, GiB"), ("nvme_gb", "local disk of a node, GB"),
+                        ("nvme_gbps", "rate of the local disk, GB/s"),
+                        ("network_gbps", "network per GPU, GB/s in one direction")):
+        group.add_argument(f"--{flag}", type=number(0, 1e9, above=flag.endswith("gbps")), help=about)
+    group.add_argument("--margin", type=number(0, 0.99), default=DEFAULT_MARGIN,
+                       help=f"fraction of a GPU's memory that is kept free of tensors (default: {DEFAULT_MARGIN})")
 
 
 def _add_layouts(group: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a family is, and helpers that several families need to read a config.json.
+"""The description of a family, and helpers that several families need to read a config.json.
 
 A family is one value of `model_type` in a transformers config.json. Imports no torch: runs are validated before torch
 is imported.
