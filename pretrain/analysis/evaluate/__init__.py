@@ -1,7 +1,8 @@
 """Evaluation of a model: loss, perplexity and bits per byte on data, and tasks of lm-eval.
 
-data.py opens the data, and task_files.py finds the tasks, both without torch. losses.py loads the model and sums its
-losses, evaluate.py turns them into results and prints them, and tasks.py runs lm-eval.
+data.py opens the data as windows of tokens (token_windows.py), and task_files.py finds the tasks, both without torch.
+losses.py loads the model and sums its losses, evaluate.py turns them into results and prints them, and tasks.py runs
+lm-eval.
 
 Imports model_source, checkpoint/, monitor/, engine/, config/, data/, model/, distributed/, terminal, cli and errors;
 never the trainer, cluster/ or bench/.

@@ -4,10 +4,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pretrain.analysis.evaluate.token_windows import Tokens, WindowSet, rolling_windows, sample_windows
 from pretrain.analysis.model_source import EvaluationSource
 from pretrain.analysis.recorded_data import open_recorded_data
 from pretrain.data.data_spec import names_of_split
-from pretrain.data.evaluation_windows import Tokens, WindowSet, rolling_windows, sample_windows
 from pretrain.data.run_data import check_prepared_data
 from pretrain.data.samples.dataset import source_records
 from pretrain.data.text_inputs.chunk import ReadSettings

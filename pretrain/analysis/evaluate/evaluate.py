@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from pretrain.analysis.evaluate.losses import LoadedModel, Sums, load_model, sum_losses
+from pretrain.analysis.evaluate.token_windows import WindowSet
 from pretrain.analysis.model_source import EvaluationSource
 from pretrain.checkpoint.format.hashed_files import write_atomically
-from pretrain.data.evaluation_windows import WindowSet
 from pretrain.data.tokenizers.tokenizer import Tokenizer
 from pretrain.errors import ConfigError
 

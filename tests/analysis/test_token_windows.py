@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pretrain.data.evaluation_windows import Tokens, WindowSet, rolling_windows
+from pretrain.analysis.evaluate.token_windows import Tokens, WindowSet, rolling_windows
 from pretrain.data.tokenizers.special_tokens import TokenIds
 from pretrain.data.tokenizers.tokenizer import Tokenizer
 
