@@ -210,7 +210,7 @@ def text_parts(line: LongLine, jsonl_key: str) -> Iterator[str]:
     if line.next_byte() != b"{":
         raise ConfigError(line.where, found="another value", expected="one JSON object per line")
     scanner = _Scanner(line, jsonl_key)
-    for part in scanner.parts():
+    for part in scanner.value(()):
         check_unicode(part, line.where)
         check_nul(part, line.where)
         yield part
@@ -221,89 +221,72 @@ def text_parts(line: LongLine, jsonl_key: str) -> Iterator[str]:
 
 
 class _Scanner:
-    """The position in a JSON object: the open objects and lists, and the keys that lead here."""
+    """Reads the values of a JSON object, and remembers what was found in it."""
 
     def __init__(self, line: LongLine, jsonl_key: str) -> None:
         self.line = line
-        self.found = ""
-        """the key or path of keys at which the text was found"""
+        self.found: tuple[str | None, ...] = ()
+        """the keys that lead to the text that was found"""
         self.values: dict[str, Any] = {}
         """an example value of the type at each key of the outermost object"""
-        self.path: list[str | None] = []
-        """the key at which each open object is; None for a list"""
-        self._plain, self._nested = [jsonl_key], jsonl_key.split(".")
+        self._plain, self._nested = (jsonl_key,), tuple(jsonl_key.split("."))
 
-    def parts(self) -> Iterator[str]:
-        """Read one value. Yield the parts of the text."""
-        expects, is_first = "value", False
-        while True:
-            byte = self.line.next_byte()
-            is_list = bool(self.path) and self.path[-1] is None
-            if self.path and (expects == "comma" or is_first) and byte == (b"]" if is_list else b"}"):
+    def value(self, path: tuple[str | None, ...]) -> Iterator[str]:
+        """Read the value to which these keys lead (None: an element of a list). Yield the parts of the text in it."""
+        byte = self.line.next_byte()
+        if byte == b'"':
+            yield from self._string(path)
+            return
+        if byte not in (b"{", b"["):
+            self._scalar(path)
+            return
+        is_object, end = (True, b"}") if byte == b"{" else (False, b"]")
+        self._remember(path, {} if is_object else [])
+        if len(path) >= _DEEPEST:
+            raise self.line.error(f"More than {_DEEPEST} levels")
+        self.line.advance(1)
+        has_more = self.line.next_byte() != end
+        while has_more:
+            if not is_object:
+                self.line.match(_NUMBERS_OF_LIST)
+            yield from self.value((*path, self._key() if is_object else None))
+            has_more = self.line.next_byte() == b","
+            if has_more:
                 self.line.advance(1)
-                self.path.pop()
-                if not self.path:
-                    return
-                expects, is_first = "comma", False
-            elif expects == "comma":
-                if byte != b",":
-                    raise self.line.error("Expecting ',' delimiter")
-                self.line.advance(1)
-                expects = "value" if is_list else "key"
-            elif expects == "key":
-                self._key(byte)
-                expects, is_first = "value", False
-            elif byte in (b"{", b"["):
-                self._open(byte)
-                expects, is_first = "key" if byte == b"{" else "value", True
-            elif byte == b'"':
-                yield from self._string()
-                expects, is_first = "comma", False
-            else:
-                expects, is_first = self._scalar(), False
+        if self.line.next_byte() != end:
+            raise self.line.error("Expecting ',' delimiter")
+        self.line.advance(1)
 
-    def _key(self, byte: bytes) -> None:
-        if byte != b'"':
+    def _scalar(self, path: tuple[str | None, ...]) -> None:
+        scalar = self.line.match(_SCALAR)
+        if not scalar:
+            raise self.line.error("Expecting value")
+        self._remember(path, None if scalar == b"null" else scalar in (b"true", b"false") or 0)
+
+    def _key(self) -> str:
+        if self.line.next_byte() != b'"':
             raise self.line.error("Expecting property name enclosed in double quotes")
         name = ""
         for part in self.line.string_parts():
             name += part
             if len(name) > _LONGEST_TOKEN:
                 raise self.line.error("Key is too long")
-        self.path[-1] = name
         if self.line.next_byte() != b":":
             raise self.line.error("Expecting ':' delimiter")
         self.line.advance(1)
+        return name
 
-    def _open(self, byte: bytes) -> None:
-        """Consume the beginning of an object or a list."""
-        self._remember({} if byte == b"{" else [])
-        if len(self.path) >= _DEEPEST:
-            raise self.line.error(f"More than {_DEEPEST} levels")
-        self.line.advance(1)
-        self.path.append("" if byte == b"{" else None)
+    def _remember(self, path: tuple[str | None, ...], value: object) -> None:
+        if len(path) == 1 and path[0] is not None and len(self.values) < 1000:
+            self.values[path[0]] = value
 
-    def _scalar(self) -> str:
-        """Consume a number or a word, or many numbers of a list. Return what is expected next."""
-        if self.path[-1] is None and self.line.match(_NUMBERS_OF_LIST):
-            return "value"
-        scalar = self.line.match(_SCALAR)
-        if not scalar:
-            raise self.line.error("Expecting value")
-        self._remember(None if scalar == b"null" else scalar in (b"true", b"false") or 0)
-        return "comma"
-
-    def _remember(self, value: object) -> None:
-        if len(self.path) == 1 and self.path[0] is not None and len(self.values) < 1000:
-            self.values[self.path[0]] = value
-
-    def _string(self) -> Iterator[str]:
-        self._remember("")
-        is_text = self.path == self._plain or (self.path == self._nested and self.found != "plain")
+    def _string(self, path: tuple[str | None, ...]) -> Iterator[str]:
+        self._remember(path, "")
+        is_text = path == self._plain or (path == self._nested and self.found != self._plain)
         if is_text and self.found:
             raise self.line.error("A second text at the key")
         if is_text:
-            self.found = "plain" if self.path == self._plain else "nested"
+            self.found = path
         for part in self.line.string_parts():
             if is_text and part:
                 yield part

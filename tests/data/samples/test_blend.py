@@ -8,9 +8,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pretrain.data.samples.blend import BlendedSamples
+from pretrain.data.samples.blend import BlendedSamples, Quotas
 from pretrain.data.samples.dataset import Indices, SampleDataset
-from pretrain.data.samples.quotas import Quotas
 
 WEIGHT = st.one_of(st.floats(1e-9, 1e9), st.integers(0, 100).map(float), st.decimals(0, 1, places=3).map(float))
 WEIGHTS = st.lists(WEIGHT, min_size=1, max_size=40).filter(any)
