@@ -15,9 +15,8 @@ from pathlib import Path
 
 from pretrain.cli import LARGEST_INT, Parser, StopRequest, prefix, run_main, say, stop_on_signals, text, whole_number
 from pretrain.data.merge_split import merge, split
-from pretrain.data.token_files.describe import describe
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
-from pretrain.data.token_files.verify import store_hashes, verify_data
+from pretrain.data.token_files.inspect_files import describe, store_hashes, verify_data
 from pretrain.data.token_files.writer import IndexedWriter
 from pretrain.errors import STOPPED
 from pretrain.progress import ProgressBar

@@ -3,6 +3,7 @@
 Flags: --train_data, --valid_data, --test_data, --split, --sample_order, --packing and --blend_schedule.
 """
 
+import argparse
 import itertools
 import math
 import os
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pretrain.cli import bad_path
+from pretrain.cli import path
 from pretrain.data.token_schedules import parse_token_count
 from pretrain.errors import ConfigError, shorten
 
@@ -179,12 +180,10 @@ def _check_prefixes(flag: str, prefixes: Sequence[str]) -> None:
     """Raise ConfigError for a prefix that cannot be one, or that is named twice."""
     seen: set[str] = set()
     for prefix in prefixes:
-        if not prefix:
-            raise ConfigError(flag, problem="the value is empty", remedy="leave the flag out, or give it a value")
-        if "\0" in prefix:
-            raise ConfigError(flag, problem=f"{shorten(prefix)!r} contains a NUL character")
-        if problem := bad_path(prefix):
-            raise ConfigError(flag, problem=problem)
+        try:
+            path(prefix)
+        except argparse.ArgumentTypeError as error:
+            raise ConfigError(flag, problem=str(error)) from None
         if os.path.abspath(prefix) in seen:
             raise ConfigError(flag, problem=f"{shorten(prefix)} is named twice", remedy="name it once")
         seen.add(os.path.abspath(prefix))

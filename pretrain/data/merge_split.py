@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,10 +12,11 @@ import numpy.typing as npt
 
 from pretrain.data.data_spec import split_documents
 from pretrain.data.prepare.summary import entropy_nats
-from pretrain.data.token_files.describe import Advance
 from pretrain.data.token_files.index_file import CODES, ranges
-from pretrain.data.token_files.indexed_dataset import IndexedDataset, open_checked
-from pretrain.data.token_files.writer import IndexedWriter
+from pretrain.data.token_files.indexed_dataset import IndexedDataset, check_same_tokenizer, open_checked
+from pretrain.data.token_files.inspect_files import Advance
+from pretrain.data.token_files.token_file import allow_open_files
+from pretrain.data.token_files.writer import IndexedWriter, existing_file
 from pretrain.errors import ConfigError
 from pretrain.paths import check_folder
 
@@ -27,7 +27,6 @@ _LARGEST_COUNTED = 2**24  # token; larger ones do not come from a tokenizer
 _OF_TOKENIZER = ("vocab_size", "tokenizer", "tokenizer_sha256", "bos_token", "eod_token")
 _MOST_RANDOM = 10**9 - 1  # documents that numpy's multivariate_hypergeometric can choose from
 _MOST_OUTPUTS = 100
-_ENDINGS = ("bin", "idx", "meta.json", "sha256.json", "summary.json")
 _SEQUENCE_BYTES = 32  # in the .idx, and in temporary files
 
 
@@ -37,6 +36,7 @@ def merge(output: str, prefixes: Sequence[str], *, overwrite: bool,
 
     The dtype is the widest one. Raises ConfigError for damaged data, data of different tokenizers, and existing output.
     """
+    allow_open_files(2 * len(prefixes))
     sources = [open_checked(prefix) for prefix in prefixes]
     dtype = np.result_type(*(source.dtype for source in sources))
     assert dtype in CODES, f"{dtype} has no code in the .idx format"
@@ -63,13 +63,8 @@ def merged_meta(sources: Sequence[IndexedDataset]) -> tuple[dict[str, Any], list
 
     Raises ConfigError if two sources were prepared with different tokenizers.
     """
+    check_same_tokenizer([(str(source.prefix), source) for source in sources])
     metas = [meta_of(source) for source in sources]
-    known = [(source, meta) for source, meta in zip(sources, metas, strict=True) if meta.get("tokenizer_sha256")]
-    for source, meta in known[1:]:
-        if meta["tokenizer_sha256"] != known[0][1]["tokenizer_sha256"]:
-            raise ConfigError(str(source.prefix), problem=f"it was prepared with another tokenizer ({_name(meta)}) "
-                              f"than {known[0][0].prefix} ({_name(known[0][1])})",
-                              remedy="prepare both with the same tokenizer")
     found = [key for key in _OF_TOKENIZER if any(key in meta for meta in metas)]
     shared = {key: metas[0].get(key) for key in found
               if all(meta and meta.get(key) == metas[0].get(key) for meta in metas)}
@@ -79,10 +74,6 @@ def merged_meta(sources: Sequence[IndexedDataset]) -> tuple[dict[str, Any], list
     if not missing:
         return shared, []
     return shared, [f"{', '.join(missing)}: left out of the .meta.json: not the same for every input"]
-
-
-def _name(meta: dict[str, Any]) -> str:
-    return f"{meta.get('tokenizer', 'tokenizer')}, SHA-256 {meta['tokenizer_sha256'][:12]}"
 
 
 def split(prefix: str, outputs: Sequence[str], *, proportions: str | None = None, documents: str | None = None,
@@ -246,8 +237,7 @@ def check_output(outputs: Sequence[str], sources: Sequence[IndexedDataset], wher
             raise ConfigError(where, problem=f"{output} is given twice")
         if any(name == source.prefix.resolve() for source in sources):
             raise ConfigError(where, problem=f"{output} is also an input", remedy="give another prefix")
-        existing = next((f"{output}.{ending}" for ending in _ENDINGS if os.path.lexists(f"{output}.{ending}")), None)
-        if existing is not None and not overwrite:
+        if (existing := existing_file(output)) and not overwrite:
             raise ConfigError(where, problem=f"{existing} exists",
                               remedy="give another prefix, or replace the files by --overwrite")
         check_folder(Path(output).absolute().parent, where)

@@ -8,7 +8,7 @@ from pretrain.data.data_spec import DataSpec
 from pretrain.data.open_datasets import open_datasets
 from pretrain.data.samples.dataset import SampleDataset
 from pretrain.data.source_facts import SourceFacts, end_notes, learnable_notes, source_facts
-from pretrain.data.token_files.indexed_dataset import IndexedDataset
+from pretrain.data.token_files.indexed_dataset import IndexedDataset, check_same_tokenizer
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import ConfigError
 
@@ -110,7 +110,7 @@ def _check_sources(sources: list[tuple[str, IndexedDataset]], vocab_size: int,
     """Check each token file, and that all agree. Returns the end-of-document token; None if it is unknown."""
     scanned = max(SCANNED_TOKENS // len(sources), _CHUNK_TOKENS)
     named: tuple[str, int] | None = None  # the first source whose .meta.json names the end-of-document token
-    prepared: tuple[str, str] | None = None  # the first source whose .meta.json names its tokenizer
+    check_same_tokenizer(sources)
     for where, source in sources:
         token = check_prepared_data(source, where, vocab_size=vocab_size, tokenizer=tokenizer, scanned=scanned)
         if token is not None:
@@ -118,13 +118,6 @@ def _check_sources(sources: list[tuple[str, IndexedDataset]], vocab_size: int,
             if token != named[1]:
                 raise ConfigError(where, problem=f"its end-of-document token is {token}, and that of {named[0]} is "
                                   f"{named[1]}", remedy="prepare all data with the same tokenizer")
-        digest = source.meta.get("tokenizer_sha256")
-        if digest is not None:
-            prepared = prepared or (where, digest)
-            if digest != prepared[1]:
-                raise ConfigError(where, problem=f"it was prepared with another tokenizer (sha256 {digest[:12]}) than "
-                                  f"{prepared[0]} ({prepared[1][:12]})",
-                                  remedy="prepare all data with the same tokenizer")
     if tokenizer is not None:
         return tokenizer.eod_token
     return named[1] if named else None

@@ -138,7 +138,7 @@ def test_data_of_different_tokenizers_is_not_merged(tmp_path: Path) -> None:
         _merge(tmp_path / "all", [first, plain, other])
     assert str(error.value) == (
         f"{other}: it was prepared with another tokenizer (/x.model, SHA-256 cdcdcdcdcdcd) than {first} "
-        "(/a/tokenizer.model, SHA-256 abababababab). Prepare both with the same tokenizer.")
+        "(/a/tokenizer.model, SHA-256 abababababab). Prepare all data with the same tokenizer.")
     assert not list(tmp_path.glob("all*"))
 
 

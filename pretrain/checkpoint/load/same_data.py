@@ -16,8 +16,8 @@ from pretrain.config.validate import Plan
 from pretrain.data.samples.blend import BlendedSamples
 from pretrain.data.samples.dataset import SampleDataset, source_records
 from pretrain.data.samples.shuffled import ShuffledWindows
+from pretrain.data.token_files.check_hashes import CHECK_S, FoundHashes, check_blocks, find_hashes, hash_if_fast
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
-from pretrain.data.token_files.verify import CHECK_S, FoundHashes, check_blocks, find_hashes, hash_if_fast
 from pretrain.errors import ConfigError
 from pretrain.monitor.read_run_folder import newest_start, read_rows
 

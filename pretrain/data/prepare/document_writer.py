@@ -185,9 +185,9 @@ class DocumentWriter:
     def _hash_blocks(self) -> None:
         """Hash the new complete blocks. Blocks that a removed document could change come later."""
         complete = self._open.start if self._open is not None else self._files["tokens"].size
-        blocks = self._files["blocks"]
-        while (blocks.size // 32 + 1) * BLOCK_BYTES <= complete:
-            blocks.append(bytes.fromhex(hash_block(self._files["tokens"].descriptor, blocks.size // 32)))
+        blocks, descriptor = self._files["blocks"], self._files["tokens"].descriptor
+        for number in range(blocks.size // 32, complete // BLOCK_BYTES):
+            blocks.append(bytes.fromhex(hash_block(descriptor, number)))
 
     def finish(self) -> tuple[str, ...]:
         """Complete the tokens and lengths. Return the hashes of all blocks."""

@@ -14,14 +14,10 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy.typing as npt
-
-from pretrain.data.token_files.hashes import DataHashes
-from pretrain.data.token_files.writer import write_index
+from pretrain.data.token_files.writer import ENDINGS
 from pretrain.errors import ConfigError
 from pretrain.paths import fsync, write_synced
 from pretrain.stored_json import read_object
@@ -75,6 +71,12 @@ class PartialOutput:
         is_finished = state is not None and state["finished"]  # then some files may have been renamed
         self.files = {} if is_finished else {name: AppendFile(self.path / name, sizes[name]) for name in FILES}
         self.has_progress = state is not None
+
+    @property
+    def data_files(self) -> dict[str, Path]:
+        """The name here of each file of the data set, by its ending."""
+        names = {"bin": "tokens", "idx": "index"}
+        return {ending: self.path / names.get(ending, ending) for ending in ENDINGS}
 
     def saved_bytes(self, name: str) -> int:
         """Return how many bytes of a file the saved state needs."""
@@ -142,39 +144,3 @@ def _lock_folder(folder: Path) -> int:
         pass
     return descriptor
 
-
-OUTPUTS = {"tokens": ".bin", "sha256.json": ".sha256.json", "meta.json": ".meta.json", "summary.json": ".summary.json",
-           "index": ".idx"}
-"""name in OUT.partial/ -> ending of the final name, in the order of renaming: without .idx, no reader accepts the rest
-"""
-
-
-def existing_outputs(out: str) -> list[str]:
-    """Return the names of the files that a preparation would replace."""
-    return [f"{out}{ending}" for ending in OUTPUTS.values() if Path(f"{out}{ending}").exists()]
-
-
-def write_files(output: PartialOutput, dtype: npt.DTypeLike, *, blocks: tuple[str, ...], meta: Mapping[str, Any],
-                summary: Mapping[str, Any]) -> None:
-    """Write the files next to the tokens. Raises OSError."""
-    os.fsync(output.files["tokens"].descriptor)
-    idx_sha256 = write_index(output.path / "index", dtype, output.path / "lengths")
-    status, idx_status = os.fstat(output.files["tokens"].descriptor), (output.path / "index").stat()
-    hashes = DataHashes(status.st_size, status.st_mtime_ns, idx_sha256, blocks, idx_status.st_size,
-                        idx_status.st_mtime_ns)
-    write_synced(output.path / "sha256.json", hashes.to_json().encode())
-    write_synced(output.path / "meta.json", json.dumps(dict(meta), indent=1).encode() + b"\n")
-    write_synced(output.path / "summary.json", json.dumps(dict(summary), indent=1, ensure_ascii=False).encode("utf-8",
-                 "backslashreplace") + b"\n")
-
-
-def rename_files(output: PartialOutput, out: str) -> None:
-    """Rename all files that have not been renamed, and delete the folder. Raises OSError."""
-    if (output.path / "tokens").exists():
-        for ending in (".idx", ".meta.json"):
-            Path(f"{out}{ending}").unlink(missing_ok=True)
-    for name, ending in OUTPUTS.items():
-        if (output.path / name).exists():
-            os.replace(output.path / name, f"{out}{ending}")
-    fsync(output.path.parent)
-    output.delete()

@@ -18,14 +18,7 @@ import numpy as np
 
 from pretrain.cli import StopRequest, bad_path, say
 from pretrain.data.prepare.document_writer import DocumentWriter
-from pretrain.data.prepare.partial_output import (
-    PartialOutput,
-    existing_outputs,
-    partial_path,
-    read_state,
-    rename_files,
-    write_files,
-)
+from pretrain.data.prepare.partial_output import PartialOutput, partial_path, read_state
 from pretrain.data.prepare.summary import entropy_nats, make_summary
 from pretrain.data.prepare.tokenize_batch import TokenizeSettings, make_tokenize
 from pretrain.data.prepare.worker_pool import map_in_order
@@ -33,6 +26,7 @@ from pretrain.data.text_inputs.chunk import CHUNK_BYTES, Position, ReadSettings
 from pretrain.data.text_inputs.find import Input, Inputs, find_inputs
 from pretrain.data.text_inputs.reader import FIRST_PLACE, Place, read_batches
 from pretrain.data.token_files.index_file import dtype_for_vocab
+from pretrain.data.token_files.writer import complete_files, existing_file, rename_files
 from pretrain.data.tokenizers.special_tokens import TokenIds
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import ConfigError, shorten
@@ -92,7 +86,8 @@ def prepare(inputs: Sequence[str], *, tokenizer: str, out: str, settings: Prepar
         output = job.run(state, workers=workers, seconds_between_states=seconds_between_states)
         state = read_state(out)
     assert state is not None
-    rename_files(output, out)
+    rename_files(output.data_files, out)
+    output.delete()
     return PreparedData(**state["meta"])
 
 
@@ -114,8 +109,8 @@ def _resumable_state(out: str, record: dict[str, Any], *, overwrite: bool) -> di
                               f"following was different: {names}",
                               remedy="give the same command to continue it, or --overwrite to start from the beginning")
         state = None
-    if (state is None or not state["finished"]) and not overwrite and (existing := existing_outputs(out)):
-        raise ConfigError(f"--out {out}", problem=f"{existing[0]} exists", remedy="give --overwrite to replace it, or "
+    if (state is None or not state["finished"]) and not overwrite and (existing := existing_file(out)):
+        raise ConfigError(f"--out {out}", problem=f"{existing} exists", remedy="give --overwrite to replace it, or "
                           "another --out")
     return state
 
@@ -226,7 +221,8 @@ class _Job:
             statistics, unknown_token=self._ids.unk, duplicates_counted=writer.duplicates_are_counted,
             deduplicated=self._settings.deduplicate, entropy_nats=meta.entropy_nats,
             inputs=self._inputs.describe(), settings={**self.record, "tokenizer": meta.tokenizer})
-        write_files(output, self._tokenize.dtype, blocks=writer.finish(), meta=asdict(meta), summary=summary)
+        complete_files(output.data_files, self._tokenize.dtype, output.path / "lengths", blocks=writer.finish(),
+                       meta=asdict(meta), summary=summary)
         writer.close()
         output.save({**self._state(writer), "meta": asdict(meta), "finished": True})
 

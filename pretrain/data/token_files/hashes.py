@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 from pretrain.distributed.process import package_environment
 from pretrain.stored_json import build, parse_json, read_text, reason_of
@@ -41,9 +41,9 @@ class DataHashes:
     bin_bytes: int
     bin_mtime_ns: int
     idx_sha256: str  # hexadecimal; "": not known yet
+    idx_bytes: int
+    idx_mtime_ns: int
     blocks: tuple[str, ...]
-    idx_bytes: int | None = None  # None: written by an earlier version
-    idx_mtime_ns: int | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -64,37 +64,40 @@ class DataHashes:
         return (self.bin_bytes, self.bin_mtime_ns) == (status.st_size, status.st_mtime_ns)
 
     def describes_idx(self, status: os.stat_result) -> bool:
-        """Return whether the .idx with this status is the one that was hashed. False also means: not known."""
+        """Return whether the .idx with this status is the one that was hashed."""
         return (self.idx_bytes, self.idx_mtime_ns) == (status.st_size, status.st_mtime_ns)
 
     def to_json(self) -> str:
         """Return the text of PREFIX.sha256.json. `sha256` is also a checksum of this text."""
-        values = {"sha256": _digest(self), "bin_bytes": self.bin_bytes, "bin_mtime_ns": self.bin_mtime_ns,
-                  "idx_sha256": self.idx_sha256, "idx_bytes": self.idx_bytes, "idx_mtime_ns": self.idx_mtime_ns,
-                  "block_bytes": BLOCK_BYTES, "block_sha256": self.blocks}
-        return json.dumps({key: value for key, value in values.items() if value is not None}, indent=0) + "\n"
+        content = _Content(sha256=_digest(self), bin_bytes=self.bin_bytes, bin_mtime_ns=self.bin_mtime_ns,
+                           idx_sha256=self.idx_sha256, idx_bytes=self.idx_bytes, idx_mtime_ns=self.idx_mtime_ns,
+                           block_bytes=BLOCK_BYTES, block_sha256=list(self.blocks))
+        return json.dumps(content, indent=0) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> "DataHashes":
         """Parse the text of PREFIX.sha256.json. Raises ValueError if it is damaged."""
-        values = build(dict[str, Any], parse_json(text))
-        numbers = [values.get("bin_bytes"), values.get("bin_mtime_ns"), values.get("idx_bytes", 0),
-                   values.get("idx_mtime_ns", 0)]
-        blocks, idx = values.get("block_sha256"), values.get("idx_sha256")
-        if not all(isinstance(number, int) and 0 <= number < 2**63 for number in numbers) or not _is_digest(idx) or \
-                not isinstance(blocks, list) or not all(map(_is_digest, blocks)):
-            raise ValueError("a key is missing or malformed")
-        hashes = cls(values["bin_bytes"], values["bin_mtime_ns"], values["idx_sha256"], tuple(blocks),
-                     values.get("idx_bytes"), values.get("idx_mtime_ns"))
-        if values.get("block_bytes") != BLOCK_BYTES or len(blocks) > hashes.num_blocks:
+        content = build(_Content, parse_json(text))
+        hashes = cls(content["bin_bytes"], content["bin_mtime_ns"], content["idx_sha256"], content["idx_bytes"],
+                     content["idx_mtime_ns"], tuple(content["block_sha256"]))
+        if content["block_bytes"] != BLOCK_BYTES or len(hashes.blocks) > hashes.num_blocks:
             raise ValueError("the size or the number of its blocks is wrong")
-        if values.get("sha256") != _digest(hashes):
+        if content["sha256"] != _digest(hashes):
             raise ValueError("its content does not match the SHA-256 in it")
         return hashes
 
 
-def _is_digest(value: Any) -> bool:
-    return isinstance(value, str) and len(value) == 64 and all(c in "0123456789abcdef" for c in value)
+class _Content(TypedDict):
+    """The content of PREFIX.sha256.json."""
+
+    sha256: str
+    bin_bytes: int
+    bin_mtime_ns: int
+    idx_sha256: str
+    idx_bytes: int
+    idx_mtime_ns: int
+    block_bytes: int
+    block_sha256: list[str]
 
 
 def _digest(hashes: DataHashes) -> str:
@@ -154,35 +157,6 @@ def hash_file(descriptor: int, after_chunk: Callable[[], None]) -> str:
         start += count
         after_chunk()
     return digest.hexdigest()
-
-
-class BlockHasher:
-    """Hashes the blocks of a file while the file is being written."""
-
-    def __init__(self) -> None:
-        self._blocks: list[str] = []
-        self._digest, self._bytes = hashlib.sha256(), 0  # of the current block
-
-    def update(self, data: bytes) -> None:
-        """Add the next bytes of the file."""
-        view = memoryview(data)
-        while view:
-            part = view[:BLOCK_BYTES - self._bytes]
-            self._digest.update(part)
-            self._bytes += len(part)
-            view = view[len(part):]
-            if self._bytes == BLOCK_BYTES:
-                self._end_block()
-
-    def _end_block(self) -> None:
-        self._blocks.append(self._digest.hexdigest())
-        self._digest, self._bytes = hashlib.sha256(), 0
-
-    def finish(self) -> tuple[str, ...]:
-        """Return the hashes of all blocks."""
-        if self._bytes:
-            self._end_block()
-        return tuple(self._blocks)
 
 
 if TYPE_CHECKING:  # numpy would cost the process that hashes 30 MB

@@ -158,7 +158,8 @@ class IndexedDataset:
     def new_hashes(self, status: os.stat_result, blocks: tuple[str, ...]) -> DataHashes:
         """Return hashes of the .bin with this status."""
         idx = self.index.status
-        return DataHashes(status.st_size, status.st_mtime_ns, self.idx_sha256, blocks, idx.st_size, idx.st_mtime_ns)
+        return DataHashes(status.st_size, status.st_mtime_ns, self.idx_sha256, idx.st_size, idx.st_mtime_ns,
+                          blocks)
 
     def is_described_by(self, hashes: DataHashes) -> bool:
         """Return whether these are hashes of the files as they are.
@@ -167,7 +168,7 @@ class IndexedDataset:
         """
         if not hashes.describes_bin(self.file.status()):
             return False
-        if self.index.is_small or hashes.idx_mtime_ns is None:
+        if self.index.is_small:
             return hashes.idx_sha256 == self.index.sha256
         if hashes.describes_idx(self.index.file.status()):
             self._idx_sha256 = hashes.idx_sha256
@@ -219,6 +220,21 @@ def open_checked(prefix: str) -> IndexedDataset:
     if not data.index.is_small:
         check_entries(data.index)
     return data
+
+
+def check_same_tokenizer(sources: Sequence[tuple[str, IndexedDataset]]) -> None:
+    """Raise ConfigError if two of the data sets, each with its name in messages, have different tokenizers."""
+    known = [(where, data.meta) for where, data in sources if data.meta.get("tokenizer_sha256")]
+    for where, meta in known[1:]:
+        first, meta_of_first = known[0]
+        if meta["tokenizer_sha256"] != meta_of_first["tokenizer_sha256"]:
+            raise ConfigError(where, problem=f"it was prepared with another tokenizer ({_tokenizer_name(meta)}) than "
+                              f"{first} ({_tokenizer_name(meta_of_first)})",
+                              remedy="prepare all data with the same tokenizer")
+
+
+def _tokenizer_name(meta: dict[str, Any]) -> str:
+    return f"{meta.get('tokenizer', 'tokenizer')}, SHA-256 {meta['tokenizer_sha256'][:12]}"
 
 
 def meta_path(prefix: str | Path) -> Path:

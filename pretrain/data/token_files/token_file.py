@@ -1,7 +1,6 @@
 """A .bin or .idx file, open for reading."""
 
 import contextlib
-import errno
 import os
 import resource
 import weakref
@@ -26,7 +25,7 @@ class TokenFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.descriptor = _open(path)
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self.descriptor)
 
     def status(self) -> os.stat_result:
@@ -69,21 +68,11 @@ class TokenFile:
 
 
 def allow_open_files(number: int) -> None:
-    """Raise the limit of open files of this process, if it can, so that it has room for this number of them."""
+    """Raise the limit of open files of this process, if it can, so that it has room for this number of token files.
+
+    A blend may have hundreds of them, and the limit is often 1,024.
+    """
     limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit < number + _OTHER_FILES:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (min(number + _OTHER_FILES, hard_limit), hard_limit))
-
-
-def _open(path: Path) -> int:
-    """Open a file. If the process has too many open files, raise its limit: a blend may have hundreds of files."""
-    try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno != errno.EMFILE:
-            raise
-    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
-    return os.open(path, os.O_RDONLY | os.O_CLOEXEC)

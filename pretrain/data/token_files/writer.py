@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from pretrain.data.token_files.hashes import BlockHasher, DataHashes, hashes_path, write_hashes
+from pretrain.data.token_files.hashes import BLOCK_BYTES, DataHashes, hash_block
 from pretrain.data.token_files.index_file import (
     CHUNK_ENTRIES,
     CODES,
@@ -23,11 +23,12 @@ from pretrain.data.token_files.index_file import (
     OFFSET_DTYPE,
     ranges,
 )
-from pretrain.data.token_files.indexed_dataset import meta_path
 from pretrain.errors import ConfigError
 from pretrain.paths import fsync, write_synced
 
-_TEMPORARY = ("bin", "idx", "lengths", "documents")
+ENDINGS = ("bin", "sha256.json", "meta.json", "summary.json", "idx")
+"""of the files of a data set, in the order in which they get their names: no reader accepts them without the .idx"""
+_TEMPORARY = (*ENDINGS, "lengths", "documents")
 _Writer = TypeVar("_Writer", bound="IndexedWriter")
 
 
@@ -42,7 +43,7 @@ class IndexedWriter:
         self.prefix, self.dtype = Path(prefix), np.dtype(dtype)
         assert self.dtype in CODES, f"{self.dtype} has no code in the .idx format"
         self.num_tokens = self.num_sequences = self.num_documents = 0
-        self._hasher = BlockHasher()
+        self._blocks: list[str] = []  # hashes of the blocks of the .bin
         self._divided_tokens = self._last_end = 0  # of `add_sequences`
         self._temporary = {name: Path(f"{prefix}.{name}.tmp-{os.getpid()}") for name in _TEMPORARY}
         folder = self.prefix.absolute().parent
@@ -52,7 +53,7 @@ class IndexedWriter:
             folder.mkdir(parents=True, exist_ok=True)
             _remove_abandoned(self.prefix)
             for name in ("bin", "lengths", "documents"):
-                self._files[name] = self._temporary[name].open("wb")
+                self._files[name] = self._temporary[name].open("w+b")
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(self._files["bin"], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -89,8 +90,15 @@ class IndexedWriter:
                               expected=f"{limits.min} to {limits.max}, the range of {self.dtype.name}")
         content = values.astype(self.dtype.newbyteorder("<"), copy=False).tobytes()
         self._files["bin"].write(content)
-        self._hasher.update(content)
         self.num_tokens += values.size
+        self._hash_blocks(self.num_tokens * self.dtype.itemsize // BLOCK_BYTES)
+
+    def _hash_blocks(self, num_blocks: int) -> None:
+        """Hash the blocks of the .bin that are new, up to this number."""
+        if num_blocks > len(self._blocks):
+            self._files["bin"].flush()
+            descriptor = self._files["bin"].fileno()
+            self._blocks += [hash_block(descriptor, number) for number in range(len(self._blocks), num_blocks)]
 
     def add_sequences(self, lengths: npt.ArrayLike) -> None:
         """Divide the tokens that follow the last sequence into sequences of these lengths [n]."""
@@ -111,15 +119,14 @@ class IndexedWriter:
         self.num_documents += numbers.size
 
     def finalize(self, meta: Mapping[str, Any] | None = None) -> None:
-        """Complete the pair, PREFIX.meta.json and PREFIX.sha256.json, and rename them to their final names."""
+        """Complete the pair, PREFIX.meta.json and PREFIX.sha256.json, and give them their final names."""
         assert (self._divided_tokens, self._last_end) == (self.num_tokens, self.num_sequences), "inside a document"
         for file in self._files.values():
             file.flush()
-        os.fsync(self._files["bin"].fileno())
-        idx_sha256 = write_index(self._temporary["idx"], self.dtype, self._temporary["lengths"],
-                                 self._temporary["documents"])
-        commit_pair(self.prefix, tokens=self._temporary["bin"], index=self._temporary["idx"], idx_sha256=idx_sha256,
-                    blocks=self._hasher.finish(), meta=meta)
+        self._hash_blocks(-(-self.num_tokens * self.dtype.itemsize // BLOCK_BYTES))
+        complete_files(self._temporary, self.dtype, self._temporary["lengths"], self._temporary["documents"],
+                       blocks=tuple(self._blocks), meta=meta)
+        rename_files(self._temporary, self.prefix)
 
     def __enter__(self: _Writer) -> _Writer:
         return self
@@ -140,31 +147,41 @@ class IndexedWriter:
                 folder.rmdir()
 
 
-def commit_pair(prefix: str | Path, *, tokens: Path, index: Path, idx_sha256: str, blocks: tuple[str, ...],
-                meta: Mapping[str, Any] | None) -> None:
-    """Rename complete files, which are on the disk, to PREFIX.bin and PREFIX.idx. Write the two .json files.
+def complete_files(files: Mapping[str, Path], dtype: npt.DTypeLike, lengths: Path, document_ends: Path | None = None, *,
+                   blocks: tuple[str, ...], meta: Mapping[str, Any] | None,
+                   summary: Mapping[str, Any] | None = None) -> None:
+    """Write the files of a data set whose tokens are in files["bin"], and sync all to the disk. Raises OSError.
 
-    The .idx is renamed last: without it, no reader accepts the other files. `blocks`: the hashes of the blocks of the
-    .bin. Raises OSError.
+    files: the temporary name of each ending. lengths, document_ends: see `write_index`. blocks: hashes of the blocks of
+    the .bin.
     """
-    final = {ending: Path(f"{prefix}.{ending}") for ending in ("bin", "idx")}
-    temporary_meta = Path(f"{prefix}.meta.tmp-{os.getpid()}")
-    try:
-        if meta is not None:
-            write_synced(temporary_meta, json.dumps(meta, indent=1).encode() + b"\n")
-        final["idx"].unlink(missing_ok=True)
-        meta_path(prefix).unlink(missing_ok=True)
-        Path(f"{prefix}.summary.json").unlink(missing_ok=True)  # of the preparation of the old files
-        os.replace(tokens, final["bin"])
-        status, idx_status = final["bin"].stat(), index.stat()
-        write_hashes(hashes_path(prefix), DataHashes(status.st_size, status.st_mtime_ns, idx_sha256, blocks,
-                                                     idx_status.st_size, idx_status.st_mtime_ns))
-        if meta is not None:
-            os.replace(temporary_meta, meta_path(prefix))
-        os.replace(index, final["idx"])
-    finally:
-        temporary_meta.unlink(missing_ok=True)
-    fsync(final["idx"].parent)
+    fsync(files["bin"])
+    idx_sha256 = write_index(files["idx"], dtype, lengths, document_ends)
+    status, idx_status = files["bin"].stat(), files["idx"].stat()
+    hashes = DataHashes(status.st_size, status.st_mtime_ns, idx_sha256, idx_status.st_size, idx_status.st_mtime_ns,
+                        blocks)
+    write_synced(files["sha256.json"], hashes.to_json().encode())
+    if meta is not None:
+        write_synced(files["meta.json"], json.dumps(dict(meta), indent=1).encode() + b"\n")
+    if summary is not None:
+        text = json.dumps(dict(summary), indent=1, ensure_ascii=False)
+        write_synced(files["summary.json"], text.encode("utf-8", "backslashreplace") + b"\n")
+
+
+def rename_files(files: Mapping[str, Path], prefix: str | Path) -> None:
+    """Give complete files their final names. A call that was killed may be repeated. Raises OSError."""
+    if files["bin"].exists():  # first remove the files of the old data that describe or divide its tokens
+        for ending in ("idx", "meta.json", "summary.json"):
+            Path(f"{prefix}.{ending}").unlink(missing_ok=True)
+    for ending in ENDINGS:
+        if files[ending].exists():
+            os.replace(files[ending], f"{prefix}.{ending}")
+    fsync(Path(f"{prefix}.idx").parent)
+
+
+def existing_file(prefix: str) -> str:
+    """Return the name of a file that a new data set of this name would replace; "" if there is none."""
+    return next((name for name in (f"{prefix}.{ending}" for ending in ENDINGS) if os.path.lexists(name)), "")
 
 
 def _remove_abandoned(prefix: Path) -> None:
@@ -175,10 +192,8 @@ def _remove_abandoned(prefix: Path) -> None:
             continue
         with contextlib.suppress(OSError), path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for ending in (*_TEMPORARY, "meta"):
+            for ending in _TEMPORARY:
                 Path(f"{prefix}.{ending}.tmp-{process}").unlink(missing_ok=True)
-
-
 
 
 def write_index(path: Path, dtype: npt.DTypeLike, lengths: Path, document_ends: Path | None = None) -> str:

@@ -12,17 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.data.token_files import verify
+from pretrain.data.token_files import check_hashes
+from pretrain.data.token_files.check_hashes import check_blocks, find_hashes, hash_if_fast
 from pretrain.data.token_files.hashes import (
     BLOCK_BYTES,
     BackgroundHash,
     DataHashes,
+    hash_block,
     hashes_path,
     read_hashes,
     write_hashes,
 )
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
-from pretrain.data.token_files.verify import check_blocks, find_hashes, hash_if_fast
 from pretrain.errors import ConfigError
 from tests.support.big_data import BYTE, NUM_BLOCKS, change_token, write_big_data
 from tests.wrong_inputs.case import main_of
@@ -105,8 +106,7 @@ def test_a_rewritten_copy_with_the_same_bytes_is_the_same_data(big: Path, tmp_pa
 
 def test_slow_data_is_left_to_the_background(big: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[int] = []
-    original = verify.hash_block
-    monkeypatch.setattr(verify, "hash_block", lambda file, number: hashed.append(number) or original(file, number))
+    monkeypatch.setattr(check_hashes, "hash_block", lambda *block: hashed.append(block[1]) or hash_block(*block))
     data = IndexedDataset(big)
     hash_if_fast(data, seconds=0)
     assert data.hashes is None
@@ -131,7 +131,7 @@ def test_the_background_process_ends_with_its_parent(big: Path) -> None:
     assert process._process.wait(timeout=900) == 0
 
 
-_GOOD = DataHashes(3 * BLOCK_BYTES, 5, "ab" * 32, ("cd" * 32, "ef" * 32))
+_GOOD = DataHashes(3 * BLOCK_BYTES, 5, "ab" * 32, 9, 5, ("cd" * 32, "ef" * 32))
 
 
 def _damaged(**changes: object) -> str:
