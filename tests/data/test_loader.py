@@ -35,26 +35,6 @@ def first_tokens(micro_batches: list[MicroBatch]) -> list[list[int]]:
     return [tokens_BT[:, 0].tolist() for tokens_BT, _ in micro_batches]
 
 
-def global_steps(dataset: ShuffledWindows, dp: int, mbs: int, gas: int, starts: list[int]) -> list[list[int]]:
-    """Return the first tokens of the global batch at each start, in sample order."""
-    loaders = [Loader(dataset, micro_batch_size=mbs, gradient_accumulation_steps=gas, data_parallel_rank=rank,
-                      data_parallel_size=dp) for rank in range(dp)]
-    steps = []
-    for start in starts:
-        ranks = [first_tokens(loader.step(start)) for loader in loaders]
-        steps.append([token for number in range(gas) for rank in ranks for token in rank[number]])
-    for loader in loaders:
-        loader.close()
-    return steps
-
-
-@pytest.mark.parametrize(("dp", "mbs", "gas"), [(1, 1, 8), (1, 8, 1), (2, 4, 1), (2, 1, 4), (4, 2, 1), (8, 1, 1)])
-def test_every_layout_reads_the_same_global_batches(dataset: ShuffledWindows, dp: int, mbs: int, gas: int) -> None:
-    starts = [0, 8, 16, 24, 8, 96, 104, 3]  # forward, back, across the end of an epoch (98 samples), not aligned
-    expected = [[int(dataset.samples([start + i])[0][0]) for i in range(8)] for start in starts]
-    assert global_steps(dataset, dp, mbs, gas, starts) == expected
-
-
 def test_micro_batches_have_tokens_labels_and_weights(dataset: ShuffledWindows) -> None:
     loader = Loader(dataset, micro_batch_size=2, gradient_accumulation_steps=3)
     micro_batches = loader.step(12)
@@ -161,11 +141,13 @@ def recorder(dataset: ShuffledWindows, fails_at: int = -1) -> Recorder:
 
 
 def test_reads_one_step_ahead_and_each_sample_once(dataset: ShuffledWindows) -> None:
-    data = recorder(dataset)
+    data, threads = recorder(dataset), threading.active_count()
     loader = Loader(data, micro_batch_size=2, gradient_accumulation_steps=1)
     for start in (0, 2, 4):
         loader.step(start)
     loader.close()
+    loader.close()
+    assert threading.active_count() == threads
     assert sorted(set(data.read)) == data.read == list(range(len(data.read)))
     assert len(data.read) in (6, 8)
 
@@ -177,15 +159,6 @@ def test_errors_of_the_reading_thread_are_raised_by_step(dataset: ShuffledWindow
         loader.step(2)
     assert first_tokens(loader.step(4)) == [[int(dataset.samples([i])[0][0]) for i in (4, 5)]]
     loader.close()
-
-
-def test_close_ends_the_thread_and_may_be_called_twice(dataset: ShuffledWindows) -> None:
-    before = threading.active_count()
-    loader = Loader(dataset, micro_batch_size=2, gradient_accumulation_steps=1)
-    loader.step(0)
-    loader.close()
-    loader.close()
-    assert threading.active_count() == before
 
 
 def test_every_evaluation_reads_the_same_batches(dataset: ShuffledWindows) -> None:

@@ -2,7 +2,6 @@
 
 import hashlib
 import itertools
-import json
 import signal
 import struct
 import subprocess
@@ -21,7 +20,6 @@ from pretrain.data import merge_split
 from pretrain.data.data_spec import parse_split, split_documents
 from pretrain.data.merge_split import choose, merge, split
 from pretrain.data.token_files.hashes import hashes_path, read_hashes
-from pretrain.data.token_files.index_file import HEADER, MAGIC
 from pretrain.data.token_files.indexed_dataset import IndexedDataset, read_meta
 from pretrain.data.token_files.writer import IndexedWriter
 from pretrain.errors import ConfigError
@@ -34,20 +32,14 @@ _sequences = st.lists(st.lists(st.integers(0, 60_000), max_size=5), max_size=3)
 
 
 def _write(prefix: Path, documents: Documents, dtype: str = "<u2", meta: dict[str, Any] | None = None) -> str:
-    """Pack a pair with documents of several sequences, as Megatron-LM's --split-sentences makes."""
+    """Write documents of several sequences, as Megatron-LM's --split-sentences makes, without hashes."""
     sequences = [sequence for document in documents for sequence in document]
-    lengths = [len(sequence) for sequence in sequences]
-    width = np.dtype(dtype).itemsize
-    pointers = [width * sum(lengths[:number]) for number in range(len(lengths))]
-    ends = itertools.accumulate((len(document) for document in documents), initial=0)
-    code = {"<u2": 8, "<i4": 4, "<i8": 5, "<u1": 1}[dtype]
-    Path(f"{prefix}.idx").write_bytes(
-        HEADER.pack(MAGIC, 1, code, len(lengths), len(documents) + 1) + struct.pack(f"<{len(lengths)}i", *lengths) +
-        struct.pack(f"<{len(lengths)}q", *pointers) + struct.pack(f"<{len(documents) + 1}q", *ends))
-    Path(f"{prefix}.bin").write_bytes(np.array([*itertools.chain(*sequences)], dtype).tobytes())
-    Path(f"{prefix}.meta.json").unlink(missing_ok=True)
-    if meta is not None:
-        Path(f"{prefix}.meta.json").write_text(json.dumps(meta))
+    with IndexedWriter(prefix, dtype) as writer:
+        writer.add_tokens(np.array([*itertools.chain(*sequences)], dtype))
+        writer.add_sequences([len(sequence) for sequence in sequences])
+        writer.end_documents([*itertools.accumulate(map(len, documents))])
+        writer.finalize(meta)
+    hashes_path(prefix).unlink()
     return str(prefix)
 
 
@@ -76,7 +68,6 @@ def test_merged_and_split_data_has_every_document_once(tmp_path_factory: pytest.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(merge_split, "_CHUNK_TOKENS", chunk)
         patch.setattr(merge_split, "CHUNK_DOCUMENTS", chunk)
-        patch.setattr("pretrain.data.merge_split.CHUNK_DOCUMENTS", chunk)
         prefixes = [_write(folder / f"part{number}", corpus) for number, corpus in enumerate(corpora)]
         _merge(folder / "all", prefixes)
         documents = [document for corpus in corpora for document in corpus]

@@ -248,6 +248,7 @@ class _Scanner:
         has_more = self.line.next_byte() != end
         while has_more:
             if not is_object:
+                self.line.next_byte()
                 self.line.match(_NUMBERS_OF_LIST)
             yield from self.value((*path, self._key() if is_object else None))
             has_more = self.line.next_byte() == b","

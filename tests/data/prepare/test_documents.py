@@ -1,5 +1,6 @@
 """Kinds of documents, end to end: odd ones, duplicates, skipped ones, BOS; and the summary that counts them."""
 
+import gzip
 import json
 import subprocess
 import sys
@@ -35,17 +36,19 @@ def word_tokenizer(folder: Path, vocab_size: int) -> Path:
     return folder / "tokenizer.json"
 
 
-def test_odd_documents(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_files_of_all_kinds(tmp_path: Path, tokenizer: Tokenizer) -> None:
     """CRLF and whitespace are kept, a BOM at the beginning of a file is not; documents without text are left out."""
+    lines = b'{"text": ""}\r\n{"text": "a\\ufeffb\\u0001"}\r\n\r\n{"text": "\\n"}'
     files = {"bom.txt": b"\xef\xbb\xbfafter a BOM", "crlf.txt": b"one\r\ntwo\r\n", "one.txt": b"x", "empty.txt": b"",
-             "blank.txt": b" \n", "lines.jsonl": b'{"text": ""}\r\n{"text": "a\\ufeffb\\u0001"}\r\n\r\n{"text": "\\n"}'}
+             "blank.txt": b" \n", "lines.jsonl": lines, "text.txt.gz": gzip.compress(TEXTS[0].encode()),
+             "more.jsonl.gz": gzip.compress(b"\n \n" + lines)}
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     prepare([str(tmp_path / name) for name in files], tokenizer=str(tokenizer.path), out=str(tmp_path / "out"))
-    expected = ["after a BOM", "one\r\ntwo\r\n", "x", " \n", "a\ufeffb\1", "\n"]
+    expected = ["after a BOM", "one\r\ntwo\r\n", "x", " \n", "a\ufeffb\1", "\n", TEXTS[0], "a\ufeffb\1", "\n"]
     assert documents(tmp_path / "out", tokenizer) == expected
     summary = read_summary(tmp_path / "out")
-    assert summary["empty_documents"] == 2
+    assert summary["empty_documents"] == 3
     assert summary["text_bytes"] == sum(len(text.encode()) for text in expected)
 
 

@@ -3,37 +3,20 @@
 import gzip
 import os
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import pretrain.data.text_inputs.reader
+from pretrain import progress
 from pretrain.data.prepare.prepare import PreparedData, PrepareSettings, prepare
-from pretrain.data.prepare.summary import entropy_nats
-from pretrain.data.text_inputs.chunk import ReadSettings
 from pretrain.data.token_files.indexed_dataset import IndexedDataset, read_meta
-from pretrain.data.tokenizers.special_tokens import EOD_PIECE
-from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from pretrain.data.tokenizers.tokenizer import Tokenizer
 from pretrain.errors import ConfigError
 from tests.data.prepare.helpers import ENDINGS, SOURCES, TEXTS, documents, jsonl, output, run_tool
-from tests.data.text_inputs.reading import BAD_LINES
-
-
-def test_all_file_types_are_read(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    plain = tmp_path / "a.txt"
-    plain.write_bytes(b"first\r\nfile ")
-    with gzip.open(tmp_path / "b.txt.gz", "wt", encoding="utf-8", newline="") as file:
-        file.write(TEXTS[0])
-    lines = Path(jsonl(tmp_path / "c.jsonl", [*TEXTS, "", "end"]))
-    (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(b"\n \n" + lines.read_bytes().rstrip()))
-    (tmp_path / "empty.txt").write_text("")
-    (tmp_path / "bom.jsonl").write_bytes(b"\xef\xbb\xbf" + b'{"text": "after a mark"}')
-    names = ["a.txt", "b.txt.gz", "empty.txt", "c.jsonl", "d.jsonl.gz", "bom.jsonl"]
-    done = prepare([str(tmp_path / name) for name in names], tokenizer=str(tokenizer.path), out=str(tmp_path / "out"))
-    expected = ["first\r\nfile ", TEXTS[0], *TEXTS, "end", *TEXTS, "end", "after a mark"]
-    assert documents(tmp_path / "out", tokenizer) == expected
-    assert done.num_documents == len(expected)
+from tests.wrong_inputs.case import main_of
 
 
 def test_meta_json_describes_the_data(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -48,19 +31,6 @@ def test_meta_json_describes_the_data(tmp_path: Path, tokenizer: Tokenizer) -> N
         "max_token": int(tokens.max()), "entropy_nats": pytest.approx(float(-(fractions * np.log(fractions)).sum()))}
     assert read_meta(tmp_path / "out") == vars(done) == expected
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", *(f"out.{ending}" for ending in ENDINGS)]
-
-
-def test_entropy() -> None:
-    assert entropy_nats(np.array([5, 5, 0, 5, 5])) == pytest.approx(np.log(4))
-    assert entropy_nats(np.array([0, 7])) == 0
-
-
-def test_eod_can_be_omitted(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    source = jsonl(tmp_path / "a.jsonl", TEXTS, key="body")
-    done = prepare([source], tokenizer=str(tokenizer.path), out=str(tmp_path / "out"),
-                   settings=PrepareSettings(ReadSettings(jsonl_key="body"), append_eod=False))
-    assert done.eod_token is None
-    assert documents(tmp_path / "out", tokenizer, eod=False) == TEXTS
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 100, 5000])
@@ -105,34 +75,6 @@ def test_a_bad_line_is_reported_and_the_old_files_remain(tmp_path: Path, tokeniz
     assert {path.name: path.read_bytes() for path in tmp_path.glob("out*")} == before
 
 
-def test_files_are_encoded_with_a_huggingface_tokenizer(tmp_path: Path) -> None:
-    from tokenizers import Tokenizer as Library
-    from tokenizers import decoders, models, pre_tokenizers, trainers
-
-    library = Library(models.BPE())
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = decoders.ByteLevel()
-    library.train_from_iterator(TEXTS, trainers.BpeTrainer(
-        vocab_size=500, special_tokens=[EOD_PIECE], show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
-    library.save(str(tmp_path / "tokenizer.json"))
-    texts = [*TEXTS, f"a {EOD_PIECE} in the text"]
-    done = prepare([jsonl(tmp_path / "a.jsonl", texts)], tokenizer=str(tmp_path), out=str(tmp_path / "out"))
-    assert (done.vocab_size, done.eod_token) == (500, 0)
-    assert documents(tmp_path / "out", load_tokenizer(tmp_path)) == texts
-
-
-@pytest.mark.parametrize("name", BAD_LINES)
-def test_bad_lines_are_rejected(tmp_path: Path, tokenizer: Tokenizer, name: str) -> None:
-    line, message = BAD_LINES[name]
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "good"}\n' + line + b"\n")
-    with pytest.raises(ConfigError) as error:
-        prepare([str(tmp_path / "a.jsonl")], tokenizer=str(tokenizer.path), out=str(tmp_path / "out"))
-    assert message in str(error.value)
-    assert "\n" not in str(error.value)
-    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
-
-
 def test_the_tool_passes_its_flags(tmp_path: Path, tokenizer: Tokenizer) -> None:
     source = jsonl(tmp_path / "a.jsonl", TEXTS, key="body")
     out = tmp_path / "new" / "out"
@@ -144,34 +86,32 @@ def test_the_tool_passes_its_flags(tmp_path: Path, tokenizer: Tokenizer) -> None
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["IN/nowhere.txt"], "nowhere.txt: there is no such file"),
     (["IN/folder"], "folder: this folder has no files to read"),
     (["IN/empty.txt"], "empty.txt: there is no text"),
     (["IN/blank.jsonl"], "blank.jsonl: there is no document that is not empty"),
     (["IN/latin.txt"], "latin.txt:2: found byte 0xE9; expected UTF-8 text"),
     (["IN/cut.txt.gz"], "cut.txt.gz: it cannot be read to its end: Compressed file ended before"),
     (["IN/good.txt", "--workers", "0"], "--workers: found '0'; expected a whole number from 1"),
-    (["IN/good.txt", "--tokenizer", "IN/none"], "none: there is no such file"),
     (["IN/good.txt", "--tokenizer", "IN"], "the folder contains neither"),
     (["IN/good.txt", "--out", "IN/good.txt/out"], "good.txt is a file"),
     (["IN/good.txt", "--outt", "x"], 'Did you mean "--out"?'),
     ([], "INPUT: it is required"),
 ])  # fmt: skip
-def test_tool_rejects_in_one_line(tmp_path: Path, tokenizer: Tokenizer, words: list[str], message: str) -> None:
-    (tmp_path / "good.txt").write_text("good")
-    (tmp_path / "empty.txt").write_text("")
-    (tmp_path / "blank.jsonl").write_text('\n{"text": ""}\n')
-    (tmp_path / "latin.txt").write_bytes(b"a\ncaf\xe9")
-    (tmp_path / "cut.txt.gz").write_bytes(gzip.compress(os.urandom(1000))[:-100])
+def test_the_tool_rejects_in_one_line(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch,
+                                      words: list[str], message: str) -> None:
+    files = {"good.txt": b"good", "empty.txt": b"", "blank.jsonl": b'\n{"text": ""}\n', "latin.txt": b"a\ncaf\xe9",
+             "cut.txt.gz": gzip.compress(os.urandom(1000))[:-100]}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
     (tmp_path / "folder").mkdir()
-    before = sorted(path.name for path in tmp_path.iterdir())
     words = [word.replace("IN", str(tmp_path)) if word.startswith("IN") else word for word in words]
-    done = run_tool("--tokenizer", str(tokenizer.path), "--out", str(tmp_path / "out"), *words)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert done.stderr.startswith("ds-pretrain: error: ")
-    assert done.stderr.count("\n") == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    monkeypatch.setattr(sys, "argv", ["prepare_data.py", "--tokenizer", str(tokenizer.path), "--out",
+                                      str(tmp_path / "out"), *words])
+    with pytest.raises(ConfigError) as error:
+        main_of("tools/prepare_data.py")()
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*files, "folder"])
 
 
 def test_a_tokenizer_without_eod_is_rejected_by_default(tmp_path: Path) -> None:
@@ -191,8 +131,6 @@ def test_a_tokenizer_without_eod_is_rejected_by_default(tmp_path: Path) -> None:
 
 def test_a_log_file_gets_a_progress_line_at_intervals(capsys: pytest.CaptureFixture[str],
                                                       monkeypatch: pytest.MonkeyPatch) -> None:
-    from pretrain import progress
-
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     with progress.ProgressBar("tokenizing", 40_000_000) as shown:

@@ -231,26 +231,6 @@ def test_signals_and_killed_processes(tmp_path: Path, tokenizer: Tokenizer) -> N
     assert resumed == command.finish(out="whole")
 
 
-@pytest.mark.slow
-def test_output_is_byte_equal_after_kills_at_20_random_moments(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    command = Command(tmp_path, tokenizer, copies=40)
-    started = time.monotonic()
-    expected = command.finish(out="whole")
-    seconds = time.monotonic() - started
-    generator = random.Random(5)
-    for _ in range(20):
-        process = command.start(pause=0.01)
-        time.sleep(generator.uniform(0.3, seconds))
-        process.kill()
-        process.communicate()
-        if not (tmp_path / "out.idx").exists() or (tmp_path / "out.partial" / "state.json").exists():
-            assert command.finish() == expected
-        assert output(tmp_path / "out") == expected
-        for path in tmp_path.glob("out.*"):
-            if path.is_file():
-                path.unlink()
-
-
 def test_an_input_that_grows_while_it_is_read_is_named(tokenizer: Tokenizer, small: None, tmp_path: Path,
                                                        monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = corpus(tmp_path)

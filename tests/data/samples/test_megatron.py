@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pretrain.data.data_spec import parse_split, split_as_megatron_core
-from pretrain.data.samples.megatron import MegatronSamples, PrefixSums
+from pretrain.data.samples.megatron import MegatronSamples
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
+from pretrain.data.token_files.writer import IndexedWriter
 from pretrain.errors import ConfigError
 from tests.data.counting import write_counting
 from tests.support.reference_order import reference
@@ -62,11 +63,11 @@ GOLDEN = {  # (order, num_samples): 1 epoch; 2 with the last one apart; 2 togeth
 def test_sequences_count_and_not_documents(tmp_path: Path) -> None:
     """Both shuffle sequences, also if a document has several of them."""
     single = write_counting(tmp_path / "single", [10, 20, 30, 40])
-    several = write_counting(tmp_path / "several", [10, 20, 30, 40])
-    index = (tmp_path / "several.idx").read_bytes()
-    documents = np.array([0, 2, 4], "<i8")
-    header = index[:26] + (3).to_bytes(8, "little")
-    (tmp_path / "several.idx").write_bytes(header + index[34:34 + 12 * 4] + documents.tobytes())
+    with IndexedWriter(tmp_path / "several", "int32") as writer:
+        writer.add_tokens(np.arange(100))
+        writer.add_sequences([10, 20, 30, 40])
+        writer.end_documents([2, 4])
+        writer.finalize()
     several = IndexedDataset(tmp_path / "several")
     assert (several.num_documents, several.num_sequences) == (2, 4)
     options = {"order": "megatron", "seq_length": 7, "seed": 5, "num_samples": 40}
@@ -94,17 +95,3 @@ def test_the_fingerprint_depends_on_all_that_changes_the_order(tmp_path: Path) -
                                         {"last_sequence": 1}, {"first_sequence": 1}]
     fingerprints = [MegatronSamples(indexed, **{**options, **change}).fingerprint for change in changes]
     assert len(set(fingerprints)) == len(changes)
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=400))
-def test_prefix_sums(lengths: list[int]) -> None:
-    values = np.array(lengths)
-    sums = PrefixSums(len(values), lambda numbers: values[numbers])
-    assert sums.total == values.sum()
-    before = np.cumsum(values) - values
-    assert sums.before(np.arange(len(values))).tolist() == before.tolist()
-    expected = np.repeat(np.arange(len(values)), values)
-    elements, starts = sums.find(np.arange(sums.total))
-    assert (elements == expected).all()
-    assert (starts == before[expected]).all()

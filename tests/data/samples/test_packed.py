@@ -106,15 +106,12 @@ def test_each_epoch_has_another_order(tmp_path: Path) -> None:
     assert all(sorted(order) == sorted(orders[0]) for order in orders)
 
 
-def test_utilization_of_a_corpus_like_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("seq_length", [512, 4096])
+def test_utilization_of_a_corpus_like_text(tmp_path: Path, seq_length: int) -> None:
     """Lengths of documents of web text are distributed about log-normally."""
     lengths = np.random.default_rng(0).lognormal(6, 1.2, 5000).astype(int) + 1
     indexed = write_counting(tmp_path / "data", lengths.tolist(), first=1)
-    for seq_length in (512, 2048, 4096):
-        utilization = PackedDocuments(indexed, seq_length=seq_length, seed=0).utilization
-        with capsys.disabled():
-            print(f"\nbest-fit packing, {seq_length} tokens: {utilization:.3%} of the positions have a token")
-        assert utilization > 0.98
+    assert PackedDocuments(indexed, seq_length=seq_length, seed=0).utilization > 0.98
 
 
 def test_the_flag_selects_packing(tmp_path: Path) -> None:

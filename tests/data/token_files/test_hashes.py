@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -167,23 +167,15 @@ def test_unreadable_hashes_are_ignored_with_a_note(big: Path, tmp_path: Path) ->
 
 
 def test_two_processes_may_write_the_same_hashes(tmp_path: Path) -> None:
-    path, stop = tmp_path / "corpus.sha256.json", threading.Event()
-    first, second = _GOOD, replace(_GOOD, blocks=_GOOD.blocks[:1])
-    write_hashes(path, first)
-
-    def write(hashes: DataHashes) -> None:
-        while not stop.is_set():
-            write_hashes(path, hashes)
-
-    writers = [threading.Thread(target=write, args=(hashes,)) for hashes in (first, second)]
-    for writer in writers:
-        writer.start()
-    try:
-        assert all(read_hashes(path) in (first, second) for _ in range(300))
-    finally:
-        stop.set()
-        for writer in writers:
-            writer.join()
+    path = tmp_path / "corpus.sha256.json"
+    versions = (_GOOD, replace(_GOOD, blocks=_GOOD.blocks[:1]))
+    write_hashes(path, _GOOD)
+    with ThreadPoolExecutor(2) as pool:
+        writers = [pool.submit(lambda version=version: [write_hashes(path, version) for _ in range(100)])
+                   for version in versions]
+        while not all(writer.done() for writer in writers):
+            assert read_hashes(path) in versions
+        assert [len(writer.result()) for writer in writers] == [100, 100]
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 

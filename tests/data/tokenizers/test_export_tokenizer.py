@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from sentencepiece import SentencePieceTrainer
-from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Library
 from transformers import AutoTokenizer
 
@@ -22,7 +22,7 @@ from pretrain.data.tokenizers.special_tokens import EOD_PIECE, TokenIds
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.data.tokenizers.train_tokenizer import train_sentencepiece
 from pretrain.errors import ConfigError
-from tests.data.tokenizers.test_tokenizer import HARD, SOURCES, random_texts
+from tests.data.tokenizers.test_tokenizer import HARD, SOURCES, byte_level, random_texts
 
 LINES = [line for path in SOURCES for line in Path(path).read_text().splitlines() if line.strip()] + [
     "naïve café straße Å ½ ﬁne", "Привет, мир!", "你好,世界。", "こんにちは世界", "안녕하세요", "مرحبا", "👋 🎉 x²"] * 3
@@ -163,17 +163,6 @@ def test_models_without_an_equivalent_are_rejected(tmp_path: Path, settings: dic
     with pytest.raises(ConfigError, match=message):
         export_tokenizer(path, folder)
     assert [file.name for file in folder.iterdir()] == ["config.json"]
-
-
-def byte_level(words: Any, normalizer: Any = None) -> Library:
-    library = Library(models.BPE())
-    library.pre_tokenizer, library.decoder = words, decoders.ByteLevel()
-    if normalizer:
-        library.normalizer = normalizer
-    library.train(SOURCES, trainers.BpeTrainer(vocab_size=500, special_tokens=[EOD_PIECE, "<|im_end|>"],
-                                               show_progress=False, limit_alphabet=256,
-                                               initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
-    return library
 
 
 @functools.cache
