@@ -4,6 +4,7 @@ The checks come at the start, so that hours of work are not lost at the end.
 """
 
 import errno
+import fcntl
 import os
 import tempfile
 from pathlib import Path
@@ -108,6 +109,25 @@ def fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF)  # EBADF: of a folder on NFS
+
+
+def lock(descriptor: int, operation: int) -> bool | None:
+    """Lock an open file or folder by flock(2), and return True. The kernel releases the lock when it is closed.
+
+    Returns False if another process holds the lock, and None if the file system has no locks. Raises OSError.
+    """
+    try:
+        fcntl.flock(descriptor, operation)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return None
+    return True
 
 
 def make_folder(path: Path) -> Path:

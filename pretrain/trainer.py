@@ -14,7 +14,7 @@ from pretrain.analysis.sanity.run_checks import check_before_start
 from pretrain.checkpoint.format.fragments import owned_weights
 from pretrain.checkpoint.load.agree_on_checkpoint import agree_on_checkpoint, agree_on_data, verify_weights
 from pretrain.checkpoint.load.init_from import InitialWeights, origin_of
-from pretrain.checkpoint.load.load_checkpoint import load_checkpoint, load_checkpoint_weights, load_weights
+from pretrain.checkpoint.load.load_checkpoint import load_checkpoint, load_weights
 from pretrain.checkpoint.load.resume import Resume
 from pretrain.checkpoint.save.retention import position_after
 from pretrain.checkpoint.save.saver import Saver
@@ -205,10 +205,10 @@ def _restore(engine: DeepSpeedEngine, plan: Plan, resume: Resume | None,
     """
     if resume is None:
         if weights is not None:
-            load_weights(engine, weights)
+            load_weights(engine, weights.files)
         return 0, plan.args.first_sample
     if resume.manifest.weights_only:
-        load_checkpoint_weights(engine, resume.folder)
+        load_weights(engine, resume.folder)
         return 0, plan.args.first_sample
     load_checkpoint(engine, plan, resume.folder, resume.manifest)
     attachments(engine).early_stopping.set_state(_early_stopping(resume).state())

@@ -13,9 +13,9 @@ from typing import Any
 from pretrain.checkpoint.format.manifest import MANIFEST, Manifest
 from pretrain.checkpoint.format.verify import damaged_checkpoint, reject_damaged
 from pretrain.checkpoint.load.find_checkpoint import (
+    find_checkpoint,
     find_transformers_folder,
     run_folder_of,
-    select_checkpoint,
     tokenizer_of,
 )
 from pretrain.checkpoint.load.hf_folder import HFFolder, check_hf_folder, verify_recorded_hashes, weight_files
@@ -70,7 +70,7 @@ class ModelSource:
 
 def _checkpoint(path: Path, step: int | None) -> tuple[dict[str, Any], Manifest, ModelConfig]:
     """Return the checkpoint at `path` as the arguments of a ModelSource, its manifest and its model."""
-    folder, manifest, notes = select_checkpoint(path, step)
+    folder, manifest, notes = find_checkpoint(path, step)
     config = model_config_from(manifest.model, str(folder / MANIFEST))
     return {"folder": folder, "manifest": manifest, "precision": manifest.precision, "notes": notes}, manifest, config
 

@@ -61,7 +61,7 @@ def trial_run(start: Start, world: World) -> Iterator[Trial]:
     def build(plan: Plan) -> DeepSpeedEngine:
         engine = build_engine(plan, initialize=weights is None)
         if weights is not None:
-            load_weights(engine, weights)
+            load_weights(engine, weights.files)
         return engine
 
     yield Trial(plan, build)

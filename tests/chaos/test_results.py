@@ -47,12 +47,12 @@ def test_a_checkpoint_that_disappears_is_lost_unless_retention_may_remove_it(run
     for ledger in ledgers.values():
         assert len(ledger.observe()) == STEPS
     size = sum(record.bytes for record in read_manifest(folders[2]).files.values())
-    remove(folders[2])  # step 1, with two newer ones
+    remove(folders[2], folders[2].parent)  # step 1, with two newer ones
     lost = {keep: [(each.step, each.bytes) for each in ledger.lost()] for keep, ledger in ledgers.items()}
     assert lost == {0: [(1, size)], 2: [], 3: [(1, size)]}
     (run / "events.jsonl").write_text(json.dumps({"event": "prune", "path": str(folders[2])}) + "\n")
     assert [ledger.lost() for ledger in ledgers.values()] == [[], [], []]
-    remove(folders[0])
+    remove(folders[0], folders[0].parent)
     assert [each.step for each in ledgers[2].lost()] == [3]
 
 

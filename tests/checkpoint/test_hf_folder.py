@@ -17,6 +17,7 @@ from pretrain.checkpoint.load.hf_folder import check_hf_folder, hash_files
 from pretrain.checkpoint.load.reader import HFWeights
 from pretrain.errors import ConfigError
 from pretrain.model.hf_weights import from_transformers
+from pretrain.model.parameters import Part
 from tests.support.hf_models import save_hf_model
 from tests.support.model_shapes import SHAPES
 
@@ -34,6 +35,12 @@ def test_weights_equal_those_in_memory(name: str, tmp_path: Path) -> None:
     for key, value in expected.items():
         assert torch.equal(weights.tensor(key), value), key
         assert torch.equal(weights.read(key, "fp32", 3, 9), value.reshape(-1)[3:12]), key
+        for dim in range(value.dim()):  # what a tensor-parallel rank holds
+            part = Part(tuple(value.shape), dim, ((0, 1), (value.shape[dim] // 2, value.shape[dim])))
+            own = part.of(value).reshape(-1)[1:]
+            out = torch.empty_like(own)
+            weights.copy(key, "fp32", 1, out, part)
+            assert torch.equal(out, own), (key, dim)
 
 
 def test_a_folder_with_the_name_of_a_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.checkpoint.format.manifest import MANIFEST, read_manifest
-from pretrain.checkpoint.load.find_checkpoint import find_checkpoint, select_checkpoint, tokenizer_of
+from pretrain.checkpoint.load.find_checkpoint import find_checkpoint, tokenizer_of
 from pretrain.checkpoint.load.init_from import find_initial_weights
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import ConfigError
@@ -108,14 +108,14 @@ def test_generate_accepts_the_same_folders(run: Path) -> None:
     (run / "run.json").write_text(json.dumps([{"flags": {"tokenizer": "data/tokenizer"}}]))
     for path, step, found in ((run, None, 3), (checkpoints, None, 3), (checkpoints / "global_step2", None, 2),
                               (run, 1, 1), (checkpoints / "global_step2", 2, 2)):
-        folder, manifest, _ = select_checkpoint(path, step)
+        folder, manifest, _ = find_checkpoint(path, step)
         assert (folder, manifest.step) == (checkpoints / f"global_step{found}", found)
         assert tokenizer_of(path) == "data/tokenizer"
     for wrong, step, message in ((checkpoints / "global_step2", 3, "--step"),
                                  (run, 9, "--step 9: .* has the steps 3, 2, 1"),
                                  (run / "none", None, "no such folder")):
         with pytest.raises(ConfigError, match=message):
-            select_checkpoint(wrong, step)
+            find_checkpoint(wrong, step)
     (run / "run.json").unlink()
     with pytest.raises(ConfigError, match="--tokenizer"):
         tokenizer_of(checkpoints / "global_step2")

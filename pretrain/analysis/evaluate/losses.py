@@ -18,7 +18,8 @@ from torch import nn
 
 from pretrain.analysis.evaluate.token_windows import WindowSet
 from pretrain.analysis.model_source import EvaluationSource
-from pretrain.checkpoint.load.reader import FP32, WeightsReader, open_weights
+from pretrain.checkpoint.format.shard_index import FP32
+from pretrain.checkpoint.load.reader import WeightsReader, open_weights
 from pretrain.data.loader import document_positions
 from pretrain.engine.build import deepspeed_output
 from pretrain.engine.patches.zero import keep_dtype_of_partitions

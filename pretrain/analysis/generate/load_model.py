@@ -177,7 +177,8 @@ def _load_transformers_folder(folder: Path, dtype: str, placement: torch.device 
 
 def _fill(model: Any, source: GenerationSource, placement: torch.device | DeviceMap) -> None:
     """Replace each parameter on the meta device by the checkpoint's, one tensor at a time."""
-    from pretrain.checkpoint.load.reader import FP32, CheckpointReader  # needs DeepSpeed, transformers folders do not
+    from pretrain.checkpoint.format.shard_index import FP32  # needs DeepSpeed, transformers folders do not
+    from pretrain.checkpoint.load.reader import CheckpointReader
 
     assert source.config is not None
     reader = CheckpointReader(source.folder)

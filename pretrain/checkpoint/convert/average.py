@@ -11,7 +11,8 @@ import torch
 from pretrain.checkpoint.convert.new_folder import check_free_space
 from pretrain.checkpoint.convert.plan_average import AveragedCheckpoint, AveragePlan
 from pretrain.checkpoint.convert.write_weights import CHUNK_NUMEL, PlannedTensor, weights_manifest, write_weights_run
-from pretrain.checkpoint.load.reader import FP32, CheckpointReader, all_finite, chunks_of
+from pretrain.checkpoint.format.shard_index import FP32
+from pretrain.checkpoint.load.reader import CheckpointReader, all_finite, chunks_of
 from pretrain.data.tokenizers.tokenizer import TOKENIZER_FILES, Tokenizer
 from pretrain.errors import ConfigError
 

@@ -22,8 +22,9 @@ from pretrain.checkpoint.convert.write_weights import (
     write_shards,
 )
 from pretrain.checkpoint.format.hashed_files import FileRecord
+from pretrain.checkpoint.format.shard_index import FP32
 from pretrain.checkpoint.load.hf_folder import INDEX
-from pretrain.checkpoint.load.reader import FP32, CheckpointReader, all_finite, chunks_of
+from pretrain.checkpoint.load.reader import CheckpointReader, all_finite, chunks_of
 from pretrain.data.tokenizers.export_tokenizer import export_tokenizer
 from pretrain.data.tokenizers.special_tokens import CONFIG_KEYS, TokenIds
 from pretrain.errors import ConfigError

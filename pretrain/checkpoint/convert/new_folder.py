@@ -1,7 +1,6 @@
 """Create the output folder of a conversion atomically: it is written under a temporary name, then renamed."""
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import json
@@ -18,7 +17,7 @@ from typing import NoReturn
 from pretrain.checkpoint.format.hashed_files import FileRecord, free_bytes, sha256_of, write_atomically
 from pretrain.checkpoint.format.manifest import MANIFEST, step_of
 from pretrain.errors import ConfigError
-from pretrain.paths import check_folder, fsync
+from pretrain.paths import check_folder, fsync, lock
 from pretrain.stored_json import build, read_object
 
 # file in the output folder: the name of the conversion, the SHA-256 of the checkpoint's manifest, size and SHA-256 of
@@ -87,9 +86,9 @@ def _locked_folder(folder: Path, out: Path) -> Iterator[None]:
     Raises ConfigError if another process has it. File systems without locks on folders do not show that.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        if not _try_lock(lock) or not _is_open_folder(folder, lock):
+        if lock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB) is False or not _is_open_folder(folder, opened):
             raise ConfigError(str(out), problem="another process is writing this folder now",
                               remedy="wait until it has ended, or name another folder")
         try:
@@ -97,22 +96,10 @@ def _locked_folder(folder: Path, out: Path) -> Iterator[None]:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
             yield
         finally:
-            if _is_open_folder(folder, lock):
+            if _is_open_folder(folder, opened):
                 shutil.rmtree(folder, ignore_errors=True)
     finally:
-        os.close(lock)
-
-
-def _try_lock(folder: int) -> bool:
-    """Lock an open folder. Return whether no other process has locked it; True on file systems without such locks."""
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF):  # EBADF: NFS
-            raise
-    return True
+        os.close(opened)
 
 
 def _is_open_folder(folder: Path, opened: int) -> bool:

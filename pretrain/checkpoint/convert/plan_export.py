@@ -7,7 +7,7 @@ from typing import Any
 
 from pretrain.checkpoint.convert.new_folder import check_new_folder
 from pretrain.checkpoint.format.manifest import MANIFEST, Manifest
-from pretrain.checkpoint.load.find_checkpoint import run_folder_of, select_checkpoint, tokenizer_of
+from pretrain.checkpoint.load.find_checkpoint import find_checkpoint, run_folder_of, tokenizer_of
 from pretrain.config.layout import DTYPE_BYTES
 from pretrain.config.schedule import schedule_from_json, schedule_text
 from pretrain.data.tokenizers.special_tokens import check_tokenizer_fits
@@ -91,7 +91,7 @@ def plan_export(path: Path, out: Path, *, step: int | None = None, dtype: str | 
 
     Raises ConfigError.
     """
-    folder, manifest, checkpoint_notes = select_checkpoint(path, step)
+    folder, manifest, checkpoint_notes = find_checkpoint(path, step)
     check_new_folder(out)
     config = model_config_from(manifest.model, str(folder / MANIFEST))
     try:

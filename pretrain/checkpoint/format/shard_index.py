@@ -34,6 +34,7 @@ from pretrain.errors import ConfigError
 from pretrain.model.parameters import Part
 from pretrain.stored_json import read_object
 
+FP32 = "fp32"  # name under which the master weights are listed with the optimizer states
 FORMAT_WITH_PARTS = 2  # of an index that has parts of parameters; indexes without "format" have none
 # class name -> its name of a state -> the family's name; None: the class stores this state but never uses it
 _RENAMED_STATES: dict[str, dict[str, str | None]] = {
@@ -112,20 +113,12 @@ def state_name(class_name: str, key: str) -> str | None:
     return _RENAMED_STATES.get(class_name, {}).get(key, key)
 
 
-@dataclass(frozen=True)
-class StoredTensor:
-    """A flat tensor in the checkpoint's files: its location, optimizer states and parameter-group settings."""
-
-    weights: FileLocation
-    states: dict[str, FileLocation]  # by the family's name
-    group: dict[str, Any]  # settings of the parameter group (lr, betas ...)
-
-
 @dataclass(frozen=True, kw_only=True)
 class StoredFragment(Fragment):
     """A fragment in the checkpoint's files."""
 
-    tensor: StoredTensor
+    states: dict[str, FileLocation]  # of flat tensors: of the weights (FP32), of optimizer states by the family's names
+    group: dict[str, Any]  # settings of the parameter group (lr, betas ...)
 
 
 @dataclass
@@ -136,7 +129,7 @@ class StoredParameters:
     optimizer: str = ""  # class name of the base optimizer
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of complete parameters
     fragments: dict[str, list[StoredFragment]] = field(default_factory=dict)  # without copies
-    states: dict[str, None] = field(default_factory=dict)  # names of the elementwise optimizer states, in order
+    states: dict[str, None] = field(default_factory=dict)  # FP32, and the names of elementwise optimizer states
     scalars: dict[str, float] = field(default_factory=dict)
 
 
@@ -171,9 +164,8 @@ def _add_index(found: StoredParameters, path: Path) -> None:
 
 def _add_tensor(found: StoredParameters, entry: dict[str, Any], groups: list[dict[str, Any]]) -> None:
     weights, states = (FileLocation(entry[key][0], tuple(entry[key][1])) for key in ("weights", "states"))
-    named = {name: states.at(key) for key in entry["elementwise"]
-             if (name := state_name(found.optimizer, key)) is not None}
-    tensor = StoredTensor(weights, named, groups[entry["group"]])
+    named = {FP32: weights, **{name: states.at(key) for key in entry["elementwise"]
+                               if (name := state_name(found.optimizer, key)) is not None}}
     # FusedAdam updates the step count of only the last parameter in a group, so the largest count is right
     if entry["scalars"].get("step", 0) >= found.scalars.get("step", 0):
         found.scalars |= entry["scalars"]
@@ -181,7 +173,8 @@ def _add_tensor(found: StoredParameters, entry: dict[str, Any], groups: list[dic
         if found.shapes.setdefault(name, tuple(shape)) != tuple(shape):
             raise ValueError(f"{name} has the shapes {shape} and {list(found.shapes[name])}")
         found.fragments.setdefault(name, []).append(StoredFragment(
-            name, tuple(shape), start, length, offset, _part(name, tuple(shape), start + length, *part), tensor=tensor))
+            name, tuple(shape), start, length, offset, _part(name, tuple(shape), start + length, *part),
+            states=named, group=groups[entry["group"]]))
     found.states |= dict.fromkeys(named)
 
 

@@ -84,7 +84,8 @@ def steps_text(path: Path) -> str:
 
 
 def _no_checkpoint(path: Path) -> ConfigError:
-    return ConfigError(str(path), problem="the folder holds no checkpoint",
+    problem = "this is a file, and not a folder" if path.exists() else "there is no such folder"
+    return ConfigError(str(path), problem="the folder holds no checkpoint" if path.is_dir() else problem,
                        remedy="name a run folder (the value of --save) or a global_stepN folder")
 
 
@@ -107,15 +108,6 @@ def find_transformers_folder(path: Path, step: int | None) -> Path | None:
         raise ConfigError("--step", problem=f"{path} is a transformers folder, which has no steps",
                           remedy="leave --step out")
     return folder
-
-
-def select_checkpoint(path: Path, step: int | None = None) -> tuple[Path, Manifest, tuple[str, ...]]:
-    """Return the checkpoint that `find_checkpoint` finds. Raises ConfigError, also if there is no folder."""
-    if not path.is_dir():
-        problem = "this is a file, and not a folder" if path.exists() else "there is no such folder"
-        raise ConfigError(str(path), problem=problem,
-                          remedy="name a run folder (the value of --save) or a global_stepN folder")
-    return find_checkpoint(path, step)
 
 
 def run_folder_of(path: Path) -> Path | None:

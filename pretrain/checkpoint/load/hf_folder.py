@@ -177,31 +177,33 @@ def header_bytes(tensors: Iterable[tuple[str, str, Shape]]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _data_range(path: Path, name: str) -> tuple[int, int]:
-    """Return the first byte of a tensor in a safetensors file, and the byte after its last one."""
+def _bytes_of(path: Path, name: str) -> memoryview:
+    """Return the bytes of a tensor in a safetensors file, which is memory-mapped."""
     with open(path, "rb") as file:
         data_start = 8 + int.from_bytes(file.read(8), "little")
         start, end = json.loads(file.read(data_start - 8))[name]["data_offsets"]
-    return data_start + start, data_start + end
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    return memoryview(mapped)[data_start + start:data_start + end]
+
+
+class _Index(TypedDict):
+    weight_map: dict[str, str]
 
 
 def _read_index(path: Path) -> dict[str, str]:
     """Return the map from tensors to files of a model.safetensors.index.json."""
+    weight_map: dict[str, str] = {}
     try:
-        weight_map = read_json(path)["weight_map"]
-        valid = bool(weight_map) and all(isinstance(file, str) and file.endswith(".safetensors")
-                                         and Path(file).name == file and len(file.encode()) <= _LONGEST_NAME
-                                         for file in weight_map.values())
+        weight_map = build(_Index, read_json(path))["weight_map"]
     except OSError as error:
         raise ConfigError(str(path), problem=f"it cannot be read: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        valid = False
-    if not valid:
+    except ValueError:
+        pass  # rejected below
+    if not weight_map or not all(file.endswith(".safetensors") and Path(file).name == file
+                                 and len(file.encode()) <= _LONGEST_NAME for file in weight_map.values()):
         raise ConfigError(str(path), problem='it is not a JSON object with a "weight_map" from tensors to '
-                          "safetensors files",
-                          remedy="download it, or write the folder again")
-    result: dict[str, str] = weight_map
-    return result
+                          "safetensors files", remedy="download it, or write the folder again")
+    return weight_map
 
 
 def _no_safetensors(folder: Path) -> ConfigError:
@@ -246,16 +248,11 @@ def _check_tensor(folder: Path, tensor: StoredTensor, shape: tuple[int, ...], co
 
 def _check_tied_head(folder: Path, head: StoredTensor, embedding: StoredTensor) -> None:
     """Raise ConfigError unless the stored head has exactly the bytes of the embedding."""
-    same = (head.dtype, head.shape) == (embedding.dtype, embedding.shape)
-    if same:
-        (a, a_end), (b, _) = (_data_range(folder / tensor.file, tensor.name) for tensor in (head, embedding))
-        with open(folder / head.file, "rb") as first, open(folder / embedding.file, "rb") as second, \
-                mmap.mmap(first.fileno(), 0, access=mmap.ACCESS_READ) as x, \
-                mmap.mmap(second.fileno(), 0, access=mmap.ACCESS_READ) as y:
-            size = a_end - a
-            same = all(x[a + start:a + min(start + _COMPARED_BYTES, size)] ==
-                       y[b + start:b + min(start + _COMPARED_BYTES, size)] for start in range(0, size, _COMPARED_BYTES))
-    if not same:
+    x, y = (_bytes_of(folder / tensor.file, tensor.name) for tensor in (head, embedding))
+    is_same = (head.dtype, head.shape) == (embedding.dtype, embedding.shape) and all(
+        bytes(x[start:start + _COMPARED_BYTES]) == bytes(y[start:start + _COMPARED_BYTES])
+        for start in range(0, len(x), _COMPARED_BYTES))
+    if not is_same:
         raise ConfigError(f"{folder / head.file}: {head.name}", problem=f"it differs from {embedding.name}, although "
                           "tie_word_embeddings is true", remedy="set tie_word_embeddings to false in the config.json")
 

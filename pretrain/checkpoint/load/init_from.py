@@ -36,6 +36,11 @@ class InitialWeights:
     origin: Origin
     notes: tuple[str, ...] = ()  # newer checkpoints that are not used
 
+    @property
+    def files(self) -> HFFolder | Path:
+        """The folder that `load_weights` reads."""
+        return self.source if isinstance(self.source, HFFolder) else self.source[0]
+
 
 def source_name(init_from: str) -> str:
     """Return the name of a source that does not depend on the current folder: an absolute path or a repository."""

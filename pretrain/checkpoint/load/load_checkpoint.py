@@ -7,7 +7,7 @@ format.
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from pretrain.checkpoint.format.fragments import FlatTensor, base_optimizer, complete_shape, flat_tensors, group_of
 from pretrain.checkpoint.format.manifest import Manifest
 from pretrain.checkpoint.format.pickles import load_pickle, rng_file, set_rng_state
-from pretrain.checkpoint.format.shard_index import index_json, index_name, is_elementwise, state_name
+from pretrain.checkpoint.format.shard_index import FP32, index_json, index_name, is_elementwise, state_name
 from pretrain.checkpoint.load.hf_folder import HFFolder
-from pretrain.checkpoint.load.init_from import InitialWeights
 from pretrain.checkpoint.load.reader import (
-    FP32,
     SCHEDULED_SETTINGS,
     CheckpointReader,
     WeightsReader,
@@ -82,17 +80,6 @@ def load_checkpoint(engine: DeepSpeedEngine, plan: Plan, folder: Path, manifest:
     assert engine.global_steps == manifest.step, (engine.global_steps, manifest.step)
 
 
-def load_weights(engine: DeepSpeedEngine, weights: InitialWeights) -> None:
-    """Fill the weights. Optimizer, schedule, counters and random numbers remain those of a new run. Collective."""
-    source = weights.source
-    fill_weights(engine, lambda: open_weights(source if isinstance(source, HFFolder) else source[0]))
-
-
-def load_checkpoint_weights(engine: DeepSpeedEngine, folder: Path) -> None:
-    """Fill the weights from a checkpoint, and load nothing else of it. Collective."""
-    fill_weights(engine, lambda: open_weights(folder))
-
-
 def load_resharded(engine: DeepSpeedEngine, folder: Path, manifest: Manifest) -> None:
     """Load weights, optimizer states, learning rates, schedule, counters and loss scale; collective.
 
@@ -118,13 +105,14 @@ def seed_generators(seed: int, step: int) -> None:
     torch.manual_seed(int.from_bytes(digest[:7], "little"))
 
 
-def fill_weights(engine: DeepSpeedEngine, open_reader: Callable[[], WeightsReader]) -> None:
-    """Fill the fp32 and 16-bit weights of an engine that has made no step; collective.
+def load_weights(engine: DeepSpeedEngine, source: HFFolder | Path) -> None:
+    """Fill the fp32 and 16-bit weights of an engine that has made no step from a transformers or checkpoint folder.
 
-    `open_reader` is called on each rank. If it raises ConfigError, the first such error is raised on every rank.
+    Optimizer, schedule, counters and random numbers remain those of a new run. Collective; raises the same ConfigError
+    on every rank.
     """
     with torch.no_grad(), _rejected_together():
-        reader = open_reader()
+        reader = open_weights(source)
         _check_shapes(engine, reader)
         _prepare_stage_3(engine)
         flats = flat_tensors(engine)

@@ -6,7 +6,7 @@ flat tensors have in common are the intersections of their boxes. Each is copied
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -19,7 +19,6 @@ from pretrain.model.parameters import Part
 Shape = tuple[int, ...]
 Range = tuple[int, int]  # (first index, end)
 T = TypeVar("T")
-_CHUNK_NUMEL = 2**24  # largest number of elements that `copy_part` reads at once, if a row is not larger
 
 
 @dataclass(frozen=True)
@@ -129,27 +128,3 @@ class BoxIndex(Generic[T]):
     def between(self, start: int, stop: int) -> list[tuple[Box, T]]:
         """Return the boxes that may have elements from `start` to `stop`."""
         return self._boxes[bisect_right(self._ends, start):bisect_left(self._starts, stop)]
-
-
-def copy_part(copy: Callable[[int, torch.Tensor], None], part: Part, start: int, out: torch.Tensor) -> None:
-    """Copy elements of a part from a source that can only copy consecutive elements of the complete parameter.
-
-    Args:
-        copy: takes the index of the first element in the flattened complete parameter, and the tensor to fill.
-        start: index of the first element in the flattened part.
-        out: tensor of one dimension that is filled.
-    """
-    inner = prod(part.shape[1:])
-    for box in boxes_of(part.shape, part, start, out.numel()):
-        view, (first, end) = box.view(out, box.ranges), box.span(part.shape)
-        if view.numel() == end - first:
-            copy(first, view)
-            continue
-        rows = max(1, _CHUNK_NUMEL // inner)
-        for row in range(box.ranges[0][0], box.ranges[0][1], rows):
-            ranges = ((row, min(row + rows, box.ranges[0][1])), *box.ranges[1:])
-            complete = torch.empty((ranges[0][1] - row, *part.shape[1:]))
-            copy(row * inner, complete)
-            for dim, (low, high) in enumerate(ranges[1:], start=1):
-                complete = complete.narrow(dim, low, high - low)
-            box.view(out, ranges).copy_(complete)

@@ -13,16 +13,15 @@ from safetensors import safe_open
 
 from pretrain.checkpoint.format.fragments import FileLocation
 from pretrain.checkpoint.format.pickles import load_pickle
-from pretrain.checkpoint.format.shard_index import StoredFragment, read_shard_indexes
+from pretrain.checkpoint.format.shard_index import FP32, StoredFragment, read_shard_indexes
 from pretrain.checkpoint.load.hf_folder import WEIGHT_DTYPES, HFFolder, StoredTensor, read_header
-from pretrain.checkpoint.load.overlapping_shards import BoxIndex, boxes_of, copy_part
+from pretrain.checkpoint.load.overlapping_shards import BoxIndex, boxes_of
 from pretrain.errors import ConfigError
 from pretrain.model.hf_names import TensorRule, tensor_rules
 from pretrain.model.hf_weights import to_ours
 from pretrain.model.parameters import Part
 
 _CHUNK_NUMEL = 2**24  # largest number of elements in a chunk
-FP32 = "fp32"  # name under which the master weights are listed with the optimizer states
 # settings of a parameter group that learning-rate schedulers change
 SCHEDULED_SETTINGS = ("lr", "initial_lr", "betas", "momentum")
 
@@ -112,7 +111,7 @@ class CheckpointReader(WeightsReader):
     def __init__(self, folder: Path) -> None:
         stored = read_shard_indexes(folder)
         self.folder, self.shapes, self.scalars = folder, stored.shapes, stored.scalars
-        self.optimizer, self.states = stored.optimizer, [FP32, *stored.states]
+        self.optimizer, self.states = stored.optimizer, [*stored.states]
         self._fragments = stored.fragments
         self._starts = {name: [fragment.start for fragment in fragments]
                         for name, fragments in self._fragments.items()}
@@ -122,7 +121,7 @@ class CheckpointReader(WeightsReader):
 
     def group(self, name: str) -> dict[str, Any]:
         """Return the settings (lr, betas ...) of a parameter's group."""
-        return self._fragments[name][0].tensor.group
+        return self._fragments[name][0].group
 
     def copy(self, name: str, state: str, start: int, out: torch.Tensor, part: Part | None = None) -> None:
         out = out.view(-1)
@@ -158,7 +157,7 @@ class CheckpointReader(WeightsReader):
 
     def _flat_tensor(self, name: str, state: str, fragment: StoredFragment) -> torch.Tensor:
         """Return the memory-mapped flat tensor that holds a fragment's state."""
-        location = fragment.tensor.weights if state == FP32 else fragment.tensor.states.get(state)
+        location = fragment.states.get(state)
         if location is None:
             raise ConfigError(f"{self.folder}: {name}", problem=f"the optimizer state {state} is missing; other "
                               "parameters have it", remedy="use another checkpoint")
@@ -214,7 +213,7 @@ class HFWeights(WeightsReader):
     def copy(self, name: str, state: str, start: int, out: torch.Tensor, part: Part | None = None) -> None:
         assert state == "fp32", f"{name}: a transformers folder has no optimizer state {state}"
         if part is not None:
-            copy_part(lambda first, rows: self.copy(name, state, first, rows), part, start, out)
+            self._copy_part(name, state, start, out, part)
             return
         out, rule, first = out.view(-1), self.rules[name], 0
         if rule.transposed or rule.row_order:
@@ -226,6 +225,14 @@ class HFWeights(WeightsReader):
             if low < high:
                 out.narrow(0, low - start, high - low).copy_(tensor.narrow(0, low - first, high - low))
             first += tensor.numel()
+
+    def _copy_part(self, name: str, state: str, start: int, out: torch.Tensor, part: Part) -> None:
+        for box in boxes_of(part.shape, part, start, out.numel()):
+            view, (first, end) = box.view(out.view(-1), box.ranges), box.span(part.shape)
+            if view.numel() == end - first:
+                self.copy(name, state, first, view)  # consecutive elements: read only these
+            else:
+                view.copy_(self.stored(name)[tuple(slice(*indices) for indices in box.ranges)])
 
     def stored(self, name: str) -> torch.Tensor:
         """Return a complete parameter in its stored dtype. It may be a view of a memory-mapped file: do not change it.

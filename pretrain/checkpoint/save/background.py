@@ -9,6 +9,7 @@ import queue
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -161,11 +162,14 @@ class Snapshot:
         """Remove the files, but keep the memory."""
         self.files, self._end = [], 0
 
-    def open_file(self, name: str) -> "_SnapshotFile":
-        """Open a file for writing in a `with` block. It is added to `files` at the end of the block."""
-        return _SnapshotFile(self, name, self._end)
+    @contextlib.contextmanager
+    def open_file(self, name: str) -> Iterator["Snapshot"]:
+        """Collect what is written in the block. At its end, unless it fails, this becomes a file in `files`."""
+        start = self._end
+        yield self
+        self.files.append(Region(name, start, self._end - start))
 
-    def append(self, data: bytes | memoryview) -> int:
+    def write(self, data: bytes | memoryview) -> int:
         """Append a copy of `data` and return its length in bytes."""
         with memoryview(data) as view, view.cast("B") as source:
             end = self._end + source.nbytes
@@ -175,32 +179,10 @@ class Snapshot:
             self._end = end
             return source.nbytes
 
+    def flush(self) -> None:
+        """Do nothing, because nothing is buffered."""
+
     def close(self) -> None:
         """Release this process's mapping and descriptor."""
         self._memory.close()
         os.close(self.descriptor)
-
-    @property
-    def end(self) -> int:
-        """Number of bytes in use."""
-        return self._end
-
-
-class _SnapshotFile:
-    """A file in the snapshot, with the methods that `torch.save` calls."""
-
-    def __init__(self, snapshot: Snapshot, name: str, start: int) -> None:
-        self._snapshot, self._name, self._start = snapshot, name, start
-
-    def write(self, data: bytes | memoryview) -> int:
-        return self._snapshot.append(data)
-
-    def flush(self) -> None:
-        """Do nothing, because nothing is buffered."""
-
-    def __enter__(self) -> "_SnapshotFile":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self._snapshot.files.append(Region(self._name, self._start, self._snapshot.end - self._start))

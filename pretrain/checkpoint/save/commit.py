@@ -11,9 +11,9 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
 
 from pretrain.checkpoint.format.hashed_files import FileRecord, free_bytes, write_atomically
 from pretrain.checkpoint.format.manifest import (
@@ -37,13 +37,14 @@ _POLL_S = 0.05
 _CHECK_S = 1.0  # interval of the checks whether a rank's writer has ended
 
 
-class _Part(TypedDict):
-    """Content of a part file."""
+@dataclass(frozen=True)
+class _Part:
+    """Content of a part file: the files that a rank has written, or why it could not write them."""
 
     save_id: str
     rank: int
     files: dict[str, FileRecord]
-    finite: bool | None
+    finite: bool | None  # whether their tensors have neither NaN nor infinity; None: not checked
     error: str | None
 
 
@@ -77,13 +78,8 @@ def remove_leftovers(checkpoints: Path) -> list[Path]:
 
 def write_part(temporary: Path, *, rank: int, save_id: str, files: dict[str, FileRecord], finite: bool | None = None,
                error: str | None = None) -> None:
-    """Record the files that this rank has written and synced, or the `error` that prevented this. Raises OSError.
-
-    `finite`: whether their tensors have neither NaN nor infinity; None: not checked.
-    """
-    part = {"save_id": save_id, "rank": rank, "files": {name: asdict(record) for name, record in files.items()},
-            "finite": finite, "error": error}
-    write_atomically(_part(temporary, rank), json.dumps(part))
+    """Record the files that this rank has written and synced, or the `error` that prevented this. Raises OSError."""
+    write_atomically(_part(temporary, rank), json.dumps(asdict(_Part(save_id, rank, files, finite, error))))
 
 
 def has_part(temporary: Path, *, rank: int, save_id: str) -> bool:
@@ -157,11 +153,10 @@ def wait_for_parts(temporary: Path, save_id: str, world_size: int, timeout_s: fl
         for rank in sorted(missing):
             part = _read_part(temporary, rank, save_id)
             if part is not None:
-                duplicates = files.keys() & part[0].keys()
-                if duplicates:
+                if duplicates := files.keys() & part.files.keys():
                     raise SaveError(f"{temporary}: both rank {rank} and another rank wrote {min(duplicates)}")
-                files.update(part[0])
-                finite.append(part[1])
+                files.update(part.files)
+                finite.append(part.finite)
                 missing.discard(rank)
         if not missing:
             return dict(sorted(files.items())), False if False in finite else None if None in finite else True
@@ -181,8 +176,8 @@ def _rank_list(ranks: set[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {names}{', ...' if len(ranks) > 8 else ''}"
 
 
-def _read_part(temporary: Path, rank: int, save_id: str) -> tuple[dict[str, FileRecord], bool | None] | None:
-    """Return the files that a rank recorded, and whether they are finite; None if there is no part file of this save.
+def _read_part(temporary: Path, rank: int, save_id: str) -> _Part | None:
+    """Return what a rank recorded; None if there is no part file of this save.
 
     Raises SaveError if the rank recorded an error, or if the part file is damaged.
     """
@@ -192,11 +187,11 @@ def _read_part(temporary: Path, rank: int, save_id: str) -> tuple[dict[str, File
         return None
     except ValueError as error:
         raise SaveError(f"{_part(temporary, rank)}: the file is damaged: {error}") from error
-    if part["save_id"] != save_id:
+    if part.save_id != save_id:
         return None
-    if part["error"] is not None:
-        raise SaveError(f"{temporary}: rank {rank}: {part['error']}")
-    return part["files"], part["finite"]
+    if part.error is not None:
+        raise SaveError(f"{temporary}: rank {rank}: {part.error}")
+    return part
 
 
 def check_files(temporary: Path, files: dict[str, FileRecord], *, world_size: int) -> None:

@@ -103,13 +103,7 @@ class _Mirror:
     def for_each(self, names: Iterable[str], transfer: Callable[[str], None]) -> None:
         """Call `transfer` for each name, in parallel if the client supports this. An error cancels the other calls."""
         with ThreadPoolExecutor(self._num_transfers, thread_name_prefix="mirror") as pool:
-            transfers = [pool.submit(transfer, name) for name in names]
-            try:
-                for one in transfers:
-                    one.result()
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+            list(pool.map(transfer, names))
 
     def missing(self, tag: str, manifest: Manifest) -> list[str]:
         """List the manifest's files that are missing in the mirror or have another size there."""

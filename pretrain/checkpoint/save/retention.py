@@ -5,9 +5,9 @@ abandoned path: they move to `checkpoints/abandoned-N/`, in which no start looks
 `RUN/rollbacks.jsonl` is written first. A start finishes the moves that a killed run did not reach.
 """
 
+import contextlib
 import json
 import shutil
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -55,7 +55,7 @@ def prune(checkpoints: Path, *, keep_checkpoints: int, keep_every: int, keep_bes
     if removed:
         _verify([found for found in good if found[0].name in kept][:_MIN_KEPT], verified)
     for folder in removed:
-        remove(folder)
+        remove(folder, checkpoints)
         verified.discard(folder.name)
     return removed + remove_abandoned(checkpoints, up_to_step=good[0][1].step if good else -1)
 
@@ -85,12 +85,12 @@ def _verify(newest: list[tuple[Path, Manifest]], verified: set[str]) -> None:
             verified.add(folder.name)
 
 
-def remove(folder: Path) -> None:
-    """Delete a checkpoint. Rename it first, so that the deletion is atomic."""
-    temporary = folder.with_name(f"{TEMPORARY}pruned-{folder.name}")
+def remove(folder: Path, checkpoints: Path) -> None:
+    """Delete a checkpoint below the folder `checkpoints`. Rename it first, so that the deletion is atomic."""
+    temporary = checkpoints / f"{TEMPORARY}pruned-{folder.name}"
     shutil.rmtree(temporary, ignore_errors=True)
     folder.rename(temporary)
-    fsync(folder.parent)
+    fsync(checkpoints)
     shutil.rmtree(temporary)
 
 
@@ -184,16 +184,8 @@ def remove_abandoned(checkpoints: Path, *, up_to_step: int) -> list[Path]:
     removed = []
     for folder in sorted(checkpoints.glob(f"{ABANDONED}*/global_step*")):
         if 0 <= step_of(folder) <= up_to_step:
-            temporary = checkpoints / f"{TEMPORARY}{folder.parent.name}-{folder.name}"
-            shutil.rmtree(temporary, ignore_errors=True)
-            folder.rename(temporary)  # first, so that the deletion is atomic
-            shutil.rmtree(temporary, ignore_errors=True)
+            remove(folder, checkpoints)
             removed.append(folder)
-    _remove_empty(folder.parent for folder in removed)
+            with contextlib.suppress(OSError):  # it holds other checkpoints
+                folder.parent.rmdir()
     return removed
-
-
-def _remove_empty(folders: Iterable[Path]) -> None:
-    for folder in sorted(set(folders)):
-        if not any(folder.iterdir()):
-            folder.rmdir()

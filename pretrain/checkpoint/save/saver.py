@@ -1,7 +1,6 @@
 """Save checkpoints of the training loop, synchronously or in the background; then mirror and prune them."""
 
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from pretrain.checkpoint.format.manifest import NOT_FINITE
 from pretrain.checkpoint.format.verify import files_of_rank
 from pretrain.checkpoint.save.background import BackgroundWriter
 from pretrain.checkpoint.save.save_checkpoint import begin_save, manifest_of_engine, save_checkpoint, write_files
-from pretrain.checkpoint.save.writer import AfterSave, SaveJob, SnapshotFiles, has_ended
+from pretrain.checkpoint.save.writer import SaveJob, SnapshotFiles, has_ended
 from pretrain.config.validate import Plan
 from pretrain.distributed.collectives import from_rank_0, gather, wait_until_all
 from pretrain.errors import SaveError
@@ -32,8 +31,6 @@ class Saver:
         args = plan.args
         self._plan, self._folder, self._screen = plan, folder, screen
         self._checkpoints = folder.path.absolute() / "checkpoints"
-        self._after = AfterSave(keep_checkpoints=args.keep_checkpoints, keep_every=args.keep_every,
-                                keep_best=args.keep_best, mirror=args.checkpoint_mirror)
         in_background = args.async_save or args.checkpoint_mirror or (args.keep_checkpoints and dist.get_rank() == 0)
         self._writer = BackgroundWriter(self._checkpoints, dist.get_rank()) if in_background else None
         self.committed_step = 0  # step of the newest checkpoint that was committed; on rank 0
@@ -95,11 +92,12 @@ class Saver:
 
     def _job(self, step: int, save_id: str, names: list[str], snapshot: SnapshotFiles | None, *,
              prune: bool) -> SaveJob:
-        after = self._after if prune else replace(self._after, keep_checkpoints=0)
+        args = self._plan.args
+        keep = {"keep_checkpoints": args.keep_checkpoints if prune else 0, "keep_every": args.keep_every,
+                "keep_best": args.keep_best}
         return SaveJob(step=step, final=str(self._checkpoints / f"global_step{step}"), rank=dist.get_rank(),
-                       save_id=save_id, timeout_s=self._plan.args.save_timeout,
-                       locks_are_shared=self._locks_are_shared, names=names, after=after,
-                       snapshot=snapshot)
+                       save_id=save_id, timeout_s=args.save_timeout, locks_are_shared=self._locks_are_shared,
+                       names=names, mirror=args.checkpoint_mirror, keep=keep, snapshot=snapshot)
 
     def _memory_is_free(self, step: int, *, wait: bool) -> bool:
         """Return whether all ranks can reuse the memory of the previous snapshot. With `wait`, wait until they can."""

@@ -12,7 +12,6 @@ a lock. In both cases time-outs replace the locks.
 """
 
 import contextlib
-import errno
 import fcntl
 import json
 import mmap
@@ -23,10 +22,10 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 from pretrain.checkpoint.format.hashed_files import FileGroup, FileRecord
 from pretrain.checkpoint.format.manifest import MANIFEST, Manifest
@@ -34,24 +33,16 @@ from pretrain.checkpoint.save.commit import commit, discard, has_part, write_par
 from pretrain.checkpoint.save.mirror import finish_upload, upload
 from pretrain.checkpoint.save.retention import prune
 from pretrain.errors import ConfigError, SaveError
+from pretrain.paths import lock
+from pretrain.stored_json import build
 
 _REPLY_LOCK = threading.Lock()  # the main thread and the thread that runs `_after_save` both reply
 _CHECK_S = 1.0  # interval of the checks whether rank 0's writer has ended
-_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # errors of file systems without locks
 _POLL_S = 0.1
 
 
 @dataclass(frozen=True)
-class AfterSave:
-    """Flags for the time after a commit: which older checkpoints to keep, and the URL of the mirror."""
-
-    keep_checkpoints: int = 0
-    keep_every: int = 0
-    keep_best: int = 0
-    mirror: str | None = None
-
-
-class Region(NamedTuple):
+class Region:
     """Name and location of a file in the snapshot. Offset and length are in bytes."""
 
     name: str
@@ -81,7 +72,8 @@ class SaveJob:
     timeout_s: float  # limit for the other ranks' writers to write or mirror their files
     locks_are_shared: bool  # whether every host sees the locks of `writer_locks`
     names: list[str]  # files that this rank copies to the mirror
-    after: AfterSave
+    mirror: str | None  # its URL
+    keep: dict[str, int]  # rules of `prune` for older checkpoints
     snapshot: SnapshotFiles | None = None  # None: the checkpoint is already committed
 
 
@@ -96,21 +88,13 @@ def main(descriptor: int, checkpoints: Path, rank: int) -> None:
     with ThreadPoolExecutor(1) as after_save, hold_lock(checkpoints, rank):
         _reply({"event": "ready"})
         for line in sys.stdin:
-            job = _read_job(line)
+            job = build(SaveJob, json.loads(line))
             if job.snapshot is not None:
                 reply = _save(job, job.snapshot, descriptor)
                 _reply(reply)
                 if reply["event"] == "save_failed":
                     continue
             after_save.submit(_after_save, job, verified)
-
-
-def _read_job(line: str) -> SaveJob:
-    values = json.loads(line)
-    snapshot = values.pop("snapshot")
-    if snapshot is not None:
-        snapshot = SnapshotFiles(**{**snapshot, "files": [Region(*file) for file in snapshot["files"]]})
-    return SaveJob(**{**values, "after": AfterSave(**values["after"]), "snapshot": snapshot})
 
 
 def _reply(reply: dict[str, Any]) -> None:
@@ -190,10 +174,9 @@ def _after_save(job: SaveJob, verified: set[str]) -> None:
         committed = _wait_for_commit(job)
         if committed is None:
             return  # rank 0's writer reports the reason
-        if job.after.mirror is not None and committed.is_good:
-            _reply_on_error(job, partial(_mirror, job, final, job.after.mirror))
-        # prune even if mirroring failed, so that the disk does not fill up
-        if job.rank == 0 and job.after.keep_checkpoints > 0:
+        if job.mirror is not None and committed.is_good:
+            _reply_on_error(job, partial(_mirror, job, final, job.mirror))
+        if job.rank == 0:  # even if mirroring failed, so that the disk does not fill up
             _reply_on_error(job, partial(_prune, job, final.parent, verified))
     finally:
         _reply({"event": "after_save", "step": job.step})
@@ -218,8 +201,7 @@ def _mirror(job: SaveJob, final: Path, url: str) -> None:
 
 
 def _prune(job: SaveJob, checkpoints: Path, verified: set[str]) -> None:
-    keep = {name: value for name, value in asdict(job.after).items() if name.startswith("keep_")}
-    for removed in prune(checkpoints, verified=verified, **keep):
+    for removed in prune(checkpoints, verified=verified, **job.keep):
         _reply({"event": "prune", "step": job.step, "path": str(removed)})
 
 
@@ -249,15 +231,15 @@ def _has_ended(job: SaveJob, rank: int) -> bool:
     return job.locks_are_shared and has_ended(Path(job.final).parent, rank)
 
 
-def _path(checkpoints: Path, rank: int | str) -> Path:
-    """Return the path of a rank's lock file; rank "*" gives a pattern for all ranks."""
-    return checkpoints / (f".writer-{rank}.lock" if isinstance(rank, str) else f".writer-{rank:05d}.lock")
+def _path(checkpoints: Path, rank: int) -> Path:
+    """Return the path of a rank's lock file."""
+    return checkpoints / f".writer-{rank:05d}.lock"
 
 
 def hold_lock(checkpoints: Path, rank: int) -> TextIO:
     """Lock the file of `rank`'s writer until the returned file is closed. Waits for an earlier run's writer."""
     file = open(_path(checkpoints, rank), "a", encoding="utf-8")  # noqa: SIM115 (the open file holds the lock)
-    _lock(file, fcntl.LOCK_EX)
+    lock(file.fileno(), fcntl.LOCK_EX)
     return file
 
 
@@ -276,7 +258,7 @@ def wait_for_writers(checkpoints: Path, *, timeout_s: float, log: Callable[[str]
 
     Raises SaveError after `timeout_s` seconds.
     """
-    busy = list(checkpoints.glob(_path(checkpoints, "*").name))
+    busy = list(checkpoints.glob(".writer-*.lock"))
     deadline = time.monotonic() + timeout_s
     if any(_is_free(path) is False for path in busy):
         log("waiting for a background writer of an earlier run")
@@ -290,25 +272,9 @@ def _is_free(path: Path) -> bool | None:
     """Return whether the lock is free; None if the file system has no locks."""
     try:
         with open(path, encoding="utf-8") as file:  # with a shared lock several processes can check
-            return _lock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
+            return lock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return True
-
-
-def _lock(file: TextIO, operation: int) -> bool | None:
-    """Take the lock and return True; None if the file system has no locks.
-
-    Raises BlockingIOError if another process holds the lock, and other OSErrors.
-    """
-    try:
-        fcntl.flock(file.fileno(), operation)
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-        return None
-    return True
 
 
 if __name__ == "__main__":

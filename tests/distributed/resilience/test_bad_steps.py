@@ -10,7 +10,8 @@ import torch
 
 from pretrain.analysis.summary import save_loss_plot, summarize
 from pretrain.checkpoint.format.manifest import complete_checkpoints, newest_good, read_manifest
-from pretrain.checkpoint.load.reader import FP32, CheckpointReader
+from pretrain.checkpoint.format.shard_index import FP32
+from pretrain.checkpoint.load.reader import CheckpointReader
 from pretrain.monitor.read_run_folder import newest_path, read_metrics, read_rows
 from tests.support.cases import config, flags
 from tests.support.launch import ROOT, WORKERS, free_port, run_ranks

@@ -71,7 +71,7 @@ def start_from_weights(case: Case) -> dict[str, Any]:
     assert start.weights is not None
     verify_weights(start.weights)
     engine = build_engine(start.plan, initialize=False)
-    load_weights(engine, start.weights)
+    load_weights(engine, start.weights.files)
     before = steps(engine, start.plan, 0, at)
     folder = save_checkpoint(engine, start.plan, Path(start.plan.args.save) / "checkpoints", step=at,
                              consumed_samples=at * start.plan.layout.global_batch_size, versions={}).folder
