@@ -249,17 +249,6 @@ def weights_hash(engine: deepspeed.DeepSpeedEngine) -> str:
     return digest.hexdigest()
 
 
-def saved(case: Case) -> dict[str, Any]:
-    """Train and save; return the folder of the checkpoint."""
-    plan = plan_of(case)
-    engine = engine_of(plan)
-    steps(engine, plan, 0, plan.train_steps)
-    folder = save_checkpoint(engine, plan, Path(plan.args.save) / "checkpoints", step=plan.train_steps,
-                             consumed_samples=plan.train_steps * plan.layout.global_batch_size, versions={}).folder
-    end(engine)
-    return {"folder": str(folder.absolute())}
-
-
 def two_steps(case: Case) -> dict[str, Any]:
     """Train two steps. The DeepSpeed JSON may be given as the path of a file."""
     plan = plan_of(case)
