@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,6 @@ from pretrain.checkpoint.save.commit import (
 )
 from pretrain.checkpoint.save.retention import prune
 from pretrain.errors import SaveError
-from tests.support.launch import ROOT
 
 RANKS = 2
 FILE_BYTES = 400_000
@@ -72,44 +72,34 @@ def steps_of(checkpoints: Path) -> list[int]:
     return [found.step for _, found in complete]
 
 
-SAVE_AND_PRUNE_WITH_KILL = """
-import os, signal, sys
-from pathlib import Path
-from pretrain.checkpoint.save.commit import *
-from pretrain.checkpoint.save.retention import prune
-from tests.checkpoint.test_commit import save
-
-CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree"}
-changes_left = int(sys.argv[2])
-
-def hook(event, values):
-    global changes_left
-    if event in CHANGES or event == "open" and values[2] & os.O_ACCMODE and str(values[0]).startswith(sys.argv[1]):
-        changes_left -= 1
-        if changes_left < 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-def fsync(descriptor, sync=os.fsync):
-    hook("os.rename", ())
-    sync(descriptor)
-
-os.fsync = fsync
-sys.addaudithook(hook)
-checkpoints = Path(sys.argv[1])
-save(checkpoints, 4, num_bytes=1000)
-prune(checkpoints, keep_checkpoints=2, keep_every=0, keep_best=0, verified=set())
-"""
+CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree"}  # audit events
 
 
 def _killed_after(changes: int, checkpoints: Path) -> bool:
-    """Save step 4 and prune in a process that is killed after `changes` changes of the disk.
+    """Save step 4 and prune in a fork of this process that is killed after `changes` changes of the disk.
 
-    Return False if the process finished with fewer changes.
+    Return False if it finished with fewer changes.
     """
-    done = subprocess.run([sys.executable, "-c", SAVE_AND_PRUNE_WITH_KILL, str(checkpoints), str(changes)],
-                          capture_output=True, text=True, timeout=900, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    assert done.returncode in (0, -signal.SIGKILL), done.stderr
-    return done.returncode != 0
+    child = os.fork()
+    if child == 0:
+        left, sync = itertools.count(changes, -1), os.fsync
+
+        def hook(event: str, values: tuple[Any, ...]) -> None:
+            writes = event == "open" and values[2] & os.O_ACCMODE and str(values[0]).startswith(str(checkpoints))
+            if (event in CHANGES or writes) and next(left) == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        os.fsync = lambda descriptor: (hook("os.rename", ()), sync(descriptor))[1]
+        sys.addaudithook(hook)
+        try:
+            save(checkpoints, 4, num_bytes=1000)
+            prune(checkpoints, keep_checkpoints=2, keep_every=0, keep_best=0, verified=set())
+            os._exit(0)
+        finally:
+            os._exit(1)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code in (0, -signal.SIGKILL)
+    return code != 0
 
 
 @pytest.mark.parametrize("content", [b"", b"[" * 100_000, b'{"save_id": "id"}', b"\xff", b"null"])
@@ -125,6 +115,7 @@ def test_a_damaged_part_file_fails_the_save(tmp_path: Path, content: bytes) -> N
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
 def test_a_kill_at_any_point_loses_nothing(tmp_path: Path) -> None:
     states = []
     for changes in itertools.count():

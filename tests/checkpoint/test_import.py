@@ -1,4 +1,7 @@
-"""Import transformers folders: logits, hashes, tokenizer, and nothing half-written after an error or a signal."""
+"""Import transformers folders: hashes, tokenizer, and nothing half-written after an error or a signal.
+
+test_export_hf.py imports every architecture.
+"""
 
 import hashlib
 import json
@@ -16,13 +19,10 @@ from tokenizers.models import WordLevel
 from pretrain.checkpoint.convert.diff import diff
 from pretrain.checkpoint.convert.import_hf import import_hf
 from pretrain.checkpoint.format.manifest import read_manifest
-from pretrain.checkpoint.format.verify import damage_of
 from pretrain.checkpoint.load.find_checkpoint import find_checkpoint, tokenizer_of
 from pretrain.checkpoint.load.hf_folder import check_hf_folder, find_hf_tokenizer
 from pretrain.checkpoint.load.reader import CheckpointReader
 from pretrain.errors import ConfigError
-from pretrain.model.config import model_config_from
-from pretrain.model.layer_specs import as_module
 from tests.support.conversion_faults import run_tool
 from tests.support.hf_models import save_hf_model
 from tests.support.model_shapes import SHAPES
@@ -35,24 +35,6 @@ def imported(folder: Path, out: Path) -> Path:
     found = check_hf_folder(folder)
     import_hf(found, out, find_hf_tokenizer(found))
     return find_checkpoint(out)[0]
-
-
-# test_export_hf.py converts every architecture
-@pytest.mark.parametrize("name", ["gpt2", "neox_parallel", "llama_tied_llama3_rope", "gemma3", "gptj", "bloom"])
-def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
-    theirs = save_hf_model(tmp_path / "hf", SHAPES[name], shard_size="40KB")
-    reader = CheckpointReader(imported(tmp_path / "hf", tmp_path / "run"))
-    folder, manifest, _ = find_checkpoint(tmp_path / "run")
-    assert damage_of(folder, manifest) == []
-    config = model_config_from(manifest.model, "manifest")
-    ours = as_module(config).eval()
-    ours.load_state_dict(reader.weights())
-    tokens = torch.randint(0, config.vocab_size, (2, 40), generator=torch.Generator().manual_seed(2))
-    with torch.no_grad():
-        expected = theirs(tokens).logits
-        assert expected.std() > 0.5
-        # Gemma's scaled embeddings give logits with a standard deviation above 1
-        torch.testing.assert_close(ours(tokens), expected, atol=1e-5 * max(1.0, expected.std().item()), rtol=0)
 
 
 def test_dtypes_are_kept_and_hashes_are_recorded(tmp_path: Path) -> None:

@@ -61,11 +61,10 @@ def _make_bucket(name: str) -> None:
     raise TimeoutError("the S3 server did not start")
 
 
-@pytest.fixture(params=["folder", "file_url", "s3"])
+@pytest.fixture(params=["file_url", "s3"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "s3":
-        return f"{request.getfixturevalue('s3_server')}/{tmp_path.name}"
-    return {"folder": str(tmp_path / "mirror"), "file_url": f"file://{tmp_path}/mirror/"}[request.param]
+    return f"{request.getfixturevalue('s3_server')}/{tmp_path.name}" if request.param == "s3" else \
+        f"file://{tmp_path}/mirror/"
 
 
 @pytest.fixture(scope="module")

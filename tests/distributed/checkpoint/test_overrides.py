@@ -32,13 +32,14 @@ def _cases(corpus: str, swap: Path, slow: bool) -> list[dict[str, Any]]:
     from_json = flags(corpus, steps=5, lr_warmup_steps=3)
     auto = {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}}
     if slow:
-        layouts = {"zero1": config(1, precision="bf16"), "zero3": config(3, precision="bf16"),
+        layouts = {"zero1": config(1, precision="bf16"), "zero2": config(2, precision="bf16"),
+                   "zero3": config(3, precision="bf16"),
                    "zero2_cpu": config(2, precision="bf16", offload_optimizer=CPU),
                    "pipeline2_zero0": config(0, precision="bf16", stages=2)}
         cases = [_case(name, values, small) for name, values in layouts.items()]
         cases.append(_case("no_weight_decay", config(2), {**small, "no_weight_decay": ["embeddings"]}))
         return [*cases, _case("fp16_zero2", config(2, precision="fp16"), {**small, "emulate_fp16": True})]
-    layouts = {"fp32_zero0": config(0), "zero2": config(2, precision="bf16"),
+    layouts = {"fp32_zero0": config(0),
                "zero3_cpu": config(3, precision="bf16", offload_optimizer=CPU, offload_param=CPU),
                "pipeline2_zero1": config(1, stages=2)}
     cases = [_case(name, values, small) for name, values in layouts.items()]
