@@ -98,10 +98,9 @@ def model_config_from(values: dict[str, Any], where: str, overrides: str | None 
     values = {**values, **changed}
     check_model_keys(values, architecture, "--model_overrides" if changed else where)
     check_model_types(values, architecture, where)
-    complete = {**FAMILIES[architecture].keys, **values}
     family = FAMILIES[architecture]
     config = ModelConfig(architecture=architecture, hf_config=copy.deepcopy(values), key_names=family.key_names,
-                         **family.read(complete, where))
+                         **family.read_fields(values, where))
     _check_sizes(config, where)
     return config
 

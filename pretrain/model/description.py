@@ -114,18 +114,19 @@ class ModelConfig:
     activation: str  # "gelu", "gelu_tanh", "silu", "relu" or "relu2" (relu, squared)
     gated_mlp: bool  # activation(gate(x)) * up(x) instead of activation(up(x))
     position: str  # "learned", "rope" or "alibi"
-    qkv_bias: bool
-    attention_out_bias: bool
-    mlp_bias: bool
-    tie_word_embeddings: bool
-    embedding_dropout: float
-    attention_dropout: float
-    residual_dropout: float
     initializer_range: float  # standard deviation of the initial matrices
-    scale_residual_init: bool  # divide by sqrt(2 * num_layers) for projections into the residual stream
     hf_config: dict[str, Any] = field(hash=False)  # the config.json with overrides applied
     # field -> key of the config.json, where the two differ
     key_names: Mapping[str, str] = field(hash=False, compare=False)
+    qkv_bias: bool = False
+    attention_out_bias: bool = False
+    mlp_bias: bool = False
+    head_bias: bool = False
+    tie_word_embeddings: bool = False
+    embedding_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    residual_dropout: float = 0.0
+    scale_residual_init: bool = False  # divide by sqrt(2 * num_layers) for projections into the residual stream
     # norms
     norm_bias: bool = True  # of a layernorm
     norm_offset: float = 0.0  # the norm multiplies by weight + norm_offset; Gemma: 1
@@ -147,7 +148,6 @@ class ModelConfig:
     attention_softcap: float = 0.0  # scores become cap * tanh(scores / cap); 0: no cap (Gemma 2)
     logit_softcap: float = 0.0  # the same for the logits
     embedding_scale: float = 1.0  # factor of the embeddings (Gemma: sqrt(hidden_size))
-    head_bias: bool = False
     # mixture of experts
     num_experts: int = 0  # of each block with experts; 0: no block has any
     experts_per_token: int = 0

@@ -8,8 +8,16 @@ from dataclasses import replace
 from typing import Any
 
 from pretrain.errors import ConfigError
-from pretrain.model.families.family import Family, Values
-from pretrain.model.families.llama_like import BLOCK, KEY_NAMES, KEYS, NAMES, read_llama_like
+from pretrain.model.families.family import Family, Fields, Values
+from pretrain.model.families.llama_like import (
+    BLOCK,
+    FIELDS,
+    KEY_NAMES,
+    KEYS,
+    NAMES,
+    read_llama,
+    read_with_windows,
+)
 from pretrain.model.families.position_keys import LARGEST_LAYERS, read_windows
 
 _KEYS: dict[str, Any] = {**KEYS, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001}
@@ -30,27 +38,17 @@ _MIXTRAL_NAMES = replace(NAMES, block={
     "mlp.experts.up": "block_sparse_moe.experts.*.w3", "mlp.experts.down": "block_sparse_moe.experts.*.w2"})
 
 
-def _routing(values: Values, *, num_experts: str, expert_size: str) -> dict[str, Any]:
-    """Return the fields of ModelConfig that all families with experts read. The arguments are keys."""
-    return {"num_experts": values[num_experts], "experts_per_token": values["num_experts_per_tok"],
-            "moe_intermediate_size": values[expert_size], "router_aux_loss": values["router_aux_loss_coef"]}
+def _read_mixtral(values: Values, fields: Fields, where: str) -> Fields:
+    _check_experts(fields["num_experts"], f"{where}: num_local_experts")
+    return read_with_windows(values, fields, where)
 
 
-def _read_mixtral(values: Values, where: str) -> dict[str, Any]:
-    return {**read_llama_like(values, where, windows=read_windows(values, where)), "norm_topk_prob": True,
-            **_at_least_one_expert(_routing(values, num_experts="num_local_experts", expert_size="intermediate_size"),
-                                   f"{where}: num_local_experts")}
+def _read_olmoe(values: Values, fields: Fields, where: str) -> Fields:
+    _check_experts(fields["num_experts"], f"{where}: num_experts")
+    return read_llama(values, fields, where)
 
 
-def _read_olmoe(values: Values, where: str) -> dict[str, Any]:
-    bias = values["attention_bias"]
-    return {**read_llama_like(values, where, qkv_bias=bias, attention_out_bias=bias, qk_norm="all"),
-            "norm_topk_prob": values["norm_topk_prob"],
-            **_at_least_one_expert(_routing(values, num_experts="num_experts", expert_size="intermediate_size"),
-                                   f"{where}: num_experts")}
-
-
-def _read_qwen2(values: Values, where: str) -> dict[str, Any]:
+def _read_qwen2(values: Values, fields: Fields, where: str) -> Fields:
     first, shared = values["max_window_layers"], values["shared_expert_intermediate_size"]
     if shared < 1:
         raise ConfigError(f"{where}: shared_expert_intermediate_size", found=shared, expected="at least 1")
@@ -58,19 +56,15 @@ def _read_qwen2(values: Values, where: str) -> dict[str, Any]:
     # transformers 5 (configuration_qwen2_moe.py): only even layers below max_window_layers have a window
     windows = read_windows(values, where, enabled=values["use_sliding_window"],
                            slides=lambda index: index % 2 == 0 and index < first)
-    return {**read_llama_like(values, where, qkv_bias=values["qkv_bias"], windows=windows),
-            **_qwen_experts(values, where), "shared_expert_size": shared,
-            "shared_expert_gate": True}
+    return {**read_llama(values, fields, where), "windows": windows, **_qwen_experts(values, where)}
 
 
-def _read_qwen3(values: Values, where: str) -> dict[str, Any]:
-    bias = values["attention_bias"]
+def _read_qwen3(values: Values, fields: Fields, where: str) -> Fields:
     windows = read_windows(values, where, enabled=values["use_sliding_window"])
-    return {**read_llama_like(values, where, qkv_bias=bias, attention_out_bias=bias, qk_norm="head", windows=windows),
-            **_qwen_experts(values, where)}
+    return {**read_llama(values, fields, where), "windows": windows, **_qwen_experts(values, where)}
 
 
-def _qwen_experts(values: Values, where: str) -> dict[str, Any]:
+def _qwen_experts(values: Values, where: str) -> Fields:
     """Read the experts. Every decoder_sparse_step-th layer has them, except those in mlp_only_layers."""
     step, mlp_only, layers = values["decoder_sparse_step"], values["mlp_only_layers"] or [], values["num_hidden_layers"]
     if step < 1:
@@ -79,32 +73,27 @@ def _qwen_experts(values: Values, where: str) -> dict[str, Any]:
         raise ConfigError(f"{where}: mlp_only_layers", found=str(mlp_only),
                           expected=f"a list of layers, from 0 to {layers - 1}")
     dense = {index for index in range(min(layers, LARGEST_LAYERS)) if index in mlp_only or (index + 1) % step}
-    key = "num_experts"
-    if values["num_local_experts"] is not None:  # transformers 5 reads both names
-        values, key = {**values, "num_experts": values["num_local_experts"]}, "num_local_experts"
-    return {**_at_least_one_expert(_routing(values, num_experts="num_experts", expert_size="moe_intermediate_size"),
-                                   f"{where}: {key}"),
-            "norm_topk_prob": values["norm_topk_prob"], "dense_layers": frozenset(dense)}
+    key = "num_experts" if values["num_local_experts"] is None else "num_local_experts"  # transformers 5 reads both
+    _check_experts(values[key], f"{where}: {key}")
+    return {"num_experts": values[key], "dense_layers": frozenset(dense)}
 
 
-def _at_least_one_expert(fields: dict[str, Any], where: str) -> dict[str, Any]:
-    if fields["num_experts"] < 1:
-        raise ConfigError(where, found=fields["num_experts"], expected="at least 1",
-                          remedy="use the family without experts")
-    return fields
+def _check_experts(count: int, where: str) -> None:
+    if count < 1:
+        raise ConfigError(where, found=count, expected="at least 1", remedy="use the family without experts")
 
 
 MIXTRAL = Family(
     keys={**_KEYS, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072,
           "rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None, "num_local_experts": 8},
-    fixed={"router_jitter_noise": 0.0}, ignored=_IGNORED,
+    fixed={"router_jitter_noise": 0.0}, ignored=_IGNORED, fields={**FIELDS, "norm_topk_prob": True},
     key_names={**_KEY_NAMES, "num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"},
     read=_read_mixtral, names=_MIXTRAL_NAMES)
 OLMOE = Family(
     keys={**_KEYS, "vocab_size": 50304, "hidden_size": 2048, "intermediate_size": 2048, "num_hidden_layers": 16,
           "num_attention_heads": 16, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "attention_bias": False,
           "num_experts_per_tok": 8, "num_experts": 64, "router_aux_loss_coef": 0.01, "norm_topk_prob": False},
-    fixed={"clip_qkv": None}, ignored=_IGNORED,
+    fixed={"clip_qkv": None}, ignored=_IGNORED, fields={**FIELDS, "qk_norm": "all"},
     key_names={**_KEY_NAMES, "moe_intermediate_size": "intermediate_size"},
     read=_read_olmoe, names=_QWEN_NAMES)
 QWEN2_MOE = Family(
@@ -113,11 +102,12 @@ QWEN2_MOE = Family(
           "num_experts": 60, "num_local_experts": None, "qkv_bias": True, "max_window_layers": 28,
           "layer_types": None},
     nullable=frozenset({"num_key_value_heads", "sliding_window"}), ignored=_IGNORED,
-    key_names={**_KEY_NAMES, "shared_expert_size": "shared_expert_intermediate_size"},
+    fields={**FIELDS, "shared_expert_gate": True},
+    key_names={**_KEY_NAMES, "shared_expert_size": "shared_expert_intermediate_size", "qkv_bias": "qkv_bias"},
     read=_read_qwen2, names=_QWEN_NAMES)
 QWEN3_MOE = Family(
     keys={**_QWEN_KEYS, "intermediate_size": 6144, "num_attention_heads": 32, "num_key_value_heads": 4,
           "moe_intermediate_size": 768, "num_experts_per_tok": 8, "num_experts": 128, "num_local_experts": None,
           "attention_bias": False},
     nullable=frozenset({"sliding_window"}), ignored=_IGNORED | {"max_window_layers"}, key_names=_KEY_NAMES,
-    read=_read_qwen3, names=_QWEN_NAMES)
+    fields={**FIELDS, "qk_norm": "head"}, read=_read_qwen3, names=_QWEN_NAMES)

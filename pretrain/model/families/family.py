@@ -4,13 +4,17 @@ A family is one value of `model_type` in a transformers config.json. Imports no 
 is imported.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from pretrain.errors import ConfigError
+from pretrain.model.description import ModelConfig
 
 Values = Mapping[str, Any]  # content of a config.json, with the family's defaults filled in
+Fields = dict[str, Any]  # of ModelConfig
+Read = Callable[[Values, Fields, str], Fields]
 
 # name in transformers (activations.py) -> our name; the formulas of gelu_new, gelu_fast and the like are equal
 _ACTIVATIONS = {
@@ -42,15 +46,40 @@ class Names:
 
 @dataclass(frozen=True)
 class Family:
-    """A value of `model_type`. Only config.py, config_keys.py, hf_names.py and hf_weights.py use its fields."""
+    """A value of `model_type`, and how its config.json becomes a ModelConfig.
+
+    A field of ModelConfig has the value of the key with its name in `key_names`, or of the same name. If this is null,
+    or no key, it has the value in `fields`, or ModelConfig's default. `read` computes the other fields.
+    """
 
     keys: dict[str, Any]  # keys of the config.json that change the model, with transformers' defaults
-    read: Callable[[Values, str], dict[str, Any]]  # (values, name of the file for errors) -> fields of ModelConfig
     names: Names
+    fields: Fields  # the same for all models of the family, except where a key replaces them
     key_names: dict[str, str] = field(default_factory=dict)  # field of ModelConfig -> key, where the two differ
+    # (values, fields that are known already, name of the file for errors) -> other fields. Raises ConfigError.
+    read: Read = lambda values, fields, where: {}
+    older_keys: dict[str, str] = field(default_factory=dict)  # older name of a key -> its name; a file may have both
     nullable: frozenset[str] = frozenset()  # keys that may be null although their default is not null
     fixed: dict[str, Any] = field(default_factory=dict)  # keys for which only this value, or null, is implemented
     ignored: frozenset[str] = frozenset()  # keys that do not change the model
+
+    def read_fields(self, given: Values, where: str) -> Fields:
+        """Return the fields of ModelConfig for the content of a config.json. Raises ConfigError."""
+        values = {**self.keys, **given}
+        for older, name in self.older_keys.items():
+            if None not in (values[older], values[name]) and values[older] != values[name]:
+                raise ConfigError(f"{where}: {older}", found=values[older], expected=f"{values[name]}, as {name}",
+                                  remedy="They are two names of one value")
+            values[name] = values[older] if values[name] is None else values[name]
+        fields = dict(self.fields)
+        for name in (each.name for each in dataclasses.fields(ModelConfig)):
+            key = self.key_names.get(name, name)
+            if key in self.keys and values[key] is not None:
+                fields[name] = activation(values[key], f"{where}: {key}") if name == "activation" else values[key]
+        fields.setdefault("num_kv_heads", fields["num_heads"])
+        fields.setdefault("head_size", ratio(fields["hidden_size"], fields["num_heads"]))
+        fields.setdefault("intermediate_size", 4 * fields["hidden_size"])
+        return {**fields, **self.read(values, fields, where)}
 
 
 def separate_qkv(attention: str) -> tuple[str, ...]:

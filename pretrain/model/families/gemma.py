@@ -10,49 +10,46 @@ import math
 from typing import Any
 
 from pretrain.errors import ConfigError, shorten
-from pretrain.model.families.family import Family, Values, activation
-from pretrain.model.families.llama_like import KEY_NAMES, KEYS, NAMES, NAMES_WITH_POST_NORMS, read_llama_like
+from pretrain.model.families.family import Family, Fields, Values, activation
+from pretrain.model.families.llama_like import FIELDS, KEY_NAMES, KEYS, NAMES, NAMES_WITH_POST_NORMS, read_llama
 from pretrain.model.families.position_keys import LARGEST_LAYERS, read_rope, read_windows
 
 _LARGEST_SCALAR, _LARGEST_CAP = 2**20, 1e6
 
 
-def _read_common(values: Values, where: str, **differences: Any) -> dict[str, Any]:
-    bias, hidden = values["attention_bias"], values["hidden_size"]
-    return read_llama_like(values, where, norm_offset=1.0, embedding_scale=math.sqrt(max(hidden, 0)), qkv_bias=bias,
-                           attention_out_bias=bias, **differences)
+def _embedding_scale(values: Values) -> float:
+    return math.sqrt(max(values["hidden_size"], 0))
 
 
-def _read_gemma(values: Values, where: str) -> dict[str, Any]:
+def _read_gemma(values: Values, fields: Fields, where: str) -> Fields:
     # the first published configs say "gelu" and mean the approximation, as transformers does
     name = "gelu_pytorch_tanh" if values["hidden_act"] == "gelu" else values["hidden_act"]
     _require_same(values, "hidden_activation", name, where)
-    return _read_common(values, where, activation=activation(name, f"{where}: hidden_act"))
+    return {**read_llama(values, fields, where), "embedding_scale": _embedding_scale(values),
+            "activation": activation(name, f"{where}: hidden_act")}
 
 
-def _read_gemma2(values: Values, where: str) -> dict[str, Any]:
+def _read_gemma2(values: Values, fields: Fields, where: str) -> Fields:
     _require_same(values, "sliding_window_size", values["sliding_window"], where)
-    return _read_common(values, where, **_newer_fields(values, where, pattern=2),
-                        attention_softcap=_softcap(values, "attn_logit_softcapping", where))
+    return {**_newer_fields(values, where, pattern=2), **read_llama(values, fields, where),
+            "attention_softcap": _softcap(values, "attn_logit_softcapping", where)}
 
 
-def _read_gemma3(values: Values, where: str) -> dict[str, Any]:
+def _read_gemma3(values: Values, fields: Fields, where: str) -> Fields:
     pattern = values["sliding_window_pattern"]
     if not 0 < pattern <= LARGEST_LAYERS:
         raise ConfigError(f"{where}: sliding_window_pattern", found=pattern, expected="a number of layers above 0")
-    return _read_common(values, where, **_newer_fields(values, where, pattern=pattern), **_two_ropes(values, where),
-                        qk_norm="head")
+    return {**_newer_fields(values, where, pattern=pattern), **_two_ropes(values, where)}
 
 
-def _newer_fields(values: Values, where: str, *, pattern: int) -> dict[str, Any]:
+def _newer_fields(values: Values, where: str, *, pattern: int) -> Fields:
     """Return the fields that Gemma 2 and 3 share. All layers but each `pattern`-th have a window."""
     scalar = values["query_pre_attn_scalar"]
     if not 0 < scalar <= _LARGEST_SCALAR:
         raise ConfigError(f"{where}: query_pre_attn_scalar", found=scalar, expected=f"1 to {_LARGEST_SCALAR:,}")
-    name = values["hidden_activation"]
-    _require_same(values, "hidden_act", name, where)
-    return {"activation": activation(name, f"{where}: hidden_activation"), "post_norm": True,
-            "attention_scale": scalar**-0.5, "logit_softcap": _softcap(values, "final_logit_softcapping", where),
+    _require_same(values, "hidden_act", values["hidden_activation"], where)
+    return {"attention_scale": scalar**-0.5, "logit_softcap": _softcap(values, "final_logit_softcapping", where),
+            "embedding_scale": _embedding_scale(values),
             "windows": read_windows(values, where, slides=lambda index: (index + 1) % pattern != 0)}
 
 
@@ -72,7 +69,7 @@ def _require_same(values: Values, key: str, expected: Any, where: str) -> None:
                           remedy="Remove the key")
 
 
-def _two_ropes(values: Values, where: str) -> dict[str, Any]:
+def _two_ropes(values: Values, where: str) -> Fields:
     """Return the rotary fields of Gemma 3, from rope_theta and rope_local_base_freq or the nested rope_parameters."""
     nested = values["rope_parameters"] or {}
     if nested and values["rope_scaling"]:
@@ -115,12 +112,15 @@ _FIXED = {"use_bidirectional_attention": False}
 _NEWER_NAMES = {**KEY_NAMES, "activation": "hidden_activation", "logit_softcap": "final_logit_softcapping",
                 "attention_softcap": "attn_logit_softcapping"}
 
+_FIELDS: Fields = {**FIELDS, "norm_offset": 1.0}
+
 GEMMA = Family(
-    keys=_GEMMA, fixed=_FIXED, key_names=KEY_NAMES, read=_read_gemma, names=NAMES)
+    keys=_GEMMA, fixed=_FIXED, fields=_FIELDS, key_names=KEY_NAMES, read=_read_gemma, names=NAMES)
 GEMMA2 = Family(
-    keys=_GEMMA2, nullable=_NULLABLE | {"attn_logit_softcapping"}, fixed=_FIXED, key_names=_NEWER_NAMES,
-    read=_read_gemma2, names=NAMES_WITH_POST_NORMS)
+    keys=_GEMMA2, nullable=_NULLABLE | {"attn_logit_softcapping"}, fixed=_FIXED, fields={**_FIELDS, "post_norm": True},
+    key_names=_NEWER_NAMES, read=_read_gemma2, names=NAMES_WITH_POST_NORMS)
 # transformers 5.23 ignores attn_logit_softcapping of Gemma 3 (models/gemma3/modeling_gemma3.py, Gemma3Attention)
 GEMMA3 = Family(
-    keys=_GEMMA3, nullable=_NULLABLE, fixed={**_FIXED, "attn_logit_softcapping": None}, key_names=_NEWER_NAMES,
-    read=_read_gemma3, names=NAMES_WITH_POST_NORMS)
+    keys=_GEMMA3, nullable=_NULLABLE, fixed={**_FIXED, "attn_logit_softcapping": None},
+    fields={**_FIELDS, "post_norm": True, "qk_norm": "head"}, key_names=_NEWER_NAMES, read=_read_gemma3,
+    names=NAMES_WITH_POST_NORMS)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from pretrain.errors import ConfigError
-from pretrain.model.families.family import Family, Names, Values, activation, ratio, separate_qkv
+from pretrain.model.families.family import Family, Fields, Names, Values, separate_qkv
 from pretrain.model.families.position_keys import LARGEST_LAYERS, read_rope, read_windows
 
 KEYS: dict[str, Any] = {
@@ -20,8 +20,9 @@ KEYS: dict[str, Any] = {
 KEY_NAMES = {
     "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads",
     "head_size": "head_dim", "activation": "hidden_act", "max_positions": "max_position_embeddings",
-    "norm_eps": "rms_norm_eps",
+    "norm_eps": "rms_norm_eps", "qkv_bias": "attention_bias", "attention_out_bias": "attention_bias",
 }
+FIELDS: Fields = {"norm": "rmsnorm", "gated_mlp": True, "position": "rope"}
 BLOCK: dict[str, str | tuple[str, ...]] = {
     "norm1": "input_layernorm", "attention.qkv": separate_qkv("self_attn"), "attention.q_norm": "self_attn.q_norm",
     "attention.k_norm": "self_attn.k_norm", "attention.out": "self_attn.o_proj", "norm2": "post_attention_layernorm",
@@ -34,62 +35,30 @@ NAMES = Names(prefix="model.", embedding="embed_tokens", blocks="layers", final_
 NAMES_WITH_POST_NORMS = replace(NAMES, block=BLOCK_WITH_POST_NORMS)
 
 
-def read_llama_like(values: Values, where: str, **differences: Any) -> dict[str, Any]:
-    """Return the fields of ModelConfig.
-
-    Args:
-        differences: fields that differ from those of a Llama without biases.
-    """
-    heads, kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
-    head_size = ratio(values["hidden_size"], heads) if values["head_dim"] is None else values["head_dim"]
-    fields = {
-        "vocab_size": values["vocab_size"], "hidden_size": values["hidden_size"],
-        "num_layers": values["num_hidden_layers"], "num_heads": heads,
-        "num_kv_heads": heads if kv_heads is None else kv_heads, "head_size": head_size,
-        "intermediate_size": values["intermediate_size"], "max_positions": values["max_position_embeddings"],
-        "norm": "rmsnorm", "norm_eps": values["rms_norm_eps"], "gated_mlp": True, "position": "rope",
-        "qkv_bias": False, "attention_out_bias": False, "mlp_bias": False,
-        "tie_word_embeddings": values["tie_word_embeddings"], "embedding_dropout": 0.0,
-        "attention_dropout": values["attention_dropout"] or 0.0, "residual_dropout": 0.0,
-        "initializer_range": values["initializer_range"], "scale_residual_init": False, **differences,
-    }
-    if "activation" not in fields:
-        fields["activation"] = activation(values["hidden_act"], f"{where}: hidden_act")
-    if "rope_theta" not in fields:
-        fields |= read_rope(values, where, theta_key="rope_theta", fraction_key=None, head_size=head_size)
-    return fields
+def read_llama(values: Values, fields: Fields, where: str) -> Fields:
+    """Return the rotary fields."""
+    return read_rope(values, where, theta_key="rope_theta", fraction_key=None, head_size=fields["head_size"])
 
 
-def _read_llama(values: Values, where: str) -> dict[str, Any]:
-    """Llama 2 and 3."""
-    bias = values["attention_bias"]
-    return read_llama_like(values, where, qkv_bias=bias, attention_out_bias=bias, mlp_bias=values["mlp_bias"])
-
-
+# Llama 2 and 3
 LLAMA = Family(keys={**KEYS, "attention_bias": False, "mlp_bias": False}, nullable=frozenset({"attention_dropout"}),
-               key_names=KEY_NAMES, read=_read_llama, names=NAMES)
+               fields=FIELDS, key_names=KEY_NAMES, read=read_llama, names=NAMES)
 
 
-def _read_mistral(values: Values, where: str) -> dict[str, Any]:
-    """Mistral: an attention window in all layers, or in none."""
-    return read_llama_like(values, where, windows=read_windows(values, where))
+def read_with_windows(values: Values, fields: Fields, where: str) -> Fields:
+    """Return the rotary fields, and an attention window in all layers, or in none, or as layer_types says."""
+    return {**read_llama(values, fields, where), "windows": read_windows(values, where)}
 
 
 MISTRAL = Family(
     keys={**KEYS, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072,
           "sliding_window": 4096},
-    nullable=frozenset({"sliding_window"}), key_names=KEY_NAMES, read=_read_mistral, names=NAMES)
+    nullable=frozenset({"sliding_window"}), fields=FIELDS, key_names=KEY_NAMES, read=read_with_windows, names=NAMES)
 
-
-def _read_olmo2(values: Values, where: str) -> dict[str, Any]:
-    """OLMo-2: norms of the outputs of attention and MLP instead of their inputs, norms of queries and keys."""
-    bias = values["attention_bias"]
-    return read_llama_like(values, where, qkv_bias=bias, attention_out_bias=bias, pre_norm=False, post_norm=True,
-                           qk_norm="all")
-
-
+# OLMo-2: norms of the outputs of attention and MLP instead of their inputs, norms of queries and keys
 OLMO2 = Family(keys={**KEYS, "vocab_size": 50304, "rms_norm_eps": 1e-5, "attention_bias": False}, key_names=KEY_NAMES,
-               read=_read_olmo2, names=NAMES_WITH_POST_NORMS)
+               fields={**FIELDS, "pre_norm": False, "post_norm": True, "qk_norm": "all"}, read=read_llama,
+               names=NAMES_WITH_POST_NORMS)
 
 _QWEN_KEYS: dict[str, Any] = {
     **KEYS, "vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32,
@@ -99,44 +68,31 @@ _QWEN_KEYS: dict[str, Any] = {
 _QWEN_NULLABLE = frozenset({"num_key_value_heads", "sliding_window"})
 
 
-def _qwen_windows(values: Values, where: str) -> tuple[int, ...]:
-    """Return the window of each layer; only layers from `max_window_layers` on have one."""
+def _read_qwen(values: Values, fields: Fields, where: str) -> Fields:
+    """Return the rotary fields, and the windows; only layers from `max_window_layers` on have one."""
     first = values["max_window_layers"]
     if not 0 <= first <= LARGEST_LAYERS:
         raise ConfigError(f"{where}: max_window_layers", found=first,
                           expected="the index of the first layer with a window, or the number of layers")
-    return read_windows(values, where, enabled=values["use_sliding_window"], slides=lambda index: index >= first)
+    return {**read_llama(values, fields, where), "windows": read_windows(
+        values, where, enabled=values["use_sliding_window"], slides=lambda index: index >= first)}
 
 
-def _read_qwen2(values: Values, where: str) -> dict[str, Any]:
-    """Qwen2 and Qwen2.5: biases of queries, keys and values."""
-    return read_llama_like(values, where, qkv_bias=True, windows=_qwen_windows(values, where))
-
-
-def _read_qwen3(values: Values, where: str) -> dict[str, Any]:
-    """Qwen3: norms of queries and keys."""
-    bias = values["attention_bias"]
-    return read_llama_like(values, where, qkv_bias=bias, attention_out_bias=bias, qk_norm="head",
-                           windows=_qwen_windows(values, where))
-
-
+# Qwen2 and Qwen2.5: biases of queries, keys and values
 QWEN2 = Family(keys=_QWEN_KEYS, nullable=_QWEN_NULLABLE, fixed={"use_mrope": False}, key_names=KEY_NAMES,
-               read=_read_qwen2, names=NAMES)
+               fields={**FIELDS, "qkv_bias": True}, read=_read_qwen, names=NAMES)
+# Qwen3: norms of queries and keys
 QWEN3 = Family(keys={**_QWEN_KEYS, "head_dim": 128, "attention_bias": False}, nullable=_QWEN_NULLABLE,
-               key_names=KEY_NAMES, read=_read_qwen3, names=NAMES)
+               fields={**FIELDS, "qk_norm": "head"}, key_names=KEY_NAMES, read=_read_qwen, names=NAMES)
 
 
-def _read_stablelm(values: Values, where: str) -> dict[str, Any]:
-    """StableLM: LayerNorm, positions rotate a part of each head, and optionally a parallel residual."""
-    head_size = ratio(values["hidden_size"], values["num_attention_heads"])
-    rope = read_rope(values, where, theta_key="rope_theta", fraction_key="partial_rotary_factor", head_size=head_size,
-                     default_fraction=0.25)
-    parallel = values["use_parallel_residual"]
-    return read_llama_like({**values, "head_dim": None, "rms_norm_eps": values["layer_norm_eps"]}, where, **rope,
-                           norm="layernorm", parallel_residual=parallel, shared_norm=parallel,
-                           qkv_bias=values["use_qkv_bias"])
+def _read_stablelm(values: Values, fields: Fields, where: str) -> Fields:
+    rope = read_rope(values, where, theta_key="rope_theta", fraction_key="partial_rotary_factor",
+                     head_size=fields["head_size"], default_fraction=0.25)
+    return {**rope, "shared_norm": fields["parallel_residual"]}
 
 
+# StableLM: LayerNorm, positions rotate a part of each head, and optionally a parallel residual
 STABLELM = Family(
     keys={
         **{key: default for key, default in KEYS.items() if key not in ("head_dim", "rms_norm_eps")},
@@ -146,20 +102,12 @@ STABLELM = Family(
     },
     # transformers applies hidden_dropout to the output of the MLP only
     fixed={"qk_layernorm": False, "hidden_dropout": 0.0},
+    fields={**FIELDS, "norm": "layernorm"},
     key_names={**KEY_NAMES, "norm_eps": "layer_norm_eps", "rotary_size": "partial_rotary_factor",
-               "parallel_residual": "use_parallel_residual"},
+               "parallel_residual": "use_parallel_residual", "qkv_bias": "use_qkv_bias"},
     read=_read_stablelm, names=NAMES)
 
-
-def _read_starcoder2(values: Values, where: str) -> dict[str, Any]:
-    """StarCoder2: attention windows, LayerNorm, biases, an MLP without gate."""
-    bias = values["use_bias"]
-    return read_llama_like({**values, "head_dim": None, "rms_norm_eps": values["norm_epsilon"]}, where,
-                           norm="layernorm", gated_mlp=False, qkv_bias=bias, attention_out_bias=bias, mlp_bias=bias,
-                           embedding_dropout=values["embedding_dropout"], residual_dropout=values["residual_dropout"],
-                           windows=read_windows(values, where))
-
-
+# StarCoder2: attention windows, LayerNorm, biases, an MLP without gate
 STARCODER2 = Family(
     keys={
         **{key: default for key, default in KEYS.items() if key not in ("head_dim", "rms_norm_eps")},
@@ -173,5 +121,7 @@ STARCODER2 = Family(
     # transformers uses instead
     ignored=frozenset({"attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "activation_function",
                        "layer_norm_epsilon"}),
-    key_names={**KEY_NAMES, "norm_eps": "norm_epsilon"},
-    read=_read_starcoder2, names=replace(NAMES, block={**BLOCK, "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}))
+    fields={**FIELDS, "norm": "layernorm", "gated_mlp": False},
+    key_names={**KEY_NAMES, "norm_eps": "norm_epsilon", "qkv_bias": "use_bias", "attention_out_bias": "use_bias",
+               "mlp_bias": "use_bias"},
+    read=read_with_windows, names=replace(NAMES, block={**BLOCK, "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}))

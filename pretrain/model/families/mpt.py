@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from pretrain.errors import ConfigError, shorten
-from pretrain.model.families.family import Family, Names, Values, listing, ratio
+from pretrain.model.families.family import Family, Fields, Names, Values, listing
 
 _NUMBERS = {"attn_pdrop": 0.0, "softmax_scale": None}  # keys of attn_config that are used
 # Keys of attn_config for which only this value is implemented. transformers 5.23 ignores other values of most of them
@@ -52,22 +52,10 @@ def _check_norm_type(norm_type: str, where: str) -> None:
                           expected='"layernorm" or "low_precision_layernorm" (nothing else is implemented)')
 
 
-def _read(values: Values, where: str) -> dict[str, Any]:
+def _read(values: Values, fields: Fields, where: str) -> Fields:
     attention = _read_attention(values["attn_config"] or {}, f"{where}: attn_config")
     _check_norm_type(values["norm_type"], where)
-    hidden, heads = values["d_model"], values["n_heads"]
-    return {
-        "vocab_size": values["vocab_size"], "hidden_size": hidden, "num_layers": values["n_layers"],
-        "num_heads": heads, "num_kv_heads": heads, "head_size": ratio(hidden, heads),
-        "intermediate_size": 4 * hidden, "max_positions": values["max_seq_len"], "norm": "layernorm",
-        "norm_bias": False, "norm_eps": values["layer_norm_epsilon"], "activation": "gelu", "gated_mlp": False,
-        "position": "alibi",
-        "attention_scale": attention["softmax_scale"] or 0.0, "qkv_bias": False, "attention_out_bias": False,
-        "mlp_bias": False, "tie_word_embeddings": values["tie_word_embeddings"],
-        "embedding_dropout": values["emb_pdrop"], "attention_dropout": attention["attn_pdrop"],
-        "residual_dropout": values["resid_pdrop"], "initializer_range": values["initializer_range"],
-        "scale_residual_init": False,
-    }
+    return {"attention_scale": attention["softmax_scale"] or 0.0, "attention_dropout": attention["attn_pdrop"]}
 
 
 MPT = Family(
@@ -86,6 +74,7 @@ MPT = Family(
         "norm_eps": "layer_norm_epsilon", "embedding_dropout": "emb_pdrop", "residual_dropout": "resid_pdrop",
         "attention_dropout": "attn_config.attn_pdrop",
     },
+    fields={"norm": "layernorm", "norm_bias": False, "activation": "gelu", "gated_mlp": False, "position": "alibi"},
     read=_read,
     names=Names(prefix="transformer.", embedding="wte", blocks="blocks", final_norm="norm_f",
                 block={"norm1": "norm_1", "attention.qkv": "attn.Wqkv", "attention.out": "attn.out_proj",
