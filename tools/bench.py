@@ -10,23 +10,12 @@ tools/measurements.md has the results. Flags of pretrain/train.py are passed to 
 programs. Exit codes: 0 everything was measured; 1 a measurement failed, one line for each; 2 bad input.
 """
 
-import os
 import sys
 from pathlib import Path
 
-from pretrain.bench.report import (
-    as_json,
-    busy_warning,
-    check_markers,
-    gpu_names,
-    heading,
-    markdown,
-    print_section,
-    write_between_markers,
-)
+from pretrain.bench.report import as_json, check_markers, gpu_names, heading, markdown, write_between_markers
 from pretrain.bench.settings import add_flags, validate_flags
 from pretrain.cli import Parser, run_main
-from pretrain.progress import terminal_console
 
 
 def main() -> int:
@@ -38,25 +27,20 @@ def main() -> int:
     parser.add_argument("--write", type=Path, metavar="FILE",
                         help="write each table into FILE, between its two markers")
     flags, train_flags = parser.parse_known_args()
-    gpus = gpu_names()
-    settings = validate_flags(flags, train_flags, gpus=len(gpus))
+    settings = validate_flags(flags, train_flags, gpus=len(gpu_names()))
     if flags.write is not None:
         check_markers(flags.write, settings.preset_name, settings.sections)
-    from pretrain.bench.run import run_sections  # imports torch, which takes seconds
+    from pretrain.bench.sections import run_sections  # imports torch, which takes seconds
 
     head = heading(settings, _without_write(sys.argv[1:]))
-    warning = busy_warning(head, settings)
-    devices = len(gpus) if settings.device.kind == "cuda" else len(os.sched_getaffinity(0))
-    console = terminal_console(width=160)
-    if not flags.json:
-        console.print(f"{head['device']}, {head['date']}: {head['shape']}. {warning}\n")
     sections = []
-    for section in run_sections(settings, lambda text: print(text, file=sys.stderr, flush=True), devices=devices):
+    for section in run_sections(settings, lambda text: print(text, file=sys.stderr, flush=True)):
         sections.append(section)
+        text = markdown(head, section)
         if not flags.json:
-            print_section(section, console)
+            print(f"{text}\n", flush=True)
         if flags.write is not None and section.rows:  # what could not be measured keeps its older table
-            write_between_markers(flags.write, settings.preset_name, section.name, markdown(head, section, warning))
+            write_between_markers(flags.write, settings.preset_name, section.name, text)
     if flags.json:
         print(as_json(head, sections))
     return 1 if any(section.failures for section in sections) else 0

@@ -2,9 +2,7 @@
 
 import re
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -12,7 +10,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, record_function
 
-from pretrain.bench.processes import BenchContext, InterleavedResults, ReportProgress, run_interleaved
+from pretrain.bench.processes import BenchContext, ReportProgress, run_interleaved
 from pretrain.bench.report import BenchSection
 
 PRODUCTS, ATTENTION, NORMS, ACTIVATIONS = "matrix products", "attention", "norms", "activations"
@@ -44,9 +42,7 @@ _BY_CALLER = tuple((kind, re.compile(pattern)) for kind, pattern in (
     (NORMS, r"(?i)layer_norm|rms_?norm"), (ATTENTION, r"Attention|scaled_dot_product"),
     (LOSS, r"CrossEntropy|cross_entropy"), (ACTIVATIONS, r"ActivatedLinear|silu|gelu")))
 
-PROJECT, PLAIN = "this project", "nanoGPT-style loop"
-_HEADERS = {PROJECT: "ours", PLAIN: "nanoGPT"}
-_BASELINES = {PROJECT: "project.profile", PLAIN: "peers.plain_profile"}
+PROJECT = "this project"
 
 
 def kind_of(name: str, callers: Sequence[str], shapes: Sequence[Sequence[int]], vocab_size: int) -> str:
@@ -87,12 +83,8 @@ def flops(name: str, shapes: Sequence[Sequence[int]]) -> int:
     return 2 * prod(left) * (right[-1] if left[-1] == right[-2] else right[-2])
 
 
-def named_optimizer_step(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls `step` as one range of the profile."""
-    def named(*arguments: Any, **settings: Any) -> Any:
-        with record_function(_OPTIMIZER_STEP):
-            return step(*arguments, **settings)
-    return named
+named_optimizer_step = record_function(_OPTIMIZER_STEP)
+"""Decorator of a function that is one range of the profile."""
 
 
 def operator_times(step: Callable[[], Any], *, vocab_size: int, cuda: bool) -> list[dict[str, Any]]:
@@ -139,66 +131,39 @@ def _callers(event: Any) -> list[str]:
     return names
 
 
-@dataclass
-class _Sums:
-    """Sums of a kind or of an operator in one step."""
-
-    time_ms: float = 0.0
-    calls: int = 0
-    flops: int = 0
-
-    def cells(self, total_ms: float) -> list[str]:
-        return [f"{self.time_ms:,.1f}", f"{self.time_ms / total_ms:.1%}", f"{self.calls:,}",
-                f"{self.flops / self.time_ms / 1e9:.2f} TFLOP/s" if self.flops else ""]
-
-    def figures(self, kind: str, total_ms: float) -> dict[str, Any]:
-        return {"kind": kind, "time_ms_per_step": self.time_ms, "fraction": self.time_ms / total_ms,
-                "calls_per_step": self.calls, "flops_per_step": self.flops}
-
-
-_Profile = dict[tuple[str, str], _Sums]  # (kind, operator), and (kind, "") for the sum of a kind
-
-
 def profile(context: BenchContext, report: ReportProgress) -> BenchSection:
-    """Profile the training steps of this project and of the nanoGPT-style loop."""
-    groups = [[context.job(f"{name}, profiled", baseline)] for name, baseline in _BASELINES.items()]
-    return profile_section(run_interleaved(groups, context, report))
+    """Profile the training steps of this project. Each repetition has one step; the fastest one counts."""
+    results = run_interleaved([context.job(PROJECT, "project.profile")], context, report)
+    steps = [answer["operators"] for answer in results.answers.get(PROJECT, [])]
+    # other load on the machine has disturbed the fastest step least
+    return profile_section(min(steps, key=_total_ms, default=[]), len(steps), results.failures)
 
 
-def profile_section(results: InterleavedResults) -> BenchSection:
-    """Compute the table and the figures from the answers. Each repetition has one step; the fastest one counts."""
-    profiles = {name: _sums(answers) for name in _BASELINES if (answers := results.answers.get(f"{name}, profiled"))}
-    kinds = {name: {kind: sums for (kind, operator), sums in found.items() if not operator}
-             for name, found in profiles.items()}
-    totals = {name: sum(sums.time_ms for sums in found.values()) for name, found in kinds.items()}
-    columns = ["", *(column for name in profiles for column in (f"{_HEADERS[name]}: ms", "fraction", "calls", "rate"))]
-    rows = [[kind, *(cell for name, found in kinds.items()
-                     for cell in (found[kind].cells(totals[name]) if kind in found else [""] * 4))]
-            for kind in KINDS if any(kind in found for found in kinds.values())]
-    rows.append(["sum", *(cell for total in totals.values() for cell in (f"{total:,.1f}", "", "", ""))])
-    repetitions = max((len(answers) for answers in results.answers.values()), default=0)
-    notes = [f"ours: {PROJECT}; nanoGPT: {PLAIN}. The fastest of {repetitions} profiled steps; the profiler adds some "
-             "microseconds to each call. The time of an operator does not include operators that it calls.",
+def profile_section(operators: list[dict[str, Any]], repetitions: int, failures: list[str]) -> BenchSection:
+    """Compute the table and the figures of one step from the result of `operator_times`."""
+    total = _total_ms(operators)
+    kinds = [_figures(found, total) for kind in KINDS if (found := [row for row in operators if row["kind"] == kind])]
+    rows = [[each["kind"], f"{each['time_ms_per_step']:,.1f}", f"{each['fraction']:.1%}",
+             f"{each['calls_per_step']:,}", f"{each['flops_per_step'] / each['time_ms_per_step'] / 1e9:.2f} TFLOP/s"
+             if each["flops_per_step"] else ""] for each in kinds]
+    notes = [f"The fastest of {repetitions} profiled steps; the profiler adds some microseconds to each call. The time "
+             "of an operator does not include operators that it calls.",
              "--json lists the operators. Copies and elementwise operators of logits count as loss; clipping and "
              "weight casts of the update count as optimizer. Fused attention includes its matrix products."]
-    operators = [{"name": operator, **sums.figures(kind, totals[PROJECT])}
-                 for (kind, operator), sums in profiles.get(PROJECT, {}).items() if operator]
-    return BenchSection("profile", "Time of a training step by operator", columns, rows if profiles else [], notes,
-                        results.failures,
-                        {"operators": sorted(operators, key=lambda row: -row["time_ms_per_step"]),
-                         "step_time_ms": totals,
-                         "kinds": {name: [sums.figures(kind, totals[name]) for kind, sums in found.items()]
-                                   for name, found in kinds.items()}})
+    listed = [{"name": row["name"], **_figures([row], total)} for row in operators]
+    return BenchSection("profile", "Time of a training step by operator", ["", "ms", "fraction", "calls", "rate"],
+                        [*rows, ["sum", f"{total:,.1f}", "", "", ""]] if rows else [], notes, failures,
+                        {"operators": sorted(listed, key=lambda row: -row["time_ms_per_step"]),
+                         "step_time_ms": {PROJECT: total}, "kinds": {PROJECT: kinds}})
 
 
-def _sums(answers: list[dict[str, Any]]) -> _Profile:
-    """Return the sums of the fastest step, which other load on the machine has disturbed least."""
-    found: _Profile = defaultdict(_Sums)
-    steps = (answer["operators"] for answer in answers)
-    for row in min(steps, key=lambda rows: sum(row["self_time_ms"] for row in rows)):
-        for operator in (row["name"], ""):
-            sums = found[row["kind"], operator]
-            sums.time_ms += row["self_time_ms"]
-            sums.calls += row["calls"]
-            sums.flops += row["flops"]
-    return dict(found)
+def _total_ms(operators: list[dict[str, Any]]) -> float:
+    return float(sum(row["self_time_ms"] for row in operators))
+
+
+def _figures(operators: list[dict[str, Any]], step_ms: float) -> dict[str, Any]:
+    """Return the sums of operators of one kind in one step."""
+    time_ms = _total_ms(operators)
+    return {"kind": operators[0]["kind"], "time_ms_per_step": time_ms, "fraction": time_ms / step_ms,
+            "calls_per_step": sum(row["calls"] for row in operators),
+            "flops_per_step": sum(row["flops"] for row in operators)}

@@ -1,4 +1,4 @@
-"""BenchSection, the result of one section: printed as a table, or written as Markdown between two markers of a page."""
+"""BenchSection, the result of one section, as Markdown: printed, or written between two markers of a page."""
 
 import datetime
 import json
@@ -9,9 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from pretrain.bench.settings import BenchSettings
 from pretrain.distributed.device import cpu_name, cpuinfo, nvidia_smi
@@ -57,7 +54,7 @@ def device_name(settings: BenchSettings) -> str:
     flags = re.search(r"^(flags|Features)\s*:(.+)$", cpuinfo(), re.MULTILINE)
     names = set(flags[2].split()) if flags else set()
     fastest = next((f" ({text})" for flag, text in _INSTRUCTIONS.items() if flag in names), "")
-    return f"{len(settings.cores)} cores of {cpu_name() or 'an unknown CPU'}{fastest}"
+    return f"{len(os.sched_getaffinity(0))} cores of {cpu_name() or 'an unknown CPU'}{fastest}"
 
 
 def heading(settings: BenchSettings, words: Sequence[str]) -> dict[str, Any]:
@@ -72,54 +69,31 @@ def heading(settings: BenchSettings, words: Sequence[str]) -> dict[str, Any]:
             "rounds": settings.repetitions, "load_before": os.getloadavg()[0], "versions": versions()}
 
 
-def busy_warning(head: dict[str, Any], settings: BenchSettings) -> str:
-    """Return a warning if the machine was busy before the measurement, which changes every figure; else ""."""
-    if head["load_before"] / len(settings.cores) <= _BUSY_LOAD:
-        return ""
-    return f"Warning: the machine was busy before the start (load average {head['load_before']:.1f}), which changes " \
-           "every figure below."
-
-
 def as_json(head: dict[str, Any], sections: Sequence[BenchSection]) -> str:
     """Return one JSON object: the heading, the failures, and the figures of each section by the section's name."""
     return json.dumps({**head, "failures": [line for section in sections for line in section.failures],
                        "sections": {section.name: section.data for section in sections}}, indent=1)
 
 
-def print_section(section: BenchSection, console: Console) -> None:
-    """Print the table, its notes and its failures."""
-    console.print(section.title, style="bold")
-    table = Table()
-    for number, column in enumerate(section.columns):
-        table.add_column(column, justify="right" if number else "left", overflow="fold")
-    for row in section.rows:
-        table.add_row(*row)
-    if section.rows:
-        console.print(table)
-    for note in section.notes:
-        console.print(note)
-    for line in section.failures:
-        console.print(f"failed: {line}")
-    console.print()
-
-
-def markdown(head: dict[str, Any], section: BenchSection, warning: str) -> str:
-    """Return Markdown: title, date, device and command, the table, and its notes.
+def markdown(head: dict[str, Any], section: BenchSection) -> str:
+    """Return Markdown: title, date, device and command, a warning if the machine was busy, the table, and its notes.
 
     The command is not marked as code: tests/test_pages.py would look for a test of it.
     """
     lines = [f"**{section.title}.** {head['shape']}. {head['date']}, {head['device']}, torch "
              f"{head['versions']['torch']}, DeepSpeed {head['versions']['deepspeed']}, transformers "
-             f"{head['versions']['transformers']}: {head['command']}", *(["", warning] if warning else [])]
+             f"{head['versions']['transformers']}: {head['command']}", ""]
+    if head["load_before"] / len(os.sched_getaffinity(0)) > _BUSY_LOAD:
+        lines += [f"Warning: the machine was busy before the start (load average {head['load_before']:.1f}), which "
+                  "changes every figure below.", ""]
     if section.rows:
-        lines += ["", _table_line(section.columns), _table_line(["---"] + ["---:"] * (len(section.columns) - 1)),
-                  *map(_table_line, section.rows)]
-    notes = [*section.notes, *(f"failed: {line}" for line in section.failures)]
-    return "\n".join([*lines, *([""] if notes else []), *(f"- {line}" for line in notes)])
-
-
-def _table_line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+        widths = [max(map(len, cells)) for cells in zip(section.columns, *section.rows, strict=True)]
+        for row in (section.columns, ["---", *["---:"] * (len(widths) - 1)], *section.rows):
+            numbers = (cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))
+            lines.append(f"| {' | '.join([row[0].ljust(widths[0]), *numbers])} |")
+        lines.append("")
+    return "\n".join([*lines, *(f"- {line}" for line in section.notes),
+                      *(f"- failed: {line}" for line in section.failures)])
 
 
 def markers(preset: str, section: str) -> tuple[str, str]:

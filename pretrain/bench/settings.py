@@ -1,9 +1,8 @@
 """Presets and flags of tools/bench.py. This module does not import torch."""
 
 import argparse
-import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from pretrain.cli import LONGEST_SECONDS, Parser, number, text, whole_number
 from pretrain.config.flags.parse import parse_arguments
@@ -11,7 +10,7 @@ from pretrain.distributed.device import Device, cpu_device, cuda_device, detect_
 from pretrain.errors import ConfigError
 
 # choices of --what
-SECTIONS = ("step", "profile", "overhead", "pipeline", "checkpoint", "startup", "scaling", "recompute", "data")
+SECTIONS = ("step", "profile", "overhead", "checkpoint", "startup", "data")
 _SIZE = whole_number(1, 2**31 - 1)
 _NO_DROPOUT = "resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"
 _GPT2 = f"n_layer=8,n_embd=512,n_head=8,vocab_size=16384,n_positions={{positions}},{_NO_DROPOUT}"
@@ -65,19 +64,7 @@ class BenchSettings:
     precision: str  # bf16, fp32
     repetitions: int  # --rounds
     timeout_s: float  # a baseline that does not answer within this time has failed
-    rank_counts: tuple[int, ...]  # --ranks, compared by --what scaling; ascending, starts with 1
-    train_flags: tuple[str, ...] = field(default=())  # flags of pretrain/train.py, for this project's baselines only
-
-    @property
-    def cores(self) -> tuple[int, ...]:
-        """The CPU cores that this process may use."""
-        return tuple(sorted(os.sched_getaffinity(0)))
-
-    def cores_of(self, rank: int, ranks: int) -> list[int]:
-        """Return the cores of one rank: an equal part of all cores. Ranks share cores only if there are too few."""
-        count = max(len(self.cores) // ranks, 1)
-        first = rank * count % len(self.cores)
-        return list(self.cores[first : first + count])
+    train_flags: tuple[str, ...] = ()  # flags of pretrain/train.py, for this project's baselines only
 
 
 def add_flags(parser: Parser) -> None:
@@ -97,9 +84,6 @@ def add_flags(parser: Parser) -> None:
     parser.add_argument("--rounds", type=whole_number(1), default=5,
                         help="interleaved repetitions of every baseline (default: %(default)s)")
     parser.add_argument("--steps", type=whole_number(1), help="timed optimizer steps of one repetition")
-    parser.add_argument("--ranks", type=text, default=None, metavar="1,2",
-                        help="numbers of ranks that --what scaling compares (default: those of 1, 2 and 4 for which "
-                             "there are enough GPUs or cores)")
     parser.add_argument("--timeout", type=number(0, LONGEST_SECONDS, above=True), default=900.0,
                         help="seconds without an answer after which a baseline has failed (default: %(default)s)")
 
@@ -119,10 +103,8 @@ def validate_flags(flags: argparse.Namespace, train_flags: list[str], *, gpus: i
     name = flags.preset or ("cpu" if kind == "cpu" else "h200-gpt3-1.3b")
     preset = _preset(_known("--preset", name, list(PRESETS)), flags)
     parse_arguments(train_flags)  # raises ConfigError for a misspelt flag before any process is started
-    most_ranks = gpus if kind == "cuda" else len(os.sched_getaffinity(0))
     return BenchSettings(sections=_sections(flags.what), preset_name=name, preset=preset, device=device,
                          precision=flags.precision, repetitions=flags.rounds, timeout_s=flags.timeout,
-                         rank_counts=_rank_counts(flags.ranks, most_ranks),
                          train_flags=tuple(train_flags))
 
 
@@ -137,19 +119,6 @@ def _known(flag: str, word: str, known: Sequence[str]) -> str:
 def _sections(words: str) -> tuple[str, ...]:
     chosen = [_known("--what", word, (*SECTIONS, "all")) for word in words.split(",")]
     return SECTIONS if "all" in chosen else tuple(dict.fromkeys(chosen))
-
-
-def _rank_counts(words: str | None, most: int) -> tuple[int, ...]:
-    if words is None:
-        return tuple(number for number in (1, 2, 4) if number <= max(most, 1))
-    try:
-        numbers = tuple(sorted({int(word) for word in words.split(",")}))
-    except ValueError:
-        numbers = ()
-    if len(numbers) < 2 or numbers[0] != 1 or numbers[-1] > most:
-        raise ConfigError("--ranks", found=repr(words),
-                          expected=f"1 and at least one larger number, none above {most}, for example 1,2")
-    return numbers
 
 
 def _preset(name: str, flags: argparse.Namespace) -> Preset:

@@ -3,7 +3,6 @@
 A resume and the rejection of wrong input are measured too.
 """
 
-import contextlib
 import os
 import re
 import shutil
@@ -12,11 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Generator
 from pathlib import Path
-from typing import Any
-
-import psutil
 
 from pretrain.bench.processes import BaselineJob, BenchContext, ReportProgress, baseline_environment
 from pretrain.bench.report import BenchSection, spread
@@ -35,30 +30,26 @@ _NOT_INHERITED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL
 def startup(context: BenchContext, report: ReportProgress) -> BenchSection:
     """Measure the time until a run prints the line of its first step, and until wrong input is rejected.
 
-    Each run has one rank. The first start of each command is not counted, because it fills the page cache and may
-    compile operators; it also saves the checkpoint for the runs that resume.
+    Each run has one rank, and ends after one step. The first start of each command is not counted, because it fills the
+    page cache and may compile operators; it also saves the checkpoint for the runs that resume.
     """
-    job, repetitions = context.job("start", "project.project"), context.settings.repetitions
-    run, resumed = context.folder / "start-run", context.folder / "resume-run"
-    commands = _commands(job, run, resumed)
-    ends: dict[str, list[dict[str, float]]] = {name: [] for name in commands}
+    job, settings = context.job("start", "project.project"), context.settings
+    resumed = context.folder / "resume-run"
+    ends: dict[str, list[dict[str, float]]] = {name: [] for name in _commands(job, resumed, step=0)}
     failures: dict[str, str] = {}
-    for number in range(repetitions + 1):
-        report(f"start {number} of {repetitions}" if number else "first start, not counted")
-        for name, words in commands.items():
+    for number in range(settings.repetitions + 1):
+        report(f"start {number} of {settings.repetitions}" if number else "first start, not counted")
+        for name, words in _commands(job, resumed, step=number + 1).items():
             if name in failures:
                 continue
-            shutil.rmtree(run, ignore_errors=True)
-            saves = number == 0 and words[-1] == f"--save={resumed}"
+            shutil.rmtree(job.folder, ignore_errors=True)
             try:
-                times = _ends_of_phases([*words, "--exit_at_step=1"] if saves else words, job,
-                                        context.settings.timeout_s, is_rejected=name == _REJECTION)
-                if saves and not any((resumed / "checkpoints").glob("global_step*")):
-                    raise TimeoutError("it saved no checkpoint")
+                times = _ends_of_phases(words, job, settings.timeout_s, is_rejected=name == _REJECTION)
                 ends[name] += [times] if number else []
             except TimeoutError as error:
                 failures[name] = f"{name}: {error}"
-    return _section({name: times for name, times in ends.items() if times}, list(failures.values()), repetitions)
+    return _section({name: times for name, times in ends.items() if times}, list(failures.values()),
+                    settings.repetitions)
 
 
 def _section(ends: dict[str, list[dict[str, float]]], failures: list[str], repetitions: int) -> BenchSection:
@@ -79,61 +70,45 @@ def _duration(ends: dict[str, float], phase: str) -> float:
     return ends[phase] - max((end for end in ends.values() if end < ends[phase]), default=0.0)
 
 
-def _commands(job: BaselineJob, run: Path, resumed: Path) -> dict[str, list[str]]:
-    """Return the commands by name. They replace flags of the job: the last flag of a name counts."""
+def _commands(job: BaselineJob, resumed: Path, *, step: int) -> dict[str, list[str]]:
+    """Return the commands by name. They replace flags of the job: the last flag of a name counts.
+
+    `step`: the step that the resumed run trains next; the others are new runs.
+    """
     python, program = sys.executable, str(ROOT / "pretrain" / "train.py")
-    every_step = [*job.flags, "--log_interval=1"]
-    flags = [*every_step, f"--save={run}"]
+    flags = [*job.flags, "--log_interval=1", "--exit_at_step=1"]
     launcher = [str(Path(python).with_name("deepspeed")), "--master_port", str(free_port()), "--num_accelerators", "1"]
     return {"python pretrain/train.py": [python, program, *flags],
-            "the same, resumed": [python, program, *every_step, f"--save={resumed}"],
+            "the same, resumed": [python, program, *flags, f"--save={resumed}", f"--exit_at_step={step}"],
             "ds-pretrain": [python, "-m", "pretrain.cluster.ds_pretrain", "--num_gpus", "1", *flags],
             "deepspeed pretrain/train.py": [*launcher, program, *flags],
-            _REJECTION: [python, program, *flags, f"--train_data={run / 'missing'}"]}
+            _REJECTION: [python, program, *flags, f"--train_data={job.folder / 'missing'}"]}
 
 
 def _ends_of_phases(words: list[str], job: BaselineJob, timeout_s: float, *, is_rejected: bool) -> dict[str, float]:
-    """Start a run, return the seconds until the end of each phase, and kill the run.
+    """Run a command, and return the seconds until the end of each phase.
 
     Raises TimeoutError if the run prints no line of a first step. A rejected run has one phase: it ends with its
     process.
     """
+    environ = {name: value for name, value in baseline_environment(job).items()
+               if name not in _NOT_INHERITED or os.environ.get(name) == value}
     ends: dict[str, float] = {}
     last, begin = "", time.perf_counter()
-    with contextlib.closing(_output(words, job, timeout_s)) as lines:
-        for line in lines:
+    with subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                          env=environ, text=True, errors="replace") as process:
+        timer = threading.Timer(timeout_s, process.kill)  # the ranks of a launcher notice its end
+        timer.start()
+        assert process.stdout is not None
+        for line in process.stdout:
             last = line.strip() or last
             phase = next((phase for phase, pattern in _PHASES.items() if re.match(pattern, line)), None)
             if phase is not None:
                 ends.setdefault(phase, time.perf_counter() - begin)
-            if "first step" in ends and "--exit_at_step=1" not in words:
-                break
-    if is_rejected and last == f"exit code {REJECTED}":
+        code = process.wait()
+        timer.cancel()
+    if is_rejected and code == REJECTED:
         return {"rejection": time.perf_counter() - begin}
     if "first step" not in ends:
         raise TimeoutError(f"it ended before its first step, or exceeded the time-out: {last[:300]}")
     return ends
-
-
-def _output(words: list[str], job: BaselineJob, timeout_s: float) -> Generator[str, None, None]:
-    """Start a command; yield its lines as soon as they are complete, and at the end its exit code. Then kill it."""
-    environ: dict[str, Any] = {name: value for name, value in baseline_environment(job, 0, free_port()).items()
-                               if name not in _NOT_INHERITED or os.environ.get(name) == value}
-    with subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                          env=environ, text=True, errors="replace") as process:
-        timer = threading.Timer(timeout_s, _kill_with_children, [process])
-        timer.start()
-        try:
-            assert process.stdout is not None
-            yield from process.stdout
-            yield f"exit code {process.wait()}"
-        finally:
-            timer.cancel()
-            _kill_with_children(process)
-
-
-def _kill_with_children(process: "subprocess.Popen[str]") -> None:
-    """Kill a process and all its descendants; a launcher may start its ranks in another process group."""
-    for each in [*psutil.Process(process.pid).children(recursive=True), process] if process.poll() is None else ():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            each.kill()

@@ -1,6 +1,6 @@
-"""One rank of a baseline: `python -m pretrain.bench.worker DESCRIPTOR`. It answers requests of the benchmark.
+"""The process of a baseline: `python -m pretrain.bench.worker DESCRIPTOR`. It answers requests of the benchmark.
 
-The descriptor is the rank's end of a connection. It first receives the rank and the BaselineJob.
+The descriptor is the process's end of a connection. It first receives the BaselineJob.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from pretrain.bench.processes import BaselineJob
 from pretrain.distributed.process import resident_bytes
@@ -36,13 +36,11 @@ class RequestLoop:
         self._connection, self._cuda = connection, cuda
         self._losses: list[torch.Tensor] = []
         self._steps_done, self._start = 0, 0.0
-        self._bytes_before_build = 0  # resident memory before the model was built
         self.request: dict[str, Any] = {}
+        self.wait_for_request()  # the request to build the baseline
+        self._bytes_before_build = resident_bytes()[0]
 
-    def answer(self, values: dict[str, Any]) -> None:
-        self._connection.send(values)
-
-    def wait_for_request(self) -> dict[str, Any]:
+    def wait_for_request(self) -> None:
         """Sleep until the next request, then start the clock. Raises NoMoreRequests."""
         try:
             self.request = self._connection.recv()
@@ -51,18 +49,11 @@ class RequestLoop:
         self._steps_done, self._losses = 0, []
         self.synchronize()
         self._start = time.perf_counter()
-        return self.request
 
-    def wait_for_build(self) -> None:
-        """Report that all imports are done. From this call on, memory is counted for the baseline."""
-        self.answer({"imported": True})
-        self.wait_for_request()
-        self._bytes_before_build = resident_bytes()[0]
-
-    def report_build(self, parameters: int, **facts: Any) -> None:
-        """Report that the baseline is ready, and its number of parameters. Then wait for the first repetition."""
+    def report_build(self, model: "torch.nn.Module | None" = None) -> None:
+        """Report that the baseline is ready, and the parameters of its model. Then wait for the first repetition."""
         self._reset_peak_memory()
-        self.answer({"parameters": parameters, **facts})
+        self._connection.send({"parameters": sum(weight.numel() for weight in model.parameters()) if model else 0})
         self.wait_for_request()
 
     def synchronize(self) -> None:
@@ -90,12 +81,9 @@ class RequestLoop:
         """Answer with time, losses, memory and figures, then wait for the next request. Raises NoMoreRequests."""
         self.synchronize()
         seconds = time.perf_counter() - self._start
-        self.answer({"seconds": seconds, "losses": [float(loss) for loss in self._losses], **self._memory(), **figures})
+        self._connection.send({"seconds": seconds, "losses": [float(loss) for loss in self._losses], **self._memory(),
+                               **figures})
         self.wait_for_request()
-
-    def end(self) -> NoReturn:
-        """End the baseline, because its training loop has no more steps."""
-        raise NoMoreRequests
 
     def _reset_peak_memory(self) -> None:
         """Reset the peak memory, so that it does not include temporary memory from building the engine.
@@ -126,33 +114,29 @@ class RequestLoop:
 def main() -> None:
     """Run the job's baseline until the benchmark closes the connection, then exit this process."""
     connection, code = Connection(int(sys.argv[1])), 0
-    rank, job = connection.recv()
-    if job.device_kind == "cpu":
-        os.sched_setaffinity(0, job.cores[rank])
+    job: BaselineJob = connection.recv()
     if job.is_project:  # other programs import DeepSpeed without this preparation
         prepare_deepspeed(job.device)
-    requests = RequestLoop(connection, cuda=job.device_kind == "cuda")
     try:
-        _run(job, requests)
+        _run(job, connection)
     except NoMoreRequests:
         pass
     except BaseException as error:
         traceback.print_exc()
         text = " ".join(str(error).split())[:300]
-        requests.answer({"error": text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"})
+        connection.send({"error": text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"})
         code = 1
     sys.stderr.flush()
     os._exit(code)  # sys.exit would wait for threads of the training loops, such as those of the data loader
 
 
-def _run(job: BaselineJob, requests: RequestLoop) -> None:
+def _run(job: BaselineJob, connection: Connection) -> None:
     from pretrain.engine.operator_cache import cache_operators
 
     cache_operators()  # all baselines use the same compiled operators
     module, function = job.main.split(".")
     baseline = getattr(importlib.import_module(f"pretrain.bench.{module}"), function)
-    requests.wait_for_build()
-    baseline(job, requests)
+    baseline(job, RequestLoop(connection, cuda=job.device_kind == "cuda"))
 
 
 if __name__ == "__main__":

@@ -39,11 +39,11 @@ COVERED: dict[str, tuple[str, str]] = {
     **{f"python tools/bench.py --what {words} --write tools/measurements.md":
        ("tests/bench/test_bench.py", "test_the_page_has_the_markers_of_its_commands") for words in (
            *(f"step,profile --preset {preset}" for preset in ("cpu", "cpu-2048", "cpu-llama", "cpu-llama-2048")),
-           "overhead,pipeline,checkpoint,startup,scaling")},
+           "overhead,checkpoint,startup")},
     **{f"tools/bench.py --what {section}":
-       ("tests/bench/test_bench.py", '"overhead,pipeline,checkpoint,startup,scaling,recompute,data"')
-       for section in ("overhead", "checkpoint", "startup", "pipeline", "data", "recompute")},
-    "python tools/bench.py --what recompute": ("tests/bench/test_bench.py", '("recompute", list(MODES))'),
+       ("tests/bench/test_bench.py", '"overhead,checkpoint,startup,data"')
+       for section in ("overhead", "checkpoint", "startup", "data")},
+    "python tools/bench.py --recompute attention": ("tests/bench/test_bench.py", '"--recompute", "attention"'),
     # GPUs: without one, the tests run the same sections and programs with a smaller model
     **{f"python tools/bench.py --preset {preset}": ("tests/bench/test_bench.py", '"--preset", "cpu-small"')
        for preset in ("h200-gpt3-1.3b", "h200-gpt3-1.3b --compile_blocks true", "h200-llama-1b --compile_blocks true")},
