@@ -62,10 +62,10 @@ def test_every_curve_has_the_values_of_the_rows(browser: Browser, run: Path, tmp
     page = open_report(browser, tmp_path, run)
     kept = newest_path([row for row in read_metrics(run) if "loss" in row])
     assert [row["step"] for row in kept] == list(range(1, 101))
-    specs = page.run("report.charts.map((chart) => [chart.panel.id, chart.panel.metrics, chart.panel.total || null])")
+    specs = page.run("report.charts.map((chart) => [chart.panel.id, chart.panel.metrics])")
     compared = 0
-    for panel, metrics, total in specs:
-        if panel == "evaluation" or total:
+    for panel, metrics in specs:
+        if panel == "evaluation":
             continue
         present = [key for key, _ in metrics if any(row.get(key) is not None for row in kept)]
         series = [one for one in drawn(page, panel) if not one["faint"]]
@@ -79,7 +79,7 @@ def test_every_curve_has_the_values_of_the_rows(browser: Browser, run: Path, tmp
     assert all(url.startswith("file:") for url in page.requests())
 
 
-def test_abandoned_rows_evaluations_phases_and_events(browser: Browser, run: Path, tmp_path: Path) -> None:
+def test_abandoned_rows_evaluations_and_events(browser: Browser, run: Path, tmp_path: Path) -> None:
     page = open_report(browser, tmp_path, run)
     faint = next(one for one in drawn(page, "loss") if one["faint"])
     first = [row for row in read_metrics(run) if "loss" in row][40:60]
@@ -88,9 +88,6 @@ def test_abandoned_rows_evaluations_phases_and_events(browser: Browser, run: Pat
     line = next(one for one in drawn(page, "evaluation") if one["label"] == "valid" and not one["faint"])
     assert (line["x"], line["y"]) == ([row["step"] for row in newest_path(rows)],
                                       [row["eval_loss"] for row in newest_path(rows)])
-    top = drawn(page, "phases 0")[-1]
-    kept = newest_path([row for row in read_metrics(run) if "loss" in row])
-    assert top["y"] == pytest.approx([row["step_time_ms"] for row in kept])
     cells = page.run("[...document.querySelectorAll('#events tbody tr')]"
                      ".map((row) => [...row.cells].map((cell) => cell.textContent))")
     assert [cell[0] for cell in cells] == [str(one["step"]) for one in EVENTS[1:]]

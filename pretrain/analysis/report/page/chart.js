@@ -75,17 +75,16 @@ class Chart {
     }
     if (from > to || values.length === 0) return [from > to ? null : [from, to], null];
     const sorted = Float64Array.from(values).sort(), last = sorted.length - 1, cut = view.clip ? 0.02 : 0;
-    const low = this.panel.stacked && !this.logY ? 0 : sorted[Math.round(cut * last)], high = sorted[Math.round((1 - cut) * last)];
+    const low = sorted[Math.round(cut * last)], high = sorted[Math.round((1 - cut) * last)];
     if (this.logY) return [widened(from, to, view.logX), widened(low / (high / low) ** 0.04, high * (high / low) ** 0.04, true)];
     const margin = (high - low) * 0.05;
-    return [widened(from, to, view.logX), widened(low === 0 ? 0 : low - margin, high + margin)];
+    return [widened(from, to, view.logX), widened(low - margin, high + margin)];
   }
 
-  /** The series of uPlot that draw one series: an area or the band of its range, and its line. */
+  /** The series of uPlot that draw one series: the band of its range, and its line. */
   layers(one) {
     const layer = (alpha, style, paths) => ({alpha, ...style, auto: false, points: {show: false}, paths});
     const fill = (low, high, alpha) => layer(alpha, {width: 0, fill: one.color}, (plot) => ({fill: this.between(plot, one.x, low, high)}));
-    if (one.area) return [fill(one.base, one.y, 0.72)];
     const line = layer(one.abandoned ? 0.75 : one.faint ? 0.3 : 1, {width: one.faint ? 1.2 : 1.8, stroke: one.color, dash: one.dash},
                        (plot) => ({stroke: this.line(plot, one)}));
     if (!one.low || one.faint) return [line];
@@ -128,12 +127,12 @@ class Chart {
     this.events = [];
     if (!ctx) return;
     ctx.save();
-    for (const [run, event] of this.report.shownEvents(this.panel.run)) {
+    for (const [run, event] of this.report.shownEvents()) {
       const [elapsed, step, tokens, kind] = event;
       const [position] = positions({elapsed: [elapsed], step: [step], consumed_tokens: [tokens]}, this.report.view);
       const at = this.isDrawn(position, 1) ? this.plot.valToPos(position, "x", true) : NaN;
       if (!(at >= bbox.left - 1 && at <= bbox.left + bbox.width + 1)) continue;
-      const [color, shape, line] = EVENT_KINDS.get(kind) || OTHER_KIND;
+      const [color, shape, line] = eventStyle(kind);
       this.events.push([(at - bbox.left) / ratio, run, event]);
       ctx.fillStyle = cssValue(color);
       ctx.globalAlpha = 0.45;
@@ -141,7 +140,7 @@ class Chart {
       ctx.globalAlpha = 1;
       ctx.font = `${10 * ratio}px system-ui, sans-serif`;
       ctx.textAlign = "center";
-      ctx.fillText(EVENT_SHAPES[shape], at, shape === "tick" ? bbox.top + bbox.height : bbox.top - 2 * ratio);
+      ctx.fillText(shape, at, shape === "|" ? bbox.top + bbox.height : bbox.top - 2 * ratio);
     }
     ctx.restore();
   }
@@ -151,7 +150,7 @@ class Chart {
     const main = this.series.filter((series) => !series.faint), single = this.report.data.runs.length === 1;
     const entries = new Map(main.map((series) => [series.metric, series]));
     this.legend.replaceChildren(...(entries.size < 2 ? [] : [...entries.values()]).slice(0, 12).map((series) => make("span", {},
-      swatch(single || series.area ? series.color : cssValue("--quiet"), series.dash, series.area), series.metric)));
+      swatch(single ? series.color : cssValue("--quiet"), series.dash), series.metric)));
   }
 
   /** uPlot calls this when its cursor moves; `showCursor` moves it without a call. */
@@ -203,11 +202,10 @@ class Chart {
       const index = series.faint ? -1 : nearest(series.x, position);
       if (index < 0 || Math.abs(this.plot.valToPos(series.x[index], "x") - at) > 40) continue;
       heads.add(this.report.axisText(series.x[index]));
-      const value = series.area ? series.raw[index] : series.y[index];
-      let text = isNumber(value) ? format(value) : "no finite value";
-      if (!series.area && series.raw) text += ` (${isNumber(series.raw[index]) ? format(series.raw[index]) : "not finite"})`;
+      let text = isNumber(series.y[index]) ? format(series.y[index]) : "no finite value";
+      if (series.raw) text += ` (${isNumber(series.raw[index]) ? format(series.raw[index]) : "not finite"})`;
       else if (isNumber(series.low?.[index])) text += ` (${format(series.low[index])} to ${format(series.high[index])})`;
-      lines.push(make("div", {}, swatch(series.color, series.dash, series.area), make("span", {}, series.label), make("span", {}, text)));
+      lines.push(make("div", {}, swatch(series.color, series.dash), make("span", {}, series.label), make("span", {}, text)));
     }
     const near = this.events.filter(([x]) => Math.abs(x - at) < 6).slice(0, 5).map(([, run, event]) => make("span",
       {class: "event"}, `${event[3]} at step ${plain(event[1])}${event[4] ? `: ${event[4].slice(0, 160)}` : ""}`

@@ -82,8 +82,8 @@ function cssValue(name) {
 }
 
 /** A small picture of a line with its colour and dashes. */
-function swatch(color, dash = [], thick = false) {
-  const values = {x1: 0, y1: 5, x2: 18, y2: 5, stroke: color, "stroke-width": thick ? 8 : 2.5, "stroke-dasharray": dash.join(" ")};
+function swatch(color, dash = []) {
+  const values = {x1: 0, y1: 5, x2: 18, y2: 5, stroke: color, "stroke-width": 2.5, "stroke-dasharray": dash.join(" ")};
   const [svg, line] = ["svg", "line"].map((name) => document.createElementNS("http://www.w3.org/2000/svg", name));
   for (const [name, value] of Object.entries(values)) line.setAttribute(name, value);
   for (const [name, value] of [["class", "swatch"], ["viewBox", "0 0 18 10"], ["aria-hidden", "true"]]) svg.setAttribute(name, value);

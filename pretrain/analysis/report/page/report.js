@@ -29,9 +29,8 @@ class Report {
                  runs: new Set(data.runs.map((run) => run.name)), hidden: new Set(HIDDEN_KINDS), timeUnit: timeUnit(data.runs)};
     this.charts = [];
     this.filled = {};  // id of an element -> what it shows
-    this.applyTheme("auto");
     this.build();
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.applyTheme(this.theme));
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.schedule());
     new ResizeObserver(() => this.schedule()).observe(byId("curves"));
   }
 
@@ -92,13 +91,11 @@ class Report {
     }});
     const axes = make("fieldset", {}, make("legend", {}, "By"), ...Object.keys(AXES).map((axis) => make("label", {}, make("input", {
       type: "radio", name: "axis", value: axis, checked: axis === view.axis, onchange: () => change({axis, zoom: null, cursor: null})}), axis)));
-    const themes = make("select", {"aria-label": "Colours of the page", onchange: (event) => this.applyTheme(event.target.value)},
-      ...["auto", "light", "dark"].map((name) => make("option", {value: name, selected: name === this.theme}, name)));
     this.resetZoom = make("button", {type: "button", onclick: () => this.setZoom(null)}, "Whole range");
     return [
       axes, toggle("log x", "logX"), make("label", {}, "Smoothing", slider, value), toggle("unsmoothed", "raw"), toggle("without outliers", "clip"),
       ...(this.data.runs.some((run) => run.abandoned_rows) ? [toggle("abandoned", "abandoned")] : []),
-      this.resetZoom, make("label", {}, "Theme", themes), ...this.chipRows()];
+      this.resetZoom, ...this.chipRows()];
   }
 
   /** Buttons that show or hide runs and kinds of events. */
@@ -121,13 +118,6 @@ class Report {
     return [...(runs.length > 1 ? [row("Runs", runChips)] : []), ...(kindChips.length ? [row("Events", kindChips)] : [])];
   }
 
-  applyTheme(theme) {
-    this.theme = theme;
-    const dark = theme === "auto" ? matchMedia("(prefers-color-scheme: dark)").matches : theme === "dark";
-    document.documentElement.dataset.theme = dark ? "dark" : "light";
-    this.schedule();
-  }
-
   schedule() {
     this.frame ??= requestAnimationFrame(() => {
       this.frame = null;
@@ -147,8 +137,8 @@ class Report {
   }
 
   /** [run, event] of the kinds and runs that are not hidden. */
-  shownEvents(only) {
-    return this.data.runs.filter((run) => this.view.runs.has(run.name) && (!only || only === run)).flatMap((run) => run.events
+  shownEvents() {
+    return this.data.runs.filter((run) => this.view.runs.has(run.name)).flatMap((run) => run.events
       .filter((event) => !this.view.hidden.has(event[3])).map((event) => [run, event]));
   }
 
@@ -227,20 +217,17 @@ function overviewElement(runs) {
 
 /** The record of the newest start by section, and what changed at each start. */
 function configurationElement(run, isOnly) {
-  const sections = new Map(), part = (title, table) => make("details", {}, make("summary", {}, title), table);
+  const sections = new Map(), part = (title, columns, rows) => make("details", {}, make("summary", {}, title), makeTable(columns, rows, "settings"));
   for (const [section, key, value] of run.settings) sections.set(section, [...(sections.get(section) || []), [key || section, value]]);
-  const single = [...sections].filter(([, rows]) => rows.length === 1), table = (rows) => makeTable([["setting"], ["value"]], rows, "settings");
   const starts = run.starts.map((start, index) => [String(index + 1), dateTime(start.time), start.changes.map(([section, key, before, after]) =>
     `${settingName(section, key)}: ${orNotSet(before)} → ${orNotSet(after)}`).join("\n") || (index === 0 ? "" : "no change")]);
   return make("details", {open: isOnly}, make("summary", {}, isOnly ? `run.json of ${run.path}: the newest start` : run.name),
-    ...[...sections].filter(([, rows]) => rows.length > 1).map(([section, rows]) => part(`${section} (${rows.length})`, table(rows))),
-    single.length ? part(`other values (${single.length})`,
-      table(single.map(([section, [[key, value]]]) => [key === section ? section : settingName(section, key), value]))) : null,
-    part(`starts (${run.overview.starts})`, makeTable([["start"], ["time"], ["changes since the start before"]], starts, "settings")));
+    ...[...sections].map(([section, rows]) => part(`${section} (${rows.length})`, [["setting"], ["value"]], rows)),
+    part(`starts (${run.overview.starts})`, [["start"], ["time"], ["changes since the start before"]], starts));
 }
 
 function shapePicture(kind) {
-  const [color, shape] = EVENT_KINDS.get(kind) || OTHER_KIND, element = make("span", {"aria-hidden": "true"}, EVENT_SHAPES[shape]);
+  const [color, shape] = eventStyle(kind), element = make("span", {"aria-hidden": "true"}, shape);
   element.style.color = `var(${color})`;
   return element;
 }

@@ -2,85 +2,63 @@
 
 const COLORS = 8;
 const DASHES = [[], [6, 3], [2, 2], [8, 3, 2, 3]];
-const number = plain;
 
-// kind: [colour, shape, whether a line crosses the plot]
-const EVENT_KINDS = new Map(Object.entries({
-  skip: ["--bad", "triangle", true], spike: ["--bad", "triangle", true], rollback: ["--bad", "triangle", true],
-  corruption: ["--bad", "triangle", true], hang: ["--bad", "triangle", true], data_changed: ["--bad", "triangle", true],
-  data_replaced: ["--bad", "triangle", true], resume: ["--accent", "circle", true], start: ["--accent", "circle", false],
-  init: ["--accent", "circle", false], override: ["--change", "diamond", true], branch: ["--change", "diamond", true],
-  batch: ["--change", "diamond", true], other_data: ["--change", "diamond", true], stop: ["--end", "square", true],
-  finished: ["--accent", "square", true],
-  early_stop: ["--end", "square", true], signal: ["--end", "square", true], save: ["--neutral", "tick", false],
-}));
-const OTHER_KIND = ["--neutral", "circle", false];
-const EVENT_SHAPES = {triangle: "▼", diamond: "◆", square: "■", circle: "●", tick: "|"};
+// [colour, shape, whether a line crosses the plot, kinds of events]
+const EVENT_STYLES = [
+  ["--bad", "▼", true, ["skip", "spike", "rollback", "corruption", "hang", "data_changed", "data_replaced"]],
+  ["--accent", "●", true, ["resume", "finished"]],
+  ["--accent", "●", false, ["start", "init"]],
+  ["--change", "◆", true, ["override", "branch", "batch", "other_data"]],
+  ["--end", "■", true, ["stop", "early_stop", "signal"]],
+  ["--neutral", "|", false, ["save"]],
+];
+const eventStyle = (kind) => EVENT_STYLES.find((style) => style[3].includes(kind)) || ["--neutral", "●", false];
 
-// metrics: [key of metrics.jsonl, label]; smooth: noisy values; stacked: areas on top of each other, one panel per run
+// metrics: [key of metrics.jsonl, label], by default only the panel's id; smooth: noisy values
 const PANELS = [
-  {id: "loss", title: "Training loss", unit: "nats per token", wide: true, smooth: true, format: number,
-   metrics: [["loss", "loss"]]},
-  {id: "evaluation", title: "Evaluation loss", unit: "nats per token", evaluation: true, format: number, metrics: []},
-  {id: "loss_max", title: "Highest loss of a rank", unit: "since the row before", smooth: true, format: number,
-   metrics: [["loss_max", "highest loss"]]},
-  {id: "lr", title: "Learning rate", format: number, metrics: [["lr", "learning rate"]]},
-  {id: "grad_norm", title: "Gradient norm", smooth: true, format: number,
+  {id: "loss", title: "Training loss", unit: "nats per token", wide: true, smooth: true},
+  {id: "evaluation", title: "Evaluation loss", unit: "nats per token", evaluation: true, metrics: []},
+  {id: "loss_max", title: "Highest loss of a rank", unit: "since the row before", smooth: true},
+  {id: "lr", title: "Learning rate"},
+  {id: "grad_norm", title: "Gradient norm", smooth: true,
    metrics: [["grad_norm", "logged step"], ["grad_norm_max", "highest since the row before"], ["clip_norm", "limit"]]},
-  {id: "clip_rate", title: "Clipped steps", unit: "fraction", format: percent, metrics: [["clip_rate", "clipped"]]},
-  {id: "param_norm", title: "Parameter norm", format: number, metrics: [["param_norm", "norm"]]},
-  {id: "update_ratio", title: "Update / parameter norm", smooth: true, format: number,
-   metrics: [["update_ratio", "ratio"]]},
-  {id: "noise_scale", title: "Gradient noise scale", unit: "samples", smooth: true, format: compact,
-   metrics: [["noise_scale", "noise scale"]]},
-  {id: "tokens_per_second", title: "Throughput", unit: "tokens/s", smooth: true, format: compact,
-   metrics: [["tokens_per_second", "tokens/s"]]},
-  {id: "tflops", title: "TFLOP/s per device", smooth: true, format: number,
+  {id: "clip_rate", title: "Clipped steps", unit: "fraction", format: percent},
+  {id: "param_norm", title: "Parameter norm"},
+  {id: "update_ratio", title: "Update / parameter norm", smooth: true},
+  {id: "noise_scale", title: "Gradient noise scale", unit: "samples", smooth: true, format: compact},
+  {id: "tokens_per_second", title: "Throughput", unit: "tokens/s", smooth: true, format: compact},
+  {id: "tflops", title: "TFLOP/s per device", smooth: true,
    metrics: [["tflops_per_device", "6N + 12Lhs"], ["tflops_exact_per_device", "exact matrix products"]]},
   {id: "mfu", title: "Model FLOPs utilization", smooth: true, format: percent,
    metrics: [["mfu", "6N + 12Lhs"], ["mfu_exact", "exact matrix products"]]},
-  {id: "phases", title: "Time of a step by phase", stacked: true, smooth: true, format: milliseconds,
-   total: "step_time_ms",
-   metrics: [["data_time_ms", "data"], ["forward_time_ms", "forward"], ["backward_time_ms", "backward"],
+  {id: "step_time", title: "Time of a step, and of its phases", smooth: true, format: milliseconds,
+   metrics: [["step_time_ms", "step"], ["data_time_ms", "waiting for data"], ["forward_time_ms", "forward"], ["backward_time_ms", "backward"],
              ["reduce_time_ms", "reduce"], ["optimizer_time_ms", "optimizer"]]},
-  {id: "step_time", title: "Step time", smooth: true, format: milliseconds,
-   metrics: [["step_time_ms", "step"], ["data_time_ms", "waiting for data"]]},
   {id: "pauses", title: "Saves and evaluations", unit: "since the row before", format: milliseconds,
    metrics: [["save_time_ms", "save"], ["eval_time_ms", "evaluation"]]},
   {id: "memory", title: "Memory", format: gibibytes, tickUnit: 2 ** 30,
    metrics: [["memory_bytes", "now"], ["peak_memory_bytes", "peak"], ["host_memory_bytes", "host"]]},
-  {id: "goodput", title: "Goodput", unit: "time in kept steps", format: percent, metrics: [["goodput", "goodput"]]},
-  {id: "bubble", title: "Pipeline bubble", unit: "fraction of the step", format: percent,
-   metrics: [["pipeline_bubble", "bubble"]]},
-  {id: "power", title: "Power per device", smooth: true, format: watts, metrics: [["power_watts", "power"]]},
-  {id: "loss_scale", title: "Loss scale", format: number, metrics: [["loss_scale", "loss scale"]]},
-  {id: "skipped_steps", title: "Skipped steps", unit: "in total", format: number,
-   metrics: [["skipped_steps", "skipped"]]},
-  {id: "batch", title: "Global batch", unit: "samples", format: number, metrics: [["global_batch_size", "batch"]]},
-  {id: "seq_length", title: "Sequence length", unit: "tokens", format: number, metrics: [["seq_length", "length"]]},
+  {id: "goodput", title: "Goodput", unit: "time in kept steps", format: percent},
+  {id: "pipeline_bubble", title: "Pipeline bubble", unit: "fraction of the step", format: percent},
+  {id: "power_watts", title: "Power per device", smooth: true, format: watts},
+  {id: "loss_scale", title: "Loss scale"},
+  {id: "skipped_steps", title: "Skipped steps", unit: "in total"},
+  {id: "global_batch_size", title: "Global batch", unit: "samples"},
+  {id: "seq_length", title: "Sequence length", unit: "tokens"},
 ];
-const POSITIONS = new Set(["step", "elapsed", "time", "line", "consumed_tokens", "consumed_samples"]);
+const POSITIONS = ["step", "elapsed", "time", "line", "consumed_tokens", "consumed_samples", "eta_seconds"];  // no curves of their own
 const AXES = {step: "step", tokens: "consumed_tokens", time: "elapsed"};
 
 /** The panels that have values, and [title, value] of the metrics that are the same in all rows of all runs. */
 function usedPanels(runs) {
-  const known = new Set(PANELS.flatMap((panel) => [...panel.metrics.map(([key]) => key), panel.total]));
-  const keys = [...new Set(runs.flatMap((run) => Object.keys(run.training.values)))];
-  const others = keys.filter((key) => !known.has(key) && !POSITIONS.has(key) && key !== "eta_seconds")
-    .map((key) => ({id: `other ${key}`, title: key, format: number, metrics: [[key, key]]}));
+  const complete = (panel) => ({format: plain, metrics: [[panel.id, panel.title.toLowerCase()]], ...panel}), panels = PANELS.map(complete);
+  const known = new Set([...POSITIONS, ...panels.flatMap((panel) => panel.metrics.map(([key]) => key))]);
+  const others = new Set(runs.flatMap((run) => Object.keys(run.training.values)).filter((key) => !known.has(key)));
   const used = [], constants = [];
-  for (const panel of [...PANELS, ...others]) {
-    if (panel.evaluation) {
-      if (runs.some((run) => Object.keys(run.evaluations).length > 0)) used.push(panel);
-    } else if (panel.stacked) {
-      const shown = runs.filter((run) => panel.metrics.some(([key]) => run.training.values[key]));
-      used.push(...shown.map((run) => ({...panel, id: `${panel.id} ${runs.indexOf(run)}`, run,
-                                        unit: runs.length > 1 ? run.name : ""})));
-    } else {
-      const values = constantValues(panel, runs);
-      if (values.size === 1) constants.push([panel.title, panel.format([...values][0])]);
-      else if (values.size > 1) used.push(panel);
-    }
+  for (const panel of [...panels, ...[...others].map((key) => complete({id: key, title: key}))]) {
+    const values = constantValues(panel, runs), isEvaluated = panel.evaluation && runs.some((run) => Object.keys(run.evaluations).length > 0);
+    if (isEvaluated || values.size > 1) used.push(panel);
+    else if (values.size === 1) constants.push([panel.title, panel.format([...values][0])]);
   }
   return [used, constants];
 }
@@ -115,34 +93,31 @@ function timeUnit(runs) {
 
 /**
  * The series of a panel. Each has label, color, dash, x and y; optionally low and high (the range of the values that a
- * point represents), faint (unsmoothed or abandoned values, which have no read-out), points, base (lower edge of an area).
+ * point represents), faint (unsmoothed or abandoned values, which have no read-out), points.
  */
 function panelSeries(panel, runs, view) {
-  if (panel.stacked) return stackedSeries(panel, view);
   const shown = runs.filter((run) => view.runs.has(run.name));
   const series = [], single = runs.length === 1;
   for (const run of shown) {
-    const metrics = panel.evaluation ? evaluationMetrics(panel, run, runs) : trainingMetrics(panel, run);
+    const metrics = metricsOf(panel, run, runs);
     for (const [metric, {label, curve, old}] of metrics) {
       const color = cssValue(`--c${(single ? metric : runs.indexOf(run)) % COLORS}`);
       const style = {color, dash: single ? DASHES[0] : DASHES[(metric + Math.floor(runs.indexOf(run) / COLORS)) % DASHES.length]};
       const name = single ? label : metrics.length > 1 || panel.evaluation ? `${run.name}: ${label}` : run.name;
-      series.push(...curveSeries({...style, label: name, metric: label}, run, curve, old, panel, view));
+      series.push(...curveSeries({...style, label: name, metric: label}, curve, old, panel, view));
     }
   }
   return series;
 }
 
-function trainingMetrics(panel, run) {
-  return panel.metrics.map(([key, label], index) => [index, {
-    label, curve: pick(run.training, key), old: pick(run.abandoned, key)}]).filter(([, metric]) => metric.curve);
-}
-
-function evaluationMetrics(panel, run, runs) {
+/** [number, {label, curve, old}] of the metrics of a panel that a run has. */
+function metricsOf(panel, run, runs) {
   const splits = [...new Set(runs.flatMap((other) => Object.keys(other.evaluations)))];
-  return splits.map((split, index) => [index, {
-    label: split, curve: pick(run.evaluations[split], "eval_loss"),
-    old: pick(run.abandoned_evaluations[split], "eval_loss")}]).filter(([, metric]) => metric.curve);
+  const sources = panel.evaluation
+    ? splits.map((split) => [split, "eval_loss", run.evaluations[split], run.abandoned_evaluations[split]])
+    : panel.metrics.map(([key, label]) => [label, key, run.training, run.abandoned]);
+  return sources.map(([label, key, kept, old], index) => [index, {label, curve: pick(kept, key), old: pick(old, key)}])
+    .filter(([, metric]) => metric.curve);
 }
 
 /** One key of curves: {values, y, low, high}, or null if it has no value. */
@@ -151,7 +126,7 @@ function pick(curves, key) {
   return y ? {values: curves.values, y, low: curves.low[key], high: curves.high[key]} : null;
 }
 
-function curveSeries(style, run, curve, old, panel, view) {
+function curveSeries(style, curve, old, panel, view) {
   const x = positions(curve.values, view), series = [];
   if (old && view.abandoned) {
     series.push({...style, x: positions(old.values, view), y: old.y, faint: true, abandoned: true,
@@ -162,28 +137,6 @@ function curveSeries(style, run, curve, old, panel, view) {
   if (!isSmoothed) return [...series, main];
   if (view.raw) series.push({...main, faint: true});
   return [...series, {...main, y: smooth(curve.y, view.smoothing), raw: curve.y}];
-}
-
-/** The phases of a step on top of each other; the rest of the step time is the uppermost area. */
-function stackedSeries(panel, view) {
-  const values = panel.run.training.values, x = positions(values, view), weight = view.smoothing;
-  if (!view.runs.has(panel.run.name)) return [];
-  const phases = panel.metrics.filter(([key]) => values[key]).map(([key, label]) => [label, values[key]]);
-  const total = values[panel.total];
-  if (total) {
-    const rest = total.map((time, index) => (isNumber(time)
-      ? Math.max(0, time - phases.reduce((sum, [, ys]) => sum + (ys[index] || 0), 0)) : null));
-    phases.push(["other", rest]);
-  }
-  let base = x.map(() => 0);
-  return phases.map(([label, ys], index) => {
-    const smoothed = weight > 0 ? smooth(ys, weight) : ys;
-    const top = base.map((below, point) => below + (smoothed[point] || 0));
-    const color = label === "other" ? cssValue("--neutral") : cssValue(`--c${index % COLORS}`);
-    const series = {label, metric: label, color, dash: [], x, y: top, base, raw: ys, area: true};
-    base = top;
-    return series;
-  });
 }
 
 /** Exponential moving average without the bias of its start; missing values are left out. */
@@ -197,16 +150,11 @@ function smooth(values, weight) {
   });
 }
 
-/** Index of the point whose x is nearest to `x`; `xs` increases, and may contain null. -1 if there is none. */
+/** Index of the point whose x is nearest to `x`; `xs` may contain null. -1 if there is none. */
 function nearest(xs, x) {
-  let low = 0, high = xs.length - 1, best = -1;
-  while (low <= high) {
-    const probe = (low + high) >> 1;
-    let middle = probe;
-    while (middle <= high && !isNumber(xs[middle])) middle++;
-    if (middle <= high && (best < 0 || Math.abs(xs[middle] - x) < Math.abs(xs[best] - x))) best = middle;
-    if (middle <= high && xs[middle] < x) low = middle + 1;
-    else high = probe - 1;
-  }
+  let best = -1;
+  xs.forEach((at, index) => {
+    if (isNumber(at) && (best < 0 || Math.abs(at - x) < Math.abs(xs[best] - x))) best = index;
+  });
   return best;
 }
