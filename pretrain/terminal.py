@@ -9,6 +9,7 @@ import os
 import sys
 import textwrap
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TextIO
@@ -34,6 +35,13 @@ def wrap(text: str, columns: int | None) -> str:
     if columns is None or len(text) <= columns:
         return text
     return textwrap.fill(text, columns, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+def aligned(rows: Sequence[Sequence[str]], num_words: int) -> list[str]:
+    """Return rows as lines of aligned columns: the first `num_words` to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) if column < num_words else cell.rjust(width)
+                      for column, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip() for row in rows]
 
 
 def is_watched(stream: TextIO) -> bool:

@@ -35,7 +35,7 @@ from pretrain.errors import FINISHED, STOPPED
 from pretrain.monitor.announce import EARLY_STOP, BatchRamp, announce_start, early_end_line
 from pretrain.monitor.meter import Meter
 from pretrain.monitor.profiler import Profiler
-from pretrain.monitor.read_run_folder import is_evaluated, recorded_kernels, recorded_layer_times
+from pretrain.monitor.read_run_folder import is_evaluated, newest_recorded
 from pretrain.monitor.timeline import PipelineTimeline
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.resilience.data_watch import DataWatch
@@ -121,8 +121,8 @@ def _build(plan: Plan, resume: Resume | None, weights: InitialWeights | None, wa
         status("building the engine" + (f", loading {resume.folder.name}" if resume else ""))
         watchdog.enter("build", 0)
         engine = build_engine(plan, initialize=resume is None and weights is None,
-                              recorded_kernels=recorded_kernels(Path(plan.args.save)),
-                              recorded_layer_times=recorded_layer_times(Path(plan.args.save)))
+                              recorded_kernels=newest_recorded(Path(plan.args.save), "cpu_kernels"),
+                              recorded_layer_times=newest_recorded(Path(plan.args.save), "layer_times"))
         watchdog.enter("load", 0)
         step, consumed_samples = _restore(engine, plan, resume, weights)
     clear_status()

@@ -115,14 +115,17 @@ def find_tokenizer(source: EvaluationSource, flag: str | None) -> Tokenizer | Co
     except ConfigError as error:
         return error
     loaded = load_tokenizer(path)
-    check_tokenizer_fits(loaded.ids, {}, vocab_size=source.config.vocab_size, where=f"--tokenizer {path}",
-                         remedy="name the tokenizer with which the model was trained")
-    expected = source.tokenizer_fingerprint
-    if expected is not None and loaded.fingerprint != expected:
-        raise ConfigError(f"--tokenizer {path}", found=f"sha256 {loaded.fingerprint[:12]}...",
-                          expected=f"sha256 {expected[:12]}..., with which {source.folder} was trained",
-                          remedy="name the tokenizer of the run: with another one, the losses have no meaning")
+    _require_fit(loaded, {}, source.config.vocab_size)
+    _require_tokenizer_of_run(loaded, source.tokenizer_fingerprint, source.folder)
     return loaded
+
+
+def _require_tokenizer_of_run(tokenizer: Tokenizer, expected: str | None, folder: Path) -> None:
+    """Raise ConfigError unless the tokenizer has the recorded fingerprint, if there is one."""
+    if expected is not None and tokenizer.fingerprint != expected:
+        raise ConfigError(f"--tokenizer {tokenizer.path}", found=f"sha256 {tokenizer.fingerprint[:12]}...",
+                          expected=f"sha256 {expected[:12]}..., with which {folder} was trained",
+                          remedy="name the tokenizer of the run: with another one, the results have no meaning")
 
 
 def _tokenizer_in(folder: Path) -> str:
@@ -180,9 +183,7 @@ def generation_source(path: Path, *, step: int | None = None, tokenizer: str | N
         return _transformers_source(transformers_folder, tokenizer)
     files, manifest, config = _checkpoint(path, step)
     loaded = load_tokenizer(tokenizer or tokenizer_of(path))
-    if manifest.tokenizer_fingerprint not in (None, loaded.fingerprint):
-        raise ConfigError(f"--tokenizer {loaded.path}", problem=f"{files['folder']} was trained with another tokenizer",
-                          remedy="use the tokenizer that prepared the data")
+    _require_tokenizer_of_run(loaded, manifest.tokenizer_fingerprint, files["folder"])
     _require_fit(loaded, {}, config.vocab_size)
     return GenerationSource(config=config, max_positions=config.max_positions, tokenizer=loaded, **files,
                             leading=_leading_tokens(loaded) if manifest.weights_only else ())

@@ -13,21 +13,17 @@ import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 
 from pretrain.analysis.lr_range import Point, Smoother, has_diverged, rate_at
-from pretrain.analysis.sanity.checked_engine import remove_trial_files, trial_plan
+from pretrain.analysis.sanity.checked_engine import remove_trial_files, train_without_overflow, trial_plan
 from pretrain.checkpoint.load.agree_on_checkpoint import agree_on_data, verify_weights
 from pretrain.checkpoint.load.init_from import find_initial_weights
 from pretrain.checkpoint.load.load_checkpoint import load_weights
 from pretrain.checkpoint.load.start import Start
 from pretrain.config.validate import Plan
-from pretrain.data.loader import MicroBatch
 from pretrain.distributed.process_group import init_process_group
 from pretrain.distributed.world import World
 from pretrain.engine.build import build_engine, deepspeed_output
-from pretrain.engine.optimizer import set_learning_rate
-from pretrain.engine.steps import open_loader, train_batch
-from pretrain.engine.update_guard import FP16_OVERFLOW, guard_updates, skipped_update
-
-_MOST_OVERFLOWS = 30  # of fp16's loss scale at one rate, which is halved after each
+from pretrain.engine.steps import open_loader
+from pretrain.engine.update_guard import guard_updates
 
 
 @dataclass(frozen=True)
@@ -79,7 +75,8 @@ def sweep(engine: DeepSpeedEngine, plan: Plan, *, low: float, high: float, steps
     try:
         for step in range(steps):
             lr = rate_at(step, low=low, high=high, steps=steps)
-            loss = _step(engine, loader.step(consumed_samples), lr)
+            loss, skipped = train_without_overflow(engine, loader.step(consumed_samples), lr)
+            loss = loss if skipped is None else math.nan
             consumed_samples += plan.length.batch_sizes.at(consumed_samples)
             points.append(Point(lr, loss, smoother.add(loss)))
             report(f"step {step + 1} of {steps}: rate {lr:.1e}, loss {loss:.3f}")
@@ -88,16 +85,3 @@ def sweep(engine: DeepSpeedEngine, plan: Plan, *, low: float, high: float, steps
     finally:
         loader.close()
     return points
-
-
-def _step(engine: DeepSpeedEngine, micro_batches: list[MicroBatch], lr: float) -> float:
-    """Run one step. Returns its loss, or NaN if loss or gradient are not finite."""
-    for _ in range(_MOST_OVERFLOWS):
-        set_learning_rate(engine, lr)
-        loss = float(train_batch(engine, micro_batches))
-        skipped = skipped_update(engine)
-        if skipped is None:
-            return loss
-        if skipped.reason != FP16_OVERFLOW or skipped.is_bad:
-            break
-    return math.nan

@@ -37,6 +37,9 @@ from pretrain.paths import STOP_FILE
 from pretrain.terminal import Screen
 
 EARLY_STOP = "early_stop"  # the event, and the reason of the event "stop"
+_LAYOUT = ("world_size", "data_parallel_size", "pipeline_stages", "tensor_parallel_size", "sequence_parallel_size",
+           "expert_parallel_size", "zero_stage", "precision")
+_BATCH = ("micro_batch_size", "gradient_accumulation_steps", "global_batch_size")
 _DATA_FLAGS = ("train_data", "valid_data", "test_data")
 
 
@@ -106,14 +109,8 @@ def run_record(plan: Plan, hosts: Sequence[dict[str, Any]], *, first_step: int,
         "model_config": plan.model.hf_config, "num_parameters": plan.model.num_parameters(),
         **({"active_parameters": plan.model.num_parameters(active=True)} if plan.model.num_experts else {}),
         "train_steps": plan.train_steps, "seed": plan.args.seed,
-        "layout": {"world_size": layout.world_size, "data_parallel_size": layout.data_parallel_size,
-                   "pipeline_stages": layout.pipeline_stages, "tensor_parallel_size": layout.tensor_parallel_size,
-                   "sequence_parallel_size": layout.sequence_parallel_size,
-                   "expert_parallel_size": layout.expert_parallel_size, "zero_stage": layout.zero_stage,
-                   "precision": layout.precision},
-        "batch": {"micro_batch_size": layout.micro_batch_size,
-                  "gradient_accumulation_steps": layout.gradient_accumulation_steps,
-                  "global_batch_size": layout.global_batch_size},
+        "layout": {name: getattr(layout, name) for name in _LAYOUT},
+        "batch": {name: getattr(layout, name) for name in _BATCH},
         "data": {name: dataset.fingerprint for name, dataset in plan.datasets.items()},
         "tokenizer": plan.tokenizer.fingerprint if plan.tokenizer else None,
         "layer_times": layer_times_record(plan),

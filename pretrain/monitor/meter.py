@@ -1,7 +1,6 @@
 """Meter: writes rows of metrics.jsonl and lines on the screen. Only logged steps read values from the device."""
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -22,10 +21,13 @@ from pretrain.monitor.training_row import (
     HighestLoss,
     Interval,
     combine_ranks,
+    eta_seconds,
     evaluation_line,
     format_duration,
+    perplexity,
     power_watts,
     row_line,
+    tokens_per_second,
     training_row,
 )
 from pretrain.monitor.write_run_folder import RunFolder
@@ -53,7 +55,7 @@ class Meter:
                  first_step: int, phases: PhaseTimers, update_size: UpdateSize) -> None:
         self.plan, self.engine, self.folder, self.screen = plan, engine, folder, screen
         self.losses: dict[str, float] = {}  # last value of "loss", "valid loss", "test loss"
-        self._step_seconds: float | None = None  # step time of the last row
+        self._last_row: Interval | None = None  # the steps of the last row
         self._step = first_step  # the last step that was trained
         self._consumed_samples = self._batch_size = 0
         self._since = _SinceRow(first_step, 0)
@@ -122,7 +124,7 @@ class Meter:
         self._since = _SinceRow(self._step, self._consumed_samples)
         self.folder.metrics(row)
         self._sinks.write(row)
-        self.losses["loss"], self._step_seconds = row["loss"], interval.step_seconds
+        self.losses["loss"], self._last_row = row["loss"], interval
         self.screen.line(row_line(row, train_steps=self.plan.train_steps, fp16=self.plan.layout.precision == "fp16",
                                   columns=self.screen.columns))
         for line in self._observations.observe(row):
@@ -151,7 +153,7 @@ class Meter:
         With `num_sets`, it is the mean of the losses of this number of named sets.
         """
         row: dict[str, Any] = {"step": step, "time": time.time(), "consumed_samples": consumed_samples, "split": name,
-                               "eval_loss": loss, "eval_ppl": _exp(loss)}
+                               "eval_loss": loss, "eval_ppl": perplexity(loss)}
         if num_sets:
             row["mean_of_sets"] = num_sets
         self.folder.metrics(row)
@@ -168,16 +170,6 @@ class Meter:
         """Show the status line: the speed of the steps since the last row, or at a row that of the steps before it."""
         if not self.screen.wants_status():
             return
-        interval = self._interval()
-        seconds = interval.step_seconds if step > self._since.step else self._step_seconds or interval.step_seconds
-        speed = self._batch_size * self.plan.args.seq_length / seconds
-        self.screen.status(f"step {step}/{self.plan.train_steps}  {speed:,.0f} tokens/s  "
-                           f"ETA {format_duration((self.plan.train_steps - step) * seconds)}")
-
-
-def _exp(loss: float) -> float:
-    """Return e^loss; infinity if that is too large for a float."""
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf
+        interval = self._last_row if step == self._since.step and self._last_row else self._interval()
+        speed, remaining = tokens_per_second(self.plan, interval), format_duration(eta_seconds(self.plan, interval))
+        self.screen.status(f"step {step}/{self.plan.train_steps}  {speed:,.0f} tokens/s  ETA {remaining}")

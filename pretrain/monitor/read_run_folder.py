@@ -111,17 +111,10 @@ def newest_start(run: Path) -> dict[str, Any]:
     return starts[-1]
 
 
-def recorded_layer_times(run: Path) -> dict[str, Any] | None:
-    """Return the times of layers that the newest start measured or used (engine/layer_times.py), if any."""
+def newest_recorded(run: Path, key: str) -> dict[str, Any] | None:
+    """Return the value of a key of run.json that the newest start has recorded; None if no start has."""
     with contextlib.suppress(ConfigError):
-        return next((start["layer_times"] for start in reversed(read_starts(run)) if start.get("layer_times")), None)
-    return None
-
-
-def recorded_kernels(run: Path) -> dict[str, bool] | None:
-    """Return which families of operators the newest start computed in C; None if no start has recorded it."""
-    with contextlib.suppress(ConfigError):
-        return next((start["cpu_kernels"] for start in reversed(read_starts(run)) if start.get("cpu_kernels")), None)
+        return next((start[key] for start in reversed(read_starts(run)) if start.get(key)), None)
     return None
 
 

@@ -110,12 +110,17 @@ def training_row(plan: Plan, engine: DeepSpeedEngine, interval: Interval, ranks:
         "loss_scale": loss_scale(engine), "skipped_steps": engine.skipped_steps,
         **_times(engine, interval, ranks, plan.layout.pipeline_stages), **_rates(plan, interval, length), **_memory(),
         "power_watts": ranks.power_watts,
-        "eta_seconds": _eta_seconds(plan, interval), **recipe_values(engine),
+        "eta_seconds": eta_seconds(plan, interval), **recipe_values(engine),
         **router_values(engine, plan.model.num_layers),
     }
 
 
-def _eta_seconds(plan: Plan, interval: Interval) -> float:
+def tokens_per_second(plan: Plan, interval: Interval) -> float:
+    """Return the mean speed of an interval, without saves and evaluations."""
+    return interval.samples * plan.args.seq_length / interval.steps / interval.step_seconds
+
+
+def eta_seconds(plan: Plan, interval: Interval) -> float:
     """Return the time of the remaining steps at the speed of this interval, in samples: their batches may be larger."""
     remaining = plan.length.samples_between(interval.step, plan.train_steps, position=interval.consumed_samples)
     return remaining * interval.steps * interval.step_seconds / max(interval.samples, 1)
@@ -134,11 +139,11 @@ def _times(engine: DeepSpeedEngine, interval: Interval, ranks: AllRanks,
 
 
 def _rates(plan: Plan, interval: Interval, length: int) -> dict[str, float | None]:
-    tokens_per_second = interval.samples * plan.args.seq_length / interval.steps / interval.step_seconds
-    per_device = tokens_per_second / plan.layout.world_size / 1e12
+    speed = tokens_per_second(plan, interval)
+    per_device = speed / plan.layout.world_size / 1e12
     tflops, exact = (per_device * count(plan.model, length) for count in (flops_per_token, exact_flops_per_token))
     peak = device_peak_tflops(plan)
-    return {"tokens_per_second": tokens_per_second, "tflops_per_device": tflops, "mfu": tflops / peak if peak else None,
+    return {"tokens_per_second": speed, "tflops_per_device": tflops, "mfu": tflops / peak if peak else None,
             "tflops_exact_per_device": exact, "mfu_exact": exact / peak if peak else None}
 
 
@@ -204,6 +209,14 @@ def row_line(row: dict[str, Any], *, train_steps: int, fp16: bool, columns: int 
     while columns is not None and len("  ".join(parts)) > columns and len(parts) > 2:
         parts.pop()
     return "  ".join(parts)
+
+
+def perplexity(loss: float) -> float:
+    """Return e^loss: infinity if that is too large for a float, NaN for NaN."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
 
 
 def evaluation_line(row: dict[str, Any]) -> str:

@@ -70,10 +70,11 @@ def _named_data(word: str, source: EvaluationSource, flags: DataFlags, tokenizer
     known = tokenizer if isinstance(tokenizer, Tokenizer) else None
     if Path(f"{word}.idx").is_file():
         indexed = IndexedDataset(word)
-        eod_token = _check_data(source, indexed, known)
+        eod_token = check_prepared_data(indexed, f"--data {indexed.prefix}", vocab_size=source.config.vocab_size,
+                                        tokenizer=known, can_change_model=False)
         windows = _rolling(word, indexed, 0, indexed.num_tokens, length=length, stride=stride,
-                           masked_after=_masked_after(source, flags, eod_token, known))
-        return replace(windows, document_end=_document_end(source, flags, eod_token, known))
+                           masked_after=_eod_for("eod_mask_loss", source, flags, eod_token, known))
+        return replace(windows, document_end=_eod_for("document_attention", source, flags, eod_token, known))
     if not Path(word).is_file():
         raise ConfigError(f"--data {word}", problem=f"there is neither {word}.idx nor a text file {word}",
                           remedy="give the prefix of a .bin/.idx pair, or a file with text, JSON lines or Parquet")
@@ -86,7 +87,7 @@ def _named_data(word: str, source: EvaluationSource, flags: DataFlags, tokenizer
     context = bos if source.published and bos is not None else eos
     reading = ReadSettings(flags.format, flags.jsonl_key)
     windows = _text_windows(word, tokenizer, reading, context, length=length, stride=stride)
-    return replace(windows, document_end=_document_end(source, flags, None, tokenizer))
+    return replace(windows, document_end=_eod_for("document_attention", source, flags, None, tokenizer))
 
 
 def _rolling(name: str, indexed: IndexedDataset, first: int, last: int, *, length: int, stride: int,
@@ -98,26 +99,13 @@ def _rolling(name: str, indexed: IndexedDataset, first: int, last: int, *, lengt
                            masked_after=masked_after)
 
 
-def _check_data(source: EvaluationSource, indexed: IndexedDataset, tokenizer: Tokenizer | None) -> int | None:
-    return check_prepared_data(indexed, f"--data {indexed.prefix}", vocab_size=source.config.vocab_size,
-                               tokenizer=tokenizer, can_change_model=False)
-
-
-def _masked_after(source: EvaluationSource, flags: DataFlags, eod_of_data: int | None,
-                  tokenizer: Tokenizer | None) -> int | None:
-    """Return the token after which no prediction counts, if the loss is masked as by --eod_mask_loss."""
-    return _eod_for("eod_mask_loss", flags.eod_mask_loss, source, eod_of_data, tokenizer)
-
-
-def _document_end(source: EvaluationSource, flags: DataFlags, eod_of_data: int | None,
-                  tokenizer: Tokenizer | None) -> int | None:
-    """Return the token that ends a document, if attention is limited as by --document_attention."""
-    return _eod_for("document_attention", flags.document_attention, source, eod_of_data, tokenizer)
-
-
-def _eod_for(name: str, value: bool | None, source: EvaluationSource, eod_of_data: int | None,
+def _eod_for(name: str, source: EvaluationSource, flags: DataFlags, eod_of_data: int | None,
              tokenizer: Tokenizer | None) -> int | None:
-    """Return the end-of-document token if the flag is on, or without the flag, if it was on in the run."""
+    """Return the end-of-document token if the flag `name` is on, or without the flag, if it was on in the run.
+
+    With eod_mask_loss, no prediction after this token counts; with document_attention, it ends a document.
+    """
+    value: bool | None = getattr(flags, name)
     if value is None:
         value = bool(source.run is not None and source.run["flags"].get(name))
     if not value:
@@ -174,7 +162,7 @@ def _run_data(source: EvaluationSource, flags: DataFlags, tokenizer: Tokenizer |
                           remedy="give --data or --split too")
     recorded = run["flags"]
     data = open_recorded_data(run, seq_length=length, vocab_size=source.config.vocab_size)
-    masked_after = _masked_after(source, flags, data.eod_token, tokenizer)
+    masked_after = _eod_for("eod_mask_loss", source, flags, data.eod_token, tokenizer)
     sets = []
     for split in flags.split or tuple(split for split in SPLITS[1:] if names_of_split(data.datasets, split)) or \
             ("valid",):
@@ -195,7 +183,7 @@ def _run_data(source: EvaluationSource, flags: DataFlags, tokenizer: Tokenizer |
                                   remedy=f"--split {split} evaluates the data as it is now")
             sets.append(sample_windows(f"{name}, as in training", dataset,
                                        _samples_of_evaluation(source.path, run, flags), masked_after=masked_after))
-    document_end = _document_end(source, flags, data.eod_token, tokenizer)
+    document_end = _eod_for("document_attention", source, flags, data.eod_token, tokenizer)
     return [replace(one, document_end=document_end) for one in sets]
 
 

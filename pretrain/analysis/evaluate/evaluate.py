@@ -16,6 +16,8 @@ from pretrain.analysis.model_source import EvaluationSource
 from pretrain.checkpoint.format.hashed_files import write_atomically
 from pretrain.data.tokenizers.tokenizer import Tokenizer
 from pretrain.errors import ConfigError
+from pretrain.monitor.training_row import perplexity
+from pretrain.terminal import aligned
 
 _BATCH_TOKENS = 8192  # default size of a micro-batch on one rank
 
@@ -50,15 +52,7 @@ def result_of(windows: WindowSet, sums: Sums, text_bytes: int | None) -> Result:
         standard_error = math.sqrt(residuals * number / (number - 1)) / sums.tokens
     bits = sums.loss / math.log(2) / text_bytes if text_bytes else None
     return Result(windows.name, windows.seq_length, windows.stride, number, round(sums.tokens), text_bytes, loss,
-                  standard_error, _perplexity(loss), bits)
-
-
-def _perplexity(loss: float) -> float:
-    """Return exp(loss): infinity for a loss whose exponential is no finite number, NaN for NaN."""
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf
+                  standard_error, perplexity(loss), bits)
 
 
 def evaluate(source: EvaluationSource, sets: Sequence[WindowSet], tokenizer: Tokenizer | None, *, dtype: str,
@@ -129,24 +123,17 @@ def table_lines(setting: Setting, results: Sequence[Result], tasks: dict[str, di
                  f"{result.perplexity:,.2f}" if result.perplexity < 1e9 else f"{result.perplexity:.3e}",
                  _text(result.bits_per_byte, ".4f"), f"{result.tokens:,}", _text(result.bytes, ","))
                 for result in results]
-        lines += _aligned([head, *rows])
+        lines += aligned([head, *rows], num_words=1)
     if tasks:
         scores = [(name, metric, f"{value:.4f}", _text(scores.get(f"{metric}_stderr"), ".4f"))
                   for name, scores in tasks.items() for metric, value in scores.items()
                   if not metric.endswith("_stderr")]
-        lines += _aligned([("task", "metric", "value", "std. error"), *scores], num_words=2)
+        lines += aligned([("task", "metric", "value", "std. error"), *scores], num_words=2)
     return lines
 
 
 def _text(value: float | None, form: str) -> str:
     return "-" if value is None or not math.isfinite(value) else format(value, form)
-
-
-def _aligned(rows: Sequence[Sequence[str]], num_words: int = 1) -> list[str]:
-    """Align columns: the first `num_words` to the left, the numbers to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) if column < num_words else cell.rjust(width)
-                      for column, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip() for row in rows]
 
 
 def write_json(path: Path, setting: Setting, results: Sequence[Result], tasks: dict[str, dict[str, Any]]) -> None:

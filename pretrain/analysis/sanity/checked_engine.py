@@ -24,7 +24,7 @@ from pretrain.engine.build import remove_swap_files
 from pretrain.engine.optimizer import set_learning_rate
 from pretrain.engine.patches.pipeline import is_counted
 from pretrain.engine.steps import eval_batch, grad_norm, loss_scale, open_loader, tensor_parallel_size, train_batch
-from pretrain.engine.update_guard import FP16_OVERFLOW, guard_updates, skipped_update
+from pretrain.engine.update_guard import FP16_OVERFLOW, SkippedUpdate, guard_updates, skipped_update
 from pretrain.engine.update_statistics import measure_updates
 from pretrain.resilience.replicas import checksum
 
@@ -59,6 +59,21 @@ def plan_of_checks(plan: Plan) -> Plan:
                    adaptive_clipping=0.0, noise_scale_interval=0)
     model = replace(plan.model, embedding_dropout=0.0, attention_dropout=0.0, residual_dropout=0.0)
     return replace(plan, model=model, args=args)
+
+
+def train_without_overflow(engine: DeepSpeedEngine, batches: list[MicroBatch],
+                           lr: float | None = None) -> tuple[float, SkippedUpdate | None]:
+    """Repeat a training step until fp16 does not overflow: each overflow halves the loss scale.
+
+    `lr`: the learning rate; None: the engine's. Returns the loss, and why the update was skipped.
+    """
+    for _ in range(_MOST_OVERFLOWS):
+        if lr is not None:
+            set_learning_rate(engine, lr)
+        loss, skipped = float(train_batch(engine, batches)), skipped_update(engine)
+        if skipped is None or skipped.reason != FP16_OVERFLOW or skipped.is_bad:
+            break
+    return loss, skipped
 
 
 @dataclass(frozen=True)
@@ -131,7 +146,7 @@ class CheckedEngine:
 
         self._before_update = read
         try:
-            loss = self._step_without_overflow(batches)
+            loss, _ = train_without_overflow(self.engine, batches)
         finally:
             self._before_update = lambda: None
         merged = {name: value for of_rank in gather(norms) for name, value in of_rank.items()}
@@ -144,24 +159,11 @@ class CheckedEngine:
             dist.all_reduce(square, group=bwc_tensor_model_parallel_group(self.engine.mpu))
         return math.sqrt(square)
 
-    def _step_without_overflow(self, batches: list[MicroBatch]) -> float:
-        for _ in range(_MOST_OVERFLOWS):
-            loss = self.training_loss(batches)
-            skipped = skipped_update(self.engine)
-            if skipped is None or skipped.reason != FP16_OVERFLOW:
-                break
-        return loss
-
     def train(self, batches: list[MicroBatch], lr: float) -> float:
         """Run a training step with this learning rate. Returns the loss before the update."""
         self._is_training = True
         try:
-            for _ in range(_MOST_OVERFLOWS):
-                set_learning_rate(self.engine, lr)
-                loss = float(train_batch(self.engine, batches))
-                if skipped_update(self.engine) is None:
-                    break
-            return loss
+            return train_without_overflow(self.engine, batches, lr)[0]
         finally:
             self._is_training = False
 

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pretrain.terminal import Screen
+from pretrain.terminal import Screen, aligned
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,7 @@ def table_lines(results: list[Result]) -> list[str]:
     words = {True: "pass", False: "FAIL", None: "-"}
     rows = [("check", "result", "measured", "expected")]
     rows += [(result.check, words[result.passed], result.measured, result.bound) for result in results]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines = ["  ".join([*(text.ljust(width) for text, width in zip(row[:3], widths, strict=True)), row[3]]).rstrip()
-             for row in rows]
+    lines = aligned(rows, num_words=4)
     lines += [f"{result.check}: {result.remedy}" for result in results if result.passed is False]
     failed, made = len(failed_checks(results)), sum(result.passed is not None for result in results)
     return [*lines, f"{failed} of {made} checks failed" if failed else f"all {made} checks passed"]
