@@ -31,10 +31,9 @@ from pretrain.model.config import ModelConfig
 from pretrain.model.layer_specs import as_module
 from tests.conftest import selected_params
 from tests.support.cases import case, flags
-from tests.support.generation import VOCAB, json_rows, run_tool, text_of, write_letters
+from tests.support.generation import VOCAB, GenerateTool, text_of, write_letters
 from tests.support.layouts import dp2, pp2, run_layouts
 from tests.support.model_shapes import SHAPES, write_config
-from tests.wrong_inputs.case import main_of
 
 USED = ("llama", "gpt2")  # in all tests
 QUICK = (*USED, "neox_parallel", "mistral_multi_query", "qwen3_layer_types_bias_tied", "gemma2",
@@ -103,8 +102,7 @@ def greedy_of_transformers(exported: Path, tokens: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("family", [*QUICK, *SLOW])
 def test_greedy_tokens_are_those_of_transformers(family: str, checkpoints: dict[str, Path], tokenizer: Path,
-                                                 tmp_path: Path, capsys: pytest.CaptureFixture[str],
-                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+                                                 tmp_path: Path, tool: GenerateTool) -> None:
     """Checkpoints and their exports, with and without cache, alone and in a batch with padding."""
     encode = load_tokenizer(tokenizer).encode
     for layout in ("zero3", "pipeline") if family in USED else ("zero3",):
@@ -119,17 +117,15 @@ def test_greedy_tokens_are_those_of_transformers(family: str, checkpoints: dict[
         assert sum(len(set(tokens)) for tokens in expected) > 10, "the texts repeat themselves and would hide errors"
         assert [argmax_of_our_module(source.config, weights, encode(prompt)) for prompt in PROMPTS] == expected
         for model, *words in ((checkpoint,), (checkpoint, "--no_cache"), (checkpoint, "--batch_size", 1), (exported,)):
-            rows = json_rows([*greedy(model), *words], capsys, monkeypatch)
+            rows = tool.rows(*greedy(model), *words)
             assert [row["tokens"] for row in rows] == expected, (model, words)
         assert [row["prompt"] for row in rows] == PROMPTS
 
 
-def test_samples_depend_on_the_seed_and_not_on_the_batch(checkpoints: dict[str, Path],
-                                                         capsys: pytest.CaptureFixture[str],
-                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_depend_on_the_seed_and_not_on_the_batch(checkpoints: dict[str, Path], tool: GenerateTool) -> None:
     def sample(*words: Any) -> list[list[int]]:
-        rows = json_rows([checkpoints["llama-pipeline"], "--max_new_tokens", 12, "--num_samples", 3,
-                          *(f"--prompt={prompt}" for prompt in PROMPTS[:2]), *words], capsys, monkeypatch)
+        rows = tool.rows(checkpoints["llama-pipeline"], "--max_new_tokens", 12, "--num_samples", 3,
+                         *(f"--prompt={prompt}" for prompt in PROMPTS[:2]), *words)
         return [row["tokens"] for row in rows]
 
     first = sample("--seed", 3)
@@ -160,12 +156,11 @@ def encode(source: GenerationSource, text: str) -> EncodedPrompt:
     return encode_prompt(Prompt("--prompt", text), source.tokenizer, max_positions=source.max_positions)
 
 
-def test_the_repetition_penalty_ignores_padding(checkpoints: dict[str, Path], capsys: pytest.CaptureFixture[str],
-                                                monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_repetition_penalty_ignores_padding(checkpoints: dict[str, Path], tool: GenerateTool) -> None:
     words = [*greedy(checkpoints["llama-zero3"]), "--repetition_penalty", 1.5]
-    rows = json_rows(words, capsys, monkeypatch)
-    assert rows == json_rows([*words, "--batch_size", 1], capsys, monkeypatch)
-    assert [row["tokens"] for row in rows] != [row["tokens"] for row in json_rows(words[:-2], capsys, monkeypatch)]
+    rows = tool.rows(*words)
+    assert rows == tool.rows(*words, "--batch_size", 1)
+    assert [row["tokens"] for row in rows] != [row["tokens"] for row in tool.rows(*words[:-2])]
 
 
 def without_end_token(source: GenerationSource, *end_tokens: int) -> LoadedModel:
@@ -175,7 +170,7 @@ def without_end_token(source: GenerationSource, *end_tokens: int) -> LoadedModel
 
 
 def test_a_text_ends_at_a_stop_text_an_end_token_or_the_last_position(
-        checkpoints: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        checkpoints: dict[str, Path], tool: GenerateTool) -> None:
     source = generation_source(checkpoints["llama-zero3"])
     prompts = [encode(source, PROMPTS[0] * 3), encode(source, PROMPTS[0])]
     texts = list(generate(without_end_token(source), prompts, Sampling(99, temperature=0)))
@@ -189,37 +184,36 @@ def test_a_text_ends_at_a_stop_text_an_end_token_or_the_last_position(
     assert (text.finish_reason, text.tokens, text.text) == ("eos", expected[:count + 1], text_of(expected[:count]))
 
     words, stop = greedy(checkpoints["llama-zero3"]), text_of(expected[6:8])
-    row = json_rows([*words, "--stop", stop, "--stop=never"], capsys, monkeypatch)[0]
+    row = tool.rows(*words, "--stop", stop, "--stop=never")[0]
     count = text_of(expected).index(stop)
     assert (row["finish_reason"], row["completion"], row["tokens"]) == ("stop", text_of(expected[:count]),
                                                                        expected[:count + 2])
-    run_tool([words[0], "--max_new_tokens", 99, "--prompt", PROMPTS[0] * 3], capsys, monkeypatch)
+    tool.text(words[0], "--max_new_tokens", 99, "--prompt", PROMPTS[0] * 3)
     with pytest.raises(ConfigError, match=r"--prompt: the prompt has 80 tokens, and the model has 64 positions"):
-        run_tool([words[0], "--prompt", PROMPTS[0] * 4], capsys, monkeypatch)
-    assert "note: --prompt: --max_new_tokens 99 is reduced to 4: the model has 64 positions" in capsys.readouterr().err
+        tool.text(words[0], "--prompt", PROMPTS[0] * 4)
+    note = "note: --prompt: --max_new_tokens 99 is reduced to 4: the model has 64 positions"
+    assert note in tool.capsys.readouterr().err
 
 
 def test_prompts_from_files_and_standard_input(checkpoints: dict[str, Path], tmp_path: Path,
-                                               capsys: pytest.CaptureFixture[str],
-                                               monkeypatch: pytest.MonkeyPatch) -> None:
+                                               tool: GenerateTool) -> None:
     words = [checkpoints["gpt2-zero3"], "--temperature", 0, "--max_new_tokens", 3]
-    expected = run_tool([*words, *(f"--prompt={prompt}" for prompt in PROMPTS)], capsys, monkeypatch)
+    expected = tool.text(*words, *(f"--prompt={prompt}" for prompt in PROMPTS))
     assert [part[:len(prompt)] for part, prompt in zip(expected.split("--------\n"), PROMPTS, strict=True)] == PROMPTS
     lines = tmp_path / "lines.txt"
     lines.write_bytes("\r\n".join(["\ufeff" + PROMPTS[0], "", *PROMPTS[1:]]).encode())
-    assert run_tool([*words, "--prompt_file", lines], capsys, monkeypatch) == expected
+    assert tool.text(*words, "--prompt_file", lines) == expected
     rows = tmp_path / "rows.jsonl.gz"
     rows.write_bytes(gzip.compress("\n".join(json.dumps({"q": prompt}) for prompt in PROMPTS).encode()))
-    assert run_tool([*words, "--prompt_file", rows, "--jsonl_key", "q"], capsys, monkeypatch) == expected
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("\n".join(PROMPTS).encode())))
-    assert run_tool([*words, "--prompt_file", "-"], capsys, monkeypatch) == expected
+    assert tool.text(*words, "--prompt_file", rows, "--jsonl_key", "q") == expected
+    tool.monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("\n".join(PROMPTS).encode())))
+    assert tool.text(*words, "--prompt_file", "-") == expected
 
 
 def test_interactive_texts_are_printed_while_they_are_generated(
-        checkpoints: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        checkpoints: dict[str, Path], tool: GenerateTool) -> None:
     words = [checkpoints["gpt2-zero3"], "--temperature", 0, "--max_new_tokens", 5]
-    texts = [row["completion"] for row in
-             json_rows([*words, *(f"--prompt={prompt}" for prompt in PROMPTS)], capsys, monkeypatch)]
+    texts = [row["completion"] for row in tool.rows(*words, *(f"--prompt={prompt}" for prompt in PROMPTS))]
     pieces: list[str] = []
 
     def collect(piece: str) -> None:
@@ -228,13 +222,10 @@ def test_interactive_texts_are_printed_while_they_are_generated(
         if len(pieces) == 7:  # in the second text
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(decode, "_print_piece", collect)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join([PROMPTS[0], PROMPTS[1], PROMPTS[0] * 4, PROMPTS[2]])))
-    monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, words), "--interactive"])
-    main_of("tools/generate.py")()
-    printed = capsys.readouterr()
-    assert printed.out.splitlines() == [texts[0], texts[1][:2] + " [stopped]", texts[2]]
-    assert "prompt: the prompt has 80 tokens" in printed.err
+    tool.monkeypatch.setattr(decode, "_print_piece", collect)
+    tool.monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join([PROMPTS[0], PROMPTS[1], PROMPTS[0] * 4, PROMPTS[2]])))
+    assert tool.text(*words, "--interactive").splitlines() == [texts[0], texts[1][:2] + " [stopped]", texts[2]]
+    assert "prompt: the prompt has 80 tokens" in tool.capsys.readouterr().err
     assert pieces[:5] == list(texts[0])
 
 
@@ -251,10 +242,10 @@ def test_a_piece_that_may_begin_a_stop_text_is_held_back(checkpoints: dict[str, 
 
 
 def test_layers_on_two_devices(checkpoints: dict[str, Path], tmp_path: Path, tokenizer: Path,
-                               capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+                               tool: GenerateTool) -> None:
     """A checkpoint and a transformers folder. The second half of the layers is on disk until each layer is computed."""
     checkpoint = checkpoints["llama-pipeline"]
-    expected = [row["tokens"] for row in json_rows(greedy(checkpoint), capsys, monkeypatch)]
+    expected = [row["tokens"] for row in tool.rows(*greedy(checkpoint))]
     source = generation_source(checkpoint)
     first = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.layers.0": "cpu"}
     placement = {**first, "model.layers.1": "disk", "model.layers.2": "disk", "model.norm": "disk", "lm_head": "disk"}
@@ -267,5 +258,4 @@ def test_layers_on_two_devices(checkpoints: dict[str, Path], tmp_path: Path, tok
         loaded = LoadedModel(model, source.tokenizer, frozenset({0}), tuple(range(VOCAB, MODEL_VOCAB)))
         prompts = [encode(source, prompt) for prompt in PROMPTS]
         assert [text.tokens for text in generate(loaded, prompts, Sampling(NEW, temperature=0))] == expected
-    assert [row["tokens"] for row in json_rows([tmp_path / "hf", *greedy(checkpoint)[1:]], capsys,
-                                               monkeypatch)] == expected
+    assert [row["tokens"] for row in tool.rows(tmp_path / "hf", *greedy(checkpoint)[1:])] == expected

@@ -14,7 +14,7 @@ from pretrain.checkpoint.convert.import_hf import import_hf
 from pretrain.checkpoint.load.hf_folder import check_hf_folder, find_hf_tokenizer
 from pretrain.distributed.device import Device
 from pretrain.errors import ConfigError
-from tests.support.generation import LETTERS, json_rows, run_tool, text_of, write_letters
+from tests.support.generation import LETTERS, GenerateTool, text_of, write_letters
 from tests.support.hf_models import save_hf_model
 from tests.support.launch import ROOT
 from tests.support.layouts import MemoryWatch
@@ -26,35 +26,34 @@ OPT = {"model_type": "opt", "vocab_size": 260, "hidden_size": 16, "num_hidden_la
        "ffn_dim": 16, "max_position_embeddings": 32, "word_embed_proj_dim": 16}
 
 
-def test_a_checkpoint_of_an_earlier_version_and_damaged_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str],
-                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_of_an_earlier_version_and_damaged_ones(tmp_path: Path, tool: GenerateTool) -> None:
     """The recorded checkpoint of tests/golden generates. A newer one that is damaged is skipped with a note."""
     checkpoints = tmp_path / "run/checkpoints"
     shutil.unpack_archive(ROOT / "tests/golden/checkpoint.tar.xz", checkpoints)
     words = [tmp_path / "run", "--tokenizer", write_letters(tmp_path / "letters"), *SHORT]
-    expected = json_rows(words, capsys, monkeypatch)
+    expected = tool.rows(*words)
     assert expected[0]["finish_reason"] in ("length", "eos")
     damaged = checkpoints / "global_step4"
     damaged.mkdir()
     (damaged / "manifest.json").write_text("{}")
-    capsys.readouterr()
-    assert json_rows(words, capsys, monkeypatch) == expected
-    assert "note: not used: " in capsys.readouterr().err
+    tool.capsys.readouterr()
+    assert tool.rows(*words) == expected
+    assert "note: not used: " in tool.capsys.readouterr().err
     for path, message in ((damaged, "global_step4/manifest.json: the manifest is damaged"),
                           (checkpoints / "global_step2", "there is no such folder")):
         with pytest.raises(ConfigError, match=message):
-            run_tool([path, *words[1:]], capsys, monkeypatch)
+            tool.text(path, *words[1:])
     weights = checkpoints / "global_step3/mp_rank_00_model_states.pt"
     content = weights.read_bytes()
     middle = len(content) // 2
     weights.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1:])
     with pytest.raises(ConfigError, match=r"the checkpoint is damaged: .*mp_rank_00_model_states\.pt: found"):
-        run_tool(words, capsys, monkeypatch)
+        tool.text(*words)
     weights.write_bytes(content[:-1])
     with pytest.raises(ConfigError, match=r"no checkpoint can be used .*the manifest is damaged"):
-        run_tool(words, capsys, monkeypatch)
+        tool.text(*words)
     with pytest.raises(ConfigError, match=r"mp_rank_00_model_states.pt: found \d+ bytes; expected"):
-        run_tool([*words, "--step", 3], capsys, monkeypatch)
+        tool.text(*words, "--step", 3)
 
 
 def _published(folder: Path, name: str = "llama", **values: object) -> Path:
@@ -64,42 +63,39 @@ def _published(folder: Path, name: str = "llama", **values: object) -> Path:
     return folder
 
 
-def test_published_weights_get_the_tokens_that_their_tokenizer_adds(tmp_path: Path, capsys: pytest.CaptureFixture[str],
-                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+def test_published_weights_get_the_tokens_that_their_tokenizer_adds(tmp_path: Path, tool: GenerateTool) -> None:
     """The transformers folder and the checkpoint that is imported from it generate the same text."""
     folder = _published(tmp_path / "hf")
-    expected = json_rows([folder, *SHORT], capsys, monkeypatch)
+    expected = tool.rows(folder, *SHORT)
     found = check_hf_folder(folder)
     import_hf(found, tmp_path / "run", find_hf_tokenizer(found))
     assert generation_source(folder).leading == generation_source(tmp_path / "run").leading == (5,)
-    assert json_rows([tmp_path / "run", *SHORT], capsys, monkeypatch) == expected
+    assert tool.rows(tmp_path / "run", *SHORT) == expected
     longer = [*SHORT[:-1], f"--prompt={text_of([5, 9, 8, 7])}", "--tokenizer", write_letters(tmp_path / "plain")]
-    assert json_rows([folder, *longer], capsys, monkeypatch)[0]["tokens"] == expected[0]["tokens"]
+    assert tool.rows(folder, *longer)[0]["tokens"] == expected[0]["tokens"]
 
 
-def test_a_folder_of_a_family_that_only_transformers_has(tmp_path: Path, capsys: pytest.CaptureFixture[str],
-                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_a_family_that_only_transformers_has(tmp_path: Path, tool: GenerateTool) -> None:
     folder = tmp_path / "hf"
     save_hf_model(folder, OPT)
     write_letters(folder)
-    assert len(json_rows([folder, *SHORT], capsys, monkeypatch)[0]["tokens"]) in range(1, 6)
+    assert len(tool.rows(folder, *SHORT)[0]["tokens"]) in range(1, 6)
 
 
-def test_damaged_transformers_folders_are_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str],
-                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_transformers_folders_are_rejected(tmp_path: Path, tool: GenerateTool) -> None:
     folder = _published(tmp_path / "hf")
     index = folder / "model.safetensors.index.json"
     text = index.read_text()
     index.write_text(text.replace("model-00001-of", "model-00009-of"))
     with pytest.raises(ConfigError, match=r"model-00009-of"):
-        run_tool([folder, *SHORT], capsys, monkeypatch)
+        tool.text(folder, *SHORT)
     index.write_text(text)
     shard = sorted(folder.glob("*.safetensors"))[0]
     shard.write_bytes(shard.read_bytes()[:-8])
     with pytest.raises(ConfigError, match=shard.name):
-        run_tool([folder, *SHORT], capsys, monkeypatch)
+        tool.text(folder, *SHORT)
     with pytest.raises(ConfigError, match=r"--tokenizer .*its largest token is 255, and the model has only 200 tokens"):
-        run_tool([_published(tmp_path / "few", vocab_size=200), *SHORT], capsys, monkeypatch)
+        tool.text(_published(tmp_path / "few", vocab_size=200), *SHORT)
     # transformers would give missing tensors random values
     other = tmp_path / "other"
     save_hf_model(other, OPT)
@@ -107,7 +103,7 @@ def test_damaged_transformers_folders_are_rejected(tmp_path: Path, capsys: pytes
     torch.save({"decoder.weight": torch.zeros(2, 2)}, other / "pytorch_model.bin")
     write_letters(other)
     with pytest.raises(ConfigError, match="tensors of the model are missing"):
-        run_tool([other, *SHORT], capsys, monkeypatch)
+        tool.text(other, *SHORT)
 
 
 def test_host_memory_holds_the_model_and_one_tensor(tmp_path: Path) -> None:

@@ -39,77 +39,52 @@ def sigmoid_fall(middle: float, blow_up: float = math.inf) -> list[float]:
     return [4 + 4 / (1 + (rate / middle) ** 2) + (40 if rate > blow_up else 0) for rate in rates]
 
 
-def test_rates_grow_exponentially_from_the_first_to_the_last_step() -> None:
+def test_rates_grow_exponentially_and_the_average_is_corrected_for_its_start() -> None:
     rates = [rate_at(step, low=LOW, high=HIGH, steps=STEPS) for step in range(STEPS)]
-    assert rates[0] == LOW
-    assert rates[-1] == pytest.approx(HIGH)
+    assert (rates[0], rates[-1]) == (LOW, pytest.approx(HIGH))
     assert [b / a for a, b in itertools.pairwise(rates)] == pytest.approx([10 ** (6 / 120)] * 120)
-
-
-def test_the_average_is_corrected_for_its_start() -> None:
     smoother = Smoother()
-    assert [smoother.add(5.0) for _ in range(4)] == pytest.approx([5.0] * 4)
-    smoother = Smoother()
-    smoother.add(1.0)
-    assert smoother.add(2.0) == pytest.approx((SMOOTHING * 1 + 2) / (SMOOTHING + 1))
+    assert [smoother.add(loss) for loss in (1.0, 2.0)] == pytest.approx([1.0, (SMOOTHING * 1 + 2) / (SMOOTHING + 1)])
 
 
-def test_the_suggestion_is_the_steepest_descent_if_the_run_diverges_far_above_it() -> None:
+def test_the_suggestion_is_the_steepest_descent_or_a_tenth_of_the_divergence() -> None:
     test = evaluate_range(points_of(sigmoid_fall(1e-4, blow_up=0.3)))
     assert test.steepest is not None
     assert 0.5e-4 < test.steepest < 4e-4  # the average lags behind by a few steps
     assert test.diverged_at is not None
     assert 0.3 < test.diverged_at < 0.5
     assert test.suggested == test.steepest
-
-
-def test_the_suggestion_is_a_tenth_of_the_divergence_if_this_is_lower() -> None:
     test = evaluate_range(points_of(sigmoid_fall(1e-3, blow_up=2e-3)))
     assert test.diverged_at is not None
     assert test.suggested == pytest.approx(test.diverged_at / 10)
     assert len(test.points) < STEPS
 
 
-def test_a_loss_that_is_not_finite_counts_as_divergence() -> None:
+def test_divergence() -> None:
+    """A loss that is not finite, an average above the lowest one, and a rise at the end; but not a single high loss."""
     losses = sigmoid_fall(1e-4)
     losses[90] = math.nan
     test = evaluate_range(points_of(losses))
     assert test.diverged_at == pytest.approx(rate_at(90, low=LOW, high=HIGH, steps=STEPS))
     assert test.suggested is not None
+    for factor, diverged in ((DIVERGED - 0.01, False), (DIVERGED + 0.01, True)):
+        assert has_diverged([Point(1e-3, 5.0, 5.0), Point(1e-2, 5.0 * factor, 5.0 * factor)]) == diverged
+    for steps_after in (1, 2, 5):  # the average is still low
+        test = evaluate_range(points_of([*(loss + 2 for loss in sigmoid_fall(1e-4)[:100]), *[8.9] * steps_after]))
+        assert test.diverged_at == rate_at(100, low=LOW, high=HIGH, steps=STEPS)  # that of the first high loss
+        assert len(test.points) <= 102
+    losses = [6.0] * 40
+    losses[20] = 8.9
+    test = evaluate_range(points_of(losses))
+    assert (len(test.points), test.diverged_at) == (40, None)
 
 
 def test_no_rate_is_suggested_if_the_loss_never_falls() -> None:
     rising = evaluate_range(points_of([8 + 0.001 * step for step in range(20)]))
     assert (rising.steepest, rising.diverged_at, rising.suggested) == (None, None, None)
-    assert "the loss did not fall" in "\n".join(range_lines(rising))
-    at_once = evaluate_range(points_of([math.nan]))
-    assert at_once.suggested is None
-
-
-def test_divergence_is_measured_from_the_lowest_average() -> None:
-    near, far = ([Point(1e-3, 5.0, 5.0), Point(1e-2, 5.0 * factor, 5.0 * factor)]
-                 for factor in (DIVERGED - 0.01, DIVERGED + 0.01))
-    assert not has_diverged(near)
-    assert has_diverged(far)
-
-
-@pytest.mark.parametrize("steps_after", [1, 2, 5])
-def test_a_rise_at_the_end_is_a_divergence_although_the_average_is_low(steps_after: int) -> None:
-    losses = [*(loss + 2 for loss in sigmoid_fall(1e-4)[:100]), *[8.9] * steps_after]
-    test = evaluate_range(points_of(losses))
-    assert test.diverged_at == rate_at(100, low=LOW, high=HIGH, steps=STEPS)  # that of the first high loss
-    assert len(test.points) <= 102
-
-
-def test_one_high_loss_among_low_ones_is_no_divergence() -> None:
-    losses = [6.0] * 40
-    losses[20] = 8.9
-    test = evaluate_range(points_of(losses))
-    assert len(test.points) == len(losses)
-    assert test.diverged_at is None
-
-
-def test_a_loss_that_diverges_without_falling_gives_no_advice_to_raise_the_rate() -> None:
+    assert "the loss did not fall; use a higher --to" in "\n".join(range_lines(rising))
+    assert evaluate_range(points_of([math.nan])).suggested is None
+    # a run that diverges without falling gets no advice to raise the rate
     losses = [*[6.05] * 20, *[6.0] * 60, *[6.0 + i for i in range(20)]]
     lines = "\n".join(range_lines(evaluate_range(points_of(losses))))
     assert "use a higher --to" not in lines

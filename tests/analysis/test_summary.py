@@ -1,11 +1,12 @@
-"""Summary of a run folder."""
+"""Summary of a run folder, and its loss curve (tools/summarize.py --plot)."""
 
 import json
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
 
-from pretrain.analysis.summary import summarize, summary_lines
+from pretrain.analysis.summary import save_loss_plot, summarize, summary_lines
 from pretrain.errors import ConfigError
 
 
@@ -58,3 +59,28 @@ def test_named_validation_sets(tmp_path: Path) -> None:
                                            "  valid/web           4.0000", "  valid/code          5.0000"]
     (tmp_path / "run.json").write_text(json.dumps([{"flags": blend, "train_steps": 9}]))
     assert summarize(tmp_path).unigram_entropy is None, "that of a blend is not known"
+
+
+def test_the_loss_plot(tmp_path: Path) -> None:
+    """Each loss is drawn; the same metrics give the same SVG; a file that cannot be written is rejected."""
+    (tmp_path / "run.json").write_text(json.dumps([{"flags": {}, "train_steps": 3}]))
+    metrics, plot = tmp_path / "metrics.jsonl", tmp_path / "loss.svg"
+    metrics.write_text("".join(f"{json.dumps({'step': step, 'loss': 9.0 - step})}\n" for step in (1, 2, 3)))
+
+    def words() -> set[str | None]:
+        save_loss_plot(tmp_path, plot)
+        return {element.text for element in ElementTree.fromstring(plot.read_text()).iter()}
+
+    assert {"training loss", "step", "nats per token"} <= words()
+    assert "validation loss" not in words()
+    for split, shown in (("valid", "validation loss"), ("valid/web", "validation loss (mean)")):
+        with metrics.open("a") as file:
+            file.write(json.dumps({"step": 3, "split": split, "eval_loss": 6.5}) + "\n")
+        assert shown in words()
+    assert "valid/web" in words()
+    before = plot.read_bytes()
+    assert words()
+    assert plot.read_bytes() == before
+    for target, problem in (("loss.png", "ends with .svg"), ("missing/loss.svg", "cannot be written")):
+        with pytest.raises(ConfigError, match=problem):
+            save_loss_plot(tmp_path, tmp_path / target)

@@ -1,4 +1,4 @@
-"""A tokenizer in which each token is a letter, and helpers that run tools/generate.py in this process."""
+"""A tokenizer in which each token is a letter, and tools/generate.py in this process."""
 
 import json
 import sys
@@ -41,15 +41,20 @@ def text_of(tokens: list[int]) -> str:
     return "".join(LETTERS[token] for token in tokens)
 
 
-def run_tool(words: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run tools/generate.py in this process, and return what it prints."""
-    monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, words)])
-    main_of("tools/generate.py")()
-    out, err = capsys.readouterr()
-    print(err, file=sys.stderr)
-    return out
+class GenerateTool:
+    """Runs tools/generate.py in this process."""
 
+    def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.capsys, self.monkeypatch = capsys, monkeypatch
 
-def json_rows(words: list[Any], capsys: pytest.CaptureFixture[str],
-              monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in run_tool([*words, "--json"], capsys, monkeypatch).splitlines()]
+    def text(self, *words: Any) -> str:
+        """Return what the program prints."""
+        self.monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, words)])
+        main_of("tools/generate.py")()
+        out, err = self.capsys.readouterr()
+        print(err, file=sys.stderr)
+        return out
+
+    def rows(self, *words: Any) -> list[dict[str, Any]]:
+        """Return the rows of --json."""
+        return [json.loads(line) for line in self.text(*words, "--json").splitlines()]

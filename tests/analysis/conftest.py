@@ -1,0 +1,10 @@
+"""Programs that the tests run in this process."""
+
+import pytest
+
+from tests.support.generation import GenerateTool
+
+
+@pytest.fixture
+def tool(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> GenerateTool:
+    return GenerateTool(capsys, monkeypatch)
