@@ -190,13 +190,15 @@ def test_the_status_line_follows_the_speed_between_logged_steps(monkeypatch: pyt
     now, shown_lines = 100.0, list[str]()
     monkeypatch.setattr(meter.time, "perf_counter", lambda: now)
     own: Any = meter.Meter.__new__(meter.Meter)
-    own.plan = SimpleNamespace(args=SimpleNamespace(seq_length=100), train_steps=20)
+    length = SimpleNamespace(samples_between=lambda step, last, position: 8 * (last - step))
+    own.plan = SimpleNamespace(args=SimpleNamespace(seq_length=100), train_steps=20, length=length)
     own.screen = SimpleNamespace(wants_status=lambda: True, status=shown_lines.append)
-    own._since, own._step_seconds = meter._SinceRow(10, 80, start=now), 0.5
-    own._batch_size, own._consumed_samples = 8, 80
+    own._since, own._batch_size = meter._SinceRow(10, 80, start=now), 8
+    own._last_row = meter.Interval(step=10, steps=1, step_seconds=0.5, consumed_samples=80, samples=8, batch_size=8,
+                                   save_seconds=0.0, eval_seconds=0.0)
     for step, seconds in ((10, 0), (11, 1), (12, 2), (13, 3)):
         now += seconds
-        own._step = step
+        own._step, own._consumed_samples = step, 8 * step
         own._show_progress(step)
     assert [(line.split()[2], line.split()[-1]) for line in shown_lines] == [
         ("1,600", "0:00:05"), ("800", "0:00:09"), ("533", "0:00:12"), ("400", "0:00:14")]
