@@ -76,7 +76,7 @@ class Layout:
     seq_length: int = 1024  # tokens
     document_attention: bool = False
     device_kind: str = "cuda"  # cpu, cuda
-    notes: tuple[str, ...] = field(default=(), compare=False)  # remarks of lenient_layout about the JSON
+    notes: tuple[str, ...] = field(default=(), compare=False)  # remarks about predicted values
 
     @property
     def data_parallel_size(self) -> int:

@@ -1,15 +1,20 @@
 """Candidate layouts of a search, each with its DeepSpeed JSON: generated from axes, or read from files."""
 
+import copy
 import json
 import math
+import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pretrain.config.ds_json.read import read_ds_config
-from pretrain.config.layout import Layout
-from pretrain.config.lenient import lenient_layout
+from pretrain.config.auto_values import DEFAULT_LEARNING_RATE, fill_zero_sizes
+from pretrain.config.ds_json.read import DsFile, get_value, read_ds_config
+from pretrain.config.flags.arguments import RunArguments
+from pretrain.config.layout import Layout, parse_layout
+from pretrain.config.resolve import ResolvedConfig, resolve_ds_config
+from pretrain.distributed.device import Device
 from pretrain.errors import ConfigError
 from pretrain.memory.compare.combinations import (
     OFFLOADS,
@@ -76,9 +81,10 @@ def _candidates_of(choice: Combination, axes: Axes, cluster: Cluster, shape: Mod
     for micro, steps in _batch_sizes(choice, axes, cluster):
         config = make_config(choice, micro_batch_size=micro, accumulation_steps=steps, cluster=cluster, shape=shape)
         if base is None:
-            base = lenient_layout(config, world_size=cluster.world_size, seq_length=choice.seq_length,
-                                  hidden_size=shape.hidden_size if shape else None, device_kind=device_kind,
-                                  name=_name(choice, axes))
+            filled = copy.deepcopy(config)
+            fill_zero_sizes(filled["zero_optimization"], shape.hidden_size if shape else 0)
+            base = parse_layout(filled, world_size=cluster.world_size, seq_length=choice.seq_length,
+                                device_kind=device_kind, name=_name(choice, axes))
             part = choice.recompute if choice.recompute != "offload" else "none"  # the JSON has the offload
             base = replace(base, recompute=part)
         layout = replace(base, micro_batch_size=micro, gradient_accumulation_steps=steps)
@@ -135,32 +141,49 @@ def _name(choice: Combination, axes: Axes) -> str:
     return "_".join(parts)
 
 
-def read_candidates(paths: list[str], cluster: Cluster, shape: ModelConfig | None, *, seq_length: int,
+def read_candidates(paths: list[str], cluster: Cluster, model: ModelConfig, *, seq_length: int,
                     micro_batch_size: int | None = None, gradient_accumulation_steps: int | None = None,
                     device_kind: str = "cuda") -> CandidateSet:
-    """Read the layouts of DeepSpeed JSONs.
+    """Read the layouts of DeepSpeed JSONs. The batch sizes are used where a JSON has none.
 
     Raises:
         ConfigError: a file is not a valid JSON, or no file describes a possible layout.
     """
     candidates, impossible = list[Candidate](), dict[str, int]()
+    sizes = {"micro_batch_size": ("train_micro_batch_size_per_gpu", micro_batch_size),
+             "gradient_accumulation_steps": ("gradient_accumulation_steps", gradient_accumulation_steps)}
     for path in paths:
         file = read_ds_config(path, flag="--configs")
+        missing = {flag: size for flag, (key, size) in sizes.items() if file.get(key, "auto") == "auto"}
         try:
-            layout = lenient_layout(
-                file.values, world_size=cluster.world_size, seq_length=seq_length,
-                hidden_size=shape.hidden_size if shape else None, micro_batch_size=micro_batch_size,
-                gradient_accumulation_steps=gradient_accumulation_steps, device_kind=device_kind, name=Path(path).stem,
-                num_parameters=shape.num_parameters() if shape else None)
+            layout = resolve_json(file, cluster, model, device_kind, seq_length=seq_length, **missing).layout
         except ConfigError as error:
-            impossible[f"{path}: {error}"] = 1
+            impossible[str(error).removesuffix(".")] = 1
             continue
-        layout = with_predicted_times(layout, shape, cluster)
+        layout = with_predicted_times(replace(layout, name=Path(path).stem), model, cluster)
         candidates.append(Candidate(layout.name, with_batch_sizes(file.values, layout), layout, path))
     if not candidates:
         reason = next(iter(impossible), "no file given")
-        raise ConfigError("--configs", problem=f"no file describes a possible layout ({reason.removesuffix('.')})")
+        raise ConfigError("--configs", problem=f"no file describes a possible layout ({reason})")
     return CandidateSet(candidates, impossible)
+
+
+def resolve_json(file: DsFile, cluster: Cluster, model: ModelConfig, device_kind: str, **flags: Any) -> ResolvedConfig:
+    """Resolve a DeepSpeed JSON as train.py does with these flags. Raises ConfigError.
+
+    Folders for NVMe offload need not exist on this machine.
+    """
+    values = copy.deepcopy(file.values)
+    for name in ("offload_optimizer", "offload_param"):
+        block = get_value(values, f"zero_optimization.{name}")
+        if isinstance(block, dict) and "nvme" in str(block.get("device")).lower():
+            block["nvme_path"] = tempfile.gettempdir()
+    gpu = cluster.gpu
+    args = RunArguments(save=tempfile.gettempdir(), train_steps=1,
+                        learning_rate=None if "optimizer" in values else DEFAULT_LEARNING_RATE, **flags)
+    device = Device(device_kind, fp16=gpu.kind == "cuda", bf16=gpu.knows_bf16, memory_bytes=gpu.memory_bytes)
+    return resolve_ds_config(replace(file, values=values), args, model=model, world_size=cluster.world_size,
+                             device=device)
 
 
 def group_micro_batches(candidates: Iterable[Candidate]) -> list[list[Candidate]]:

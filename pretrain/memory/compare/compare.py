@@ -1,21 +1,14 @@
 """Compare candidates: memory, step time, whether they fit the hardware, whether train.py accepts the JSON, cost."""
 
-import copy
 import math
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from pretrain.config.auto_values import DEFAULT_LEARNING_RATE
-from pretrain.config.ds_json.read import DsFile, get_value
-from pretrain.config.flags.arguments import RunArguments
+from pretrain.config.ds_json.read import DsFile
 from pretrain.config.layout import Layout
-from pretrain.config.resolve import resolve_ds_config
 from pretrain.config.run_rules import check_rules
-from pretrain.distributed.device import Device
 from pretrain.errors import ConfigError
-from pretrain.memory.compare.candidates import Candidate, group_micro_batches
+from pretrain.memory.compare.candidates import Candidate, group_micro_batches, resolve_json
 from pretrain.memory.estimate.deepspeed_formulas import DeepSpeedEstimate, deepspeed_estimate
 from pretrain.memory.estimate.estimate_memory import MemoryEstimate, estimate_memory
 from pretrain.memory.footprint import GB, with_unit
@@ -177,32 +170,16 @@ def rejection_reason(candidate: Candidate, workload: Workload) -> str:
         return ""
     if layout.seq_length > model.longest_sequence():
         return f"--seq_length {layout.seq_length} is more than the model's {model.max_positions} positions"
-    gpu = workload.cluster.gpu
-    device = Device(gpu.kind, fp16=gpu.kind == "cuda", bf16=gpu.knows_bf16, memory_bytes=gpu.memory_bytes)
-    file = DsFile(candidate.path or candidate.name, _without_nvme_paths(candidate.config))
-    on_nvme = "nvme" in (layout.offload_optimizer, layout.offload_param)
-    args = RunArguments(save=tempfile.gettempdir(), train_steps=1, seq_length=layout.seq_length,
-                        document_attention=layout.document_attention,
-                        recompute=layout.recompute if layout.recompute != "none" else None,
-                        recompute_every=layout.recompute_every, mlp_tiles=layout.mlp_tiles,
-                        nvme_path=tempfile.gettempdir() if on_nvme else None,
-                        learning_rate=None if "optimizer" in candidate.config else DEFAULT_LEARNING_RATE)
+    file = DsFile(candidate.path or candidate.name, candidate.config)
+    flags = {"recompute": layout.recompute if layout.recompute != "none" else None,
+             **{name: getattr(layout, name) for name in ("seq_length", "document_attention", "recompute_every",
+                                                         "mlp_tiles")}}
     try:
-        resolved = resolve_ds_config(file, args, model=model, world_size=layout.world_size, device=device)
+        resolved = resolve_json(file, workload.cluster, model, workload.cluster.gpu.kind, **flags)
         check_rules(resolved, this_machine=False)
     except ConfigError as error:
         return str(error).removeprefix(f"{file.path}: ")
     return ""
-
-
-def _without_nvme_paths(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a JSON whose NVMe paths are "auto", because the folders need not exist on this machine."""
-    config = copy.deepcopy(config)
-    for block in ("offload_optimizer", "offload_param"):
-        values = get_value(config, f"zero_optimization.{block}")
-        if isinstance(values, dict) and "nvme_path" in values:
-            values["nvme_path"] = "auto"
-    return config
 
 
 @dataclass(frozen=True)

@@ -122,6 +122,7 @@ def _candidates_of(flags: argparse.Namespace, workload: Workload, device_kind: s
     if not flags.configs:
         axes = axes_of(flags, seq_length)
         return generate_candidates(axes, workload.cluster, workload.shape, device_kind=device_kind)
+    assert workload.shape is not None  # --configs needs --model
     return read_candidates(
         flags.configs, workload.cluster, workload.shape, seq_length=(flags.seq_length or [seq_length])[0],
         micro_batch_size=(flags.micro_batch_size or [None])[0],

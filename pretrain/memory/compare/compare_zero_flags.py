@@ -152,7 +152,7 @@ def validate_flags(flags: argparse.Namespace) -> None:
         raise ConfigError("--kernel_efficiency", problem="--calibrate fits this value", remedy="Leave one of them out")
     if flags.configs:
         _reject(flags, [name for name in _AXES if name not in ("micro_batch_size", "seq_length")], "with --configs")
-        _reject(flags, ["global_batch_size"], "with --configs")
+        _reject(flags, ["global_batch_size", "num_parameters"], "with --configs")
         for name in ("micro_batch_size", "seq_length"):
             if len(getattr(flags, name) or ()) > 1:
                 raise ConfigError(f"--{name}", problem="with --configs it takes only one value")

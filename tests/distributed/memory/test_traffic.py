@@ -4,7 +4,10 @@ from typing import Any
 
 import pytest
 
-from pretrain.config.lenient import lenient_layout
+from pretrain.config.ds_json.read import DsFile
+from pretrain.config.flags.arguments import RunArguments
+from pretrain.config.resolve import resolve_ds_config
+from pretrain.distributed.device import cpu_device
 from pretrain.engine.build_ops import why_not_compilable
 from pretrain.memory.step_time.traffic import Transfer, rank_parameters, step_traffic
 from pretrain.model.config import load_model_config
@@ -44,10 +47,9 @@ NVME_FLAGS = {"steps": 3, "hidden": 512}  # a wide model, because DeepSpeed keep
 def predicted(name: str, values: dict[str, Any], run_flags: dict[str, Any]) -> list[Transfer]:
     run = flags("", **run_flags)
     model = load_model_config(run["model"], run["model_overrides"])
-    layout = lenient_layout(values, world_size=RANKS, seq_length=run["seq_length"], hidden_size=model.hidden_size,
-                            device_kind="cpu", name=name)
-    shape = model
-    return step_traffic(layout, rank_parameters(layout, shape, model.num_parameters()), shape)
+    args = RunArguments(save="run", train_steps=run["train_steps"], seq_length=run["seq_length"])
+    layout = resolve_ds_config(DsFile(name, values), args, model=model, world_size=RANKS, device=cpu_device()).layout
+    return step_traffic(layout, rank_parameters(layout, model, model.num_parameters()), model)
 
 
 @pytest.fixture(scope="module")
