@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from pretrain.checkpoint.save.saver import Saver
-from pretrain.config.validate import Plan
+from pretrain.config.plan import Plan
 from pretrain.data.data_spec import names_of_split
 from pretrain.data.loader import Loader, evaluation_batches
 from pretrain.distributed.collectives import from_rank_0

@@ -16,7 +16,7 @@ if __name__ == "__main__":  # keep pretrain/ off sys.path, so that its modules s
 from pretrain.checkpoint.load.start import Start, check_start
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.flags.parse import parse_arguments
-from pretrain.config.validate import Plan
+from pretrain.config.plan import Plan
 from pretrain.distributed.device import Device, detect_device
 from pretrain.distributed.print_error import is_lost_connection, print_error, report_lost_connection
 from pretrain.distributed.process import end_process, importing

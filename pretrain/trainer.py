@@ -5,7 +5,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
@@ -13,12 +13,12 @@ import torch.distributed as dist
 from pretrain.analysis.sanity.run_checks import check_before_start
 from pretrain.checkpoint.format.fragments import owned_weights
 from pretrain.checkpoint.load.agree_on_checkpoint import agree_on_checkpoint, agree_on_data, verify_weights
-from pretrain.checkpoint.load.init_from import InitialWeights, origin_of
+from pretrain.checkpoint.load.init_from import InitialWeights
 from pretrain.checkpoint.load.load_checkpoint import load_checkpoint, load_weights
 from pretrain.checkpoint.load.resume import Resume
 from pretrain.checkpoint.save.retention import position_after
 from pretrain.checkpoint.save.saver import Saver
-from pretrain.config.validate import Plan
+from pretrain.config.plan import Plan
 from pretrain.data.data_spec import names_of_split
 from pretrain.distributed.collectives import call_after_polls, from_rank_0, gather
 from pretrain.distributed.process_group import init_process_group
@@ -60,7 +60,7 @@ def train(plan: Plan, world: World, callbacks: StepCallbacks, guards: RankGuards
     if resume is not None and _early_stopping(resume).is_over and not missing:
         return _report_early_stop(resume, world, guards)
     if resume is not None:
-        plan = replace(resume.plan, origin=origin_of(resume.folder, resume.manifest))
+        plan = resume.plan
     if plan.args.sanity_check and (resume is None or resume.manifest.weights_only):
         _check_sanity(plan, world, guards, lambda plan: _build(plan, resume, weights, guards.watchdog).engine)
     start = _build(plan, resume, weights, guards.watchdog)

@@ -10,9 +10,9 @@ from dataclasses import replace
 from pretrain.checkpoint.load.start import check_start
 from pretrain.cli import Parser, run_main, text, whole_number
 from pretrain.config.flags.parse import parse_arguments
+from pretrain.config.plan import Plan
 from pretrain.config.run_length import batches_text
 from pretrain.config.schedule import rates_text, schedule_text
-from pretrain.config.validate import Plan
 from pretrain.data.samples.blend import BlendedSamples
 from pretrain.distributed.device import Device, cpu_device, cuda_device, detect_device
 from pretrain.errors import ConfigError
@@ -130,8 +130,8 @@ def main(argv: list[str] | None = None) -> None:
     start = check_start(parse_arguments(rest), world_size=known.world_size, device=device)
     resume, plan = start.resume, start.plan_to_run
     lines = plan_lines(plan)
-    if plan.origin is not None:
-        lines.append(f"{'weights':<11}from {plan.origin.folder}")
+    if start.weights is not None:
+        lines.append(f"{'weights':<11}from {start.weights.origin.folder}")
     if resume is not None:
         kind = "branch" if resume.branch else "resume"
         lines.append(f"{kind:<11}from {resume.folder}")

@@ -18,7 +18,7 @@ from pretrain.checkpoint.load.agree_on_checkpoint import agree_on_data, verify_w
 from pretrain.checkpoint.load.init_from import find_initial_weights
 from pretrain.checkpoint.load.load_checkpoint import load_weights
 from pretrain.checkpoint.load.start import Start
-from pretrain.config.validate import Plan
+from pretrain.config.plan import Plan
 from pretrain.distributed.process_group import init_process_group
 from pretrain.distributed.world import World
 from pretrain.engine.build import build_engine, deepspeed_output

@@ -19,7 +19,7 @@ from torch import nn
 
 from pretrain.bench.processes import LEARNING_RATE, BaselineJob
 from pretrain.bench.worker import RequestLoop
-from pretrain.config.validate import Plan
+from pretrain.config.plan import Plan
 from pretrain.data.loader import Loader
 from pretrain.data.samples.dataset import SampleDataset
 from pretrain.distributed.process_group import init_process_group

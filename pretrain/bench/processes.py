@@ -20,7 +20,8 @@ import numpy as np
 
 from pretrain.bench.settings import BenchSettings
 from pretrain.config.flags.parse import parse_arguments
-from pretrain.config.validate import Plan, check_run
+from pretrain.config.plan import Plan
+from pretrain.config.validate import check_run
 from pretrain.data.token_files.writer import IndexedWriter
 from pretrain.distributed.device import Device, cpu_device, cuda_device, nvcc_fits_torch
 from pretrain.distributed.process import free_port, jemalloc_environment, package_environment

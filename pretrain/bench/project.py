@@ -22,7 +22,7 @@ from pretrain.checkpoint.load.agree_on_checkpoint import find_damage_together
 from pretrain.checkpoint.load.load_checkpoint import load_checkpoint
 from pretrain.checkpoint.save.commit import next_checkpoint_bytes
 from pretrain.checkpoint.save.saver import Saver
-from pretrain.config.validate import Plan
+from pretrain.config.plan import Plan
 from pretrain.data.loader import Loader, MicroBatch
 from pretrain.distributed.process_group import init_process_group
 from pretrain.distributed.world import running_environment

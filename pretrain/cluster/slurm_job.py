@@ -20,7 +20,7 @@ from pretrain.checkpoint.load.start import check_start
 from pretrain.checkpoint.save.commit import next_checkpoint_bytes
 from pretrain.cli import Parser, run_main, say
 from pretrain.config.flags.parse import parse_arguments
-from pretrain.config.validate import Plan
+from pretrain.config.plan import Plan
 from pretrain.distributed.device import detect_device
 from pretrain.distributed.print_error import print_error
 from pretrain.distributed.world import World, integer_variable

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from pretrain.config.ds_json.optimizers import OPTIMIZERS
 from pretrain.config.ds_json.schema import TREE
-from pretrain.config.resolve import EXPERT, SEQUENCE, TENSOR, ResolvedConfig
-from pretrain.data.token_schedules import parse_seq_lengths
+from pretrain.config.plan import Plan
+from pretrain.config.resolve import EXPERT, SEQUENCE, TENSOR
 from pretrain.errors import ConfigError
 from pretrain.model.partition import layer_costs, layer_pattern, stage_bounds, stage_without_block
 
@@ -35,7 +35,7 @@ class Rule:
     problem: str = ""
     found: object = None
 
-    def error(self, run: ResolvedConfig) -> ConfigError:
+    def error(self, run: Plan) -> ConfigError:
         """Return the error, with the line of a key of the JSON."""
         in_json = self.where.partition(".")[0] in TREE
         found = self.found
@@ -48,7 +48,7 @@ class Rule:
                            problem=self.problem, remedy=self.remedy)
 
 
-def degrees_together(run: ResolvedConfig) -> Iterator[Rule]:
+def degrees_together(run: Plan) -> Iterator[Rule]:
     """Parallel degrees that no engine here supports together, or that do not divide heads or sequences evenly."""
     layout, model, args = run.layout, run.model, run.args
     tensor, sequence, expert = (layout.tensor_parallel_size, layout.sequence_parallel_size, layout.expert_parallel_size)
@@ -68,15 +68,14 @@ def degrees_together(run: ResolvedConfig) -> Iterator[Rule]:
                                     (SEQUENCE, sequence, "attention", model.num_heads)):
         yield Rule(number % size, key, f"a divisor of the model's {number} {kind} heads",
                    "in attention, each rank computes some of the heads")
-    schedule = parse_seq_lengths(args.seq_length_schedule, seq_length=args.seq_length)
     for key, size in shards:
         for flag, length in (("--seq_length", args.seq_length),
-                             *(("--seq_length_schedule", length) for _, length in schedule.stages)):
+                             *(("--seq_length_schedule", length) for _, length in run.seq_lengths.stages)):
             yield Rule(length % size, flag, f"a multiple of {size}",
                        f'"{key}": {size} divides each sequence evenly among its ranks', found=f"length {length}")
 
 
-def parts_of_matrices(run: ResolvedConfig) -> Iterator[Rule]:
+def parts_of_matrices(run: Plan) -> Iterator[Rule]:
     """Settings that need complete matrices, or one group of all ranks."""
     layout = run.layout
     tensor, sequence, expert = (layout.tensor_parallel_size, layout.sequence_parallel_size, layout.expert_parallel_size)
@@ -99,7 +98,7 @@ def parts_of_matrices(run: ResolvedConfig) -> Iterator[Rule]:
                    "--compile_blocks out", found=f'"{key}": {size}')
 
 
-def models_with_experts(run: ResolvedConfig) -> Iterator[Rule]:
+def models_with_experts(run: Plan) -> Iterator[Rule]:
     """Flags of experts without experts, and settings that mixtures of experts cannot be combined with."""
     layout, args, num_experts = run.layout, run.args, run.model.num_experts
     for name in ("router_aux_loss", "router_z_loss", "expert_capacity_factor"):
@@ -118,7 +117,7 @@ def models_with_experts(run: ResolvedConfig) -> Iterator[Rule]:
         yield Rule(num_experts and is_given, flag, "a model without", reason, found="a model with experts")
 
 
-def expert_parallelism(run: ResolvedConfig) -> Iterator[Rule]:
+def expert_parallelism(run: Plan) -> Iterator[Rule]:
     """Settings with which DeepSpeed 0.19.8 reduces or divides experts wrongly, or not at all."""
     layout, size, num_experts = run.layout, run.layout.expert_parallel_size, run.model.num_experts
     yield Rule(size > 1 and num_experts == 0, EXPERT, "1, because the model has no experts",
@@ -144,7 +143,7 @@ def expert_parallelism(run: ResolvedConfig) -> Iterator[Rule]:
                found="expert parallelism")
 
 
-def pipeline_partition(run: ResolvedConfig) -> Iterator[Rule]:
+def pipeline_partition(run: Plan) -> Iterator[Rule]:
     """Partitions whose pattern matches no layer, or with a stage without a block: its optimizer needs matrices."""
     method, stages = run.layout.partition_method, run.layout.pipeline_stages
     key = "pipeline.partition" if run.file.get("pipeline.partition") is not None else "pipeline.partition_method"
@@ -164,7 +163,7 @@ def pipeline_partition(run: ResolvedConfig) -> Iterator[Rule]:
                    remedy='"flops" and "time" give each stage a block; or use fewer "stages"')
 
 
-def precision_of_device(run: ResolvedConfig) -> Iterator[Rule]:
+def precision_of_device(run: Plan) -> Iterator[Rule]:
     """Precisions that the device does not have, and emulation that is not needed."""
     precision, device, emulated = run.layout.precision, run.device, run.args.emulate_fp16
     supported = f"a precision that this {device.kind} device supports"
@@ -175,7 +174,7 @@ def precision_of_device(run: ResolvedConfig) -> Iterator[Rule]:
                f"JSON, which selects {precision}", remedy="leave --emulate_fp16 out")
 
 
-def zero_and_offload(run: ResolvedConfig) -> Iterator[Rule]:
+def zero_and_offload(run: Plan) -> Iterator[Rule]:
     """Keys of zero_optimization that need another ZeRO stage, other ranks or other matrices."""
     layout, model, keys = run.layout, run.model, run.get(ZERO, {})
     device, zero_stage = layout.offload_optimizer, layout.zero_stage
@@ -203,7 +202,7 @@ def zero_and_offload(run: ResolvedConfig) -> Iterator[Rule]:
                f"{ZERO}.allgather_bucket_size", "an even number")
 
 
-def gradients_and_master_weights(run: ResolvedConfig) -> Iterator[Rule]:
+def gradients_and_master_weights(run: Plan) -> Iterator[Rule]:
     """Types of accumulated gradients and master weights, and factors of the gradients."""
     layout, precision, zero_stage = run.layout, run.layout.precision, run.layout.zero_stage
     dtype, key = layout.grad_accum_dtype or precision, "data_types.grad_accum_dtype"
@@ -233,7 +232,7 @@ def gradients_and_master_weights(run: ResolvedConfig) -> Iterator[Rule]:
                    remedy="DeepSpeed reads it at stages 0 and 1; remove the key")
 
 
-def loss_scale(run: ResolvedConfig) -> Iterator[Rule]:
+def loss_scale(run: Plan) -> Iterator[Rule]:
     """Limits of fp16's dynamic loss scale."""
     if run.layout.precision != "fp16" or run.get("fp16.loss_scale", 0) != 0:
         return
@@ -244,14 +243,14 @@ def loss_scale(run: ResolvedConfig) -> Iterator[Rule]:
                "at least 1 with dynamic loss scaling")
 
 
-def libaio(run: ResolvedConfig) -> Iterator[Rule]:
+def libaio(run: Plan) -> Iterator[Rule]:
     """The library that NVMe offload needs on this machine."""
     yield Rule("nvme" in (run.layout.offload_optimizer, run.layout.offload_param) and find_library("aio") is None,
                "libaio", problem="DeepSpeed's NVMe offload needs this library, which is not installed",
                remedy="apt-get install libaio-dev")
 
 
-def operators_without_nvcc(run: ResolvedConfig) -> Iterator[Rule]:
+def operators_without_nvcc(run: Plan) -> Iterator[Rule]:
     """Settings that need a compiled CUDA operator, on a GPU without a fitting nvcc. Adam has a substitute."""
     if run.device.kind != "cuda" or run.device.compiles:
         return
@@ -266,7 +265,7 @@ def operators_without_nvcc(run: ResolvedConfig) -> Iterator[Rule]:
         yield Rule(run.get(name) == "nvme", name, problem=problem, remedy=f'use "cpu", or {remedy}')
 
 
-def nvme_buffer_size(run: ResolvedConfig) -> Iterator[Rule]:
+def nvme_buffer_size(run: Plan) -> Iterator[Rule]:
     """A buffer below a rank's part of the largest matrix: an assertion of DeepSpeed would fail in the first step."""
     model, key = run.model, f"{ZERO}.offload_param.buffer_size"
     qkv = (model.num_heads + 2 * model.num_kv_heads) * model.head_size
@@ -276,7 +275,7 @@ def nvme_buffer_size(run: ResolvedConfig) -> Iterator[Rule]:
                f"at least {needed}, a rank's part of the largest matrix", found=run.get(key, "100000000, the default"))
 
 
-def sequence_parallelism(run: ResolvedConfig) -> Iterator[Rule]:
+def sequence_parallelism(run: Plan) -> Iterator[Rule]:
     """Types for the reduction of gradients that DeepSpeed would not use, and the gradient noise scale."""
     layout, size, own = run.layout, run.layout.sequence_parallel_size, "seq_parallel_communication_data_type"
     if size == 1:

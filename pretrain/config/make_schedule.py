@@ -9,22 +9,17 @@ import itertools
 
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.run_length import RunLength
-from pretrain.config.schedule import ONE_CYCLE_INITIAL_RATIO, Schedule
+from pretrain.config.schedule import KINDS, Schedule
 from pretrain.data.token_schedules import parse_token_count, parse_whole_number
 from pretrain.errors import ConfigError
 
-DEFAULT_WARMUP_FRACTION = 0.01  # of the run
-ONE_CYCLE_WARMUP_FRACTION = 0.3  # torch.optim.lr_scheduler.OneCycleLR: pct_start
 DEFAULT_WSD_FRACTION = 0.2  # of the steps until --lr_decay_steps
-DEFAULT_MIN_RATIOS = {"inverse_sqrt": 0.0, "step": 0.0, "one_cycle": ONE_CYCLE_INITIAL_RATIO * 1e-4}  # as in torch
-DEFAULT_MIN_RATIO = 0.1
 DEFAULT_MILESTONE_FACTOR = 0.1
 
 
 def default_warmup_steps(train_steps: int, kind: str = "cosine") -> int:
-    """Return 1% of the run, or 30% for one_cycle; at least one step."""
-    fraction = ONE_CYCLE_WARMUP_FRACTION if kind == "one_cycle" else DEFAULT_WARMUP_FRACTION
-    return max(1, round(fraction * train_steps))
+    """Return the kind's fraction of the run, at least one step."""
+    return max(1, round(KINDS[kind].warmup_fraction * train_steps))
 
 
 def make_schedule(flags: RunArguments, *, peak: float, length: RunLength) -> Schedule:
@@ -34,18 +29,18 @@ def make_schedule(flags: RunArguments, *, peak: float, length: RunLength) -> Sch
         ConfigError: if the warm-up is longer than the run, if the decay ends before the warm-up does, if wsd's final
             decay does not fit between them, or if a milestone is not after the warm-up.
     """
-    kind = flags.lr_schedule
+    name, kind = flags.lr_schedule, KINDS[flags.lr_schedule]
     warmup_steps = _warmup_steps(flags, length)
     decay_steps = _steps(flags.lr_decay_steps, flags.lr_decay_tokens, length, default=length.train_steps)
-    if kind not in ("constant", "inverse_sqrt", "step"):
+    if kind.decays:
         _check_range(_given(flags, "lr_decay"), decay_steps, max(warmup_steps, 1))
+    has_milestones = "lr_milestones" in kind.flags
     return Schedule(
-        kind, peak, _min_ratio(flags, peak), warmup_steps, decay_steps,
-        wsd_steps=_wsd_steps(flags, warmup_steps, decay_steps, length) if kind == "wsd" else 0,
-        decay_shape=flags.lr_decay_shape or "linear",
-        initial_ratio=ONE_CYCLE_INITIAL_RATIO if kind == "one_cycle" else 0.0,
-        milestones=_milestones(flags, warmup_steps, length) if kind == "step" else (),
-        milestone_factor=flags.lr_milestone_factor or DEFAULT_MILESTONE_FACTOR if kind == "step" else 1.0)
+        name, peak, _min_ratio(flags, peak), warmup_steps, decay_steps,
+        wsd_steps=_wsd_steps(flags, warmup_steps, decay_steps, length) if "lr_wsd_steps" in kind.flags else 0,
+        decay_shape=flags.lr_decay_shape or "linear", initial_ratio=kind.initial_ratio or 0.0,
+        milestones=_milestones(flags, warmup_steps, length) if has_milestones else (),
+        milestone_factor=flags.lr_milestone_factor or DEFAULT_MILESTONE_FACTOR if has_milestones else 1.0)
 
 
 def _given(flags: RunArguments, name: str) -> str:
@@ -60,11 +55,10 @@ def _steps(steps: int | None, tokens: int | None, length: RunLength, *, default:
 
 
 def _warmup_steps(flags: RunArguments, length: RunLength) -> int:
-    kind = flags.lr_schedule
     warmup_steps = _steps(flags.lr_warmup_steps, flags.lr_warmup_tokens, length,
-                          default=default_warmup_steps(length.train_steps, kind))
-    _check_range(_given(flags, "lr_warmup"), warmup_steps, 1 if kind == "inverse_sqrt" else 0, length.train_steps,
-                 "the run")
+                          default=default_warmup_steps(length.train_steps, flags.lr_schedule))
+    _check_range(_given(flags, "lr_warmup"), warmup_steps, KINDS[flags.lr_schedule].least_warmup_steps,
+                 length.train_steps, "the run")
     return warmup_steps
 
 
@@ -85,8 +79,7 @@ def _wsd_steps(flags: RunArguments, warmup_steps: int, decay_steps: int, length:
 def _min_ratio(flags: RunArguments, peak: float) -> float:
     """Return the lowest rate as a fraction of the peak."""
     if flags.min_lr is None:
-        default = DEFAULT_MIN_RATIOS.get(flags.lr_schedule, DEFAULT_MIN_RATIO)
-        return default if flags.min_lr_ratio is None else flags.min_lr_ratio
+        return KINDS[flags.lr_schedule].min_ratio if flags.min_lr_ratio is None else flags.min_lr_ratio
     if flags.min_lr > peak:
         raise ConfigError("--min_lr", found=f"{flags.min_lr:g}", expected=f"at most the peak rate, {peak:g}")
     return flags.min_lr / peak

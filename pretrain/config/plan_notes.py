@@ -4,16 +4,20 @@ import itertools
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 from pretrain.config.ds_json.check_keys import IgnoredKey
+from pretrain.config.ds_json.read import DsFile
 from pretrain.config.ds_json.schema import DEFAULT_PARTITION_METHOD
-from pretrain.config.resolve import ResolvedConfig
+from pretrain.config.flags.arguments import RunArguments
+from pretrain.config.layout import Layout
+from pretrain.config.plan import Plan
 from pretrain.config.schedule import rate_factor
 from pretrain.data.data_spec import names_of_split
 from pretrain.data.run_data import RunData
 from pretrain.data.samples.blend import BlendedSamples
 from pretrain.data.samples.packed import PackedDocuments
-from pretrain.data.token_schedules import parse_seq_lengths
+from pretrain.distributed.device import Device
 from pretrain.model.config import find_config, preset_names
 from pretrain.model.init_methods import width_multiplier
 
@@ -24,27 +28,28 @@ _LARGEST_WEIGHT_DECAY = 1.0
 _LARGEST_DROPOUT = 0.5  # that of the first paper on dropout (arXiv 1207.0580); transformers have 0 to 0.3
 
 
-def json_notes(resolved: ResolvedConfig) -> tuple[str, ...]:
+def json_notes(file: DsFile, config: dict[str, Any], args: RunArguments, layout: Layout, device: Device,
+               train_steps: int, ignored: list[IgnoredKey]) -> tuple[str, ...]:
     """Notes about the JSON: keys without an effect, and a missing optimizer."""
-    layout, notes = resolved.layout, _ignored_key_notes(resolved.ignored_keys)
-    if "optimizer" not in resolved.file.values:
-        params = ", ".join(f"{name} {value}" for name, value in resolved.get("optimizer.params").items()
+    notes = _ignored_key_notes(ignored)
+    if "optimizer" not in file.values:
+        params = ", ".join(f"{name} {value}" for name, value in config["optimizer"]["params"].items()
                            if name not in ("torch_adam", "fused"))
         notes.append(f'the JSON has no "optimizer": AdamW with {params}, from the flags and their defaults')
     if layout.pipeline_stages == 1 and layout.partition_method != DEFAULT_PARTITION_METHOD:
         notes.append("pipeline.partition_method: no effect with one stage")
-    if layout.recomputation.offload and resolved.device.kind == "cpu":
+    if layout.recomputation.offload and device.kind == "cpu":
         notes.append("activation_checkpointing.cpu_checkpointing: no use on a CPU, whose memory is the host's")
-    interval = resolved.file.get("steps_per_print")
-    if isinstance(interval, (int, float)) and interval <= resolved.train_steps:
+    interval = file.get("steps_per_print")
+    if isinstance(interval, (int, float)) and interval <= train_steps:
         if layout.uses_pipeline_module:  # DeepSpeed's PipelineEngine prints at every log level
             notes.append("steps_per_print: DeepSpeed prints lines of its own between those of the run")
-        elif resolved.args.deepspeed_log_level not in ("debug", "info") and not resolved.get("wall_clock_breakdown"):
+        elif args.deepspeed_log_level not in ("debug", "info") and not config.get("wall_clock_breakdown"):
             notes.append("steps_per_print: no effect without --deepspeed_log_level info")
     return tuple(notes)
 
 
-def _ignored_key_notes(ignored: tuple[IgnoredKey, ...]) -> list[str]:
+def _ignored_key_notes(ignored: list[IgnoredKey]) -> list[str]:
     """Return a line for each reason and block: `sub_group_size, offload_param (zero_optimization): no effect ...`."""
     groups: dict[tuple[str, str], list[str]] = {}
     blocks = {dotted for dotted, _ in ignored}
@@ -61,18 +66,18 @@ def _ignored_key_notes(ignored: tuple[IgnoredKey, ...]) -> list[str]:
     return lines
 
 
-def run_notes(resolved: ResolvedConfig, data: RunData) -> tuple[str, ...]:
-    """All notes about a run: JSON, weights, vocabulary, epochs, evaluation and speed."""
-    return (*json_notes(resolved), *_unused_weights_notes(resolved), *_vocabulary_notes(resolved, data),
-            *data.notes, *_epoch_notes(resolved, data), *_packing_notes(data), *_evaluation_notes(resolved, data),
-            *_length_notes(resolved), *_batch_notes(resolved), *_recipe_notes(resolved), *_speed_notes(resolved),
-            *_mup_notes(resolved))
+def run_notes(plan: Plan, data: RunData) -> tuple[str, ...]:
+    """All notes about a run: those of its settings; weights, vocabulary, epochs, evaluation and speed."""
+    return (*plan.notes, *_unused_weights_notes(plan), *_vocabulary_notes(plan, data),
+            *data.notes, *_epoch_notes(plan, data), *_packing_notes(data), *_evaluation_notes(plan, data),
+            *_length_notes(plan), *_batch_notes(plan), *_recipe_notes(plan), *_speed_notes(plan),
+            *_mup_notes(plan))
 
 
-def _unused_weights_notes(resolved: ResolvedConfig) -> list[str]:
+def _unused_weights_notes(plan: Plan) -> list[str]:
     """Note a --model with weights next to its config.json: the run starts from random weights."""
-    model = resolved.args.model
-    if resolved.args.init_from is not None or not model or model in preset_names():
+    model = plan.args.model
+    if plan.args.init_from is not None or not model or model in preset_names():
         return []
     folder = find_config(model).parent
     names = sorted(path.name for pattern in _WEIGHTS for path in folder.glob(pattern))
@@ -82,9 +87,9 @@ def _unused_weights_notes(resolved: ResolvedConfig) -> list[str]:
             f"weights. --init_from {folder if Path(model).is_file() else model} starts from them"]
 
 
-def _vocabulary_notes(resolved: ResolvedConfig, data: RunData) -> list[str]:
+def _vocabulary_notes(plan: Plan, data: RunData) -> list[str]:
     """Note a vocabulary that is far larger than that of the tokenizer or data: unused rows take memory and time."""
-    used, size = data.vocab_size, resolved.model.vocab_size
+    used, size = data.vocab_size, plan.model.vocab_size
     if used is None:
         return []
     if size - used <= max(_PADDING, used // 10):
@@ -95,10 +100,10 @@ def _vocabulary_notes(resolved: ResolvedConfig, data: RunData) -> list[str]:
             f"never used: --model_overrides vocab_size={fitting} makes it fit"]
 
 
-def _epoch_notes(resolved: ResolvedConfig, data: RunData) -> list[str]:
+def _epoch_notes(plan: Plan, data: RunData) -> list[str]:
     """Note sources that the run reads more than once, and phases of --blend_schedule that it does not reach."""
-    samples, dataset = resolved.length.samples, data.datasets["train"]
-    first, last = resolved.args.first_sample, resolved.args.first_sample + samples
+    samples, dataset = plan.length.samples, data.datasets["train"]
+    first, last = plan.args.first_sample, plan.args.first_sample + samples
     if not isinstance(dataset, BlendedSamples):
         epochs = samples / dataset.samples_per_epoch
         return [f"the run reads its training data {epochs:.1f} times"] if epochs > 1 else []
@@ -126,11 +131,11 @@ def _some(items: list[str]) -> str:
     return ", ".join(items[:8]) + (f" and {len(items) - 8} more sources" if len(items) > 8 else "")
 
 
-def _evaluation_notes(resolved: ResolvedConfig, data: RunData) -> list[str]:
+def _evaluation_notes(plan: Plan, data: RunData) -> list[str]:
     names = names_of_split(data.datasets, "valid")
     if not names:
         return ["no validation data: nothing is evaluated while training"]
-    needed = resolved.args.eval_steps * resolved.layout.global_batch_size
+    needed = plan.args.eval_steps * plan.layout.global_batch_size
     small = {name: samples for name in names if (samples := data.datasets[name].samples_per_epoch) < needed}
     if not small:
         return []
@@ -140,43 +145,42 @@ def _evaluation_notes(resolved: ResolvedConfig, data: RunData) -> list[str]:
     return [f"an evaluation reads {needed} samples of each validation set, and wraps around the {sets}"]
 
 
-def _length_notes(resolved: ResolvedConfig) -> list[str]:
+def _length_notes(plan: Plan) -> list[str]:
     """Note stages of --seq_length_schedule that are shorter than the last one, or that the run does not reach."""
-    lengths = parse_seq_lengths(resolved.args.seq_length_schedule, seq_length=resolved.args.seq_length)
-    samples = resolved.length.samples
+    lengths, samples = plan.seq_lengths, plan.length.samples
     falls = [f"--seq_length_schedule: the sequences get shorter, from {before} to {after} tokens"
              for (_, before), (_, after) in itertools.pairwise(lengths.stages) if after < before]
     return falls + [f"--seq_length_schedule: the run ends before its sequences have {length} tokens"
                     for first, length in lengths.stages if first >= samples]
 
 
-def _batch_notes(resolved: ResolvedConfig) -> list[str]:
+def _batch_notes(plan: Plan) -> list[str]:
     """Note stages of --batch_schedule that the run does not reach, and a scaled learning rate."""
-    args, length, batch = resolved.args, resolved.length, resolved.layout.global_batch_size
+    args, length, batch = plan.args, plan.length, plan.layout.global_batch_size
     end = args.first_sample + length.samples
     notes = [f"--batch_schedule: the run ends before its global batch has {size} samples"
              for first, size in length.batch_sizes.stages if first >= end]
     if args.lr_scaling is not None:
-        rate = resolved.get("optimizer.params.lr")
+        rate = plan.get("optimizer.params.lr")
         factor = rate_factor(args.lr_scaling, batch=batch, reference_batch=args.lr_reference_batch)
         notes.append(f"--lr_scaling {args.lr_scaling}: the peak learning rate is {rate / factor:g} x {factor:g} = "
                      f"{rate:g}, for a global batch of {batch} instead of {args.lr_reference_batch}")
     return notes
 
 
-def _recipe_notes(resolved: ResolvedConfig) -> list[str]:
+def _recipe_notes(plan: Plan) -> list[str]:
     """Note a batch size that nobody chose, and regularization far beyond that of published recipes."""
-    args, layout, model, notes = resolved.args, resolved.layout, resolved.model, list[str]()
+    args, layout, model, notes = plan.args, plan.layout, plan.model, list[str]()
     chosen = (args.micro_batch_size, args.gradient_accumulation_steps, args.global_batch_size, args.batch_schedule,
-              *(resolved.file.get(key) for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
+              *(plan.file.get(key) for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
                                                    "train_batch_size")))
     if all(size in (None, "auto") for size in chosen):
         notes.append(f"no batch size is given: the global batch is {layout.global_batch_size} x {args.seq_length} "
                      "tokens, one sample a data-parallel rank; --global_batch_size and --micro_batch_size set it")
-    decay = resolved.get("optimizer.params.weight_decay", 0.0)
+    decay = plan.get("optimizer.params.weight_decay", 0.0)
     limit = _LARGEST_WEIGHT_DECAY * (10 if layout.optimizer == "lion" else 1)
     if isinstance(decay, (int, float)) and decay > limit:
-        rate = resolved.get("optimizer.params.lr", 0.0)
+        rate = plan.get("optimizer.params.lr", 0.0)
         notes.append(f"weight decay {decay:g}: each step at the peak rate also shrinks the weights by "
                      f"{decay * rate:.2%}; published recipes have 0.01 to 0.1")
     dropouts = {"residual": model.residual_dropout, "attention": model.attention_dropout,
@@ -186,15 +190,15 @@ def _recipe_notes(resolved: ResolvedConfig) -> list[str]:
     return notes
 
 
-def _speed_notes(resolved: ResolvedConfig) -> list[str]:
+def _speed_notes(plan: Plan) -> list[str]:
     """Note which faster operators cannot be used, and why."""
-    notes, args, model = [], resolved.args, resolved.model
-    layout = resolved.layout
-    if resolved.device.kind == "cuda" and layout.zero_stage == 2 and layout.data_parallel_size > 1 and \
-            resolved.get("zero_optimization.overlap_comm") is None:
+    notes, args, model = [], plan.args, plan.model
+    layout = plan.layout
+    if plan.device.kind == "cuda" and layout.zero_stage == 2 and layout.data_parallel_size > 1 and \
+            plan.get("zero_optimization.overlap_comm") is None:
         notes.append('zero_optimization.overlap_comm: DeepSpeed enables it at ZeRO-3 only; true reduces '
                      "gradients during the backward pass, with a second bucket")
-    if resolved.device.kind == "cpu" and layout.precision == "bf16":
+    if plan.device.kind == "cpu" and layout.precision == "bf16":
         if args.compile_blocks:
             notes.append("--compile_blocks on a CPU leaves out the attention and the GELU written for CPUs")
         if model.attention_dropout > 0:
@@ -204,11 +208,11 @@ def _speed_notes(resolved: ResolvedConfig) -> list[str]:
     return notes
 
 
-def _mup_notes(resolved: ResolvedConfig) -> list[str]:
+def _mup_notes(plan: Plan) -> list[str]:
     """Note the learning rate that muP gives to matrices."""
-    width = resolved.args.mup_base_width
+    width = plan.args.mup_base_width
     if width is None:
         return []
-    multiplier, rate = width_multiplier(resolved.model, width), resolved.get("optimizer.params.lr")
+    multiplier, rate = width_multiplier(plan.model, width), plan.get("optimizer.params.lr")
     return [f"muP: the model is {multiplier:g} times as wide as its base model; the peak learning rate of its "
             f"matrices, embeddings aside, is {rate / multiplier:g}, and that of all other parameters {rate:g}"]

@@ -1,8 +1,8 @@
-"""Resolve a DeepSpeed JSON: validate each key, fill missing and "auto" values, and parse the layout."""
+"""Make the plan of a run: validate each key of the DeepSpeed JSON, fill missing and "auto" values, parse the layout."""
 
 import copy
 import math
-from dataclasses import dataclass, replace
+from dataclasses import fields, replace
 from typing import Any
 
 from pretrain.config.auto_values import (
@@ -22,10 +22,13 @@ from pretrain.config.ds_json.optimizers import OPTIMIZERS
 from pretrain.config.ds_json.read import DsFile, get_value
 from pretrain.config.ds_json.schema import DEFAULT_PARTITION_METHOD, PARTITION_METHODS, ZERO
 from pretrain.config.flags.arguments import RunArguments
-from pretrain.config.layout import Layout, parse_layout
+from pretrain.config.layout import parse_layout
 from pretrain.config.make_schedule import make_schedule
+from pretrain.config.plan import Plan
+from pretrain.config.plan_notes import json_notes
 from pretrain.config.run_length import RunLength, run_length
 from pretrain.config.schedule import Schedule
+from pretrain.data.token_schedules import parse_seq_lengths
 from pretrain.distributed.device import Device
 from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig
@@ -45,35 +48,11 @@ _NVME_KEYS = {
 _SEQUENCE_DTYPE = "seq_parallel_communication_data_type"
 
 
-@dataclass(frozen=True)
-class ResolvedConfig:
-    """A DeepSpeed JSON with all values filled, and the flags, model and device that the values depend on."""
-
-    file: DsFile
-    config: dict[str, Any]  # as handed to deepspeed.initialize
-    args: RunArguments
-    model: ModelConfig
-    device: Device
-    layout: Layout
-    length: RunLength
-    schedule: Schedule | None  # None: the JSON has its own scheduler
-    ignored_keys: tuple[IgnoredKey, ...]  # keys of the file that have no effect, with the reason
-
-    @property
-    def train_steps(self) -> int:
-        """Optimizer steps of the run."""
-        return self.length.train_steps
-
-    def get(self, dotted: str, default: Any = None) -> Any:
-        """Return the value of a dotted key of `config`."""
-        return get_value(self.config, dotted, default)
-
-
 def resolve_ds_config(file: DsFile, args: RunArguments, *, model: ModelConfig, world_size: int,
-                      device: Device) -> ResolvedConfig:
+                      device: Device) -> Plan:
     """Validate each key by itself, fill every "auto" and every batch size, and parse the layout. Raises ConfigError.
 
-    `run_rules.check_rules` validates combinations of keys afterwards.
+    `run_rules.check_rules` validates combinations of keys afterwards. The plan has no data.
     """
     config, ignored = check_json_keys(file)
     check_contradictions(file, args)
@@ -99,9 +78,11 @@ def resolve_ds_config(file: DsFile, args: RunArguments, *, model: ModelConfig, w
     layout = parse_layout(config, world_size=world_size, seq_length=args.seq_length, device_kind=device.kind,
                           document_attention=args.document_attention, recompute=args.recompute or "none",
                           recompute_every=args.recompute_every, mlp_tiles=args.mlp_tiles)
-    return ResolvedConfig(file=file, config=config, args=args, model=model, device=device, layout=layout,
-                          length=length, schedule=_schedule(file, config, args, length),
-                          ignored_keys=tuple(ignored))
+    schedule = _schedule(file, config, args, length)
+    return Plan(args=args, file=file, ds_config=config, model=model, device=device, layout=layout, length=length,
+                seq_lengths=parse_seq_lengths(args.seq_length_schedule, seq_length=args.seq_length),
+                schedule=schedule, schedule_flags=_schedule_flags(file, args, schedule),
+                notes=json_notes(file, config, args, layout, device, length.train_steps, ignored))
 
 
 def _select_optimizer_class(config: dict[str, Any], zero_stage: int, device: Device) -> None:
@@ -125,6 +106,15 @@ def _schedule(file: DsFile, config: dict[str, Any], args: RunArguments, length: 
     if peak <= 0:
         raise ConfigError(file.where("optimizer.params.lr"), found=f"{peak:g}", expected="a rate above 0")
     return make_schedule(args, peak=peak, length=length)
+
+
+def _schedule_flags(file: DsFile, args: RunArguments, schedule: Schedule | None) -> dict[str, Any]:
+    """Return what the user asked for: the --lr_* flags, or the parameters of the JSON's scheduler that are given."""
+    if schedule is None:
+        given = file.get("scheduler.params", {})
+        return {name: value for name, value in given.items() if value != "auto"}
+    names = (f.name for f in fields(RunArguments) if "lr" in f.name.split("_"))
+    return {name: value for name in names if (value := getattr(args, name)) is not None}
 
 
 def _resolve_pipeline(file: DsFile, config: dict[str, Any]) -> None:

@@ -21,6 +21,10 @@ class RunLength:
         """Samples that the run reads."""
         return self.samples_after(self.train_steps)
 
+    def last_step(self, exit_step: int | None) -> int:
+        """Return the step after which a process with --exit_step stops."""
+        return min(self.train_steps, exit_step or self.train_steps)
+
     def samples_after(self, steps: int) -> int:
         """Return the number of samples that the run reads in its first `steps` steps."""
         if steps < self.steps_before:

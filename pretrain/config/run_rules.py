@@ -10,8 +10,8 @@ from pathlib import Path
 from pretrain.config import layout_rules
 from pretrain.config.ds_json.optimizers import OPTIMIZERS, REQUIRED_SCHEDULER_PARAMS, Optimizer
 from pretrain.config.layout_rules import OFFLOAD_DEVICE, ZERO, Rule
+from pretrain.config.plan import Plan
 from pretrain.config.profiles import parse_ranks, parse_steps
-from pretrain.config.resolve import ResolvedConfig
 from pretrain.model.init_methods import width_multiplier
 from pretrain.paths import check_folder
 
@@ -26,7 +26,7 @@ def _names(is_right: Callable[[Optimizer], bool]) -> str:
     return f"{', '.join(names)} or {last}"
 
 
-def optimizer_of_device(run: ResolvedConfig) -> Iterator[Rule]:
+def optimizer_of_device(run: Plan) -> Iterator[Rule]:
     """Optimizers that do not work on the device, with the offload or with ZeRO."""
     layout, device, key = run.layout, run.device.kind, "optimizer.type"
     kind, row, offloaded = layout.optimizer, OPTIMIZERS[layout.optimizer], layout.offload_optimizer != "none"
@@ -50,7 +50,7 @@ def optimizer_of_device(run: ResolvedConfig) -> Iterator[Rule]:
                remedy="pip install bitsandbytes, or use AdamW")
 
 
-def muon(run: ResolvedConfig) -> Iterator[Rule]:
+def muon(run: Plan) -> Iterator[Rule]:
     """Layouts without Muon, and learning rates that a scheduler of the JSON would overwrite."""
     layout, is_muon = run.layout, run.layout.optimizer == "muon"
     yield Rule(is_muon and (layout.zero_stage == 0 or layout.uses_bf16_optimizer), "optimizer.type",
@@ -64,7 +64,7 @@ def muon(run: ResolvedConfig) -> Iterator[Rule]:
                    remedy='remove the "scheduler" block, and use --lr_schedule')
 
 
-def optimizer_params(run: ResolvedConfig) -> Iterator[Rule]:
+def optimizer_params(run: Plan) -> Iterator[Rule]:
     """Parameters that the optimizer class that DeepSpeed selects ignores or does not take."""
     params, kind = run.get("optimizer.params", {}), run.layout.optimizer
     if OPTIMIZERS[kind].from_torch:
@@ -86,7 +86,7 @@ def optimizer_params(run: ResolvedConfig) -> Iterator[Rule]:
                "it is for checkpoints of old versions; remove it")
 
 
-def scheduler_params(run: ResolvedConfig) -> Iterator[Rule]:
+def scheduler_params(run: Plan) -> Iterator[Rule]:
     """Parameters of the JSON's scheduler that are missing or contradict each other."""
     kind, params = run.get("scheduler.type"), run.get("scheduler.params", {})
     for name in REQUIRED_SCHEDULER_PARAMS.get(kind, ()):
@@ -100,7 +100,7 @@ def scheduler_params(run: ResolvedConfig) -> Iterator[Rule]:
                f"less than total_num_steps, {total}")
 
 
-def torch_optimizer_params(run: ResolvedConfig) -> Iterator[Rule]:
+def torch_optimizer_params(run: Plan) -> Iterator[Rule]:
     """Values that torch.optim's constructors and steps reject."""
     params = run.get("optimizer.params", {})
     yield Rule(params.get("nesterov") and (not params.get("momentum") or params.get("dampening")),
@@ -112,7 +112,7 @@ def torch_optimizer_params(run: ResolvedConfig) -> Iterator[Rule]:
     yield Rule(params.get("capturable") and run.device.kind == "cpu", "optimizer.params.capturable", "false on a CPU")
 
 
-def monitors_and_timers(run: ResolvedConfig) -> Iterator[Rule]:
+def monitors_and_timers(run: Plan) -> Iterator[Rule]:
     """Monitors whose package is not installed, and timers that fail."""
     stages = run.layout.pipeline_stages
     for name in ("wall_clock_breakdown", "flops_profiler.enabled"):
@@ -127,7 +127,7 @@ def monitors_and_timers(run: ResolvedConfig) -> Iterator[Rule]:
     yield Rule(run.get("aio.use_gds") and run.device.kind == "cpu", "aio.use_gds", "false on a CPU")
 
 
-def writable_folders(run: ResolvedConfig) -> Iterator[Rule]:
+def writable_folders(run: Plan) -> Iterator[Rule]:
     """Folders of offload, monitors and profiler on this machine. Without the check, DeepSpeed fails after the start."""
     for block in ("offload_optimizer", "offload_param"):
         key = f"{ZERO}.{block}.nvme_path"
@@ -143,7 +143,7 @@ def writable_folders(run: ResolvedConfig) -> Iterator[Rule]:
         check_folder(Path(output_file).parent, run.file.where("flops_profiler.output_file"))
 
 
-def numbers_of_the_device(run: ResolvedConfig) -> Iterator[Rule]:
+def numbers_of_the_device(run: Plan) -> Iterator[Rule]:
     """TF32 on devices and in precisions without it."""
     layout, device, tf32 = run.layout, run.device, run.args.tf32
     yield Rule(tf32 and (device.kind != "cuda" or layout.precision != "fp32"), "--tf32",
@@ -153,7 +153,7 @@ def numbers_of_the_device(run: ResolvedConfig) -> Iterator[Rule]:
                problem="this GPU has no TF32: it would multiply in fp32", remedy="leave --tf32 out")
 
 
-def length_of_run(run: ResolvedConfig) -> Iterator[Rule]:
+def length_of_run(run: Plan) -> Iterator[Rule]:
     """Sequences beyond the model's positions, and a step beyond the run's last one."""
     args, most = run.args, run.model.max_positions
     # a document would differ from the same one alone
@@ -165,7 +165,7 @@ def length_of_run(run: ResolvedConfig) -> Iterator[Rule]:
                f"at most the run's {run.train_steps} steps")
 
 
-def clipping_and_noise_scale(run: ResolvedConfig) -> Iterator[Rule]:
+def clipping_and_noise_scale(run: Plan) -> Iterator[Rule]:
     """Layouts in which gradients cannot be clipped by value, or norms of gradients cannot be compared."""
     args, layout, is_muon = run.args, run.layout, run.layout.optimizer == "muon"
     if args.gradient_value_clipping:
@@ -192,7 +192,7 @@ def clipping_and_noise_scale(run: ResolvedConfig) -> Iterator[Rule]:
                found=f"tied embeddings on {layout.pipeline_stages} pipeline stages")
 
 
-def early_stopping(run: ResolvedConfig) -> Iterator[Rule]:
+def early_stopping(run: Plan) -> Iterator[Rule]:
     """Early stopping without evaluations. `validate` also checks that there is validation data."""
     args = run.args
     yield Rule(args.early_stopping_min_delta and not args.early_stopping_patience, "--early_stopping_min_delta",
@@ -201,7 +201,7 @@ def early_stopping(run: ResolvedConfig) -> Iterator[Rule]:
                problem="the run has no evaluations before its end", remedy="add --eval_interval N")
 
 
-def profiles(run: ResolvedConfig) -> Iterator[Rule]:
+def profiles(run: Plan) -> Iterator[Rule]:
     """Profiles of steps, stages, ranks and devices that the run does not have."""
     args, stages = run.args, run.layout.pipeline_stages
     for flag, text in (("--profile_steps", args.profile_steps), ("--pipeline_timeline", args.pipeline_timeline)):
@@ -216,7 +216,7 @@ def profiles(run: ResolvedConfig) -> Iterator[Rule]:
                found=f"a run on {run.device.kind}")
 
 
-def recomputation(run: ResolvedConfig) -> Iterator[Rule]:
+def recomputation(run: Plan) -> Iterator[Rule]:
     """Two settings of recomputation, parts of it that exclude each other, and more parts than there are."""
     args, layout, model = run.args, run.layout, run.model
     part, every, tiles, interval = args.recompute, args.recompute_every, args.mlp_tiles, \
@@ -240,7 +240,7 @@ def recomputation(run: ResolvedConfig) -> Iterator[Rule]:
                "it keeps the inputs of complete blocks in host memory: use --recompute blocks")
 
 
-def mup(run: ResolvedConfig) -> Iterator[Rule]:
+def mup(run: Plan) -> Iterator[Rule]:
     """Models and optimizers whose widths or learning rates muP would not scale correctly."""
     width, model, flag = run.args.mup_base_width, run.model, "--mup_base_width"
     if width is None:
@@ -273,7 +273,7 @@ SUBJECTS = (
 _OF_THIS_MACHINE = (layout_rules.libaio, writable_folders)
 
 
-def check_rules(run: ResolvedConfig, *, this_machine: bool = True) -> None:
+def check_rules(run: Plan, *, this_machine: bool = True) -> None:
     """Raise ConfigError for the first broken rule.
 
     Without `this_machine`, the libraries and folders of this machine are not checked.

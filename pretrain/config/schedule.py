@@ -1,20 +1,31 @@
 """Learning rate of each step as a closed formula, in words, and scaled with the batch size.
 
-ds_configs/recipe.md has the formulas as a table.
+A schedule is a row of KINDS. ds_configs/recipe.md has the formulas as a table.
 """
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pretrain.errors import ConfigError
 
-KINDS = ("cosine", "linear", "constant", "wsd", "inverse_sqrt", "step", "one_cycle")
 DECAY_SHAPES = ("linear", "sqrt", "1-sqrt", "cosine")  # of wsd
 LR_SCALINGS = ("linear", "sqrt")
-ONE_CYCLE_INITIAL_RATIO = 1 / 25  # torch.optim.lr_scheduler.OneCycleLR: div_factor
+# flags that have an effect on some schedules only
+_DECAY = ("lr_decay_steps", "lr_decay_tokens")
+_WSD = ("lr_wsd_steps", "lr_wsd_tokens", "lr_decay_shape")
+_MILESTONES = ("lr_milestones", "lr_milestone_tokens", "lr_milestone_factor")
+_LOWEST = ("min_lr_ratio", "min_lr")
+# flag -> the field of Schedule that it sets
+FIELD_OF_FLAG = {
+    "lr_schedule": "kind", "lr_warmup_steps": "warmup_steps", "lr_warmup_tokens": "warmup_steps",
+    "lr_decay_steps": "decay_steps", "lr_decay_tokens": "decay_steps", "lr_wsd_steps": "wsd_steps",
+    "lr_wsd_tokens": "wsd_steps", "lr_decay_shape": "decay_shape", "lr_milestones": "milestones",
+    "lr_milestone_tokens": "milestones", "lr_milestone_factor": "milestone_factor", "min_lr_ratio": "min_ratio",
+    "min_lr": "min_ratio",
+}
 
 
 @dataclass(frozen=True)
@@ -25,11 +36,11 @@ class Schedule:
     peak / warmup_steps, and step number warmup_steps has the peak.
     """
 
-    kind: str  # one of KINDS
+    kind: str  # a key of KINDS
     peak: float
     min_ratio: float  # lowest rate as a fraction of the peak
     warmup_steps: int
-    decay_steps: int  # number of the first step with the lowest rate; unused by constant, inverse_sqrt and step
+    decay_steps: int  # number of the first step with the lowest rate; unused unless `Kind.decays`
     wsd_steps: int  # length of wsd's final decay; 0 for the other schedules
     decay_shape: str = "linear"  # of wsd; one of DECAY_SHAPES
     initial_ratio: float = 0.0  # of one_cycle: rate of the first step as a fraction of the peak
@@ -38,30 +49,13 @@ class Schedule:
 
     def __call__(self, step: int) -> float:
         """Return the learning rate of the next step, after `step` optimizer updates. Skipped updates do not count."""
-        number = step + 1
-        if number < self.warmup_steps:
-            return self._warm_up(number)
-        if self.kind == "constant":
-            return self.peak
-        if self.kind == "inverse_sqrt":
-            return self.peak * max(math.sqrt(max(self.warmup_steps, 1) / number), self.min_ratio)
-        if self.kind == "step":
-            passed = sum(milestone <= step for milestone in self.milestones)
-            return self.peak * max(self.milestone_factor**passed, self.min_ratio)
-        return self.peak * (self.min_ratio + (1 - self.min_ratio) * self._remaining(number))
-
-    def _warm_up(self, number: int) -> float:
-        if self.kind != "one_cycle":
+        number, kind = step + 1, KINDS[self.kind]
+        if number >= self.warmup_steps:
+            return self.peak * kind.fraction(self, number)
+        if kind.initial_ratio is None:
             return self.peak * number / self.warmup_steps
         progress = (number - 1) / (self.warmup_steps - 1)
         return self.peak * (1 + (self.initial_ratio - 1) * _falling("cosine", progress))
-
-    def _remaining(self, number: int) -> float:
-        """Return the fraction, from 1 to 0, of the distance between lowest rate and peak."""
-        decay_start = self.decay_steps - self.wsd_steps if self.kind == "wsd" else self.warmup_steps
-        progress = min(max((number - decay_start) / max(self.decay_steps - decay_start, 1), 0.0), 1.0)
-        shapes = {"cosine": "cosine", "one_cycle": "cosine", "linear": "linear", "wsd": self.decay_shape}
-        return _falling(shapes[self.kind], progress)
 
 
 def _falling(shape: str, progress: float) -> float:
@@ -75,13 +69,71 @@ def _falling(shape: str, progress: float) -> float:
     return 1 - progress
 
 
+def _decay(schedule: Schedule, number: int, shape: str, first: int) -> float:
+    """Fall from the peak, at step number `first`, to the lowest rate, at step number `decay_steps`."""
+    progress = min(max((number - first) / max(schedule.decay_steps - first, 1), 0.0), 1.0)
+    return schedule.min_ratio + (1 - schedule.min_ratio) * _falling(shape, progress)
+
+
+def _cosine(schedule: Schedule, number: int) -> float:
+    return _decay(schedule, number, "cosine", schedule.warmup_steps)
+
+
+def _linear(schedule: Schedule, number: int) -> float:
+    return _decay(schedule, number, "linear", schedule.warmup_steps)
+
+
+def _warmup_stable_decay(schedule: Schedule, number: int) -> float:
+    return _decay(schedule, number, schedule.decay_shape, schedule.decay_steps - schedule.wsd_steps)
+
+
+def _inverse_sqrt(schedule: Schedule, number: int) -> float:
+    return max(math.sqrt(max(schedule.warmup_steps, 1) / number), schedule.min_ratio)
+
+
+def _steps(schedule: Schedule, number: int) -> float:
+    passed = sum(milestone < number for milestone in schedule.milestones)
+    return max(schedule.milestone_factor**passed, schedule.min_ratio)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A value of --lr_schedule: its formula, the flags that have an effect on it, and their defaults."""
+
+    fraction: Callable[[Schedule, int], float]
+    """rate of a step after the warm-up, as a fraction of the peak; the argument is the step's number, from 1"""
+    flags: tuple[str, ...] = ()  # besides those of the warm-up and the peak
+    min_ratio: float = 0.1
+    warmup_fraction: float = 0.01  # of the run
+    least_warmup_steps: int = 0
+    initial_ratio: float | None = None  # rate of the first step, from which it rises as a cosine; None: linearly from 0
+
+    @property
+    def decays(self) -> bool:
+        """Whether the rate is the lowest from step number `decay_steps` on."""
+        return _DECAY[0] in self.flags
+
+
+KINDS = {
+    "cosine": Kind(_cosine, (*_DECAY, *_LOWEST)),
+    "linear": Kind(_linear, (*_DECAY, *_LOWEST)),
+    "constant": Kind(lambda schedule, number: 1.0),
+    "wsd": Kind(_warmup_stable_decay, (*_DECAY, *_WSD, *_LOWEST)),
+    "inverse_sqrt": Kind(_inverse_sqrt, _LOWEST, min_ratio=0.0, least_warmup_steps=1),
+    "step": Kind(_steps, (*_MILESTONES, *_LOWEST), min_ratio=0.0),
+    # torch.optim.lr_scheduler.OneCycleLR: pct_start, div_factor, final_div_factor
+    "one_cycle": Kind(_cosine, (*_DECAY, *_LOWEST), min_ratio=1 / 25 * 1e-4, warmup_fraction=0.3,
+                      initial_ratio=1 / 25),
+}
+
+
 def schedule_from_json(values: Mapping[str, Any]) -> Schedule:
     """Return the schedule that `dataclasses.asdict` wrote. Fields of later versions that are missing have defaults.
 
     Raises ConfigError for unknown fields, which a newer version may have written.
     """
     unknown = sorted(set(values) - {field.name for field in dataclasses.fields(Schedule)})
-    if unknown or values.get("kind") not in KINDS:
+    if unknown or values.get("kind") not in tuple(KINDS):  # the value may be of any type
         found = f"the field {unknown[0]}" if unknown else f"kind {values.get('kind')}"
         raise ConfigError("learning-rate schedule", found=found, expected="a schedule that this version supports",
                           remedy="resume with the version that wrote it")
@@ -102,17 +154,27 @@ def rate_factor(scaling: str | None, *, batch: int, reference_batch: int | None)
 def schedule_text(schedule: Schedule) -> str:
     """Describe a schedule: `wsd, peak 0.0003, 10 warm-up steps, linear decay in the last 200 steps to 3e-05`."""
     parts = [schedule.kind, f"peak {schedule.peak:g}", _count(schedule.warmup_steps, "warm-up step")]
-    lowest = f"{schedule.peak * schedule.min_ratio:g}"
-    if schedule.kind == "wsd":
+    lowest, kind = f"{schedule.peak * schedule.min_ratio:g}", KINDS[schedule.kind]
+    if _WSD[0] in kind.flags:
         parts.append(f"{schedule.decay_shape} decay in {_count(schedule.wsd_steps, 'step')} until step "
                      f"{schedule.decay_steps:,}, lowest {lowest}")
-    elif schedule.kind == "step":
+    elif schedule.milestones:
         parts.append(f"x {schedule.milestone_factor:g} after the steps {', '.join(map(str, schedule.milestones))}")
-    elif schedule.kind == "inverse_sqrt":
-        parts.append(f"lowest {lowest}")
-    elif schedule.kind != "constant":
+    elif kind.decays:
         parts.append(f"lowest {lowest} from step {schedule.decay_steps:,} on")
+    elif kind.flags:
+        parts.append(f"lowest {lowest}")
     return ", ".join(parts)
+
+
+def phases_text(schedule: Schedule) -> str:
+    """Describe a schedule by its steps: `cosine, warm-up to 0.002 at step 20, lowest rate 0.0002 from step 30 on`."""
+    text, kind = f"{schedule.kind}, warm-up to {schedule.peak:g} at step {schedule.warmup_steps}", KINDS[schedule.kind]
+    if kind.decays:
+        text += f", lowest rate {schedule.peak * schedule.min_ratio:g} from step {schedule.decay_steps} on"
+    if _WSD[0] in kind.flags:
+        text += f", {schedule.decay_shape} decay in the last {schedule.wsd_steps} steps"
+    return text
 
 
 def rates_text(schedule: Schedule, train_steps: int) -> str:

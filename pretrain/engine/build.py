@@ -17,7 +17,7 @@ from deepspeed.accelerator import get_accelerator
 from torch.optim.lr_scheduler import LambdaLR
 
 from pretrain.config.model_of_run import initialization_of, undecayed_names
-from pretrain.config.validate import Plan
+from pretrain.config.plan import Plan
 from pretrain.distributed.collectives import gather
 from pretrain.distributed.parallel_groups import ParallelGroups
 from pretrain.distributed.process import keep_freed_memory

@@ -12,7 +12,7 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 from torch.nn.attention import SDPBackend
 
-from pretrain.config.validate import Plan
+from pretrain.config.plan import Plan
 from pretrain.distributed.collectives import gather
 from pretrain.model.config import ModelConfig
 from pretrain.model.kernels.cpu.choice import KernelChoice, fastest_choice, parse_choice, right_in_c, set_choice

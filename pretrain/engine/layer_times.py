@@ -24,7 +24,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
-from pretrain.config.validate import Plan
+from pretrain.config.plan import Plan
 from pretrain.distributed.device import cpu_name
 from pretrain.distributed.parallel_groups import ParallelGroups
 from pretrain.engine.attachments import attachments

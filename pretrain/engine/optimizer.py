@@ -7,7 +7,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 from torch.optim.lr_scheduler import LambdaLR
 
-from pretrain.config.validate import Plan
+from pretrain.config.plan import Plan
 from pretrain.engine.attachments import attachments
 from pretrain.model.init_methods import is_embedding
 

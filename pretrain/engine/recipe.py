@@ -8,7 +8,7 @@ import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 
 from pretrain.config.flags.arguments import RunArguments
-from pretrain.config.validate import Plan
+from pretrain.config.plan import Plan
 from pretrain.engine.attachments import attachments
 from pretrain.engine.clipping import AdaptiveClipping, ValueClipping
 from pretrain.engine.steps import data_parallel_size, tensor_parallel_size

@@ -11,7 +11,7 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 
-from pretrain.config.validate import Plan
+from pretrain.config.plan import Plan
 from pretrain.data.loader import Loader, MicroBatch
 from pretrain.engine.attachments import attachments
 from pretrain.engine.phases import BACKWARD, FORWARD, NO_TIMERS, OPTIMIZER

@@ -24,7 +24,7 @@ from pretrain.memory.estimate.estimate_memory import MemoryEstimate, estimate_me
 from pretrain.memory.footprint import DEFAULT_MARGIN, with_unit
 
 if TYPE_CHECKING:
-    from pretrain.config.validate import Plan
+    from pretrain.config.plan import Plan
     from pretrain.memory.measure.cpu_step_peak import StepPeak
 
 REPORTED_STEP = 2  # counted from the start of this process: the first step allocates the optimizer states

@@ -12,7 +12,7 @@ from typing import Any
 from deepspeed.accelerator import get_accelerator
 
 from pretrain.config.layout import Layout
-from pretrain.config.validate import Plan
+from pretrain.config.plan import Plan
 from pretrain.data.data_spec import absolute_words
 from pretrain.data.token_schedules import BatchSizes
 from pretrain.data.tokenizers.tokenizer import absolute_tokenizer
@@ -101,7 +101,7 @@ def run_record(plan: Plan, hosts: Sequence[dict[str, Any]], *, first_step: int,
         "time": time.time(), "first_step": first_step,
         "command": command(), "environment": environment_variables(os.environ),
         "flags": _flags(plan),
-        "deepspeed_config": plan.ds_config, "given_deepspeed_config": plan.given_config,
+        "deepspeed_config": plan.ds_config, "given_deepspeed_config": plan.file.values,
         "schedule": asdict(plan.schedule) if plan.schedule else None,
         "origin": asdict(plan.origin) if plan.origin else None,
         "resumed_from": None if resumed_from is None else str(resumed_from.absolute()),

@@ -10,7 +10,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 
-from pretrain.config.validate import Plan
+from pretrain.config.plan import Plan
 from pretrain.data.loader import MicroBatch
 from pretrain.engine.phases import PhaseTimers
 from pretrain.engine.update_statistics import GradientStats, UpdateSize

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from pretrain.config.validate import Plan
+from pretrain.config.plan import Plan
 from pretrain.engine.optimizer import peak_learning_rate
 
 _RISE = 0.1  # nats above the first loss; losses of two batches of one model differ by 0.02 to 0.05

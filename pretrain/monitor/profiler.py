@@ -12,8 +12,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.comm import comms_logger
 
+from pretrain.config.plan import Plan
 from pretrain.config.profiles import parse_ranks, parse_steps
-from pretrain.config.validate import Plan
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.paths import PROFILES_FOLDER
 

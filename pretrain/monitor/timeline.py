@@ -13,8 +13,8 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from pretrain.config.plan import Plan
 from pretrain.config.profiles import parse_steps
-from pretrain.config.validate import Plan
 from pretrain.distributed.collectives import gather
 from pretrain.engine.phases import new_event
 from pretrain.monitor.timeline_files import summary_line, svg_of, text_of, trace_of

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 
-from pretrain.config.validate import Plan
+from pretrain.config.plan import Plan
 from pretrain.distributed.device import peak_tflops
 from pretrain.distributed.process import resident_bytes
 from pretrain.engine.phases import BACKWARD, FORWARD, OPTIMIZER, PHASES, REDUCE, WAIT, overlaps_reduction

@@ -13,7 +13,7 @@ from pretrain.checkpoint.load.same_data import (
     stored_hashes,
 )
 from pretrain.config.flags.overrides import allows_other_data
-from pretrain.config.validate import Plan
+from pretrain.config.plan import Plan
 from pretrain.data.token_files.check_hashes import hash_if_fast
 from pretrain.data.token_files.hashes import BLOCK_BYTES, BackgroundHash, DataHashes, hashes_path, write_hashes
 from pretrain.data.token_files.indexed_dataset import IndexedDataset

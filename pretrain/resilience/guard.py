@@ -10,7 +10,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 
-from pretrain.config.validate import Plan
+from pretrain.config.plan import Plan
 from pretrain.data.samples.blend import BlendedSamples
 from pretrain.engine.steps import global_grad_norm, loss_scale
 from pretrain.engine.update_guard import FP16_OVERFLOW, SkippedUpdate, skipped_update

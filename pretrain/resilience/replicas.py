@@ -14,7 +14,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_group
 
-from pretrain.config.validate import Plan
+from pretrain.config.plan import Plan
 from pretrain.distributed.collectives import gather
 from pretrain.engine.expert_parallelism import expert_data_group
 from pretrain.engine.steps import tensor_parallel_size

@@ -23,7 +23,7 @@ from pretrain.checkpoint.save.retention import (
     record_rollback,
 )
 from pretrain.checkpoint.save.saver import Saver
-from pretrain.config.validate import Plan
+from pretrain.config.plan import Plan
 from pretrain.distributed.collectives import from_rank_0
 from pretrain.engine.build import deepspeed_output
 from pretrain.errors import ConfigError, SaveError

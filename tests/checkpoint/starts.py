@@ -8,7 +8,7 @@ from pretrain.checkpoint.format.run_manifest import manifest_of
 from pretrain.checkpoint.load import same_data
 from pretrain.checkpoint.load.start import Start, check_start
 from pretrain.config.flags.parse import parse_arguments
-from pretrain.config.validate import Plan
+from pretrain.config.plan import Plan
 from pretrain.distributed.device import cpu_device
 from pretrain.resilience.data_watch import DataWatch
 from tests.support.launch import ROOT

@@ -14,7 +14,7 @@ from pretrain.checkpoint.load.resume import Resume
 from pretrain.checkpoint.load.start import check_start
 from pretrain.config.flags.arguments import OVERRIDES
 from pretrain.config.flags.parse import parse_arguments
-from pretrain.config.validate import Plan
+from pretrain.config.plan import Plan
 from pretrain.distributed.device import cpu_device
 from pretrain.errors import ConfigError
 from tests.checkpoint.starts import start_run, write_checkpoint

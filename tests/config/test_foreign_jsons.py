@@ -10,8 +10,8 @@ import pytest
 from pretrain.config import run_rules
 from pretrain.config.ds_json.read import DsFile
 from pretrain.config.flags.arguments import RunArguments
-from pretrain.config.plan_notes import json_notes
-from pretrain.config.resolve import ResolvedConfig, resolve_ds_config
+from pretrain.config.plan import Plan
+from pretrain.config.resolve import resolve_ds_config
 from pretrain.config.run_rules import check_rules
 from pretrain.distributed.device import Device
 from pretrain.engine.parallelism import engine_config
@@ -24,7 +24,7 @@ CUDA = Device("cuda", fp16=True, bf16=True, memory_bytes=0)
 MODEL = load_model_config("tiny")
 
 
-def resolve(config: dict[str, Any], *, ranks: int = 1, **flags: Any) -> ResolvedConfig:
+def resolve(config: dict[str, Any], *, ranks: int = 1, **flags: Any) -> Plan:
     args = RunArguments(model="tiny", save="run", train_steps=20_000, seq_length=64)
     resolved = resolve_ds_config(DsFile("ds.json", config), dataclasses.replace(args, **flags), model=MODEL,
                                  world_size=ranks, device=CUDA)
@@ -42,8 +42,8 @@ def _no_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_accepted_by_this_program_and_by_deepspeed(foreign: ForeignJson) -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
     resolved = resolve(foreign.config, ranks=foreign.ranks, **foreign.flags)
-    assert tuple(note.split(": ")[0] for note in json_notes(resolved)) == foreign.notes
-    config = json.loads(json.dumps(resolved.config))
+    assert tuple(note.split(": ")[0] for note in resolved.notes) == foreign.notes
+    config = json.loads(json.dumps(resolved.ds_config))
     assert '"auto"' not in json.dumps(config)
     config["train_batch_size"] //= resolved.layout.data_parallel_size  # DeepSpeed runs with one rank here
     own = DeepSpeedConfig(engine_config(config))
@@ -66,7 +66,7 @@ def test_a_missing_optimizer_becomes_adamw_with_the_flags() -> None:
     assert resolved.get("optimizer") == {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.8, 0.95], "eps": 1e-6,
                                                                      "weight_decay": 0.2}}
     assert resolved.schedule.peak == 1e-3
-    assert json_notes(resolved) == ('the JSON has no "optimizer": AdamW with lr 0.001, betas [0.8, 0.95], eps 1e-06, '
+    assert resolved.notes == ('the JSON has no "optimizer": AdamW with lr 0.001, betas [0.8, 0.95], eps 1e-06, '
                                     "weight_decay 0.2, from the flags and their defaults",)
     with pytest.raises(ConfigError, match="optimizer: the block is missing, and there is no --learning_rate"):
         resolve(base)
@@ -80,8 +80,8 @@ def test_a_missing_optimizer_becomes_adamw_with_the_flags() -> None:
 def test_compile_of_earlier_versions_is_read_as_compile_blocks(block: dict[str, Any], compiles: bool) -> None:
     resolved = resolve({**ADAM, "compile": block})
     assert resolved.args.compile_blocks is compiles
-    assert ("compile: read as --compile_blocks" in json_notes(resolved)) is compiles
-    assert "compile" not in resolved.config
+    assert ("compile: read as --compile_blocks" in resolved.notes) is compiles
+    assert "compile" not in resolved.ds_config
 
 
 ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "train_batch_size": 8}
@@ -104,14 +104,14 @@ IGNORED = [
 @pytest.mark.parametrize(("values", "note"), IGNORED, ids=lambda value: value if isinstance(value, str) else "")
 def test_ignored_keys_are_noted_and_removed(values: dict[str, Any], note: str) -> None:
     resolved = resolve({**ADAM, **values})
-    assert any(note in line for line in json_notes(resolved)), json_notes(resolved)
+    assert any(note in line for line in resolved.notes), resolved.notes
     plain = resolve({**ADAM, "zero_optimization": {"stage": resolved.layout.zero_stage}})
     for s in (resolved, plain):
-        zero = s.config.get("zero_optimization", {})
-        s.config["zero_optimization"] = {name: value for name, value in zero.items() if value not in ({}, 0)}
+        zero = s.ds_config.get("zero_optimization", {})
+        s.ds_config["zero_optimization"] = {name: value for name, value in zero.items() if value not in ({}, 0)}
         for name in ("fp16", "steps_per_print"):
-            s.config.pop(name, None)
-    assert resolved.config == plain.config
+            s.ds_config.pop(name, None)
+    assert resolved.ds_config == plain.ds_config
 
 
 @pytest.mark.parametrize("values", [
@@ -122,4 +122,4 @@ def test_ignored_keys_are_noted_and_removed(values: dict[str, Any], note: str) -
     {"fp16": {"enabled": False, "min_loss_scale": 0, "loss_scale_window": 0}}, {"gradient_allreduce_op": "mean"},
 ])
 def test_keys_that_request_nothing_get_no_note(values: dict[str, Any]) -> None:
-    assert json_notes(resolve({**ADAM, **values})) == ()
+    assert resolve({**ADAM, **values}).notes == ()

@@ -12,7 +12,8 @@ from pretrain.checkpoint.format.run_manifest import manifest_of
 from pretrain.checkpoint.load.resume import make_resume
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.config.model_of_run import check_initialization_flags
-from pretrain.config.validate import Plan, check_run
+from pretrain.config.plan import Plan
+from pretrain.config.validate import check_run
 from pretrain.distributed.device import cpu_device
 from pretrain.errors import ConfigError
 from tests.support.cases import config, flags

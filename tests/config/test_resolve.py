@@ -12,7 +12,8 @@ import pytest
 from pretrain.config.auto_values import set_value
 from pretrain.config.ds_json.read import read_ds_config
 from pretrain.config.flags.arguments import RunArguments
-from pretrain.config.resolve import ResolvedConfig, resolve_ds_config
+from pretrain.config.plan import Plan
+from pretrain.config.resolve import resolve_ds_config
 from pretrain.config.run_rules import check_rules
 from pretrain.distributed.device import Device
 from pretrain.engine.parallelism import engine_config
@@ -36,7 +37,7 @@ def write(folder: Path, values: Any) -> str:
 
 
 def resolve(folder: Path, values: dict[str, Any], *, world_size: int = 1, device: Device = CUDA,
-            **flags: Any) -> ResolvedConfig:
+            **flags: Any) -> Plan:
     values = {"train_micro_batch_size_per_gpu": "auto", "optimizer": ADAMW, **values}
     resolved = resolve_ds_config(read_ds_config(write(folder, values)), dataclasses.replace(ARGS, **flags),
                                  model=load_model_config("tiny"), world_size=world_size, device=device)
@@ -225,7 +226,7 @@ def test_blocks_that_request_nothing_are_removed(tmp_path: Path) -> None:
             "compile": {"deepcompile": False}, "torch_autocast": {"enabled": False}, "dataloader_drop_last": False,
             "activation_checkpointing": {"partition_activations": False, "number_checkpoints": None}}
     resolved = resolve(tmp_path, blocks)
-    assert not set(resolved.config) & set(blocks) - {"activation_checkpointing"}
+    assert not set(resolved.ds_config) & set(blocks) - {"activation_checkpointing"}
     assert resolved.get("activation_checkpointing") == {}
 
 
@@ -240,11 +241,11 @@ def test_deepspeed_accepts_every_resolved_file_of_ds_configs(tmp_path: Path) -> 
         resolved = resolve_ds_config(file, dataclasses.replace(ARGS, nvme_path=nvme), world_size=ranks, model=model,
                                      device=CUDA)
         check_rules(resolved)
-        config = engine_config(json.loads(json.dumps(resolved.config)))
+        config = engine_config(json.loads(json.dumps(resolved.ds_config)))
         config["train_batch_size"] //= resolved.layout.data_parallel_size  # DeepSpeed runs with one rank here
         own = DeepSpeedConfig(config)
         assert own.zero_optimization_stage == resolved.layout.zero_stage
-        assert "auto" not in re.findall(r"\w+", json.dumps(resolved.config))
+        assert "auto" not in re.findall(r"\w+", json.dumps(resolved.ds_config))
 
 
 def test_pipeline_stages_can_be_split_by_blocks(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ import pytest
 from pretrain.cli import run_main
 from pretrain.config.ds_json.read import get_value
 from pretrain.config.flags.arguments import RunArguments
-from pretrain.config.validate import Plan, check_run
+from pretrain.config.plan import Plan
+from pretrain.config.validate import check_run
 from pretrain.distributed.device import Device, cpu_device, detect_device
 from pretrain.errors import ConfigError
 from tests.support.effort import HEAVY, run_and_list_imports

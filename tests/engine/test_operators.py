@@ -9,7 +9,8 @@ from torch.nn.attention import SDPBackend
 from torch.nn.attention import flex_attention as torch_flex
 
 from pretrain.config.flags.parse import parse_arguments
-from pretrain.config.validate import Plan, check_run
+from pretrain.config.plan import Plan
+from pretrain.config.validate import check_run
 from pretrain.distributed.device import Device
 from pretrain.engine import chosen_operators as operators
 from pretrain.engine.chosen_operators import choose_attention

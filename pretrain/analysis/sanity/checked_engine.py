@@ -17,7 +17,7 @@ from deepspeed.utils import safe_get_full_grad
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_group
 
 from pretrain.checkpoint.format.fragments import owned_weights
-from pretrain.config.validate import Plan
+from pretrain.config.plan import Plan
 from pretrain.data.loader import MicroBatch
 from pretrain.distributed.collectives import gather
 from pretrain.engine.build import remove_swap_files

@@ -14,7 +14,7 @@ from pretrain.analysis.sanity.batches import only_at, tokens_of, with_labels, wi
 from pretrain.analysis.sanity.checked_engine import CheckedEngine
 from pretrain.analysis.sanity.result import Result, not_made
 from pretrain.config.model_of_run import initialization_of
-from pretrain.config.validate import Plan
+from pretrain.config.plan import Plan
 from pretrain.data.loader import MicroBatch
 from pretrain.data.samples.dataset import PADDING
 from pretrain.data.source_facts import source_facts

@@ -14,7 +14,7 @@ from pretrain.analysis.sanity import forward_checks, training_checks
 from pretrain.analysis.sanity.batches import small_batch
 from pretrain.analysis.sanity.checked_engine import CheckedEngine, plan_of_checks, remove_trial_files, trial_plan
 from pretrain.analysis.sanity.result import Result, as_json, failed_checks, not_made, print_table
-from pretrain.config.validate import Plan
+from pretrain.config.plan import Plan
 from pretrain.data.loader import MicroBatch
 from pretrain.engine.build import deepspeed_output
 from pretrain.engine.steps import data_parallel_size

@@ -8,7 +8,8 @@ from typing import Any
 from pretrain.checkpoint.format.manifest import LAYOUT_KEYS, Manifest
 from pretrain.config.flags.overrides import RECIPE_FLAGS
 from pretrain.config.model_of_run import DROPOUTS, initialization_of
-from pretrain.config.validate import Plan
+from pretrain.config.plan import Plan
+from pretrain.config.schedule import Schedule
 
 SCHEDULED_BY_FLAGS = "the flags"  # value of `Manifest.scheduler` if flags set the learning-rate schedule
 
@@ -41,9 +42,15 @@ def tokenizer_fingerprint(plan: Plan) -> str | None:
 
 def schedule_record(plan: Plan) -> dict[str, Any]:
     """Return the learning-rate schedule as JSON values: fields of Schedule, or the JSON's "scheduler" block."""
-    values = plan.ds_config.get("scheduler", {}) if plan.schedule is None else asdict(plan.schedule)
-    record: dict[str, Any] = json.loads(json.dumps(values))  # tuples become lists
-    return record
+    if plan.schedule is not None:
+        return schedule_values(plan.schedule)
+    block: dict[str, Any] = json.loads(json.dumps(plan.ds_config.get("scheduler", {})))
+    return block
+
+
+def schedule_values(schedule: Schedule) -> dict[str, Any]:
+    """Return the fields of a schedule as JSON values."""
+    return {**asdict(schedule), "milestones": list(schedule.milestones)}
 
 
 def recipe_of(plan: Plan) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from pretrain.checkpoint.save.commit import remove_leftovers, write_latest
 from pretrain.checkpoint.save.mirror import check_mirror, fetch, mirrored_checkpoints, without_credentials
 from pretrain.checkpoint.save.retention import abandoned_save_ids, move_abandoned
 from pretrain.checkpoint.save.writer import wait_for_writers
-from pretrain.config.validate import Plan
+from pretrain.config.plan import Plan
 from pretrain.data.samples.dataset import source_records
 from pretrain.distributed.collectives import from_rank_0, gather, wait_until_all
 from pretrain.errors import ConfigError, SaveError

@@ -4,17 +4,18 @@ The learning-rate schedule remains that of the run's first start, unless --overr
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from pretrain.checkpoint.format.manifest import MANIFEST, Manifest
-from pretrain.checkpoint.format.run_manifest import recipe_of, schedule_record, scheduler_source
+from pretrain.checkpoint.format.run_manifest import recipe_of, schedule_record, schedule_values, scheduler_source
 from pretrain.config.flags.overrides import RECIPE_FLAGS, Change
 from pretrain.config.make_schedule import default_warmup_steps, make_schedule
 from pretrain.config.model_of_run import DROPOUTS, initialization_of
-from pretrain.config.schedule import Schedule, schedule_from_json
-from pretrain.config.validate import Plan
+from pretrain.config.plan import Plan
+from pretrain.config.run_length import RunLength
+from pretrain.config.schedule import FIELD_OF_FLAG, KINDS, phases_text, schedule_from_json
 from pretrain.errors import ConfigError
 from pretrain.model.config import model_config_from
 from pretrain.model.init_methods import Initialization
@@ -23,16 +24,7 @@ from pretrain.model.init_methods import Initialization
 _OPTIMIZER_OVERRIDES = {"lr": "lr", "muon_lr": "lr", "adam_lr": "lr", "weight_decay": "weight_decay",
                         "betas": "betas", "momentum": "betas", "eps": "eps"}
 _SAME_UPDATE = ("torch_adam", "fused", "foreach")  # another implementation of the same formula
-# flag -> the field of Schedule that it sets; keys of the JSON's scheduler have their own names
-_FIELDS = {
-    "lr_schedule": "kind", "lr_warmup_steps": "warmup_steps", "lr_warmup_tokens": "warmup_steps",
-    "lr_decay_steps": "decay_steps", "lr_decay_tokens": "decay_steps", "lr_wsd_steps": "wsd_steps",
-    "lr_wsd_tokens": "wsd_steps", "lr_decay_shape": "decay_shape", "lr_milestones": "milestones",
-    "lr_milestone_tokens": "milestones", "lr_milestone_factor": "milestone_factor", "min_lr_ratio": "min_ratio",
-    "min_lr": "min_ratio",
-}
 _RATES = ("warmup_max_lr", "warmup_min_lr")  # of the JSON's scheduler: "auto" takes them from the optimizer's lr
-_ENDS = ("cosine", "linear", "wsd", "one_cycle")  # schedules whose rate is the lowest from `decay_steps` on
 
 
 def changes_of(manifest: Manifest, plan: Plan, folder: Path, named: frozenset[str]) -> list[Change]:
@@ -109,42 +101,69 @@ def _recipe(manifest: Manifest, plan: Plan) -> Iterator[Change]:
         yield from _pairs(name, {f"--{flag}": (manifest.recipe.get(flag, default), current[flag])})
 
 
-def keep_schedule(plan: Plan, manifest: Manifest, folder: Path, named: frozenset[str]) -> tuple[Plan, list[Change]]:
-    """Return the plan with the schedule to continue with, and what --override schedule changes, if it is named.
+@dataclass(frozen=True)
+class ContinuedSchedule:
+    """The learning-rate schedule with which a run continues."""
 
-    This is the schedule of the checkpoint, with the peak rate of this run, unless --override schedule is given. A note
-    of the plan says what differs from the schedule that the flags alone would plan. Raises ConfigError if the flags
-    ask for another schedule.
+    values: dict[str, Any]  # as in a manifest: `run_manifest.schedule_record`
+    flags: dict[str, Any]  # flags or JSON keys that planned it
+    note: str = ""  # how it differs from the schedule that the flags alone would plan
+    changes: tuple[Change, ...] = ()  # by --override schedule
+
+    def of_plan(self, plan: Plan) -> dict[str, Any]:
+        """Return the fields of the plan that this schedule sets."""
+        if plan.schedule is None:
+            return {"ds_config": {**plan.ds_config, "scheduler": self.values}, "schedule_flags": self.flags}
+        return {"schedule": schedule_from_json(self.values), "schedule_flags": self.flags}
+
+
+def continued_schedule(plan: Plan, length: RunLength, manifest: Manifest, folder: Path,
+                       named: frozenset[str]) -> ContinuedSchedule:
+    """Return the schedule to continue with in a run of this length.
+
+    This is the schedule of the checkpoint, with the peak rate of this run, unless --override schedule is given. Raises
+    ConfigError if the flags ask for another schedule.
     """
-    saved, planned = manifest.schedule, schedule_record(plan)
+    saved, planned = manifest.schedule, _planned_schedule(plan, length, named)
+    as_planned = ContinuedSchedule(planned, plan.schedule_flags)
     if saved is None:
         if "schedule" in named:
-            return plan, []
-        return _with_note(plan, f"{folder.name} does not record its learning-rate schedule: it continues with that of "
-                          f"the flags, {_text(plan, planned)}"), []
+            return as_planned
+        return replace(as_planned, note=f"{folder.name} does not record its learning-rate schedule: it continues with "
+                       f"that of the flags, {_text(planned)}")
     kept = _at_this_rate(saved, planned, plan)
     if kept == planned:
-        return plan, []
+        return as_planned
     if "schedule" in named:
-        return plan, [Change("schedule", "learning-rate schedule", _text(plan, kept), _text(plan, planned))]
+        return replace(as_planned, changes=(Change("schedule", "learning-rate schedule", _text(kept), _text(planned)),))
     _reject_other_flags(plan, manifest, kept, planned, folder)
-    note = f"the learning-rate schedule remains that of the run's first start: {_text(plan, kept)}"
-    if plan.train_steps > (end := _end(plan, kept)):
+    note = f"the learning-rate schedule remains that of the run's first start: {_text(kept)}"
+    if length.train_steps > (end := _end(kept, length.train_steps)):
         note += f"; the steps after {end} train at the lowest rate"
-    note += f". --override schedule plans it again, for {plan.train_steps} steps: {_text(plan, planned)}"
-    return _with_note(_with_schedule(plan, kept, manifest), note), []
+    note += f". --override schedule plans it again, for {length.train_steps} steps: {_text(planned)}"
+    return ContinuedSchedule(kept, manifest.schedule_flags, note)
 
 
-def schedule_for_length(plan: Plan) -> Plan:
-    """Return the plan with the schedule that its flags or the JSON plan for its length. Raises ConfigError."""
-    if plan.schedule is not None:
-        return replace(plan, schedule=make_schedule(plan.args, peak=plan.schedule.peak, length=plan.length))
-    scheduler = plan.ds_config["scheduler"]
-    lengths = {"total_num_steps": plan.train_steps, "warmup_num_steps": default_warmup_steps(plan.train_steps)}
-    params = scheduler.get("params", {})
-    given = {*plan.schedule_flags} | (set() if plan.args.lr_warmup_steps is None else {"warmup_num_steps"})
-    automatic = {name: steps for name, steps in lengths.items() if name in params and name not in given}
-    return replace(plan, ds_config={**plan.ds_config, "scheduler": {**scheduler, "params": {**params, **automatic}}})
+def _planned_schedule(plan: Plan, length: RunLength, named: frozenset[str]) -> dict[str, Any]:
+    """Return the schedule that the flags or the JSON plan for a length.
+
+    Raises ConfigError if --override schedule asks for a schedule that does not fit the length.
+    """
+    planned = schedule_record(plan)
+    if length == plan.length:
+        return planned
+    if plan.schedule is None:
+        params = planned.get("params", {})
+        lengths = {"total_num_steps": length.train_steps, "warmup_num_steps": default_warmup_steps(length.train_steps)}
+        given = {*plan.schedule_flags} | (set() if plan.args.lr_warmup_steps is None else {"warmup_num_steps"})
+        automatic = {name: steps for name, steps in lengths.items() if name in params and name not in given}
+        return {**planned, "params": {**params, **automatic}}
+    try:
+        return schedule_values(make_schedule(plan.args, peak=plan.schedule.peak, length=length))
+    except ConfigError:
+        if "schedule" in named:
+            raise
+        return planned  # the schedule of the checkpoint remains
 
 
 def _at_this_rate(saved: dict[str, Any], planned: dict[str, Any], plan: Plan) -> dict[str, Any]:
@@ -156,8 +175,7 @@ def _at_this_rate(saved: dict[str, Any], planned: dict[str, Any], plan: Plan) ->
     own = {"peak": planned["peak"]}
     if saved.get("peak") != planned["peak"] and "min_lr" in plan.schedule_flags:
         own["min_ratio"] = planned["min_ratio"]
-    known = asdict(schedule_from_json({**saved, **own}))
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in known.items()}
+    return schedule_values(schedule_from_json({**saved, **own}))  # with the fields of later versions
 
 
 def _reject_other_flags(plan: Plan, manifest: Manifest, kept: dict[str, Any], planned: dict[str, Any],
@@ -166,7 +184,7 @@ def _reject_other_flags(plan: Plan, manifest: Manifest, kept: dict[str, Any], pl
     from_json = plan.schedule is None
     values = [schedule.get("params", {}) if from_json else schedule for schedule in (kept, planned)]
     for name, wanted in plan.schedule_flags.items():
-        field = name if from_json else _FIELDS.get(name)
+        field = name if from_json else FIELD_OF_FLAG.get(name)
         if field is None or manifest.schedule_flags.get(name) == wanted:
             continue
         before, now = (schedule.get(field) for schedule in values)
@@ -177,36 +195,19 @@ def _reject_other_flags(plan: Plan, manifest: Manifest, kept: dict[str, Any], pl
                               "schedule")
 
 
-def _with_schedule(plan: Plan, kept: dict[str, Any], manifest: Manifest) -> Plan:
-    plan = replace(plan, schedule_flags=manifest.schedule_flags)
-    if plan.schedule is None:
-        return replace(plan, ds_config={**plan.ds_config, "scheduler": kept})
-    return replace(plan, schedule=schedule_from_json(kept))
-
-
-def _with_note(plan: Plan, note: str) -> Plan:
-    return replace(plan, notes=(*plan.notes, note))
-
-
-def _end(plan: Plan, values: dict[str, Any]) -> int:
+def _end(values: dict[str, Any], train_steps: int) -> int:
     """Return the first step with the lowest rate; the run's last step if the schedule has no such step."""
-    if plan.schedule is None:
-        return int(values.get("params", {}).get("total_num_steps") or plan.train_steps)
-    return int(values["decay_steps"]) if values["kind"] in _ENDS else plan.train_steps
+    if "kind" not in values:  # the block of the JSON
+        return int(values.get("params", {}).get("total_num_steps") or train_steps)
+    return int(values["decay_steps"]) if KINDS[values["kind"]].decays else train_steps
 
 
-def _text(plan: Plan, values: dict[str, Any]) -> str:
+def _text(values: dict[str, Any]) -> str:
     """Describe a schedule, such as `cosine, warm-up to 0.002 at step 20, lowest rate 0.0002 from step 30 on`."""
-    if plan.schedule is None:
-        params = ", ".join(f"{name} {_plain(value)}" for name, value in values.get("params", {}).items())
-        return f"{values.get('type')} ({params})"
-    schedule: Schedule = schedule_from_json(values)
-    text = f"{schedule.kind}, warm-up to {schedule.peak:g} at step {schedule.warmup_steps}"
-    if schedule.kind in _ENDS:
-        text += f", lowest rate {schedule.peak * schedule.min_ratio:g} from step {schedule.decay_steps} on"
-    if schedule.kind == "wsd":
-        text += f", {schedule.decay_shape} decay in the last {schedule.wsd_steps} steps"
-    return text
+    if "kind" in values:
+        return phases_text(schedule_from_json(values))
+    params = ", ".join(f"{name} {_plain(value)}" for name, value in values.get("params", {}).items())
+    return f"{values.get('type')} ({params})"
 
 
 def _plain(value: Any) -> str:

@@ -36,7 +36,7 @@ from pretrain.checkpoint.load.reader import (
 from pretrain.checkpoint.load.resume import same_layout
 from pretrain.checkpoint.save.save_checkpoint import FileEngine
 from pretrain.config.ds_json.optimizers import DIVISIBLE_FAMILIES, optimizer_family
-from pretrain.config.validate import Plan
+from pretrain.config.plan import Plan
 from pretrain.distributed.collectives import gather
 from pretrain.engine.optimizer import restore_settings
 from pretrain.engine.patches import pipeline as pipeline_patches

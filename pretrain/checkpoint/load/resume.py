@@ -7,19 +7,20 @@ from pathlib import Path
 
 from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, checkpoint_folders, newest_good
 from pretrain.checkpoint.format.run_manifest import tokenizer_fingerprint
-from pretrain.checkpoint.load.changes import changes_of, keep_schedule, schedule_for_length
-from pretrain.checkpoint.load.init_from import branch_of, check_origin, check_same_branch, find_branch
+from pretrain.checkpoint.load.changes import changes_of, continued_schedule
+from pretrain.checkpoint.load.init_from import branch_of, check_origin, check_same_branch, find_branch, origin_of
 from pretrain.checkpoint.load.same_data import (
     blend_note,
     check_same_data,
     check_same_tokenizer,
     evaluation_data_notes,
 )
-from pretrain.config.flags.arguments import OVERRIDES
+from pretrain.config.flags.arguments import OVERRIDES, RunArguments
 from pretrain.config.flags.overrides import Change, named_overrides
 from pretrain.config.layout import Layout
 from pretrain.config.model_of_run import Branch, check_same_parameters, reject_initial_values
-from pretrain.config.validate import Plan
+from pretrain.config.plan import Plan
+from pretrain.config.run_length import RunLength
 from pretrain.errors import ConfigError
 from pretrain.model.config import model_config_from
 from pretrain.monitor.read_run_folder import newest_start
@@ -43,46 +44,37 @@ class Resume:
         return self.folder.parent.parent
 
 
+FoundCheckpoint = tuple[Path, Manifest, list[str]]
+"""a checkpoint, and lines about newer ones that cannot be used"""
+
+
 def checkpoints_folder(plan: Plan) -> Path:
     """Return the folder that holds the run's checkpoints."""
     return Path(plan.args.save) / "checkpoints"
 
 
-def choose_resume(plan: Plan) -> Resume | None:
-    """Return the checkpoint of the run folder that --resume selects: the newest good one, or None for step 0.
+def choose_checkpoint(args: RunArguments) -> FoundCheckpoint | None:
+    """Return the checkpoint that --resume selects: the newest good one of the run folder, or None for step 0.
 
-    Only manifests and file sizes are read. Later `agree_on_checkpoint.py` compares the hashes and reads the mirror, on
-    all ranks. Raises ConfigError.
+    Without one in the run folder, this is the one of --resume_from, if the flag is given. Only manifests and file sizes
+    are read. Later `agree_on_checkpoint.py` compares the hashes and reads the mirror, which may have later checkpoints,
+    on all ranks. Raises ConfigError.
     """
-    checkpoints, has_mirror = checkpoints_folder(plan), plan.args.checkpoint_mirror is not None
-    if plan.args.resume == "never":
+    checkpoints, has_mirror = Path(args.save) / "checkpoints", args.checkpoint_mirror is not None
+    if args.resume == "never":
         reject_overwrite(checkpoint_folders(checkpoints))
-        return None if plan.args.resume_from is None else _branch_if_found(plan)
     try:
-        found = newest_good(checkpoints)
+        found = newest_good(checkpoints) if args.resume != "never" else None
+        if found is not None or args.resume_from is not None:
+            return found or find_branch(args)
     except ConfigError:
         if not has_mirror:
             raise
         return None
-    if found is not None:
-        return make_resume(*found, plan)
-    if plan.args.resume_from is not None:
-        return _branch_if_found(plan)
-    if plan.args.resume == "required" and not has_mirror and not checkpoints.is_dir():
+    if args.resume == "required" and not has_mirror and not checkpoints.is_dir():
         raise ConfigError("--resume required", problem=f"there is no checkpoint in {checkpoints}",
                           remedy="to begin at step 0, use --resume auto")
     return None
-
-
-def _branch_if_found(plan: Plan) -> Resume | None:
-    """Return the checkpoint of --resume_from. With a mirror, which may have later ones, it need not exist any more."""
-    try:
-        found = find_branch(plan.args)
-    except ConfigError:
-        if plan.args.checkpoint_mirror is None:
-            raise
-        return None
-    return make_resume(*found, plan)
 
 
 def reject_overwrite(found: Sequence[Path | str]) -> None:
@@ -100,26 +92,18 @@ def make_resume(folder: Path, manifest: Manifest, warnings: list[str], plan: Pla
     if plan.args.resume_from is not None and branch is None:
         check_same_branch(plan.args, folder, manifest)
     if manifest.weights_only:
-        return Resume(folder, manifest, [*warnings, *_check_weights_only(manifest, plan, folder)], plan)
-    return _continue(Resume(folder, manifest, warnings, plan, branch=branch))
+        return Resume(folder, manifest, [*warnings, *_check_weights_only(manifest, plan, folder)],
+                      replace(plan, origin=origin_of(folder, manifest)))
+    return _continue(folder, manifest, warnings, plan, branch)
 
 
-def _continue(found: Resume) -> Resume:
-    """Compare the run with a checkpoint that has its state. Returns it with warnings, changes, and its plan."""
-    folder, manifest, named = found.folder, found.manifest, named_overrides(found.plan.args)
-    changes = changes_of(manifest, found.plan, folder, named)
-    plan = continued_length(found.plan, manifest, changes, named)
-    plan, schedule_changes = keep_schedule(plan, manifest, folder, named)
-    if manifest.step >= plan.last_step:
-        if found.branch is not None:
-            raise ConfigError("--resume_from", problem=f"{folder} is at step {manifest.step} of {plan.last_step}",
-                              remedy="give more --train_steps")
-        _reject_other_evaluation_data(plan, manifest.step)
-    if manifest.step > plan.last_step:
-        flag = "--exit_step" if plan.last_step < plan.train_steps else \
-            "--train_steps" if plan.args.train_tokens is None else "--train_tokens"
-        found = replace(found, warnings=[*found.warnings, f"{folder} is beyond the last step of the run, which is "
-                                         f"{plan.last_step} ({flag}): there is nothing to train"])
+def _continue(folder: Path, manifest: Manifest, warnings: list[str], plan: Plan, branch: Branch | None) -> Resume:
+    """Compare the run with a checkpoint that has its state."""
+    run, named = folder.parent.parent, named_overrides(plan.args)
+    changes = changes_of(manifest, plan, folder, named)
+    length = _continued_length(plan, manifest, changes)
+    schedule = continued_schedule(plan, length, manifest, folder, named)
+    nothing_left = _check_steps_left(plan, length, manifest, folder, branch)
     other_data = check_same_data(manifest, plan, folder)
     if other_data:
         changes.append(Change("data", plan.data.train_flag, manifest.data_fingerprint,
@@ -127,36 +111,45 @@ def _continue(found: Resume) -> Resume:
     other_tokenizer = check_same_tokenizer(manifest, plan, folder)
     if other_tokenizer and "data" in named:
         changes.append(Change("data", "--tokenizer", manifest.tokenizer_fingerprint, tokenizer_fingerprint(plan)))
-    named_changes = tuple(change for change in (*changes, *schedule_changes) if change.name in named)
-    notes = [other_data, blend_note(manifest, plan, folder), other_tokenizer,
-             *evaluation_data_notes(plan, found.run), _batch_note(changes, named, folder),
-             *_changed_flag_notes(plan, found.run)]
-    plan = replace(plan, notes=(*plan.notes, *_override_notes(plan, manifest, named, named_changes)),
-                   overrides=(*manifest.overrides, *(change.record(manifest.step) for change in named_changes)),
-                   lineage=(*manifest.lineage, *([found.branch.record()] if found.branch else [])))
-    return replace(found, warnings=[*found.warnings, *filter(None, notes)], plan=plan, other_data=other_data,
-                   changes=named_changes)
+    named_changes = tuple(change for change in (*changes, *schedule.changes) if change.name in named)
+    new_warnings = [nothing_left, other_data, blend_note(manifest, plan, folder), other_tokenizer,
+                    *evaluation_data_notes(plan, run), _batch_note(changes, named, folder),
+                    *_changed_flag_notes(plan, run)]
+    notes = [schedule.note, *_override_notes(plan, manifest, named, named_changes)]
+    continued = replace(plan, length=length, **schedule.of_plan(plan), notes=(*plan.notes, *filter(None, notes)),
+                        overrides=(*manifest.overrides, *(change.record(manifest.step) for change in named_changes)),
+                        lineage=(*manifest.lineage, *([branch.record()] if branch else [])),
+                        origin=origin_of(folder, manifest))
+    return Resume(folder, manifest, [*warnings, *filter(None, new_warnings)], continued, other_data, named_changes,
+                  branch)
 
 
-def continued_length(plan: Plan, manifest: Manifest, changes: Sequence[Change], named: frozenset[str]) -> Plan:
-    """Return the plan with the steps that --train_tokens leaves after the global batch size was changed.
-
-    Its learning-rate schedule is planned for these steps. Raises ConfigError if --override schedule asks for a schedule
-    that does not fit them.
-    """
+def _continued_length(plan: Plan, manifest: Manifest, changes: Sequence[Change]) -> RunLength:
+    """Return the length of the run, with the steps that --train_tokens leaves after a change of the global batch."""
     batches = [change.record(0) for change in changes] + manifest.overrides
     if plan.args.train_tokens is None or not any(each["name"] == "batch" for each in batches):
-        return plan
+        return plan.length
     length = replace(plan.length, steps_before=manifest.step,
                      samples_before=manifest.consumed_samples - plan.args.first_sample)
-    length = replace(length, train_steps=max(length.steps_of(plan.args.train_tokens), manifest.step))
-    plan = replace(plan, length=length)
-    try:
-        return schedule_for_length(plan)
-    except ConfigError:
-        if "schedule" in named:
-            raise
-        return plan  # the schedule of the checkpoint remains
+    return replace(length, train_steps=max(length.steps_of(plan.args.train_tokens), manifest.step))
+
+
+def _check_steps_left(plan: Plan, length: RunLength, manifest: Manifest, folder: Path, branch: Branch | None) -> str:
+    """Return a warning if the checkpoint is beyond the last step of the run, else "".
+
+    Raises ConfigError for a branch without a step to train, and for evaluation data that a complete run would ignore.
+    """
+    last_step = length.last_step(plan.args.exit_step)
+    if manifest.step >= last_step:
+        if branch is not None:
+            raise ConfigError("--resume_from", problem=f"{folder} is at step {manifest.step} of {last_step}",
+                              remedy="give more --train_steps")
+        _reject_other_evaluation_data(plan, manifest.step, last_step)
+    if manifest.step <= last_step:
+        return ""
+    flag = "--exit_step" if last_step < length.train_steps else \
+        "--train_steps" if plan.args.train_tokens is None else "--train_tokens"
+    return f"{folder} is beyond the last step of the run, which is {last_step} ({flag}): there is nothing to train"
 
 
 def _override_notes(plan: Plan, manifest: Manifest, named: frozenset[str],
@@ -194,7 +187,7 @@ def same_layout(saved: Layout, current: Layout) -> bool:
     return same_offload and all(getattr(saved, name) == getattr(current, name) for name in names)
 
 
-def _reject_other_evaluation_data(plan: Plan, step: int) -> None:
+def _reject_other_evaluation_data(plan: Plan, step: int, last_step: int) -> None:
     """Raise ConfigError if a complete run has validation or test data that its last start did not have.
 
     A complete run evaluates nothing, so the data would be ignored. Without a readable run.json nothing is compared.
@@ -209,7 +202,7 @@ def _reject_other_evaluation_data(plan: Plan, step: int) -> None:
         prefix, split = own.get(name), name.partition("/")[0]
         data = f"--data {prefix}" if prefix else f"--split {split}"
         raise ConfigError(f"--{split}_data {prefix}" if prefix else f"--split {plan.args.split}",
-                          problem=f"the run is complete ({step} of {plan.last_step} steps are done), so it would not "
+                          problem=f"the run is complete ({step} of {last_step} steps are done), so it would not "
                           f"evaluate this {name} data, which its last start did not have",
                           remedy=f"python tools/evaluate.py {save} {data} evaluates it")
 

@@ -12,7 +12,7 @@ from pretrain.checkpoint.format.manifest import Manifest
 from pretrain.checkpoint.format.run_manifest import tokenizer_fingerprint
 from pretrain.checkpoint.save.retention import position_after
 from pretrain.config.flags.overrides import allows_other_data
-from pretrain.config.validate import Plan
+from pretrain.config.plan import Plan
 from pretrain.data.samples.blend import BlendedSamples
 from pretrain.data.samples.dataset import SampleDataset, source_records
 from pretrain.data.samples.shuffled import ShuffledWindows

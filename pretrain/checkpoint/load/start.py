@@ -4,15 +4,16 @@ import contextlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, newest_good
+from pretrain.checkpoint.format.manifest import MANIFEST
 from pretrain.checkpoint.load.hf_folder import HFFolder, find_hf_tokenizer
-from pretrain.checkpoint.load.init_from import InitialWeights, find_branch, find_initial_weights
-from pretrain.checkpoint.load.resume import Resume, choose_resume
+from pretrain.checkpoint.load.init_from import InitialWeights, find_initial_weights
+from pretrain.checkpoint.load.resume import FoundCheckpoint, Resume, choose_checkpoint, make_resume
 from pretrain.checkpoint.load.same_data import check_sampled_blocks
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.flags.check_flags import check_folders
 from pretrain.config.model_of_run import SavedModel, check_same_parameters
-from pretrain.config.validate import Plan, check_run
+from pretrain.config.plan import Plan
+from pretrain.config.validate import check_run
 from pretrain.data.token_files.indexed_dataset import read_meta
 from pretrain.data.tokenizers.special_tokens import check_tokenizer_fits
 from pretrain.distributed.device import Device
@@ -49,38 +50,27 @@ def check_start(args: RunArguments, *, world_size: int, device: Device) -> Start
     check_open_files()
     check_folders(args.save, args.checkpoint_mirror)  # before the run folder is searched for checkpoints
     check_no_stop_file(Path(args.save))
-    found = _newest_checkpoint(args) if args.init_from is not None or not args.model else None
+    found = choose_checkpoint(args)
     weights = find_initial_weights(args.init_from) if args.init_from is not None and found is None else None
-    saved_model = weights.model if weights else _model_of(*found) if found and not args.model else None
-    plan = check_run(args, world_size=world_size, device=device, saved_model=saved_model)
-    plan = replace(plan, notes=(*plan.notes, *check_sampled_blocks(plan)))
-    resume = choose_resume(plan)
-    if resume is None and args.override is not None and args.checkpoint_mirror is None:
-        plan = replace(plan, notes=(*plan.notes, "--override has no effect: the run begins at step 0"))
-    if weights is None or resume is not None:
-        return Start(plan, resume, None)
-    notes = check_same_parameters(weights.model.config, plan.model, folder=Path(weights.origin.folder),
-                                  model=args.model, overrides=args.model_overrides) + _tokenizer_notes(plan, weights)
-    return Start(replace(plan, origin=weights.origin, notes=(*plan.notes, *weights.notes, *notes)), None, weights)
+    plan = check_run(args, world_size=world_size, device=device, saved_model=_saved_model(args, found, weights))
+    notes = check_sampled_blocks(plan)
+    if found is None and args.override is not None and args.checkpoint_mirror is None:
+        notes.append("--override has no effect: the run begins at step 0")
+    if weights is not None:
+        notes += [*weights.notes, *check_same_parameters(weights.model.config, plan.model,
+                                                         folder=Path(weights.origin.folder), model=args.model,
+                                                         overrides=args.model_overrides),
+                  *_tokenizer_notes(plan, weights)]
+    plan = replace(plan, origin=weights.origin if weights else None, notes=(*plan.notes, *notes))
+    return Start(plan, make_resume(*found, plan) if found else None, weights)
 
 
-def _newest_checkpoint(args: RunArguments) -> tuple[Path, Manifest] | None:
-    """Return the newest good checkpoint of the run folder, or that of --resume_from.
-
-    `choose_resume` reports damaged ones later.
-    """
-    try:
-        found = newest_good(Path(args.save) / "checkpoints") if args.resume != "never" else None
-        if found is None and args.resume_from is not None:
-            found = find_branch(args)
-    except ConfigError:
-        if args.model or args.init_from or args.checkpoint_mirror:
-            return None
-        raise
-    return found[:2] if found else None
-
-
-def _model_of(folder: Path, manifest: Manifest) -> SavedModel:
+def _saved_model(args: RunArguments, found: FoundCheckpoint | None,
+                 weights: InitialWeights | None) -> SavedModel | None:
+    """Return the model of the weights with which the run begins; None: --model describes it."""
+    if weights is not None or found is None or args.model:
+        return weights.model if weights else None
+    folder, manifest, _ = found
     where = f"{folder / MANIFEST}: model"
     return SavedModel(model_config_from(manifest.model, where), where)
 

@@ -39,7 +39,7 @@ from pretrain.checkpoint.save.commit import (
     temporary_folder,
     write_part,
 )
-from pretrain.config.validate import Plan
+from pretrain.config.plan import Plan
 from pretrain.distributed.collectives import from_rank_0, gather
 from pretrain.engine.recipe import recipe_states
 from pretrain.engine.steps import loss_scale_state

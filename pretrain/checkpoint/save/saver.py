@@ -12,7 +12,7 @@ from pretrain.checkpoint.format.verify import files_of_rank
 from pretrain.checkpoint.save.background import BackgroundWriter
 from pretrain.checkpoint.save.save_checkpoint import begin_save, manifest_of_engine, save_checkpoint, write_files
 from pretrain.checkpoint.save.writer import SaveJob, SnapshotFiles, has_ended
-from pretrain.config.validate import Plan
+from pretrain.config.plan import Plan
 from pretrain.distributed.collectives import from_rank_0, gather, wait_until_all
 from pretrain.errors import SaveError
 from pretrain.monitor.announce import stopped_by_guard

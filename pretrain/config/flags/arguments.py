@@ -115,8 +115,8 @@ class RunArguments:
         "after 1e9 tokens, ...; the last one is the global batch size of the run", override="batch",
         metavar="TOKENS:BATCH,...", unset="always train_batch_size")
     lr_schedule: str = SCHEDULE.flag(
-        "cosine", "learning-rate schedule: cosine, linear, constant, wsd (warm-up, stable, decay), inverse_sqrt, step "
-        "or one_cycle", choices=KINDS, metavar="NAME")
+        "cosine", f"learning-rate schedule: {', '.join(KINDS)}; wsd is warm-up, stable, decay", choices=tuple(KINDS),
+        metavar="NAME")
     lr_warmup_steps: int | None = SCHEDULE.flag(
         None, "steps from 0 to the peak rate", low=0, unset="1% of the run; one_cycle: 30%")
     lr_warmup_tokens: int | None = SCHEDULE.flag(

@@ -6,16 +6,10 @@ from pathlib import Path
 
 from pretrain.config.flags.arguments import FLAGS, RunArguments
 from pretrain.config.flags.overrides import named_overrides
+from pretrain.config.schedule import FIELD_OF_FLAG, KINDS
 from pretrain.errors import ConfigError, shorten
 from pretrain.paths import RUN_FILES, check_folder, check_outside_runs
 
-_DECAYING = ("cosine", "linear", "wsd", "one_cycle")
-_SCHEDULES_OF = {
-    **dict.fromkeys(("lr_decay_steps", "lr_decay_tokens"), _DECAYING),
-    **dict.fromkeys(("lr_wsd_steps", "lr_wsd_tokens", "lr_decay_shape"), ("wsd",)),
-    **dict.fromkeys(("lr_milestones", "lr_milestone_tokens", "lr_milestone_factor"), ("step",)),
-    **dict.fromkeys(("min_lr", "min_lr_ratio"), (*_DECAYING, "inverse_sqrt", "step")),
-}
 _ALTERNATIVES = (("lr_warmup_steps", "lr_warmup_tokens"), ("lr_decay_steps", "lr_decay_tokens"),
                  ("lr_wsd_steps", "lr_wsd_tokens"), ("lr_milestones", "lr_milestone_tokens"),
                  ("min_lr_ratio", "min_lr"))
@@ -46,11 +40,13 @@ def _check_schedule_flags(flags: RunArguments) -> None:
     for first, second in _ALTERNATIVES:
         if getattr(flags, first) is not None and getattr(flags, second) is not None:
             raise ConfigError(f"--{first} / --{second}", found="both", expected="one of the two")
-    for name, schedules in _SCHEDULES_OF.items():
-        if getattr(flags, name) is not None and flags.lr_schedule not in schedules:
+    kinds_of = {name: [kind for kind, row in KINDS.items() if name in row.flags] for name in FIELD_OF_FLAG}
+    for name, kinds in kinds_of.items():
+        if kinds and getattr(flags, name) is not None and flags.lr_schedule not in kinds:
             raise ConfigError(f"--{name}", found=f"{getattr(flags, name)} with --lr_schedule {flags.lr_schedule}",
-                              expected="no value", remedy=f"it has an effect on {', '.join(schedules)} only")
-    if flags.lr_schedule == "step" and flags.lr_milestones is None and flags.lr_milestone_tokens is None:
+                              expected="no value", remedy=f"it has an effect on {', '.join(kinds)} only")
+    if flags.lr_schedule in kinds_of["lr_milestones"] and flags.lr_milestones is None and \
+            flags.lr_milestone_tokens is None:
         raise ConfigError("--lr_milestones", problem="the flag is missing, and --lr_schedule step needs it",
                           remedy="give the numbers of steps after which the rate falls, such as 8000,9000")
     if (flags.lr_reference_batch is None) != (flags.lr_scaling is None):

@@ -13,7 +13,8 @@ from pretrain.config.auto_values import DEFAULT_LEARNING_RATE, fill_zero_sizes
 from pretrain.config.ds_json.read import DsFile, get_value, read_ds_config
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.layout import Layout, parse_layout
-from pretrain.config.resolve import ResolvedConfig, resolve_ds_config
+from pretrain.config.plan import Plan
+from pretrain.config.resolve import resolve_ds_config
 from pretrain.distributed.device import Device
 from pretrain.errors import ConfigError
 from pretrain.memory.compare.combinations import (
@@ -168,7 +169,7 @@ def read_candidates(paths: list[str], cluster: Cluster, model: ModelConfig, *, s
     return CandidateSet(candidates, impossible)
 
 
-def resolve_json(file: DsFile, cluster: Cluster, model: ModelConfig, device_kind: str, **flags: Any) -> ResolvedConfig:
+def resolve_json(file: DsFile, cluster: Cluster, model: ModelConfig, device_kind: str, **flags: Any) -> Plan:
     """Resolve a DeepSpeed JSON as train.py does with these flags. Raises ConfigError.
 
     Folders for NVMe offload need not exist on this machine.

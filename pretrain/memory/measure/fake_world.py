@@ -30,7 +30,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pretrain.config.flags.arguments import RunArguments
-from pretrain.config.validate import Plan, plan_without_data
+from pretrain.config.plan import Plan
+from pretrain.config.validate import check_settings
 from pretrain.distributed.device import cpu_device
 from pretrain.distributed.process_group import skip_shared_memory_operator
 from pretrain.engine import build
@@ -249,7 +250,7 @@ def assume_hidden_states(engine: PipelineEngine, plan: Plan) -> None:
 def simulate_rank(args: RunArguments, rank: int, world_size: int, *, steps: int,
                   layer_times: tuple[int, ...]) -> dict[str, Any]:
     """Simulate one rank. Return the fields of a SimulatedRank as JSON. Raises ConfigError."""
-    plan = fewer_micro_batches(plan_without_data(args, world_size=world_size, device=cpu_device()))
+    plan = fewer_micro_batches(check_settings(args, world_size=world_size, device=cpu_device()))
     plan = replace(plan, layout=replace(plan.layout, layer_times=layer_times))
     replace_functions_that_need_data()
     replace_loops_over_ranks()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.config.flags.arguments import RunArguments
-from pretrain.config.validate import Plan
+from pretrain.config.plan import Plan
 from pretrain.distributed.device import detect_device
 from pretrain.distributed.process import end_process, resident_bytes
 from pretrain.distributed.process_group import init_process_group
@@ -50,10 +50,10 @@ def measure_engine(plan: Plan, *, tracked_steps: int, timed_steps: int) -> list[
 
 def run(request: dict[str, Any], world: World) -> list[dict[str, Any]]:
     """Measure the requested run. Returns every rank's result. Raises ConfigError."""
-    from pretrain.config.validate import plan_without_data
+    from pretrain.config.validate import check_settings
 
     device = detect_device()
-    plan = plan_without_data(RunArguments(**request["args"]), world_size=world.size, device=device)
+    plan = check_settings(RunArguments(**request["args"]), world_size=world.size, device=device)
     from pretrain.engine.build import deepspeed_output, remove_swap_files
 
     with deepspeed_output("error"):

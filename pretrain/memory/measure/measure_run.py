@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.config.flags.arguments import RunArguments
-from pretrain.config.validate import resolve_run
+from pretrain.config.validate import check_settings
 from pretrain.distributed.device import detect_device
 from pretrain.distributed.process import free_port, kernel_oom_kills, mentions_out_of_memory, package_environment
 from pretrain.errors import ConfigError
@@ -62,7 +62,7 @@ def measure_run(args: RunArguments, world_size: int, *, steps: int = 4, timeout_
         ConfigError: `train.py` would reject the run, or a rank failed.
     """
     name = Path(args.deepspeed_config).stem
-    resolve_run(args, world_size=world_size, device=detect_device())
+    check_settings(args, world_size=world_size, device=detect_device())
     request = {"args": asdict(args), "tracked_steps": _TRACKED_STEPS, "timed_steps": steps}
     for attempt in range(1, _PORT_ATTEMPTS + 1):
         with tempfile.TemporaryDirectory() as folder:

@@ -23,7 +23,7 @@ from deepspeed import DeepSpeedEngine
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_leaves
 
-from pretrain.config.validate import Plan
+from pretrain.config.plan import Plan
 from pretrain.data.loader import MicroBatch
 from pretrain.engine.steps import train_batch
 from pretrain.memory.footprint import Footprint, RankMemory

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.config.flags.arguments import RunArguments
-from pretrain.config.validate import resolve_run
+from pretrain.config.validate import check_settings
 from pretrain.distributed.device import cpu_device
 from pretrain.distributed.process import package_environment
 from pretrain.errors import ConfigError
@@ -87,7 +87,7 @@ def _rejection(request: SimulationRequest) -> ConfigError | None:
         return ConfigError("simulate", found=f"rank {request.rank} of {request.world_size}",
                            expected=f"0 to {request.world_size - 1}")
     try:
-        resolve_run(request.args, world_size=request.world_size, device=cpu_device())
+        check_settings(request.args, world_size=request.world_size, device=cpu_device())
     except ConfigError as error:
         return error
     return None

@@ -18,7 +18,7 @@ from pretrain.config.ds_json.read import read_ds_config
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.layout import Layout
 from pretrain.config.resolve import EXPERT, SEQUENCE, TENSOR
-from pretrain.config.validate import plan_without_data
+from pretrain.config.validate import check_settings
 from pretrain.distributed.device import cpu_device
 from pretrain.engine.build_ops import why_not_compilable
 from pretrain.errors import ConfigError
@@ -162,7 +162,7 @@ def test_every_file_is_measured() -> None:
 
 
 def layout_of(case: Case, folder: Path) -> tuple[ModelConfig, Layout]:
-    plan = plan_without_data(arguments(case[1], folder), world_size=case[0], device=cpu_device())
+    plan = check_settings(arguments(case[1], folder), world_size=case[0], device=cpu_device())
     return plan.model, dataclasses.replace(plan.layout, name=case[1])
 
 
@@ -240,7 +240,7 @@ def test_the_simulation_of_many_ranks_equals_the_estimate(folder: Path) -> None:
                                   MANY_RANKS - 1, MANY_RANKS) for name in ("zero1_bf16", "zero3_bf16")]
     for request, result in zip(requests, simulate_ranks(requests), strict=True):
         assert isinstance(result, SimulatedRank), result
-        plan = plan_without_data(request.args, world_size=request.world_size, device=cpu_device())
+        plan = check_settings(request.args, world_size=request.world_size, device=cpu_device())
         shape, layout = plan.model, plan.layout
         assert_same_states(states_of_rank(Rank(shape, layout, zero_rank=request.rank)), result.memory.held, 0.02)
         peak = estimate_rank(Rank(shape, layout, zero_rank=request.rank)).peak

@@ -7,7 +7,7 @@ from typing import Any
 from pretrain.checkpoint.format.manifest import read_manifest
 from pretrain.checkpoint.load.load_checkpoint import load_checkpoint
 from pretrain.checkpoint.save.save_checkpoint import save_checkpoint
-from pretrain.config.validate import Plan
+from pretrain.config.plan import Plan
 from pretrain.data.data_spec import names_of_split
 from pretrain.distributed.collectives import gather
 from pretrain.engine.steps import eval_batch, open_loader

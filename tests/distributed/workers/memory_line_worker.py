@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from pretrain.config.flags.arguments import RunArguments
-from pretrain.config.validate import plan_without_data
+from pretrain.config.validate import check_settings
 from pretrain.distributed.device import detect_device
 from pretrain.distributed.process import end_process
 from pretrain.distributed.world import running_environment
@@ -25,7 +25,7 @@ from tests.support.cases_loop import each_case
 
 def memory_line(case: dict[str, Any]) -> str:
     """Train until one step after REPORTED_STEP, and return the memory line. The run must report exactly one line."""
-    plan = plan_without_data(RunArguments(**case["args"]), world_size=dist.get_world_size(), device=detect_device())
+    plan = check_settings(RunArguments(**case["args"]), world_size=dist.get_world_size(), device=detect_device())
     watch, lines = MemoryWatch.start(plan, running_environment()), list[str]()
     with deepspeed_output("error"):
         engine = build_engine(plan)

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from pretrain.config.flags.arguments import RunArguments
-from pretrain.config.validate import plan_without_data
+from pretrain.config.validate import check_settings
 from pretrain.distributed.device import detect_device
 from pretrain.engine.build import deepspeed_output, remove_swap_files
 from pretrain.memory.measure.measure_rank import measure_engine
@@ -17,7 +17,7 @@ from tests.support.cases_loop import each_case
 
 def measured(case: dict[str, Any]) -> list[dict[str, Any]]:
     """Measure one case. Returns the result of every rank."""
-    plan = plan_without_data(RunArguments(**case["args"]), world_size=dist.get_world_size(), device=detect_device())
+    plan = check_settings(RunArguments(**case["args"]), world_size=dist.get_world_size(), device=detect_device())
     with deepspeed_output("error"):
         result = measure_engine(plan, tracked_steps=2, timed_steps=1)
     dist.barrier()

@@ -11,7 +11,7 @@ from pretrain.checkpoint.format.fragments import base_optimizer
 from pretrain.checkpoint.load.load_checkpoint import load_checkpoint
 from pretrain.checkpoint.load.resume import Resume
 from pretrain.checkpoint.save.save_checkpoint import save_checkpoint
-from pretrain.config.validate import Plan
+from pretrain.config.plan import Plan
 from tests.distributed.workers.worker import Case, end, engine_of, plan_of, start_of, state_hash, steps
 from tests.support.cases_loop import each_case
 

@@ -12,7 +12,7 @@ from pretrain.checkpoint.format.manifest import read_manifest
 from pretrain.checkpoint.load.load_checkpoint import load_checkpoint
 from pretrain.checkpoint.save.save_checkpoint import save_checkpoint
 from pretrain.config.model_of_run import initialization_of
-from pretrain.config.validate import Plan
+from pretrain.config.plan import Plan
 from pretrain.engine.steps import eval_batch, open_loader
 from pretrain.model.init import initialize_parameters
 from pretrain.model.layer_specs import as_module

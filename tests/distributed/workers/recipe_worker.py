@@ -17,7 +17,7 @@ from pretrain.checkpoint.format.manifest import read_manifest
 from pretrain.checkpoint.load.load_checkpoint import load_checkpoint
 from pretrain.checkpoint.save.save_checkpoint import save_checkpoint
 from pretrain.config.model_of_run import initialization_of
-from pretrain.config.validate import Plan
+from pretrain.config.plan import Plan
 from pretrain.data.loader import MicroBatch
 from pretrain.distributed.collectives import gather
 from pretrain.engine.recipe import recipe_values, router_values

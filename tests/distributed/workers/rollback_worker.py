@@ -11,7 +11,7 @@ from pretrain.checkpoint.load.load_checkpoint import load_checkpoint
 from pretrain.checkpoint.load.resume import checkpoints_folder
 from pretrain.checkpoint.save.retention import position_after
 from pretrain.checkpoint.save.saver import Saver
-from pretrain.config.validate import Plan
+from pretrain.config.plan import Plan
 from pretrain.distributed.collectives import gather
 from pretrain.engine.steps import grad_norm, learning_rate, loss_scale, open_loader, train_batch
 from pretrain.engine.update_guard import guard_updates, skipped_update

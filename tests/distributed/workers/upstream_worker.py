@@ -26,7 +26,7 @@ from torch import nn
 from pretrain.checkpoint.format.manifest import read_manifest
 from pretrain.checkpoint.load.load_checkpoint import load_checkpoint
 from pretrain.checkpoint.save.save_checkpoint import save_checkpoint
-from pretrain.config.validate import Plan
+from pretrain.config.plan import Plan
 from pretrain.engine.build import deepspeed_output
 from pretrain.engine.patches import zero
 from pretrain.model.init import initialize_parameters

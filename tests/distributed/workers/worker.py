@@ -23,7 +23,7 @@ from pretrain.checkpoint.load.start import Start, check_start
 from pretrain.checkpoint.save import save_checkpoint as save_module
 from pretrain.checkpoint.save.save_checkpoint import save_checkpoint
 from pretrain.config.flags.parse import parse_arguments
-from pretrain.config.validate import Plan
+from pretrain.config.plan import Plan
 from pretrain.distributed.collectives import gather
 from pretrain.distributed.device import detect_device
 from pretrain.engine.build import build_engine
