@@ -1,7 +1,6 @@
 """Reading of a DeepSpeed JSON, and values for "auto"."""
 
 import dataclasses
-import itertools
 import json
 import re
 from pathlib import Path
@@ -289,8 +288,7 @@ CONTRADICTIONS: dict[str, tuple[Any, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("keys", [*itertools.combinations(CONTRADICTIONS, 2), tuple(CONTRADICTIONS)],
-                         ids=lambda keys: f"{len(keys)} {keys[0]} {keys[-1]}")
+@pytest.mark.parametrize("keys", [tuple(CONTRADICTIONS)[:2], tuple(CONTRADICTIONS)], ids=len)
 def test_one_error_names_all_contradictions_between_the_json_and_flags(tmp_path: Path, keys: tuple[str, ...]) -> None:
     values: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": {}}}
     flags: dict[str, Any] = {}

@@ -26,7 +26,7 @@ RAW: dict[str, bytes] = {  # file contents that are not a JSON object
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A command line, the files that it needs, and the text that the error must contain.
+    """A command line, the files that it needs, and the text that the error must contain; " ... " stands for any text.
 
     {world} is replaced by the path of the folder with the files.
     """
@@ -60,13 +60,13 @@ LEGAL: dict[str, tuple[str, ...]] = {
     "an architecture that this tool supports": ('compare_zero model_type: "opt"',),
 }
 TRAIN = "pretrain/train.py"
-_RUN = {"deepspeed_config": "{world}/ds.json", "model": "tiny", "train_data": "{world}/corpus", "seq_length": "64",
-         "train_steps": "50", "save": "{world}/run"}
+RUN = {"deepspeed_config": "{world}/ds.json", "model": "tiny", "train_data": "{world}/corpus", "seq_length": "64",
+       "train_steps": "50", "save": "{world}/run"}
 TOOLS: dict[str, list[str]] = {  # a valid command line of each program
-    TRAIN: [word for name, value in _RUN.items() for word in (f"--{name}", value)],
-    "tools/check_config.py": [word for name, value in _RUN.items() for word in (f"--{name}", value)],
-    "tools/sanity_check.py": [word for name, value in _RUN.items() for word in (f"--{name}", value)],
-    "tools/find_lr.py": [word for name, value in _RUN.items() for word in (f"--{name}", value)],
+    TRAIN: [word for name, value in RUN.items() for word in (f"--{name}", value)],
+    "tools/check_config.py": [word for name, value in RUN.items() for word in (f"--{name}", value)],
+    "tools/sanity_check.py": [word for name, value in RUN.items() for word in (f"--{name}", value)],
+    "tools/find_lr.py": [word for name, value in RUN.items() for word in (f"--{name}", value)],
     "tools/check_cluster.py": [],
     "tools/bench.py": [],
     "tools/compare_zero.py": ["--model", "gpt2", "--world_size", "8"],

@@ -3,7 +3,11 @@
 Wrong types and ranges of single flags and keys are generated in flags.py and files.py.
 """
 
+import json
+from collections.abc import Iterator
 from typing import Any
+
+from tests.wrong_inputs.case import RUN, Case
 
 BASE: dict[str, Any] = {
     "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
@@ -30,7 +34,14 @@ def change(values: dict[str, Any], dotted: str, value: Any) -> None:
 
 UNTESTED = {"zero_allow_untested_optimizer": True}
 CPU, NVME = {"device": "cpu"}, {"device": "nvme"}
+_TENSOR, _SEQUENCE = {"tensor_parallel": {"autotp_size": 2}}, {"sequence_parallel_size": 2}
+_EXPERTS = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
+_STAGES, _STAGE = {"pipeline": {"stages": 2}}, "zero_optimization.stage"
+_MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
+_TWO, _FOUR, _CUDA, _MIXTURE = {"world_size": 2}, {"world_size": 4}, {"device": "cuda"}, {"model": "tiny-moe"}
+_NOISE_SCALE = {"noise_scale_interval": 2, "gradient_accumulation_steps": 4}
 UNTIED = {"model_overrides": "tie_word_embeddings=false"}
+# changes of BASE, flags, text of the error; " ... " stands for any text
 WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     # the file
     ({}, {"deepspeed_config": NOTHING}, "--deepspeed_config: found nothing"),
@@ -39,81 +50,82 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"deepspeed_config": "{world}/list.json"}, "expected an object"),
     # numbers at the limits
     ({"optimizer.params.betas": [0.9, 1.0]}, {}, "optimizer.params.betas"),
-    ({"zero_optimization.stage": 1, "zero_optimization.allgather_bucket_size": 0}, {}, "allgather_bucket_size"),
     ({"optimizer.params.lr": float("inf")}, {}, "optimizer.params.lr: found Infinity"),
     ({"optimizer.params.betas": [0.9, float("nan")]}, {}, "optimizer.params.betas: found [0.9, NaN]"),
-    ({"optimizer.params.betas": [0.9, "0.95"]}, {}, "a list of two numbers"),
     ({"zero_optimization.reduce_bucket_size": 1e30}, {}, "reduce_bucket_size: found 1e+30"),
-    ({"zero_optimization.reduce_bucket_size": 2**64}, {}, "an integer of at most 64 bits"),
-    ({}, {"learning_rate": "inf"}, "--learning_rate: found inf"),
     ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "NVMe", "nvme_path": "/tmp"}}}, {},
      "offload_optimizer.device"),
     # keys
-    ({"zero_optimisation": {"stage": 3}}, {}, 'Did you mean "zero_optimization"'),
-    ({"zero_optimization.stge": 3}, {}, 'Did you mean "stage"'),
     ({"stage": 2}, {}, 'belongs under "zero_optimization"'),
     ({"bf16.loss_scale": 0}, {}, 'belongs under "fp16"'),
     ({"zero_optimization.gradient_cliping": 1}, {}, 'Did you mean "gradient_clipping" at the top level'),
     ({"optimizer.params.learning_rate": 1}, {}, 'Did you mean "lr"'),
     ({"zero_optimization.comm_overlap": True}, {}, 'Did you mean "overlap_comm"'),
-    ({"zero_optimization.stage3_param_persitance_threshold": 1e5}, {}, '"stage3_param_persistence_threshold"'),
     ({"monitoring": {"enabled": True}}, {}, "Remove unknown keys: DeepSpeed 0.19.8 would ignore them"),
     ({"monitor_config": {"csv_monitor": {"enabled": True}}}, {}, "reads monitors at the top level only"),
     ({"comms_config": {"comms_logger": {"enabled": True}}}, {}, '"comms_logger" at the top level only'),
     ({"compile": {"disable": False, "backend": "cudagraphs"}}, {}, 'found "cudagraphs"; expected one of "inductor"'),
     ({"compile": {"enabled": True, "kwargs": {"mode": "max"}}}, {}, "--compile_blocks takes no options"),
-    ({"compile": {"enabled": True}}, {"model": "tiny-moe"}, "--compile_blocks: found a model with experts"),
     ({"optimizer.lr": 1}, {}, 'belongs under "optimizer.params"'),
     ({"zero_optimization.offload_optimizer": {"devise": "cpu"}}, {}, 'Did you mean "device"'),
-    ({"elasticity": {"enabled": True}}, {}, "Elastic training has been removed"),
     ({"amp": {"enabled": "auto"}}, {}, "Apex AMP"),
-    ({"zero_optimization.mics_shard_size": 2}, {}, "MiCS"),
     # types and ranges
-    ({"zero_optimization.stage": "two"}, {}, 'zero_optimization.stage: found "two"'),
-    ({"zero_optimization.stage": 4}, {}, "from 0 to 3"),
-    ({"zero_optimization": True}, {}, "zero_optimization: found true; expected an object"),
     ({"optimizer.params.lr": 0}, {}, "a rate above 0"),
     ({"wall_clock_breakdown": "auto"}, {}, 'Nothing fills "auto" here'),
     ({"zero_optimization.stage": "auto"}, {}, "zero_optimization.stage"),
     ({"zero_optimization": "auto"}, {}, 'zero_optimization: found "auto"; expected an object'),
     ({"comms_logger": {"enabled": True, "prof_ops": [1]}}, {}, "a list of strings"),
-    ({"bf16.enabled": "true"}, {}, 'bf16.enabled: found "true"; expected true or false'),
-    # keys that are not supported
-    ({"data_efficiency": {"data_routing": {"random_ltd": {"enabled": True}}}}, {}, "random_ltd: found"),
-    ({"data_efficiency": {"data_sampling": {"curriculum_learning": {"enabled": True}}}}, {}, "--seq_length_schedule"),
-    ({"compile": {"deepcompile": True}}, {}, "compile.deepcompile: found true"),
-    ({"autotuning": {"enabled": True}}, {}, "autotuning"),
-    ({"hybrid_engine": {"enabled": True}}, {}, "hybrid_engine"),
-    ({"tensor_parallel": {"autotp_size": 2}}, {}, "autotp_size: found 2, with 1 rank "),
-    ({"tensor_parallel": {"tp": {"tp_size": 2}}}, {}, 'tp.tp_size: found 2; expected 1, the "autotp_size"'),
+    # parallel degrees
     *((key, {}, f'rite the degree as "{block}": {{') for block, key in (
         ("tensor_parallel", {"autotp_size": 2}), ("tensor_parallel", {"tensor_parallel": {"tp_size": 2}}),
         ("tensor_parallel", {"model-parallel-size": 2}), ("pipeline", {"pipe-parallel-size": 2}),
         ("expert_parallel", {"expert_parallel": {"enabled": True, "ep_size": 2}}))),
-    ({"sequence_parallel_size": 2}, {}, "sequence_parallel_size: found 2, with 1 rank "),
-    ({"expert_parallel": {"autoep_size": 2}}, {}, 'found 2; expected also "enabled": true'),
-    ({"expert_parallel": {"enabled": True, "autoep_size": 2}}, {}, "autoep_size: found 2, with 1 data-parallel rank "),
-    ({"checkpoint": {"writer": {"type": "FAST"}}}, {}, "checkpoint.writer"),
-    ({"checkpoint": {"load_universal": True}}, {}, "checkpoint.load_universal"),
-    ({"activation_checkpointing": {"cpu_checkpoint": True}}, {}, '"cpu_checkpointing"'),
-    # sequence parallelism
-    ({"sequence_parallel_size": 2}, {"world_size": 2, "seq_length": 65}, "--seq_length: found length 65; expected a"),
-    ({"sequence_parallel_size": 2}, {"world_size": 2, "seq_length_schedule": "0:1,99:64"},
-     "--seq_length_schedule: found length 1; expected a"),
+    (_TENSOR, {}, "tensor_parallel.autotp_size: found 2, with 1 rank ... Launch 2 or 4 ranks"),
+    (_TENSOR | {"pipeline": {"stages": 4}}, _FOUR, "tensor_parallel.autotp_size: ... Launch 8 or 16 ranks"),
+    (_SEQUENCE, {}, "sequence_parallel_size: found 2, with 1 rank ... Launch 2 or 4 ranks"),
+    (_STAGES, {"world_size": 3}, "pipeline.stages: found 2 stages on 3 ranks ... Launch 2, 4 or 6 ranks"),
+    (_EXPERTS, {}, "autoep_size: found 2, with 1 data-parallel rank ... a number that divides these ranks"),
+    ({"expert_parallel": {"autoep_size": 2}}, {}, 'found 2; expected also "enabled": true ... DeepSpeed ignores the'),
+    ({"tensor_parallel": {"autotp_size": 2, "tp": {"tp_size": 4}}}, _FOUR,
+     'tensor_parallel.tp.tp_size: found 4; expected 2 ... "tensor_parallel": {"autotp_size": N}'),
+    (_TENSOR | dict(zip(BASE, (8, 4, 2), strict=False)), _FOUR, "train_batch_size: found 8 != 4 x 2 x 2"),
+    (_STAGES | {_STAGE: 2}, _TWO, "pipeline.stages: found 2 with zero_opt ... ZeRO stage 0 or 1"),
+    (_STAGES | _TENSOR | {_STAGE: 3}, _FOUR, "pipeline.stages: found 2 with zero_opt ... ZeRO stage 0 or 1"),
+    (_SEQUENCE | _STAGES, _FOUR, "sequence_parallel_size: found 2; expected 1 with pipeline stages"),
+    (_SEQUENCE | _TENSOR, _FOUR, "sequence_parallel_size: ... Tensor-parallel ranks already share the sequences"),
+    (_EXPERTS | _STAGES, _FOUR, "expert_parallel.autoep_size: found 2; expected 1 with pipeline stages"),
+    (_EXPERTS | _TENSOR, {"world_size": 8}, "autoep_size: ... set one of the two degrees to 1"),
+    (_EXPERTS | _SEQUENCE, _FOUR, "autoep_size: ... set one of the two degrees to 1"),
+    (_STAGES | _TENSOR | {"wall_clock_breakdown": True}, _FOUR, "wall_clock_breakdown: ... timers crash"),
+    # parallel degrees and the model
+    ({"tensor_parallel": {"autotp_size": 8}}, {"world_size": 8}, "expected a divisor of the model's 4 attention heads"),
+    (_TENSOR, _TWO | _MIXTURE | {"model_overrides": "num_key_value_heads=1"}, "the model's 1 key and value heads"),
     ({"sequence_parallel_size": 8}, {"world_size": 8}, "found 8; expected a divisor of the model's 4 attention heads"),
-    ({"sequence_parallel_size": 2, "gradient_accumulation_steps": 2}, {"world_size": 2, "noise_scale_interval": 10},
-     "has only the gradient of its sha"),
-    ({"sequence_parallel_size": 2, "communication_data_type": "bf16"}, {"world_size": 2},
-     'ignores it with "sequence_parallel_size"'),
-    ({"sequence_parallel_size": 2, "seq_parallel_communication_data_type": "bf16"}, {"world_size": 2},
-     "expected fp32 at ZeRO stage 1"),
-    ({"sequence_parallel_size": 2, "pipeline": {"stages": 2}}, {"world_size": 4}, "expected 1 with pipeline stages"),
-    ({"sequence_parallel_size": 2, "tensor_parallel": {"autotp_size": 2}}, {"world_size": 4},
-     "Tensor-parallel ranks already share the sequences"),
-    ({"torch_autocast": {"enabled": True, "dtype": "fp16"}}, {}, "torch_autocast"),
-    ({"gradient_allreduce_op": "sum"}, {}, "gradient_allreduce_op"),
-    ({"pipeline": {"use_reentrant": True}}, {}, "pipeline.use_reentrant"),
-    ({"pipeline": {"seed_layers": True}}, {}, "pipeline.seed_layers"),
+    (_EXPERTS, _TWO, "expert_parallel.autoep_size: ... choose a mixture-of-experts model"),
+    ({"expert_parallel": {"enabled": True, "autoep_size": 3}}, {"world_size": 3} | _MIXTURE, "the model's 4 experts"),
+    (_TENSOR, _TWO | _MIXTURE, "autotp_size: ... use expert_parallel or ZeRO instead"),
+    (_SEQUENCE, _TWO | _MIXTURE, "sequence_parallel_size: ... use expert_parallel or ZeRO instead"),
+    # parallel degrees and other settings
+    (_EXPERTS | {_STAGE: 0}, _TWO | _MIXTURE, "zero_optimization.stage: ... stage 1 also needs less memory"),
+    (_EXPERTS | z("zero_hpz_partition_size", 2), _FOUR | _MIXTURE, "hpz_partition_size: DeepSpeed's ZeRO++ does not"),
+    (_EXPERTS | z("zero_quantized_weights", True), _TWO | _MIXTURE | _CUDA, "weights: DeepSpeed's ZeRO++ does not"),
+    (_EXPERTS | z("offload_optimizer", NVME), _TWO | _MIXTURE | {"nvme_path": "{world}"}, "does not save experts"),
+    (_EXPERTS | _MUON, _TWO | _MIXTURE, "optimizer.type: ... use AdamW"),
+    (_EXPERTS, _TWO | _MIXTURE | _NOISE_SCALE, "--noise_scale_interval: found expert parallelism"),
+    (_SEQUENCE, _TWO | _NOISE_SCALE, "--noise_scale_interval: ... has only the gradient of its shard"),
+    (_SEQUENCE, _TWO | {"compile_blocks": True}, "--compile_blocks: ... leave --compile_blocks out"),
+    (_SEQUENCE, _TWO | {"seq_length": 65}, "--seq_length: found length 65; expected a multiple of 2"),
+    (_TENSOR, _TWO | {"seq_length_schedule": "0:1,99:64"}, "--seq_length_schedule: found length 1; expected"),
+    (_SEQUENCE | {"communication_data_type": "bf16"}, _TWO, 'ignores it with "sequence_parallel_size"'),
+    (_SEQUENCE | {"seq_parallel_communication_data_type": "bf16"}, _TWO, "expected fp32 at ZeRO stage 1"),
+    (_TENSOR | _MUON, _TWO, "optimizer.type: ... use AdamW"),
+    (_TENSOR | {"optimizer.type": "Lamb"} | UNTESTED, _TWO | _CUDA, "optimizer.type: ... use AdamW"),
+    (_TENSOR | z("zero_hpz_partition_size", 2), _FOUR, "zero_hpz_partition_size: ... emove the key"),
+    (_TENSOR | z("zero_quantized_weights", True), _FOUR | _CUDA, "zero_quantized_weights: ... emove the key"),
+    (_SEQUENCE | z("zero_quantized_gradients", True), _TWO | _CUDA, "zero_quantized_gradients: ... emove the key"),
+    (z("zero_quantized_weights", True), _TWO, "zero_quantized_weights: ... need CUDA"),
+    (z("zero_quantized_weights", True), {"world_size": 128, "model": "gpt2"} | _CUDA, "pad the vocabulary"),
+    (z("zero_hpz_partition_size", 3), _FOUR, "zero_hpz_partition_size: ... a divisor of the 4 ranks"),
     ({"pipeline": {"partition_method": "profile"}}, {}, "pipeline.partition_method"),
     (z("stage3_max_live_parameters", -1, stage=2), {}, "stage3_max_live_parameters: found -1"),
     (z("stage3_max_live_parameters", 10) | {"zero_optimization.max_live_parameters": 10}, {}, "found both"),
@@ -125,18 +137,12 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"pipeline": {"activation_checkpoint_interval": 1}}, {"recompute": "none"}, "found 1 with --recompute none"),
     ({"activation_checkpointing": {"cpu_checkpointing": True}}, {"recompute": "attention"},
      "cpu_checkpointing: found true; expected false with --recompute attention"),
-    ({}, {"recompute": "selective"}, "--recompute: found selective; expected none, blocks, attention, mlp"),
     ({}, {"recompute_every": 2}, "--recompute_every: found 2 without a part"),
     ({}, {"recompute": "none", "recompute_every": 2}, "--recompute_every: found 2 without a part"),
     ({}, {"recompute": "blocks", "recompute_every": 1000}, "--recompute_every: found 1000; expected at most"),
-    ({}, {"mlp_tiles": 0}, "--mlp_tiles: found 0; expected at least 1"),
     ({}, {"mlp_tiles": 2, "recompute": "mlp"}, "--mlp_tiles: found 2 with --recompute mlp"),
     ({}, {"mlp_tiles": 65, "micro_batch_size": 1}, "--mlp_tiles: found 65; expected at most 64, the tokens of a micr"),
     # ZeRO, offload, pipeline
-    (z("stage", 2) | {"pipeline": {"stages": 2}}, {"world_size": 2}, "pipeline.stages: found 2 with zero_opt"),
-    (z("stage", 3) | {"pipeline": {"stages": 2}}, {"world_size": 2}, "pipeline.stages: found 2 with zero_opt"),
-    ({"pipeline": {"stages": 2}}, {"world_size": 3}, "2 stages on 3 ranks"),
-    ({"pipeline": {"stages": 2}}, {"world_size": 1}, "2 stages on 1 ranks"),
     ({"pipeline": {"stages": 5}}, {"world_size": 5}, "at most 4, the model's layers"),
     (z("offload_optimizer", NVME, stage=2), {"nvme_path": "{world}/nvme"}, "NVMe needs stage 3"),
     (z("offload_optimizer", CPU, stage=0), {}, "offload_optimizer.device"),
@@ -145,9 +151,6 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (z("offload_optimizer", {**NVME, "nvme_path": "/a"}), {"nvme_path": "/b"}, "found /a, but --nvme_path /b"),
     (z("offload_param", {**NVME, "buffer_size": 100}), {"nvme_path": "{world}/nvme"}, "buffer_size"),
     ({}, {"nvme_path": "{world}/nvme"}, "--nvme_path"),
-    (z("zero_hpz_partition_size", 3), {"world_size": 4}, "zero_hpz_partition_size"),
-    (z("zero_quantized_weights", True), {}, "zero_quantized_weights"),
-    ({"pipeline": {"stages": 2}, "wall_clock_breakdown": True}, {"world_size": 2}, "wall_clock_breakdown"),
     ({"pipeline": {"stages": 2}, "flops_profiler": {"enabled": True}}, {"world_size": 2}, "flops_profiler.enabled"),
     (z("stage", 2) | {"prescale_gradients": True}, {}, "prescale_gradients"),
     # precision
@@ -157,7 +160,6 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"bf16": NOTHING, "fp16": {"enabled": True, "initial_scale_power": 4, "min_loss_scale": 17}},
      {"emulate_fp16": True}, "fp16.min_loss_scale: found 17; expected 1 to 16"),
     ({"bf16": NOTHING, "fp16": {"enabled": True, "loss_scale_window": 0}}, {"emulate_fp16": True}, "loss_scale_window"),
-    ({"bf16.enabled": False, "fp16": {"enabled": True}}, {}, "--emulate_fp16"),
     ({}, {"emulate_fp16": True}, "--emulate_fp16"),
     ({}, {"tf32": True}, "--tf32: found a run in bf16 on cpu"),
     ({}, {"tf32": True, "device": "cuda"}, "--tf32: found a run in bf16 on cuda"),
@@ -201,8 +203,6 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"optimizer.type": "Muon", "zero_optimization.stage": 0}, {}, "for Muon"),
     ({"optimizer.params.max_grad_norm": 1}, {}, '"gradient_clipping" at the top level'),
     ({"optimizer.params.adam_w_mode": False}, {}, "optimizer.params.adam_w_mode"),
-    ({}, {"learning_rate": 1e-4}, "found 0.001, but --learning_rate 0.0001"),
-    ({}, {"adam_beta1": 0.8}, "optimizer.params.betas"),
     ({"scheduler": {"type": "WarmupLr"}}, {}, 'Did you mean "WarmupLR"'),
     ({"scheduler": {"type": "WarmupLR"}}, {"lr_schedule": "linear"}, "--lr_schedule"),
     ({"scheduler": {"type": "WarmupLR"}}, {"lr_warmup_steps": 5}, "--lr_warmup_steps"),
@@ -213,33 +213,23 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     # batch
     (dict(zip(BASE, (7, 2, 2), strict=False)), {}, "7 != 2 x 2 x 1"),
     ({"train_batch_size": 6}, {"world_size": 4}, "6 != 1 x 1 x 4"),
-    ({"train_batch_size": 8}, {"global_batch_size": 16}, "found 8, but --global_batch_size 16"),
     ({"train_batch_size": 2}, {"world_size": 4}, "2 != "),
     (dict.fromkeys(list(BASE)[:3], NOTHING), {}, "no batch size"),
     # length and schedule
     ({}, {"train_steps": NOTHING}, "neither of them"),
-    ({}, {"train_tokens": 10}, "both"),
-    ({}, {"lr_schedule": "cosin"}, 'Did you mean "cosine"'),
     ({}, {"lr_warmup_steps": 51}, "--lr_warmup_steps"),
-    ({}, {"lr_schedule": "step", "lr_milestones": "9,8"}, "--lr_milestones: found 9,8; expected numbers that rise"),
     ({"scheduler": {"type": "WarmupLR"}}, {"lr_reference_batch": 8, "lr_scaling": "sqrt"}, "--lr_reference_batch"),
     ({"scheduler": {"type": "WarmupLR"}}, {"min_lr": 1e-6}, "--min_lr"),
     ({}, {"batch_schedule": "0:2,64"}, "--batch_schedule: found '64'; expected FROM_TOKENS:GLOBAL_BATCH"),
     ({}, {"batch_schedule": "10:2"}, "numbers of tokens that rise from 0"),
     ({}, {"batch_schedule": "0:4,64:2"}, "global batches of at least 1 sample that rise"),
-    ({"train_micro_batch_size_per_gpu": 2}, {"batch_schedule": "0:3,64:4", "world_size": 1},
-     "a global batch of 3; expected a multiple of 2"),
-    ({}, {"batch_schedule": "0:1,64:2", "global_batch_size": 4}, "found 2 as the last global batch; expected that of"),
     # loss and gradients
-    ({}, {"label_smoothing": 1.5}, "--label_smoothing: found 1.5; expected at most 1"),
     ({}, {"label_smoothing": 1}, "--label_smoothing: found 1; expected below 1"),
     ({}, {"router_z_loss": 1e-3}, "--router_z_loss: the model has no experts"),
     ({}, {"router_aux_loss": 0.01}, "--router_aux_loss: the model has no experts"),
     ({}, {"expert_capacity_factor": 1.25}, "--expert_capacity_factor: the model has no experts"),
     ({}, {"model": "tiny-moe", "compile_blocks": True}, "--compile_blocks: found a model with experts"),
     ({}, {"model": "tiny-moe", "mup_base_width": 64}, "--mup_base_width: found a model with experts"),
-    ({"tensor_parallel": {"autotp_size": 2}}, {"model": "tiny-moe", "world_size": 2}, "model with experts"),
-    ({"sequence_parallel_size": 2}, {"model": "tiny-moe", "world_size": 2}, "model with experts"),
     ({}, {"adaptive_clipping_window": 50}, "it has no effect without --adaptive_clipping"),
     ({"optimizer": {"type": "Muon", "params": {"lr": 0.1}}, "zero_optimization.stage": 2},
      {"gradient_value_clipping": 1}, "--gradient_value_clipping: found the optimizer Muon"),
@@ -303,3 +293,26 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"save": NOTHING}, "--save"),
     ({}, {"sed": 3}, 'Did you mean "--seed"'),
 ]
+
+
+def run_words(flags: dict[str, Any]) -> list[str]:
+    """Return the command line of a valid run with changed flags."""
+    given = {name: value for name, value in {**RUN, "device": "cpu", **flags}.items() if value is not NOTHING}
+    return [word for name, value in given.items()
+            for word in ([f"--{name}"] if value is True else [f"--{name}", str(value)])]
+
+
+def run_json(changes: dict[str, Any]) -> str:
+    """Return BASE with changes."""
+    document = json.loads(json.dumps(BASE))
+    for dotted, value in changes.items():
+        change(document, dotted, value)
+    return json.dumps(document, indent=1)
+
+
+def input_cases() -> Iterator[Case]:
+    """Yield the rows of WRONG."""
+    for number, (changes, flags, culprit) in enumerate(WRONG):
+        words = run_words({"deepspeed_config": "{world}/in.json", **flags})
+        yield Case(f"check_config {number}: {culprit}", "tools/check_config.py", tuple(words), culprit,
+                   (("in.json", run_json(changes).encode()),))
