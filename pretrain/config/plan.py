@@ -1,7 +1,7 @@
 """The plan of a run: everything that the engine and the step loop need."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pretrain.config.ds_json.read import DsFile, get_value
 from pretrain.config.flags.arguments import RunArguments, data_spec
@@ -11,11 +11,13 @@ from pretrain.config.model_of_run import Origin
 from pretrain.config.run_length import RunLength
 from pretrain.config.schedule import Schedule
 from pretrain.data.data_spec import DataSpec
-from pretrain.data.samples.dataset import SampleDataset
 from pretrain.data.token_schedules import SeqLengths
-from pretrain.data.tokenizers.tokenizer import Tokenizer
 from pretrain.distributed.device import Device
 from pretrain.model.config import ModelConfig
+
+if TYPE_CHECKING:  # tools that only read JSONs import neither numpy nor tokenizers
+    from pretrain.data.samples.dataset import SampleDataset
+    from pretrain.data.tokenizers.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,8 @@ class Plan:
     schedule: Schedule | None  # learning rate by applied steps; None: the JSON has its own scheduler
     schedule_flags: dict[str, Any]  # flags or JSON keys that planned the learning rates
     notes: tuple[str, ...]  # settings that have no effect or may surprise, one line each
-    datasets: dict[str, SampleDataset] = field(default_factory=dict)  # by the names that `RunData` describes
-    tokenizer: Tokenizer | None = None
+    datasets: dict[str, "SampleDataset"] = field(default_factory=dict)  # by the names that `RunData` describes
+    tokenizer: "Tokenizer | None" = None
     eod_token: int | None = None  # end-of-document token
     unigram_entropy: float | None = None  # nats a token, of the training data; None: no data
     overrides: tuple[OverrideRecord, ...] = ()  # changes by --override so far

@@ -4,20 +4,13 @@ import itertools
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
-from pretrain.config.ds_json.check_keys import IgnoredKey
-from pretrain.config.ds_json.read import DsFile
-from pretrain.config.ds_json.schema import DEFAULT_PARTITION_METHOD
-from pretrain.config.flags.arguments import RunArguments
-from pretrain.config.layout import Layout
 from pretrain.config.plan import Plan
 from pretrain.config.schedule import rate_factor
 from pretrain.data.data_spec import names_of_split
 from pretrain.data.run_data import RunData
 from pretrain.data.samples.blend import BlendedSamples
 from pretrain.data.samples.packed import PackedDocuments
-from pretrain.distributed.device import Device
 from pretrain.model.config import find_config, preset_names
 from pretrain.model.init_methods import width_multiplier
 
@@ -26,44 +19,6 @@ _PADDING = 256  # rows; vocabularies are often padded by up to this number of un
 # GPT-3, OPT, Llama, Pythia and OLMo have 0.01 to 0.1; Lion's authors advise up to 10 times as much (arXiv 2302.06675)
 _LARGEST_WEIGHT_DECAY = 1.0
 _LARGEST_DROPOUT = 0.5  # that of the first paper on dropout (arXiv 1207.0580); transformers have 0 to 0.3
-
-
-def json_notes(file: DsFile, config: dict[str, Any], args: RunArguments, layout: Layout, device: Device,
-               train_steps: int, ignored: list[IgnoredKey]) -> tuple[str, ...]:
-    """Notes about the JSON: keys without an effect, and a missing optimizer."""
-    notes = _ignored_key_notes(ignored)
-    if "optimizer" not in file.values:
-        params = ", ".join(f"{name} {value}" for name, value in config["optimizer"]["params"].items()
-                           if name not in ("torch_adam", "fused"))
-        notes.append(f'the JSON has no "optimizer": AdamW with {params}, from the flags and their defaults')
-    if layout.pipeline_stages == 1 and layout.partition_method != DEFAULT_PARTITION_METHOD:
-        notes.append("pipeline.partition_method: no effect with one stage")
-    if layout.recomputation.offload and device.kind == "cpu":
-        notes.append("activation_checkpointing.cpu_checkpointing: no use on a CPU, whose memory is the host's")
-    interval = file.get("steps_per_print")
-    if isinstance(interval, (int, float)) and interval <= train_steps:
-        if layout.uses_pipeline_module:  # DeepSpeed's PipelineEngine prints at every log level
-            notes.append("steps_per_print: DeepSpeed prints lines of its own between those of the run")
-        elif args.deepspeed_log_level not in ("debug", "info") and not config.get("wall_clock_breakdown"):
-            notes.append("steps_per_print: no effect without --deepspeed_log_level info")
-    return tuple(notes)
-
-
-def _ignored_key_notes(ignored: list[IgnoredKey]) -> list[str]:
-    """Return a line for each reason and block: `sub_group_size, offload_param (zero_optimization): no effect ...`."""
-    groups: dict[tuple[str, str], list[str]] = {}
-    blocks = {dotted for dotted, _ in ignored}
-    for dotted, reason in ignored:
-        parent, _, name = dotted.rpartition(".")
-        if parent in blocks:
-            continue
-        groups.setdefault((parent, reason), []).append(name)
-    lines = []
-    for (parent, reason), names in groups.items():
-        subject = ", ".join(names) + (f" ({parent})" if parent else "") if len(names) > 1 else \
-            f"{parent}.{names[0]}".lstrip(".")
-        lines.append(f"{subject}: {reason}")
-    return lines
 
 
 def run_notes(plan: Plan, data: RunData) -> tuple[str, ...]:

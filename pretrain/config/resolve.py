@@ -22,10 +22,9 @@ from pretrain.config.ds_json.optimizers import OPTIMIZERS
 from pretrain.config.ds_json.read import DsFile, get_value
 from pretrain.config.ds_json.schema import DEFAULT_PARTITION_METHOD, PARTITION_METHODS, ZERO
 from pretrain.config.flags.arguments import RunArguments
-from pretrain.config.layout import parse_layout
+from pretrain.config.layout import Layout, parse_layout
 from pretrain.config.make_schedule import make_schedule
 from pretrain.config.plan import Plan
-from pretrain.config.plan_notes import json_notes
 from pretrain.config.run_length import RunLength, run_length
 from pretrain.config.schedule import Schedule
 from pretrain.data.token_schedules import parse_seq_lengths
@@ -82,7 +81,7 @@ def resolve_ds_config(file: DsFile, args: RunArguments, *, model: ModelConfig, w
     return Plan(args=args, file=file, ds_config=config, model=model, device=device, layout=layout, length=length,
                 seq_lengths=parse_seq_lengths(args.seq_length_schedule, seq_length=args.seq_length),
                 schedule=schedule, schedule_flags=_schedule_flags(file, args, schedule),
-                notes=json_notes(file, config, args, layout, device, length.train_steps, ignored))
+                notes=_notes(file, config, args, layout, device, length.train_steps, ignored))
 
 
 def _select_optimizer_class(config: dict[str, Any], zero_stage: int, device: Device) -> None:
@@ -239,3 +238,41 @@ def _pipeline_stages(file: DsFile, zero_stage: int, world_size: int, model: Mode
                           expected="a number that divides the ranks",
                           remedy=f"launch {stages}, {2 * stages} or {3 * stages} ranks")
     return stages
+
+
+def _notes(file: DsFile, config: dict[str, Any], args: RunArguments, layout: Layout, device: Device,
+           train_steps: int, ignored: list[IgnoredKey]) -> tuple[str, ...]:
+    """Return notes about the JSON: keys without an effect, and a missing optimizer."""
+    notes = _ignored_key_notes(ignored)
+    if "optimizer" not in file.values:
+        params = ", ".join(f"{name} {value}" for name, value in config["optimizer"]["params"].items()
+                           if name not in ("torch_adam", "fused"))
+        notes.append(f'the JSON has no "optimizer": AdamW with {params}, from the flags and their defaults')
+    if layout.pipeline_stages == 1 and layout.partition_method != DEFAULT_PARTITION_METHOD:
+        notes.append("pipeline.partition_method: no effect with one stage")
+    if layout.recomputation.offload and device.kind == "cpu":
+        notes.append("activation_checkpointing.cpu_checkpointing: no use on a CPU, whose memory is the host's")
+    interval = file.get("steps_per_print")
+    if isinstance(interval, (int, float)) and interval <= train_steps:
+        if layout.uses_pipeline_module:  # DeepSpeed's PipelineEngine prints at every log level
+            notes.append("steps_per_print: DeepSpeed prints lines of its own between those of the run")
+        elif args.deepspeed_log_level not in ("debug", "info") and not config.get("wall_clock_breakdown"):
+            notes.append("steps_per_print: no effect without --deepspeed_log_level info")
+    return tuple(notes)
+
+
+def _ignored_key_notes(ignored: list[IgnoredKey]) -> list[str]:
+    """Return a line for each reason and block: `sub_group_size, offload_param (zero_optimization): no effect ...`."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    blocks = {dotted for dotted, _ in ignored}
+    for dotted, reason in ignored:
+        parent, _, name = dotted.rpartition(".")
+        if parent in blocks:
+            continue
+        groups.setdefault((parent, reason), []).append(name)
+    lines = []
+    for (parent, reason), names in groups.items():
+        subject = ", ".join(names) + (f" ({parent})" if parent else "") if len(names) > 1 else \
+            f"{parent}.{names[0]}".lstrip(".")
+        lines.append(f"{subject}: {reason}")
+    return lines

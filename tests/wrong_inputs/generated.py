@@ -19,6 +19,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from pretrain.config import layout_rules
 from tests.wrong_inputs.case import LEGAL, Case, main_of
 from tests.wrong_inputs.commands import command_cases
 from tests.wrong_inputs.files import content_cases, json_cases, model_cases
@@ -126,6 +127,7 @@ def main(folder: str, out: str, only: str = "") -> None:
     sys.meta_path.insert(0, _NoTorch())
     subprocess.Popen.__init__ = _no_process  # type: ignore[method-assign,assignment]
     signal.signal(signal.SIGPROF, _took_too_long)
+    layout_rules.find_library = lambda name: name  # it would start processes
     world = Path(folder)
     make_world(world)
     (world / "tmp").mkdir()
