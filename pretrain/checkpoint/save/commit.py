@@ -30,7 +30,7 @@ from pretrain.paths import fsync
 from pretrain.stored_json import build, read_json
 
 if TYPE_CHECKING:
-    from pretrain.config.validate import Plan  # imports numpy
+    from pretrain.config.plan import Plan
 
 TEMPORARY = ".tmp-"  # prefix of the names of temporary folders and files
 _POLL_S = 0.05
