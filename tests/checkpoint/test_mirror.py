@@ -21,7 +21,6 @@ from pretrain.checkpoint.save.mirror import (
     finish_upload,
     mirrored_checkpoints,
     upload,
-    without_credentials,
 )
 from pretrain.errors import ConfigError, SaveError
 from tests.support.checkpoints import real_run
@@ -194,8 +193,3 @@ def test_a_misspelt_bucket_is_not_created(s3_server: str) -> None:
     with pytest.raises(ConfigError, match="s3://bukket/run: the mirror cannot be used: FileNotFoundError"):
         check_mirror("s3://bukket/run")
     assert fsspec.filesystem("s3").ls("", refresh=True) == ["bucket"]
-
-
-def test_messages_show_no_credentials() -> None:
-    assert without_credentials("ftp://user:secret@host/run") == "ftp://host/run"
-    assert without_credentials("s3://bucket/a@b") == "s3://bucket/a@b"

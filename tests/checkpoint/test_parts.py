@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from pretrain.checkpoint.format.fragments import FileLocation, Fragment
 from pretrain.checkpoint.format.shard_index import FP32, index_name, index_text, tensor_entry
-from pretrain.checkpoint.load.overlapping_shards import boxes_of
 from pretrain.checkpoint.load.reader import CheckpointReader
 from pretrain.distributed.parallel_groups import RankGroup
 from pretrain.errors import ConfigError
@@ -138,13 +137,6 @@ def _elements(fragment: list[Any]) -> set[int]:
     complete = torch.arange(prod(shape)).view(shape)
     own = Part(tuple(shape), part[0][0], tuple(map(tuple, part[0][1]))).of(complete) if part else complete
     return set(own.reshape(-1)[start:start + length].tolist())
-
-
-def test_a_few_boxes_describe_a_fragment() -> None:
-    columns = Part((1000, 600), 1, ((100, 200), (300, 400)))
-    assert len(boxes_of((1000, 600), columns, 0, 200_000)) == 2
-    assert len(boxes_of((1000, 600), columns, 150, 190_000)) <= 6
-    assert len(boxes_of((8, 50, 60), None, 7, 20_000)) <= 5
 
 
 def test_an_index_of_a_newer_version_is_rejected(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import os
 import pickle
 import re
-import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -146,9 +145,3 @@ def test_verify_reports_pickles_that_cannot_be_loaded(layout: str, corpus: str, 
     assert problem.startswith(f"{path}: found a pickle that needs ")
     assert "system" in problem
     assert not canary.exists()
-
-
-@pytest.mark.skipif(sys.version_info[:3] not in {(3, 11, 0), (3, 11, 1), (3, 11, 2), (3, 11, 3)},
-                    reason="only Python 3.11.0 to 3.11.3 pickle enum members through getattr")
-def test_this_python_pickles_enums_through_getattr() -> None:
-    assert b"getattr" in pickle.dumps(ZeroStageEnum.weights, 2)

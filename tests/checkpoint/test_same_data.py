@@ -177,15 +177,3 @@ def test_damaged_hashes_are_reported_and_ignored(start: Starter, data: Path) -> 
     hashes_path(data).write_text("{")
     notes = start(data).plan.notes
     assert [note for note in notes if "corpus.sha256.json is ignored and will be written again" in note]
-
-
-def test_each_sequence_of_a_merged_file_is_a_document(start: Starter, data: Path) -> None:
-    """`merge_file_` of GPT-NeoX writes a document index of 0 to 0."""
-    content = bytearray(Path(f"{data}.idx").read_bytes())
-    number = int.from_bytes(content[18:26], "little")
-    content[26:34] = (1).to_bytes(8, "little")
-    Path(f"{data}.idx").write_bytes(content[:34 + 12 * number] + bytes(8))
-    plan = start(data, "--split", "80,20,0").plan
-    assert plan.datasets["train"].sources[0].num_documents == number
-    assert plan.datasets["train"].num_tokens == round(number * 0.8) * 2**20
-    assert [note for note in plan.notes if note.startswith(f"{data}.idx: its document index ends at sequence 0 of")]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers
 
-from pretrain.checkpoint.convert.write_weights import PlannedTensor, file_names, index_json, shards_of, write_shards
+from pretrain.checkpoint.convert.write_weights import PlannedTensor, index_json, shards_of, write_shards
 from pretrain.checkpoint.load.reader import chunks_of
 from pretrain.model.config import model_config_from
 from pretrain.model.hf_names import name_in_files, tensor_rules
@@ -41,8 +41,7 @@ def write_hf_model(folder: Path, values: dict[str, Any], *, dtype: str = "fp32",
     config = model_config_from(json.loads(Path(write_config(folder, values)).read_text()), "config.json")
     planned = [PlannedTensor(name_in_files(name, config), dtype, shape) for rule in tensor_rules(config)
                for name, shape in zip(rule.theirs, rule.their_shapes(), strict=True)]
-    groups = shards_of(planned, shard_bytes)
-    shards = dict(zip(file_names("model", len(groups)), groups, strict=True))
+    shards = shards_of(planned, shard_bytes, "model")
     generator = torch.Generator().manual_seed(3)
     chunks = (torch.empty(length, dtype=DTYPES[dtype]).normal_(0, 0.02, generator=generator) for tensor in planned
               for _, length in chunks_of(tensor.num_elements))

@@ -16,7 +16,6 @@ from pretrain.checkpoint.convert.write_weights import (
     CHUNK_NUMEL,
     PlannedTensor,
     copy_rows,
-    file_names,
     index_json,
     shards_of,
     write_shards,
@@ -72,11 +71,6 @@ def _fill(plan: ExportPlan, conversion: str, write: Callable[[Path], dict[str, F
     fill_new_folder(plan.folder, plan.out, conversion, write)
 
 
-def _write_weights(plan: ExportPlan, folder: Path) -> dict[str, FileRecord]:
-    return write_hf_weights(CheckpointReader(plan.folder), plan.config, folder, dtype=plan.dtype,
-                            shard_bytes=plan.shard_bytes)
-
-
 def write_config(plan: ExportPlan, folder: Path, ids: TokenIds | None) -> None:
     """Write config.json with the special tokens `ids` of the tokenizer; None: with those of the model's config.
 
@@ -117,20 +111,18 @@ def _write_json(path: Path, values: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
-def write_hf_weights(reader: CheckpointReader, config: ModelConfig, folder: Path, *, dtype: str,
-                     shard_bytes: int) -> dict[str, FileRecord]:
+def _write_weights(plan: ExportPlan, folder: Path) -> dict[str, FileRecord]:
     """Write safetensors files, with an index if there are several. Return sizes and hashes of the safetensors files.
 
     A tied head is written once, as the embedding. Raises ConfigError if the checkpoint does not fit the model or a
     value is not finite in this dtype, and OSError.
     """
-    rules = tensor_rules(config)
+    reader, rules = CheckpointReader(plan.folder), tensor_rules(plan.config)
     reader.check_shapes({rule.ours: rule.shape for rule in rules})
-    planned = [PlannedTensor(name_in_files(name, config), dtype, shape) for rule in rules
+    planned = [PlannedTensor(name_in_files(name, plan.config), plan.dtype, shape) for rule in rules
                for name, shape in zip(rule.theirs, rule.their_shapes(), strict=True)]
-    groups = shards_of(planned, shard_bytes)
-    shards = dict(zip(file_names("model", len(groups)), groups, strict=True))
-    converter = _Converter(reader, config, DTYPES[dtype])
+    shards = shards_of(planned, plan.shard_bytes, "model")
+    converter = _Converter(reader, plan.config, DTYPES[plan.dtype])
     records = write_shards(folder, shards, (chunk for rule in rules for chunk in converter.chunks(rule)))
     if len(shards) > 1:
         (folder / INDEX).write_text(index_json(shards))

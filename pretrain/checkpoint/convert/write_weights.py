@@ -47,8 +47,11 @@ class PlannedTensor:
         return self.num_elements * DTYPE_BYTES[self.dtype]
 
 
-def shards_of(tensors: Sequence[PlannedTensor], shard_bytes: int) -> list[list[PlannedTensor]]:
-    """Divide the tensors into files of at most `shard_bytes`, in order. A larger tensor gets its own file."""
+def shards_of(tensors: Sequence[PlannedTensor], shard_bytes: int, stem: str) -> dict[str, list[PlannedTensor]]:
+    """Divide the tensors into files of at most `shard_bytes`, in order. A larger tensor gets its own file.
+
+    The files are named STEM.safetensors, or STEM-I-of-N.safetensors, as transformers names them.
+    """
     shards: list[list[PlannedTensor]] = [[]]
     used = 0
     for tensor in tensors:
@@ -57,7 +60,9 @@ def shards_of(tensors: Sequence[PlannedTensor], shard_bytes: int) -> list[list[P
             used = 0
         shards[-1].append(tensor)
         used += tensor.num_bytes
-    return shards
+    count = len(shards)
+    return {f"{stem}-{i:05d}-of-{count:05d}.safetensors" if count > 1 else f"{stem}.safetensors": shard
+            for i, shard in enumerate(shards, start=1)}
 
 
 def copy_rows(matrix: torch.Tensor, buffer: torch.Tensor, order: torch.Tensor | None = None, *,
@@ -82,12 +87,6 @@ def copy_rows(matrix: torch.Tensor, buffer: torch.Tensor, order: torch.Tensor | 
         else:
             torch.index_select(matrix[start:start + count], 1, order, out=rows)
         yield chunk
-
-
-def file_names(stem: str, count: int) -> list[str]:
-    """Return the names of `count` files, as transformers chooses them."""
-    return [f"{stem}.safetensors"] if count == 1 else [
-        f"{stem}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
 
 
 def write_shards(folder: Path, shards: dict[str, list[PlannedTensor]],
@@ -161,9 +160,8 @@ def write_weights_run(out: Path, planned: Sequence[PlannedTensor], chunks: Itera
                 (temporary / "tokenizer").mkdir()
             for name, path in tokenizer.items():
                 shutil.copyfile(path, temporary / "tokenizer" / name)
-        groups = shards_of(planned, _SHARD_BYTES)
         # not "model": transformers must not load these files, whose tensors have our names
-        shards = dict(zip(file_names("weights", len(groups)), groups, strict=True))
+        shards = shards_of(planned, _SHARD_BYTES, "weights")
         records = write_shards(folder, shards, chunks)
         for name, text in {index_name(0): _shard_index(shards), **(others or {})}.items():
             (folder / name).write_text(text, encoding="utf-8")

@@ -91,8 +91,10 @@ def complete_shape(parameter: torch.Tensor) -> tuple[int, ...]:
     return part.shape if part else tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def _fragment(parameter: torch.Tensor, names: ParameterNames, *, start: int, length: int, offset: int) -> Fragment:
-    return Fragment(names[id(parameter)], complete_shape(parameter), start, length, offset, part_of(parameter))
+def _fragment(parameter: torch.Tensor, names: ParameterNames, *, start: int = 0, length: int | None = None,
+              offset: int = 0) -> Fragment:
+    return Fragment(names[id(parameter)], complete_shape(parameter), start,
+                    parameter.numel() if length is None else length, offset, part_of(parameter))
 
 
 def _fragments_between(start: int, stop: int, parameters: Iterable[torch.Tensor], offsets: Iterable[int],
@@ -105,10 +107,6 @@ def _fragments_between(start: int, stop: int, parameters: Iterable[torch.Tensor]
             fragments.append(_fragment(parameter, names, start=first - offset, length=last - first,
                                        offset=first - start))
     return tuple(fragments)
-
-
-def _single_fragment(parameter: torch.Tensor, names: ParameterNames) -> tuple[Fragment, ...]:
-    return _fragments_between(0, parameter.numel(), [parameter], [0], names)
 
 
 def _consecutive_offsets(parameters: list[torch.Tensor]) -> list[int]:
@@ -194,7 +192,7 @@ def _fp16_unfused(engine: DeepSpeedEngine, names: ParameterNames) -> list[FlatTe
     for i, (tensors, parameters) in enumerate(zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True)):
         for j, (tensor, parameter) in enumerate(zip(tensors, parameters, strict=True)):
             flats.append(FlatTensor(
-                len(flats), tensor, tensor.numel(), _single_fragment(parameter, names),
+                len(flats), tensor, tensor.numel(), (_fragment(parameter, names),),
                 location.at("fp32_groups", i, j) if location else None,
                 location.at("optimizer_state_dict", "state", numbers[id(tensor)]) if location else None))
     return flats
@@ -212,7 +210,7 @@ def _unwrapped(engine: DeepSpeedEngine, names: ParameterNames) -> list[FlatTenso
         parameter = layers[parameter_id][0]
         weights = layers[parameter_id][1] if file else None
         flats.append(FlatTensor(
-            number, parameter, parameter.numel(), _single_fragment(parameter, names), weights,
+            number, parameter, parameter.numel(), (_fragment(parameter, names),), weights,
             file.at("optimizer", "state", number) if file and weights else None))
     return flats
 

@@ -150,6 +150,11 @@ class Manifest:
         return self.finite is not False
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each file."""
+        return {name: record.bytes for name, record in self.files.items()}
+
+    @property
     def num_bytes(self) -> int:
         """Total size of the files."""
         return sum(record.bytes for record in self.files.values())

@@ -124,7 +124,10 @@ def _candidates(plan: Plan, log: Callable[[str], None]) -> Iterator[Candidate]:
     mirrored: dict[int, str] = {}
     mirror_is_read = True
     try:
-        mirrored = _mirrored_tags(mirror, checkpoints)
+        if mirror is not None:
+            check_mirror(mirror)
+            abandoned = abandoned_save_ids(checkpoints)
+            mirrored = {step_of(Path(tag)): tag for tag in mirrored_checkpoints(mirror, abandoned)}
     except ConfigError as error:
         mirror_is_read = False
         yield str(error)  # the run can still resume from a local checkpoint
@@ -153,14 +156,6 @@ def _candidates(plan: Plan, log: Callable[[str], None]) -> Iterator[Candidate]:
         for note in notes:
             log(note)
         yield folder, manifest.to_json()
-
-
-def _mirrored_tags(mirror: str | None, checkpoints: Path) -> dict[int, str]:
-    """Return step -> name of the checkpoints in the mirror that no rollback has abandoned. Raises ConfigError."""
-    if mirror is None:
-        return {}
-    check_mirror(mirror)
-    return {step_of(Path(tag)): tag for tag in mirrored_checkpoints(mirror, abandoned_save_ids(checkpoints))}
 
 
 def _fetch_candidate(mirror: str, checkpoints: Path, tag: str) -> Candidate:
@@ -192,11 +187,10 @@ def _repair_latest(chosen: Resume) -> list[str]:
 
 def find_damage_together(folder: Path, manifest: Manifest) -> list[str]:
     """Compare a checkpoint's files with the hashes of its manifest. Return the problems of all ranks. Collective."""
-    sizes = {name: record.bytes for name, record in manifest.files.items()}
     problems = _manifest_problems(folder, manifest)
     if dist.get_rank() == 0:
         problems += unexpected_files(folder, manifest)
-    damage = hash_together(sizes, lambda names, advance: find_damage(folder, manifest, names, advance=advance))
+    damage = hash_together(manifest.sizes, lambda names, advance: find_damage(folder, manifest, names, advance=advance))
     return damage + [line for lines in gather(problems) for line in lines]
 
 
@@ -229,7 +223,7 @@ def _manifest_problems(folder: Path, manifest: Manifest) -> list[str]:
 
 def reject_foreign_pickles(folder: Path, manifest: Manifest) -> None:
     """Raise ConfigError, on every rank, if a pickle needs a class outside the allow-list of `pickles.py`."""
-    sizes = {name: record.bytes for name, record in manifest.files.items() if name.endswith(".pt")}
+    sizes = {name: size for name, size in manifest.sizes.items() if name.endswith(".pt")}
     rejected: list[str] = []
     for name in files_of_rank(sizes, dist.get_rank(), dist.get_world_size()):
         try:

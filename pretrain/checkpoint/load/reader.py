@@ -15,11 +15,10 @@ from pretrain.checkpoint.format.fragments import FileLocation
 from pretrain.checkpoint.format.pickles import load_pickle
 from pretrain.checkpoint.format.shard_index import FP32, StoredFragment, read_shard_indexes
 from pretrain.checkpoint.load.hf_folder import WEIGHT_DTYPES, HFFolder, StoredTensor, read_header
-from pretrain.checkpoint.load.overlapping_shards import BoxIndex, boxes_of
 from pretrain.errors import ConfigError
 from pretrain.model.hf_names import TensorRule, tensor_rules
 from pretrain.model.hf_weights import to_ours
-from pretrain.model.parameters import Part
+from pretrain.model.parameters import BoxIndex, Part, boxes_of
 
 _CHUNK_NUMEL = 2**24  # largest number of elements in a chunk
 # settings of a parameter group that learning-rate schedulers change

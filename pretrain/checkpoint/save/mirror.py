@@ -105,11 +105,6 @@ class _Mirror:
         with ThreadPoolExecutor(self._num_transfers, thread_name_prefix="mirror") as pool:
             list(pool.map(transfer, names))
 
-    def missing(self, tag: str, manifest: Manifest) -> list[str]:
-        """List the manifest's files that are missing in the mirror or have another size there."""
-        sizes = self.sizes(tag)
-        return [name for name, record in manifest.files.items() if sizes.get(name) != record.bytes]
-
 
 def check_mirror(url: str) -> None:
     """Write a small file to the mirror and remove it. Raises ConfigError if that fails."""
@@ -152,11 +147,13 @@ def finish_upload(folder: Path, url: str, *, timeout_s: float = 0, poll_s: float
                 raise ConfigError(f"{mirror.url}/{tag}", problem=f"rank {rank} has not copied its files within "
                                   f"{timeout_s:g} s")
             time.sleep(poll_s)
-        if missing := mirror.missing(tag, manifest):
-            raise ConfigError(f"{mirror.url}/{tag}/{missing[0]}", problem="the copy is missing or does not have "
-                              f"{manifest.files[missing[0]].bytes} bytes")
+        copied = mirror.sizes(tag)
+        for name, num_bytes in manifest.sizes.items():
+            if copied.get(name) != num_bytes:
+                raise ConfigError(f"{mirror.url}/{tag}/{name}", problem="the copy is missing or does not have "
+                                  f"{num_bytes} bytes")
         mirror.fs.pipe_file(mirror.path(tag, MANIFEST), manifest.to_json().encode())
-        for name in mirror.sizes(tag):
+        for name in copied:
             if name.startswith(_PART):
                 mirror.fs.rm_file(mirror.path(tag, name))
 

@@ -239,9 +239,7 @@ class SavedCheckpoint:
     """A committed checkpoint."""
 
     folder: Path
-    save_id: str
-    sizes: dict[str, int]  # bytes of each file
-    finite: bool
+    manifest: Manifest
 
 
 def save_checkpoint(engine: DeepSpeedEngine, plan: Plan, checkpoints: Path, *, step: int, consumed_samples: int,
@@ -266,9 +264,7 @@ def save_checkpoint(engine: DeepSpeedEngine, plan: Plan, checkpoints: Path, *, s
         if any(errors):
             discard(temporary)
             raise SaveError("; ".join(f"rank {rank}: {error}" for rank, error in enumerate(errors) if error))
-        committed = commit(temporary, manifest, timeout_s=_VISIBLE_S)
-        sizes = {name: record.bytes for name, record in committed.files.items()}
-        return SavedCheckpoint(checkpoints / f"global_step{step}", save_id, sizes, committed.is_good)
+        return SavedCheckpoint(checkpoints / f"global_step{step}", commit(temporary, manifest, timeout_s=_VISIBLE_S))
 
     return from_rank_0(finish)
 

@@ -66,14 +66,14 @@ class Saver:
     def _write(self, engine: DeepSpeedEngine, position: dict[str, Any], start: float, *, prune: bool) -> None:
         """Write and commit a checkpoint, then send the writer a job to mirror and prune."""
         saved = save_checkpoint(engine, self._plan, self._checkpoints, **position)
+        manifest = saved.manifest
         self._report({"event": "save", "step": position["step"], "path": str(saved.folder),
-                      "bytes": sum(saved.sizes.values()), "finite": saved.finite,
+                      "bytes": manifest.num_bytes, "finite": manifest.is_good,
                       "seconds": round(time.perf_counter() - start, 3)})
         if self._writer is not None:
             self._writer.restart_if_ended()
-            names = files_of_rank(saved.sizes, dist.get_rank(), dist.get_world_size())
-            self._writer.submit(self._job(position["step"], saved.save_id, names, snapshot=None,
-                                          prune=prune))
+            names = files_of_rank(manifest.sizes, dist.get_rank(), dist.get_world_size())
+            self._writer.submit(self._job(position["step"], manifest.save_id, names, snapshot=None, prune=prune))
 
     def _begin(self, engine: DeepSpeedEngine, position: dict[str, Any], *, prune: bool) -> None:
         """Copy this rank's files into host memory, then send the writer a job to write and commit them."""
