@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from pretrain.checkpoint.format.manifest import MANIFEST, newest_good
+from pretrain.checkpoint.format.manifest import MANIFEST
+from pretrain.checkpoint.format.run_checkpoints import newest_good
 from tests.support.launch import ROOT, free_port, train_ranks
 
 METRICS = {"step", "consumed_samples", "consumed_tokens", "seq_length", "loss", "lr", "grad_norm", "loss_scale",

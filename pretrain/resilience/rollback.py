@@ -9,7 +9,8 @@ from pathlib import Path
 
 from deepspeed import DeepSpeedEngine
 
-from pretrain.checkpoint.format.manifest import Manifest, complete_checkpoints
+from pretrain.checkpoint.format.manifest import Manifest
+from pretrain.checkpoint.format.run_checkpoints import complete_checkpoints
 from pretrain.checkpoint.load.agree_on_checkpoint import find_damage_together, reject_foreign_pickles
 from pretrain.checkpoint.load.load_checkpoint import load_checkpoint
 from pretrain.checkpoint.load.resume import checkpoints_folder

@@ -8,7 +8,8 @@ import os
 from pathlib import Path
 from random import Random
 
-from pretrain.checkpoint.format.manifest import LATEST_FILE, MANIFEST, Manifest
+from pretrain.checkpoint.format.manifest import MANIFEST, Manifest
+from pretrain.checkpoint.format.run_checkpoints import LATEST_FILE
 from pretrain.errors import ConfigError
 from tests.chaos.processes import NotAppliedError
 

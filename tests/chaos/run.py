@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pretrain.checkpoint.format.manifest import checkpoint_folders, newest_good
+from pretrain.checkpoint.format.run_checkpoints import checkpoint_folders, newest_good
 from pretrain.cluster.supervise.launch_command import hostfile_of, run_folder, train_flags
 from pretrain.cluster.supervise.supervisor import SupervisorSettings, supervise
 from pretrain.cluster.supervise.supervisor_files import RESTART_LOG

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from pretrain.checkpoint.format.hashed_files import FileRecord, HashedFile, free_bytes
-from pretrain.checkpoint.format.manifest import LATEST_FILE, MANIFEST, Manifest, complete_checkpoints
+from pretrain.checkpoint.format.manifest import MANIFEST, Manifest
+from pretrain.checkpoint.format.run_checkpoints import LATEST_FILE, complete_checkpoints
 from pretrain.checkpoint.format.verify import find_damage
 from pretrain.checkpoint.save.commit import (
     check_space,

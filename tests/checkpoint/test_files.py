@@ -20,14 +20,8 @@ from pretrain.checkpoint.format.hashed_files import (
     sha256_of,
     write_atomically,
 )
-from pretrain.checkpoint.format.manifest import (
-    MANIFEST,
-    Manifest,
-    complete_checkpoints,
-    files_in,
-    newest_good,
-    read_manifest,
-)
+from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, files_in, read_manifest
+from pretrain.checkpoint.format.run_checkpoints import complete_checkpoints, newest_good
 from pretrain.checkpoint.format.verify import files_of_rank, find_damage
 from pretrain.errors import ConfigError
 from tests.support.checkpoints import STEPS, copy_checkpoints, newest_verified, real_run

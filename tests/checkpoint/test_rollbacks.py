@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.checkpoint.format.manifest import LATEST_FILE, MANIFEST, newest_good, read_manifest
+from pretrain.checkpoint.format.manifest import MANIFEST, read_manifest
+from pretrain.checkpoint.format.run_checkpoints import LATEST_FILE, newest_good
 from pretrain.checkpoint.save import retention
 from pretrain.checkpoint.save.mirror import fetch, finish_upload, mirrored_checkpoints, upload, withdraw
 from pretrain.checkpoint.save.retention import (

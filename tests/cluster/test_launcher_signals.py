@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pretrain.checkpoint.format.manifest import newest_good
+from pretrain.checkpoint.format.run_checkpoints import newest_good
 from tests.support.launch import LIMIT_S, ROOT, free_port, train_ranks
 from tests.test_train import _environment, _flags, losses, rows
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.checkpoint.format.manifest import newest_good
+from pretrain.checkpoint.format.run_checkpoints import newest_good
 from pretrain.cluster.hosts.multihost_job import LOST
 from pretrain.errors import HANG
 from tests.cluster.workers.mpi import mpi

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.checkpoint.format.manifest import Manifest, complete_checkpoints
+from pretrain.checkpoint.format.manifest import Manifest
+from pretrain.checkpoint.format.run_checkpoints import complete_checkpoints
 from pretrain.checkpoint.format.verify import find_damage
 from tests.support.cases import config, flags
 from tests.support.launch import ROOT, run_ranks

@@ -6,13 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pretrain.checkpoint.convert.new_folder import check_new_weights
-from pretrain.checkpoint.format.manifest import (
-    MANIFEST,
-    NOT_FINITE,
-    AveragedRecord,
-    Manifest,
-    complete_checkpoints,
-)
+from pretrain.checkpoint.format.manifest import MANIFEST, NOT_FINITE, AveragedRecord, Manifest
+from pretrain.checkpoint.format.run_checkpoints import complete_checkpoints
 from pretrain.checkpoint.load.find_checkpoint import (
     find_checkpoint,
     find_checkpoints_folder,

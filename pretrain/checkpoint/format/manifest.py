@@ -5,12 +5,10 @@ step in the folder's name is that of the manifest. A complete checkpoint is good
 holds NaN or infinity. This module does not read the files; `verify.find_damage` compares their hashes.
 """
 
-import contextlib
 import hashlib
 import json
 import re
 import stat
-from collections.abc import Iterator
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, TypedDict
@@ -20,12 +18,11 @@ from pretrain.config.flags.overrides import OverrideRecord
 from pretrain.config.layout import Layout
 from pretrain.config.model_of_run import Branch, Origin
 from pretrain.config.schedule import Schedule
-from pretrain.errors import ConfigError, printable, shorten
+from pretrain.errors import ConfigError
 from pretrain.model.init_methods import Initialization
 from pretrain.stored_json import build, parse_json, read_text, reason_of
 
 MANIFEST = "manifest.json"
-LATEST_FILE = "latest"  # in the checkpoints folder: the name of the newest checkpoint, for plain DeepSpeed
 NOT_FINITE = "the weights or optimizer states have NaN or infinite values"  # in messages about such a checkpoint
 _FOLDER_NAME = re.compile(r"global_step(\d+)")
 _HASH_KEY = "sha256"
@@ -292,110 +289,3 @@ def step_of(folder: Path) -> int:
     """Return the step in a checkpoint folder's name; -1 if the name is not global_stepN."""
     match = _FOLDER_NAME.fullmatch(folder.name)
     return int(match.group(1)) if match else -1
-
-
-def checkpoint_folders(checkpoints: Path) -> list[Path]:
-    """List every folder that is named global_stepN, complete or not, the highest step first ("newest")."""
-    folders = (path for path in checkpoints.glob("global_step*") if step_of(path) >= 0)
-    return sorted(folders, key=step_of, reverse=True)
-
-
-def manifest_or_error(folder: Path) -> Manifest | ConfigError:
-    """Return the folder's manifest, or the ConfigError that `read_manifest` raises."""
-    try:
-        return read_manifest(folder)
-    except ConfigError as error:
-        return error
-
-
-def manifests_or_errors(checkpoints: Path) -> Iterator[tuple[Path, Manifest | ConfigError]]:
-    """Yield every folder that is named global_stepN, newest first, with its manifest or its error."""
-    for folder in checkpoint_folders(checkpoints):
-        yield folder, manifest_or_error(folder)
-
-
-def complete_checkpoints(checkpoints: Path) -> tuple[list[tuple[Path, Manifest]], list[str]]:
-    """Return two lists: folder and manifest of each complete checkpoint, newest first; errors of the other folders."""
-    complete: list[tuple[Path, Manifest]] = []
-    errors: list[str] = []
-    for folder, found in manifests_or_errors(checkpoints):
-        if isinstance(found, ConfigError):
-            errors.append(str(found))
-        else:
-            complete.append((folder, found))
-    return complete, errors
-
-
-def newest_good(checkpoints: Path) -> tuple[Path, Manifest, list[str]] | None:
-    """Return folder and manifest of the newest good checkpoint, and why newer ones are not used. None without any.
-
-    The file `latest` is not read: it is outdated if a run was killed after a commit and before it updated this file.
-    Raises ConfigError if there are checkpoints but none is good.
-    """
-    errors: list[str] = []
-    not_finite: list[Path] = []
-    for folder, found in manifests_or_errors(checkpoints):
-        if isinstance(found, ConfigError):
-            errors.append(str(found))
-        elif not found.is_good:
-            not_finite.append(folder)
-        else:
-            return folder, found, errors + not_finite_lines(not_finite)
-    if errors or not_finite:
-        raise no_good_checkpoint(checkpoints, errors + not_finite_lines(not_finite))
-    return None
-
-
-def not_finite_lines(folders: list[Path]) -> list[str]:
-    """Return one line about all these checkpoints, which hold NaN or infinity; none if there are no such folders."""
-    others = f" and {len(folders) - 1} older checkpoint{'s' * (len(folders) > 2)}" if len(folders) > 1 else ""
-    return [f"{folders[0]}{others}: {NOT_FINITE}"] if folders else []
-
-
-def no_good_checkpoint(checkpoints: Path, reasons: list[str]) -> ConfigError:
-    """Return the error for a checkpoints folder without a usable checkpoint.
-
-    Args:
-        reasons: why each checkpoint cannot be used, newest first, and problems of the mirror. The message has only the
-            first of them.
-    """
-    return ConfigError(str(checkpoints), problem=f"no checkpoint can be used ({reasons[0]})",
-                       remedy="restore one, or choose another --save")
-
-
-def latest_name(checkpoints: Path) -> str:
-    """Return the checkpoint's name in `latest`, or "". After a resume from an older step, it is not the newest one."""
-    try:
-        return read_text(checkpoints / LATEST_FILE).strip()
-    except (OSError, ValueError):
-        return ""
-
-
-def latest_problem(checkpoints: Path, newest: Path) -> str | None:
-    """Return why plain DeepSpeed, which reads the file `latest`, would not load `newest`; None if it would."""
-    path = checkpoints / LATEST_FILE
-    try:
-        name = read_text(path).strip()
-    except FileNotFoundError:
-        return f"{path}: there is no such file, and plain DeepSpeed reads it"
-    except (OSError, ValueError) as error:
-        return f"{path}: the file cannot be read ({getattr(error, 'strerror', None) or 'it is not text'})"
-    if name == newest.name:
-        return None
-    if not name:
-        return f"{path}: the file is empty"
-    if "/" in name or not (checkpoints / name).is_dir():
-        return f"{path}: it names {printable(shorten(name, 100))}, and there is no such checkpoint"
-    found = manifest_or_error(checkpoints / name)
-    if isinstance(found, ConfigError):
-        return f"{path}: it names {name}, which is damaged"
-    return f"{path}: it names {name}, " + ("which has NaN or infinite values" if not found.is_good else
-                                           f"and the newest good checkpoint is {newest.name}")
-
-
-def newest_step(checkpoints: Path) -> int:
-    """Return the step of the newest good checkpoint; 0 if there is none."""
-    with contextlib.suppress(ConfigError):
-        found = newest_good(checkpoints)
-        return found[1].step if found else 0
-    return 0

@@ -12,19 +12,16 @@ from socket import gethostname
 
 import torch.distributed as dist
 
-from pretrain.checkpoint.format.manifest import (
-    MANIFEST,
-    Manifest,
+from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, read_manifest, step_of
+from pretrain.checkpoint.format.pickles import load_pickle
+from pretrain.checkpoint.format.run_checkpoints import (
     checkpoint_folders,
     latest_name,
     latest_problem,
     manifest_or_error,
     no_good_checkpoint,
     not_finite_lines,
-    read_manifest,
-    step_of,
 )
-from pretrain.checkpoint.format.pickles import load_pickle
 from pretrain.checkpoint.format.verify import Advance, files_of_rank, find_damage, unexpected_files
 from pretrain.checkpoint.load.hf_folder import HFFolder, expected_hashes, hash_files
 from pretrain.checkpoint.load.init_from import InitialWeights, find_branch

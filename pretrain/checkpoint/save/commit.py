@@ -16,15 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pretrain.checkpoint.format.hashed_files import FileRecord, free_bytes, write_atomically
-from pretrain.checkpoint.format.manifest import (
-    LATEST_FILE,
-    MANIFEST,
-    NOT_FINITE,
-    Manifest,
-    files_in,
-    manifest_or_error,
-    manifests_or_errors,
-)
+from pretrain.checkpoint.format.manifest import MANIFEST, NOT_FINITE, Manifest, files_in
+from pretrain.checkpoint.format.run_checkpoints import LATEST_FILE, manifest_or_error, manifests_or_errors
 from pretrain.errors import SaveError
 from pretrain.paths import fsync
 from pretrain.stored_json import build, read_json

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pretrain.checkpoint.format.manifest import newest_step
+from pretrain.checkpoint.format.run_checkpoints import newest_step
 from pretrain.errors import CRASHED, FINISHED, GUARD, HANG, REJECTED, STOPPED
 from pretrain.monitor.read_run_folder import is_number, read_events, read_metrics
 

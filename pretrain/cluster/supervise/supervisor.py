@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from pretrain.checkpoint.format.manifest import newest_step
+from pretrain.checkpoint.format.run_checkpoints import newest_step
 from pretrain.cluster.hosts.remote import DEFAULT_HEALTH_COMMAND, LOCAL, Transport, default_transport, unhealthy_hosts
 from pretrain.cluster.supervise import launch_command
 from pretrain.cluster.supervise.outcome import (

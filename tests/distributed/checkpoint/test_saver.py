@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from pretrain.checkpoint.format.manifest import complete_checkpoints, read_manifest
+from pretrain.checkpoint.format.manifest import read_manifest
+from pretrain.checkpoint.format.run_checkpoints import complete_checkpoints
 from tests.support.cases import config, flags
 from tests.support.launch import run_forked
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from pretrain.checkpoint.format.manifest import newest_good
+from pretrain.checkpoint.format.run_checkpoints import newest_good
 from pretrain.checkpoint.load.init_from import check_origin
 from pretrain.checkpoint.load.start import Start, check_start
 from pretrain.config.flags.parse import parse_arguments

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pretrain.checkpoint.format.manifest import complete_checkpoints
+from pretrain.checkpoint.format.run_checkpoints import complete_checkpoints
 from pretrain.checkpoint.format.verify import find_damage
 from pretrain.config.profiles import DEFAULT_PROFILE_STEPS
 from tests.support.cases import DROPOUT, flags

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain import step_loop as loop
-from pretrain.checkpoint.format.manifest import complete_checkpoints
+from pretrain.checkpoint.format.run_checkpoints import complete_checkpoints
 from pretrain.checkpoint.format.verify import find_damage
 from pretrain.checkpoint.save import background
 from pretrain.checkpoint.save.writer import wait_for_writers

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from pretrain.checkpoint.format.hashed_files import free_bytes
-from pretrain.checkpoint.format.manifest import complete_checkpoints
+from pretrain.checkpoint.format.run_checkpoints import complete_checkpoints
 from pretrain.checkpoint.format.verify import find_damage
 from pretrain.checkpoint.save import save_checkpoint, saver
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pretrain.checkpoint.format.manifest import newest_good
+from pretrain.checkpoint.format.run_checkpoints import newest_good
 from pretrain.checkpoint.load.load_checkpoint import load_checkpoint
 from pretrain.checkpoint.load.resume import checkpoints_folder
 from pretrain.checkpoint.save.retention import position_after
