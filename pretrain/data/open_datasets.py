@@ -1,8 +1,8 @@
 """Open the datasets of a run."""
 
 import itertools
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from pretrain.data.data_spec import DataSpec, parse_split, split_as_megatron_core, split_documents
 from pretrain.data.samples.blend import BlendedSamples
@@ -15,16 +15,6 @@ from pretrain.data.token_files.token_file import allow_open_files
 from pretrain.errors import ConfigError
 
 SPLITS = ("train", "valid", "test")
-
-
-@dataclass(frozen=True)
-class _Settings:
-    """Settings of all datasets of a run."""
-
-    spec: DataSpec
-    seq_length: int
-    seed: int
-    num_samples: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -54,7 +44,10 @@ def open_datasets(spec: DataSpec, *, seq_length: int, seed: int,
     if not spec.train:
         raise ConfigError("--train_data", problem="it is required: the prefix of a .bin/.idx pair",
                           remedy="tools/prepare_data.py writes one")
-    settings = _Settings(spec, seq_length, seed, num_samples or {})
+    def samples_of(part: _Part, name: str, part_seed: int = seed) -> SampleDataset:
+        return _samples(part, name, spec, seq_length=seq_length, seed=part_seed,
+                        num_samples=(num_samples or {}).get(name.partition("/")[0], 1))
+
     allow_open_files(2 * len(spec.prefixes))
     files = {prefix: IndexedDataset(prefix) for prefix in spec.prefixes}
     parts = _split_sources([files[prefix] for prefix in spec.train], spec)
@@ -65,11 +58,10 @@ def open_datasets(spec: DataSpec, *, seq_length: int, seed: int,
     for split, own in (("train", ()), ("valid", spec.valid), ("test", spec.test)):
         for name, prefix in own:
             source = files[prefix]
-            part = _Part(source, 0, source.num_tokens, (0, source.num_sequences))
-            datasets[name] = _samples(part, name, settings)
+            datasets[name] = samples_of(_Part(source, 0, source.num_tokens, (0, source.num_sequences)), name)
         enough = [number for number, part in enumerate(parts[split]) if part.num_tokens >= fewest_tokens[split]]
         if not own and enough:
-            datasets[split] = _blend(parts[split], enough, split, settings)
+            datasets[split] = _blend(parts[split], enough, split, spec, samples_of, seq_length=seq_length, seed=seed)
     return datasets
 
 
@@ -95,40 +87,35 @@ def _split_sources(sources: list[IndexedDataset], spec: DataSpec) -> dict[str, l
     return parts
 
 
-def _samples(part: _Part, name: str, settings: _Settings) -> SampleDataset:
+def _samples(part: _Part, name: str, spec: DataSpec, *, seq_length: int, seed: int, num_samples: int) -> SampleDataset:
     """Return the samples of a part in the order of --sample_order."""
-    order, split = settings.spec.sample_order, name.partition("/")[0]
-    if settings.spec.packing == "best_fit":
-        return PackedDocuments(part.source, seq_length=settings.seq_length, seed=settings.seed,
-                               first_token=part.first_token, last_token=part.last_token, name=name)
-    if order == "shuffled":
-        return ShuffledWindows(part.source, seq_length=settings.seq_length, seed=settings.seed,
-                               first_token=part.first_token, last_token=part.last_token, name=name)
+    if spec.sample_order == "shuffled":
+        kind = PackedDocuments if spec.packing == "best_fit" else ShuffledWindows
+        return kind(part.source, seq_length=seq_length, seed=seed, first_token=part.first_token,
+                    last_token=part.last_token, name=name)
     first, last = part.sequences
-    return MegatronSamples(part.source, order=order, seq_length=settings.seq_length, seed=settings.seed,
-                           num_samples=settings.num_samples.get(split, 1), first_sequence=first, last_sequence=last,
-                           name=name)
+    return MegatronSamples(part.source, order=spec.sample_order, seq_length=seq_length, seed=seed,
+                           num_samples=num_samples, first_sequence=first, last_sequence=last, name=name)
 
 
-def _blend(parts: list[_Part], chosen: list[int], name: str, settings: _Settings) -> SampleDataset:
+def _blend(parts: list[_Part], chosen: list[int], name: str, spec: DataSpec,
+           samples_of: Callable[[_Part, str, int], SampleDataset], *, seq_length: int, seed: int) -> SampleDataset:
     """Return the samples of one part, or the blend of several. `chosen`: the numbers of the parts with enough data.
 
     Without weights, the parts are read in proportion to their tokens. The schedule is for training only, so that all
     evaluations read the same samples.
     """
-    spec = settings.spec
     if len(chosen) == 1:
-        return _samples(parts[chosen[0]], name, settings)
+        return samples_of(parts[chosen[0]], name, seed)
     # Other seeds, because sources of equal size would have equal orders: parallel texts would be read side by side.
-    datasets = [_samples(parts[number], name, replace(settings, seed=settings.seed + (number << 32)))
-                for number in chosen]
+    datasets = [samples_of(parts[number], name, seed + (number << 32)) for number in chosen]
     weights = [spec.weights[number] if spec.weights else parts[number].num_tokens for number in chosen]
-    phases = [(-(-phase.from_tokens // settings.seq_length), [phase.weights[number] for number in chosen])
+    phases = [(-(-phase.from_tokens // seq_length), [phase.weights[number] for number in chosen])
               for phase in (spec.blend_schedule if name == "train" else ())]
     for (before, _), (after, _) in itertools.pairwise(phases):
         if before == after:
             raise ConfigError("--blend_schedule", problem=f"two phases begin at sample {after:,}",
-                              remedy=f"let each of them have at least one sample of {settings.seq_length} tokens")
+                              remedy=f"let each of them have at least one sample of {seq_length} tokens")
     if phases and phases[0][0] == 0:
         weights = phases.pop(0)[1]
     return BlendedSamples(datasets, weights, schedule=phases, name=name)

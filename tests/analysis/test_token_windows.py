@@ -7,14 +7,14 @@ import pytest
 
 from pretrain.analysis.evaluate.token_windows import Tokens, WindowSet, rolling_windows
 from pretrain.data.tokenizers.special_tokens import TokenIds
-from pretrain.data.tokenizers.tokenizer import Tokenizer
+from pretrain.data.tokenizers.tokenizer import Tokenizer, encode_bytes
 
 EOD = 256
 
 
 def byte_tokenizer(eod: int | None = EOD) -> Tokenizer:
     """Return a tokenizer whose tokens are the bytes of the text, and the end-of-document token 256."""
-    return Tokenizer(Path("bytes"), TokenIds(257, None, eod, None, None), "", encode=lambda text: list(text.encode()),
+    return Tokenizer(Path("bytes"), TokenIds(257, None, eod, None, None), "", encode_bytes,
                      decode=lambda tokens: bytes(token for token in tokens if token < EOD).decode(errors="replace"))
 
 

@@ -71,8 +71,6 @@ def prepare(inputs: Sequence[str], *, tokenizer: str, out: str, settings: Prepar
     Continues an earlier preparation that was stopped. workers: number of processes (default: one per CPU core).
     Raises ConfigError. After an error, and after StopRequest, out.partial/ remains if it is worth resuming.
     """
-    if workers is not None and workers < 1:
-        raise ConfigError("--workers", found=workers, expected="at least 1")
     settings = settings or PrepareSettings()
     found = find_inputs(inputs, settings.read)
     if problem := bad_path(f"{out}.summary.json"):

@@ -33,8 +33,6 @@ def python_corpus(out_dir: str | Path, *, megabytes: float = 30, source: str | P
     `source` is the folder that holds the files (default: the standard library, including its tests if installed).
     Selection, order and split (5% validation) depend only on the relative paths. Raises ConfigError for too few files.
     """
-    if megabytes <= 0:
-        raise ConfigError("--megabytes", found=megabytes, expected="more than 0")
     folder = Path(source or sysconfig.get_path("stdlib"))
     out = make_folder(Path(out_dir))
     final = {name: out / f"{name}.jsonl" for name in ("train", "valid")}

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretrain.data.text_inputs.chunk import FORMATS, ReadSettings
+from pretrain.data.text_inputs.chunk import ReadSettings
 from pretrain.data.text_inputs.formats import (
     HEAD_BYTES,
     PARQUET,
@@ -106,9 +106,6 @@ def find_inputs(words: Sequence[str], settings: ReadSettings) -> Inputs:
 
     Raises ConfigError for an input that does not exist, cannot be read or has another format, and if all are empty.
     """
-    if settings.format not in FORMATS:
-        raise ConfigError("--format", found=repr(settings.format), expected=f"one of {', '.join(FORMATS)}",
-                          word=settings.format, known=FORMATS)
     if list(words).count(STDIN) > 1:
         raise ConfigError(STDIN, problem="standard input can be read only once", remedy="give - once")
     side_files: list[str] = []

@@ -52,15 +52,12 @@ def _column_path(schema: Any, column: str, path: str) -> list[str]:
         found = next((field.type for field in fields if field.name == name), None)
         fields = list(found.fields) if found is not None and str(found).startswith("struct") else []
     where = f"{path}: column {column!r}"
+    remedy = f"name the column of the text with --jsonl_key; the columns are {', '.join(schema.names[:8])}"
     if found is None:
-        raise ConfigError(where, problem="there is no such column", word=column, known=schema.names,
-                          remedy=f"name the column of the text with --jsonl_key; the columns are "
-                          f"{', '.join(schema.names[:8])}")
+        raise ConfigError(where, problem="there is no such column", word=column, known=schema.names, remedy=remedy)
     kind = getattr(found, "value_type", found) if str(found).startswith("dictionary") else found
     if str(kind) not in _TEXT_TYPES:
-        raise ConfigError(where, found=f"values of type {found}", expected="text",
-                          remedy=f"name the column of the text with --jsonl_key; the columns are "
-                          f"{', '.join(schema.names[:8])}")
+        raise ConfigError(where, found=f"values of type {found}", expected="text", remedy=remedy)
     return names
 
 

@@ -1,4 +1,4 @@
-"""Encode with a SentencePiece model: line by line or word by word, with exactly the tokens of the complete text.
+"""Encode with a SentencePiece model, word by word where possible, with exactly the tokens of the complete text.
 
 A merge of two parts needs a piece that contains both. Hence no token of a BPE model spans two characters that are
 adjacent in no piece, and the parts of the text on both sides are encoded independently. This follows from the pieces of
@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pretrain.data.text_inputs.text import check_unicode
 from pretrain.data.tokenizers.sentencepiece_model import BPE, Kind, SentencePieceModel, parse_model
 from pretrain.data.tokenizers.special_tokens import EOD_NAMES, TokenIds
 from pretrain.data.tokenizers.word_cache import END, SPACE_SYMBOL, EncodeBatch, EncodeWords, Integers, WordCache
@@ -100,15 +99,20 @@ def _normalizer(model: SentencePieceModel, processor: Any, *, keeps_space_symbol
 
 
 def sentencepiece_batch(processor: Any, content: bytes, ids: TokenIds) -> EncodeBatch:
-    """Return the function of `encode_batch`. It is made at the first call, because many programs never call it."""
+    """Return the function that encodes texts. It is made at the first call, because many programs never call it."""
     @functools.cache
     def encoder() -> EncodeBatch:
-        by_lines = encodes_by_lines(processor)
-        return words_encoder(processor, content, dtype=ids.dtype,
-                             space_symbol=_space_bytes(processor) if by_lines else None) or encode_each(
-                                 sentencepiece_encoder(processor), ids)
+        space_symbol = _space_bytes(processor) if encodes_by_lines(processor) else None
+        by_words = words_encoder(processor, content, dtype=ids.dtype, space_symbol=space_symbol)
+        return by_words or (lambda texts: join_tokens([_encode(processor, text, space_symbol) for text in texts], ids))
 
     return lambda texts: encoder()(texts)
+
+
+def _encode(processor: Any, text: str, space_symbol: list[int] | None) -> list[int]:
+    """Encode a complete text. `space_symbol` are the tokens of a U+2581; None: it is encoded as a space."""
+    first, *parts = (list(processor.encode(part)) for part in (text.split(_SPACE) if space_symbol else [text]))
+    return [*first, *itertools.chain(*([*(space_symbol or ()), *part] for part in parts))]
 
 
 def sentencepiece_ids(processor: Any) -> TokenIds:
@@ -120,62 +124,21 @@ def sentencepiece_ids(processor: Any) -> TokenIds:
     return TokenIds(processor.vocab_size(), bos, eos, pad, unk)
 
 
-def sentencepiece_encoder(processor: Any) -> Callable[[str], list[int]]:
-    """Return the function that encodes text. Models that encode each line separately get single lines."""
-    encode_lines = _lines_encoder(processor)
-    by_lines = encodes_by_lines(processor)
-
-    def encode(text: str) -> list[int]:
-        return encode_lines(text) if by_lines else list(processor.encode(text))
-
-    return checked(encode)
-
-
 def encodes_by_lines(processor: Any) -> bool:
     """Return whether a SentencePiece model encodes each line separately, such as those of tools/train_tokenizer.py.
 
-    Such models get single lines, which is 3 times as fast, and U+2581 is encoded as bytes. Other models get the
-    complete text, because splitting it would change their output.
+    For such a model, a U+2581 of the text is encoded as bytes. For other models, it is a space.
     """
-    probe = "a b\n\n c\n"
-    has_bytes = all(map(processor.is_byte, _space_bytes(processor)))
-    return has_bytes and _lines_encoder(processor)(probe) == processor.encode(probe)
+    probe, newline = "a b\n\n c\n", processor.piece_to_id("\n")
+    joined = [token for line in processor.encode(probe.split("\n")) for token in (*line, newline)][:-1]
+    return all(map(processor.is_byte, _space_bytes(processor))) and joined == processor.encode(probe)
 
 
 def _space_bytes(processor: Any) -> list[int]:
     return [processor.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE.encode()]
 
 
-def _lines_encoder(processor: Any) -> Callable[[str], list[int]]:
-    newline, space_bytes = processor.piece_to_id("\n"), _space_bytes(processor)
-
-    def encode_lines(text: str) -> list[int]:
-        tokens: list[int] = []
-        for number, part in enumerate(text.split(_SPACE)):
-            tokens += space_bytes if number else []
-            lines = processor.encode(part.split("\n"), num_threads=1)
-            tokens += [token for line in lines for token in (*line, newline)][:-1]
-        return tokens
-
-    return encode_lines
-
-
-def encode_each(encode: Callable[[str], list[int]], ids: TokenIds) -> EncodeBatch:
-    def encode_batch(texts: Sequence[str]) -> tuple[Integers, npt.NDArray[np.int64]]:
-        return join_tokens([encode(text) for text in texts], ids)
-
-    return encode_batch
-
-
 def join_tokens(encoded: Sequence[Sequence[int]], ids: TokenIds) -> tuple[Integers, npt.NDArray[np.int64]]:
+    """Return the tokens of all texts one after another, and the position at which each text ends."""
     parts = [np.zeros(0, ids.dtype), *(np.array(tokens, ids.dtype) for tokens in encoded)]
     return np.concatenate(parts), np.cumsum([len(part) for part in parts[1:]], dtype=np.int64)
-
-
-def checked(encode: Callable[[str], list[int]]) -> Callable[[str], list[int]]:
-    """Return `encode` with a check for characters that UTF-8 cannot represent."""
-    def checked(text: str) -> list[int]:
-        check_unicode(text, "text")
-        return encode(text)
-
-    return checked

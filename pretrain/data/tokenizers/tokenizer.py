@@ -16,14 +16,7 @@ import numpy.typing as npt
 
 from pretrain.data.text_inputs.text import check_unicode
 from pretrain.data.tokenizers.huggingface_tokenizer import read_library
-from pretrain.data.tokenizers.sentencepiece_encoder import (
-    checked,
-    encode_each,
-    join_tokens,
-    sentencepiece_batch,
-    sentencepiece_encoder,
-    sentencepiece_ids,
-)
+from pretrain.data.tokenizers.sentencepiece_encoder import join_tokens, sentencepiece_batch, sentencepiece_ids
 from pretrain.data.tokenizers.special_tokens import TokenIds, find_special_tokens, read_object
 from pretrain.data.tokenizers.word_cache import EncodeBatch, Integers
 from pretrain.errors import ConfigError
@@ -49,8 +42,8 @@ _REMEDY = ("give a SentencePiece .model, a tokenizer.json or a folder with one, 
 class Tokenizer:
     """A loaded tokenizer.
 
-    `encode` maps text to tokens. It adds no special tokens, and encodes their names in the text as plain text. `decode`
-    maps tokens to text and drops special tokens.
+    Encoding adds no special tokens, and encodes their names in the text as plain text. `decode` maps tokens to text and
+    drops special tokens.
     """
 
     path: Path
@@ -59,10 +52,9 @@ class Tokenizer:
     """size of the vocabulary, special tokens"""
     fingerprint: str
     """SHA-256 of the file; of vocab.json and merges.txt; a constant for the byte tokenizer"""
-    encode: Callable[[str], list[int]]
+    encode_texts: EncodeBatch
+    """`encode_batch` for texts without lone surrogates"""
     decode: Callable[[Sequence[int]], str]
-    fast_batch: EncodeBatch | None = None
-    """the function of `encode_batch`, if there is a faster one than `encode` for each text"""
 
     @property
     def name(self) -> str:
@@ -84,14 +76,18 @@ class Tokenizer:
         """Token that marks the end of a document; None if the tokenizer has none."""
         return self.ids.eos
 
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text. Raises ConfigError for a lone surrogate."""
+        return self.encode_batch([text])[0].tolist()
+
     def encode_batch(self, texts: Sequence[str]) -> tuple[Integers, npt.NDArray[np.int64]]:
         """Return the tokens of all texts one after another, as `ids.dtype`, and the position at which each text ends.
 
-        The tokens are those of `encode`. This is fastest for 64 KiB of text or more.
+        This is fastest for 64 KiB of text or more. Raises ConfigError for a lone surrogate.
         """
         for text in texts:
             check_unicode(text, "text")
-        return (self.fast_batch or encode_each(self.encode, self.ids))(texts)
+        return self.encode_texts(texts)
 
 
 def absolute_tokenizer(value: str) -> str:
@@ -112,8 +108,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         if Path(BYTES).exists():
             raise ConfigError(f"--tokenizer {BYTES}", problem="this word means the byte tokenizer, and there is a file "
                               "or folder with this name too", remedy="rename it, or give its absolute path")
-        return Tokenizer(Path(BYTES), BYTE_IDS, BYTE_FINGERPRINT, checked(encode_bytes), decode_bytes,
-                         encode_bytes_batch)
+        return Tokenizer(Path(BYTES), BYTE_IDS, BYTE_FINGERPRINT, encode_bytes, decode_bytes)
     repository = tokenizer_repository(str(path))
     file = _find_file(find_repository(repository, flag="--tokenizer", want="tokenizer") if repository else
                       snapshot_in(Path(path)))
@@ -189,8 +184,8 @@ def _load_sentencepiece(path: Path, content: bytes) -> Tokenizer:
     def decode(tokens: Sequence[int]) -> str:
         return str(processor.decode([int(token) for token in tokens]))
 
-    return Tokenizer(path, ids, hashlib.sha256(content).hexdigest(), sentencepiece_encoder(processor), decode,
-                     sentencepiece_batch(processor, content, ids))
+    return Tokenizer(path, ids, hashlib.sha256(content).hexdigest(), sentencepiece_batch(processor, content, ids),
+                     decode)
 
 
 def _check_added_tokens(path: Path, vocab_size: int) -> None:
@@ -212,11 +207,7 @@ def _load_huggingface(path: Path, content: bytes) -> Tokenizer:
     if path.name == "vocab.json":
         content += _read(path.with_name("merges.txt"))
 
-    def encode(text: str) -> list[int]:
-        check_unicode(text, "text")
-        return list(library.encode(text, add_special_tokens=False).ids)
-
-    def encode_batch(texts: Sequence[str]) -> tuple[Integers, npt.NDArray[np.int64]]:
+    def encode_texts(texts: Sequence[str]) -> tuple[Integers, npt.NDArray[np.int64]]:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one thread; --workers starts processes
         encodings = library.encode_batch_fast(list(texts), add_special_tokens=False)
         return join_tokens([encoding.ids for encoding in encodings], ids)
@@ -226,15 +217,10 @@ def _load_huggingface(path: Path, content: bytes) -> Tokenizer:
 
     vocab_size = max(library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
     ids = find_special_tokens(path.parent, library.token_to_id, vocab_size)
-    return Tokenizer(path, ids, hashlib.sha256(content).hexdigest(), encode, decode, encode_batch)
+    return Tokenizer(path, ids, hashlib.sha256(content).hexdigest(), encode_texts, decode)
 
 
-def encode_bytes(text: str) -> list[int]:
-    """Return the bytes of a text."""
-    return list(text.encode())
-
-
-def encode_bytes_batch(texts: Sequence[str]) -> tuple[Integers, npt.NDArray[np.int64]]:
+def encode_bytes(texts: Sequence[str]) -> tuple[Integers, npt.NDArray[np.int64]]:
     """Return the bytes of all texts one after another, and the position at which each text ends."""
     encoded = [text.encode() for text in texts]
     tokens = np.frombuffer(b"".join(encoded), np.uint8).astype(BYTE_IDS.dtype)

@@ -34,12 +34,6 @@ def train_sentencepiece(inputs: Sequence[str], out_dir: str | Path, *, vocab_siz
     """
     from sentencepiece import SentencePieceTrainer
 
-    if vocab_size < 300:
-        raise ConfigError("--vocab_size", found=str(vocab_size), expected="at least 300, of which 256 are bytes")
-    if max_megabytes <= 0 or (threads is not None and threads < 1) or not 0 < character_coverage <= 1:
-        raise ConfigError("command line", found=f"--max_megabytes {max_megabytes} --threads {threads}"
-                          f" --character_coverage {character_coverage}",
-                          expected="numbers above 0, and a coverage of at most 1")
     reading = reading or ReadSettings()
     found = find_inputs(inputs, reading)
     check_folder(Path(out_dir), "--out")

@@ -54,6 +54,16 @@ def test_transformers_gives_the_same_tokens(tmp_path: Path) -> None:
     assert load_tokenizer(tmp_path).encode(TEXTS[1]) == list(TEXTS[1].encode())
 
 
+_IN_ONE_PROCESS = """
+import json, runpy, sys
+for sys.argv in json.loads(sys.argv[1]):
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        assert not end.code
+"""
+
+
 def test_a_run_with_bytes_and_packing(tmp_path: Path) -> None:
     """Real programs: prepare, train with --packing best_fit, generate, evaluate and export."""
     documents = [{"text": f"number {number} is {number * number}. " * (number % 9 + 1)} for number in range(200)]
@@ -78,10 +88,11 @@ def test_a_run_with_bytes_and_packing(tmp_path: Path) -> None:
     printed = tool(*train, "--seq_length", "256", "--train_steps", "2")
     assert "--packing best_fit: positions of the samples that have a token: data 9" in printed
     assert json.loads((tmp_path / "run" / "run.json").read_text())[0]["flags"]["tokenizer"] == "bytes"
-    tool(f"{ROOT}/tools/generate.py", "run", "--prompt", "number", "--max_new_tokens", "3")
-    tool(f"{ROOT}/tools/export_hf.py", "run", "--output", "export")
+    tool("-c", _IN_ONE_PROCESS, json.dumps([
+        [f"{ROOT}/tools/generate.py", "run", "--prompt", "number", "--max_new_tokens", "3"],
+        [f"{ROOT}/tools/export_hf.py", "run", "--output", "export"],
+        [f"{ROOT}/tools/evaluate.py", "run", "--json", "losses.json"]]))
     assert AutoTokenizer.from_pretrained(tmp_path / "export")("a b")["input_ids"] == [97, 32, 98]
-    tool(f"{ROOT}/tools/evaluate.py", "run", "--json", "losses.json")
     trained = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     found = json.loads((tmp_path / "losses.json").read_text())
     assert found["data"][0]["loss"] == pytest.approx(next(row["eval_loss"] for row in trained if "eval_loss" in row),
