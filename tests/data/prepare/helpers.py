@@ -6,6 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tokenizers import Tokenizer as Library
+from tokenizers import models, pre_tokenizers
+
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.data.tokenizers.tokenizer import Tokenizer
 
@@ -18,6 +21,17 @@ ENDINGS = ("bin", "idx", "meta.json", "sha256.json", "summary.json")
 def jsonl(path: Path, texts: list[str], key: str = "text") -> str:
     path.write_text("".join(json.dumps({key: text, "other": 1}) + "\n" for text in texts), encoding="utf-8")
     return str(path)
+
+
+def word_tokenizer(folder: Path, vocab_size: int) -> Path:
+    """Write a tokenizer.json of words: <s>, </s>, <unk>, w3, w4, ..."""
+    names = ["<s>", "</s>", "<unk>", *(f"w{number}" for number in range(3, vocab_size))]
+    library = Library(models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="<unk>"))
+    library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    library.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(
+        {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}))
+    return folder / "tokenizer.json"
 
 
 def documents(prefix: Path, tokenizer: Tokenizer, *, bos: int | None = None, eod: bool = True) -> list[str]:

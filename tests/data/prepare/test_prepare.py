@@ -11,11 +11,11 @@ import pytest
 
 import pretrain.data.text_inputs.reader
 from pretrain import progress
-from pretrain.data.prepare.prepare import PreparedData, PrepareSettings, prepare
+from pretrain.data.prepare.prepare import PrepareSettings, prepare
 from pretrain.data.token_files.indexed_dataset import IndexedDataset, read_meta
 from pretrain.data.tokenizers.tokenizer import Tokenizer
 from pretrain.errors import ConfigError
-from tests.data.prepare.helpers import ENDINGS, SOURCES, TEXTS, documents, jsonl, output, run_tool
+from tests.data.prepare.helpers import ENDINGS, SOURCES, TEXTS, documents, jsonl, output, run_tool, word_tokenizer
 from tests.wrong_inputs.case import main_of
 
 
@@ -115,17 +115,13 @@ def test_the_tool_rejects_in_one_line(tmp_path: Path, tokenizer: Tokenizer, monk
 
 
 def test_a_tokenizer_without_eod_is_rejected_by_default(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("a b a b")
-    from tokenizers import Tokenizer as Library
-    from tokenizers import models, pre_tokenizers
-
-    library = Library(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
-    library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    library.save(str(tmp_path / "tokenizer.json"))
-    where = {"tokenizer": str(tmp_path), "out": str(tmp_path / "out")}
+    path = word_tokenizer(tmp_path, 10)
+    path.write_text(path.read_text().replace("</s>", "<other>"))
+    (tmp_path / "a.txt").write_text("w3 w4 w3 w4")
+    where = {"tokenizer": str(path), "out": str(tmp_path / "out")}
     with pytest.raises(ConfigError, match="it has no end-of-document token"):
         prepare([str(tmp_path / "a.txt")], **where)
-    done: PreparedData = prepare([str(tmp_path / "a.txt")], settings=PrepareSettings(append_eod=False), **where)
+    done = prepare([str(tmp_path / "a.txt")], settings=PrepareSettings(append_eod=False), **where)
     assert done.num_tokens == 4
 
 

@@ -113,13 +113,13 @@ def test_slow_data_is_left_to_the_background(big: Path, monkeypatch: pytest.Monk
     assert hashed == [0]
 
 
-def test_the_background_process_continues_after_the_first_blocks(big: Path) -> None:
+def test_the_background_process_hashes_the_index_and_continues_after_the_first_blocks(big: Path) -> None:
     data, hashes = IndexedDataset(big), read_hashes(hashes_path(big))
     assert hashes is not None
-    process = BackgroundHash(data.file, first=4, num_blocks=NUM_BLOCKS)
+    process = BackgroundHash(data.file, first=4, num_blocks=NUM_BLOCKS, index=data.index.file)
     process._process.wait(timeout=900)
     assert process.has_ended
-    assert tuple(process.read()) == hashes.blocks[4:]
+    assert (tuple(process.read()), process.idx_sha256) == (hashes.blocks[4:], hashes.idx_sha256)
     process.close()
 
 
@@ -157,12 +157,11 @@ def test_damaged_hashes_are_ignored_with_a_note(big: Path, tmp_path: Path, text:
 
 
 def test_unreadable_hashes_are_ignored_with_a_note(big: Path, tmp_path: Path) -> None:
-    huge, folder, binary = tmp_path / "huge", tmp_path / "folder", tmp_path / "binary"
-    huge.touch()
-    os.truncate(huge, 2**40)
-    folder.mkdir()
-    binary.write_bytes(b"\xff\xfe\x00")
-    for path in (huge, folder, binary):
+    (tmp_path / "huge").touch()
+    os.truncate(tmp_path / "huge", 2**40)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    for path in tmp_path.iterdir():
         assert find_hashes(IndexedDataset(big), path).notes[0].startswith(f"{path} is ignored")
 
 

