@@ -1,6 +1,5 @@
 """Which operators a run uses: C kernels on CPUs, kernels of attention on CUDA. All ranks choose the same ones."""
 
-import functools
 import sys
 import warnings
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from torch.nn.attention import SDPBackend
 from pretrain.config.plan import Plan
 from pretrain.distributed.collectives import gather
 from pretrain.model.config import ModelConfig
-from pretrain.model.kernels.cpu.choice import KernelChoice, fastest_choice, parse_choice, right_in_c, set_choice
+from pretrain.model.kernels.cpu.choice import fastest_choice, parse_choice, right_in_c, set_choice
 from pretrain.model.kernels.documents import Documents
 from pretrain.model.kernels.flex_attention import flex_causal_attention, reject_flex, why_not_flex
 from pretrain.model.kernels.torch_attention import alibi_slopes, torch_causal_attention
@@ -41,9 +40,9 @@ def choose_kernels(recorded: dict[str, bool] | None) -> None:
     wanted: list[Any] = [(parse_choice(recorded), fastest_choice()) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(wanted, src=0)
     earlier, fastest = wanted[0]
-    possible = functools.reduce(KernelChoice.both, gather(right_in_c()))
-    set_choice((earlier or fastest).both(possible))
-    lost = [family for family in earlier.in_c() if not getattr(possible, family)] if earlier else []
+    possible = frozenset.intersection(*gather(right_in_c()))
+    set_choice((fastest if earlier is None else earlier) & possible)
+    lost = sorted((earlier or frozenset()) - possible)
     if lost and dist.get_rank() == 0:
         print(f"warning: the C kernels for {', '.join(lost)}, which this run used before, are not available on this "
               "machine, so torch's operators are used: the next losses differ in the last bits from those of a run "

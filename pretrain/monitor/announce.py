@@ -21,7 +21,7 @@ from pretrain.distributed.world import World
 from pretrain.engine.layer_times import layer_times_record
 from pretrain.errors import GUARD, GuardError
 from pretrain.model.config import ModelConfig
-from pretrain.model.kernels.cpu.choice import chosen
+from pretrain.model.kernels.cpu.choice import as_json, chosen
 from pretrain.model.partition import layer_costs, stage_bounds
 from pretrain.monitor.environment import (
     code_record,
@@ -114,7 +114,7 @@ def run_record(plan: Plan, hosts: Sequence[dict[str, Any]], *, first_step: int,
         "data": {name: dataset.fingerprint for name, dataset in plan.datasets.items()},
         "tokenizer": plan.tokenizer.fingerprint if plan.tokenizer else None,
         "layer_times": layer_times_record(plan),
-        "cpu_kernels": asdict(kernels) if kernels else None,
+        "cpu_kernels": None if kernels is None else as_json(kernels),
         "versions": versions(), "software": software(), "git_commit": code["commit"], "code": code,
         "hosts": sorted(ranks),
         "hardware": [{**host, "ranks": ranks[host["host"]]} for host in different_hosts],

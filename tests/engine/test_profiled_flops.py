@@ -9,7 +9,7 @@ from deepspeed.profiling.flops_profiler import FlopsProfiler
 from pretrain.engine.patches.monitors import count_functions_in_c
 from pretrain.model.config import load_model_config
 from pretrain.model.init import initialize_parameters
-from pretrain.model.kernels.cpu.choice import NONE_IN_C, KernelChoice, set_choice
+from pretrain.model.kernels.cpu.choice import ALL_IN_C, KernelChoice, set_choice
 from pretrain.model.kernels.cpu.library import has_library
 from pretrain.model.layer_specs import as_module
 from tests.support.model_shapes import SHAPES, write_config
@@ -42,10 +42,9 @@ def flops_and_losses(folder: Path, choice: KernelChoice, *, counts_c: bool) -> t
 
 
 def test_linear_layers_and_attention_in_c_are_counted(tmp_path: Path) -> None:
-    in_c = KernelChoice()
-    with_torch, _ = flops_and_losses(tmp_path, NONE_IN_C, counts_c=True)
-    flops, losses = flops_and_losses(tmp_path, in_c, counts_c=True)
+    with_torch, _ = flops_and_losses(tmp_path, frozenset(), counts_c=True)
+    flops, losses = flops_and_losses(tmp_path, ALL_IN_C, counts_c=True)
     assert flops == pytest.approx(with_torch, rel=0.05)  # attention may count the visible scores only
     assert losses[0] == losses[1] == losses[2]  # the profiler changes no result
-    uncounted, _ = flops_and_losses(tmp_path, in_c, counts_c=False)
+    uncounted, _ = flops_and_losses(tmp_path, ALL_IN_C, counts_c=False)
     assert uncounted < 0.8 * flops, "DeepSpeed counts them: delete count_functions_in_c"

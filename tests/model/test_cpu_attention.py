@@ -11,7 +11,7 @@ from pretrain.model.config import load_model_config
 from pretrain.model.init import initialize_parameters
 from pretrain.model.kernels.cpu import attention as module
 from pretrain.model.kernels.cpu.attention import AttentionSettings, attention, instructions
-from pretrain.model.kernels.cpu.choice import KernelChoice, set_choice
+from pretrain.model.kernels.cpu.choice import ALL_IN_C, set_choice
 from pretrain.model.kernels.cpu.library import has_library
 from pretrain.model.kernels.cpu_attention import can_attend_in_c
 from pretrain.model.kernels.documents import Documents
@@ -177,7 +177,7 @@ def test_attention_is_in_c_if_each_thread_has_a_head():
     torch.set_num_threads(4)
     usual = [can_attend_in_c(qkv, 2, 0.0), can_attend_in_c(qkv, 1, 0.0), can_attend_in_c(qkv, 2, 0.1),
              can_attend_in_c(qkv.float(), 2, 0.0)]
-    set_choice(KernelChoice(attention=False))
+    set_choice(ALL_IN_C - {"attention"})
     not_chosen = can_attend_in_c(qkv, 2, 0.0)
     set_choice(None)
     torch.set_num_threads(threads)
@@ -191,7 +191,7 @@ def test_models_compute_the_same_in_c_and_with_torchs_operators(name, tmp_path):
     documents = documents_of((10, 22), (32,))
     seen = []
     for in_c in (True, False):
-        set_choice(KernelChoice(attention=in_c))
+        set_choice(ALL_IN_C if in_c else ALL_IN_C - {"attention"})
         model = as_module(config)
         initialize_parameters(model, config, seed=1)
         model.bfloat16()

@@ -15,10 +15,7 @@ from pretrain.model.kernels.cpu.choice import uses_c
 def norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, settings: NormSettings, *,
          plain: bool = False) -> torch.Tensor:
     """Return the norm of x over its last dimension. `plain`: use torch's operators."""
-    if plain or weight.dtype != x.dtype or not uses_c("norm", x):
-        return _torch_norm(x, weight, bias, settings)
-    out: torch.Tensor = _Norm.apply(x, weight, bias, settings)
-    return out
+    return residual_norm(x, None, weight, bias, settings, plain=plain)[1]
 
 
 def residual_norm(x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None,
@@ -44,36 +41,24 @@ def _torch_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     return F.rms_norm(x.float(), shape, weight.float() + settings.offset, settings.eps).type_as(x)
 
 
-class _Norm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
-                settings: NormSettings) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.settings, ctx.with_bias = settings, bias is not None  # type: ignore[attr-defined]
-        return c_functions.norm(x, None, weight, bias, settings)[1]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight = ctx.saved_tensors  # type: ignore[attr-defined]
-        gradients = c_functions.norm_backward(grads[0], x, None, weight, ctx.settings,  # type: ignore[attr-defined]
-                                        with_bias=ctx.with_bias)  # type: ignore[attr-defined]
-        return *gradients, None
-
-
 class _ResidualNorm(torch.autograd.Function):
+    """Sum and norm in C. The gradient of the sum, or of the norm, may be missing."""
+
     @staticmethod
     def forward(ctx: FunctionCtx, x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor,
                 bias: torch.Tensor | None, settings: NormSettings) -> tuple[torch.Tensor, torch.Tensor]:
         total, out = c_functions.norm(x, added, weight, bias, settings)
-        ctx.save_for_backward(total, weight)
+        ctx.save_for_backward(x if added is None else total, weight)  # x may be a view, and `total` a copy of it
         ctx.settings, ctx.with_bias = settings, bias is not None  # type: ignore[attr-defined]
+        ctx.set_materialize_grads(False)
         return total, out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         total, weight = ctx.saved_tensors  # type: ignore[attr-defined]
+        if grads[1] is None:
+            return grads[0], grads[0] if ctx.needs_input_grad[1] else None, None, None, None
         dtotal, dweight, dbias = c_functions.norm_backward(
             grads[1], total, grads[0], weight, ctx.settings,  # type: ignore[attr-defined]
             with_bias=ctx.with_bias)  # type: ignore[attr-defined]

@@ -14,6 +14,7 @@ G = H + 2 K, E elements per head.
 import functools
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,14 +22,14 @@ import torch.distributed as dist
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from pretrain.distributed.parallel_groups import RankGroup
+from pretrain.model.parallel.shared_tensors import total, with_adjoint
 
 
 def sum_of_shards(x: torch.Tensor, group: RankGroup) -> torch.Tensor:
     """Return the sum over the ranks. Gradient: that of the sum, unchanged, because every rank computes the same sum."""
     if group.size == 1:
         return x
-    total: torch.Tensor = _SumOfShards.apply(x, group)
-    return total
+    return with_adjoint(x, partial(total, group=group), lambda grad: grad)
 
 
 def local_kv_heads(num_heads: int, num_kv_heads: int, size: int) -> int:
@@ -54,8 +55,13 @@ def heads_for_positions(inputs: Sequence[torch.Tensor], num_heads: int, group: R
 
 def positions_for_heads(x_BTHE: torch.Tensor, group: RankGroup) -> torch.Tensor:
     """Return [B, t, H, E], all heads at this rank's positions, from [B, T, H / S, E]."""
-    exchanged: torch.Tensor = _PositionsForHeads.apply(x_BTHE, group)
-    return exchanged
+    def exchange(x_BTHE: torch.Tensor) -> torch.Tensor:
+        return _all_to_all(_by_rank(x_BTHE, 1, group.size).contiguous(), group).movedim(0, 2).flatten(2, 3)
+
+    def exchange_back(grad_BtHE: torch.Tensor) -> torch.Tensor:
+        return _all_to_all(_by_rank(grad_BtHE, 2, group.size).contiguous(), group).movedim(0, 1).flatten(1, 2)
+
+    return with_adjoint(x_BTHE, exchange, exchange_back)
 
 
 def _repeated(inputs: Sequence[torch.Tensor], num_heads: int, size: int) -> Sequence[torch.Tensor]:
@@ -118,30 +124,3 @@ class _HeadsForPositions(torch.autograd.Function):
         for piece, received in zip(pieces, received_SBtGE.split(sizes, dim=3), strict=True):
             piece.copy_(received)
         return None, None, *gradients
-
-
-class _PositionsForHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, x_BTHE: torch.Tensor, group: RankGroup) -> torch.Tensor:
-        ctx.group = group  # type: ignore[attr-defined]
-        received_SBtHE = _all_to_all(_by_rank(x_BTHE, 1, group.size).contiguous(), group)
-        return received_SBtHE.movedim(0, 2).flatten(2, 3)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        received_SBtHE = _all_to_all(_by_rank(grads[0], 2, ctx.group.size).contiguous(), ctx.group)
-        return received_SBtHE.movedim(0, 1).flatten(1, 2), None
-
-
-class _SumOfShards(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: torch.Tensor, group: RankGroup) -> torch.Tensor:
-        total = x.clone()
-        dist.all_reduce(total, group=group.handle)
-        return total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return grads[0], None

@@ -10,6 +10,7 @@ graph (_functional_collectives).
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,33 +27,57 @@ _traced_gather: Any = getattr(collectives, "all_gather_single_autograd", None) o
     collectives.all_gather_tensor_autograd
 _traced_reduce_scatter: Any = getattr(collectives, "reduce_scatter_single_autograd", None) or \
     collectives.reduce_scatter_tensor_autograd
+_Linear = Callable[[torch.Tensor], torch.Tensor]
+
+
+class _WithAdjoint(torch.autograd.Function):
+    """A linear function of a tensor. Its backward pass applies the adjoint function to the gradient."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: torch.Tensor, function: _Linear, adjoint: _Linear) -> torch.Tensor:
+        ctx.adjoint = adjoint  # type: ignore[attr-defined]
+        return function(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return ctx.adjoint(grads[0]), None, None
+
+
+def with_adjoint(x: torch.Tensor, function: _Linear, adjoint: _Linear) -> torch.Tensor:
+    """Return function(x), a linear function of x. Gradient: adjoint(gradient of the result)."""
+    result: torch.Tensor = _WithAdjoint.apply(x, function, adjoint)
+    return result
 
 
 def gather(x: torch.Tensor, group: RankGroup, dim: int = 1) -> torch.Tensor:
     """Return the ranks' shards concatenated. Gradient: the sum over the ranks, of which each rank gets its shard."""
     if group.size == 1:
         return x
-    gathered: torch.Tensor = _traced_gather(x, dim, group.handle) if torch.compiler.is_compiling() else \
-        _Gather.apply(x, group, dim)
-    return gathered
+    if torch.compiler.is_compiling():
+        traced: torch.Tensor = _traced_gather(x, dim, group.handle)
+        return traced
+    return with_adjoint(x, partial(_gathered, group=group, dim=dim), partial(_summed_shard, group=group, dim=dim))
 
 
 def sum_and_scatter(x: torch.Tensor, group: RankGroup, dim: int = 1) -> torch.Tensor:
     """Return this rank's shard of the sum over the ranks. Gradient: the ranks' shards concatenated."""
     if group.size == 1:
         return x
-    scattered: torch.Tensor = _traced_reduce_scatter(x, "sum", dim, group.handle) \
-        if torch.compiler.is_compiling() else _SumAndScatter.apply(x, group, dim)
-    return scattered
+    if torch.compiler.is_compiling():
+        traced: torch.Tensor = _traced_reduce_scatter(x, "sum", dim, group.handle)
+        return traced
+    return with_adjoint(x, partial(_summed_shard, group=group, dim=dim), partial(_gathered, group=group, dim=dim))
 
 
 def sum_gradient(x: torch.Tensor, group: RankGroup) -> torch.Tensor:
     """Return x. Gradient: the sum over the ranks, for a parameter that each rank uses on its shards alone."""
     if group.size == 1:
         return x
-    same: torch.Tensor = _TracedSumGradient.apply(x, group.handle) if torch.compiler.is_compiling() else \
-        _SumGradient.apply(x, group)
-    return same
+    if torch.compiler.is_compiling():
+        traced: torch.Tensor = _TracedSums.apply(x, group.handle, False)
+        return traced
+    return with_adjoint(x, lambda x: x.view_as(x), partial(total, group=group))
 
 
 def own_shard(x: torch.Tensor, group: RankGroup, dim: int = 1) -> torch.Tensor:
@@ -67,9 +92,10 @@ def sum_over_ranks(x: torch.Tensor, group: RankGroup) -> torch.Tensor:
     """Return the sum over the ranks. Gradient: the sum over the ranks, each of which uses the sum."""
     if group.size == 1:
         return x
-    total: torch.Tensor = _TracedSumOverRanks.apply(x, group.handle) if torch.compiler.is_compiling() else \
-        _SumOverRanks.apply(x, group)
-    return total
+    if torch.compiler.is_compiling():
+        traced: torch.Tensor = _TracedSums.apply(x, group.handle, True)
+        return traced
+    return with_adjoint(x, partial(total, group=group), partial(total, group=group))
 
 
 def begin_gather(x: torch.Tensor, group: RankGroup, dim: int = 1) -> Callable[[], torch.Tensor]:
@@ -106,77 +132,21 @@ def _summed_shard(x: torch.Tensor, group: RankGroup, dim: int) -> torch.Tensor:
     return begin_sum_and_scatter(x, group, dim)()
 
 
-def _total(x: torch.Tensor, group: RankGroup) -> torch.Tensor:
-    total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group.handle)
-    return total
+def total(x: torch.Tensor, group: RankGroup) -> torch.Tensor:
+    """Return the sum over the ranks, without a gradient."""
+    summed = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(summed, group=group.handle)
+    return summed
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: torch.Tensor, group: RankGroup, dim: int) -> torch.Tensor:
-        ctx.group, ctx.dim = group, dim  # type: ignore[attr-defined]
-        return _gathered(x, group, dim)
+class _TracedSums(torch.autograd.Function):
+    """The sum of the gradients over the ranks, and with `in_forward` that of the tensors too, for torch.compile."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _summed_shard(grads[0], ctx.group, ctx.dim), None, None
-
-
-class _SumAndScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: torch.Tensor, group: RankGroup, dim: int) -> torch.Tensor:
-        ctx.group, ctx.dim = group, dim  # type: ignore[attr-defined]
-        return _summed_shard(x, group, dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _gathered(grads[0], ctx.group, ctx.dim), None, None
-
-
-class _SumGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: torch.Tensor, group: RankGroup) -> torch.Tensor:
-        ctx.group = group  # type: ignore[attr-defined]
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _total(grads[0], ctx.group), None
-
-
-class _SumOverRanks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: torch.Tensor, group: RankGroup) -> torch.Tensor:
-        ctx.group = group  # type: ignore[attr-defined]
-        return _total(x, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _total(grads[0], ctx.group), None
-
-
-class _TracedSumGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, handle: Any) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, handle: Any, in_forward: bool) -> torch.Tensor:
         ctx.handle = handle
-        return x.view_as(x)
+        return collectives.all_reduce(x, "sum", handle) if in_forward else x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return collectives.all_reduce(grads[0], "sum", ctx.handle), None
-
-
-class _TracedSumOverRanks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, handle: Any) -> torch.Tensor:
-        ctx.handle = handle
-        return collectives.all_reduce(x, "sum", handle)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return collectives.all_reduce(grads[0], "sum", ctx.handle), None
+        return collectives.all_reduce(grads[0], "sum", ctx.handle), None, None

@@ -10,13 +10,13 @@ capacity, all experts have equally many rows: the numbers are known, and the hos
 """
 
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import FunctionCtx, once_differentiable
 
 from pretrain.distributed.parallel_groups import RankGroup
+from pretrain.model.parallel.shared_tensors import with_adjoint
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def plan_equal_exchange(num_experts: int, capacity: int, group: RankGroup, devic
 
 def send_to_experts(rows_ND: torch.Tensor, exchange: Exchange) -> torch.Tensor:
     """Send rows that are sorted by expert. Returns the rows for this rank's experts, sorted by expert: [M, D]."""
-    received: torch.Tensor = _AllToAll.apply(rows_ND, exchange.group, exchange.sent, exchange.received)
+    received = _all_to_all(rows_ND, exchange.group, exchange.sent, exchange.received)
     return received.index_select(0, exchange.order)
 
 
@@ -65,25 +65,15 @@ def return_from_experts(rows_MD: torch.Tensor, exchange: Exchange) -> torch.Tens
     """Send the experts' outputs back. Returns those of this rank's rows, in the order in which they were sent."""
     by_rank = torch.empty_like(exchange.order).scatter_(
         0, exchange.order, torch.arange(len(exchange.order), device=rows_MD.device))
-    returned: torch.Tensor = _AllToAll.apply(rows_MD.index_select(0, by_rank), exchange.group, exchange.received,
-                                             exchange.sent)
-    return returned
+    return _all_to_all(rows_MD.index_select(0, by_rank), exchange.group, exchange.received, exchange.sent)
 
 
 def _all_to_all(x: torch.Tensor, group: RankGroup, sent: list[int], received: list[int]) -> torch.Tensor:
-    output = x.new_empty(sum(received), *x.shape[1:])
-    dist.all_to_all_single(output, x.contiguous(), received, sent, group=group.handle)
-    return output
+    """Return the rows from each rank. Gradient: the rows go back."""
+    def exchange(x: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        output = x.new_empty(sum(received), *x.shape[1:])
+        dist.all_to_all_single(output, x.contiguous(), received, sent, group=group.handle)
+        return output
 
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: torch.Tensor, group: RankGroup, sent: list[int],
-                received: list[int]) -> torch.Tensor:
-        ctx.group, ctx.sent, ctx.received = group, sent, received  # type: ignore[attr-defined]
-        return _all_to_all(x, group, sent, received)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _all_to_all(grads[0], ctx.group, ctx.received, ctx.sent), None, None, None
+    return with_adjoint(x, partial(exchange, sent=sent, received=received),
+                        partial(exchange, sent=received, received=sent))

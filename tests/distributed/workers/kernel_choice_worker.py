@@ -2,13 +2,12 @@
 
 import json
 import os
-from dataclasses import asdict
 from pathlib import Path
 
 from pretrain.distributed.process_group import init_process_group
 from pretrain.distributed.world import running_environment
 from pretrain.engine.chosen_operators import choose_kernels
-from pretrain.model.kernels.cpu.choice import chosen
+from pretrain.model.kernels.cpu.choice import as_json, chosen
 
 if __name__ == "__main__":
     world = running_environment()
@@ -18,4 +17,4 @@ if __name__ == "__main__":
     choose_kernels(None)
     choice = chosen()
     assert choice is not None
-    Path(f"choice.{world.rank}.json").write_text(json.dumps(asdict(choice)))
+    Path(f"choice.{world.rank}.json").write_text(json.dumps(as_json(choice)))

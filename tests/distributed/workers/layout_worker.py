@@ -2,7 +2,7 @@
 
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -90,7 +90,7 @@ def features(case: Case) -> dict[str, Any]:
     return {"fp16": cpu_device().fp16, "fp16_of_deepspeed": bool(get_accelerator().is_fp16_supported()),
             "bf16_in_onednn": bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()),
             "muon": str(original_muon.ns_compute_dtype("gram")),
-            "right_in_c": asdict(right_in_c())}
+            "right_in_c": sorted(right_in_c())}
 
 
 def load_and_fail(case: Case) -> dict[str, Any]:

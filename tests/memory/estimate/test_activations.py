@@ -16,7 +16,7 @@ from pretrain.memory.estimate.rank_parameters import Rank
 from pretrain.memory.measure.observe_steps import StorageTracker
 from pretrain.model.config import ModelConfig, model_config_from
 from pretrain.model.kernels import torch_attention
-from pretrain.model.kernels.cpu.choice import KernelChoice, set_choice
+from pretrain.model.kernels.cpu.choice import ALL_IN_C, set_choice
 from pretrain.model.kernels.cpu.library import has_library
 from pretrain.model.kernels.documents import Documents
 from pretrain.model.kernels.fused_loss import LossTerms
@@ -61,7 +61,7 @@ def _blocks(config: ModelConfig, dtype: torch.dtype, part: str = "none") -> Iter
 @pytest.fixture(autouse=True)
 def attention_by_torch() -> Iterator[None]:
     """Compute attention with torch's operators, except in the tests of attention in C."""
-    set_choice(KernelChoice(attention=False))
+    set_choice(ALL_IN_C - {"attention"})
     yield
     set_choice(None)
 

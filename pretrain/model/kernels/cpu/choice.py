@@ -1,4 +1,4 @@
-"""KernelChoice: which families of operators are computed in C on this CPU, and which by torch.
+"""Which families of operators are computed in C on this CPU, and which by torch.
 
 A run makes the choice once, at its start, for all ranks (engine/chosen_operators.py), because the variants
 differ in the last bits of their results. Processes that make no choice use each family in C whose results
@@ -13,7 +13,6 @@ import json
 import os
 import sys
 import tempfile
-from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -26,30 +25,9 @@ from pretrain.model.kernels.cpu.trials import TRIALS, is_right, times_ms
 from pretrain.stored_json import read_json
 
 _MARGIN = 0.9  # torch's operators are chosen if they take less than this fraction of the time in C
-
-
-@dataclass(frozen=True)
-class KernelChoice:
-    """One field per family of operators. True: computed in C; False: by torch's operators."""
-
-    activation: bool = True
-    linear: bool = True
-    norm: bool = True
-    attention: bool = True
-    loss: bool = True
-    optimizer: bool = True
-
-    def both(self, other: "KernelChoice") -> "KernelChoice":
-        """Return the choice of the families in C that are in C in both choices."""
-        return KernelChoice(**{name: value and getattr(other, name) for name, value in asdict(self).items()})
-
-    def in_c(self) -> list[str]:
-        """Return the names of the families in C."""
-        return [name for name, value in asdict(self).items() if value]
-
-
-FAMILIES = tuple(field.name for field in fields(KernelChoice))
-NONE_IN_C = KernelChoice(**dict.fromkeys(FAMILIES, False))
+FAMILIES = ("activation", "linear", "norm", "attention", "loss", "optimizer")
+KernelChoice = frozenset[str]  # the families of operators in C
+ALL_IN_C = frozenset(FAMILIES)
 
 
 class _Chosen:
@@ -61,9 +39,9 @@ class _Chosen:
 def uses_c(family: str, x: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> bool:
     """Return whether an operator of a family is computed in C for this tensor, which must have this dtype.
 
-    `family`: a field of KernelChoice.
+    `family`: one of FAMILIES.
     """
-    return has_kernels(x, dtype) and bool(getattr(_Chosen.choice or right_in_c(), family))
+    return has_kernels(x, dtype) and family in (right_in_c() if _Chosen.choice is None else _Chosen.choice)
 
 
 def set_choice(choice: KernelChoice | None) -> None:
@@ -83,14 +61,14 @@ def right_in_c() -> KernelChoice:
     Linear layers are not in C where oneDNN does not compute in bf16.
     """
     if not has_library():
-        return NONE_IN_C
+        return frozenset()
     without = set() if has_inner_product() else {"linear"}
     wrong = {trial.family for trial in TRIALS if trial.family not in without and not is_right(trial)}
     if wrong:
         print(f"warning: the C kernels for {', '.join(sorted(wrong))} give wrong results on this CPU: the compiler "
               "may not know it; torch's operators are used, which are slower. Another compiler can be chosen with the "
               "variable CC", file=sys.stderr, flush=True)
-    return KernelChoice(**{family: family not in wrong | without for family in FAMILIES})
+    return ALL_IN_C - wrong - without
 
 
 def measure_choice(possible: KernelChoice) -> tuple[KernelChoice, dict[str, tuple[float, float]]]:
@@ -100,31 +78,36 @@ def measure_choice(possible: KernelChoice) -> tuple[KernelChoice, dict[str, tupl
     """
     times: dict[str, tuple[float, float]] = {}
     for trial in TRIALS:
-        if getattr(possible, trial.family):
+        if trial.family in possible:
             before, now = times.get(trial.family, (0.0, 0.0)), times_ms(trial)
             times[trial.family] = (before[0] + now[0], before[1] + now[1])
     slower = {family for family, (in_c, in_torch) in times.items() if in_torch < _MARGIN * in_c}
-    return possible.both(KernelChoice(**{family: family not in slower for family in FAMILIES})), times
+    return possible - slower, times
 
 
 def fastest_choice() -> KernelChoice:
     """Return the cached choice for this CPU, torch, library, number of threads and instructions; else measure it."""
     possible = right_in_c()
-    if not possible.in_c():
+    if not possible:
         return possible
     path = _path()
     cached = _read(path)
     if cached is None:
         choice, times = measure_choice(possible)
         cached = _write(path, choice, times) or choice
-    return cached.both(possible)
+    return cached & possible
+
+
+def as_json(choice: KernelChoice) -> dict[str, bool]:
+    """Return the choice as run.json and the file of the choice have it."""
+    return {family: family in choice for family in FAMILIES}
 
 
 def parse_choice(values: Any) -> KernelChoice | None:
     """Return the choice in a JSON object; None if it is not one. Families that it lacks are in C."""
     if not isinstance(values, dict) or not all(isinstance(value, bool) for value in values.values()):
         return None
-    return KernelChoice(**{family: values.get(family, True) for family in FAMILIES})
+    return frozenset(family for family in FAMILIES if values.get(family, True))
 
 
 def _path() -> Path:
@@ -143,7 +126,7 @@ def _read(path: Path) -> KernelChoice | None:
 
 def _write(path: Path, choice: KernelChoice, times: dict[str, tuple[float, float]]) -> KernelChoice | None:
     """Write the file, unless another process has written it since: return that one's choice. A full disk is ignored."""
-    content = {"in_c": asdict(choice), "cpu": cpu_name(), "torch": torch.__version__,
+    content = {"in_c": as_json(choice), "cpu": cpu_name(), "torch": torch.__version__,
                "threads": torch.get_num_threads(), "library": library_name(),
                "milliseconds_in_c_and_torch": {family: [round(value, 4) for value in pair]
                                                for family, pair in times.items()}}

@@ -26,7 +26,7 @@ Operands = tuple[torch.Tensor, ...]
 class Trial:
     """One operator of a family, in C and with torch. Both functions get copies of the same operands."""
 
-    family: str  # a field of choice.KernelChoice
+    family: str  # one of choice.FAMILIES
     operands: Callable[[int, torch.Generator], Operands]  # for a number of rows
     in_c: Callable[..., Any]  # both return a tensor or a tuple of tensors
     in_torch: Callable[..., Any]
