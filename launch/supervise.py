@@ -9,7 +9,13 @@ from dataclasses import fields
 
 from pretrain.cli import LONGEST_SECONDS, Parser, number, path_text, run_main, text, whole_number
 from pretrain.cluster.hosts.remote import default_transport
-from pretrain.cluster.supervise.launch_command import hostfile_of, hosts_of, run_folder, ssh_port, with_separator
+from pretrain.cluster.supervise.launch_command import (
+    hostfile_of,
+    hosts_of,
+    launcher_host_flags,
+    run_folder,
+    with_separator,
+)
 from pretrain.cluster.supervise.supervisor import SupervisorSettings, supervise
 from pretrain.errors import ConfigError
 from pretrain.terminal import print_line
@@ -61,7 +67,7 @@ def main() -> int:
     if hostfile is not None:
         hosts_of(command, hostfile)  # validate the hostfile before the run folder is created and locked
     settings = SupervisorSettings(command=command, run=run_folder(command, args.save), hostfile=hostfile,
-                                  transport=default_transport(ssh_port(command)),
+                                  transport=default_transport(launcher_host_flags(command).ssh_port),
                                   **{name: getattr(args, name) for name in _FLAGS})
     return supervise(settings, _print_line)
 

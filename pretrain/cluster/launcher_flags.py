@@ -6,6 +6,7 @@ A command line has this form:
     [flags of the launcher] tools/TOOL.py FLAGS OF THE TOOL, with `ds-pretrain` on one host
 """
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,14 +29,11 @@ def launcher_parser(program: str) -> Parser:
                     epilog="All other flags belong to pretrain/train.py: python -m pretrain.train --help lists them.")
     _add_host_flags(parser)
     add = parser.add_argument
-    add("--master_addr", default="",
-        help="address of the first host (default: its address on the network to the other hosts)")
     add("--master_port", type=_PORT,
         help="free port on the first host (default on one host: MASTER_PORT or any free port; on several hosts: 29500)")
     add("--launcher", choices=sorted(LAUNCHER_PROGRAMS), default="pdsh",
         help="program that starts the ranks on all hosts (default: %(default)s)")
     add("--launcher_args", default="", help="more flags for the --launcher program, as one quoted string")
-    add("--ssh_port", type=_PORT, help="ssh port of every host")
     add("--force_multi", action="store_true", help="use --launcher even if the hostfile has a single host")
     add("--no_ssh", action="store_true",
         help="use no ssh: you run this command on every host, each time with another --node_rank; the commands connect "
@@ -59,6 +57,13 @@ def launcher_parser(program: str) -> Parser:
     return parser
 
 
+def host_flags(words: Sequence[str]) -> argparse.Namespace:
+    """Return the flags that choose hosts, out of the flags of any launcher. Raises ConfigError for a wrong value."""
+    parser = Parser(add_help=False)
+    _add_host_flags(parser)
+    return parser.parse_known_args(words)[0]
+
+
 def _add_host_flags(parser: Parser) -> None:
     hosts = parser.add_argument_group("which hosts, and how many ranks")
     hosts.add_argument("--hostfile", "-H", help="file with a line `NAME slots=RANKS` for each host; rank 0 runs on the "
@@ -70,6 +75,9 @@ def _add_host_flags(parser: Parser) -> None:
     hosts.add_argument("--num_gpus", "--num_accelerators", type=_COUNT, default=-1,
                        help="ranks on each host, one per GPU (default: one per slot; without a hostfile one per GPU, "
                             "or one per NUMA node if there is no GPU)")
+    hosts.add_argument("--master_addr", default="",
+                       help="address of the first host (default: its address on the network to the other hosts)")
+    hosts.add_argument("--ssh_port", type=_PORT, help="ssh port of every host")
 
 
 def find_tool(words: Sequence[str]) -> int | None:

@@ -2,32 +2,22 @@
 
 import argparse
 import base64
-import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 from pretrain.checkpoint.load.start import check_start
 from pretrain.cli import say
 from pretrain.cluster.hosts.hostfile import choose_hosts, hosts_from_flags
+from pretrain.cluster.hosts.launcher_process import SignalRecorder, become_subreaper, descendants, wait_for_launcher
+from pretrain.cluster.hosts.probe import ask_to_save, end_all
 from pretrain.cluster.hosts.rank_environment import launcher_environment
 from pretrain.cluster.hosts.remote import LOCAL
-from pretrain.cluster.supervise.outcome import classify_exit, file_sizes, read_progress
-from pretrain.cluster.supervise.processes import (
-    ask_to_save,
-    become_subreaper,
-    descendants,
-    end_descendants,
-    ranks_run,
-    reap_orphans,
-)
+from pretrain.cluster.supervise.outcome import classify_exit, ending_signal, file_sizes, read_progress, shell_exit_code
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.distributed.device import Device, detect_device, nvidia_smi
 from pretrain.distributed.process import ROOT, free_port, port_is_free
@@ -36,9 +26,7 @@ from pretrain.errors import CRASHED, ConfigError
 from pretrain.memory.memory_watch import plan_remarks
 from pretrain.resilience.launcher_watch import launcher_variable
 from pretrain.resilience.run_lock import reject_second_start, release_of_dead_owner
-from pretrain.resilience.signals import LAST_SIGNAL, SIGNALS, SignalCount, describe
 
-_POLL_S = 0.5
 _SIGTERM_GRACE_S = 5.0  # time between SIGTERM and SIGKILL
 
 
@@ -165,67 +153,24 @@ def run_launcher(command: Sequence[str], environ: dict[str, str], run: Path) -> 
 
     If the launcher gets a signal or is killed, the ranks save, too. `run`: the run folder, which shows that they have.
     """
-    count, sizes_before = SignalCount(), file_sizes(run)
+    sizes_before = file_sizes(run)
     become_subreaper()
-    with _recorded_signals() as signals:
+    with SignalRecorder() as signals:
         launcher = subprocess.Popen(command, env={**environ, **launcher_variable()}, start_new_session=True)
-        while True:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                code = launcher.wait(_POLL_S)
-                if code >= 0 or not ranks_run():
-                    return _exit_code(code, run, sizes_before)
-                time.sleep(_POLL_S)
-            reap_orphans(launcher.pid)
-            while signals:
-                number = signals.pop(0)
-                if not _handle_signal(number, count.add(number)):
-                    end_descendants(grace_s=_SIGTERM_GRACE_S)
-                    release_of_dead_owner(run)
-                    return 128 + number
-
-
-def _handle_signal(number: int, ordinal: int) -> bool:
-    """Pass the first signal on to the ranks. Returns False if all ranks must end now. `ordinal`: see SignalCount."""
-    if ordinal == 1 and not ask_to_save(descendants(), number):
-        say(f"{signal.Signals(number).name}: stopped before training began")
-        return False
-    if ordinal > 1:  # the ranks report the first signal
-        say(describe(number, ordinal))
-    return ordinal < LAST_SIGNAL
+        code = wait_for_launcher(launcher, lambda: signals.must_end(
+            lambda number: ask_to_save(descendants(), number)))
+        if code is not None:
+            return _exit_code(code, run, sizes_before)
+        end_all(descendants, grace_s=_SIGTERM_GRACE_S)
+        release_of_dead_owner(run)
+        return 128 + signals.ended_by
 
 
 def _exit_code(code: int, run: Path, sizes_before: dict[str, int]) -> int:
     """Return the exit code of the run. `code`: that of the launcher, which is 1 after a signal to the launcher."""
     progress = read_progress(run, sizes_before)
-    own = _shell_exit_code(code)
+    if code < 0 or 224 < code < 255:
+        say(f"{ending_signal(code)} ended {'the launcher' if code < 0 else 'a rank'}")
     if (code < 0 or code == CRASHED) and progress.stop is not None:
         return classify_exit(code, progress, last_step=None)[0]
-    return own
-
-
-def _shell_exit_code(code: int) -> int:
-    """Convert the launcher's exit code to the shell's convention, and report a signal that ended the run.
-
-    If signal N ends a rank, the launcher calls exit(-N), which its parent sees as 256 - N.
-    """
-    number = -code if code < 0 else 256 - code if 224 < code < 255 else 0
-    if number in set(signal.Signals):
-        say(f"{signal.Signals(number).name} ended {'the launcher' if code < 0 else 'a rank'}")
-    return code if code >= 0 else 128 - code
-
-
-@contextlib.contextmanager
-def _recorded_signals() -> Iterator[list[int]]:
-    """Yield a list to which each received signal is appended. Signals that are already ignored (nohup) stay ignored."""
-    received: list[int] = []
-
-    def record(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-
-    numbers = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, record) for number in numbers}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return shell_exit_code(code)

@@ -39,7 +39,6 @@ from pretrain.resilience.launcher_watch import launcher_variable
 from pretrain.resilience.run_lock import reject_second_start
 
 _DEBIAN_PACKAGES = {"pdsh": "pdsh", "openmpi": "openmpi-bin", "mpich": "mpich", "slurm": "slurm-client"}
-_NEEDS_NO_QUOTES = re.compile(r"[\w@%+=:,./-]+")
 # what DeepSpeed puts into a shell command without quotes (0.19.8: launcher/multinode_runner.py); pdsh replaces %
 _NEEDS_NO_QUOTES_IN_DEEPSPEED = re.compile(r"[\w@+=:,./~-]+")
 
@@ -225,7 +224,7 @@ def quote_for_pdsh(word: str) -> str:
     word = word.replace("%", "%%")
     if " " in word:  # DeepSpeed puts the word in double quotes, and a backslash before each " of the word
         return re.sub(r"([\\$`])", r"\\\1", word)
-    return word if _NEEDS_NO_QUOTES.fullmatch(word) else shlex.quote(word)
+    return shlex.quote(word)
 
 
 if __name__ == "__main__":

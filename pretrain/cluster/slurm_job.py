@@ -12,7 +12,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from pretrain.checkpoint.format.run_checkpoints import newest_step
 from pretrain.checkpoint.load.resume import checkpoints_folder
@@ -24,7 +23,7 @@ from pretrain.config.plan import Plan
 from pretrain.distributed.device import detect_device
 from pretrain.distributed.print_error import print_error
 from pretrain.distributed.world import World, integer_variable
-from pretrain.errors import NO_RESTART, REJECTED, STOPPED, ConfigError
+from pretrain.errors import NO_RESTART, REJECTED, ConfigError
 from pretrain.monitor.read_run_folder import is_number, read_events, read_metrics, read_rows
 from pretrain.paths import STOP_FILE
 from pretrain.resilience.run_lock import reject_second_start
@@ -33,7 +32,6 @@ from pretrain.stored_json import build
 RECORD = "slurm.jsonl"
 MAX_STARTS_WITHOUT_PROGRESS = 3
 _DISK_TEST_BYTES = 32 * 2**20
-_NODE_TIMEOUT_S = 20
 
 
 @dataclass(frozen=True)
@@ -95,12 +93,9 @@ def before(plan: Plan, environ: Mapping[str, str], *, signal_s: int) -> None:
 
 
 def after(run: Path, environ: Mapping[str, str], *, exit_code: int) -> int:
-    """Return 0 if the job should be requeued, otherwise 1. Prints the decision, and the nodes that do not answer."""
+    """Return 0 if the job should be requeued, otherwise 1. Prints the decision. `before` names lost nodes."""
     starts = read_record(run, environ["SLURM_JOB_ID"])
     step = newest_step(run / "checkpoints")
-    if exit_code != STOPPED:
-        for node in unresponsive_nodes(starts[-1].nodes if starts else []):
-            say(f"node {node} does not answer")
     reason = NO_RESTART.get(exit_code)
     without_progress = [start for start in starts[-MAX_STARTS_WITHOUT_PROGRESS:] if start.step == step]
     if (run / STOP_FILE).exists():
@@ -202,24 +197,6 @@ def failed_nodes(nodes: Sequence[str], *, since: float) -> list[str]:
         elif began[:1].isdigit() and time.mktime(time.strptime(began, "%Y-%m-%dT%H:%M:%S")) > since:
             lines.append(f"node {words['NodeName']} of the previous start was lost: its slurmd restarted at {began}")
     return lines
-
-
-def unresponsive_nodes(nodes: Sequence[str]) -> list[str]:
-    """Return the nodes on which srun cannot run the command `true` within 20 s."""
-    command = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--cpus-per-task=1", "--quiet")
-    probes = [subprocess.Popen([*command, "--nodelist", node, "true"], stderr=subprocess.DEVNULL) for node in nodes]
-    end = time.monotonic() + _NODE_TIMEOUT_S
-    return [node for node, probe in zip(nodes, probes, strict=True) if not _succeeds(probe, end)]
-
-
-def _succeeds(probe: "subprocess.Popen[Any]", end: float) -> bool:
-    """Return whether the process exits with 0 before `end` (time.monotonic()). Otherwise kill it."""
-    try:
-        return probe.wait(max(0.0, end - time.monotonic())) == 0
-    except subprocess.TimeoutExpired:
-        probe.kill()
-        probe.wait()
-        return False
 
 
 def _output(*command: str) -> str:

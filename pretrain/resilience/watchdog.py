@@ -77,9 +77,6 @@ class TimeOuts:
         return min((seconds for seconds, _ in [*self.first.values(), *self.later.values()] if seconds), default=0.0)
 
 
-NO_LIMITS = TimeOuts(*[dict.fromkeys(PHASES, (0.0, "--step_timeout"))] * 2)
-
-
 class Watchdog:
     """Records what the main thread does, for the watcher of this rank.
 

@@ -6,20 +6,18 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING
 
+from pretrain.monitor.read_run_folder import read_events
 from tests.chaos import processes
-from tests.chaos.checkpoints import CheckpointLedger
 from tests.chaos.damage import LinkedData, damage_checkpoint, damage_latest
 from tests.chaos.faults import CHECKPOINT_DAMAGE, KINDS, Fault, Schedule
 from tests.chaos.processes import NotAppliedError
-from tests.chaos.watch import RunWatch
+from tests.chaos.watch import CheckpointLedger, RunWatch
 
-if TYPE_CHECKING:
-    from tests.chaos.run import ChaosSettings
-
-_POLL_S = 0.05
+_POLL_S = 0.1
+_LAUNCH_S = 4.0  # from a start to its first step, on an idle machine
 _LONGEST_PAUSE_S = 2.0
 _TRIES = 3
 _FEWEST_INTACT = 2  # undamaged checkpoints before one is damaged, so that the run can always resume
@@ -30,13 +28,34 @@ PrintLine = Callable[[str], None]
 
 
 @dataclass(frozen=True)
+class ChaosSettings:
+    """The command of the run, and the faults."""
+
+    command: list[str]
+    run: Path
+    kinds: tuple[str, ...]
+    faults: int
+    seed: int
+    stall_s: float  # without a step, a start or a fault in this time, the run is ended
+    train_steps: int
+    train_data: str  # the first prefix; the run reads it through links in `instructions`
+    keep_checkpoints: int
+    step_timeout: float
+
+    @property
+    def instructions(self) -> Path:
+        """Folder of the files that hooks/sitecustomize.py reads in the ranks."""
+        return self.run / "chaos"
+
+
+@dataclass(frozen=True)
 class AppliedFault:
     """A fault that was applied, or that could not be applied."""
 
     kind: str
     time: float  # in seconds since 1970
     start: int  # number of the start that it hit; for damage while the run is down, of the next start
-    step: int  # last step that was logged before
+    rows: int  # number of steps that were logged before, by all starts
     what: str
     applied: bool = True
     ended: bool = True  # False: the start should have ended, and did not
@@ -52,7 +71,7 @@ class FaultInjector(threading.Thread):
     The main thread calls `before_start` and `finish`.
     """
 
-    def __init__(self, settings: "ChaosSettings", schedule: Schedule, watch: RunWatch, ledger: CheckpointLedger,
+    def __init__(self, settings: ChaosSettings, schedule: Schedule, watch: RunWatch, ledger: CheckpointLedger,
                  data: LinkedData | None, print_line: PrintLine) -> None:
         super().__init__(name="faults", daemon=True)
         self._settings, self._schedule, self._watch, self._ledger = settings, schedule, watch, ledger
@@ -81,7 +100,6 @@ class FaultInjector(threading.Thread):
         """End the thread. The supervised run has ended."""
         self._finished.set()
         self.join()
-        self._watch.poll()
 
     def before_start(self, number: int) -> None:
         """Damage files while no process of the run exists. The supervisor calls this before each start."""
@@ -103,7 +121,7 @@ class FaultInjector(threading.Thread):
         self._watch.mark_start()
 
     def _apply_in_time(self, fault: Fault) -> None:
-        if fault.moment == "down":
+        if fault.when == "down":
             with self._lock:
                 self._pending.append(fault)
             return
@@ -117,13 +135,13 @@ class FaultInjector(threading.Thread):
                     self._record(fault, str(error), applied=False)
 
     def _wait_for_moment(self, fault: Fault) -> None:
-        if fault.moment == "starting":
-            self._sleep(fault.delay * self._launch_seconds())
+        if fault.when == "starting":
+            self._sleep(fault.delay * _LAUNCH_S)
             if fault.kind != "kill_launcher":
                 self._wait(lambda: bool(processes.ranks(self._settings.command)))
             return
         self._wait(lambda: self._watch.current_step() >= max(fault.step, 1))
-        self._sleep(fault.delay * self._step_seconds())
+        self._sleep(fault.delay * self._watch.steps()[-1]["step_time_ms"] / 1e3)
         if fault.kind in CHECKPOINT_DAMAGE:
             self._wait(lambda: len(self._ledger.observe()) >= _FEWEST_INTACT)
 
@@ -183,7 +201,7 @@ class FaultInjector(threading.Thread):
     def _fill_disk(self, start: int) -> str:
         """Let writes fail until a save has failed, or the start has ended."""
         def failed() -> int:
-            return sum(row.values.get("event") == "save_failed" for row in self._watch.events.rows)
+            return sum(row["event"] == "save_failed" for row in read_events(self._settings.run))
 
         before, request = failed(), self._settings.instructions / "disk_full"
         request.touch()
@@ -212,22 +230,12 @@ class FaultInjector(threading.Thread):
 
     def _record(self, fault: Fault, what: str, *, start: int | None = None, applied: bool = True,
                 ended: bool = True) -> None:
-        record = AppliedFault(fault.kind, time.time(), self._watch.num_starts if start is None else start,
-                              self._watch.newest_step(), what, applied, ended)
-        self.applied.append(record)
+        rows = self._watch.steps()
+        self.applied.append(AppliedFault(fault.kind, time.time(), self._watch.num_starts if start is None else start,
+                                         len(rows), what, applied, ended))
         self._active = time.monotonic()
         self._print_line(f"{'fault' if applied else 'not applied'} {len(self.applied)}: {fault.kind} after step "
-                         f"{record.step}: {what}")
-
-    def _launch_seconds(self) -> float:
-        """Return the shortest time from a start to its first logged step; 0 if none has logged a step."""
-        times = [rows[0].time - began for number, began in enumerate(self._watch.start_times, 1)
-                 if (rows := self._watch.steps_of_start(number))]
-        return min(times, default=0.0)
-
-    def _step_seconds(self) -> float:
-        rows = self._watch.steps()
-        return float(rows[-1].values["step_time_ms"]) / 1e3 if rows else 0.0
+                         f"{rows[-1]['step'] if rows else 0}: {what}")
 
     def _wait(self, condition: Callable[[], bool]) -> None:
         """Wait until the condition is true. Raises RunEndedError if the run ends first."""
@@ -239,12 +247,11 @@ class FaultInjector(threading.Thread):
         self._wait(lambda: time.monotonic() >= deadline)
 
     def _poll(self) -> None:
-        """Sleep for a short time and read new rows. Raises RunEndedError if the run has ended."""
+        """Sleep for a short time. Raises RunEndedError if the run has ended."""
         if self._finished.wait(_POLL_S):
             raise RunEndedError
-        self._watch.poll()
         self._ledger.observe()
-        progress = (self._watch.num_starts, len(self._watch.metrics.rows))
+        progress = (self._watch.num_starts, len(self._watch.steps()))
         if progress != self._progress:
             self._progress, self._active = progress, time.monotonic()
         if time.monotonic() - self._active > self._settings.stall_s:
@@ -252,9 +259,9 @@ class FaultInjector(threading.Thread):
             raise RunEndedError
 
     def _end_run(self, reason: str) -> None:
-        """Make the supervisor in the main thread end the run at once: a second signal stops its wait for a save."""
+        """Make the supervisor in the main thread end the run at once: a third signal stops its wait for a save."""
         self.failure = reason
         self._print_line(f"{reason}; the run is ended")
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(1.0)
-        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1.0)

@@ -9,8 +9,8 @@ from random import Random
 
 import psutil
 
+from pretrain.cluster.hosts.probe import find_ranks
 from pretrain.cluster.supervise.launch_command import identity
-from pretrain.cluster.supervise.processes import ranks_of
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -21,7 +21,7 @@ class NotAppliedError(Exception):
 
 def ranks(command: Sequence[str]) -> list[psutil.Process]:
     """Return the ranks of the command on this host, sorted by rank. Child processes of ranks are left out."""
-    found = {process.pid: process for process in ranks_of(identity(command), os.getcwd())}
+    found = {process.pid: process for process in find_ranks(os.getcwd(), identity(command))}
     with_rank = []
     for process in found.values():
         with contextlib.suppress(psutil.Error, KeyError, ValueError):

@@ -1,99 +1,94 @@
-"""Follow the rows that a run writes, with the times at which they appear."""
+"""What a supervised run has written: the steps of each start, and its committed checkpoints."""
 
-import json
 import threading
-import time
-from bisect import bisect_right
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pretrain.checkpoint.format.manifest import Manifest, complete_checkpoints, step_of
+from pretrain.checkpoint.format.verify import find_damage
+from pretrain.monitor.read_run_folder import read_events, read_metrics
 
-@dataclass(frozen=True)
-class SeenRow:
-    """A row of a .jsonl file."""
-
-    time: float  # when the row was first seen, in seconds since 1970
-    offset: int  # position in the file, in bytes
-    values: dict[str, Any]
-
-
-@dataclass
-class RowFile:
-    """The rows of a .jsonl file that have been seen so far."""
-
-    path: Path
-    rows: list[SeenRow] = field(default_factory=list)
-    _offset: int = 0
-
-    def poll(self) -> None:
-        """Read the lines that were completed since the last call. Lines that are not JSON objects are skipped."""
-        try:
-            with open(self.path, "rb") as file:
-                file.seek(self._offset)
-                data = file.read()
-        except FileNotFoundError:
-            return
-        now, complete = time.time(), data[:data.rfind(b"\n") + 1]
-        for line in complete.splitlines(keepends=True):
-            try:
-                values = json.loads(line)
-            except ValueError:
-                values = None
-            if isinstance(values, dict):
-                self.rows.append(SeenRow(now, self._offset, values))
-            self._offset += len(line)
+Key = tuple[int, str]  # step and save_id: the same step may be saved again after a restart
+_MIN_KEPT = 2  # pretrain/checkpoint/save/retention.py keeps at least this number
 
 
 class RunWatch:
-    """Follows metrics.jsonl and events.jsonl of a run, and knows to which start each row belongs.
-
-    The supervisor's thread calls `mark_start`; another thread polls.
-    """
+    """Rows of metrics.jsonl, by start. The supervisor's thread calls `mark_start`; another thread reads."""
 
     def __init__(self, run: Path) -> None:
-        self.metrics, self.events = RowFile(run / "metrics.jsonl"), RowFile(run / "events.jsonl")
-        self.start_times: list[float] = []  # of each start, in seconds since 1970
-        self._start_offsets: list[int] = []  # size of metrics.jsonl at each start
-        self._lock = threading.Lock()
+        self.run = run
+        self._first_rows: list[int] = []  # for each start: number of steps that were logged before it
+
+    def steps(self) -> list[dict[str, Any]]:
+        """Return the rows of training steps, of all starts."""
+        return [row for row in read_metrics(self.run) if "step_time_ms" in row]
 
     def mark_start(self) -> None:
         """Record that a start begins now."""
-        path = self.metrics.path
-        with self._lock:
-            self._start_offsets.append(path.stat().st_size if path.exists() else 0)
-            self.start_times.append(time.time())
-
-    def poll(self) -> None:
-        """Read new rows."""
-        with self._lock:
-            self.metrics.poll()
-            self.events.poll()
+        self._first_rows.append(len(self.steps()))
 
     @property
     def num_starts(self) -> int:
-        return len(self.start_times)
+        return len(self._first_rows)
 
-    def steps(self) -> list[SeenRow]:
-        """Return the rows of training steps, of all starts."""
-        return [row for row in list(self.metrics.rows) if "step_time_ms" in row.values]
-
-    def steps_of_start(self, start: int) -> list[SeenRow]:
+    def steps_of_start(self, start: int) -> list[dict[str, Any]]:
         """Return the rows of training steps of start number `start`, from 1."""
-        return [row for row in self.steps() if self.start_of(row) == start]
-
-    def start_of(self, row: SeenRow) -> int:
-        """Return the number of the start that wrote this row of metrics.jsonl, from 1."""
-        return bisect_right(self._start_offsets, row.offset)
-
-    def newest_step(self) -> int:
-        """Return the last step that any start has logged; 0 if there is none."""
-        return next((int(row.values["step"]) for row in reversed(self.metrics.rows) if "step_time_ms" in row.values), 0)
+        return self.steps()[slice(*[*self._first_rows, None][start - 1:start + 1])]
 
     def current_step(self) -> int:
         """Return the last step that the current start has logged; 0 if it has logged none."""
-        rows = self.metrics.rows
-        for row in reversed(rows):
-            if "step_time_ms" in row.values:
-                return int(row.values["step"]) if self.start_of(row) == self.num_starts else 0
-        return 0
+        rows = self.steps_of_start(self.num_starts) if self.num_starts else []
+        return int(rows[-1]["step"]) if rows else 0
+
+
+class CheckpointLedger:
+    """Records which checkpoints were committed, which the faults damaged, and which are lost. Two threads use it."""
+
+    def __init__(self, run: Path, *, keep_checkpoints: int) -> None:
+        self._run, self._keep = run, keep_checkpoints
+        self._seen: set[Key] = set()
+        self._damaged: set[Key] = set()
+        self._lock = threading.Lock()
+
+    @property
+    def folder(self) -> Path:
+        return self._run / "checkpoints"
+
+    def observe(self) -> list[tuple[Path, Manifest]]:
+        """Record the checkpoints that exist now. Return those that no fault has damaged, newest first."""
+        with self._lock:
+            complete, _ = complete_checkpoints(self.folder)
+            self._seen |= {_key(manifest) for _, manifest in complete}
+            return [found for found in complete if _key(found[1]) not in self._damaged]
+
+    def mark_damaged(self, manifest: Manifest) -> None:
+        """Record that a fault damages this checkpoint."""
+        with self._lock:
+            self._damaged.add(_key(manifest))
+
+    def lost(self) -> list[str]:
+        """Return a line for each checkpoint that no longer exists or is damaged, though no fault damaged it.
+
+        Call it after the run has ended. Hashes all files of the remaining ones.
+        """
+        intact = self.observe()
+        lost = [f"checkpoint of step {manifest.step} is lost: {problems[0]}" for folder, manifest in intact
+                if (problems := find_damage(folder, manifest))]
+        pruned = {step_of(Path(row["path"])) for row in read_events(self._run)
+                  if row.get("event") == "prune" and isinstance(row.get("path"), str)}
+        good = self._seen - self._damaged
+        for key in sorted(good - {_key(manifest) for _, manifest in intact}):
+            step = key[0]
+            replaced = any(other[0] == step and other != key for other in good)
+            if not replaced and step not in pruned and not self._may_be_pruned(step, good):
+                lost.append(f"checkpoint of step {step} is lost: it has disappeared")
+        return lost
+
+    def _may_be_pruned(self, step: int, good: set[Key]) -> bool:
+        """Return whether --keep_checkpoints allowed the removal; the event is missing if the run was killed then."""
+        newer = {other for other, _ in good if other > step}
+        return self._keep > 0 and len(newer) >= max(self._keep, _MIN_KEPT)
+
+
+def _key(manifest: Manifest) -> Key:
+    return manifest.step, manifest.save_id

@@ -58,6 +58,7 @@ from pretrain.distributed.tcp_store import (
 from pretrain.errors import ConfigError
 from tests.cluster.workers.packages import need_packages
 from tests.support.launch import LIMIT_S, ROOT, free_port, rank_environment, run_ranks
+from tests.support.supervised import wait_until
 
 SMALL = ["--product_size", "128", "--memory_mib", "4", "--message_mib", "1", "--disk_mib", "2", "--timeout", "300"]
 
@@ -347,7 +348,7 @@ def test_launchers_without_ssh_sign_exit_codes_with_a_secret_of_the_run_folder(
     def start(index: int) -> Rendezvous:
         rendezvous = join_rendezvous(tuple(ranks), index, "127.0.0.1", port, LIMIT_S)
         if index == 1:
-            rendezvous.store.wait(["token"])
+            wait_until(lambda: any((tmp_path / "run").glob(".cluster-*")))
             modes.extend(path.stat().st_mode & 0o777 for path in (tmp_path / "run").iterdir())
         rendezvous.check_hosts(ranks, request)
         return rendezvous
@@ -357,11 +358,10 @@ def test_launchers_without_ssh_sign_exit_codes_with_a_secret_of_the_run_folder(
     assert modes == [0o600]
     assert re.fullmatch("[0-9a-f]{64}", os.environ[SECRET_VARIABLE])
     second.leave(0, 0)
-    code = first.store.get("code/1")
-    assert decode_value("code/1", code, int) == 0
+    assert first.store.read("code: rank 1", int) == 0
     monkeypatch.setenv(SECRET_VARIABLE, "")
     with pytest.raises(ForeignValueError, match="not signed"):
-        decode_value("code/1", code, int)
+        first.store.read("code: rank 1", int)
 
 
 def test_only_signed_values_of_the_expected_form_are_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.cluster.hosts.remote import default_transport, unhealthy_hosts
-from pretrain.cluster.supervise.processes import ranks_on
+from pretrain.cluster.hosts.remote import default_transport, ranks_on, unhealthy_hosts
 from tests.cluster.workers.ssh_hosts import Host, Hosts, two_hosts
 from tests.support.launch import LIMIT_S, ROOT, free_port, run_forked
 from tests.support.supervised import (

@@ -17,9 +17,9 @@ from pretrain.cluster.supervise.launch_command import (
     hostfile_of,
     hosts_of,
     identity,
+    launcher_host_flags,
     run_folder,
     run_setting,
-    ssh_port,
     with_hostfile,
     with_separator,
 )
@@ -352,7 +352,7 @@ def test_reading_and_rewriting_launch_commands(tmp_path: Path) -> None:
     assert run_setting(cluster, "train_steps") == "7"
     assert run_setting([*cluster, "--train-steps=8"], "train_steps") == "8"
     assert hostfile_of(cluster, None) == Path("h")
-    assert ssh_port(cluster) == "7"
+    assert launcher_host_flags(cluster).ssh_port == 7
     own = with_separator(["ds-pretrain", "--save=a", "--num_gpus", "2", "-H", "h", "--config", "run.yaml"])
     assert own == ["ds-pretrain", "--num_gpus", "2", "-H", "h", "--", "--save=a", "--config", "run.yaml"]
     assert hostfile_of(own, None) == Path("h")

@@ -25,14 +25,6 @@ from pretrain.cluster.health.findings import (
     report_disks,
     report_links,
 )
-from pretrain.cluster.health.key_value_store import (
-    START_TIMEOUT_FACTOR,
-    RankStore,
-    SilentRanksError,
-    connect_store,
-    first_line,
-    run_with_timeout,
-)
 from pretrain.cluster.health.network import (
     ClockServer,
     Collective,
@@ -49,13 +41,22 @@ from pretrain.cluster.health.network import (
     round_robin,
 )
 from pretrain.cluster.health.report import ClusterCheckSettings, ClusterReport, Finding
+from pretrain.cluster.hosts.key_value_store import (
+    RankStore,
+    SilentRanksError,
+    connect_store,
+    first_line,
+    run_with_timeout,
+)
 from pretrain.distributed.device import detect_device
-from pretrain.distributed.process_group import init_process_group
+from pretrain.distributed.process import port_is_free
+from pretrain.distributed.process_group import all_ranks_here, init_process_group, taken_port
 from pretrain.distributed.world import World
 from pretrain.engine.build import deepspeed_output
 from pretrain.errors import ConfigError
 
 T = TypeVar("T")
+_START_TIMEOUT_FACTOR = 2.0  # ranks may start within this times the time-out: torch loads slowly from a cold disk
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ def check_cluster(settings: ClusterCheckSettings, world: World) -> ClusterReport
 
     Raises ConfigError on every rank for bad input, and ConnectionError if this rank cannot reach rank 0.
     """
-    store = connect_store(world, settings.timeout_s)
+    store = _connect(world, settings.timeout_s)
     address = own_address(os.environ["MASTER_ADDR"])
     report, server = ClusterReport(ranks=world.size), ClockServer(address)
     hosts: dict[str, list[int]] = {}
@@ -165,7 +166,7 @@ def check_cluster(settings: ClusterCheckSettings, world: World) -> ClusterReport
     try:
         location = RankLocation(host_name(), world.local_rank, address, server.port)
         locations = store.exchange("start", location, list, kinds=(RankLocation, list[RankLocation]),
-                                   wait_s=START_TIMEOUT_FACTOR * settings.timeout_s)
+                                   wait_s=_START_TIMEOUT_FACTOR * settings.timeout_s)
         hosts = ranks_by_host(locations)
         context = CheckContext(store, world, settings, hosts, report)
         report.hosts = {host: {} for host in hosts}
@@ -179,6 +180,24 @@ def check_cluster(settings: ClusterCheckSettings, world: World) -> ClusterReport
         store.leave(silent)
         server.close()
     return report
+
+
+def _connect(world: World, timeout_s: float) -> RankStore:
+    """Connect to the store at MASTER_ADDR:MASTER_PORT. The process group will use the same store.
+
+    Raises ConnectionError, and ConfigError if another program listens on the port.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    runs_server = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # torchrun runs one
+    if runs_server and not port_is_free(port):
+        raise taken_port(world)
+    try:
+        return connect_store(address, port, "check_cluster", rank=world.rank, size=world.size, runs_server=runs_server,
+                             on_one_host=all_ranks_here(world, os.environ), timeout_s=timeout_s,
+                             start_s=_START_TIMEOUT_FACTOR * timeout_s)
+    except (RuntimeError, OSError) as error:
+        raise ConnectionError(f"no connection to rank 0 at {address}:{port} ({first_line(error)}). Check that rank 0 "
+                              "has started and that this is its address") from None
 
 
 def _report_silent_ranks(report: ClusterReport, error: SilentRanksError, hosts: dict[str, list[int]]) -> None:

@@ -8,14 +8,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
 from pretrain.cli import say
-from pretrain.cluster.hosts.remote import HostError, Transport, call_probe_on_all
+from pretrain.cluster.hosts.launcher_process import SignalRecorder
+from pretrain.cluster.hosts.remote import HostError, Transport, call_on_all, call_probe
 from pretrain.errors import FINISHED, GUARD, HANG, REJECTED, STOPPED
-from pretrain.resilience.signals import LAST_SIGNAL, SIGNALS, SignalCount, describe
 
 LOST = 255  # ssh's exit code when the connection breaks
 # A rank that exits with one of these codes makes the other ranks crash. Their codes say nothing about the cause.
@@ -76,17 +76,16 @@ class MultihostJob:
 
     def _call(self, function: str, *args: Any, timeout_s: float = 15) -> dict[str, Any]:
         """Call a function of probe.py, with the job's name, on all controlled hosts. Returns host -> result."""
-        return call_probe_on_all(self.transport, dict.fromkeys(self.hosts, (function, self.name, *args)),
-                                 timeout_s=timeout_s)
+        return call_on_all(self.hosts, lambda host: call_probe(self.transport, host, function, self.name, *args,
+                                                               timeout_s=timeout_s))
 
 
 @dataclass
 class JobState:
-    """State of a running job. The signal handler and several threads write to this object."""
+    """State of a running job. Several threads write to this object."""
 
     codes: dict[str, int] = field(default_factory=dict)  # host -> exit code, for hosts that have ended
     first_failure: float | None = None  # time of the first failure, by time.monotonic()
-    signals: list[int] = field(default_factory=list)  # signals that this process got but has not handled yet
 
     def read_stderr(self, stream: IO[str]) -> None:
         """Copy the launcher's stderr to ours, and record the hosts that pdsh reports as failed."""
@@ -123,16 +122,16 @@ def run_job(command: Sequence[str], environ: Mapping[str, str], job: MultihostJo
         listen: runs in a thread, and records exits of hosts that `deepspeed` does not report.
     """
     state = JobState()
-    with _record_signals(state), subprocess.Popen(command, env=dict(environ), stdin=subprocess.DEVNULL, text=True,
-                                                  stderr=subprocess.PIPE, start_new_session=True) as process:
+    with SignalRecorder() as signals, subprocess.Popen(command, env=dict(environ), stdin=subprocess.DEVNULL, text=True,
+                                                       stderr=subprocess.PIPE, start_new_session=True) as process:
         assert process.stderr is not None
         reader = threading.Thread(target=state.read_stderr, args=[process.stderr], daemon=True)
         reader.start()
         if listen is not None:
             threading.Thread(target=listen, args=[state], daemon=True).start()
-        interrupted = _wait(process, job, state)
+        _wait(process, job, state, signals)
         codes = list(state.codes.values())  # copied before job.end() kills ranks, which adds codes
-        ended_by_us = interrupted is not None or process.poll() is None
+        ended_by_us = signals.ended_by != 0 or process.poll() is None
         if ended_by_us:
             job.end()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -146,39 +145,14 @@ def run_job(command: Sequence[str], environ: Mapping[str, str], job: MultihostJo
     if not ended_by_us and code != 0:
         since_failure_s = time.monotonic() - (state.first_failure or time.monotonic())
         job.end(patience_s=max(job.grace_s - since_failure_s, 0))
-    return code if interrupted is None else 128 + interrupted
+    return 128 + signals.ended_by if signals.ended_by else code
 
 
-def _wait(process: "subprocess.Popen[str]", job: MultihostJob, state: JobState) -> int | None:
-    """Wait until the launcher has ended or all ranks must be killed. Returns the signal that demands this, or None."""
-    count = SignalCount()
-    while process.poll() is None:
-        if state.signals:
-            number = state.signals.pop(0)
-            ordinal = count.add(number)
-            if ordinal == 1 and not job.signal_ranks(number):
-                say(f"{signal.Signals(number).name}: stopped before training began")
-                return number
-            if ordinal > 1:  # rank 0 reports the first signal
-                say(describe(number, ordinal))
-            if ordinal >= LAST_SIGNAL:
-                return number
-            continue
+def _wait(process: "subprocess.Popen[str]", job: MultihostJob, state: JobState, signals: SignalRecorder) -> None:
+    """Wait until the launcher has ended or all ranks must be killed."""
+    while process.poll() is None and not signals.must_end(job.signal_ranks):
         if state.grace_is_over(job):
             say(f"{job.describe_first_failure(state.codes)}; other hosts still run {job.grace_s:g} s later and are "
                 "ended now")
-            return None
+            return
         time.sleep(_POLL_S)
-    return None
-
-
-@contextlib.contextmanager
-def _record_signals(state: JobState) -> Iterator[None]:
-    """Append each received signal to `state.signals`, instead of its default action, while the context is open."""
-    numbers = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup: not SIGHUP
-    before = {number: signal.signal(number, lambda received, _: state.signals.append(received)) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.cluster.hosts import probe
-from pretrain.cluster.hosts.remote import HostError, Transport, call_probe_on_all
+from pretrain.cluster.hosts.remote import HostError, Transport, call_on_all, call_probe
 from pretrain.config.flags.arguments import RunArguments, data_spec
 from pretrain.data.tokenizers.tokenizer import BYTES
 from pretrain.distributed.tcp_store import SECRET_VARIABLE, secret_variable
@@ -125,8 +125,8 @@ def check_hosts(transport: Transport, ranks: dict[str, int], request: PreflightR
     with token_file(request.run) as token:
         local_facts = HostFacts(**probe.host_facts(request.to_json(token, peer="")))
         check_local_files(local_facts)
-        calls = {host: ("host_facts", request.to_json(token, peers[host])) for host in hosts}
-        answers = call_probe_on_all(transport, calls)
+        answers: dict[str, Any] = call_on_all(hosts, lambda host: call_probe(
+            transport, host, "host_facts", request.to_json(token, peers[host])))
     errors = [f"{host}: {answer}" for host, answer in answers.items() if isinstance(answer, HostError)]
     if errors:
         raise ConfigError("hosts", problem=_join(errors),

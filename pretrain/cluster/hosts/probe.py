@@ -1,4 +1,4 @@
-"""Functions that run on each host: collect facts before a run, signal its ranks, and end its processes.
+"""Functions that run on each host: collect facts before a run; find, signal and end its processes.
 
 `remote.py` sends the source of this file and of distributed/host.py to each host's Python. A host without this checkout
 can therefore answer, too. These two files may import only each other, psutil and the standard library.
@@ -13,9 +13,12 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from pretrain.distributed.host import RANK_VARIABLES, interface_towards
 
@@ -102,74 +105,137 @@ def _run_folder_problem(run: Path, token: str) -> str:
     return ""
 
 
-def processes_of_job(job: str) -> dict[int, dict[str, str]]:
-    """Return process id -> environment variables, for all processes of `job` on this host except this process."""
-    mark, found = f"{JOB_VARIABLE}={job}", {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
-        except OSError:  # the process has ended, or belongs to another user
-            continue
-        if mark in words and int(folder.name) != os.getpid():
-            found[int(folder.name)] = dict(word.partition("=")[::2] for word in words)
-    return found
+def processes_of_job(job: str) -> list[psutil.Process]:
+    """Return all processes of `job` on this host except this process."""
+    return [process for process in psutil.process_iter()
+            if process.pid != os.getpid() and _environment(process).get(JOB_VARIABLE) == job]
 
 
-def end_job(job: str, patience_s: float, kill_after_s: float = 5.0) -> list[int]:
+def _environment(process: psutil.Process) -> dict[str, str]:
+    """Return the variables of a process; {} if it has ended, or belongs to another user."""
+    with contextlib.suppress(psutil.Error, OSError):
+        return dict(process.environ())
+    return {}
+
+
+def command_line(process: psutil.Process) -> list[str]:
+    """Return the words of the command line; [] if the process has ended, or cannot be read."""
+    with contextlib.suppress(psutil.Error, OSError):
+        return list(process.cmdline())
+    return []
+
+
+def end_job(job: str, patience_s: float) -> list[int]:
     """Wait up to `patience_s` until all processes of `job` on this host have ended, then end the remaining ones.
 
-    They get SIGTERM, and SIGKILL up to `kill_after_s` later. Returns their process ids.
+    Returns the process ids of the remaining ones.
     """
-    _wait_until_job_ended(job, patience_s)
-    remaining = sorted(processes_of_job(job))
-    for number, wait_s in ((signal.SIGTERM, kill_after_s), (signal.SIGKILL, 5.0)):
-        for process in processes_of_job(job):
-            _send_signal(process, number)
-        _wait_until_job_ended(job, wait_s)
-    return remaining
+    deadline = time.monotonic() + patience_s
+    while (remaining := processes_of_job(job)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    end_all(lambda: processes_of_job(job), grace_s=5.0)
+    return [process.pid for process in remaining]
 
 
 def signal_ranks(job: str, number: int) -> list[int]:
     """Send a signal to the ranks of `job` on this host that can save, but not to their children. Returns their ids."""
     # Ranks, and their children: these inherit the variables.
-    candidates = {process for process, environ in processes_of_job(job).items()
-                  if any(name in environ for name in RANK_VARIABLES)}
-    ranks = sorted(process for process in candidates if _parent(process) not in candidates and can_save(process))
-    for process in ranks:
-        _send_signal(process, number)
-    return ranks
+    candidates = [process for process in processes_of_job(job)
+                  if any(name in _environment(process) for name in RANK_VARIABLES)]
+    pids = {process.pid for process in candidates}
+    return ask_to_save([process for process in candidates if _parent(process) not in pids], number)
 
 
-def can_save(process: int) -> bool:
+def _parent(process: psutil.Process) -> int:
+    """Return the process id of the parent, or 0 if the process has ended."""
+    with contextlib.suppress(psutil.Error):
+        return int(process.ppid())
+    return 0
+
+
+def ranks_of_run(action: str, folder: str, flags: list[str]) -> list[int]:
+    """Return the process ids of the run's ranks on this host. "save" and "end" also signal them; "list" does not.
+
+    `folder`, `flags`: see `find_ranks`. With "save", only the ranks that can save are returned.
+    """
+    found = find_ranks(folder, flags)
+    if action == "save":
+        return ask_to_save(found)
+    if action == "end":
+        end(found, grace_s=5.0)
+    return [process.pid for process in found]
+
+
+def find_ranks(folder: str, flags: Sequence[str]) -> list[psutil.Process]:
+    """Return the ranks on this host of the run that was started in `folder` with these flags of train.py."""
+    own = {process.pid for process in [psutil.Process(), *psutil.Process().parents()]}
+    return [process for process in psutil.process_iter()
+            if process.pid not in own and _is_rank(process, folder, list(flags))]
+
+
+def _is_rank(process: psutil.Process, folder: str, flags: list[str]) -> bool:
+    """Return whether the process is a Python process with these flags, the variables of a rank and this folder."""
+    words, length = command_line(process), len(flags)
+    if not words or "python" not in os.path.basename(words[0]):
+        return False
+    if not any(words[at:at + length] == flags for at in range(len(words) - length + 1)):
+        return False
+    with contextlib.suppress(psutil.Error, OSError):
+        return any(name in _environment(process) for name in RANK_VARIABLES) and process.cwd() == folder
+    return False
+
+
+def can_save(pid: int) -> bool:
     """Return whether the process handles SIGUSR1: ranks do so from the time when they can save."""
     try:
-        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
         return False
     caught = next((line.split()[1] for line in lines if line.startswith("SigCgt:")), "0")
     return bool(int(caught, 16) >> (signal.SIGUSR1 - 1) & 1)
 
 
-def _parent(process: int) -> int:
-    """Return the process id of the parent, or 0 if the process has ended."""
-    try:
-        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
-    except (OSError, ValueError):
-        return 0
+def ask_to_save(processes: Sequence[psutil.Process], number: int = signal.SIGUSR1) -> list[int]:
+    """Send a signal to the processes that handle SIGUSR1, and return their ids.
+
+    Only ranks that can save handle SIGUSR1, and launchers that pass it on to ranks. It would kill other processes.
+    """
+    asked = []
+    for process in processes:
+        if can_save(process.pid):
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(number)
+                asked.append(process.pid)
+    return asked
 
 
-def _send_signal(process: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(process, number)
+def end(processes: Sequence[psutil.Process], *, grace_s: float) -> list[psutil.Process]:
+    """Send SIGTERM, and SIGKILL to processes that still run after `grace_s`.
+
+    Returns the processes that exist 10 s later, for example because they wait for a disk.
+    """
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            process.terminate()
+    _, alive = psutil.wait_procs(processes, timeout=grace_s)
+    for process in alive:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    return psutil.wait_procs(alive, timeout=10)[1] if alive else []
 
 
-def _wait_until_job_ended(job: str, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline and processes_of_job(job):
-        time.sleep(0.2)
+def end_all(find: Callable[[], list[psutil.Process]], *, grace_s: float) -> None:
+    """End all processes that `find` returns, including processes that start in the meantime.
+
+    These get no time after SIGTERM. If a process cannot be ended, this function gives up.
+    """
+    while processes := find():
+        if end(processes, grace_s=grace_s):
+            return
+        grace_s = 0.0
 
 
 def call(function: str, *args: Any) -> None:
     """Call the function named `function`, and print its result as one line of JSON for `remote.call_probe`."""
-    functions: dict[str, Any] = {"host_facts": host_facts, "end_job": end_job, "signal_ranks": signal_ranks}
+    functions: dict[str, Any] = {each.__name__: each for each in (host_facts, end_job, signal_ranks, ranks_of_run)}
     print(json.dumps(functions[function](*args)), flush=True)

@@ -10,7 +10,7 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from pretrain.distributed import host as host_facts
 
 LOCAL = "localhost"
 CONNECT_TIMEOUT_S = 8
+_RANKS_TIMEOUT_S = 60.0  # for the connection, and to end ranks
 # Compute on each GPU. On a host without GPUs, the import of torch shows that the Python environment works.
 _DEFAULT_CHECK = "import torch; [torch.ones(9, device=i).sum().item() for i in range(torch.cuda.device_count())]"
 DEFAULT_HEALTH_COMMAND = shlex.join([sys.executable, "-c", _DEFAULT_CHECK])
@@ -89,14 +90,6 @@ def failure_reason(done: "subprocess.CompletedProcess[str]") -> str:
     return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
 
 
-def run_in_this_folder(host: str, command: str, transport: Transport, timeout_s: float) -> str:
-    """Run a shell command on `host`, in the working folder of this process. Returns its stdout. Raises HostError."""
-    done = run_on_host(transport, host, f"cd {shlex.quote(os.getcwd())} && {command}", timeout_s=timeout_s)
-    if done.returncode != 0:
-        raise HostError(failure_reason(done))
-    return done.stdout
-
-
 def call_probe(transport: Transport, host: str, function: str, *args: Any, timeout_s: float = 15) -> Any:
     """Call a function of probe.py, by its name, on `host`. Returns its result. Raises HostError."""
     sources = {module.__name__: inspect.getsource(module) for module in (host_facts, probe)}
@@ -127,14 +120,21 @@ def call_on_all(hosts: Iterable[str], function: Callable[[str], T]) -> dict[str,
 
 def unhealthy_hosts(hosts: Iterable[str], command: str, transport: Transport, timeout_s: float) -> dict[str, str]:
     """Return host -> problem, for each host that cannot be reached or on which the health command fails."""
-    answers = call_on_all(hosts, lambda host: run_in_this_folder(host, command, transport, timeout_s))
-    return {host: str(answer) for host, answer in answers.items() if isinstance(answer, HostError)}
+    def check(host: str) -> str:
+        done = run_on_host(transport, host, f"cd {shlex.quote(os.getcwd())} && {command}", timeout_s=timeout_s)
+        return "" if done.returncode == 0 else failure_reason(done)
+
+    return {host: str(answer) for host, answer in call_on_all(hosts, check).items() if answer}
 
 
-def call_probe_on_all(transport: Transport, calls: Mapping[str, Sequence[Any]],
-                      timeout_s: float = 15) -> dict[str, Any]:
-    """Run `call_probe` for all hosts in parallel. `calls`: host -> (function, args...).
+def ranks_on(hosts: Iterable[str], action: str, flags: Sequence[str], transport: Transport) -> dict[str, list[int]]:
+    """Call `probe.ranks_of_run` on the hosts, with this process's working folder. Returns host -> process ids.
 
-    Returns host -> result, or the HostError that was raised.
+    Hosts without such ranks are left out, and hosts that do not answer: their ranks end when their collectives time
+    out. With `flags` [], nothing is done.
     """
-    return call_on_all(calls, lambda host: call_probe(transport, host, *calls[host], timeout_s=timeout_s))
+    if not flags:
+        return {}
+    answers = call_on_all(hosts, lambda host: call_probe(transport, host, "ranks_of_run", action, os.getcwd(),
+                                                         list(flags), timeout_s=_RANKS_TIMEOUT_S))
+    return {host: answer for host, answer in answers.items() if answer and not isinstance(answer, HostError)}

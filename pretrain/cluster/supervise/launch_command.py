@@ -8,20 +8,21 @@ A launch command is any command that starts pretrain/train.py, for example:
     srun ... python pretrain/train.py FLAGS
 """
 
+import argparse
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pretrain.cluster.hosts.hostfile import choose_hosts, read_hostfile
-from pretrain.cluster.launcher_flags import split_command_line
+from pretrain.cluster.hosts.hostfile import hosts_from_flags
+from pretrain.cluster.launcher_flags import host_flags, split_command_line
 from pretrain.config.flags.parse import flag_name, read_yaml
 from pretrain.data.token_schedules import recorded_batch_sizes
 from pretrain.errors import ConfigError
 
 _OWN_LAUNCHERS = ("ds-pretrain", "cluster.sh")  # they find train.py's flags without a separator
 _HOSTFILE_LAUNCHERS = ("ds-pretrain", "deepspeed", "cluster.sh", "mpirun", "mpiexec")  # accept --hostfile
-_HOST_FILTERS = ("include", "i", "exclude", "e", "num_nodes", "num_gpus", "num_accelerators")
+_HOST_FILTERS = ("include", "exclude", "num_nodes", "num_gpus")
 
 
 def with_separator(command: Sequence[str]) -> list[str]:
@@ -85,32 +86,23 @@ def run_folder(command: Sequence[str], override: str | None) -> Path:
 
 def hostfile_of(command: Sequence[str], override: str | None) -> Path | None:
     """Return `override`, or the value of --hostfile (-H) among the launcher's flags, or None."""
-    words = _launcher_words(command)
-    found = override or flag_value(words, "hostfile") or flag_value(words, "H")
+    found = override or launcher_host_flags(command).hostfile
     return Path(found) if found else None
 
 
+def launcher_host_flags(command: Sequence[str]) -> argparse.Namespace:
+    """Return the launcher's flags that choose hosts, such as --include. Raises ConfigError for a wrong value."""
+    words = [word for word in _launcher_words(command) if word != "--"]
+    # without flags such as -iface of mpirun, which argparse would read as `-i face`
+    return host_flags([word for word in words if word.startswith("--") or not word.startswith("-")
+                       or len(word.partition("=")[0]) == 2])
+
+
 def hosts_of(command: Sequence[str], hostfile: Path) -> dict[str, int]:
-    """Return host -> number of slots, for the hosts that the launcher's filters (such as --include) choose.
-
-    Raises ConfigError.
-    """
-    words = _launcher_words(command)
-
-    def value(*names: str) -> str:
-        return next((found for name in names if (found := flag_value(words, name)) is not None), "")
-
-    def number(*names: str) -> int:
-        return int(value(*names)) if value(*names).isdecimal() else -1
-
-    chosen = choose_hosts(read_hostfile(str(hostfile)), include=value("include", "i"), exclude=value("exclude", "e"),
-                          num_nodes=number("num_nodes"), num_slots=number("num_gpus", "num_accelerators"))
-    return {host: len(slots) for host, slots in chosen.items()}
-
-
-def ssh_port(command: Sequence[str]) -> str | None:
-    """Return the value of the launcher's --ssh_port, or None."""
-    return flag_value(_launcher_words(command), "ssh_port")
+    """Return host -> number of slots, for the hosts that the launcher's flags choose. Raises ConfigError."""
+    flags = launcher_host_flags(command)
+    flags.hostfile = str(hostfile)
+    return {host: len(slots) for host, slots in hosts_from_flags(flags).items()}
 
 
 def with_hostfile(command: Sequence[str], hostfile: Path) -> list[str]:
@@ -137,10 +129,10 @@ def check_can_lose_hosts(command: Sequence[str]) -> None:
     The command must accept a hostfile, and no other flag may choose the hosts.
     """
     with_hostfile(command, Path("hosts"))
+    flags, default = launcher_host_flags(command), host_flags([])
     for name in _HOST_FILTERS:
-        if flag_value(_launcher_words(command), name) is not None:
-            flag = f"--{name}" if len(name) > 1 else f"-{name}"
-            raise ConfigError(flag, problem="this flag cannot be combined with --min_hosts",
+        if getattr(flags, name) != getattr(default, name):
+            raise ConfigError(f"--{name}", problem="this flag cannot be combined with --min_hosts",
                               remedy="list in the hostfile exactly the hosts and slots to use")
 
 
@@ -187,8 +179,8 @@ def accumulation_steps(ranks: int, previous: Mapping[str, Any]) -> int:
 
 def _with_master(command: list[str], dropped: Sequence[str], first: str) -> list[str]:
     """If --master_addr is a dropped host, replace it by `first`, the first remaining host. Returns the command."""
-    master = flag_value(_launcher_words(command), "master_addr")
-    if master is None or _address(master) not in {_address(host) for host in dropped}:
+    master = launcher_host_flags(command).master_addr
+    if not master or _address(master) not in {_address(host) for host in dropped}:
         return command
     end = _train_flags_index(command)
     head = [word.replace(master, first) if word == master or word.endswith(f"={master}") else word

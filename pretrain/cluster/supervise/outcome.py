@@ -112,13 +112,22 @@ def classify_exit(code: int, progress: RunProgress, *, last_step: int | None) ->
 
 
 def _describe_exit_code(code: int) -> str:
-    """Return the signal or the exit code as text. -N, 128 + N and 256 - N all mean that signal N ended a process."""
-    number = -code if code < 0 else code - 128 if 128 < code < 160 else 256 - code if code > 224 else 0
+    """Return the signal or the exit code as text."""
     if code == 255:
         return "exit code 255, which ssh uses for a lost connection"
+    name = ending_signal(code)
+    return f"{name} (exit code {code})" if name else f"exit code {code}"
+
+
+def ending_signal(code: int) -> str:
+    """Return the name of the signal that ended a process; "" if none did.
+
+    -N (subprocess), 128 + N (shells and srun) and 256 - N (DeepSpeed's launcher, which calls exit(-N)) mean signal N.
+    """
+    number = -code if code < 0 else code - 128 if 128 < code < 160 else 256 - code if code > 224 else 0
     with contextlib.suppress(ValueError):
-        return f"{signal.Signals(number).name} (exit code {code})"
-    return f"exit code {code}"
+        return signal.Signals(number).name
+    return ""
 
 
 def shell_exit_code(code: int | None) -> int:

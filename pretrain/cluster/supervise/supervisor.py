@@ -1,17 +1,30 @@
 """Start a run, restart it after it has stopped or crashed, and give up if restarts make no progress."""
 
 import contextlib
-import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from pretrain.checkpoint.format.run_checkpoints import newest_step
-from pretrain.cluster.hosts.remote import DEFAULT_HEALTH_COMMAND, LOCAL, Transport, default_transport, unhealthy_hosts
+from pretrain.cluster.hosts.launcher_process import (
+    SignalRecorder,
+    become_subreaper,
+    descendants,
+    reap_orphans,
+    wait_for_launcher,
+)
+from pretrain.cluster.hosts.probe import ask_to_save, end, end_all
+from pretrain.cluster.hosts.remote import (
+    DEFAULT_HEALTH_COMMAND,
+    LOCAL,
+    Transport,
+    default_transport,
+    ranks_on,
+    unhealthy_hosts,
+)
 from pretrain.cluster.supervise import launch_command
 from pretrain.cluster.supervise.outcome import (
     classify_exit,
@@ -20,22 +33,12 @@ from pretrain.cluster.supervise.outcome import (
     read_progress,
     shell_exit_code,
 )
-from pretrain.cluster.supervise.processes import (
-    ask_to_save,
-    become_subreaper,
-    descendants,
-    end,
-    end_descendants,
-    ranks_on,
-    ranks_run,
-    reap_orphans,
-)
 from pretrain.cluster.supervise.supervisor_files import RestartLog, StartRecord, SupervisorLock, rank_0_on_this_host
 from pretrain.errors import CRASHED, FINISHED, NO_RESTART, STOPPED, ConfigError
 from pretrain.monitor.read_run_folder import read_starts
 from pretrain.paths import STOP_FILE
 from pretrain.resilience.run_lock import find_owner, reject_second_start, release_of_dead_owner
-from pretrain.resilience.signals import LAST_SIGNAL, SIGNALS, SignalCount, describe
+from pretrain.resilience.signals import describe
 
 _POLL_S = 0.2
 _ASK_TO_SAVE_AGAIN_S = 1.0  # time until the ranks are asked again, if none of them handled SIGUSR1 yet
@@ -61,33 +64,6 @@ class SupervisorSettings:
     before_start: Callable[[int], None] = lambda number: None  # called before each start, with its number from 1
 
 
-class SignalRecorder:
-    """Records signals. Once an object exists, they no longer end this process."""
-
-    def __init__(self) -> None:
-        self.name = ""  # name of the first signal; "": no signal yet
-        self.ended_by = 0  # number of the third signal: do not wait for the save; 0: no third signal yet
-        self._count, self._lines = SignalCount(), list[str]()
-        for number in SIGNALS:
-            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-                signal.signal(number, self._record)
-
-    def _record(self, number: int, frame: FrameType | None) -> None:
-        ordinal = self._count.add(number)
-        self.name = self.name or signal.Signals(number).name
-        if ordinal == 1:  # the ranks report what they do
-            self._lines.append(f"{self.name}: asking the run to save and stop")
-        elif ordinal:
-            self._lines.append(describe(number, ordinal))
-        if ordinal >= LAST_SIGNAL:
-            self.ended_by = self.ended_by or number
-
-    def unreported(self) -> list[str]:
-        """Return lines about the signals since the last call. A handler must not print: it may interrupt a print."""
-        lines, self._lines = self._lines, []
-        return lines
-
-
 def supervise(settings: SupervisorSettings, print_line: PrintLine) -> int:
     """Run the command again and again, until the run has finished, is rejected, or makes no progress.
 
@@ -102,14 +78,15 @@ def supervise(settings: SupervisorSettings, print_line: PrintLine) -> int:
     if not lock.command_runs:
         reject_second_start(settings.run)
         _reject_running_ranks(settings)
-    signals, log = SignalRecorder(), RestartLog(settings.run)
+    log = RestartLog(settings.run)
     become_subreaper()
-    try:
-        code, outcome = _restart_until_done(settings, lock, log, signals, print_line)
-    except ConfigError as error:
-        log.close(f"rejected: {error}")
-        raise
-    row = log.close(outcome)
+    with SignalRecorder() as signals:
+        try:
+            code, outcome = _restart_until_done(settings, lock, log, signals, print_line)
+        except ConfigError as error:
+            log.close(f"rejected: {error}")
+            raise
+        row = log.close(outcome)
     print_line(f"{outcome}; {row['starts']} start{'s' * (row['starts'] != 1)}, step {row['last_step']}, goodput "
                f"{row['goodput']:.1%} ({row['productive_seconds']:.1f} s of kept steps in "
                f"{row['wall_seconds']:.1f} s)")
@@ -223,7 +200,6 @@ def _run_command(command: Sequence[str], settings: SupervisorSettings, sizes_bef
 
     After a signal, and after the launcher was killed, the ranks first save. Returns the exit code.
     """
-    deadline = float("inf")
     try:
         # The command runs in a session of its own: otherwise Ctrl-C would reach the launcher, which ends the ranks.
         # It inherits the supervisor's lock (SupervisorLock): Python opens all other files as not inheritable.
@@ -232,19 +208,19 @@ def _run_command(command: Sequence[str], settings: SupervisorSettings, sizes_bef
         raise ConfigError("command line", problem=f"{command[0]} cannot be started: {error.strerror}",
                           remedy="give a command that starts the run") from None
     try:
-        while not signals.name:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                code = child.wait(_POLL_S)
-                deadline = min(deadline, time.monotonic() + settings.grace_s)
-                if code >= 0 or time.monotonic() > deadline or not ranks_run():
-                    return code
-                time.sleep(_POLL_S)
-            reap_orphans(child.pid)
-        return _wait_for_save(child, settings, sizes_before, signals, print_line)
+        code = wait_for_launcher(child, lambda: signals.name, grace_s=settings.grace_s)
+        return _wait_for_save(child, settings, sizes_before, signals, print_line) if code is None else code
     finally:
-        end_descendants(grace_s=_SIGTERM_GRACE_S)
+        end_all(descendants, grace_s=_SIGTERM_GRACE_S)
         if signals.name:
             release_of_dead_owner(settings.run)
+
+
+def _report_signals(signals: SignalRecorder, print_line: PrintLine) -> None:
+    """Print a line about each new signal."""
+    for number, ordinal in signals.take():
+        # the ranks report what they do after the first one
+        print_line(f"{signals.name}: asking the run to save and stop" if ordinal == 1 else describe(number, ordinal))
 
 
 def _wait_for_adopted_run(settings: SupervisorSettings, lock: SupervisorLock, signals: SignalRecorder,
@@ -256,8 +232,7 @@ def _wait_for_adopted_run(settings: SupervisorSettings, lock: SupervisorLock, si
     print_line("an earlier supervisor was killed, and its run continues; waiting until the run ends")
     deadline = float("inf")
     while not lock.acquire() or find_owner(settings.run) is not None:
-        for line in signals.unreported():
-            print_line(line)
+        _report_signals(signals, print_line)
         if signals.name and deadline == float("inf"):
             deadline = time.monotonic() + settings.grace_s
             if not ask_to_save(rank_0_on_this_host(settings.run)):
@@ -280,8 +255,7 @@ def _wait_for_save(child: subprocess.Popen[bytes], settings: SupervisorSettings,
     deadline = time.monotonic() + settings.grace_s
     asked: list[int] = []
     while time.monotonic() < deadline and not signals.ended_by:
-        for line in signals.unreported():
-            print_line(line)
+        _report_signals(signals, print_line)
         # A rank may get two signals: from this process, and from its launcher. Two change no more than one.
         asked = asked or ask_to_save(descendants()) or [
             pid for pids in _ranks_on_hosts(settings, "save").values() for pid in pids]

@@ -17,7 +17,7 @@ from typing import Any
 
 from pretrain.checkpoint.save import commit
 from pretrain.cluster import local_launch
-from pretrain.cluster.supervise.processes import become_subreaper
+from pretrain.cluster.hosts import launcher_process
 from pretrain.resilience import requests
 from pretrain.resilience.launcher_watch import LAUNCHER_VARIABLE
 from pretrain.resilience.signals import SignalListener
@@ -123,8 +123,8 @@ def launch(case: dict[str, Any]) -> int:
         code = 1
         try:
             local_launch.subprocess = SimpleNamespace(  # type: ignore[assignment]
-                Popen=lambda command, env, **_: ForkedLauncher(case, env), TimeoutExpired=subprocess.TimeoutExpired)
-            local_launch.reap_orphans = lambda command: None  # ForkedLauncher waits for the ranks itself
+                Popen=lambda command, env, **_: ForkedLauncher(case, env))
+            launcher_process.reap_orphans = lambda launcher: None  # ForkedLauncher waits for the ranks itself
             code = local_launch.run_launcher([], {}, Path(case["run"]))
         except BaseException:
             traceback.print_exc()
@@ -171,7 +171,7 @@ def act(case: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     results = {}
-    become_subreaper()
+    launcher_process.become_subreaper()
     for case in json.loads(Path(sys.argv[1]).read_text()):
         begin = time.monotonic()
         results[case["name"]] = act(case)

@@ -1,27 +1,23 @@
-"""Exchange values between ranks through a key-value store on rank 0's host, without the process group.
+"""Exchange values between ranks, or launchers, through a key-value store on the first one's host.
 
 A rank that hangs or never starts would block all other ranks in a collective. With the store, the other ranks find out
-which rank is missing.
+which rank is missing. Torch is imported when the store is opened: launchers that need no store do not import it.
 """
 
 import contextlib
-import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
-from torch.distributed import DistError, PrefixStore, Store, TCPStore
-
-from pretrain.distributed.process import port_is_free
-from pretrain.distributed.process_group import all_ranks_here, taken_port
 from pretrain.distributed.tcp_store import ForeignValueError, decode_value, encode_value, start_store, wait_for_port
-from pretrain.distributed.world import World
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 T = TypeVar("T")
 D = TypeVar("D")
-START_TIMEOUT_FACTOR = 2.0  # ranks may start within this times the time-out: torch loads slowly from a cold disk
 _GRACE_S = 5.0  # largest difference in time between two ranks that end at the same time-out
 
 
@@ -49,12 +45,24 @@ class _Answer(Generic[T, D]):
 
 @dataclass(frozen=True)
 class RankStore:
-    """One rank's connection to the store, in which all ranks post their values."""
+    """The connection of one rank (or launcher) to the store, in which all ranks post their values."""
 
-    store: Store
+    store: "Store"
     rank: int
     size: int  # number of ranks
     timeout_s: float  # time-out of one phase
+
+    def post(self, key: str, value: Any, kind: Any) -> None:
+        """Set the value of a key. `kind`: its type."""
+        self.store.set(key, encode_value(key, value, kind))  # type: ignore[arg-type]  # torch accepts bytes, too
+
+    def read(self, key: str, kind: Any) -> Any:
+        """Return the value of a key that is set. Raises ForeignValueError if another program has written it."""
+        return decode_value(key, self.store.get(key), kind)
+
+    def ranks_with(self, phase: str) -> list[int]:
+        """Return the ranks that have posted their value of a phase."""
+        return [rank for rank in range(self.size) if self.store.check([key_of(phase, rank)])]
 
     def exchange(self, phase: str, value: T, combine: Callable[[list[T]], D], *, kinds: tuple[Any, Any],
                  wait_s: float | None = None) -> D:
@@ -70,7 +78,7 @@ class RankStore:
                                       wait_s + 3 * _GRACE_S)
         except ForeignValueError:
             raise
-        except (DistError, RuntimeError, TimeoutError) as error:
+        except (RuntimeError, TimeoutError) as error:  # RuntimeError: also the base class of torch's DistError
             raise ConnectionError(f"rank 0 does not answer ({phase}): {first_line(error)}") from None
         if answer.problem:
             raise ForeignValueError(answer.problem)
@@ -80,33 +88,28 @@ class RankStore:
 
     def _exchange(self, phase: str, value: T, combine: Callable[[list[T]], D], kinds: tuple[Any, Any],
                   wait_s: float) -> _Answer[T, D]:
-        own_key, key, answer_kind = _key(phase, self.rank), f"{phase}: answer of rank 0", cast(Any, _Answer)[kinds]
-        self._set(own_key, encode_value(own_key, value, kinds[0]))
+        key, answer_kind = f"{phase}: answer of rank 0", cast(Any, _Answer)[kinds]
+        self.post(key_of(phase, self.rank), value, kinds[0])
         if self.rank == 0:
             try:
                 answer = self._combine_values(phase, combine, kinds[0], wait_s + _GRACE_S)
             except ForeignValueError as error:
                 answer = _Answer(problem=str(error))
-            self._set(key, encode_value(key, answer, answer_kind))
+            self.post(key, answer, answer_kind)
             return answer
         self.store.wait([key], timedelta(seconds=wait_s + 2 * _GRACE_S))
-        return cast("_Answer[T, D]", decode_value(key, self.store.get(key), answer_kind))
-
-    def _set(self, key: str, content: bytes) -> None:
-        self.store.set(key, content)  # type: ignore[arg-type]  # torch accepts bytes, too
+        return cast("_Answer[T, D]", self.read(key, answer_kind))
 
     def _combine_values(self, phase: str, combine: Callable[[list[T]], D], kind: Any, wait_s: float) -> _Answer[T, D]:
         """On rank 0: wait for the values of all ranks, and return the result of `combine`, or the silent ranks."""
-        names = [_key(phase, rank) for rank in range(self.size)]
-        silent: list[int] = []
+        keys, found = [key_of(phase, rank) for rank in range(self.size)], list(range(self.size))
         try:
-            self.store.wait(names, timedelta(seconds=wait_s))
-        except DistError:
-            silent = [rank for rank, name in enumerate(names) if not self.store.check([name])]
-        found = [rank for rank in range(self.size) if rank not in silent]
-        contents = self.store.multi_get([names[rank] for rank in found])
-        values = {rank: decode_value(names[rank], content, kind)
-                  for rank, content in zip(found, contents, strict=True)}
+            self.store.wait(keys, timedelta(seconds=wait_s))
+        except RuntimeError:
+            found = self.ranks_with(phase)
+        contents = self.store.multi_get([keys[rank] for rank in found])
+        values = {rank: decode_value(keys[rank], content, kind) for rank, content in zip(found, contents, strict=True)}
+        silent = [rank for rank in range(self.size) if rank not in values]
         if silent:
             return _Answer(None, silent, max(wait_s, self.timeout_s + _GRACE_S), values)
         return _Answer(combine(list(values.values())))
@@ -116,7 +119,7 @@ class RankStore:
 
         `silent`: ranks that rank 0 does not wait for.
         """
-        with contextlib.suppress(DistError, RuntimeError, TimeoutError):  # missing ranks have been reported already
+        with contextlib.suppress(RuntimeError, TimeoutError):  # missing ranks have been reported already
             run_with_timeout(lambda: self._leave(silent), 2 * _GRACE_S)
 
     def _leave(self, silent: list[int]) -> None:
@@ -126,34 +129,37 @@ class RankStore:
             self.store.wait(others, timedelta(seconds=_GRACE_S))
 
 
-def _key(phase: str, rank: int) -> str:
+def key_of(phase: str, rank: int) -> str:
     """Return the store's key for a rank's value. Errors about the value begin with the key."""
     return f"{phase}: rank {rank}"
 
 
-def connect_store(world: World, timeout_s: float) -> RankStore:
-    """Connect to the store at MASTER_ADDR:MASTER_PORT. The process group will use the same store.
+def connect_store(address: str, port: int, name: str, *, rank: int, size: int, runs_server: bool, on_one_host: bool,
+                  start_s: float, timeout_s: float) -> RankStore:
+    """Connect to the store at `address`:`port`. Raises TimeoutError if no program listens there, and other OSErrors
+    and RuntimeErrors.
 
-    Raises ConnectionError, and ConfigError if another program listens on the port.
+    Args:
+        address: address of the host of rank 0.
+        port: port of the store. A process group with the same port shares its server.
+        name: prefix of all keys.
+        rank: index of this rank (or launcher).
+        size: number of ranks.
+        runs_server: whether this process runs the server.
+        on_one_host: whether all ranks are on this host.
+        start_s: seconds within which the server must start.
+        timeout_s: time-out of one phase.
     """
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    start_s = START_TIMEOUT_FACTOR * timeout_s
-    runs_store = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # torchrun runs one
-    if runs_store and not port_is_free(port):
-        raise taken_port(world)
-    try:
-        if runs_store:
-            store = start_store(address, port, on_one_host=all_ranks_here(world, os.environ), timeout_s=start_s,
-                                world_size=world.size)
-        elif wait_for_port(address, port, start_s):
-            store = TCPStore(address, port, world.size, False, timeout=timedelta(seconds=start_s),
-                             wait_for_workers=False, multi_tenant=True)
-        else:
-            raise OSError("no program listens there")
-    except (DistError, RuntimeError, OSError) as error:
-        raise ConnectionError(f"no connection to rank 0 at {address}:{port} ({first_line(error)}). Check that rank 0 "
-                              "has started and that this is its address") from None
-    return RankStore(PrefixStore("check_cluster", store), world.rank, world.size, timeout_s)
+    from torch.distributed import PrefixStore, TCPStore
+
+    if runs_server:
+        store = start_store(address, port, on_one_host=on_one_host, timeout_s=start_s, world_size=size)
+    elif wait_for_port(address, port, start_s):
+        store = TCPStore(address, port, size, False, timeout=timedelta(seconds=start_s), wait_for_workers=False,
+                         multi_tenant=True)
+    else:
+        raise TimeoutError("no program listens there")
+    return RankStore(PrefixStore(name, store), rank, size, timeout_s)
 
 
 def run_with_timeout(action: Callable[[], T], timeout_s: float) -> T:
