@@ -154,8 +154,12 @@ class Goodput:
         if last[0] < step:
             self.add(step, seconds or last[1])
 
+    @property
+    def kept_seconds(self) -> float:
+        """Time of the steps that were kept."""
+        return self._rows[-1][2] if self._rows else 0.0
+
     def fraction(self, now: float) -> float | None:
         """Return the goodput at a time in seconds since the epoch; None if the clock went back to before the start."""
         passed = now - self._first_start
-        kept = self._rows[-1][2] if self._rows else 0.0
-        return min(kept / passed, 1.0) if passed > 0 else None
+        return min(self.kept_seconds / passed, 1.0) if passed > 0 else None

@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from pretrain.distributed.host import process_state
 
 _WAIT_S = 4.0  # for the files of other ranks
 _REPORT_WAIT_S = 1.5  # for the report of a lower rank
+_POLL_S = 0.1
 _REPORT = "report.txt"
 _STATES = {"R": "running", "S": "waiting", "D": "waiting for a disk or device", "T": "stopped", "t": "stopped",
            "Z": "ended", "X": "ended", "": "ended"}  # state letters of proc(5)
@@ -95,12 +96,18 @@ def ranks_with_file(folder: Path) -> set[int]:
     return {int(name[5:-4]) for name in os.listdir(folder) if name.endswith(".txt") and name[5:-4].isdecimal()}
 
 
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Wait until the condition is true, at most for some seconds. Return whether it is true."""
+    deadline = time.monotonic() + seconds
+    while not (is_true := condition()) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    return is_true
+
+
 def wait_for_ranks(folder: Path, world_size: int) -> set[int]:
     """Return the ranks that have written their file, once these are all ranks, or after some seconds."""
-    deadline = time.monotonic() + _WAIT_S
-    while len(found := ranks_with_file(folder)) < world_size and time.monotonic() < deadline:
-        time.sleep(0.2)
-    return found
+    wait_until(lambda: len(ranks_with_file(folder)) == world_size, _WAIT_S)
+    return ranks_with_file(folder)
 
 
 def read_records(folder: Path, ranks: Iterable[int]) -> dict[int, RankRecord]:
@@ -114,12 +121,7 @@ def read_records(folder: Path, ranks: Iterable[int]) -> dict[int, RankRecord]:
 
 def wait_for_report(folder: Path) -> bool:
     """Return whether another rank reports the hang within a short time."""
-    deadline = time.monotonic() + _REPORT_WAIT_S
-    while _REPORT not in os.listdir(folder):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
+    return wait_until(lambda: _REPORT in os.listdir(folder), _REPORT_WAIT_S)
 
 
 def report_hang(run: Path, folder: Path, records: Mapping[int, RankRecord], world_size: int,

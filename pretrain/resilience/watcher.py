@@ -28,6 +28,7 @@ from pretrain.resilience.hang_report import (
     thread_states,
     wait_for_ranks,
     wait_for_report,
+    wait_until,
     write_record,
 )
 from pretrain.resilience.watched_state import FLAGS, PHASES, STACKS_SIGNAL, STATE, State
@@ -158,7 +159,7 @@ class Watcher:
                     os.write(self.collectives, str(collectives).encode())
             arrived = wait_for_ranks(self.folder, self.world_size)
             if not stopped:
-                _wait_for_file(collectives)
+                wait_until(collectives.exists, _COLLECTIVES_S)
             if self.rank == min(arrived) or not wait_for_report(self.folder):
                 report_hang(self.run, self.folder, read_records(self.folder, arrived), self.world_size, self.ranks)
         except OSError as error:
@@ -182,18 +183,9 @@ class Watcher:
         """Make the rank exit with 77. A rank that cannot run is killed after the other ranks have exited."""
         with contextlib.suppress(OSError):
             os.write(self.exit, b"x")
-        deadline = time.monotonic() + (_KILL_STOPPED_AFTER_S if stopped else _EXIT_S)
-        while os.getppid() == self.pid and time.monotonic() < deadline:
-            time.sleep(0.05)
-        if os.getppid() == self.pid and start_time(self.pid) == self.born:
+        has_ended = wait_until(lambda: os.getppid() != self.pid, _KILL_STOPPED_AFTER_S if stopped else _EXIT_S)
+        if not has_ended and start_time(self.pid) == self.born:
             os.kill(self.pid, signal.SIGKILL)
-
-
-def _wait_for_file(path: Path) -> None:
-    """Wait up to _COLLECTIVES_S for a file that the rank writes."""
-    deadline = time.monotonic() + _COLLECTIVES_S
-    while not path.exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
 
 
 def _moved_bytes(pid: int) -> int:

@@ -23,8 +23,9 @@ from pretrain.cluster.supervise.launch_command import (
     with_hostfile,
     with_separator,
 )
-from pretrain.cluster.supervise.outcome import RunProgress, classify_exit, kept_step_seconds
+from pretrain.cluster.supervise.outcome import RunProgress, classify_exit
 from pretrain.cluster.supervise.supervisor import SupervisorSettings, backoff
+from pretrain.cluster.supervise.supervisor_files import RestartLog
 from pretrain.errors import ConfigError
 from pretrain.resilience.lease_file import Owner
 from pretrain.resilience.run_lock import LOCK
@@ -131,24 +132,6 @@ def test_signals_are_forwarded_and_no_process_remains(tmp_path: Path, number: si
     assert f"supervise: {number.name}: asking the run to save and stop\n" in stderr
     assert "all ranks save" not in stderr, "the ranks report this"
     assert not psutil.pid_exists(orphan)
-
-
-# A launcher that, like DeepSpeed's, waits until the child process of a rank that has died has ended too.
-WAITING_LAUNCHER = f"""import os, subprocess, sys, time
-begin = "import subprocess; print(subprocess.Popen(['sleep', '3600'], stdout=subprocess.DEVNULL).pid)"
-orphan = int(subprocess.run([sys.executable, '-c', begin], stdout=subprocess.PIPE, text=True).stdout)
-os.kill(orphan, {int(signal.SIGTERM)})
-deadline = time.monotonic() + 60
-while os.path.exists(f'/proc/{{orphan}}') and time.monotonic() < deadline:
-    time.sleep(0.1)
-sys.exit(9 if os.path.exists(f'/proc/{{orphan}}') else 2)"""
-
-
-def test_orphans_that_have_ended_do_not_delay_the_launcher(tmp_path: Path) -> None:
-    code, stderr = wait_for_end(supervise(["--max_restarts", "0", "--save", str(tmp_path), "--", sys.executable,
-                                           "-c", WAITING_LAUNCHER],
-                                          stderr=subprocess.PIPE))
-    assert code == 2, stderr  # a code that is not restarted
 
 
 def test_ranks_of_a_killed_launcher_save_before_the_restart(tmp_path: Path) -> None:
@@ -371,9 +354,13 @@ def test_reading_and_rewriting_launch_commands(tmp_path: Path) -> None:
         check_can_lose_hosts(["deepspeed", "--include", "a", "train.py"])
 
 
-def test_only_steps_up_to_the_last_checkpoint_are_productive() -> None:
+def test_only_steps_up_to_the_last_checkpoint_are_productive(tmp_path: Path) -> None:
     steps = [{"step": 1, "step_time_ms": 9000}, {"step": 10, "step_time_ms": 1000}, {"step": 20, "step_time_ms": 2000}]
-    assert sum(kept_step_seconds(RunProgress([], steps, 0, 15)).values()) == 9 + 9 * 1 + 5 * 2
+    log = RestartLog(tmp_path)
+    assert log.productive_seconds(RunProgress([], steps, 0, 15)) == 9 + 9 * 1 + 5 * 2
+    repeated = [{"step": 16, "step_time_ms": 7000}]
+    assert log.productive_seconds(RunProgress([], repeated, 10, 16)) == 6 * 7, "an older checkpoint was used"
+    assert log.close("")["productive_seconds"] == 9 + 9 * 1 + 6 * 7
     # the last checkpoint (step 22) is newer than the last row (step 20)
-    assert sum(kept_step_seconds(RunProgress([], steps, 0, 22)).values()) == 9 + 9 + 12 * 2
-    assert kept_step_seconds(RunProgress([], [], 5, 5)) == {}
+    assert RestartLog(tmp_path).productive_seconds(RunProgress([], steps, 0, 22)) == 9 + 9 + 12 * 2
+    assert RestartLog(tmp_path).productive_seconds(RunProgress([], [], 5, 5)) == 0

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -106,28 +107,38 @@ def watchers(pid: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("how", ["with_lock", "without_lock", "python"])
-def test_a_rank_that_hangs_exits_with_77_and_its_stacks_are_written(tmp_path: Path, how: str) -> None:
-    """`with_lock`: the main thread waits inside C code and never releases Python's lock."""
-    with started(tmp_path, how) as (rank,):
-        begin = time.monotonic()
+def check_hang(run: Path, how: str) -> None:
+    """The rank exits with 77, and its stacks are written."""
+    with started(run, how) as (rank,):
         _, stderr = rank.communicate(timeout=LIMIT_S)
-        print(f"{how}: exit {rank.returncode}, {time.monotonic() - begin:.1f} s with a time-out of {TIME_OUT_S} s")
         assert rank.returncode == 77, stderr
-    record, stacks = (tmp_path / "hangs/1/rank_0.txt").read_text().split("\n\n", 1)
+    record, stacks = (run / "hangs/1/rank_0.txt").read_text().split("\n\n", 1)
     assert RankRecord.from_text(record).step == 5
     assert RankRecord.from_text(record).pid == rank.pid
     assert "wait_forever" in stacks or how == "python"
     assert stacks.count("(most recent call first)") >= 3  # main, second, watchdog
-    event = hang_event(tmp_path)
-    assert event["path"] == str(tmp_path / "hangs" / "1")
+    event = hang_event(run)
+    assert event["path"] == str(run / "hangs" / "1")
     assert event["reason"] in stderr
     assert f"rank 0 (host {os.uname().nodename}, process {rank.pid}) is in phase step of step 5" in event["reason"]
     assert watchers(rank.pid) == []
 
 
-def test_a_stopped_rank_is_named_and_ends_without_doing_anything(tmp_path: Path) -> None:
-    with started(tmp_path, "python", "slow", "python") as ranks:
+def waits_with_the_interpreters_lock(run: Path) -> None:
+    """The main thread waits inside C code and never releases Python's lock."""
+    check_hang(run, "with_lock")
+
+
+def waits_in_c(run: Path) -> None:
+    check_hang(run, "without_lock")
+
+
+def runs_in_circles(run: Path) -> None:
+    check_hang(run, "python")
+
+
+def a_stopped_rank_is_named_and_ends_without_doing_anything(run: Path) -> None:
+    with started(run, "without_lock", "slow", "without_lock") as ranks:
         os.kill(ranks[1].pid, signal.SIGSTOP)
         ends = [(rank.communicate(timeout=LIMIT_S), time.monotonic())[1] for rank in (ranks[0], ranks[2])]
         assert [ranks[0].returncode, ranks[2].returncode] == [77, 77]
@@ -135,19 +146,19 @@ def test_a_stopped_rank_is_named_and_ends_without_doing_anything(tmp_path: Path)
         assert ranks[1].returncode == -signal.SIGKILL
         assert stdout == ""
         assert time.monotonic() - max(ends) > 1, "the launcher must see the exit code 77 first"
-        assert hang_event(tmp_path)["ranks"] == [1]
-        assert f"process {ranks[1].pid}) is stopped (SIGSTOP) in phase step of step 5" in hang_event(tmp_path)["reason"]
+        assert hang_event(run)["ranks"] == [1]
+        assert f"process {ranks[1].pid}) is stopped (SIGSTOP) in phase step of step 5" in hang_event(run)["reason"]
 
 
-def test_a_rank_that_is_continued_after_the_hang_was_declared_exits(tmp_path: Path) -> None:
+def a_rank_that_is_continued_after_the_hang_was_declared_exits(run: Path) -> None:
     """The watcher of rank 1 is stopped, too, as on a machine that was suspended alone."""
-    with started(tmp_path, "python", "slow") as ranks:
+    with started(run, "without_lock", "slow") as ranks:
         (watcher,) = watchers(ranks[1].pid)
         for pid in (ranks[1].pid, watcher):
             os.kill(pid, signal.SIGSTOP)
         ranks[0].communicate(timeout=LIMIT_S)
         assert ranks[0].returncode == 77
-        assert hang_event(tmp_path)["ranks"] == [1]
+        assert hang_event(run)["ranks"] == [1]
         for pid in (watcher, ranks[1].pid):
             os.kill(pid, signal.SIGCONT)
         stdout, _ = ranks[1].communicate(timeout=LIMIT_S)
@@ -155,9 +166,9 @@ def test_a_rank_that_is_continued_after_the_hang_was_declared_exits(tmp_path: Pa
         assert stdout == ""
 
 
-def test_slow_progress_and_a_suspended_machine_are_no_hang(tmp_path: Path) -> None:
+def slow_progress_and_a_suspended_machine_are_no_hang(run: Path) -> None:
     """Both ranks are stopped for longer than the time-out: first without their watchers, then with them."""
-    with started(tmp_path, "slow", "reads") as ranks:
+    with started(run, "slow", "reads") as ranks:
         pids = [rank.pid for rank in ranks]
         for stopped in (pids, [*pids, *watchers(pids[0]), *watchers(pids[1])]):
             for number in (signal.SIGSTOP, signal.SIGCONT):
@@ -167,27 +178,46 @@ def test_slow_progress_and_a_suspended_machine_are_no_hang(tmp_path: Path) -> No
         for rank in ranks:
             stdout, stderr = rank.communicate(timeout=LIMIT_S)
             assert (rank.returncode, stdout, stderr) == (0, "end\n", "")
-    assert not (tmp_path / "hangs").exists()
+    assert not (run / "hangs").exists()
 
 
-def test_ranks_that_never_started_and_ranks_that_are_behind_are_named(tmp_path: Path) -> None:
-    with started(tmp_path, "behind", "wait", world_size=3) as ranks:
+def ranks_that_never_started_and_ranks_that_are_behind_are_named(run: Path) -> None:
+    with started(run, "behind", "wait", world_size=3) as ranks:
         for rank in ranks:
             rank.communicate(timeout=LIMIT_S)
         assert [rank.returncode for rank in ranks] == [77, 77]
-    event = hang_event(tmp_path)
+    event = hang_event(run)
     assert event["ranks"] == [0, 2]
     assert "is behind, in phase data of step 6" in event["reason"]
     assert "1 rank waits in phase step of step 6" in event["reason"]
 
 
-def test_a_hang_is_reported_without_a_run_folder(tmp_path: Path) -> None:
-    (tmp_path / "run").write_text("a file")
-    with started(tmp_path / "run", "without_lock") as (rank,):
+def a_hang_is_reported_without_a_run_folder(run: Path) -> None:
+    run.write_text("a file")
+    with started(run, "without_lock") as (rank,):
         _, stderr = rank.communicate(timeout=LIMIT_S)
         assert rank.returncode == 77
         assert "made no progress" in stderr
         assert "cannot be written (Not a directory)" in stderr
+
+
+SCENARIOS = (waits_with_the_interpreters_lock, waits_in_c, runs_in_circles,
+             a_stopped_rank_is_named_and_ends_without_doing_anything,
+             a_rank_that_is_continued_after_the_hang_was_declared_exits,
+             slow_progress_and_a_suspended_machine_are_no_hang,
+             ranks_that_never_started_and_ranks_that_are_behind_are_named, a_hang_is_reported_without_a_run_folder)
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> dict[str, "Future[None]"]:
+    """Start all scenarios at the same time, because they mostly wait. Return their results by name."""
+    pool, folder = ThreadPoolExecutor(len(SCENARIOS)), tmp_path_factory.mktemp("watchdog")
+    return {each.__name__: pool.submit(each, folder / each.__name__) for each in SCENARIOS}
+
+
+@pytest.mark.parametrize("name", [each.__name__ for each in SCENARIOS])
+def test_hanging_ranks(name: str, running: dict[str, "Future[None]"]) -> None:
+    running[name].result()
 
 
 def test_jumps_of_the_clock_and_stopped_time_do_not_count() -> None:
@@ -240,22 +270,3 @@ def test_time_outs_of_the_phases(corpus: str) -> None:
     off = limits("--step_timeout", "0", "--first_step_timeout", "0")
     assert off.longest_s == 0
     assert limits("--step_timeout", "0").later["save"][0] == 0
-
-
-def test_the_cost_of_a_record() -> None:
-    program = """
-import time
-from pathlib import Path
-from pretrain.distributed.world import ALONE
-from pretrain.resilience.watchdog import PHASES, TimeOuts, Watchdog
-limits = dict.fromkeys(PHASES, (600.0, "--step_timeout"))
-with Watchdog(Path("/tmp"), ALONE, TimeOuts(limits, dict(limits))) as watchdog:
-    begin = time.perf_counter()
-    for step in range(100_000):
-        watchdog.enter("step", step)
-    print(round((time.perf_counter() - begin) * 1e4))
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True,
-                          env={**os.environ, "PYTHONPATH": str(ROOT)})
-    print(f"Watchdog.enter takes {done.stdout.strip()} ns; a step calls it twice")
-    assert int(done.stdout) < 100_000

@@ -63,23 +63,6 @@ def read_progress(run: Path, sizes_before: Mapping[str, int]) -> RunProgress:
     return RunProgress(events, [row for row in metrics if is_number(row.get("step_time_ms"))], first_step, kept_step)
 
 
-def kept_step_seconds(progress: RunProgress) -> dict[int, float]:
-    """Return step -> seconds for the steps up to the newest checkpoint. The next start repeats all later steps.
-
-    A row of metrics.jsonl has the mean time of the steps since the previous row. Steps after the last row are assumed
-    to take the same time as that row.
-    """
-    seconds: dict[int, float] = {}
-    done, last = progress.first_step, 0.0
-    for row in progress.steps:
-        last = row["step_time_ms"] / 1e3
-        seconds.update(dict.fromkeys(range(min(done + 1, row["step"]), min(row["step"], progress.kept_step) + 1), last))
-        done = row["step"]
-    if last:
-        seconds.update(dict.fromkeys(range(done + 1, progress.kept_step + 1), last))
-    return {step: value for step, value in seconds.items() if step <= progress.kept_step}
-
-
 def classify_exit(code: int, progress: RunProgress, *, last_step: int | None) -> tuple[int, str]:
     """Return (exit code, reason). The exit code is the one that train.py would have returned.
 

@@ -29,7 +29,6 @@ from pretrain.cluster.supervise import launch_command
 from pretrain.cluster.supervise.outcome import (
     classify_exit,
     file_sizes,
-    kept_step_seconds,
     read_progress,
     shell_exit_code,
 )
@@ -102,8 +101,8 @@ def _restart_until_done(settings: SupervisorSettings, lock: SupervisorLock, log:
     farthest_step, without_progress = newest_step(settings.run / "checkpoints"), 0
     while True:
         adopted = lock if lock.command_runs and not log.starts else None
-        record, step_seconds = _start_once(settings, len(log.starts) + 1, signals, print_line, adopted)
-        log.add(record, step_seconds)
+        record = _start_once(settings, log, signals, print_line, adopted)
+        log.add(record)
         if record.exit_code == FINISHED or record.exit_code in NO_RESTART:
             return record.exit_code or 0, record.reason
         if signals.name:
@@ -136,18 +135,19 @@ def _sleep(seconds: float, signals: SignalRecorder) -> bool:
     return not signals.name
 
 
-def _start_once(settings: SupervisorSettings, number: int, signals: SignalRecorder, print_line: PrintLine,
-                adopted: SupervisorLock | None) -> tuple[StartRecord, dict[int, float]]:
-    """Check the hosts and run the command once. Returns (record for the log, step -> seconds of kept steps).
+def _start_once(settings: SupervisorSettings, log: RestartLog, signals: SignalRecorder, print_line: PrintLine,
+                adopted: SupervisorLock | None) -> StartRecord:
+    """Check the hosts and run the command once. Returns the record for the log.
 
     Args:
         settings: the command, and where it runs.
-        number: number of this start, from 1.
+        log: the earlier starts.
         signals: signals to this process.
         print_line: prints a line for the user.
         adopted: the lock with which the command of a killed supervisor runs: wait for that, instead of running another.
     """
     began, began_monotonic, sizes_before = time.time(), time.monotonic(), file_sizes(settings.run)
+    number = len(log.starts) + 1
     command, hosts, obstacle = _choose_hosts(settings, print_line) if adopted is None else ([], [], "")
     if number > 1 and not obstacle:
         _end_remaining_ranks(settings)
@@ -166,11 +166,10 @@ def _start_once(settings: SupervisorSettings, number: int, signals: SignalRecord
     progress = read_progress(settings.run, sizes_before)
     if code is not None:
         code, reason = classify_exit(code, progress, last_step=_planned_steps(settings))
-    step_seconds = kept_step_seconds(progress)
     return StartRecord(time=began, start=number, exit_code=code, reason=reason, first_step=progress.first_step,
                        last_step=progress.last_step, kept_step=progress.kept_step, hosts=hosts,
-                       productive_seconds=sum(step_seconds.values()),
-                       wall_seconds=time.monotonic() - began_monotonic), step_seconds
+                       productive_seconds=log.productive_seconds(progress),
+                       wall_seconds=time.monotonic() - began_monotonic)
 
 
 def _choose_hosts(settings: SupervisorSettings, print_line: PrintLine) -> tuple[list[str], list[str], str]:

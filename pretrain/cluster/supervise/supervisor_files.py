@@ -17,7 +17,9 @@ from typing import Any
 
 import psutil
 
+from pretrain.cluster.supervise.outcome import RunProgress
 from pretrain.errors import ConfigError
+from pretrain.monitor.read_run_folder import Goodput, newest_path
 from pretrain.resilience.lease_file import Owner, read_lease
 from pretrain.resilience.run_lock import find_owner
 
@@ -91,13 +93,21 @@ class RestartLog:
 
     def __init__(self, run: Path) -> None:
         self._path = run / RESTART_LOG
-        self._began = time.monotonic()
-        self._step_seconds: dict[int, float] = {}  # time of each step; a repeated step replaces its earlier time
+        self._began, self._goodput = time.monotonic(), Goodput(time.time())
         self.starts: list[StartRecord] = []
 
-    def add(self, record: StartRecord, step_seconds: Mapping[int, float]) -> None:
-        """Write the row of a start that has ended. `step_seconds`: see `outcome.kept_step_seconds`."""
-        self._step_seconds.update(step_seconds)
+    def productive_seconds(self, progress: RunProgress) -> float:
+        """Return the time of the steps of the last start that were kept: up to the newest checkpoint."""
+        goodput = self._goodput
+        goodput.return_to(progress.first_step)
+        before_s = goodput.kept_seconds
+        for row in newest_path(progress.steps):
+            goodput.add(row["step"], row["step_time_ms"] / 1e3)
+        goodput.return_to(progress.kept_step)
+        return goodput.kept_seconds - before_s
+
+    def add(self, record: StartRecord) -> None:
+        """Write the row of a start that has ended."""
         self.starts.append(record)
         self._append({**asdict(record), "productive_seconds": round(record.productive_seconds, 3),
                       "wall_seconds": round(record.wall_seconds, 3)})
@@ -108,8 +118,7 @@ class RestartLog:
         `wall_seconds` of this row includes the pauses between starts.
         """
         kept = self.starts[-1].kept_step if self.starts else 0
-        productive = sum(value for step, value in self._step_seconds.items() if step <= kept)
-        wall = time.monotonic() - self._began
+        productive, wall = self._goodput.kept_seconds, time.monotonic() - self._began
         row = {"time": time.time(), "summary": outcome, "starts": len(self.starts),
                "first_step": self.starts[0].first_step if self.starts else 0, "last_step": kept,
                "productive_seconds": round(productive, 3), "wall_seconds": round(wall, 3),
