@@ -85,7 +85,8 @@ def test_outliers_are_values_far_below_the_upper_median() -> None:
     assert slow_indices([1.0, 0.9, 1.1, 0.5], 0.8) == [3]
     assert slow_indices([1.0, 0.5], 0.8) == [1]
     assert slow_indices([1.0, 0.85, 0.9], 0.8) == []
-    assert faulty_hosts({("a", "d"), ("b", "d"), ("c", "d"), ("a", "b")}) == [("d", ["a", "b", "c"]), ("a and b", [])]
+    assert faulty_hosts({("a", "d"), ("b", "d"), ("c", "d"), ("a", "b")}) == [
+        (("d",), [("a", "d"), ("b", "d"), ("c", "d")]), (("a", "b"), [("a", "b")])]
 
 
 def _links(hosts: str, slow_hosts: str) -> dict[tuple[str, str], list[Link]]:

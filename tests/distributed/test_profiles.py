@@ -75,7 +75,8 @@ def test_a_running_job_is_profiled_on_request(tmp_path: Path, data: Path) -> Non
     ds_config = config(1, micro=2, accumulation=4, stages=2)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "PROFILE").write_text("2\n")
-    program = [str(WORKERS / "signals_itself.py"), str(int(signal.SIGUSR2)), "10"]
+    (tmp_path / "faults.json").write_text(json.dumps({"signal_at": [int(signal.SIGUSR2), 11]}))
+    program = [str(WORKERS / "faulty_train.py"), str(tmp_path / "faults.json")]
     # the ranks exchange their requests every 32 steps at most
     run = train(tmp_path, data, ds_config, program, profile_ranks="0", train_steps=160)
     assert not (run / "PROFILE").exists()

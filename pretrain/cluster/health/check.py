@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
 import torch.distributed as dist
@@ -79,14 +79,6 @@ class RankResult(Generic[T]):
 
 
 @dataclass(frozen=True)
-class PhaseResult:
-    """Rank 0's answer to all ranks after a phase."""
-
-    succeeded: bool  # whether all ranks measured without an error
-    rejection: str = ""  # the line of a ConfigError that a rank raised
-
-
-@dataclass(frozen=True)
 class CheckContext:
     """The objects that all phases of the check need."""
 
@@ -94,6 +86,7 @@ class CheckContext:
     world: World
     settings: ClusterCheckSettings
     hosts: dict[str, list[int]]  # host -> its ranks
+    host_of: dict[int, str]  # rank -> its host
     report: ClusterReport  # rank 0 adds the measurements and findings
 
     def run_phase(self, phase: str, kind: Any, measure: Callable[[], T], evaluate: Callable[[list[T]], None],
@@ -107,40 +100,33 @@ class CheckContext:
             kind: type of a measurement.
             measure: returns this rank's measurement.
             evaluate: gets the measurements of all ranks in rank order, if none failed.
-            name_of: returns the host or hosts of a rank, for findings about its failure (default: `host_of`).
+            name_of: returns the host or hosts of a rank, for findings about its failure (default: its host).
         """
         start = time.monotonic()
         result = _measure_with_timeout(partial(self._on_device, measure), self.settings.timeout_s)
 
-        def evaluate_all(results: list[RankResult[T]]) -> PhaseResult:
+        def evaluate_all(results: list[RankResult[T]]) -> tuple[bool, str]:
+            """Return (whether all ranks succeeded, the line of a ConfigError that a rank raised)."""
             errors = {rank: each for rank, each in enumerate(results) if each.error}
             for rank, each in errors.items():
                 if each.is_rejection:
-                    return PhaseResult(False, f"{self.host_of(rank)}: {each.error}")
-                self.report.add((name_of or self.host_of)(rank), f"{phase}: {each.error}")
+                    return False, f"{self.host_of[rank]}: {each.error}"
+                self.report.add((name_of or self.host_of.__getitem__)(rank), f"{phase}: {each.error}")
             if not errors:
                 evaluate([cast(T, each.value) for each in results])
-            return PhaseResult(not errors)
+            return not errors, ""
 
         # All ranks began the phase at the same time, so all have the same time left.
         left_s = max(self.settings.timeout_s - (time.monotonic() - start), 0)
-        kinds = (cast(Any, RankResult)[kind], PhaseResult)
-        answer = self.store.exchange(phase, result, evaluate_all, kinds=kinds, wait_s=left_s)
-        if answer.rejection:
-            raise ConfigError.from_line(answer.rejection)
-        return answer.succeeded
+        kinds = (cast(Any, RankResult)[kind], tuple[bool, str])
+        succeeded, rejection = self.store.exchange(phase, result, evaluate_all, kinds=kinds, wait_s=left_s)
+        if rejection:
+            raise ConfigError.from_line(rejection)
+        return succeeded
 
     def _on_device(self, measure: Callable[[], T]) -> T:
         get_accelerator().set_device(self.world.local_rank)  # each thread has a current device of its own
         return measure()
-
-    def host_of(self, rank: int) -> str:
-        """Return the name of the rank's host."""
-        return self._host_by_rank[rank]
-
-    @cached_property
-    def _host_by_rank(self) -> dict[int, str]:
-        return {rank: host for host, ranks in self.hosts.items() for rank in ranks}
 
 
 def _measure_with_timeout(measure: Callable[[], T], timeout_s: float) -> RankResult[T]:
@@ -168,7 +154,8 @@ def check_cluster(settings: ClusterCheckSettings, world: World) -> ClusterReport
         locations = store.exchange("start", location, list, kinds=(RankLocation, list[RankLocation]),
                                    wait_s=_START_TIMEOUT_FACTOR * settings.timeout_s)
         hosts = ranks_by_host(locations)
-        context = CheckContext(store, world, settings, hosts, report)
+        host_of = {rank: host for host, ranks in hosts.items() for rank in ranks}
+        context = CheckContext(store, world, settings, hosts, host_of, report)
         report.hosts = {host: {} for host in hosts}
         _measure(context, {host: (locations[ranks[0]].address, locations[ranks[0]].port)
                            for host, ranks in hosts.items()})
@@ -228,7 +215,7 @@ def _measure(context: CheckContext, addresses: dict[str, tuple[str, int]]) -> No
     `addresses`: host -> (address, port) of the clock server of its first rank.
     """
     settings, report = context.settings, context.report
-    own_host = context.host_of(context.world.rank)
+    own_host = context.host_of[context.world.rank]
     is_first = context.hosts[own_host][0] == context.world.rank  # first rank of its host
     others = {host: address for host, address in addresses.items() if host != own_host}
 
@@ -297,10 +284,10 @@ def _measure_round(context: CheckContext, phase: str, pairs: list[tuple[int, int
     def add_links(results: list[Link | None]) -> None:
         for other, link in enumerate(results):
             if link is not None:
-                links.setdefault(pair_of[context.host_of(other)], []).append(link)
+                links.setdefault(pair_of[context.host_of[other]], []).append(link)
 
     def name_of(other: int) -> str:
-        host = context.host_of(other)
+        host = context.host_of[other]
         return " and ".join(pair_of.get(host, (host,)))
 
     return context.run_phase(

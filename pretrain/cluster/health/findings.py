@@ -31,11 +31,11 @@ def report_connections(report: ClusterReport, hosts: HostRanks, max_skew_s: floa
     by_host = {host: results[ranks[0]] for host, ranks in hosts.items()}
     errors = {(host, other): result.error for host, row in by_host.items() for other, result in row.items()
               if result.error}
-    for host, partners in faulty_hosts({(min(pair), max(pair)) for pair in errors}):
-        a, b = host.split(" and ") if not partners else (host, partners[0])
-        reason = errors.get((b, a)) or errors[a, b]
-        report.add(host, f"no TCP connection with {', '.join(partners) or 'each other'} ({reason}); every host must be "
-                         "able to connect to every other host on any port")
+    for causes, pairs in faulty_hosts({(min(pair), max(pair)) for pair in errors}):
+        other, cause = sorted(pairs[0], key=lambda host: host == causes[0])
+        reason = errors.get((other, cause)) or errors[cause, other]
+        report.add(" and ".join(causes), f"no TCP connection with {_partners(causes, pairs)} ({reason}); every host "
+                                         "must be able to connect to every other host on any port")
     report.unreachable = bool(errors)
     master = next(iter(hosts))
     offsets = {host: -row[master].clock_offset_s if host != master else 0.0 for host, row in by_host.items()
@@ -122,19 +122,18 @@ def _report_pairs(report: ClusterReport, measure: Measure, values: dict[HostPair
         of_host = [value for pair, value in values.items() if host in pair]
         if of_host:
             report.hosts[host][measure.name] = median(of_host)
-    for host, partners in faulty_hosts(bad):
-        pairs = [pair for pair in bad if host in pair] if partners else [_pair_named(host, bad)]
+    for causes, pairs in faulty_hosts(bad):
         value = format_number(median(values[pair] for pair in pairs))
-        text = f"{measure.name} of {value} {measure.unit} with {', '.join(partners) or 'each other'}; {expected}"
-        if partners:
-            report.add_outlier(host, measure, text)
+        text = f"{measure.name} of {value} {measure.unit} with {_partners(causes, pairs)}; {expected}"
+        if len(causes) == 1:
+            report.add_outlier(causes[0], measure, text)
         else:
-            report.add(host, text)
+            report.add(" and ".join(causes), text)
 
 
-def _pair_named(name: str, pairs: set[HostPair]) -> HostPair:
-    """Return the pair of hosts whose name in findings is `name`, such as "a and b"."""
-    return next(pair for pair in pairs if " and ".join(sorted(pair)) == name)
+def _partners(causes: tuple[str, ...], pairs: list[HostPair]) -> str:
+    """Return the partners of a host in its bad pairs, as text; for two possible causes "each other"."""
+    return ", ".join(host for pair in pairs for host in pair if host not in causes) or "each other"
 
 
 def _gbit_per_s(links: list[Link]) -> float:
@@ -193,18 +192,18 @@ def typical_latency(links: dict[tuple[str, str], float]) -> float:
     return median_low([min(value for pair, value in links.items() if host in pair) for host in hosts])
 
 
-def faulty_hosts(bad_pairs: Iterable[tuple[str, str]]) -> list[tuple[str, list[str]]]:
-    """Attribute each bad pair to one of its hosts. Returns (host, its partners in bad pairs), the worst host first.
+def faulty_hosts(bad_pairs: Iterable[HostPair]) -> list[tuple[tuple[str, ...], list[HostPair]]]:
+    """Attribute each bad pair to one of its hosts. Returns ((host,), its bad pairs), the worst host first.
 
     If a pair shares no host with another remaining bad pair, either host may be the cause: it is returned as
-    ("a and b", []).
+    (pair, [pair]).
     """
-    remaining, found = sorted(set(bad_pairs)), []
+    remaining, found = sorted(set(bad_pairs)), list[tuple[tuple[str, ...], list[HostPair]]]()
     while remaining:
         counts = Counter(host for pair in remaining for host in pair)
         worst, count = max(counts.items(), key=lambda item: (item[1], item[0]))
-        partners = [a if b == worst else b for a, b in remaining if worst in (a, b)]
-        found.append((worst, partners) if count > 1 else (" and ".join(sorted((worst, partners[0]))), []))
+        pairs = [pair for pair in remaining if worst in pair]
+        found.append(((worst,) if count > 1 else pairs[0], pairs))
         remaining = [pair for pair in remaining if worst not in pair]
     return found
 

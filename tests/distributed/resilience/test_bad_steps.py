@@ -32,7 +32,7 @@ def train(folder: Path, corpus: str, values: dict[str, Any], factors: dict[int, 
     (folder / "faults.json").write_text(json.dumps({"factors": factors or {}, "rank": rank, "kill_in": kill_in}))
     words = {**flags(corpus, layers=2, steps=STEPS), "deepspeed_config": "ds.json", "save": "run", "log_interval": 1,
              "save_interval": INTERVAL, **others}
-    return run_ranks([str(WORKERS / "bad_data.py"), "faults.json", *(f"--{key}={value}" for key, value in
+    return run_ranks([str(WORKERS / "faulty_train.py"), "faults.json", *(f"--{key}={value}" for key, value in
                                                                      words.items())], 2, cwd=folder)
 
 

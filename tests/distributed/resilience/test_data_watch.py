@@ -1,5 +1,6 @@
 """Training data that changes between two starts or while a run trains: two real ranks stop, and save nothing."""
 
+import json
 import os
 import subprocess
 import threading
@@ -41,8 +42,13 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _resume(base: Path, folder: Path) -> Ranks:
+    """Resume with short time-outs of the data watch: data of any size is hashed in the background."""
     folder.mkdir()
-    return run_ranks([str(WORKERS / "watched_data.py"), *_flags(base, "--train_steps", "1000000")], 2, cwd=folder)
+    times = {"checkpoint.load.same_data:_FAST_S": -1.0, "resilience.data_watch:_FAST_S": -1.0,
+             "resilience.data_watch:_STATUS_S": 0.1, "resilience.data_watch:_POLL_S": 0.1}
+    (folder / "faults.json").write_text(json.dumps({"set": {f"pretrain.{name}": each for name, each in times.items()}}))
+    return run_ranks([str(WORKERS / "faulty_train.py"), "faults.json", *_flags(base, "--train_steps", "1000000")], 2,
+                     cwd=folder)
 
 
 def _assert_stopped(done: Ranks, base: Path, before: dict[str, bytes], problem: str) -> None:

@@ -60,8 +60,9 @@ def test_a_run_with_a_flipped_bit_ends_before_it_saves(corpus: str, tmp_path: Pa
     values.write_text(json.dumps(config(0)))
     given = {**flags(corpus, layers=2, replica_check_interval=3), "save_interval": 4, "deepspeed_config": values,
              "save": run}
-    ranks = run_ranks([str(WORKERS / "flipping_rank.py"), *(f"--{key}={value}" for key, value in given.items())], 2,
-                      cwd=tmp_path)
+    (tmp_path / "faults.json").write_text('{"flip_bit_at": 5}')
+    ranks = run_ranks([str(WORKERS / "faulty_train.py"), "faults.json",
+                       *(f"--{key}={value}" for key, value in given.items())], 2, cwd=tmp_path)
     output = "".join(rank.stdout for rank in ranks)
     assert 1 in [rank.returncode for rank in ranks], output
     lines = [line for line in output.splitlines() if line.startswith("ds-pretrain: error")]
