@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pretrain.checkpoint.format.manifest import checkpoint_folders, newest_good
+from pretrain.checkpoint.format.run_checkpoints import checkpoint_folders, newest_good
 from pretrain.cli import LONGEST_SECONDS, Parser, number, run_main, text, whole_number
 from pretrain.cluster.supervise.launch_command import hostfile_of, run_folder, train_flags, with_separator
 from pretrain.cluster.supervise.supervisor import SupervisorSettings, supervise

@@ -70,13 +70,13 @@ def make_schedule(kinds: Sequence[str], *, faults: int, seed: int, train_steps: 
     ending = [kind for kind in drawn if KINDS[kind].effect == "ends"]
     last = max(1, round(_STEPS_WITH_FAULTS * train_steps))
     ends = [max(1, round(last * (number + random.uniform(0.5, 1.0)) / len(ending))) for number in range(len(ending))]
-    places = _draw(ends or [last], faults, random)
     found: list[tuple[tuple[int, int], Fault]] = []  # (position in the order, fault)
     for number, kind in enumerate(ending):
         hits_start = number > 0 and kind in _MAY_HIT_A_START and random.random() < _STARTING_FRACTION
         step, order = (ends[number - 1], 2) if hits_start else (ends[number], 1)
         found.append(((step, order), Fault(kind, step, "starting" if hits_start else "running", random.random(),
                                            random.randrange(2**31))))
+    places = _draw([fault.step for _, fault in found if fault.when == "running"] or [last], faults, random)
     for kind in drawn:
         if KINDS[kind].effect != "ends" and kind != "nan":
             damages = KINDS[kind].effect == "damages"

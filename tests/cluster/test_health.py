@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
@@ -57,6 +58,7 @@ from pretrain.distributed.tcp_store import (
 )
 from pretrain.errors import ConfigError
 from tests.cluster.workers.packages import need_packages
+from tests.cluster.workers.ssh_hosts import add_host, add_namespace
 from tests.support.launch import LIMIT_S, ROOT, free_port, rank_environment, run_ranks
 from tests.support.supervised import wait_until
 
@@ -167,29 +169,16 @@ class Switch:
     The names of the namespaces contain the id of this process.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stack: ExitStack) -> None:
         self.prefix = f"hc{os.getpid()}"
-        self.namespaces: list[str] = []
         self.port = free_port()  # unique per test, because DeepSpeed uses the port in names of files in /dev/shm
-
-    def build(self) -> None:
-        self._namespace("switch")
-        self._ip("switch", "link add bridge type bridge")
-        self._ip("switch", "link set bridge up")
+        switch = f"{self.prefix}switch"
+        add_namespace(switch, stack)
+        subprocess.run(["ip", "-n", switch, "link", "add", "bridge", "up", "type", "bridge"], check=True,
+                       capture_output=True, text=True)
         for number in range(4):
-            name, port = f"h{number}", f"port{number}"
-            self._namespace(name)
-            self._ip("switch", f"link add {port} type veth peer name eth0 netns {self.prefix}{name}")
-            self._ip("switch", f"link set {port} master bridge up")
-            for words in (f"addr add 10.0.0.{number + 1}/24 dev eth0", "link set eth0 up", "link set lo up"):
-                self._ip(name, words)
-
-    def _namespace(self, name: str) -> None:
-        _run("ip", "netns", "add", f"{self.prefix}{name}")
-        self.namespaces.append(f"{self.prefix}{name}")
-
-    def _ip(self, name: str, words: str) -> None:
-        _run("ip", "-n", f"{self.prefix}{name}", *words.split())
+            add_host(f"{self.prefix}h{number}", "eth0", f"10.0.0.{number + 1}", link=f"port{number}", bridge="bridge",
+                     stack=stack, switch=switch)
 
     def check(self, folder: Path, flags: list[str], setups: list[str], *, per_host: int = 1,
               environ: dict[str, str] | None = None) -> list[subprocess.CompletedProcess[str]]:
@@ -210,26 +199,16 @@ class Switch:
             each.stdout = "".join(line for line in each.stdout.splitlines(True) if "[c10d] The hostname" not in line)
         return done
 
-    def close(self) -> None:
-        for namespace in self.namespaces:
-            subprocess.run(["ip", "netns", "del", namespace], capture_output=True)
-
-
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True)
-
 
 @pytest.fixture
 def switch() -> Iterator[Switch]:
     need_packages("simulated hosts", {"ip": "iproute2"})
-    made = Switch()
-    try:
-        made.build()
-    except (OSError, subprocess.CalledProcessError) as error:
-        made.close()
-        pytest.skip(f"this machine cannot create network namespaces: {getattr(error, 'stderr', error)}")
-    yield made
-    made.close()
+    with ExitStack() as stack:
+        try:
+            made = Switch(stack)
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"this machine cannot create network namespaces: {getattr(error, 'stderr', error)}")
+        yield made
 
 
 def _findings(done: subprocess.CompletedProcess[str]) -> list[str]:

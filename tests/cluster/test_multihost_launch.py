@@ -220,39 +220,31 @@ def test_without_ssh_a_failed_host_ends_the_other(hosts: Hosts, corpus: str, tmp
     hosts.wait_until_empty()
 
 
-@contextlib.contextmanager
-def _hang_report(hosts: Hosts, corpus: str, folder: Path, *, kill_host_b: bool = False) -> Iterator[str]:
-    """Cut the network of host B while a run trains. Yields the output of the run, which the watchdog ends."""
-    run = folder / "run"
+@pytest.mark.slow
+@pytest.mark.parametrize(("lost", "words"), [(False, "all 2 ranks are in phase step of"), (True, "rank 1 (host ")])
+def test_the_watchdog_reports_a_cut_network_or_a_lost_host(hosts: Hosts, corpus: str, tmp_path: Path, lost: bool,
+                                                           words: str) -> None:
+    """The network of host B is cut. If the host is lost, all its processes end, too: rank 0 receives no notice.
+
+    Otherwise both ranks wait in a collective, and meet in the run folder, which the simulated hosts still share.
+    """
+    run = tmp_path / "run"
     flags = _flags(corpus, run, "--train_steps", "100000", "--step_timeout", "15", config=ZERO2)
-    with _launched(hosts, folder, flags, "--grace", "1") as process:
+    with _launched(hosts, tmp_path, flags, "--grace", "1") as process:
         _wait_for_rows(run, 2, process)
         hosts.b.set_link("down")
-        for pid in hosts.b.processes() if kill_host_b else ():
+        for pid in hosts.b.processes() if lost else ():
             os.kill(pid, signal.SIGKILL)
         try:
             output = process.communicate(timeout=LIMIT_S)[0]
         finally:
             hosts.b.set_link("up")
         assert process.returncode == HANG, output
-        yield output
-
-
-@pytest.mark.slow
-def test_the_watchdog_reports_a_cut_network(hosts: Hosts, corpus: str, tmp_path: Path) -> None:
-    """Both ranks wait in a collective. They meet in the run folder, which the simulated hosts still share."""
-    with _hang_report(hosts, corpus, tmp_path) as output:
-        assert "ds-pretrain: hang: no progress for 15 s (--step_timeout 15): all 2 ranks are in phase step of" in output
-        hosts.wait_until_empty()
-    assert len(list((tmp_path / "run" / "hangs" / "1").glob("rank_?.txt"))) == 2
-
-
-@pytest.mark.slow
-def test_a_lost_host_is_named(hosts: Hosts, corpus: str, tmp_path: Path) -> None:
-    """The network of a host is cut, and all its processes end: rank 0 receives no notice."""
-    with _hang_report(hosts, corpus, tmp_path, kill_host_b=True) as output:
-        assert "(--step_timeout 15): rank 1 (host " in output
-        assert "1 rank waits in phase step of step" in output
+        assert f"ds-pretrain: hang: no progress for 15 s (--step_timeout 15): {words}" in output
+        assert lost == ("1 rank waits in phase step of step" in output)
+        if not lost:
+            hosts.wait_until_empty()
+    assert lost or len(list((run / "hangs" / "1").glob("rank_?.txt"))) == 2
 
 
 @pytest.mark.slow

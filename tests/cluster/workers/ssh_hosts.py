@@ -48,6 +48,23 @@ def _run(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
+def add_namespace(name: str, stack: contextlib.ExitStack) -> None:
+    """Create a network namespace, which is removed when the stack is closed."""
+    _run("ip", "netns", "add", name)
+    stack.callback(subprocess.run, ["ip", "netns", "del", name], capture_output=True)
+
+
+def add_host(name: str, interface: str, address: str, *, link: str, bridge: str, stack: contextlib.ExitStack,
+             switch: str = "") -> None:
+    """Create a network namespace with an interface on a bridge. `switch`: namespace of the bridge; "": this one."""
+    add_namespace(name, stack)
+    at = ["-n", switch] if switch else []
+    _run("ip", *at, "link", "add", link, "type", "veth", "peer", "name", interface, "netns", name)
+    _run("ip", *at, "link", "set", link, "master", bridge, "up")
+    for words in (f"addr add {address}/24 dev {interface}", f"link set {interface} up", "link set lo up"):
+        _run("ip", "-n", name, *words.split())
+
+
 @dataclass
 class Host:
     """One simulated host."""
@@ -126,14 +143,8 @@ def _end_with_parent() -> None:
 
 def _start(name: str, number: int, pair: int, folder: Path, stack: contextlib.ExitStack) -> Host:
     namespace, link, address = f"ds{pair}{name}", f"dv{pair}{name}", f"{_network(pair)}.{number}"
-    _run("ip", "netns", "add", namespace)
-    stack.callback(subprocess.run, ["ip", "netns", "del", namespace], capture_output=True)
+    add_host(namespace, f"net{name}", address, link=link, bridge=_bridge(pair), stack=stack)
     stack.callback(_end_all, namespace)
-    _run("ip", "link", "add", link, "type", "veth", "peer", "name", f"net{name}", "netns", namespace)
-    _run("ip", "link", "set", link, "master", _bridge(pair))
-    _run("ip", "link", "set", link, "up")
-    for command in (f"addr add {address}/24 dev net{name}", f"link set net{name} up", "link set lo up"):
-        _run("ip", "-n", namespace, *command.split())
     config = folder / f"sshd_{name}"
     config.write_text(_SSHD.format(folder=folder, name=name))
     # The host also has its own mount and PID namespaces: its processes end with sshd, and sshd ends with `unshare`.

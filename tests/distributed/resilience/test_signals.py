@@ -17,6 +17,7 @@ from pretrain.config.profiles import DEFAULT_PROFILE_STEPS
 from tests.support.cases import DROPOUT, flags
 from tests.support.launch import run_worker
 from tests.support.layouts import dp2, pp2
+from tests.test_train import losses, rows
 
 STEPS = 24
 LAYOUTS = {"zero1": dp2(1, precision="bf16"), "zero3": dp2(3), "pipeline": pp2(1, precision="bf16")}
@@ -80,16 +81,8 @@ def results(corpus: str, folder: Path) -> dict[str, Any]:
     return run_worker("signalled.py", cases.cases, 1, folder, timeout=3000)
 
 
-def rows(run: Path, name: str = "events.jsonl") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / name).read_text().splitlines()]
-
-
 def events(run: Path, kind: str) -> list[dict[str, Any]]:
-    return [row for row in rows(run) if row["event"] == kind]
-
-
-def losses(run: Path) -> list[tuple[int, float, float]]:
-    return [(row["step"], row["loss"], row["grad_norm"]) for row in rows(run, "metrics.jsonl") if "loss" in row]
+    return [row for row in rows(run, "events.jsonl") if row["event"] == kind]
 
 
 def log(run: Path) -> str:
