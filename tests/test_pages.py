@@ -1,14 +1,17 @@
-"""Checks of the documentation pages: length, existing paths and links, and a test for each command."""
+"""Checks of the documentation pages: length, existing paths and links, and commands that tests run."""
 
+import functools
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.launch import ROOT
 from tests.support.pages import (
-    COVERED,
+    NOT_RUN,
     PAGES,
     README,
     block_commands,
@@ -21,6 +24,7 @@ from tests.support.pages import (
 )
 
 _FOLDERS = ("pretrain", "ds_configs", "launch", "tools", "tests")
+SCRIPTS = Path(sys.executable).parent
 EACH_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
@@ -84,8 +88,8 @@ def test_commands_are_in_bash_blocks(page: Path) -> None:
 
 
 @EACH_PAGE
-def test_inline_commands_are_covered(page: Path) -> None:
-    known = {*COVERED, *(command for each in PAGES for command in runnable(each))}
+def test_inline_commands_are_run(page: Path) -> None:
+    known = {*NOT_RUN, *(command for each in PAGES for command in runnable(each))}
     assert [command for command in inline_commands(page)
             if command not in known and not is_checked_by_name(command)] == []
 
@@ -105,8 +109,27 @@ def test_pytest_and_pip_commands_name_existing_paths_and_extras(page: Path) -> N
             assert match[2] in extras
 
 
-def test_covered_commands_are_on_a_page_and_in_the_named_file() -> None:
-    named = {command for page in PAGES for command in [*block_commands(page), *inline_commands(page)]}
-    assert set(COVERED) - named == set(), "no page has these commands any more"
-    for command, (file, text) in COVERED.items():
-        assert text in (ROOT / file).read_text(encoding="utf-8"), f"{command}: {file} does not have {text}"
+def _flags(text: str) -> set[str]:
+    return set(re.findall(r"(?<!\S)--(\w+)", text))
+
+
+@functools.cache
+def _known_flags(program: str) -> set[str]:
+    """Return the flags that a program's --help lists, or that a shell script contains."""
+    if program.endswith(".sh"):
+        return _flags(re.sub(r"[|(\[)]", " ", (ROOT / program).read_text(encoding="utf-8")))
+    start = [str(SCRIPTS / program)] if program == "ds-pretrain" else [
+        sys.executable, *(["-m", program] if "/" not in program else [program])]
+    done = subprocess.run([*start, "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return _flags(re.sub(r"[,|(\[]", " ", done.stdout))
+
+
+@pytest.mark.parametrize("command", sorted(NOT_RUN))
+def test_commands_that_are_not_run_are_on_a_page_and_name_existing_files_and_flags(command: str) -> None:
+    named = [each for page in PAGES for each in (*block_commands(page), *inline_commands(page))]
+    assert command in named, "no page has this command any more"
+    files = [word for word in command.split() if word.split("/")[0] in _FOLDERS and "/" in word]
+    assert [word for word in files if not (ROOT / word).exists()] == []
+    programs = re.findall(r"tools/\w+\.py|launch/\w+\.(?:py|sh)|tests\.chaos|ds-pretrain", command)
+    known = set().union(*map(_known_flags, {*programs, "pretrain/train.py", "ds-pretrain"}))
+    assert _flags(command) - known == set()

@@ -57,16 +57,22 @@ def error_of_tests(found: dict[str, list[float]], names: list[str]) -> float:
     return errors[math.ceil(0.95 * len(errors)) - 1]
 
 
+def summary_rows() -> list[str]:
+    """Return the rows of the table in tools/memory.md: how many predictions are within 15%, and the range of all."""
+    titles = {"h100": "H100, ZeRO alone", "a100": "A100-80, ZeRO alone (used for the fit)", "a100-40":
+              "A100-40, ZeRO alone", "3d fit": "tensor or pipeline parallelism (used for the fit)",
+              "3d test": "tensor or pipeline parallelism"}
+    return [f"| {titles[name]} | {sum(1 / 1.15 <= ratio <= 1.15 for ratio in own)} of {len(own)} | "
+            f"{min(own):.2f} to {max(own):.2f} |" for name, own in ratios().items()]
+
+
 def main() -> None:
     """Print the result of the fit, the errors with the parameters in use, and all rows."""
     fitted = fit(replace(IN_USE, **START), FITTED, fit_error)  # type: ignore[arg-type]
     for name in FITTED:
         print(f"{name:20s} fitted {getattr(fitted, name):.3g}, in use {getattr(IN_USE, name):.3g}")
     found = ratios()
-    for name, own in found.items():
-        print(f"{name:8s} {sum(1 / 1.15 <= ratio <= 1.15 for ratio in own)} of {len(own)} rows within 15%; "
-              f"predicted / measured speed {min(own):.2f} to {max(own):.2f}"
-              f"{' (fitted to these rows)' if name in (FITTED_GPU, '3d fit') else ''}")
+    print("\n".join(summary_rows()))
     print(f"95% of the rows that were not used for the fit: ZeRO alone within "
           f"{error_of_tests(found, ['h100', 'a100-40']):.0%}, tensor or pipeline parallel within "
           f"{error_of_tests(found, ['3d test']):.0%}")

@@ -15,9 +15,8 @@ from pretrain.memory.step_time.time_model import StepTime, collective_latency, e
 from pretrain.memory.step_time.time_parameters import DEFAULT_PARAMETERS, model_error
 from pretrain.memory.step_time.traffic import Transfer, rank_parameters, step_traffic
 from pretrain.model.config import load_model_config
-from tests.memory.step_time.fit_throughput import FITTED, IN_USE, STEPS, error_of_tests, fit_error, ratios
-from tests.support.gpu_throughput import page_table, read_measurements, shape_of_model, throughput_table
-from tests.support.gpu_throughput_3d import page_table_3d
+from tests.memory.step_time.fit_throughput import FITTED, IN_USE, STEPS, error_of_tests, fit_error, ratios, summary_rows
+from tests.support.gpu_throughput import read_measurements, shape_of_model, throughput_table
 from tests.support.launch import ROOT
 
 ROWS = read_measurements()
@@ -63,7 +62,7 @@ def test_no_other_value_of_a_fitted_parameter_is_much_better(name: str) -> None:
 
 def test_the_page_shows_the_predictions_of_this_version() -> None:
     page = (ROOT / "tools/memory.md").read_text()
-    for line in (*page_table(), *page_table_3d()):  # python -m tests.memory.step_time.fit_throughput prints them
+    for line in summary_rows():  # python -m tests.memory.step_time.fit_throughput prints them
         assert line in page
 
 
