@@ -14,7 +14,6 @@ from pretrain.data.prepare import seen_digests
 from pretrain.data.prepare.prepare import PrepareSettings, prepare
 from pretrain.data.prepare.seen_digests import SeenDigests
 from pretrain.data.prepare.summary import read_summary, summary_text
-from pretrain.data.text_inputs.text import divide
 from pretrain.data.token_files.indexed_dataset import IndexedDataset, read_meta
 from pretrain.data.tokenizers.tokenizer import Tokenizer
 from pretrain.errors import ConfigError
@@ -169,14 +168,6 @@ def test_standard_input(tmp_path: Path, tokenizer: Tokenizer) -> None:
                                str(tmp_path / "out"), "--workers=2"], stdin=file, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
     assert documents(tmp_path / "out", tokenizer) == TEXTS
-
-
-@pytest.mark.parametrize("text", ["", "a", "x" * 35, "one two three\nfour five six seven\n\n\neight", " \n" * 30])
-def test_long_texts_are_divided_after_lines(text: str) -> None:
-    parts = divide(text, 10)
-    assert "".join(parts) == text
-    assert all(0 < len(part) <= 10 for part in parts) or text == ""
-    assert all(part.endswith("\n") or "\n" not in part for part in parts[:-1])
 
 
 def test_a_long_text_gets_the_tokens_of_the_whole(tmp_path: Path, tokenizer: Tokenizer,

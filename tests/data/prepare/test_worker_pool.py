@@ -1,7 +1,6 @@
 """The pool of workers: order of the results, errors, killed workers, end of the parent."""
 
 import functools
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 from psutil import STATUS_ZOMBIE, NoSuchProcess, Process
 
-from pretrain.data.prepare.worker_pool import _receive, map_in_order
+from pretrain.data.prepare.worker_pool import map_in_order
 from pretrain.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
@@ -95,12 +94,3 @@ def is_running(pid: int) -> bool:
         return Process(pid).status() != STATUS_ZOMBIE
     except NoSuchProcess:
         return False
-
-
-@pytest.mark.parametrize("content", [b"", b"\0\0\0\x10part"])
-def test_a_message_that_ends_too_early_is_the_end(content: bytes) -> None:
-    ours, theirs = multiprocessing.Pipe()
-    os.write(theirs.fileno(), content)
-    theirs.close()
-    with pytest.raises(EOFError):
-        _receive(ours)

@@ -16,7 +16,6 @@ from pretrain.data.prepare.python_corpus import python_corpus
 from pretrain.data.tokenizers import sentencepiece_encoder, word_cache
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.data.tokenizers.train_tokenizer import train_sentencepiece
-from pretrain.errors import ConfigError
 
 LINES = ["the quick brown fox jumps over the lazy dog", "    return self.value + 1234  # comment", "a  b   c\td",
          "na\u00efve caf\u00e9 \u4f60\u597d\u4e16\u754c \u043f\u0440\u0438", "if (x == y) { z(); } // !!!",
@@ -124,19 +123,3 @@ def test_tokens_of_real_texts(tmp_path: Path, tokenizers: dict[str, Tokenizer], 
     texts += ["", "x" * 2**20, " ".join(f"{number * 7919:x}" for number in range(40_000)), "", "end"]
     for name in ("ours", "llama", "nmt_nfkc"):
         assert batch(tokenizers[name], texts) == [reference(name, references[name], text) for text in texts]
-
-
-@EXAMPLES
-@given(texts=st.lists(TEXTS, max_size=5))
-def test_a_batch_of_a_hugging_face_tokenizer_has_the_tokens_of_each_text(folder: Path, texts: list[str]) -> None:
-    fast = folder / "fast"
-    fast.mkdir(exist_ok=True)
-    (fast / "tokenizer.json").write_bytes((folder / "ours" / "tokenizer.json").read_bytes())
-    loaded = load_tokenizer(fast)
-    assert loaded.path.name == "tokenizer.json"
-    assert batch(loaded, texts) == [loaded.encode(text) for text in texts]
-
-
-def test_a_lone_surrogate_is_rejected_in_one_line(tokenizers: dict[str, Tokenizer]) -> None:
-    with pytest.raises(ConfigError, match=r"lone surrogate U\+D800 at character 1"):
-        tokenizers["ours"].encode_batch(["a", "b\ud800"])
