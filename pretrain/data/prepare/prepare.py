@@ -177,9 +177,9 @@ class _Job:
         with ProgressBar("tokenizing", total, done_bytes=done_bytes) as progress:
             rate = _TokenRate(writer.num_tokens)
             for batch, result in results:
-                if result.error:
+                if isinstance(result, ConfigError):
                     kept = " The work so far is kept: with --on_error skip, the same command continues it."
-                    raise ConfigError.from_line(result.error + kept * output.has_progress)
+                    raise ConfigError.from_line(str(result) + kept * output.has_progress)
                 writer.add(result, save)
                 place, done_bytes = batch.end, done_bytes + batch.file_bytes
                 progress.advance(batch.file_bytes,

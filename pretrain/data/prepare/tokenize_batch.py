@@ -64,16 +64,14 @@ class TokenizedBatch:
     """the same of a document that begins in this batch and does not end in it"""
     tail_place: str = ""
     """place of that document"""
-    error: str = ""
-    """message of a ConfigError; empty without an error"""
 
 
-def make_tokenize(settings: TokenizeSettings) -> Callable[[Batch], TokenizedBatch]:
-    """Load the tokenizer, and return the function that tokenizes a batch."""
+def make_tokenize(settings: TokenizeSettings) -> Callable[[Batch], TokenizedBatch | ConfigError]:
+    """Load the tokenizer, and return the function that tokenizes a batch, or returns why a document cannot be read."""
     return functools.partial(_tokenize, settings, load_tokenizer(settings.tokenizer))
 
 
-def _tokenize(settings: TokenizeSettings, tokenizer: Tokenizer, batch: Batch) -> TokenizedBatch:
+def _tokenize(settings: TokenizeSettings, tokenizer: Tokenizer, batch: Batch) -> TokenizedBatch | ConfigError:
     builder = _Builder(settings, continues=batch.continues)
     try:
         for text, tokens, where, ends in _encode(_texts(batch, settings.read), tokenizer):
@@ -84,15 +82,8 @@ def _tokenize(settings: TokenizeSettings, tokenizer: Tokenizer, batch: Batch) ->
             if ends:
                 builder.end()
         return builder.result(tokenizer)
-    except ConfigError as error:
-        failed = _empty_batch()
-        failed.error = str(error)
-        return failed
-
-
-def _empty_batch() -> TokenizedBatch:
-    none = np.zeros(0, np.int64)
-    return TokenizedBatch(none, none, none, np.zeros((0, 2), np.uint64))
+    except ConfigError as error:  # returned, so that it is raised after the batches before it are written
+        return error
 
 
 def _encode(texts: Iterator[tuple[str | Skipped, str, bool]],
@@ -141,7 +132,8 @@ class _Builder:
         self._size = 0
         self._ends: list[int] = []
         self._text_bytes: list[int] = []
-        self._batch = _empty_batch()
+        none = np.zeros(0, np.int64)
+        self._batch = TokenizedBatch(none, none, none, np.zeros((0, 2), np.uint64))
         self._begin(continues=continues)
 
     def _begin(self, *, continues: bool = False) -> None:
