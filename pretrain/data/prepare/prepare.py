@@ -175,15 +175,15 @@ class _Job:
         if self._inputs.is_mixed:
             say(self._inputs.describe())
         with ProgressBar("tokenizing", total, done_bytes=done_bytes) as progress:
-            rate = _TokenRate(writer.num_tokens)
+            started, first_tokens = time.monotonic(), writer.num_tokens
             for batch, result in results:
                 if isinstance(result, ConfigError):
                     kept = " The work so far is kept: with --on_error skip, the same command continues it."
                     raise ConfigError.from_line(str(result) + kept * output.has_progress)
                 writer.add(result, save)
                 place, done_bytes = batch.end, done_bytes + batch.file_bytes
-                progress.advance(batch.file_bytes,
-                                 f"{rate.text(writer.num_tokens)}, {writer.num_documents:,} documents")
+                rate = (writer.num_tokens - first_tokens) / max(time.monotonic() - started, 1e-3)  # tokens per second
+                progress.advance(batch.file_bytes, f"{rate / 1e6:.2f} M tokens/s, {writer.num_documents:,} documents")
                 if self._can_resume and output.is_due():
                     save()
         self._finish(output, writer)
@@ -223,17 +223,6 @@ class _Job:
                        meta=asdict(meta), summary=summary)
         writer.close()
         output.save({**self._state(writer), "meta": asdict(meta), "finished": True})
-
-
-class _TokenRate:
-    """Tokens per second since this object was made."""
-
-    def __init__(self, num_tokens: int) -> None:
-        self._first, self._started = num_tokens, time.monotonic()
-
-    def text(self, num_tokens: int) -> str:
-        rate = (num_tokens - self._first) / max(time.monotonic() - self._started, 1e-3)
-        return f"{rate / 1e6:.2f} M tokens/s"
 
 
 def _special_tokens(tokenizer: Tokenizer, settings: PrepareSettings) -> tuple[int | None, int | None]:
