@@ -6,6 +6,7 @@ from pathlib import Path
 from pretrain.checkpoint.format.manifest import MANIFEST, Manifest
 from pretrain.checkpoint.format.run_manifest import manifest_of
 from pretrain.checkpoint.load import same_data
+from pretrain.checkpoint.load.resume import Resume
 from pretrain.checkpoint.load.start import Start, check_start
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.config.plan import Plan
@@ -19,6 +20,12 @@ def start_run(run: Path, *flags: str) -> Start:
     args = parse_arguments(["--deepspeed_config", str(ROOT / "ds_configs" / "zero1_bf16.json"), "--model", "tiny",
                             "--model_overrides", "vocab_size=256", "--train_steps", "50", "--save", str(run), *flags])
     return check_start(args, world_size=1, device=cpu_device())
+
+
+def resumed(start: Start) -> Resume:
+    """Return the checkpoint that a run resumes from."""
+    assert start.resume is not None
+    return start.resume
 
 
 def write_checkpoint(plan: Plan, **changes: object) -> Manifest:

@@ -189,18 +189,6 @@ def test_a_full_disk_leaves_the_older_checkpoint_complete(small_disk: Path) -> N
     assert steps_of(checkpoints) == [2, 1]
 
 
-@pytest.mark.root
-def test_torch_save_raises_an_error_on_a_full_disk(small_disk: Path) -> None:
-    import torch
-
-    _fill(small_disk, 2**20)
-    file = HashedFile(small_disk / "tensors.pt")
-    with pytest.raises(OSError, match="No space left"), file:
-        torch.save([torch.randn(2**17) for _ in range(4)], file)
-    with pytest.raises(OSError, match="No space left"):
-        file.close()
-
-
 def _assert_commit_fails(checkpoints: Path, message: str, timeout_s: float = 0.1) -> None:
     """Assert that the commit of step 2 fails with the message and removes its folder. Then create the folder again."""
     with pytest.raises(SaveError, match=message):

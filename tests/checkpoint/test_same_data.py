@@ -15,7 +15,7 @@ from pretrain.checkpoint.load.start import Start
 from pretrain.data.token_files.hashes import hashes_path
 from pretrain.data.tokenizers.tokenizer import Tokenizer
 from pretrain.errors import ConfigError
-from tests.checkpoint.starts import hash_data, start_run, write_checkpoint
+from tests.checkpoint.starts import hash_data, resumed, start_run, write_checkpoint
 from tests.support.big_data import change_token, write_big_data
 from tests.support.launch import ROOT
 
@@ -65,12 +65,10 @@ def test_moved_copied_and_rewritten_data_is_the_same(start: Starter, data: Path,
     assert saved.data is not None
     assert len(saved.data["sha256"]) == 64
     os.utime(f"{data}.bin", (1, 1))
-    resume = start(data).resume
-    assert resume is not None
+    resume = resumed(start(data))
     assert (resume.warnings, resume.other_data) == ([], "")
     other = write_big_data(tmp_path / "elsewhere" / "name")
-    resume = start(other).resume
-    assert resume is not None
+    resume = resumed(start(other))
     assert resume.warnings == []
 
 
@@ -83,8 +81,7 @@ def test_a_changed_token_is_rejected_unless_the_flag_is_given(start: Starter, da
     assert line.startswith(f"--train_data {data}: this is not the data that ")
     assert f"global_step10 was trained on (SHA-256 {saved.data['sha256'][:12]} there, " in line
     assert line.endswith("Give the data of the checkpoint, or continue with this data by --override data.")
-    resume = start(data, "--allow_other_data").resume
-    assert resume is not None
+    resume = resumed(start(data, "--allow_other_data"))
     assert "training continues at sample 80 of this data" in resume.other_data
     assert resume.warnings == [resume.other_data]
 
@@ -106,8 +103,7 @@ def test_other_data_is_rejected_by_its_samples_without_hashes(start: Starter, da
     """Manifests of older versions have no `data`."""
     manifest = write_checkpoint(start(data).plan, data=None)
     assert '"data"' not in manifest.to_json()
-    resume = start(data).resume
-    assert resume is not None
+    resume = resumed(start(data))
     assert resume.warnings == []
     with pytest.raises(ConfigError, match=r"\(fingerprint \w{12} there, fingerprint \w{12} here\)"):
         start(Path(corpus))
@@ -133,8 +129,7 @@ def test_the_hash_of_a_checkpoint_that_was_saved_before_it_was_known(start: Star
     hash_data(plan)
     row = {**plan.datasets["train"].record(), "event": same_data.HASHED_EVENT, "step": 12}
     (tmp_path / "run" / "events.jsonl").write_text(json.dumps(row) + "\n")
-    resume = start(data).resume
-    assert resume is not None
+    resumed(start(data))
     change_token(data, keep_mtime=False)
     with pytest.raises(ConfigError, match=f"SHA-256 {row['sha256'][:12]} there"):
         start(data)
@@ -155,8 +150,7 @@ def test_a_checkpoint_that_was_trained_on_changed_data_does_not_resume_with_the_
 def test_another_tokenizer_is_rejected(start: Starter, corpus: str, tmp_path: Path) -> None:
     plan = start(Path(corpus)).plan
     write_checkpoint(plan, tokenizer_fingerprint="ab" * 32)
-    resume = start(Path(corpus)).resume
-    assert resume is not None
+    resume = resumed(start(Path(corpus)))
     assert resume.warnings == ["global_step10 was saved with --tokenizer"]
     other = replace(plan, tokenizer=_Tokenizer(), args=replace(plan.args, tokenizer="tok"))  # type: ignore[arg-type]
     manifest = write_checkpoint(plan, tokenizer_fingerprint="ab" * 32)

@@ -13,7 +13,7 @@ from pretrain.checkpoint.load.start import Start
 from pretrain.data.token_files.hashes import hashes_path, read_hashes
 from pretrain.data.token_files.writer import IndexedWriter
 from pretrain.errors import ConfigError
-from tests.checkpoint.starts import start_run, watch_data, write_checkpoint
+from tests.checkpoint.starts import resumed, start_run, watch_data, write_checkpoint
 from tests.support.big_data import change_token, write_big_data
 
 Starter = Callable[..., Start]
@@ -45,8 +45,7 @@ def test_the_same_blend_resumes(start: Starter, tmp_path: Path) -> None:
     assert manifest.data is not None
     assert [len(source["sha256"]) for source in manifest.data["sources"]] == [64] * 3
     for flags in ([], ["--train_data", *train(0.5, 0.3, 0.2, at=tmp_path)]):
-        resume = start(*flags).resume
-        assert resume is not None
+        resume = resumed(start(*flags))
         assert (resume.warnings, resume.other_data) == ([], "")
 
 
@@ -68,15 +67,13 @@ def test_another_blend_is_rejected(start: Starter, tmp_path: Path, weights: tupl
     with pytest.raises(ConfigError, match=message) as error:
         start(*words)
     assert str(error.value).startswith("--train_data ")
-    resume = start(*words, "--allow_other_data").resume
-    assert resume is not None
+    resume = resumed(start(*words, "--allow_other_data"))
     assert "training continues at sample 80 of this data" in resume.other_data
 
 
 def test_the_weights_may_change_after_the_checkpoint(start: Starter) -> None:
     write_checkpoint(start().plan)
-    resume = start("--blend_schedule", "1280:1,1,0").resume
-    assert resume is not None
+    resume = resumed(start("--blend_schedule", "1280:1,1,0"))
     assert resume.other_data == ""
     [note] = resume.warnings
     assert note.endswith("0.5, 0.3, 0.2; this run continues with 0.5, 0.3, 0.2; from sample 80 on 0.5, 0.5, 0")

@@ -17,7 +17,7 @@ from pretrain.config.flags.parse import parse_arguments
 from pretrain.config.plan import Plan
 from pretrain.distributed.device import cpu_device
 from pretrain.errors import ConfigError
-from tests.checkpoint.starts import start_run, write_checkpoint
+from tests.checkpoint.starts import resumed, start_run, write_checkpoint
 from tests.support.launch import ROOT
 
 LONGER = "--train_steps=80"
@@ -36,9 +36,7 @@ def _saved(run: Path, flags: list[str], **changes: Any) -> tuple[Plan, Manifest]
 
 
 def _resumed(run: Path, *flags: str) -> Resume:
-    resume = start_run(run, *flags).resume
-    assert resume is not None
-    return resume
+    return resumed(start_run(run, *flags))
 
 
 def _override_notes(resume: Resume) -> list[str]:

@@ -13,6 +13,7 @@ import pytest
 from pretrain.checkpoint.format.manifest import Manifest, _with_hash
 from pretrain.checkpoint.save.retention import Rollback
 from pretrain.cluster.slurm_job import JobStart
+from tests.checkpoint.test_commit import manifest
 from tests.support.cases import flags
 from tests.support.checkpoints import STEPS, real_run
 from tests.support.launch import ROOT
@@ -66,17 +67,10 @@ def test_every_wrong_value_in_the_files_of_a_run(corpus: str, tmp_path_factory: 
     ("recipe_states", {"early_stopping": []}),
     ("files", {"../x": {"bytes": 1, "sha256": ""}}), ("averaged", [None]), ("origin", {"name": "x"})])
 def test_manifests_with_wrong_values_and_right_checksums_are_damaged(field: str, wrong: object) -> None:
-    values = json.loads(MANIFEST_OF_STEP_3.to_json())
+    values = json.loads(manifest(3).to_json())
     values.pop("sha256")
-    assert Manifest.from_json(_with_hash(values)) == MANIFEST_OF_STEP_3
+    assert Manifest.from_json(_with_hash(values)) == manifest(3)
     weights = {**values, "global_batch_size": 0, "weights_only": True}  # as in averages and imports
     assert Manifest.from_json(_with_hash(weights)).weights_only
     with pytest.raises(ValueError, match="|".join((field, "outside"))):
         Manifest.from_json(_with_hash({**values, field: wrong}))
-
-
-MANIFEST_OF_STEP_3 = Manifest(
-    step=3, consumed_samples=3, world_size=1, data_parallel_size=1, pipeline_stages=1, zero_stage=1, precision="bf16",
-    grad_accum_dtype=None, offload_optimizer="none", offload_param="none", optimizer={"type": "AdamW", "params": {}},
-    global_batch_size=1, seed=1, seq_length=64, model={"model_type": "gpt2"}, data_fingerprint="",
-    tokenizer_fingerprint=None, versions={})

@@ -28,16 +28,14 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
 SLOW: dict[int, dict[str, dict[str, Any]]] = {
     2: {"zero0": config(0, **BF16), "zero2": config(2, **BF16), "pipeline2_zero1": config(1, stages=2),
         "zero3_cpu": config(3, **BF16, offload_optimizer=CPU, offload_param=CPU),
-        "tensor2_zero0": tensor2(0), "tensor2_zero0_bf16": tensor2(0, **BF16), "tensor2_zero1": tensor2(1),
-        "tensor2_zero1_bf16": tensor2(1, **BF16), "tensor2_zero2": tensor2(2),
+        "tensor2_zero0": tensor2(0, **BF16), "tensor2_zero1": tensor2(1), "tensor2_zero2": tensor2(2),
         "tensor2_zero2_cpu": tensor2(2, offload_optimizer=CPU),
         "sequence2_zero0": sequence2(0), "sequence2_zero1": sequence2(1), "sequence2_zero2": sequence2(2),
         "experts2_zero1": experts2(1), "experts2_zero3": experts2(3, **BF16),
         "experts2_zero2_cpu": experts2(2, offload_optimizer=CPU)},
-    4: {"tensor2_data2_zero1": tensor2(1), "tensor2_data2_zero2": tensor2(2, **BF16), "tensor2_data2_zero3": tensor2(3),
+    4: {"tensor2_data2_zero2": tensor2(2, **BF16), "tensor2_data2_zero3": tensor2(3),
         "tensor2_pipeline2_zero0": tensor2(0, stages=2), "sequence2_data2_zero1": sequence2(1),
         "sequence2_data2_zero3": sequence2(3), "experts2_data2_zero1": experts2(1, **BF16),
-        "experts2_data2_zero2": experts2(2),
         "experts4_zero2": {**experts2(2), "expert_parallel": {"enabled": True, "autoep_size": 4}}},
 }
 
