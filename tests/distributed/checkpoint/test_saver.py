@@ -85,9 +85,9 @@ def _add_nan_cases(cases: CaseList) -> None:
 
 
 def _add_interrupted_cases(cases: CaseList) -> None:
-    cases.run("lost writer", "lost_writer", kind="lost_writer", save_interval=1, train_steps=40, async_save="true")
+    cases.run("lost writer", "lost_writer", kind="lost_writer", save_interval=1, train_steps=24, async_save="true")
     cases.run("skipped", "skipped", kind="stopped_writer", save_interval=1, async_save="true", save_busy="skip",
-              train_steps=40)
+              train_steps=24)
 
 
 def _add_damaged_cases(cases: CaseList) -> None:
@@ -167,7 +167,7 @@ def test_a_killed_writer_loses_at_most_one_save(results: dict[str, Any], folder:
     assert results["lost writer"]["status"] == [0, 0]
     failed = {row["step"] for row in events(run, "save_failed")}
     assert len(failed) <= 1
-    assert {row["step"] for row in events(run, "save")} == set(range(1, 41)) - failed
+    assert {row["step"] for row in events(run, "save")} == set(range(1, 25)) - failed
 
 
 def test_retention_keeps_the_steps_of_every_rule(results: dict[str, Any], folder: Path) -> None:
@@ -184,7 +184,7 @@ def test_a_save_is_skipped_while_the_previous_one_is_written(results: dict[str, 
     saved = [row["step"] for row in events(folder / "skipped", "save")]
     assert skipped
     assert not {row["step"] for row in skipped} & set(saved)
-    assert saved[-1] == 40, "the last save must wait instead"
+    assert saved[-1] == 24, "the last save must wait instead"
 
 
 def test_a_damaged_checkpoint_is_reported_and_skipped(results: dict[str, Any], folder: Path) -> None:
@@ -217,7 +217,7 @@ def test_only_the_writers_write_files_with_async_save(results: dict[str, Any], f
     assert len(files) > 6
     assert files <= opened_by_ranks(folder, "reference")
     assert results["skipped"]["status"] == [0, 0]
-    assert read_manifest(folder / "skipped" / "checkpoints" / "global_step40").files.keys() == files
+    assert read_manifest(folder / "skipped" / "checkpoints" / "global_step24").files.keys() == files
     assert not files & opened_by_ranks(folder, "skipped")
 
 

@@ -218,7 +218,7 @@ def poisoned(case: dict[str, Any]) -> dict[str, Any]:
 def stopped_writer(case: dict[str, Any]) -> dict[str, Any]:
     """Stop the writer of rank 0 after the first save, and continue the writer after a save was skipped."""
     folder = Path(case["run"])
-    pids = start(case, hold_at=20)
+    pids = start(case, hold_at=10)
     wait_for_event(folder, "save", more_than=0)
     subprocess.run(["pkill", "-STOP", "-f", f"writer [0-9]+ {folder.absolute()}/checkpoints 0$"], check=True)
     released(case).touch()
@@ -230,7 +230,7 @@ def stopped_writer(case: dict[str, Any]) -> dict[str, Any]:
 def lost_writer(case: dict[str, Any]) -> dict[str, Any]:
     """Kill the writer of rank 1 after the first save."""
     folder = Path(case["run"])
-    pids = start(case, hold_at=20)
+    pids = start(case, hold_at=10)
     wait_for_event(folder, "save", more_than=0)
     subprocess.run(["pkill", "-9", "-f", f"writer [0-9]+ {folder.absolute()}/checkpoints 1$"], check=True)
     released(case).touch()
