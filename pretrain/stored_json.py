@@ -96,7 +96,7 @@ def build(kind: type[_T], value: Any, where: str = "") -> _T:
     """Return a JSON value as a value of the type `kind`. Raises ValueError, which names the part that is wrong.
 
     `kind` is a dataclass, a TypedDict, or a type made of these, scalars, dict, list, tuple[X, ...], | and Any. A
-    dataclass takes no unknown keys, a TypedDict ignores them. `Annotated[X, Y]` is an X whose content is that of a Y.
+    dataclass takes no unknown keys, a TypedDict ignores them. `Annotated[X, Y]` is an X with the content of a Y.
     """
     return typing.cast(_T, _build(kind, value, where))
 

@@ -39,7 +39,7 @@ pretrain/train.py
 
 
 def _own_flags(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the flags of this program, and those of pretrain/train.py. Raises ConfigError."""
+    """Return the flags of this program, and of pretrain/train.py. Raises ConfigError."""
     parser = Parser(add_help=False)
     parser.add_argument("--from", dest="low", type=number(0, 1e6, above=True), default=1e-6)
     parser.add_argument("--to", dest="high", type=number(0, 1e6, above=True), default=1.0)

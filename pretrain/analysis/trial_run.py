@@ -39,7 +39,7 @@ class Trial:
 def trial_run(start: Start, world: World) -> Iterator[Trial]:
     """Connect the ranks; disconnect them after the block. Collective; raises ConfigError on every rank.
 
-    The weights are those of --init_from, or new ones. Checkpoints of the run folder are not used.
+    The weights come from --init_from, or are new ones. Checkpoints of the run folder are not used.
     """
     args, weights = start.plan.args, start.weights
     plan = trial_plan(start.plan)

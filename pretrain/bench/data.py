@@ -50,7 +50,7 @@ class DataBench:
 
 @dataclass(frozen=True)
 class DataFigure:
-    """A value of this project, and that of the baseline, in the same unit. The field names are the keys of --json."""
+    """A value of this project, and of the baseline, in the same unit. The field names are the keys of --json."""
 
     ours: float
     baseline: float

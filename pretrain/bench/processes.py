@@ -184,7 +184,7 @@ def run_interleaved(jobs: Sequence[BaselineJob], context: BenchContext, report: 
                     steps: int | None = None, warmup_steps: int | None = None) -> InterleavedResults:
     """Build the baselines one after another, then run the repetitions. Every second repetition is in reverse order.
 
-    On a GPU one untimed step precedes those of a repetition, because the allocator's cache was emptied after the
+    On a GPU one untimed step precedes the steps of a repetition, because the allocator's cache was emptied after the
     previous one.
 
     Args:

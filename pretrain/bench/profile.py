@@ -91,7 +91,7 @@ def operator_times(step: Callable[[], Any], *, vocab_size: int, cuda: bool) -> l
     """Run and profile a training step. Return one row per operator and kind.
 
     On a CPU the times add up to the time of the step: the time of an operator does not include operators that it
-    calls, and the rest is Python's. On a GPU the times are those of its kernels; the rest of the step is the host's.
+    calls, and the rest is Python's. On a GPU the times are its kernels'; the rest of the step is the host's.
     """
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     with torch.profiler.profile(activities=activities, record_shapes=not cuda) as profiler:

@@ -60,7 +60,7 @@ def overhead(context: BenchContext, report: ReportProgress) -> BenchSection:
 
 def compare(name: str, title: str, reference: str, context: BenchContext, results: InterleavedResults, *,
             steps: int | None = None) -> BenchSection:
-    """Compute the table and the figures of training steps; ratios are those of the reference and a row.
+    """Compute the table and the figures of training steps; each ratio compares the reference and a row.
 
     `steps`: of a repetition (default: the preset's).
     """

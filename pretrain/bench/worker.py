@@ -127,7 +127,7 @@ def main() -> None:
         connection.send({"error": text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"})
         code = 1
     sys.stderr.flush()
-    os._exit(code)  # sys.exit would wait for threads of the training loops, such as those of the data loader
+    os._exit(code)  # sys.exit would wait for threads of the training loops, such as the data loader's
 
 
 def _run(job: BaselineJob, connection: Connection) -> None:

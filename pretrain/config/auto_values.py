@@ -89,7 +89,7 @@ _AUTO_REMEDY = 'write "auto" in the JSON for flags to fill, or leave the flags o
 
 
 def _other_values(file: DsFile, args: RunArguments) -> Iterator[tuple[str, str, str]]:
-    """Yield (key, both values, remedy) for each key whose value in the JSON is not that of its flag."""
+    """Yield (key, both values, remedy) for each key whose value in the JSON is not its flag's."""
     for row in filled_keys(file, args).values():
         value = file.get(row.key)
         is_unused = row.flag == "--nvme_path" and file.get(row.key.replace("nvme_path", "device")) != "nvme"

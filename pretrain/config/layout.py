@@ -180,7 +180,7 @@ LAYOUT_FIELDS = tuple(item.name for item in fields(Layout))
 _DEFAULTS: dict[str, Any] = {item.name: item.default for item in fields(Layout)}
 _ZERO, _OPTIMIZER, _PARAM = ("zero_optimization", "zero_optimization.offload_optimizer",
                              "zero_optimization.offload_param")
-# (field, key of the JSON); the field's default is that of DeepSpeed. Of two keys of a field, the later one is used.
+# (field, key of the JSON); the field's default is DeepSpeed's. Of two keys of a field, the later one is used.
 _FIELD_KEYS = (
     ("micro_batch_size", "train_micro_batch_size_per_gpu"),
     ("gradient_accumulation_steps", "gradient_accumulation_steps"),

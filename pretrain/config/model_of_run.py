@@ -22,7 +22,7 @@ _MAY_DIFFER = frozenset((
 
 @dataclass(frozen=True)
 class SavedModel:
-    """The model of existing weights: those of --init_from, or of the checkpoint that the run resumes from."""
+    """The model of existing weights: of --init_from, or of the checkpoint that the run resumes from."""
 
     config: ModelConfig
     where: str  # the file that describes the model, for error messages
@@ -52,7 +52,7 @@ class Branch:
 
 
 def model_of_run(model: str, overrides: str | None, saved: SavedModel | None) -> ModelConfig:
-    """Return the model that --model selects; without --model, that of the existing weights. Raises ConfigError."""
+    """Return the model that --model selects; without --model, the model of the existing weights. Raises ConfigError."""
     if model or saved is None:
         return load_model_config(model, overrides)
     return model_config_from(saved.config.hf_config, saved.where, overrides)
@@ -60,7 +60,7 @@ def model_of_run(model: str, overrides: str | None, saved: SavedModel | None) ->
 
 def check_same_parameters(saved: ModelConfig, run: ModelConfig, *, folder: Path, model: str,
                           overrides: str | None) -> list[str]:
-    """Return one note for each setting that differs between the model of existing weights and that of the run.
+    """Return one note for each setting that differs between the model of existing weights and the run's.
 
     Raises ConfigError if they have different parameters, or use them differently.
 

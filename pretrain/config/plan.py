@@ -64,7 +64,7 @@ class Plan:
 
     @property
     def last_step(self) -> int:
-        """Step after which this process stops: that of --exit_step, or the last step of the run."""
+        """Step after which this process stops: --exit_step, or the last step of the run."""
         return self.length.last_step(self.args.exit_step)
 
     @property

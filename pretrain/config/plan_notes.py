@@ -18,7 +18,7 @@ _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "checkpoints/global_step*")
 _PADDING = 256  # rows; vocabularies are often padded by up to this number of unused rows
 # GPT-3, OPT, Llama, Pythia and OLMo have 0.01 to 0.1; Lion's authors advise up to 10 times as much (arXiv 2302.06675)
 _LARGEST_WEIGHT_DECAY = 1.0
-_LARGEST_DROPOUT = 0.5  # that of the first paper on dropout (arXiv 1207.0580); transformers have 0 to 0.3
+_LARGEST_DROPOUT = 0.5  # as in the first paper on dropout (arXiv 1207.0580); transformers have 0 to 0.3
 
 
 def run_notes(plan: Plan, data: RunData) -> tuple[str, ...]:
@@ -43,7 +43,7 @@ def _unused_weights_notes(plan: Plan) -> list[str]:
 
 
 def _vocabulary_notes(plan: Plan, data: RunData) -> list[str]:
-    """Note a vocabulary that is far larger than that of the tokenizer or data: unused rows take memory and time."""
+    """Note a vocabulary that is far larger than tokenizer or data need: unused rows take memory and time."""
     used, size = data.vocab_size, plan.model.vocab_size
     if used is None:
         return []
@@ -124,7 +124,7 @@ def _batch_notes(plan: Plan) -> list[str]:
 
 
 def _recipe_notes(plan: Plan) -> list[str]:
-    """Note a batch size that nobody chose, and regularization far beyond that of published recipes."""
+    """Note a batch size that nobody chose, and regularization far beyond published recipes."""
     args, layout, model, notes = plan.args, plan.layout, plan.model, list[str]()
     chosen = (args.micro_batch_size, args.gradient_accumulation_steps, args.global_batch_size, args.batch_schedule,
               *(plan.file.get(key) for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps",

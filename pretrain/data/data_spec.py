@@ -116,7 +116,7 @@ def planned_samples(*, train_steps: int, eval_interval: int, eval_steps: int, gl
                     train_samples: int | None = None) -> dict[str, int]:
     """Return the number of samples that a run reads of each split, counted as Megatron-LM and GPT-NeoX do.
 
-    `order_samples`: those of training, if the order was made for another number.
+    `order_samples`: number of samples of training, if the order was made for another number.
     `train_samples`: those that the run reads, if its batch size changes.
     An evaluation at the end counts too (megatron/training/training.py, get_train_valid_test_num_samples).
     """

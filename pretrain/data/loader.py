@@ -144,7 +144,7 @@ class Loader:
         return (consumed_samples + own[:, None] * self.micro_batch_size + np.arange(self.micro_batch_size)).reshape(-1)
 
     def _scale(self, total_tokens: Tensor, steps: int) -> Tensor:
-        """Return the weight of an unmasked token. `total_tokens` counts those of `steps` micro-batches on all ranks.
+        """Return the weight of an unmasked token. `total_tokens` is for `steps` micro-batches on all ranks.
 
         The loss is normalized only here. The engine then takes the mean over micro-batches and data-parallel ranks.
         """

@@ -145,7 +145,7 @@ def _left_out_notes(spec: DataSpec, datasets: dict[str, SampleDataset]) -> list[
 
 
 def _marker_notes(sources: list[tuple[str, IndexedDataset]]) -> tuple[str, ...]:
-    """Note sources whose documents begin or end with other tokens than those of the first source."""
+    """Note sources whose documents begin or end with other tokens than the documents of the first source."""
     notes, first = list[str](), dict[str, tuple[str, Any]]()
     for where, source in sources:
         meta = source.meta

@@ -33,7 +33,7 @@ class BatchSizes:
 
     @property
     def final(self) -> int:
-        """Largest batch size, that of the last ramp-up stage."""
+        """Largest batch size: the last ramp-up stage has it."""
         return self.stages[-1][1]
 
     def at(self, consumed_samples: int) -> int:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 SECRET_VARIABLE = "DS_PRETRAIN_SECRET"
-_MOST_BYTES = 2**24  # of one value; those of 10,000 ranks take 2 MB
+_MOST_BYTES = 2**24  # of one value; the values of 10,000 ranks take 2 MB
 _SIGNATURE_BYTES = 32
 _BACKLOG = 2048  # connections that wait, as in torch's own socket
 _POLL_S = 0.2
@@ -32,7 +32,7 @@ _served: set[tuple[str, int]] = set()  # addresses and ports of the servers of t
 
 
 def secret_variable() -> dict[str, str]:
-    """Return the variable with the secret of a start: that of this process, or a new one."""
+    """Return the variable with the secret of a start: this process's, or a new one."""
     return {SECRET_VARIABLE: os.environ.get(SECRET_VARIABLE) or secrets.token_hex(32)}
 
 

@@ -145,7 +145,7 @@ def build_engine(plan: Plan, *, initialize: bool = True,
 
 
 def _parameter_groups(module: torch.nn.Module, plan: Plan) -> list[dict[str, Any]]:
-    """Return the optimizer's parameter groups, those of muP with --mup_base_width. Raises ConfigError."""
+    """Return the optimizer's parameter groups, with --mup_base_width muP's. Raises ConfigError."""
     parameters, base_width = list(module.named_parameters()), plan.args.mup_base_width
     undecayed = undecayed_names(plan.args.no_weight_decay, plan.model)
     if base_width is None:

@@ -159,7 +159,7 @@ def _failure_of_flex(attention: _Attention) -> str:
 def operators_on_cuda(engine: DeepSpeedEngine, plan: Plan) -> dict[str, str]:
     """Choose and describe the operators of a run; {} on other devices. Call it before blocks are compiled. Collective.
 
-    The peak of memory until now, with the tests of kernels, is that of no step: it is forgotten.
+    The peak of memory until now, with the tests of kernels, belongs to no step: it is forgotten.
     """
     if engine.device.type != "cuda":
         return {}

@@ -3,7 +3,7 @@
 The layers of the model send the tokens (model/parallel/token_exchange.py). DeepSpeed 0.19.8 does the rest for
 parameters that have `allreduce` False and a `group_name` (moe/utils.py, is_moe_param): it sums their gradients over the
 ranks with the same experts, divides them by the number of all data-parallel ranks (runtime/zero/stage_1_and_2.py,
-average_tensor), and ZeRO divides them over the ranks with the same experts. Norms and overflows are those of all ranks.
+average_tensor), and ZeRO divides them over the ranks with the same experts. Norms and overflows are global.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ def create_expert_group(layout: Layout) -> RankGroup:
     size = layout.expert_parallel_size
     if size == 1:
         return ALONE
-    # with sizes, because without them DeepSpeed reads those of the last engine's mpu
+    # with sizes, because without them DeepSpeed reads the sizes of the last engine's mpu
     deepspeed_groups._create_expert_and_data_parallel(size, mp_size=1, pp_size=1)
     handle = deepspeed_groups._get_expert_parallel_group(_group_name(size))
     return RankGroup(size, dist.get_rank(handle), handle)
@@ -55,7 +55,7 @@ def mark_partitioned_experts(init: Init, expert: RankGroup) -> None:
     """Make `zero.Init` divide the experts over the ranks that hold the same ones.
 
     DeepSpeed 0.19.8 does so for parameters with these attributes, and then averages their gradients and sums their
-    norms as those of its AutoEP layers (runtime/zero/partition_parameters.py, _convert_to_deepspeed_param;
+    norms as for its AutoEP layers (runtime/zero/partition_parameters.py, _convert_to_deepspeed_param;
     runtime/zero/stage3.py, _autoep_expert_parallel_group).
     """
     if expert.size == 1:

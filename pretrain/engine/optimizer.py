@@ -39,13 +39,13 @@ def mup_parameter_groups(parameters: NamedParameters, *, learning_rate: float, m
     """Return the groups for muP: embeddings, vectors, all other matrices and, if there are any, undecayed ones of them.
 
     Embeddings and vectors have the base rate, other matrices the base rate divided by the multiplier (init_methods.py
-    cites the paper). Undecayed embeddings are in the group of the vectors. The rate that is logged is that of the first
+    cites the paper). Undecayed embeddings are in the group of the vectors. The logged rate belongs to the first
     group. Pipeline stages without an embedding drop the first group; their first group then has the same rate.
 
     Args:
         parameters: pairs of name and parameter.
         learning_rate: base rate.
-        multiplier: width of the model divided by that of the base model.
+        multiplier: width of the model divided by the base model's.
         undecayed: names of matrices without weight decay.
     """
     embeddings: list[torch.nn.Parameter] = []
@@ -73,7 +73,7 @@ def is_matrix(parameter: torch.Tensor) -> bool:
 
 
 def group_settings(engine: DeepSpeedEngine, ds_config: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the settings of a new engine's parameter groups: those of this run, with the multipliers of muP."""
+    """Return the settings of a new engine's parameter groups: this run's, with the multipliers of muP."""
     is_cycled = str(ds_config.get("scheduler", {}).get("type", "")).lower() in _ONE_CYCLE
     names = _SETTINGS if is_cycled else (*_SETTINGS, *_CYCLED)
     return [{name: group[name] for name in names if name in group} for group in _groups(engine)]
@@ -106,7 +106,7 @@ def _groups(engine: DeepSpeedEngine) -> list[dict[str, Any]]:
 
 
 def peak_learning_rate(plan: Plan) -> float:
-    """Return the peak learning rate of the run: that of the schedule, or that of the JSON's optimizer."""
+    """Return the peak learning rate of the run: the schedule's, or the rate of the JSON's optimizer."""
     if plan.schedule is not None:
         return plan.schedule.peak
     return float(plan.ds_config["optimizer"]["params"]["lr"])
@@ -115,7 +115,7 @@ def peak_learning_rate(plan: Plan) -> float:
 def set_learning_rate(engine: DeepSpeedEngine, lr: float) -> None:
     """Set the rate of the next step, for measurements that do not follow the schedule.
 
-    Parameter groups with other rates, such as those of muP, keep their proportions.
+    Parameter groups with other rates, such as with muP, keep their proportions.
 
     The engine's schedule sets the rates again after each step, so that this must be called before each step.
     """

@@ -41,7 +41,7 @@ def create_mpu(layout: Layout, groups: ParallelGroups) -> "Mpu | None":
 def engine_config(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the JSON for `deepspeed.initialize`: without the degrees that this program's layers implement.
 
-    With these keys, DeepSpeed would replace the layers by those of AutoTP and AutoEP, and ask for a mesh of ranks.
+    With these keys, DeepSpeed would replace the layers by layers of AutoTP and AutoEP, and ask for a mesh of ranks.
 
     Pipeline stages send complete tensors. By default, DeepSpeed 0.19.8 (runtime/pipe/engine.py, is_pipe_partitioned)
     sends each tensor-parallel rank's part of them, and gathers these parts: it expects equal tensors on these ranks.
@@ -54,7 +54,7 @@ def engine_config(ds_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_handle(groups: list[list[int]]) -> RankGroup:
-    """Create the process groups, those of one rank too: DeepSpeed communicates in them, and None means all ranks."""
+    """Create the process groups, of one rank too: DeepSpeed communicates in them, and None means all ranks."""
     own, rank = RankGroup(), dist.get_rank()
     for ranks in groups:
         handle = dist.new_group(ranks)

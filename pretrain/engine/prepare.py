@@ -1,7 +1,7 @@
 """Set up a process before it uses DeepSpeed, and keep DeepSpeed 0.19.8 from work that a run does not need.
 
 Measured with torch 2.13 on 2 cores: a ZeRO-2 run of three steps takes 4.4 s of CPU time from the start of the process.
-The import of `torch._dynamo` takes 1.1 s of them, and that of `torch._inductor.compile_fx` 1.0 s. ZeRO-3 still imports
+The import of `torch._dynamo` takes 1.1 s of them, `torch._inductor.compile_fx` 1.0 s. ZeRO-3 still imports
 `torch._dynamo` (DeepSpeed 0.19.8, runtime/zero/parameter_offload.py). Guarded by tests/engine/test_prepare.py.
 """
 

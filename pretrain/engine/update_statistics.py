@@ -83,7 +83,7 @@ class NoiseScale(UpdatePart):
     It is measured every `interval` steps. No second gradient is stored.
 
     In these steps a hook on each parameter adds the squared norm of each micro-batch's gradient, before this gradient
-    is accumulated or reduced. The norm of the global batch's gradient is that of DeepSpeed. A measured step reads each
+    is accumulated or reduced. The norm of the global batch's gradient is DeepSpeed's. A measured step reads each
     gradient once more, and sums one number over the ranks. Nothing waits for the device until `value` is called.
     """
 
@@ -154,7 +154,7 @@ class UpdateSize(UpdatePart):
     Both use the fp32 weights that the optimizer updates: in bf16 most updates are smaller than the spacing of the
     numbers.
 
-    The relative size of the update is that of a sample if a rank has more than SAMPLE_ELEMENTS weights: every k-th
+    The relative size of the update is measured on a sample if a rank has more than SAMPLE_ELEMENTS weights: every k-th
     weight, with an odd k, so that the sample does not consist of a few columns of each matrix.
 
     Args:

@@ -58,7 +58,7 @@ class Parameter:
 
     @property
     def active_size(self) -> int:
-        """Number of elements that process a token: those of the experts that the router chooses."""
+        """Number of elements that process a token: of the experts, only the ones that the router chooses."""
         return self.size * self.experts_per_token // self.shape[0] if self.is_expert else self.size
 
 
@@ -204,7 +204,7 @@ class ModelConfig:
         return sum(layer.active_size if active else layer.size for layer in layers)
 
     def parameters_text(self) -> str:
-        """Return the number of parameters for a message, with that of active ones if there are experts."""
+        """Return the number of parameters for a message, with the number of active ones if there are experts."""
         active = f" ({self.num_parameters(active=True):,} active)" if self.num_experts else ""
         return f"{self.num_parameters():,} parameters{active}"
 

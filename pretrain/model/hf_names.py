@@ -96,7 +96,7 @@ def is_buffer(name: str) -> bool:
 def names_in_model(names: Iterable[str], config: ModelConfig) -> dict[str, str]:
     """Map each name in weights files to the name in transformers' model with a head. Buffers are left out.
 
-    If no name has the family's prefix, the files are those of the base model, which has no prefix.
+    If no name has the family's prefix, the files are the base model's, which has no prefix.
     """
     family = FAMILIES[config.architecture].names
     names = list(names)
@@ -129,7 +129,7 @@ def name_in_module(name: str) -> str:
 def stacked_in_module(name: str) -> tuple[str, bool]:
     """Return the parameter of transformers' model that has a matrix of an expert, and whether it is the second half.
 
-    In transformers 5, `experts.gate_up_proj` has the rows of all experts' gates, each followed by those of `up`, and
+    In transformers 5, `experts.gate_up_proj` has the rows of all experts' gates, each followed by the rows of `up`, and
     `experts.down_proj` has the other matrices.
     """
     found = _EXPERT.fullmatch(name)

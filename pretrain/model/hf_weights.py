@@ -96,7 +96,7 @@ def to_transformers(state: Mapping[str, torch.Tensor], config: ModelConfig) -> S
 
 
 def from_transformers(state: Mapping[str, torch.Tensor], config: ModelConfig) -> State:
-    """Return the state_dict of our module for that of a transformers model: the inverse of `to_transformers`."""
+    """Return the state_dict of our module for a transformers model's: the inverse of `to_transformers`."""
     result: State = {}
     for rule in tensor_rules(config):
         if rule.is_stacked:

@@ -1,6 +1,6 @@
 """Initialization methods, also with muP: the standard deviation of every matrix.
 
-The methods have the names and formulas of GPT-NeoX (megatron/model/init_functions.py). muP is that of Tensor Programs V
+The methods have the names and formulas of GPT-NeoX (megatron/model/init_functions.py). muP follows Tensor Programs V
 (Yang et al., arXiv 2203.03466), table 3, for Adam and without multipliers. This file imports no torch.
 """
 
@@ -31,7 +31,7 @@ class Initialization:
 
 
 def width_multiplier(config: ModelConfig, base_width: int | None) -> float:
-    """Return the width of the model divided by that of the base model; 1 without muP."""
+    """Return the width of the model divided by the base model's; 1 without muP."""
     return 1.0 if base_width is None else config.hidden_size / base_width
 
 
@@ -43,8 +43,8 @@ def is_embedding(name: str) -> bool:
 def initial_std(name: str, shape: Sequence[int], config: ModelConfig, how: Initialization) -> float:
     """Return the standard deviation of the initial values of a matrix.
 
-    muP keeps that of embeddings as in the base model. It divides that of the output matrix by the width multiplier, and
-    that of all other matrices by its square root.
+    muP keeps it for embeddings as in the base model. It divides it by the width multiplier for the output matrix, and
+    by the multiplier's square root for all other matrices.
     """
     multiplier = width_multiplier(config, how.mup_base_width)
     std = _base_std(name, shape, config, how, multiplier)
@@ -72,7 +72,7 @@ def _base_std(name: str, shape: Sequence[int], config: ModelConfig, how: Initial
         return 2 / (config.num_layers * math.sqrt(hidden))
     if method in ("xavier_normal", "xavier_uniform"):  # Glorot and Bengio, 2010; the number of rows is fan-out
         has_fixed_rows = is_embedding(name) or _is_output(name)  # tokens or positions
-        rows, columns = shape[-2:]  # of experts, those of one expert
+        rows, columns = shape[-2:]  # of experts: of one expert
         return math.sqrt(2 / ((rows if has_fixed_rows else rows / multiplier) + columns / multiplier))
     return std
 

@@ -15,7 +15,7 @@ heads inside; the attention and `out` save the attention's output before and aft
 `experts_per_token` times the tokens, evenly (DeepSpeed-MoE with capacity factor 1).
 
 Shapes in docstrings: N tokens of the micro-batch, D hidden_size, F intermediate_size, H heads, E head_size, T
-seq_length. Every size is that of one rank.
+seq_length. Every size is for one rank.
 """
 
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ from pretrain.model.description import ModelConfig
 
 # sizes by which model/kernels/cpu_attention.py divides the work, so that the scores stay in the cache
 CPU_SCORES = 2**20  # attention scores that a CPU thread holds at a time
-ATTENTION_ROWS = 128  # queries of a block; later keys than those of a block are skipped
+ATTENTION_ROWS = 128  # queries of a block; keys later than the block are skipped
 
 FP32, INT64 = 4, 8  # bytes of an element
 
@@ -275,7 +275,7 @@ def experts_saved(shape: ModelConfig, batch: MicroBatch) -> int:
         router += sent.tokens * FP32 + batch.tokens * FP32
     inner = _inner_saved(shape, shape.moe_intermediate_size // batch.tensor_parallel_size, sent)
     shared = _inner_saved(shape, shape.shared_expert_size // batch.tensor_parallel_size, batch)
-    if shape.shared_expert_gate:  # its output, and that of the shared expert
+    if shape.shared_expert_gate:  # its output, and the shared expert's
         shared += linear_saved(1, batch) + linear_saved(shape.hidden_size, batch)
     return router + 2 * linear_saved(shape.hidden_size, sent) + inner + shared
 

@@ -92,7 +92,7 @@ def create_parameters(module: nn.Module, parameters: Parameters, groups: Paralle
 def set_part(parameter: torch.Tensor, part: Part) -> None:
     """Record which part of the complete parameter this one is.
 
-    The second attribute is that of DeepSpeed 0.19.8 (runtime/utils.py, is_model_parallel_parameter): it adds the
+    The second attribute is DeepSpeed 0.19.8's (runtime/utils.py, is_model_parallel_parameter): it adds the
     gradients of such parameters on all tensor-parallel ranks to the global norm, and counts all others once.
     """
     parameter.part, parameter.tensor_model_parallel = part, True  # type: ignore[attr-defined]

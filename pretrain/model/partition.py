@@ -24,7 +24,7 @@ class LayerCost:
     """Cost of a layer of model/layer_specs.py, by which the layers are divided into pipeline stages."""
 
     class_name: str  # in model/layers/block.py and model/layers/norm.py; a tied head is a second TokenEmbedding
-    parameters: int  # elements; those of a tied matrix count in both of its layers, as both stages hold it
+    parameters: int  # elements; a tied matrix counts in both of its layers, as both stages hold it
     work: int  # FLOPs per token in any unit; look-ups and norms count as 0
 
     @property

@@ -49,7 +49,7 @@ def announce_start(plan: Plan, world: World, screen: Screen, folder: RunFolder, 
     """Describe the run, its notes, and the checkpoint or weights that it starts from. Collective.
 
     Args:
-        is_branch: the checkpoint `resumed_from` is that of another run.
+        is_branch: the checkpoint `resumed_from` belongs to another run.
         operators: names of the operators that were chosen for this device, such as {"attention": "flash"}.
     """
     hosts = gather(host_record())

@@ -94,7 +94,7 @@ class Meter:
         self._update_size.is_due = self.due(step + 1)
 
     def restart_timing(self, step: int) -> None:
-        """Exclude the time until now from the next row, for example that of a profile: `step` is the last one."""
+        """Exclude the time until now from the next row, for example the time of a profile: `step` is the last one."""
         self._phases.take_ms()
         self._since = _SinceRow(step, self._consumed_samples)
 
@@ -113,7 +113,7 @@ class Meter:
         self._show_progress(step)
 
     def _log_row(self, loss: torch.Tensor, lr: float) -> None:
-        loss_now = float(loss)  # waits for the device: the time until now is that of complete steps
+        loss_now = float(loss)  # waits for the device: the time until now consists of complete steps
         interval = self._interval()
         phase_ms = {phase: total / interval.steps for phase, total in self._phases.take_ms().items()}
         ranks = combine_ranks(self._highest_loss.take(), data_seconds=self._since.data_seconds / interval.steps,
@@ -167,7 +167,7 @@ class Meter:
         self._sinks.close()
 
     def _show_progress(self, step: int) -> None:
-        """Show the status line: the speed of the steps since the last row, or at a row that of the steps before it."""
+        """Show the status line: the speed of the steps since the last row, or at a row, of the steps before it."""
         if not self.screen.wants_status():
             return
         interval = self._last_row if step == self._since.step and self._last_row else self._interval()

@@ -1,6 +1,6 @@
 """Profiler: traces and tables of operators for single steps, and the output of DeepSpeed's communication logger.
 
-The steps are those of --profile_steps, and those that a user requests while the run trains (`resilience/requests.py`).
+The steps are given by --profile_steps, or requested by a user while the run trains (`resilience/requests.py`).
 """
 
 import json
@@ -83,7 +83,7 @@ class Profiler:
         self._profile.start()
 
     def _mark(self, step: int | None) -> None:
-        """End the range of the previous step in the trace, and begin that of `step`."""
+        """End the range of the previous step in the trace, and begin the range of `step`."""
         if self._range is not None:
             self._range.__exit__(None, None, None)
             self._range = None

@@ -80,7 +80,7 @@ def is_evaluated(run: Path, step: int, split: str) -> bool:
 
 
 def newest_path(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows without those of steps that were trained again later, after a resume or a rollback."""
+    """Return the rows without the rows of steps that were trained again later, after a resume or a rollback."""
     kept: list[dict[str, Any]] = []
     for row in reversed(rows):
         if not kept or row["step"] < kept[-1]["step"]:

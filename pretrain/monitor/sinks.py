@@ -57,7 +57,7 @@ class TrackioMonitor:
 
     Args:
         project: name of the project.
-        run: run folder; the name of its last part is that of the run.
+        run: run folder; the name of its last part is the run's.
     """
 
     def __init__(self, project: str, run: Path) -> None:

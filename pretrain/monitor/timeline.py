@@ -92,7 +92,7 @@ def write_timelines(folder: Path, timelines: list[StepTimeline]) -> None:
 class InstructionRecorder:
     """Records the instructions of an engine from now on, until `stop`. Evaluations are not recorded.
 
-    On a CPU the times are those of the host's clock. On a device they are those of events in its current stream, which
+    On a CPU the times come from the host's clock. On a device they come from events in its current stream, which
     the host does not wait for before `stop`; sends and receives end when the transfer is complete.
     """
 

@@ -39,7 +39,7 @@ def text_of(timeline: StepTimeline) -> list[str]:
 
 
 def summary_line(timeline: StepTimeline) -> str:
-    """Return one line: the step, its time, and its bubble next to that of 1F1B."""
+    """Return one line: the step, its time, and its bubble next to the bubble of 1F1B."""
     return (f"step {timeline.step}: {_milliseconds(timeline.seconds)} ms; bubble {timeline.bubble:.1%} "
             f"(1F1B, equal stages: {timeline.bubble_of_1f1b:.1%})")
 

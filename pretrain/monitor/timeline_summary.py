@@ -146,7 +146,7 @@ def _ready(each: Instruction, rank: RankInstructions,
 
 def _starts_of(each: Instruction, starts: dict[tuple[tuple[int, int], int, str, int], float], *,
                pipeline: tuple[int, int] | None = None, stage: int | None = None) -> Iterable[float]:
-    """Return the starts of the same instruction on all ranks, on those of a pipeline, or on those of a stage."""
+    """Return the starts of the same instruction on all ranks, or on the ranks of a pipeline or stage."""
     return [start for (of_pipeline, of_stage, name, index), start in starts.items()
             if name == each.name and index == each.index and pipeline in (None, of_pipeline)
             and stage in (None, of_stage)]

@@ -139,7 +139,7 @@ class SourceWatch:
         return self._indexed.new_hashes(self._status, tuple(self._blocks))
 
     def read_hashes(self, step: int) -> None:
-        """Take the new hashes of the process, and compare them with those of an earlier version of the data."""
+        """Take the new hashes of the process, and compare them with the hashes of an earlier version of the data."""
         assert self._process is not None
         has_ended = self._process.has_ended  # before reading, so that nothing is left unread
         digests = self._process.read()
@@ -195,7 +195,7 @@ class SourceWatch:
                      "again, or continue with the changed data by --override data.")
 
     def _store_unfinished(self) -> None:
-        """Store the hashes so far, or take those of another run that has finished."""
+        """Store the hashes so far, or take the hashes of another run that has finished."""
         found = stored_hashes(self._plan, self._indexed).current
         if found is not None and found.is_complete and self._process is not None:
             self._end_process()
@@ -209,7 +209,7 @@ class SourceWatch:
         reason = ""
         for path in (hashes_path(self._indexed.prefix), fallback_path(self._plan, self._indexed)):
             try:
-                if _is_same_file(os.stat(self._indexed.bin_path), self._status):  # else they are those of a new file
+                if _is_same_file(os.stat(self._indexed.bin_path), self._status):  # else they belong to a new file
                     write_hashes(path, hashes)
                 return
             except OSError as error:

@@ -86,7 +86,7 @@ class BadSteps:
     reason: str
     first_step: int
     last_step: int
-    consumed_samples: int  # including those of the last step
+    consumed_samples: int  # including the samples of the last step
     weights_changed: bool  # False if each of these updates was skipped
     is_spike: bool = False  # because of --spike_policy rollback; otherwise because of --max_bad_steps
 
@@ -96,7 +96,7 @@ class _Step:
     """A trained step. `loss` and `grad_norm` are valid once they have been read from the device."""
 
     step: int
-    consumed_samples: int  # including those of this step
+    consumed_samples: int  # including the samples of this step
     skipped: SkippedUpdate | None  # None: the update was made
     fp16_scale: float  # loss scale of fp16 after the step; 1 in other precisions
     loss: float = math.nan
@@ -147,7 +147,7 @@ class Guard:
         return bool(self._bad)
 
     def observe(self, step: int, loss: torch.Tensor, consumed_samples: int) -> BadSteps | None:
-        """Record a finished step. `loss`: scalar on the device; `consumed_samples`: including those of this step.
+        """Record a finished step. `loss`: scalar on the device; `consumed_samples`: including the samples of this step.
 
         Returns the bad steps because of which the run has to be rolled back; None: it continues. Raises GuardError if
         it cannot continue.

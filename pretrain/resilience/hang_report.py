@@ -145,7 +145,7 @@ def describe_hang(records: Mapping[int, RankRecord], world_size: int,
     """Return a sentence about a hang, and the ranks that did not arrive where the others wait.
 
     Args:
-        records: those of all ranks that have written their file.
+        records: of all ranks that have written their file.
         world_size: number of ranks.
         ranks: host and process id of each rank; [] if the ranks have not connected.
     """

@@ -133,7 +133,7 @@ class LeaseFile:
                     path.unlink()
 
     def now_ns(self) -> int:
-        """Return the current time by the clock that also sets the heartbeat's time: that of the file system.
+        """Return the current time by the clock that also sets the heartbeat's time: the file system's.
 
         It is the file server's clock on NFS, and this host's on a local disk. Lustre uses the clock of each client.
         """

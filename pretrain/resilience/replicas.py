@@ -64,7 +64,7 @@ def compare_copies(engine: DeepSpeedEngine) -> str:
     any_differs = torch.zeros(1, dtype=torch.int32, device=engine.device)
     for copies in replicated_tensors(engine):
         sums = torch.stack([checksum(tensor).to(engine.device) for tensor in copies.tensors.values()])
-        extremes = torch.cat([sums, ~sums])  # the largest ~x is that of the smallest x
+        extremes = torch.cat([sums, ~sums])  # the largest ~x belongs to the smallest x
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=copies.group)
         any_differs |= (extremes[:len(sums)] != ~extremes[len(sums):]).any()
         ranks = tuple(dist.get_process_group_ranks(copies.group))
@@ -112,7 +112,7 @@ class Copies:
 
 
 def replicated_tensors(engine: DeepSpeedEngine) -> list[Copies]:
-    """Return the copies that this rank holds: of its data-parallel group, then those of smaller groups.
+    """Return the copies that this rank holds: of its data-parallel group, then of smaller groups.
 
     - ZeRO-0 to 2: the parameters. ZeRO-3: the small parameters that are not partitioned (DeepSpeed 0.19.8,
       runtime/zero/partition_parameters.py: ds_persist). Secondary partitions (zero_hpz_partition_size) do not exist

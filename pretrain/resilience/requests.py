@@ -25,7 +25,7 @@ from pretrain.stored_json import read_text
 
 _LOOKING_FRACTION = 0.01  # of rank 0's time that looking for files may take, for example on NFS
 _LONGEST_LOOK_S = 1.0  # longest time between two looks
-# Reasons to stop, as numbers that the ranks exchange. Numbers below 100 are those of signals.
+# Reasons to stop, as numbers that the ranks exchange. Numbers below 100 are signals.
 _LAUNCHER_DIED, _TIME_IS_OVER, _STOP_FILE = 100, 101, 102
 
 

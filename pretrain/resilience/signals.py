@@ -46,7 +46,7 @@ class SignalCount:
 
 
 def describe(number: int, ordinal: int) -> str:
-    """Return a line for the user: the effect of a signal, and that of the next one. `ordinal`: result of `add`."""
+    """Return a line for the user: the effect of a signal, and of the next one. `ordinal`: result of `add`."""
     name = signal.Signals(number).name
     if ordinal == 1:
         return f"{name}: all ranks save after the current step, then stop (a second signal changes nothing, a third " \

@@ -155,7 +155,7 @@ class Watchdog:
 
 @dataclass(frozen=True)
 class RankGuards:
-    """The guards of one rank's process, as opposed to those of its steps (`Guard`, `ReplicaCheck`)."""
+    """The guards of one rank's process, as opposed to the guards of its steps (`Guard`, `ReplicaCheck`)."""
 
     lock: RunLock
     launcher: LauncherWatch

@@ -145,7 +145,7 @@ class Watcher:
             time.sleep(self.tick_s)
 
     def _report(self, seconds: float, stopped: bool) -> None:
-        """Write this rank's file, wait for those of the other ranks, then report the hang if no other rank does."""
+        """Write this rank's file, wait for the files of the other ranks, then report the hang if no other rank does."""
         state = self.state
         record = RankRecord.of_process(self.pid, rank=self.rank, phase=PHASES[state.phase], step=state.step,
                                        entered=state.entered, seconds=round(seconds, 1), limit_s=state.limit_ms / 1000,

@@ -71,7 +71,7 @@ def test_divergence() -> None:
         assert has_diverged([Point(1e-3, 5.0, 5.0), Point(1e-2, 5.0 * factor, 5.0 * factor)]) == diverged
     for steps_after in (1, 2, 5):  # the average is still low
         test = evaluate_range(points_of([*(loss + 2 for loss in sigmoid_fall(1e-4)[:100]), *[8.9] * steps_after]))
-        assert test.diverged_at == rate_at(100, low=LOW, high=HIGH, steps=STEPS)  # that of the first high loss
+        assert test.diverged_at == rate_at(100, low=LOW, high=HIGH, steps=STEPS)  # the rate of the first high loss
         assert len(test.points) <= 102
     losses = [6.0] * 40
     losses[20] = 8.9

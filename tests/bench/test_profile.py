@@ -46,7 +46,7 @@ def test_a_step_is_divided_into_operators_whose_times_add_up() -> None:
 
     rows = operator_times(step, vocab_size=VOCAB, cuda=False)
     by_name = {(row["kind"], row["name"]): row for row in rows}
-    # one forward product, and that of the weight's gradient
+    # one forward product, and one for the weight's gradient
     product = by_name[PRODUCTS, "aten::mm"]
     assert (product["calls"], product["flops"]) == (2, 2 * 2 * 8 * 16 * VOCAB)
     assert {(LOSS, "aten::_log_softmax"), (COPIES, "aten::copy_")} <= by_name.keys()

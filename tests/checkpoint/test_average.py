@@ -1,4 +1,4 @@
-"""Averages of checkpoints: equal to those of torch, over layouts; what reads them; and what is rejected."""
+"""Averages of checkpoints: equal to torch's, over layouts; what reads them; and what is rejected."""
 
 import json
 import shutil

@@ -90,7 +90,7 @@ def load_exactly(folder: Path) -> transformers.PreTrainedModel:
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_transformers_loads_the_trained_weights(name: str, work: Path, saved: dict[str, Any]) -> None:
-    """The logits of an exported checkpoint are those of our model, and the weights are the master weights."""
+    """The logits of an exported checkpoint equal our model's, and the weights are the master weights."""
     folder = Path(saved[name]["folder"])
     plan = plan_export(folder, work / f"{name}-export", dtype="fp32", shard_gb=1e-4)
     export_hf(plan)

@@ -78,7 +78,7 @@ ACTIONS: dict[str, tuple[Act, str]] = {  # on (`deepspeed`, [its second process,
 
 @pytest.mark.slow
 def test_no_rank_remains_when_the_launcher_of_plain_deepspeed_dies(corpus: str, tmp_path: Path) -> None:
-    """Each start resumes from the step that the previous one saved. All losses equal those of an uninterrupted run."""
+    """Each start resumes from the step that the previous one saved. All losses equal an uninterrupted run's."""
     run = tmp_path / "run"
     flags = _flags(corpus, run, "--train_steps", str(STEPS), "--save_interval", "0", config=PIPELINE)
     for name, (act, reason) in ACTIONS.items():
@@ -152,7 +152,7 @@ def test_a_run_in_the_background_survives_its_shell(corpus: str, tmp_path: Path)
 
 
 def _check_losses(run: Path, flags: list[str], folder: Path) -> None:
-    """Finish the run, and compare its losses with those of an uninterrupted run."""
+    """Finish the run, and compare its losses with an uninterrupted run's."""
     other = [str(folder / "uninterrupted") if word == str(run) else word for word in flags]
     for words in (flags, other):
         assert [rank.returncode for rank in train_ranks(2, words, folder)] == [0, 0]

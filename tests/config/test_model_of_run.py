@@ -1,4 +1,4 @@
-"""Which settings may differ from those of the weights that a run starts from, and weights that a run does not use."""
+"""Settings that may differ from the weights that a run starts from, and weights that a run does not use."""
 
 import json
 from dataclasses import replace

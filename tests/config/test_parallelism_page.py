@@ -1,4 +1,4 @@
-"""The tables of ds_configs/parallelism.md are those of the rules."""
+"""The tables of ds_configs/parallelism.md agree with the rules."""
 
 import copy
 import re

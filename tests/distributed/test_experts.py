@@ -1,4 +1,4 @@
-"""Models with experts on real engines: gradients with the routers' losses equal those of autograd in every layout."""
+"""Models with experts on real engines: gradients with the routers' losses equal autograd's in every layout."""
 
 import json
 from pathlib import Path

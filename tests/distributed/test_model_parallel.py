@@ -50,7 +50,7 @@ def _sequence(stage: int, **settings: Any) -> dict[str, Any]:
 def _experts(stage: int, degree: int = 2, **settings: Any) -> dict[str, Any]:
     """Return a DeepSpeed JSON with ranks that share the experts. Each rank has its own samples.
 
-    Every micro-batch has 4 samples, as in the reference: a router's losses are those of micro-batches.
+    Every micro-batch has 4 samples, as in the reference: a router's losses are computed in micro-batches.
     """
     return {**config(stage, **settings), "expert_parallel": {"enabled": True, "autoep_size": degree}}
 

@@ -104,7 +104,7 @@ def results(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 
 def assert_faults_change_nothing(layout: str, result: dict[str, Any]) -> None:
-    is_fp16, is_muon = layout.startswith("fp16"), layout.endswith("muon")  # Muon's norm is that of normalized gradients
+    is_fp16, is_muon = layout.startswith("fp16"), layout.endswith("muon")  # Muon's norm belongs to normalized gradients
     for row in result["rows"]:
         fault = row["fault"]
         assert row["applied"] == [True, True], f"after {fault}, the next update was skipped too"

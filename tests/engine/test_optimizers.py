@@ -85,7 +85,7 @@ def test_q_plain_deepspeed_divides_the_updates_of_muon(muon: dict[str, Any], sub
 
 
 def test_8_bit_adamw_with_a_mock_of_its_package(corpus: str, tmp_path: Path) -> None:
-    """The package needs CUDA. torch's AdamW stands in for its class, so losses must be those of AdamW.
+    """The package needs CUDA. torch's AdamW stands in for its class, so losses must equal AdamW's.
 
     This tests how the class is called, saved and loaded, and nothing of the 8-bit kernels.
     """

@@ -13,7 +13,7 @@ from tests.support.cases import CPU, case, flags
 from tests.support.layouts import dp2, fp16, pp2, relative_difference, run_layouts
 from tests.support.model_shapes import SHAPES, write_config
 
-RATE, DECAY = 0.01, 0.1  # the weight decay is that of cases.config
+RATE, DECAY = 0.01, 0.1  # the weight decay is from cases.config
 # the token embedding, some matrices, and all matrices of the second pipeline stage, which then has one group less
 EXCLUDED = ["embeddings", "*.mlp.down.weight", "2.attention.qkv.weight", "[45].*.weight"]
 LAYOUTS = {"zero0": dp2(0), "zero1": dp2(1), "zero2": dp2(2), "zero2_cpu": dp2(2, offload_optimizer=CPU),

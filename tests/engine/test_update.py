@@ -16,7 +16,7 @@ from pretrain.engine.update_statistics import SAMPLE_ELEMENTS, GradientStats, _s
 
 
 class Part(UpdatePart):
-    """Records its calls. The norm is that of the fake optimizer's step."""
+    """Records its calls. The norm comes from the fake optimizer's step."""
 
     def __init__(self, name: str, calls: list[str], *, reads_norm: bool = False, veto: bool = False) -> None:
         self._name, self._calls, self.reads_norm, self._veto = name, calls, reads_norm, veto

@@ -16,7 +16,7 @@ from tests.support.tensors import relative_error
 @pytest.mark.parametrize(("window", "softcap", "alibi", "is_packed", "kv_heads"), [
     (0, 0.0, False, True, 8), (300, 0.0, False, True, 2), (0, 0.0, True, False, 8), (0, 30.0, False, False, 2)])
 def test_flex_attention_equals_dense_masks(head_size, window, softcap, alibi, is_packed, kv_heads):
-    """Errors against fp32 are about those of torch's operators in bf16."""
+    """Errors against fp32 are about as large as with torch's operators in bf16."""
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v, grad = (torch.randn(2, heads, 1024, head_size, generator=generator, device="cuda", dtype=torch.bfloat16)
                      for heads in (8, kv_heads, kv_heads, 8))

@@ -1,4 +1,4 @@
-"""Families of models: defaults, null values and attention windows are those of transformers; the rest is rejected."""
+"""Families of models: defaults, null values and attention windows are transformers'; the rest is rejected."""
 
 import json
 import logging

@@ -33,7 +33,7 @@ def _config(folder: Path, **changes: Any) -> ModelConfig:
 
 
 def _values(config: ModelConfig, how: Initialization, seed: int = 1) -> dict[str, torch.Tensor]:
-    """Return the initial values by name, without those of the blocks except the last."""
+    """Return the initial values by name, without the blocks except the last."""
     return {rule.ours: initial_value(rule.ours, torch.Size(rule.shape), config, seed=seed, how=how)
             for rule in tensor_rules(config) if rule.ours.split(".")[0] not in ("2", "3", "4")}
 

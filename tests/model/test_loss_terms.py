@@ -33,7 +33,7 @@ def reference(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor,
     (torch.float64, 1.0, 1e-12), (torch.float32, 1.0, 1e-6), (torch.bfloat16, 1.0, 2e-2),
     (torch.float16, 65536.0, 3e-3)])
 def test_gradients_equal_those_of_torch_s_loss(dtype, scale, tolerance, terms, with_bias, softcap):
-    """Chunks, a soft-cap, masked tokens and unequal weights; the value is that of the cross-entropy alone."""
+    """Chunks, a soft-cap, masked tokens and unequal weights; the value is the cross-entropy alone."""
     x, weight, labels, weights, bias = loss_inputs(dtype)
     inputs = (x, weight, bias) if with_bias else (x, weight)
     precise = torch.promote_types(dtype, torch.float32)

@@ -14,7 +14,7 @@ from tests.checkpoint.test_commit import save
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save checkpoints of the steps 1 to 6. That of step 2 is not finite."""
+    """Save checkpoints of the steps 1 to 6. The one of step 2 is not finite."""
     folder = tmp_path_factory.mktemp("checkpoints")
     for step in range(1, 7):
         path = save(folder, step, num_bytes=100)

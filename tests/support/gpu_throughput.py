@@ -72,7 +72,7 @@ def gpt2_shape(width: int, layers: int, heads: int, vocab_size: int, seq_length:
 
 
 def shape_of_model(model: str, seq_length: int) -> ModelConfig:
-    """Return the shape of one of MODELS: that of a GPT-2 with other sizes."""
+    """Return the shape of one of MODELS: a GPT-2 with other sizes."""
     return gpt2_shape(*MODELS[model], 50368, seq_length)
 
 

@@ -33,7 +33,7 @@ _STATUS = ("reading the task files of lm-eval",
 
 
 def all_cases() -> list[Case]:
-    """Return every generated case, including those of LEGAL."""
+    """Return every generated case, including LEGAL."""
     return [*flag_cases(), *input_cases(), *command_cases(), *content_cases(), *json_cases(), *model_cases()]
 
 

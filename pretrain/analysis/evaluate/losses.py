@@ -149,7 +149,7 @@ def _losses_of_batch(model: LoadedModel, windows: WindowSet, indices: Sequence[i
                      vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the summed loss and the number of tokens of each of these windows, [B] fp64 with B = `rows`.
 
-    Rows without a window count nothing: they make this rank's forward calls as many as those of other ranks.
+    Rows without a window count nothing: they make this rank's forward calls as many as other ranks make.
     """
     arrays: tuple[Any, ...] = windows.batch(indices, rows)
     if windows.document_end is not None:

@@ -91,7 +91,7 @@ class WindowSet:
         """Return the UTF-8 bytes of the decoded targets that count. Several processes may each count one part.
 
         Documents are decoded one by one. Where a range begins or ends inside a document, the count may differ by a few
-        bytes from that of the text.
+        bytes from the count of the text.
         """
         total = 0
         for number, (tokens, counted) in enumerate(self._chunks(tokenizer.eod_token)):

@@ -127,7 +127,7 @@ class Comparison:
 
 
 def compare_runs(paths: Sequence[Path]) -> Comparison:
-    """Compare the newest starts of the runs, and the losses of the first run with those of each other run.
+    """Compare the newest starts of the runs, and the losses of the first run with the losses of each other run.
 
     Raises ConfigError if a run.json is missing or damaged.
     """

@@ -29,7 +29,7 @@ _OWN_HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?", re.IGNORE
 
 
 def page_html(data: dict[str, Any]) -> str:
-    """Return the page. Its content security policy permits no script or style but those of this package."""
+    """Return the page. Its content security policy permits no script or style except this package's."""
     style = _read(f"{_LIBRARY}.min.css") + _read("report.css")
     library = f"/*\n{_read(f'{_LIBRARY}.LICENSE')}*/\n{_read(f'{_LIBRARY}.iife.min.js')}"
     script = "\n".join(['"use strict";', library, *map(_read, _SCRIPTS)])

@@ -90,7 +90,7 @@ def curves_data(curves: Curves, *, rounded: bool = False) -> dict[str, dict[str,
 
 
 def _start_time(table: RunTable) -> float | None:
-    """Return the time of the first start, or None if some training rows have no time: those of older runs."""
+    """Return the time of the first start, or None if some training rows have no time, as in older runs."""
     times = table.training.column("time")
     if not np.all(np.isfinite(times)):
         return None
@@ -100,7 +100,7 @@ def _start_time(table: RunTable) -> float | None:
 
 
 def _with_positions(table: RunTable, rows: Columns) -> dict[str, np.ndarray]:
-    """Return all columns, with those of the x axis: `consumed_tokens`, and `elapsed`, in seconds since the first start.
+    """Return all columns, also of the x axis: `consumed_tokens`, and `elapsed`, in seconds since the first start.
 
     Evaluations have no number of tokens. Rows of older runs have no time; then it is the sum of the step times, without
     the pauses.

@@ -1,4 +1,4 @@
-"""Micro-batches derived from those of the loader: other tokens, fewer tokens, or other positions that count.
+"""Micro-batches derived from the loader's: other tokens, fewer tokens, or other positions that count.
 
 Shapes: B micro-batch size, T sequence length.
 """

@@ -52,7 +52,7 @@ def plan_of_checks(plan: Plan) -> Plan:
     """Return the plan of the engines that are checked: without some settings that act on a single pass or its gradient.
 
     Without dropout two forward passes can be compared. Compiled blocks would be compiled for each shape of a check. The
-    gradient is that of the reported loss only without label smoothing, z-loss, routers' losses and clipping of values.
+    gradient belongs to the reported loss only without label smoothing, z-loss, routers' losses and clipping of values.
     """
     args = replace(plan.args, compile_blocks=False, label_smoothing=0.0, z_loss=0.0, router_aux_loss=0.0,
                    router_z_loss=0.0, expert_capacity_factor=0.0, gradient_value_clipping=0.0,
@@ -87,7 +87,7 @@ class Gradients:
 
 
 class CheckedEngine:
-    """An engine whose updates are all skipped, except those of `train`.
+    """An engine whose updates are all skipped, except in `train`.
 
     A skipped update leaves weights and optimizer states as they are (engine/update_guard.py).
     """
@@ -211,7 +211,7 @@ class CheckedEngine:
 
 
 def _whole(parameter: torch.nn.Parameter) -> Any:
-    """Return a context in which this rank holds the complete parameter. Changes become those of all ranks."""
+    """Return a context in which this rank holds the complete parameter. Changes apply to all ranks."""
     if hasattr(parameter, "ds_id"):
         return zero.GatheredParameters([parameter], modifier_rank=0)
     return contextlib.nullcontext()

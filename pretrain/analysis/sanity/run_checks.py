@@ -1,4 +1,4 @@
-"""Run all checks on engines that are built like those of the run, and discarded afterwards."""
+"""Run all checks on engines that are built like the run's, and discarded afterwards."""
 
 import gc
 import math
@@ -95,7 +95,7 @@ def without_false_trails(results: list[Result]) -> list[Result]:
 
 def _check_again(plan: Plan, build: Callable[[Plan], DeepSpeedEngine], learned: training_checks.OneBatch,
                  is_exact: bool, report: Report) -> list[Result]:
-    """Train two more engines, each with useless inputs. Their first steps are those of the run, and must be equal."""
+    """Train two more engines, each with useless inputs. Their first steps equal the run's, and each other's."""
     results, starts = [], []
     for kind in ("shuffled", "zeroed"):
         report("building the engine again")

@@ -35,7 +35,7 @@ def average(plan: AveragePlan) -> None:
 
 
 def _open(source: AveragedCheckpoint, planned: Sequence[PlannedTensor]) -> CheckpointReader:
-    """Return the reader of a checkpoint. Raises ConfigError if its parameters are not those of the model."""
+    """Return the reader of a checkpoint. Raises ConfigError if its parameters are not the model's."""
     reader = CheckpointReader(source.folder)
     reader.check_shapes({tensor.name: tensor.shape for tensor in planned})
     return reader

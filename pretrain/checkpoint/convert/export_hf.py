@@ -72,7 +72,7 @@ def _fill(plan: ExportPlan, conversion: str, write: Callable[[Path], dict[str, F
 
 
 def write_config(plan: ExportPlan, folder: Path, ids: TokenIds | None) -> None:
-    """Write config.json with the special tokens `ids` of the tokenizer; None: with those of the model's config.
+    """Write config.json with the special tokens `ids` of the tokenizer; None: with the ones in the model's config.
 
     Ids that are unknown are written as null: for a missing key, transformers would use the family's default id.
     """

@@ -101,7 +101,7 @@ def plan_export(path: Path, out: Path, *, step: int | None = None, dtype: str | 
             raise
         loaded, notes = None, ()
     if loaded is not None:
-        # {}, so that no special tokens are compared: the export has those of the tokenizer
+        # {}, so that no special tokens are compared: the export has the tokenizer's
         check_tokenizer_fits(loaded.ids, {}, vocab_size=config.vocab_size, where=f"--tokenizer {loaded.path}",
                              remedy="name the tokenizer of this model")
     return ExportPlan(folder, manifest, config, out, dtype or manifest.precision, max(1, round(shard_gb * 1e9)), loaded,

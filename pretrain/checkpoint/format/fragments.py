@@ -87,7 +87,7 @@ def flat_tensors(engine: DeepSpeedEngine) -> list[FlatTensor]:
 def complete_shape(parameter: torch.Tensor) -> tuple[int, ...]:
     """Return the shape of the complete parameter, of which this rank may hold a part."""
     part = part_of(parameter)
-    # after zero.Init, `shape` is that of the ZeRO-3 partition
+    # after zero.Init, `shape` describes the ZeRO-3 partition
     return part.shape if part else tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 

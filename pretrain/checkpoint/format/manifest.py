@@ -1,7 +1,7 @@
 """Read `manifest.json`, which describes a checkpoint folder, and produce its text. Imports no torch.
 
 A checkpoint is complete if its manifest is intact, every file that the manifest names has the recorded size, and the
-step in the folder's name is that of the manifest. A complete checkpoint is good unless the manifest says that a tensor
+step in the folder's name is the manifest's. A complete checkpoint is good unless the manifest says that a tensor
 holds NaN or infinity. This module does not read the files; `verify.find_damage` compares their hashes.
 """
 
@@ -161,7 +161,7 @@ class Manifest:
         """Layout of the run that wrote the checkpoint.
 
         Values that the manifest does not record, such as the micro-batch size, have their defaults. Therefore use the
-        `global_batch_size` of the manifest, not that of the layout. The layout of imported weights is one rank without
+        `global_batch_size` of the manifest, not the layout's. The layout of imported weights is one rank without
         an optimizer.
         """
         return Layout(**{name: getattr(self, name) for name in LAYOUT_KEYS},

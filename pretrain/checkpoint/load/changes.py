@@ -1,6 +1,6 @@
-"""Compare the settings of a run with those of the checkpoint that it continues from. Imports no torch.
+"""Compare the settings of a run with the settings of the checkpoint that it continues from. Imports no torch.
 
-The learning-rate schedule remains that of the run's first start, unless --override schedule plans it again.
+The learning-rate schedule remains as at the run's first start, unless --override schedule plans it again.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ _RATES = ("warmup_max_lr", "warmup_min_lr")  # of the JSON's scheduler: "auto" t
 
 
 def changes_of(manifest: Manifest, plan: Plan, folder: Path, named: frozenset[str]) -> list[Change]:
-    """Return the settings that differ from those of the checkpoint, apart from layout, data and schedule.
+    """Return the settings that differ from the checkpoint's, apart from layout, data and schedule.
 
     Raises ConfigError for the first one that no name in `named` allows. A larger or smaller global batch needs a name
     only if the run's length is in tokens: its number of steps changes.
@@ -180,7 +180,7 @@ def _at_this_rate(saved: dict[str, Any], planned: dict[str, Any], plan: Plan) ->
 
 def _reject_other_flags(plan: Plan, manifest: Manifest, kept: dict[str, Any], planned: dict[str, Any],
                         folder: Path) -> None:
-    """Raise ConfigError if a flag that is not that of the first start asks for another schedule."""
+    """Raise ConfigError if a flag that differs from the first start asks for another schedule."""
     from_json = plan.schedule is None
     values = [schedule.get("params", {}) if from_json else schedule for schedule in (kept, planned)]
     for name, wanted in plan.schedule_flags.items():

@@ -91,7 +91,7 @@ def check_hf_folder(folder: Path, config: ModelConfig | None = None) -> HFFolder
         raise ConfigError(str(folder), problem=problem,
                           remedy="name a folder with a transformers config.json and safetensors files")
     if config is None:
-        config = load_model_config(str(folder / "config.json"))  # not the folder: its name may be that of a preset
+        config = load_model_config(str(folder / "config.json"))  # not the folder: its name may also name a preset
     stored, files = _read_headers(folder)
     rules = tensor_rules(config)
     embedding = rules[0].theirs[0]

@@ -25,7 +25,7 @@ _REMEDY = "name a transformers folder with safetensors, a run folder, a global_s
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """Weights that a run starts from: those of a transformers folder or of a checkpoint."""
+    """Weights that a run starts from: of a transformers folder or of a checkpoint."""
 
     source: HFFolder | tuple[Path, Manifest]
     model: SavedModel

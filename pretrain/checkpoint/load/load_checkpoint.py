@@ -52,10 +52,10 @@ _JSON_SETTINGS = ("clip_grad", "loss_scaler", "dynamic_loss_scale", "loss_scale_
 def load_checkpoint(engine: DeepSpeedEngine, plan: Plan, folder: Path, manifest: Manifest) -> None:
     """Load weights, optimizer states, schedule, loss scale and counters; collective.
 
-    If layout and shards are those of the run that wrote the checkpoint, DeepSpeed reads its own files, and the states
+    If layout and shards are as in the run that wrote the checkpoint, DeepSpeed reads its own files, and the states
     of the random number generators are restored. With the same batch sizes and data, training then continues bit for
     bit. Otherwise each rank reads the fragments that it needs, and `load_resharded` seeds the generators again. The
-    optimizer's settings (rates, betas, weight decay ...) are those of the plan.
+    optimizer's settings (rates, betas, weight decay ...) come from the plan.
     """
     if same_layout(manifest.layout, plan.layout) and same_shards(engine, folder):
         engine.checkpoint_engine = FileEngine()
@@ -108,7 +108,7 @@ def seed_generators(seed: int, step: int) -> None:
 def load_weights(engine: DeepSpeedEngine, source: HFFolder | Path) -> None:
     """Fill the fp32 and 16-bit weights of an engine that has made no step from a transformers or checkpoint folder.
 
-    Optimizer, schedule, counters and random numbers remain those of a new run. Collective; raises the same ConfigError
+    Optimizer, schedule, counters and random numbers remain as in a new run. Collective; raises the same ConfigError
     on every rank.
     """
     with torch.no_grad(), _rejected_together():

@@ -146,7 +146,7 @@ class CheckpointReader(WeightsReader):
             done, index = done + count, index + 1
 
     def _box_index(self, name: str) -> BoxIndex[StoredFragment]:
-        """Return the boxes of a parameter's fragments. Those of earlier parameters are forgotten: they may be many."""
+        """Return the boxes of a parameter's fragments. Boxes of earlier parameters are forgotten: they may be many."""
         if name not in self._boxes:
             shape = self.shapes[name]
             boxes = [(box, fragment) for fragment in self._fragments[name]

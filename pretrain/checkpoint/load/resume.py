@@ -33,7 +33,7 @@ class Resume:
 
     folder: Path
     manifest: Manifest
-    warnings: list[str]  # about damaged newer checkpoints, and inputs that differ from those of the checkpoint
+    warnings: list[str]  # about damaged newer checkpoints, and inputs that differ from the checkpoint's
     plan: Plan  # of the run, with the settings that it keeps from the checkpoint
     other_data: str = ""  # how the training data differs from the checkpoint's, if --override data accepts it
     changes: tuple[Change, ...] = ()  # settings that --override changes
@@ -209,7 +209,7 @@ def _reject_other_evaluation_data(plan: Plan, step: int, last_step: int) -> None
 
 
 def _changed_flag_notes(plan: Plan, run: Path) -> list[str]:
-    """Return notes on flags that may differ from those of the run's last start."""
+    """Return notes on flags that may differ from the run's last start."""
     notes = []
     with contextlib.suppress(ConfigError):
         saved, current = newest_start(run)["flags"], plan.args

@@ -1,4 +1,4 @@
-"""Compare the data and the tokenizer of a run with those of the checkpoint that it resumes from."""
+"""Compare the data and the tokenizer of a run with the checkpoint that it resumes from."""
 
 import contextlib
 import hashlib
@@ -65,7 +65,7 @@ def check_sampled_blocks(plan: Plan) -> list[str]:
 
 
 def check_same_data(manifest: Manifest, plan: Plan, folder: Path) -> str:
-    """Compare the training data with that of the checkpoint.
+    """Compare the training data with the checkpoint's.
 
     Returns a note if it differs and --override data accepts this, else "". Raises ConfigError for other data. Large
     data that has no hash yet is compared by samples; `resilience.data_watch` hashes and compares it during training.
@@ -89,7 +89,7 @@ def blend_note(manifest: Manifest, plan: Plan, folder: Path) -> str:
 
 
 def _difference(manifest: Manifest, plan: Plan, folder: Path) -> str:
-    """Return how the training data differs from that of the checkpoint; "": it does not, as far as is known."""
+    """Return how the training data differs from the checkpoint's; "": it does not, as far as is known."""
     dataset, saved = plan.datasets["train"], manifest.data or {}
     position = position_after(folder.parent, manifest)
     problem = _other_sources(saved, dataset, folder, position) if manifest.data is not None else ""
@@ -119,7 +119,7 @@ def _difference(manifest: Manifest, plan: Plan, folder: Path) -> str:
 
 
 def _other_sources(saved: dict[str, Any], dataset: SampleDataset, folder: Path, position: int) -> str:
-    """Return how the list of sources, their weights or the order of samples differ from those of the checkpoint."""
+    """Return how the list of sources, their weights or the order of samples differ from the checkpoint's."""
     record = dataset.record()
     names = [[Path(str(source.get("prefix", "one source"))).name for source in facts.get("sources", [{}])]
              for facts in (saved, record)]
@@ -225,7 +225,7 @@ def _text(value: Any) -> str | None:
 
 
 def check_same_tokenizer(manifest: Manifest, plan: Plan, folder: Path) -> str:
-    """Compare the tokenizer with that of the checkpoint.
+    """Compare the tokenizer with the checkpoint's.
 
     Returns a note if it differs and --override data accepts this, or if only one of them has a tokenizer, else "".
     Raises ConfigError for another tokenizer: the same token ids would mean other text.
@@ -243,7 +243,7 @@ def check_same_tokenizer(manifest: Manifest, plan: Plan, folder: Path) -> str:
 
 
 def evaluation_data_notes(plan: Plan, run: Path) -> list[str]:
-    """Return a note for each of validation and test data that is not that of the run's last start."""
+    """Return a note for each of validation and test data that is not the same as at the run's last start."""
     recorded: Any = None
     with contextlib.suppress(ConfigError):
         recorded = newest_start(run).get("data")

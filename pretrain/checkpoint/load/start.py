@@ -76,7 +76,7 @@ def _saved_model(args: RunArguments, found: FoundCheckpoint | None,
 
 
 def _tokenizer_notes(plan: Plan, weights: InitialWeights) -> list[str]:
-    """Return notes if the tokenizer of the run or of its data is not that of the weights."""
+    """Return notes if the tokenizer of the run or of its data is not the weights' tokenizer."""
     notes: list[str] = []
     prepared_with = ((read_meta(prefix) or {}).get("tokenizer_sha256") for prefix in plan.data.train)
     used = plan.tokenizer.fingerprint if plan.tokenizer is not None else next(filter(None, prepared_with), None)

@@ -133,7 +133,7 @@ def read_rollbacks(checkpoints: Path) -> list[Rollback]:
 def position_after(checkpoints: Path, manifest: Manifest) -> int:
     """Return the consumed samples with which a run continues from a checkpoint.
 
-    They are those of the manifest, or of the newest rollback to this checkpoint. Raises ConfigError.
+    They come from the manifest, or from the newest rollback to this checkpoint. Raises ConfigError.
     """
     positions = [manifest.consumed_samples]
     positions += [rollback.consumed_samples for rollback in read_rollbacks(checkpoints)

@@ -29,7 +29,7 @@ class Optimizer:
     params: Tree
     states: int = 2  # tensors of a parameter's size that it keeps
     family: str = ""  # name for all its classes in checkpoints, which have the same states; "": its name
-    classes: tuple[str, ...] = ()  # names of its classes, if they are not that of the family
+    classes: tuple[str, ...] = ()  # names of its classes, if they are not the family's
     elementwise: bool = False  # updates a weight from its own gradient and states: a part of a matrix is enough
     states_in_blocks: bool = False  # a state's blocks of elements cannot be divided: no resume in another layout
     on_cpu: bool = False  # DeepSpeed has it for the CPU, which offload_optimizer needs
@@ -53,7 +53,7 @@ def _torch(name: str, params: Tree, *, elementwise: bool = True, states: int = 2
 _FROM_0 = Key("number", low=0)
 _ADAM_CLASSES = ("FusedAdam", "DeepSpeedCPUAdam", "AdamW")
 # ZeRO gives an optimizer flat parts of the parameters, which changes nothing for elementwise ones (but for the blocks
-# of 8-bit states); tests/engine/test_optimizers.py compares those of torch in all layouts.
+# of 8-bit states); tests/engine/test_optimizers.py compares the optimizers of torch in all layouts.
 _ROWS = (
     Optimizer("Adam", _ADAM, family="Adam", classes=_ADAM_CLASSES, elementwise=True, on_cpu=True,
               tested_with_zero=True, scale_free=True),

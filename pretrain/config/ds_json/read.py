@@ -29,7 +29,7 @@ class DsFile:
     lines: Mapping[tuple[str, ...], int] = field(default_factory=dict)  # path of keys -> line number, from 1
 
     def where(self, dotted: str) -> str:
-        """Return `file:line: dotted.key`. The line is that of the key, or of its innermost block that the file has."""
+        """Return `file:line: dotted.key`. The line belongs to the key, or to its innermost block that the file has."""
         keys = tuple(dotted.split("."))
         for length in range(len(keys), 0, -1):
             if keys[:length] in self.lines:

@@ -20,7 +20,7 @@ class Flag:
 
     group: "Group"
     help: str  # ends with the default; "==SUPPRESS==": not in --help
-    parse: Callable[[str], Any] | None = None  # argparse type of a word; None: that of the field's type
+    parse: Callable[[str], Any] | None = None  # argparse type of a word; None: the field's type
     low: float | None = None  # smallest number
     above: float | None = None  # numbers must be greater than this
     high: float | None = None  # largest number

@@ -40,7 +40,7 @@ class DocumentWriter:
 
     def __init__(self, output: PartialOutput, dtype: npt.DTypeLike, *, vocab_size: int, special_tokens: int,
                  deduplicate: bool, state: dict[str, Any] | None) -> None:
-        """special_tokens: number of tokens (BOS, EOD) that each document has besides those of its text."""
+        """special_tokens: number of tokens (BOS, EOD) that each document has besides the tokens of its text."""
         self.statistics = Statistics(np.zeros(vocab_size, np.int64))
         self._open: OpenDocument | None = None
         self._counts_duplicates = True
@@ -62,7 +62,7 @@ class DocumentWriter:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the file, including those of a document that is not complete."""
+        """Tokens in the file, including the tokens of a document that is not complete."""
         return self._files["tokens"].size // self._dtype.itemsize
 
     @property

@@ -31,7 +31,7 @@ class Statistics:
     skipped_samples: list[tuple[str, str]] = field(default_factory=list)
     """(place, reason) of the first ones"""
     duplicates: int = 0
-    """documents whose tokens are those of an earlier one"""
+    """documents with the tokens of an earlier one"""
     longest_tokens: int = 0
     longest_place: str = ""
     lengths: list[int] = field(default_factory=lambda: [0] * _LENGTH_CLASSES)

@@ -37,7 +37,7 @@ class TokenizeSettings:
 
     @property
     def special_tokens(self) -> int:
-        """Number of tokens that a document has besides those of its text."""
+        """Number of tokens that a document has besides the tokens of its text."""
         return (self.bos_token is not None) + (self.eod_token is not None)
 
 
@@ -51,7 +51,7 @@ class TokenizedBatch:
     text_bytes: npt.NDArray[np.int64]
     """bytes of the text of each document, and of the incomplete one at the end"""
     digests: Digests
-    """hash of the tokens of each document; that of a continued first document is not used"""
+    """hash of the tokens of each document; the hash of a continued first document is not used"""
     empty: int = 0
     longest_tokens: int = 0
     """tokens of the longest document that begins and ends in this batch"""

@@ -36,7 +36,7 @@ class SampleDataset(Protocol):
     def samples(self, indices: Indices) -> npt.NDArray[np.integer]:
         """Return samples [n, seq_length + 1]. Indices start at 0 and count over all epochs, without end.
 
-        The dtype is that of the files, such as uint16, so that the loader converts the tokens once; int32 or int64 if
+        The dtype is the files', such as uint16, so that the loader converts the tokens once; int32 or int64 if
         there is PADDING.
         """
 
@@ -96,7 +96,7 @@ class TokenRange:
 
 
 def check_num_tokens(indexed: IndexedDataset, num_tokens: int, *, seq_length: int, name: str) -> None:
-    """Raise ConfigError if the tokens of a dataset are fewer than those of one sample."""
+    """Raise ConfigError if the tokens of a dataset are fewer than one sample needs."""
     if num_tokens < seq_length + 1:
         raise ConfigError(f"{indexed.prefix} ({name})", found=f"{num_tokens} tokens",
                           expected=f"at least {seq_length + 1} for one sample of --seq_length {seq_length}",
@@ -117,7 +117,7 @@ class LookAhead:
 
     def __init__(self, compute: Callable[[_Numbers], _Numbers]) -> None:
         self._compute = compute
-        self._next = 0  # the index after those of the last call
+        self._next = 0  # the index after the indexes of the last call
         self._table: tuple[int, int, _Numbers] = 0, 0, np.zeros(0, np.int64)
 
     def __call__(self, indices: _Numbers) -> _Numbers:

@@ -39,7 +39,7 @@ _READ_DOCUMENTS = 1 << 20  # documents whose lengths are read at once at the sta
 
 @dataclass(frozen=True)
 class _Block:
-    """The samples of a block: first those of long documents, one piece each, then the packed ones."""
+    """The samples of a block: first from long documents, one piece each, then the packed ones."""
 
     starts: Integers
     """position of each document's first token [documents]"""

@@ -57,7 +57,7 @@ def documents(chunk: Chunk, settings: ReadSettings) -> Iterator[Piece | Skipped]
 
 
 def _split_message(message: str, where: str, name: str) -> tuple[str, str]:
-    """Return the place and the reason of an error. Its line may be another one than that of the document in `where`."""
+    """Return the place and the reason of an error. Its line may be another one than the document's in `where`."""
     if not message.startswith(f"{where}: "):
         where = message[: message.find(": ", len(name))]
     return where, message[len(where) + 2 :]

@@ -53,7 +53,7 @@ def words_encoder(processor: Any, content: bytes, *, dtype: npt.DTypeLike,
 def _is_supported(model: SentencePieceModel) -> bool:
     """Return whether merges depend on the pieces only.
 
-    An unused piece is divided again by the merges that made it, which may be those of another word. Without bytes,
+    An unused piece is divided again by the merges that made it, which may belong to another word. Without bytes,
     unknown characters that follow one another become one token.
     """
     return (model.model_type == BPE and model.byte_fallback and model.escape_whitespaces
@@ -125,7 +125,7 @@ def sentencepiece_ids(processor: Any) -> TokenIds:
 
 
 def encodes_by_lines(processor: Any) -> bool:
-    """Return whether a SentencePiece model encodes each line separately, such as those of tools/train_tokenizer.py.
+    """Return whether a SentencePiece model encodes each line separately, such as models of tools/train_tokenizer.py.
 
     For such a model, a U+2581 of the text is encoded as bytes. For other models, it is a space.
     """

@@ -1,7 +1,7 @@
 """Read the fields of a SentencePiece `.model`, which is a serialized protocol buffer.
 
 The sentencepiece library returns pieces and scores, but neither the settings of the model's normalizer nor which pieces
-are user-defined. The field numbers are those of sentencepiece's src/sentencepiece_model.proto.
+are user-defined. The field numbers are from sentencepiece's src/sentencepiece_model.proto.
 """
 
 import struct

@@ -1,4 +1,4 @@
-"""Find the special tokens of a tokenizer in the JSON files next to it, and compare them with those of a model."""
+"""Find the special tokens of a tokenizer in the JSON files next to it, and compare them with a model's."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

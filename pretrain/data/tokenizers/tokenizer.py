@@ -102,7 +102,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
     A folder with a tokenizer.model and a tokenizer.json is read as transformers reads it, from tokenizer.json. If
     tools/train_tokenizer.py or an export made tokenizer.json from tokenizer.model, both encode alike. Then
-    tokenizer.model is read, which encodes twice as fast, and the fingerprint is that of the trained tokenizer.
+    tokenizer.model is read, which encodes twice as fast, and the fingerprint is the trained tokenizer's.
     """
     if str(path) == BYTES:
         if Path(BYTES).exists():

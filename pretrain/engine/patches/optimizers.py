@@ -18,7 +18,7 @@ def make_bias_correction_stateless(optimizer: torch.optim.Optimizer) -> None:
     """Defect L: make the bias correction of Adam's CPU kernels a function of the step number alone.
 
     DeepSpeed 0.19.8 (csrc/includes/cpu_adam.h, IncrementStep): the kernels update beta^step as a running product of
-    fp32 factors, but compute it by pow() after a resume. The last bits of the correction differ, and therefore those of
+    fp32 factors, but compute it by pow() after a resume. The last bits of the correction differ, and so do bits of
     the weights. A call with step 0 on an empty tensor before each step resets the product, so that the kernels always
     use pow().
     """
@@ -43,7 +43,7 @@ def clip_only_adam_with_muon(engine: DeepSpeedEngine) -> None:
     gradients of matrices by orthogonalized updates before it computes the norm. Their norm is about the square root of
     the sum of the matrices' smaller sides, whatever the gradients are. So "gradient_clipping": 1 divides every update
     of the run by this number, and hides large gradients of the other parameters. An orthogonalized update needs no
-    clipping: its size does not depend on that of the gradient. The norm of a matrix with NaN or infinity still counts.
+    clipping: its size does not depend on the gradient's. The norm of a matrix with NaN or infinity still counts.
     """
     optimizer = engine.optimizer
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):

@@ -85,7 +85,7 @@ def has_different_groups(engine: PipelineEngine) -> bool:
 
 
 def reduce_norm_once(engine: PipelineEngine) -> None:
-    """Sum the gradient norm of all parameter groups over the pipeline stages at once, instead of that of each group.
+    """Sum the gradient norm of all parameter groups over the pipeline stages at once, instead of each group's.
 
     DeepSpeed 0.19.8: `scaled_global_norm` (runtime/zero/stage_1_and_2.py) reduces the norm of each non-empty group.
     Stages with different groups wait for each other forever. With muP, only the first stage has embeddings.

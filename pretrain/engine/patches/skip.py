@@ -94,7 +94,7 @@ def also_skip_if(is_rejected: Callable[[torch.Tensor], bool], optimizer: Any) ->
     anything, and cleans up if this returns True (zero/stage_1_and_2.py, zero/stage3.py, bf16_optimizer.py,
     fp16/fused_optimizer.py, fp16/unfused_optimizer.py). Here the function is replaced in the optimizer's module.
     """
-    is_torch_optimizer = isinstance(optimizer, torch.optim.Optimizer)  # then the check is that of defect M, above
+    is_torch_optimizer = isinstance(optimizer, torch.optim.Optimizer)  # then the check for defect M, above, applies
     module: Any = sys.modules[__name__ if is_torch_optimizer else type(optimizer).__module__]
     is_invalid = module.is_invalid_grad_norm
     module.is_invalid_grad_norm = lambda norm: is_invalid(norm) or is_rejected(norm)

@@ -269,7 +269,7 @@ def _nvme_buffer_size(cluster: Cluster, shape: ModelConfig | None) -> int:
 
 
 def with_batch_sizes(config: dict[str, Any], layout: Layout) -> dict[str, Any]:
-    """Return a copy of a JSON in which missing and "auto" batch sizes are those of the layout."""
+    """Return a copy of a JSON in which missing and "auto" batch sizes are the layout's."""
     sizes = {"train_micro_batch_size_per_gpu": layout.micro_batch_size,
              "gradient_accumulation_steps": layout.gradient_accumulation_steps,
              "train_batch_size": layout.global_batch_size}

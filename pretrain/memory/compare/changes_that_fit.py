@@ -90,7 +90,7 @@ def _mode(recompute: Recompute) -> Recompute:
 
 
 def _recompute_settings(old: Layout, new: Layout) -> str:
-    """Return the keys and flags that change the recomputation from that of the old to that of the new layout."""
+    """Return the keys and flags that change the recomputation from the old layout's to the new layout's."""
     if new.recompute != "none":
         return f"--recompute {new.recompute}"
     settings = []

@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def workload_of(flags: argparse.Namespace) -> Workload:
-    """Return the model and the machines that the flags describe, or those of the run in --calibrate."""
+    """Return the model and the machines that the flags describe, or that the run in --calibrate used."""
     calibration = calibrate(flags.calibrate, flags.gpu) if flags.calibrate else None
     cluster = cluster_of(flags, flags.gpu) if calibration is None else _calibrated_cluster(flags, calibration)
     if flags.kernel_efficiency is not None:
@@ -94,7 +94,7 @@ def workload_of(flags: argparse.Namespace) -> Workload:
 
 
 def _calibrated_cluster(flags: argparse.Namespace, calibration: Calibration) -> Cluster:
-    """Return machines like those of the measured runs. The number of ranks is that of the first run without flags."""
+    """Return machines like in the measured runs. Without flags, the number of ranks is the first run's."""
     run = calibration.runs[0]
     if flags.world_size is None and flags.nodes is None and flags.gpus_per_node is None:
         flags = argparse.Namespace(**{**vars(flags), "world_size": run.layout.world_size})

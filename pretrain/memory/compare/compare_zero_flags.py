@@ -141,7 +141,7 @@ def _add_layouts(group: Any) -> None:
 def validate_flags(flags: argparse.Namespace) -> None:
     """Raise ConfigError for flags that are missing, that exclude one another, or that would have no effect."""
     if flags.model is None and flags.num_parameters is None and flags.calibrate:
-        pass  # the model is that of the run
+        pass  # the model is the run's
     elif (flags.model is None) == (flags.num_parameters is None):
         raise ConfigError("--model / --num_parameters", expected="one of the two",
                           found="neither" if flags.model is None else "both")

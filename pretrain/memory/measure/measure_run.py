@@ -1,7 +1,7 @@
 """Measure the memory of every rank in a short run of a DeepSpeed JSON on this machine.
 
 Each rank is a process of its own, `python -m pretrain.memory.measure.measure_rank REQUEST.json`. It is started without
-a launcher, so that its exit code and its output are known. Engine, model and step are those of training.
+a launcher, so that its exit code and its output are known. Engine, model and step are the same as in training.
 The tokens are random: memory does not depend on them.
 """
 

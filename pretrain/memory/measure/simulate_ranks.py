@@ -8,11 +8,11 @@ measurement, `tensor_inventory` and `observe_steps` count the tensors. Only two 
 - A scalar that the host reads is 1 if it is a float (a loss, a norm), and 0 otherwise (no overflow).
 - DeepSpeed's compiled operators (Adam on the CPU, asynchronous I/O) do nothing. Files on NVMe are not written; their
   sizes are recorded.
-- The C functions of model/kernels/cpu do nothing. The choice between them and torch's operators is that of this CPU.
+- The C functions of model/kernels/cpu do nothing. The choice between them and torch's operators is this CPU's.
 - A pipeline stage does not receive the shape of its input from the stage before it. It always gets one hidden state
   [B, T, D] in the model's precision.
 
-The simulated accelerator is always the CPU. Locations are those of a GPU run, but sizes are those of CPU kernels. Only
+The simulated accelerator is always the CPU. Locations are as in a GPU run, but sizes as with CPU kernels. Only
 the activations differ from a GPU run: on CUDA, attention saves other tensors.
 """
 

@@ -4,7 +4,7 @@ For each DeepSpeed optimizer there is one small function, which uses the attribu
 tensors that can be reached from the engine count as buffers, or as activations if they belong to a pipeline, so that no
 tensor is left out.
 
-Locations are those of a run on a GPU. On CUDA they are read from the tensors. If the accelerator is the CPU, all
+Locations are as in a run on a GPU. On CUDA they are read from the tensors. If the accelerator is the CPU, all
 tensors are in one memory, and the layout determines the location: the one that DeepSpeed would choose on a GPU.
 """
 

@@ -41,7 +41,7 @@ def calibrate(paths: Sequence[str], gpu: str | None = None) -> Calibration:
         gpu: the value of --gpu; None: the one that the runs used.
 
     Raises:
-        ConfigError: a run cannot be used, the runs used different hardware, or it is not that of --gpu.
+        ConfigError: a run cannot be used, the runs used different hardware, or other hardware than --gpu.
     """
     runs = tuple(read_measured_run(path) for path in paths)
     device = _device_of(runs, gpu)
@@ -79,7 +79,7 @@ def _names_to_fit(runs: Sequence[MeasuredRun], before: Sequence[StepTime]) -> tu
     """Return the parameters that the runs determine.
 
     One run cannot tell slow kernels from slow launches: of the two, the one that takes most of the predicted step is
-    fitted. The optimizer's rate needs measured phases, that of the network several ranks.
+    fitted. The optimizer's rate needs measured phases, the network's rate several ranks.
     """
     compute = sum(each.compute_seconds for each in before)
     launch = sum(each.launch_seconds for each in before)
@@ -94,7 +94,7 @@ def _names_to_fit(runs: Sequence[MeasuredRun], before: Sequence[StepTime]) -> tu
 
 
 def _error(run: MeasuredRun, parameters: TimeParameters) -> float:
-    """Return the squared error of the predicted step, as a fraction of it, and that of its phases if they are known."""
+    """Return the squared error of the predicted step, as a fraction of it, and of its phases if they are known."""
     predicted = predict_run(run, parameters)
     pairs = [(run.step_seconds, predicted.total_seconds)]
     if run.phases:
@@ -115,7 +115,7 @@ def predict_run(run: MeasuredRun, parameters: TimeParameters) -> StepTime:
 
 
 def cluster_of_run(run: MeasuredRun, device: Gpu | None, *, world_size: int, gpus_per_node: int) -> Cluster:
-    """Return a cluster of machines like those of a run. A rank on CPUs has as many threads as in the run, or fewer."""
+    """Return a cluster of machines like a run's. A rank on CPUs has as many threads as in the run, or fewer."""
     cluster = make_cluster(gpu=device.name if device else None, world_size=world_size, nodes=None,
                            gpus_per_node=gpus_per_node)
     return cluster if device else on_cpus(cluster, run)

@@ -13,7 +13,7 @@ from pretrain.memory.estimate.rank_parameters import local_size, parameters_of, 
 from pretrain.memory.step_time.kernel_time import recomputed_fraction
 from pretrain.model.description import ModelConfig
 
-LINKS = ("network", "pcie", "disk")  # "network": between ranks, also those of one node
+LINKS = ("network", "pcie", "disk")  # "network": between ranks, also of one node
 PHASES = ("forward", "backward", "step")  # "step": once, after the last micro-batch
 
 

@@ -1,6 +1,6 @@
 """Families with a mixture of experts: Mixtral, Qwen2-MoE, Qwen3-MoE and OLMoE.
 
-Attention and norms are those of llama_like.py. In the weights files of transformers each expert has matrices of its
+Attention and norms are from llama_like.py. In the weights files of transformers each expert has matrices of its
 own; here, one tensor has the matrices of all experts.
 """
 

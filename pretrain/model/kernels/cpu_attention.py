@@ -8,7 +8,7 @@ The backward pass recomputes P (FlashAttention, arXiv 2205.14135, algorithm 4, w
 dV = P^T dO,  dS = P * (dO V^T - rowsum(P * dO V^T)),  dQ = scale dS K,  dK = scale dS^T Q.
 With a window, the keys before the window of query a are skipped. Soft-capping is S = cap tanh(scale Q K^T / cap), so
 that dS is multiplied by 1 - tanh^2. ALiBi (arXiv 2108.12409) adds slope * (key position - query position) to S.
-With documents, the keys before the document of query a are skipped, and those of other documents are at -inf.
+With documents, the keys before the document of query a are skipped, and the keys of other documents are at -inf.
 
 The tiles of torch's operator (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp) are too small for these units.
 Measured on an AVX512_BF16 core with 8 heads of size 64, forward and backward: 0.5 of the time of torch's operator at

@@ -88,7 +88,7 @@ def score_function(softcap: float, slopes_H: torch.Tensor | None) -> _Mod | None
 
 
 def block_mask(length: int, device: torch.device, window: int, documents: Documents | None) -> Any:
-    """Return the BlockMask of a micro-batch with documents, made once for all layers, or that of every sample."""
+    """Return the BlockMask of a micro-batch with documents, made once for all layers, or the mask of every sample."""
     if documents is None and torch.compiler.is_compiling():  # no caches there; it costs a few operations on [N, N]
         return make_block_mask(first_keys(torch.arange(length, device=device)[None], window))
     if documents is None:

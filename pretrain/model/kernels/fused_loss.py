@@ -8,7 +8,7 @@ With soft-capping, logits = cap tanh((x W^T + b) / cap), and G is multiplied by 
 CUDA this takes one more tensor [C, V] in fp32.
 
 In bf16 and fp16, the parts of dW are added in fp32, and dW is rounded once. Added in bf16, its error would grow with
-the number of chunks: 2.9 times that of torch's single product at 32k tokens (tests/model/test_operators.py). The fp32
+the number of chunks: 2.9 times torch's with a single product at 32k tokens (tests/model/test_operators.py). The fp32
 sum exists during the forward pass only, and only if there is more than one chunk.
 
 On CPUs in bf16, C functions compute the losses and their gradient (cpu/cross_entropy.c), and dW is accumulated as its
@@ -17,8 +17,8 @@ computes at about 0.6 of the rate, would need a copy of the large one. Measured 
 milliseconds for 1,024 tokens, hidden size 512 and a vocabulary of 16k: the three products 52 instead of 66, the losses
 and their gradient 13 instead of 41.
 
-In training, the gradient can be that of more than the cross-entropy: with label smoothing e (Szegedy et al., arXiv
-1512.00567, section 7; as torch's F.cross_entropy) and z-loss z (PaLM, arXiv 2204.02311, section 5), it is that of
+In training, the gradient can have more terms than the cross-entropy: with label smoothing e (Szegedy et al., arXiv
+1512.00567, section 7; as torch's F.cross_entropy) and z-loss z (PaLM, arXiv 2204.02311, section 5), it belongs to
 
     loss_i = logsumexp(logits_i) - (1 - e) logits_i[label_i] - e mean(logits_i) + z logsumexp(logits_i)^2,
     G_i    = (1 + 2 z logsumexp(logits_i)) softmax(logits_i) - (1 - e) onehot(label_i) - e / V.
@@ -66,7 +66,7 @@ def fused_linear_cross_entropy(x_BTD: torch.Tensor, weight_VD: torch.Tensor, lab
                                shard: VocabularyShard | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the sums of weight * cross-entropy and of weight * logsumexp(logits)^2 over the tokens: fp32 scalars.
 
-    The softmax is computed in fp32. The gradient of the first sum is that of the loss with all `terms`. The second one
+    The softmax is computed in fp32. The first sum has the gradient of the loss with all `terms`. The second one
     has no gradient; it is 0 without z-loss, and where no gradient is computed.
 
     Saved for the backward pass: dx [B*T, D] and dW [V, D] in the dtypes of x and W, a vector [B*T], and with a bias its

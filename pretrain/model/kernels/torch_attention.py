@@ -104,7 +104,7 @@ def _visible(length: int, window: int, device: torch.device) -> torch.Tensor:
         return (distances <= 0) & (distances > -(window or length))
 
 
-@functools.lru_cache(maxsize=2)  # the slopes, compared by identity, are those of one model: see alibi.py
+@functools.lru_cache(maxsize=2)  # the slopes, compared by identity, belong to one model: see alibi.py
 def _alibi(slopes: torch.Tensor, length: int, window: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return [1, H, T, T]: slope * (key position - query position), and -inf where a query does not see a key.
 

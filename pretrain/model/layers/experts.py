@@ -1,4 +1,4 @@
-"""The experts of a block: one parameter for each matrix has those of all experts, and one operator multiplies by it.
+"""The experts of a block: one parameter for each matrix stacks all experts', and one operator multiplies by it.
 
 The rows are [R, I], in the order of their experts, with the end of each expert's rows: torch's grouped product. Or they
 are [E, C, I], with equally many rows for each expert: torch's batched product.
@@ -50,7 +50,7 @@ class Experts(nn.Module):
         """Return the outputs [R, D].
 
         Args:
-            x_RD: this rank's rows for all experts, also for those of other ranks.
+            x_RD: this rank's rows for all experts, also for experts of other ranks.
             rows_E: int64, on the device of x: rows of each expert.
             capacity: the number of rows of each expert if all have equally many; otherwise 0.
         """

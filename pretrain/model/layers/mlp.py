@@ -91,7 +91,7 @@ def in_tiles(layer: Callable[[torch.Tensor], torch.Tensor], x_BTD: torch.Tensor,
     very long sequences, they would take more memory than all the rest (ALST: Bekman et al., arXiv 2506.13996).
 
     DeepSpeed 0.19.8's TiledMLP (runtime/sequence_parallel/ulysses_sp.py) is not used. It runs autograd inside of its
-    backward function, so that hooks on a weight's gradient, such as those of --noise_scale_interval, see a gradient for
+    backward function, so that hooks on a weight's gradient, such as --noise_scale_interval's, see a gradient for
     each tile instead of their sum. Here autograd itself sums the gradients of the tiles.
 
     The layer must not draw random numbers: their state is not restored.

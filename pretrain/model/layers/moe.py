@@ -32,7 +32,7 @@ class Routing:
 
 @dataclass(frozen=True)
 class Dispatch:
-    """Position of each assignment among the rows that the experts process: those of expert 0 first.
+    """Position of each assignment among the rows that the experts process: rows of expert 0 first.
 
     Without a capacity, there is one row for each assignment. With a capacity C, each expert has C rows; rows without an
     assignment hold any token and have the factor 0.

@@ -1,6 +1,6 @@
 """Rotary position embedding: inverse frequencies, plain and scaled, and rotation of queries and keys.
 
-The formulas of the scaling types and the order of their operations are those of transformers/modeling_rope_utils.py.
+The formulas of the scaling types and the order of their operations are from transformers/modeling_rope_utils.py.
 """
 
 import math
@@ -37,7 +37,7 @@ def inverse_frequencies(config: ModelConfig, length: int = 0) -> torch.Tensor:
 
 
 def _llama3(frequencies: torch.Tensor, factor: float, low: float, high: float, positions: int) -> torch.Tensor:
-    """Divide the frequencies of long wavelengths by `factor`, keep those of short ones, interpolate in between."""
+    """Divide the frequencies of long wavelengths by `factor`, keep short ones, interpolate in between."""
     wavelengths = 2 * math.pi / frequencies
     smooth = ((positions / wavelengths - low) / (high - low)).clamp(0, 1)
     return (1 - smooth) * frequencies / factor + smooth * frequencies
@@ -131,7 +131,7 @@ class Rope:
         return documents.rope_tables[key]
 
     def tables_for(self, x_BTHE: torch.Tensor, documents: Documents | None) -> Tables:
-        """Return cos and sin for queries or keys: those of `tables`, or with documents those of `document_tables`."""
+        """Return cos and sin for queries or keys: from `tables`, or with documents from `document_tables`."""
         return self.tables(x_BTHE.shape[1], x_BTHE) if documents is None else self.document_tables(documents, x_BTHE)
 
     def rotate(self, x_BHTE: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:

@@ -26,7 +26,7 @@ from pretrain.model.parallel.shared_tensors import total, with_adjoint
 
 
 def sum_of_shards(x: torch.Tensor, group: RankGroup) -> torch.Tensor:
-    """Return the sum over the ranks. Gradient: that of the sum, unchanged, because every rank computes the same sum."""
+    """Return the sum over the ranks. Gradient: the sum's, unchanged, because every rank computes the same sum."""
     if group.size == 1:
         return x
     return with_adjoint(x, partial(total, group=group), lambda grad: grad)
@@ -79,7 +79,7 @@ def _repeated(inputs: Sequence[torch.Tensor], num_heads: int, size: int) -> Sequ
 
 @functools.cache
 def _kv_index(num_heads: int, num_kv_heads: int, size: int, device: torch.device) -> torch.Tensor:
-    """Return the key/value heads of rank 0, then those of rank 1, and so on."""
+    """Return the key/value heads of rank 0, then of rank 1, and so on."""
     of_rank, per_kv_head = local_kv_heads(num_heads, num_kv_heads, size), num_heads // num_kv_heads
     queries_per_kv = num_heads // size // of_rank
     return torch.tensor([number * queries_per_kv // per_kv_head for number in range(size * of_rank)], device=device)

@@ -62,7 +62,7 @@ def send_to_experts(rows_ND: torch.Tensor, exchange: Exchange) -> torch.Tensor:
 
 
 def return_from_experts(rows_MD: torch.Tensor, exchange: Exchange) -> torch.Tensor:
-    """Send the experts' outputs back. Returns those of this rank's rows, in the order in which they were sent."""
+    """Send the experts' outputs back. Returns the outputs of this rank's rows, in the order in which they were sent."""
     by_rank = torch.empty_like(exchange.order).scatter_(
         0, exchange.order, torch.arange(len(exchange.order), device=rows_MD.device))
     return _all_to_all(rows_MD.index_select(0, by_rank), exchange.group, exchange.received, exchange.sent)

@@ -16,7 +16,7 @@ def need_packages(purpose: str, packages: dict[str, str]) -> None:
     """Install the packages whose command is missing, or skip the test. `packages`: command -> package."""
     if _missing(packages) and os.geteuid() == 0 and shutil.which("apt-get"):
         with open(Path(tempfile.gettempdir()) / "ds-pretrain-tests-apt.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # apt-get fails if another one runs, such as that of a parallel test
+            fcntl.flock(lock, fcntl.LOCK_EX)  # apt-get fails if another one runs, such as a parallel test's
             _install(_missing(packages))
     if missing := _missing(packages):
         pytest.skip(f"{purpose} need the packages {', '.join(missing)}")

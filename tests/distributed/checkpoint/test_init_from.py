@@ -99,7 +99,7 @@ def results(folders: dict[str, Path], corpus: str, tmp_path_factory: pytest.Temp
     "pipeline", "zero2", "zero3", "tensor2_zero3", "zero3_bf16", "zero1_fp16",
     pytest.param("nvme", marks=pytest.mark.skipif(bool(NO_NVME), reason=f"NVMe offload: {NO_NVME}"))])
 def test_a_run_starts_from_a_transformers_folder(name: str, results: dict[str, Any], corpus: str) -> None:
-    """The first loss is that of transformers, and the master weights are exactly those of the folder."""
+    """The first loss is transformers', and the master weights are exactly the folder's."""
     result = results[name]
     within = 3e-3 if name.endswith(("bf16", "fp16")) else 1e-5
     assert relative_difference(result["loss"][:1], [loss_of_transformers(result["source"], corpus)]) <= within

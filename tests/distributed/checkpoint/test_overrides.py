@@ -1,4 +1,4 @@
-"""--override on real engines: the steps after the resume equal those of an engine whose settings were set by hand."""
+"""--override on real engines: the steps after the resume equal an engine's whose settings were set by hand."""
 
 from pathlib import Path
 from typing import Any

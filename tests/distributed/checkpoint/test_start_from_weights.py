@@ -37,7 +37,7 @@ def folder(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def words(folder: Path, corpus: str, save: str, layout: dict[str, Any], **others: Any) -> list[str]:
-    """Return the flags of a run. The model is that of the weights."""
+    """Return the flags of a run. The model is the weights'."""
     (folder / f"{save}.json").write_text(json.dumps(layout))
     values = {name: value for name, value in flags(corpus, steps=4).items() if not name.startswith("model")}
     values |= {"deepspeed_config": f"{folder / save}.json", "save": str(folder / save), "log_interval": 1, **others}

@@ -91,7 +91,7 @@ def log(run: Path) -> str:
 
 @pytest.mark.parametrize("layout", CHAINS)
 def test_signals_lose_no_step(results: dict[str, Any], folder: Path, layout: str) -> None:
-    """Each step is trained once, and all losses equal those of the uninterrupted run bit for bit."""
+    """Each step is trained once, and all losses equal the uninterrupted run's bit for bit."""
     run, chain = folder / layout, CHAINS[layout]
     codes = [set(results[f"{layout} {number}"]["status"]) for number in range(len(chain))]
     assert codes == [{75}, {75}, {0}], log(run)

@@ -65,7 +65,7 @@ def _batch(config: ModelConfig, *, with_documents: bool, rows: int = ROWS) -> tu
 
 def _compare(config: ModelConfig, groups: ParallelGroups, *, dtype: torch.dtype = torch.float64,
              with_documents: bool = False, rows: int = ROWS, **settings: Any) -> None:
-    """Compare logits, loss, gradients and initial values with those of one rank. Gemma's norms are in fp32."""
+    """Compare logits, loss, gradients and initial values with one rank's. Gemma's norms are in fp32."""
     rounding = {torch.float64: 1e-6 if config.norm_offset else 1e-11, torch.float32: 1e-6, torch.bfloat16: 2e-2}[dtype]
     model, complete_model = (_model(config, ranks, dtype, **settings) for ranks in (groups, NO_GROUPS))
     batch = _batch(config, with_documents=with_documents, rows=rows)
@@ -210,7 +210,7 @@ def _traffic(config: ModelConfig, groups: ParallelGroups, recompute: str) -> tup
 def gathers_and_saved_tensors(groups: ParallelGroups) -> None:
     """A block gathers each input once a pass, and each of two ranks saves half of what one rank saves.
 
-    The gathers of the backward pass are those of the inputs, recomputed or not, and of the outputs' gradients.
+    The gathers of the backward pass are for the inputs, recomputed or not, and the outputs' gradients.
     """
     gpt2, llama, phi = (replace(_config(shape), position="alibi") for shape in ("gpt2", "llama", "phi"))
     for config, expected in ((gpt2, [2, 2, 4, 2]), (llama, [2, 2, 4, 2]), (phi, [1, 2, 3, 1])):

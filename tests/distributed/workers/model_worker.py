@@ -48,7 +48,7 @@ def ds_config(stage: int) -> dict[str, object]:
 
 
 def zero3(config: ModelConfig, interval: int) -> dict[str, object]:
-    """Compare initial weights, loss and gradients of a module under zero.Init with those of the plain module."""
+    """Compare initial weights, loss and gradients of a module under zero.Init with the plain module."""
     plain, plain_loss = reference(config)
     settings = ds_config(3)
     with deepspeed.zero.Init(config_dict_or_path=settings):
@@ -75,7 +75,7 @@ def zero3(config: ModelConfig, interval: int) -> dict[str, object]:
 
 
 def pipeline(config: ModelConfig, interval: int) -> dict[str, object]:
-    """Compare loss and weights after one SGD step on two pipeline stages with those of the plain module."""
+    """Compare loss and weights after one SGD step on two pipeline stages with the plain module."""
     plain, plain_loss = reference(config)
     stage = as_pipeline(config, num_stages=2, seq_length=LENGTH, recompute=Recompute(interval=interval))
     initialize_parameters(stage, config, seed=SEED)
@@ -117,7 +117,7 @@ def one_stage(config: ModelConfig) -> dict[str, object]:
 def shards_of_sequences(config: ModelConfig, groups: ParallelGroups) -> list[dict[str, float]]:
     """Compare loss and gradients of two ranks that share each sequence with one rank's; then the same with documents.
 
-    The gradients are those of the sum of the loss over the ranks' shards.
+    The gradients belong to the sum of the loss over the ranks' shards.
     """
     found = []
     for positions in (None, (torch.arange(LENGTH) % 7).expand(4, LENGTH)):

@@ -14,7 +14,7 @@ from tests.support.cases_loop import each_case
 
 
 def run(case: Case) -> dict[str, Any]:
-    """Train. Return losses, the engine's stages, those of the estimate, and what run.json would record of the times.
+    """Train. Return losses, the engine's stages, the estimate's, and what run.json would record of the times.
 
     "recorded": overrides of a record that the engine of a first build has made; the second build is then reported.
     """

@@ -52,7 +52,7 @@ def evaluate(engine: deepspeed.DeepSpeedEngine, plan: Plan) -> float:
 def plain_torch(plan: Plan, sizes: list[int], evaluated_after: tuple[int, ...]) -> dict[str, Any]:
     """Train without DeepSpeed and without the loader: one backward pass for the complete global batch of each step.
 
-    `sizes` are the batch sizes of all steps. The rates are those of `plan.schedule`, which other tests compare with
+    `sizes` are the batch sizes of all steps. The rates are from `plan.schedule`, which other tests compare with
     closed forms.
     """
     module = as_module(plan.model, plain_operators=True)

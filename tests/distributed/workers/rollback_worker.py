@@ -29,7 +29,7 @@ SAVED, BAD, AFTER = 2, 2, 3  # steps before the checkpoint, bad steps after it, 
 def train(engine: Any, plan: Plan, first: int, last: int, *, position: int, factor: float = 1.0) -> list[list[float]]:
     """Train the steps `first` to `last` - 1 from a data position. Return the metrics of each step on all ranks.
 
-    `factor` multiplies the losses of this run's second rank; with pipeline stages, those of the last stage.
+    `factor` multiplies the losses of this run's second rank; with pipeline stages, of the last stage.
     """
     loader, rows = open_loader(engine, plan, "train"), []
     for _ in range(first, last):

@@ -80,7 +80,7 @@ def wrong_vocabulary() -> Any:
 
 
 def wrong_end() -> Any:
-    """The data's .meta.json names another end-of-document token than that of the documents."""
+    """The data's .meta.json names another end-of-document token than the documents have."""
     return mock.patch("pretrain.data.run_data.check_prepared_data", return_value=255)
 
 

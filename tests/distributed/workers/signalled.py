@@ -143,7 +143,7 @@ def act(case: dict[str, Any]) -> dict[str, Any]:
 
     case["act"]: "run" (nothing), "touch" (the files case["files"] of the run folder), or the name of a signal, which
     the ranks case["ranks"] get, or the launcher if case["ranks"] is "launcher". After SIGKILL to the launcher, the
-    result has the exit codes of the ranks, otherwise that of the launcher.
+    result has the exit codes of the ranks, otherwise of the launcher.
     """
     folder, by_launcher = Path(case["run"]), case.get("ranks") == "launcher"
     for path in (released(case), reached(released(case)), *(got_signal(case, rank) for rank in range(RANKS))):

@@ -1,6 +1,6 @@
 """One rank of test_update_passes.py: train with this project's passes over the gradients, and with DeepSpeed's.
 
-A case: that of `worker.py` with "job": "train", and "plain": true for DeepSpeed's passes.
+A case: as in `worker.py` with "job": "train", and "plain": true for DeepSpeed's passes.
 """
 
 import contextlib

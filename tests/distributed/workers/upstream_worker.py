@@ -156,7 +156,7 @@ def nvme(case: Case) -> dict[str, Any]:
 
 
 def initial_weights(case: Case) -> dict[str, Any]:
-    """Compare an engine's initial weights with those of a plain module. Also return the seeds of the ranks."""
+    """Compare an engine's initial weights with a plain module's. Also return the seeds of the ranks."""
     plan = plan_of(case)
     engine = engine_of(plan)
     module = as_module(plan.model)

@@ -263,7 +263,7 @@ def two_steps(case: Case) -> dict[str, Any]:
 def mup(case: Case) -> dict[str, Any]:
     """Train; return the losses, the rate and weight decay of each parameter, and mean absolute activations at the end.
 
-    The activations are those of a fixed batch: outputs of each block's attention and MLP, and the logits.
+    The activations belong to a fixed batch: outputs of each block's attention and MLP, and the logits.
     """
     plan = plan_of(case)
     engine = engine_of(plan)

@@ -155,7 +155,7 @@ class Report {
     this.schedule();
   }
 
-  /** The range of the x axis: the zoomed one, or that of all runs; null without rows. */
+  /** The range of the x axis: the zoomed one, or the range of all runs; null without rows. */
   xRange() {
     if (this.view.zoom) return this.view.zoom;
     let low = Infinity, high = -Infinity;

@@ -113,7 +113,7 @@ def _sources() -> list[Path]:
 
 
 def _compiler() -> list[str]:
-    """Return the command of the C compiler: that of the variable CC, or the first one that is installed; else []."""
+    """Return the command of the C compiler: the variable CC, or the first one that is installed; else []."""
     for words in ([shlex.split(os.environ["CC"])] if os.environ.get("CC") else [[name] for name in _COMPILERS]):
         path = shutil.which(words[0]) if words else None
         if path is not None:
