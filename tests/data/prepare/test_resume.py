@@ -194,7 +194,7 @@ def wait_gone(pids: list[int]) -> None:
 
 def test_signals_and_killed_processes(tmp_path: Path, tokenizer: Tokenizer) -> None:
     """Each start continues the work of the one before. The processes end, and the last output is byte-equal."""
-    command = Command(tmp_path, tokenizer, copies=60)  # so that each start has work left when it is stopped
+    command = Command(tmp_path, tokenizer, copies=30)  # so that each start has work left when it is stopped
     done = []
     for whom, which, code, message in (
             ("worker", signal.SIGKILL, 2, "one of 2 worker processes was killed"),
