@@ -14,7 +14,9 @@ import psutil
 import pytest
 
 from pretrain.checkpoint.format.run_checkpoints import newest_good
+from pretrain.monitor.read_run_folder import read_events
 from tests.support.launch import LIMIT_S, ROOT, free_port, train_ranks
+from tests.support.supervised import wait_for_rows, wait_until
 from tests.test_train import _environment, _flags, losses, rows
 
 STEPS = 2000  # the death of a launcher is noticed within a second
@@ -35,15 +37,11 @@ def start(command: list[str], run: Path) -> tuple["subprocess.Popen[bytes]", lis
 
     Returns the launcher and its descendants: for `deepspeed`, first its second launcher process, then the ranks.
     """
-    steps = len(rows(run)) if run.exists() else 0
+    steps = len(losses(run)) if run.exists() else 0
     with open(run.with_suffix(".log"), "ab") as log:
         process = subprocess.Popen(command, env={**_environment(), "PYTHONPATH": str(ROOT)}, cwd=run.parent, stdout=log,
                                    stderr=log, start_new_session=True)
-    deadline = time.monotonic() + LIMIT_S
-    while not (run / "metrics.jsonl").is_file() or len(rows(run)) < steps + 3:
-        assert process.poll() is None, run.with_suffix(".log").read_text()
-        assert time.monotonic() < deadline, "no step"
-        time.sleep(0.05)
+    wait_for_rows(process, run, steps + 3)
     return process, psutil.Process(process.pid).children(recursive=True)
 
 
@@ -144,10 +142,7 @@ def test_a_run_in_the_background_survives_its_shell(corpus: str, tmp_path: Path)
     words = " ".join(ds_pretrain(flags)).replace(corpus, f"'{corpus}'")
     subprocess.run(["bash", "-c", f"nohup {words} > run.log 2>&1 & disown"], cwd=tmp_path, check=True,
                    env={**_environment(), "PYTHONPATH": str(ROOT)})
-    deadline = time.monotonic() + LIMIT_S
-    while not (run / "events.jsonl").is_file() or rows(run, "events.jsonl")[-1]["event"] != "stop":
-        assert time.monotonic() < deadline, (tmp_path / "run.log").read_text()
-        time.sleep(0.2)
+    wait_until(lambda: any(row["event"] == "stop" for row in read_events(run)), (tmp_path / "run.log").read_text)
     assert rows(run, "events.jsonl")[-1]["reason"] == "finished"
 
 

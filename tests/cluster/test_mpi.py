@@ -4,13 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.workers.mpi import mpi
 from tests.support.launch import LIMIT_S, ROOT, free_port
+from tests.support.supervised import wait_until
 from tests.test_train import losses, rows
 
 __all__ = ["mpi"]  # the fixture
@@ -42,8 +42,7 @@ def test_a_run_stopped_by_a_signal_under_open_mpi_resumes_under_mpich(
     first = subprocess.Popen([script, "-np", "2", "--oversubscribe", *flags], text=True, stdout=subprocess.PIPE,
                              stderr=subprocess.STDOUT, env={**without_root, "MPIRUN": "mpirun.openmpi"})
     try:
-        while not (run / "metrics.jsonl").exists() and first.poll() is None:
-            time.sleep(0.1)
+        wait_until(lambda: (run / "metrics.jsonl").exists() or first.poll() is not None)
         first.send_signal(signal.SIGINT)  # the script sends SIGUSR1 to mpirun, which passes it on to the ranks
         output, _ = first.communicate(timeout=LIMIT_S)
     finally:

@@ -8,7 +8,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import files
@@ -22,6 +21,7 @@ from pretrain.errors import HANG
 from tests.cluster.workers.mpi import mpi
 from tests.cluster.workers.ssh_hosts import Host, Hosts
 from tests.support.launch import LIMIT_S, ROOT, free_port
+from tests.support.supervised import wait_for_rows
 from tests.test_train import _flags, launch, losses, rows
 
 __all__ = ["mpi"]  # the fixture
@@ -50,13 +50,6 @@ def _launched(hosts: Hosts, folder: Path, flags: list[str], *words: str) -> Iter
             for pid in host.processes():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-
-
-def _wait_for_rows(run: Path, number: int, process: "subprocess.Popen[str]") -> None:
-    while not (run / "metrics.jsonl").is_file() or len(rows(run)) < number:
-        if process.poll() is not None:
-            raise AssertionError(process.communicate()[0])
-        time.sleep(0.05)
 
 
 def _rank(host: Host) -> int:
@@ -166,7 +159,7 @@ def test_signals_and_failures_end_all_hosts(hosts: Hosts, corpus: str, tmp_path:
     flags = _flags(corpus, run, "--train_steps", "100000", config=PIPELINE)
     for number in (signal.SIGTERM, signal.SIGINT):
         with _launched(hosts, tmp_path, flags) as process:
-            _wait_for_rows(run, len(rows(run)) + 2 if run.exists() else 2, process)
+            wait_for_rows(process, run, len(rows(run)) + 2 if run.exists() else 2)
             process.send_signal(number)
             output = process.communicate(timeout=LIMIT_S)[0]
             assert process.returncode == 75, output
@@ -175,7 +168,7 @@ def test_signals_and_failures_end_all_hosts(hosts: Hosts, corpus: str, tmp_path:
     found = newest_good(run / "checkpoints")
     assert found is not None
     with _launched(hosts, tmp_path, flags, "--grace", "1") as process:
-        _wait_for_rows(run, len(rows(run)) + 2, process)
+        wait_for_rows(process, run, len(rows(run)) + 2)
         os.kill(_rank(hosts.a), signal.SIGSTOP)  # a stopped rank cannot notice the failure of the other rank
         os.kill(_rank(hosts.b), signal.SIGKILL)
         output = process.communicate(timeout=LIMIT_S)[0]
@@ -211,7 +204,7 @@ def test_without_ssh_a_failed_host_ends_the_other(hosts: Hosts, corpus: str, tmp
     assert f"{hosts.b.address}: no {corpus}.bin" in output[0]
     assert f"missing files of the run: {corpus}.bin" in output[1]
     both = _start_without_ssh(hosts, tmp_path, flags, "--grace", "1")
-    _wait_for_rows(run, 2, both[0])
+    wait_for_rows(both[0], run, 2)
     os.kill(_rank(hosts.a), signal.SIGSTOP)
     os.kill(_rank(hosts.b), signal.SIGKILL)
     output = [launcher.communicate(timeout=LIMIT_S)[0] for launcher in both]
@@ -231,7 +224,7 @@ def test_the_watchdog_reports_a_cut_network_or_a_lost_host(hosts: Hosts, corpus:
     run = tmp_path / "run"
     flags = _flags(corpus, run, "--train_steps", "100000", "--step_timeout", "15", config=ZERO2)
     with _launched(hosts, tmp_path, flags, "--grace", "1") as process:
-        _wait_for_rows(run, 2, process)
+        wait_for_rows(process, run, 2)
         hosts.b.set_link("down")
         for pid in hosts.b.processes() if lost else ():
             os.kill(pid, signal.SIGKILL)
@@ -254,7 +247,7 @@ def test_a_cut_network_ends_all_ranks(hosts: Hosts, corpus: str, tmp_path: Path)
     flags = _flags(corpus, run, "--train_steps", "100000", config=ZERO2)
     with _launched(replace(hosts, environ={**hosts.environ, "DEEPSPEED_TIMEOUT": "1"}), tmp_path,
                   flags, "--grace", "1") as process:
-        _wait_for_rows(run, 2, process)
+        wait_for_rows(process, run, 2)
         hosts.b.set_link("down")
         try:
             output = process.communicate(timeout=LIMIT_S)[0]

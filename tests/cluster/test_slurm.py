@@ -11,8 +11,9 @@ import yaml
 
 from pretrain.cluster.slurm_job import RECORD, after, check_time_limit, parse_slurm_time
 from pretrain.errors import NO_RESTART, ConfigError
-from tests.cluster.workers.slurm_cluster import SBATCH, SlurmCluster, slurm, wait_until
+from tests.cluster.workers.slurm_cluster import SBATCH, SlurmCluster, slurm
 from tests.support.launch import ROOT
+from tests.support.supervised import wait_until
 from tests.test_train import rows
 
 __all__ = ["slurm"]  # the fixture

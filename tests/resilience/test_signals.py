@@ -8,8 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -20,6 +18,7 @@ from pretrain.resilience import signals
 from pretrain.resilience.launcher_watch import launcher_name
 from pretrain.resilience.signals import PROFILE_SIGNAL, SignalCount
 from tests.support.launch import ROOT
+from tests.support.supervised import wait_until
 
 INT, TERM, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
 
@@ -45,13 +44,6 @@ def _ignores_signals_of_ranks(pid: int) -> bool:
     return all(int(line.split()[1], 16) >> (number - 1) & 1 for number in (INT, TERM, USR1, PROFILE_SIGNAL))
 
 
-def _wait_until(is_true: Callable[[], bool]) -> None:
-    end = time.monotonic() + 300
-    while not is_true():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
 def test_signals_of_the_ranks_do_not_end_the_background_processes(tmp_path: Path) -> None:
     writer = BackgroundWriter(tmp_path, 0)  # it holds its lock now
     pid, = (process.pid for process in psutil.process_iter() if {WRITER_MODULE, str(tmp_path)} <= _words_of(process))
@@ -61,7 +53,7 @@ def test_signals_of_the_ranks_do_not_end_the_background_processes(tmp_path: Path
         hashing = subprocess.Popen([sys.executable, "-m", "pretrain.data.token_files.hashes",
                                     str(file.fileno()), "0", str(10**9)], stdin=subprocess.PIPE,
                                    stdout=subprocess.DEVNULL, pass_fds=[file.fileno()], cwd=ROOT)
-    _wait_until(lambda: _ignores_signals_of_ranks(hashing.pid))
+    wait_until(lambda: _ignores_signals_of_ranks(hashing.pid))
     hashing.communicate(timeout=300)
 
 

@@ -42,11 +42,11 @@ def kill_tree(process: subprocess.Popen[str]) -> None:
         process.wait()
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait until `condition()` is true. Fails after the time-out."""
+def wait_until(condition: Callable[[], bool], describe: Callable[[], object] = lambda: "") -> None:
+    """Wait until `condition()` is true. Fails with `describe()` after the time-out."""
     deadline = time.monotonic() + LIMIT_S
     while not condition():
-        assert time.monotonic() < deadline, f"the condition is not true after {LIMIT_S} s"
+        assert time.monotonic() < deadline, f"the condition is not true after {LIMIT_S} s: {describe()}"
         time.sleep(0.05)
 
 
@@ -66,10 +66,7 @@ def read_restart_log(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, An
     return [row for row in log if "start" in row], [row for row in log if "summary" in row]
 
 
-def wait_for_rows(supervisor: subprocess.Popen[str], run: Path, number: int) -> None:
-    """Wait until metrics.jsonl has `number` training rows. Fails if the supervisor exits, or after the time-out."""
-    deadline = time.monotonic() + LIMIT_S
-    while len(rows(run)) < number:
-        assert supervisor.poll() is None, "the supervisor has ended"
-        assert time.monotonic() < deadline, f"{len(rows(run))} of {number} steps in {LIMIT_S} s"
-        time.sleep(0.05)
+def wait_for_rows(launcher: subprocess.Popen[Any], run: Path, number: int) -> None:
+    """Wait until metrics.jsonl has `number` training rows. Fails if the launcher exits, or after the time-out."""
+    wait_until(lambda: len(rows(run)) >= number or launcher.poll() is not None, lambda: rows(run))
+    assert launcher.poll() is None, f"the launcher has ended: {launcher.communicate()[0]}"

@@ -5,21 +5,20 @@ power failure. Each node has one core. Limits are not enforced. Both nodes share
 """
 
 import contextlib
-import ctypes
 import os
-import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.workers.packages import PATH, need_packages
+from tests.cluster.workers.ssh_hosts import end_with_parent
 from tests.support.launch import LIMIT_S, ROOT, free_port
+from tests.support.supervised import wait_until
 
 SBATCH = ROOT / "launch" / "slurm" / "pretrain.sbatch"
 NODES = ("n1", "n2")
@@ -107,24 +106,11 @@ class SlurmCluster:
         self.slurmds[name].wait()
 
 
-def wait_until(done: Callable[[], bool], describe: Callable[[], str]) -> None:
-    """Wait until `done()` is true. Fails with `describe()` after the time-out."""
-    end = time.monotonic() + LIMIT_S
-    while not done():
-        assert time.monotonic() < end, f"after {LIMIT_S} s: {describe()}"
-        time.sleep(0.1)
-
-
-def _end_with_parent() -> None:
-    """Make the kernel kill the daemon when the test process ends, even if it is killed."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-
-
 def _daemon(command: list[str], folder: Path, environ: dict[str, str],
             stack: contextlib.ExitStack) -> "subprocess.Popen[bytes]":
     with (folder / "daemons.log").open("ab") as log:
         process = subprocess.Popen(command, env=environ, cwd=folder, stdout=log, stderr=log,
-                                   preexec_fn=_end_with_parent)
+                                   preexec_fn=end_with_parent)
     stack.callback(process.wait)
     stack.callback(process.kill)
     return process

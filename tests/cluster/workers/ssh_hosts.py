@@ -11,16 +11,16 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.cluster.workers.packages import PATH, need_packages
-from tests.support.launch import LIMIT_S
+from tests.support.supervised import wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = {"sshd": "openssh-server", "pdsh": "pdsh", "ip": "iproute2", "nsenter": "util-linux"}
@@ -87,10 +87,7 @@ class Host:
 
     def wait_until_empty(self) -> None:
         """Wait until no process runs on this host. Fails with the remaining processes after the time-out."""
-        end = time.monotonic() + LIMIT_S
-        while self.processes() and time.monotonic() < end:
-            time.sleep(0.1)
-        assert self.processes() == {}, f"processes remain on host {self.name}"
+        wait_until(lambda: not self.processes(), self.processes)
 
     @contextlib.contextmanager
     def bind(self, source: Path, target: Path) -> Iterator[None]:
@@ -136,8 +133,8 @@ def _write_keys(folder: Path) -> None:
     (bin_folder / "ssh").chmod(0o755)
 
 
-def _end_with_parent() -> None:
-    """Make the kernel kill sshd when the test process ends, even if it is killed."""
+def end_with_parent() -> None:
+    """Make the kernel kill a daemon when the test process ends, even if it is killed."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
@@ -151,7 +148,7 @@ def _start(name: str, number: int, pair: int, folder: Path, stack: contextlib.Ex
     command = ["ip", "netns", "exec", namespace, "unshare", "--pid", "--fork", "--kill-child", "--mount-proc",
                shutil.which("sshd", path=PATH) or "sshd", "-D", "-e", "-f", str(config)]
     with (folder / f"sshd_{name}.log").open("wb") as log:
-        sshd = subprocess.Popen(command, stderr=log, preexec_fn=_end_with_parent)
+        sshd = subprocess.Popen(command, stderr=log, preexec_fn=end_with_parent)
     stack.callback(sshd.wait)
     stack.callback(sshd.kill)
     return Host(name, address, namespace, link, sshd)
@@ -202,15 +199,12 @@ def two_hosts(folder: Path) -> Iterator[Hosts]:
         environ = {**os.environ, "PATH": os.pathsep.join([*scripts, PATH]), "OMP_NUM_THREADS": "1",
                    "DS_ACCELERATOR": "cpu", "VENV": str(Path(sys.executable).parents[1])}
         for host in hosts:
-            _wait_for_ssh(host, environ)
+            wait_until(partial(_accepts_ssh, host, environ), partial(str, host))
         yield Hosts(hosts[0], hosts[1], environ, folder)
 
 
-def _wait_for_ssh(host: Host, environ: dict[str, str]) -> None:
-    end = time.monotonic() + LIMIT_S
-    while subprocess.run(["ssh", host.address, "true"], env=environ, capture_output=True).returncode != 0:
-        assert time.monotonic() < end, f"host {host.name} does not accept ssh after {LIMIT_S} s"
-        time.sleep(0.2)
+def _accepts_ssh(host: Host, environ: dict[str, str]) -> bool:
+    return subprocess.run(["ssh", host.address, "true"], env=environ, capture_output=True).returncode == 0
 
 
 @pytest.fixture(scope="session")
