@@ -65,6 +65,17 @@ def start_time(pid: int) -> int | None:
     return None
 
 
+def is_running(pid: int, started: int) -> bool | None:
+    """Return whether the process that started at `started` (see `start_time`) still runs; None if that is unknown."""
+    try:
+        state, start = state_and_start(pid)
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    except OSError:  # for example too many open files
+        return None
+    return start == started and state not in ENDED
+
+
 def boot_id() -> str:
     """Return an identifier of this boot of the kernel, or "" if it is unknown."""
     with contextlib.suppress(OSError):

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from pretrain.distributed.host import process_state
 
@@ -56,9 +56,7 @@ class RankRecord:
     def from_text(cls, text: str) -> "RankRecord":
         """Read the lines before the first empty line. Raises ValueError or KeyError."""
         values = dict(line.split(": ", 1) for line in text.split("\n\n")[0].splitlines())
-        return cls(rank=int(values["rank"]), host=values["host"], pid=int(values["pid"]), phase=values["phase"],
-                   step=int(values["step"]), entered=int(values["entered"]), seconds=float(values["seconds"]),
-                   limit_s=float(values["limit_s"]), flag=values["flag"], state=values["state"])
+        return cls(**{item.name: cast(type, item.type)(values[item.name]) for item in fields(cls)})
 
 
 def hang_folder(run: Path) -> Path:

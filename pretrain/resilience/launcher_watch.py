@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from pretrain.distributed.host import ENDED, boot_id, pid_namespace, start_time, state_and_start
+from pretrain.distributed.host import boot_id, is_running, pid_namespace, start_time
 from pretrain.distributed.world import ALONE, World
 
 LAUNCHER_VARIABLE = "DS_PRETRAIN_LAUNCHER"  # process id, start time, host and namespace of `ds-pretrain`
@@ -53,7 +53,8 @@ class LauncherWatch:
     def _watch(self) -> None:
         while not self.lost:
             time.sleep(_POLL_S)
-            self.lost = next((launcher.name for launcher in self._launchers if not _runs(launcher)), "")
+            self.lost = next((launcher.name for launcher in self._launchers
+                              if is_running(launcher.pid, launcher.started) is False), "")
         if not self._can_save:
             os._exit(128 + signal.SIGTERM)
 
@@ -103,13 +104,3 @@ def _find_launchers() -> list[_Launcher]:
         elif found:
             break
     return named + found
-
-
-def _runs(launcher: _Launcher) -> bool:
-    try:
-        state, start = state_and_start(launcher.pid)
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    except OSError:  # for example too many open files: unknown
-        return True
-    return start == launcher.started and state not in ENDED

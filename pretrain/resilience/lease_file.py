@@ -21,7 +21,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from pretrain.distributed.host import ENDED, boot_id, pid_namespace, start_time, state_and_start
+from pretrain.distributed.host import boot_id, is_running, pid_namespace, start_time
 from pretrain.stored_json import build, open_regular, parse_json
 
 _NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
@@ -53,12 +53,11 @@ class Owner:
             return None
         try:
             os.kill(self.pid, 0)
-            state, start = state_and_start(self.pid)
         except ProcessLookupError:
             return False
         except OSError:  # a process of another user
             return None
-        return start == self.process_start and state not in ENDED
+        return is_running(self.pid, self.process_start)
 
 
 @dataclass(frozen=True)

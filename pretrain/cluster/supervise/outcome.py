@@ -42,12 +42,15 @@ class RunProgress:
     @property
     def hang(self) -> dict[str, Any] | None:
         """The event "hang", which the watchdog writes before it ends the ranks, or None."""
-        return next((event for event in reversed(self.events) if event["event"] == "hang"), None)
+        return self._last("hang")
 
     @property
     def stop(self) -> dict[str, Any] | None:
         """The event "stop", which a run writes when it ends without an error, or None."""
-        return next((event for event in reversed(self.events) if event["event"] == "stop"), None)
+        return self._last("stop")
+
+    def _last(self, kind: str) -> dict[str, Any] | None:
+        return next((event for event in reversed(self.events) if event["event"] == kind), None)
 
 
 def file_sizes(run: Path) -> dict[str, int]:
