@@ -54,6 +54,11 @@ class Footprint:
                 sizes[key] = sizes.get(key, 0) + int(size)
         return cls(sizes)
 
+    @classmethod
+    def on_device(cls, **sizes: int) -> "Footprint":
+        """Return a footprint with these bytes on the device, by role."""
+        return cls.of(((role, "device"), size) for role, size in sizes.items())
+
     def rows(self) -> list[tuple[str, str, int]]:
         """List (role, location, bytes) in the order of ROLES and LOCATIONS. Pairs of 0 bytes are left out."""
         return [(role, location, self.sizes[role, location]) for role in ROLES for location in LOCATIONS

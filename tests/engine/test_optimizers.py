@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from pretrain.config.layout import parse_layout
-from pretrain.memory.estimate.optimizer_wrappers import eight_bit_state_bytes, optimizer_states
-from pretrain.memory.estimate.rank_parameters import ParameterGroup
+from pretrain.memory.estimate.rank import ParameterGroup, eight_bit_state_bytes, optimizer_states
 from tests.support.cases import CPU, case, flags
 from tests.support.layouts import dp2, pp2, relative_difference, run_layouts
 

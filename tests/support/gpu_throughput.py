@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from pretrain.config.layout import Layout
-from pretrain.memory.hardware import Cluster, make_cluster
-from pretrain.memory.step_time.time_model import StepTime, estimate_step_time, model_flops_per_token
+from pretrain.memory.hardware import make_cluster
+from pretrain.memory.step_time.time_model import StepTime, predict_step
 from pretrain.memory.step_time.time_parameters import DEFAULT_PARAMETERS, TimeParameters
-from pretrain.memory.step_time.traffic import rank_parameters, step_traffic
 from pretrain.model.config import model_config_from
 from pretrain.model.description import ModelConfig
 from tests.support.launch import ROOT
@@ -64,32 +63,22 @@ def read_measurements() -> list[Measurement]:
 
 
 @cache
-def gpt2_shape(width: int, layers: int, heads: int, vocab_size: int, seq_length: int) -> ModelConfig:
-    """Return the shape of a GPT-2 of this size, without dropout."""
+def gpt2_of_size(width: int, layers: int, heads: int, vocab_size: int, seq_length: int) -> ModelConfig:
+    """Return a GPT-2 of this size, without dropout."""
     return model_config_from({
         "model_type": "gpt2", "vocab_size": vocab_size, "n_positions": seq_length, "n_embd": width, "n_layer": layers,
         "n_head": heads, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}, "gpt2")
 
 
-def shape_of_model(model: str, seq_length: int) -> ModelConfig:
-    """Return the shape of one of MODELS: a GPT-2 with other sizes."""
-    return gpt2_shape(*MODELS[model], 50368, seq_length)
+def model_of_row(model: str, seq_length: int) -> ModelConfig:
+    """Return one of MODELS: a GPT-2 of other sizes."""
+    return gpt2_of_size(*MODELS[model], 50368, seq_length)
 
 
 def predict(row: Measurement, parameters: TimeParameters = TABLE_PARAMETERS) -> StepTime:
     """Return the predicted time of a step."""
     cluster = make_cluster(gpu=row.gpu, world_size=row.gpus, nodes=None, gpus_per_node=None)
-    return predict_step_time(row.layout, cluster, shape_of_model(row.model, row.seq_length), row.num_parameters,
-                             parameters)
-
-
-def predict_step_time(layout: Layout, cluster: Cluster, shape: ModelConfig, num_parameters: int,
-                      parameters: TimeParameters) -> StepTime:
-    """Return the predicted time of a step of this model in this layout."""
-    own = rank_parameters(layout, shape, num_parameters)
-    flops = model_flops_per_token(shape, num_parameters, layout.seq_length)
-    return estimate_step_time(layout, cluster, shape, step_traffic(layout, own, shape), own, flops_per_token=flops,
-                              rates=parameters)
+    return predict_step(row.layout, cluster, model_of_row(row.model, row.seq_length), parameters)
 
 
 def throughput_table(parameters: TimeParameters = TABLE_PARAMETERS) -> list[str]:
@@ -101,21 +90,4 @@ def throughput_table(parameters: TimeParameters = TABLE_PARAMETERS) -> list[str]
         batch = f"{row.micro_batch_size} x {row.accumulation}"
         lines.append(f"{row.gpu:8s} {row.model:>5s} {row.seq_length:6d} {row.gpus:4d} {batch:>7s} {row.recompute:9s} "
                      f"{row.tokens_per_second:8,.0f} {row.tokens_per_second * ratio:9,.0f} {ratio:5.2f}")
-    return lines
-
-
-def page_table(parameters: TimeParameters = TABLE_PARAMETERS) -> list[str]:
-    """Return all rows as a Markdown table with a line for each GPU and model: measured tokens/s, and the ratio."""
-    rows = read_measurements()
-    columns = [(512, 8), (2048, 8), (2048, 16), (2048, 32), (2048, 64), (2048, 128), (8192, 8)]
-    lines = ["| GPU, model | " + " | ".join(f"{length} on {gpus}" for length, gpus in columns) + " |",
-             "| --- |" + " --- |" * len(columns)]
-    for gpu, model in dict.fromkeys((row.gpu, row.model) for row in rows):
-        cells = []
-        for column in columns:
-            own = [row for row in rows if (row.gpu, row.model) == (gpu, model) and column == (row.seq_length, row.gpus)]
-            cells.append("; ".join(f"{row.tokens_per_second:,.0f}{'r' if row.recompute != 'none' else ''} "
-                                   f"{row.measured_seconds / predict(row, parameters).total_seconds:.2f}"
-                                   for row in own))
-        lines.append(f"| {gpu} {model} | " + " | ".join(cells) + " |")
     return lines

@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 
 from pretrain.config.layout import Layout
 from pretrain.memory.hardware import Cluster, make_cluster
-from pretrain.memory.step_time.time_model import StepTime
+from pretrain.memory.step_time.time_model import StepTime, predict_step
 from pretrain.memory.step_time.time_parameters import DEFAULT_PARAMETERS, TimeParameters
-from tests.support.gpu_throughput import golden_rows, gpt2_shape, predict_step_time
+from tests.support.gpu_throughput import golden_rows, gpt2_of_size
 
 _SEQ_LENGTH = 2048
 # GB/s of a GPU: four Omni-Path links of 100 Gb/s (Jean Zay) and eight InfiniBand links of 200 Gb/s (Selene) a node
@@ -60,30 +60,17 @@ def read_step_measurements() -> list[StepMeasurement]:
             for index, row in enumerate(golden_rows("gpu_throughput_3d.csv"))]
 
 
-def predict_step(row: StepMeasurement, parameters: TimeParameters = PARAMETERS_3D) -> StepTime:
+def predict_3d(row: StepMeasurement, parameters: TimeParameters = PARAMETERS_3D) -> StepTime:
     """Return the predicted time of a step."""
-    shape = gpt2_shape(row.hidden_size, row.layers, row.heads, row.vocab_size, _SEQ_LENGTH)
-    return predict_step_time(row.layout, row.cluster, shape, shape.num_parameters(), parameters)
+    model = gpt2_of_size(row.hidden_size, row.layers, row.heads, row.vocab_size, _SEQ_LENGTH)
+    return predict_step(row.layout, row.cluster, model, parameters)
 
 
-def page_table_3d() -> list[str]:
-    """Return a Markdown table with a line for each degrees and micro-batch: rows, and the range of their ratios.
-
-    The ratio is predicted divided by measured speed, of the rows that were not used for the fit and of all rows.
-    """
-    rows = read_step_measurements()
-    lines = ["| source, schedule | data x tensor x pipeline | micro-batch | rows | not used for the fit | all |",
-             "| --- | --- | --- | --- | --- | --- |"]
-
-    def text(found: list[StepMeasurement]) -> str:
-        ratios = [row.seconds / predict_step(row).total_seconds for row in found]
-        return f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else ""
-
-    for key in dict.fromkeys((row.source, row.schedule, row.data, row.tensor, row.pipeline, row.micro_batch_size)
-                             for row in rows):
-        own = [row for row in rows
-               if key == (row.source, row.schedule, row.data, row.tensor, row.pipeline, row.micro_batch_size)]
-        source, schedule, data, tensor, pipeline, micro = key
-        lines.append(f"| {source}, {schedule} | {data} x {tensor} x {pipeline} | {micro} | {len(own)} | "
-                     f"{text([row for row in own if row.is_test])} | {text(own)} |")
+def throughput_table_3d() -> list[str]:
+    """Return the lines of a table: data x tensor x pipeline parallel ranks, batch, measured seconds, and the ratio."""
+    lines = ["source        degrees    micro-batch   seconds predicted ratio"]
+    for row in read_step_measurements():
+        predicted = predict_3d(row).total_seconds
+        lines.append(f"{row.source:10s} {row.data:3d} x {row.tensor} x {row.pipeline:2d} {row.micro_batch_size:11d} "
+                     f"{row.seconds:10.2f} {predicted:9.2f} {row.seconds / predicted:5.2f}")
     return lines

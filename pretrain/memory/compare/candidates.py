@@ -1,30 +1,22 @@
 """Candidate layouts of a search, each with its DeepSpeed JSON: generated from axes, or read from files."""
 
 import copy
-import json
 import math
 import tempfile
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pretrain.config.auto_values import DEFAULT_LEARNING_RATE, fill_zero_sizes
+from pretrain.config.auto_values import DEFAULT_LEARNING_RATE
 from pretrain.config.ds_json.read import DsFile, get_value, read_ds_config
-from pretrain.config.flags.arguments import RunArguments
+from pretrain.config.flags.arguments import FLAGS, RunArguments
 from pretrain.config.layout import Layout, parse_layout
-from pretrain.config.plan import Plan
 from pretrain.config.resolve import resolve_ds_config
+from pretrain.config.run_rules import check_rules
 from pretrain.distributed.device import Device
 from pretrain.errors import ConfigError
-from pretrain.memory.compare.combinations import (
-    OFFLOADS,
-    Axes,
-    Combination,
-    combinations_of,
-    default_axes,
-    impossible_reason,
-)
+from pretrain.memory.compare.combinations import OFFLOADS, Axes, combinations_of, default_axes, impossible_reason
 from pretrain.memory.hardware import Cluster
 from pretrain.memory.step_time.kernel_time import with_predicted_times
 from pretrain.model.description import ModelConfig
@@ -38,10 +30,14 @@ SAMPLES_PER_RANK = 8  # samples of a step per rank, if no batch size is given
 class Candidate:
     """One layout, with the DeepSpeed JSON that describes it."""
 
-    name: str
-    config: dict[str, Any] = field(compare=False)
+    config: dict[str, Any]
     layout: Layout
+    rejection: str = ""  # why train.py rejects the JSON; "": it accepts the JSON
     path: str = ""  # path of the user's JSON; "": the JSON was generated
+
+    @property
+    def name(self) -> str:
+        return self.layout.name
 
 
 @dataclass(frozen=True)
@@ -52,22 +48,24 @@ class CandidateSet:
     impossible: dict[str, int]
 
 
-def generate_candidates(axes: Axes, cluster: Cluster, shape: ModelConfig | None, *,
-                        device_kind: str = "cuda") -> CandidateSet:
+def generate_candidates(axes: Axes, cluster: Cluster, model: ModelConfig | None, *, device_kind: str = "cuda",
+                        document_attention: bool = False) -> CandidateSet:
     """Generate a candidate for every possible combination and every micro-batch size that the global batch allows.
 
     Raises:
         ConfigError: no combination is possible. The message has the first reason.
     """
-    axes = default_axes(axes, cluster, shape)
+    axes = default_axes(axes, cluster, model)
     candidates: list[Candidate] = []
     impossible: dict[str, int] = {}
-    for choice in combinations_of(axes):
-        reason = impossible_reason(choice, cluster, shape)
-        found = [] if reason else list(_candidates_of(choice, axes, cluster, shape, device_kind))
+    for combination in combinations_of(axes, cluster.world_size):
+        reason = impossible_reason(combination, cluster, model)
+        layout = replace(combination, name=_name(combination, axes), device_kind=device_kind,
+                         document_attention=document_attention)
+        found = [] if reason else list(_candidates_of(layout, axes, cluster, model))
         candidates += found
         if not found:
-            reason = reason or _indivisible_batch(choice, axes, cluster)
+            reason = reason or _indivisible_batch(layout, axes, cluster)
             impossible[reason] = impossible.get(reason, 0) + 1
     if not candidates:
         raise ConfigError("layouts", problem=f"no requested layout is possible ({next(iter(impossible))})",
@@ -75,30 +73,68 @@ def generate_candidates(axes: Axes, cluster: Cluster, shape: ModelConfig | None,
     return CandidateSet(candidates, impossible)
 
 
-def _candidates_of(choice: Combination, axes: Axes, cluster: Cluster, shape: ModelConfig | None,
-                   device_kind: str) -> Iterator[Candidate]:
+def _candidates_of(layout: Layout, axes: Axes, cluster: Cluster, model: ModelConfig | None) -> Iterator[Candidate]:
     """Yield a candidate for each micro-batch size. All other fields are the same, so only the first JSON is parsed."""
-    base: Layout | None = None
-    for micro, steps in _batch_sizes(choice, axes, cluster):
-        config = make_config(choice, micro_batch_size=micro, accumulation_steps=steps, cluster=cluster, shape=shape)
-        if base is None:
-            filled = copy.deepcopy(config)
-            fill_zero_sizes(filled["zero_optimization"], shape.hidden_size if shape else 0)
-            base = parse_layout(filled, world_size=cluster.world_size, seq_length=choice.seq_length,
-                                device_kind=device_kind, name=_name(choice, axes))
-            part = choice.recompute if choice.recompute != "offload" else "none"  # the JSON has the offload
-            base = replace(base, recompute=part)
-        layout = replace(base, micro_batch_size=micro, gradient_accumulation_steps=steps)
-        yield Candidate(base.name, config, layout)
+    first: Candidate | None = None
+    for micro, steps in _batch_sizes(layout, axes, cluster):
+        sizes: dict[str, Any] = {"micro_batch_size": micro, "gradient_accumulation_steps": steps}
+        config = make_config(replace(layout, **sizes), cluster, model)
+        first = first or resolve_candidate(DsFile(layout.name, config), layout, cluster, model)
+        yield replace(first, config=config, layout=replace(first.layout, **sizes))
 
 
-def _batch_sizes(choice: Combination, axes: Axes, cluster: Cluster) -> Iterator[tuple[int, int]]:
+def resolve_candidate(file: DsFile, given: Layout, cluster: Cluster, model: ModelConfig | None, *,
+                      path: str = "") -> Candidate:
+    """Return the candidate that a DeepSpeed JSON describes.
+
+    Args:
+        given: has the fields that a JSON does not set: name, device_kind, and those of train.py's flags.
+        model: None if the model's sizes are unknown. Then train.py's rules are not checked.
+
+    Raises:
+        ConfigError: train.py cannot read a layout from the JSON.
+    """
+    of_flags = {name: getattr(given, name) for name in ("name", "device_kind", "document_attention", "recompute")}
+    if model is None:
+        return Candidate(file.values, parse_layout(file.values, world_size=cluster.world_size,
+                                                   seq_length=given.seq_length, **of_flags), path=path)
+    gpu = cluster.gpu
+    device = Device(gpu.kind, fp16=gpu.kind == "cuda", bf16=gpu.knows_bf16, memory_bytes=gpu.memory_bytes)
+    args = RunArguments(save=tempfile.gettempdir(), train_steps=1, seq_length=given.seq_length,
+                        document_attention=given.document_attention,
+                        recompute=given.recompute if given.recompute != "none" else None,
+                        learning_rate=None if "optimizer" in file.values else DEFAULT_LEARNING_RATE)
+    resolved = resolve_ds_config(replace(file, values=_with_nvme_paths(file.values)), args, model=model,
+                                 world_size=cluster.world_size, device=device)
+    layout = with_predicted_times(replace(resolved.layout, **of_flags), model, cluster)
+    rejection = ""
+    if given.seq_length > model.longest_sequence():
+        rejection = f"--seq_length {given.seq_length} is more than the model's {model.max_positions} positions"
+    else:
+        try:
+            check_rules(resolved, this_machine=False)
+        except ConfigError as error:
+            rejection = str(error).removeprefix(f"{file.path}: ")
+    return Candidate(file.values, layout, rejection, path)
+
+
+def _with_nvme_paths(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of a JSON whose NVMe paths exist on this machine, which need not be the one that trains."""
+    config = copy.deepcopy(config)
+    for name in ("offload_optimizer", "offload_param"):
+        block = get_value(config, f"zero_optimization.{name}")
+        if isinstance(block, dict) and str(block.get("device")).lower() == "nvme":
+            block["nvme_path"] = tempfile.gettempdir()
+    return config
+
+
+def _batch_sizes(layout: Layout, axes: Axes, cluster: Cluster) -> Iterator[tuple[int, int]]:
     """Yield (micro-batch size, accumulation steps) whose product fills each rank's part of the global batch."""
     if axes.gradient_accumulation_steps is not None and axes.global_batch_size is None:
         for micro in axes.micro_batch_sizes or (1, 2, 4, 8):
             yield micro, axes.gradient_accumulation_steps
         return
-    samples, remainder = divmod(_global_batch_size(axes, cluster), cluster.world_size // choice.model_parallel_size)
+    samples, remainder = divmod(_global_batch_size(axes, cluster), layout.data_parallel_size)
     if remainder:
         return
     for micro in axes.micro_batch_sizes or [2**power for power in range(int(math.log2(samples)) + 1)]:
@@ -111,80 +147,73 @@ def _global_batch_size(axes: Axes, cluster: Cluster) -> int:
     return axes.global_batch_size or SAMPLES_PER_RANK * cluster.world_size
 
 
-def _indivisible_batch(choice: Combination, axes: Axes, cluster: Cluster) -> str:
+def _indivisible_batch(layout: Layout, axes: Axes, cluster: Cluster) -> str:
     """Return the reason for a combination without any valid micro-batch size."""
-    ranks = cluster.world_size // choice.model_parallel_size
     return f"a global batch of {_global_batch_size(axes, cluster)} samples does not divide into micro-batches on " \
-           f"{ranks} data-parallel ranks"
+           f"{layout.data_parallel_size} data-parallel ranks"
 
 
-def _name(choice: Combination, axes: Axes) -> str:
-    """Name a combination like the files in ds_configs/. Values that all combinations share are left out."""
-    parts = [f"pipeline{choice.pipeline_stages}"] if choice.pipeline_stages > 1 else []
-    parts.append(f"zero{choice.zero_stage}")
-    if choice.offload != "none":
-        parts.append(f"offload_{choice.offload}")
-    for prefix, size in (("tp", choice.tensor_parallel_size), ("sp", choice.sequence_parallel_size),
-                         ("ep", choice.expert_parallel_size)):
+def _name(layout: Layout, axes: Axes) -> str:
+    """Name a layout like the files in ds_configs/. Values that all combinations share are left out."""
+    parts = [f"pipeline{layout.pipeline_stages}"] if layout.pipeline_stages > 1 else []
+    parts.append(f"zero{layout.zero_stage}")
+    offload = next(name for name, states in OFFLOADS.items()
+                   if states == (layout.offload_optimizer, layout.offload_param))
+    if offload != "none":
+        parts.append(f"offload_{offload}")
+    for prefix, size in (("tp", layout.tensor_parallel_size), ("sp", layout.sequence_parallel_size),
+                         ("ep", layout.expert_parallel_size)):
         if size > 1:
             parts.append(f"{prefix}{size}")
     if len(axes.precisions) > 1:
-        parts.append(choice.precision)
-    if choice.grad_accum_dtype:
-        parts.append(f"{choice.grad_accum_dtype}_accumulation")
-    interval = choice.activation_checkpoint_interval
+        parts.append(layout.precision)
+    if layout.grad_accum_dtype:
+        parts.append(f"{layout.grad_accum_dtype}_accumulation")
+    interval = layout.activation_checkpoint_interval
     if interval:
         parts.append(f"checkpoint{interval if interval > 1 else ''}")
-    if choice.recompute != "none":
-        parts.append("cpu" if choice.recompute == "offload" else f"recompute_{choice.recompute}")
+    if layout.offload_activations:
+        parts.append("cpu")
+    elif layout.recompute != "none":
+        parts.append(f"recompute_{layout.recompute}")
     if len(axes.seq_lengths) > 1:
-        parts.append(f"seq{choice.seq_length}")
+        parts.append(f"seq{layout.seq_length}")
     return "_".join(parts)
 
 
-def read_candidates(paths: list[str], cluster: Cluster, model: ModelConfig, *, seq_length: int,
-                    micro_batch_size: int | None = None, gradient_accumulation_steps: int | None = None,
-                    device_kind: str = "cuda") -> CandidateSet:
-    """Read the layouts of DeepSpeed JSONs. The batch sizes are used where a JSON has none.
+def read_candidates(paths: list[str], given: Layout, cluster: Cluster, model: ModelConfig, *,
+                    micro_batch_size: int | None = None,
+                    gradient_accumulation_steps: int | None = None) -> CandidateSet:
+    """Read the layouts of DeepSpeed JSONs.
+
+    Args:
+        given: has the sequence length and the fields that a JSON does not set, except the name.
+        micro_batch_size, gradient_accumulation_steps: used if the JSON's values are missing or "auto".
 
     Raises:
         ConfigError: a file is not a valid JSON, or no file describes a possible layout.
     """
     candidates, impossible = list[Candidate](), dict[str, int]()
-    sizes = {"micro_batch_size": ("train_micro_batch_size_per_gpu", micro_batch_size),
-             "gradient_accumulation_steps": ("gradient_accumulation_steps", gradient_accumulation_steps)}
     for path in paths:
         file = read_ds_config(path, flag="--configs")
-        missing = {flag: size for flag, (key, size) in sizes.items() if file.get(key, "auto") == "auto"}
+        values = {**file.values}
+        for key, size in (("train_micro_batch_size_per_gpu", micro_batch_size),
+                          ("gradient_accumulation_steps", gradient_accumulation_steps)):
+            if size is not None and values.get(key) in (None, "auto"):
+                values[key] = size
+        if {values.get(key) for key in ("train_micro_batch_size_per_gpu", "train_batch_size")} == {None}:
+            values["train_micro_batch_size_per_gpu"] = FLAGS["micro_batch_size"].unset
         try:
-            layout = resolve_json(file, cluster, model, device_kind, seq_length=seq_length, **missing).layout
+            found = resolve_candidate(replace(file, values=values), replace(given, name=Path(path).stem), cluster,
+                                      model, path=path)
         except ConfigError as error:
-            impossible[str(error).removesuffix(".")] = 1
+            impossible[str(error)] = 1
             continue
-        layout = with_predicted_times(replace(layout, name=Path(path).stem), model, cluster)
-        candidates.append(Candidate(layout.name, with_batch_sizes(file.values, layout), layout, path))
+        candidates.append(replace(found, config=with_batch_sizes(file.values, found.layout)))
     if not candidates:
         reason = next(iter(impossible), "no file given")
-        raise ConfigError("--configs", problem=f"no file describes a possible layout ({reason})")
+        raise ConfigError("--configs", problem=f"no file describes a possible layout ({reason.removesuffix('.')})")
     return CandidateSet(candidates, impossible)
-
-
-def resolve_json(file: DsFile, cluster: Cluster, model: ModelConfig, device_kind: str, **flags: Any) -> Plan:
-    """Resolve a DeepSpeed JSON as train.py does with these flags. Raises ConfigError.
-
-    Folders for NVMe offload need not exist on this machine.
-    """
-    values = copy.deepcopy(file.values)
-    for name in ("offload_optimizer", "offload_param"):
-        block = get_value(values, f"zero_optimization.{name}")
-        if isinstance(block, dict) and "nvme" in str(block.get("device")).lower():
-            block["nvme_path"] = tempfile.gettempdir()
-    gpu = cluster.gpu
-    args = RunArguments(save=tempfile.gettempdir(), train_steps=1,
-                        learning_rate=None if "optimizer" in values else DEFAULT_LEARNING_RATE, **flags)
-    device = Device(device_kind, fp16=gpu.kind == "cuda", bf16=gpu.knows_bf16, memory_bytes=gpu.memory_bytes)
-    return resolve_ds_config(replace(file, values=values), args, model=model, world_size=cluster.world_size,
-                             device=device)
 
 
 def group_micro_batches(candidates: Iterable[Candidate]) -> list[list[Candidate]]:
@@ -195,76 +224,74 @@ def group_micro_batches(candidates: Iterable[Candidate]) -> list[list[Candidate]
     return list(groups.values())
 
 
-def make_config(choice: Combination, *, micro_batch_size: int, accumulation_steps: int, cluster: Cluster,
-                shape: ModelConfig | None) -> dict[str, Any]:
-    """Make the DeepSpeed JSON of a combination. Values that train.py fills from flags and model remain "auto"."""
-    data_parallel_size = cluster.world_size // choice.model_parallel_size
+def make_config(layout: Layout, cluster: Cluster, model: ModelConfig | None) -> dict[str, Any]:
+    """Make the DeepSpeed JSON of a layout. Values that train.py fills from flags and model remain "auto"."""
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": micro_batch_size, "gradient_accumulation_steps": accumulation_steps,
-        "train_batch_size": micro_batch_size * accumulation_steps * data_parallel_size, "gradient_clipping": "auto",
+        "train_micro_batch_size_per_gpu": layout.micro_batch_size,
+        "gradient_accumulation_steps": layout.gradient_accumulation_steps,
+        "train_batch_size": layout.global_batch_size, "gradient_clipping": "auto",
         "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}}
-    if choice.precision != "fp32":
-        config[choice.precision] = {"enabled": True}
-    if choice.grad_accum_dtype:
-        config["data_types"] = {"grad_accum_dtype": choice.grad_accum_dtype}
-    zero = _zero_block(choice, cluster, shape)
-    if shape is None:  # "auto" sizes are computed from the hidden size, which is unknown here
+    if layout.precision != "fp32":
+        config[layout.precision] = {"enabled": True}
+    if layout.grad_accum_dtype:
+        config["data_types"] = {"grad_accum_dtype": layout.grad_accum_dtype}
+    zero = _zero_block(layout, cluster, model)
+    if model is None:  # "auto" sizes are computed from the hidden size, which is unknown here
         zero = {name: value for name, value in zero.items() if value != "auto"}
     config["zero_optimization"] = zero
-    if "nvme" in OFFLOADS[choice.offload]:
+    if "nvme" in (layout.offload_optimizer, layout.offload_param):
         config["aio"] = {"block_size": 1048576, "queue_depth": 8, "intra_op_parallelism": 1, "overlap_events": True}
-    if choice.pipeline_stages > 1:
-        config["pipeline"] = {"stages": choice.pipeline_stages, "partition_method": "flops"}
-    if choice.activation_checkpoint_interval:
+    if layout.pipeline_stages > 1:
+        config["pipeline"] = {"stages": layout.pipeline_stages, "partition_method": "flops"}
+    if layout.activation_checkpoint_interval:
         pipeline = config.setdefault("pipeline", {})
-        pipeline["activation_checkpoint_interval"] = choice.activation_checkpoint_interval
-    if choice.recompute == "offload":
+        pipeline["activation_checkpoint_interval"] = layout.activation_checkpoint_interval
+    if layout.offload_activations:
         config["activation_checkpointing"] = {"cpu_checkpointing": True}
-    if choice.tensor_parallel_size > 1:
-        config["tensor_parallel"] = {"autotp_size": choice.tensor_parallel_size}
-    if choice.sequence_parallel_size > 1:
-        config["sequence_parallel_size"] = choice.sequence_parallel_size
-    if choice.expert_parallel_size > 1:
-        config["expert_parallel"] = {"enabled": True, "autoep_size": choice.expert_parallel_size}
+    if layout.tensor_parallel_size > 1:
+        config["tensor_parallel"] = {"autotp_size": layout.tensor_parallel_size}
+    if layout.sequence_parallel_size > 1:
+        config["sequence_parallel_size"] = layout.sequence_parallel_size
+    if layout.expert_parallel_size > 1:
+        config["expert_parallel"] = {"enabled": True, "autoep_size": layout.expert_parallel_size}
     return config
 
 
-def _zero_block(choice: Combination, cluster: Cluster, shape: ModelConfig | None) -> dict[str, Any]:
+def _zero_block(layout: Layout, cluster: Cluster, model: ModelConfig | None) -> dict[str, Any]:
     """Make the zero_optimization block."""
-    zero: dict[str, Any] = {"stage": choice.zero_stage}
-    if choice.zero_stage:
-        zero["reduce_bucket_size"] = _reduce_bucket_size(choice, shape)
-    if choice.zero_stage >= 2:
+    zero: dict[str, Any] = {"stage": layout.zero_stage}
+    if layout.zero_stage:
+        zero["reduce_bucket_size"] = _reduce_bucket_size(layout, model)
+    if layout.zero_stage >= 2:
         zero |= {"overlap_comm": True, "contiguous_gradients": True, "reduce_scatter": True}
-    if choice.zero_stage == 3:
+    if layout.zero_stage == 3:
         zero |= {"stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"}
-    optimizer, param = OFFLOADS[choice.offload]
-    for block, device in (("offload_optimizer", optimizer), ("offload_param", param)):
+    for block, device in (("offload_optimizer", layout.offload_optimizer), ("offload_param", layout.offload_param)):
         if device != "none":
             zero[block] = {"device": device, "pin_memory": True}
         if device == "nvme":
             zero[block]["nvme_path"] = "auto"
-    if param == "nvme":
-        zero["offload_param"] |= {"buffer_count": 5, "buffer_size": _nvme_buffer_size(cluster, shape)}
+    if layout.offload_param == "nvme":
+        zero["offload_param"] |= {"buffer_count": 5, "buffer_size": _nvme_buffer_size(cluster, model)}
     return zero
 
 
-def _reduce_bucket_size(choice: Combination, shape: ModelConfig | None) -> int | str:
+def _reduce_bucket_size(layout: Layout, model: ModelConfig | None) -> int | str:
     """Return the elements of a bucket of gradients.
 
     "auto" is the square of the hidden size. Below stage 3 that is small for small models: their gradients would need
     hundreds of collectives, each with its latency.
     """
-    if shape is None or choice.zero_stage == 3 or shape.hidden_size**2 >= _REDUCE_BUCKET:
+    if model is None or layout.zero_stage == 3 or model.hidden_size**2 >= _REDUCE_BUCKET:
         return "auto"
-    return min(_REDUCE_BUCKET, shape.num_parameters())
+    return min(_REDUCE_BUCKET, model.num_parameters())
 
 
-def _nvme_buffer_size(cluster: Cluster, shape: ModelConfig | None) -> int:
+def _nvme_buffer_size(cluster: Cluster, model: ModelConfig | None) -> int:
     """Return the elements of an NVMe buffer, which must hold one rank's part of the largest parameter."""
-    if shape is None:
+    if model is None:
         return _NVME_BUFFER
-    largest = max(parameter.size for layer in shape.layers() for parameter in layer.parameters)
+    largest = max(parameter.size for layer in model.layers() for parameter in layer.parameters)
     return max(_NVME_BUFFER, -(-largest // cluster.world_size))
 
 
@@ -274,12 +301,3 @@ def with_batch_sizes(config: dict[str, Any], layout: Layout) -> dict[str, Any]:
              "gradient_accumulation_steps": layout.gradient_accumulation_steps,
              "train_batch_size": layout.global_batch_size}
     return {**config, **{name: size for name, size in sizes.items() if config.get(name) in (None, "auto")}}
-
-
-def write_config(path: str, config: dict[str, Any]) -> None:
-    """Write a DeepSpeed JSON. Raises ConfigError if the file cannot be written."""
-    try:
-        Path(path).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--write {path}", problem=f"the file cannot be written ({error.strerror or error})",
-                          remedy="choose a file in a writable folder") from None

@@ -27,12 +27,12 @@ def changes_that_fit(layout: Layout, model: ModelConfig, *, ranks_per_node: int,
     """
     cluster = make_cluster(gpu=None, world_size=layout.world_size, nodes=None,
                            gpus_per_node=ranks_per_node if layout.world_size % ranks_per_node == 0 else 1)
-    workload = Workload(cluster, model.num_parameters(), model, model)
+    workload = Workload(cluster, model.num_parameters(), model)
     fitting = []
     for candidate in alternatives(layout, workload):
         row = estimate_candidate(candidate, workload)
         needed = row.estimate.needed_bytes
-        if not row.rejection and row.time and needed <= budget_bytes:
+        if not candidate.rejection and row.time and needed <= budget_bytes:
             changed = differences(layout, candidate.layout)
             fitting.append((round(row.time.total_seconds, 6), len(changed), -needed, changed))
     chosen: list[dict[str, str]] = []
@@ -61,10 +61,10 @@ def alternatives(layout: Layout, workload: Workload) -> list[Candidate]:
         recomputes=on_device if layout.device_kind == "cpu" else RECOMPUTE_CHOICES,
         micro_batch_sizes=tuple(micro_batch_sizes), seq_lengths=(layout.seq_length,),
         global_batch_size=layout.global_batch_size, grad_accum_dtypes=(layout.grad_accum_dtype or "",))
-    kept = {name: getattr(layout, name) for name in ("optimizer", "optimizer_moments", "device_kind", "overlap_comm",
-                                                     "document_attention")}
-    return [replace(candidate, layout=replace(candidate.layout, **kept))
-            for candidate in generate_candidates(axes, workload.cluster, workload.shape).candidates]
+    kept = {name: getattr(layout, name) for name in ("optimizer", "optimizer_moments", "device_kind", "overlap_comm")}
+    candidates = generate_candidates(axes, workload.cluster, workload.model,
+                                     document_attention=layout.document_attention).candidates
+    return [replace(candidate, layout=replace(candidate.layout, **kept)) for candidate in candidates]
 
 
 def differences(old: Layout, new: Layout) -> dict[str, str]:

@@ -4,17 +4,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pretrain.config.ds_json.read import DsFile
 from pretrain.config.layout import Layout
-from pretrain.config.run_rules import check_rules
-from pretrain.errors import ConfigError
-from pretrain.memory.compare.candidates import Candidate, group_micro_batches, resolve_json
+from pretrain.memory.compare.candidates import Candidate, group_micro_batches
 from pretrain.memory.estimate.deepspeed_formulas import DeepSpeedEstimate, deepspeed_estimate
 from pretrain.memory.estimate.estimate_memory import MemoryEstimate, estimate_memory
 from pretrain.memory.footprint import GB, with_unit
 from pretrain.memory.hardware import Cluster
 from pretrain.memory.step_time.calibrate import Calibration
-from pretrain.memory.step_time.time_model import StepTime, estimate_step_time, model_flops_per_token
+from pretrain.memory.step_time.time_model import StepTime, estimate_step_time
 from pretrain.memory.step_time.time_parameters import DEFAULT_PARAMETERS, TimeParameters, model_error
 from pretrain.memory.step_time.traffic import Transfer, rank_parameters, step_traffic
 from pretrain.model.description import ModelConfig
@@ -33,15 +30,10 @@ class Workload:
 
     cluster: Cluster
     num_parameters: int
-    shape: ModelConfig | None = None  # None: only the number of parameters is known
-    model: ModelConfig | None = None  # None: this project cannot train the model
+    model: ModelConfig | None = None  # None: only the number of parameters is known
     name: str = ""
     time_parameters: TimeParameters = DEFAULT_PARAMETERS
     calibration: Calibration | None = None
-
-    def flops_per_token(self, seq_length: int) -> float:
-        """FLOPs of forward and backward pass."""
-        return model_flops_per_token(self.shape, self.num_parameters, seq_length)
 
 
 @dataclass(frozen=True)
@@ -53,7 +45,6 @@ class ComparisonRow:
     traffic: list[Transfer]
     time: StepTime | None  # None: only model states are known
     shortage: str  # memory that is too small, and by how much; "": the candidate fits
-    rejection: str  # why train.py rejects the JSON; "": it accepts the JSON
     deepspeed: DeepSpeedEstimate | None
 
     @property
@@ -63,24 +54,21 @@ class ComparisonRow:
     @property
     def recommendable(self) -> bool:
         """Return whether the candidate fits and train.py accepts its JSON."""
-        return self.fits and not self.rejection
+        return self.fits and not self.candidate.rejection
 
 
 def estimate_candidate(candidate: Candidate, workload: Workload) -> ComparisonRow:
     """Estimate one candidate. Raises ConfigError for an impossible layout."""
-    layout, shape, cluster = candidate.layout, workload.shape, workload.cluster
-    memory = estimate_memory(shape, layout, num_parameters=None if shape else workload.num_parameters)
-    parameters = rank_parameters(layout, shape, workload.num_parameters)
-    traffic = step_traffic(layout, parameters, shape)
+    layout, model, cluster = candidate.layout, workload.model, workload.cluster
+    memory = estimate_memory(model, layout, num_parameters=workload.num_parameters)
+    parameters = rank_parameters(layout, model, workload.num_parameters)
+    traffic = step_traffic(layout, parameters, model)
     time = None
-    if shape is not None:
-        time = estimate_step_time(layout, cluster, shape, traffic, parameters,
-                                  flops_per_token=workload.flops_per_token(layout.seq_length),
-                                  rates=workload.time_parameters)
-    deepspeed = deepspeed_estimate(layout, num_parameters=workload.num_parameters, shape=shape, nodes=cluster.nodes,
+    if model is not None:
+        time = estimate_step_time(layout, cluster, model, traffic, parameters, workload.time_parameters)
+    deepspeed = deepspeed_estimate(layout, num_parameters=workload.num_parameters, model=model, nodes=cluster.nodes,
                                    gpus_per_node=cluster.gpus_per_node)
-    return ComparisonRow(candidate, memory, traffic, time, memory_shortage(memory, cluster),
-                         rejection_reason(candidate, workload), deepspeed)
+    return ComparisonRow(candidate, memory, traffic, time, memory_shortage(memory, cluster), deepspeed)
 
 
 def compare(candidates: Sequence[Candidate], workload: Workload, *,
@@ -160,25 +148,6 @@ def memory_shortage(estimate: MemoryEstimate, cluster: Cluster) -> str:
     for memory, needed, available in needs:
         if needed > available:
             return f"{memory}: {with_unit(needed)} of {with_unit(available)}"
-    return ""
-
-
-def rejection_reason(candidate: Candidate, workload: Workload) -> str:
-    """Return why train.py rejects the candidate's JSON, without the file's name, or "" if it accepts the JSON."""
-    layout, model = candidate.layout, workload.model
-    if model is None:
-        return ""
-    if layout.seq_length > model.longest_sequence():
-        return f"--seq_length {layout.seq_length} is more than the model's {model.max_positions} positions"
-    file = DsFile(candidate.path or candidate.name, candidate.config)
-    flags = {"recompute": layout.recompute if layout.recompute != "none" else None,
-             **{name: getattr(layout, name) for name in ("seq_length", "document_attention", "recompute_every",
-                                                         "mlp_tiles")}}
-    try:
-        resolved = resolve_json(file, workload.cluster, model, workload.cluster.gpu.kind, **flags)
-        check_rules(resolved, this_machine=False)
-    except ConfigError as error:
-        return str(error).removeprefix(f"{file.path}: ")
     return ""
 
 

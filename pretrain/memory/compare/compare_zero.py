@@ -1,11 +1,13 @@
 """Main function of tools/compare_zero.py: compares layouts, and prints or writes the result."""
 
 import argparse
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from pretrain.config.layout import Layout
 from pretrain.config.model_of_run import with_dropout
 from pretrain.distributed.device import detect_device
 from pretrain.errors import ConfigError
@@ -15,7 +17,6 @@ from pretrain.memory.compare.candidates import (
     generate_candidates,
     group_micro_batches,
     read_candidates,
-    write_config,
 )
 from pretrain.memory.compare.compare import (
     ComparisonRow,
@@ -28,7 +29,7 @@ from pretrain.memory.compare.compare import (
 )
 from pretrain.memory.compare.compare_zero_flags import DEFAULT_SEQ_LENGTH, axes_of, cluster_of, parse_flags
 from pretrain.memory.compare.largest_fit import find_largest
-from pretrain.memory.compare.plot import save_plot
+from pretrain.memory.compare.plot import html
 from pretrain.memory.compare.table import (
     SHORT_TABLE,
     ComparisonReport,
@@ -43,6 +44,7 @@ from pretrain.memory.hardware import DEFAULT_GPU, Cluster
 from pretrain.memory.step_time.calibrate import Calibration, calibrate, calibration_lines, on_cpus
 from pretrain.memory.step_time.time_parameters import DEFAULT_PARAMETERS, model_error
 from pretrain.model.config import load_model_config
+from pretrain.model.flops import flops_per_token
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -70,7 +72,7 @@ def main(argv: list[str] | None = None) -> None:
     if not json_printed and not csv_printed:
         print_report(report, _unit(flags, workload.cluster), most_rows=_most_rows(flags))
     if flags.plot:
-        save_plot(flags.plot, report)
+        _write_output(flags.plot, lambda: html(report))
     if flags.write:
         _write_recommended(flags.write, report)
 
@@ -86,11 +88,11 @@ def workload_of(flags: argparse.Namespace) -> Workload:
     if flags.model is None:
         assert calibration is not None
         run = calibration.runs[0]
-        return Workload(cluster, run.model.num_parameters(), run.model, run.model, f"the model of {run.path}",
+        return Workload(cluster, run.model.num_parameters(), run.model, f"the model of {run.path}",
                         calibration.parameters, calibration)
     model = with_dropout(load_model_config(flags.model, flags.model_overrides), flags)
     parameters = calibration.parameters if calibration else DEFAULT_PARAMETERS
-    return Workload(cluster, model.num_parameters(), model, model, flags.model, parameters, calibration)
+    return Workload(cluster, model.num_parameters(), model, flags.model, parameters, calibration)
 
 
 def _calibrated_cluster(flags: argparse.Namespace, calibration: Calibration) -> Cluster:
@@ -109,24 +111,18 @@ def _device_kind(mode: str) -> str:
 
 def candidates_of(flags: argparse.Namespace, workload: Workload, device_kind: str) -> CandidateSet:
     """Return the layouts that the flags describe."""
-    found = _candidates_of(flags, workload, device_kind)
-    if not flags.document_attention:
-        return found
-    return replace(found, candidates=[replace(each, layout=replace(each.layout, document_attention=True))
-                                      for each in found.candidates])
-
-
-def _candidates_of(flags: argparse.Namespace, workload: Workload, device_kind: str) -> CandidateSet:
-    positions = workload.shape.max_positions if workload.shape else DEFAULT_SEQ_LENGTH
+    positions = workload.model.max_positions if workload.model else DEFAULT_SEQ_LENGTH
     seq_length = min(DEFAULT_SEQ_LENGTH, positions)
+    documents = bool(flags.document_attention)
     if not flags.configs:
-        axes = axes_of(flags, seq_length)
-        return generate_candidates(axes, workload.cluster, workload.shape, device_kind=device_kind)
-    assert workload.shape is not None  # --configs needs --model
-    return read_candidates(
-        flags.configs, workload.cluster, workload.shape, seq_length=(flags.seq_length or [seq_length])[0],
-        micro_batch_size=(flags.micro_batch_size or [None])[0],
-        gradient_accumulation_steps=flags.gradient_accumulation_steps, device_kind=device_kind)
+        return generate_candidates(axes_of(flags, seq_length), workload.cluster, workload.model,
+                                   device_kind=device_kind, document_attention=documents)
+    assert workload.model is not None
+    given = Layout(seq_length=(flags.seq_length or [seq_length])[0], document_attention=documents,
+                   device_kind=device_kind)
+    return read_candidates(flags.configs, given, workload.cluster, workload.model,
+                           micro_batch_size=(flags.micro_batch_size or [None])[0],
+                           gradient_accumulation_steps=flags.gradient_accumulation_steps)
 
 
 def _smallest_micro_batches(candidates: CandidateSet) -> list[Candidate]:
@@ -137,7 +133,7 @@ def _smallest_micro_batches(candidates: CandidateSet) -> list[Candidate]:
 def _constraint_lines(flags: argparse.Namespace, workload: Workload, candidates: CandidateSet) -> list[str]:
     """Describe the model, sizes and cluster that --find keeps fixed."""
     layout, cluster = candidates.candidates[0].layout, workload.cluster
-    if workload.shape is None:
+    if workload.model is None:
         return ["", f"model states only, on {cluster.describe()}"]
     fixed = [f"the proportions of {workload.name}" if flags.find == "max_model" else workload.name]
     if flags.find != "max_seq":
@@ -151,13 +147,14 @@ def _constraint_lines(flags: argparse.Namespace, workload: Workload, candidates:
 def make_report(flags: argparse.Namespace, workload: Workload, candidates: CandidateSet) -> ComparisonReport:
     """Compare the layouts. Return the rows in display order, with recommendation and cost."""
     rows = compare(candidates.candidates, workload, all_micro_batches=flags.all_micro_batches)
-    best = recommend(rows) if workload.shape else None
-    if workload.shape is not None:
+    best = recommend(rows) if workload.model else None
+    if workload.model is not None:
         rows = display_order(rows, best)
     cost = None
-    if best is not None and best.time is not None:
-        cost = run_cost(best.candidate.layout, num_parameters=workload.num_parameters,
-                        flops_per_token=workload.flops_per_token(best.candidate.layout.seq_length),
+    if best is not None and best.time is not None and workload.model is not None:
+        layout = best.candidate.layout
+        cost = run_cost(layout, num_parameters=workload.num_parameters,
+                        flops_per_token=flops_per_token(workload.model, layout.seq_length),
                         peak_flops=best.time.peak_flops, mfu=flags.mfu or best.time.mfu, nodes=workload.cluster.nodes,
                         tokens=flags.tokens, storage_rate=flags.storage_gbps * GB)
     report = ComparisonReport(workload, rows, best, cost, candidates.impossible, [], [])
@@ -172,10 +169,10 @@ def display_order(rows: list[ComparisonRow], best: ComparisonRow | None) -> list
     Each group is sorted by step time. Rows that do not fit come last, sorted by device memory.
     """
     accepted = [row for row in rows if row.recommendable and row is not best]
-    rejected = [row for row in rows if row.fits and row.rejection]
+    rejected = [row for row in rows if row.fits and row.candidate.rejection]
     too_large = [row for row in rows if not row.fits]
     return [*([best] if best else []), *sorted(accepted, key=step_seconds), *sorted(rejected, key=step_seconds),
-            *sorted(too_large, key=lambda row: (bool(row.rejection), row.estimate.peak.total(location="device")))]
+            *sorted(too_large, key=lambda row: (bool(row.candidate.rejection), row.estimate.device_bytes))]
 
 
 def _unit(flags: argparse.Namespace, cluster: Cluster) -> str:
@@ -191,9 +188,9 @@ def _most_rows(flags: argparse.Namespace) -> int | None:
 def _lines_above_table(report: ComparisonReport, flags: argparse.Namespace) -> list[str]:
     """Name the model and the machines, and recommend a layout."""
     workload = report.workload
-    count = f" ({workload.num_parameters:,} parameters)" if workload.shape else ""
+    count = f" ({workload.num_parameters:,} parameters)" if workload.model else ""
     lines = [f"{workload.name}{count} on {workload.cluster.describe()}"]
-    return lines if workload.shape is None else lines + _recommendation(report, flags)
+    return lines if workload.model is None else lines + _recommendation(report, flags)
 
 
 def _lines_below_table(report: ComparisonReport, flags: argparse.Namespace) -> list[str]:
@@ -201,7 +198,7 @@ def _lines_below_table(report: ComparisonReport, flags: argparse.Namespace) -> l
     workload, cluster, unit = report.workload, report.workload.cluster, _unit(flags, report.workload.cluster)
     lines = [f"{unit} of one rank at its peak, host and NVMe of a node; a layout fits into the device less "
              f"{cluster.margin:.0%} and the host memory less 10%"]
-    if workload.shape is None:
+    if workload.model is None:
         lines.append(paper_line(report))
     else:
         lines += calibration_lines(workload.calibration) if workload.calibration else []
@@ -243,9 +240,9 @@ def _recommendation(report: ComparisonReport, flags: argparse.Namespace) -> list
     """Recommend a layout and give the cost of the run. Without one, name the layout that needs the least memory."""
     best, cluster = report.recommended, report.workload.cluster
     if best is None:
-        nearest = min(report.rows, key=lambda row: row.estimate.peak.total(location="device"))
+        nearest = min(report.rows, key=lambda row: row.estimate.device_bytes)
         return ["recommended: none, because no layout both fits and runs; the smallest on the device is "
-                f"{nearest.candidate.name} ({nearest.shortage or nearest.rejection})"]
+                f"{nearest.candidate.name} ({nearest.shortage or nearest.candidate.rejection})"]
     assert best.time is not None
     assert report.cost is not None
     layout, unit = best.candidate.layout, _unit(flags, cluster)
@@ -324,11 +321,12 @@ def _write_output(path: str | None, text: Callable[[], str]) -> bool:
 
 def _write_recommended(path: str, report: ComparisonReport) -> None:
     """Write the recommended layout as a DeepSpeed JSON. Raises ConfigError if there is none."""
-    if report.recommended is None:
+    best = report.recommended
+    if best is None:
         raise ConfigError("--write", problem="there is no layout that fits and that this project can run",
                           remedy="Use more GPUs, larger GPUs, or a smaller model")
-    write_config(path, report.recommended.candidate.config)
-    print(f"wrote {path}: {report.recommended.candidate.name}{_flags_of(report.recommended)}", file=sys.stderr)
+    _write_output(path, lambda: json.dumps(best.candidate.config, indent=2) + "\n")
+    print(f"wrote {path}: {best.candidate.name}{_flags_of(best)}", file=sys.stderr)
 
 
 def _flags_of(row: ComparisonRow) -> str:

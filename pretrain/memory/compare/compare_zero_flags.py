@@ -105,7 +105,7 @@ def _parser() -> Parser:
         group.add_argument(f"--{flag}", nargs="?", const="-", type=path_text, metavar="FILE",
                            help=f"{about} (without FILE: to stdout, instead of the table)")
     group.add_argument("--plot", type=path_text, metavar="FILE",
-                       help="write a bar chart of the memory, as .png or .html")
+                       help="write a bar chart of the memory, as .html")
     group.add_argument("--write", type=path_text, metavar="FILE",
                        help="write the recommended layout as a DeepSpeed JSON")
     return parser
@@ -201,7 +201,6 @@ def axes_of(flags: argparse.Namespace, seq_length: int) -> Axes:
 
 def cluster_of(flags: argparse.Namespace, gpu: str | None) -> Cluster:
     """Return the machines that the flags describe, with a GPU by its name (see find_gpu). Raises ConfigError."""
-    return make_cluster(
-        gpu=gpu, world_size=flags.world_size, nodes=flags.nodes, gpus_per_node=flags.gpus_per_node,
-        host_memory_gib=flags.host_memory_gib, nvme_gb=flags.nvme_gb, nvme_gbps=flags.nvme_gbps,
-        network_gbps=flags.network_gbps, margin=flags.margin)
+    names = ("world_size", "nodes", "gpus_per_node", "host_memory_gib", "nvme_gb", "nvme_gbps", "network_gbps",
+             "margin")
+    return make_cluster(gpu=gpu, **{name: getattr(flags, name) for name in names})

@@ -22,7 +22,7 @@ from pretrain.memory.compare.candidates import Candidate
 from pretrain.memory.compare.compare import Workload
 from pretrain.memory.compare.table import print_lines, shown_columns, wide_console
 from pretrain.memory.estimate.estimate_memory import MemoryEstimate, estimate_memory, estimate_rank
-from pretrain.memory.estimate.rank_parameters import Rank
+from pretrain.memory.estimate.rank import Rank
 from pretrain.memory.footprint import RankMemory, in_unit
 from pretrain.memory.measure.measure_run import measure_run
 from pretrain.memory.measure.simulate_ranks import SimulationRequest, simulate_ranks
@@ -62,8 +62,8 @@ class EstimateCheck:
 def _simulate(candidates: Sequence[Candidate], workload: Workload, flags: argparse.Namespace,
               report: Callable[[str], None]) -> list[EstimateCheck]:
     """For each layout, simulate the rank with the largest estimate on its device."""
-    assert workload.shape is not None
-    estimates = [estimate_memory(workload.shape, candidate.layout) for candidate in candidates]
+    assert workload.model is not None
+    estimates = [estimate_memory(workload.model, candidate.layout) for candidate in candidates]
     ranks = [estimate.pipeline_stage * _ranks_per_stage(candidate) + estimate.zero_rank
              for candidate, estimate in zip(candidates, estimates, strict=True)]
     with tempfile.TemporaryDirectory() as folder:
@@ -78,7 +78,7 @@ def _simulate(candidates: Sequence[Candidate], workload: Workload, flags: argpar
 
 def _measure(candidate: Candidate, workload: Workload, flags: argparse.Namespace) -> EstimateCheck:
     """Run one layout on this machine. A run that is rejected or fails gives a check with a failure."""
-    assert workload.shape is not None
+    assert workload.model is not None
     with tempfile.TemporaryDirectory() as folder:
         try:
             run = measure_run(_train_arguments(candidate, flags, Path(folder)), candidate.layout.world_size,
@@ -88,7 +88,7 @@ def _measure(candidate: Candidate, workload: Workload, flags: argparse.Namespace
     rank, measured = max(enumerate(run.ranks), key=lambda item: (item[1].held.states(), item[1].peak_bytes))
     pipeline_stage, zero_rank = divmod(rank, _ranks_per_stage(candidate))
     layout = replace(candidate.layout, layer_times=run.layer_times)  # of which the stages of this run depend
-    estimate = estimate_rank(Rank(workload.shape, layout, pipeline_stage, zero_rank))
+    estimate = estimate_rank(Rank(workload.model, layout, pipeline_stage, zero_rank))
     return EstimateCheck(candidate, rank, estimate, measured, run.step_time_ms)
 
 

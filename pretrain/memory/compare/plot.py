@@ -1,10 +1,9 @@
-"""Bar chart of each layout's memory, with the device's capacity as a line: .png with matplotlib, .html without."""
+"""Bar chart of each layout's memory, with the device's capacity as a line: an HTML page that needs no other file."""
 
 import math
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from pretrain.errors import ConfigError
 from pretrain.memory.compare.table import ComparisonReport, verdict
@@ -40,20 +39,9 @@ def bars(report: ComparisonReport) -> list[Bar]:
 
 
 def check_plot(path: str) -> None:
-    """Raise ConfigError unless the file name ends with .png or .html."""
-    if Path(path).suffix.lower() not in (".png", ".html"):
-        raise ConfigError(f"--plot {path}", problem="the file name must end with .png or .html")
-
-
-def save_plot(path: str, report: ComparisonReport) -> None:
-    """Write the chart to a path that `check_plot` accepted. Raises ConfigError if the file cannot be written."""
-    try:
-        if Path(path).suffix.lower() == ".html":
-            Path(path).write_text(html(report), encoding="utf-8")
-        else:
-            _figure(report).savefig(path, dpi=120, bbox_inches="tight")
-    except OSError as error:
-        raise ConfigError(f"--plot {path}", problem=f"cannot write the file: {error.strerror or error}") from None
+    """Raise ConfigError unless the file name ends with .html."""
+    if Path(path).suffix.lower() != ".html":
+        raise ConfigError(f"--plot {path}", problem="the file name must end with .html")
 
 
 def _title(report: ComparisonReport) -> str:
@@ -124,32 +112,3 @@ def _bar(bar: Bar, number: int, scale: float, left: int) -> str:
     return f'<g opacity="{1 if bar.fits else _FADED}"><title>{escape(bar.comment)}</title>' \
            f'<text x="{left - 8}" y="{y + 13}" text-anchor="end">{escape(bar.name)}</text>{"".join(drawn)}' \
            f'<text x="{x + 5:.1f}" y="{y + 13}">{in_unit(bar.total * GIB, "GiB")}</text></g>'
-
-
-def _figure(report: ComparisonReport) -> Any:
-    """Return the chart as a matplotlib figure. Raises ConfigError if matplotlib is not installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("--plot", problem="a .png needs matplotlib, which is not installed",
-                          remedy="Use --plot FILE.html, or pip install -e '.[plot]'") from None
-    rows = bars(report)
-    figure = Figure(figsize=(11, 1.5 + 0.3 * len(rows)))
-    axes = figure.subplots()
-    left = [0.0] * len(rows)
-    for role in ROLES:
-        sizes = [dict(bar.parts)[role] for bar in rows]
-        drawn = axes.barh(range(len(rows)), sizes, left=left, color=COLOURS[role], label=role.replace("_", " "))
-        for patch, bar in zip(drawn, rows, strict=True):
-            patch.set_alpha(1.0 if bar.fits else _FADED)
-        left = [start + size for start, size in zip(left, sizes, strict=True)]
-    capacity, budget = _limits(report)
-    axes.axvline(capacity, color="black", label=f"device: {capacity:.4g} GiB")
-    axes.axvline(budget, color="black", linestyle="--", linewidth=0.8, label=f"without the margin: {budget:.4g} GiB")
-    axes.set_yticks(range(len(rows)), [bar.name for bar in rows])
-    axes.invert_yaxis()
-    axes.set_xlim(0, _right_end(rows, capacity))
-    axes.set_xlabel("GiB")
-    axes.set_title(_title(report))
-    axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.6 / figure.get_figheight()), ncol=5, frameon=False)
-    return figure

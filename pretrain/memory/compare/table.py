@@ -58,8 +58,8 @@ def table_cells(row: ComparisonRow, workload: Workload, unit: str) -> dict[str, 
     titles = ("layout", "micro x acc.", *DEVICE_COLUMNS, unit, "host/node", "NVMe/node", "step", "MFU", "bubble",
               "comm.", "DeepSpeed", "verdict")
     texts = (row.candidate.name, f"{layout.micro_batch_size} x {layout.gradient_accumulation_steps}", *device,
-             in_unit(peak.total(location="device"), unit), in_unit(row.estimate.host_bytes * ranks, unit),
-             in_unit(peak.total(location="nvme") * ranks, unit), *speed, deepspeed, verdict(row))
+             in_unit(row.estimate.device_bytes, unit), in_unit(row.estimate.host_bytes * ranks, unit),
+             in_unit(row.estimate.nvme_bytes * ranks, unit), *speed, deepspeed, verdict(row))
     return dict(zip(titles, texts, strict=True))
 
 
@@ -67,14 +67,14 @@ def verdict(row: ComparisonRow) -> str:
     """Say whether the layout fits, and whether this project can run it."""
     if row.shortage:
         return f"too large: {row.shortage}"
-    return f"fits; rejected by train.py: {row.rejection}" if row.rejection else "fits"
+    return f"fits; rejected by train.py: {row.candidate.rejection}" if row.candidate.rejection else "fits"
 
 
 def short_verdict(row: ComparisonRow) -> str:
     """Return the verdict without its reason."""
     if row.shortage:
         return "too large"
-    return "rejected" if row.rejection else "fits"
+    return "rejected" if row.candidate.rejection else "fits"
 
 
 def print_report(report: ComparisonReport, unit: str, console: Console | None = None,
@@ -100,7 +100,7 @@ def print_report(report: ComparisonReport, unit: str, console: Console | None = 
         table.add_column(title, justify=justify, no_wrap=title != "verdict", overflow="fold")
     for line, row in zip(rows, shown, strict=True):
         style = "bold green" if row is report.recommended else "bright_black" if not row.fits else \
-            "yellow" if row.rejection else ""
+            "yellow" if row.candidate.rejection else ""
         table.add_row(*(line[title] for title in titles), style=style)
     console.print(table)
     print_lines(["", *_counts(report, len(shown))], console)
@@ -161,7 +161,7 @@ def row_json(row: ComparisonRow) -> dict[str, Any]:
     time, layout = row.time, row.candidate.layout
     return {
         "name": row.candidate.name, "path": row.candidate.path, "fits": row.fits, "misfit": row.shortage,
-        "runs_here": not row.rejection, "refusal": row.rejection,
+        "runs_here": not row.candidate.rejection, "refusal": row.candidate.rejection,
         "layout": {name: getattr(layout, name) for name in LAYOUT_FIELDS},
         "steady": row.estimate.steady.to_json(), "peak": row.estimate.peak.to_json(),
         "device_bytes": row.estimate.device_bytes, "host_bytes": row.estimate.host_bytes,
@@ -212,15 +212,16 @@ def _csv_row(row: ComparisonRow) -> dict[str, Any]:
     return {
         "name": row.candidate.name, **_layout_columns(row.candidate),
         **{f"{role}_bytes": _sum(peak, (role,), "device") for roles in DEVICE_COLUMNS.values() for role in roles},
-        "device_bytes": peak.total(location="device"), "host_bytes": row.estimate.host_bytes,
-        "nvme_bytes": peak.total(location="nvme"),
+        "device_bytes": row.estimate.device_bytes, "host_bytes": row.estimate.host_bytes,
+        "nvme_bytes": row.estimate.nvme_bytes,
         **{f"{link}_step_bytes": round(link_bytes(row.traffic, link)) for link in LINKS},
         "step_time_ms": time.total_seconds * 1e3 if time else None, "mfu": time.mfu if time else None,
         "bubble_share": time.bubble_share if time else None,
         "communication_share": time.communication_share if time else None,
         "deepspeed_device_bytes": row.deepspeed.device_bytes if row.deepspeed else None,
         "deepspeed_host_bytes": row.deepspeed.host_bytes if row.deepspeed else None,
-        "tokens_per_step": layout.tokens_per_step, "fits": row.fits, "misfit": row.shortage, "refusal": row.rejection,
+        "tokens_per_step": layout.tokens_per_step, "fits": row.fits, "misfit": row.shortage,
+        "refusal": row.candidate.rejection,
     }
 
 

@@ -22,14 +22,14 @@ class DeepSpeedEstimate:
     differs: tuple[str, ...]  # sentences about what DeepSpeed's formula ignores or counts differently
 
 
-def deepspeed_estimate(layout: Layout, *, num_parameters: int, shape: ModelConfig | None, nodes: int,
+def deepspeed_estimate(layout: Layout, *, num_parameters: int, model: ModelConfig | None, nodes: int,
                        gpus_per_node: int) -> DeepSpeedEstimate | None:
     """Return DeepSpeed's estimate, or None if it has no formula for this layout."""
     offloaded = layout.offload_optimizer != "none"
     if layout.zero_stage == 2:
         device, host = zero2_bytes(num_parameters, nodes, gpus_per_node, offloaded=offloaded)
-    elif layout.zero_stage == 3 and shape is not None:
-        device, host = zero3_bytes(num_parameters, largest_layer_parameters(shape), nodes, gpus_per_node,
+    elif layout.zero_stage == 3 and model is not None:
+        device, host = zero3_bytes(num_parameters, largest_layer_parameters(model), nodes, gpus_per_node,
                                    offloaded=offloaded, offloads_parameters=layout.offload_param != "none")
     else:
         return None
@@ -60,10 +60,10 @@ def zero3_bytes(parameters: int, largest_layer: int, nodes: int, gpus_per_node: 
     return layer_bytes + int(2 * parameters / gpus), int(parameters * 16 * (1 / nodes) * _HOST_BUFFER_FACTOR)
 
 
-def largest_layer_parameters(shape: ModelConfig) -> int:
+def largest_layer_parameters(model: ModelConfig) -> int:
     """Return the elements of the module that has the most parameters of its own (stage3.py, model_to_params)."""
     modules: dict[tuple[int, str], int] = {}
-    for number, layer in enumerate(shape.layers()):
+    for number, layer in enumerate(model.layers()):
         for parameter in layer.parameters:
             key = (number, parameter.name.rpartition(".")[0])
             modules[key] = modules.get(key, 0) + parameter.size

@@ -5,14 +5,15 @@ from functools import lru_cache
 
 from pretrain.config.layout import Layout
 from pretrain.errors import ConfigError
-from pretrain.memory.estimate.optimizer_wrappers import (
+from pretrain.memory.estimate.phases import step_phases
+from pretrain.memory.estimate.rank import (
+    ParameterGroup,
+    Rank,
     master_weight_bytes,
     optimizer_location,
     optimizer_state_bytes,
     optimizer_wrapper,
 )
-from pretrain.memory.estimate.phases import step_phases
-from pretrain.memory.estimate.rank_parameters import ParameterGroup, Rank
 from pretrain.memory.estimate.states import overlapping_elements, pinning_loss, states_of_rank
 from pretrain.memory.footprint import Footprint
 from pretrain.model.description import ModelConfig
@@ -27,11 +28,9 @@ class MemoryEstimate:
     """Memory of one rank, by default of the rank that needs the most on its device."""
 
     layout: Layout
-    shape: ModelConfig | None  # None: the estimate has states only, by the ZeRO paper's formula
-    num_parameters: int  # of the complete model
     steady: Footprint  # between two micro-batches: states and fixed buffers
     peak: Footprint  # in the phase that needs the most memory; includes a margin that the allocators cannot use
-    phase: str  # name of the phase of `peak` (see phases.py); "states" if `shape` is None
+    phase: str  # name of the phase of `peak` (see phases.py); "states" by the ZeRO paper's formula
     pipeline_stage: int = 0
     zero_rank: int = 0  # the rank's index among the ranks that ZeRO divides over
 
@@ -56,28 +55,29 @@ class MemoryEstimate:
         return self.device_bytes + self.host_bytes if self.layout.device_kind == "cpu" else self.device_bytes
 
 
-def estimate_memory(shape: ModelConfig | None, layout: Layout, *,
+def estimate_memory(model: ModelConfig | None, layout: Layout, *,
                     num_parameters: float | None = None) -> MemoryEstimate:
     """Estimate the memory of the rank that needs the most on its device.
 
     Args:
-        shape: the model. None: only `num_parameters` is known, and the estimate has states without activations, as in
-            the ZeRO paper.
+        model: None: only `num_parameters` is known, and the estimate has states without activations, as in the ZeRO
+            paper.
+        num_parameters: used only without a model.
 
     Raises:
-        ConfigError: neither shape nor num_parameters is given, the layout is impossible, it has more pipeline stages
+        ConfigError: neither model nor num_parameters is given, the layout is impossible, it has more pipeline stages
             than layers, or its sequences are longer than the model's learned positions.
     """
     layout.check()
-    if shape is None:
+    if model is None:
         if not num_parameters or num_parameters < 0:
             raise ConfigError("--num_parameters", found=num_parameters, expected="a number above 0, or --model")
         states = paper_states(num_parameters, layout)
-        return MemoryEstimate(layout, None, round(num_parameters), states, states, "states")
-    if layout.seq_length > shape.max_positions and shape.position == "learned":
+        return MemoryEstimate(layout, states, states, "states")
+    if layout.seq_length > model.max_positions and model.position == "learned":
         raise ConfigError("--seq_length", found=layout.seq_length,
-                          expected=f"at most {shape.max_positions}, the positions of the model")
-    estimates = [estimate_rank(Rank(shape, layout, stage, largest_zero_rank(shape, layout, stage)))
+                          expected=f"at most {model.max_positions}, the positions of the model")
+    estimates = [estimate_rank(Rank(model, layout, stage, largest_zero_rank(model, layout, stage)))
                  for stage in range(layout.pipeline_stages)]
     return max(estimates, key=lambda estimate: estimate.device_bytes)
 
@@ -90,11 +90,10 @@ def estimate_rank(rank: Rank) -> MemoryEstimate:
         temporary = peak.total(location="device") - steady.total(location="device")
         peak += Footprint.of([(("margin", "device"), round(max(0, temporary) * FRAGMENTATION)),
                               (("margin", "pinned"), pinning_loss(rank))])
-    return MemoryEstimate(rank.layout, rank.shape, rank.shape.num_parameters(), steady, peak, phase,
-                          rank.pipeline_stage, rank.zero_rank)
+    return MemoryEstimate(rank.layout, steady, peak, phase, rank.pipeline_stage, rank.zero_rank)
 
 
-def largest_zero_rank(shape: ModelConfig, layout: Layout, pipeline_stage: int = 0) -> int:
+def largest_zero_rank(model: ModelConfig, layout: Layout, pipeline_stage: int = 0) -> int:
     """Return the ZeRO rank with the largest states.
 
     Ranks differ at ZeRO stage 2 only: a rank keeps the gradients of all parameters that overlap its part of the flat
@@ -102,7 +101,7 @@ def largest_zero_rank(shape: ModelConfig, layout: Layout, pipeline_stage: int = 
     """
     if layout.zero_stage != 2 or optimizer_wrapper(layout) != "zero12":
         return 0
-    return _largest_overlap(Rank(shape, layout, pipeline_stage).groups(), layout.zero_size, layout.parameter_alignment,
+    return _largest_overlap(Rank(model, layout, pipeline_stage).groups(), layout.zero_size, layout.parameter_alignment,
                             layout.element_bytes)
 
 

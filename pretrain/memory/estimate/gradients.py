@@ -6,8 +6,7 @@ runtime/zero/stage_1_and_2.py, stage3.py, runtime/bf16_optimizer.py, runtime/fp1
 """
 
 from pretrain.config.layout import Layout
-from pretrain.memory.estimate.optimizer_wrappers import master_weight_bytes, optimizer_wrapper, reduces_gradients
-from pretrain.memory.estimate.rank_parameters import Rank, local_size
+from pretrain.memory.estimate.rank import Rank, local_size, master_weight_bytes, optimizer_wrapper, reduces_gradients
 from pretrain.memory.estimate.states import overlapping_elements, padded_size, reduce_buckets_bytes
 from pretrain.memory.estimate.states_zero3 import retained_gradients, sub_group_sizes
 from pretrain.memory.footprint import Footprint
@@ -37,7 +36,7 @@ def gradients_in_backward(rank: Rank, done: int, layers: tuple[Layer, ...] = (),
         missing = max(0, total - done - largest) * element
         largest = 0
     tied = _tied_elements(rank) * element if done and (accumulated or layout.zero_stage > 1) else 0
-    return Footprint.of([(("gradients", "device"), largest * element + tied - missing)])
+    return Footprint.on_device(gradients=largest * element + tied - missing)
 
 
 def _tied_elements(rank: Rank) -> int:
@@ -93,7 +92,7 @@ def reduction_in_backward(rank: Rank, done: int) -> Footprint:
         buffers += min(largest, _NORM_ELEMENTS) * _FP64
     elif layout.grad_accum_bytes != layout.element_bytes:  # converted before it is added to the sum
         buffers += largest * layout.grad_accum_bytes
-    return Footprint.of([(("gradients", "device"), gradients), (("buffers", "device"), buffers)])
+    return Footprint.on_device(gradients=gradients, buffers=buffers)
 
 
 def _fp32_bucket(rank: Rank, done: int) -> int:
@@ -128,13 +127,12 @@ def gradients_in_reduction(rank: Rank) -> Footprint:
         return Footprint()
     if layout.offload_optimizer == "none":
         copy = _fp32_bucket(rank, sum(group.size for group in groups))
-        return Footprint.of([(("gradients", "device"), _overlapping_elements(rank) * layout.grad_accum_bytes),
-                             (("buffers", "device"), copy)])
+        return Footprint.on_device(gradients=_overlapping_elements(rank) * layout.grad_accum_bytes, buffers=copy)
     copied = 0
     if layout.grad_accum_bytes != layout.element_bytes:
         copied = sum(padded_size(group, layout) // group.ranks for group in groups) * layout.grad_accum_bytes
     norm = max(group.largest for group in groups) * _FP64
-    return Footprint.of([(("gradients", "device"), copied), (("buffers", "device"), norm)])
+    return Footprint.on_device(gradients=copied, buffers=norm)
 
 
 def gradients_in_optimizer_step(rank: Rank) -> Footprint:
@@ -147,8 +145,7 @@ def gradients_in_optimizer_step(rank: Rank) -> Footprint:
     if layout.offload_optimizer != "none":
         return Footprint()
     elements = max(_step_elements(rank))
-    return Footprint.of([(("gradients", "device"), _step_gradients(rank, elements)),
-                         (("buffers", "device"), _adamw_work(layout, elements))])
+    return Footprint.on_device(gradients=_step_gradients(rank, elements), buffers=_adamw_work(layout, elements))
 
 
 def _step_elements(rank: Rank) -> list[int]:

@@ -21,8 +21,7 @@ from pretrain.memory.estimate.gradients import (
     gradients_in_reduction,
     reduction_in_backward,
 )
-from pretrain.memory.estimate.optimizer_wrappers import optimizer_wrapper
-from pretrain.memory.estimate.rank_parameters import Rank, pipeline_stage_layers
+from pretrain.memory.estimate.rank import Rank, optimizer_wrapper, pipeline_stage_layers
 from pretrain.memory.estimate.states import states_of_rank
 from pretrain.memory.estimate.states_zero3 import persistent_elements
 from pretrain.memory.footprint import Footprint
@@ -53,7 +52,7 @@ def step_phases(rank: Rank) -> Iterator[tuple[str, Footprint]]:
     """Yield (name, footprint) of each phase of a rank's step at which its memory can peak."""
     layout = rank.layout
     groups = _groups_of_rank(rank)
-    steady = states_of_rank(rank) + _device("activations", _pipeline_slots(rank) + _masks(rank)) + \
+    steady = states_of_rank(rank) + Footprint.on_device(activations=_pipeline_slots(rank) + _masks(rank)) + \
         _offloaded(rank, groups)
     if rank.is_last_stage:
         yield "loss", steady + _loss_phase(rank, groups)
@@ -62,11 +61,7 @@ def step_phases(rank: Rank) -> Iterator[tuple[str, Footprint]]:
                     for footprint in _backward_phases(rank, groups, in_flight, accumulated))
     if layout.zero_stage == 1 and optimizer_wrapper(layout) == "zero12":
         yield "reduction", steady + gradients_in_reduction(rank)
-    yield "step", steady + gradients_in_optimizer_step(rank) + _device("activations", _remaining_graph(rank))
-
-
-def _device(role: str, size_bytes: int) -> Footprint:
-    return Footprint.of([((role, "device"), size_bytes)])
+    yield "step", steady + gradients_in_optimizer_step(rank) + Footprint.on_device(activations=_remaining_graph(rank))
 
 
 def _offloaded(rank: Rank, groups: tuple[LayerGroup, ...]) -> Footprint:
@@ -79,13 +74,13 @@ def _offloaded(rank: Rank, groups: tuple[LayerGroup, ...]) -> Footprint:
 
 def _loss_phase(rank: Rank, groups: tuple[LayerGroup, ...]) -> Footprint:
     """Return the memory of the forward pass of head and loss, on the last pipeline stage."""
-    shape, batch = rank.shape, rank.micro_batch
-    activations = rank.in_flight * sum(group.saved for group in groups) - loss_saved(shape, batch)
+    model, batch = rank.model, rank.micro_batch
+    activations = rank.in_flight * sum(group.saved for group in groups) - loss_saved(model, batch)
     if not rank.layout.uses_pipeline_module:  # a PipelineModule's hidden states are counted in _pipeline_slots
-        activations += hidden_states_bytes(shape, batch)
+        activations += hidden_states_bytes(model, batch)
     if not rank.accumulates:  # the graph of the previous step, which `engine.loss` references
         activations += _remaining_graph(rank)
-    return _device("activations", activations) + _device("logits", loss_peak(shape, batch)) \
+    return Footprint.on_device(activations=activations, logits=loss_peak(model, batch)) \
         + _gathered_parameters(rank) + gradients_in_backward(rank, 0, accumulated=rank.accumulates)
 
 
@@ -105,7 +100,7 @@ def _pipeline_slots(rank: Rank) -> int:
         slots += rank.in_flight + 1
     earlier_graph = _remaining_graph(rank) if rank.accumulates else 0
     positions = rank.micro_batch.tokens * INT64 if rank.micro_batch.documents else 0
-    return slots * (hidden_states_bytes(rank.shape, rank.micro_batch) + positions) + earlier_graph
+    return slots * (hidden_states_bytes(rank.model, rank.micro_batch) + positions) + earlier_graph
 
 
 def _masks(rank: Rank) -> int:
@@ -113,7 +108,7 @@ def _masks(rank: Rank) -> int:
     if not any(layer.kind == "block" for layer in rank.layers()):
         return 0
     batch = rank.micro_batch
-    return shared_mask_bytes(rank.shape, batch) + rank.in_flight * document_bytes(rank.shape, batch)
+    return shared_mask_bytes(rank.model, batch) + rank.in_flight * document_bytes(rank.model, batch)
 
 
 def _remaining_graph(rank: Rank) -> int:
@@ -122,20 +117,20 @@ def _remaining_graph(rank: Rank) -> int:
     Only the last of several pipeline stages keeps such a graph.
     """
     if rank.is_last_stage and rank.pipeline_stage > 0:
-        return 2 * hidden_states_bytes(rank.shape, rank.micro_batch)
+        return 2 * hidden_states_bytes(rank.model, rank.micro_batch)
     return 0
 
 
 def _groups_of_rank(rank: Rank) -> tuple[LayerGroup, ...]:
     recompute, first_block = rank.layout.recomputation, 0
     if recompute.every > 1:
-        earlier = (pipeline_stage_layers(rank.shape, rank.layout, stage) for stage in range(rank.pipeline_stage))
+        earlier = (pipeline_stage_layers(rank.model, rank.layout, stage) for stage in range(rank.pipeline_stage))
         first_block = sum(layer.kind == "block" for layers in earlier for layer in layers)
-    return layer_groups(rank.shape, rank.layers(), rank.micro_batch, recompute, first_block)
+    return layer_groups(rank.model, rank.layers(), rank.micro_batch, recompute, first_block)
 
 
 @lru_cache(maxsize=512)
-def layer_groups(shape: ModelConfig, layers: tuple[Layer, ...], batch: MicroBatch, recompute: Recompute,
+def layer_groups(model: ModelConfig, layers: tuple[Layer, ...], batch: MicroBatch, recompute: Recompute,
                  first_block: int = 0) -> tuple[LayerGroup, ...]:
     """Divide layers into the groups that are recomputed (model/run_layers.py), and single layers.
 
@@ -155,9 +150,9 @@ def layer_groups(shape: ModelConfig, layers: tuple[Layer, ...], batch: MicroBatc
         part = "blocks" if blocks and recompute.interval else part
         first_block += blocks
         if part != "blocks":
-            groups.append(LayerGroup(sum(layer_saved(shape, layer, batch, part) for layer in group), group, part))
+            groups.append(LayerGroup(sum(layer_saved(model, layer, batch, part) for layer in group), group, part))
             continue
-        size = layer_input_bytes(shape, group[0], batch)
+        size = layer_input_bytes(model, group[0], batch)
         # token ids, and the input that a pipeline stage receives, are not offloaded (model/run_layers.py)
         offloads = recompute.offload and group[0].kind != "embedding" and start > 0
         on_device = 0 if offloads and batch.cuda else size  # on a CPU, the copy takes the place of the input
@@ -192,29 +187,29 @@ def _backward_phases(rank: Rank, groups: tuple[LayerGroup, ...], in_flight: int,
         if not between_equals:
             activations = other_micro_batches + waiting + _group_backward(rank, groups[index])
             weights = gradients_in_backward(rank, done, layers, accumulated=accumulated)
-            yield _device("activations", activations) + weights + reduction_in_backward(rank, done) \
+            yield Footprint.on_device(activations=activations) + weights + reduction_in_backward(rank, done) \
                 + _gathered_parameters(rank, done)
         waiting -= saved
         done += sum(layer.size for layer in layers)
-    yield _device("activations", other_micro_batches) + gradients_in_backward(rank, done, accumulated=accumulated) \
-        + reduction_in_backward(rank, done)
+    yield Footprint.on_device(activations=other_micro_batches) + reduction_in_backward(rank, done) \
+        + gradients_in_backward(rank, done, accumulated=accumulated)
 
 
 def _group_backward(rank: Rank, group: LayerGroup) -> int:
     """Bytes of a group's recomputed activations and of the gradients of its activations."""
-    shape, batch, layers = rank.shape, rank.micro_batch, group.layers
+    model, batch, layers = rank.model, rank.micro_batch, group.layers
     recomputed = 0
     if group.part == "blocks":
-        recomputed = sum(layer_saved(shape, layer, batch) for layer in layers)
-        recomputed -= 0 if group.offloaded else saved_input_bytes(shape, layers[0], batch)
+        recomputed = sum(layer_saved(model, layer, batch) for layer in layers)
+        recomputed -= 0 if group.offloaded else saved_input_bytes(model, layers[0], batch)
     if group.offloaded:  # the group's input is there again, and on GPUs also the next group's
-        missing = group.offloaded - saved_input_bytes(shape, layers[0], batch)
+        missing = group.offloaded - saved_input_bytes(model, layers[0], batch)
         recomputed += missing + (group.offloaded if batch.cuda else 0)
     windows = {layer.window for layer in layers if layer.kind == "block"}
     part = group.part if group.part != "blocks" else "none"
-    work = max((block_backward(shape, batch, window, part) for window in windows), default=0)
+    work = max((block_backward(model, batch, window, part) for window in windows), default=0)
     if layers[-1].kind == "head":
-        work += loss_backward(shape, batch)
+        work += loss_backward(model, batch)
     return recomputed + work
 
 
@@ -236,4 +231,4 @@ def _gathered_parameters(rank: Rank, done: int = 0) -> Footprint:
     # Layout.reused_parameters includes the current layers' parameters only if parameters are prefetched.
     reused = layout.reused_parameters + (0 if layout.prefetch_bucket_size else current)
     gathered = min(total, max(current, reused), max(current, total - done))
-    return _device("parameters", gathered * layout.element_bytes)
+    return Footprint.on_device(parameters=gathered * layout.element_bytes)

@@ -11,15 +11,16 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 
 from pretrain.config.layout import Layout
-from pretrain.memory.estimate.optimizer_wrappers import (
+from pretrain.memory.estimate.rank import (
     Allocation,
+    ParameterGroup,
+    Rank,
     master_weight_bytes,
     optimizer_location,
     optimizer_states,
     optimizer_wrapper,
     reduces_gradients,
 )
-from pretrain.memory.estimate.rank_parameters import ParameterGroup, Rank
 from pretrain.memory.estimate.states_zero3 import zero3_states
 from pretrain.memory.footprint import Footprint
 from pretrain.model.operator_memory import FP32

@@ -3,14 +3,14 @@
 from collections.abc import Iterable, Iterator, Sequence
 
 from pretrain.config.layout import Layout
-from pretrain.memory.estimate.optimizer_wrappers import (
+from pretrain.memory.estimate.rank import (
     Allocation,
+    ParameterGroup,
     master_weight_bytes,
     optimizer_location,
     optimizer_states,
     unpinned_location,
 )
-from pretrain.memory.estimate.rank_parameters import ParameterGroup
 
 _MIN_AIO_BYTES = 2**20  # swap_tensor/utils.py, MIN_AIO_BYTES
 _AIO_ALIGNED_BYTES = 1024  # swap_tensor/utils.py, AIO_ALIGNED_BYTES

@@ -2,25 +2,27 @@
 
     peak = bytes of the tensors that the engine holds before the step + peak of the bytes that the step allocates
 
-The first part is an inventory of the engine, taken between two steps. The second part comes from counters of
-jemalloc >= 5.3, which train.py uses if it is installed (pretrain/distributed/process.py): the maximum of (bytes
-allocated - bytes freed) of the calling thread. On a CPU torch runs forward pass, backward pass and optimizer in this
-one thread. The counters include blocks that operators allocate internally. Each block counts with the size class that
-jemalloc rounds it up to.
+The first part is the sum of all storages that can be reached from the engine, taken between two steps. The second part
+comes from counters of jemalloc >= 5.3, which train.py uses if it is installed (pretrain/distributed/process.py): the
+maximum of (bytes allocated - bytes freed) of the calling thread. On a CPU torch runs forward pass, backward pass and
+optimizer in this one thread. The counters include blocks that operators allocate internally. Each block counts with the
+size class that jemalloc rounds it up to.
 
 A collective's thread may free a tensor last: gloo's threads hold the tensors of a collective until it is complete, and
 race with the thread that waits for it. For the counters such a tensor stays allocated. Their sum is known at the end of
 the step: what the counters say has grown, less what the engine holds in addition. The peak is at most that much lower.
 
-glibc's malloc has no such counters. Without jemalloc the inventory is taken once more, after the backward pass of the
-step.
+glibc's malloc has no such counters. Without jemalloc the sum is taken once more, after the backward pass of the step.
 """
 
 import ctypes
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
+import torch
 from deepspeed import DeepSpeedEngine
-
-from pretrain.memory.measure.tensor_inventory import call_after_backward, held_footprint
+from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
 
 
 class StepPeak:
@@ -36,11 +38,11 @@ class StepPeak:
 
     def begin(self, engine: DeepSpeedEngine) -> None:
         """Call this right before the step, in the thread that runs it."""
-        self._before_bytes = held_footprint(engine).total()
+        self._before_bytes = held_bytes(engine)
         self._engine, self._counted_before_bytes = engine, _thread_bytes()
         if not _mallctl("thread.peak.reset", None):
             self._before_bytes = None
-            call_after_backward(engine, lambda: self._take_inventory(engine))
+            call_after_backward(engine, lambda: self._record_held(engine))
 
     def end(self) -> None:
         """Call this after the step."""
@@ -48,11 +50,11 @@ class StepPeak:
         if self._before_bytes is not None and engine is not None and _mallctl("thread.peak.read", growth):
             counted = _thread_bytes() - self._counted_before_bytes
             self.peak_bytes = self._before_bytes + growth.value
-            self.freed_elsewhere_bytes = max(0, counted - (held_footprint(engine).total() - self._before_bytes))
+            self.freed_elsewhere_bytes = max(0, counted - (held_bytes(engine) - self._before_bytes))
 
-    def _take_inventory(self, engine: DeepSpeedEngine) -> None:
+    def _record_held(self, engine: DeepSpeedEngine) -> None:
         if self.held_bytes is None:
-            self.held_bytes = held_footprint(engine).total()
+            self.held_bytes = held_bytes(engine)
 
 
 def _thread_bytes() -> int:
@@ -74,3 +76,78 @@ def _mallctl(name: str, value: ctypes.c_uint64 | None) -> bool:
     size = ctypes.c_size_t(ctypes.sizeof(ctypes.c_uint64))
     pointers = (None, None) if value is None else (ctypes.byref(value), ctypes.byref(size))
     return bool(mallctl(name.encode(), *pointers, None, ctypes.c_size_t(0)) == 0)
+
+
+def held_bytes(engine: DeepSpeedEngine) -> int:
+    """Return the bytes of all storages that can be reached from the engine, each counted once."""
+    storages = (storage_of(tensor) for _, tensor in walk_tensors(engine))
+    return sum({storage._cdata: storage.nbytes() for storage in storages if storage is not None}.values())
+
+
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """Return the storage of a tensor or FakeTensor; None for meta tensors and sparse tensors."""
+    if tensor.device.type == "meta" or tensor.layout != torch.strided:
+        return None
+    return tensor.untyped_storage()
+
+
+def walk_tensors(root: object) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+    """Yield (path of attribute names, tensor) for all tensors that DeepSpeed's objects and containers hold."""
+    seen, waiting = {id(root)}, [((), root)]  # type: tuple[set[int], list[tuple[tuple[str, ...], Any]]]
+    while waiting:
+        path, node = waiting.pop()
+        if isinstance(node, torch.Tensor):
+            yield path, node
+            if node.is_leaf and node.grad is not None:
+                yield (*path, "grad"), node.grad
+        for name, part in _children(node):
+            if id(part) not in seen:
+                seen.add(id(part))
+                waiting.append(((*path, name) if name else path, part))
+
+
+def _children(node: Any) -> Iterable[tuple[str, Any]]:
+    """Return (name, value) of the items of a container and of the attributes of an object of DeepSpeed or torch."""
+    if isinstance(node, Mapping):
+        return [("", part) for part in node.values()]
+    if isinstance(node, (str, bytes, int, float, type)) or node is None:
+        return []
+    items = [("", part) for part in node] if isinstance(node, (list, tuple, set, frozenset)) or \
+        type(node).__name__ == "deque" else []
+    has_tensors = isinstance(node, (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)) or \
+        type(node).__module__.split(".")[0] in ("deepspeed", "pretrain")
+    return [*items, *vars(node).items()] if has_tensors and hasattr(node, "__dict__") else items
+
+
+def call_after_backward(engine: DeepSpeedEngine, action: Callable[[], None]) -> None:
+    """Call `action` in every later step after the last backward pass.
+
+    At ZeRO stages 0 and 1, a pipeline engine and a plain one (with sequence or expert parallelism) call `action` before
+    they reduce gradients. At stages 2 and 3 the backward pass reduces, and `action` is called before the step.
+    """
+    if isinstance(engine, PipelineEngine):
+        original_reduce = engine._INSTRUCTION_MAP[schedule.ReduceTiedGrads]
+
+        def reduce_tied_grads(self: PipelineEngine) -> None:
+            action()
+            original_reduce(self)
+
+        engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, schedule.ReduceTiedGrads: reduce_tied_grads}
+        return
+    if engine.zero_optimization_stage() < 2:
+        original_allreduce = engine.allreduce_gradients
+
+        def allreduce_gradients(*args: Any, **kwargs: Any) -> None:
+            if engine.is_gradient_accumulation_boundary():
+                action()
+            original_allreduce(*args, **kwargs)
+
+        engine.allreduce_gradients = allreduce_gradients
+        return
+    original_step = engine._take_model_step
+
+    def take_model_step(*args: Any) -> None:
+        action()
+        original_step(*args)
+
+    engine._take_model_step = take_model_step

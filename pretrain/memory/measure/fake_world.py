@@ -29,7 +29,6 @@ from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.plan import Plan
 from pretrain.config.validate import check_settings
 from pretrain.distributed.device import cpu_device
@@ -38,10 +37,13 @@ from pretrain.engine import build
 from pretrain.engine.build import build_engine, deepspeed_output
 from pretrain.memory.footprint import Footprint
 from pretrain.memory.measure.observe_steps import StorageTracker, observe_steps
+from pretrain.memory.measure.simulate_ranks import SimulatedRank, SimulationRequest
 from pretrain.memory.measure.tensor_inventory import role_of_file
 from pretrain.model.kernels.cpu.choice import fastest_choice, set_choice
 from pretrain.model.kernels.cpu.library import simulate_calls
 from pretrain.model.parameters import DTYPES
+
+_STEPS = 2
 
 
 class FakeStorageTracker(StorageTracker):
@@ -247,15 +249,14 @@ def assume_hidden_states(engine: PipelineEngine, plan: Plan) -> None:
     engine._recv_tensor_meta = lambda stage: engine._allocate_or_extend_buffers(0, shape, dtype)
 
 
-def simulate_rank(args: RunArguments, rank: int, world_size: int, *, steps: int,
-                  layer_times: tuple[int, ...]) -> dict[str, Any]:
-    """Simulate one rank. Return the fields of a SimulatedRank as JSON. Raises ConfigError."""
-    plan = fewer_micro_batches(check_settings(args, world_size=world_size, device=cpu_device()))
-    plan = replace(plan, layout=replace(plan.layout, layer_times=layer_times))
+def simulate_rank(request: SimulationRequest) -> SimulatedRank:
+    """Simulate one rank. Raises ConfigError."""
+    plan = check_settings(request.args, world_size=request.world_size, device=cpu_device())
+    plan = fewer_micro_batches(replace(plan, layout=replace(plan.layout, layer_times=request.layer_times)))
     replace_functions_that_need_data()
     replace_loops_over_ranks()
     with deepspeed_output("error"):
-        init_fake_process_group(rank, world_size)
+        init_fake_process_group(request.rank, request.world_size)
         set_choice(fastest_choice())  # measured on real tensors
         build.choose_kernels = lambda recorded: None
         simulate_calls(FakeTensor)
@@ -263,6 +264,6 @@ def simulate_rank(args: RunArguments, rank: int, world_size: int, *, steps: int,
             engine = build_engine(plan)
             if isinstance(engine, PipelineEngine):
                 assume_hidden_states(engine, plan)
-            memory = observe_steps(engine, plan, steps=steps, tracker=tracker)
+            memory = observe_steps(engine, plan, steps=_STEPS, tracker=tracker)
     files = Footprint.of(((role_of_file(Path(path)), "nvme"), size) for path, size in FakeAioHandle.file_sizes.items())
-    return {"memory": replace(memory, held=memory.held + files).to_json(), "notes": list(plan.notes)}
+    return SimulatedRank(replace(memory, held=memory.held + files), tuple(plan.notes))

@@ -1,10 +1,14 @@
 """Measure the memory of every rank in a short run of a DeepSpeed JSON on this machine.
 
-Each rank is a process of its own, `python -m pretrain.memory.measure.measure_rank REQUEST.json`. It is started without
-a launcher, so that its exit code and its output are known. Engine, model and step are the same as in training.
+Each rank is a process of its own, `python -m pretrain.memory.measure.measure_run REQUEST.json`. It is started without a
+launcher, so that its exit code and its output are known. Engine, model and step are those of training.
 The tokens are random: memory does not depend on them.
+
+The request is {"args": RunArguments, "tracked_steps": N, "timed_steps": N}. Rank 0 writes REQUEST.result.json. A rank
+that fails writes one line to REQUEST.error.RANK.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -13,18 +17,30 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+import traceback
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pretrain.config.flags.arguments import RunArguments
+from pretrain.config.plan import Plan
 from pretrain.config.validate import check_settings
 from pretrain.distributed.device import detect_device
-from pretrain.distributed.process import free_port, kernel_oom_kills, mentions_out_of_memory, package_environment
+from pretrain.distributed.process import (
+    end_process,
+    free_port,
+    kernel_oom_kills,
+    mentions_out_of_memory,
+    package_environment,
+    resident_bytes,
+)
+from pretrain.distributed.process_group import init_process_group
+from pretrain.distributed.world import World, running_environment
+from pretrain.engine.prepare import prepare_deepspeed
 from pretrain.errors import ConfigError
 from pretrain.memory.footprint import RankMemory
 
-RANK_MODULE = "pretrain.memory.measure.measure_rank"
+RANK_MODULE = "pretrain.memory.measure.measure_run"
 _GRACE_S = 3.0  # seconds that the other ranks have to fail, too, after the first failure
 _LAST_LINES = 5
 _LINE_CHARACTERS = 300
@@ -44,7 +60,7 @@ class RunMeasurement:
 
     @classmethod
     def of_results(cls, name: str, results: list[dict[str, Any]]) -> "RunMeasurement":
-        """Combine the ranks' results, as `measure_rank.measure_engine` returns them."""
+        """Combine the ranks' results, as `measure_engine` returns them."""
         steps = zip(*(result["step_times_ms"] for result in results), strict=True)
         slowest = [max(times) for times in steps]
         return cls(name, tuple(RankMemory.of_json(result["memory"]) for result in results),
@@ -190,3 +206,65 @@ def _exit_description(code: int, oom_kills: int | None) -> str:
         return "was killed by SIGKILL, either from another process or from the kernel for lack of memory"
     return "was killed by the kernel for lack of memory" if oom_kills else \
         "was killed by SIGKILL from another process (the kernel counts no kill for lack of memory)"
+
+
+def measure_engine(plan: Plan, *, tracked_steps: int, timed_steps: int) -> list[dict[str, Any]]:
+    """Build the plan's engine, train, and destroy the engine. Every rank of the process group must call this.
+
+    Returns the results of all ranks, on every rank: {"memory": RankMemory as JSON, "layer_times", "step_times_ms"}.
+    """
+    import torch.distributed as dist
+
+    from pretrain.distributed.collectives import gather
+    from pretrain.engine.attachments import attachments
+    from pretrain.engine.build import build_engine
+    from pretrain.memory.measure.observe_steps import StorageTracker, observe_steps, time_steps
+    from pretrain.memory.measure.tensor_inventory import nvme_footprint
+
+    tracker = StorageTracker() if detect_device().kind == "cpu" else None
+    with tracker or contextlib.nullcontext():
+        engine = build_engine(plan)
+        memory = observe_steps(engine, plan, steps=tracked_steps, tracker=tracker)
+    memory = replace(memory, held=memory.held + nvme_footprint(engine, dist.get_rank()))
+    times = time_steps(engine, plan, timed_steps)
+    memory = replace(memory, resident_bytes=resident_bytes()[0])
+    results = gather({"memory": memory.to_json(), "layer_times": list(attachments(engine).layer_times),
+                      "step_times_ms": times})
+    engine.destroy()
+    return results
+
+
+def _measure_rank(request: dict[str, Any], world: World) -> list[dict[str, Any]]:
+    """Measure the requested run. Returns every rank's result. Raises ConfigError."""
+    plan = check_settings(RunArguments(**request["args"]), world_size=world.size, device=detect_device())
+    from pretrain.engine.build import deepspeed_output, remove_swap_files
+
+    with deepspeed_output("error"):
+        init_process_group(world)
+        try:
+            return measure_engine(plan, tracked_steps=request["tracked_steps"], timed_steps=request["timed_steps"])
+        finally:
+            if world.local_rank == 0:
+                remove_swap_files(plan)
+
+
+def main(path: Path) -> int:
+    """Return the exit code: 0; 1 if the run failed; 2 if it was rejected."""
+    world = running_environment()
+    prepare_deepspeed(detect_device())
+    try:
+        results = _measure_rank(json.loads(path.read_text()), world)
+    except ConfigError as error:
+        path.with_suffix(f".error.{world.rank}").write_text(str(error))
+        return _REJECTED
+    except Exception as error:
+        traceback.print_exc()
+        path.with_suffix(f".error.{world.rank}").write_text(f"{type(error).__name__}: {error}".splitlines()[0])
+        return 1
+    if world.rank == 0:
+        path.with_suffix(".result.json").write_text(json.dumps(results))
+    return 0
+
+
+if __name__ == "__main__":
+    end_process(main(Path(sys.argv[1])))

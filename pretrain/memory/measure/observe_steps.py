@@ -12,10 +12,9 @@ attention and softmax), DeepSpeed's shared memory for collectives (66 MiB a rank
 The resident memory of the process, `process.resident_bytes`, includes all of these.
 """
 
-import contextlib
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,14 +26,8 @@ from pretrain.config.plan import Plan
 from pretrain.data.loader import MicroBatch
 from pretrain.engine.steps import train_batch
 from pretrain.memory.footprint import Footprint, RankMemory
-from pretrain.memory.measure.tensor_inventory import (
-    call_after_backward,
-    engine_tensors,
-    footprint_of,
-    held_storages,
-    storage_of,
-    unaccounted_bytes,
-)
+from pretrain.memory.measure.cpu_step_peak import call_after_backward, storage_of
+from pretrain.memory.measure.tensor_inventory import engine_tensors, footprint_of, held_storages, unaccounted_bytes
 
 _GLOO_RELEASE_S = 0.1  # gloo's threads release a tensor shortly after its collective has finished
 
@@ -85,27 +78,6 @@ class StorageTracker(TorchDispatchMode):
         self.peak_bytes = self.live_bytes
 
 
-@contextlib.contextmanager
-def measured_peak(device_type: str, tracker: StorageTracker | None) -> Iterator[dict[str, int]]:
-    """Measure the peak of a `with` block. Yields a dictionary, which has {"peak_bytes": N} after the block.
-
-    On CUDA the peak is torch.cuda.max_memory_allocated. Elsewhere it is the tracker's, which must have been entered;
-    without a tracker the dictionary remains empty.
-    """
-    peaks: dict[str, int] = {}
-    if device_type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    elif tracker is not None:
-        tracker.reset_peak()
-    yield peaks
-    if device_type == "cuda":
-        torch.cuda.synchronize()
-        peaks["peak_bytes"] = torch.cuda.max_memory_allocated()
-    elif tracker is not None:
-        peaks["peak_bytes"] = tracker.peak_bytes
-
-
 def random_batches(plan: Plan) -> list[MicroBatch]:
     """Return the micro-batches of one step of one rank, with random tokens. A sample is a single document."""
     shape = (plan.layout.micro_batch_size, plan.args.seq_length)
@@ -144,11 +116,18 @@ def observe_steps(engine: DeepSpeedEngine, plan: Plan, *, steps: int, tracker: S
             tracker.add(tensor)
     call_after_backward(engine, take_inventory)
     train_batch(engine, batches)
-    with measured_peak(torch.device(engine.device).type, tracker) as peaks:
-        for _ in range(1, steps):
-            train_batch(engine, batches)
+    if tracker is None:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        tracker.reset_peak()
+    for _ in range(1, steps):
+        train_batch(engine, batches)
     held, unaccounted = inventories[-1]
-    return RankMemory(held, peaks["peak_bytes"], unaccounted)
+    if tracker is None:
+        torch.cuda.synchronize()
+        return RankMemory(held, torch.cuda.max_memory_allocated(), unaccounted)
+    return RankMemory(held, tracker.peak_bytes, unaccounted)
 
 
 def time_steps(engine: DeepSpeedEngine, plan: Plan, steps: int) -> list[float]:

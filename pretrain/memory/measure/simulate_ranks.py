@@ -16,15 +16,16 @@ The simulated accelerator is always the CPU. Locations are as in a GPU run, but 
 the activations differ from a GPU run: on CUDA, attention saves other tensors.
 """
 
-import functools
+import concurrent.futures
 import gc
-import json
-import os
+import multiprocessing
+import pickle
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,6 @@ from pretrain.distributed.process import package_environment
 from pretrain.errors import ConfigError
 from pretrain.memory.footprint import RankMemory
 
-_STEPS = 2
 _PROGRESS_PREFIX = "simulating request "  # the process prints this and the index before each request
 
 
@@ -68,13 +68,11 @@ def simulate_ranks(requests: Sequence[SimulationRequest],
         on_start: called before each request, with its index.
     """
     results: dict[int, SimulatedRank | ConfigError] = {}
-    accepted = []
     for index, request in enumerate(requests):
         error = _rejection(request)
-        if error is None:
-            accepted.append(index)
-        else:
+        if error is not None:
             results[index] = error
+    accepted = [index for index in range(len(requests)) if index not in results]
     if accepted:
         answers = _run([requests[index] for index in accepted], lambda number: on_start(accepted[number]))
         results.update(zip(accepted, answers, strict=True))
@@ -97,90 +95,56 @@ def _run(requests: Sequence[SimulationRequest],
          on_start: Callable[[int], None]) -> list[SimulatedRank | ConfigError]:
     """Run `main` of this module with all requests in a new process. Return its answers."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "requests.json")
-        path.write_text(json.dumps([asdict(request) for request in requests]))
+        path, log, answers = (Path(folder, name) for name in ("requests", "stderr", "answers"))
+        path.write_bytes(pickle.dumps(requests))
         environ = {**package_environment(), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-        log = Path(folder, "stderr.txt")
-        with log.open("w") as stderr, subprocess.Popen(
-                [sys.executable, "-m", "pretrain.memory.measure.simulate_ranks", str(path)], env=environ, text=True,
-                stdout=subprocess.PIPE, stderr=stderr) as process:
+        command = [sys.executable, "-m", "pretrain.memory.measure.simulate_ranks", str(path), str(answers)]
+        with log.open("w") as stderr, subprocess.Popen(command, env=environ, text=True, stdout=subprocess.PIPE,
+                                                       stderr=stderr) as process:
             assert process.stdout is not None
             for line in process.stdout:
                 if line.startswith(_PROGRESS_PREFIX):
                     on_start(int(line.removeprefix(_PROGRESS_PREFIX)))
-        answers = Path(folder, "answers.json")
         if not answers.is_file():
+            lines = [line for line in log.read_text().splitlines() if line.strip()]
             raise ConfigError("simulate", problem=f"the simulating process exited with code {process.returncode} and "
-                              f"without a result; its last line: {_last_line(log.read_text())}")
-        return [_read_answer(answer) for answer in json.loads(answers.read_text())]
+                              f"without a result; its last line: {lines[-1] if lines else '(no output)'}")
+        return list(pickle.loads(answers.read_bytes()))
 
 
-def _last_line(text: str) -> str:
-    return next((line for line in reversed(text.splitlines()) if line.strip()), "(no output)")
-
-
-def _read_answer(answer: dict[str, Any]) -> SimulatedRank | ConfigError:
-    if "error" in answer:
-        return ConfigError.from_line(answer["error"])
-    return SimulatedRank(RankMemory.of_json(answer["memory"]), tuple(answer["notes"]))
-
-
-def main(path: Path) -> None:
-    """Simulate every request of a file, each in a fork of this process. Write answers.json next to it."""
+def main(requests: Path, answers: Path) -> None:
+    """Simulate every request of a file, each in a fork of this process. Write the answers into a file."""
     from pretrain.engine.prepare import prepare_deepspeed
 
     prepare_deepspeed(cpu_device())
     import deepspeed.runtime.zero.muon.original_muon  # noqa: F401 (this and the next import take seconds in each fork)
     import torch._inductor.compile_fx  # noqa: F401
 
-    from pretrain.memory.measure import fake_world
+    from pretrain.memory.measure.fake_world import simulate_rank
 
     gc.freeze()  # DeepSpeed calls gc.collect often; the collections then skip the imported modules
-    answers = []
-    for index, values in enumerate(json.loads(path.read_text())):
+    found = []
+    for index, request in enumerate(pickle.loads(requests.read_bytes())):
         print(f"{_PROGRESS_PREFIX}{index}", flush=True)
-        request = SimulationRequest(**{**values, "args": RunArguments(**values["args"])})
-        answers.append(_in_fork(functools.partial(_answer, fake_world, request)))
-    path.with_name("answers.json").write_text(json.dumps(answers))
+        found.append(_in_fork(simulate_rank, request))
+    answers.write_bytes(pickle.dumps(found))
 
 
-def _answer(fake_world: Any, request: SimulationRequest) -> dict[str, Any]:
-    """Simulate one request. Return its result or its error as JSON."""
+def _in_fork(simulate: Callable[[SimulationRequest], Any], request: SimulationRequest) -> Any:
+    """Simulate a request in a fork, where functions of torch and DeepSpeed are replaced. Return its result or error."""
+    fork = multiprocessing.get_context("fork")
     try:
-        return dict(fake_world.simulate_rank(request.args, request.rank, request.world_size, steps=_STEPS,
-                                             layer_times=tuple(request.layer_times)))
+        with concurrent.futures.ProcessPoolExecutor(1, mp_context=fork) as pool:
+            return pool.submit(simulate, request).result()
     except ConfigError as error:
-        return {"error": str(error)}
-    except Exception as error:  # from DeepSpeed or torch
-        import traceback
-
+        return error
+    except Exception as error:  # from DeepSpeed or torch, or BrokenProcessPool
         traceback.print_exc()
         reason = f"{type(error).__name__}: {error}"[:300]
-        line = ConfigError(f"simulate {Path(request.args.deepspeed_config).name}", problem="DeepSpeed cannot run this "
+        return ConfigError(f"simulate {Path(request.args.deepspeed_config).name}", problem="DeepSpeed cannot run this "
                            f"layout on tensors without data ({reason})",
                            remedy="Use the mode measure, or the estimate")
-        return {"error": str(line)}
-
-
-def _in_fork(action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the result of `action`, run in a fork, where it may replace functions of torch and DeepSpeed."""
-    read_end, write_end = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            with os.fdopen(write_end, "w") as answer:
-                json.dump(action(), answer)
-                answer.flush()
-        finally:
-            os._exit(0)
-    os.close(write_end)
-    with os.fdopen(read_end) as answer:
-        text = answer.read()
-    _, status = os.waitpid(pid, 0)
-    if text:
-        return dict(json.loads(text))
-    return {"error": f"simulate: the simulating process ended without a result (wait status {status})."}
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -8,7 +8,7 @@ Locations are as in a run on a GPU. On CUDA they are read from the tensors. If t
 tensors are in one memory, and the layout determines the location: the one that DeepSpeed would choose on a GPU.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,11 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from deepspeed.runtime.pipe import schedule
-from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from pretrain.memory.footprint import Footprint
+from pretrain.memory.measure.cpu_step_peak import storage_of, walk_tensors
 
 TensorEntry = tuple[str, str, torch.Tensor]  # role, location, tensor
 
@@ -57,21 +56,9 @@ def held_storages(engine: DeepSpeedEngine) -> list[HeldStorage]:
     return list(found.values())
 
 
-def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """Return the storage of a tensor or FakeTensor; None for meta tensors and sparse tensors."""
-    if tensor.device.type == "meta" or tensor.layout != torch.strided:
-        return None
-    return tensor.untyped_storage()
-
-
 def footprint_of(held: Iterable[HeldStorage]) -> Footprint:
     """Sum the bytes of storages by role and location."""
     return Footprint.of(((item.role, item.location), item.size_bytes) for item in held)
-
-
-def held_footprint(engine: DeepSpeedEngine) -> Footprint:
-    """Return the bytes that this rank's engine holds in memory, by role and location."""
-    return footprint_of(held_storages(engine))
 
 
 def unaccounted_bytes(held: Iterable[HeldStorage], alive: Mapping[int, int]) -> int:
@@ -207,7 +194,7 @@ def _base_optimizer_states(engine: DeepSpeedEngine) -> Iterator[TensorEntry]:
 def _other_tensors(engine: DeepSpeedEngine) -> Iterator[TensorEntry]:
     """Yield every tensor that can be reached from the engine through attributes and containers."""
     pinned = _optimizer_location(engine, pinned=True)
-    for path, tensor in _walk(engine):
+    for path, tensor in walk_tensors(engine):
         if path[:1] and path[0] in _PIPELINE_TENSORS:
             yield "activations", "device", tensor
         elif any(name in path for name in _ALWAYS_PINNED):
@@ -216,42 +203,13 @@ def _other_tensors(engine: DeepSpeedEngine) -> Iterator[TensorEntry]:
             yield "buffers", pinned if any(name in path for name in _PINNED_ON_REQUEST) else "device", tensor
 
 
-def _walk(root: object) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
-    """Yield (path of attribute names, tensor) for all tensors that DeepSpeed's objects and containers hold."""
-    seen, waiting = {id(root)}, [((), root)]  # type: tuple[set[int], list[tuple[tuple[str, ...], Any]]]
-    while waiting:
-        path, node = waiting.pop()
-        if isinstance(node, torch.Tensor):
-            yield path, node
-            if node.is_leaf and node.grad is not None:
-                yield (*path, "grad"), node.grad
-        for name, part in _children(node):
-            if id(part) not in seen:
-                seen.add(id(part))
-                waiting.append(((*path, name) if name else path, part))
-
-
-def _children(node: Any) -> Iterable[tuple[str, Any]]:
-    """Return (name, value) of the items of a container and of the attributes of an object of DeepSpeed or torch."""
-    if isinstance(node, Mapping):
-        return [("", part) for part in node.values()]
-    if isinstance(node, (str, bytes, int, float, type)) or node is None:
-        return []
-    items = [("", part) for part in node] if isinstance(node, (list, tuple, set, frozenset)) or \
-        type(node).__name__ == "deque" else []
-    has_tensors = isinstance(node, (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)) or \
-        type(node).__module__.split(".")[0] in ("deepspeed", "pretrain")
-    return [*items, *vars(node).items()] if has_tensors and hasattr(node, "__dict__") else items
-
-
-def nvme_files(engine: DeepSpeedEngine, rank: int) -> dict[Path, str]:
-    """Return the swap files of one rank, each with its role."""
-    found: dict[Path, str] = {}
-    for offload in (engine.zero_offload_optimizer(), engine.zero_offload_param()):
-        if _offload_device(offload) == "nvme":
-            paths = Path(offload.nvme_path, "zero_stage_3").glob(f"*/rank{rank}/*.swp")
-            found.update({path: role_of_file(path) for path in paths})
-    return found
+def nvme_footprint(engine: DeepSpeedEngine, rank: int) -> Footprint:
+    """Return the bytes of one rank's swap files on disk, by role."""
+    folders = {Path(offload.nvme_path, "zero_stage_3")
+               for offload in (engine.zero_offload_optimizer(), engine.zero_offload_param())
+               if _offload_device(offload) == "nvme"}
+    return Footprint.of(((role_of_file(path), "nvme"), path.stat().st_size)
+                        for folder in folders for path in folder.glob(f"*/rank{rank}/*.swp"))
 
 
 def role_of_file(path: Path) -> str:
@@ -262,42 +220,3 @@ def role_of_file(path: Path) -> str:
         return "gradients"
     words = path.name.split(".")[0].split("_")
     return "master_weights" if all(word.isdigit() for word in words) else "optimizer_states"
-
-
-def nvme_footprint(engine: DeepSpeedEngine, rank: int) -> Footprint:
-    """Return the bytes of one rank's swap files on disk, by role."""
-    return Footprint.of(((role, "nvme"), path.stat().st_size) for path, role in nvme_files(engine, rank).items())
-
-
-def call_after_backward(engine: DeepSpeedEngine, action: Callable[[], None]) -> None:
-    """Call `action` in every later step after the last backward pass.
-
-    At ZeRO stages 0 and 1, a pipeline engine and a plain one (with sequence or expert parallelism) call `action` before
-    they reduce gradients. At stages 2 and 3 the backward pass reduces, and `action` is called before the step.
-    """
-    if isinstance(engine, PipelineEngine):
-        original_reduce = engine._INSTRUCTION_MAP[schedule.ReduceTiedGrads]
-
-        def reduce_tied_grads(self: PipelineEngine) -> None:
-            action()
-            original_reduce(self)
-
-        engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, schedule.ReduceTiedGrads: reduce_tied_grads}
-        return
-    if engine.zero_optimization_stage() < 2:
-        original_allreduce = engine.allreduce_gradients
-
-        def allreduce_gradients(*args: Any, **kwargs: Any) -> None:
-            if engine.is_gradient_accumulation_boundary():
-                action()
-            original_allreduce(*args, **kwargs)
-
-        engine.allreduce_gradients = allreduce_gradients
-        return
-    original_step = engine._take_model_step
-
-    def take_model_step(*args: Any) -> None:
-        action()
-        original_step(*args)
-
-    engine._take_model_step = take_model_step

@@ -9,9 +9,8 @@ from pretrain.errors import ConfigError
 from pretrain.memory.footprint import GB
 from pretrain.memory.hardware import Cluster, Gpu, find_gpu, gpu_by_label, make_cluster
 from pretrain.memory.step_time.measured_run import MeasuredRun, read_measured_run
-from pretrain.memory.step_time.time_model import StepTime, estimate_step_time, model_flops_per_token
+from pretrain.memory.step_time.time_model import StepTime, predict_step
 from pretrain.memory.step_time.time_parameters import DEFAULT_PARAMETERS, TimeParameters, fit
-from pretrain.memory.step_time.traffic import rank_parameters, step_traffic
 
 # A CPU before the calibration: values of a thread. They are assumptions; the calibration scales all of them together.
 _CPU_TFLOPS, _CPU_MEMORY_RATE, _CPU_ATTENTION = 0.5, 8 * GB, 0.1
@@ -97,32 +96,23 @@ def _error(run: MeasuredRun, parameters: TimeParameters) -> float:
     """Return the squared error of the predicted step, as a fraction of it, and of its phases if they are known."""
     predicted = predict_run(run, parameters)
     pairs = [(run.step_seconds, predicted.total_seconds)]
-    if run.phases:
-        pairs += [(run.phases["forward"], predicted.forward_seconds),
-                  (run.phases["backward"], predicted.backward_seconds),
-                  (run.phases["update"], predicted.update_seconds)]
+    pairs += [(seconds, predicted.phases[name]) for name, seconds in run.phases.items()]
     return sum(((measured - found) / run.step_seconds) ** 2 for measured, found in pairs)
 
 
 def predict_run(run: MeasuredRun, parameters: TimeParameters) -> StepTime:
     """Return the predicted time of a run's steps."""
-    layout, shape, ranks = run.layout, run.model, run.host["ranks"]
     device = gpu_by_label(run.gpu_name, run.gpu_memory_bytes) if run.gpu_name else None
-    cluster = cluster_of_run(run, device, world_size=layout.world_size, gpus_per_node=ranks)
-    own = rank_parameters(layout, shape, shape.num_parameters())
-    return estimate_step_time(layout, cluster, shape, step_traffic(layout, own, shape), own,
-                              flops_per_token=model_flops_per_token(shape, 0, layout.seq_length), rates=parameters)
-
-
-def cluster_of_run(run: MeasuredRun, device: Gpu | None, *, world_size: int, gpus_per_node: int) -> Cluster:
-    """Return a cluster of machines like a run's. A rank on CPUs has as many threads as in the run, or fewer."""
-    cluster = make_cluster(gpu=device.name if device else None, world_size=world_size, nodes=None,
-                           gpus_per_node=gpus_per_node)
-    return cluster if device else on_cpus(cluster, run)
+    cluster = make_cluster(gpu=device.name if device else None, world_size=run.layout.world_size, nodes=None,
+                           gpus_per_node=run.host["ranks"])
+    return predict_step(run.layout, cluster if device else on_cpus(cluster, run), run.model, parameters)
 
 
 def on_cpus(cluster: Cluster, run: MeasuredRun) -> Cluster:
-    """Return the cluster with the CPUs of a run's host instead of GPUs: each rank is a device."""
+    """Return the cluster with the CPUs of a run's host instead of GPUs: each rank is a device.
+
+    A rank has as many threads as in the run, or fewer.
+    """
     ranks, memory_bytes = cluster.gpus_per_node, int(run.host["memory_bytes"])
     threads = min(float(run.threads), run.host["cores"] / ranks)
     cpu = Gpu("cpu", memory_bytes // ranks, str(run.host.get("cpu")), threads * _CPU_MEMORY_RATE, _CPU_PEER_RATE,
@@ -138,9 +128,8 @@ def calibration_lines(calibration: Calibration) -> list[str]:
         lines.append(f"calibrated with {run.describe()}")
         lines.append(f"  measured {_milliseconds(run.step_seconds, run.phases)}")
         for title, time in (("before", before), ("after", after)):
-            phases = {"forward": time.forward_seconds, "backward": time.backward_seconds,
-                      "update": time.update_seconds} if run.phases else {}
-            lines.append(f"  predicted {title} the calibration {_milliseconds(time.total_seconds, phases)}: "
+            phases = _milliseconds(time.total_seconds, time.phases if run.phases else {})
+            lines.append(f"  predicted {title} the calibration {phases}: "
                          f"{time.total_seconds / run.step_seconds:.2f} of the measured step")
     found = ", ".join(f"{name} {getattr(calibration.parameters, name):.3g}" for name in calibration.fitted)
     return [*lines, f"  fitted: {found}"]

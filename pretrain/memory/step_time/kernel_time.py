@@ -4,6 +4,7 @@ Shapes in docstrings: M tokens of the micro-batch, N and K columns and rows of a
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -85,20 +86,20 @@ def _tile_efficiency(m: float, n: float, k: float, peak: float, multiprocessors:
     return best
 
 
-def layer_time(layer: Layer, shape: ModelConfig, layout: Layout, rates: KernelRates) -> LayerTime:
+def layer_time(layer: Layer, model: ModelConfig, layout: Layout, rates: KernelRates) -> LayerTime:
     """Return the time of one layer of a rank for one micro-batch, without recomputation."""
     tokens = layout.micro_batch_size * layout.seq_length / layout.sequence_parallel_size
-    forward, backward, products = _products(layer, shape, layout, rates, tokens)
-    passes, kernels = _memory_passes(layer, shape, layout)
+    forward, backward, products = _products(layer, model, layout, rates, tokens)
+    passes, kernels = _memory_passes(layer, model, layout)
     bytes_per_token = [elements * rates.element_bytes for elements in passes]
     if layer.kind == "head":
-        bytes_per_token[1] += _LOSS_BYTES * shape.vocab_size / layout.tensor_parallel_size
+        bytes_per_token[1] += _LOSS_BYTES * model.vocab_size / layout.tensor_parallel_size
         kernels += 2
     elif layer.kind == "block":
-        heads = shape.num_heads / layout.tensor_parallel_size / layout.sequence_parallel_size
+        heads = model.num_heads / layout.tensor_parallel_size / layout.sequence_parallel_size
         queries = layout.micro_batch_size * layout.seq_length
         keys = mean_keys_seen(layer.window, layout.seq_length)
-        attention = rates.attention_seconds(queries, keys, heads, shape.head_size)
+        attention = rates.attention_seconds(queries, keys, heads, model.head_size)
         forward, backward = forward + attention, backward + _ATTENTION_BACKWARD * attention
         kernels += 4  # the kernel itself, and views of queries, keys and values that are copied
     gradients = 0.0 if layer.kind == "head" and layer.tied else _elements(layer, layout)
@@ -106,6 +107,15 @@ def layer_time(layer: Layer, shape: ModelConfig, layout: Layout, rates: KernelRa
     return LayerTime(forward + tokens * bytes_per_token[0] / rates.memory,
                      backward + tokens * bytes_per_token[1] / rates.memory,
                      products + kernels, _BACKWARD_KERNELS * (products + kernels))
+
+
+def layer_times(layers: Sequence[Layer], model: ModelConfig, layout: Layout, cluster: Cluster,
+                parameters: TimeParameters) -> list[LayerTime]:
+    """Return the time of each of some layers, as `layer_time` does."""
+    rates = KernelRates(cluster.gpu, layout.precision, layout.element_bytes, parameters)
+    known = {id(layer): layer for layer in layers}  # equal blocks are one object
+    times = {key: layer_time(layer, model, layout, rates) for key, layer in known.items()}
+    return [times[id(layer)] for layer in layers]
 
 
 def _elements(layer: Layer, layout: Layout) -> float:
@@ -122,7 +132,7 @@ def _local_shape(parameter: Parameter, layout: Layout) -> tuple[float, ...]:
     return tuple(sizes)
 
 
-def _products(layer: Layer, shape: ModelConfig, layout: Layout, rates: KernelRates,
+def _products(layer: Layer, model: ModelConfig, layout: Layout, rates: KernelRates,
               tokens: float) -> tuple[float, float, int]:
     """Return (forward seconds, backward seconds, number) of the products with the layer's matrices."""
     forward, backward, number = 0.0, 0.0, 0
@@ -134,55 +144,60 @@ def _products(layer: Layer, shape: ModelConfig, layout: Layout, rates: KernelRat
         *experts, n, k = _local_shape(parameter, layout)
         count, m = 1.0, tokens
         if experts:  # each token passes experts_per_token of them, all on some rank
-            count, m = experts[0], tokens * shape.experts_per_token * layout.expert_parallel_size / shape.num_experts
+            count, m = experts[0], tokens * model.experts_per_token * layout.expert_parallel_size / model.num_experts
         forward += count * rates.product_seconds(m, n, k)
         backward += count * (rates.product_seconds(m, k, n) + rates.product_seconds(n, k, m))
         number += 1
     return forward, backward, number
 
 
-def _memory_passes(layer: Layer, shape: ModelConfig, layout: Layout) -> tuple[tuple[float, float], int]:
+def _memory_passes(layer: Layer, model: ModelConfig, layout: Layout) -> tuple[tuple[float, float], int]:
     """Return the elements per token that (forward, backward) read and write outside of products, and the kernels.
 
     A norm: 2 D, backward 4 D. A residual addition: 3 D both ways. An activation of I elements: 2 I, or 3 I with a gate;
     backward one more. Rotary positions: read and write queries and keys. Gradients of biases: their outputs once.
     """
-    hidden = float(shape.hidden_size)
+    hidden = float(model.hidden_size)
     if layer.kind in ("embedding", "positions"):
         return (2 * hidden, 3 * hidden), 1
     norms = sum(each.name.endswith(".weight") and not each.is_matrix for each in layer.parameters)
     if layer.kind != "block":
         return (2 * hidden * norms, 4 * hidden * norms), norms
-    biases = sum(each.size for each in layer.parameters if each.name.endswith("bias") and "norm" not in each.name)
-    inner: float = shape.intermediate_size
+    biases = sum(each.size for each in layer.parameters if _is_bias_of_matrix(each, layer))
+    inner: float = model.intermediate_size
     if layer.has_experts:
-        inner = shape.moe_intermediate_size * shape.experts_per_token + shape.shared_expert_size
+        inner = model.moe_intermediate_size * model.experts_per_token + model.shared_expert_size
     inner /= layout.tensor_parallel_size
     rotated = 0.0
-    if shape.position == "rope":
-        rotated = 2.0 * (shape.num_heads + shape.num_kv_heads) * shape.head_size / layout.tensor_parallel_size
-    gate = 1 if shape.gated_mlp else 0
-    dropout = 2.5 * 2 * hidden if shape.residual_dropout else 0.0  # input, output, and a mask of one byte
+    if model.position == "rope":
+        rotated = 2.0 * (model.num_heads + model.num_kv_heads) * model.head_size / layout.tensor_parallel_size
+    gate = 1 if model.gated_mlp else 0
+    dropout = 2.5 * 2 * hidden if model.residual_dropout else 0.0  # input, output, and a mask of one byte
     forward = 2 * hidden * norms + 6 * hidden + (2 + gate) * inner + rotated + dropout
     backward = 4 * hidden * norms + 6 * hidden + (3 + 2 * gate) * inner + rotated + dropout + biases
     return (forward, backward), norms + 3 + gate + (6 if rotated else 0) + (2 if dropout else 0)
 
 
-def recomputed_fraction(layout: Layout, shape: ModelConfig | None) -> float:
-    """Return the recomputed FLOPs as a fraction of the blocks' forward pass; without a shape, all or nothing.
+def _is_bias_of_matrix(parameter: Parameter, layer: Layer) -> bool:
+    module, _, kind = parameter.name.rpartition(".")
+    return kind == "bias" and layer.by_name()[f"{module}.weight"].is_matrix
+
+
+def recomputed_fraction(layout: Layout, model: ModelConfig) -> float:
+    """Return the recomputed FLOPs as a fraction of the blocks' forward pass.
 
     The recomputation of attention ends before its output projection, whose output the backward pass does not need,
     unless a norm follows. (Korthikanti et al., arXiv 2205.05198, recompute only the core of attention. The kernels do
     that in their own backward pass, so it is not counted here.)
     """
     recompute, tiled = layout.recomputation, layout.mlp_tiles > 1
-    if shape is None or not (recompute.is_on or tiled) or (recompute.interval and not tiled):
+    if not (recompute.is_on or tiled) or (recompute.interval and not tiled):
         return float(recompute.is_on)
     recomputed = total = 0.0
-    for index, layer in enumerate(shape.blocks()):
-        work = layer_flops_per_token(shape, layer, layout.seq_length)
-        attention = _attention_work(shape, layer.window, layout.seq_length)
-        output = 0 if shape.post_norm else 6 * shape.num_heads * shape.head_size * shape.hidden_size
+    for index, layer in enumerate(model.blocks()):
+        work = layer_flops_per_token(model, layer, layout.seq_length)
+        attention = _attention_work(model, layer.window, layout.seq_length)
+        output = 0 if model.post_norm else 6 * model.num_heads * model.head_size * model.hidden_size
         by_part = {"none": 0.0, "blocks": work, "attention": attention - output, "mlp": work - attention}
         recomputed += by_part["blocks" if recompute.interval else recompute.part_of(index)]
         recomputed += by_part["mlp"] if tiled else 0  # also after the recomputation of complete blocks
@@ -190,28 +205,19 @@ def recomputed_fraction(layout: Layout, shape: ModelConfig | None) -> float:
     return recomputed / total
 
 
-def _attention_work(shape: ModelConfig, window: int, seq_length: int) -> float:
+def _attention_work(model: ModelConfig, window: int, seq_length: int) -> float:
     """Return the part of `layer_flops_per_token` in attention: its matrices and its scores."""
-    query, keys = shape.num_heads * shape.head_size, 2 * shape.num_kv_heads * shape.head_size
-    return 6 * shape.hidden_size * (2 * query + keys) + 12 * query * keys_per_query(window, seq_length)
+    query, keys = model.num_heads * model.head_size, 2 * model.num_kv_heads * model.head_size
+    return 6 * model.hidden_size * (2 * query + keys) + 12 * query * keys_per_query(window, seq_length)
 
 
-def with_predicted_times(layout: Layout, shape: ModelConfig | None, cluster: Cluster,
-                         parameters: TimeParameters = DEFAULT_PARAMETERS) -> Layout:
+def with_predicted_times(layout: Layout, model: ModelConfig, cluster: Cluster) -> Layout:
     """Return the layout with predicted times of its layers if its pipeline stages depend on them."""
-    if layout.partition_method != BY_TIME or layout.pipeline_stages == 1 or layout.layer_times or shape is None:
+    if layout.partition_method != BY_TIME or layout.pipeline_stages == 1 or layout.layer_times:
         return layout
-    rates = KernelRates(cluster.gpu, layout.precision, layout.element_bytes, parameters)
-    again = recomputed_fraction(layout, shape)
-    known: dict[int, int] = {}  # equal blocks are one object
-    layers = shape.layers()
-    for layer in layers:
-        if id(layer) not in known:
-            known[id(layer)] = _nanoseconds(layer, shape, layout, rates, again)
-    return replace(layout, layer_times=tuple(known[id(layer)] for layer in layers), notes=(*layout.notes, _NOTE))
-
-
-def _nanoseconds(layer: Layer, shape: ModelConfig, layout: Layout, rates: KernelRates, again: float) -> int:
-    """Return the time of the forward and backward pass for one micro-batch, with the mean recomputation of a block."""
-    time = layer_time(layer, shape, layout, rates)
-    return round(1e9 * (time.forward + time.backward + (again * time.forward if layer.kind == "block" else 0.0)))
+    again = recomputed_fraction(layout, model)  # of the mean block
+    times = layer_times(model.layers(), model, layout, cluster, DEFAULT_PARAMETERS)
+    nanoseconds = tuple(round(1e9 * (time.forward + time.backward + (again * time.forward if layer.kind == "block"
+                                                                     else 0.0)))
+                        for layer, time in zip(model.layers(), times, strict=True))
+    return replace(layout, layer_times=nanoseconds, notes=(*layout.notes, _NOTE))

@@ -8,11 +8,11 @@ import math
 from dataclasses import dataclass
 
 from pretrain.config.layout import Layout
-from pretrain.memory.estimate.rank_parameters import pipeline_stage_layers
+from pretrain.memory.estimate.rank import pipeline_stage_layers
 from pretrain.memory.hardware import Cluster
-from pretrain.memory.step_time.kernel_time import KernelRates, LayerTime, layer_time, recomputed_fraction
+from pretrain.memory.step_time.kernel_time import layer_times, recomputed_fraction
 from pretrain.memory.step_time.time_parameters import DEFAULT_PARAMETERS, TimeParameters
-from pretrain.memory.step_time.traffic import PHASES, RankParameters, Transfer
+from pretrain.memory.step_time.traffic import PHASES, RankParameters, Transfer, rank_parameters, step_traffic
 from pretrain.model.description import ModelConfig
 from pretrain.model.flops import flops_per_token
 
@@ -56,6 +56,11 @@ class StepTime:
             self.pcie_seconds + self.disk_seconds + self.optimizer_seconds
 
     @property
+    def phases(self) -> dict[str, float]:
+        """Seconds by phase, under the names of MeasuredRun.phases."""
+        return {"forward": self.forward_seconds, "backward": self.backward_seconds, "update": self.update_seconds}
+
+    @property
     def mfu(self) -> float:
         """Model FLOPs utilization: model FLOPs as a fraction of what the peak rate would allow."""
         return self.model_flops / self.total_seconds / self.peak_flops
@@ -71,11 +76,6 @@ class StepTime:
         return (self.network_seconds + self.pcie_seconds + self.disk_seconds) / self.total_seconds
 
 
-def model_flops_per_token(shape: ModelConfig | None, num_parameters: int, seq_length: int) -> float:
-    """Return `flops_per_token`; without a shape 6 * num_parameters."""
-    return 6.0 * num_parameters if shape is None else flops_per_token(shape, seq_length)
-
-
 @dataclass(frozen=True)
 class StageTime:
     """Seconds that the device of one pipeline stage computes in a step, by phase, and that its host needs for it."""
@@ -88,21 +88,16 @@ class StageTime:
         return sum(max(self.device[phase], self.host[phase]) for phase in PHASES)
 
 
-def stage_time(layout: Layout, cluster: Cluster, shape: ModelConfig, pipeline_stage: int, parameters: TimeParameters,
+def stage_time(layout: Layout, cluster: Cluster, model: ModelConfig, pipeline_stage: int, parameters: TimeParameters,
                again: float) -> StageTime:
     """Return the times of all micro-batches, recomputation included; the device's without transfers and optimizer.
 
     Args:
         again: fraction of the blocks' forward pass that is recomputed.
     """
-    rates = KernelRates(cluster.gpu, layout.precision, layout.element_bytes, parameters)
-    layers = pipeline_stage_layers(shape, layout, pipeline_stage)
-    known: dict[int, LayerTime] = {}  # equal blocks are one object
-    for layer in layers:
-        if id(layer) not in known:
-            known[id(layer)] = layer_time(layer, shape, layout, rates)
-    times = [known[id(layer)] for layer in layers]
-    blocks = [known[id(layer)] for layer in layers if layer.kind == "block"]
+    layers = pipeline_stage_layers(model, layout, pipeline_stage)
+    times = layer_times(layers, model, layout, cluster, parameters)
+    blocks = [time for layer, time in zip(layers, times, strict=True) if layer.kind == "block"]
     steps = layout.gradient_accumulation_steps
     forward = sum(each.forward for each in times)
     backward = sum(each.backward for each in times) + again * sum(each.forward for each in blocks)
@@ -116,10 +111,16 @@ def stage_time(layout: Layout, cluster: Cluster, shape: ModelConfig, pipeline_st
                      tensors=tensors))
 
 
-def estimate_step_time(layout: Layout, cluster: Cluster, shape: ModelConfig, transfers: list[Transfer],
-                       parameters: RankParameters, *, flops_per_token: float,
-                       rates: TimeParameters = DEFAULT_PARAMETERS) -> StepTime:
-    """Estimate the time of a step.
+def predict_step(layout: Layout, cluster: Cluster, model: ModelConfig,
+                 rates: TimeParameters = DEFAULT_PARAMETERS) -> StepTime:
+    """Estimate the time of a step, with the traffic of the rank that has most parameters."""
+    parameters = rank_parameters(layout, model, 0)
+    return estimate_step_time(layout, cluster, model, step_traffic(layout, parameters, model), parameters, rates)
+
+
+def estimate_step_time(layout: Layout, cluster: Cluster, model: ModelConfig, transfers: list[Transfer],
+                       parameters: RankParameters, rates: TimeParameters) -> StepTime:
+    """Estimate the time of a step with known traffic.
 
     Kernels run while the host launches the next ones: a phase takes as long as the slower of the two. CPUs do both one
     after the other. The bubble of a pipeline with p stages and m micro-batches is (p - 1) / m of the computation.
@@ -127,8 +128,8 @@ def estimate_step_time(layout: Layout, cluster: Cluster, shape: ModelConfig, tra
     Args:
         parameters: of the rank of the largest pipeline stage, before ZeRO divides them.
     """
-    again = recomputed_fraction(layout, shape)
-    slowest = max((stage_time(layout, cluster, shape, stage, rates, again) for stage in range(layout.pipeline_stages)),
+    again = recomputed_fraction(layout, model)
+    slowest = max((stage_time(layout, cluster, model, stage, rates, again) for stage in range(layout.pipeline_stages)),
                   key=lambda stage: stage.slowest)
     optimizer = _optimizer_seconds(layout, cluster, parameters.after_zero(layout), rates)
     waits = {"network": 0.0, "pcie": 0.0, "disk": 0.0}
@@ -150,7 +151,7 @@ def estimate_step_time(layout: Layout, cluster: Cluster, shape: ModelConfig, tra
         bubble_seconds=(compute + launch["forward"] + launch["backward"]) * idle,
         network_seconds=waits["network"], pcie_seconds=waits["pcie"], disk_seconds=waits["disk"],
         optimizer_seconds=optimizer, forward_seconds=total["forward"], backward_seconds=total["backward"],
-        update_seconds=total["step"], model_flops=flops_per_token * layout.tokens_per_step,
+        update_seconds=total["step"], model_flops=flops_per_token(model, layout.seq_length) * layout.tokens_per_step,
         peak_flops=peak * layout.world_size)
 
 

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from pretrain.config.layout import DTYPE_BYTES, Layout
-from pretrain.memory.estimate.rank_parameters import local_size, parameters_of, pipeline_stage_layers
+from pretrain.memory.estimate.rank import local_size, parameters_of, pipeline_stage_layers
 from pretrain.memory.step_time.kernel_time import recomputed_fraction
 from pretrain.model.description import ModelConfig
 
@@ -44,25 +44,25 @@ class RankParameters:
         return self.dense / layout.zero_size + self.experts * layout.expert_parallel_size / layout.zero_size
 
 
-def rank_parameters(layout: Layout, shape: ModelConfig | None, num_parameters: int) -> RankParameters:
-    """Return the parameters of a rank of the largest pipeline stage. Without a shape, all stages are assumed equal."""
-    if shape is None:
+def rank_parameters(layout: Layout, model: ModelConfig | None, num_parameters: int) -> RankParameters:
+    """Return the parameters of a rank of the largest pipeline stage. Without a model, all stages are assumed equal."""
+    if model is None:
         return RankParameters(num_parameters / layout.pipeline_stages / layout.tensor_parallel_size)
-    tied = shape.vocab_size * shape.hidden_size / layout.tensor_parallel_size if shape.tie_word_embeddings else 0.0
+    tied = model.vocab_size * model.hidden_size / layout.tensor_parallel_size if model.tie_word_embeddings else 0.0
     stages = []
     for stage in range(layout.pipeline_stages):
         sizes = [(each.is_expert, local_size(each, layout))
-                 for each in parameters_of(pipeline_stage_layers(shape, layout, stage))]
+                 for each in parameters_of(pipeline_stage_layers(model, layout, stage))]
         stages.append(RankParameters(sum(size for expert, size in sizes if not expert),
                                      sum(size for expert, size in sizes if expert), tied))
     return max(stages, key=lambda stage: stage.dense + stage.experts)
 
 
-def step_traffic(layout: Layout, parameters: RankParameters, shape: ModelConfig | None) -> list[Transfer]:
-    """List all transfers of a rank in one step. Activations are included only if the shape is known."""
-    transfers = _zero_collectives(layout, parameters, shape) + _offload(layout, parameters)
-    if shape is not None:
-        transfers += _pipeline(layout, shape) + _model_parallel(layout, shape) + _offloaded_activations(layout, shape)
+def step_traffic(layout: Layout, parameters: RankParameters, model: ModelConfig | None) -> list[Transfer]:
+    """List all transfers of a rank in one step. Activations are included only if the model is known."""
+    transfers = _zero_collectives(layout, parameters, model) + _offload(layout, parameters)
+    if model is not None:
+        transfers += _pipeline(layout, model) + _model_parallel(layout, model) + _offloaded_activations(layout, model)
     return [transfer for transfer in transfers if transfer.bytes > 0]
 
 
@@ -79,7 +79,7 @@ def _reduced_element_bytes(layout: Layout) -> int:
     return 4 if layout.sequence_parallel_size > 1 else DTYPE_BYTES[layout.precision]
 
 
-def _zero_collectives(layout: Layout, parameters: RankParameters, shape: ModelConfig | None) -> list[Transfer]:
+def _zero_collectives(layout: Layout, parameters: RankParameters, model: ModelConfig | None) -> list[Transfer]:
     """Collectives of gradients and parameters among the ranks that ZeRO divides over; experts use fewer ranks."""
     transfers = []
     for suffix, elements, ranks, stride in (
@@ -87,7 +87,7 @@ def _zero_collectives(layout: Layout, parameters: RankParameters, shape: ModelCo
             (" of experts", parameters.experts, layout.zero_size // layout.expert_parallel_size,
              layout.tensor_parallel_size * layout.expert_parallel_size)):
         if layout.zero_stage == 3:
-            matrices = gathered_tensors(layout, shape, experts=bool(suffix))
+            matrices = gathered_tensors(layout, model, experts=bool(suffix))
             transfers += _zero3_collectives(layout, parameters, suffix, elements, ranks, stride, matrices)
         else:
             transfers += _zero012_collectives(layout, suffix, elements, ranks, stride)
@@ -113,15 +113,15 @@ def _zero012_collectives(layout: Layout, suffix: str, elements: float, ranks: in
     return transfers
 
 
-def gathered_tensors(layout: Layout, shape: ModelConfig | None, *, experts: bool = False) -> int:
+def gathered_tensors(layout: Layout, model: ModelConfig | None, *, experts: bool = False) -> int:
     """Return the number of parameters that ZeRO stage 3 gathers; smaller ones remain on every rank.
 
     DeepSpeed gathers all parameters of a submodule together. A submodule has at most one large parameter.
     """
-    if shape is None:
+    if model is None:
         return 1
     return sum(each.size > layout.param_persistence_threshold and each.is_expert == experts
-               for layer in shape.layers() for each in layer.parameters)
+               for layer in model.layers() for each in layer.parameters)
 
 
 def gathers_per_micro_batch(layout: Layout, parameters: RankParameters) -> tuple[float, float]:
@@ -206,57 +206,57 @@ def _offloaded_parameters(layout: Layout, owned: float, gathers: tuple[float, fl
     return [*transfers, Transfer("parameters: written", "disk", "step", on_disk * size)]
 
 
-def _hidden_bytes(layout: Layout, shape: ModelConfig) -> float:
+def _hidden_bytes(layout: Layout, model: ModelConfig) -> float:
     """Bytes of the hidden states of one micro-batch on one rank."""
     tokens = layout.micro_batch_size * layout.seq_length / layout.sequence_parallel_size
-    return tokens * shape.hidden_size * layout.element_bytes
+    return tokens * model.hidden_size * layout.element_bytes
 
 
-def _pipeline(layout: Layout, shape: ModelConfig) -> list[Transfer]:
+def _pipeline(layout: Layout, model: ModelConfig) -> list[Transfer]:
     """Activations and their gradients between pipeline stages, and the sum of a tied matrix's gradients."""
     stages = layout.pipeline_stages
     if stages == 1:
         return []
-    size = _hidden_bytes(layout, shape) * layout.gradient_accumulation_steps
+    size = _hidden_bytes(layout, model) * layout.gradient_accumulation_steps
     stride = layout.world_size // stages
     messages = layout.gradient_accumulation_steps
     transfers = [
         Transfer("activations to the next pipeline stage", "network", "forward", size, 2, stride, messages=messages),
         Transfer("gradients to the previous pipeline stage", "network", "backward", size, 2, stride, messages=messages)]
-    if shape.tie_word_embeddings:
-        tied = shape.vocab_size * shape.hidden_size * layout.grad_accum_bytes / layout.tensor_parallel_size
+    if model.tie_word_embeddings:
+        tied = model.vocab_size * model.hidden_size * layout.grad_accum_bytes / layout.tensor_parallel_size
         transfers.append(Transfer("tied gradients: all-reduce", "network", "step", tied, 2, stride * (stages - 1)))
     return transfers
 
 
-def _offloaded_activations(layout: Layout, shape: ModelConfig) -> list[Transfer]:
+def _offloaded_activations(layout: Layout, model: ModelConfig) -> list[Transfer]:
     """Inputs of recomputed blocks or groups, to host memory and back (model/run_layers.py)."""
     recompute = layout.recomputation
     if not recompute.offload:
         return []
-    groups = shape.num_layers / layout.pipeline_stages / (recompute.interval or recompute.every)
-    size = groups * _hidden_bytes(layout, shape) * layout.gradient_accumulation_steps
+    groups = model.num_layers / layout.pipeline_stages / (recompute.interval or recompute.every)
+    size = groups * _hidden_bytes(layout, model) * layout.gradient_accumulation_steps
     return [Transfer("activations to the host", "pcie", "forward", size, overlaps=True),
             Transfer("activations from the host", "pcie", "backward", size, overlaps=True)]
 
 
-def _model_parallel(layout: Layout, shape: ModelConfig) -> list[Transfer]:
+def _model_parallel(layout: Layout, model: ModelConfig) -> list[Transfer]:
     """Collectives inside the blocks, in every pass.
 
     Tensor parallelism: two all-reduces a block (Megatron-LM, arXiv 1909.08053). Ulysses: four all-to-alls a block
     (arXiv 2309.14509). Experts: two all-to-alls a layer with experts (DeepSpeed-MoE, arXiv 2201.05596).
     """
-    blocks = shape.num_layers / layout.pipeline_stages
-    moe_blocks = shape.num_moe_layers() / layout.pipeline_stages
-    hidden = _hidden_bytes(layout, shape) * layout.gradient_accumulation_steps
+    blocks = model.num_layers / layout.pipeline_stages
+    moe_blocks = model.num_moe_layers() / layout.pipeline_stages
+    hidden = _hidden_bytes(layout, model) * layout.gradient_accumulation_steps
     transfers = []
-    for phase, passes in (("forward", 1.0), ("backward", 1.0 + recomputed_fraction(layout, shape))):
+    for phase, passes in (("forward", 1.0), ("backward", 1.0 + recomputed_fraction(layout, model))):
         for what, ranks, stride, size, count in (
                 ("tensor-parallel all-reduce", layout.tensor_parallel_size, 1, 2 * 2 * blocks * hidden, 2 * blocks),
                 ("sequence-parallel all-to-all", layout.sequence_parallel_size, layout.tensor_parallel_size,
                  4 * blocks * hidden, 4 * blocks),
                 ("expert all-to-all", layout.expert_parallel_size, layout.tensor_parallel_size,
-                 2 * moe_blocks * hidden * shape.experts_per_token, 2 * moe_blocks)):
+                 2 * moe_blocks * hidden * model.experts_per_token, 2 * moe_blocks)):
             messages = count * passes * layout.gradient_accumulation_steps
             transfers.append(Transfer(what, "network", phase, size * passes * (ranks - 1) / ranks, ranks, stride,
                                       messages=messages))

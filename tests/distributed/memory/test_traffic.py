@@ -47,7 +47,7 @@ NVME_FLAGS = {"steps": 3, "hidden": 512}  # a wide model, because DeepSpeed keep
 def predicted(name: str, values: dict[str, Any], run_flags: dict[str, Any]) -> list[Transfer]:
     run = flags("", **run_flags)
     model = load_model_config(run["model"], run["model_overrides"])
-    args = RunArguments(save="run", train_steps=run["train_steps"], seq_length=run["seq_length"])
+    args = RunArguments(seq_length=run["seq_length"], train_steps=run["train_steps"])
     layout = resolve_ds_config(DsFile(name, values), args, model=model, world_size=RANKS, device=cpu_device()).layout
     return step_traffic(layout, rank_parameters(layout, model, model.num_parameters()), model)
 

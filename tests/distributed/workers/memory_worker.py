@@ -11,7 +11,7 @@ from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.validate import check_settings
 from pretrain.distributed.device import detect_device
 from pretrain.engine.build import deepspeed_output, remove_swap_files
-from pretrain.memory.measure.measure_rank import measure_engine
+from pretrain.memory.measure.measure_run import measure_engine
 from tests.support.cases_loop import each_case
 
 

@@ -8,7 +8,7 @@ from deepspeed.utils import groups
 from pretrain.engine.attachments import attachments
 from pretrain.engine.build import build_engine
 from pretrain.engine.layer_times import layer_times_record, plan_as_built
-from pretrain.memory.estimate.rank_parameters import parameters_of, pipeline_stage_bounds, pipeline_stage_layers
+from pretrain.memory.estimate.rank import parameters_of, pipeline_stage_bounds, pipeline_stage_layers
 from tests.distributed.workers.worker import Case, end, plan_of, steps
 from tests.support.cases_loop import each_case
 

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from pretrain.config.ds_json.read import DsFile
 from pretrain.config.layout import Layout
-from pretrain.memory.compare.candidates import Candidate, generate_candidates, make_config
-from pretrain.memory.compare.combinations import Axes, Combination, combinations_of, default_axes, impossible_reason
-from pretrain.memory.compare.compare import Workload, rejection_reason
+from pretrain.errors import ConfigError
+from pretrain.memory.compare.candidates import generate_candidates, make_config, resolve_candidate
+from pretrain.memory.compare.combinations import Axes, combinations_of, default_axes, impossible_reason
 from pretrain.memory.compare.compare_zero import main
-from pretrain.memory.hardware import Cluster, make_cluster
+from pretrain.memory.hardware import make_cluster
 from pretrain.model.config import ModelConfig, load_model_config, model_config_from
 from tests.config.test_resolve import MIXTURE
 
@@ -29,26 +30,24 @@ GRID = Axes(offloads=("none", "optimizer_cpu", "all_cpu", "optimizer_nvme"), pip
             recomputes=("none",), seq_lengths=(64, 63))
 
 
-def _rejection(choice: Combination, cluster: Cluster, model: ModelConfig) -> str:
-    """Return why train.py rejects the combination, or ""."""
-    shape = model
-    ranks = cluster.world_size // choice.model_parallel_size
-    config = make_config(choice, micro_batch_size=1, accumulation_steps=4, cluster=cluster, shape=shape)
-    config["train_batch_size"] = 4 * max(1, ranks)
-    layout = Layout(world_size=cluster.world_size, seq_length=choice.seq_length,
-                    offload_optimizer="nvme" if "nvme" in choice.offload else "none", device_kind="cuda")
-    return rejection_reason(Candidate("grid", config, layout), Workload(cluster, 10**9, shape, model))
+def _rejection(layout: Layout, model: ModelConfig) -> str:
+    """Return why train.py rejects the layout, or ""."""
+    config = make_config(replace(layout, gradient_accumulation_steps=4), CLUSTER, model)
+    config["train_batch_size"] = 4 * max(1, layout.data_parallel_size)
+    try:
+        return resolve_candidate(DsFile("grid", config), layout, CLUSTER, model).rejection
+    except ConfigError as error:
+        return str(error)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_constraints_are_the_rules(name: str) -> None:
     model, seen = MODELS[name], Counter[str]()
-    for choice in combinations_of(GRID):
-        reason = impossible_reason(choice, CLUSTER, model)
-        rejection = _rejection(choice, CLUSTER, model)
+    for layout in combinations_of(GRID, CLUSTER.world_size):
+        reason, rejection = impossible_reason(layout, CLUSTER, model), _rejection(layout, model)
         if reason == IGNORED:
             continue
-        assert bool(reason) == bool(rejection), f"{choice}: planner: {reason or 'possible'}; rules: {rejection or 'ok'}"
+        assert bool(reason) == bool(rejection), f"{layout}: planner: {reason or 'possible'}; rules: {rejection or 'ok'}"
         seen[reason] += 1
     assert seen[""] >= 20
     assert len(seen) >= 10
@@ -59,14 +58,13 @@ def test_the_constraints_are_the_rules(name: str) -> None:
 def test_proposed_degrees_pass_the_check_of_train(name: str, gpu: str, world_size: int, seq_length: int) -> None:
     model = load_model_config(name, "max_position_embeddings=131072" if seq_length == 131_072 else None)
     cluster = make_cluster(gpu=gpu, world_size=world_size, nodes=None, gpus_per_node=None)
-    workload = Workload(cluster, model.num_parameters(), model, model)
     found = generate_candidates(Axes(seq_lengths=(seq_length,)), cluster, model).candidates
     divided = {candidate.name: candidate for candidate in found if candidate.layout.micro_batch_size == 1
                and max(candidate.layout.tensor_parallel_size, candidate.layout.sequence_parallel_size) > 1}
     assert len(divided) >= 8
     assert {candidate.layout.tensor_parallel_size for candidate in divided.values()} >= (
         {2, 4, 8} if seq_length < 131_072 else set())
-    assert {rejection_reason(candidate, workload) for candidate in divided.values()} == {""}
+    assert {candidate.rejection for candidate in divided.values()} == {""}
 
 
 def test_degrees_are_proposed_only_where_they_are_needed() -> None:

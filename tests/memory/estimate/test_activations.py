@@ -12,7 +12,7 @@ from pretrain.config.layout import Layout
 from pretrain.distributed.device import multiplies_bf16_on_x86
 from pretrain.memory.estimate.estimate_memory import estimate_rank
 from pretrain.memory.estimate.phases import layer_groups
-from pretrain.memory.estimate.rank_parameters import Rank
+from pretrain.memory.estimate.rank import Rank
 from pretrain.memory.measure.observe_steps import StorageTracker
 from pretrain.model.config import ModelConfig, model_config_from
 from pretrain.model.kernels import torch_attention
@@ -135,11 +135,11 @@ def _second_rope(config: ModelConfig, batch: MicroBatch) -> int:
 
 
 def test_on_gpus_each_micro_batch_in_flight_has_a_mask() -> None:
-    shape = _config("gpt2", dropout=False)
+    model = _config("gpt2", dropout=False)
     layout = Layout(world_size=3, pipeline_stages=3, zero_stage=1, micro_batch_size=2, gradient_accumulation_steps=8,
                     seq_length=2048)
     for stage in range(3):
-        without, peak = (estimate_rank(Rank(shape, replace(layout, document_attention=on), pipeline_stage=stage)).peak
+        without, peak = (estimate_rank(Rank(model, replace(layout, document_attention=on), pipeline_stage=stage)).peak
                          for on in (False, True))
         masks = (3 - stage) * 2 * 2048**2 * 2
         assert masks < peak.total() - without.total() < 1.1 * masks
@@ -184,10 +184,10 @@ def test_masks_are_counted_once() -> None:
 @pytest.mark.parametrize("terms", [LossTerms(), LossTerms(0.1, 1e-4)], ids=["plain", "with_terms"])
 def test_saved_and_peak_bytes_of_the_loss(dtype: torch.dtype, tokens: int, vocab_size: int, extras: dict[str, Any],
                                           terms: LossTerms, one_thread: None) -> None:
-    shape = replace(_config("gpt2", dropout=False), vocab_size=vocab_size, hidden_size=384, **extras)
-    x_BTD = torch.randn(2, tokens // 2, shape.hidden_size, dtype=dtype, requires_grad=True)
-    weight_VD = torch.randn(vocab_size, shape.hidden_size, dtype=dtype, requires_grad=True)
-    bias_V = torch.randn(vocab_size, dtype=dtype, requires_grad=True) if shape.head_bias else None
+    model = replace(_config("gpt2", dropout=False), vocab_size=vocab_size, hidden_size=384, **extras)
+    x_BTD = torch.randn(2, tokens // 2, model.hidden_size, dtype=dtype, requires_grad=True)
+    weight_VD = torch.randn(vocab_size, model.hidden_size, dtype=dtype, requires_grad=True)
+    bias_V = torch.randn(vocab_size, dtype=dtype, requires_grad=True) if model.head_bias else None
     labels = (torch.zeros(2, tokens // 2, dtype=torch.long), torch.ones(2, tokens // 2))
     micro_batch = MicroBatch(tokens, tokens // 2, dtype.itemsize, cuda=False)
     with StorageTracker() as tracker:
@@ -196,12 +196,12 @@ def test_saved_and_peak_bytes_of_the_loss(dtype: torch.dtype, tokens: int, vocab
         before = tracker.live_bytes
         for tensor in labels:
             tracker.add(tensor)
-        loss = linear_cross_entropy(x_BTD, weight_VD, labels, bias=bias_V, softcap=shape.logit_softcap, terms=terms)
-        assert tracker.peak_bytes - before == pytest.approx(loss_peak(shape, micro_batch), rel=0.01)
-        assert tracker.live_bytes - before == pytest.approx(loss_saved(shape, micro_batch), rel=0.01)
+        loss = linear_cross_entropy(x_BTD, weight_VD, labels, bias=bias_V, softcap=model.logit_softcap, terms=terms)
+        assert tracker.peak_bytes - before == pytest.approx(loss_peak(model, micro_batch), rel=0.01)
+        assert tracker.live_bytes - before == pytest.approx(loss_saved(model, micro_batch), rel=0.01)
         tracker.reset_peak()
         loss.backward()
-    backward = loss_saved(shape, micro_batch) + weight_VD.nbytes + loss_backward(shape, micro_batch)
+    backward = loss_saved(model, micro_batch) + weight_VD.nbytes + loss_backward(model, micro_batch)
     assert tracker.peak_bytes - before == pytest.approx(backward, rel=0.01)
 
 
@@ -212,7 +212,7 @@ def test_saved_and_peak_bytes_of_the_loss(dtype: torch.dtype, tokens: int, vocab
 def test_saved_bytes_of_layer_groups_equal_those_of_autograd(name: str, recompute: Recompute) -> None:
     config = model_config_from({**SHAPES[name], "vocab_size": 11}, "test")
     model = as_module(config, recompute=recompute).to(torch.bfloat16)
-    shape, micro_batch = config, MicroBatch(2 * 48, 48, 2, cuda=False)
+    micro_batch = MicroBatch(2 * 48, 48, 2, cuda=False)
     tokens_BT = torch.zeros(2, 48, dtype=torch.long)
     labels = (tokens_BT.clone(), torch.ones(tokens_BT.shape))
     with StorageTracker() as tracker:
@@ -226,7 +226,7 @@ def test_saved_bytes_of_layer_groups_equal_those_of_autograd(name: str, recomput
         loss = model(tokens_BT, *labels)
         saved = tracker.live_bytes - before
     assert loss.requires_grad
-    groups = layer_groups(shape, shape.layers(), micro_batch, recompute)
+    groups = layer_groups(config, config.layers(), micro_batch, recompute)
     assert saved == pytest.approx(sum(group.saved for group in groups), rel=0.01)
 
 
@@ -243,9 +243,8 @@ def test_peak_bytes_of_a_blocks_backward_pass(name: str, dtype: torch.dtype, dro
     for block, window in _blocks(config, dtype, part):
         x_BTD = torch.randn(batch, length, config.hidden_size, dtype=dtype, requires_grad=True)
         _, peak = measure_block(block, x_BTD)
-        shape = config
-        expected = block_saved(shape, micro_batch, window=window, part=part) \
-            + block_backward(shape, micro_batch, window, part) \
+        expected = block_saved(config, micro_batch, window=window, part=part) \
+            + block_backward(config, micro_batch, window, part) \
             + block.mlp.down.weight.nbytes
         tolerance = 0.08
         if part == "attention":  # dropout on CPUs converts q, k and v, and the scores, while it computes them
@@ -258,15 +257,15 @@ def test_peak_bytes_of_a_blocks_backward_pass(name: str, dtype: torch.dtype, dro
 def test_bytes_of_a_block_with_attention_in_c(name: str, one_thread: None) -> None:
     set_choice(None)
     config = _config(name, dropout=False)
-    shape, micro_batch = config, MicroBatch(2 * 512, 512, 2, cuda=False, c_attention=True)
+    micro_batch = MicroBatch(2 * 512, 512, 2, cuda=False, c_attention=True)
     for block, window in _blocks(config, torch.bfloat16):
         x_BTD = torch.randn(2, 512, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
         shared = list(block.attention.rope.tables(512, x_BTD)) if block.attention.rope else []
-        saved = block_saved(shape, micro_batch, window=window)
+        saved = block_saved(config, micro_batch, window=window)
         block(x_BTD.detach())  # compares the C functions with torch's operators before the measurement
         assert saved_bytes(block, [*block.parameters(), *shared], x_BTD) == saved, window
         _, peak = measure_block(block, x_BTD)
-        expected = saved + block_backward(shape, micro_batch, window) + block.mlp.down.weight.nbytes
+        expected = saved + block_backward(config, micro_batch, window) + block.mlp.down.weight.nbytes
         assert peak == pytest.approx(expected, rel=0.08), window
 
 
@@ -278,7 +277,7 @@ def test_saved_bytes_equal_megatrons_formula(ranks: int) -> None:
     project recomputes. The tolerance covers the statistics of the norms and the fp32 softmax sums.
     """
     config = model_config_from({"model_type": "gpt2", "n_layer": 2, "n_embd": 4096, "n_head": 32}, "test")
-    shape = replace(config, attention_dropout=0.0)
+    model = replace(config, attention_dropout=0.0)
     sbh = 2 * 2048 * 4096
     micro_batch = MicroBatch(2 * 2048, 2048, 2, cuda=True, tensor_parallel_size=ranks)
-    assert block_saved(shape, micro_batch) == pytest.approx(sbh * 26 / ranks, rel=0.01)
+    assert block_saved(model, micro_batch) == pytest.approx(sbh * 26 / ranks, rel=0.01)

@@ -15,27 +15,22 @@ from tests.support.model_shapes import SHAPES
 PARAMETERS = (10**9, 1_234_567_891)  # no number of GPUs below divides the second one, so that rounding is tested
 
 
-@pytest.mark.parametrize("offload_optimizer", ["none", "cpu"])
-def test_zero_2_formula_equals_that_of_deepspeed(offload_optimizer: str) -> None:
+@pytest.mark.parametrize(("zero_stage", "offload_optimizer", "offload_param"), [
+    (2, "none", "none"), (2, "cpu", "none"), (3, "none", "none"), (3, "cpu", "none"), (3, "cpu", "cpu")])
+def test_formulas_equal_those_of_deepspeed(zero_stage: int, offload_optimizer: str, offload_param: str) -> None:
+    model = model_config_from(SHAPES["llama"], "test")
+    offloads = offload_optimizer != "none"
     for parameters, nodes, gpus in product(PARAMETERS, (1, 3, 4), (2, 8)):
-        layout = Layout(world_size=nodes * gpus, zero_stage=2, offload_optimizer=offload_optimizer)
-        host, device = estimate_zero2_model_states_mem_needs(
-            parameters, num_gpus_per_node=gpus, num_nodes=nodes, cpu_offload=offload_optimizer != "none")
-        found = deepspeed_estimate(layout, num_parameters=parameters, shape=None, nodes=nodes, gpus_per_node=gpus)
-        assert found is not None
-        assert (found.device_bytes, found.host_bytes) == (device, host), (parameters, nodes, gpus)
-
-
-@pytest.mark.parametrize(("offload_optimizer", "offload_param"), [("none", "none"), ("cpu", "none"), ("cpu", "cpu")])
-def test_zero_3_formula_equals_that_of_deepspeed(offload_optimizer: str, offload_param: str) -> None:
-    shape = model_config_from(SHAPES["llama"], "test")
-    for parameters, nodes, gpus in product(PARAMETERS, (1, 3, 4), (2, 8)):
-        layout = Layout(world_size=nodes * gpus, zero_stage=3, offload_optimizer=offload_optimizer,
+        layout = Layout(world_size=nodes * gpus, zero_stage=zero_stage, offload_optimizer=offload_optimizer,
                         offload_param=offload_param)
-        host, device, _ = estimate_zero3_model_states_mem_needs(
-            parameters, largest_layer_parameters(shape), num_gpus_per_node=gpus, num_nodes=nodes,
-            cpu_offload=offload_optimizer != "none", cpu_offload_params=offload_param != "none")
-        found = deepspeed_estimate(layout, num_parameters=parameters, shape=shape, nodes=nodes, gpus_per_node=gpus)
+        if zero_stage == 2:
+            host, device = estimate_zero2_model_states_mem_needs(parameters, num_gpus_per_node=gpus, num_nodes=nodes,
+                                                                 cpu_offload=offloads)
+        else:
+            host, device, _ = estimate_zero3_model_states_mem_needs(
+                parameters, largest_layer_parameters(model), num_gpus_per_node=gpus, num_nodes=nodes,
+                cpu_offload=offloads, cpu_offload_params=offload_param != "none")
+        found = deepspeed_estimate(layout, num_parameters=parameters, model=model, nodes=nodes, gpus_per_node=gpus)
         assert found is not None
         assert (found.device_bytes, found.host_bytes) == (device, host), (parameters, nodes, gpus)
 
@@ -44,9 +39,3 @@ def test_zero_3_formula_equals_that_of_deepspeed(offload_optimizer: str, offload
 def test_the_largest_layer_equals_that_of_deepspeed(name: str) -> None:
     config = model_config_from(SHAPES[name], "test")
     assert largest_layer_parameters(config) == model_to_params(as_module(config))[1]
-
-
-@pytest.mark.parametrize("zero_stage", [0, 1])
-def test_deepspeed_has_no_formula_below_zero_stage_2(zero_stage: int) -> None:
-    assert deepspeed_estimate(Layout(zero_stage=zero_stage), num_parameters=10**9, shape=None, nodes=1,
-                              gpus_per_node=1) is None

@@ -11,8 +11,9 @@ import pytest
 from pretrain.config.layout import Layout
 from pretrain.errors import ConfigError
 from pretrain.memory.estimate.estimate_memory import estimate_memory, estimate_rank
-from pretrain.memory.estimate.rank_parameters import Rank, pipeline_stage_layers
+from pretrain.memory.estimate.rank import Rank, pipeline_stage_layers
 from pretrain.model.config import load_model_config
+from pretrain.model.description import ModelConfig
 from tests.support.effort import CountCalls
 from tests.support.model_shapes import write_config
 
@@ -46,10 +47,10 @@ def test_estimates_equal_the_table_of_the_zero_paper(ranks: int) -> None:
 
 
 def test_offloaded_states_change_their_location() -> None:
-    shape, layout = load_model_config("gpt2"), Layout(world_size=4, zero_stage=3)
-    on_device = estimate_memory(shape, layout).steady
-    on_cpu = estimate_memory(shape, replace(layout, offload_optimizer="cpu", offload_optimizer_pinned=False)).steady
-    on_nvme = estimate_memory(shape, replace(layout, offload_optimizer="nvme", offload_param="nvme")).steady
+    model, layout = load_model_config("gpt2"), Layout(world_size=4, zero_stage=3)
+    on_device = estimate_memory(model, layout).steady
+    on_cpu = estimate_memory(model, replace(layout, offload_optimizer="cpu", offload_optimizer_pinned=False)).steady
+    on_nvme = estimate_memory(model, replace(layout, offload_optimizer="nvme", offload_param="nvme")).steady
     assert on_cpu.total("optimizer_states", "host") == on_device.total("optimizer_states", "device")
     assert on_cpu.total(location="pinned") == 0
     assert on_nvme.total("optimizer_states", "nvme") > 0.99 * on_device.total("optimizer_states", "device")
@@ -64,31 +65,31 @@ def test_pinned_memory_has_a_margin() -> None:
 
 
 def test_the_estimate_is_for_the_rank_that_needs_most_memory() -> None:
-    shape = load_model_config("gpt2")
+    model = load_model_config("gpt2")
     layout = Layout(world_size=8, zero_stage=1, pipeline_stages=4, gradient_accumulation_steps=8, seq_length=256)
-    stages = [estimate_rank(Rank(shape, layout, stage)) for stage in range(4)]
-    assert estimate_memory(shape, layout).device_bytes == max(stage.device_bytes for stage in stages)
-    assert sum(len(pipeline_stage_layers(shape, layout, stage)) for stage in range(4)) == len(shape.layers())
+    stages = [estimate_rank(Rank(model, layout, stage)) for stage in range(4)]
+    assert estimate_memory(model, layout).device_bytes == max(stage.device_bytes for stage in stages)
+    assert sum(len(pipeline_stage_layers(model, layout, stage)) for stage in range(4)) == len(model.layers())
     zero2 = replace(layout, zero_stage=2, pipeline_stages=1, device_kind="cpu")
-    ranks = [estimate_rank(Rank(shape, zero2, zero_rank=rank)).steady.total() for rank in range(8)]
-    assert estimate_memory(shape, zero2).steady.total() == max(ranks)
+    ranks = [estimate_rank(Rank(model, zero2, zero_rank=rank)).steady.total() for rank in range(8)]
+    assert estimate_memory(model, zero2).steady.total() == max(ranks)
 
 
 def test_with_more_ranks_each_rank_needs_less_memory() -> None:
-    shape = load_model_config("gpt3-1.3b")
+    model = load_model_config("gpt3-1.3b")
     for zero_stage in (1, 2, 3):
-        sizes = [estimate_memory(shape, Layout(world_size=ranks, zero_stage=zero_stage)).steady.states()
+        sizes = [estimate_memory(model, Layout(world_size=ranks, zero_stage=zero_stage)).steady.states()
                  for ranks in (1, 8, 64)]
         assert sizes[0] > sizes[1] > sizes[2]
 
 
 def test_expert_parallelism_divides_the_experts(tmp_path: Path) -> None:
-    shape = load_model_config(write_config(tmp_path, {"model_type": "mixtral", "vocab_size": 32000, "hidden_size": 1024,
+    model = load_model_config(write_config(tmp_path, {"model_type": "mixtral", "vocab_size": 32000, "hidden_size": 1024,
                                                "num_hidden_layers": 4, "num_attention_heads": 16,
                                                "intermediate_size": 3584}))
     layout = Layout(world_size=8, zero_stage=1)
-    complete = estimate_memory(shape, layout).steady.total("parameters")
-    divided = estimate_memory(shape, replace(layout, expert_parallel_size=8)).steady.total("parameters")
+    complete = estimate_memory(model, layout).steady.total("parameters")
+    divided = estimate_memory(model, replace(layout, expert_parallel_size=8)).steady.total("parameters")
     experts = 4 * 8 * 3 * 1024 * 3584 * 2  # layers, experts, matrices; bytes
     assert complete - divided == pytest.approx(experts * 7 / 8, rel=1e-3)
 
@@ -113,12 +114,34 @@ def test_an_estimate_needs_a_model_or_its_size() -> None:
 
 
 def test_an_estimate_makes_few_function_calls() -> None:
-    shape = load_model_config("gpt3-175b")
+    model = load_model_config("gpt3-175b")
     for zero_stage in range(4):
         for micro_batch_size in (1, 25):
             layout = Layout(world_size=1024, zero_stage=zero_stage, micro_batch_size=micro_batch_size,
                             pipeline_stages=1 if zero_stage > 1 else 8, gradient_accumulation_steps=16,
                             seq_length=2048)
             with CountCalls() as work:
-                estimate_memory(shape, layout)
+                estimate_memory(model, layout)
             assert work.calls < 40_000, layout  # measured: at most 14,000 calls, a few milliseconds
+
+
+def blocks_of_stages(model: ModelConfig, layout: Layout) -> list[int]:
+    """Return the number of transformer blocks on each pipeline stage."""
+    return [sum(layer.kind == "block" for layer in pipeline_stage_layers(model, layout, stage))
+            for stage in range(layout.pipeline_stages)]
+
+
+def test_the_default_method_divides_by_flops() -> None:
+    """The head needs as many FLOPs as 2.3 blocks. So the first pipeline stage gets 5 of the 8 blocks."""
+    config = load_model_config("gpt2", "n_layer=8,n_embd=512,n_head=8,vocab_size=16384,n_positions=512")
+    assert blocks_of_stages(config, Layout(pipeline_stages=2, world_size=2, seq_length=512)) == [5, 3]
+
+
+def test_every_stage_has_a_block_even_with_a_large_head() -> None:
+    for vocab_size in (256, 50_000, 1_000_000):
+        for layers in range(2, 14):
+            model = load_model_config("tiny", f"vocab_size={vocab_size},n_layer={layers},n_embd=64")
+            for stages in range(2, layers + 1):
+                blocks = blocks_of_stages(model, Layout(pipeline_stages=stages, world_size=stages, seq_length=128))
+                assert min(blocks) >= 1, (vocab_size, layers, stages, blocks)
+                assert max(blocks[:-1]) - min(blocks[:-1]) <= 1

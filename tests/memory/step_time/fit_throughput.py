@@ -9,8 +9,8 @@ import math
 from dataclasses import dataclass, replace
 
 from pretrain.memory.step_time.time_parameters import DEFAULT_PARAMETERS, TimeParameters, fit
-from tests.support.gpu_throughput import FITTED_GPU, TABLE_PARAMETERS, page_table, predict, read_measurements
-from tests.support.gpu_throughput_3d import PARAMETERS_3D, page_table_3d, predict_step, read_step_measurements
+from tests.support.gpu_throughput import FITTED_GPU, TABLE_PARAMETERS, predict, read_measurements, throughput_table
+from tests.support.gpu_throughput_3d import PARAMETERS_3D, predict_3d, read_step_measurements, throughput_table_3d
 
 FITTED = ("memory_efficiency", "link_efficiency", "attention_speed", "attention_speed_3d")
 # From other values the fit may end at other ones, because a slower link and slower attention describe the same rows:
@@ -37,7 +37,7 @@ def ratios(parameters: FittedParameters = IN_USE) -> dict[str, list[float]]:
         found.setdefault(gpu, []).append(row.measured_seconds / predict(row, parameters).total_seconds)
     unfused = replace(parameters, attention_speed=parameters.attention_speed_3d)
     for step in STEPS:
-        ratio = step.seconds / predict_step(step, unfused).total_seconds
+        ratio = step.seconds / predict_3d(step, unfused).total_seconds
         found.setdefault("3d test" if step.is_test else "3d fit", []).append(ratio)
     return found
 
@@ -76,7 +76,7 @@ def main() -> None:
     print(f"95% of the rows that were not used for the fit: ZeRO alone within "
           f"{error_of_tests(found, ['h100', 'a100-40']):.0%}, tensor or pipeline parallel within "
           f"{error_of_tests(found, ['3d test']):.0%}")
-    print("\n".join([*page_table(), "", *page_table_3d()]))
+    print("\n".join([*throughput_table(), "", *throughput_table_3d()]))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,9 @@
-"""One rank of a layout: the layers of its pipeline stage, its parameters before ZeRO divides them, its micro-batch."""
+"""One rank of a layout: its layers, micro-batch and parameters before ZeRO divides them, and its optimizer's tensors.
 
+DeepSpeed 0.19.8 puts a wrapper around the optimizer. It owns the master weights and divides the states.
+"""
+
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -7,8 +11,10 @@ from itertools import accumulate
 from pretrain.config.layout import Layout
 from pretrain.distributed.device import multiplies_bf16_on_x86
 from pretrain.model.description import Layer, ModelConfig, Parameter
-from pretrain.model.operator_memory import MicroBatch
+from pretrain.model.operator_memory import FP32, MicroBatch
 from pretrain.model.partition import layer_costs, stage_bounds
+
+Allocation = tuple[tuple[str, str], int]  # ((role, location), bytes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,21 +46,21 @@ class ParameterGroup:
         return tuple(-(-size // self.ranks) for size in self.sizes)
 
 
-def pipeline_stage_layers(shape: ModelConfig, layout: Layout, pipeline_stage: int) -> tuple[Layer, ...]:
+def pipeline_stage_layers(model: ModelConfig, layout: Layout, pipeline_stage: int) -> tuple[Layer, ...]:
     """Return the layers of one pipeline stage. Raises ConfigError, as partition.stage_bounds does."""
-    bounds = pipeline_stage_bounds(shape, layout)
-    return shape.layers()[bounds[pipeline_stage]:bounds[pipeline_stage + 1]]
+    bounds = pipeline_stage_bounds(model, layout)
+    return model.layers()[bounds[pipeline_stage]:bounds[pipeline_stage + 1]]
 
 
-def pipeline_stage_bounds(shape: ModelConfig, layout: Layout) -> list[int]:
-    """Return indices into `shape.layers()`: pipeline stage i holds the layers bounds[i] to bounds[i + 1] - 1."""
-    return _bounds(shape, layout.pipeline_stages, layout.partition_method, layout.seq_length, layout.layer_times)
+def pipeline_stage_bounds(model: ModelConfig, layout: Layout) -> list[int]:
+    """Return indices into `model.layers()`: pipeline stage i holds the layers bounds[i] to bounds[i + 1] - 1."""
+    return _bounds(model, layout.pipeline_stages, layout.partition_method, layout.seq_length, layout.layer_times)
 
 
 @lru_cache(maxsize=256)
-def _bounds(shape: ModelConfig, pipeline_stages: int, partition_method: str, seq_length: int,
+def _bounds(model: ModelConfig, pipeline_stages: int, partition_method: str, seq_length: int,
             layer_times: tuple[int, ...]) -> list[int]:
-    return stage_bounds(layer_costs(shape, seq_length), num_stages=pipeline_stages, method=partition_method,
+    return stage_bounds(layer_costs(model, seq_length), num_stages=pipeline_stages, method=partition_method,
                         times=layer_times)
 
 
@@ -80,13 +86,13 @@ def _divided_size(parameter: Parameter, tensor_parallel_size: int, expert_parall
     return -(-parameter.size // ranks)
 
 
-def parameter_groups(shape: ModelConfig, layout: Layout, pipeline_stage: int) -> tuple[ParameterGroup, ...]:
+def parameter_groups(model: ModelConfig, layout: Layout, pipeline_stage: int) -> tuple[ParameterGroup, ...]:
     """Return the non-empty parameter groups of one rank.
 
     Matrices and vectors are two groups, because only matrices have weight decay (engine/optimizer.py). Experts
     have groups of their own, because DeepSpeed divides them over fewer ranks.
     """
-    return _groups(pipeline_stage_layers(shape, layout, pipeline_stage), layout.tensor_parallel_size,
+    return _groups(pipeline_stage_layers(model, layout, pipeline_stage), layout.tensor_parallel_size,
                    layout.expert_parallel_size, layout.zero_size)
 
 
@@ -109,7 +115,7 @@ def _groups(layers: tuple[Layer, ...], tensor_parallel_size: int, expert_paralle
 class Rank:
     """One rank of a layout."""
 
-    shape: ModelConfig
+    model: ModelConfig
     layout: Layout
     pipeline_stage: int = 0
     zero_rank: int = 0  # index of this rank among the ranks that ZeRO divides over
@@ -145,7 +151,92 @@ class Rank:
         return self.layout.gradient_accumulation_steps > 1
 
     def layers(self) -> tuple[Layer, ...]:
-        return pipeline_stage_layers(self.shape, self.layout, self.pipeline_stage)
+        return pipeline_stage_layers(self.model, self.layout, self.pipeline_stage)
 
     def groups(self) -> tuple[ParameterGroup, ...]:
-        return parameter_groups(self.shape, self.layout, self.pipeline_stage)
+        return parameter_groups(self.model, self.layout, self.pipeline_stage)
+
+
+def optimizer_wrapper(layout: Layout) -> str:
+    """Name the wrapper that DeepSpeed chooses (runtime/engine.py, _do_optimizer_sanity_check).
+
+    "zero3" (DeepSpeedZeroOptimizer_Stage3), "zero12" (DeepSpeedZeroOptimizer), "bf16" (BF16_Optimizer), "fp16"
+    (FP16_Optimizer) or "none" (fp32 at ZeRO stage 0). In this project ZeRO stages 0 and 1 run as a PipelineModule; for
+    it DeepSpeed chooses BF16_Optimizer in bf16 at stage 0.
+    """
+    if layout.zero_stage == 3:
+        return "zero3"
+    if layout.uses_bf16_optimizer:
+        return "bf16"
+    if layout.zero_stage > 0:
+        return "zero12"
+    return "fp16" if layout.precision == "fp16" else "none"
+
+
+def reduces_gradients(layout: Layout) -> bool:
+    """Return whether ZeRO stages 1 and 2 copy gradients to reduce them; see patches/zero.py."""
+    in_place = layout.zero_size == 1 and layout.contiguous_gradients and layout.offload_optimizer == "none"
+    return not in_place or layout.grad_accum_bytes != layout.element_bytes
+
+
+def optimizer_location(layout: Layout) -> str:
+    """Return the location of an offloaded optimizer's tensors that DeepSpeed pins if `pin_memory` is true."""
+    if layout.offload_optimizer == "none":
+        return "device"
+    return "pinned" if layout.offload_optimizer_pinned else "host"
+
+
+def unpinned_location(layout: Layout) -> str:
+    """Return the location of an offloaded optimizer's tensors that DeepSpeed never pins.
+
+    These are the optimizer states and ZeRO-3's master weights, which are converted to fp32 after pinning.
+    """
+    return "device" if layout.offload_optimizer == "none" else "host"
+
+
+def master_weight_bytes(layout: Layout) -> int:
+    """Bytes of one element of the master weights, and of the gradient that the optimizer is given."""
+    return layout.element_bytes if layout.masters_in_16bit else FP32
+
+
+def optimizer_state_bytes(layout: Layout) -> int:
+    """Bytes of the optimizer states of one element, for every optimizer except Muon.
+
+    DeepSpeed's Lion on the CPU allocates two tensors, as Adam does (ops/lion/cpu_lion.py).
+    """
+    tensors = layout.optimizer_moments
+    if layout.optimizer == "lion" and layout.offload_optimizer != "none":
+        tensors += 1
+    return tensors * (2 if layout.moments_in_16bit else FP32)
+
+
+def eight_bit_state_bytes(elements: int) -> int:
+    """Bytes of both states of one tensor of bitsandbytes' AdamW8bit (optim/optimizer.py, Optimizer2State.init_state).
+
+    Each state has a byte for each element, and an fp32 maximum for each block of 256 elements. Tensors of less than
+    4,096 elements have fp32 states. The two tables of 256 values that all tensors share are not counted.
+    """
+    if elements < 4096:
+        return 2 * FP32 * elements
+    return 2 * (elements + FP32 * -(-elements // 256))
+
+
+def optimizer_states(group: ParameterGroup, elements: int, layout: Layout) -> Iterator[Allocation]:
+    """Yield the optimizer states of `elements` elements of a group.
+
+    Muon updates hidden matrices. It keeps one momentum tensor in the gradients' dtype, and a second one until the step
+    is known to have no overflow (`_muon_pending_momentum`). An offloaded momentum is fp32, and the only one.
+    Embeddings, head and vectors use Adam.
+    """
+    location = unpinned_location(layout)
+    if layout.optimizer == "adamw8bit":
+        yield ("optimizer_states", location), eight_bit_state_bytes(elements)
+        return
+    if layout.optimizer != "muon":
+        yield ("optimizer_states", location), elements * optimizer_state_bytes(layout)
+        return
+    muon_elements = round(elements * group.muon_size / group.size)
+    momentum = muon_elements * (layout.grad_accum_bytes if layout.offload_optimizer == "none" else FP32)
+    yield ("optimizer_states", location), momentum + (elements - muon_elements) * 2 * FP32
+    if layout.zero_stage < 3 and layout.offload_optimizer == "none":
+        yield ("buffers", "device"), momentum
