@@ -3,17 +3,19 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypedDict
 
+from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.layout import Layout, parse_layout
 from pretrain.errors import ConfigError
 from pretrain.model.config import model_config_from
 from pretrain.model.description import ModelConfig
-from pretrain.model.recompute import PARTS
 from pretrain.monitor.read_run_folder import newest_path, read_metrics, read_starts
+from pretrain.stored_json import build
 
 _FEWEST_ROWS = 3  # logged steps that a calibration needs, without the first one, which includes the warm-up
 _LARGEST = 10**9  # tokens of a sample, samples of a step
+_FLAGS = ("seq_length", "recompute", "recompute_every", "document_attention")  # that the layout depends on
 
 
 @dataclass(frozen=True)
@@ -41,72 +43,68 @@ class MeasuredRun:
                f"{layout.gradient_accumulation_steps} samples of {layout.seq_length} tokens; {self.rows} logged steps"
 
 
+class _Gpu(TypedDict):
+    name: str
+    memory_bytes: int
+
+
+class _Host(TypedDict):
+    cpu: str | None
+    cores: int
+    ranks: int
+    memory_bytes: int
+    gpus: list[_Gpu]
+
+
+class _MeasuredStart(TypedDict):
+    """The keys of a record in run.json that a calibration needs; others may be missing."""
+
+    first_step: int
+    hardware: list[_Host]
+    environment: dict[str, Any]
+    model_config: dict[str, Any]
+    deepspeed_config: dict[str, Any]
+    layout: dict[str, Any]
+    flags: dict[str, Any]
+
+
 def read_measured_run(path: str) -> MeasuredRun:
     """Read run.json and metrics.jsonl of a run folder. Raises ConfigError if a calibration cannot use them."""
     run = Path(path)
     if not run.is_dir():
         raise ConfigError("--calibrate", problem=f"there is no run folder {path}",
                           remedy="Name the folder that the run has in --save")
-    start, rows = _newest_measured_start(run)
-    on_gpu = bool(start.find("hardware", 0, "gpus")) and start.find("environment", "DS_ACCELERATOR") != "cpu"
-    model = model_config_from(start.table("model_config"), f"{start.path}: model_config")
-    layout = _layout_of(start, rows[-1], "cuda" if on_gpu else "cpu")
-    cores, ranks = (start.number("hardware", 0, key, low=1) for key in ("cores", "ranks"))
-    host = {"cpu": str(start.find("hardware", 0, "cpu")), "cores": cores, "ranks": ranks,
-            "memory_bytes": start.number("hardware", 0, "memory_bytes", low=2**20)}
-    chosen = str(start.find("environment", "OMP_NUM_THREADS") or "")
+    values, rows = _newest_measured_start(run)
+    try:
+        start = build(_MeasuredStart, values)
+        world_size = build(int, start["layout"].get("world_size"), "layout.world_size")
+        if not start["hardware"]:
+            raise ValueError("hardware is empty")
+        host = start["hardware"][0]
+        if min(world_size, host["cores"], host["ranks"], host["memory_bytes"]) < 1:
+            raise ValueError("a number of hardware or layout is below 1")
+    except ValueError as error:
+        raise ConfigError(str(run / "run.json"), problem=f"a calibration cannot use the start ({error})") from None
+    on_gpu = bool(host["gpus"]) and start["environment"].get("DS_ACCELERATOR") != "cpu"
+    gpu = host["gpus"][0] if on_gpu else _Gpu(name="", memory_bytes=0)
+    chosen = str(start["environment"].get("OMP_NUM_THREADS") or "")
+    threads = int(chosen) if chosen.isdecimal() else host["cores"] // host["ranks"]
+    layout = _layout_of(values, world_size, rows[-1], "cuda" if on_gpu else "cpu")
     seconds = median(row["step_time_ms"] for row in rows) / 1e3
     return MeasuredRun(
-        path, layout, model,
-        str(start.find("hardware", 0, "gpus", 0, "name")) if on_gpu else "",
-        start.number("hardware", 0, "gpus", 0, "memory_bytes", low=2**20) if on_gpu else 0,
-        host, max(1, int(chosen)) if chosen.isdecimal() else max(1, cores // ranks),
-        seconds, _phases(rows, layout, seconds), len(rows))
+        path, layout, model_config_from(start["model_config"], f"{run / 'run.json'}: model_config"), gpu["name"],
+        gpu["memory_bytes"], {"cpu": host["cpu"], "cores": host["cores"], "ranks": host["ranks"],
+                              "memory_bytes": host["memory_bytes"]},
+        max(1, threads), seconds, _phases(rows, layout, seconds), len(rows))
 
 
-@dataclass(frozen=True)
-class _Record:
-    """The record of a start in run.json, with checks: the file may have been written by another version."""
-
-    values: dict[str, Any]
-    path: str
-
-    def find(self, *keys: str | int) -> Any:
-        """Return the value under some keys and list positions; None if there is none."""
-        value: Any = self.values
-        for key in keys:
-            try:
-                value = value[key]
-            except (KeyError, IndexError, TypeError):
-                return None
-        return value
-
-    def number(self, *keys: str | int, low: int) -> int:
-        """Return a whole number of at least `low`. Raises ConfigError for anything else."""
-        value = self.find(*keys)
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            raise self._error(keys, value, f"a whole number of at least {low}")
-        return value
-
-    def table(self, *keys: str | int) -> dict[str, Any]:
-        """Return a JSON object. Raises ConfigError for anything else."""
-        value = self.find(*keys)
-        if not isinstance(value, dict):
-            raise self._error(keys, value, "a JSON object")
-        return value
-
-    def _error(self, keys: tuple[str | int, ...], value: object, expected: str) -> ConfigError:
-        return ConfigError(f"{self.path}: {'.'.join(map(str, keys))}", found=repr(value), expected=expected)
-
-
-def _newest_measured_start(run: Path) -> tuple[_Record, list[dict[str, Any]]]:
+def _newest_measured_start(run: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the newest start with enough rows, and these rows. Raises ConfigError if no start has enough."""
-    rows = [row for row in read_metrics(run) if isinstance(row.get("step"), int) and _is_time(row.get("step_time_ms"))]
+    rows = [row for row in read_metrics(run) if _is_time(row.get("step_time_ms"))]
     rows = newest_path(rows)
     most, last = 0, float("inf")
-    for values in reversed(read_starts(run)):
-        start = _Record(values, str(run / "run.json"))
-        first = start.number("first_step", low=0)
+    for start in reversed(read_starts(run)):
+        first = start.get("first_step", 0)
         found = _comparable([row for row in rows if first < row["step"] <= last])
         if len(found) >= _FEWEST_ROWS:
             return start, found
@@ -128,23 +126,19 @@ def _is_time(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 3e9
 
 
-def _layout_of(start: _Record, row: dict[str, Any], device_kind: str) -> Layout:
+def _layout_of(start: dict[str, Any], world_size: int, row: dict[str, Any], device_kind: str) -> Layout:
     """Return the layout, with the batch size and sequence length of a row."""
+    flags = RunArguments(**{name: start["flags"][name] for name in _FLAGS if start["flags"].get(name) is not None})
     length, samples = row.get("seq_length"), row.get("global_batch_size")
-    if not isinstance(length, int) or not 0 < length < _LARGEST:
-        length = start.number("flags", "seq_length", low=1)
-    layout = parse_layout(start.table("deepspeed_config"), world_size=start.number("layout", "world_size", low=1),
-                          seq_length=length, device_kind=device_kind)
-    if not isinstance(samples, int) or not 0 < samples < _LARGEST:
-        samples = layout.global_batch_size
-    part, every = start.find("flags", "recompute"), start.find("flags", "recompute_every")
-    times = start.find("layer_times", "nanoseconds")
-    return replace(
-        layout, layer_times=tuple(times) if isinstance(times, list) else (),
-        recompute=part if part in PARTS else layout.recompute,
-        recompute_every=every if isinstance(every, int) and every > 0 else 1,
-        document_attention=start.find("flags", "document_attention") is True,
-        gradient_accumulation_steps=max(1, samples // (layout.micro_batch_size * layout.data_parallel_size)))
+    layout = parse_layout(start["deepspeed_config"], world_size=world_size, device_kind=device_kind,
+                          seq_length=length if isinstance(length, int) and 0 < length < _LARGEST else flags.seq_length,
+                          recompute=flags.recompute or "none", recompute_every=flags.recompute_every,
+                          document_attention=flags.document_attention,
+                          layer_times=tuple((start.get("layer_times") or {}).get("nanoseconds", ())))
+    if isinstance(samples, int) and 0 < samples < _LARGEST:
+        steps = max(1, samples // (layout.micro_batch_size * layout.data_parallel_size))
+        layout = replace(layout, gradient_accumulation_steps=steps)
+    return layout
 
 
 def _phases(rows: list[dict[str, Any]], layout: Layout, step_seconds: float) -> dict[str, float]:
