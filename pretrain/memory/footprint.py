@@ -27,12 +27,6 @@ class Footprint:
 
     sizes: Mapping[Key, int] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        for role, location in self.sizes:
-            if role not in ROLES or location not in LOCATIONS:
-                raise ValueError(f"({role!r}, {location!r}) is not a role and a location of a Footprint. "
-                                 f"Roles: {ROLES}; locations: {LOCATIONS}.")
-
     def total(self, role: str | None = None, location: str | None = None) -> int:
         """Sum the bytes of a role, of a location, of both, or (no argument) of everything."""
         return sum(size for (own_role, own_location), size in self.sizes.items()
@@ -85,7 +79,6 @@ class RankMemory:
     held: Footprint  # between backward pass and optimizer step; swap files included, with their sizes on disk
     peak_bytes: int  # of all tensors together in a step after the first; on CUDA max_memory_allocated
     unaccounted_bytes: int  # of tensors alive at that point that the inventory did not find; -1 on CUDA: not known
-    resident_bytes: int = 0  # of the process; 0: simulated
 
     def to_json(self) -> dict[str, Any]:
         """Convert to the fields' names and values."""

@@ -85,14 +85,13 @@ def workload_of(flags: argparse.Namespace) -> Workload:
         cluster = replace(cluster, gpu=replace(cluster.gpu, product_efficiency=flags.kernel_efficiency))
     if flags.num_parameters is not None:
         return Workload(cluster, flags.num_parameters, name=f"{flags.num_parameters / 1e9:,.4g} B parameters")
-    if flags.model is None:
+    if flags.model is not None:
+        model, name = with_dropout(load_model_config(flags.model, flags.model_overrides), flags), flags.model
+    else:
         assert calibration is not None
-        run = calibration.runs[0]
-        return Workload(cluster, run.model.num_parameters(), run.model, f"the model of {run.path}",
-                        calibration.parameters, calibration)
-    model = with_dropout(load_model_config(flags.model, flags.model_overrides), flags)
+        model, name = calibration.runs[0].model, f"the model of {calibration.runs[0].path}"
     parameters = calibration.parameters if calibration else DEFAULT_PARAMETERS
-    return Workload(cluster, model.num_parameters(), model, flags.model, parameters, calibration)
+    return Workload(cluster, model.num_parameters(), model, name, parameters, calibration)
 
 
 def _calibrated_cluster(flags: argparse.Namespace, calibration: Calibration) -> Cluster:

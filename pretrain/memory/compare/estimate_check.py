@@ -9,9 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from pretrain.config.auto_values import DEFAULT_LEARNING_RATE
 from pretrain.config.ds_json.read import get_value
 from pretrain.config.flags.arguments import RunArguments
@@ -20,7 +17,7 @@ from pretrain.distributed.device import cpu_device, detect_device
 from pretrain.errors import ConfigError
 from pretrain.memory.compare.candidates import Candidate
 from pretrain.memory.compare.compare import Workload
-from pretrain.memory.compare.table import print_lines, shown_columns, wide_console
+from pretrain.memory.compare.table import print_lines, print_table, wide_console
 from pretrain.memory.estimate.estimate_memory import MemoryEstimate, estimate_memory, estimate_rank
 from pretrain.memory.estimate.rank import Rank
 from pretrain.memory.footprint import RankMemory, in_unit
@@ -135,18 +132,12 @@ def check_estimates(candidates: Sequence[Candidate], workload: Workload, flags: 
     return checks
 
 
-def print_checks(checks: list[EstimateCheck], unit: str, console: Console | None = None) -> None:
+def print_checks(checks: list[EstimateCheck], unit: str) -> None:
     """Print a table with the estimate, the actual memory and the error in per cent; below it, notes and failures."""
-    console = console or wide_console()
-    rows = [_cells(check, unit) for check in checks]
+    console, rows = wide_console(), [_cells(check, unit) for check in checks]
     dropped_first = ("rank", "micro x acc.")  # in a narrow terminal
-    titles = shown_columns(rows, console.width, keep=tuple(title for title in rows[0] if title not in dropped_first))
-    table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
-    for title in titles:
-        table.add_column(title, justify="left" if title == "layout" else "right", no_wrap=True)
-    for check, row in zip(checks, rows, strict=True):
-        table.add_row(*(row[title] for title in titles), style="bright_black" if check.failure else "")
-    console.print(table)
+    print_table(rows, ["bright_black" if check.failure else "" for check in checks], console,
+                keep=tuple(title for title in rows[0] if title not in dropped_first))
     lines = [f"{check.candidate.name}: {text}" for check in checks for text in (check.failure, *check.notes) if text]
     print_lines(lines, console)
 

@@ -92,17 +92,10 @@ def print_report(report: ComparisonReport, unit: str, console: Console | None = 
         for line, row in zip(rows, shown, strict=True):
             line["verdict"] = short_verdict(row)
         hidden = ["the verdict's reasons"]
-    titles = shown_columns(rows, console.width, keep=("layout", unit, "step", "verdict"))
+    styles = ["bold green" if row is report.recommended else "bright_black" if not row.fits else
+              "yellow" if row.candidate.rejection else "" for row in shown]
+    titles = print_table(rows, styles, console, keep=("layout", unit, "step", "verdict"))
     hidden = [title for title in rows[0] if title not in titles] + hidden
-    table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
-    for title in titles:
-        justify: Any = "left" if title in ("layout", "verdict") else "right"
-        table.add_column(title, justify=justify, no_wrap=title != "verdict", overflow="fold")
-    for line, row in zip(rows, shown, strict=True):
-        style = "bold green" if row is report.recommended else "bright_black" if not row.fits else \
-            "yellow" if row.candidate.rejection else ""
-        table.add_row(*(line[title] for title in titles), style=style)
-    console.print(table)
     print_lines(["", *_counts(report, len(shown))], console)
     if hidden:
         print_lines([f"not shown at {console.width} columns: {', '.join(hidden)} (use a wider terminal, a pipe or "
@@ -130,6 +123,19 @@ def print_lines(lines: list[str], console: Console) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=not console.is_terminal)
 
 
+def print_table(rows: list[dict[str, str]], styles: list[str], console: Console, *, keep: tuple[str, ...]) -> list[str]:
+    """Print the columns that fit the console, and return their titles. Every row has one of the styles."""
+    titles = shown_columns(rows, console.width, keep)
+    table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
+    for title in titles:
+        table.add_column(title, justify="left" if title in ("layout", "verdict") else "right",
+                         no_wrap=title != "verdict", overflow="fold")
+    for row, style in zip(rows, styles, strict=True):
+        table.add_row(*(row[title] for title in titles), style=style)
+    console.print(table)
+    return titles
+
+
 def shown_columns(rows: list[dict[str, str]], width: int, keep: tuple[str, ...]) -> list[str]:
     """Return the titles of the columns that fit into `width`. The last columns are dropped first, but never `keep`."""
     titles = list(rows[0])
@@ -140,9 +146,9 @@ def shown_columns(rows: list[dict[str, str]], width: int, keep: tuple[str, ...])
     return titles
 
 
-def print_largest(found: list[LargestFit], lines: list[str], console: Console | None = None) -> None:
+def print_largest(found: list[LargestFit], lines: list[str]) -> None:
     """Print the results of --find, one row per layout, the largest first."""
-    console = console or wide_console()
+    console = wide_console()
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("layout")
     table.add_column({"max_model": "parameters", "max_seq": "tokens", "max_micro_batch": "samples"}[found[0].kind],

@@ -32,7 +32,6 @@ from pretrain.distributed.process import (
     kernel_oom_kills,
     mentions_out_of_memory,
     package_environment,
-    resident_bytes,
 )
 from pretrain.distributed.process_group import init_process_group
 from pretrain.distributed.world import World, running_environment
@@ -227,7 +226,6 @@ def measure_engine(plan: Plan, *, tracked_steps: int, timed_steps: int) -> list[
         memory = observe_steps(engine, plan, steps=tracked_steps, tracker=tracker)
     memory = replace(memory, held=memory.held + nvme_footprint(engine, dist.get_rank()))
     times = time_steps(engine, plan, timed_steps)
-    memory = replace(memory, resident_bytes=resident_bytes()[0])
     results = gather({"memory": memory.to_json(), "layer_times": list(attachments(engine).layer_times),
                       "step_times_ms": times})
     engine.destroy()

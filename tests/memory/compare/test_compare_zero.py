@@ -37,12 +37,6 @@ def as_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     return json.loads(run(capsys, *arguments, "--json"))
 
 
-def report_of(*arguments: str) -> ComparisonReport:
-    flags = parse_flags(list(arguments))
-    workload = workload_of(flags)
-    return make_report(flags, workload, candidates_of(flags, workload, "cuda"))
-
-
 def test_the_sizes_of_the_zero_paper_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     """ZeRO (arXiv 1910.02054), figure 1: 7.5e9 parameters on 64 GPUs."""
     text = run(capsys, "--num_parameters", "7.5e9", "--world_size", "64")
@@ -52,13 +46,12 @@ def test_the_sizes_of_the_zero_paper_are_printed(capsys: pytest.CaptureFixture[s
     assert [sizes[f"zero{stage}"] for stage in range(4)] == ["120.0", "31.4", "16.6", "1.9"]
 
 
-def test_a_hundred_layouts_need_few_function_calls(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--model", "gpt3-175b", "--world_size", "1024", "--pipeline_stages", "1", "8", "16", "32",
-             "--micro_batch_size", "1", "2", "4", "--all_micro_batches"]
+def test_a_layout_needs_few_function_calls(capsys: pytest.CaptureFixture[str]) -> None:
     with CountCalls() as work:
-        rows = as_json(capsys, *arguments)["rows"]
-    assert len(rows) >= 100
-    assert work.calls < 50_000 * len(rows)  # measured: 22,000 calls per row, a second for all rows
+        rows = as_json(capsys, "--model", "gpt3-175b", "--world_size", "1024", "--pipeline_stages", "1", "16",
+                       "--micro_batch_size", "1")["rows"]
+    assert len(rows) >= 20
+    assert work.calls < 50_000 * len(rows)  # measured: 22,000 calls per row, a second for a hundred rows
 
 
 def test_the_table_does_not_import_torch() -> None:
@@ -105,7 +98,9 @@ def test_table_json_csv_and_plot_agree(capsys: pytest.CaptureFixture[str], tmp_p
 @pytest.fixture(scope="module")
 def report() -> ComparisonReport:
     """Compare all layouts of the first command on the page."""
-    return report_of("--model", "gpt3-13b", "--world_size", "64", "--gpu", "a100-40")
+    flags = parse_flags(["--model", "gpt3-13b", "--world_size", "64", "--gpu", "a100-40"])
+    workload = workload_of(flags)
+    return make_report(flags, workload, candidates_of(flags, workload, "cuda"))
 
 
 def test_the_best_layouts_fit_one_screen(capsys: pytest.CaptureFixture[str], report: ComparisonReport) -> None:
@@ -129,7 +124,7 @@ def test_the_table_on_a_page_is_that_of_its_first_command(capsys: pytest.Capture
         assert any(re.fullmatch(pattern, each) for each in printed), line
 
 
-@pytest.mark.parametrize("columns", [80, 120, 200, 240])
+@pytest.mark.parametrize("columns", [80, 200, 240])
 def test_a_narrow_terminal_omits_columns(capsys: pytest.CaptureFixture[str], report: ComparisonReport,
                                          columns: int) -> None:
     print_report(report, "GiB", Console(force_terminal=True, width=columns, color_system=None, legacy_windows=False))
@@ -257,18 +252,16 @@ def test_wrong_flags_exit_with_code_2() -> None:
     assert done.stderr.startswith("ds-pretrain: error: --world_size: found nothing")
 
 
-@pytest.mark.parametrize(("gib", "all_fit"), [("1", True), ("0.03", False)])
-def test_the_recommended_json_runs(gib: str, all_fit: bool, corpus: str, tmp_path: Path,
-                                   capsys: pytest.CaptureFixture[str]) -> None:
-    """Two ranks train two steps, once for a GPU on which every layout fits, and once for a smaller GPU."""
+def test_the_recommended_json_runs(corpus: str, tmp_path: Path) -> None:
+    """Two ranks train two steps in the layout for a GPU on which not every layout fits."""
     path = str(tmp_path / "best.json")
     model = ["--model", "tiny", "--model_overrides", "vocab_size=256,n_layer=4,n_embd=256"]
-    flags = [*model, "--world_size", "2", "--gpu", gib, "--seq_length", "64", "--offload", "none", "optimizer_cpu"]
-    main([*flags, "--write", path, "--json", str(tmp_path / "all.json")])
+    main([*model, "--world_size", "2", "--gpu", "0.03", "--seq_length", "64", "--offload", "none", "optimizer_cpu",
+          "--write", path, "--json", str(tmp_path / "all.json")])
     found = json.loads((tmp_path / "all.json").read_text())
     best = next(row for row in found["rows"] if row["name"] == found["recommended"])
-    assert all(row["fits"] for row in found["rows"]) == all_fit
-    assert best["device_bytes"] <= float(gib) * GIB * 0.95
+    assert not all(row["fits"] for row in found["rows"])
+    assert best["device_bytes"] <= 0.03 * GIB * 0.95
     done, _ = train_ranks(2, ["--deepspeed_config", path, *model, "--train_data", corpus, "--seq_length", "64",
                               "--split", "80,20,0", "--learning_rate", "1e-3", "--eval_steps", "1", "--log_interval",
                               "1", "--train_steps", "2", "--save", str(tmp_path / "run")], tmp_path)
