@@ -88,7 +88,7 @@ def resolve_candidate(file: DsFile, given: Layout, cluster: Cluster, model: Mode
     """Return the candidate that a DeepSpeed JSON describes.
 
     Args:
-        given: has the fields that a JSON does not set: name, device_kind, and those of train.py's flags.
+        given: has the fields that a JSON does not set: name, device_kind, and the fields of train.py's flags.
         model: None if the model's sizes are unknown. Then train.py's rules are not checked.
 
     Raises:

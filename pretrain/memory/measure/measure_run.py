@@ -1,7 +1,7 @@
 """Measure the memory of every rank in a short run of a DeepSpeed JSON on this machine.
 
 Each rank is a process of its own, `python -m pretrain.memory.measure.measure_run REQUEST.json`. It is started without a
-launcher, so that its exit code and its output are known. Engine, model and step are those of training.
+launcher, so that its exit code and its output are known. Engine, model and step are as in training.
 The tokens are random: memory does not depend on them.
 
 The request is {"args": RunArguments, "tracked_steps": N, "timed_steps": N}. Rank 0 writes REQUEST.result.json. A rank
