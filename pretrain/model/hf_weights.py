@@ -93,16 +93,3 @@ def to_transformers(state: Mapping[str, torch.Tensor], config: ModelConfig) -> S
     if config.tie_word_embeddings:
         result[HEAD] = result[rules[0].theirs[0]]
     return result
-
-
-def from_transformers(state: Mapping[str, torch.Tensor], config: ModelConfig) -> State:
-    """Return the state_dict of our module for a transformers model's: the inverse of `to_transformers`."""
-    result: State = {}
-    for rule in tensor_rules(config):
-        if rule.is_stacked:
-            name, is_second = stacked_in_module(rule.theirs[0])
-            first = rule.shape[1] if is_second else 0
-            result[rule.ours] = state[name].narrow(1, first, rule.shape[1])
-        else:
-            result[rule.ours] = to_ours(rule, [state[name_in_module(name)] for name in rule.theirs], config)
-    return result

@@ -35,96 +35,96 @@ CPU_LOGITS = 2**20  # fp32 softmax elements that a CPU thread computes at a time
 CPU_PRODUCT = 2**20  # elements of the matrix's gradient that a CPU computes at a time, to add them in fp32: the same
 
 
-def block_saved(shape: ModelConfig, batch: MicroBatch, *, experts: bool = False, window: int = 0,
+def block_saved(config: ModelConfig, batch: MicroBatch, *, experts: bool = False, window: int = 0,
                 part: str = "none") -> int:
     """Bytes that a transformer block saves: norms, attention, MLP or experts, and two residual dropouts.
 
     Args:
         part: "attention" or "mlp": this part is recomputed.
     """
-    shared_norm = norm_saved(shape, batch) if shape.pre_norm and shape.shared_norm else 0
-    attention, mlp = _attention_part(shape, batch, window), _mlp_part(shape, batch, experts=experts)
-    dropouts = 2 * dropout_saved(shape.residual_dropout, shape.hidden_size, batch)
+    shared_norm = norm_saved(config, batch) if config.pre_norm and config.shared_norm else 0
+    attention, mlp = _attention_part(config, batch, window), _mlp_part(config, batch, experts=experts)
+    dropouts = 2 * dropout_saved(config.residual_dropout, config.hidden_size, batch)
     not_kept = 0
     if part == "attention":
-        not_kept = attention - hidden_states_bytes(shape, batch)
+        not_kept = attention - hidden_states_bytes(config, batch)
     elif part == "mlp":
-        not_kept = mlp - (0 if _mlp_input_is_kept(shape, batch) else hidden_states_bytes(shape, batch))
+        not_kept = mlp - (0 if _mlp_input_is_kept(config, batch) else hidden_states_bytes(config, batch))
     return shared_norm + attention + mlp + dropouts - not_kept
 
 
-def _attention_part(shape: ModelConfig, batch: MicroBatch, window: int) -> int:
+def _attention_part(config: ModelConfig, batch: MicroBatch, window: int) -> int:
     """Bytes that attention saves with the norms around it, which are recomputed with it."""
-    pre_norm = norm_saved(shape, batch) if shape.pre_norm and not shape.shared_norm else 0
-    post_norm = norm_saved(shape, batch) if shape.post_norm else 0
-    return pre_norm + attention_saved(shape, batch, window) + post_norm
+    pre_norm = norm_saved(config, batch) if config.pre_norm and not config.shared_norm else 0
+    post_norm = norm_saved(config, batch) if config.post_norm else 0
+    return pre_norm + attention_saved(config, batch, window) + post_norm
 
 
-def _mlp_part(shape: ModelConfig, batch: MicroBatch, *, experts: bool) -> int:
+def _mlp_part(config: ModelConfig, batch: MicroBatch, *, experts: bool) -> int:
     """Bytes that MLP or experts save with the norms around them, without an input that attention saves."""
     pre_norm = 0
-    if shape.pre_norm and not shape.shared_norm:
-        pre_norm = norm_saved(shape, batch, shared_input=shape.parallel_residual)
-    post_norm = norm_saved(shape, batch) if shape.post_norm else 0
-    mlp = experts_saved(shape, batch) if experts else mlp_saved(shape, batch)
-    if shape.shared_norm:  # attention and MLP have the same input
-        mlp -= hidden_states_bytes(shape, batch)
+    if config.pre_norm and not config.shared_norm:
+        pre_norm = norm_saved(config, batch, shared_input=config.parallel_residual)
+    post_norm = norm_saved(config, batch) if config.post_norm else 0
+    mlp = experts_saved(config, batch) if experts else mlp_saved(config, batch)
+    if config.shared_norm:  # attention and MLP have the same input
+        mlp -= hidden_states_bytes(config, batch)
     return pre_norm + mlp + post_norm
 
 
-def _mlp_input_is_kept(shape: ModelConfig, batch: MicroBatch) -> bool:
+def _mlp_input_is_kept(config: ModelConfig, batch: MicroBatch) -> bool:
     """Return whether attention or its norm keep the MLP's input anyway, which `_mlp_part` then does not contain."""
-    return shape.shared_norm or (shape.parallel_residual and not _norm_converts(shape, batch))
+    return config.shared_norm or (config.parallel_residual and not _norm_converts(config, batch))
 
 
-def _recomputed(shape: ModelConfig, batch: MicroBatch, part: str, window: int, *, experts: bool) -> int:
+def _recomputed(config: ModelConfig, batch: MicroBatch, part: str, window: int, *, experts: bool) -> int:
     """Bytes that the recomputation of a part allocates: what the part saves, without its input, which was kept."""
-    copies_input = _norm_converts(shape, batch) and not shape.shared_norm
-    hidden = 0 if copies_input else hidden_states_bytes(shape, batch)
+    copies_input = _norm_converts(config, batch) and not config.shared_norm
+    hidden = 0 if copies_input else hidden_states_bytes(config, batch)
     if part == "attention":
-        return _attention_part(shape, batch, window) - hidden
+        return _attention_part(config, batch, window) - hidden
     if part == "mlp":
-        return _mlp_part(shape, batch, experts=experts) - (0 if _mlp_input_is_kept(shape, batch) else hidden)
+        return _mlp_part(config, batch, experts=experts) - (0 if _mlp_input_is_kept(config, batch) else hidden)
     return 0
 
 
-def _norm_converts(shape: ModelConfig, batch: MicroBatch) -> bool:
+def _norm_converts(config: ModelConfig, batch: MicroBatch) -> bool:
     """Return whether the norm before attention or MLP saves its input in fp32 instead of the input itself."""
-    converts = shape.norm == "rmsnorm" and batch.element_bytes != FP32 and (shape.norm_offset or not batch.cuda)
-    return shape.pre_norm and bool(converts) and not uses_c_norm(batch)
+    converts = config.norm == "rmsnorm" and batch.element_bytes != FP32 and (config.norm_offset or not batch.cuda)
+    return config.pre_norm and bool(converts) and not uses_c_norm(batch)
 
 
-def layer_saved(shape: ModelConfig, layer: Layer, batch: MicroBatch, part: str = "none") -> int:
-    """Bytes that any layer of `shape.layers()` saves. The embedding saves its int64 token ids [N].
+def layer_saved(config: ModelConfig, layer: Layer, batch: MicroBatch, part: str = "none") -> int:
+    """Bytes that any layer of `config.layers()` saves. The embedding saves its int64 token ids [N].
 
     Args:
         part: the part of a block that is recomputed: "attention" or "mlp".
     """
     if layer.kind == "block":
-        return block_saved(shape, batch, experts=layer.has_experts, window=layer.window, part=part)
+        return block_saved(config, batch, experts=layer.has_experts, window=layer.window, part=part)
     if layer.kind == "norm":
-        return norm_saved(shape, batch)
+        return norm_saved(config, batch)
     if layer.kind == "head":
-        return loss_saved(shape, batch)
-    dropout = dropout_saved(shape.embedding_dropout, shape.hidden_size, batch)
+        return loss_saved(config, batch)
+    dropout = dropout_saved(config.embedding_dropout, config.hidden_size, batch)
     if layer.kind == "positions":
         return dropout
-    return batch.tokens * INT64 + (0 if shape.position == "learned" else dropout)
+    return batch.tokens * INT64 + (0 if config.position == "learned" else dropout)
 
 
-def layer_input_bytes(shape: ModelConfig, layer: Layer, batch: MicroBatch) -> int:
+def layer_input_bytes(config: ModelConfig, layer: Layer, batch: MicroBatch) -> int:
     """Bytes of a layer's input, which is all that a recomputed group beginning with this layer saves."""
-    return batch.tokens * INT64 if layer.kind == "embedding" else hidden_states_bytes(shape, batch)
+    return batch.tokens * INT64 if layer.kind == "embedding" else hidden_states_bytes(config, batch)
 
 
-def saved_input_bytes(shape: ModelConfig, layer: Layer, batch: MicroBatch) -> int:
+def saved_input_bytes(config: ModelConfig, layer: Layer, batch: MicroBatch) -> int:
     """Bytes of a layer's input that `layer_saved` includes, for embeddings, positions and blocks."""
-    if layer.kind == "block" and _norm_converts(shape, batch):
+    if layer.kind == "block" and _norm_converts(config, batch):
         return 0  # the norm saves an fp32 copy instead
-    return 0 if layer.kind == "positions" else layer_input_bytes(shape, layer, batch)
+    return 0 if layer.kind == "positions" else layer_input_bytes(config, layer, batch)
 
 
-def block_backward(shape: ModelConfig, batch: MicroBatch, window: int = 0, part: str = "none") -> int:
+def block_backward(config: ModelConfig, batch: MicroBatch, window: int = 0, part: str = "none") -> int:
     """Bytes that a block's backward pass allocates at its peak, beyond what the block saved with this `part`.
 
     The gradient of the residual stream exists during the complete pass. The largest of three phases adds to it. A
@@ -132,50 +132,50 @@ def block_backward(shape: ModelConfig, batch: MicroBatch, window: int = 0, part:
     gradients of inner tensors, of one tile at a time with --mlp_tiles. The attention's phase follows, after the MLP's
     saved tensors are freed. A part that is recomputed is allocated at the beginning of its phase.
     """
-    residual = hidden_states_bytes(shape, batch) * (2 if shape.residual_dropout > 0 else 1)
-    width = shape.intermediate_size
-    if shape.num_experts:
-        width = shape.moe_intermediate_size * max(1, shape.experts_per_token)
+    residual = hidden_states_bytes(config, batch) * (2 if config.residual_dropout > 0 else 1)
+    width = config.intermediate_size
+    if config.num_experts:
+        width = config.moe_intermediate_size * max(1, config.experts_per_token)
     inner = batch.tokens * (width // batch.tensor_parallel_size) * batch.element_bytes
-    norm = norm_saved(shape, batch)
-    gradients = (3 if shape.gated_mlp else 2) * inner
+    norm = norm_saved(config, batch)
+    gradients = (3 if config.gated_mlp else 2) * inner
     if batch.mlp_tiles > 1:  # a tile is recomputed; gradients of the inputs of all tiles
-        gradients = (gradients + mlp_inner(shape, batch)) // batch.mlp_tiles + hidden_states_bytes(shape, batch)
-    mlp = gradients - (norm if shape.post_norm else 0)  # post_norm2 is freed before
-    freed = mlp_saved(shape, batch) + (2 * norm if shape.post_norm else 0) + (norm if shape.pre_norm else 0)
-    if uses_cpu_attention(shape, batch) and not uses_c_attention(shape, batch):
+        gradients = (gradients + mlp_inner(config, batch)) // batch.mlp_tiles + hidden_states_bytes(config, batch)
+    mlp = gradients - (norm if config.post_norm else 0)  # post_norm2 is freed before
+    freed = mlp_saved(config, batch) + (2 * norm if config.post_norm else 0) + (norm if config.pre_norm else 0)
+    if uses_cpu_attention(config, batch) and not uses_c_attention(config, batch):
         # only `out` saves the attention's output, and frees it before this phase
-        freed += linear_saved(query_width(shape, batch), batch)
-    on_cpu_in_fp32 = shape.post_norm and shape.norm == "rmsnorm" and not batch.cuda and not uses_c_norm(batch)
-    post_norm = 4 * batch.shard_tokens * shape.hidden_size * FP32 if on_cpu_in_fp32 else 0
-    attention = attention_backward(shape, batch, window)
+        freed += linear_saved(query_width(config, batch), batch)
+    on_cpu_in_fp32 = config.post_norm and config.norm == "rmsnorm" and not batch.cuda and not uses_c_norm(batch)
+    post_norm = 4 * batch.shard_tokens * config.hidden_size * FP32 if on_cpu_in_fp32 else 0
+    attention = attention_backward(config, batch, window)
     if batch.tensor_parallel_size > 1:  # when the gradients of the inner tensors exist
-        columns = column_backward(shape, batch)
-        mlp = max(mlp, (2 if shape.gated_mlp else 1) * inner + columns)
-        attention = max(attention, qkv_bytes(shape, batch) + columns)
+        columns = column_backward(config, batch)
+        mlp = max(mlp, (2 if config.gated_mlp else 1) * inner + columns)
+        attention = max(attention, qkv_bytes(config, batch) + columns)
     attention -= freed
-    recomputed = _recomputed(shape, batch, part, window, experts=shape.num_experts > 0)
+    recomputed = _recomputed(config, batch, part, window, experts=config.num_experts > 0)
     if part == "mlp":  # its tensors are freed before attention's phase, but were not there before its own
         return residual + max(mlp + recomputed, post_norm + recomputed, attention + recomputed)
     if part == "attention":  # with all recomputed tensors, its phase begins with the post-norm
-        attention = max(attention, post_norm - _mlp_part(shape, batch, experts=shape.num_experts > 0)) + recomputed
+        attention = max(attention, post_norm - _mlp_part(config, batch, experts=config.num_experts > 0)) + recomputed
     return residual + max(mlp, post_norm, attention)
 
 
 
 
-def _vocab_size(shape: ModelConfig, batch: MicroBatch) -> int:
-    return shape.vocab_size // batch.tensor_parallel_size
+def _vocab_size(config: ModelConfig, batch: MicroBatch) -> int:
+    return config.vocab_size // batch.tensor_parallel_size
 
 
-def _weight_bytes(shape: ModelConfig, batch: MicroBatch) -> int:
+def _weight_bytes(config: ModelConfig, batch: MicroBatch) -> int:
     """Bytes of the head's matrix [V, D], and of its gradient."""
-    return shape.hidden_size * _vocab_size(shape, batch) * batch.element_bytes
+    return config.hidden_size * _vocab_size(config, batch) * batch.element_bytes
 
 
-def _logits_bytes(shape: ModelConfig, batch: MicroBatch) -> int:
+def _logits_bytes(config: ModelConfig, batch: MicroBatch) -> int:
     """Bytes of the logits [C, V] that exist at the same time."""
-    return _chunk(batch) * _vocab_size(shape, batch) * batch.element_bytes
+    return _chunk(batch) * _vocab_size(config, batch) * batch.element_bytes
 
 
 def _chunk(batch: MicroBatch) -> int:
@@ -183,18 +183,18 @@ def _chunk(batch: MicroBatch) -> int:
     return min(batch.tokens, CHUNK_TOKENS * batch.tensor_parallel_size)
 
 
-def loss_saved(shape: ModelConfig, batch: MicroBatch) -> int:
+def loss_saved(config: ModelConfig, batch: MicroBatch) -> int:
     """Bytes that head and loss save.
 
     The forward pass already computes the gradients of the hidden states [N, D], of the matrix [V, D], and of the bias
     [V] in fp32. It saves these with the int64 labels [N] and the fp32 token weights [N].
     """
-    hidden_gradient = batch.tokens * shape.hidden_size * batch.element_bytes
-    bias_gradient = _vocab_size(shape, batch) * FP32 if shape.head_bias else 0
-    return hidden_gradient + _weight_bytes(shape, batch) + bias_gradient + batch.tokens * (INT64 + FP32)
+    hidden_gradient = batch.tokens * config.hidden_size * batch.element_bytes
+    bias_gradient = _vocab_size(config, batch) * FP32 if config.head_bias else 0
+    return hidden_gradient + _weight_bytes(config, batch) + bias_gradient + batch.tokens * (INT64 + FP32)
 
 
-def loss_peak(shape: ModelConfig, batch: MicroBatch) -> int:
+def loss_peak(config: ModelConfig, batch: MicroBatch) -> int:
     """Bytes of head and loss at the peak of their forward pass, without their input.
 
     The sum has four parts: the saved tensors, two fp32 vectors [N], one chunk's logits, and the larger of (a) the
@@ -206,45 +206,45 @@ def loss_peak(shape: ModelConfig, batch: MicroBatch) -> int:
     Tensor-parallel ranks gather the hidden states, and compute the softmax of a complete chunk
     (model/kernels/vocabulary_shards.py): of the fp32 logits, their distance from the largest one and its exponential.
     """
-    vocab_size, converts = _vocab_size(shape, batch), batch.element_bytes != FP32
+    vocab_size, converts = _vocab_size(config, batch), batch.element_bytes != FP32
     chunk = _chunk(batch)
     rows = chunk if batch.cuda else min(chunk, max(1, CPU_LOGITS // vocab_size))
-    tensors = 2 if converts or shape.logit_softcap else 1  # the softmax, and the logits converted to fp32 or capped
+    tensors = 2 if converts or config.logit_softcap else 1  # the softmax, and the logits converted to fp32 or capped
     next_rows = min(rows, chunk - rows)
     softmax_rows = max(tensors * rows, rows + tensors * next_rows)
-    if shape.logit_softcap:  # the capped logits of the previous rows also exist while the next ones are computed
+    if config.logit_softcap:  # the capped logits of the previous rows also exist while the next ones are computed
         softmax_rows = 2 * rows + next_rows
-    weighted = chunk * shape.hidden_size * (FP32 + (batch.element_bytes if converts else 0))
-    in_c = not batch.cuda and batch.element_bytes == 2 and not batch.fp16 and not shape.logit_softcap
+    weighted = chunk * config.hidden_size * (FP32 + (batch.element_bytes if converts else 0))
+    in_c = not batch.cuda and batch.element_bytes == 2 and not batch.fp16 and not config.logit_softcap
     gathered = 0
     if batch.tensor_parallel_size > 1:
-        gathered = batch.tokens * shape.hidden_size * batch.element_bytes
+        gathered = batch.tokens * config.hidden_size * batch.element_bytes
         softmax_rows, in_c = (tensors + 1) * chunk, False
     adds_in_fp32 = converts and chunk < batch.tokens
     if adds_in_fp32:
-        weighted = max(weighted, _part_of_sum(shape, batch, in_c=in_c))
-    work = _logits_bytes(shape, batch) + (weighted if in_c else max(softmax_rows * vocab_size * FP32, weighted))
+        weighted = max(weighted, _part_of_sum(config, batch, in_c=in_c))
+    work = _logits_bytes(config, batch) + (weighted if in_c else max(softmax_rows * vocab_size * FP32, weighted))
     if adds_in_fp32:  # instead of the gradient in the dtype of the matrix, which is made of it at the end
-        work = max(work, _weight_bytes(shape, batch)) + vocab_size * shape.hidden_size * FP32
-        work -= _weight_bytes(shape, batch)
-    return loss_saved(shape, batch) + 2 * batch.tokens * FP32 + work + gathered
+        work = max(work, _weight_bytes(config, batch)) + vocab_size * config.hidden_size * FP32
+        work -= _weight_bytes(config, batch)
+    return loss_saved(config, batch) + 2 * batch.tokens * FP32 + work + gathered
 
 
-def _part_of_sum(shape: ModelConfig, batch: MicroBatch, *, in_c: bool) -> int:
+def _part_of_sum(config: ModelConfig, batch: MicroBatch, *, in_c: bool) -> int:
     """Bytes of a chunk's weighted hidden states, and on CPUs of the product that is added to the sum in fp32."""
     if batch.cuda:
         return 0
     copies = 2 if in_c else 1  # with their transpose
-    product = min(CPU_PRODUCT, _vocab_size(shape, batch) * shape.hidden_size)
-    return (copies * _chunk(batch) * shape.hidden_size + product) * batch.element_bytes
+    product = min(CPU_PRODUCT, _vocab_size(config, batch) * config.hidden_size)
+    return (copies * _chunk(batch) * config.hidden_size + product) * batch.element_bytes
 
 
-def loss_backward(shape: ModelConfig, batch: MicroBatch) -> int:
+def loss_backward(config: ModelConfig, batch: MicroBatch) -> int:
     """Bytes that the loss's backward pass allocates at its peak, beyond what it saved and the gradient of the matrix.
 
     The pass scales the saved gradient of the hidden states [N, D] in fp32 and converts the result to their dtype. The
     fp32 copy is freed before the gradient of the matrix is scaled. Only its excess over that gradient counts.
     """
-    scaled = batch.tokens * shape.hidden_size * batch.element_bytes
-    in_fp32 = batch.tokens * shape.hidden_size * FP32 if batch.element_bytes != FP32 else 0
-    return scaled + max(0, in_fp32 - _weight_bytes(shape, batch))
+    scaled = batch.tokens * config.hidden_size * batch.element_bytes
+    in_fp32 = batch.tokens * config.hidden_size * FP32 if batch.element_bytes != FP32 else 0
+    return scaled + max(0, in_fp32 - _weight_bytes(config, batch))

@@ -65,22 +65,22 @@ class MicroBatch:
         return self.tensor_parallel_size * self.sequence_parallel_size
 
 
-def hidden_states_bytes(shape: ModelConfig, batch: MicroBatch) -> int:
+def hidden_states_bytes(config: ModelConfig, batch: MicroBatch) -> int:
     """Bytes of the tensor [N, D] that one layer passes to the next, or of the shard of it that this rank holds."""
-    return batch.shard_tokens * shape.hidden_size * batch.element_bytes
+    return batch.shard_tokens * config.hidden_size * batch.element_bytes
 
 
-def norm_saved(shape: ModelConfig, batch: MicroBatch, *, shared_input: bool = False) -> int:
+def norm_saved(config: ModelConfig, batch: MicroBatch, *, shared_input: bool = False) -> int:
     """Bytes that a norm of [N, D] saves: its input and its statistics.
 
     Args:
         shared_input: another operator saves the same input, so it is not counted here.
     """
     shard = replace(batch, tokens=batch.shard_tokens)
-    return _norm_saved(shape, shard, 1, shape.hidden_size, shared_input=shared_input)
+    return _norm_saved(config, shard, 1, config.hidden_size, shared_input=shared_input)
 
 
-def _norm_saved(shape: ModelConfig, batch: MicroBatch, rows: int, size: int, *, shared_input: bool) -> int:
+def _norm_saved(config: ModelConfig, batch: MicroBatch, rows: int, size: int, *, shared_input: bool) -> int:
     """Bytes that a norm saves which has `rows` vectors of `size` elements for each token.
 
     The C function on CPUs saves only the input. torch's RMSNorm on a CPU computes in fp32 and saves the converted input
@@ -91,11 +91,11 @@ def _norm_saved(shape: ModelConfig, batch: MicroBatch, rows: int, size: int, *, 
     own_input = 0 if shared_input else width * batch.element_bytes
     if uses_c_norm(batch):
         return batch.tokens * own_input
-    if shape.norm != "rmsnorm":  # mean and reciprocal standard deviation of each vector
+    if config.norm != "rmsnorm":  # mean and reciprocal standard deviation of each vector
         return batch.tokens * (own_input + 2 * rows * (FP32 if batch.cuda else batch.element_bytes))
-    if batch.element_bytes != FP32 and (shape.norm_offset or not batch.cuda):
+    if batch.element_bytes != FP32 and (config.norm_offset or not batch.cuda):
         own_input = width * FP32
-    offset_weight = size * FP32 if shape.norm_offset else 0
+    offset_weight = size * FP32 if config.norm_offset else 0
     normalised = 0 if batch.cuda else width * FP32
     return batch.tokens * (own_input + normalised + rows * FP32) + offset_weight
 
@@ -105,13 +105,13 @@ def uses_c_norm(batch: MicroBatch) -> bool:
     return not batch.cuda and batch.element_bytes == 2 and not batch.fp16
 
 
-def column_backward(shape: ModelConfig, batch: MicroBatch) -> int:
+def column_backward(config: ModelConfig, batch: MicroBatch) -> int:
     """Bytes of a column-parallel layer's backward pass: the gathered input [N, D], its gradient, and their shards.
 
     model/layers/linear.py copies gradients of several samples in the order of the shards.
     """
-    complete = batch.tokens * shape.hidden_size * batch.element_bytes
-    return complete * (3 if batch.samples > 1 else 2) + 2 * hidden_states_bytes(shape, batch)
+    complete = batch.tokens * config.hidden_size * batch.element_bytes
+    return complete * (3 if batch.samples > 1 else 2) + 2 * hidden_states_bytes(config, batch)
 
 
 def linear_saved(inputs: int, batch: MicroBatch) -> int:
@@ -124,67 +124,67 @@ def dropout_saved(probability: float, width: int, batch: MicroBatch) -> int:
     return batch.shard_tokens * width * batch.mask_bytes if probability > 0 else 0
 
 
-def attention_saved(shape: ModelConfig, batch: MicroBatch, window: int = 0) -> int:
+def attention_saved(config: ModelConfig, batch: MicroBatch, window: int = 0) -> int:
     """Bytes that causal attention saves, without its norm: the inputs of `qkv`, of the attention core, of `out`.
 
     Args:
         window: number of latest tokens that a query sees; 0: all.
     """
-    output = linear_saved(query_width(shape, batch), batch)
-    if uses_c_attention(shape, batch):
-        log_sums = batch.tokens * shape.num_heads // batch.tensor_parallel_size * FP32
-        inputs = 2 if _qk_norm_keeps_input(shape, batch) else 1  # the normalised ones, and the output of `qkv`
-        core = inputs * batch.tokens * _qkv_width(shape, batch) * batch.element_bytes + log_sums + output
+    output = linear_saved(query_width(config, batch), batch)
+    if uses_c_attention(config, batch):
+        log_sums = batch.tokens * config.num_heads // batch.tensor_parallel_size * FP32
+        inputs = 2 if _qk_norm_keeps_input(config, batch) else 1  # the normalised ones, and the output of `qkv`
+        core = inputs * qkv_bytes(config, batch) + log_sums + output
         core += output if batch.sequence_parallel_size > 1 else 0
-    elif uses_cpu_attention(shape, batch):
-        core = _qkv_saved(shape, batch) + output
-    elif shape.attention_softcap:
-        core = _capped_attention_saved(shape, batch) + output
-    elif not batch.cuda and shape.attention_dropout:
-        core = _unfused_attention_saved(shape, batch) + output
+    elif uses_cpu_attention(config, batch):
+        core = _qkv_saved(config, batch) + output
+    elif config.attention_softcap:
+        core = _capped_attention_saved(config, batch) + output
+    elif not batch.cuda and config.attention_dropout:
+        core = _unfused_attention_saved(config, batch) + output
     else:
-        core = _fused_attention_saved(shape, batch, window)
-    return hidden_states_bytes(shape, batch) + _qk_norm_saved(shape, batch) + core
+        core = _fused_attention_saved(config, batch, window)
+    return hidden_states_bytes(config, batch) + _qk_norm_saved(config, batch) + core
 
 
-def _qk_norm_saved(shape: ModelConfig, batch: MicroBatch) -> int:
+def _qk_norm_saved(config: ModelConfig, batch: MicroBatch) -> int:
     """Bytes that the norms of queries and keys save. Their inputs are views of the output of `qkv`."""
-    if not shape.qk_norm:
+    if not config.qk_norm:
         return 0
     total = 0
-    for heads in (shape.num_heads, shape.num_kv_heads):
+    for heads in (config.num_heads, config.num_kv_heads):
         own_heads = heads // batch.tensor_parallel_size
-        rows, size = (own_heads, shape.head_size) if shape.qk_norm == "head" else (1, own_heads * shape.head_size)
-        total += _norm_saved(shape, batch, rows, size, shared_input=True)
+        rows, size = (own_heads, config.head_size) if config.qk_norm == "head" else (1, own_heads * config.head_size)
+        total += _norm_saved(config, batch, rows, size, shared_input=True)
     return total
 
 
-def uses_cpu_attention(shape: ModelConfig, batch: MicroBatch) -> bool:
+def uses_cpu_attention(config: ModelConfig, batch: MicroBatch) -> bool:
     """Return whether a custom operator computes the attention, in C or not: on CPUs in bf16 without dropout."""
-    return not batch.cuda and batch.element_bytes == 2 and not batch.fp16 and not shape.attention_dropout
+    return not batch.cuda and batch.element_bytes == 2 and not batch.fp16 and not config.attention_dropout
 
 
-def uses_c_attention(shape: ModelConfig, batch: MicroBatch) -> bool:
+def uses_c_attention(config: ModelConfig, batch: MicroBatch) -> bool:
     """Return whether model/kernels/cpu/attention.py computes the attention, which rotates q and k itself."""
-    return batch.c_attention and uses_cpu_attention(shape, batch)
+    return batch.c_attention and uses_cpu_attention(config, batch)
 
 
-def query_width(shape: ModelConfig, batch: MicroBatch) -> int:
+def query_width(config: ModelConfig, batch: MicroBatch) -> int:
     """Elements of one token's queries on this rank, H * E."""
-    return shape.num_heads * shape.head_size // batch.tensor_parallel_size
+    return config.num_heads * config.head_size // batch.tensor_parallel_size
 
 
-def _qkv_width(shape: ModelConfig, batch: MicroBatch) -> int:
+def _qkv_width(config: ModelConfig, batch: MicroBatch) -> int:
     """Elements of one token's queries, keys and values on this rank: the output width of `qkv`."""
-    return (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size // batch.tensor_parallel_size
+    return (config.num_heads + 2 * config.num_kv_heads) * config.head_size // batch.tensor_parallel_size
 
 
-def qkv_bytes(shape: ModelConfig, batch: MicroBatch) -> int:
+def qkv_bytes(config: ModelConfig, batch: MicroBatch) -> int:
     """Bytes of the output of `qkv`, and of its gradient."""
-    return batch.tokens * _qkv_width(shape, batch) * batch.element_bytes
+    return batch.tokens * _qkv_width(config, batch) * batch.element_bytes
 
 
-def _qkv_saved(shape: ModelConfig, batch: MicroBatch, *, all_heads: bool = False) -> int:
+def _qkv_saved(config: ModelConfig, batch: MicroBatch, *, all_heads: bool = False) -> int:
     """Bytes of q, k and v, which are views of the output of `qkv`, or new tensors.
 
     Rotation (RoPE) makes new tensors of q and k; the output of `qkv` remains allocated, as v is still a view of it.
@@ -192,95 +192,95 @@ def _qkv_saved(shape: ModelConfig, batch: MicroBatch, *, all_heads: bool = False
     Args:
         all_heads: the operator takes k and v with as many heads as q, which are new tensors if there were fewer.
     """
-    heads, kv_heads, rope = shape.num_heads, shape.num_kv_heads, shape.position == "rope"
+    heads, kv_heads, rope = config.num_heads, config.num_kv_heads, config.position == "rope"
     repeated = all_heads and kv_heads < heads
     new_heads = (heads if rope else 0) + (2 * heads if repeated else kv_heads if rope else 0)
-    has_views = not (rope and repeated) or _qk_norm_keeps_input(shape, batch)
-    new = new_heads * shape.head_size // batch.tensor_parallel_size
-    return batch.tokens * (new + (_qkv_width(shape, batch) if has_views else 0)) * batch.element_bytes
+    has_views = not (rope and repeated) or _qk_norm_keeps_input(config, batch)
+    new = new_heads * config.head_size // batch.tensor_parallel_size
+    return batch.tokens * (new + (_qkv_width(config, batch) if has_views else 0)) * batch.element_bytes
 
 
-def _qk_norm_keeps_input(shape: ModelConfig, batch: MicroBatch) -> bool:
+def _qk_norm_keeps_input(config: ModelConfig, batch: MicroBatch) -> bool:
     """Return whether the norms of queries and keys save views of the output of `qkv`, instead of an fp32 copy."""
-    converts = batch.element_bytes != FP32 and (shape.norm_offset or not batch.cuda) and not uses_c_norm(batch)
-    return bool(shape.qk_norm) and not converts
+    converts = batch.element_bytes != FP32 and (config.norm_offset or not batch.cuda) and not uses_c_norm(batch)
+    return bool(config.qk_norm) and not converts
 
 
-def _fused_attention_saved(shape: ModelConfig, batch: MicroBatch, window: int) -> int:
+def _fused_attention_saved(config: ModelConfig, batch: MicroBatch, window: int) -> int:
     """Bytes that torch's fused attention saves: q, k, v, the output and fp32 logarithms of the softmax sums [N, H].
 
     `out` saves the same storage as its input. On CPUs with RoPE the output has another memory order, and `out` saves a
     copy, as it does after an exchange between the ranks of a sequence. With a window, the mask [T, T] is converted to
     the dtype of q and saved (model/kernels/torch_attention.py), unless shared_mask_bytes counts it.
     """
-    copied = batch.sequence_parallel_size > 1 or (not batch.cuda and shape.position == "rope")
+    copied = batch.sequence_parallel_size > 1 or (not batch.cuda and config.position == "rope")
     outputs = 2 if copied else 1
-    log_sums = round(batch.tokens * shape.num_heads / batch.tensor_parallel_size) * FP32
-    has_window, alibi = 0 < window < batch.seq_length, shape.position == "alibi"
+    log_sums = round(batch.tokens * config.num_heads / batch.tensor_parallel_size) * FP32
+    has_window, alibi = 0 < window < batch.seq_length, config.position == "alibi"
     documents = batch.documents and batch.cuda  # on CPUs a sample may be a single document, which needs no mask
     mask = batch.seq_length**2 * batch.element_bytes if has_window and not alibi and not documents else 0
-    return _qkv_saved(shape, batch, all_heads=has_window or alibi or documents) + log_sums + mask \
-        + outputs * linear_saved(query_width(shape, batch), batch)
+    return _qkv_saved(config, batch, all_heads=has_window or alibi or documents) + log_sums + mask \
+        + outputs * linear_saved(query_width(config, batch), batch)
 
 
-def _capped_attention_saved(shape: ModelConfig, batch: MicroBatch) -> int:
+def _capped_attention_saved(config: ModelConfig, batch: MicroBatch) -> int:
     """Bytes that attention with soft-capping saves, for which torch has no fused kernel.
 
     These are q, k and v of all heads, a mask [T, T], and for each score: the tanh, the softmax in fp32, and the input
     of the product with v, which is the softmax itself in fp32 without dropout. Dropout adds its mask.
     """
-    size, dropout = batch.element_bytes, shape.attention_dropout > 0
+    size, dropout = batch.element_bytes, config.attention_dropout > 0
     per_score = size + FP32 + (size if size != FP32 or dropout else 0) + (batch.mask_bytes if dropout else 0)
-    scores = round(batch.tokens * batch.seq_length * shape.num_heads / batch.tensor_parallel_size)
+    scores = round(batch.tokens * batch.seq_length * config.num_heads / batch.tensor_parallel_size)
     mask = 0 if batch.documents else batch.seq_length**2
-    return _qkv_saved(shape, batch, all_heads=True) + scores * per_score + mask
+    return _qkv_saved(config, batch, all_heads=True) + scores * per_score + mask
 
 
-def _unfused_attention_saved(shape: ModelConfig, batch: MicroBatch) -> int:
+def _unfused_attention_saved(config: ModelConfig, batch: MicroBatch) -> int:
     """Bytes that attention with dropout saves on a CPU, where torch has no fused kernel for it.
 
     These are q, k and v of all heads in fp32, and three fp32 tensors [H, N, T]: softmax, noise and their product.
     """
-    heads = shape.num_heads / batch.tensor_parallel_size
-    inputs = batch.tokens * _qkv_width(shape, batch) * batch.element_bytes if _qk_norm_keeps_input(shape, batch) else 0
-    return inputs + round(batch.tokens * heads * (3 * shape.head_size + 3 * batch.seq_length) * FP32)
+    heads = config.num_heads / batch.tensor_parallel_size
+    inputs = qkv_bytes(config, batch) if _qk_norm_keeps_input(config, batch) else 0
+    return inputs + round(batch.tokens * heads * (3 * config.head_size + 3 * batch.seq_length) * FP32)
 
 
-def mlp_saved(shape: ModelConfig, batch: MicroBatch) -> int:
+def mlp_saved(config: ModelConfig, batch: MicroBatch) -> int:
     """Bytes that a dense MLP saves: its input [N, D], and its inner tensors [N, F] unless tiles are recomputed."""
-    return hidden_states_bytes(shape, batch) + (mlp_inner(shape, batch) if batch.mlp_tiles == 1 else 0)
+    return hidden_states_bytes(config, batch) + (mlp_inner(config, batch) if batch.mlp_tiles == 1 else 0)
 
 
-def mlp_inner(shape: ModelConfig, batch: MicroBatch) -> int:
+def mlp_inner(config: ModelConfig, batch: MicroBatch) -> int:
     """Bytes of the inner tensors of a dense MLP that its backward pass needs, of all tiles together."""
-    return _inner_saved(shape, shape.intermediate_size // batch.tensor_parallel_size, batch)
+    return _inner_saved(config, config.intermediate_size // batch.tensor_parallel_size, batch)
 
 
-def _inner_saved(shape: ModelConfig, inner: int, batch: MicroBatch) -> int:
+def _inner_saved(config: ModelConfig, inner: int, batch: MicroBatch) -> int:
     """Bytes of the outputs of `up` and `gate`, [N, inner] each. model/kernels/activation.py recomputes the rest."""
-    return (2 if shape.gated_mlp else 1) * batch.tokens * inner * batch.element_bytes
+    return (2 if config.gated_mlp else 1) * batch.tokens * inner * batch.element_bytes
 
 
-def experts_saved(shape: ModelConfig, batch: MicroBatch) -> int:
+def experts_saved(config: ModelConfig, batch: MicroBatch) -> int:
     """Bytes that an MLP of experts saves.
 
     The router saves its input, the probabilities [N, num_experts] in fp32, and for each assignment of a token to an
     expert: three indices, its probability in fp32 if that is divided by the sum, and its factor. The layer also saves
     the tokens sent to the experts, the experts' inner tensors and outputs, and the tensors of the shared expert.
     """
-    sent = replace(batch, tokens=batch.tokens * shape.experts_per_token)
-    router = linear_saved(shape.hidden_size, batch) + batch.tokens * shape.num_experts * FP32
+    sent = replace(batch, tokens=batch.tokens * config.experts_per_token)
+    router = linear_saved(config.hidden_size, batch) + batch.tokens * config.num_experts * FP32
     router += sent.tokens * (3 * INT64 + batch.element_bytes)
-    if shape.norm_topk_prob:  # and the sum
+    if config.norm_topk_prob:  # and the sum
         router += sent.tokens * FP32 + batch.tokens * FP32
-    inner = _inner_saved(shape, shape.moe_intermediate_size // batch.tensor_parallel_size, sent)
-    shared = _inner_saved(shape, shape.shared_expert_size // batch.tensor_parallel_size, batch)
-    if shape.shared_expert_gate:  # its output, and the shared expert's
-        shared += linear_saved(1, batch) + linear_saved(shape.hidden_size, batch)
-    return router + 2 * linear_saved(shape.hidden_size, sent) + inner + shared
+    inner = _inner_saved(config, config.moe_intermediate_size // batch.tensor_parallel_size, sent)
+    shared = _inner_saved(config, config.shared_expert_size // batch.tensor_parallel_size, batch)
+    if config.shared_expert_gate:  # its output, and the shared expert's
+        shared += linear_saved(1, batch) + linear_saved(config.hidden_size, batch)
+    return router + 2 * linear_saved(config.hidden_size, sent) + inner + shared
 
 
-def attention_backward(shape: ModelConfig, batch: MicroBatch, window: int) -> int:
+def attention_backward(config: ModelConfig, batch: MicroBatch, window: int) -> int:
     """Bytes of gradients and working memory in attention's backward pass.
 
     The peak is the larger of two sums: the gradients of the output and of q, k and v with the kernel's working memory,
@@ -288,21 +288,21 @@ def attention_backward(shape: ModelConfig, batch: MicroBatch, window: int) -> in
     sequence has them three times: before, after, and in the order of `qkv`. With soft-capping, or with dropout on a
     CPU, torch has no fused kernel. The peak is then a gradient [H, N, T] in fp32, or two of them without dropout.
     """
-    scores = round(batch.tokens * batch.seq_length * shape.num_heads / batch.tensor_parallel_size) * FP32
-    if shape.attention_softcap and not uses_cpu_attention(shape, batch):
-        return scores if shape.attention_dropout else 2 * scores
-    if not batch.cuda and shape.attention_dropout:
+    scores = round(batch.tokens * batch.seq_length * config.num_heads / batch.tensor_parallel_size) * FP32
+    if config.attention_softcap and not uses_cpu_attention(config, batch):
+        return scores if config.attention_dropout else 2 * scores
+    if not batch.cuda and config.attention_dropout:
         return scores
-    qkv = batch.tokens * _qkv_width(shape, batch) * batch.element_bytes
+    qkv = qkv_bytes(config, batch)
     exchanged = 3 * qkv if batch.sequence_parallel_size > 1 else 0
-    if uses_c_attention(shape, batch):  # with norms of q and k, their gradients are concatenated
-        return max(linear_saved(query_width(shape, batch), batch) + qkv, 2 * qkv if shape.qk_norm else 0, exchanged)
-    uses_rows = uses_cpu_attention(shape, batch) or (batch.documents and not batch.cuda)
-    work = _cpu_attention_work(shape, batch, window) if uses_rows else 0
-    return max(linear_saved(query_width(shape, batch), batch) + qkv + work, 2 * qkv, exchanged)
+    if uses_c_attention(config, batch):  # with norms of q and k, their gradients are concatenated
+        return max(linear_saved(query_width(config, batch), batch) + qkv, 2 * qkv if config.qk_norm else 0, exchanged)
+    uses_rows = uses_cpu_attention(config, batch) or (batch.documents and not batch.cuda)
+    work = _cpu_attention_work(config, batch, window) if uses_rows else 0
+    return max(linear_saved(query_width(config, batch), batch) + qkv + work, 2 * qkv, exchanged)
 
 
-def _cpu_attention_work(shape: ModelConfig, batch: MicroBatch, window: int) -> int:
+def _cpu_attention_work(config: ModelConfig, batch: MicroBatch, window: int) -> int:
     """Bytes of working memory in the backward pass of model/kernels/cpu_attention.py.
 
     The kernel processes as many samples at once as have CPU_SCORES scores, in blocks of ATTENTION_ROWS queries. It
@@ -312,35 +312,35 @@ def _cpu_attention_work(shape: ModelConfig, batch: MicroBatch, window: int) -> i
     block's length as a fraction of S), or the product that is added to the gradient of k. ALiBi is a tensor
     [H, rows, T + rows].
     """
-    heads, kv_heads = shape.num_heads / batch.head_ranks, shape.num_kv_heads / batch.head_ranks
+    heads, kv_heads = config.num_heads / batch.head_ranks, config.num_kv_heads / batch.head_ranks
     samples = min(batch.samples, max(1, int(CPU_SCORES // (heads * ATTENTION_ROWS * batch.seq_length))))
     length = batch.seq_length
     seen = min(length, window + ATTENTION_ROWS - 1) if window else length
     rows, previous = min(ATTENTION_ROWS, length), min(1.0, max(0, length - ATTENTION_ROWS) / seen)
-    keys, seen_keys = kv_heads * length * shape.head_size, kv_heads * seen * shape.head_size
-    scores, tanh = heads * rows * seen, 1 if shape.attention_softcap else 0
+    keys, seen_keys = kv_heads * length * config.head_size, kv_heads * seen * config.head_size
+    scores, tanh = heads * rows * seen, 1 if config.attention_softcap else 0
     scores = max((3 + tanh + previous) * scores, (2 + tanh + (3 + tanh) * previous) * scores,
                  (3 + tanh) * scores + seen_keys)
-    queries = 2 * heads * rows * shape.head_size
-    alibi = heads * ATTENTION_ROWS * (length + ATTENTION_ROWS) if shape.position == "alibi" else 0
+    queries = 2 * heads * rows * config.head_size
+    alibi = heads * ATTENTION_ROWS * (length + ATTENTION_ROWS) if config.position == "alibi" else 0
     return round(samples * ((scores + queries + 2 * keys) * batch.element_bytes + 2 * keys * FP32)) \
         + round(alibi + ATTENTION_ROWS**2) * batch.element_bytes
 
 
-def shared_mask_bytes(shape: ModelConfig, batch: MicroBatch) -> int:
+def shared_mask_bytes(config: ModelConfig, batch: MicroBatch) -> int:
     """Bytes of the attention masks that model/kernels/torch_attention.py makes once for all blocks of a rank.
 
     These are [T, T] of one byte for each size of a window (0 is a size with soft-capping), and [H, T, T] for ALiBi.
     """
-    if uses_cpu_attention(shape, batch):
+    if uses_cpu_attention(config, batch):
         return 0
-    windows = {window for window in shape.windows or (0,) if 0 < window < batch.seq_length or shape.attention_softcap}
+    windows = {window for window in config.windows or (0,) if 0 < window < batch.seq_length or config.attention_softcap}
     windows = set() if batch.documents and batch.cuda else windows  # document_bytes counts them
-    alibi = shape.num_heads // batch.head_ranks * batch.element_bytes if shape.position == "alibi" else 0
+    alibi = config.num_heads // batch.head_ranks * batch.element_bytes if config.position == "alibi" else 0
     return batch.seq_length**2 * (len(windows or {0} if alibi else windows) + alibi)
 
 
-def document_bytes(shape: ModelConfig, batch: MicroBatch) -> int:
+def document_bytes(config: ModelConfig, batch: MicroBatch) -> int:
     """Bytes that --document_attention needs for each micro-batch until its backward pass, once for all blocks.
 
     These are the positions int64 [samples, T], the rotary tables for them, and where torch's operators compute the
@@ -348,12 +348,12 @@ def document_bytes(shape: ModelConfig, batch: MicroBatch) -> int:
     """
     if not batch.documents:
         return 0
-    ropes = 1 if len(set(shape.windows)) < 2 else 2  # layers with a window may have frequencies of their own
+    ropes = 1 if len(set(config.windows)) < 2 else 2  # layers with a window may have frequencies of their own
     tokens = batch.tokens * batch.sequence_parallel_size  # these tensors are not divided
-    tables = ropes * tokens * shape.rotary_size * batch.element_bytes
+    tables = ropes * tokens * config.rotary_size * batch.element_bytes
     masks = 0
-    if batch.cuda or shape.attention_dropout:
-        windows = {window if window < batch.seq_length else 0 for window in shape.windows or (0,)}
-        heads = shape.num_heads // batch.head_ranks if shape.position == "alibi" else 1
+    if batch.cuda or config.attention_dropout:
+        windows = {window if window < batch.seq_length else 0 for window in config.windows or (0,)}
+        heads = config.num_heads // batch.head_ranks if config.position == "alibi" else 1
         masks = batch.samples * heads * batch.seq_length**2 * batch.element_bytes * len(windows)
     return tokens * INT64 + tables + masks

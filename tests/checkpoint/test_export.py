@@ -16,10 +16,10 @@ from pretrain.checkpoint.convert.universal import convert
 from pretrain.checkpoint.format.manifest import read_manifest
 from pretrain.checkpoint.load.reader import CheckpointReader
 from pretrain.errors import ConfigError
-from pretrain.model.hf_weights import from_transformers
 from pretrain.model.layer_specs import as_module
 from tests.support.cases import case, config, flags
 from tests.support.layouts import SAVED, STEPS, MemoryWatch, dp2, fp16, pp2, relative_difference, run_layouts
+from tests.support.tensors import from_transformers
 
 FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 BF16 = {**dp2(1, precision="bf16"), **FP32_SUMS}

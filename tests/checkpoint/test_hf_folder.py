@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from pretrain.checkpoint.load.hf_folder import check_hf_folder, hash_files
 from pretrain.checkpoint.load.reader import HFWeights
 from pretrain.errors import ConfigError
-from pretrain.model.hf_weights import from_transformers
 from pretrain.model.parameters import Part
 from tests.support.hf_models import save_hf_model
 from tests.support.model_shapes import SHAPES
+from tests.support.tensors import from_transformers
 
 transformers.logging.set_verbosity_error()
 GPT2, LLAMA = SHAPES["gpt2"], SHAPES["llama"]

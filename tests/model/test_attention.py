@@ -12,6 +12,7 @@ from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 from pretrain.model.kernels import cpu_attention, torch_attention
 from pretrain.model.kernels.cpu_attention import Scores, _CausalAttention, causal_attention
 from pretrain.model.kernels.torch_attention import alibi_slopes, torch_causal_attention
+from tests.support.reference_attention import eager_attention
 from tests.support.tensors import relative_error, saved_by
 
 
@@ -21,19 +22,6 @@ def heads(batch: int, heads: int, kv_heads: int, length: int, size: int, dtype: 
     sizes = (heads, kv_heads, kv_heads, heads)
     q, k, v, grad = (torch.randn(batch, length, n, size, generator=generator).to(dtype).transpose(1, 2) for n in sizes)
     return [q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), grad]
-
-
-def eager_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> torch.Tensor:
-    """Compute attention from its definition, one operator after the other, with all scores in memory."""
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    s = scores.scale * (q @ k.transpose(2, 3))
-    if scores.softcap:
-        s = scores.softcap * torch.tanh(s / scores.softcap)
-    distance = torch.arange(q.shape[2]) - torch.arange(q.shape[2])[:, None]  # key position - query position
-    if scores.alibi_slopes is not None:
-        s = s + (scores.alibi_slopes.to(torch.float64)[:, None, None] * distance).to(s.dtype)
-    hidden = (distance > 0) | (distance <= -(scores.window or q.shape[2]))
-    return torch.softmax(s.masked_fill(hidden, -math.inf), -1) @ v
 
 
 def as_arguments(scores: Scores) -> dict:

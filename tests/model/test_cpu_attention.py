@@ -18,6 +18,7 @@ from pretrain.model.kernels.documents import Documents
 from pretrain.model.kernels.torch_attention import alibi_slopes
 from pretrain.model.layer_specs import as_module
 from tests.support.model_shapes import SHAPES, write_config
+from tests.support.reference_attention import documents_of, eager_attention
 from tests.support.tensors import relative_error, saved_by
 
 pytestmark = pytest.mark.skipif(not has_library() or instructions() == 0, reason="no dot products of bf16")
@@ -30,10 +31,6 @@ def kind(request):
     """Use the vectors also on a CPU with AMX."""
     with mock.patch.object(module, "instructions", return_value=request.param):
         yield request.param
-
-
-def documents_of(*lengths: tuple[int, ...]) -> Documents:
-    return Documents(torch.tensor([[i for length in sample for i in range(length)] for sample in lengths]))
 
 
 def tables(length: int, rotary: int, documents: Documents | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,25 +50,14 @@ def rotated(x_BHTE: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> 
 
 def eager(inputs: tuple[torch.Tensor, ...], settings: AttentionSettings) -> torch.Tensor:
     """Compute the operator from its definition in the dtype of the inputs."""
-    heads, length = settings.num_heads, inputs[0].shape[1]
+    heads = settings.num_heads
     if len(inputs) == 1:
         kv_heads = (inputs[0].shape[2] - heads) // 2
         inputs = inputs[0].split((heads, kv_heads, kv_heads), 2)
     q, k, v = (x.transpose(1, 2) for x in inputs)
     if settings.tables is not None:
         q, k = rotated(q, settings.tables), rotated(k, settings.tables)
-    k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
-    s = q @ k.transpose(2, 3) * (settings.scale or q.shape[-1] ** -0.5)
-    if settings.softcap:
-        s = settings.softcap * torch.tanh(s / settings.softcap)
-    distance = torch.arange(length) - torch.arange(length)[:, None]  # key position - query position
-    if settings.alibi_slopes is not None:
-        s = s + (settings.alibi_slopes[:, None, None] * distance).to(s.dtype)
-    hidden = (distance > 0) | (distance <= -(settings.window or length))
-    if settings.documents is not None:
-        number = (settings.documents.positions_BT == 0).cumsum(1)
-        hidden = hidden | (number[:, None, :, None] != number[:, None, None, :])
-    return (torch.softmax(s.masked_fill(hidden, -math.inf), -1) @ v).transpose(1, 2)
+    return eager_attention(q, k, v, settings).transpose(1, 2)
 
 
 def value_and_gradients(function, inputs, settings, grad) -> list[torch.Tensor]:

@@ -18,19 +18,14 @@ from pretrain.model.kernels.documents import Documents, divide
 from pretrain.model.kernels.torch_attention import alibi_slopes, torch_causal_attention
 from pretrain.model.layer_specs import CausalLM, as_module, compile_blocks
 from pretrain.model.recompute import Recompute
-from tests.model.test_attention import as_arguments, eager_attention, heads, output_and_gradients, small_blocks
+from tests.model.test_attention import as_arguments, heads, output_and_gradients, small_blocks
 from tests.support.model_shapes import SHAPES, write_config
+from tests.support.reference_attention import documents_of, eager_attention
 from tests.support.tensors import relative_error
 
 _FIXTURES = (small_blocks,)
 EOD = 0
 NAMES = [name for name in SHAPES if name != "llama_dynamic_rope"]  # longer than the model's positions: rejected
-
-
-def documents_of(*lengths: tuple[int, ...]) -> Documents:
-    """Return the documents of samples that consist of documents of these lengths."""
-    return Documents(torch.tensor([[position for length in sample for position in range(length)]
-                                   for sample in lengths]))
 
 
 def alone(compute, inputs: list[torch.Tensor], documents: Documents, *arguments) -> torch.Tensor:

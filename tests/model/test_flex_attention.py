@@ -12,10 +12,9 @@ from torch.nn.attention import flex_attention as torch_flex
 from pretrain.model.config import load_model_config
 from pretrain.model.init import initialize_parameters
 from pretrain.model.kernels import flex_attention, torch_attention
-from pretrain.model.kernels.documents import Documents
+from pretrain.model.kernels.documents import Documents, first_keys
 from pretrain.model.kernels.flex_attention import (
     BLOCK,
-    first_keys,
     flex_causal_attention,
     make_block_mask,
     why_not_flex,

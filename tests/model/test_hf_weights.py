@@ -12,9 +12,10 @@ from torch.nn.functional import cross_entropy
 
 from pretrain.model.config import load_model_config
 from pretrain.model.hf_names import tensor_rules
-from pretrain.model.hf_weights import from_transformers, to_transformers
+from pretrain.model.hf_weights import to_transformers
 from pretrain.model.layer_specs import as_module
 from tests.support.model_shapes import SHAPES, write_config
+from tests.support.tensors import from_transformers
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
 

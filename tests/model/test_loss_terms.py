@@ -14,8 +14,9 @@ from tests.support.reference_loss import linear_cross_entropy
 from tests.support.tensors import relative_error, saved_by
 
 __all__ = ["small_chunks"]  # a fixture
-TERMS = pytest.mark.parametrize("terms", [LossTerms(0.1), LossTerms(0.0, 0.3), LossTerms(0.2, 0.05), LossTerms(1.0)],
-                                ids=["smoothing", "z_loss", "both", "only_smoothing"])
+TERMS = pytest.mark.parametrize("terms", [LossTerms(), LossTerms(0.1), LossTerms(0.0, 0.3), LossTerms(0.2, 0.05),
+                                          LossTerms(1.0)],
+                                ids=["cross_entropy", "smoothing", "z_loss", "both", "only_smoothing"])
 
 
 def reference(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, terms: LossTerms) -> torch.Tensor:
@@ -42,8 +43,10 @@ def test_gradients_equal_those_of_torch_s_loss(dtype, scale, tolerance, terms, w
     logits = plain_logits(*(tensor.to(precise) for tensor in inputs), *((None,) if not with_bias else ()), softcap)
     wanted = torch.autograd.grad(reference(logits, labels, weights, terms) * scale, inputs)
     for mine_grad, grad in zip(torch.autograd.grad(mine * scale, inputs), wanted, strict=True):
+        assert mine_grad.dtype == dtype
         assert relative_error(mine_grad, grad) < tolerance
     cross_entropy = reference(logits, labels, weights, LossTerms()).item()
+    assert mine.dtype == precise
     assert mine.item() == pytest.approx(cross_entropy, rel=max(tolerance, 1e-6))
 
 

@@ -1,9 +1,13 @@
-"""Compare tensors, and record what autograd saves."""
+"""Compare tensors, record what autograd saves, and convert weights of transformers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+
+from pretrain.model.description import ModelConfig
+from pretrain.model.hf_names import name_in_module, stacked_in_module, tensor_rules
+from pretrain.model.hf_weights import to_ours
 
 
 def relative_error(mine: torch.Tensor, exact: torch.Tensor) -> float:
@@ -21,3 +25,16 @@ def saved_by(compute: Callable[..., torch.Tensor], *arguments: Any) -> tuple[tor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         return compute(*arguments), saved
+
+
+def from_transformers(state: Mapping[str, torch.Tensor], config: ModelConfig) -> dict[str, torch.Tensor]:
+    """Return the state_dict of our module for a transformers model's: the inverse of `to_transformers`."""
+    result: dict[str, torch.Tensor] = {}
+    for rule in tensor_rules(config):
+        if rule.is_stacked:
+            name, is_second = stacked_in_module(rule.theirs[0])
+            first = rule.shape[1] if is_second else 0
+            result[rule.ours] = state[name].narrow(1, first, rule.shape[1])
+        else:
+            result[rule.ours] = to_ours(rule, [state[name_in_module(name)] for name in rule.theirs], config)
+    return result

@@ -16,6 +16,20 @@ import torch
 _Tables = tuple[torch.Tensor, torch.Tensor]
 
 
+def first_keys(positions_BT: torch.Tensor, window: int) -> torch.Tensor:
+    """Return int32 [B, T]: the first key that each query sees. It sees the following ones up to its own.
+
+    Args:
+        positions_BT: integer position of each token inside its document.
+        window: number of latest positions that a query sees, with its own; 0: all.
+    """
+    queries_T = torch.arange(positions_BT.shape[1], device=positions_BT.device)
+    first_BT = queries_T - positions_BT
+    if window:
+        first_BT = torch.maximum(first_BT, queries_T - window + 1)
+    return first_BT.int()
+
+
 class Documents:
     """The documents of a micro-batch. Masks and tables are made at their first use, and shared by all blocks.
 
@@ -30,7 +44,6 @@ class Documents:
         self.block_masks: dict[int, Any] = {}  # by window; filled by flex_attention.py
         self._masks: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         self._blocks: dict[int, list[list[RowBlock]]] = {}
-        self._first_keys: dict[int, torch.Tensor] = {}
 
     def mask(self, window: int, dtype: torch.dtype, alibi_T: torch.Tensor | None = None) -> torch.Tensor:
         """Return what is added to the scores: [B, 1, T, T], or with ALiBi [B, H, T, T].
@@ -52,26 +65,10 @@ class Documents:
         length, device = self.positions_BT.shape[1], self.positions_BT.device
         keys_T = torch.arange(length, device=device)
         queries_T1 = keys_T[:, None]
-        first_BT1 = (keys_T - self.positions_BT)[..., None]
-        if window:
-            first_BT1 = torch.maximum(first_BT1, queries_T1 - window + 1)
+        first_BT1 = first_keys(self.positions_BT, window)[..., None]
         hidden_B1TT = ((keys_T < first_BT1) | (keys_T > queries_T1))[:, None]
         terms = torch.zeros(1, dtype=dtype, device=device) if alibi_T is None else alibi_T
         return torch.where(hidden_B1TT, torch.full((), -math.inf, dtype=dtype, device=device), terms)
-
-    def first_keys(self, window: int) -> torch.Tensor:
-        """Return int32 [B, T]: the first key that each query sees. It sees the following ones up to its own.
-
-        `window` is the number of latest positions that a query sees, with its own; 0: all.
-        """
-        if window not in self._first_keys:
-            with torch.no_grad():
-                queries_T = torch.arange(self.positions_BT.shape[1], device=self.positions_BT.device)
-                first_BT = queries_T - self.positions_BT
-                if window:
-                    first_BT = torch.maximum(first_BT, queries_T - window + 1)
-                self._first_keys[window] = first_BT.to(torch.int32)
-        return self._first_keys[window]
 
     @cached_property
     def are_whole_samples(self) -> bool:

@@ -18,7 +18,7 @@ import torch
 
 from pretrain.model import attention_on_cuda
 from pretrain.model.attention_on_cuda import FLEX_BLOCK as BLOCK
-from pretrain.model.kernels.documents import Documents
+from pretrain.model.kernels.documents import Documents, first_keys
 
 _PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _Mod = Callable[..., torch.Tensor]
@@ -96,15 +96,6 @@ def block_mask(length: int, device: torch.device, window: int, documents: Docume
     if window not in documents.block_masks:
         documents.block_masks[window] = make_block_mask(first_keys(documents.positions_BT, window))
     return documents.block_masks[window]
-
-
-def first_keys(positions_BT: torch.Tensor, window: int) -> torch.Tensor:
-    """Return int32 [B, T]: the first key that each query sees."""
-    tokens_T = torch.arange(positions_BT.shape[1], device=positions_BT.device)
-    first_BT = tokens_T - positions_BT
-    if window:
-        first_BT = torch.maximum(first_BT, tokens_T - window + 1)
-    return first_BT.int()
 
 
 def make_block_mask(first_BT: torch.Tensor) -> Any:

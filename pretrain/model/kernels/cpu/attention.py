@@ -18,7 +18,7 @@ import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from pretrain.model.kernels.cpu.library import call
-from pretrain.model.kernels.documents import Documents
+from pretrain.model.kernels.documents import Documents, first_keys
 
 _Tensors = tuple[torch.Tensor, ...]
 
@@ -96,14 +96,9 @@ def _arguments(inputs: _Tensors, settings: AttentionSettings) -> tuple[torch.Ten
     cos, sin = (None, None) if settings.tables is None else (table.contiguous() for table in settings.tables)
     rotary, table_step = (0, 0) if cos is None else (2 * cos.shape[-1], cos[0].numel() if cos.dim() == 4 else 0)
     window = 0 if settings.window >= length else settings.window
-    first = _first_keys(length, window) if settings.documents is None else settings.documents.first_keys(window)
+    # made for each block, because this takes microseconds
+    first = first_keys(torch.arange(length, device="cpu")[None], window)[0] if settings.documents is None else \
+        first_keys(settings.documents.positions_BT, window)
     return (batch, length, settings.num_heads, kv_heads, size, *steps, cos, sin, rotary, table_step,
             first, length if first.dim() == 2 else 0, settings.alibi_slopes,
             float(settings.scale or 1 / math.sqrt(size)), float(settings.softcap), int(instructions() == 2))
-
-
-def _first_keys(length: int, window: int) -> torch.Tensor:
-    """Return int32 [T]: the first key that each query sees. It is not kept, because making it takes microseconds."""
-    if not window:
-        return torch.zeros(length, dtype=torch.int32, device="cpu")
-    return torch.arange(1 - window, length + 1 - window, dtype=torch.int32, device="cpu").clamp_(min=0)
