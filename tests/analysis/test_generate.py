@@ -136,20 +136,20 @@ def test_samples_depend_on_the_seed_and_not_on_the_batch(checkpoints: dict[str, 
 
 
 def test_sampled_tokens_have_the_probabilities_of_the_model(checkpoints: dict[str, Path]) -> None:
-    """4,000 samples of one token, compared with softmax(logits / temperature) of our module over the top_k tokens."""
+    """1,000 samples of one token, compared with softmax(logits / temperature) of our module over the top_k tokens."""
     source = generation_source(checkpoints["gpt2-zero3"])
     loaded = without_end_token(source)
     prompt = encode(source, PROMPTS[0])
     rows = generate(loaded, [prompt], Sampling(max_new_tokens=1, temperature=3.0, top_k=5, top_p=1.0),
-                    num_samples=4000, batch_size=1000)
-    counts = torch.bincount(torch.tensor([row.tokens[0] for row in rows]), minlength=MODEL_VOCAB) / 4000
+                    num_samples=1000, batch_size=1000)
+    counts = torch.bincount(torch.tensor([row.tokens[0] for row in rows]), minlength=MODEL_VOCAB) / 1000
     assert source.config is not None
     module = as_module(source.config).eval()
     module.load_state_dict(CheckpointReader(source.folder).weights())
     with torch.no_grad():
         best = module(torch.tensor([prompt.tokens]))[0, -1, :VOCAB].div(3.0).topk(5)
     assert set(counts.nonzero().flatten().tolist()) == set(best.indices.tolist())
-    torch.testing.assert_close(counts[best.indices], best.values.softmax(0), atol=0.03, rtol=0)
+    torch.testing.assert_close(counts[best.indices], best.values.softmax(0), atol=0.06, rtol=0)
 
 
 def encode(source: GenerationSource, text: str) -> EncodedPrompt:

@@ -32,13 +32,11 @@ def test_each_change_is_reported_once_wherever_the_run_resumes(resumed_at: int, 
     assert "step 4: the global batch grows from 2 to 4 samples" in capsys.readouterr().out
 
 
-def test_a_fixed_batch_and_a_run_that_begins_in_a_later_stage_report_nothing(tmp_path: Path) -> None:
+def test_what_is_no_change_and_a_change_by_a_rollback(tmp_path: Path) -> None:
+    """A fixed batch, and a run that begins in a later stage; samples that a rollback skips begin the next stage."""
     assert walk(tmp_path, fixed_batch(4), steps=range(1, 5), position=0) == 16
     assert walk(tmp_path, SIZES, steps=range(1, 3), position=6) == 14
     assert not (tmp_path / "events.jsonl").exists()
-
-
-def test_samples_that_a_rollback_skips_can_begin_the_next_stage(tmp_path: Path) -> None:
     ramp = BatchRamp(SIZES, RunFolder(tmp_path, active=True), Screen(active=False))
     assert [ramp.size_at(2, 2), ramp.size_at(2, 12)] == [2, 8]
     assert [row["global_batch_size"] for row in read_rows(tmp_path / "events.jsonl")] == [8]

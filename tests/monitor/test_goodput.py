@@ -33,7 +33,9 @@ def test_steps_that_were_trained_again_count_once(tmp_path: Path) -> None:
     assert goodput.fraction(1100.0) == pytest.approx((kept_s + 2.5) / 100)
 
 
-def test_a_rollback_drops_steps() -> None:
+def test_a_rollback_drops_steps_and_a_new_run_or_branch_begins_at_zero(tmp_path: Path) -> None:
+    for first_step in (0, 100):
+        assert Goodput.read(tmp_path, first_step).fraction(time.time() + 10) == 0
     goodput = Goodput(first_start=0.0)
     for step in (1, 10, 20, 30):
         goodput.add(step, 1.0)
@@ -43,8 +45,3 @@ def test_a_rollback_drops_steps() -> None:
     goodput.return_to(0)
     assert goodput.fraction(100.0) == 0
     assert goodput.fraction(-1.0) is None  # a clock that went back
-
-
-def test_a_new_run_and_a_branch_begin_at_zero(tmp_path: Path) -> None:
-    assert Goodput.read(tmp_path, 0).fraction(time.time() + 10) == 0
-    assert Goodput.read(tmp_path, 100).fraction(time.time() + 10) == 0

@@ -15,7 +15,7 @@ def test_durations_are_hours_minutes_and_seconds() -> None:
         ["0:00:00", "0:00:59", "1:02:03", "100:00:00"]
 
 
-def test_rows_are_appended_and_incomplete_lines_are_skipped(tmp_path: Path) -> None:
+def test_rows_and_starts_are_appended_and_incomplete_lines_are_skipped(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, active=True)
     folder.metrics({"step": 1, "loss": 2.5})
     size = (tmp_path / "metrics.jsonl").stat().st_size
@@ -24,19 +24,13 @@ def test_rows_are_appended_and_incomplete_lines_are_skipped(tmp_path: Path) -> N
         file.write('{"step": 3, "lo')  # a killed run
     assert read_metrics(tmp_path) == [{"step": 1, "loss": 2.5}, {"step": 2, "loss": None}]
     assert read_rows(tmp_path / "metrics.jsonl", size) == [{"step": 2, "loss": None}]
-
-
-def test_only_an_active_run_folder_writes(tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    RunFolder(path, active=False).metrics({"step": 1})
-    assert not path.exists()
-
-
-def test_starts_are_appended_to_run_json(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path, active=True)
+    folder.metrics({"step": 4})  # begins a new line
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 4]
     for number in (1, 2):
         folder.start({"flags": {}, "time": number})
     assert [start["time"] for start in json.loads((tmp_path / "run.json").read_text())] == [1, 2]
+    RunFolder(tmp_path / "other", active=False).metrics({"step": 1})
+    assert not (tmp_path / "other").exists()
 
 
 def test_rows_that_cannot_be_written_cause_one_warning(tmp_path: Path) -> None:
@@ -72,12 +66,6 @@ def test_a_full_disk_leaves_no_part_of_a_row(tmp_path: Path) -> None:
     assert len(lines) == 1
     folder.metrics({"step": 3})
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 3}\n'
-
-
-def test_a_row_after_an_incomplete_line_begins_a_new_line(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st')
-    RunFolder(tmp_path, active=True).metrics({"step": 2})
-    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2]
 
 
 def test_a_damaged_run_json_is_kept_under_another_name(tmp_path: Path) -> None:

@@ -24,22 +24,22 @@ OLD_KEYS = ("step", "consumed_samples", "consumed_tokens", "seq_length", "loss",
             "memory_bytes", "peak_memory_bytes", "eta_seconds")  # of runs before rows had a time
 
 
+_RANDOM_KEYS = (
+    "grad_norm", "grad_norm_max", "clip_rate", "param_norm", "update_ratio", "data_time_ms", "forward_time_ms",
+    "backward_time_ms", "optimizer_time_ms", "tokens_per_second", "tflops_per_device", "mfu", "tflops_exact_per_device",
+    "mfu_exact", "memory_bytes", "peak_memory_bytes", "host_memory_bytes", "power_watts", "goodput", "noise_scale")
+
+
 def training_row(step: int, generator: random.Random) -> dict[str, Any]:
     """Return a row with all keys."""
-    step_ms, loss = 380 + 20 * generator.random(), 2 + 7 * math.exp(-step / 50) + generator.gauss(0, 0.05)
+    loss = 2 + 7 * math.exp(-step / 50) + generator.gauss(0, 0.05)
     return {
         "step": step, "time": START + step * 0.4 + generator.random() / 10, "consumed_samples": step * 16,
         "consumed_tokens": step * 16384, "seq_length": 1024, "loss": loss, "loss_max": loss + 0.1,
-        "lr": 1e-3 / (1 + step / 100), "grad_norm": generator.random(), "grad_norm_max": 1 + generator.random(),
-        "clip_rate": generator.random(), "clip_norm": 1.0, "param_norm": 200.0 + step / 7, "update_ratio": 1e-3 / step,
-        "loss_scale": 1.0, "skipped_steps": 0, "step_time_ms": step_ms, "data_time_ms": 3.0 + generator.random(),
-        "forward_time_ms": step_ms * 0.3, "backward_time_ms": step_ms * 0.6, "reduce_time_ms": None,
-        "optimizer_time_ms": step_ms * 0.05, "save_time_ms": 10.0 * (step % 10 == 0), "eval_time_ms": 0.0,
-        "tokens_per_second": 16384 / step_ms * 1e3, "tflops_per_device": 5e4 / step_ms, "mfu": 150 / step_ms,
-        "tflops_exact_per_device": 4e4 / step_ms, "mfu_exact": 140 / step_ms, "pipeline_bubble": None,
-        "memory_bytes": 2**30 + step, "peak_memory_bytes": 2**31 + step, "host_memory_bytes": 2**32 + step,
-        "power_watts": 600 + generator.random(), "goodput": 0.9 + generator.random() / 100,
-        "noise_scale": 100 + generator.random(), "global_batch_size": 16 if step < 20 else 32, "eta_seconds": 5.0}
+        "lr": 1e-3 / (1 + step / 100), "clip_norm": 1.0, "loss_scale": 1.0, "skipped_steps": 0, "reduce_time_ms": None,
+        "step_time_ms": 380 + 20 * generator.random(), "save_time_ms": 10.0 * (step % 10 == 0), "eval_time_ms": 0.0,
+        "pipeline_bubble": None, "global_batch_size": 16 if step < 20 else 32, "eta_seconds": 5.0,
+        **{key: 1 + generator.random() for key in _RANDOM_KEYS}}
 
 
 def rows_of(steps: list[int], *, seed: int = 0, eval_interval: int = 10) -> list[dict[str, Any]]:

@@ -206,7 +206,7 @@ def test_a_watched_page_follows_the_run_without_a_reload(browser: Browser, tmp_p
     run = write_run(tmp_path / "run", rows_of(list(range(1, 21))))
     with watching(run) as (process, url):
         page = browser.page(url)
-        page.run("window.first = true")  # a reload would lose it
+        page.run("window.first = true, report.pollMs = 200")  # a reload would lose it
         page.run("document.querySelector('#configuration details details').open = true")
         append_rows(run / "metrics.jsonl", rows_of([21, 22]))
         append_rows(run / "events.jsonl", [event("save", 22)])

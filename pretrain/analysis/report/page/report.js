@@ -1,7 +1,6 @@
 // The report: its state, the controls, the tables, and the updates of a page that tools/report.py --watch serves.
 
 const HIDDEN_KINDS = new Set(["start", "verify", "snapshot", "hashed", "data_hashed", "init"]);
-const POLL_MS = 2000;
 const OVERVIEW = [  // [label, text of the value, small text below it]
   ["Steps", (o) => plain(o.step), (o) => (isNumber(o.train_steps) ? `of ${plain(o.train_steps)}` : "")],
   ["Training loss", (o) => plain(o.loss), (o) => (o.not_finite ? `${plain(o.not_finite)} rows not finite` : "")],
@@ -27,7 +26,7 @@ class Report {
     const smoothing = data.runs.some((run) => run.rows >= 100) ? 0.6 : 0;  // it would distort a short curve
     this.view = {axis: "step", logX: false, smoothing, raw: true, clip: false, abandoned: true, zoom: null, cursor: null, cursorChart: null,
                  runs: new Set(data.runs.map((run) => run.name)), hidden: new Set(HIDDEN_KINDS), timeUnit: timeUnit(data.runs)};
-    this.charts = [];
+    Object.assign(this, {charts: [], pollMs: 2000});
     this.filled = {};  // id of an element -> what it shows
     this.build();
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.schedule());
@@ -187,7 +186,7 @@ class Report {
     const live = byId("live");
     Object.assign(live, {hidden: false, textContent: "live"});
     for (;;) {
-      await new Promise((resolve) => setTimeout(resolve, POLL_MS));
+      await new Promise((resolve) => setTimeout(resolve, this.pollMs));
       try {
         const answer = await fetch(`update?known=${this.data.state}`, {cache: "no-store"});
         if (!answer.ok) throw new Error(`status ${answer.status}`);
