@@ -22,6 +22,7 @@ from pretrain.checkpoint.load.agree_on_checkpoint import find_damage_together
 from pretrain.checkpoint.load.load_checkpoint import load_checkpoint
 from pretrain.checkpoint.save.commit import next_checkpoint_bytes
 from pretrain.checkpoint.save.saver import Saver
+from pretrain.cluster.health.devices import disk_rates
 from pretrain.config.plan import Plan
 from pretrain.data.loader import Loader, MicroBatch
 from pretrain.distributed.process_group import init_process_group
@@ -36,7 +37,6 @@ from pretrain.resilience.watchdog import TimeOuts, rank_guards
 from pretrain.terminal import Screen
 
 _COMMIT_TIMEOUT_S = 600  # limit for the commit of a save
-_BLOCK_BYTES = 2**24  # of one write or read of the disk's rate, like `dd bs=16M`
 
 
 def _build(job: BaselineJob, requests: RequestLoop) -> tuple[Plan, DeepSpeedEngine, Loader]:
@@ -116,18 +116,15 @@ def checkpoint(job: BaselineJob, requests: RequestLoop) -> NoReturn:
     while True:
         figures: dict[str, dict[str, float]] = {}
         for label, saves in savers.items():
-            disk = measure_disk(saves.folder, next_checkpoint_bytes(plan, saves.checkpoints))
+            write, read, _ = disk_rates(saves.folder, next_checkpoint_bytes(plan, saves.checkpoints))
             timed = [train_step() for _ in range(requests.request["steps"])]
             figures[label] = saves.save(timed[-1][0], statistics.median(seconds for _, seconds in timed), train_step,
                                         requests.synchronize)
-            figures[label]["of_disk"] = figures[label]["bytes_per_s"] / disk["write"]
-            if not figures.get("disk"):
-                folder = saves.checkpoints / f"global_step{timed[-1][0]}"
-                seconds, num_bytes = _load(engine, plan, folder), figures[label]["checkpoint_bytes"]
-                figures |= {"disk": disk, **{name: {"bytes_per_s": num_bytes / duration,
-                                                    "of_disk": num_bytes / duration / disk["read"]}
-                                             for name, duration in seconds.items()}}
-        requests.end_repetition(figures=figures)
+            figures[label]["of_disk"] = figures[label]["bytes_per_s"] / write
+        num_bytes, (folder,) = figures[label]["checkpoint_bytes"], saves.checkpoints.glob("global_step*")
+        for name, seconds in _load(engine, plan, folder).items():
+            figures[name] = {"bytes_per_s": num_bytes / seconds, "of_disk": num_bytes / seconds / read}
+        requests.end_repetition(figures={**figures, "disk": {"write": write, "read": read}})
 
 
 class _Saves:
@@ -186,30 +183,6 @@ def _load(engine: DeepSpeedEngine, plan: Plan, folder: Path) -> dict[str, float]
         load_checkpoint(engine, plan, folder, manifest)
     end = time.perf_counter()
     return {"verification": verified - start, "load": end - verified, "verification and load": end - start}
-
-
-def measure_disk(folder: Path, num_bytes: int) -> dict[str, float]:
-    """Return the rates, in bytes per second, of writing one file with fsync, and of reading it from the disk.
-
-    This is `dd bs=16M conv=fsync`, and `dd bs=16M` of a file that is not in the page cache. The bytes are random,
-    because some disks do not write zeros.
-    """
-    num_blocks, path = max(num_bytes // _BLOCK_BYTES, 1), folder / "disk.bin"
-    block = bytearray(os.urandom(_BLOCK_BYTES))
-    start = time.perf_counter()
-    with open(path, "wb", buffering=0) as file:
-        for _ in range(num_blocks):
-            file.write(block)
-        os.fsync(file.fileno())
-    written = time.perf_counter()
-    evict(path)
-    begin = time.perf_counter()
-    with open(path, "rb", buffering=0) as file:
-        while file.readinto(block):
-            pass
-    end = time.perf_counter()
-    path.unlink()
-    return {"write": num_blocks * _BLOCK_BYTES / (written - start), "read": num_blocks * _BLOCK_BYTES / (end - begin)}
 
 
 def evict(path: Path) -> None:

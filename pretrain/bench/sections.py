@@ -154,7 +154,7 @@ def checkpoint(context: BenchContext, report: ReportProgress) -> BenchSection:
                *([f"{figures['blocking_s']:.2f} s", f"{figures['total_share']:.3%}"] if "blocking_s" in figures
                  else ["", ""])] for label, figures in medians.items())]
     notes = [f"A checkpoint has {num_bytes / 1e9:.2f} GB. The disk writes and reads one file of this size, like dd "
-             "with bs=16M and conv=fsync. Files are read from the disk, and not from the page cache.",
+             "with bs=1M and conv=fsync. Files are read from the disk, and not from the page cache.",
              "Verification compares SHA-256 hashes. Training continues during --async_save. Fractions are of "
              f"{SAVE_INTERVAL_S / 60:.0f} minutes between two saves. All figures are medians; the first of several "
              "repetitions is left out."]

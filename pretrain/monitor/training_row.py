@@ -39,28 +39,12 @@ class HighestLoss:
         return highest
 
 
-@dataclass(frozen=True)
-class AllRanks:
-    """Values of all ranks, for a row."""
-
-    loss_max: float
-    data_seconds: float  # in each step, on the rank that waited longest for its data
-    phase_ms: dict[str, float]  # in each step, mean over the ranks
-    pipeline_ms: float  # from the start of a step to the end of its last backward pass, on the slowest rank
-    power_watts: float | None  # mean over the ranks' devices; None if no rank can read it
-    param_norm: float  # NaN if it was not measured
-    update_ratio: float
-
-    @property
-    def pipeline_bubble(self) -> float | None:
-        """Fraction of the forward and backward pass in which a pipeline stage computes nothing: mean over the ranks."""
-        busy = self.phase_ms[FORWARD] + self.phase_ms[BACKWARD]
-        return 1 - busy / self.pipeline_ms if self.pipeline_ms > 0 else None
-
-
 def combine_ranks(loss_max: torch.Tensor, *, data_seconds: float, phase_ms: dict[str, float],
-                  power_watts: float | None, squares: torch.Tensor) -> AllRanks:
-    """Return the values of all ranks. Collective; waits for the device.
+                  power_watts: float | None, squares: torch.Tensor) -> dict[str, float | None]:
+    """Return the values of a row that are those of all ranks. Collective; waits for the device.
+
+    Phase times are means over the ranks. The waiting time for data is that of the slowest rank. The pipeline bubble is
+    the fraction of the forward and backward pass in which a stage computes nothing, mean over the ranks.
 
     Args:
         loss_max: result of HighestLoss.take.
@@ -76,11 +60,14 @@ def combine_ranks(loss_max: torch.Tensor, *, data_seconds: float, phase_ms: dict
     parameters, changed, sampled, *phases, watts, devices = sums.tolist()
     highest, slowest_data, longest = maxima.tolist()
     ranks = dist.get_world_size()
-    return AllRanks(
-        loss_max=highest, data_seconds=slowest_data,
-        phase_ms={phase: total / ranks for phase, total in zip(PHASES, phases, strict=True)}, pipeline_ms=longest,
-        power_watts=watts / devices if devices else None, param_norm=math.sqrt(parameters),
-        update_ratio=math.sqrt(changed / sampled) if sampled else math.nan)
+    mean_ms = {phase: total / ranks for phase, total in zip(PHASES, phases, strict=True)}
+    return {
+        "loss_max": highest, "data_time_ms": slowest_data * 1e3, "forward_time_ms": mean_ms[FORWARD],
+        "backward_time_ms": mean_ms[BACKWARD], "reduce_time_ms": mean_ms[REDUCE],
+        "optimizer_time_ms": mean_ms[OPTIMIZER],
+        "pipeline_bubble": 1 - (mean_ms[FORWARD] + mean_ms[BACKWARD]) / longest if longest > 0 else None,
+        "power_watts": watts / devices if devices else None, "param_norm": math.sqrt(parameters),
+        "update_ratio": math.sqrt(changed / sampled) if sampled else math.nan}
 
 
 @dataclass(frozen=True)
@@ -97,22 +84,25 @@ class Interval:
     eval_seconds: float
 
 
-def training_row(plan: Plan, engine: DeepSpeedEngine, interval: Interval, ranks: AllRanks, *, loss: float, lr: float,
-                 gradients: Mapping[str, float | None]) -> dict[str, Any]:
-    """Return the row. `gradients`: result of GradientStats.take."""
+def training_row(plan: Plan, engine: DeepSpeedEngine, interval: Interval, ranks: dict[str, float | None], *,
+                 loss: float, lr: float, gradients: Mapping[str, float | None]) -> dict[str, Any]:
+    """Return the row. `ranks`: result of combine_ranks; `gradients`: result of GradientStats.take."""
     length = plan.seq_lengths.at(interval.consumed_samples - interval.batch_size)
-    return {
+    row = {
         "step": interval.step, "time": time.time(), "consumed_samples": interval.consumed_samples,
         "consumed_tokens": interval.consumed_samples * plan.args.seq_length, "seq_length": length,
-        "global_batch_size": interval.batch_size, "loss": loss, "loss_max": ranks.loss_max, "lr": lr,
-        "grad_norm": grad_norm(engine), **gradients,
-        "param_norm": ranks.param_norm, "update_ratio": ranks.update_ratio,
+        "global_batch_size": interval.batch_size, "loss": loss, "lr": lr, "grad_norm": grad_norm(engine), **gradients,
         "loss_scale": loss_scale(engine), "skipped_steps": engine.skipped_steps,
-        **_times(engine, interval, ranks, plan.layout.pipeline_stages), **_rates(plan, interval, length), **_memory(),
-        "power_watts": ranks.power_watts,
+        "step_time_ms": interval.step_seconds * 1e3, "save_time_ms": interval.save_seconds * 1e3,
+        "eval_time_ms": interval.eval_seconds * 1e3, **ranks, **_rates(plan, interval, length), **_memory(),
         "eta_seconds": eta_seconds(plan, interval), **recipe_values(engine),
         **router_values(engine, plan.model.num_layers),
     }
+    if overlaps_reduction(engine):
+        row["reduce_time_ms"] = None
+    if plan.layout.pipeline_stages == 1:
+        row["pipeline_bubble"] = None
+    return row
 
 
 def tokens_per_second(plan: Plan, interval: Interval) -> float:
@@ -124,18 +114,6 @@ def eta_seconds(plan: Plan, interval: Interval) -> float:
     """Return the time of the remaining steps at the speed of this interval, in samples: their batches may be larger."""
     remaining = plan.length.samples_between(interval.step, plan.train_steps, position=interval.consumed_samples)
     return remaining * interval.steps * interval.step_seconds / max(interval.samples, 1)
-
-
-def _times(engine: DeepSpeedEngine, interval: Interval, ranks: AllRanks,
-           pipeline_stages: int) -> dict[str, float | None]:
-    return {
-        "step_time_ms": interval.step_seconds * 1e3, "data_time_ms": ranks.data_seconds * 1e3,
-        "forward_time_ms": ranks.phase_ms[FORWARD], "backward_time_ms": ranks.phase_ms[BACKWARD],
-        "reduce_time_ms": None if overlaps_reduction(engine) else ranks.phase_ms[REDUCE],
-        "optimizer_time_ms": ranks.phase_ms[OPTIMIZER],
-        "save_time_ms": interval.save_seconds * 1e3, "eval_time_ms": interval.eval_seconds * 1e3,
-        "pipeline_bubble": ranks.pipeline_bubble if pipeline_stages > 1 else None,
-    }
 
 
 def _rates(plan: Plan, interval: Interval, length: int) -> dict[str, float | None]:

@@ -115,16 +115,21 @@ def disk_health(folder: Path, num_bytes: int, needed_bytes: int) -> DiskHealth:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         free = free_bytes(folder)
-        mb_per_s, problems = _write_and_read(folder, num_bytes)
+        bytes_per_s, _, wrong = disk_rates(folder, num_bytes)
     except OSError as error:
         return DiskHealth(0.0, free, (f"{folder}: {error.strerror or error}",))
+    problems: tuple[str, ...] = (f"{folder}: {wrong} MiB read back differ from what was written",) if wrong else ()
     if free < needed_bytes:
         problems += (f"{folder}: only {free / 1e9:,.3f} GB are free; a checkpoint needs {needed_bytes / 1e9:,.3f} GB",)
-    return DiskHealth(mb_per_s, free, problems)
+    return DiskHealth(bytes_per_s / 1e6, free, problems)
 
 
-def _write_and_read(folder: Path, num_bytes: int) -> tuple[float, tuple[str, ...]]:
-    """Write a temporary file, then read it back. Returns (MB/s of writing, problems). Raises OSError."""
+def disk_rates(folder: Path, num_bytes: int) -> tuple[float, float, int]:
+    """Write a temporary file, sync it, and read it from the disk, like dd with bs=1M and conv=fsync.
+
+    The bytes are random, because some disks do not write zeros. Returns the bytes per second of writing and of reading,
+    and how many MiB differ from what was written. Raises OSError.
+    """
     piece = os.urandom(min(num_bytes, 2**20))
     count = max(num_bytes // len(piece), 1)
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:  # deleted even if this process is killed
@@ -133,9 +138,10 @@ def _write_and_read(folder: Path, num_bytes: int) -> tuple[float, tuple[str, ...
             if file.write(piece) != len(piece):
                 raise OSError(None, "no space left on device")
         os.fsync(file.fileno())
-        seconds = time.perf_counter() - start
+        written = time.perf_counter()
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # read from the disk, not from the cache
         file.seek(0)
+        begin = time.perf_counter()
         wrong = sum(file.read(len(piece)) != piece for _ in range(count))
-    problems = (f"{folder}: {wrong} of {count} MiB read back differ from what was written",) if wrong else ()
-    return count * len(piece) / seconds / 1e6, problems
+        end = time.perf_counter()
+    return count * len(piece) / (written - start), count * len(piece) / (end - begin), wrong
