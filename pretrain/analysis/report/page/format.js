@@ -1,8 +1,6 @@
 // Text for numbers, and elements of the page. Text always enters the page as textContent, never as HTML:
 // the files of a run are not trusted.
 
-const UNITS = [["", 1], ["k", 1e3], ["M", 1e6], ["G", 1e9], ["T", 1e12], ["P", 1e15]];
-
 /** Parse JSON. Its objects have no prototype: a key of a run, such as "constructor", then finds only data. */
 function parseData(text) {
   const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
@@ -23,12 +21,9 @@ function plain(value, digits = 5) {
   return value.toLocaleString("en-US", {maximumFractionDigits: decimals});
 }
 
-/** A count with a unit: 12.3 M. */
+/** A count with a unit: 12.3M. */
 function compact(value, digits = 4) {
-  if (!isNumber(value)) return "–";
-  const [unit, factor] = UNITS.filter(([, factor]) => Math.abs(value) >= factor * 0.99995).pop() || UNITS[0];
-  const scaled = (value / factor).toLocaleString("en-US", {maximumSignificantDigits: digits});
-  return unit ? `${scaled} ${unit}` : scaled;
+  return isNumber(value) ? value.toLocaleString("en-US", {notation: "compact", maximumSignificantDigits: digits}) : "–";
 }
 
 const percent = (value, digits = 4) => (isNumber(value) ? `${plain(value * 100, digits)} %` : "–");

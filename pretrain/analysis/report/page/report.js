@@ -28,6 +28,7 @@ class Report {
                  runs: new Set(data.runs.map((run) => run.name)), hidden: new Set(HIDDEN_KINDS), timeUnit: timeUnit(data.runs)};
     Object.assign(this, {charts: [], pollMs: 2000});
     this.filled = {};  // id of an element -> what it shows
+    this.bindControls();
     this.build();
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.schedule());
     new ResizeObserver(() => this.schedule()).observe(byId("curves"));
@@ -50,7 +51,7 @@ class Report {
       + (old ? `; ${plain(old, 9)} of them abandoned after a resume or a rollback (dotted)` : "") + `; read ${dateTime(this.data.time)}`;
     byId("notices").replaceChildren(...runs.filter((run) => run.problem).map((run) => make("p", {class: "notice"}, `${run.name}: ${run.problem}`)));
     byId("overview").replaceChildren(overviewElement(runs));
-    this.fill("controls", runs.map((run) => [run.event_counts, run.abandoned_rows > 0]), () => this.controls());
+    this.fill("chips", runs.map((run) => run.event_counts), () => this.chipRows());
     this.buildCharts();
     byId("differences").hidden = runs.length < 2;
     this.fill("differences", differences, () => [make("h2", {}, "Differences between the runs"), differences.length
@@ -75,26 +76,20 @@ class Report {
       ? `The same in all rows: ${constants.map(([title, value]) => `${title.toLowerCase()} ${value}`).join(", ")}.` : "";
   }
 
-  controls() {
+  /** Let the controls show the view, and change it. */
+  bindControls() {
     const {view} = this;
-    const change = (values) => {
-      Object.assign(view, values);
-      this.schedule();
-    };
-    const toggle = (text, name) => make("label", {}, make("input", {type: "checkbox", checked: view[name],
-      onchange: (event) => change({[name]: event.target.checked, ...(name === "logX" ? {zoom: null} : {})})}), text);
-    const value = make("output", {}, view.smoothing.toFixed(2));
-    const slider = make("input", {type: "range", min: 0, max: 0.99, step: 0.01, value: view.smoothing, id: "smoothing", oninput: (event) => {
-      value.textContent = Number(event.target.value).toFixed(2);
-      change({smoothing: Number(event.target.value)});
-    }});
-    const axes = make("fieldset", {}, make("legend", {}, "By"), ...Object.keys(AXES).map((axis) => make("label", {}, make("input", {
-      type: "radio", name: "axis", value: axis, checked: axis === view.axis, onchange: () => change({axis, zoom: null, cursor: null})}), axis)));
-    this.resetZoom = make("button", {type: "button", onclick: () => this.setZoom(null)}, "Whole range");
-    return [
-      axes, toggle("log x", "logX"), make("label", {}, "Smoothing", slider, value), toggle("unsmoothed", "raw"), toggle("without outliers", "clip"),
-      ...(this.data.runs.some((run) => run.abandoned_rows) ? [toggle("abandoned", "abandoned")] : []),
-      this.resetZoom, ...this.chipRows()];
+    for (const input of document.querySelectorAll("#controls input")) {
+      const {name, type} = input;
+      if (type === "range") input.value = view[name];
+      else input.checked = type === "radio" ? input.value === view[name] : view[name];
+      input.addEventListener("input", () => {
+        view[name] = {checkbox: input.checked, range: Number(input.value), radio: input.value}[type];
+        if (name === "axis" || name === "logX") Object.assign(view, {zoom: null, cursor: null});
+        this.schedule();
+      });
+    }
+    byId("whole").addEventListener("click", () => this.setZoom(null));
   }
 
   /** Buttons that show or hide runs and kinds of events. */
@@ -121,7 +116,8 @@ class Report {
     this.frame ??= requestAnimationFrame(() => {
       this.frame = null;
       this.view.timeUnit = timeUnit(this.data.runs);
-      this.resetZoom.disabled = this.view.zoom === null;
+      byId("whole").disabled = this.view.zoom === null;
+      byId("smoothing").textContent = this.view.smoothing.toFixed(2);
       for (const chart of this.charts) chart.draw();
       this.showEvents();
     });
