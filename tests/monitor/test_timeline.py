@@ -19,7 +19,6 @@ from pretrain.monitor.timeline_summary import (
     TRANSFER,
     Instruction,
     RankInstructions,
-    StepTimeline,
     step_timelines,
 )
 
@@ -110,12 +109,8 @@ def test_a_send_that_ends_before_its_receive_begins_does_not_wait() -> None:
     assert (second.seconds(TRANSFER), second.seconds(BUBBLE)) == (0.25, 2.0)
 
 
-def timeline_of(stages: int, micro_batches: int) -> StepTimeline:
-    return step_timelines(simulate(stages, micro_batches, equal_stages))[0]
-
-
 def test_text_shows_the_schedule_in_80_columns() -> None:
-    lines = text_of(timeline_of(4, 8))
+    lines = text_of(step_timelines(simulate(4, 8, equal_stages))[0])
     assert max(map(len, lines)) <= 80
     assert lines[0] == "step 7: 33,500 ms; bubble 27.3% (1F1B, equal stages: 27.3%)"
     rows = [line.removeprefix(f"stage {stage}").strip() for stage, line in enumerate(lines[6:10])]
@@ -127,7 +122,7 @@ def test_text_shows_the_schedule_in_80_columns() -> None:
 
 
 def test_files(tmp_path: Path) -> None:
-    timeline = timeline_of(3, 64)
+    timeline, = step_timelines(simulate(3, 64, equal_stages))
     write_timelines(tmp_path, [timeline])
     values = json.loads((tmp_path / "timeline.json").read_text())
     events = [event for event in values["traceEvents"] if event["ph"] == "X"]
