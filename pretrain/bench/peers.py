@@ -1,4 +1,4 @@
-"""Other training programs, and the machine's rate of matrix products, as baselines.
+"""Other training programs as baselines.
 
 Each function with a `job` is the main function of a process, which ends when there are no more requests. The programs
 train the same config.json with this project's initial weights, on the same samples in the same order. The labels are
@@ -9,7 +9,6 @@ Shapes: B batch, T positions.
 
 import importlib.util
 import itertools
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -30,9 +29,6 @@ from pretrain.errors import ConfigError
 from pretrain.model.hf_weights import to_transformers
 from pretrain.model.init import initialize_parameters
 from pretrain.model.layer_specs import as_module
-from pretrain.model.parameters import DTYPES
-
-_PRODUCTS_S = 1.0  # duration of one repetition of `products`
 
 
 def transformers_model(plan: Plan) -> nn.Module:
@@ -156,24 +152,3 @@ def trainer(job: BaselineJob, requests: RequestLoop) -> None:
     with deepspeed_output("error"):
         RecordingTrainer(model=model, args=arguments, train_dataset=_Samples(plan.datasets["train"], length),
                          callbacks=[ReportSteps()]).train()
-
-
-def products(job: BaselineJob, requests: RequestLoop) -> NoReturn:
-    """Measure the highest rate of square matrix products in the training's precision. MFU is relative to this rate.
-
-    A product of two n x n matrices has 2 n^3 FLOPs.
-    """
-    device = "cuda" if job.device_kind == "cuda" else "cpu"
-    dtype = DTYPES[job.plan().layout.precision]
-    size = job.options["product_size"]
-    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    out = torch.empty_like(left)
-    requests.report_build()
-    while True:
-        begin, shortest_s = time.perf_counter(), float("inf")
-        while time.perf_counter() - begin < _PRODUCTS_S:
-            start = time.perf_counter()
-            torch.mm(left, right, out=out)
-            requests.synchronize()
-            shortest_s = min(shortest_s, time.perf_counter() - start)
-        requests.end_repetition(tflops=2 * size**3 / shortest_s / 1e12)

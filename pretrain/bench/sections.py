@@ -39,7 +39,8 @@ def run_sections(settings: BenchSettings, report: ReportProgress) -> Iterator[Be
 def training_step(context: BenchContext, report: ReportProgress) -> BenchSection:
     """Measure this project, other training programs and the machine's rate of matrix products."""
     settings = context.settings
-    jobs = [context.job(PRODUCTS, "peers.products", product_size=settings.preset.product_size),
+    jobs = [context.job(PRODUCTS, "worker.products", product_size=settings.preset.product_size,
+                        precision=settings.precision),
             context.job(PROJECT, "project.project"),
             *(context.job(name, f"peers.{main}") for name, main in PEERS.items()),
             *([context.job(COMPILED, "peers.plain", compiled=True)] if settings.device.kind == "cuda" else [])]

@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from pretrain.bench.processes import BaselineJob
 from pretrain.distributed.process import resident_bytes
@@ -20,6 +20,9 @@ from pretrain.engine.prepare import prepare_deepspeed
 
 if TYPE_CHECKING:  # imported by `main`, after prepare_deepspeed
     import torch
+
+
+_PRODUCTS_S = 1.0  # duration of one repetition of `products`
 
 
 class NoMoreRequests(BaseException):
@@ -109,6 +112,29 @@ class RequestLoop:
             return {"peak_memory_bytes": peaks[0], "reserved_bytes": peaks[1]}
         peak = resident_bytes()[1]
         return {"peak_memory_bytes": peak - self._bytes_before_build, "resident_bytes": peak}
+
+
+def products(job: BaselineJob, requests: RequestLoop) -> NoReturn:
+    """Measure the highest rate of square matrix products in the training's precision. MFU is relative to this rate.
+
+    A product of two n x n matrices has 2 n^3 FLOPs.
+    """
+    import torch
+
+    device = "cuda" if job.device_kind == "cuda" else "cpu"
+    dtype = torch.float32 if job.options["precision"] == "fp32" else torch.bfloat16
+    size = job.options["product_size"]
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(left)
+    requests.report_build()
+    while True:
+        begin, shortest_s = time.perf_counter(), float("inf")
+        while time.perf_counter() - begin < _PRODUCTS_S:
+            start = time.perf_counter()
+            torch.mm(left, right, out=out)
+            requests.synchronize()
+            shortest_s = min(shortest_s, time.perf_counter() - start)
+        requests.end_repetition(tflops=2 * size**3 / shortest_s / 1e12)
 
 
 def main() -> None:

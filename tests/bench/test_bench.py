@@ -116,8 +116,9 @@ def test_a_baseline_with_other_parameters_or_losses_is_a_failure(context: BenchC
 
 
 def test_a_baseline_that_fails_is_reported_and_the_others_continue(context: BenchContext) -> None:
-    results = run_interleaved([context.job("fails", "peers.products", product_size=-1),
-                               context.job("works", "peers.products", product_size=64)], context, lambda text: None)
+    jobs = [context.job(name, "worker.products", product_size=size, precision="bf16")
+            for name, size in (("fails", -1), ("works", 64))]
+    results = run_interleaved(jobs, context, lambda text: None)
     (line,) = results.failures
     assert line.startswith("fails: RuntimeError")
     assert len(results.answers["works"]) == 2
