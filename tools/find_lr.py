@@ -67,9 +67,9 @@ def _run(words: list[str], world: World) -> int:
     from pretrain.analysis.trial_run import sweep, trial_run
     from pretrain.engine.build import deepspeed_output
 
-    with trial_run(start, world) as trial, deepspeed_output(start.plan.args.deepspeed_log_level):
+    with trial_run(start, world) as (plan, build), deepspeed_output(start.plan.args.deepspeed_log_level):
         status("building the engine")
-        points = sweep(trial.build(trial.plan), trial.plan, low=own.low, high=own.high, steps=own.steps, report=status)
+        points = sweep(build(plan), plan, low=own.low, high=own.high, steps=own.steps, report=status)
     clear_status()
     test = evaluate_range(points)
     if world.rank == 0:

@@ -48,8 +48,8 @@ def _run(words: list[str], world: World) -> int:
     from pretrain.analysis.sanity.run_checks import run_checks
     from pretrain.analysis.trial_run import trial_run
 
-    with trial_run(start, world) as trial:
-        results = run_checks(trial.plan, trial.build, steps=known.overfit_steps,
+    with trial_run(start, world) as (plan, build):
+        results = run_checks(plan, build, steps=known.overfit_steps,
                              report=lambda activity: status(f"sanity check: {activity}"))
     clear_status()
     if world.rank == 0:

@@ -47,6 +47,24 @@ class ModelSource:
     precision: str  # of the run that wrote the checkpoint, or of the transformers folder's weights: "fp32" ...
     notes: tuple[str, ...] = ()  # for the user
 
+    @property
+    def published(self) -> bool:
+        """Whether another program trained the model: its texts then begin with special tokens."""
+        return self.manifest is None or self.manifest.weights_only
+
+    @property
+    def trained_length(self) -> int | None:
+        """--seq_length of the run that trained the model."""
+        return None if self.manifest is None or self.manifest.weights_only else self.manifest.seq_length
+
+    def require_tokenizer_of_run(self, tokenizer: Tokenizer) -> None:
+        """Raise ConfigError unless the tokenizer has the recorded fingerprint, if there is one."""
+        expected = self.manifest.tokenizer_fingerprint if self.manifest is not None else None
+        if expected is not None and tokenizer.fingerprint != expected:
+            raise ConfigError(f"--tokenizer {tokenizer.path}", found=f"sha256 {tokenizer.fingerprint[:12]}...",
+                              expected=f"sha256 {expected[:12]}..., with which {self.folder} was trained",
+                              remedy="name the tokenizer of the run: with another one, the results have no meaning")
+
     def verify(self, *, ranks: int = 1) -> None:
         """Compare the files with their recorded hashes: results of damaged weights have no meaning.
 
@@ -68,11 +86,11 @@ class ModelSource:
             raise damaged_checkpoint(self.folder, damage)
 
 
-def _checkpoint(path: Path, step: int | None) -> tuple[dict[str, Any], Manifest, ModelConfig]:
-    """Return the checkpoint at `path` as the arguments of a ModelSource, its manifest and its model."""
+def _checkpoint(path: Path, step: int | None) -> dict[str, Any]:
+    """Return the checkpoint at `path` as arguments of a source."""
     folder, manifest, notes = find_checkpoint(path, step)
     config = model_config_from(manifest.model, str(folder / MANIFEST))
-    return {"folder": folder, "manifest": manifest, "precision": manifest.precision, "notes": notes}, manifest, config
+    return {"folder": folder, "manifest": manifest, "precision": manifest.precision, "notes": notes, "config": config}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,9 +99,6 @@ class EvaluationSource(ModelSource):
 
     path: Path  # as the user named it
     config: ModelConfig
-    trained_length: int | None = None  # --seq_length of the run
-    tokenizer_fingerprint: str | None = None  # of the run
-    published: bool = False  # whether another program trained the model: documents then begin with the bos token
 
     @cached_property
     def run(self) -> dict[str, Any] | None:
@@ -97,12 +112,8 @@ def evaluation_source(path: Path, step: int | None) -> EvaluationSource:
     folder = find_transformers_folder(path, step)
     if folder is not None:
         found = check_hf_folder(folder)
-        return EvaluationSource(path=path, folder=folder, config=found.config, precision=found.dtype, hf_folder=found,
-                                published=True)
-    files, manifest, config = _checkpoint(path, step)
-    return EvaluationSource(path=path, config=config, published=manifest.weights_only, **files,
-                            trained_length=None if manifest.weights_only else manifest.seq_length,
-                            tokenizer_fingerprint=manifest.tokenizer_fingerprint)
+        return EvaluationSource(path=path, folder=folder, config=found.config, precision=found.dtype, hf_folder=found)
+    return EvaluationSource(path=path, **_checkpoint(path, step))
 
 
 def find_tokenizer(source: EvaluationSource, flag: str | None) -> Tokenizer | ConfigError:
@@ -116,16 +127,8 @@ def find_tokenizer(source: EvaluationSource, flag: str | None) -> Tokenizer | Co
         return error
     loaded = load_tokenizer(path)
     _require_fit(loaded, {}, source.config.vocab_size)
-    _require_tokenizer_of_run(loaded, source.tokenizer_fingerprint, source.folder)
+    source.require_tokenizer_of_run(loaded)
     return loaded
-
-
-def _require_tokenizer_of_run(tokenizer: Tokenizer, expected: str | None, folder: Path) -> None:
-    """Raise ConfigError unless the tokenizer has the recorded fingerprint, if there is one."""
-    if expected is not None and tokenizer.fingerprint != expected:
-        raise ConfigError(f"--tokenizer {tokenizer.path}", found=f"sha256 {tokenizer.fingerprint[:12]}...",
-                          expected=f"sha256 {expected[:12]}..., with which {folder} was trained",
-                          remedy="name the tokenizer of the run: with another one, the results have no meaning")
 
 
 def _tokenizer_in(folder: Path) -> str:
@@ -181,12 +184,12 @@ def generation_source(path: Path, *, step: int | None = None, tokenizer: str | N
     transformers_folder = find_transformers_folder(path, step)
     if transformers_folder is not None:
         return _transformers_source(transformers_folder, tokenizer)
-    files, manifest, config = _checkpoint(path, step)
-    loaded = load_tokenizer(tokenizer or tokenizer_of(path))
-    _require_tokenizer_of_run(loaded, manifest.tokenizer_fingerprint, files["folder"])
-    _require_fit(loaded, {}, config.vocab_size)
-    return GenerationSource(config=config, max_positions=config.max_positions, tokenizer=loaded, **files,
-                            leading=_leading_tokens(loaded) if manifest.weights_only else ())
+    found, loaded = _checkpoint(path, step), load_tokenizer(tokenizer or tokenizer_of(path))
+    source = GenerationSource(max_positions=found["config"].max_positions, tokenizer=loaded, **found,
+                              leading=_leading_tokens(loaded) if found["manifest"].weights_only else ())
+    source.require_tokenizer_of_run(loaded)
+    _require_fit(loaded, {}, found["config"].vocab_size)
+    return source
 
 
 def _transformers_source(folder: Path, tokenizer: str | None) -> GenerationSource:

@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
@@ -26,18 +26,11 @@ from pretrain.engine.steps import open_loader
 from pretrain.engine.update_guard import guard_updates
 
 
-@dataclass(frozen=True)
-class Trial:
-    """A connected group of ranks that can build the engine of a run."""
-
-    plan: Plan
-    build: Callable[[Plan], DeepSpeedEngine]
-    """returns an engine with the weights that the run begins with at step 0"""
-
-
 @contextmanager
-def trial_run(start: Start, world: World) -> Iterator[Trial]:
+def trial_run(start: Start, world: World) -> Iterator[tuple[Plan, Callable[[Plan], DeepSpeedEngine]]]:
     """Connect the ranks; disconnect them after the block. Collective; raises ConfigError on every rank.
+
+    Yields the plan, and a function that returns an engine with the weights that the run begins with at step 0.
 
     The weights come from --init_from, or are new ones. Checkpoints of the run folder are not used.
     """
@@ -60,7 +53,7 @@ def trial_run(start: Start, world: World) -> Iterator[Trial]:
             load_weights(engine, weights.files)
         return engine
 
-    yield Trial(plan, build)
+    yield plan, build
     dist.barrier()
     remove_trial_files(start.plan)
     dist.destroy_process_group()

@@ -34,12 +34,8 @@ _LARGEST_SPREAD = 1e5  # between the gradient norms of two layers
 _MOST_NAMED = 4
 
 
-@dataclass(frozen=True)
-class FirstSteps:
-    """The losses of the first steps of the run at its peak rate, and checksums of the weights after them."""
-
-    losses: list[float]
-    checksums: list[int]
+FirstSteps = tuple[list[float], list[int]]
+"""The losses of the first steps of the run at its peak rate, and checksums of the weights after them."""
 
 
 @dataclass(frozen=True)
@@ -81,13 +77,13 @@ def first_steps(checked: CheckedEngine, consumed_samples: int, lr: float) -> Fir
     for _ in range(REAL_STEPS):
         losses.append(checked.train(checked.batches(consumed_samples), lr))
         consumed_samples += checked.plan.length.batch_sizes.at(consumed_samples)
-    return FirstSteps(losses, checked.weights_checksum())
+    return losses, checked.weights_checksum()
 
 
 def check_determinism(first: FirstSteps, second: FirstSteps, *, is_exact: bool) -> Result:
     """Compare two trainings of the first steps from the same state."""
-    difference = max(abs(a - b) / abs(a) for a, b in zip(first.losses, second.losses, strict=True))
-    equal_weights = first.checksums == second.checksums
+    difference = max(abs(a - b) / abs(a) for a, b in zip(first[0], second[0], strict=True))
+    equal_weights = first[1] == second[1]
     bound = "equal, bit by bit" if is_exact else "relative difference of losses at most 1e-3"
     weights = "equal" if equal_weights else "different"
     return Result("determinism", (difference == 0 and equal_weights) if is_exact else difference <= 1e-3,
