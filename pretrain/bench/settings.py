@@ -1,7 +1,6 @@
 """Presets and flags of tools/bench.py. This module does not import torch."""
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pretrain.cli import LONGEST_SECONDS, Parser, number, text, whole_number
@@ -73,8 +72,8 @@ def add_flags(parser: Parser) -> None:
                         help=f"sections to measure: {', '.join(SECTIONS)} or all (default: %(default)s)")
     parser.add_argument("--explain", dest="what", action="store_const", const="profile",
                         help="the same as --what profile")
-    parser.add_argument("--preset", type=text, default=None,
-                        help=f"model and batch: {', '.join(PRESETS)} (default: cpu; on CUDA h200-gpt3-1.3b)")
+    parser.add_argument("--preset", choices=PRESETS, default=None,
+                        help="model and batch (default: cpu; on CUDA h200-gpt3-1.3b)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default=None,
                         help="(default: cuda if this machine has a GPU)")
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16", help="(default: %(default)s)")
@@ -101,23 +100,19 @@ def validate_flags(flags: argparse.Namespace, train_flags: list[str], *, gpus: i
         raise ConfigError("--device", problem="cuda was chosen, but nvidia-smi lists no GPU",
                           remedy="choose --device cpu")
     name = flags.preset or ("cpu" if kind == "cpu" else "h200-gpt3-1.3b")
-    preset = _preset(_known("--preset", name, list(PRESETS)), flags)
+    preset = _preset(name, flags)
     parse_arguments(train_flags)  # raises ConfigError for a misspelt flag before any process is started
     return BenchSettings(sections=_sections(flags.what), preset_name=name, preset=preset, device=device,
                          precision=flags.precision, repetitions=flags.rounds, timeout_s=flags.timeout,
                          train_flags=tuple(train_flags))
 
 
-def _known(flag: str, word: str, known: Sequence[str]) -> str:
-    """Return `word`. Raises ConfigError unless it is one of the known words."""
-    if word not in known:
-        raise ConfigError(flag, found=repr(word), expected=f"one of {', '.join(known)}",
-                          word=word, known=known)
-    return word
-
-
 def _sections(words: str) -> tuple[str, ...]:
-    chosen = [_known("--what", word, (*SECTIONS, "all")) for word in words.split(",")]
+    chosen = words.split(",")
+    for word in chosen:
+        if word not in (*SECTIONS, "all"):
+            raise ConfigError("--what", found=repr(word), expected=f"one of {', '.join(SECTIONS)}, all", word=word,
+                              known=SECTIONS)
     return SECTIONS if "all" in chosen else tuple(dict.fromkeys(chosen))
 
 
