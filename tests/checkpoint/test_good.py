@@ -118,8 +118,8 @@ def test_one_value_in_nested_containers_is_found(value: float, dtype: torch.dtyp
 
 def test_padding_is_not_checked() -> None:
     fragments = (Fragment("a", (3,), start=0, length=3, offset=0), Fragment("b", (2,), start=0, length=2, offset=4))
-    flat = FlatTensor(0, torch.zeros(7), 7, fragments, FileLocation("optim.pt", ("flat", 0)),
-                      FileLocation("optim.pt", ("state", 0)))
+    flat = FlatTensor(0, torch.zeros(7), 7, fragments, (FileLocation("optim.pt", ("flat", 0)),
+                                                        FileLocation("optim.pt", ("state", 0))))
     for index in range(7):
         for place in ("flat", "state"):
             check, weights, moments = FiniteCheck([flat]), torch.zeros(7), torch.zeros(7)

@@ -60,8 +60,8 @@ class FlatTensor:
     parameter: torch.Tensor  # empty while it is swapped out to NVMe
     numel: int  # also right while `parameter` is empty
     fragments: tuple[Fragment, ...]
-    weights: FileLocation | None  # of the tensor, in this rank's files; None: another rank writes it
-    states: FileLocation | None  # of the dict of its optimizer states; None: another rank writes it
+    files: tuple[FileLocation, FileLocation] | None  # of the tensor, and of the dict of its optimizer states, in this
+    # rank's files; None: another rank writes them
 
 
 def base_optimizer(engine: DeepSpeedEngine) -> torch.optim.Optimizer:
@@ -144,8 +144,8 @@ def _partitioned(engine: DeepSpeedEngine, names: ParameterNames) -> list[FlatTen
         start = dist.get_rank(optimizer.real_dp_process_group[i]) * tensor.numel()
         flats.append(FlatTensor(
             i, tensor, tensor.numel(), _fragments_between(start, start + tensor.numel(), parameters, offsets, names),
-            location.at("single_partition_of_fp32_groups", i),
-            location.at("base_optimizer_state", "state", numbers[id(tensor)])))
+            (location.at("single_partition_of_fp32_groups", i),
+             location.at("base_optimizer_state", "state", numbers[id(tensor)]))))
     return flats
 
 
@@ -164,8 +164,8 @@ def _stage_3(engine: DeepSpeedEngine, names: ParameterNames) -> list[FlatTensor]
                 fragments.append(_fragment(parameter, names, start=start, length=length, offset=offset))
             offset += numel
         flats.append(FlatTensor(
-            i, optimizer.fp32_partitioned_groups_flat[i], offset, tuple(fragments), location.at("fp32_flat_groups", i),
-            location.at("optimizer_state_dict", "state", numbers[i])))
+            i, optimizer.fp32_partitioned_groups_flat[i], offset, tuple(fragments),
+            (location.at("fp32_flat_groups", i), location.at("optimizer_state_dict", "state", numbers[i]))))
     return flats
 
 
@@ -178,8 +178,8 @@ def _fp16_fused(engine: DeepSpeedEngine, names: ParameterNames) -> list[FlatTens
         flats.append(FlatTensor(
             i, tensor, tensor.numel(),
             _fragments_between(0, tensor.numel(), parameters, _consecutive_offsets(parameters), names),
-            location.at("fp32_groups_flat", i) if location else None,
-            location.at("optimizer_state_dict", "state", numbers[id(tensor)]) if location else None))
+            (location.at("fp32_groups_flat", i),
+             location.at("optimizer_state_dict", "state", numbers[id(tensor)])) if location else None))
     return flats
 
 
@@ -193,8 +193,8 @@ def _fp16_unfused(engine: DeepSpeedEngine, names: ParameterNames) -> list[FlatTe
         for j, (tensor, parameter) in enumerate(zip(tensors, parameters, strict=True)):
             flats.append(FlatTensor(
                 len(flats), tensor, tensor.numel(), (_fragment(parameter, names),),
-                location.at("fp32_groups", i, j) if location else None,
-                location.at("optimizer_state_dict", "state", numbers[id(tensor)]) if location else None))
+                (location.at("fp32_groups", i, j),
+                 location.at("optimizer_state_dict", "state", numbers[id(tensor)])) if location else None))
     return flats
 
 
@@ -207,11 +207,10 @@ def _unwrapped(engine: DeepSpeedEngine, names: ParameterNames) -> list[FlatTenso
     file, layers = _model_file(engine), _layer_locations(engine)
     flats: list[FlatTensor] = []
     for parameter_id, number in _state_dict_numbers(engine.optimizer.param_groups).items():
-        parameter = layers[parameter_id][0]
-        weights = layers[parameter_id][1] if file else None
+        parameter, weights = layers[parameter_id]
         flats.append(FlatTensor(
-            number, parameter, parameter.numel(), (_fragment(parameter, names),), weights,
-            file.at("optimizer", "state", number) if file and weights else None))
+            number, parameter, parameter.numel(), (_fragment(parameter, names),),
+            (weights, file.at("optimizer", "state", number)) if file and weights else None))
     return flats
 
 

@@ -52,8 +52,8 @@ def index_json(engine: DeepSpeedEngine) -> str:
     groups = optimizer.param_groups
     entries = []
     for flat in flat_tensors(engine):
-        if flat.weights is not None and flat.states is not None and flat.fragments:
-            entries.append(tensor_entry(flat.weights, flat.states, flat.fragments, group=group_of(engine, flat),
+        if flat.files is not None and flat.fragments:
+            entries.append(tensor_entry(*flat.files, flat.fragments, group=group_of(engine, flat),
                                         **_states_by_size(flat, optimizer.state.get(flat.parameter, {}))))
     return index_text(type(optimizer).__name__, [_numeric_settings(group) for group in groups], entries)
 

@@ -72,7 +72,7 @@ class FiniteCheck:
         self._padded: dict[tuple[str, Keys], FlatTensor] = {}
         for flat in flats:
             if sum(fragment.length for fragment in flat.fragments) < flat.numel:
-                self._padded |= {(place.file, place.keys): flat for place in (flat.weights, flat.states) if place}
+                self._padded |= {(place.file, place.keys): flat for place in flat.files or ()}
         self._extremes: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
 
     @torch.no_grad()

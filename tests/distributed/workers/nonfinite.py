@@ -38,9 +38,7 @@ def found_by_each_rank(engine: DeepSpeedEngine) -> dict[str, list[bool]]:
     results = {"nothing": _write_and_check(engine)}
     flat = [flat for flat in flat_tensors(engine) if flat.fragments][-1]
     last = flat.fragments[-1].offset + flat.fragments[-1].length - 1
-    for place, value, location in (("weights", torch.nan, flat.weights), ("state", -torch.inf, flat.states)):
-        if not gather(location is not None)[-1]:
-            continue
+    for place, value in (("weights", torch.nan), ("state", -torch.inf)) if gather(flat.files is not None)[-1] else ():
         with _poisoned(engine, flat, place, last, value):
             results[place] = _write_and_check(engine)
     padding = gather(_padding(flat))[-1]
