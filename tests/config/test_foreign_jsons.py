@@ -1,7 +1,11 @@
-"""DeepSpeed JSONs from public repositories: accepted, with notes about ignored keys, or rejected with a reason."""
+"""DeepSpeed JSONs from public repositories: accepted, with notes about ignored keys, or rejected with a reason.
+
+And those of ds_configs/recipe.md.
+"""
 
 import dataclasses
 import json
+import re
 from importlib.util import find_spec
 from typing import Any
 
@@ -18,6 +22,7 @@ from pretrain.engine.parallelism import engine_config
 from pretrain.errors import ConfigError
 from pretrain.model.config import load_model_config
 from tests.support.foreign_jsons import ForeignJson, read_foreign_jsons
+from tests.support.launch import ROOT
 
 FOREIGN = read_foreign_jsons()
 CUDA = Device("cuda", fp16=True, bf16=True, memory_bytes=0)
@@ -123,3 +128,13 @@ def test_ignored_keys_are_noted_and_removed(values: dict[str, Any], note: str) -
 ])
 def test_keys_that_request_nothing_get_no_note(values: dict[str, Any]) -> None:
     assert resolve({**ADAM, **values}).notes == ()
+
+
+_RECIPES = re.findall(r"^```json\n(\{.*?)^```", (ROOT / "ds_configs/recipe.md").read_text(), re.DOTALL | re.MULTILINE)
+
+
+def test_the_jsons_of_the_page_on_recipes_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_rules, "find_spec", lambda name: name)  # bitsandbytes seems installed
+    kinds = [resolve(json.loads(text), ranks=2, micro_batch_size=1, precision="bf16").layout.optimizer
+             for text in _RECIPES]
+    assert sorted(kinds) == ["adamw", "adamw8bit", "lion", "muon", "sgd"]

@@ -19,7 +19,7 @@ PROCESSES = (  # one case of each sort, which runs in its own process
     "YAML: b'[[[[[[[[[[[['",
     "pretrain/train.py DeepSpeed JSON: deep", "tools/generate.py PATH REST: missing", 'metrics.jsonl loss: "x"',
     "tools/checkpoint.py convert {world}/done PATH: proc", "gpt2 vocab_size: 1000000000",
-    "tools/checkpoint.py consolidate {world}/done PATH: under a file", "tools/make_corpus.py --megabytes=nan",
+    "tools/checkpoint.py consolidate {world}/done PATH: under a file", "tools/make_corpus.py --megabytes=inf",
     "launch/supervise.py --hostfile PATH --save {world}/run -- deepspeed pretrain/train.py: missing",
     "tools/prepare_data.py RIGHT --out PATH: slash",
 )

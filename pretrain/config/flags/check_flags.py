@@ -10,10 +10,6 @@ from pretrain.config.schedule import FIELD_OF_FLAG, KINDS
 from pretrain.errors import ConfigError, shorten
 from pretrain.paths import RUN_FILES, check_folder, check_outside_runs
 
-_ALTERNATIVES = (("lr_warmup_steps", "lr_warmup_tokens"), ("lr_decay_steps", "lr_decay_tokens"),
-                 ("lr_wsd_steps", "lr_wsd_tokens"), ("lr_milestones", "lr_milestone_tokens"),
-                 ("min_lr_ratio", "min_lr"))
-
 
 def check_flags(args: RunArguments) -> None:
     """Raise ConfigError for values out of range, unknown choices, and flags without an effect."""
@@ -37,9 +33,10 @@ def check_flags(args: RunArguments) -> None:
 
 def _check_schedule_flags(flags: RunArguments) -> None:
     """Reject --lr_* flags that give twice the same setting, and flags without an effect."""
-    for first, second in _ALTERNATIVES:
-        if getattr(flags, first) is not None and getattr(flags, second) is not None:
-            raise ConfigError(f"--{first} / --{second}", found="both", expected="one of the two")
+    for field in FIELD_OF_FLAG.values():
+        given = [name for name, other in FIELD_OF_FLAG.items() if other == field and getattr(flags, name) is not None]
+        if len(given) > 1:
+            raise ConfigError(f"--{given[0]} / --{given[1]}", found="both", expected="one of the two")
     kinds_of = {name: [kind for kind, row in KINDS.items() if name in row.flags] for name in FIELD_OF_FLAG}
     for name, kinds in kinds_of.items():
         if kinds and getattr(flags, name) is not None and flags.lr_schedule not in kinds:
