@@ -1,5 +1,6 @@
 """Validate flags that depend on nothing else: ranges, choices, the run folder and the mirror."""
 
+import itertools
 import os
 import re
 from pathlib import Path
@@ -33,13 +34,14 @@ def check_flags(args: RunArguments) -> None:
 
 def _check_schedule_flags(flags: RunArguments) -> None:
     """Reject --lr_* flags that give twice the same setting, and flags without an effect."""
-    for field in FIELD_OF_FLAG.values():
-        given = [name for name, other in FIELD_OF_FLAG.items() if other == field and getattr(flags, name) is not None]
-        if len(given) > 1:
-            raise ConfigError(f"--{given[0]} / --{given[1]}", found="both", expected="one of the two")
+    given = [name for name in FIELD_OF_FLAG if getattr(flags, name) is not None]
+    for first, second in itertools.combinations(given, 2):
+        if FIELD_OF_FLAG[first] == FIELD_OF_FLAG[second]:
+            raise ConfigError(f"--{first} / --{second}", found="both", expected="one of the two")
     kinds_of = {name: [kind for kind, row in KINDS.items() if name in row.flags] for name in FIELD_OF_FLAG}
-    for name, kinds in kinds_of.items():
-        if kinds and getattr(flags, name) is not None and flags.lr_schedule not in kinds:
+    for name in given:
+        kinds = kinds_of[name]
+        if kinds and flags.lr_schedule not in kinds:
             raise ConfigError(f"--{name}", found=f"{getattr(flags, name)} with --lr_schedule {flags.lr_schedule}",
                               expected="no value", remedy=f"it has an effect on {', '.join(kinds)} only")
     if flags.lr_schedule in kinds_of["lr_milestones"] and flags.lr_milestones is None and \
@@ -47,10 +49,10 @@ def _check_schedule_flags(flags: RunArguments) -> None:
         raise ConfigError("--lr_milestones", problem="the flag is missing, and --lr_schedule step needs it",
                           remedy="give the numbers of steps after which the rate falls, such as 8000,9000")
     if (flags.lr_reference_batch is None) != (flags.lr_scaling is None):
-        given, missing = "lr_reference_batch", "lr_scaling"
+        alone, missing = "lr_reference_batch", "lr_scaling"
         if flags.lr_reference_batch is None:
-            given, missing = missing, given
-        raise ConfigError(f"--{given}", problem=f"it has no effect without --{missing}", remedy=f"give --{missing}, "
+            alone, missing = missing, alone
+        raise ConfigError(f"--{alone}", problem=f"it has no effect without --{missing}", remedy=f"give --{missing}, "
                           "or leave both out")
 
 
