@@ -103,10 +103,6 @@ class Cluster:
         """Bytes of one node's host memory that tensors may use."""
         return int(self.host_memory_bytes * (1 - HOST_MARGIN))
 
-    def peak_flops(self, precision: str) -> float:
-        """Peak FLOPs per second of one device."""
-        return self.gpu.peak_flops(precision)
-
     def describe(self) -> str:
         """Describe the cluster in one line."""
         node = f"{self.nodes} node{'s' * (self.nodes > 1)} x {self.gpus_per_node} {self.gpu.name}"

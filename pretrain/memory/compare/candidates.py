@@ -209,7 +209,8 @@ def read_candidates(paths: list[str], given: Layout, cluster: Cluster, model: Mo
         except ConfigError as error:
             impossible[str(error)] = 1
             continue
-        candidates.append(replace(found, config=with_batch_sizes(file.values, found.layout)))
+        candidates.append(replace(found, config={**file.values, **{
+            key: size for key, size in _batch_keys(found.layout).items() if file.get(key) in (None, "auto")}}))
     if not candidates:
         reason = next(iter(impossible), "no file given")
         raise ConfigError("--configs", problem=f"no file describes a possible layout ({reason.removesuffix('.')})")
@@ -227,9 +228,7 @@ def group_micro_batches(candidates: Iterable[Candidate]) -> list[list[Candidate]
 def make_config(layout: Layout, cluster: Cluster, model: ModelConfig | None) -> dict[str, Any]:
     """Make the DeepSpeed JSON of a layout. Values that train.py fills from flags and model remain "auto"."""
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": layout.micro_batch_size,
-        "gradient_accumulation_steps": layout.gradient_accumulation_steps,
-        "train_batch_size": layout.global_batch_size, "gradient_clipping": "auto",
+        **_batch_keys(layout), "gradient_clipping": "auto",
         "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}}
     if layout.precision != "fp32":
         config[layout.precision] = {"enabled": True}
@@ -255,6 +254,12 @@ def make_config(layout: Layout, cluster: Cluster, model: ModelConfig | None) -> 
     if layout.expert_parallel_size > 1:
         config["expert_parallel"] = {"enabled": True, "autoep_size": layout.expert_parallel_size}
     return config
+
+
+def _batch_keys(layout: Layout) -> dict[str, int]:
+    return {"train_micro_batch_size_per_gpu": layout.micro_batch_size,
+            "gradient_accumulation_steps": layout.gradient_accumulation_steps,
+            "train_batch_size": layout.global_batch_size}
 
 
 def _zero_block(layout: Layout, cluster: Cluster, model: ModelConfig | None) -> dict[str, Any]:
@@ -293,11 +298,3 @@ def _nvme_buffer_size(cluster: Cluster, model: ModelConfig | None) -> int:
         return _NVME_BUFFER
     largest = max(parameter.size for layer in model.layers() for parameter in layer.parameters)
     return max(_NVME_BUFFER, -(-largest // cluster.world_size))
-
-
-def with_batch_sizes(config: dict[str, Any], layout: Layout) -> dict[str, Any]:
-    """Return a copy of a JSON in which missing and "auto" batch sizes are the layout's."""
-    sizes = {"train_micro_batch_size_per_gpu": layout.micro_batch_size,
-             "gradient_accumulation_steps": layout.gradient_accumulation_steps,
-             "train_batch_size": layout.global_batch_size}
-    return {**config, **{name: size for name, size in sizes.items() if config.get(name) in (None, "auto")}}

@@ -115,11 +115,6 @@ def complexity(layout: Layout) -> int:
             + int(layout.recomputation.is_on) + int(layout.recomputation.offload))
 
 
-def equal_within(*rows: ComparisonRow) -> float:
-    """Return the relative difference up to which the rows' times count as equal: the larger error of the model."""
-    return max(model_error(row.candidate.layout) for row in rows)
-
-
 def step_seconds(row: ComparisonRow) -> float:
     return row.time.total_seconds if row.time else 0.0
 
@@ -127,13 +122,14 @@ def step_seconds(row: ComparisonRow) -> float:
 def recommend(rows: Sequence[ComparisonRow]) -> ComparisonRow | None:
     """Return the simplest of the fastest rows among those that fit and that train.py accepts, or None.
 
-    The fastest rows are those whose step time equals the shortest one within the error of the predictions.
+    The fastest rows are those whose step time equals the shortest one within the larger error of both predictions.
     """
     accepted = [row for row in rows if row.recommendable]
     if not accepted:
         return None
     fastest = min(accepted, key=step_seconds)
-    equal = [row for row in accepted if step_seconds(row) <= step_seconds(fastest) * (1 + equal_within(row, fastest))]
+    equal = [row for row in accepted if step_seconds(row) <= step_seconds(fastest) *
+             (1 + max(model_error(each.candidate.layout) for each in (row, fastest)))]
     return min(equal, key=lambda row: (complexity(row.candidate.layout), step_seconds(row), row.estimate.device_bytes))
 
 

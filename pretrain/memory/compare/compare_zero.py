@@ -292,15 +292,10 @@ def step_time_line(workload: Workload) -> str:
 
 def paper_line(report: ComparisonReport) -> str:
     """Model states of a rank in GB, as in the ZeRO paper (arXiv 1910.02054, figure 1 and table 1)."""
-    sizes = {row.candidate.layout.zero_stage: row.estimate.steady.states("device") for row in reversed(report.rows)
-             if row.candidate.layout.offload_optimizer == "none"}
+    sizes = {row.candidate.layout.zero_stage: row.estimate.steady.states("device") / GB
+             for row in reversed(report.rows) if row.candidate.layout.offload_optimizer == "none"}
     return "model states of a rank, ZeRO-" + "/".join(map(str, sorted(sizes))) + ": " + \
-        " / ".join(three_digits(sizes[stage] / GB) for stage in sorted(sizes)) + " GB"
-
-
-def three_digits(number: float) -> str:
-    """Format a size as the ZeRO paper does: 120, 31.4, 1.9."""
-    return f"{number:.0f}" if number >= 100 else f"{number:.1f}"
+        " / ".join(f"{size:.0f}" if size >= 100 else f"{size:.1f}" for _, size in sorted(sizes.items())) + " GB"
 
 
 def _write_output(path: str | None, text: Callable[[], str]) -> bool:

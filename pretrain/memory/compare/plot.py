@@ -49,22 +49,14 @@ def _title(report: ComparisonReport) -> str:
     return f"{report.workload.name}: GiB on each of {cluster.world_size} {cluster.gpu.name}"
 
 
-def _limits(report: ComparisonReport) -> tuple[float, float]:
-    """Return (capacity of the device, capacity without the margin), both in GiB."""
-    cluster = report.workload.cluster
-    return cluster.gpu.memory_bytes / GIB, cluster.device_budget_bytes / GIB
-
-
-def _right_end(rows: list[Bar], capacity: float) -> float:
-    """Return the end of the axis in GiB, at most three times the capacity: much longer bars are cut off."""
-    return min(max(*(bar.total for bar in rows), capacity) * 1.05, 3 * capacity)
-
-
 def html(report: ComparisonReport) -> str:
     """Return a self-contained page with the chart. Tooltips show sizes and verdicts."""
     rows = bars(report)
-    capacity, budget = _limits(report)
-    scale, left = _WIDTH / _right_end(rows, capacity), label_width(rows)
+    cluster = report.workload.cluster
+    capacity, budget = cluster.gpu.memory_bytes / GIB, cluster.device_budget_bytes / GIB
+    longest = min(max(*(bar.total for bar in rows), capacity) * 1.05, 3 * capacity)  # GiB; longer bars are cut off
+    scale = _WIDTH / longest
+    left = math.ceil(max(len(bar.name) for bar in rows) * _CHARACTER) + 16  # pixels
     height = _TOP + len(rows) * (_BAR + _GAP) + 30
     drawn = [_legend(), *(_bar(bar, number, scale, left) for number, bar in enumerate(rows))]
     for gib, dash, word in ((capacity, "", "device"), (budget, "4 3", "without the margin")):
@@ -83,11 +75,6 @@ def html(report: ComparisonReport) -> str:
 {"".join(f"<p>{escape(line)}</p>" for line in report.lines)}
 </html>
 """
-
-
-def label_width(rows: list[Bar]) -> int:
-    """Return the width in pixels that the longest label needs."""
-    return math.ceil(max(len(bar.name) for bar in rows) * _CHARACTER) + 16
 
 
 def _legend() -> str:

@@ -78,7 +78,10 @@ class StepTime:
 
 @dataclass(frozen=True)
 class StageTime:
-    """Seconds that the device of one pipeline stage computes in a step, by phase, and that its host needs for it."""
+    """Seconds that the device of one pipeline stage computes in a step, by phase, and that its host needs for it.
+
+    The host launches kernels and runs the hooks of ZeRO.
+    """
 
     device: dict[str, float]
     host: dict[str, float]
@@ -105,10 +108,14 @@ def stage_time(layout: Layout, cluster: Cluster, model: ModelConfig, pipeline_st
     backward_kernels = sum(each.backward_kernels for each in times) + \
         again * sum(each.forward_kernels for each in blocks)
     tensors = sum(len(layer.parameters) for layer in layers)
-    return StageTime(
-        {"forward": steps * forward, "backward": steps * backward, "step": 0.0},
-        host_seconds(layout, parameters, forward_kernels=forward_kernels, backward_kernels=backward_kernels,
-                     tensors=tensors))
+    gather = _GATHER_HOOK * tensors if layout.zero_stage == 3 else 0.0
+    recomputed = gather if layout.recomputation.is_on else 0.0
+    reduce = _GRADIENT_HOOK * tensors if layout.zero_stage >= 2 else 0.0
+    forward_host, backward_host = forward_kernels + gather, backward_kernels + gather + recomputed + reduce
+    launch = parameters.launch_seconds
+    return StageTime({"forward": steps * forward, "backward": steps * backward, "step": 0.0},
+                     {"forward": steps * forward_host * launch, "backward": steps * backward_host * launch,
+                      "step": _STEP_WORK * tensors * launch})
 
 
 def predict_step(layout: Layout, cluster: Cluster, model: ModelConfig,
@@ -144,7 +151,7 @@ def estimate_step_time(layout: Layout, cluster: Cluster, model: ModelConfig, tra
         total[phase] = busy + launch[phase]
     compute = slowest.device["forward"] + slowest.device["backward"]
     # The data sheet of a CPU has no such rate: there it is the rate of products that the calibration found.
-    peak = cluster.peak_flops(layout.precision) * (rates.compute_speed if cluster.gpu.kind == "cpu" else 1.0)
+    peak = cluster.gpu.peak_flops(layout.precision) * (rates.compute_speed if cluster.gpu.kind == "cpu" else 1.0)
     idle = (layout.pipeline_stages - 1) / layout.gradient_accumulation_steps
     return StepTime(
         compute_seconds=compute, launch_seconds=sum(launch.values()),
@@ -231,21 +238,3 @@ def collective_latency(transfer: Transfer, cluster: Cluster) -> float:
         return (_START + ring) * 1e-6
     tree = math.log2(nodes) * _TREE_NETWORK_STEP + (in_node - 1) * _TREE_NODE_STEP
     return (_START + 2 * min(ring, tree)) * 1e-6
-
-
-def host_seconds(layout: Layout, parameters: TimeParameters, *, forward_kernels: float, backward_kernels: float,
-                 tensors: int) -> dict[str, float]:
-    """Return the host's seconds in a step, by phase: it launches kernels and runs the hooks of ZeRO.
-
-    Args:
-        forward_kernels, backward_kernels: of one micro-batch on one rank.
-        tensors: number of parameters on the rank.
-    """
-    gather = _GATHER_HOOK * tensors if layout.zero_stage == 3 else 0.0
-    recomputed = gather if layout.recomputation.is_on else 0.0
-    reduce = _GRADIENT_HOOK * tensors if layout.zero_stage >= 2 else 0.0
-    forward = forward_kernels + gather
-    backward = backward_kernels + gather + recomputed + reduce
-    steps, launch = layout.gradient_accumulation_steps, parameters.launch_seconds
-    return {"forward": steps * forward * launch, "backward": steps * backward * launch,
-            "step": _STEP_WORK * tensors * launch}

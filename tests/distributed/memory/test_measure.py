@@ -223,14 +223,6 @@ def test_the_simulation_of_many_ranks_equals_the_estimate(simulated: dict[Case, 
         assert peak.total() - peak.total(location="nvme") == pytest.approx(result.memory.peak_bytes, rel=0.1)
 
 
-@pytest.mark.skipif(bool(NO_NVME), reason=f"NVMe offload: {NO_NVME}")
-@pytest.mark.parametrize("case", [(2, "zero3_offload_all_nvme")])
-def test_swapped_states_are_counted_as_nvme_memory(case: Case, measured: dict[Case, RunMeasurement]) -> None:
-    rank = measured[case].ranks[0]
-    assert rank.held.total("master_weights", "nvme") > 10 * rank.held.total("master_weights", "host")
-    assert rank.held.total("optimizer_states", "nvme") == 2 * rank.held.total("master_weights", "nvme")
-
-
 def test_a_run_is_measured_even_if_its_port_is_taken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another program already listens on the first port that the measurement chooses."""
     with socket.create_server(("127.0.0.1", 0)) as other:

@@ -186,22 +186,6 @@ def test_a_json_for_transformers_is_estimated(capsys: pytest.CaptureFixture[str]
     assert "unknown.json:1: zero_optimisation" in reason
 
 
-def test_experts_are_divided(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({
-        "model_type": "mixtral", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336,
-        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8,
-        "num_experts_per_tok": 2, "max_position_embeddings": 32768, "tie_word_embeddings": False}))
-    found = as_json(capsys, "--model", str(tmp_path), "--world_size", "64", "--zero_stage", "1", "2",
-                    "--offload", "none", "--pipeline_stages", "1", "--expert_parallel", "1", "8",
-                    "--micro_batch_size", "1")
-    assert found["num_parameters"] == 46_702_792_704  # mistralai/Mixtral-8x7B-v0.1
-    sizes = {row["name"]: row for row in found["rows"]}
-    assert all(row["runs_here"] for row in sizes.values())
-    assert "_ep8" in found["recommended"]
-    assert sizes["zero2_ep8"]["device_bytes"] < 0.4 * sizes["zero2"]["device_bytes"]
-    assert any("expert all-to-all" in transfer["what"] for transfer in sizes["zero2_ep8"]["transfers"])
-
-
 PIPELINE = str(ROOT / "ds_configs/pipeline2_zero1_bf16.json")
 REJECTED = [
     ([], "--model / --num_parameters"), (["--model", "gpt2", "--num_parameters", "1e9"], "both"),

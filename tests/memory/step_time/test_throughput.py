@@ -1,7 +1,6 @@
 """The step-time model: published throughput of A100 and H100 GPUs, latencies, and the order of layouts."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +25,7 @@ ROWS = read_measurements()
 def test_every_gpu_has_a_peak_rate_and_a_memory_budget() -> None:
     for name in GPUS:
         cluster = make_cluster(gpu=name, world_size=16, nodes=None, gpus_per_node=8)
-        assert cluster.peak_flops("bf16") > cluster.peak_flops("fp32") > 1e12
+        assert cluster.gpu.peak_flops("bf16") > cluster.gpu.peak_flops("fp32") > 1e12
         assert 0 < cluster.device_budget_bytes < cluster.gpu.memory_bytes
 
 
@@ -107,22 +106,6 @@ def test_more_ranks_and_nodes_have_a_longer_latency() -> None:
         assert latencies == sorted(latencies)
         assert latencies[0] == 0
         assert 1e-5 < latencies[1] < latencies[-1] < 1e-3
-
-
-CHANGES: list[Callable[[Layout], Layout]] = [
-    lambda layout: replace(layout, gradient_accumulation_steps=2),
-    lambda layout: replace(layout, recompute="blocks"),
-    lambda layout: replace(layout, seq_length=2048),
-    lambda layout: replace(layout, precision="fp32"),
-]
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_more_work_takes_longer(change: Callable[[Layout], Layout]) -> None:
-    for stage in (1, 3):
-        layout = Layout(world_size=8, zero_stage=stage, micro_batch_size=4, overlap_comm=stage == 3)
-        less, more = (step_time("gpt3-1.3b", "a100", each) for each in (layout, change(layout)))
-        assert more.total_seconds > 1.1 * less.total_seconds
 
 
 def rows_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
