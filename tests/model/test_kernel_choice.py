@@ -151,6 +151,9 @@ def test_the_choice_is_measured_once_per_cpu(tmp_path: Path, monkeypatch: pytest
 
     def measure(possible: KernelChoice) -> tuple[KernelChoice, dict[str, tuple[float, float]]]:
         measured.append(possible)
+        if len(measured) == 3:  # another process has measured at the same time
+            choice._write(next(tmp_path.glob("*.json")), results[0], {})
+            return results[1], {}
         return results[len(measured) - 1], {}
 
     monkeypatch.setattr(choice, "measure_choice", measure)
@@ -161,8 +164,8 @@ def test_the_choice_is_measured_once_per_cpu(tmp_path: Path, monkeypatch: pytest
     path.write_text("damaged")
     assert [fastest_choice(), fastest_choice()] == results[1:] * 2
     assert len(measured) == 2
-    # another process has measured at the same time: both use the choice that was written first
-    assert choice._write(path, results[0], {}) == results[1]
+    path.write_text("damaged")
+    assert fastest_choice() == results[0]
     # a family whose results are wrong now is not in C, whatever the file says
     monkeypatch.setattr(choice, "right_in_c", lambda: frozenset())
     assert fastest_choice() == frozenset()

@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +93,10 @@ def fastest_choice() -> KernelChoice:
     cached = _read(path)
     if cached is None:
         choice, times = measure_choice(possible)
-        cached = _write(path, choice, times) or choice
+        cached = _read(path)  # another process may have measured at the same time
+        if cached is None:
+            _write(path, choice, times)
+            cached = choice
     return cached & possible
 
 
@@ -124,21 +126,14 @@ def _read(path: Path) -> KernelChoice | None:
         return None
 
 
-def _write(path: Path, choice: KernelChoice, times: dict[str, tuple[float, float]]) -> KernelChoice | None:
-    """Write the file, unless another process has written it since: return that one's choice. A full disk is ignored."""
+def _write(path: Path, choice: KernelChoice, times: dict[str, tuple[float, float]]) -> None:
+    """Write the file. A full disk is ignored."""
     content = {"in_c": as_json(choice), "cpu": cpu_name(), "torch": torch.__version__,
                "threads": torch.get_num_threads(), "library": library_name(),
                "milliseconds_in_c_and_torch": {family: [round(value, 4) for value in pair]
                                                for family, pair in times.items()}}
-    with contextlib.suppress(OSError), tempfile.NamedTemporaryFile("w", dir=path.parent, encoding="utf-8") as file:
-        file.write(json.dumps(content, indent=1))
-        file.flush()
-        os.fchmod(file.fileno(), 0o644)  # several users may share the folder
-        try:
-            os.link(file.name, path)
-        except FileExistsError:
-            if (other := _read(path)) is not None:
-                return other
-            path.unlink()  # damaged
-            os.link(file.name, path)
-    return None
+    with contextlib.suppress(OSError):
+        own = path.with_suffix(f".{os.getpid()}")
+        own.write_text(json.dumps(content, indent=1), encoding="utf-8")
+        own.chmod(0o644)  # several users may share the folder
+        own.replace(path)
