@@ -18,11 +18,11 @@ from pretrain.model.kernels.cpu.choice import fastest_choice, parse_choice, righ
 from pretrain.model.kernels.documents import Documents
 from pretrain.model.kernels.flex_attention import flex_causal_attention, reject_flex, why_not_flex
 from pretrain.model.kernels.torch_attention import alibi_slopes, torch_causal_attention
+from pretrain.model.parameters import DTYPES
 
 _NAMES = {SDPBackend.FLASH_ATTENTION: "flash", SDPBackend.CUDNN_ATTENTION: "cuDNN",
           SDPBackend.EFFICIENT_ATTENTION: "efficient", SDPBackend.MATH: "math"}
 _TOLERANCE = 0.02  # of outputs and gradients in 16 bits, relative to their norm
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def choose_kernels(recorded: dict[str, bool] | None) -> None:
@@ -83,7 +83,7 @@ def _attention_of(plan: Plan, window: int, device: torch.device) -> _Attention:
     model, length, batch = plan.model, plan.args.seq_length, plan.layout.micro_batch_size
     generator = torch.Generator(device).manual_seed(0)
     q, k, v = (torch.randn(batch, heads, length, model.head_size, generator=generator, device=device,
-                           dtype=_DTYPES[plan.layout.precision]).requires_grad_()
+                           dtype=DTYPES[plan.layout.precision]).requires_grad_()
                for heads in (model.num_heads, model.num_kv_heads, model.num_kv_heads))
     documents = None
     if plan.args.document_attention:  # documents of a third of the sample

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.distributed.device import Device
+from pretrain.distributed.device import cpuinfo as proc_cpuinfo
 
 # torch 2.13 renamed these collectives and warns at the first call of each old name, on every rank. DeepSpeed 0.19.8
 # calls the old names in comm/torch.py, and users cannot change this.
 _RENAMED = ("all_gather_into_tensor", "_all_gather_base", "reduce_scatter_tensor", "_reduce_scatter_base")
-_PROC_CPUINFO = Path("/proc/cpuinfo")
 _ARCHITECTURES = {"x86_64": "X86_64", "aarch64": "ARM_8"}  # platform.machine() -> py-cpuinfo's name
 _FEATURES = ("flags", "Features")  # the keys of x86 and Arm
 
@@ -117,10 +117,7 @@ def read_features_from_proc() -> None:
 @functools.cache
 def _from_proc() -> dict[str, Any]:
     """Return architecture, vendor and features under py-cpuinfo's names; empty if they are unknown."""
-    try:
-        lines = _PROC_CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return {}
+    lines = proc_cpuinfo().splitlines()
     values = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
     features = next((values[key].split() for key in _FEATURES if key in values), [])
     if platform.machine() not in _ARCHITECTURES or not features:

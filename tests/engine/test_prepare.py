@@ -42,10 +42,9 @@ ARM = "processor\t: 0\nBogoMIPS\t: 50.00\nFeatures\t: fp asimd sve\nCPU implemen
 @pytest.mark.parametrize(("machine", "text", "flag"), [("aarch64", ARM, "-D__SVE__"),
                                                        ("aarch64", ARM.replace("sve", ""), "-D__NEON__"),
                                                        ("x86_64", "flags\t\t: fpu avx2\n", "-D__AVX256__")])
-def test_other_cpus(monkeypatch: pytest.MonkeyPatch, tmp_path, original: object, machine: str, text: str,
+def test_other_cpus(monkeypatch: pytest.MonkeyPatch, original: object, machine: str, text: str,
                     flag: str) -> None:
-    (tmp_path / "cpuinfo").write_text(text)
-    monkeypatch.setattr(prepare, "_PROC_CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(prepare, "proc_cpuinfo", lambda: text)
     monkeypatch.setattr(prepare.platform, "machine", lambda: machine)
     prepare._from_proc.cache_clear()
     prepare.read_features_from_proc()
