@@ -148,7 +148,10 @@ class FaultInjector(threading.Thread):
     def _apply(self, fault: Fault) -> None:
         random, start, command = Random(fault.seed), self._watch.num_starts, self._settings.command
         if fault.kind == "pause":
-            self._record(fault, processes.pause_rank(command, random, longest_s=_LONGEST_PAUSE_S))
+            seconds = random.uniform(0.1, 1.0) * _LONGEST_PAUSE_S
+            with processes.stopped_rank(command, random) as victim:
+                time.sleep(seconds)
+            self._record(fault, f"SIGSTOP of process {victim.pid} for {seconds:.1f} s")
         elif fault.kind == "disk_full":
             self._record(fault, self._fill_disk(start))
         elif fault.kind == "hang":
@@ -188,15 +191,16 @@ class FaultInjector(threading.Thread):
             time.sleep(_POLL_S)
 
     def _hang(self, fault: Fault, start: int, random: Random) -> None:
-        victim = processes.stop_rank(self._settings.command, random)
-        ended = False
+        limit = time.monotonic() + self._settings.step_timeout + _HANG_GRACE_S
+        victim, ended = None, False
         try:
-            limit = time.monotonic() + self._settings.step_timeout + _HANG_GRACE_S
-            self._wait(lambda: self._watch.num_starts > start or time.monotonic() > limit)
-            ended = self._watch.num_starts > start
+            with processes.stopped_rank(self._settings.command, random) as victim:
+                self._wait(lambda: self._watch.num_starts > start or time.monotonic() > limit)
+                ended = self._watch.num_starts > start
         finally:
-            processes.resume(victim)
-            self._record(fault, f"SIGSTOP of process {victim.pid}", start=start, ended=ended or self._finished.is_set())
+            if victim is not None:
+                self._record(fault, f"SIGSTOP of process {victim.pid}", start=start,
+                             ended=ended or self._finished.is_set())
 
     def _fill_disk(self, start: int) -> str:
         """Let writes fail until a save has failed, or the start has ended."""

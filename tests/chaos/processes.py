@@ -3,8 +3,7 @@
 import contextlib
 import os
 import signal
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from random import Random
 
 import psutil
@@ -75,34 +74,17 @@ def send_signal(command: Sequence[str], random: Random) -> str:
     return f"{number.name} to {target}"
 
 
-def pause_rank(command: Sequence[str], random: Random, *, longest_s: float) -> str:
-    """Stop a random rank for a part of `longest_s` seconds. Return what was done."""
-    victim, seconds = _choose(ranks(command), random), random.uniform(0.1, 1.0) * longest_s
-    try:
-        stop(victim)
-        time.sleep(seconds)
-    finally:
-        resume(victim)
-    return f"SIGSTOP of process {victim.pid} for {seconds:.1f} s"
-
-
-def stop_rank(command: Sequence[str], random: Random) -> psutil.Process:
-    """Stop a random rank, and return it."""
+@contextlib.contextmanager
+def stopped_rank(command: Sequence[str], random: Random) -> Iterator[psutil.Process]:
+    """Stop a random rank (SIGSTOP) until the context is closed, or the rank has ended."""
     victim = _choose(ranks(command), random)
-    stop(victim)
-    return victim
-
-
-def stop(process: psutil.Process) -> None:
-    """Send SIGSTOP, unless the process has ended."""
     with contextlib.suppress(psutil.Error):
-        process.suspend()
-
-
-def resume(process: psutil.Process) -> None:
-    """Send SIGCONT, unless the process has ended."""
-    with contextlib.suppress(psutil.Error):
-        process.resume()
+        victim.suspend()
+    try:
+        yield victim
+    finally:
+        with contextlib.suppress(psutil.Error):
+            victim.resume()
 
 
 def _choose(processes: Sequence[psutil.Process], random: Random) -> psutil.Process:

@@ -63,6 +63,6 @@ def test_a_run_with_many_faults_equals_the_run_without(faults: str, launcher: st
                  str(ROOT / "pretrain" / "train.py")]
     result = run_chaos(tmp_path, corpus, ["--faults", faults, "--seed", "7"],
                        launcher=DS_PRETRAIN if launcher == "ds-pretrain" else deepspeed, config=config,
-                       gradient_accumulation_steps=32, train_steps=10 * int(faults), step_timeout=20,
+                       gradient_accumulation_steps=32, train_steps=10 * int(faults), step_timeout=20, save_timeout=20,
                        timeout=20 * LIMIT_S)
     assert {kind for kind, row in result["kinds"].items() if row["faults"]} == KINDS.keys()
