@@ -49,7 +49,7 @@ def test_sample_starts_are_the_same_however_they_are_read(tmp_path: Path, seed: 
     assert jumping.sample_starts(np.array([0, 1, 2, 5382, 5383, 10**6, 2**40])).tolist() == GOLDEN_STARTS[seed]
     for width, gap, first in ((1, 300, 0), (7, 0, 0), (7, 9, 4000), (5000, 0, 0), (64, 64, 3), (3, 1000, 2**40)):
         reader = ShuffledWindows(indexed, seq_length=13, seed=seed, first_token=5)
-        for low in range(first, first + 12_000, width + gap):
+        for low in range(first, first + 9_000, width + gap):
             starts = reader.sample_starts(np.arange(low, low + width))
             checked = np.array([low + (low // 7) % width, 0])  # a jump, which is never computed ahead
             assert starts[checked[0] - low] == jumping.sample_starts(checked)[0], (width, gap, checked)
