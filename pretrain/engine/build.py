@@ -76,7 +76,7 @@ def _build_module(plan: Plan, groups: ParallelGroups, mpu: Mpu | None) -> torch.
                            recompute=recompute, plain_operators=plain_operators, loss_terms=terms, groups=groups)
     init = deepspeed.zero.Init(config_dict_or_path=engine_config(plan.ds_config), mpu=mpu,
                                enabled=plan.layout.zero_stage == 3,
-                               data_parallel_group=None if mpu is None else mpu.get_sequence_data_parallel_group())
+                               data_parallel_group=None if mpu is None else mpu.sequence_data.handle)
     mark_partitioned_experts(init, groups.expert)
     with init:
         return as_module(plan.model, recompute=recompute, plain_operators=plain_operators, loss_terms=terms,
