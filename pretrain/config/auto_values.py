@@ -135,20 +135,11 @@ def _precision_keys(file: DsFile) -> dict[str, str]:
     return {"bf16": f"{bf16}.enabled", "fp16": "fp16.enabled"}
 
 
-def auto_precision(bf16: Any, fp16: Any) -> str:
-    """Return the precision that bf16.enabled and fp16.enabled select.
-
-    True comes before "auto", and bf16 before fp16. fp32 is selected if neither of them is True or "auto".
-    """
-    for enabled in (True, "auto"):
-        for name, value in (("bf16", bf16), ("fp16", fp16)):
-            if value == enabled:
-                return name
-    return "fp32"
-
-
 def fill_precision(file: DsFile, config: dict[str, Any], args: RunArguments) -> None:
-    """Set bf16.enabled and fp16.enabled; --precision decides if the JSON does not."""
+    """Set bf16.enabled and fp16.enabled; --precision decides if the JSON does not.
+
+    Without it, true comes before "auto", and bf16 before fp16; fp32 is selected if neither is true or "auto".
+    """
     wanted = args.precision
     if wanted is not None and wanted not in PRECISIONS:
         raise ConfigError("--precision", found=wanted, expected=", ".join(PRECISIONS))
@@ -161,14 +152,15 @@ def fill_precision(file: DsFile, config: dict[str, Any], args: RunArguments) -> 
     if wanted is None and not enabled and states["fp16"] == "auto" and states["bf16"] != "auto":
         raise ConfigError(file.where("fp16.enabled"), found='"auto" without --precision', expected="true or false",
                           remedy="give --precision fp16, bf16 or fp32")
-    precision = wanted or auto_precision(states["bf16"], states["fp16"])
+    selected = [name for value in (True, "auto") for name, state in states.items() if state == value]
+    precision = wanted or (*selected, "fp32")[0]
     for name in keys:
         if name == precision or name in config:
             set_value(config, f"{name}.enabled", name == precision)
 
 
-def complete_batch_sizes(micro: int | None, steps: int | None, total: int | None,
-                         data_parallel_size: int) -> tuple[int, int, int]:
+def _complete_batch_sizes(micro: int | None, steps: int | None, total: int | None,
+                          data_parallel_size: int) -> tuple[int, int, int]:
     """Return micro-batch size, accumulation steps and global batch size. None is computed from the other values.
 
     Divisions round down, as in DeepSpeed. The caller checks that the product is the global batch size.
@@ -200,7 +192,7 @@ def fill_batch(file: DsFile, config: dict[str, Any], args: RunArguments, data_pa
     if total is None and micro is None and "auto" not in (file.get(keys[0]), file.get(keys[2])):
         raise ConfigError(file.where(keys[0]), problem=f"there is no batch size: neither {keys[0]} nor {keys[2]}",
                           remedy="give --micro_batch_size")
-    micro, steps, total = complete_batch_sizes(micro, steps, total, data_parallel_size)
+    micro, steps, total = _complete_batch_sizes(micro, steps, total, data_parallel_size)
     if not 0 < micro * steps * data_parallel_size == total:
         product = f"{total} != {micro or '?'} x {steps or '?'} x {data_parallel_size}"
         where = file.where(keys[2]) if scheduled is None or keys[2] in file.values else BATCH_SCHEDULE
@@ -278,24 +270,19 @@ def _betas(file: DsFile, args: RunArguments) -> list[float] | None:
     return [other if flag is None else flag for flag, other in zip(flags, fallback, strict=True)]
 
 
-def fill_zero_sizes(zero: dict[str, Any], hidden_size: int) -> None:
-    """Replace "auto" sizes (elements) in the zero_optimization block with the formulas that transformers documents."""
+def fill_model_sizes(config: dict[str, Any], model: ModelConfig, zero_stage: int) -> None:
+    """Set the ZeRO sizes (elements) that depend on the model; "auto" by the formulas that transformers documents.
+
+    DeepSpeed allocates each reduce bucket at its full size, 5e8 elements by default. A bucket never needs more elements
+    than the model has parameters.
+    """
+    zero, hidden_size = config.get("zero_optimization", {}), model.hidden_size
     sizes = {"reduce_bucket_size": hidden_size**2, "prefetch_bucket_size": int(0.9 * hidden_size**2),
              "param_persistence_threshold": 10 * hidden_size}
     for name, size in sizes.items():
         for key in (name, f"stage3_{name}"):
             if zero.get(key) == "auto":
                 zero[key] = size
-
-
-def fill_model_sizes(config: dict[str, Any], model: ModelConfig, zero_stage: int) -> None:
-    """Set the ZeRO sizes that depend on the model.
-
-    DeepSpeed allocates each reduce bucket at its full size, 5e8 elements by default. A bucket never needs more elements
-    than the model has parameters.
-    """
-    zero = config.get("zero_optimization", {})
-    fill_zero_sizes(zero, model.hidden_size)
     if zero_stage > 0:
         bucket = zero.get("reduce_bucket_size", DEFAULT_REDUCE_BUCKET_SIZE)
         zero["reduce_bucket_size"] = min(bucket, model.num_parameters())

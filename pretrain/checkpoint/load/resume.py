@@ -36,7 +36,6 @@ class Resume:
     warnings: list[str]  # about damaged newer checkpoints, and inputs that differ from the checkpoint's
     plan: Plan  # of the run, with the settings that it keeps from the checkpoint
     other_data: str = ""  # how the training data differs from the checkpoint's, if --override data accepts it
-    changes: tuple[Change, ...] = ()  # settings that --override changes
     branch: Branch | None = None  # None: the checkpoint belongs to the run folder
 
     @property
@@ -121,8 +120,7 @@ def _continue(folder: Path, manifest: Manifest, warnings: list[str], plan: Plan,
                         overrides=(*manifest.overrides, *(change.record(manifest.step) for change in named_changes)),
                         lineage=(*manifest.lineage, *([branch.record()] if branch else [])),
                         origin=origin_of(folder, manifest))
-    return Resume(folder, manifest, [*warnings, *filter(None, new_warnings)], continued, other_data, named_changes,
-                  branch)
+    return Resume(folder, manifest, [*warnings, *filter(None, new_warnings)], continued, other_data, branch)
 
 
 def _continued_length(plan: Plan, manifest: Manifest, changes: Sequence[Change]) -> RunLength:

@@ -103,16 +103,10 @@ DIVISIBLE_FAMILIES = tuple({row.family or row.name: None for row in _ROWS
                             if row.elementwise and not row.states_in_blocks})
 
 
-def find_optimizer(kind: str) -> Optimizer | None:
-    """Return the row of an "optimizer.type"; None if there is no such optimizer."""
-    row = OPTIMIZERS.get(kind.lower())
-    return None if row is not None and row.from_torch and row.name != kind else row
-
-
 def optimizer_params(kind: str) -> Tree | None:
     """Return the parameters of an "optimizer.type"; None if there is no such optimizer."""
-    row = find_optimizer(kind)
-    return None if row is None else row.params
+    row = OPTIMIZERS.get(kind.lower())
+    return None if row is None or (row.from_torch and row.name != kind) else row.params
 
 
 def optimizer_family(class_name: str) -> str:
