@@ -1,5 +1,6 @@
-"""Hosts of a run: hostfile, preflight checks, remote commands, rank environment, and shutdown of all hosts together.
+"""Hosts of a run: hostfile, preflight checks, remote commands, rank environment, launchers as child processes, a store
+for values of all ranks, and shutdown of all hosts together.
 
-This folder imports config/flags/arguments, distributed, cli and errors. It never imports supervise/, health/ or the
-modules that launch a run (ds_pretrain, local_launch, multihost_launch, slurm_job).
+This folder imports resilience/signals, checkpoint/save/background, config, data, distributed, cli and errors. It never
+imports supervise/, health/ or the modules that launch a run (ds_pretrain, local_launch, multihost_launch, slurm_job).
 """
