@@ -7,8 +7,6 @@ from unittest import mock
 import pytest
 import torch
 
-from pretrain.model.config import load_model_config
-from pretrain.model.init import initialize_parameters
 from pretrain.model.kernels.cpu import attention as module
 from pretrain.model.kernels.cpu.attention import AttentionSettings, attention, instructions
 from pretrain.model.kernels.cpu.choice import ALL_IN_C, set_choice
@@ -16,8 +14,6 @@ from pretrain.model.kernels.cpu.library import has_library
 from pretrain.model.kernels.cpu_attention import can_attend_in_c
 from pretrain.model.kernels.documents import Documents
 from pretrain.model.kernels.torch_attention import alibi_slopes
-from pretrain.model.layer_specs import as_module
-from tests.support.model_shapes import SHAPES, write_config
 from tests.support.reference_attention import documents_of, eager_attention
 from tests.support.tensors import relative_error, saved_by
 
@@ -168,23 +164,3 @@ def test_attention_is_in_c_if_each_thread_has_a_head():
     set_choice(None)
     torch.set_num_threads(threads)
     assert (usual, not_chosen) == ([True, False, False, False], False)
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama_dynamic_rope", "neox_sequential", "gemma3", "olmo2", "mpt"])
-def test_models_compute_the_same_in_c_and_with_torchs_operators(name, tmp_path):
-    config = load_model_config(write_config(tmp_path, SHAPES[name]))
-    tokens = torch.randint(0, config.vocab_size, (2, 33), generator=torch.Generator().manual_seed(0))
-    documents = documents_of((10, 22), (32,))
-    seen = []
-    for in_c in (True, False):
-        set_choice(ALL_IN_C if in_c else ALL_IN_C - {"attention"})
-        model = as_module(config)
-        initialize_parameters(model, config, seed=1)
-        model.bfloat16()
-        loss = model(tokens[:, :-1], tokens[:, 1:], torch.full((2, 32), 1 / 64), documents.positions_BT)
-        loss.backward()
-        seen.append((loss, {key: parameter.grad for key, parameter in model.named_parameters()}))
-    set_choice(None)
-    assert seen[0][0].item() == pytest.approx(seen[1][0].item(), rel=1e-3)
-    for key, gradient in seen[0][1].items():
-        assert relative_error(gradient, seen[1][1][key]) < 0.05, key
