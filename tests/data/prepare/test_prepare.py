@@ -80,7 +80,7 @@ def test_the_tool_passes_its_flags(tmp_path: Path, tokenizer: Tokenizer) -> None
     out = tmp_path / "new" / "out"
     done = run_tool(source, "--tokenizer", str(tokenizer.path), "--out", str(out), "--jsonl-key=body",
                     "--no-append-eod")
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0, done.stderr
     assert re.search(rf"documents +{len(TEXTS)}\n", done.stdout)
     assert documents(out, tokenizer, eod=False) == TEXTS
 
