@@ -9,13 +9,7 @@ from dataclasses import fields
 
 from pretrain.cli import LONGEST_SECONDS, Parser, number, path_text, run_main, text, whole_number
 from pretrain.cluster.hosts.remote import default_transport
-from pretrain.cluster.supervise.launch_command import (
-    hostfile_of,
-    hosts_of,
-    launcher_host_flags,
-    run_folder,
-    with_separator,
-)
+from pretrain.cluster.supervise import launch_command
 from pretrain.cluster.supervise.supervisor import SupervisorSettings, supervise
 from pretrain.errors import ConfigError
 from pretrain.terminal import print_line
@@ -59,15 +53,15 @@ def main() -> int:
     if end == len(words) and not {"-h", "--help"} & set(words):
         raise ConfigError("command line", problem="`--` is missing before COMMAND",
                           remedy="write `launch/supervise.py [flags] -- COMMAND...`")
-    args, command = parser.parse_args(words[:end]), with_separator(words[end + 1:])
+    args, command = parser.parse_args(words[:end]), launch_command.with_separator(words[end + 1:])
     if not command:
         raise ConfigError("command line", problem="COMMAND is missing",
                           remedy="write `launch/supervise.py [flags] -- COMMAND...`")
-    hostfile = hostfile_of(command, args.hostfile)
+    hostfile = launch_command.hostfile_of(command, args.hostfile)
     if hostfile is not None:
-        hosts_of(command, hostfile)  # validate the hostfile before the run folder is created and locked
-    settings = SupervisorSettings(command=command, run=run_folder(command, args.save), hostfile=hostfile,
-                                  transport=default_transport(launcher_host_flags(command).ssh_port),
+        launch_command.hosts_of(command, hostfile)  # validate the hostfile before the run folder is created and locked
+    settings = SupervisorSettings(command=command, run=launch_command.run_folder(command, args.save), hostfile=hostfile,
+                                  transport=default_transport(launch_command.launcher_host_flags(command).ssh_port),
                                   **{name: getattr(args, name) for name in _FLAGS})
     return supervise(settings, _print_line)
 
