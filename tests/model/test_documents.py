@@ -156,11 +156,14 @@ def test_padding_at_the_end_changes_no_other_token(name, dtype, tmp_path):
     torch.testing.assert_close(with_padding[:, :40], logits, atol=1e-5 if dtype == torch.float32 else 2e-2, rtol=0)
 
 
-@pytest.mark.parametrize("interval", [0, 2])
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_compiled_blocks_share_one_graph(name, interval, tmp_path):
+@pytest.mark.parametrize(("name", "interval", "is_packed"), [
+    ("gpt2", 0, False), ("gpt2", 2, True), ("llama", 2, False), ("llama", 0, True), ("bloom", 0, False),
+    ("bloom", 2, True)])
+def test_compiled_blocks_share_one_graph_and_keep_the_gradients(name, interval, is_packed, tmp_path):
+    """The backend "aot_eager" traces without compiling. With and without documents and recomputation."""
     config, _ = build(name, tmp_path)
     tokens_BT, positions_BT = packed(config)
+    micro_batches = (positions_BT, positions_BT.flip(0)) if is_packed else (None,)  # the second one: other documents
     results = []
     counter = CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()
@@ -169,13 +172,14 @@ def test_compiled_blocks_share_one_graph(name, interval, tmp_path):
         module.recompute = Recompute(interval=interval)
         if compiled:
             compile_blocks(module, seq_length=40, device=torch.device("cpu"), backend=counter)
-        for positions in (positions_BT, positions_BT.flip(0)):  # another micro-batch, other documents
+        for positions in micro_batches:
             module.zero_grad()
             loss = module(tokens_BT, tokens_BT.roll(-1, 1), torch.full(tokens_BT.shape, 1 / 80), positions)
             loss.backward()
             gradient = torch.cat([parameter.grad.flatten() for parameter in module.parameters()])
             results.append((loss.item(), gradient))
     assert counter.frame_count == 1
-    for (loss, gradient), (expected_loss, expected) in zip(results[2:], results[:2], strict=True):
+    half = len(micro_batches)
+    for (loss, gradient), (expected_loss, expected) in zip(results[half:], results[:half], strict=True):
         assert loss == pytest.approx(expected_loss, rel=1e-6)
         assert relative_error(gradient, expected) < 1e-5

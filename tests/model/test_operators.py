@@ -13,8 +13,7 @@ from pretrain.model.init import initialize_parameters
 from pretrain.model.kernels import activation, cpu_attention, fused_loss
 from pretrain.model.kernels.activation import activate, activated_linear
 from pretrain.model.kernels.cpu import library
-from pretrain.model.layer_specs import as_module, compile_blocks
-from pretrain.model.recompute import Recompute
+from pretrain.model.layer_specs import as_module
 from tests.support.model_shapes import SHAPES, write_config
 from tests.support.reference_loss import linear_cross_entropy, token_weighted_cross_entropy
 from tests.support.tensors import relative_error, saved_by
@@ -171,26 +170,3 @@ def test_without_a_compiler_torchs_operators_are_used(monkeypatch):
     monkeypatch.setattr(library, "_library", lambda: None)
     x = torch.randn(100).bfloat16()
     assert torch.equal(activate("gelu_tanh", x), F.gelu(x, approximate="tanh"))
-
-
-@pytest.mark.parametrize("interval", [0, 1])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bloom"])
-def test_compiled_blocks_share_one_graph_and_keep_the_gradients(name, interval, tmp_path):
-    """The backend "aot_eager" traces without compiling. Forward and backward pass, with and without recomputation."""
-    config = load_model_config(write_config(tmp_path, SHAPES[name]))
-    tokens = torch.randint(0, config.vocab_size, (2, 17))
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    seen = []
-    for compiled in (False, True):
-        module = as_module(config, recompute=Recompute(interval=interval))
-        initialize_parameters(module, config, seed=1)
-        if compiled:
-            compile_blocks(module, seq_length=16, device=torch.device("cpu"), backend="aot_eager")
-        module(tokens[:, :-1], tokens[:, 1:], torch.full((2, 16), 1 / 32)).backward()
-        seen.append({key: parameter.grad for key, parameter in module.named_parameters()})
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    assert not torch._dynamo.utils.counters["graph_break"]
-    assert list(seen[0]) == list(seen[1])
-    for key, gradient in seen[0].items():
-        torch.testing.assert_close(seen[1][key], gradient)
