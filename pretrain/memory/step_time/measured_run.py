@@ -10,6 +10,7 @@ from pretrain.config.layout import Layout, parse_layout
 from pretrain.errors import ConfigError
 from pretrain.model.config import model_config_from
 from pretrain.model.description import ModelConfig
+from pretrain.model.recompute import PARTS
 from pretrain.monitor.read_run_folder import newest_path, read_metrics, read_starts
 from pretrain.stored_json import build
 
@@ -76,20 +77,23 @@ def read_measured_run(path: str) -> MeasuredRun:
                           remedy="Name the folder that the run has in --save")
     values, rows = _newest_measured_start(run)
     try:
-        start = build(_MeasuredStart, values)
+        start = build(_MeasuredStart, {"environment": {}, **values})
         world_size = build(int, start["layout"].get("world_size"), "layout.world_size")
         if not start["hardware"]:
             raise ValueError("hardware is empty")
         host = start["hardware"][0]
         if min(world_size, host["cores"], host["ranks"], host["memory_bytes"]) < 1:
             raise ValueError("a number of hardware or layout is below 1")
+        if (part := start["flags"].get("recompute")) not in (None, *PARTS):
+            raise ValueError(f"flags.recompute is {part}")
+        layer_times = build(list[int], (values.get("layer_times") or {}).get("nanoseconds", []), "layer_times")
     except ValueError as error:
         raise ConfigError(str(run / "run.json"), problem=f"a calibration cannot use the start ({error})") from None
     on_gpu = bool(host["gpus"]) and start["environment"].get("DS_ACCELERATOR") != "cpu"
     gpu = host["gpus"][0] if on_gpu else _Gpu(name="", memory_bytes=0)
     chosen = str(start["environment"].get("OMP_NUM_THREADS") or "")
     threads = int(chosen) if chosen.isdecimal() else host["cores"] // host["ranks"]
-    layout = _layout_of(values, world_size, rows[-1], "cuda" if on_gpu else "cpu")
+    layout = _layout_of(values, world_size, rows[-1], "cuda" if on_gpu else "cpu", tuple(layer_times))
     seconds = median(row["step_time_ms"] for row in rows) / 1e3
     return MeasuredRun(
         path, layout, model_config_from(start["model_config"], f"{run / 'run.json'}: model_config"), gpu["name"],
@@ -126,15 +130,15 @@ def _is_time(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 3e9
 
 
-def _layout_of(start: dict[str, Any], world_size: int, row: dict[str, Any], device_kind: str) -> Layout:
+def _layout_of(start: dict[str, Any], world_size: int, row: dict[str, Any], device_kind: str,
+               layer_times: tuple[int, ...]) -> Layout:
     """Return the layout, with the batch size and sequence length of a row."""
     flags = RunArguments(**{name: start["flags"][name] for name in _FLAGS if start["flags"].get(name) is not None})
     length, samples = row.get("seq_length"), row.get("global_batch_size")
     layout = parse_layout(start["deepspeed_config"], world_size=world_size, device_kind=device_kind,
                           seq_length=length if isinstance(length, int) and 0 < length < _LARGEST else flags.seq_length,
                           recompute=flags.recompute or "none", recompute_every=flags.recompute_every,
-                          document_attention=flags.document_attention,
-                          layer_times=tuple((start.get("layer_times") or {}).get("nanoseconds", ())))
+                          document_attention=flags.document_attention, layer_times=layer_times)
     if isinstance(samples, int) and 0 < samples < _LARGEST:
         steps = max(1, samples // (layout.micro_batch_size * layout.data_parallel_size))
         layout = replace(layout, gradient_accumulation_steps=steps)

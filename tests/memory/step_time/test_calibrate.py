@@ -133,6 +133,7 @@ def test_runs_that_cannot_be_used_are_rejected(runs: Path, tmp_path: Path) -> No
         ([few], "after its first one (found 2)"), ([empty], "(found 0)"),
         ([str(one), "--gpu", "h100"], "ran on CPUs"), ([unknown], "not in the table of GPUs"),
         ([change(one, tmp_path, "old", hardware=[])], "cannot use the start (hardware is empty)"),
+        ([change(one, tmp_path, "times", layer_times={"nanoseconds": 5})], "layer_times is 5 instead of a list"),
         ([change(one, tmp_path, "model", model_config=None)], "model_config is null instead of"),
         ([str(one), "--kernel_efficiency", "0.5"], "--calibrate fits this value"),
         ([str(one), "--find", "max_seq"], "no effect with --find"),
