@@ -72,8 +72,8 @@ def add_flags(parser: Parser) -> None:
                         help=f"sections to measure: {', '.join(SECTIONS)} or all (default: %(default)s)")
     parser.add_argument("--explain", dest="what", action="store_const", const="profile",
                         help="the same as --what profile")
-    parser.add_argument("--preset", choices=PRESETS, default=None,
-                        help="model and batch (default: cpu; on CUDA h200-gpt3-1.3b)")
+    parser.add_argument("--preset", choices=PRESETS, default=None, metavar="PRESET",
+                        help=f"model and batch: {', '.join(PRESETS)} (default: cpu; on CUDA h200-gpt3-1.3b)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default=None,
                         help="(default: cuda if this machine has a GPU)")
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16", help="(default: %(default)s)")

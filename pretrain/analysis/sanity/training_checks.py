@@ -82,8 +82,9 @@ def first_steps(checked: CheckedEngine, consumed_samples: int, lr: float) -> Fir
 
 def check_determinism(first: FirstSteps, second: FirstSteps, *, is_exact: bool) -> Result:
     """Compare two trainings of the first steps from the same state."""
-    difference = max(abs(a - b) / abs(a) for a, b in zip(first[0], second[0], strict=True))
-    equal_weights = first[1] == second[1]
+    (losses, checksums), (losses_again, checksums_again) = first, second
+    difference = max(abs(a - b) / abs(a) for a, b in zip(losses, losses_again, strict=True))
+    equal_weights = checksums == checksums_again
     bound = "equal, bit by bit" if is_exact else "relative difference of losses at most 1e-3"
     weights = "equal" if equal_weights else "different"
     return Result("determinism", (difference == 0 and equal_weights) if is_exact else difference <= 1e-3,

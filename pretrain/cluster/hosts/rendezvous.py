@@ -73,11 +73,11 @@ class Rendezvous:
 
     def listen(self, state: JobState) -> None:
         """Record the exit codes of the other hosts, until the store is gone. In that case the first host has failed."""
-        unknown = {self.store.rank}
+        handled = {self.store.rank}
         try:
             while True:
-                for index in {*self.store.ranks_with("code")} - unknown:
-                    unknown.add(index)
+                for index in {*self.store.ranks_with("code")} - handled:
+                    handled.add(index)
                     try:
                         state.record_exit(self.hosts[index], self.store.read(key_of("code", index), int))
                     except ForeignValueError as error:  # another program may not end the run

@@ -15,7 +15,7 @@ from pretrain.model.families.llama_like import (
     KEY_NAMES,
     KEYS,
     NAMES,
-    read_llama,
+    read_rotary,
     read_with_windows,
 )
 from pretrain.model.families.position_keys import LARGEST_LAYERS, read_windows
@@ -45,7 +45,7 @@ def _read_mixtral(values: Values, fields: Fields, where: str) -> Fields:
 
 def _read_olmoe(values: Values, fields: Fields, where: str) -> Fields:
     _check_experts(fields["num_experts"], f"{where}: num_experts")
-    return read_llama(values, fields, where)
+    return read_rotary(values, fields, where)
 
 
 def _read_qwen2(values: Values, fields: Fields, where: str) -> Fields:
@@ -56,12 +56,12 @@ def _read_qwen2(values: Values, fields: Fields, where: str) -> Fields:
     # transformers 5 (configuration_qwen2_moe.py): only even layers below max_window_layers have a window
     windows = read_windows(values, where, enabled=values["use_sliding_window"],
                            slides=lambda index: index % 2 == 0 and index < first)
-    return {**read_llama(values, fields, where), "windows": windows, **_qwen_experts(values, where)}
+    return {**read_rotary(values, fields, where), "windows": windows, **_qwen_experts(values, where)}
 
 
 def _read_qwen3(values: Values, fields: Fields, where: str) -> Fields:
     windows = read_windows(values, where, enabled=values["use_sliding_window"])
-    return {**read_llama(values, fields, where), "windows": windows, **_qwen_experts(values, where)}
+    return {**read_rotary(values, fields, where), "windows": windows, **_qwen_experts(values, where)}
 
 
 def _qwen_experts(values: Values, where: str) -> Fields:

@@ -11,7 +11,7 @@ from typing import Any
 
 from pretrain.errors import ConfigError, shorten
 from pretrain.model.families.family import Family, Fields, Values, activation
-from pretrain.model.families.llama_like import FIELDS, KEY_NAMES, KEYS, NAMES, NAMES_WITH_POST_NORMS, read_llama
+from pretrain.model.families.llama_like import FIELDS, KEY_NAMES, KEYS, NAMES, NAMES_WITH_POST_NORMS, read_rotary
 from pretrain.model.families.position_keys import LARGEST_LAYERS, read_rope, read_windows
 
 _LARGEST_SCALAR, _LARGEST_CAP = 2**20, 1e6
@@ -25,13 +25,13 @@ def _read_gemma(values: Values, fields: Fields, where: str) -> Fields:
     # the first published configs say "gelu" and mean the approximation, as transformers does
     name = "gelu_pytorch_tanh" if values["hidden_act"] == "gelu" else values["hidden_act"]
     _require_same(values, "hidden_activation", name, where)
-    return {**read_llama(values, fields, where), "embedding_scale": _embedding_scale(values),
+    return {**read_rotary(values, fields, where), "embedding_scale": _embedding_scale(values),
             "activation": activation(name, f"{where}: hidden_act")}
 
 
 def _read_gemma2(values: Values, fields: Fields, where: str) -> Fields:
     _require_same(values, "sliding_window_size", values["sliding_window"], where)
-    return {**_newer_fields(values, where, pattern=2), **read_llama(values, fields, where),
+    return {**_newer_fields(values, where, pattern=2), **read_rotary(values, fields, where),
             "attention_softcap": _softcap(values, "attn_logit_softcapping", where)}
 
 

@@ -35,19 +35,19 @@ NAMES = Names(prefix="model.", embedding="embed_tokens", blocks="layers", final_
 NAMES_WITH_POST_NORMS = replace(NAMES, block=BLOCK_WITH_POST_NORMS)
 
 
-def read_llama(values: Values, fields: Fields, where: str) -> Fields:
+def read_rotary(values: Values, fields: Fields, where: str) -> Fields:
     """Return the rotary fields."""
     return read_rope(values, where, theta_key="rope_theta", fraction_key=None, head_size=fields["head_size"])
 
 
 # Llama 2 and 3
 LLAMA = Family(keys={**KEYS, "attention_bias": False, "mlp_bias": False}, nullable=frozenset({"attention_dropout"}),
-               fields=FIELDS, key_names=KEY_NAMES, read=read_llama, names=NAMES)
+               fields=FIELDS, key_names=KEY_NAMES, read=read_rotary, names=NAMES)
 
 
 def read_with_windows(values: Values, fields: Fields, where: str) -> Fields:
     """Return the rotary fields, and an attention window in all layers, or in none, or as layer_types says."""
-    return {**read_llama(values, fields, where), "windows": read_windows(values, where)}
+    return {**read_rotary(values, fields, where), "windows": read_windows(values, where)}
 
 
 MISTRAL = Family(
@@ -57,7 +57,7 @@ MISTRAL = Family(
 
 # OLMo-2: norms of the outputs of attention and MLP instead of their inputs, norms of queries and keys
 OLMO2 = Family(keys={**KEYS, "vocab_size": 50304, "rms_norm_eps": 1e-5, "attention_bias": False}, key_names=KEY_NAMES,
-               fields={**FIELDS, "pre_norm": False, "post_norm": True, "qk_norm": "all"}, read=read_llama,
+               fields={**FIELDS, "pre_norm": False, "post_norm": True, "qk_norm": "all"}, read=read_rotary,
                names=NAMES_WITH_POST_NORMS)
 
 _QWEN_KEYS: dict[str, Any] = {
@@ -74,7 +74,7 @@ def _read_qwen(values: Values, fields: Fields, where: str) -> Fields:
     if not 0 <= first <= LARGEST_LAYERS:
         raise ConfigError(f"{where}: max_window_layers", found=first,
                           expected="the index of the first layer with a window, or the number of layers")
-    return {**read_llama(values, fields, where), "windows": read_windows(
+    return {**read_rotary(values, fields, where), "windows": read_windows(
         values, where, enabled=values["use_sliding_window"], slides=lambda index: index >= first)}
 
 
