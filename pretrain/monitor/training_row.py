@@ -41,10 +41,10 @@ class HighestLoss:
 
 def combine_ranks(loss_max: torch.Tensor, *, data_seconds: float, phase_ms: dict[str, float],
                   power_watts: float | None, squares: torch.Tensor) -> dict[str, float | None]:
-    """Return the values of a row that are those of all ranks. Collective; waits for the device.
+    """Combine the values of all ranks, and return them by their keys in a row. Collective; waits for the device.
 
-    Phase times are means over the ranks. The waiting time for data is that of the slowest rank. The pipeline bubble is
-    the fraction of the forward and backward pass in which a stage computes nothing, mean over the ranks.
+    Phase times are means over the ranks. The waiting time for data is the slowest rank's. The pipeline bubble is the
+    fraction of the forward and backward pass in which a stage computes nothing, mean over the ranks.
 
     Args:
         loss_max: result of HighestLoss.take.

@@ -161,6 +161,15 @@ def test_errors_of_the_reading_thread_are_raised_by_step(dataset: ShuffledWindow
     loader.close()
 
 
+def test_close_ends_the_thread_and_may_be_called_twice(dataset: ShuffledWindows) -> None:
+    before = threading.active_count()
+    loader = Loader(dataset, micro_batch_size=2, gradient_accumulation_steps=1)
+    loader.step(0)
+    loader.close()
+    loader.close()
+    assert threading.active_count() == before
+
+
 def test_every_evaluation_reads_the_same_batches(dataset: ShuffledWindows) -> None:
     loader = Loader(dataset, micro_batch_size=2, gradient_accumulation_steps=2)
     runs = [[first_tokens(step) for step in evaluation_batches(loader, 3)] for _ in range(2)]

@@ -140,7 +140,7 @@ def total(x: torch.Tensor, group: RankGroup) -> torch.Tensor:
 
 
 class _TracedSums(torch.autograd.Function):
-    """The sum of the gradients over the ranks, and with `in_forward` that of the tensors too, for torch.compile."""
+    """Sums the gradients over the ranks, and with `in_forward` the tensors too, for torch.compile."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, handle: Any, in_forward: bool) -> torch.Tensor:
