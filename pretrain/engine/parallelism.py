@@ -4,6 +4,7 @@ A pipeline engine has its own: PipelineModule makes a PipelineParallelGrid from 
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -34,7 +35,7 @@ def create_mpu(layout: Layout, groups: ParallelGroups) -> "Mpu | None":
     sharing = RankOrder(1, order.data * order.sequence, 1, order.tensor)  # data and sequence ranks as one axis
     tensor, sequence, data, sequence_data = (_with_handle(axes.groups_along(axis)) for axes, axis in (
         (order, "tensor"), (order, "sequence"), (order, "data"), (sharing, "data")))
-    return Mpu(tensor=tensor, sequence=sequence, data=data, sequence_data=sequence_data)
+    return Mpu(tensor, sequence, data, sequence_data)
 
 
 def engine_config(ds_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,28 +63,61 @@ def _with_handle(groups: list[list[int]]) -> RankGroup:
     return own
 
 
+@dataclass(frozen=True)
 class Mpu:
     """Megatron's "model parallel unit", with the methods that DeepSpeed 0.19.8 calls (utils/groups.py, utils/bwc.py).
 
-    They are get_NAME_rank, get_NAME_world_size and get_NAME_group. DeepSpeed's model-parallel ranks are the
-    tensor-parallel ranks.
-
-    Args:
-        data: ranks with different samples.
-        sequence_data: ranks over which ZeRO partitions: data-parallel times sequence-parallel ranks.
+    DeepSpeed's model-parallel ranks are the tensor-parallel ranks.
     """
 
-    def __init__(self, *, tensor: RankGroup, sequence: RankGroup, data: RankGroup, sequence_data: RankGroup) -> None:
-        self.data, self.sequence_data = data, sequence_data
-        groups = {"model_parallel": tensor, "tensor_model_parallel": tensor, "sequence_parallel": sequence,
-                  "data_parallel": data, "sequence_data_parallel": sequence_data}
-        for name, group in groups.items():
-            for property_name, value in (("rank", group.rank), ("world_size", group.size), ("group", group.handle)):
-                setattr(self, f"get_{name}_{property_name}", lambda value=value: value)
+    tensor: RankGroup
+    sequence: RankGroup
+    data: RankGroup  # ranks with different samples
+    sequence_data: RankGroup  # ranks over which ZeRO partitions: data-parallel times sequence-parallel ranks
+
+    def get_model_parallel_rank(self) -> int:
+        return self.tensor.rank
+
+    def get_model_parallel_world_size(self) -> int:
+        return self.tensor.size
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup | None:
+        return self.tensor.handle
+
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+    get_tensor_model_parallel_group = get_model_parallel_group
 
     def get_pipeline_model_parallel_world_size(self) -> int:
         return 1
 
+    def get_data_parallel_rank(self) -> int:
+        return self.data.rank
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.data.size
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup | None:
+        return self.data.handle
+
     def get_data_parallel_group_ranks(self) -> list[int]:
         assert self.data.handle is not None
         return dist.get_process_group_ranks(self.data.handle)
+
+    def get_sequence_parallel_rank(self) -> int:
+        return self.sequence.rank
+
+    def get_sequence_parallel_world_size(self) -> int:
+        return self.sequence.size
+
+    def get_sequence_parallel_group(self) -> dist.ProcessGroup | None:
+        return self.sequence.handle
+
+    def get_sequence_data_parallel_rank(self) -> int:
+        return self.sequence_data.rank
+
+    def get_sequence_data_parallel_world_size(self) -> int:
+        return self.sequence_data.size
+
+    def get_sequence_data_parallel_group(self) -> dist.ProcessGroup | None:
+        return self.sequence_data.handle

@@ -46,7 +46,8 @@ def _check_schedule_flags(flags: RunArguments) -> None:
                               expected="no value", remedy=f"it has an effect on {', '.join(kinds)} only")
     if flags.lr_schedule in kinds_of["lr_milestones"] and flags.lr_milestones is None and \
             flags.lr_milestone_tokens is None:
-        raise ConfigError("--lr_milestones", problem="the flag is missing, and --lr_schedule step needs it",
+        raise ConfigError("--lr_milestones",
+                          problem=f"the flag is missing, and --lr_schedule {flags.lr_schedule} needs it",
                           remedy="give the numbers of steps after which the rate falls, such as 8000,9000")
     if (flags.lr_reference_batch is None) != (flags.lr_scaling is None):
         alone, missing = "lr_reference_batch", "lr_scaling"

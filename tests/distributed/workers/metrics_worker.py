@@ -16,7 +16,7 @@ from pretrain.distributed.process import ROOT
 from pretrain.distributed.world import running_environment
 from pretrain.engine.steps import eval_batch, grad_norm, open_loader, train_batch
 from pretrain.resilience.launcher_watch import LauncherWatch
-from pretrain.resilience.watchdog import NO_LIMITS, rank_guards
+from pretrain.resilience.watchdog import TimeOuts, rank_guards
 from tests.distributed.workers.fake_services import install_fake_services
 from tests.distributed.workers.worker import Case, end, engine_of, start_of
 from tests.support.cases_loop import each_case
@@ -83,7 +83,8 @@ def run(case: Case) -> dict[str, Any]:
         if case.get("count_waits"):
             for name, method in methods.items():
                 setattr(torch.Tensor, name, observer.count(method, name))
-        with rank_guards(Path(start.plan.args.save), world, NO_LIMITS, LauncherWatch(world)) as guards:
+        time_outs = TimeOuts.from_flags(start.plan.args)
+        with rank_guards(Path(start.plan.args.save), world, time_outs, LauncherWatch(world)) as guards:
             callbacks = step_loop.StepCallbacks(lambda step, engine: None, lambda step, report: None)
             code = trainer.train(start.plan, world, callbacks, guards, start.weights)
     finally:
