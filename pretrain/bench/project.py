@@ -105,13 +105,12 @@ def checkpoint(job: BaselineJob, requests: RequestLoop) -> NoReturn:
     plan, engine, loader = _build(job, requests)
     savers = {label: _Saves(plan, engine, is_async=label == "--async_save")
               for label in ("synchronous save", "--async_save")}
-    steps = itertools.count(1)
 
     def train_step() -> tuple[int, float]:
-        step, start = next(steps), time.perf_counter()
-        train_batch(engine, loader.step(step * plan.layout.global_batch_size))
+        start = time.perf_counter()
+        train_batch(engine, loader.step(engine.global_steps * plan.layout.global_batch_size))
         requests.synchronize()
-        return step, time.perf_counter() - start
+        return engine.global_steps, time.perf_counter() - start
 
     while True:
         figures: dict[str, dict[str, float]] = {}
