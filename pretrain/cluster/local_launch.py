@@ -169,8 +169,8 @@ def run_launcher(command: Sequence[str], environ: dict[str, str], run: Path) -> 
 def _exit_code(code: int, run: Path, sizes_before: dict[str, int]) -> int:
     """Return the exit code of the run. `code`: the launcher's, which is 1 after a signal to the launcher."""
     progress = read_progress(run, sizes_before)
-    if code < 0 or 224 < code < 255:
-        say(f"{ending_signal(code)} ended {'the launcher' if code < 0 else 'a rank'}")
+    if (code < 0 or 224 < code < 255) and (name := ending_signal(code)):
+        say(f"{name} ended {'the launcher' if code < 0 else 'a rank'}")
     if (code < 0 or code == CRASHED) and progress.stop is not None:
         return classify_exit(code, progress, last_step=None)[0]
     return shell_exit_code(code)

@@ -22,7 +22,7 @@ _LARGEST_DROPOUT = 0.5  # as in the first paper on dropout (arXiv 1207.0580); tr
 
 
 def run_notes(plan: Plan, data: RunData) -> tuple[str, ...]:
-    """All notes about a run: those of its settings; weights, vocabulary, epochs, evaluation and speed."""
+    """Return all notes about a run: on its settings, weights, vocabulary, epochs, evaluation and speed."""
     return (*plan.notes, *_unused_weights_notes(plan), *_vocabulary_notes(plan, data),
             *data.notes, *_epoch_notes(plan, data), *_packing_notes(data), *_evaluation_notes(plan, data),
             *_length_notes(plan), *_batch_notes(plan), *_recipe_notes(plan), *_speed_notes(plan),

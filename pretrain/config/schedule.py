@@ -102,7 +102,7 @@ class Kind:
 
     fraction: Callable[[Schedule, int], float]
     """rate of a step after the warm-up, as a fraction of the peak; the argument is the step's number, from 1"""
-    flags: tuple[str, ...] = ()  # besides those of the warm-up and the peak
+    flags: tuple[str, ...] = ()  # besides the flags of the warm-up and the peak
     min_ratio: float = 0.1
     warmup_fraction: float = 0.01  # of the run
     least_warmup_steps: int = 0

@@ -43,7 +43,7 @@ def context(tmp_path: Path) -> BenchContext:
 @pytest.mark.parametrize(("preset", "flags"), [
     ("cpu-small", []), pytest.param("cpu-small-llama", ["--recompute", "attention"], marks=pytest.mark.slow)])
 def test_baselines_do_the_same_work(preset: str, flags: list[str]) -> None:
-    """The flags of train.py are those of this project only; the step and its profile are measured by one command."""
+    """The flags of train.py belong to this project only; the step and its profile are measured by one command."""
     done = bench(*SMALL, "--preset", preset, "--what", "step,profile", "--json", *flags)
     report = json.loads(done.stdout)
     step, expected = report["sections"]["step"], {PROJECT, *PEERS}

@@ -96,7 +96,7 @@ def _has_recovered(fault: AppliedFault, starts: Sequence[dict[str, Any]], watch:
 
 
 def compared(rows: Sequence[dict[str, Any]]) -> list[tuple[object, ...]]:
-    """Return the values of each step that must equal those of the reference."""
+    """Return the values of each step that must equal the reference."""
     return [tuple(row.get(name) for name in _COMPARED) for row in rows]
 
 

@@ -1,4 +1,4 @@
-"""What a supervised run has written: the steps of each start, and its committed checkpoints."""
+"""Record of a supervised run: the steps of each start, and its committed checkpoints."""
 
 import threading
 from pathlib import Path

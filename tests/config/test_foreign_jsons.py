@@ -1,6 +1,6 @@
 """DeepSpeed JSONs from public repositories: accepted, with notes about ignored keys, or rejected with a reason.
 
-And those of ds_configs/recipe.md.
+And the JSONs of ds_configs/recipe.md.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""What tools/data.py does with a data set: describe it, hash every byte, compare every byte with the hashes."""
+"""Describe a data set, hash every byte of it, and compare every byte with its hashes, for tools/data.py."""
 
 import os
 from collections.abc import Callable, Iterator
