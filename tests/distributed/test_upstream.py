@@ -1,4 +1,4 @@
-"""Defects of DeepSpeed 0.19.8 (`pretrain/engine/patches/apply.py`): correct with our patch, wrong without it.
+"""Defects of DeepSpeed (`pretrain/engine/patches/defects.py`): correct with our patch, wrong without it.
 
 Once DeepSpeed has fixed a defect, the assertion about plain DeepSpeed fails. Its message names the code to remove.
 """

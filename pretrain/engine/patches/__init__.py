@@ -1,4 +1,4 @@
-"""Work-arounds for defects of DeepSpeed 0.19.8; the table of defects is in apply.py.
+"""Work-arounds for DeepSpeed's defects; the table of defects is in defects.py.
 
 The modules are named by the part of DeepSpeed that they patch.
 """
