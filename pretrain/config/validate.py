@@ -1,7 +1,6 @@
 """Validate a run before it is launched: flags, model, JSON, data, world size and device together."""
 
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 
 from pretrain.config.ds_json.read import read_ds_config
 from pretrain.config.flags.arguments import RunArguments
@@ -20,10 +19,9 @@ from pretrain.config.run_rules import check_rules
 from pretrain.data.data_spec import names_of_split, planned_samples
 from pretrain.data.run_data import RunData, open_run_data
 from pretrain.data.samples.megatron import MegatronSamples
+from pretrain.distributed.deepspeed_version import untested_version
 from pretrain.distributed.device import Device
 from pretrain.errors import ConfigError
-
-DEEPSPEED_VERSION = "0.19.8"
 
 
 def check_run(args: RunArguments, *, world_size: int, device: Device, saved_model: SavedModel | None = None) -> Plan:
@@ -54,7 +52,7 @@ def check_settings(args: RunArguments, *, world_size: int, device: Device,
 
     The plan has no data: it can build an engine, but cannot train.
     """
-    _check_deepspeed()
+    untested = untested_version()  # rejects an environment without DeepSpeed
     check_flags(args)
     check_initialization_flags(args)
     if world_size < 1:
@@ -69,18 +67,7 @@ def check_settings(args: RunArguments, *, world_size: int, device: Device,
     plan = resolve_ds_config(file, args, model=model, world_size=world_size, device=device)
     check_rules(plan)
     undecayed_names(args.no_weight_decay, model)
-    return plan
-
-
-def _check_deepspeed() -> None:
-    """Raise ConfigError for another DeepSpeed version: its keys and defects may differ from those handled here."""
-    try:
-        found = version("deepspeed")
-    except PackageNotFoundError:
-        found = "none"
-    if found.split("+")[0] != DEEPSPEED_VERSION:
-        raise ConfigError("deepspeed", found=f"version {found}", expected=DEEPSPEED_VERSION,
-                          remedy=f"pip install deepspeed=={DEEPSPEED_VERSION}")
+    return replace(plan, notes=(untested, *plan.notes)) if untested else plan
 
 
 def _check_early_stopping(args: RunArguments, data: RunData) -> None:

@@ -11,7 +11,7 @@ from pretrain.checkpoint.convert.new_folder import fill_new_folder
 from pretrain.checkpoint.format.hashed_files import write_atomically
 from pretrain.checkpoint.format.manifest import Manifest, read_manifest
 from pretrain.checkpoint.load.reader import SCHEDULED_SETTINGS, CheckpointReader
-from pretrain.config.validate import DEEPSPEED_VERSION
+from pretrain.distributed.deepspeed_version import TESTED
 from pretrain.errors import ConfigError
 from pretrain.progress import ProgressBar
 
@@ -75,7 +75,7 @@ def _universal_optimizer(reader: CheckpointReader, step: int | torch.Tensor | No
     group = {key: tuple(value) if isinstance(value, list) else value
              for key, value in reader.group(next(iter(reader.shapes))).items() if key in SCHEDULED_SETTINGS}
     groups = [group, dict(group)]  # one for matrices and one for vectors; DeepSpeed ignores a surplus group
-    saved = {"ds_version": manifest.versions.get("deepspeed", DEEPSPEED_VERSION), "param_groups": groups,
+    saved = {"ds_version": manifest.versions.get("deepspeed", TESTED[-1]), "param_groups": groups,
              "optimizer_state_dict": {"state": {0: {} if step is None else {"step": step}}, "param_groups": groups}}
     scaler = _loss_scaler(manifest.loss_scale or {}, reader.engine_state()["ds_config"].get("fp16", {}))
     return saved if scaler is None else {**saved, "loss_scaler": scaler, "dynamic_loss_scale": True}
