@@ -1,6 +1,6 @@
 """Validate the manifests of launch/k8s without a cluster, with the schemas of Kubernetes and of Kubeflow's operator."""
 
-from pathlib import Path
+import re
 from typing import Any
 
 import pytest
@@ -65,7 +65,9 @@ def test_the_pytorchjob_is_valid() -> None:
         _check_model({"nprocPerPod": "8"}, "KubeflowOrgV1PyTorchJobSpec")
 
 
-def test_manifests_start_an_existing_program() -> None:
+def test_manifests_start_the_program_of_the_image() -> None:
+    (build,) = re.findall(r"^# +docker build .* -t (\S+:cuda) ", (ROOT / "launch/Dockerfile").read_text(), re.MULTILINE)
     for path in sorted(FOLDER.iterdir()):
-        assert "pretrain/train.py" in path.read_text()
-        assert Path(ROOT / "pretrain/train.py").is_file()
+        assert re.findall(r"image: (.*)", path.read_text()) == [build]
+        assert re.search(r"torchrun\b.*-m\W+pretrain\.train\b", path.read_text(), re.DOTALL)
+        assert (ROOT / "pretrain/train.py").is_file()
