@@ -62,7 +62,7 @@ else
     [ -x "$VENV/bin/python" ] || { say "environment $VENV"; "$python" -m venv "$VENV"; }
     quiet=-q; [ ! -t 1 ] || quiet=
     pip() { "$VENV/bin/python" -m pip install $quiet --disable-pip-version-check -c launch/constraints.txt "$@"; }
-    pip setuptools wheel ninja
+    pip setuptools wheel ninja hatchling editables
     torch=$(grep '^torch==' launch/constraints.txt)
     if has_gpu; then
         say "PyTorch for NVIDIA GPUs ($torch)"

@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Compare layouts of a model (ZeRO stage, offload, pipeline stages, ...): memory and step time of each one.
+"""The same as `ds-pretrain compare`."""
 
-    python tools/compare_zero.py --model gpt3-13b --world_size 64
-"""
+import sys
+from pathlib import Path
 
-from pretrain.cli import run_main
-from pretrain.memory.compare.compare_zero import main
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+sys.argv.insert(1, "compare")
+
+from pretrain.__main__ import program  # noqa: E402
 
 if __name__ == "__main__":
-    run_main(main)
+    program()

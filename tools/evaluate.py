@@ -1,134 +1,13 @@
 #!/usr/bin/env python3
-"""Evaluate a model: loss, perplexity and bits per byte on data, and tasks of lm-eval.
+"""The same as `ds-pretrain evaluate`."""
 
-    python tools/evaluate.py RUN
-    ds-pretrain --num_accelerators 2 tools/evaluate.py RUN --data data/valid book.txt
-
-RUN is a run folder, a checkpoint of any layout, or a transformers folder. Any launcher may start the ranks.
-Exit codes: 0 done; 2 bad input.
-"""
-
-import argparse
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # find the package from any working directory, also without an installation
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+sys.argv.insert(1, "evaluate")
 
-from pretrain.analysis.evaluate.data import SPLITS, DataFlags, open_data
-from pretrain.analysis.evaluate.task_files import TaskFlags, prepare_tasks
-from pretrain.analysis.model_source import choose_partition, evaluation_dtype, evaluation_source, find_tokenizer
-from pretrain.cli import Parser, path, path_text, run_main, text, whole_number
-from pretrain.data.text_inputs.chunk import FORMATS
-from pretrain.data.tokenizers.tokenizer import Tokenizer
-from pretrain.distributed.device import detect_device
-from pretrain.distributed.print_error import run_or_reject
-from pretrain.distributed.world import World
-from pretrain.engine.prepare import prepare_deepspeed
-from pretrain.errors import ConfigError
-from pretrain.paths import check_file
-from pretrain.terminal import clear_status, status
-
-
-def _parser() -> Parser:
-    parser = Parser(description="Evaluate a model: loss, perplexity and bits per byte on data, and tasks of lm-eval.")
-    add = parser.add_argument
-    add("run", type=path, metavar="RUN",
-        help="run folder, one of its global_stepN folders, or a transformers folder")
-    add("--step", type=whole_number(), metavar="N",
-        help="step of the checkpoint (default: the newest complete checkpoint)")
-    add("--data", nargs="+", type=path_text, default=(), metavar="DATA",
-        help="prefix of a .bin/.idx pair, or a file with text, JSON lines or Parquet (default: repeat the run's own "
-        "evaluation)")
-    add("--split", nargs="+", choices=SPLITS, default=(), help="all documents of these parts of the run's data")
-    add("--tokenizer", type=path_text, metavar="PATH", help="tokenizer (default: the run's --tokenizer)")
-    add("--jsonl_key", type=text, default="text", metavar="KEY",
-        help="key of the text in JSON lines, column in a Parquet file (default: %(default)s)")
-    add("--format", choices=FORMATS, default="auto", help="format of text files (default: by their content)")
-    add("--seq_length", type=whole_number(1), metavar="T",
-        help="largest number of tokens that the model sees at once (default: the run's --seq_length)")
-    add("--stride", type=whole_number(1), metavar="S",
-        help="new tokens of each window; the others are context (default: T, that is, no overlap)")
-    add("--max_samples", type=whole_number(1), metavar="N", help="evaluate only the first N windows of each data set")
-    add("--micro_batch_size", type=whole_number(1), metavar="B",
-        help="windows that a rank computes at once (default: 8192 / T)")
-    add("--eod_mask_loss", action=argparse.BooleanOptionalAction,
-        help="leave out the prediction that follows an end-of-document token (default: as the run)")
-    add("--document_attention", action=argparse.BooleanOptionalAction,
-        help="attention sees only the tokens of the same document (default: as the run)")
-    add("--dtype", choices=("fp32", "bf16", "fp16"), help="dtype of the weights (default: the run's precision)")
-    add("--partition_weights", action=argparse.BooleanOptionalAction,
-        help="divide the weights among the ranks with ZeRO-3 (default: only if they do not fit on a device)")
-    add("--tasks", type=text, metavar="TASK,TASK", help="tasks of lm-eval, for example hellaswag,arc_easy")
-    add("--task_folder", type=path, metavar="DIR", help="folder with more tasks, as .yaml files")
-    add("--num_fewshot", type=whole_number(), metavar="N", help="examples before each question (default: the task's)")
-    add("--limit", type=whole_number(1), metavar="N", help="evaluate only the first N questions of each task")
-    add("--export", type=path, metavar="DIR",
-        help="new folder for the exported model that the tasks use (default: a temporary folder)")
-    add("--json", type=path, metavar="FILE", help="also write the results to this file")
-    add("--local_rank", type=whole_number(-1, 2**31), help=argparse.SUPPRESS)  # DeepSpeed's launcher passes it
-    return parser
-
-
-def _data_flags(args: argparse.Namespace) -> DataFlags:
-    """Return the flags that choose the data. Raises ConfigError for flags that have no effect."""
-    flags = DataFlags(tuple(args.data), tuple(args.split), args.tokenizer, args.jsonl_key, args.seq_length, args.stride,
-                      args.max_samples, args.eod_mask_loss, args.document_attention, args.format)
-    if args.tasks is not None and not flags.data and not flags.split:
-        for name in ("stride", "max_samples", "eod_mask_loss", "document_attention", "partition_weights"):
-            if getattr(args, name) is not None:
-                raise ConfigError(f"--{name}", problem="it has no effect on --tasks",
-                                  remedy="give --data or --split too")
-    return flags
-
-
-def _run(args: argparse.Namespace, world: World) -> int:
-    """Check everything, then import torch and evaluate. Raises ConfigError."""
-    if args.json is not None:
-        check_file(args.json, "--json")
-    source, device = evaluation_source(args.run, args.step), detect_device()
-    dtype = evaluation_dtype(source, device, args.dtype)
-    partition = choose_partition(source, dtype, device, world, args.partition_weights)
-    tokenizer = find_tokenizer(source, args.tokenizer)
-    flags, names = _data_flags(args), tuple(filter(None, (args.tasks or "").split(",")))
-    sets = open_data(source, flags, tokenizer) if flags.data or flags.split or not names else []
-    tasks = prepare_tasks(source, TaskFlags(names, args.task_folder, args.num_fewshot, args.limit, args.export),
-                          tokenizer, dtype=dtype)
-    known = tokenizer if isinstance(tokenizer, Tokenizer) else None
-    for note in source.notes if world.rank == 0 else ():
-        print(f"note: {note}", file=sys.stderr)
-    status("loading torch and DeepSpeed")
-    prepare_deepspeed(device)
-    from pretrain.analysis.evaluate.evaluate import Setting, evaluate, table_lines, write_json
-    from pretrain.distributed.process_group import init_process_group
-    from pretrain.engine.build import deepspeed_output
-
-    with deepspeed_output("error"):
-        if world.size > 1:
-            init_process_group(world)
-        source.verify(ranks=world.size)
-        results = evaluate(source, sets, known, dtype=dtype, partition=partition,
-                           micro_batch_size=args.micro_batch_size) if sets else []
-        scores = {}
-        if tasks is not None and known is not None:
-            from pretrain.analysis.evaluate.tasks import evaluate_tasks
-
-            status("evaluating tasks")
-            scores = evaluate_tasks(source, tasks, known, dtype=dtype, seq_length=args.seq_length,
-                                    batch_size=args.micro_batch_size)
-    clear_status()
-    if world.rank == 0:
-        setting = Setting(str(source.folder), source.config.num_parameters(), dtype, device.kind, world.size, partition)
-        print("\n".join(table_lines(setting, results, scores)))
-        if args.json is not None:
-            write_json(args.json, setting, results, scores)
-    return 0
-
-
-def main() -> int:
-    """Run the program and return its exit code."""
-    return run_or_reject(lambda world: _run(_parser().parse_args(), world))
-
+from pretrain.__main__ import program  # noqa: E402
 
 if __name__ == "__main__":
-    run_main(main)
+    program()

@@ -1,8 +1,8 @@
-"""The `ds-pretrain` command: validate a run, then start DeepSpeed's launcher on this host or on several hosts.
+"""`ds-pretrain train`: validate a run, then start DeepSpeed's launcher on this host or on several hosts.
 
     ds-pretrain --num_gpus 2 --config run.yaml
     ds-pretrain --hostfile hosts pretrain/train.py --config run.yaml
-    ds-pretrain --num_gpus 2 tools/sanity_check.py --config run.yaml
+    ds-pretrain --num_gpus 2 sanity --config run.yaml
 
 The command accepts most flags of `deepspeed` (cluster/launcher_flags.py) and all flags of pretrain/train.py. It reports
 errors before it imports torch or DeepSpeed. The `deepspeed` command and its launcher process both import torch and
@@ -16,12 +16,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pretrain.cli import run_main
 from pretrain.cluster.hosts.hostfile import hosts_from_flags
 from pretrain.cluster.hosts.remote import LOCAL
-from pretrain.cluster.launcher_flags import DEFAULT_HOSTFILE, find_tool, launcher_parser, split_command_line
-from pretrain.cluster.local_launch import launch_locally, launch_tool
+from pretrain.cluster.launcher_flags import DEFAULT_HOSTFILE, find_rank_command, launcher_parser, split_command_line
+from pretrain.cluster.local_launch import launch_command, launch_locally
 from pretrain.cluster.multihost_launch import launch_on_hosts
+from pretrain.config.flags.parse import parse_arguments
 from pretrain.distributed.world import world_from_environment
 from pretrain.errors import ConfigError
 
@@ -29,40 +29,40 @@ _MULTIHOST_FLAGS = ("master_addr", "launcher", "launcher_args", "ssh_port", "no_
                     "venv_script", "meet", "grace")
 
 
-def program() -> None:
-    """Run the console script `ds-pretrain`; pyproject.toml names this function."""
-    run_main(main)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Launch the run and return its exit code. Raises ConfigError."""
     words = sys.argv[1:] if argv is None else argv
-    tool = find_tool(words)
-    launcher_words, train = split_command_line(words) if tool is None else (words[:tool], words[tool:])
+    command = find_rank_command(words)
+    launcher_words, rest = (split_command_line(words) if command is None else
+                            (words[:command[0]], words[command[0] + 1:]))
     parser = launcher_parser("ds-pretrain")
+    if {"-h", "--help"} & set(launcher_words):
+        parser.print_help()
+        print()
+        parse_arguments(["--help"])
     flags = parser.parse_args(launcher_words)
-    if not train:
-        raise ConfigError("command line", problem="the flags of pretrain/train.py are missing",
-                          remedy="write for example `ds-pretrain --num_gpus RANKS --config run.yaml`; --help lists the "
-                                 "launcher's flags")
+    if command is None and not rest:
+        raise ConfigError("command line", problem="the flags of the run are missing",
+                          remedy="write for example `ds-pretrain --num_gpus RANKS --config run.yaml`; `ds-pretrain "
+                                 "train --help` lists the flags, `ds-pretrain --help` the subcommands")
     world = world_from_environment(os.environ)
     if world.size > 1:
         raise ConfigError("ds-pretrain", problem="another launcher started this process as "
                                                  f"rank {world.rank} of {world.size}, but ds-pretrain starts all ranks",
-                          remedy="let that launcher start `python pretrain/train.py` instead")
+                          remedy="let that launcher start `python -m pretrain.train` instead")
     if flags.hostfile is None and Path(DEFAULT_HOSTFILE).is_file():
         flags.hostfile = DEFAULT_HOSTFILE
     forces_multihost = flags.force_multi or flags.no_ssh
     if flags.hostfile is not None and (forces_multihost or not _only_this_host(hosts_from_flags(flags))):
-        if tool is not None:
-            raise ConfigError(train[0], problem="ds-pretrain starts this program on one host only",
-                              remedy=f"use deepspeed --hostfile {flags.hostfile} {train[0]} ...")
-        return launch_on_hosts(flags, train)
+        if command is not None:
+            raise ConfigError(command[1], problem="ds-pretrain starts this subcommand on one host only",
+                              remedy=f"use deepspeed --hostfile {flags.hostfile} --module pretrain {command[1]} ...")
+        return launch_on_hosts(flags, rest)
     for name in _MULTIHOST_FLAGS:
         if getattr(flags, name) != parser.get_default(name):
             raise ConfigError(f"--{name}", problem=f"this flag is for several hosts, but {_single_host_reason(flags)}",
                               remedy=f"remove --{name}, or give a --hostfile with several hosts")
-    return launch_locally(flags, train) if tool is None else launch_tool(flags, train)
+    return launch_locally(flags, rest) if command is None else launch_command(flags, command[1], rest)
 
 
 def _only_this_host(slots: dict[str, list[int]]) -> bool:
@@ -73,7 +73,3 @@ def _only_this_host(slots: dict[str, list[int]]) -> bool:
 def _single_host_reason(flags: argparse.Namespace) -> str:
     """Return why the run uses this host alone, as the end of an error message."""
     return "there is no --hostfile" if flags.hostfile is None else f"{flags.hostfile} names only this host"
-
-
-if __name__ == "__main__":
-    program()

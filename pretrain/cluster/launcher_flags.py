@@ -2,8 +2,8 @@
 
 A command line has this form:
 
-    [flags of the launcher] [pretrain/train.py | --] FLAGS OF pretrain/train.py
-    [flags of the launcher] tools/TOOL.py FLAGS OF THE TOOL, with `ds-pretrain` on one host
+    [flags of the launcher] [pretrain/train.py | --] FLAGS OF THE RUN
+    [flags of the launcher] SUBCOMMAND FLAGS OF THE SUBCOMMAND, with `ds-pretrain` on one host
 """
 
 import argparse
@@ -16,17 +16,18 @@ _PORT, _COUNT = whole_number(1, 65535), whole_number(1, 100_000)
 _SECONDS = number(0, LONGEST_SECONDS)
 # Choice of --launcher -> the program that must be installed (DeepSpeed checks for the same one)
 LAUNCHER_PROGRAMS = {"pdsh": "pdsh", "openmpi": "ompi_info", "mpich": "mpirun", "slurm": "srun"}
-# programs of tools/ that run on several ranks
-TOOLS = ("sanity_check.py", "find_lr.py", "evaluate.py", "check_cluster.py")
+# subcommands that run on several ranks -> their file in tools/
+RANK_COMMANDS = {"sanity": "sanity_check.py", "find-lr": "find_lr.py", "evaluate": "evaluate.py",
+                 "check-cluster": "check_cluster.py"}
 DEFAULT_HOSTFILE = "/job/hostfile"  # DeepSpeed's default; without --hostfile this file is used if it exists
 
 
 def launcher_parser(program: str) -> Parser:
     """Return the parser of the launcher's flags. `program`: name of the command in `--help` and in errors."""
-    parser = Parser(prog=program, usage="%(prog)s [flags] [pretrain/train.py] FLAGS OF pretrain/train.py",
+    parser = Parser(prog=program, usage="%(prog)s [flags] [--] FLAGS OF THE RUN",
                     description="Validate a run, then train on this host or on the hosts of --hostfile. All hosts must "
-                                "share this checkout, the data and the run folder.",
-                    epilog="All other flags belong to pretrain/train.py: python -m pretrain.train --help lists them.")
+                                "share the environment, the data and the run folder.",
+                    epilog="All other flags belong to the run; they are listed below.")
     _add_host_flags(parser)
     add = parser.add_argument
     add("--master_port", type=_PORT,
@@ -80,9 +81,20 @@ def _add_host_flags(parser: Parser) -> None:
     hosts.add_argument("--ssh_port", type=_PORT, help="ssh port of every host")
 
 
-def find_tool(words: Sequence[str]) -> int | None:
-    """Return the index of the program in `[flags of the launcher] tools/TOOL.py FLAGS`; None if there is none."""
-    return next((index for index, word in enumerate(words) if Path(word).name in TOOLS), None)
+def find_rank_command(words: Sequence[str]) -> tuple[int, str] | None:
+    """Return index and name of the subcommand in `[flags of the launcher] SUBCOMMAND FLAGS`; None if there is none.
+
+    A file of tools/ stands for its subcommand.
+    """
+    parser, index = launcher_parser(""), 0
+    while index < len(words):
+        takes_value = parser.takes_value(words[index])
+        if takes_value is None:
+            file = Path(words[index]).name
+            return next(((index, name) for name, tool in RANK_COMMANDS.items() if words[index] == name or file == tool),
+                        None)
+        index += 2 if takes_value else 1
+    return None
 
 
 def split_command_line(words: Sequence[str]) -> tuple[list[str], list[str]]:

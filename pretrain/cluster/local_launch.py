@@ -46,13 +46,11 @@ def launch_locally(flags: argparse.Namespace, train: Sequence[str]) -> int:
     return _start(flags, device, slots, [str(ROOT / "pretrain" / "train.py"), *train], Path(args.save))
 
 
-def launch_tool(flags: argparse.Namespace, program: Sequence[str]) -> int:
-    """Run a program of tools/ with its flags on this host. Returns its exit code. Raises ConfigError."""
+def launch_command(flags: argparse.Namespace, name: str, words: Sequence[str]) -> int:
+    """Run a subcommand with its flags on this host, on several ranks. Returns its exit code. Raises ConfigError."""
     if flags.check_only:
-        raise ConfigError("--check_only", problem=f"it is for pretrain/train.py, not for {program[0]}",
-                          remedy="leave --check_only out")
-    if not Path(program[0]).is_file():
-        raise ConfigError(program[0], problem="there is no such file", remedy="give the path of the program in tools/")
+        raise ConfigError("--check_only", problem=f"it is for runs, not for {name}", remedy="leave --check_only out")
+    program = [str(ROOT / "pretrain" / "__main__.py"), name, *words]
     device = detect_device()
     with tempfile.TemporaryDirectory() as no_run:  # these programs write no rows of a run
         return _start(flags, device, _slots(flags, device), program, Path(no_run))

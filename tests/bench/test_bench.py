@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from pretrain.bench.data import DataBench, least_seconds, loading, preparing
-from pretrain.bench.processes import BenchContext, InterleavedResults, run_interleaved
-from pretrain.bench.profile import PROJECT
-from pretrain.bench.report import check_markers, markers, write_between_markers
-from pretrain.bench.sections import BARE, LOOP, PEERS, PRODUCTS, compare
-from pretrain.bench.settings import PRESETS, SECTIONS, BenchSettings, add_flags, validate_flags
 from pretrain.cli import Parser
+from pretrain.commands.bench.data import DataBench, least_seconds, loading, preparing
+from pretrain.commands.bench.processes import BenchContext, InterleavedResults, run_interleaved
+from pretrain.commands.bench.profile import PROJECT
+from pretrain.commands.bench.report import check_markers, markers, write_between_markers
+from pretrain.commands.bench.sections import BARE, LOOP, PEERS, PRODUCTS, compare
+from pretrain.commands.bench.settings import PRESETS, SECTIONS, BenchSettings, add_flags, validate_flags
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.distributed.device import cpu_device
 from pretrain.errors import ConfigError

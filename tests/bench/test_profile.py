@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name)
 
-from pretrain.bench.profile import (
+from pretrain.commands.bench.profile import (
     ACTIVATIONS,
     ATTENTION,
     COLLECTIVES,

@@ -18,6 +18,7 @@ from pretrain.data.tokenizers.tokenizer import BYTES
 from pretrain.distributed.tcp_store import SECRET_VARIABLE, secret_variable
 from pretrain.errors import ConfigError
 from pretrain.hub import tokenizer_repository
+from pretrain.shipped import find_layout
 
 ROOT = Path(__file__).resolve().parents[3]
 _MAX_PROBLEMS = 6  # problems shown in one line; the line ends with the number of further problems
@@ -75,7 +76,8 @@ def preflight_request(args: RunArguments, train_words: Sequence[str], folder: Pa
         raise ConfigError("--save", problem="a run on several hosts needs a run folder",
                           remedy="add --save RUN_FOLDER, on storage that all hosts share")
     prefixes = data_spec(args).prefixes
-    names = [args.deepspeed_config, *(f"{prefix}{suffix}" for prefix in prefixes for suffix in (".bin", ".idx"))]
+    names = [str(find_layout(args.deepspeed_config)),
+             *(f"{prefix}{suffix}" for prefix in prefixes for suffix in (".bin", ".idx"))]
     names += [args.tokenizer] if args.tokenizer not in (None, BYTES) and \
         not tokenizer_repository(args.tokenizer) else []
     # otherwise --model is a preset's name, and --init_from a repository or, in a resumed run, no longer needed

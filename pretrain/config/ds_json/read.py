@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.errors import ConfigError
+from pretrain.shipped import find_layout
 
 _SPACE = re.compile(r"(?:\s|//[^\n]*|#[^\n]*|/\*.*?\*/)*", re.DOTALL)
 _STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"')
@@ -59,7 +60,8 @@ def read_ds_config(path: str, *, flag: str = "--deepspeed_config") -> DsFile:
     """
     if not path:
         raise ConfigError(flag, found="nothing", expected="a DeepSpeed JSON file",
-                          remedy="ds_configs/README.md helps to choose one")
+                          remedy="give a file, or the name of one that `ds-pretrain config` lists")
+    path = str(find_layout(path, flag))
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:

@@ -13,8 +13,8 @@ import threading
 import time
 from pathlib import Path
 
-from pretrain.bench.processes import BaselineJob, BenchContext, ReportProgress, baseline_environment
-from pretrain.bench.report import BenchSection, spread
+from pretrain.commands.bench.processes import BaselineJob, BenchContext, ReportProgress, baseline_environment
+from pretrain.commands.bench.report import BenchSection, spread
 from pretrain.distributed.process import ROOT, free_port
 from pretrain.errors import REJECTED
 

@@ -6,12 +6,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from pretrain.bench.data import data
-from pretrain.bench.processes import SAVE_INTERVAL_S, BenchContext, InterleavedResults, ReportProgress, run_interleaved
-from pretrain.bench.profile import PROJECT, profile
-from pretrain.bench.report import BenchSection, spread
-from pretrain.bench.settings import BenchSettings
-from pretrain.bench.startup import startup
+from pretrain.commands.bench.data import data
+from pretrain.commands.bench.processes import (
+    SAVE_INTERVAL_S,
+    BenchContext,
+    InterleavedResults,
+    ReportProgress,
+    run_interleaved,
+)
+from pretrain.commands.bench.profile import PROJECT, profile
+from pretrain.commands.bench.report import BenchSection, spread
+from pretrain.commands.bench.settings import BenchSettings
+from pretrain.commands.bench.startup import startup
 from pretrain.model.flops import flops_per_token
 
 PRODUCTS = "matrix products"

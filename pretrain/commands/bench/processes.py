@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from pretrain.bench.settings import BenchSettings
+from pretrain.commands.bench.settings import BenchSettings
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.config.plan import Plan
 from pretrain.config.validate import check_run
@@ -39,7 +39,7 @@ class BaselineJob:
     """Which baseline runs, with which flags."""
 
     name: str  # as tables show it
-    main: str  # "module.function" in pretrain/bench/
+    main: str  # "module.function" in pretrain/commands/bench/
     flags: tuple[str, ...]  # flags of pretrain/train.py
     device_kind: str  # "cpu" or "cuda"
     ds_config: Path
@@ -131,8 +131,8 @@ class BaselineProcess:
         self._connection, theirs = Pipe()
         with open(self._log, "wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "pretrain.bench.worker", str(theirs.fileno())], stdout=output, stderr=output,
-                stdin=subprocess.DEVNULL, env=baseline_environment(job), pass_fds=[theirs.fileno()])
+                [sys.executable, "-m", "pretrain.commands.bench.worker", str(theirs.fileno())], stdout=output,
+                stderr=output, stdin=subprocess.DEVNULL, env=baseline_environment(job), pass_fds=[theirs.fileno()])
         theirs.close()
         self._connection.send(job)
 

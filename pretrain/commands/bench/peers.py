@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from pretrain.bench.processes import LEARNING_RATE, BaselineJob
-from pretrain.bench.worker import RequestLoop
+from pretrain.commands.bench.processes import LEARNING_RATE, BaselineJob
+from pretrain.commands.bench.worker import RequestLoop
 from pretrain.config.plan import Plan
 from pretrain.data.loader import Loader
 from pretrain.data.samples.dataset import SampleDataset

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pretrain.bench.settings import BenchSettings
+from pretrain.commands.bench.settings import BenchSettings
 from pretrain.distributed.device import cpu_name, cpuinfo, nvidia_smi
 from pretrain.errors import ConfigError
 from pretrain.model.config import load_model_config

@@ -12,8 +12,8 @@ from resource import RUSAGE_CHILDREN, getrusage
 
 import numpy as np
 
-from pretrain.bench.processes import BenchContext, ReportProgress
-from pretrain.bench.report import BenchSection
+from pretrain.commands.bench.processes import BenchContext, ReportProgress
+from pretrain.commands.bench.report import BenchSection
 from pretrain.data.prepare.python_corpus import python_corpus
 from pretrain.data.samples.blend import BlendedSamples
 from pretrain.data.samples.shuffled import ShuffledWindows

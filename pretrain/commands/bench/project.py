@@ -14,15 +14,15 @@ from typing import Any, NoReturn
 import torch
 
 from pretrain import step_loop, trainer
-from pretrain.bench.processes import SAVE_INTERVAL_S, BaselineJob
-from pretrain.bench.profile import named_optimizer_step, operator_times
-from pretrain.bench.worker import RequestLoop
 from pretrain.checkpoint.format.manifest import read_manifest
 from pretrain.checkpoint.load.agree_on_checkpoint import find_damage_together
 from pretrain.checkpoint.load.load_checkpoint import load_checkpoint
 from pretrain.checkpoint.save.commit import next_checkpoint_bytes
 from pretrain.checkpoint.save.saver import Saver
 from pretrain.cluster.health.devices import disk_rates
+from pretrain.commands.bench.processes import SAVE_INTERVAL_S, BaselineJob
+from pretrain.commands.bench.profile import named_optimizer_step, operator_times
+from pretrain.commands.bench.worker import RequestLoop
 from pretrain.config.plan import Plan
 from pretrain.data.loader import Loader, MicroBatch
 from pretrain.distributed.process_group import init_process_group

@@ -1,0 +1,76 @@
+"""The `ds-pretrain` command: `ds-pretrain SUBCOMMAND ...`, or `python -m pretrain SUBCOMMAND ...`.
+
+Flags without a subcommand belong to `train`. Subcommands that run on several ranks take the launcher's flags, too:
+
+    ds-pretrain --num_gpus 2 --config run.yaml
+    ds-pretrain sanity --num_gpus 2 --config run.yaml
+    srun ds-pretrain sanity --config run.yaml           # another launcher starts the ranks
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+if __name__ == "__main__":  # keep pretrain/ off sys.path, so that its modules shadow none of the standard library's
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from pretrain import __version__
+from pretrain.cli import run_main
+from pretrain.commands import COMMANDS
+from pretrain.errors import ConfigError, shorten
+
+_USAGE = """usage: ds-pretrain [train] [flags of the launcher] [flags of the run]
+       ds-pretrain SUBCOMMAND [flags]      (--help after a subcommand lists its flags)
+"""
+
+
+def program() -> NoReturn:
+    """Run the console script `ds-pretrain`; pyproject.toml names this function."""
+    run_main(main)
+
+
+def main() -> int:
+    """Run the subcommand of sys.argv and return its exit code. Raises ConfigError."""
+    words = sys.argv[1:]
+    first = words[0] if words else ""
+    if first in ("-h", "--help", "--version"):
+        print(__version__ if first == "--version" else overview())
+        return 0
+    if first in COMMANDS:
+        words = words[1:]
+    elif first and not first.startswith("-") and not first.endswith(".py"):
+        raise ConfigError("ds-pretrain", problem=f"there is no subcommand {shorten(first)!r}",
+                          remedy="ds-pretrain --help lists them", word=first, known=COMMANDS)
+    name = first if first in COMMANDS else "train"
+    if _needs_launcher(name, words):
+        name, words = "train", [*_launcher_words(words)[0], name, *_launcher_words(words)[1]]
+    sys.argv = [f"ds-pretrain {name}", *words]  # argparse prints the first word in usage lines
+    return COMMANDS[name].load()() or 0
+
+
+def _needs_launcher(name: str, words: list[str]) -> bool:
+    """Return whether the command line asks for several ranks of a subcommand, and no launcher has started them."""
+    from pretrain.cluster.launcher_flags import RANK_COMMANDS
+    from pretrain.distributed.world import world_from_environment
+
+    return name in RANK_COMMANDS and world_from_environment(os.environ).size == 1 and bool(_launcher_words(words)[0])
+
+
+def _launcher_words(words: list[str]) -> tuple[list[str], list[str]]:
+    from pretrain.cluster.launcher_flags import split_command_line
+
+    return split_command_line(words)
+
+
+def overview() -> str:
+    """Return the text of `ds-pretrain --help`: all subcommands in their groups."""
+    lines = [_USAGE]
+    for group in dict.fromkeys(command.group for command in COMMANDS.values()):
+        lines.append(f"{group}:")
+        lines += [f"  {name:<15}{command.help}" for name, command in COMMANDS.items() if command.group == group]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    program()

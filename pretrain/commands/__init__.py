@@ -1,0 +1,63 @@
+"""The subcommands of `ds-pretrain`: what each one is for, and which function runs it.
+
+The table imports none of them, so that `ds-pretrain --help` takes no longer than the start of Python.
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand. Its function reads sys.argv and returns the exit code, or None for 0."""
+
+    group: str
+    help: str
+    module: str
+    function: str = "main"
+
+    def load(self) -> Callable[[], Any]:
+        """Import the module, and return the function."""
+        found: Callable[[], Any] = getattr(importlib.import_module(self.module), self.function)
+        return found
+
+
+_HERE = __name__
+_RUN, _BEFORE, _DATA, _AFTER, _WEIGHTS, _FILES = (
+    "run", "before a run", "data", "during and after a run", "weights and checkpoints", "files and machine")
+COMMANDS = {
+    "train": Command(_RUN, "train on this host or on the hosts of --hostfile (the default)",
+                     "pretrain.cluster.ds_pretrain"),
+    "supervise": Command(_RUN, "start a run again after crashes and lost hosts", f"{_HERE}.supervise"),
+    "quickstart": Command(_RUN, "train a small model on a fresh machine, from corpus to sample",
+                          f"{_HERE}.quickstart"),
+    "check": Command(_BEFORE, "validate a run without training", f"{_HERE}.check"),
+    "compare": Command(_BEFORE, "compare layouts: memory, step time, cost", "pretrain.memory.compare.compare_zero"),
+    "sanity": Command(_BEFORE, "test data, gradients and learning on the run's engine", f"{_HERE}.trials",
+                      "sanity_main"),
+    "find-lr": Command(_BEFORE, "suggest a learning rate", f"{_HERE}.trials", "find_lr_main"),
+    "check-cluster": Command(_BEFORE, "measure all hosts of a job, and report faults and outliers",
+                             f"{_HERE}.check_cluster"),
+    "corpus": Command(_DATA, "write a small corpus, the source code of Python's library", f"{_HERE}.prepare",
+                      "corpus_main"),
+    "tokenizer": Command(_DATA, "train a SentencePiece tokenizer", f"{_HERE}.prepare", "tokenizer_main"),
+    "prepare": Command(_DATA, "tokenize text into token files (.bin and .idx)", f"{_HERE}.prepare", "prepare_main"),
+    "data": Command(_DATA, "describe, hash, verify, merge and split token files", f"{_HERE}.data", "data_main"),
+    "inspect": Command(_DATA, "look at documents, and at the tensors of a step", f"{_HERE}.data", "inspect_main"),
+    "summary": Command(_AFTER, "progress and losses of a run", f"{_HERE}.report", "summary_main"),
+    "report": Command(_AFTER, "curves of runs as a page, live or as a file; comparison of runs", f"{_HERE}.report",
+                      "report_main"),
+    "evaluate": Command(_AFTER, "loss, bits per byte, and tasks of lm-eval", f"{_HERE}.evaluate"),
+    "generate": Command(_AFTER, "generate text", f"{_HERE}.generate"),
+    "import": Command(_WEIGHTS, "convert a transformers model to a checkpoint", f"{_HERE}.weights", "import_main"),
+    "export": Command(_WEIGHTS, "convert a checkpoint to a transformers model", f"{_HERE}.weights", "export_main"),
+    "average": Command(_WEIGHTS, "average the weights of several checkpoints", f"{_HERE}.weights", "average_main"),
+    "checkpoint": Command(_WEIGHTS, "list, verify, prune, convert and compare checkpoints", f"{_HERE}.checkpoint"),
+    "config": Command(_FILES, "list the DeepSpeed JSONs of this package, or print one", f"{_HERE}.templates",
+                      "config_main"),
+    "template": Command(_FILES, "list scripts for SLURM, MPI, Kubernetes ..., or print one", f"{_HERE}.templates",
+                        "template_main"),
+    "bench": Command(_FILES, "compare the speed of this machine and of other programs", f"{_HERE}.bench.main"),
+}

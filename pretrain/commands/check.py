@@ -1,0 +1,139 @@
+"""Validate a run like pretrain/train.py, but do not train.
+
+Exit codes: 0 the run is valid, and its plan is printed; 2 the run is rejected, with one line of explanation.
+"""
+
+import sys
+from dataclasses import replace
+
+from pretrain.checkpoint.load.start import check_start
+from pretrain.cli import Parser, text, whole_number
+from pretrain.config.flags.parse import parse_arguments
+from pretrain.config.plan import Plan
+from pretrain.config.run_length import batches_text
+from pretrain.config.schedule import rates_text, schedule_text
+from pretrain.data.samples.blend import BlendedSamples
+from pretrain.distributed.device import Device, cpu_device, cuda_device, detect_device
+from pretrain.errors import ConfigError
+from pretrain.memory.hardware import find_gpu
+from pretrain.memory.memory_watch import plan_remarks
+from pretrain.model.attention_on_cuda import expected_operator
+from pretrain.model.recompute import Recompute
+
+_DEVICES = {"cpu": cpu_device, "cuda": cuda_device, "auto": detect_device}
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """Return the lines that describe a run."""
+    train = plan.datasets["train"]
+    layout = plan.layout
+    ranks = f"ZeRO-{layout.zero_stage}, {_count(layout.pipeline_stages, 'pipeline stage')} x " \
+            f"{layout.data_parallel_size} data-parallel = {_count(layout.world_size, 'rank')}"
+    offload = [f"{what} on {device}" for what, device in
+               (("optimizer", layout.offload_optimizer), ("parameters", layout.offload_param)) if device != "none"]
+    precision = layout.precision
+    if layout.grad_accum_dtype:
+        precision += f", gradients accumulated in {layout.grad_accum_dtype}"
+    if layout.precision == "fp16" and plan.args.emulate_fp16:
+        precision += " (emulated where the device has none)"
+    batch = f"{layout.global_batch_size} samples a step = {layout.micro_batch_size} micro-batch x " \
+            f"{layout.gradient_accumulation_steps} accumulation x {layout.data_parallel_size} data-parallel"
+    rows = {
+        "layout": ", ".join([ranks, *offload]),
+        "precision": precision,
+        "attention": _attention(plan),
+        "recompute": _recomputation(layout.recomputation),
+        "batch": batch,
+        "ramp-up": batches_text(plan.length),
+        "model": f"{plan.args.model or 'of the weights'}: {plan.model.architecture}, "
+                 f"{plan.model.parameters_text()}, {plan.model.num_layers} layers, "
+                 f"vocabulary {plan.model.vocab_size:,}",
+        "length": _length_text(plan),
+        "rate": "the JSON's scheduler" if plan.schedule is None else schedule_text(plan.schedule),
+        "rates": "" if plan.schedule is None else rates_text(plan.schedule, plan.train_steps),
+        "data": f"{train.num_tokens:,} training tokens; " + (", ".join(
+            f"{name} {data.num_tokens:,}" for name, data in plan.datasets.items() if name != "train") or "no others"),
+    }
+    return [f"{name:<11}{content}" for name, content in rows.items() if content] + _source_lines(plan)
+
+
+def _attention(plan: Plan) -> str:
+    """Describe the operators that attention will probably use on CUDA; "" on other devices."""
+    model, args = plan.model, plan.args
+    if plan.layout.device_kind != "cuda":
+        return ""
+    windows = dict.fromkeys(model.window(index) % args.seq_length for index in range(model.num_layers))
+    return "; ".join(dict.fromkeys(expected_operator(
+        precision=plan.layout.precision, head_size=model.head_size, seq_length=args.seq_length,
+        dropout=model.attention_dropout, softcap=bool(model.attention_softcap), plain=args.plain_operators,
+        special=bool(window or model.attention_softcap or model.position == "alibi" or args.document_attention))
+        for window in windows))
+
+
+def _length_text(plan: Plan) -> str:
+    tokens = plan.length.tokens_after(plan.train_steps)
+    product = "" if len(plan.length.batch_sizes.stages) > 1 else f" x {plan.layout.tokens_per_step:,} tokens"
+    return f"{plan.train_steps:,} steps{product} = {tokens:,} tokens, {plan.epochs:.2f} epochs"
+
+
+def _source_lines(plan: Plan) -> list[str]:
+    """Return a line for each source of a blend: its part of the samples, and how often the run reads it."""
+    train = plan.datasets["train"]
+    if not isinstance(train, BlendedSamples):
+        return []
+    samples = plan.length.samples
+    span = plan.args.first_sample, plan.args.first_sample + samples
+    return [f"{'source':<11}{data.sources[0].prefix}: {count / samples:.1%} of the samples, {epochs:.2f} epochs of "
+            f"{data.num_tokens:,} tokens"
+            for data, count, epochs in zip(train.datasets, train.counts_between(*span), train.epochs(*span),
+                                           strict=True)]
+
+
+def _recomputation(recompute: Recompute) -> str:
+    """Describe which activations are recomputed in the backward pass, and where their inputs are kept."""
+    if not recompute.is_on:
+        return "no activations"
+    what = {"blocks": "all activations", "attention": "activations of attention", "mlp": "activations of the MLP",
+            "none": f"activations, in groups of {_count(recompute.interval, 'layer')}"}[recompute.part]
+    where = f" in one of {recompute.every} blocks" if recompute.every > 1 else ""
+    return what + where + ("; inputs in host memory" if recompute.offload else "")
+
+
+def _count(number: int, noun: str) -> str:
+    """Return a number with its noun: "1 rank", "2 ranks"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _device(kind: str | None, gpu: str | None) -> Device:
+    """Return the device that the flags name, with the memory of --gpu. Raises ConfigError."""
+    if gpu is None:
+        return _DEVICES[kind or "auto"]()
+    if kind == "cpu":
+        raise ConfigError("--gpu", problem="--device cpu was chosen as well", remedy="Leave one of them out")
+    found = find_gpu(gpu)
+    return replace(cuda_device(), memory_bytes=found.memory_bytes, fp16=True, bf16=found.knows_bf16)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print the plan of a run. Raises ConfigError if pretrain/train.py would reject the run."""
+    words = sys.argv[1:] if argv is None else argv
+    own = Parser(add_help=False)
+    own.add_argument("--world_size", type=whole_number(1, 10**7), default=1)
+    own.add_argument("--device", choices=sorted(_DEVICES))
+    own.add_argument("--gpu", type=text)
+    if {"-h", "--help"} & set(words):
+        print("ds-pretrain check [--world_size N] [--device cpu|cuda|auto] [--gpu h100]\n"
+              "and the flags of `ds-pretrain train`:\n")
+    known, rest = own.parse_known_args(words)
+    device = _device(known.device, known.gpu)
+    start = check_start(parse_arguments(rest), world_size=known.world_size, device=device)
+    resume, plan = start.resume, start.plan_to_run
+    lines = plan_lines(plan)
+    if start.weights is not None:
+        lines.append(f"{'weights':<11}from {start.weights.origin.folder}")
+    if resume is not None:
+        kind = "branch" if resume.branch else "resume"
+        lines.append(f"{kind:<11}from {resume.folder}")
+    remarks = plan_remarks(plan, device, warnings=start.warnings)
+    print("\n".join([*lines, *(f"{kind:<11}{remark}" for kind, remark in remarks)]))
+

@@ -1,0 +1,110 @@
+"""Prepare the data of a run: a small corpus, a tokenizer, token files."""
+
+import argparse
+import time
+
+from pretrain.cli import (
+    Parser,
+    StopRequest,
+    number,
+    path,
+    path_text,
+    prefix,
+    say,
+    stop_on_signals,
+    text,
+    whole_number,
+)
+from pretrain.data.prepare.prepare import PrepareSettings, prepare
+from pretrain.data.prepare.python_corpus import python_corpus
+from pretrain.data.prepare.summary import summary_text
+from pretrain.data.text_inputs.chunk import FORMATS, ReadSettings, parse_separator
+from pretrain.data.tokenizers.train_tokenizer import train_sentencepiece
+from pretrain.errors import STOPPED
+
+
+def prepare_main() -> int:
+    args = _prepare_parser().parse_args()
+    separator = parse_separator(args.document_separator) if args.document_separator else ""
+    read = ReadSettings(args.format, args.jsonl_key, separator, args.on_error == "skip")
+    settings = PrepareSettings(read, args.append_eod, args.prepend_bos, args.deduplicate)
+    try:
+        with stop_on_signals():
+            prepare(args.inputs, tokenizer=args.tokenizer, out=args.out, settings=settings, workers=args.workers,
+                    overwrite=args.overwrite)
+    except StopRequest as stop:
+        say(f"stopped by {stop.name}; {stop.remedy}")
+        return STOPPED
+    print(summary_text(args.out))
+    return 0
+
+
+def _prepare_parser() -> Parser:
+    parser = Parser(description="Tokenize text, and write OUT.bin and OUT.idx (Megatron's format), OUT.meta.json and "
+                                "OUT.summary.json.",
+                    epilog="A preparation that was stopped or killed continues if the same command is given again.")
+    parser.add_argument("inputs", metavar="INPUT", nargs="+", type=path_text,
+                        help="text, JSON lines or Parquet, also compressed (.gz, .zst): a file, a folder, a glob in "
+                        "quotes, or - for standard input")
+    parser.add_argument("--tokenizer", type=path_text, required=True,
+                        help="SentencePiece .model, tokenizer.json, a folder with one of them, or the word bytes")
+    parser.add_argument("--out", type=prefix, required=True, help="path of the files to write, without the extension")
+    parser.add_argument("--overwrite", action="store_true",
+                        help="replace existing output, and drop an earlier preparation of other inputs or settings")
+    parser.add_argument("--format", choices=FORMATS, default="auto",
+                        help="format of the inputs (default: %(default)s, by their content)")
+    parser.add_argument("--jsonl_key", type=text, default="text",
+                        help="key of the text in a JSON line, column in a Parquet file (default: %(default)s)")
+    parser.add_argument("--document_separator", type=text,
+                        help=r"text between two documents of a text file, such as '\n\n' (default: a file is one "
+                        "document)")
+    parser.add_argument("--on_error", choices=("stop", "skip"), default="stop",
+                        help="what to do with a document that cannot be read (default: %(default)s)")
+    parser.add_argument("--append_eod", action=argparse.BooleanOptionalAction, default=True,
+                        help="end each document with the end-of-document token (default: yes)")
+    parser.add_argument("--prepend_bos", action="store_true",
+                        help="begin each document with the tokenizer's token for the beginning of a text, such as <s>")
+    parser.add_argument("--deduplicate", action="store_true",
+                        help="leave out documents whose tokens are exactly those of an earlier document")
+    parser.add_argument("--workers", type=whole_number(1, 1024), help="worker processes (default: one per CPU core)")
+    return parser
+
+
+def tokenizer_main() -> None:
+    parser = Parser(description="Train a SentencePiece tokenizer on text files, and write OUT/tokenizer.model and "
+                                "OUT/tokenizer.json.")
+    parser.add_argument("inputs", metavar="INPUT", nargs="+", type=path_text,
+                        help="text, JSON lines or Parquet, also compressed (.gz, .zst): a file, a folder, a glob in "
+                        "quotes, or - for standard input")
+    parser.add_argument("--out", type=path, required=True,
+                        help="folder for tokenizer.model, tokenizer.vocab, and the files for transformers")
+    parser.add_argument("--vocab_size", type=whole_number(300, 2**24), default=8192,
+                        help="number of pieces, including 256 for single bytes (default: %(default)s)")
+    parser.add_argument("--jsonl_key", type=text, default="text",
+                        help="key of the text in a JSON line, column in a Parquet file (default: %(default)s)")
+    parser.add_argument("--format", choices=FORMATS, default="auto",
+                        help="format of the inputs (default: %(default)s, by their content)")
+    parser.add_argument("--max_megabytes", type=number(above=True), default=100,
+                        help="train on a random sample of this size if the inputs are larger (default: %(default)s)")
+    parser.add_argument("--character_coverage", type=number(0, 1, above=True), default=0.9995,
+                        help="fraction of the text's characters that get pieces; the others become bytes "
+                             "(default: %(default)s)")
+    parser.add_argument("--threads", type=whole_number(1, 1024), help="training threads (default: one per CPU core)")
+    parser.add_argument("--verbose", action="store_true", help="show SentencePiece's messages")
+    args = parser.parse_args()
+    started = time.monotonic()
+    tokenizer = train_sentencepiece(args.inputs, args.out, vocab_size=args.vocab_size,
+                                    reading=ReadSettings(args.format, args.jsonl_key),
+                                    max_megabytes=args.max_megabytes, threads=args.threads,
+                                    character_coverage=args.character_coverage, verbose=args.verbose)
+    print(f"{tokenizer.path}: {tokenizer.vocab_size} pieces, trained in {time.monotonic() - started:.1f} s")
+
+
+def corpus_main() -> None:
+    parser = Parser(description="Write train.jsonl and valid.jsonl from the source files of Python's standard library.")
+    parser.add_argument("out", metavar="OUT", type=path, help="folder for train.jsonl and valid.jsonl")
+    parser.add_argument("--megabytes", type=number(above=True), default=30,
+                        help="largest size of the text in MB (default: %(default)s)")
+    args = parser.parse_args()
+    corpus = python_corpus(args.out, megabytes=args.megabytes)
+    print(f"{corpus.train} and {corpus.valid}: {corpus.num_documents} files, {corpus.num_bytes / 1e6:.1f} MB of text")

@@ -1,0 +1,121 @@
+"""Models in and out: import from transformers, export to it, average checkpoints."""
+
+import argparse
+import os
+from collections.abc import Callable
+from typing import TypeVar
+
+from pretrain.checkpoint.convert.new_folder import check_new_weights, output_summary
+from pretrain.checkpoint.convert.plan_average import plan_average
+from pretrain.checkpoint.convert.plan_export import SHARD_GB, plan_export
+from pretrain.checkpoint.format.manifest import step_of
+from pretrain.checkpoint.format.verify import reject_damaged
+from pretrain.checkpoint.load.hf_folder import check_hf_folder, find_hf_tokenizer
+from pretrain.cli import Parser, number, path, path_text, whole_number
+from pretrain.config.layout import DTYPE_BYTES
+from pretrain.hub import find_repository, is_repository, snapshot_in
+
+
+def export_main() -> None:
+    parser = Parser(description="Export a checkpoint of any layout as a folder for transformers: weights, config, "
+                                "tokenizer and a model card.")
+    parser.add_argument("run", type=path, metavar="RUN_OR_CKPT",
+                        help="run folder (--save of the run), or one of its global_stepN folders")
+    parser.add_argument("--output", type=path, required=True, metavar="FOLDER", help="new folder")
+    parser.add_argument("--step", type=whole_number(), metavar="N",
+                        help="step of the checkpoint (default: the newest complete checkpoint)")
+    parser.add_argument("--dtype", choices=tuple(DTYPE_BYTES),
+                        help="data type of the weights (default: the precision of the run)")
+    parser.add_argument("--shard_size", type=number(0, 1e6, above=True), default=SHARD_GB, metavar="GB",
+                        help="largest size of a weights file in GB (default: %(default)g)")
+    parser.add_argument("--tokenizer", type=path_text, metavar="PATH",
+                        help="tokenizer to export (default: the run's --tokenizer)")
+    args = parser.parse_args()
+    # report wrong inputs before torch is imported, which takes seconds
+    plan = plan_export(args.run, args.output, step=args.step, dtype=args.dtype, shard_gb=args.shard_size,
+                       tokenizer=args.tokenizer)
+    reject_damaged(plan.folder, plan.manifest)
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed detects an accelerator and warns
+    from pretrain.checkpoint.convert.export_hf import export_hf
+
+    notes = export_hf(plan)
+    print(output_summary(args.output))
+    print(f"{plan.config.parameters_text()}, {plan.dtype}, architecture {plan.config.architecture}, "
+          f"from {plan.folder}")
+    for note in notes:
+        print(note)
+
+
+def import_main() -> None:
+    parser = Parser(description="Import the weights of a transformers folder as a checkpoint that any layout can "
+                                "train.")
+    parser.add_argument("folder", type=path, metavar="HF_FOLDER",
+                        help="transformers folder: config.json, safetensors files and optionally a tokenizer; a folder "
+                        "models--ORG--NAME of the Hub's cache; or the name of a repository, org/name")
+    parser.add_argument("--output", type=path, required=True, metavar="OUT",
+                        help="new run folder, with the weights in OUT/checkpoints/global_step0 and the tokenizer in "
+                        "OUT/tokenizer; if OUT's own name is global_step0, only this checkpoint is written")
+    args = parser.parse_args()
+    check_new_weights(args.output, "imported")
+    # report wrong files before torch is imported, which takes seconds
+    name = str(args.folder)
+    folder = find_repository(name, flag="HF_FOLDER", want="weights") if is_repository(name) else \
+        snapshot_in(args.folder)
+    found = check_hf_folder(folder)
+    tokenizer = find_hf_tokenizer(found)
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed detects an accelerator and warns
+    from pretrain.checkpoint.convert.import_hf import import_hf
+
+    import_hf(found, args.output, tokenizer)
+    print(output_summary(args.output))
+    print(f"{found.config.parameters_text()}, {found.dtype}, architecture {found.config.architecture}")
+    for note in tokenizer.notes if tokenizer else ():
+        print(f"note: {note}")
+    if tokenizer is None:
+        print("no tokenizer: the folder has neither tokenizer.model nor tokenizer.json")
+    elif step_of(args.output) == 0:
+        print("the tokenizer is not copied, because the output is a single checkpoint")
+
+
+T = TypeVar("T")
+
+
+def _list_of(parse: Callable[[str], T]) -> Callable[[str], list[T]]:
+    """Return an argparse type: values that commas separate."""
+    return lambda words: [parse(word) for word in words.split(",")]
+
+
+def _average_parser() -> argparse.ArgumentParser:
+    parser = Parser(description="Average the weights of several checkpoints of a run, of any layouts, into a "
+                                "checkpoint of weights alone.")
+    parser.add_argument("run", type=path, metavar="RUN", help="run folder (--save of the run)")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--steps", type=_list_of(whole_number()), metavar="N,N,...", help="steps of the checkpoints")
+    which.add_argument("--last", type=whole_number(2), metavar="N", help="average the newest N good checkpoints")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--weights", type=_list_of(number()), metavar="W,W,...",
+                     help="weight of each checkpoint, in the order of --steps, or the oldest first with --last "
+                     "(default: all the same)")
+    how.add_argument("--ema", type=number(0, 1, above=True), metavar="DECAY",
+                     help="exponential moving average: the weight of each checkpoint is DECAY times that of the next "
+                     "newer one")
+    parser.add_argument("--output", type=path, required=True, metavar="OUT",
+                        help="new run folder, with the average in OUT/checkpoints/global_step0 and the tokenizer in "
+                        "OUT/tokenizer; if OUT's own name is global_step0, only this checkpoint is written")
+    return parser
+
+
+def average_main() -> None:
+    args = _average_parser().parse_args()
+    # report wrong inputs before torch is imported, which takes seconds
+    plan = plan_average(args.run, args.output, steps=args.steps, last=args.last, weights=args.weights, ema=args.ema)
+    for source in plan.sources:
+        reject_damaged(source.folder, source.manifest)
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed detects an accelerator and warns
+    from pretrain.checkpoint.convert.average import average
+
+    average(plan)
+    print(output_summary(args.output))
+    print("average of " + ", ".join(f"{source.weight:.4g} x step {source.manifest.step}" for source in plan.sources))
+    for note in plan.notes:
+        print(f"note: {note}")
