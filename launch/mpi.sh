@@ -35,7 +35,7 @@ for ((i = 0; i < ${#flags[@]}; i++)); do
         *host* | -H | -f) ranks= && break ;;  # no validation: the other hosts may have other devices
     esac
 done
-[ -z "$ranks" ] || PYTHONPATH=$code python "$code/tools/check_config.py" --world_size "$ranks" "$@" > /dev/null || exit
+[ -z "$ranks" ] || PYTHONPATH=$code ds-pretrain check" --world_size "$ranks" "$@" > /dev/null || exit
 
 export MASTER_PORT=${MASTER_PORT:-$(PYTHONPATH=$code python -c 'from pretrain.distributed.process import free_port
 print(free_port())')}

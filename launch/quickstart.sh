@@ -26,16 +26,16 @@ esac
 mkdir -p "$run"
 if [ ! -e "$run/corpus/valid.jsonl" ]; then
     say "corpus: the standard library's source files"
-    python tools/make_corpus.py "$run/corpus"
+    ds-pretrain corpus "$run/corpus"
 fi
 if [ ! -e "$run/tokenizer/tokenizer.model" ]; then
     say "tokenizer: SentencePiece, 4096 pieces"
-    python tools/train_tokenizer.py "$run/corpus/train.jsonl" --out "$run/tokenizer" --vocab_size 4096
+    ds-pretrain tokenizer "$run/corpus/train.jsonl" --out "$run/tokenizer" --vocab_size 4096
 fi
 for split in train valid; do
     if [ ! -e "$run/data/$split.idx" ]; then
         say "tokens: $split"
-        python tools/prepare_data.py "$run/corpus/$split.jsonl" --tokenizer "$run/tokenizer" --out "$run/data/$split"
+        ds-pretrain prepare "$run/corpus/$split.jsonl" --tokenizer "$run/tokenizer" --out "$run/data/$split"
     fi
 done
 
@@ -45,9 +45,9 @@ ds-pretrain --num_accelerators "$ranks" \
     --valid_data "$run/data/valid" --tokenizer "$run/tokenizer" --save "$run"
 
 say "result"
-python tools/summarize.py "$run" --below_unigram_entropy
+ds-pretrain summary "$run" --below_unigram_entropy
 say "a sample"
-python tools/generate.py "$run" --prompt 'def read_' --max_new_tokens 120 --seed 1
+ds-pretrain generate "$run" --prompt 'def read_' --max_new_tokens 120 --seed 1
 
 q=$(printf %q "$run")  # quoted, for commands that are copied from the text below
 cat <<END
@@ -58,10 +58,10 @@ Done in $((SECONDS - start)) s. All files are in $run:
   metrics.jsonl events.jsonl    losses and events of the run
   run.json                      settings, versions and data of the run
 Next:
-  python tools/generate.py $q --prompt 'class Parser:'
-  python tools/check_config.py --world_size 8 --deepspeed_config ds_configs/zero3_bf16.json --model gpt2 --model_overrides vocab_size=4096 --train_data $q/data/train --tokenizer $q/tokenizer --train_steps 1000 --save runs/gpt2
+  ds-pretrain generate $q --prompt 'class Parser:'
+  ds-pretrain check --world_size 8 --deepspeed_config ds_configs/zero3_bf16.json --model gpt2 --model_overrides vocab_size=4096 --train_data $q/data/train --tokenizer $q/tokenizer --train_steps 1000 --save runs/gpt2
   ds-pretrain --num_accelerators $ranks --config launch/quickstart.yaml --deepspeed_config $config --train_data $q/data/train --valid_data $q/data/valid --tokenizer $q/tokenizer --save $q --train_steps 500
-  python tools/evaluate.py $q
-  python tools/export_hf.py $q --output $q-hf
+  ds-pretrain evaluate $q
+  ds-pretrain export $q --output $q-hf
 (Activate the environment first: source $(printf %q "$VENV")/bin/activate)
 END

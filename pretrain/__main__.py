@@ -43,23 +43,23 @@ def main() -> int:
         raise ConfigError("ds-pretrain", problem=f"there is no subcommand {shorten(first)!r}",
                           remedy="ds-pretrain --help lists them", word=first, known=COMMANDS)
     name = first if first in COMMANDS else "train"
-    if _needs_launcher(name, words):
-        name, words = "train", [*_launcher_words(words)[0], name, *_launcher_words(words)[1]]
+    launcher_words, rest = _split_for_launcher(name, words)
+    if launcher_words:
+        name, words = "train", [*launcher_words, name, *rest]
     sys.argv = [f"ds-pretrain {name}", *words]  # argparse prints the first word in usage lines
     return COMMANDS[name].load()() or 0
 
 
-def _needs_launcher(name: str, words: list[str]) -> bool:
-    """Return whether the command line asks for several ranks of a subcommand, and no launcher has started them."""
-    from pretrain.cluster.launcher_flags import RANK_COMMANDS
+def _split_for_launcher(name: str, words: list[str]) -> tuple[list[str], list[str]]:
+    """Return (launcher's flags, other words) of a subcommand that is to be started on several ranks.
+
+    There are no such flags for other subcommands, with --help, and in a rank that another launcher has started.
+    """
+    from pretrain.cluster.launcher_flags import RANK_COMMANDS, split_command_line
     from pretrain.distributed.world import world_from_environment
 
-    return name in RANK_COMMANDS and world_from_environment(os.environ).size == 1 and bool(_launcher_words(words)[0])
-
-
-def _launcher_words(words: list[str]) -> tuple[list[str], list[str]]:
-    from pretrain.cluster.launcher_flags import split_command_line
-
+    if name not in RANK_COMMANDS or {"-h", "--help"} & set(words) or world_from_environment(os.environ).size > 1:
+        return [], words
     return split_command_line(words)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pretrain.commands import COMMANDS
 from tests.support.launch import ROOT
 from tests.support.pages import (
     NOT_RUN,
@@ -19,6 +20,7 @@ from tests.support.pages import (
     inline_commands,
     is_checked_by_name,
     looks_like_command,
+    named_subcommand,
     prose,
     runnable,
 )
@@ -109,6 +111,12 @@ def test_pytest_and_pip_commands_name_existing_paths_and_extras(page: Path) -> N
             assert match[2] in extras
 
 
+@EACH_PAGE
+def test_named_subcommands_exist(page: Path) -> None:
+    names = {named_subcommand(command) for command in inline_commands(page)} - {""}
+    assert names - COMMANDS.keys() == set()
+
+
 def _flags(text: str) -> set[str]:
     return set(re.findall(r"(?<!\S)--(\w+)", text))
 
@@ -118,8 +126,7 @@ def _known_flags(program: str) -> set[str]:
     """Return the flags that a program's --help lists, or that a shell script contains."""
     if program.endswith(".sh"):
         return _flags(re.sub(r"[|(\[)]", " ", (ROOT / program).read_text(encoding="utf-8")))
-    start = [str(SCRIPTS / program)] if program == "ds-pretrain" else [
-        sys.executable, *(["-m", program] if "/" not in program else [program])]
+    start = [sys.executable, *(["-m", *program.split()] if "/" not in program else [program])]
     done = subprocess.run([*start, "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
     return _flags(re.sub(r"[,|(\[]", " ", done.stdout))
 
@@ -130,6 +137,7 @@ def test_commands_that_are_not_run_are_on_a_page_and_name_existing_files_and_fla
     assert command in named, "no page has this command any more"
     files = [word for word in command.split() if word.split("/")[0] in _FOLDERS and "/" in word]
     assert [word for word in files if not (ROOT / word).exists()] == []
-    programs = re.findall(r"tools/\w+\.py|launch/\w+\.(?:py|sh)|tests\.chaos|ds-pretrain", command)
-    known = set().union(*map(_known_flags, {*programs, "pretrain/train.py", "ds-pretrain"}))
-    assert _flags(command) - known == set()
+    programs = re.findall(r"launch/\w+\.sh|tests\.chaos", command)
+    programs += [f"pretrain {word}" for word in command.split() if word in COMMANDS]
+    known = set().union(*map(_known_flags, {*programs, "pretrain train"}))
+    assert _flags(command) - known <= ({"module"} if command.startswith("deepspeed ") else set())

@@ -83,7 +83,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch, cwd: Path, *words: str) -> dict[
     monkeypatch.chdir(cwd)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setattr(sys, "argv", ["evaluate.py", *words, "--json", str(out)])
-    assert main_of("tools/evaluate.py")() == 0
+    assert main_of("evaluate")() == 0
     found: dict[str, Any] = json.loads(out.read_text())
     return found
 

@@ -49,7 +49,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     """Return a function that runs tools/inspect_data.py in this process, and returns its exit code and output."""
     def call(*words: object) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", ["inspect_data.py", *map(str, words)])
-        return main_of("tools/inspect_data.py")(), "".join(capsys.readouterr())
+        return main_of("inspect")(), "".join(capsys.readouterr())
     return call
 
 

@@ -226,7 +226,7 @@ def test_too_little_space_is_reported_first(tmp_path: Path) -> None:
 def test_the_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     first = _write(tmp_path / "a", [[[1, 2]], [[3], [4, 5, 6]], [[]]], meta={**_TOKENIZER, "entropy_nats": 1.5})
     second = _write(tmp_path / "b", [[[9]]])
-    main = main_of("tools/data.py")
+    main = main_of("data")
 
     def run(*words: str) -> list[str]:
         monkeypatch.setattr(sys, "argv", ["data.py", *words])

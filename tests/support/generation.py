@@ -50,7 +50,7 @@ class GenerateTool:
     def text(self, *words: Any) -> str:
         """Return what the program prints."""
         self.monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, words)])
-        main_of("tools/generate.py")()
+        main_of("generate")()
         out, err = self.capsys.readouterr()
         print(err, file=sys.stderr)
         return out

@@ -28,28 +28,28 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "tests/run.sh", "tests/run.sh tests/config -k schedule", "launch/setup.sh", "launch/setup.sh --dev",
         "launch/setup.sh --offload", "ruff check .", "mypy", "lint-imports"),
     "needs the network": (
-        "python tools/evaluate.py runs/quickstart --tasks hellaswag,arc_easy --num_fewshot 5 --limit 200",),
+        "ds-pretrain evaluate runs/quickstart --tasks hellaswag,arc_easy --num_fewshot 5 --limit 200",),
     "needs other versions of Python: tests/test_pythons.py": ("tests/pythons.sh",),
     "takes minutes: tests/chaos/test_chaos.py": (
         "python -m tests.chaos --faults 20 --seed 1 -- ds-pretrain --num_accelerators 2 --config "
-        "launch/quickstart.yaml --deepspeed_config ds_configs/zero1_bf16.json --gradient_accumulation_steps 2 "
+        "launch/quickstart.yaml --deepspeed_config zero1_bf16 --gradient_accumulation_steps 2 "
         "--train_steps 60 --save_interval 4 --keep_checkpoints 3 --async_save --save runs/chaos",),
     "takes minutes on an idle machine: tests/bench/test_bench.py": (
-        "python tools/bench.py --preset cpu-small --rounds 2",
-        "python tools/bench.py --what step --preset cpu --write tools/measurements.md",
-        "python tools/bench.py --what step --preset cpu-llama-2048 --write tools/measurements.md",
-        "python tools/bench.py --what overhead,checkpoint,startup --rounds 3 --write tools/measurements.md"),
+        "ds-pretrain bench --preset cpu-small --rounds 2",
+        "ds-pretrain bench --what step --preset cpu --write tools/measurements.md",
+        "ds-pretrain bench --what step --preset cpu-llama-2048 --write tools/measurements.md",
+        "ds-pretrain bench --what overhead,checkpoint,startup --rounds 3 --write tools/measurements.md"),
     "needs GPUs": (
-        "ds-pretrain --num_gpus 8 --config run.yaml", "python tools/bench.py --preset h200-gpt3-1.3b",
-        "python tools/bench.py --preset h200-gpt3-1.3b --compile_blocks true",
-        "python tools/bench.py --preset h200-llama-1b --compile_blocks true"),
+        "ds-pretrain --num_gpus 8 --config run.yaml", "ds-pretrain bench --preset h200-gpt3-1.3b",
+        "ds-pretrain bench --preset h200-gpt3-1.3b --compile_blocks true",
+        "ds-pretrain bench --preset h200-llama-1b --compile_blocks true"),
     "needs several hosts: tests/cluster/test_multihost_launch.py, test_mpi.py and test_supervised_hosts.py": (
         "ds-pretrain --hostfile HOSTS --config run.yaml", "launch/cluster.sh --hostfile HOSTS -- --config run.yaml",
         "launch/mpi.sh -np 16 --hostfile HOSTS -- --config run.yaml",
-        "python launch/supervise.py --hostfile HOSTS --min_hosts 6 -- ds-pretrain --hostfile HOSTS --config run.yaml",
-        "deepspeed --hostfile HOSTS tools/check_cluster.py --config run.yaml"),
+        "ds-pretrain supervise --hostfile HOSTS --min_hosts 6 -- ds-pretrain --hostfile HOSTS --config run.yaml",
+        "deepspeed --hostfile HOSTS --module pretrain check-cluster --config run.yaml"),
     "needs SLURM: tests/cluster/test_slurm.py": (
-        "sbatch -N 4 launch/slurm/pretrain.sbatch run.yaml", "srun python tools/check_cluster.py --config run.yaml"),
+        "sbatch -N 4 launch/slurm/pretrain.sbatch run.yaml", "srun ds-pretrain check-cluster --config run.yaml"),
     "needs Kubernetes: tests/cluster/test_k8s.py": ("kubectl apply -f launch/k8s/indexed-job.yaml",),
 }
 QUICKSTART = "launch/quickstart.sh"  # run before all pages
@@ -63,8 +63,8 @@ SMALLER = {
     "model: gpt2\nmodel_overrides: vocab_size=2000,n_layer=2,n_embd=64,n_head=2", "seq_length: 1024": "seq_length: 64",
     "micro_batch_size: 16": "micro_batch_size: 2", "train_steps: 4800": "train_steps: 4",
     "lr_warmup_steps: 200": "lr_warmup_steps: 1", "eval_interval: 500": "eval_interval: 4",
-    "save_interval: 500": "save_interval: 2", "tools/sanity_check.py": f"tools/sanity_check.py {_SMALL_RUN}",
-    "tools/find_lr.py": f"tools/find_lr.py {_SMALL_RUN}",
+    "save_interval: 500": "save_interval: 2", "ds-pretrain sanity": f"ds-pretrain sanity {_SMALL_RUN}",
+    "ds-pretrain find-lr": f"ds-pretrain find-lr {_SMALL_RUN}",
 }
 
 
@@ -101,8 +101,16 @@ def looks_like_command(line: str) -> bool:
 
 
 def is_checked_by_name(command: str) -> bool:
-    """Return whether a command runs tests or installs packages: tests/test_pages.py checks the names of both."""
-    return command.startswith(("pytest ", "pip install -c "))
+    """Return whether a command runs tests, installs packages or only names a subcommand: tests/test_pages.py checks the
+    names.
+    """
+    return command.startswith(("pytest ", "pip install -c ")) or named_subcommand(command) != ""
+
+
+def named_subcommand(command: str) -> str:
+    """Return NAME if the command is `ds-pretrain NAME` or `ds-pretrain NAME COMMAND`; otherwise ""."""
+    match = re.fullmatch(r"ds-pretrain ([a-z-]+)(?: (?:[a-z]+|--help))?", command)
+    return match[1] if match else ""
 
 
 def runnable(page: Path) -> list[str]:

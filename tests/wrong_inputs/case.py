@@ -2,14 +2,14 @@
 
 import argparse
 import dataclasses
-import importlib.abc
-import importlib.util
 import os
 import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from pretrain.commands import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 LONG = "n" * 300
@@ -40,13 +40,13 @@ class Case:
 
 # Generated inputs that are valid: reason -> names of the cases
 LEGAL: dict[str, tuple[str, ...]] = {
-    "any text is valid": ("tools/generate.py --prompt=", "tools/generate.py --prompt=~/x",
-                            "tools/generate.py --stop=~/x", "tools/generate.py --jsonl_key=~/x",
-                            "tools/prepare_data.py --jsonl_key=~/x",
-                            "tools/prepare_data.py --document_separator=~/x",
-                            "tools/train_tokenizer.py --jsonl_key=~/x",
-                            "tools/evaluate.py --jsonl_key=~/x",
-                            "launch/supervise.py --health_command=~/x"),
+    "any text is valid": ("generate --prompt=", "generate --prompt=~/x",
+                            "generate --stop=~/x", "generate --jsonl_key=~/x",
+                            "prepare --jsonl_key=~/x",
+                            "prepare --document_separator=~/x",
+                            "tokenizer --jsonl_key=~/x",
+                            "evaluate --jsonl_key=~/x",
+                            "supervise --health_command=~/x"),
     "plausible values": (*(f"meta.json {key}: 5" for key in ("vocab_size", "num_tokens", "num_documents", "max_token",
                                                              "eod_token", "entropy_nats")),
                          'meta.json tokenizer: "x"', 'meta.json tokenizer_sha256: "x"'),
@@ -64,36 +64,39 @@ RUN = {"deepspeed_config": "{world}/ds.json", "model": "tiny", "train_data": "{w
        "train_steps": "50", "save": "{world}/run"}
 TOOLS: dict[str, list[str]] = {  # a valid command line of each program
     TRAIN: [word for name, value in RUN.items() for word in (f"--{name}", value)],
-    "tools/check_config.py": [word for name, value in RUN.items() for word in (f"--{name}", value)],
-    "tools/sanity_check.py": [word for name, value in RUN.items() for word in (f"--{name}", value)],
-    "tools/find_lr.py": [word for name, value in RUN.items() for word in (f"--{name}", value)],
-    "tools/check_cluster.py": [],
-    "tools/bench.py": [],
-    "tools/compare_zero.py": ["--model", "gpt2", "--world_size", "8"],
-    "tools/checkpoint.py list": ["{world}/done"],
-    "tools/checkpoint.py verify": ["{world}/done"],
-    "tools/checkpoint.py prune": ["{world}/done", "--keep_checkpoints", "2"],
-    "tools/checkpoint.py convert": ["{world}/done", "{world}/out"],
-    "tools/checkpoint.py consolidate": ["{world}/done", "{world}/out"],
-    "tools/checkpoint.py diff": ["{world}/done", "{world}/done"],
-    "tools/import_hf.py": ["{world}/hf", "--output", "{world}/out"],
-    "tools/average_checkpoints.py": ["{world}/done", "--last", "2", "--output", "{world}/out"],
-    "tools/export_hf.py": ["{world}/done", "--output", "{world}/out"],
-    "tools/generate.py": ["{world}/done"],
-    "tools/evaluate.py": ["{world}/done", "--data", "{world}/plain"],
-    "tools/summarize.py": ["{world}/done"],
-    "tools/report.py": ["{world}/done"],
-    "tools/make_corpus.py": ["{world}/out"],
-    "tools/prepare_data.py": ["{world}/text.txt", "--tokenizer", "{world}", "--out", "{world}/out"],
-    "tools/data.py hash": ["{world}/foreign"],
-    "tools/data.py verify": ["{world}/corpus"],
-    "tools/data.py info": ["{world}/corpus"],
-    "tools/data.py merge": ["{world}/out", "{world}/corpus", "{world}/foreign"],
-    "tools/data.py split": ["{world}/corpus", "--proportions", "9,1", "--out", "{world}/out", "{world}/other"],
-    "tools/inspect_data.py documents": ["{world}/corpus"],
-    "tools/inspect_data.py step": ["{world}/done", "1"],
-    "tools/train_tokenizer.py": ["{world}/text.txt", "--out", "{world}/out"],
-    "launch/supervise.py": ["--save", "{world}/run", "--", "true"],
+    "check": [word for name, value in RUN.items() for word in (f"--{name}", value)],
+    "sanity": [word for name, value in RUN.items() for word in (f"--{name}", value)],
+    "find-lr": [word for name, value in RUN.items() for word in (f"--{name}", value)],
+    "check-cluster": [],
+    "bench": [],
+    "compare": ["--model", "gpt2", "--world_size", "8"],
+    "checkpoint list": ["{world}/done"],
+    "checkpoint verify": ["{world}/done"],
+    "checkpoint prune": ["{world}/done", "--keep_checkpoints", "2"],
+    "checkpoint convert": ["{world}/done", "{world}/out"],
+    "checkpoint consolidate": ["{world}/done", "{world}/out"],
+    "checkpoint diff": ["{world}/done", "{world}/done"],
+    "import": ["{world}/hf", "--output", "{world}/out"],
+    "average": ["{world}/done", "--last", "2", "--output", "{world}/out"],
+    "export": ["{world}/done", "--output", "{world}/out"],
+    "generate": ["{world}/done"],
+    "evaluate": ["{world}/done", "--data", "{world}/plain"],
+    "summary": ["{world}/done"],
+    "report": ["{world}/done"],
+    "corpus": ["{world}/out"],
+    "prepare": ["{world}/text.txt", "--tokenizer", "{world}", "--out", "{world}/out"],
+    "data hash": ["{world}/foreign"],
+    "data verify": ["{world}/corpus"],
+    "data info": ["{world}/corpus"],
+    "data merge": ["{world}/out", "{world}/corpus", "{world}/foreign"],
+    "data split": ["{world}/corpus", "--proportions", "9,1", "--out", "{world}/out", "{world}/other"],
+    "inspect documents": ["{world}/corpus"],
+    "inspect step": ["{world}/done", "1"],
+    "tokenizer": ["{world}/text.txt", "--out", "{world}/out"],
+    "supervise": ["--save", "{world}/run", "--", "true"],
+    "quickstart": ["{world}/out"],
+    "config": ["zero2_bf16"],
+    "template": ["slurm"],
 }
 
 
@@ -107,18 +110,17 @@ def case_of(name: str, program: str, line: str, culprit: str, files: dict[str, b
 
 
 def main_of(program: str) -> Callable[[], Any]:
-    """Return the `main` function of a program. It reads sys.argv."""
-    path = ROOT / program.split(" ")[0]
-    if path.name == "train.py":
+    """Return the function of a subcommand of ds-pretrain, or of pretrain/train.py. It reads sys.argv."""
+    if program == TRAIN:
         from pretrain.train import main
 
         return main
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return (lambda: module.main(sys.argv[1:])) if path.stem in ("check_cluster", "check_config") else module.main
+    name = program.split(" ")[0]
+    if name == "check-cluster":  # its main ends the process
+        from pretrain.commands.check_cluster import check
+
+        return lambda: check(sys.argv[1:])
+    return COMMANDS[name].load()
 
 
 class _ParsedError(Exception):

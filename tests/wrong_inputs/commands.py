@@ -8,7 +8,7 @@ from pretrain.paths import RUN_FILES
 from tests.wrong_inputs.case import DEEP, LONG, TRAIN, Case, case_of
 from tests.wrong_inputs.world import HF_MODEL, safetensors_of
 
-EVALUATE, GENERATE = "tools/evaluate.py", "tools/generate.py"
+EVALUATE, GENERATE = "evaluate", "generate"
 _STEP5 = "{world}/done/checkpoints/global_step5"
 _UNREADABLE = {"missing": "{world}/none", "folder": "{world}/nvme", "under a file": "{world}/file/x",
                "long": "{world}/" + LONG, "proc": "/proc/self/none"}
@@ -36,49 +36,49 @@ _PATHS: list[tuple[tuple[str, ...], str, dict[str, str], str]] = [
     ((TRAIN,), "RIGHT --checkpoint_mirror PATH", {
         **_UNWRITABLE, "the run folder": "{world}/run", "in the run": "{world}/run/mirror", "dots": "{world}/x/../run",
         "file URL": "file://{world}/run", "protocol": "s4://bucket/x", "no protocol": "://x"}, "--checkpoint_mirror"),
-    (("tools/export_hf.py", "tools/average_checkpoints.py", "tools/import_hf.py", "tools/report.py"),
+    (("export", "average", "import", "report"),
      "RIGHT --output PATH", {"in a checkpoint": f"{_STEP5}/x.html"}, "lies in the checkpoint"),
-    (("tools/prepare_data.py", "tools/train_tokenizer.py"), "RIGHT --out PATH", {"in a checkpoint": f"{_STEP5}/x"},
+    (("prepare", "tokenizer"), "RIGHT --out PATH", {"in a checkpoint": f"{_STEP5}/x"},
      "lies in the checkpoint"),
-    (tuple(f"tools/checkpoint.py {name}" for name in ("list", "verify", "prune", "convert", "consolidate", "diff")),
+    (tuple(f"checkpoint {name}" for name in ("list", "verify", "prune", "convert", "consolidate", "diff")),
      "PATH REST", _NO_FOLDER, _NAME),
-    (("tools/checkpoint.py convert", "tools/checkpoint.py consolidate"), "{world}/done PATH", _USED_FOLDER, _NAME),
-    (("tools/checkpoint.py convert", "tools/checkpoint.py consolidate"), "{world}/done PATH",
+    (("checkpoint convert", "checkpoint consolidate"), "{world}/done PATH", _USED_FOLDER, _NAME),
+    (("checkpoint convert", "checkpoint consolidate"), "{world}/done PATH",
      {"in a checkpoint": f"{_STEP5}/x"}, "lies in the checkpoint"),
-    ((GENERATE, "tools/summarize.py", "tools/import_hf.py", "tools/average_checkpoints.py", "tools/export_hf.py",
-      "tools/inspect_data.py step", EVALUATE), "PATH REST", _NO_FOLDER, _NAME),
-    (("tools/import_hf.py", "tools/average_checkpoints.py"), "RIGHT --output PATH", _USED_FOLDER_OR_STEP, _NAME),
-    (("tools/export_hf.py",), "RIGHT --output PATH", _USED_FOLDER, _NAME),
-    (("tools/export_hf.py",), "RIGHT --tokenizer PATH",
+    ((GENERATE, "summary", "import", "average", "export",
+      "inspect step", EVALUATE), "PATH REST", _NO_FOLDER, _NAME),
+    (("import", "average"), "RIGHT --output PATH", _USED_FOLDER_OR_STEP, _NAME),
+    (("export",), "RIGHT --output PATH", _USED_FOLDER, _NAME),
+    (("export",), "RIGHT --tokenizer PATH",
      {what: path for what, path in _UNREADABLE.items() if what != "folder"}, "--tokenizer"),
     ((GENERATE, EVALUATE), "RIGHT --tokenizer PATH", _UNREADABLE, "--tokenizer"),
     ((GENERATE,), "RIGHT --prompt_file PATH", _UNREADABLE, _NAME),
     ((EVALUATE,), "{world}/done --data PATH", _UNREADABLE, "--data"),
-    (("tools/prepare_data.py", "tools/train_tokenizer.py"), "PATH REST", _UNREADABLE, _NAME),
-    (("tools/train_tokenizer.py",), "RIGHT --out PATH", _NO_NEW_FOLDER, _NAME),
-    (("tools/make_corpus.py",), "PATH", _NO_NEW_FOLDER, _NAME),
-    (("tools/prepare_data.py",), "RIGHT --out PATH", _NO_PREFIX, "--out"),
-    (("tools/data.py split",), "{world}/corpus --documents rest --out PATH", _NO_PREFIX, "--out"),
-    (("tools/data.py merge",), "PATH {world}/corpus", _NO_PREFIX, _NAME),
-    (("tools/data.py hash", "tools/data.py verify", "tools/data.py info", "tools/inspect_data.py documents"), "PATH",
+    (("prepare", "tokenizer"), "PATH REST", _UNREADABLE, _NAME),
+    (("tokenizer",), "RIGHT --out PATH", _NO_NEW_FOLDER, _NAME),
+    (("corpus",), "PATH", _NO_NEW_FOLDER, _NAME),
+    (("prepare",), "RIGHT --out PATH", _NO_PREFIX, "--out"),
+    (("data split",), "{world}/corpus --documents rest --out PATH", _NO_PREFIX, "--out"),
+    (("data merge",), "PATH {world}/corpus", _NO_PREFIX, _NAME),
+    (("data hash", "data verify", "data info", "inspect documents"), "PATH",
      _NO_DATA, _NAME),
-    (("tools/data.py split",), "PATH REST", _NO_DATA, _NAME),
-    (("tools/data.py merge",), "{world}/out PATH {world}/foreign", _NO_DATA, _NAME),
-    *((("tools/compare_zero.py",), f"RIGHT {flag} PATH", {**_NO_FILE, "folder": "{world}/nvme"}, flag)
+    (("data split",), "PATH REST", _NO_DATA, _NAME),
+    (("data merge",), "{world}/out PATH {world}/foreign", _NO_DATA, _NAME),
+    *((("compare",), f"RIGHT {flag} PATH", {**_NO_FILE, "folder": "{world}/nvme"}, flag)
       for flag in ("--json", "--csv", "--write")),
-    (("tools/compare_zero.py",), "RIGHT --plot PATH.html", _NO_FILE, "--plot"),
-    (("tools/compare_zero.py",), "RIGHT --plot PATH", {"folder": "{world}/nvme"}, "--plot"),
-    (("tools/sanity_check.py", "tools/find_lr.py", EVALUATE), "RIGHT --json PATH",
+    (("compare",), "RIGHT --plot PATH.html", _NO_FILE, "--plot"),
+    (("compare",), "RIGHT --plot PATH", {"folder": "{world}/nvme"}, "--plot"),
+    (("sanity", "find-lr", EVALUATE), "RIGHT --json PATH",
      {**_NO_FILE, "folder": "{world}/nvme"}, "--json"),
-    (("tools/find_lr.py",), "RIGHT --plot PATH", {**_NO_FILE, "folder": "{world}/nvme", "png": "x.png"}, "--plot"),
-    (("tools/bench.py",), "RIGHT --write PATH", _ALL, "--write"),
-    (("tools/compare_zero.py",), "RIGHT --configs PATH", _ALL, _NAME),
-    (("tools/compare_zero.py",), "RIGHT --model PATH", _UNREADABLE, "--model"),
-    (("launch/supervise.py",), "--hostfile PATH --save {world}/run -- deepspeed pretrain/train.py", _UNREADABLE,
+    (("find-lr",), "RIGHT --plot PATH", {**_NO_FILE, "folder": "{world}/nvme", "png": "x.png"}, "--plot"),
+    (("bench",), "RIGHT --write PATH", _ALL, "--write"),
+    (("compare",), "RIGHT --configs PATH", _ALL, _NAME),
+    (("compare",), "RIGHT --model PATH", _UNREADABLE, "--model"),
+    (("supervise",), "--hostfile PATH --save {world}/run -- deepspeed pretrain/train.py", _UNREADABLE,
      "--hostfile"),
-    (("launch/supervise.py",), "-- deepspeed pretrain/train.py --config PATH", _UNREADABLE, "--config"),
-    (("launch/supervise.py",), "--save PATH -- true", _UNWRITABLE, "--save"),
-    (("tools/check_cluster.py",), "--save PATH", _UNWRITABLE, "--save"),
+    (("supervise",), "-- deepspeed pretrain/train.py --config PATH", _UNREADABLE, "--config"),
+    (("supervise",), "--save PATH -- true", _UNWRITABLE, "--save"),
+    (("check-cluster",), "--save PATH", _UNWRITABLE, "--save"),
 ]
 
 _SAFETENSORS, _MANIFEST = "hf/model.safetensors", "done/checkpoints/global_step5/manifest.json"
@@ -100,23 +100,23 @@ _LINES: list[tuple[str, str, str, dict[str, bytes]]] = [
     (TRAIN, "--check_only", "a flag of the launcher", {}),
     (TRAIN, "--model {world}/done --save {world}/run --deepspeed_config {world}/ds.json --train_steps 5",
      "done: this is a run folder", {}),
-    ("launch/supervise.py", "ds-pretrain --save {world}/run", "`--`", {}),
-    ("tools/find_lr.py", "RIGHT --from 0.1 --to 0.01", "--to", {}),
-    *(("tools/data.py verify", "{world}/corpus", "corpus.sha256.json", {"corpus.sha256.json": content})
+    ("supervise", "ds-pretrain --save {world}/run", "`--`", {}),
+    ("find-lr", "RIGHT --from 0.1 --to 0.01", "--to", {}),
+    *(("data verify", "{world}/corpus", "corpus.sha256.json", {"corpus.sha256.json": content})
       for content in (b"{", b"[]", b"\xff", b"[" * DEEP)),
-    *(("tools/data.py split", f"{{world}}/corpus {flag} {sizes} --out a b", flag, {})
+    *(("data split", f"{{world}}/corpus {flag} {sizes} --out a b", flag, {})
       for flag in ("--proportions", "--documents") for sizes in ("2", "1,x", "1,1,1")),
     # weights
-    ("tools/import_hf.py", "RIGHT", "config.json: model_type", {"hf/config.json": b'{"model_type": "mamba"}'}),
-    ("tools/import_hf.py", "RIGHT", "this safetensors file is damaged", {
+    ("import", "RIGHT", "config.json: model_type", {"hf/config.json": b'{"model_type": "mamba"}'}),
+    ("import", "RIGHT", "this safetensors file is damaged", {
         _SAFETENSORS: b"\x10" + bytes(7) + b"not a header...."}),
-    ("tools/import_hf.py", "RIGHT", "it has both model.safetensors and", {"hf/model.safetensors.index.json": b"{}"}),
-    ("tools/import_hf.py", "RIGHT", "its largest token is 320, and the model has only 320", {
+    ("import", "RIGHT", "it has both model.safetensors and", {"hf/model.safetensors.index.json": b"{}"}),
+    ("import", "RIGHT", "its largest token is 320, and the model has only 320", {
         "hf/tokenizer.json": b'{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 320}, '
                              b'"unk_token": "a"}}'}),
-    ("tools/import_hf.py", "RIGHT", "tokenizer.model", {"hf/tokenizer.model": b"nonsense"}),
-    ("tools/export_hf.py", "RIGHT", "weights.pt: found SHA-256", {}),
-    *((program, "RIGHT --step 7", "--step 7: ", {}) for program in ("tools/export_hf.py", GENERATE, EVALUATE)),
+    ("import", "RIGHT", "tokenizer.model", {"hf/tokenizer.model": b"nonsense"}),
+    ("export", "RIGHT", "weights.pt: found SHA-256", {}),
+    *((program, "RIGHT --step 7", "--step 7: ", {}) for program in ("export", GENERATE, EVALUATE)),
     # prompts
     (GENERATE, f"RIGHT --prompt '{'w1 ' * 2000}'", "--prompt: the prompt has 2,000 tokens", {}),
     (GENERATE, f"RIGHT --prompt=a --prompt '{'w1 ' * 2000}'", "--prompt (number 2)", {}),

@@ -14,14 +14,14 @@ from tests.wrong_inputs.inputs import BASE, change
 _READERS: list[tuple[str, str, str, str]] = [
     ("DeepSpeed JSON", TRAIN, "RIGHT --deepspeed_config {world}/in.json", "in.json"),
     ("config.json", TRAIN, "RIGHT --model {world}/in.json", "in.json"),
-    ("config.json", "tools/compare_zero.py", "--world_size 8 --model {world}/in.json", "in.json"),
-    ("hostfile", "launch/supervise.py",
+    ("config.json", "compare", "--world_size 8 --model {world}/in.json", "in.json"),
+    ("hostfile", "supervise",
      "--hostfile {world}/in.hosts --save {world}/run -- deepspeed pretrain/train.py", "in.hosts"),
     ("tokenizer.json", TRAIN, "RIGHT --tokenizer {world}/in.json", "in.json"),
     ("tokenizer.model", TRAIN, "RIGHT --tokenizer {world}/in.model", "in.model"),
     (".idx", TRAIN, "RIGHT --train_data {world}/in", "in.idx"),
-    ("run.json", "tools/summarize.py", "{world}/broken", "broken/run.json"),
-    ("run.json", "tools/report.py", "--compare {world}/done {world}/broken", "broken/run.json"),
+    ("run.json", "summary", "{world}/broken", "broken/run.json"),
+    ("run.json", "report", "--compare {world}/done {world}/broken", "broken/run.json"),
     (".meta.json", TRAIN, "RIGHT --train_data {world}/plain", "plain.meta.json"),
 ]
 _YAML = {  # contents -> text of the error
@@ -69,33 +69,33 @@ def _row_cases() -> Iterator[Case]:
     rows = [*((training, key) for key in training), (evaluation, "eval_loss")]
     for (row, key), value in itertools.product(rows, ('"x"', "[]", "{}", "true", "NaN", "1e999")):
         text = json.dumps({**row, key: "VALUE"}).replace('"VALUE"', value)
-        yield case_of(f"metrics.jsonl {key}: {value}", "tools/summarize.py", "{world}/broken", key,
+        yield case_of(f"metrics.jsonl {key}: {value}", "summary", "{world}/broken", key,
                       {"broken/run.json": start, "broken/metrics.jsonl": text.encode()})
     for text in (b"[5]", b"[{}]", b'[{"flags": 5}]', b"[]", b"{}", b'[{"flags": {}, "train_steps": "x"}]'):
-        for program in ("tools/summarize.py", "tools/generate.py"):
-            if program == "tools/summarize.py" or b"train_steps" not in text:  # generate.py does not read the steps
+        for program in ("summary", "generate"):
+            if program == "summary" or b"train_steps" not in text:  # generate.py does not read the steps
                 yield case_of(f"{program} run.json: {text!r}", program, "{world}/done", "run.json", {
                     "done/run.json": text})
 
 
 def _text_cases() -> Iterator[Case]:
     """Yield files with text that are damaged, or whose format is in doubt or not supported."""
-    read_by = {"tools/prepare_data.py": "{world}/%s REST --out {world}/new/out",
-               "tools/train_tokenizer.py": "{world}/%s REST --out {world}/new/out",
-               "tools/evaluate.py": "{world}/done --data {world}/%s",
-               "tools/generate.py": "{world}/done --prompt_file {world}/%s --jsonl_key=text"}
+    read_by = {"prepare": "{world}/%s REST --out {world}/new/out",
+               "tokenizer": "{world}/%s REST --out {world}/new/out",
+               "evaluate": "{world}/done --data {world}/%s",
+               "generate": "{world}/done --prompt_file {world}/%s --jsonl_key=text"}
     for file, raw in (("in.txt", b"\xff\xfe\x00"), ("in.txt", b""), ("in.gz", b"\x1f\x8b\x08\x00\x00\x00\x00\x00"),
                       *(("in.jsonl", raw) for raw in (b"text", b'{"txt": "a"}', b'{"text": 5}', b'["a"]', b"[" * DEEP,
                                                      b'{"text": "\\ud800"}', b"9" * 5000))):
         for program, line in read_by.items():
-            culprit = f"{file}:1" if file == "in.jsonl" and program != "tools/evaluate.py" else file
+            culprit = f"{file}:1" if file == "in.jsonl" and program != "evaluate" else file
             yield case_of(f"{program} {file}: {raw[:20]!r}", program, line % file, culprit, {file: raw})
-    yield case_of("evaluate: no text", "tools/evaluate.py", "{world}/done --data {world}/in.jsonl", "in.jsonl", {
+    yield case_of("evaluate: no text", "evaluate", "{world}/done --data {world}/in.jsonl", "in.jsonl", {
         "in.jsonl": b'{"text": ""}'})
     for raw, where in ((b'{"text": "a"}\nwords', ""), (b'{\n "text": "a"\n}', "1"), (b'[\n{"text": "a"}\n]', "1"),
                        ("text".encode("utf-16"), ""), (b"text\0", "1"), (b"BZh91AY", ""), (b"PAR1", ""),
                        (b"name".ljust(257, b"\0") + b"ustar", "")):
-        for program in ("tools/prepare_data.py", "tools/train_tokenizer.py"):
+        for program in ("prepare", "tokenizer"):
             yield case_of(f"{program} in: {raw[:20]!r}", program, read_by[program] % "in", f"/in:{where}", {"in": raw})
 
 
@@ -111,7 +111,7 @@ def _prepare_cases() -> Iterator[Case]:
             (f"--document_separator {'x' * 2000}", "--document_separator", {}),
             ("--format=parquet", "text.txt: this is not a Parquet file", {})):
         name = f"prepare_data {flags[:40]}: {culprit}"
-        yield case_of(name, "tools/prepare_data.py", f"RIGHT {flags}", culprit, files)
+        yield case_of(name, "prepare", f"RIGHT {flags}", culprit, files)
 
 
 # keys of the DeepSpeed JSON
@@ -240,7 +240,7 @@ def model_cases() -> Iterator[Case]:
     for value in ("5", "null", "[]", "{}", "true", '"opt"', '"x"', '""'):
         yield _model_case("gpt2", {}, "model_type", value, "model_type")
         yield dataclasses.replace(_model_case("gpt2", {}, "model_type", value, "model_type"),
-                                  name=f"compare_zero model_type: {value}", program="tools/compare_zero.py",
+                                  name=f"compare_zero model_type: {value}", program="compare",
                                   words=("--model", "{world}/in.json", "--world_size", "8"))
     yield from _expert_model_cases()
 
@@ -262,7 +262,7 @@ def _expert_model_cases() -> Iterator[Case]:
     for key, value in itertools.product([*list(mixtral)[1:], "head_dim", "num_experts_per_tok"], (
             '"x"', "-1", "0", "1.5", "[]", "1e999", TOO_LARGE)):
         text = json.dumps({**mixtral, key: "VALUE"}).replace('"VALUE"', value)
-        yield case_of(f"compare_zero mixtral {key}: {value}", "tools/compare_zero.py",
+        yield case_of(f"compare_zero mixtral {key}: {value}", "compare",
                       "--model {world}/in.json --world_size 8", key, {"in.json": text.encode()})
 
 

@@ -314,5 +314,5 @@ def input_cases() -> Iterator[Case]:
     """Yield the rows of WRONG."""
     for number, (changes, flags, culprit) in enumerate(WRONG):
         words = run_words({"deepspeed_config": "{world}/in.json", **flags})
-        yield Case(f"check_config {number}: {culprit}", "tools/check_config.py", tuple(words), culprit,
+        yield Case(f"check_config {number}: {culprit}", "check", tuple(words), culprit,
                    (("in.json", run_json(changes).encode()),))

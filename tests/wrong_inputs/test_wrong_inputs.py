@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.wrong_inputs.case import LEGAL, ROOT, TOOLS, Case
+from pretrain.commands import COMMANDS
+from tests.wrong_inputs.case import LEGAL, ROOT, TOOLS, TRAIN, Case
 from tests.wrong_inputs.generated import all_cases, cases
 from tests.wrong_inputs.world import make_world
 
@@ -17,11 +18,11 @@ CASES = cases()
 PROCESSES = (  # one case of each sort, which runs in its own process
     "pretrain/train.py RIGHT --save PATH: proc", "pretrain/train.py RIGHT --model PATH: missing",
     "YAML: b'[[[[[[[[[[[['",
-    "pretrain/train.py DeepSpeed JSON: deep", "tools/generate.py PATH REST: missing", 'metrics.jsonl loss: "x"',
-    "tools/checkpoint.py convert {world}/done PATH: proc", "gpt2 vocab_size: 1000000000",
-    "tools/checkpoint.py consolidate {world}/done PATH: under a file", "tools/make_corpus.py --megabytes=inf",
-    "launch/supervise.py --hostfile PATH --save {world}/run -- deepspeed pretrain/train.py: missing",
-    "tools/prepare_data.py RIGHT --out PATH: slash",
+    "pretrain/train.py DeepSpeed JSON: deep", "generate PATH REST: missing", 'metrics.jsonl loss: "x"',
+    "checkpoint convert {world}/done PATH: proc", "gpt2 vocab_size: 1000000000",
+    "checkpoint consolidate {world}/done PATH: under a file", "corpus --megabytes=inf",
+    "supervise --hostfile PATH --save {world}/run -- deepspeed pretrain/train.py: missing",
+    "prepare RIGHT --out PATH: slash",
 )
 
 
@@ -60,7 +61,8 @@ def test_rejection_in_a_separate_process(tmp_path: Path, name: str) -> None:
     _write_files(case, world)
     before = sorted(tmp_path.rglob("*"))
     words = [word.replace("{world}", str(world)) for word in case.words]
-    command = [sys.executable, str(ROOT / case.program.split(" ")[0]), *case.program.split(" ")[1:], *words]
+    program = [str(ROOT / TRAIN)] if case.program == TRAIN else ["-m", "pretrain", *case.program.split()]
+    command = [sys.executable, *program, *words]
     done = subprocess.run(command, cwd=here, capture_output=True, text=True, env=_environment(tmp_path), check=False)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert done.stderr.startswith("ds-pretrain: error: ")
@@ -80,5 +82,4 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 def test_every_program_has_cases() -> None:
-    programs = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tools").glob("*.py")}
-    assert {program.split(" ")[0] for program in TOOLS} == programs | {"pretrain/train.py", "launch/supervise.py"}
+    assert {program.split(" ")[0] for program in TOOLS} == COMMANDS.keys() - {"train"} | {TRAIN}

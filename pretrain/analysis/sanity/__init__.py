@@ -1,1 +1,1 @@
-"""Checks of a run before it is trained: its data, model, gradients and optimizer (`tools/sanity_check.py`)."""
+"""Checks of a run before it is trained: its data, model, gradients and optimizer (`ds-pretrain sanity`)."""

@@ -65,7 +65,7 @@ def heading(settings: BenchSettings, words: Sequence[str]) -> dict[str, Any]:
             f"{model.hidden_size}, vocabulary {model.vocab_size:,}), sequence {preset.seq_length:,}, micro-batch " \
             f"{preset.micro_batch_size}, {settings.precision}, ZeRO-1"
     return {"date": datetime.date.today().isoformat(), "device": device_name(settings), "preset": settings.preset_name,
-            "shape": shape, "command": " ".join(["python tools/bench.py", *words]),
+            "shape": shape, "command": " ".join(["ds-pretrain bench", *words]),
             "rounds": settings.repetitions, "load_before": os.getloadavg()[0], "versions": versions()}
 
 

@@ -1,4 +1,4 @@
-"""The sections of tools/bench.py: all of them in turn, and those about training steps and checkpoints."""
+"""The sections of ds-pretrain bench: all of them in turn, and those about training steps and checkpoints."""
 
 import statistics
 import tempfile

@@ -25,7 +25,7 @@ class IndexedDataset:
     """A `.bin/.idx` pair as one flat stream of tokens, divided into documents. Tokens are read on demand.
 
     Entries of the .idx are also read on demand. The constructor checks all entries of a small .idx, and runs of entries
-    of a large one; `tools/data.py verify` checks all entries of any .idx.
+    of a large one; `ds-pretrain data verify` checks all entries of any .idx.
 
     Attributes: num_tokens, num_documents, num_sequences, dtype of the file, notes (one line each), hashes (of every
     byte; None until they are known).

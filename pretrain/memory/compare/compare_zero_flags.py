@@ -1,4 +1,4 @@
-"""The flags of tools/compare_zero.py."""
+"""The flags of ds-pretrain compare."""
 
 import argparse
 from pathlib import Path
@@ -60,7 +60,7 @@ def parse_flags(words: list[str]) -> argparse.Namespace:
 
 def _parser() -> Parser:
     """One parser for all modes; `validate_flags` rejects flags that have no effect in a mode."""
-    usage = f"tools/compare_zero.py [{'|'.join(MODES)}]\n           --model NAME --world_size N [flags]"
+    usage = f"ds-pretrain compare [{'|'.join(MODES)}]\n           --model NAME --world_size N [flags]"
     parser = Parser(usage=usage, formatter_class=argparse.RawDescriptionHelpFormatter, description=(
         "Compare ways to run a model on given GPUs: memory, step time, whether it fits.\n"
         "estimate: (the default) formulas, for any number of ranks, in a second or two\n"

@@ -108,7 +108,7 @@ def test_the_tool_rejects_in_one_line(tmp_path: Path, tokenizer: Tokenizer, monk
     monkeypatch.setattr(sys, "argv", ["prepare_data.py", "--tokenizer", str(tokenizer.path), "--out",
                                       str(tmp_path / "out"), *words])
     with pytest.raises(ConfigError) as error:
-        main_of("tools/prepare_data.py")()
+        main_of("prepare")()
     assert message in str(error.value)
     assert "\n" not in str(error.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*files, "folder"])

@@ -202,7 +202,7 @@ def test_the_file_is_closed_with_the_data_set(big: Path) -> None:
 def test_the_tool_hashes_and_verifies(big: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
                                       monkeypatch: pytest.MonkeyPatch) -> None:
     prefix = _copy(big, tmp_path)
-    main = main_of("tools/data.py")
+    main = main_of("data")
 
     def run(command: str) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", ["data.py", command, str(prefix)])

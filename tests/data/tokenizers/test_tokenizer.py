@@ -195,7 +195,7 @@ def test_the_tool_rejects_in_one_line(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(sys, "argv", ["train_tokenizer.py", "--vocab_size", "320", "--out", str(tmp_path / "tok"),
                                       *(paths.get(word, word) for word in words)])
     with pytest.raises(ConfigError) as error:
-        main_of("tools/train_tokenizer.py")()
+        main_of("tokenizer")()
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
