@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Train under mpirun (Open MPI, MPICH, Intel MPI): launch/mpi.sh [mpirun flags] -- [flags of pretrain/train.py]
+# Train under mpirun (Open MPI, MPICH, Intel MPI): launch/mpi.sh [mpirun flags] -- [flags of the run]
 #
 #   launch/mpi.sh -np 2 -- --config run.yaml
 #   launch/mpi.sh -np 16 --hostfile hosts -- --config run.yaml     # a hostfile in mpirun's own format
-#   srun --mpi=pmix python pretrain/train.py --config run.yaml     # under SLURM, without mpirun and without this script
+#   srun --mpi=pmix python -m pretrain.train --config run.yaml     # under SLURM, without mpirun and without this script
 #
 # pretrain/train.py reads rank numbers from the launcher's variables. On several hosts it gets rank 0's address through
 # mpi4py, unless MASTER_ADDR is set. MASTER_PORT defaults to a port that is free on this host. The variables of NCCL,
@@ -15,7 +15,11 @@
 # ranks after a second.
 set -euo pipefail
 code=$(cd "$(dirname "$0")/.." && pwd)
-export PATH="${VENV:-$code/.venv}/bin:$PATH"
+if [ -f "$code/pretrain/train.py" ]; then
+    export PATH="${VENV:-$code/.venv}/bin:$PATH" PYTHONPATH="$code${PYTHONPATH:+:$PYTHONPATH}"
+else  # `ds-pretrain template mpi` printed this script: the package is installed
+    export PATH="${VENV:+$VENV/bin:}$PATH"
+fi
 die() { echo "launch/mpi.sh: $*" >&2; exit 2; }
 
 flags=()
@@ -35,9 +39,9 @@ for ((i = 0; i < ${#flags[@]}; i++)); do
         *host* | -H | -f) ranks= && break ;;  # no validation: the other hosts may have other devices
     esac
 done
-[ -z "$ranks" ] || PYTHONPATH=$code ds-pretrain check" --world_size "$ranks" "$@" > /dev/null || exit
+[ -z "$ranks" ] || python -m pretrain check --world_size "$ranks" "$@" > /dev/null || exit
 
-export MASTER_PORT=${MASTER_PORT:-$(PYTHONPATH=$code python -c 'from pretrain.distributed.process import free_port
+export MASTER_PORT=${MASTER_PORT:-$(python -c 'from pretrain.distributed.process import free_port
 print(free_port())')}
 export DS_PRETRAIN_SECRET=${DS_PRETRAIN_SECRET:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}  # launch/README.md
 forwarded='^(MASTER_|NCCL_|GLOO_|UCX_|OMP_|KMP_|MKL_|CUDA_|DS_|TORCH|HF_|PYTHON|PATH$|LD_LIBRARY_PATH$)'
@@ -71,7 +75,7 @@ trap 'handle HUP 1' HUP; trap 'handle INT 2' INT; trap 'handle USR1 10' USR1; tr
 setsid "$mpirun" "${flags[@]}" bash -c '
     threads=$(($(nproc) / ${OMPI_COMM_WORLD_LOCAL_SIZE:-${MPI_LOCALNRANKS:-1}}))
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
-    exec "$@"' bash "$(command -v python)" -u "$code/pretrain/train.py" "$@" &
+    exec "$@"' bash "$(command -v python)" -u -m pretrain.train "$@" &
 while kill -0 $! 2>/dev/null; do wait $! && code=0 || code=$?; done  # a signal ends `wait` while the ranks still run
 wait $! && code=0 || code=$?
 exit "${ended:-$code}"

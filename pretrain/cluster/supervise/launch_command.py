@@ -5,7 +5,7 @@ A launch command is any command that starts pretrain/train.py, for example:
     deepspeed [launcher flags] pretrain/train.py FLAGS
     ds-pretrain [launcher flags] FLAGS
     launch/cluster.sh [launcher flags] -- FLAGS
-    srun ... python pretrain/train.py FLAGS
+    srun ... python -m pretrain.train FLAGS
 """
 
 import argparse
@@ -20,8 +20,8 @@ from pretrain.config.flags.parse import flag_name, read_yaml
 from pretrain.data.token_schedules import recorded_batch_sizes
 from pretrain.errors import ConfigError
 
-_OWN_LAUNCHERS = ("ds-pretrain", "cluster.sh")  # they find train.py's flags without a separator
-_HOSTFILE_LAUNCHERS = ("ds-pretrain", "deepspeed", "cluster.sh", "mpirun", "mpiexec")  # accept --hostfile
+_OWN_LAUNCHERS = ("ds-pretrain", "pretrain", "cluster.sh")  # they find train.py's flags without a separator
+_HOSTFILE_LAUNCHERS = (*_OWN_LAUNCHERS, "deepspeed", "mpirun", "mpiexec")  # accept --hostfile
 _HOST_FILTERS = ("include", "exclude", "num_nodes", "num_gpus")
 
 
@@ -31,14 +31,15 @@ def with_separator(command: Sequence[str]) -> list[str]:
     at = next((at for at, word in enumerate(launcher) if Path(word).name in _OWN_LAUNCHERS), None)
     if at is None:
         return list(command)
-    flags, train = split_command_line(command[at + 1:])
+    rest = command[at + 1:]
+    flags, train = split_command_line(rest[1:] if rest[0] == "train" else rest)
     return [*command[:at + 1], *flags, "--", *train]
 
 
 def _train_flags_index(command: Sequence[str]) -> int:
-    """Return the index after `train.py` or else after `--`, where train.py's flags begin; 0 if there is neither."""
+    """Return the index after train.py, pretrain.train or else `--`, where train.py's flags begin; 0 if there is none."""
     names = [Path(word).name for word in command]
-    end = next((name for name in ("train.py", "--") if name in names), None)
+    end = next((name for name in ("train.py", "pretrain.train", "--") if name in names), None)
     return 0 if end is None else names.index(end) + 1
 
 
