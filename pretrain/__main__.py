@@ -33,6 +33,8 @@ def program() -> NoReturn:
 def main() -> int:
     """Run the subcommand of sys.argv and return its exit code. Raises ConfigError."""
     words = sys.argv[1:]
+    if words and words[0].startswith("--local_rank="):  # DeepSpeed's launcher inserts it
+        words = words[1:]
     first = words[0] if words else ""
     if first in ("-h", "--help", "--version"):
         print(__version__ if first == "--version" else overview())

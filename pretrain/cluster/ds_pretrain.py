@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = find_rank_command(words)
     launcher_words, rest = (split_command_line(words) if command is None else
                             (words[:command[0]], words[command[0] + 1:]))
-    parser = launcher_parser("ds-pretrain")
+    parser = launcher_parser("ds-pretrain train")
     if {"-h", "--help"} & set(launcher_words):
         parser.print_help()
         print()

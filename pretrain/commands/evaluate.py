@@ -61,7 +61,6 @@ def _parser() -> Parser:
     add("--export", type=path, metavar="DIR",
         help="new folder for the exported model that the tasks use (default: a temporary folder)")
     add("--json", type=path, metavar="FILE", help="also write the results to this file")
-    add("--local_rank", type=whole_number(-1, 2**31), help=argparse.SUPPRESS)  # DeepSpeed's launcher passes it
     return parser
 
 

@@ -1,6 +1,8 @@
 """`ds-pretrain`: command line, validation before torch is imported, one run, and signals."""
 
+import base64
 import contextlib
+import json
 import os
 import re
 import signal
@@ -13,9 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from pretrain.__main__ import main as ds_pretrain
 from pretrain.cluster.ds_pretrain import main
-from pretrain.cluster.launcher_flags import find_tool, launcher_parser, split_command_line
+from pretrain.cluster.launcher_flags import find_rank_command, launcher_parser, split_command_line
 from pretrain.cluster.local_launch import local_slots
+from pretrain.commands import COMMANDS
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.distributed.device import Device
 from pretrain.distributed.tcp_store import SECRET_VARIABLE
@@ -48,6 +52,45 @@ def test_launcher_and_train_py_have_no_flag_in_common() -> None:
     assert [field.name for field in fields(RunArguments) if parser.takes_value(f"--{field.name}") is not None] == []
 
 
+@pytest.mark.parametrize("words", [
+    ["--num_gpus", "2", "sanity", "--config", "run.yaml"], ["sanity", "--config", "run.yaml", "--num_gpus", "2"],
+    ["--num_gpus=2", "tools/sanity_check.py", "--config", "run.yaml"],
+])
+def test_a_subcommand_on_several_ranks_is_found_in_any_place(words: list[str],
+                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+    monkeypatch.setattr("pretrain.cluster.local_launch.run_launcher", lambda *args: started.append(args[0]) or 0)
+    monkeypatch.setattr("sys.argv", ["ds-pretrain", *words])
+    assert ds_pretrain() == 0
+    assert started[0][-3:] == ["sanity", "--config", "run.yaml"]
+    assert json.loads(base64.urlsafe_b64decode(next(word for word in started[0] if word.startswith("--world_info=")
+                                                    ).partition("=")[2]))["localhost"] == [0, 1]
+
+
+@pytest.mark.parametrize(("words", "line"), [
+    (["chek"], "there is no subcommand 'chek'. Did you mean \"check\"?"),
+    (["config", "zero3_bf1"], "there is no file and no layout 'zero3_bf1'. Did you mean \"zero3_bf16\"?"),
+    (["template", "slrum"], "there is no template 'slrum'. Did you mean \"slurm\"?"),
+    (["train", "--train_stps", "3"], "--train_stps: there is no such flag. Did you mean \"--train_steps\"?"),
+])
+def test_misspelt_names_are_rejected(words: list[str], line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["ds-pretrain", *words])
+    with pytest.raises(ConfigError, match=re.escape(line)):
+        ds_pretrain()
+
+
+def test_every_subcommand_has_a_help_page_and_a_tool_that_is_the_same() -> None:
+    """The files in tools/ are the programs under their earlier names."""
+    tools = {re.search(r'insert\(1, "(.*)"\)', path.read_text())[1]: path for path in (ROOT / "tools").glob("*.py")}
+    for name in COMMANDS:
+        starts = [["-m", "pretrain", name], *([[str(tools[name])]] if name in tools else [])]
+        pages = {subprocess.run([sys.executable, *start, "--help"], text=True, capture_output=True, check=True,
+                                env={**os.environ, "COLUMNS": "80"}).stdout for start in starts}
+        assert len(pages) == 1
+        assert f"ds-pretrain {name}" in pages.pop()
+    assert tools.keys() <= COMMANDS.keys()
+
+
 def test_tools_start_on_a_free_port(corpus: str, tmp_path: Path) -> None:
     """The default port of `deepspeed` is taken, by this test or by another program."""
     save_hf_model(tmp_path / "model", {
@@ -57,7 +100,7 @@ def test_tools_start_on_a_free_port(corpus: str, tmp_path: Path) -> None:
     del environ["MASTER_PORT"]
 
     def start(tool: str, *words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "pretrain.cluster.ds_pretrain", "--num_gpus", "2", str(ROOT / "tools" / tool)]
+        command = [sys.executable, "-m", "pretrain", "--num_gpus", "2", str(ROOT / "tools" / tool)]
         return subprocess.run([*command, *words], env=environ, cwd=tmp_path, capture_output=True, text=True,
                               timeout=900)
 
@@ -88,9 +131,8 @@ def test_ranks_get_a_secret_that_no_command_line_shows(given: str, monkeypatch: 
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["--check_only", "tools/sanity_check.py"], "--check_only: it is for pretrain/train.py"),
-    (["nowhere/find_lr.py"], "nowhere/find_lr.py: there is no such file"),
-    ([], "flags of pretrain/train.py are missing"),
+    (["--check_only", "sanity"], "--check_only: it is for runs, not for sanity"),
+    ([], "the flags of the run are missing"),
     (["--num_gpus", "0"], "--num_gpus: found '0'"),
     (["--num_gpus", "x"], "--num_gpus: found 'x'"),
     (["--num_gpus", "1000000000"], "--num_gpus: found '1000000000'"),
@@ -109,7 +151,7 @@ def test_bad_input_is_rejected(words: list[str], message: str, corpus: str, tmp_
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     flags = _flags(corpus, tmp_path / "run", "--train_steps", "2", config=ZERO2) if words else []
     with pytest.raises(ConfigError) as error:
-        main([*flags, *words] if find_tool(words) is None else words)
+        main([*flags, *words] if find_rank_command(words) is None else words)
     assert message in str(error.value)
     assert not (tmp_path / "run").exists()
 
@@ -176,7 +218,7 @@ def test_a_bad_run_is_rejected_before_torch_is_imported(corpus: str, tmp_path: P
 
 def test_two_ranks_train_and_print_no_warnings(corpus: str, tmp_path: Path) -> None:
     flags = _flags(corpus, Path("run"), "--train_steps", "2", config=ZERO2)
-    done = subprocess.run([sys.executable, "-m", "pretrain.cluster.ds_pretrain", "--num_gpus", "2", *flags],
+    done = subprocess.run([sys.executable, "-m", "pretrain", "--num_gpus", "2", *flags],
                           env={**_environment(), "PYTHONPATH": str(ROOT)}, cwd=tmp_path, text=True, timeout=300,
                           capture_output=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -226,7 +268,7 @@ def test_ranks_save_on_a_signal_or_end_if_they_have_no_handler(
     assert process.wait(60) == code
 
 
-@pytest.mark.parametrize("program", [["-m", "pretrain.cluster.ds_pretrain"], [str(ROOT / "pretrain" / "train.py")]])
+@pytest.mark.parametrize("program", [["-m", "pretrain"], [str(ROOT / "pretrain" / "train.py")]])
 def test_too_few_open_files_are_rejected_in_one_line(program: list[str], corpus: str, tmp_path: Path) -> None:
     words = [sys.executable, *program, *_flags(corpus, tmp_path / "run", "--train_steps", "5", config=ZERO2)]
     done = subprocess.run(["bash", "-c", 'ulimit -n 24; exec "$@"', "bash", *words], capture_output=True, text=True,

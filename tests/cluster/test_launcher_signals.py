@@ -29,7 +29,7 @@ def deepspeed(flags: Sequence[str]) -> list[str]:
 
 
 def ds_pretrain(flags: Sequence[str]) -> list[str]:
-    return [sys.executable, "-m", "pretrain.cluster.ds_pretrain", "--num_gpus", "2", *flags]
+    return [sys.executable, "-m", "pretrain", "--num_gpus", "2", *flags]
 
 
 def start(command: list[str], run: Path) -> tuple["subprocess.Popen[bytes]", list[psutil.Process]]:

@@ -34,7 +34,7 @@ def live(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tupl
     run = tmp_path_factory.mktemp("twice") / "run"
     flags = _flags(corpus, run, "--train_steps", "100000", "--save_interval", "5", "--keep_checkpoints", "2",
                    config=ZERO2)
-    starts = [_start(["-m", "pretrain.cluster.ds_pretrain", "--num_accelerators", "1", *flags]) for _ in range(2)]
+    starts = [_start(["-m", "pretrain", "--num_accelerators", "1", *flags]) for _ in range(2)]
     try:
         wait_until(lambda: any(start.poll() is not None for start in starts))
         rejected = next(start for start in starts if start.poll() is not None)
@@ -68,7 +68,7 @@ def _commands(flags: list[str], folder: Path) -> dict[str, list[str]]:
     hostfile = folder / "hosts"
     hostfile.write_text("no-such-host slots=1\n")
     train = [str(ROOT / "pretrain" / "train.py"), *flags]
-    return {"ds-pretrain": ["-m", "pretrain.cluster.ds_pretrain", "--num_accelerators", "1", *flags],
+    return {"ds-pretrain": ["-m", "pretrain", "--num_accelerators", "1", *flags],
             "cluster.sh": ["-m", "pretrain.cluster.multihost_launch", "--hostfile", str(hostfile), "--no_ssh",
                            "--node_rank", "0", "--master_addr", "127.0.0.1", "--", *flags],
             "SLURM": ["-m", "pretrain.cluster.slurm_job", "before", "--world_size", "1", *flags],

@@ -168,7 +168,7 @@ def test_ctrl_c_before_training_leaves_no_lock_and_lines_break_between_words(cor
             pressed = True
             os.write(terminal, b"\x03")
 
-    command = [sys.executable, "-m", "pretrain.cluster.ds_pretrain", "--num_gpus", "2",
+    command = [sys.executable, "-m", "pretrain", "--num_gpus", "2",
                *_flags(corpus, Path("run"), "--train_steps", "5", config=ROOT / "ds_configs" / "zero1_bf16.json")]
     for finds_a_dead_start in (False, True):
         pressed = False

@@ -37,7 +37,7 @@ def with_separator(command: Sequence[str]) -> list[str]:
 
 
 def _train_flags_index(command: Sequence[str]) -> int:
-    """Return the index after train.py, pretrain.train or else `--`, where train.py's flags begin; 0 if there is none."""
+    """Return the index after train.py, pretrain.train or else `--`, where the flags of the run begin; otherwise 0."""
     names = [Path(word).name for word in command]
     end = next((name for name in ("train.py", "pretrain.train", "--") if name in names), None)
     return 0 if end is None else names.index(end) + 1
