@@ -25,8 +25,9 @@ _USAGE = """usage: ds-pretrain [train] [flags of the launcher] [flags of the run
 """
 
 
-def program() -> NoReturn:
-    """Run the console script `ds-pretrain`; pyproject.toml names this function."""
+def program(subcommand: str = "") -> NoReturn:
+    """Run the console script `ds-pretrain`, which pyproject.toml names, or the program of a subcommand in tools/."""
+    sys.argv[1:1] = [subcommand] if subcommand else []
     run_main(main)
 
 
@@ -49,7 +50,13 @@ def main() -> int:
     if launcher_words:
         name, words = "train", [*launcher_words, name, *rest]
     sys.argv = [f"ds-pretrain {name}", *words]  # argparse prints the first word in usage lines
-    return COMMANDS[name].load()() or 0
+    try:
+        function = COMMANDS[name].load()
+    except ModuleNotFoundError as error:
+        raise ConfigError(sys.executable, problem=f"this Python has no package {error.name!r}",
+                          remedy="use the Python of the environment in which ds-pretrain is installed, for example "
+                                 "`pip install ds-pretrain`, or launch/setup.sh in a checkout") from None
+    return function() or 0
 
 
 def _split_for_launcher(name: str, words: list[str]) -> tuple[list[str], list[str]]:

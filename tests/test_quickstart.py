@@ -237,4 +237,4 @@ def test_quickstart_names_the_next_commands(quickstart: tuple[Path, Path, str]) 
         assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
     assert following[2].startswith("ds-pretrain ")
     run = clone / "runs" / "quickstart"  # the pages run the last two programs
-    assert following[3:] == [f"python tools/evaluate.py {run}", f"python tools/export_hf.py {run} --output {run}-hf"]
+    assert following[3:] == [f"ds-pretrain evaluate {run}", f"ds-pretrain export {run} --output {run}-hf"]

@@ -115,7 +115,7 @@ def test_a_complete_run_rejects_other_evaluation_data(runs: tuple[Path, Path, li
     for flag, value, name in (("--valid_data", other, f"--data {other}"), ("--split", "70,20,10", "--split valid")):
         done = start_one_rank(_flags(corpus, runs[0], "--train_steps", "6", flag, value), **first_of_two)
         _assert_rejected(done, f"{flag} {value}", "the run is complete (6 of 6 steps",
-                         f"python tools/evaluate.py {runs[0]} {name}")
+                         f"`ds-pretrain evaluate {runs[0]} {name}")
 
 
 def _assert_rejected(done: subprocess.CompletedProcess[str], *words: str) -> None:

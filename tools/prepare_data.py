@@ -4,10 +4,8 @@
 import sys
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])
-sys.argv.insert(1, "prepare")
+if __name__ == "__main__":  # find the package from any working directory, also without an installation
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from pretrain.__main__ import program
 
-from pretrain.__main__ import program  # noqa: E402
-
-if __name__ == "__main__":
-    program()
+    program("prepare")

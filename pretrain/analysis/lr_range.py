@@ -103,7 +103,7 @@ def range_lines(test: RangeTest) -> list[str]:
     lines += [f"{point.lr:>10.2e}  {point.loss:>9.4f}  {point.smoothed:>9.4f}"
               for point in (test.points[i] for i in shown)]
     remedy = "use a higher --to" if test.diverged_at is None else \
-        "use a lower --from, or look at the data: random tokens cannot be learned (ds-pretrain inspect)"
+        "use a lower --from, or look at the data: random tokens cannot be learned (`ds-pretrain inspect`)"
     lines.append(f"steepest descent    {_rate(test.steepest, f'not found: the loss did not fall; {remedy}')}")
     lines.append(f"divergence          {_rate(test.diverged_at, 'not reached: --to may be higher')}")
     if test.suggested is not None:

@@ -1,4 +1,4 @@
-"""Supervise a run: ds-pretrain supervise [flags] -- COMMAND...
+"""Supervise a run: `ds-pretrain supervise [flags] -- COMMAND...`
 
 COMMAND is any command that starts a run.
 """

@@ -101,7 +101,7 @@ def parse_data_spec(train_data: Words, *, valid_data: Words = None, test_data: W
     if sample_order != "shuffled" and len(prefixes) > 1:
         raise ConfigError(f"--sample_order {sample_order}", problem=f"--train_data has {len(prefixes)} prefixes, and "
                           "the blends of Megatron-LM and GPT-NeoX are not reproduced", remedy="use --sample_order "
-                          "shuffled, or join the data by ds-pretrain data merge")
+                          "shuffled, or join the data by `ds-pretrain data merge`")
     if sample_order != "shuffled" and packing != "none":
         raise ConfigError(f"--packing {packing}", problem=f"--sample_order {sample_order} has no packing",
                           remedy="use --sample_order shuffled, or --packing none")

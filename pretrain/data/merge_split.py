@@ -223,7 +223,7 @@ def _tokens(data: IndexedDataset, first: int, last: int, advance: Advance) -> It
         values = data.raw_tokens(start, stop)
         if int(values.min()) < 0:
             raise ConfigError(str(data.bin_path), found=f"token {values.min()}", expected="no token below 0",
-                              remedy="write it again with ds-pretrain prepare")
+                              remedy="write it again with `ds-pretrain prepare`")
         yield values
         advance((stop - start) * data.dtype.itemsize, "")
 

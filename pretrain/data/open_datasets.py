@@ -43,7 +43,7 @@ def open_datasets(spec: DataSpec, *, seq_length: int, seed: int,
     """
     if not spec.train:
         raise ConfigError("--train_data", problem="it is required: the prefix of a .bin/.idx pair",
-                          remedy="ds-pretrain prepare writes one")
+                          remedy="`ds-pretrain prepare` writes one")
     def samples_of(part: _Part, name: str, part_seed: int = seed) -> SampleDataset:
         return _samples(part, name, spec, seq_length=seq_length, seed=part_seed,
                         num_samples=(num_samples or {}).get(name.partition("/")[0], 1))

@@ -197,7 +197,7 @@ def _largest_token(indexed: IndexedDataset, scanned: int) -> int:
     smallest = min(low for low, _ in ranges)
     if smallest < 0:
         raise ConfigError(f"{indexed.prefix}.bin", found=f"token {smallest}", expected="no token below 0",
-                          remedy="write it again with ds-pretrain prepare")
+                          remedy="write it again with `ds-pretrain prepare`")
     return max(high for _, high in ranges)
 
 

@@ -33,7 +33,7 @@ REPORTED_STEP = 2  # counted from the start of this process: the first step allo
 # allocator keeps. Measured: 30 to 213 MiB with models of 0.3 to 25 M parameters.
 PROCESS_GROWTH_BYTES = 256 * 2**20
 
-_COMPARE = "ds-pretrain compare compares layouts that fit"
+_COMPARE = "`ds-pretrain compare` compares layouts that fit"
 _MAX_FRACTION = 0.85  # of the failed layout's predicted memory: changes that need more are not suggested
 _UNCERTAIN = 0.03  # fraction of the measured peak from which the line shows a range: see StepPeak
 

@@ -42,7 +42,7 @@ class Observations:
             return ""
         return (f"the loss has risen from {first['loss']:.2f} to {loss:.2f}, above the loss of equal probabilities, "
                 f"ln({self._plan.model.vocab_size}) = {self._log_v:.2f}: the learning rate (peak {self._peak_lr:g}) is "
-                "too high, or the run is unstable; ds-pretrain find-lr suggests a rate")
+                "too high, or the run is unstable; `ds-pretrain find-lr` suggests a rate")
 
     def _nothing_moves(self, row: Mapping[str, Any]) -> str:
         ratio, lr = row["update_ratio"], row["lr"]
@@ -51,7 +51,7 @@ class Observations:
                 not ratio * self._peak_lr / lr < _SMALLEST_UPDATE:  # NaN: not measured
             return ""
         return (f"an update changes the weights by {ratio:.0e} of their norm, and those of healthy runs by 1e-4 to 1e-2"
-                f": the learning rate (peak {self._peak_lr:g}) is too low; ds-pretrain find-lr suggests a rate")
+                f": the learning rate (peak {self._peak_lr:g}) is too low; `ds-pretrain find-lr` suggests a rate")
 
     def _nothing_to_learn(self, row: Mapping[str, Any]) -> str:
         if not row["loss"] < _LOWEST_LOSS:
@@ -66,5 +66,5 @@ class Observations:
                 not row["loss"] > entropy:
             return ""
         return (f"after {row['step']} steps, the loss is {row['loss']:.2f}, not below the unigram entropy of the data, "
-                f"{entropy:.2f}: the model has learned at most how frequent each token is; ds-pretrain sanity tests "
+                f"{entropy:.2f}: the model has learned at most how frequent each token is; `ds-pretrain sanity` tests "
                 "data, model and learning rate")

@@ -289,7 +289,7 @@ def remedy_for(engine: DeepSpeedEngine, step: int) -> str:
     """Return what the user should correct after bad steps up to `step`."""
     if has_no_update(engine, step):
         return ("correct the initial weights or the data, because there was no update yet, and so the learning rate is "
-                "not the cause (ds-pretrain sanity tests them)")
+                "not the cause (`ds-pretrain sanity` tests them)")
     return "correct the cause, for example with a lower learning rate"
 
 

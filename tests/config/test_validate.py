@@ -1,13 +1,12 @@
 """tools/check_config.py: what it imports, and the plans of valid inputs. tests/wrong_inputs has the wrong ones."""
 
 import dataclasses
-import importlib.util
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pretrain.commands.check import main as check
 from pretrain.config.ds_json.read import get_value
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.plan import Plan
@@ -36,18 +35,6 @@ def words(world: Path, json_changes: dict[str, Any], flags: dict[str, Any]) -> l
     return [word.replace("{world}", str(world)) for word in run_words(flags)]
 
 
-def load_main() -> Callable[[list[str]], None]:
-    spec = importlib.util.spec_from_file_location("check_config", ROOT / "tools" / "check_config.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.main
-
-
-MAIN = load_main()
-
-
 @pytest.mark.parametrize("culprit", ["broken.json:2", "truncated.bin"])
 def test_rejection_imports_no_slow_packages(world: Path, culprit: str) -> None:
     row = next(row for row in WRONG if row[2] == culprit)
@@ -65,7 +52,7 @@ def test_validation_imports_neither_torch_nor_deepspeed(world: Path) -> None:
 
 def test_a_valid_run_prints_its_plan(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = {"world_size": 4, "global_batch_size": 8, "gradient_accumulation_steps": 2, "valid_data": "{world}/few"}
-    MAIN(words(world, {"pipeline": {"stages": 2, "activation_checkpoint_interval": 1}}, flags))
+    check(words(world, {"pipeline": {"stages": 2, "activation_checkpoint_interval": 1}}, flags))
     out = capsys.readouterr().out
     assert "ZeRO-1, 2 pipeline stages x 2 data-parallel = 4 ranks" in out
     assert "8 samples a step = 2 micro-batch x 2 accumulation x 2 data-parallel" in out
@@ -76,7 +63,7 @@ def test_a_valid_run_prints_its_plan(world: Path, capsys: pytest.CaptureFixture[
 def test_the_plan_has_the_predicted_memory_and_whether_it_fits(
         world: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def lines(*own: str, **flags: Any) -> dict[str, list[str]]:
-        MAIN([*words(world, {}, {"device": NOTHING, **flags}), *own])
+        check([*words(world, {}, {"device": NOTHING, **flags}), *own])
         found: dict[str, list[str]] = {}
         for line in capsys.readouterr().out.splitlines():
             found.setdefault(line.split()[0], []).append(line)

@@ -239,9 +239,9 @@ def test_the_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
         "longest document": "4 tokens (document 1)", "shortest document": "0 tokens", "mean document": "2.0 tokens",
         "empty documents": "1", "tokenizer": "/a/tokenizer.model", "SHA-256 of it": "ab" * 32, "vocabulary": "60,000",
         "end of document": "2", "unigram entropy": "1.5000 nats per token",
-        "hashes": f"none; python tools/data.py hash {first} writes them"}
+        "hashes": f"none; `ds-pretrain data hash {first}` writes them"}
     assert run("verify", first) == [f"{first}: every entry of the .idx is right; the bytes cannot be compared: there "
-                                    f"are no hashes. python tools/data.py hash {first} writes them"]
+                                    f"are no hashes. `ds-pretrain data hash {first}` writes them"]
     assert run("merge", f"{tmp_path}/all", first, second) == [
         "note: vocab_size, tokenizer, tokenizer_sha256, eod_token: left out of the .meta.json: not the same for every "
         "input", f"{tmp_path}/all: documents: 4; tokens: 7 of uint16"]

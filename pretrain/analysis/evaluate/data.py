@@ -23,7 +23,7 @@ SPLITS = ("train", "valid", "test")
 
 @dataclass(frozen=True)
 class DataFlags:
-    """The flags of ds-pretrain evaluate that choose the data. None: the run's value, or a default."""
+    """The flags of `ds-pretrain evaluate` that choose the data. None: the run's value, or a default."""
 
     data: tuple[str, ...] = ()
     split: tuple[str, ...] = ()

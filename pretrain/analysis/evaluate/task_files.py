@@ -22,7 +22,7 @@ _LOGGERS = ("lm_eval", "datasets", "huggingface_hub", "transformers", "evaluate"
 
 @dataclass(frozen=True)
 class TaskFlags:
-    """The flags of ds-pretrain evaluate for tasks of lm-eval."""
+    """The flags of `ds-pretrain evaluate` for tasks of lm-eval."""
 
     names: tuple[str, ...] = ()
     folder: Path | None = None

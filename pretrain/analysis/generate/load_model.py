@@ -171,7 +171,7 @@ def _load_transformers_folder(folder: Path, dtype: str, placement: torch.device 
     wrong = sorted(loaded["missing_keys"]) + sorted(str(key) for key in loaded["mismatched_keys"])
     if wrong:
         raise ConfigError(str(folder), problem=f"{len(wrong)} tensors of the model are missing or have another shape "
-                          f"({wrong[0]} ...)", remedy="use a complete folder, as ds-pretrain export writes it")
+                          f"({wrong[0]} ...)", remedy="use a complete folder, as `ds-pretrain export` writes it")
     return model if mapped else model.to(placement)
 
 

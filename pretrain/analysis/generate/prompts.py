@@ -1,4 +1,4 @@
-"""Read the prompts of ds-pretrain generate from flags, a file or standard input. Imports no torch."""
+"""Read the prompts of `ds-pretrain generate` from flags, a file or standard input. Imports no torch."""
 
 import sys
 from collections.abc import Sequence

@@ -223,7 +223,7 @@ def check_labels(batches: list[MicroBatch]) -> Result:
         compared += int(counts.sum())
     total, differing = sum(gather(compared)), sum(gather(wrong))
     return Result("labels", differing == 0 and total > 0, f"{differing:,} of {total:,} labels are not the next token",
-                  "0", "the labels must be the tokens shifted by one: look at the batch with ds-pretrain inspect",
+                  "0", "the labels must be the tokens shifted by one: look at the batch with `ds-pretrain inspect`",
                   float(differing))
 
 

@@ -67,7 +67,7 @@ def check_update_size(checked: CheckedEngine, small: list[MicroBatch]) -> tuple[
     return Result("update size", _SMALLEST_UPDATE <= update <= _LARGEST_UPDATE,
                   f"an update at the peak rate {peak:g} has {update:.1e} of the weights' norm",
                   f"{_SMALLEST_UPDATE:g} to {_LARGEST_UPDATE:g}",
-                  f"the learning rate is far too {way}: ds-pretrain find-lr suggests one",
+                  f"the learning rate is far too {way}: `ds-pretrain find-lr` suggests one",
                   update), peak * min(max(update, low), high) / update
 
 

@@ -127,7 +127,7 @@ def tokenizer_of(path: Path) -> str:
         return tokenizer
     imported = next((folder for folder in _possible_runs(path)
                      if (folder / "checkpoints").is_dir() and (folder / "tokenizer").is_dir()), None)
-    if imported is not None:  # by ds-pretrain import
+    if imported is not None:  # by `ds-pretrain import`
         return str(imported / "tokenizer")
     if run is not None and (prepared := _tokenizer_of_data(run)) is not None:
         return prepared

@@ -203,7 +203,7 @@ def _reject_other_evaluation_data(plan: Plan, step: int, last_step: int) -> None
         raise ConfigError(f"--{split}_data {prefix}" if prefix else f"--split {plan.args.split}",
                           problem=f"the run is complete ({step} of {last_step} steps are done), so it would not "
                           f"evaluate this {name} data, which its last start did not have",
-                          remedy=f"ds-pretrain evaluate {save} {data} evaluates it")
+                          remedy=f"`ds-pretrain evaluate {save} {data}` evaluates it")
 
 
 def _changed_flag_notes(plan: Plan, run: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""Benchmarks: compare this project with other training programs and with the limits of the machine (ds-pretrain bench).
+"""Benchmarks (`ds-pretrain bench`): this project, other training programs, and the limits of the machine.
 
 sections, profile, startup and data have the sections of --what. project and peers have the baselines, which worker runs
 in processes of their own.

@@ -100,7 +100,7 @@ def least_seconds(functions: Sequence[Callable[[], object]], repetitions: int,
 
 
 def preparing(bench: DataBench) -> dict[str, DataFigure]:
-    """Compare ds-pretrain prepare with one worker and with two, and a plain loop. All figures are of processes."""
+    """Compare `ds-pretrain prepare` with one worker and with two, and a plain loop. All figures are of processes."""
     corpus = python_corpus(bench.folder / "corpus", megabytes=_CORPUS_MEGABYTES * bench.scale).train
     model = train_sentencepiece([str(corpus)], bench.folder / "tokenizer", vocab_size=_VOCAB_SIZE,
                                 max_megabytes=_TRAINING_MEGABYTES).path

@@ -1,4 +1,4 @@
-"""The sections of ds-pretrain bench: all of them in turn, and those about training steps and checkpoints."""
+"""The sections of `ds-pretrain bench`: all of them in turn, and those about training steps and checkpoints."""
 
 import statistics
 import tempfile

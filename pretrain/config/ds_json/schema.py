@@ -75,7 +75,7 @@ _OFFLOAD_OPTIMIZER: Tree = {
                                "not save them; remove the key"),
     "cpuadam_cores_perc": _ignored('it belongs to "super_offload"', 0.8, kind="number", low=0, high=1),
 }
-_GATHER = _ignored("ds-pretrain checkpoint consolidate writes the complete weights")
+_GATHER = _ignored("`ds-pretrain checkpoint consolidate` writes the complete weights")
 _STAGE3: Tree = {
     "prefetch_bucket_size": Key("int", low=0, auto=True),
     "param_persistence_threshold": Key("int", low=0, auto=True),
@@ -323,7 +323,7 @@ TREE: Tree = {
     "vocabulary_size": _ignored("the vocabulary is that of --model", kind="int", low=1),
     "dataloader_drop_last": _ignored("every batch of --train_data is complete"),
     "data_efficiency": DATA_EFFICIENCY,
-    "autotuning": _rejected("DeepSpeed's autotuner is not supported; ds-pretrain compare predicts memory and step "
+    "autotuning": _rejected("DeepSpeed's autotuner is not supported; `ds-pretrain compare` predicts memory and step "
                             "time of each layout, and writes the JSON of the best; remove the block"),
     "compile": COMPILE,
     "hybrid_engine": _rejected("it generates text for RLHF, not for pretraining; remove the block"),

@@ -94,7 +94,7 @@ class RunArguments:
         "megatron or neox", low=1, high=2**48, unset="--first_sample and the samples of --train_steps")
     tokenizer: str | None = DATA.flag(
         None, "SentencePiece .model file, a folder with it or with tokenizer.json, a repository (org/name), a preset's "
-        "name such as gpt2, or the word bytes; checked against data and model, and used by ds-pretrain generate",
+        "name such as gpt2, or the word bytes; checked against data and model, and used by `ds-pretrain generate`",
         parse=path_text, metavar="PATH")
     seq_length: int = DATA.flag(1024, "tokens in a sample", low=1)
     seq_length_schedule: str | None = DATA.flag(
@@ -213,7 +213,7 @@ class RunArguments:
         choices=("debug", "info", "warning", "error"), metavar="LEVEL")
 
     sanity_check: bool = MEASUREMENTS.flag(
-        False, "before step 1: run the checks of ds-pretrain sanity, and reject the run if one fails; a run that "
+        False, "before step 1: run the checks of `ds-pretrain sanity`, and reject the run if one fails; a run that "
         "resumes is not checked again")
     profile_steps: str | None = MEASUREMENTS.flag(
         None, "steps to profile, the first and the last one, such as 10:12: each rank writes a trace and a table of "

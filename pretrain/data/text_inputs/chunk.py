@@ -32,7 +32,7 @@ BEGINNING = Position()
 
 @dataclass(frozen=True)
 class ReadSettings:
-    """Settings of the reading of documents. The fields are flags of ds-pretrain prepare."""
+    """Settings of the reading of documents. The fields are flags of `ds-pretrain prepare`."""
 
     format: str = "auto"
     jsonl_key: str = "text"

@@ -66,8 +66,8 @@ def damaged_block(indexed: IndexedDataset, number: int, path: Path | None) -> Co
     recorded = f"the SHA-256 that {path.name} records" if path else "the SHA-256 that it had"
     return ConfigError(str(indexed.bin_path), problem=f"bytes {start} to {end} do not have {recorded}: the file is "
                        "damaged, or was changed without a new modification time",
-                       remedy="restore the file; or, if you changed it, hash it again: ds-pretrain data hash "
-                              f"{indexed.prefix}")
+                       remedy="restore the file; or, if you changed it, hash it again: "
+                              f"`ds-pretrain data hash {indexed.prefix}`")
 
 
 def hash_if_fast(indexed: IndexedDataset, seconds: float) -> None:

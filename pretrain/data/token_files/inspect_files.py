@@ -1,4 +1,4 @@
-"""Describe a data set, hash every byte of it, and compare every byte with its hashes, for ds-pretrain data."""
+"""Describe a data set, hash every byte of it, and compare every byte with its hashes, for `ds-pretrain data`."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -77,7 +77,7 @@ def _meta_rows(data: IndexedDataset) -> list[tuple[str, str]]:
 
 def _hashes(data: IndexedDataset) -> str:
     path = hashes_path(data.prefix)
-    remedy = f"ds-pretrain data hash {data.prefix} writes them"
+    remedy = f"`ds-pretrain data hash {data.prefix}` writes them"
     try:
         hashes: DataHashes | None = read_hashes(path)
     except ValueError as error:
@@ -110,7 +110,7 @@ def verify_data(prefix: str, advance: Advance) -> tuple[list[str], str]:
     cannot be used.
     """
     data, path = open_checked(prefix), hashes_path(prefix)
-    remedy = f"ds-pretrain data hash {prefix} writes "
+    remedy = f"`ds-pretrain data hash {prefix}` writes "
     try:
         stored = read_hashes(path)
     except ValueError as error:

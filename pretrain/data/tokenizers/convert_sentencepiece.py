@@ -1,7 +1,7 @@
 """Convert a SentencePiece model to a tokenizer of the tokenizers library that gives the same tokens.
 
 Pieces are written with spaces instead of U+2581. Then the encoder needs no rule for spaces, and a U+2581 of the text
-can be encoded as bytes, as `load_tokenizer` does for models of ds-pretrain tokenizer.
+can be encoded as bytes, as `load_tokenizer` does for models of `ds-pretrain tokenizer`.
 """
 
 import hashlib

@@ -125,7 +125,7 @@ def sentencepiece_ids(processor: Any) -> TokenIds:
 
 
 def encodes_by_lines(processor: Any) -> bool:
-    """Return whether a SentencePiece model encodes each line separately, such as models of ds-pretrain tokenizer.
+    """Return whether a SentencePiece model encodes each line separately, such as models of `ds-pretrain tokenizer`.
 
     For such a model, a U+2581 of the text is encoded as bytes. For other models, it is a space.
     """

@@ -1,6 +1,6 @@
 """Load tokenizers: SentencePiece `.model`, Hugging Face `tokenizer.json`, GPT-2's `vocab.json` and `merges.txt`, bytes.
 
-All have one interface. A tokenizer that ds-pretrain tokenizer trained decodes any text exactly. Other tokenizers may
+All have one interface. A tokenizer that `ds-pretrain tokenizer` trained decodes any text exactly. Other tokenizers may
 normalize text.
 """
 
@@ -35,7 +35,7 @@ _TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+={0,2} 0\r?\n")  # base64 of a token, it
 _SPACE = "\u2581"  # SentencePiece's symbol for a space; decoding turns it into a space
 _REMEDY = ("give a SentencePiece .model, a tokenizer.json or a folder with one, a repository (org/name), the name of a "
            "preset of --model, or the word bytes; "
-           "ds-pretrain tokenizer trains a tokenizer")
+           "`ds-pretrain tokenizer` trains a tokenizer")
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def _find_file(path: Path) -> Path:
     if found is None:
         raise ConfigError(f"--tokenizer {path}", problem="the folder contains neither tokenizer.model nor "
                           f"tokenizer.json{_other_files(path)}", remedy="name a file or folder that has one; "
-                          "ds-pretrain tokenizer trains a tokenizer")
+                          "`ds-pretrain tokenizer` trains a tokenizer")
     return found
 
 
@@ -177,7 +177,7 @@ def _load_sentencepiece(path: Path, content: bytes) -> Tokenizer:
         problem = "it is a tiktoken file, which is not supported" if _TIKTOKEN.match(content) else (
             f"SentencePiece cannot read its {len(content)} bytes")
         raise ConfigError(f"--tokenizer {path}", problem=problem,
-                          remedy="give a SentencePiece .model or a tokenizer.json; ds-pretrain tokenizer trains one")
+                          remedy="give a SentencePiece .model or a tokenizer.json; `ds-pretrain tokenizer` trains one")
     ids = sentencepiece_ids(processor)
     _check_added_tokens(path, ids.vocab_size)
 

@@ -1,4 +1,4 @@
-"""Main function of ds-pretrain compare: compares layouts, and prints or writes the result."""
+"""Main function of `ds-pretrain compare`: compares layouts, and prints or writes the result."""
 
 import argparse
 import json

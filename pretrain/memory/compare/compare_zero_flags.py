@@ -1,4 +1,4 @@
-"""The flags of ds-pretrain compare."""
+"""The flags of `ds-pretrain compare`."""
 
 import argparse
 from pathlib import Path
