@@ -43,7 +43,7 @@ def _named_paths(page: Path) -> list[str]:
 
 
 def test_every_page_is_listed() -> None:
-    found = {page for folder in (".", *_FOLDERS) for page in (ROOT / folder).glob("*.md")}
+    found = {page for folder in (".", ".github", *_FOLDERS) for page in (ROOT / folder).glob("*.md")}
     assert found == set(PAGES)
 
 

@@ -7,7 +7,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[2]
-_FOLDERS = ("", "ds_configs", "launch", "pretrain", "tests", "tools")
+_FOLDERS = ("", ".github", "ds_configs", "launch", "pretrain", "tests", "tools")
 _LINK = re.compile(r"\]\(([^)#:]+)[^):]*\)")
 
 

@@ -15,7 +15,8 @@ PAGES = [README, *(ROOT / name for name in (
     "ds_configs/README.md", "ds_configs/recipe.md", "ds_configs/long_sequences.md", "ds_configs/pipelines.md",
     "ds_configs/parallelism.md",
     "launch/README.md", "launch/unattended.md", "launch/right_results.md",
-    "pretrain/README.md", "tests/README.md"))]
+    "pretrain/README.md", "tests/README.md",
+    ".github/CONTRIBUTING.md", ".github/SECURITY.md", ".github/CHANGELOG.md"))]
 
 _PROGRAMS = (r"(?:python|deepspeed|ds-pretrain|torchrun|srun|sbatch|mpirun|kubectl|pip|pytest|\w+/[\w/]+\.sh|"
              r"tools/\w+\.py)")
@@ -29,6 +30,7 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "launch/setup.sh --offload", "ruff check .", "mypy", "lint-imports"),
     "needs the network": (
         "ds-pretrain evaluate runs/quickstart --tasks hellaswag,arc_easy --num_fewshot 5 --limit 200",),
+    "takes minutes: tests/test_project.py": (".github/release.sh",),
     "needs other versions of Python: tests/test_pythons.py": ("tests/pythons.sh",),
     "takes minutes: tests/chaos/test_chaos.py": (
         "python -m tests.chaos --faults 20 --seed 1 -- ds-pretrain --num_accelerators 2 --config "
