@@ -57,6 +57,7 @@ def test_the_image_trains_on_a_fresh_machine() -> None:
     if not Image.is_possible():
         pytest.skip("this machine allows no namespaces")
     pip, mounts = pip_variables()
+    links = pip.get("PIP_FIND_LINKS")
     with tempfile.TemporaryDirectory() as folder:
         context, image = Path(folder, "context"), Image(Path(folder, "root"), mounts)
         (context / "launch").mkdir(parents=True)
@@ -64,7 +65,9 @@ def test_the_image_trains_on_a_fresh_machine() -> None:
         subprocess.run([sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", context / "dist", ROOT],
                        check=True)
         image.make_debian("bookworm")
-        image.build(DOCKERFILE, context, **pip)
+        image.build(DOCKERFILE, context, **pip, **({"TORCH_LINKS": links} if links else {}))
         image.run_shell("test $(id -u) = 10001 && ! touch /opt/ds-pretrain/file 2>/dev/null")
         image.run("quickstart")
+        image.run_shell("ds-pretrain template quickstart > run.yaml")
+        image.run_shell("torchrun --nproc_per_node 2 -m pretrain.train --config run.yaml | grep 'is complete'")
         assert folder not in Path("/proc/self/mounts").read_text()
