@@ -17,6 +17,7 @@ from pretrain.checkpoint.load.start import Start, check_start
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.config.plan import Plan
+from pretrain.distributed.deepspeed_version import workarounds
 from pretrain.distributed.device import Device, detect_device
 from pretrain.distributed.print_error import is_lost_connection, print_error, report_lost_connection
 from pretrain.distributed.process import end_process, importing
@@ -77,7 +78,7 @@ def _train(start: Start, world: World, device: Device, guards: RankGuards) -> in
     """Import torch and DeepSpeed, then train a validated run. Returns the exit code."""
     plan = start.plan
     status("loading torch and DeepSpeed")
-    with importing():
+    with importing(), workarounds():
         prepare_deepspeed(device)
         if not _uses_compiler(plan, device):
             avoid_compiler_imports()

@@ -4,13 +4,15 @@
 
 The launcher only starts the ranks and waits for them, but with `python -m` DeepSpeed 0.19.8 imports torch and all of
 DeepSpeed first: 1.3 s before the ranks start, and 0.3 GB of memory until they end. Here the launcher gets small
-substitutes for the names that it imports (launcher/launch.py). Guarded by tests/cluster/test_without_torch.py.
+substitutes for the names that it imports (launcher/launch.py). A launcher that needs other names, such as that of
+0.18.9, imports all of DeepSpeed as usual. Guarded by tests/cluster/test_without_torch.py.
 """
 
+import importlib
 import importlib.util
 import logging
-import runpy
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -26,6 +28,11 @@ class _Accelerator:
     def set_visible_devices_envs(self, current_env: dict[str, str], local_accelerator_ids: list[int | str]) -> None:
         for name in self.visible_devices_envs():
             current_env[name] = ",".join(map(str, local_accelerator_ids))
+
+    def __getattr__(self, name: str) -> Any:
+        """Return any other method of DeepSpeed's accelerator, which imports torch."""
+        _forget_substitutes()
+        return getattr(importlib.import_module("deepspeed.accelerator").get_accelerator(), name)
 
 
 def _package(name: str, folders: list[str], **names: Any) -> ModuleType:
@@ -57,10 +64,29 @@ def _substitute_packages() -> None:
     utils.get_numactl_cmd = get_numactl_cmd  # type: ignore[attr-defined]
 
 
+def _forget_substitutes() -> None:
+    """Make the next import of DeepSpeed a complete one."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
+        del sys.modules[name]
+    logging.getLogger("DeepSpeed").handlers.clear()
+
+
+def _launcher() -> Callable[[], None]:
+    """Import the launcher with the substitutes, or with all of DeepSpeed if it needs more."""
+    try:
+        _substitute_packages()
+        launcher = importlib.import_module(_LAUNCHER)
+    except (AttributeError, ImportError, TypeError):
+        _forget_substitutes()
+        launcher = importlib.import_module(_LAUNCHER)
+    sys.argv[0] = str(launcher.__file__)
+    main: Callable[[], None] = launcher.main
+    return main
+
+
 if __name__ == "__main__":
     del sys.path[0]  # this folder: its modules must shadow no others
     if sys.argv[1:2] != [_LAUNCHER]:
         raise SystemExit(f"expected the module {_LAUNCHER}")
     del sys.argv[0]
-    _substitute_packages()
-    runpy.run_module(_LAUNCHER, run_name="__main__", alter_sys=True)
+    _launcher()()

@@ -1,6 +1,9 @@
-"""Version of the installed DeepSpeed, read without importing it, and the versions that this package is tested with."""
+"""The installed DeepSpeed: its version, which versions are tested, and what happens where a name is missing in it."""
 
+import contextlib
 import functools
+import logging
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
 from packaging.version import InvalidVersion, Version
@@ -8,16 +11,22 @@ from packaging.version import InvalidVersion, Version
 from pretrain.errors import ConfigError
 
 TESTED = ("0.18.9", "0.19.8")  # the oldest and the newest
+_CHANGED_NAME = (AttributeError, ImportError, KeyError, TypeError)  # a name or a signature is another one
 
 
 @functools.cache
 def deepspeed_version() -> Version:
-    """Return the installed version. Raises ConfigError if there is none."""
+    """Return the installed version, without importing DeepSpeed. Raises ConfigError if there is none."""
     try:
         return Version(version("deepspeed"))
     except (PackageNotFoundError, InvalidVersion) as error:
         raise ConfigError("deepspeed", problem=f"it is not installed in this environment ({error})",
                           remedy=f"pip install deepspeed=={TESTED[-1]}") from None
+
+
+def is_at_least(release: str) -> bool:
+    """Return whether the installed version is this release or a later one."""
+    return Version(deepspeed_version().base_version) >= Version(release)
 
 
 def untested_version() -> str | None:
@@ -27,3 +36,27 @@ def untested_version() -> str | None:
         return None
     return (f"DeepSpeed {found} is outside the tested versions, {TESTED[0]} to {TESTED[-1]}: its defects and keys may "
             "differ. Run `ds-pretrain doctor --deepspeed`, which tests this version for the known defects")
+
+
+@contextlib.contextmanager
+def shortcut(name: str) -> Iterator[None]:
+    """Let DeepSpeed do its own work if this version has no place for a shortcut. The block saves time or memory only.
+
+    The block reads all names of DeepSpeed before it changes anything.
+    """
+    try:
+        yield
+    except _CHANGED_NAME as error:
+        logging.getLogger(__name__).debug("DeepSpeed %s takes its own way: %s (%s)", deepspeed_version(), name, error)
+
+
+@contextlib.contextmanager
+def workarounds() -> Iterator[None]:
+    """Reject a run on an untested version that has no place for a work-around: it could have a wrong result."""
+    try:
+        yield
+    except _CHANGED_NAME as error:
+        if untested_version() is None:
+            raise
+        raise ConfigError(f"deepspeed {deepspeed_version()}", problem="a work-around for its defects cannot be applied "
+                          f"to this version ({error})", remedy=f"pip install deepspeed=={TESTED[-1]}") from None

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from datetime import timedelta
 from pathlib import Path
 
+from pretrain.distributed.deepspeed_version import shortcut
 from pretrain.distributed.host import interface_towards
 from pretrain.distributed.tcp_store import start_store
 from pretrain.distributed.world import World
@@ -124,7 +125,8 @@ def init_process_group(world: World, longest_s: float = 0.0) -> None:
     from deepspeed.accelerator import get_accelerator
 
     if world.size == 1:
-        skip_shared_memory_operator()
+        with shortcut("no operator for collectives on one rank"):
+            skip_shared_memory_operator()
     choose_interface(world, os.environ)
     on_cpu = get_accelerator().device_name() == "cpu"
     if not on_cpu:  # before the process group: NCCL's communicators belong to the current device

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from pretrain.config.model_of_run import initialization_of, undecayed_names
 from pretrain.config.plan import Plan
 from pretrain.distributed.collectives import gather
+from pretrain.distributed.deepspeed_version import shortcut, workarounds
 from pretrain.distributed.parallel_groups import ParallelGroups
 from pretrain.distributed.process import keep_freed_memory
 from pretrain.engine.attachments import Attachments, attach
@@ -41,7 +42,11 @@ from pretrain.engine.optimizer import (
 from pretrain.engine.parallelism import Mpu, create_mpu, create_parallel_groups, engine_config
 from pretrain.engine.patches.apply import apply_patches
 from pretrain.engine.patches.monitors import patch_flops_profiler, survive_failing_monitors
-from pretrain.engine.patches.zero import forget_group_of_earlier_engine, keep_dtype_of_partitions
+from pretrain.engine.patches.zero import (
+    forget_group_of_earlier_engine,
+    keep_dtype_of_partitions,
+    skip_reduction_on_one_rank,
+)
 from pretrain.engine.recipe import EarlyStopping, add_recipe, add_router_losses
 from pretrain.engine.update import Update
 from pretrain.errors import ConfigError
@@ -107,7 +112,8 @@ def build_engine(plan: Plan, *, initialize: bool = True,
     choose_kernels(recorded_kernels)
     torch.backends.cuda.matmul.allow_tf32 = plan.args.tf32
     forget_group_of_earlier_engine()
-    keep_dtype_of_partitions()
+    with workarounds():
+        keep_dtype_of_partitions()
     groups = create_parallel_groups(plan.layout)
     plan = with_layer_times(plan, groups, recorded_layer_times)
     mpu = create_mpu(plan.layout, groups)
@@ -132,7 +138,10 @@ def build_engine(plan: Plan, *, initialize: bool = True,
         early_stopping=EarlyStopping(patience=plan.args.early_stopping_patience,
                                      min_delta=plan.args.early_stopping_min_delta))
     attach(engine, own)
-    apply_patches(engine, own.update)
+    with workarounds():
+        apply_patches(engine, own.update)
+    with shortcut("no reduction on one rank"):
+        skip_reduction_on_one_rank(engine)
     pass_over_gradients_in_c(engine)
     add_recipe(engine, plan.args)
     patch_flops_profiler(engine)

@@ -16,6 +16,7 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from pretrain.distributed.deepspeed_version import shortcut
 from pretrain.model.kernels.cpu.c_functions import euclidean_norm, has_not_finite, multiply_, scale_to_float_
 from pretrain.model.kernels.cpu.choice import uses_c
 
@@ -30,12 +31,12 @@ def pass_over_gradients_in_c(engine: DeepSpeedEngine) -> None:
             or engine.optimizer_name() == "muon" or not _in_c(torch.empty(1, dtype=optimizer.dtype,
                                                                           device=engine.device)):
         return
-    _compute_norms(optimizer)
+    passes = [_compute_norms]
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
-        _find_not_finite(optimizer)
-        _average(optimizer)
-        if not optimizer.cpu_offload:
-            _flatten_scaled(optimizer)
+        passes += [_find_not_finite, _average, *([] if optimizer.cpu_offload else [_flatten_scaled])]
+    for replace_pass in passes:
+        with shortcut("a pass over the gradients"):  # before 0.19.4, no function flattens them
+            replace_pass(optimizer)
 
 
 def _in_c(gradient: torch.Tensor) -> bool:
@@ -67,7 +68,7 @@ def _find_not_finite(optimizer: Any) -> None:
 
 def _average(optimizer: Any) -> None:
     """Divide buckets in bf16 by the number of ranks, which torch does at a few percent of the memory's rate."""
-    average = optimizer.average_tensor
+    average, _ = optimizer.average_tensor, optimizer.gradient_average  # the second one is read and set below
 
     def average_tensor(bucket: torch.Tensor, dtype: torch.dtype) -> None:
         divides = optimizer.gradient_average and optimizer.reduce_scatter and bucket.dtype == torch.bfloat16

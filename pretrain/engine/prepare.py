@@ -14,6 +14,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from pretrain.distributed.deepspeed_version import shortcut
 from pretrain.distributed.device import Device
 from pretrain.distributed.device import cpuinfo as proc_cpuinfo
 
@@ -41,7 +42,8 @@ def prepare_deepspeed(device: Device) -> None:
     from pretrain.engine.operator_cache import cache_operators
 
     silence_renamed_collectives()
-    read_features_from_proc()
+    with shortcut("features of the CPU from /proc/cpuinfo"):
+        read_features_from_proc()
     os.environ.setdefault("DS_ACCELERATOR", device.kind)
     scripts = str(Path(sys.executable).parent)
     if os.environ.get("PATH", "").split(os.pathsep)[0] != scripts:
@@ -78,14 +80,15 @@ def import_muon_uncompiled() -> None:
     torch.compile at import (runtime/zero/muon/original_muon.py). On a CPU this compilation takes minutes of the first
     step of a run with Muon, once for each shape of a matrix, without a line of output.
     """
-    from deepspeed.runtime import compiler
+    with shortcut("Muon without torch.compile"):
+        from deepspeed.runtime import compiler
 
-    original = compiler.compile
-    compiler.compile = lambda: compiler.dummy_decorator
-    try:
-        import deepspeed.runtime.zero.muon.original_muon  # noqa: F401
-    finally:
-        compiler.compile = original
+        original = compiler.compile  # not in 0.18.0, which does not compile Muon
+        compiler.compile = lambda: lambda function: function
+        try:
+            import deepspeed.runtime.zero.muon.original_muon  # noqa: F401
+        finally:
+            compiler.compile = original
 
 
 def _mark_optimizer_methods_as_uncompiled() -> None:
@@ -96,7 +99,7 @@ def _mark_optimizer_methods_as_uncompiled() -> None:
     from torch.optim import Optimizer
 
     for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
-        method = getattr(getattr(Optimizer, name), "__wrapped__", None)
+        method = getattr(getattr(Optimizer, name, None), "__wrapped__", None)
         if method is not None and not hasattr(method, "__dynamo_disable"):
             setattr(method, "__dynamo_disable", method)
 

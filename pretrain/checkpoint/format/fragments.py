@@ -140,7 +140,9 @@ def _partitioned(engine: DeepSpeedEngine, names: ParameterNames) -> list[FlatTen
     numbers = _state_dict_numbers(base_optimizer(engine).param_groups)
     for i, tensor in enumerate(tensors):
         parameters = optimizer.bf16_groups[i] if bf16 else optimizer.round_robin_bit16_groups[i]
-        offsets = _consecutive_offsets(parameters) if bf16 else optimizer.round_robin_bit16_offsets[i]
+        offsets = _consecutive_offsets(parameters)
+        if hasattr(optimizer, "round_robin_bit16_offsets"):  # ZeRO from 0.19.8 on can put padding between parameters
+            offsets = optimizer.round_robin_bit16_offsets[i]
         start = dist.get_rank(optimizer.real_dp_process_group[i]) * tensor.numel()
         flats.append(FlatTensor(
             i, tensor, tensor.numel(), _fragments_between(start, start + tensor.numel(), parameters, offsets, names),
@@ -158,7 +160,7 @@ def _stage_3(engine: DeepSpeedEngine, names: ParameterNames) -> list[FlatTensor]
         fragments, offset = [], 0
         for parameter in parameters:
             numel = parameter.partition_numel()
-            start = optimizer._get_param_partition_rank(parameter) * numel
+            start = dist.get_rank(group=parameter.ds_process_group) * numel
             length = min(numel, parameter.ds_numel - start)
             if length > 0:
                 fragments.append(_fragment(parameter, names, start=start, length=length, offset=offset))

@@ -9,6 +9,7 @@ from typing import Any
 from pretrain.config.ds_json.optimizers import (
     DEEPSPEED_REJECTED,
     KNOWN_NAMES,
+    OPTIMIZERS,
     SCHEDULERS,
     TORCH_REJECTED,
     optimizer_params,
@@ -17,6 +18,7 @@ from pretrain.config.ds_json.read import DsFile
 from pretrain.config.ds_json.schema import BLOCKS_WITH_DEFAULTS, OLD_OFFLOAD, REMOVED, TREE, UNREAD, Key, Tree
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.other_programs import degree_for, hint_for
+from pretrain.distributed.deepspeed_version import TESTED, deepspeed_version, is_at_least
 from pretrain.errors import ConfigError, closest, did_you_mean
 from pretrain.model.families.family import listing
 
@@ -169,8 +171,8 @@ def _unknown(file: DsFile, values: dict[str, Any], tree: Tree, prefix: str, name
     found = f"unknown keys: {', '.join(unknown[:8])}{', ...' * (len(unknown) > 8)}" if len(unknown) > 1 else \
         "an unknown key"
     remedy = suggest_key(name, tree, prefix, kind) or (
-        "remove keys that DeepSpeed 0.19.8 does not have" if prefix else
-        "remove unknown keys: DeepSpeed 0.19.8 would ignore them")
+        "remove keys that DeepSpeed does not have" if prefix else
+        "remove unknown keys: DeepSpeed would ignore them")
     return ConfigError(file.where(prefix + name), found=found, expected=_known(tree, prefix), remedy=remedy)
 
 
@@ -181,6 +183,9 @@ def _known(tree: Tree, prefix: str) -> str:
 def check_value(file: DsFile, dotted: str, value: Any, key: Key) -> None:
     """Validate one value. Raises ConfigError."""
     where = file.where(dotted)
+    if key.since and not is_at_least(key.since):
+        raise ConfigError(where, problem=f"DeepSpeed {deepspeed_version()} does not have this key",
+                          remedy=f"Remove it, or pip install deepspeed=={TESTED[-1]}")
     if key.rejected:
         if not requests_nothing(value, key):
             expected = _show(key.neutral[0]) if key.neutral else "no such key"
@@ -306,6 +311,10 @@ def _optimizer_tree(file: DsFile) -> Tree:
         reason = DEEPSPEED_REJECTED.get(kind.lower()) or TORCH_REJECTED.get(kind)
         raise ConfigError(file.where("optimizer.type"), found=_show(kind), expected=f"one of {', '.join(KNOWN_NAMES)}",
                           remedy=reason or "", word="" if reason else kind, known=KNOWN_NAMES)
+    since = OPTIMIZERS[kind.lower()].since
+    if since and not is_at_least(since):
+        raise ConfigError(file.where("optimizer.type"), problem=f"{kind} is supported from DeepSpeed {since} on; "
+                          f"{deepspeed_version()} is installed", remedy=f"pip install deepspeed=={TESTED[-1]}")
     return tree
 
 

@@ -37,6 +37,7 @@ class Optimizer:
     is_compiled: bool = False  # its CUDA operator must be compiled, and torch has no substitute
     scale_free: bool = False  # its update does not depend on the gradient's size (arXiv 2203.03466, B.3): muP works
     from_torch: bool = False  # a class of torch.optim, without a fused kernel
+    since: str = ""  # first version of DeepSpeed with which it is supported; "": all
 
 
 def _torch(name: str, params: Tree, *, elementwise: bool = True, states: int = 2) -> Optimizer:
@@ -73,7 +74,8 @@ _ROWS = (
                        "max_grad_norm": _NO_CLIPPING,
                        "per_head_muon": Key(rejected="the models here have no marked attention heads; remove the "
                                                      "key")},
-              states=1, on_cpu=True, tested_with_zero=True),
+              # before 0.19.8, Muon ignores the parameter groups and their weight decay
+              states=1, on_cpu=True, tested_with_zero=True, since="0.19.8"),
     Optimizer("Lamb", {"lr": _RATE, "betas": _BETAS, "eps": _SMALL, "weight_decay": _DECAY, "bias_correction": _BOOL,
                        "eps_inside_sqrt": _BOOL, "max_coeff": Key("number", low=0), "min_coeff": Key("number", low=0),
                        "amsgrad": _NO_AMSGRAD, "max_grad_norm": _NO_CLIPPING}, is_compiled=True),

@@ -27,6 +27,7 @@ class Key:
     rejected: str = ""  # why every value but the neutral ones is rejected, and what to do instead
     neutral: tuple[Any, ...] = ()  # values that request nothing (besides false, null, {} and "enabled": false)
     ignored: str = ""  # why no value has an effect here: the key is left out, with a note
+    since: str = ""  # first version of DeepSpeed that has the key; "": all that are supported
 
 
 Tree = dict[str, Union[Key, "Tree"]]
@@ -115,7 +116,7 @@ ZERO: Tree = {
     "ignore_unused_parameters": _BOOL,
     "legacy_stage1": _rejected("DeepSpeed has removed it; remove the key"),
     "round_robin_gradients": _BOOL,
-    "parameter_alignment": _BOOL,
+    "parameter_alignment": Key("bool", since="0.19.7"),
     "zero_hpz_partition_size": _COUNT,
     "zero_quantized_weights": _BOOL,
     "zero_quantized_nontrainable_weights": _ignored("every parameter is trained"),
@@ -318,7 +319,7 @@ TREE: Tree = {
     "wall_clock_breakdown": _BOOL,
     "memory_breakdown": _BOOL,
     "dump_state": _BOOL,
-    "disable_python_gc": _BOOL,
+    "disable_python_gc": Key("bool", since="0.19.8"),
     "log_level": _rejected("use --deepspeed_log_level"),
     "vocabulary_size": _ignored("the vocabulary is that of --model", kind="int", low=1),
     "dataloader_drop_last": _ignored("every batch of --train_data is complete"),

@@ -11,6 +11,7 @@ These work-arounds save time only, and are applied for each version of DeepSpeed
     every load of an operator measures the CPU's clock rate, 1 s          engine/prepare.py, read_features_from_proc
 """
 
+import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
@@ -33,11 +34,13 @@ from pretrain.engine.patches.pipeline import (
     reduce_tied_gradients,
 )
 from pretrain.engine.patches.skip import (
+    checks_norm,
     clear_gradients_of_skipped_updates,
     keep_muon_momentum,
     skip_non_finite_fp32_updates,
 )
-from pretrain.engine.patches.zero import skip_reduction_on_one_rank, sum_gradients_of_shards
+from pretrain.engine.patches.skip_by_norm import skip_invalid_norms
+from pretrain.engine.patches.zero import sum_gradients_of_shards
 from pretrain.engine.update import Update
 
 
@@ -72,6 +75,7 @@ def apply_patches(engine: DeepSpeedEngine, update: Update) -> None:
             clip_only_adam_with_muon(engine)
         if has_defect("T") and engine.device.type == "cpu":
             orthogonalize_in_fp32()
-    skip_reduction_on_one_rank(engine)
+    if not isinstance(optimizer, torch.optim.Optimizer) and not checks_norm(optimizer):
+        update.step = skip_invalid_norms(engine, update.step)
     if has_defect("L"):
         make_bias_correction_stateless(getattr(optimizer, "optimizer", optimizer))

@@ -11,7 +11,12 @@ from typing import Any
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-from deepspeed.runtime.utils import is_invalid_grad_norm
+
+
+def is_invalid_grad_norm(norm: torch.Tensor | float) -> bool:
+    """Return whether a norm is NaN, infinite, or -1, which DeepSpeed writes for both."""
+    norm = torch.as_tensor(norm)
+    return bool((~norm.isfinite() | (norm < 0)).any())
 
 
 def skip_non_finite_fp32_updates(engine: DeepSpeedEngine, update: Callable[..., Any]) -> Callable[..., None]:
@@ -86,16 +91,21 @@ def keep_muon_momentum(engine: DeepSpeedEngine) -> None:
     optimizer._loss_scale_update_and_overflow_cleanup = decide_and_restore
 
 
+def checks_norm(optimizer: Any) -> bool:
+    """Return whether this optimizer of DeepSpeed skips an update because of its norm, as those of 0.19.8 do."""
+    return hasattr(sys.modules[type(optimizer).__module__], is_invalid_grad_norm.__name__)
+
+
 @contextlib.contextmanager
 def also_skip_if(is_rejected: Callable[[torch.Tensor], bool], optimizer: Any) -> Iterator[None]:
     """Make `optimizer.step` treat gradients as non-finite if `is_rejected` returns True for their global norm.
 
     In DeepSpeed 0.19.8 every optimizer passes the (scaled) global norm to `is_invalid_grad_norm` before it changes
     anything, and cleans up if this returns True (zero/stage_1_and_2.py, zero/stage3.py, bf16_optimizer.py,
-    fp16/fused_optimizer.py, fp16/unfused_optimizer.py). Here the function is replaced in the optimizer's module.
+    fp16/fused_optimizer.py, fp16/unfused_optimizer.py). Here the function is replaced in the optimizer's module, or
+    in this one for torch's optimizers (defect M) and older versions (skip_by_norm.py).
     """
-    is_torch_optimizer = isinstance(optimizer, torch.optim.Optimizer)  # then the check for defect M, above, applies
-    module: Any = sys.modules[__name__ if is_torch_optimizer else type(optimizer).__module__]
+    module: Any = sys.modules[type(optimizer).__module__ if checks_norm(optimizer) else __name__]
     is_invalid = module.is_invalid_grad_norm
     module.is_invalid_grad_norm = lambda norm: is_invalid(norm) or is_rejected(norm)
     try:

@@ -30,17 +30,31 @@ def sum_gradients_of_shards(engine: DeepSpeedEngine) -> None:
 
     DeepSpeed 0.19.8: `__avg_scatter_grads` (runtime/zero/stage3.py), its default, averages over all ranks. Gradients
     are then sequence_parallel_size times too small. ZeRO-1, ZeRO-2, and ZeRO-3 with "reduce_scatter": false divide by
-    the data-parallel ranks only. The returned number of ranks is what this function divides by.
+    the data-parallel ranks only. The returned number of ranks is what this function divides by. DeepSpeed before 0.19.4
+    has no such function: there, the averages are multiplied.
     """
     optimizer = engine.optimizer
+    if not optimizer.reduce_scatter:
+        return
+    if not hasattr(optimizer, "_gradient_averaging_world_size"):
+        _multiply_averages(optimizer)
+        return
     average_over = optimizer._gradient_averaging_world_size
 
     def gradient_averaging_world_size(parameters: Sequence[torch.nn.Parameter], ranks: int) -> float:
         size: int = average_over(parameters, ranks)
         return size / optimizer.sequence_parallel_size
 
-    if optimizer.reduce_scatter:
-        optimizer._gradient_averaging_world_size = gradient_averaging_world_size
+    optimizer._gradient_averaging_world_size = gradient_averaging_world_size
+
+
+def _multiply_averages(optimizer: Any) -> None:
+    partition = optimizer.partition_grads
+
+    def partition_grads(parameters: list[torch.nn.Parameter], averages: list[torch.Tensor]) -> None:
+        partition(parameters, [average.mul_(optimizer.sequence_parallel_size) for average in averages])
+
+    optimizer.partition_grads = partition_grads
 
 
 _set_dtype = InsertPostInitMethodToModuleSubClasses._set_dtype
