@@ -4,7 +4,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
+from importlib import metadata
 
 from packaging.version import InvalidVersion, Version
 
@@ -18,8 +18,8 @@ _CHANGED_NAME = (AttributeError, ImportError, KeyError, TypeError)  # a name or 
 def deepspeed_version() -> Version:
     """Return the installed version, without importing DeepSpeed. Raises ConfigError if there is none."""
     try:
-        return Version(version("deepspeed"))
-    except (PackageNotFoundError, InvalidVersion) as error:
+        return Version(metadata.version("deepspeed"))
+    except (metadata.PackageNotFoundError, InvalidVersion) as error:
         raise ConfigError("deepspeed", problem=f"it is not installed in this environment ({error})",
                           remedy=f"pip install deepspeed=={TESTED[-1]}") from None
 

@@ -78,6 +78,7 @@ class Update:
             if readers:
                 stack.enter_context(also_skip_if(lambda norm: any(part.rejects(norm) for part in readers),
                                                  self._engine.optimizer))
+            stack.enter_context(torch.no_grad())  # torch 2.13 rejects the all-gather of DeepSpeed 0.18 with gradients
             result = self.step(*args, **kwargs)
         for part in reversed(parts):
             part.after()

@@ -5,6 +5,8 @@ import json
 import os
 from pathlib import Path
 
+import pytest
+
 from tests.support.effort import run_and_list_imports
 from tests.support.launch import ROOT
 
@@ -51,6 +53,26 @@ def test_ranks_and_log_are_those_of_deepspeeds_launcher(tmp_path: Path) -> None:
     assert len(ours[1]) > 3
     assert "torch" in plain[3], "DeepSpeed's launcher no longer imports torch: delete pretrain/cluster/without_torch.py"
     assert not {"torch", "numpy", "deepspeed.runtime"} & ours[3]
+
+
+MORE_NAMES = """
+from pretrain.cluster import without_torch
+package = without_torch._package
+without_torch._package = lambda name, folders, **names: package(
+    name, folders, **{key: value for key, value in names.items() if key != "logger"})
+del without_torch._Accelerator.visible_devices_envs
+del sys.argv[0]
+without_torch._launcher()()
+"""
+
+
+@pytest.mark.parametrize("code", [MORE_NAMES, MORE_NAMES.replace('"logger"', '""')],
+                         ids=["import", "call"])
+def test_a_launcher_that_needs_more_names_imports_deepspeed(tmp_path: Path, code: str) -> None:
+    ours = launch(tmp_path / "ours", ["-c", f"import sys\n{code}", LAUNCHER], [0, 1], 0, "--log_level=info")
+    assert ours[0] == 0
+    assert len(ours[1]) > 3
+    assert "torch" in ours[3]
 
 
 def test_the_exit_code_is_that_of_the_failed_rank(tmp_path: Path) -> None:
