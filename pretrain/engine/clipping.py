@@ -1,4 +1,4 @@
-"""Clipping that DeepSpeed 0.19.8 does not have: at a percentile of past norms, and of each element of the gradients."""
+"""Clipping that DeepSpeed does not have: at a percentile of past norms, and of each element of the gradients."""
 
 import math
 from collections import deque
