@@ -4,7 +4,9 @@ The corpus is the source code of Python's standard library (11 to 30 MB), so not
 given again: it skips finished parts. The training resumes, or reports that it is complete.
 """
 
+import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -29,16 +31,16 @@ def main() -> int:
     ranks, layout, device = _layout()
     try:
         _make_data(run)
-        flags = _flags(run, layout)
+        settings = _write_settings(run, layout)
         _say(f"training on {device}: {ranks} ranks, {layout}")
-        _run("--num_accelerators", str(ranks), *flags)
+        _run("--num_accelerators", str(ranks), "--config", str(settings))
         _say("result")
         _run("summary", str(run), "--below_unigram_entropy")
         _say("a sample")
         _run("generate", str(run), "--prompt", "def read_", "--max_new_tokens", "120", "--seed", "1")
     except subprocess.CalledProcessError as error:
         return error.returncode if error.returncode > 0 else 128 - error.returncode
-    print(_next_commands(run, ranks, flags, seconds=time.monotonic() - begin))
+    print(_next_commands(run, ranks, settings, seconds=time.monotonic() - begin))
     return 0
 
 
@@ -68,11 +70,17 @@ def _make_data(run: Path) -> None:
                  str(run / "data" / split))
 
 
-def _flags(run: Path, layout: str) -> list[str]:
-    """Return the flags of the training."""
-    return ["--config", os.path.relpath(find_template("quickstart")), "--deepspeed_config", layout,
-            "--train_data", f"{run}/data/train", "--valid_data", f"{run}/data/valid", "--tokenizer",
-            f"{run}/tokenizer", "--save", str(run)]
+def _write_settings(run: Path, layout: str) -> Path:
+    """Write the YAML of the training into the run folder unless it exists, and return its path."""
+    path = run / "quickstart.yaml"
+    if not path.exists():
+        text = find_template("quickstart").read_text(encoding="utf-8")
+        text = re.sub("^deepspeed_config: .*$", f"deepspeed_config: {layout}", text, flags=re.MULTILINE)
+        text = re.sub("^(\\w+: )runs/quickstart(.*)$", lambda line: line[1] + json.dumps(f"{run}{line[2]}"), text,
+                      flags=re.MULTILINE)
+        path.write_text(text.replace("--config runs/quickstart", f"--config {shlex.quote(str(run))}"),
+                        encoding="utf-8")
+    return path
 
 
 def _run(*words: str) -> None:
@@ -85,10 +93,11 @@ def _say(text: str) -> None:
     os.write(sys.stdout.fileno(), f"{bold}[quickstart] {text}{plain}\n".encode())
 
 
-def _next_commands(run: Path, ranks: int, flags: list[str], *, seconds: float) -> str:
-    q = shlex.quote(str(run))  # for commands that are copied from the text
+def _next_commands(run: Path, ranks: int, settings: Path, *, seconds: float) -> str:
+    q, yaml = shlex.quote(str(run)), shlex.quote(str(settings))  # for commands that are copied from the text
     return f"""
 Done in {seconds:.0f} s. All files are in {q}:
+  quickstart.yaml               the settings of the training
   corpus/ tokenizer/ data/      text, SentencePiece model, tokens (.bin and .idx)
   checkpoints/                  DeepSpeed's sharded checkpoints
   metrics.jsonl events.jsonl    losses and events of the run
@@ -97,6 +106,6 @@ Next:
   ds-pretrain generate {q} --prompt 'class Parser:'
   ds-pretrain check --world_size 8 --deepspeed_config zero3_bf16 --model gpt2 --model_overrides vocab_size=4096 \
 --train_data {q}/data/train --tokenizer {q}/tokenizer --train_steps 1000 --save runs/gpt2
-  ds-pretrain --num_accelerators {ranks} {shlex.join(flags)} --train_steps 500
+  ds-pretrain --num_accelerators {ranks} --config {yaml} --train_steps 500
   ds-pretrain evaluate {q}
   ds-pretrain export {q} --output {q}-hf"""

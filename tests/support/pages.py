@@ -34,7 +34,7 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
     "needs other versions of Python: tests/test_pythons.py": ("tests/pythons.sh",),
     "takes minutes: tests/chaos/test_chaos.py": (
         "python -m tests.chaos --faults 20 --seed 1 -- ds-pretrain --num_accelerators 2 --config "
-        "launch/quickstart.yaml --deepspeed_config zero1_bf16 --gradient_accumulation_steps 2 "
+        "runs/quickstart/quickstart.yaml --deepspeed_config zero1_bf16 --gradient_accumulation_steps 2 "
         "--train_steps 60 --save_interval 4 --keep_checkpoints 3 --async_save --save runs/chaos",),
     "takes minutes on an idle machine: tests/bench/test_bench.py": (
         "ds-pretrain bench --preset cpu-small --rounds 2",
