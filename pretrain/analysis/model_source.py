@@ -282,7 +282,7 @@ def require_accelerate() -> None:
     """Raise ConfigError if the package accelerate is missing. Imports no torch."""
     if importlib.util.find_spec("accelerate") is None:
         raise ConfigError("--devices", problem="several devices need the Python package accelerate, which is not "
-                          "installed", remedy="pip install -c launch/constraints.txt -e '.[generate]'")
+                          "installed", remedy="run `pip install 'ds-pretrain[generate]'`")
 
 
 def choose_num_devices(needed: int, free: Sequence[int], requested: int | None, what: str) -> int:

@@ -106,7 +106,7 @@ def is_checked_by_name(command: str) -> bool:
     """Return whether a command runs tests, installs packages or only names a subcommand: tests/test_pages.py checks the
     names.
     """
-    return command.startswith(("pytest ", "pip install -c ")) or named_subcommand(command) != ""
+    return command.startswith(("pytest ", "pip install 'ds-pretrain[")) or named_subcommand(command) != ""
 
 
 def named_subcommand(command: str) -> str:

@@ -89,7 +89,7 @@ def _check_flags(flags: TaskFlags) -> None:
     for package in _PACKAGES:
         if importlib.util.find_spec(package) is None:
             raise ConfigError("--tasks", problem=f"the package {package} is not installed",
-                              remedy="pip install -c launch/constraints.txt -e '.[eval]'")
+                              remedy="run `pip install 'ds-pretrain[eval]'`")
     if flags.folder is not None and not flags.folder.is_dir():
         raise ConfigError(f"--task_folder {flags.folder}", problem="there is no such folder",
                           remedy="name a folder with .yaml files that describe tasks")

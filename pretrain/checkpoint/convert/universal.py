@@ -31,7 +31,7 @@ def convert(folder: Path, out: Path) -> None:
     if manifest.initialization.get("mup_base_width") is not None:
         raise ConfigError(str(folder), problem="it was trained with --mup_base_width, and DeepSpeed's universal format "
                           "has one learning rate for all parameters",
-                          remedy="resume with pretrain/train.py, which loads checkpoints of any layout")
+                          remedy="resume with ds-pretrain, which loads checkpoints of any layout")
 
     def write(temporary: Path) -> None:
         reader = CheckpointReader(folder)

@@ -43,7 +43,7 @@ class Rendezvous:
         except SilentRanksError as error:
             missing = ", ".join(self.hosts[index] for index in error.ranks)
             raise ConfigError("hosts", problem=f"no launcher started within {self.store.timeout_s:g} s on {missing}",
-                              remedy="start launch/cluster.sh --no_ssh on each host") from None
+                              remedy="start `ds-pretrain --no_ssh ...` on each host") from None
         except ForeignValueError as error:
             raise ConfigError("hosts", problem=str(error)) from None
         except ConnectionError as error:
@@ -125,7 +125,7 @@ def join_rendezvous(hosts: tuple[str, ...], index: int, address: str, port: int,
     except TimeoutError:
         raise ConfigError(where, problem=f"the launcher of {hosts[0]}, the first host, did not answer within "
                                          f"{timeout_s:g} s",
-                          remedy="start launch/cluster.sh on that host too, with --node_rank 0") from None
+                          remedy="start ds-pretrain on that host too, with --node_rank 0") from None
     except (RuntimeError, OSError) as error:
         raise ConfigError(where, problem=f"the launchers cannot use this port ({str(error).splitlines()[0]})",
                           remedy="choose other ports with --master_port N") from None

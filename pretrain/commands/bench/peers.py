@@ -120,7 +120,7 @@ def trainer(job: BaselineJob, requests: RequestLoop) -> None:
     """Train with transformers.Trainer and the same DeepSpeed JSON. It neither logs nor saves."""
     if importlib.util.find_spec("accelerate") is None:
         raise ConfigError("accelerate", problem="transformers.Trainer needs this package, which is not installed",
-                          remedy="pip install -c launch/constraints.txt -e '.[bench]'")
+                          remedy="run `pip install 'ds-pretrain[bench]'`")
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     with deepspeed_output("error"):

@@ -1,4 +1,4 @@
-"""Parse the flags of `pretrain/train.py`, which are also the keys of its YAML file."""
+"""Parse the flags of a run (`ds-pretrain train`), which are also the keys of its YAML file."""
 
 import argparse
 import dataclasses
@@ -14,9 +14,9 @@ from pretrain.config.flags.arguments import FLAGS, RunArguments, data_spec
 from pretrain.config.other_programs import hint_for
 from pretrain.errors import ConfigError, shorten
 
-_USAGE = """pretrain/train.py --deepspeed_config FILE --model NAME
-           --train_data PREFIX --train_steps N --save RUN [flags]
-       pretrain/train.py --config run.yaml [flags]"""
+_USAGE = """ds-pretrain --deepspeed_config FILE --model NAME --train_data PREFIX
+           --train_steps N --save RUN [flags]
+       ds-pretrain --config run.yaml [flags]"""
 _DESCRIPTION = ("Pretrain a GPT-style model. Every flag is also a key of the YAML file that --config names; flags on "
                 "the command line win. --seq-length is --seq_length.")
 # name of a flag -> its type and the parts of that: int | None, int, NoneType
@@ -60,7 +60,7 @@ def _options(name: str) -> dict[str, Any]:
 @functools.cache
 def _make_parser() -> Parser:
     """Return the parser. Its namespace has only the flags that are given, and `config`."""
-    parser = Parser(prog="pretrain/train.py", usage=_USAGE, description=_DESCRIPTION, add_help=False,
+    parser = Parser(prog="ds-pretrain", usage=_USAGE, description=_DESCRIPTION, add_help=False,
                     formatter_class=_HelpFormatter, argument_default=argparse.SUPPRESS)
     parser.add_argument_group("help").add_argument("--help", "-h", action="help", help="show this page")
     sections: dict[str, Any] = {}
@@ -169,7 +169,7 @@ def _flags_from_yaml(path: str) -> list[str]:
     for name, (line, value) in read_yaml(path).items():
         if name not in FLAGS:
             raise ConfigError(f"{path}:{line}: {shorten(name)}", found="an unknown key",
-                              expected="a flag of pretrain/train.py", remedy=hint_for(name),
+                              expected="a flag of `ds-pretrain train`", remedy=hint_for(name),
                               word="" if hint_for(name) else name, known=FLAGS)
         words += [f"--{name}={value}"] if isinstance(value, str) else [f"--{name}", *value]
     return words

@@ -231,5 +231,5 @@ def import_pyarrow(purpose: str) -> Any:
         import pyarrow
     except ImportError:
         raise ConfigError(purpose, problem="the Python package pyarrow, which reads it, is not installed",
-                          remedy="pip install -c launch/constraints.txt -e '.[data]'") from None
+                          remedy="run `pip install 'ds-pretrain[data]'`") from None
     return pyarrow

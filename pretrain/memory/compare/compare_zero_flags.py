@@ -158,7 +158,7 @@ def validate_flags(flags: argparse.Namespace) -> None:
                 raise ConfigError(f"--{name}", problem="with --configs it takes only one value")
     elif flags.mode == "measure":
         raise ConfigError("measure", problem="--configs is missing, which names the DeepSpeed JSONs to run",
-                          remedy="Example: --configs ds_configs/zero*.json")
+                          remedy="example: --configs zero2_bf16 zero3_bf16")
     if flags.mode != "estimate":
         _reject(flags, ["find", "num_parameters", "plot", "write", "csv", "calibrate"], f"in the mode {flags.mode}")
     if flags.mode != "measure":
