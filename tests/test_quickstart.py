@@ -1,4 +1,4 @@
-"""The commands of the documentation pages, run in a copy of the checkout: launch/quickstart.sh, then all others.
+"""The commands of the documentation pages: the quickstart, then all others, with an installed wheel.
 
 tests/support/pages.py lists the commands that are not run, with reasons. All pages share one copy of the checkout: the
 guide in the README trains a run, and the commands of the other pages resume, verify and export this run. The model of
@@ -22,6 +22,7 @@ import pytest
 from pretrain.monitor.read_run_folder import newest_path, read_metrics
 from tests.analysis.report.runs import open_report
 from tests.support.browser import Browser
+from tests.support.installed import build_wheel, install
 from tests.support.launch import ROOT
 from tests.support.pages import PAGES, QUICKSTART, README, SMALLER, block_commands, blocks, runnable, smaller
 
@@ -41,16 +42,17 @@ def _environment(clone: Path, home: Path) -> dict[str, str]:
             if key in ("LANG", "TERM", "SHELL", "USER", "LOGNAME", "TMPDIR")
             or key.startswith(("PIP_", "PYENV", "SSL_")) or key.lower().endswith("_proxy")}
     if not FRESH:
-        return {**os.environ, "VENV": str(SCRIPTS.parent), "SETUP": "done", "PYTHONPATH": str(clone)}
+        path = f"{clone}/.venv/bin{os.pathsep}{os.environ['PATH']}"
+        return {**os.environ, "VENV": str(clone / ".venv"), "SETUP": "done", "PATH": path}
     scripts = {str(SCRIPTS), os.path.join(os.environ.get("VIRTUAL_ENV", "-"), "bin")}
     path = [part for part in os.environ["PATH"].split(os.pathsep) if part not in scripts]
     return {**kept, "HOME": str(home), "PATH": os.pathsep.join(path)}
 
 
-def _run(command: str, clone: Path, home: Path, timeout: float = 3600) -> subprocess.CompletedProcess[str]:
+def _run(command: str, clone: Path, home: Path, *, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     begin = time.monotonic()
-    done = subprocess.run(["bash", "-c", command], cwd=clone, env=_environment(clone, home), capture_output=True,
-                          text=True, timeout=timeout)
+    done = subprocess.run(["bash", "-c", command], cwd=cwd or clone, env=_environment(clone, home), capture_output=True,
+                          text=True, timeout=3600)
     print(f"{time.monotonic() - begin:.1f} s: {command}")
     PRINTED.update(_normalized(line.replace(f"{clone}/", "")) for line in (done.stdout + done.stderr).splitlines())
     return done
@@ -82,13 +84,13 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     home.mkdir()
     shutil.copytree(ROOT, clone, symlinks=True, ignore=_not_cloned)
     if not FRESH:
-        (clone / ".venv").symlink_to(SCRIPTS.parent)
         for file, full, short in (("launch/quickstart.yaml", "train_steps: 120", "train_steps: 60"),
                                   ("launch/quickstart.yaml", "n_layer=6", "n_layer=2"),
                                   ("pretrain/commands/prepare.py", "default=30", "default=8")):
             text = (clone / file).read_text()
             assert text.count(full) == 1
             (clone / file).write_text(text.replace(full, short))
+        (clone / ".venv").symlink_to(install(build_wheel(clone, base / "dist"), base / "env"))
     settings = (clone / "launch/first_run.yaml").read_text()
     assert all(name in settings or name.startswith(("--", "ds-pretrain ")) for name in SMALLER)
     (clone / "launch/first_run.yaml").write_text(smaller(settings))
@@ -97,9 +99,18 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def quickstart(fresh: tuple[Path, Path]) -> tuple[Path, Path, str]:
+    """Run the quickstart: launch/quickstart.sh in a new checkout, or else the installed command in an empty folder.
+
+    Returns (copy of the working tree, empty home directory, output). The copy's runs/ is that of the quickstart.
+    """
     clone, home = fresh
-    done = _run(QUICKSTART, clone, home)
+    empty = clone.parent / "empty"
+    empty.mkdir()
+    done = _run(QUICKSTART, clone, home) if FRESH else _run("ds-pretrain quickstart", clone, home, cwd=empty)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
+    if not FRESH:
+        assert [path.name for path in empty.iterdir()] == ["runs"]
+        (clone / "runs").symlink_to(empty / "runs")
     print(done.stdout[-3000:])
     return clone, home, done.stdout
 
@@ -121,14 +132,15 @@ def test_quickstart_trains_below_the_unigram_entropy(quickstart: tuple[Path, Pat
 
 
 def test_the_quickstart_yaml_configures_the_run(quickstart: tuple[Path, Path, str]) -> None:
-    """launch/README.md presents launch/quickstart.yaml as an example of run.yaml."""
+    """The comments of the YAML name a command, which resumes the run. So does launch/quickstart.sh."""
     clone, home, _ = quickstart
-    text = (clone / "launch/quickstart.yaml").read_text()
+    text = (clone / "runs/quickstart/quickstart.yaml").read_text()
     command, = (line[4:].removesuffix(" --train_steps 500") for line in text.splitlines() if line[:4] == "#   ")
     assert command.startswith("ds-pretrain ")
-    done = _run(f"source .venv/bin/activate; {command}", clone, home)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "is complete" in done.stdout
+    for start in (f"source .venv/bin/activate; {command}", QUICKSTART):
+        done = _run(start, clone, home)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        assert "is complete" in done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -237,5 +249,5 @@ def test_quickstart_names_the_next_commands(quickstart: tuple[Path, Path, str]) 
         done = _run(f"source .venv/bin/activate; {command}", clone, home)
         assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
     assert following[2].startswith("ds-pretrain ")
-    run = clone / "runs" / "quickstart"  # the pages run the last two programs
+    run = clone / "runs" / "quickstart" if FRESH else "runs/quickstart"  # the pages run the last two programs
     assert following[3:] == [f"ds-pretrain evaluate {run}", f"ds-pretrain export {run} --output {run}-hf"]
