@@ -54,8 +54,7 @@ def main() -> int:
         function = COMMANDS[name].load()
     except ModuleNotFoundError as error:
         raise ConfigError(sys.executable, problem=f"this Python has no package {error.name!r}",
-                          remedy="use the Python of the environment in which ds-pretrain is installed, for example "
-                                 "`pip install ds-pretrain`, or launch/setup.sh in a checkout") from None
+                          remedy="use the Python of the environment in which ds-pretrain is installed") from None
     return function() or 0
 
 

@@ -64,9 +64,9 @@ def test_messages_name_what_an_installed_package_has() -> None:
     wrong = []
     for path in (ROOT / "pretrain").rglob("*.py"):
         for text in _texts(path):
-            if re.search(r"(?:tools|launch|ds_configs|tests)/[\w/]+\.(?:py|sh|md|json|sbatch|yaml)|README", text):
+            if re.search(r"(?:tools|launch|ds_configs|tests)/[\w/]+\.(?:py|sh|md|json|sbatch|yaml)", text):
                 wrong.append(f"{path}: {text}")
-            if set(re.findall(r"`ds-pretrain ([a-z-]+)", text)) - COMMANDS.keys():
+            if set(re.findall(r"`ds-pretrain ([a-z][a-z-]*)", text)) - COMMANDS.keys():
                 wrong.append(f"{path}: {text}")
     assert wrong == []
 

@@ -46,7 +46,7 @@ _NEEDS_NO_QUOTES_IN_DEEPSPEED = re.compile(r"[\w@+=:,./~-]+")
 def main(argv: Sequence[str] | None = None) -> int:
     """Launch the run and return its exit code. Raises ConfigError."""
     launcher_words, train = split_command_line(sys.argv[1:] if argv is None else argv)
-    flags = launcher_parser("launch/cluster.sh").parse_args(launcher_words)
+    flags = launcher_parser("cluster.sh").parse_args(launcher_words)
     if not flags.hostfile:
         raise ConfigError("command line", problem="--hostfile is missing",
                           remedy="give --hostfile HOSTS, a file with a line `NAME slots=RANKS` for each host; "
