@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from packaging.version import Version
 
+from pretrain.errors import ConfigError, shorten
+
 TRIED = ("0.18.0", "0.19.8")  # oldest and newest version of DeepSpeed on which the reproducers ran
 
 
@@ -91,14 +93,15 @@ DEFECTS = (
            "distributed/process_group.py"),
     Defect("Z", "process groups ignore DEEPSPEED_TIMEOUT", ("comm/torch.py",), "distributed/process_group.py"),
     Defect("AA", "a failing monitor ends the run", ("monitor/monitor.py",), "monitors.survive_failing_monitors"),
-    Defect("AB", "a pipeline writes one point to the monitors for each batch of an evaluation, all at the same x",
-           ("runtime/pipe/engine.py",), "monitors.take_monitors"),
-    Defect("AC", "CSV files of a resumed run get a second header", ("monitor/csv_monitor.py",),
+    Defect("AB", "CSV files of a resumed run get a second header", ("monitor/csv_monitor.py",),
            "monitors.survive_failing_monitors"),
-    Defect("AD", "hpZ: the second engine of a process fails at an assertion", ("utils/groups.py",),
+    Defect("AC", "hpZ: the second engine of a process fails at an assertion", ("utils/groups.py",),
            "zero.forget_group_of_earlier_engine"),
-    Defect("AE", "fp16: an overflow at the minimum loss scale raises a bare Exception",
+    Defect("AD", "fp16: an overflow at the minimum loss scale raises a bare Exception",
            ("runtime/fp16/loss_scaler.py",), "skip.update_loss_scale_if"),
+    Defect("AE", "bf16 or fp32 + ZeRO: an update with non-finite gradients is applied, or ends the run",
+           ("runtime/zero/stage_1_and_2.py", "runtime/zero/stage3.py", "runtime/bf16_optimizer.py"),
+           "skip_by_norm.skip_invalid_norms", fixed_in="0.19.8"),
 )
 _BY_LETTER = {defect.letter: defect for defect in DEFECTS}
 
@@ -107,6 +110,13 @@ _BY_LETTER = {defect.letter: defect for defect in DEFECTS}
 def installed_version() -> str:
     """Return DeepSpeed's version, without importing it."""
     return importlib.metadata.version("deepspeed")
+
+
+def find_defect(letter: str) -> Defect:
+    """Return a row of the table. Raises ConfigError."""
+    if letter not in _BY_LETTER:
+        raise ConfigError("defect", found=shorten(letter), expected=f"one of {', '.join(_BY_LETTER)}")
+    return _BY_LETTER[letter]
 
 
 @functools.cache

@@ -1,0 +1,170 @@
+"""Run the reproducers of DeepSpeed's defects, and compare what they find with the table in defects.py.
+
+    python -m pretrain.engine.patches.reproduce            # all defects, with this environment's DeepSpeed
+    python -m pretrain.engine.patches.reproduce A B --python /envs/a/bin/python /envs/b/bin/python
+
+The scripts in reproducers/ also run alone, with DeepSpeed and torch only. Here they run as forks of one process, which
+has imported DeepSpeed and shares the compiled operators of this package.
+"""
+
+import contextlib
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from rich.table import Table
+
+from pretrain.cli import Parser, run_main
+from pretrain.engine.patches.defects import DEFECTS, find_defect
+from pretrain.errors import ConfigError, shorten
+from pretrain.progress import terminal_console
+
+FOLDER = Path(__file__).parent / "reproducers"
+LIMIT_S = 300  # of one script, which takes seconds, and minutes if it compiles an operator
+CORRECT, DEFECTIVE, CANNOT_RUN = 0, 1, 77  # exit codes of the scripts
+FAILED = 70  # exit code of a script that ends with an exception
+_ANSWERS = {CORRECT: "no", DEFECTIVE: "yes", CANNOT_RUN: "cannot run"}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the reproducer of a defect found."""
+
+    letter: str
+    deepspeed: str  # version
+    code: int  # exit code; negative: killed by this signal, SIGALRM after LIMIT_S
+    line: str  # what is expected and what was found
+
+    @property
+    def answer(self) -> str:
+        """Whether the defect exists, in a word or two."""
+        return _ANSWERS.get(self.code, "timed out" if self.code == -signal.SIGALRM else "failed")
+
+    @property
+    def is_in_table(self) -> bool:
+        """Whether the table of the defects says the same. A script that cannot run contradicts nothing."""
+        if self.code == CANNOT_RUN:
+            return True
+        return self.code == (DEFECTIVE if find_defect(self.letter).exists_in(self.deepspeed) else CORRECT)
+
+
+def reproducer(letter: str) -> Path:
+    """Return the script of a defect."""
+    (script,) = FOLDER.glob(f"{letter.lower()}_*.py")
+    return script
+
+
+def run_reproducers(letters: Iterable[str] = (), *, python: str = sys.executable) -> list[Result]:
+    """Run the scripts of some defects, or of all, with an interpreter whose environment has DeepSpeed and this package.
+
+    As many run at a time as there are CPU cores.
+    """
+    chosen = [find_defect(letter).letter for letter in letters] or [defect.letter for defect in DEFECTS]
+    environ = {"OMP_NUM_THREADS": "1", **os.environ, "DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [python, "-c", "from pretrain.engine.patches.reproduce import run_forks; run_forks()", folder,
+                   *(str(reproducer(letter)) for letter in chosen)]
+        log = Path(folder, "log")
+        with log.open("w") as output:
+            subprocess.run(command, env=environ, stdout=output, stderr=subprocess.STDOUT, check=False)
+        answer = Path(folder, "answer.json")
+        if not answer.exists():
+            raise ConfigError(python, problem=f"the reproducers cannot run: {shorten(_last_line(log), 300)}",
+                              remedy="name an interpreter whose environment has DeepSpeed and this package")
+        found = json.loads(answer.read_text())
+        return [Result(letter, found["deepspeed"], code, _last_line(Path(folder, reproducer(letter).stem)))
+                for letter, code in zip(chosen, found["codes"], strict=True)]
+
+
+def _last_line(log: Path) -> str:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1].strip() if lines else "no output"
+
+
+def run_forks() -> None:
+    """Run scripts as forks of this process. sys.argv: folder for their output and exit codes, scripts."""
+    import deepspeed
+
+    from pretrain.engine.operator_cache import cache_operators
+
+    cache_operators()
+    folder, scripts = Path(sys.argv[1]), [Path(word) for word in sys.argv[2:]]
+    running: dict[int, Path] = {}
+    codes: dict[Path, int] = {}
+    for script in scripts:
+        if len(running) == (os.cpu_count() or 1):
+            _wait_for_one(running, codes)
+        pid = os.fork()
+        if pid == 0:
+            _run_script(script, folder / script.stem)
+        running[pid] = script
+    while running:
+        _wait_for_one(running, codes)
+    (folder / "answer.json").write_text(json.dumps(
+        {"deepspeed": deepspeed.__version__, "codes": [codes[script] for script in scripts]}))
+
+
+def _wait_for_one(running: dict[int, Path], codes: dict[Path, int]) -> None:
+    pid, status = os.wait()
+    codes[running.pop(pid)] = os.waitstatus_to_exitcode(status)
+
+
+def _run_script(script: Path, log: Path) -> NoReturn:
+    """Run a script in this process, with its output in a file, and end the process with the script's exit code."""
+    code = FAILED
+    try:
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT, 0o666), 1)
+        os.dup2(1, 2)
+        signal.alarm(LIMIT_S)
+        sys.argv = [str(script)]
+        runpy.run_path(str(script), run_name="__main__")
+        code = CORRECT
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else FAILED
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def print_results(results: Sequence[Result]) -> None:
+    """Print a row for each result, and name those that the table of the defects does not expect."""
+    table = Table(box=None, pad_edge=False)
+    for heading in ("defect", "exists", "found", "title"):
+        table.add_column(heading, no_wrap=heading != "title")
+    for result in results:
+        note = "" if result.is_in_table else "  (not as in the table)"
+        table.add_row(result.letter, result.answer + note, result.line, find_defect(result.letter).title)
+    terminal_console(width=240).print(table)
+
+
+def main() -> int:
+    """Run the reproducers, and return 0 if all results are as in the table, otherwise 1."""
+    parser = Parser(description="Run the reproducers of DeepSpeed's defects.")
+    parser.add_argument("letters", nargs="*", metavar="LETTER", help="defects (default: all)")
+    parser.add_argument("--python", nargs="+", default=[sys.executable], metavar="FILE",
+                        help="interpreters of the environments to test (default: this one)")
+    args = parser.parse_args()
+    results = []
+    for python in args.python:
+        found = run_reproducers(args.letters, python=python)
+        print(f"DeepSpeed {found[0].deepspeed}")
+        print_results(found)
+        results += found
+    return 0 if all(result.is_in_table for result in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))
