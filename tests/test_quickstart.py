@@ -28,7 +28,7 @@ from tests.support.pages import PAGES, QUICKSTART, README, SMALLER, block_comman
 
 SCRIPTS = Path(sys.executable).parent
 PRINTED: set[str] = set()  # lines that the commands printed, normalized
-NOT_PRINTED = ("ds-pretrain: error: zero2.json", "ds-pretrain [flags")
+NOT_PRINTED = ("ds-pretrain: error: zero2.json", "ds-pretrain [train]", "ds-pretrain sanity [")
 FRESH = bool(os.environ.get("DS_PRETRAIN_FRESH"))  # make a new environment, in an empty home directory
 
 

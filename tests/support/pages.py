@@ -99,7 +99,7 @@ def inline_commands(page: Path) -> list[str]:
 
 def looks_like_command(line: str) -> bool:
     """Return whether a line of a ```text block is a command rather than output."""
-    return re.match(rf"{_PROGRAMS} ", line) is not None and not re.match(r"ds-pretrain( \[flags|: )", line)
+    return re.match(rf"{_PROGRAMS} ", line) is not None and not re.match(r"ds-pretrain( \w+)? \[|ds-pretrain: ", line)
 
 
 def is_checked_by_name(command: str) -> bool:
@@ -111,8 +111,8 @@ def is_checked_by_name(command: str) -> bool:
 
 def named_subcommand(command: str) -> str:
     """Return NAME if the command is `ds-pretrain NAME` or `ds-pretrain NAME COMMAND`; otherwise ""."""
-    match = re.fullmatch(r"ds-pretrain ([a-z-]+)(?: (?:[a-z]+|--help))?", command)
-    return match[1] if match else ""
+    match = re.fullmatch(r"ds-pretrain (?:([a-z][a-z-]*)(?: (?:\w+|--help))?|--help)", command)
+    return "" if match is None else match[1] or "train"
 
 
 def runnable(page: Path) -> list[str]:
