@@ -79,7 +79,7 @@ def learnable_notes(indexed: IndexedDataset, where: str, facts: SourceFacts) -> 
     """Note data from which there is little to learn: constant, in random order, or with many duplicates."""
     duplicates = _duplicates(indexed.prefix)
     notes = [f"{where}: {duplicates:.0%} of its documents are exact duplicates of others (its .summary.json): "
-             "prepare_data.py --deduplicate leaves them out"] if duplicates > _MANY_DUPLICATES else []
+             "`ds-pretrain prepare --deduplicate` leaves them out"] if duplicates > _MANY_DUPLICATES else []
     if facts.unigram_entropy < _CONSTANT:
         return [*notes, f"{where}: nearly all of its tokens are the same one (unigram entropy "
                 f"{facts.unigram_entropy:.4f} nats): there is nothing to learn"]

@@ -17,7 +17,7 @@ MAX_GPUS_PER_NODE = 8  # assumed if --gpus_per_node is not given
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU model. The field names are keys of `compare_zero.py --json`."""
+    """One GPU model. The field names are keys of `ds-pretrain compare --json`."""
 
     name: str
     memory_bytes: int  # as torch reports them: a little less than the marketed size
@@ -78,7 +78,7 @@ _ALIASES = {"a100-80": "a100", "v100-32": "v100", "h100-80": "h100", "h100-sxm":
 
 @dataclass(frozen=True)
 class Cluster:
-    """`nodes` equal machines with `gpus_per_node` GPUs each. The field names are keys of `compare_zero.py --json`."""
+    """`nodes` equal machines with `gpus_per_node` GPUs each. The field names are keys of `ds-pretrain compare --json`."""
 
     gpu: Gpu
     nodes: int

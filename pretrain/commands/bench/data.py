@@ -105,8 +105,8 @@ def preparing(bench: DataBench) -> dict[str, DataFigure]:
     model = train_sentencepiece([str(corpus)], bench.folder / "tokenizer", vocab_size=_VOCAB_SIZE,
                                 max_megabytes=_TRAINING_MEGABYTES).path
     loop = [sys.executable, "-c", _PLAIN_PREPARATION, str(corpus), str(model), str(bench.folder / "plain.bin")]
-    ours = [sys.executable, str(ROOT / "tools" / "prepare_data.py"), *[str(corpus)] * _TIMES, "--tokenizer", str(model),
-            "--out", str(bench.folder / "out"), "--overwrite", "--workers"]
+    ours = [sys.executable, str(ROOT / "pretrain" / "__main__.py"), "prepare", *[str(corpus)] * _TIMES, "--tokenizer",
+            str(model), "--out", str(bench.folder / "out"), "--overwrite", "--workers"]
     seconds = least_seconds([partial(_run, words) for words in (loop, [*ours, "1"], [*ours, "2"])],
                             bench.repetitions, _seconds_of_processes)
     with corpus.open(encoding="utf-8") as lines:

@@ -149,7 +149,7 @@ def memory_shortage(estimate: MemoryEstimate, cluster: Cluster) -> str:
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of a run. The field names are keys of `compare_zero.py --json`."""
+    """Cost of a run. The field names are keys of `ds-pretrain compare --json`."""
 
     tokens: float
     chinchilla_tokens: float

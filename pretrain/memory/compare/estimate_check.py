@@ -1,4 +1,4 @@
-"""Modes simulate and measure of compare_zero.py: the memory of real engines, compared with the estimate."""
+"""Modes simulate and measure of `ds-pretrain compare`: the memory of real engines, compared with the estimate."""
 
 import argparse
 import json

@@ -136,7 +136,7 @@ def calibration_lines(calibration: Calibration) -> list[str]:
 
 
 def calibration_json(calibration: Calibration) -> dict[str, Any]:
-    """Return the calibration for `compare_zero.py --json`."""
+    """Return the calibration for `ds-pretrain compare --json`."""
     return {
         "parameters": asdict(calibration.parameters), "fitted": list(calibration.fitted),
         "runs": [{"path": run.path, "rows": run.rows, "measured_seconds": run.step_seconds,

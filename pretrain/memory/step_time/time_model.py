@@ -31,7 +31,7 @@ _GATHER_HOOK, _GRADIENT_HOOK, _STEP_WORK = 3.0, 2.5, 1.5
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step on the slowest pipeline stage. The field names are keys of `compare_zero.py --json`.
+    """Seconds of one step on the slowest pipeline stage. The field names are keys of `ds-pretrain compare --json`.
 
     Transfers count only for the time that the computation waits for them.
     """

@@ -19,7 +19,7 @@ PHASES = ("forward", "backward", "step")  # "step": once, after the last micro-b
 
 @dataclass(frozen=True)
 class Transfer:
-    """Bytes transferred for one purpose in a step. The field names are keys of `compare_zero.py --json`."""
+    """Bytes transferred for one purpose in a step. The field names are keys of `ds-pretrain compare --json`."""
 
     what: str
     link: str  # network, pcie, disk
