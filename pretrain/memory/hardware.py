@@ -78,7 +78,7 @@ _ALIASES = {"a100-80": "a100", "v100-32": "v100", "h100-80": "h100", "h100-sxm":
 
 @dataclass(frozen=True)
 class Cluster:
-    """`nodes` equal machines with `gpus_per_node` GPUs each. The field names are keys of `ds-pretrain compare --json`."""
+    """`nodes` equal machines of `gpus_per_node` GPUs. The field names are keys of `ds-pretrain compare --json`."""
 
     gpu: Gpu
     nodes: int
