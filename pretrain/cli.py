@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from pretrain.errors import ConfigError, escape_controls, shorten
 
@@ -25,14 +25,27 @@ _TYPE_NAMES = {"int": "a whole number", "float": "a number"}
 
 
 class Parser(argparse.ArgumentParser):
-    """ArgumentParser that raises ConfigError and accepts --vocab-size for --vocab_size."""
+    """ArgumentParser that raises ConfigError and accepts --vocab-size for --vocab_size.
+
+    `instead` is called with a parser instead of parsing, and with True if the parser passes on what it does not know.
+    """
+
+    instead: ClassVar[Callable[["Parser", bool], NoReturn] | None] = None
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(allow_abbrev=False, **settings)
         self._words: list[str] = []  # of the command line, for errors
 
+    def parse_args(self, args: Sequence[str] | None = None,  # type: ignore[override]
+                   namespace: argparse.Namespace | None = None) -> argparse.Namespace:
+        if Parser.instead is not None:
+            Parser.instead(self, False)
+        return super().parse_args(args, namespace)
+
     def parse_known_args(self, args: Sequence[str] | None = None,  # type: ignore[override]
                          namespace: argparse.Namespace | None = None) -> tuple[argparse.Namespace, list[str]]:
+        if Parser.instead is not None:
+            Parser.instead(self, True)
         words = list(sys.argv[1:] if args is None else args)
         end = words.index("--") if "--" in words else len(words)
         self._words = words[:end]

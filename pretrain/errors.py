@@ -11,12 +11,22 @@ _LONGEST_VALUE = 300  # characters of a value
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 FINISHED = 0
-CRASHED = 1  # any failure that has no code of its own; a last checkpoint that could not be written
-REJECTED = 2  # bad input: another start would end in the same way
-STOPPED = 75  # saved on a signal or at a time limit: start the run again (EX_TEMPFAIL of sysexits.h)
-GUARD = 76  # stopped by the guard against bad steps: another start would end in the same way
-HANG = 77  # a rank made no progress within its time-out: start the run again
-INTERRUPTED = 130  # by Ctrl-C, without a save; shells report the same code for a program that SIGINT killed
+CRASHED = 1  # any failure that has no code of its own
+REJECTED = 2
+STOPPED = 75  # EX_TEMPFAIL of sysexits.h
+GUARD = 76
+HANG = 77
+INTERRUPTED = 130  # shells report the same code for a program that SIGINT killed
+EXIT_CODES = {
+    FINISHED: "finished",
+    CRASHED: "out of memory, a last checkpoint that could not be written, copies of a parameter that differ, a run "
+             "folder that another start took over, or a crash; the log says which",
+    REJECTED: "bad input: the run was rejected, and another start would end in the same way",
+    STOPPED: "the run has saved and stopped on request: a signal, `RUN/STOP` or a time limit; start it again",
+    GUARD: "stopped by the guard against bad steps, or a last checkpoint with NaN; another start would not help",
+    HANG: "a rank made no progress within its time-out; the supervisor and the SLURM script start the run again",
+    INTERRUPTED: "Ctrl-C ended the program without a save; other signals: 128 + number, such as 143 for SIGTERM",
+}
 
 NO_RESTART = {REJECTED: "the run was rejected", GUARD: "the bad-step guard stopped it"}
 

@@ -60,4 +60,8 @@ COMMANDS = {
     "template": Command(_FILES, "list scripts for SLURM, MPI, Kubernetes ..., or print one", f"{_HERE}.templates",
                         "template_main"),
     "bench": Command(_FILES, "compare the speed of this machine and of other programs", f"{_HERE}.bench.main"),
+    "reference": Command(_FILES, "print all flags, JSON keys, metrics, events, exit codes or manifest fields",
+                         f"{_HERE}.reference"),
+    "completion": Command(_FILES, "print a script that completes command lines in bash or zsh",
+                          f"{_HERE}.completion"),
 }

@@ -1,4 +1,4 @@
-"""The row of metrics.jsonl for a logged step, whose keys tools/metrics.md defines, and its line of text."""
+"""The row of metrics.jsonl for a logged step, whose keys monitor/rows.py defines, and its line of text."""
 
 import contextlib
 import functools

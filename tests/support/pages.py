@@ -111,7 +111,7 @@ def is_checked_by_name(command: str) -> bool:
 
 def named_subcommand(command: str) -> str:
     """Return NAME if the command is `ds-pretrain NAME` or `ds-pretrain NAME COMMAND`; otherwise ""."""
-    match = re.fullmatch(r"ds-pretrain (?:([a-z][a-z-]*)(?: (?:\w+|--help))?|--help)", command)
+    match = re.fullmatch(r"ds-pretrain (?:([a-z][a-z-]*)(?: [\w-]+)?|--help)", command)
     return "" if match is None else match[1] or "train"
 
 

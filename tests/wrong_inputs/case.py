@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import os
 import shlex
 import sys
 from collections.abc import Callable
@@ -97,6 +96,8 @@ TOOLS: dict[str, list[str]] = {  # a valid command line of each program
     "quickstart": ["{world}/out"],
     "config": ["zero2_bf16"],
     "template": ["slurm"],
+    "reference": ["metrics"],
+    "completion": ["bash"],
 }
 
 
@@ -123,28 +124,11 @@ def main_of(program: str) -> Callable[[], Any]:
     return COMMANDS[name].load()
 
 
-class _ParsedError(Exception):
-    """Carries the parser out of `main` before `main` runs the program."""
-
-
 def actions_of(program: str, main: Callable[[], Any]) -> list[argparse.Action]:
     """Return the flags that a program declares, without running it."""
-    from pretrain.cli import Parser
+    from pretrain.commands.parsers import parser_of
 
-    def stop(parser: argparse.ArgumentParser, *_: Any, **__: Any) -> Any:
-        raise _ParsedError(parser)
-
-    original, words, sys.argv = Parser.parse_known_args, sys.argv, [program, "--", "true"]
-    Parser.parse_known_args = stop  # type: ignore[assignment,method-assign]
-    environment = dict(os.environ)
-    try:
-        main()
-    except _ParsedError as parsed:
-        parser = parsed.args[0]
-    finally:
-        Parser.parse_known_args, sys.argv = original, words  # type: ignore[method-assign]
-        os.environ.clear()  # some programs export RANK, which would turn the processes of later tests into ranks
-        os.environ.update(environment)
+    parser, _ = parser_of(main, [program, "--", "true"])
     _, _, command = program.partition(" ")
     if command:
         parser = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction)

@@ -195,7 +195,7 @@ def check_value(file: DsFile, dotted: str, value: Any, key: Key) -> None:
         return
     if value == "auto" and key.auto:
         return
-    expected = _expected(key)
+    expected = expected_value(key)
     if value == "auto":
         raise ConfigError(where, found='"auto"', expected=expected,
                           remedy='nothing fills "auto" here; remove the key to get DeepSpeed\'s default')
@@ -230,7 +230,8 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _expected(key: Key) -> str:
+def expected_value(key: Key) -> str:
+    """Describe the legal values of a key."""
     if key.choices:
         return "one of " + ", ".join(f'"{word}"' for word in key.choices)
     text = _KINDS.get(key.kind, "another value")

@@ -58,7 +58,7 @@ def _options(name: str) -> dict[str, Any]:
 
 
 @functools.cache
-def _make_parser() -> Parser:
+def run_parser() -> Parser:
     """Return the parser. Its namespace has only the flags that are given, and `config`."""
     parser = Parser(prog="ds-pretrain", usage=_USAGE, description=_DESCRIPTION, add_help=False,
                     formatter_class=_HelpFormatter, argument_default=argparse.SUPPRESS)
@@ -181,7 +181,7 @@ def parse_arguments(argv: list[str] | None = None) -> RunArguments:
     Ranges and choices are checked later, by `check_flags`.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    parser = _make_parser()
+    parser = run_parser()
     namespace, unknown = parser.parse_known_args(words)
     files = namespace.config
     if len(files) > 1:

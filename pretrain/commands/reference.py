@@ -1,0 +1,161 @@
+"""Print a reference as Markdown, from the code that defines it: flags, JSON keys, metrics, events ...
+
+The site of the documentation has the same tables (.github/site/hooks.py).
+"""
+
+import argparse
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from pretrain.checkpoint.format.manifest import Manifest
+from pretrain.cli import Parser
+from pretrain.cluster.launcher_flags import RANK_COMMANDS
+from pretrain.commands import COMMANDS
+from pretrain.commands.parsers import all_parsers
+from pretrain.config.ds_json.check_keys import expected_value
+from pretrain.config.ds_json.optimizers import KNOWN_NAMES, SCHEDULERS, optimizer_params
+from pretrain.config.ds_json.schema import REMOVED, TREE, Key, Tree
+from pretrain.config.flags.parse import run_parser
+from pretrain.errors import EXIT_CODES
+from pretrain.monitor.rows import EVALUATION_ROW, EVENTS, OPTIONAL_KEYS, TRAINING_ROW
+
+_FIELD = re.compile(r"^    (\w+): (.+?)(?: = (.+?))?(?:  # (.+))?$", re.MULTILINE)  # of a dataclass, with its comment
+_CODE = re.compile(r"(?<![\w`-])(--\w+|\"[^\" ]+\")(?![\w`])")  # flags, and words in quotation marks
+
+
+def main() -> None:
+    """Print the table of one topic."""
+    parser = Parser(description="Print a reference as Markdown tables, from the code that defines it.")
+    parser.add_argument("topic", choices=tuple(TOPICS), metavar="TOPIC",
+                        help="; ".join(f"{name}: {title}" for name, (title, _) in TOPICS.items()))
+    title, text = TOPICS[parser.parse_args().topic]
+    print(f"# {title}\n\n{text()}")
+
+
+def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [list(header), ["---"] * len(list(header)), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def _code(text: str) -> str:
+    return f"`{text}`" if text else ""
+
+
+def _prose(text: str) -> str:
+    """Return a help text as Markdown, with flags and quoted words as code."""
+    return _CODE.sub(r"`\1`", re.sub(r"([*<])", r"\\\1", text))
+
+
+def _flags_table(parser: argparse.ArgumentParser, actions: Iterable[argparse.Action]) -> str:
+    """Return a table of flags and of arguments without flags."""
+    formatter = parser._get_formatter()
+    rows = []
+    for action in actions:
+        if action.help == argparse.SUPPRESS or isinstance(action, (argparse._HelpAction, argparse._SubParsersAction)):
+            continue
+        value = "" if action.nargs == 0 else formatter._format_args(
+            action, formatter._get_default_metavar_for_optional(action))
+        names = ", ".join(map(_code, action.option_strings)) or _code(str(action.metavar or action.dest))
+        rows.append([names, _code(value) if action.option_strings else "",
+                     _prose(formatter._expand_help(action)) if action.help else ""])
+    return _table(["flag", "value", "meaning"], rows) if rows else ""
+
+
+def _run_flags() -> str:
+    """Return the flags of a run in their groups."""
+    parser = run_parser()
+    parts = ["Each flag is also a key of the YAML file that `--config` names.\n"]
+    for group in parser._action_groups:
+        if group._group_actions and group.title != "help":
+            parts += [f"## {str(group.title).capitalize()}\n", *([f"{_prose(group.description)}\n"] if group.description
+                                                               else []),
+                      _flags_table(parser, group._group_actions)]
+    return "\n".join(parts)
+
+
+def _commands() -> str:
+    """Return all subcommands with their flags, except the flags of a run."""
+    parts = []
+    for name, (own, *further) in all_parsers().items():
+        also = ["those of the launcher (`ds-pretrain train`)"] * (name in RANK_COMMANDS)
+        also += ["those of a run (`ds-pretrain reference flags`)"] * (run_parser() in further)
+        parts += [f"## ds-pretrain {name}\n", f"{COMMANDS[name].help}\n",
+                  _flags_table(own, own._actions), f"Further flags: {' and '.join(also)}.\n" if also else ""]
+        for action in own._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for word, parser in action.choices.items():
+                    parts += [f"### ds-pretrain {name} {word}\n", f"{_prose(parser.description or '')}\n",
+                              _flags_table(parser, parser._actions)]
+    return "\n".join(part for part in parts if part)
+
+
+def _json_keys() -> str:
+    """Return all keys of a DeepSpeed JSON: legal values, or why a key is rejected or has no effect."""
+    rows = [*_rows_of(TREE, ""), *((_code(name), "", f"rejected: {reason}") for name, reason in REMOVED.items())]
+    parts = ["A key is passed on to DeepSpeed, has no effect here (a note says so), or is rejected with the reason.\n",
+             _table(["key", "value", "here"], rows)]
+    for block, kinds in (("optimizer", {kind: optimizer_params(kind) or {} for kind in KNOWN_NAMES}),
+                         ("scheduler", SCHEDULERS)):
+        owners: dict[tuple[str, str], list[str]] = {}
+        for kind, params in kinds.items():
+            for key, value, here in _rows_of(params, f"{block}.params."):
+                owners.setdefault((key, value or here), []).append(kind)
+        parts += [f"## Parameters of the {block}\n", _table(
+            ["key", "value", "types"], ((key, value, ", ".join(names)) for (key, value), names in owners.items()))]
+    return "\n".join(parts)
+
+
+def _rows_of(tree: Tree, prefix: str) -> Iterator[tuple[str, str, str]]:
+    for name, key in tree.items():
+        if not isinstance(key, Key):
+            yield from _rows_of(key, f"{prefix}{name}.")
+        elif key.rejected:
+            yield _code(prefix + name), "", f"rejected: {_prose(key.rejected)}"
+        else:
+            yield _code(prefix + name), expected_value(key), _prose(key.ignored)
+
+
+def _metrics() -> str:
+    def table(keys: dict[str, tuple[str, str]]) -> str:
+        return _table(["key", "unit", "definition"], ((_code(key), *texts) for key, texts in keys.items()))
+
+    return "\n".join((
+        'A row of `RUN/metrics.jsonl` is of a logged step or of an evaluation. "Over the steps" means over all steps '
+        "since the last row; means and maxima over ranks are over all ranks of the run.\n",
+        "## Rows of training\n", table(TRAINING_ROW),
+        "## Keys that exist with some flags and models only\n", table(OPTIONAL_KEYS),
+        "## Rows of evaluations\n", table(EVALUATION_ROW)))
+
+
+def _events() -> str:
+    return "Each row of `RUN/events.jsonl` has `time`, `event`, `step` and `reason`.\n\n" + _table(
+        ["event", "further keys", "meaning"],
+        ((_code(name), ", ".join(map(_code, keys.split())), meaning) for name, (keys, meaning) in EVENTS.items()))
+
+
+def _exit_codes() -> str:
+    return _table(["exit code", "meaning"], ((str(code), meaning) for code, meaning in EXIT_CODES.items()))
+
+
+def _manifest() -> str:
+    """Return the fields of a checkpoint's manifest, with the comments of their declarations."""
+    fields = _FIELD.findall(inspect.getsource(Manifest).partition("@property")[0])
+    return "`manifest.json` of a checkpoint has these keys, and `sha256`, the hash of all others.\n\n" + _table(
+        ["key", "type", "meaning"],
+        ((_code(name), _code(re.sub(r"^Annotated\[(.+), (\w+)\]", r"\2", kind).lstrip("_")), _prose(comment))
+         for name, kind, _, comment in fields))
+
+
+# topic -> (title, function that returns the Markdown below the title)
+TOPICS: dict[str, tuple[str, Callable[[], Any]]] = {
+    "commands": ("Subcommands and their flags", _commands),
+    "flags": ("Flags of a run", _run_flags),
+    "json": ("Keys of a DeepSpeed JSON", _json_keys),
+    "metrics": ("Keys of metrics.jsonl", _metrics),
+    "events": ("Events of events.jsonl", _events),
+    "exit-codes": ("Exit codes", _exit_codes),
+    "manifest": ("Fields of a checkpoint's manifest", _manifest),
+}

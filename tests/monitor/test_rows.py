@@ -1,0 +1,35 @@
+"""The table of events against the code that writes events.jsonl."""
+
+import ast
+from collections.abc import Iterator
+
+from pretrain.monitor.rows import EVENTS
+from tests.support.launch import ROOT
+
+TREES = [ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "pretrain").rglob("*.py")]
+CONSTANTS = {target.id: node.value.value for tree in TREES for node in ast.walk(tree)
+             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+             for target in node.targets if isinstance(target, ast.Name)}
+INTERNAL = {"ready", "after_save"}  # replies of the background writer that are not written
+
+
+def written_events() -> Iterator[tuple[str, set[str]]]:
+    """Yield the name and the keys of each call of RunFolder.event, and of each dict that becomes a row."""
+    for node in (node for tree in TREES for node in ast.walk(tree)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "event":
+            kind = node.args[0]
+            if isinstance(kind, ast.Constant) or (isinstance(kind, ast.Name) and kind.id in CONSTANTS):
+                name = kind.value if isinstance(kind, ast.Constant) else CONSTANTS[kind.id]
+                yield name, {keyword.arg for keyword in node.keywords if keyword.arg is not None}
+        elif isinstance(node, ast.Dict):
+            values = {key.value: value for key, value in zip(node.keys, node.values, strict=True)
+                      if isinstance(key, ast.Constant)}
+            if isinstance(values.get("event"), ast.Constant) and values["event"].value not in INTERNAL:
+                yield values["event"].value, set(values) - {"event"}
+
+
+def test_every_event_and_each_of_its_keys_is_defined() -> None:
+    found = list(written_events())
+    assert {name for name, _ in found} == set(EVENTS)
+    for name, keys in found:
+        assert keys - {"time", "step", "reason"} <= set(EVENTS[name][0].split()), name
