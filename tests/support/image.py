@@ -25,7 +25,7 @@ for path in $MOUNTS; do
 done
 mount -t proc proc "$root/proc"
 mount --rbind /sys "$root/sys"
-mount -t tmpfs -o mode=1777 tmpfs "$root/dev/shm"
+mount -t tmpfs -o mode=1777,size=64m tmpfs "$root/dev/shm"
 exec env -i "$@" chroot --userspec="$user" "$root" /bin/sh -c 'cd "$0" && exec /bin/sh -c "$COMMAND"' "$folder"
 """
 
@@ -73,7 +73,8 @@ class Image:
     def make_debian(self, suite: str) -> None:
         """Make a bare Debian: what the image debian:SUITE-slim has."""
         subprocess.run(["debootstrap", "--variant=minbase", suite, str(self.root)], check=True)
-        shutil.copy("/etc/resolv.conf", self.root / "etc")
+        for name in ("resolv.conf", "hosts"):  # as container engines do
+            shutil.copy(f"/etc/{name}", self.root / "etc")
 
     def run_shell(self, command: str, **environ: str) -> None:
         """Run a shell command as the image's user. Raises RuntimeError if it fails."""
