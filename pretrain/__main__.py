@@ -33,11 +33,10 @@ def program(subcommand: str = "") -> NoReturn:
 
 def main() -> int:
     """Run the subcommand of sys.argv and return its exit code. Raises ConfigError."""
-    words = sys.argv[1:]
-    if words and words[0].startswith("--local_rank="):  # DeepSpeed's launcher inserts it
-        words = words[1:]
+    words = [word for number, word in enumerate(sys.argv[1:])
+             if number > 1 or not word.startswith("--local_rank=")]  # DeepSpeed's launcher inserts it
     first = words[0] if words else ""
-    if first in ("-h", "--help", "--version"):
+    if first in ("-h", "--help", "help", "--version"):
         print(__version__ if first == "--version" else overview())
         return 0
     if first in COMMANDS:

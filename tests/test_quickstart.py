@@ -42,7 +42,7 @@ def _environment(clone: Path, home: Path) -> dict[str, str]:
             if key in ("LANG", "TERM", "SHELL", "USER", "LOGNAME", "TMPDIR")
             or key.startswith(("PIP_", "PYENV", "SSL_")) or key.lower().endswith("_proxy")}
     if not FRESH:
-        path = f"{clone}/.venv/bin{os.pathsep}{os.environ['PATH']}"
+        path = os.pathsep.join([f"{clone}/.venv/bin", str(SCRIPTS), os.environ["PATH"]])
         return {**os.environ, "VENV": str(clone / ".venv"), "SETUP": "done", "PATH": path}
     scripts = {str(SCRIPTS), os.path.join(os.environ.get("VIRTUAL_ENV", "-"), "bin")}
     path = [part for part in os.environ["PATH"].split(os.pathsep) if part not in scripts]

@@ -160,7 +160,7 @@ def test_tables_are_written_between_the_two_markers(tmp_path: Path) -> None:
 def test_the_page_has_the_markers_of_its_commands() -> None:
     """Each command with --write finds its markers in the page."""
     commands = [line.split() for line in (ROOT / "tools/measurements.md").read_text().splitlines()
-                if line.startswith("python ") and "--write" in line]
+                if line.startswith("ds-pretrain bench ") and "--write" in line]
     assert len(commands) == 3
     for words in commands:
         parser = Parser()
