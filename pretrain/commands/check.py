@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from pretrain.checkpoint.load.start import check_start
 from pretrain.cli import Parser, text, whole_number
-from pretrain.config.flags.parse import parse_arguments
+from pretrain.config.flags.parse import parse_arguments, parse_before_run
 from pretrain.config.plan import Plan
 from pretrain.config.run_length import batches_text
 from pretrain.config.schedule import rates_text, schedule_text
@@ -117,14 +117,12 @@ def _device(kind: str | None, gpu: str | None) -> Device:
 def main(argv: list[str] | None = None) -> None:
     """Print the plan of a run. Raises ConfigError if pretrain/train.py would reject the run."""
     words = sys.argv[1:] if argv is None else argv
-    own = Parser(add_help=False)
-    own.add_argument("--world_size", type=whole_number(1, 10**7), default=1)
-    own.add_argument("--device", choices=sorted(_DEVICES))
-    own.add_argument("--gpu", type=text)
-    if {"-h", "--help"} & set(words):
-        print("ds-pretrain check [--world_size N] [--device cpu|cuda|auto] [--gpu h100]\n"
-              "and the flags of `ds-pretrain train`:\n")
-    known, rest = own.parse_known_args(words)
+    own = Parser(add_help=False, usage="ds-pretrain check [flags] [flags of a run]")
+    own.add_argument("--world_size", type=whole_number(1, 10**7), default=1, metavar="N",
+                     help="number of ranks (default: %(default)s)")
+    own.add_argument("--device", choices=sorted(_DEVICES), help="device of the run (default: the one of this machine)")
+    own.add_argument("--gpu", type=text, help="GPU of the run: a name such as h100, or its memory in GiB")
+    known, rest = parse_before_run(own, words)
     device = _device(known.device, known.gpu)
     start = check_start(parse_arguments(rest), world_size=known.world_size, device=device)
     resume, plan = start.resume, start.plan_to_run

@@ -17,6 +17,7 @@ from pretrain.commands.parsers import all_parsers
 from pretrain.config.ds_json.check_keys import expected_value
 from pretrain.config.ds_json.optimizers import KNOWN_NAMES, SCHEDULERS, optimizer_params
 from pretrain.config.ds_json.schema import REMOVED, TREE, Key, Tree
+from pretrain.config.flags.arguments import OVERRIDES
 from pretrain.config.flags.parse import run_parser
 from pretrain.errors import EXIT_CODES
 from pretrain.monitor.rows import EVALUATION_ROW, EVENTS, OPTIONAL_KEYS, TRAINING_ROW
@@ -73,6 +74,8 @@ def _run_flags() -> str:
             parts += [f"## {str(group.title).capitalize()}\n", *([f"{_prose(group.description)}\n"] if group.description
                                                                else []),
                       _flags_table(parser, group._group_actions)]
+    parts += ["## Names of --override\n",
+              _table(["name", "settings"], ((_code(name), settings) for name, settings in OVERRIDES.items()))]
     return "\n".join(parts)
 
 
@@ -82,7 +85,7 @@ def _commands() -> str:
     for name, (own, *further) in all_parsers().items():
         also = ["those of the launcher (`ds-pretrain train`)"] * (name in RANK_COMMANDS)
         also += ["those of a run (`ds-pretrain reference flags`)"] * (run_parser() in further)
-        parts += [f"## ds-pretrain {name}\n", f"{COMMANDS[name].help}\n",
+        parts += [f"## ds-pretrain {name}\n", f"{COMMANDS[name].help[0].upper()}{COMMANDS[name].help[1:]}.\n",
                   _flags_table(own, own._actions), f"Further flags: {' and '.join(also)}.\n" if also else ""]
         for action in own._actions:
             if isinstance(action, argparse._SubParsersAction):

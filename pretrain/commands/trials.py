@@ -14,7 +14,7 @@ import sys
 from pretrain.analysis.lr_range import check_plot_target, evaluate_range, plot_range, range_lines, write_range_json
 from pretrain.checkpoint.load.start import check_start
 from pretrain.cli import Parser, number, path, whole_number
-from pretrain.config.flags.parse import parse_arguments
+from pretrain.config.flags.parse import parse_arguments, parse_before_run
 from pretrain.distributed.device import detect_device
 from pretrain.distributed.print_error import run_or_reject
 from pretrain.distributed.world import World
@@ -23,19 +23,14 @@ from pretrain.errors import ConfigError
 from pretrain.paths import check_file
 from pretrain.terminal import clear_status, status
 
-_SANITY_USAGE = """ds-pretrain sanity [--overfit_steps N] [--json FILE] and the flags of `ds-pretrain train`
-
-  --overfit_steps N   largest number of steps in which one small batch must be learned (default: 100)
-  --json FILE         also write the results to this file
-"""
-
 
 def _sanity_run(words: list[str], world: World) -> int:
     """Validate the run, then import torch and run the checks. Raises ConfigError."""
-    own = Parser(add_help=False)
-    own.add_argument("--overfit_steps", type=whole_number(2, 10**6), default=100)
-    own.add_argument("--json", type=path)
-    known, rest = own.parse_known_args(words)
+    own = Parser(add_help=False, usage="ds-pretrain sanity [flags] [flags of a run]")
+    own.add_argument("--overfit_steps", type=whole_number(2, 10**6), default=100, metavar="N",
+                     help="largest number of steps in which one small batch must be learned (default: %(default)s)")
+    own.add_argument("--json", type=path, metavar="FILE", help="also write the results to this file")
+    known, rest = parse_before_run(own, words)
     if known.json is not None:
         check_file(known.json, "--json")
     device = detect_device()
@@ -60,31 +55,22 @@ def _sanity_run(words: list[str], world: World) -> int:
 def sanity_main(argv: list[str] | None = None) -> int:
     """Run the program and return its exit code."""
     words = sys.argv[1:] if argv is None else argv
-    if {"-h", "--help"} & set(words):
-        print(_SANITY_USAGE)
     return run_or_reject(lambda world: _sanity_run(words, world))
-
-
-_FIND_LR_USAGE = """ds-pretrain find-lr [--from LR] [--to LR] [--steps N] [--json FILE] [--plot FILE.svg]
-and the flags of `ds-pretrain train`
-
-  --from LR           rate of the first step (default: 1e-6)
-  --to LR             rate of the last step (default: 1)
-  --steps N           steps of the test, which stops earlier if the loss diverges (default: 100)
-  --json FILE         also write rates, losses and results to this file
-  --plot FILE.svg     draw the losses over the rates (needs matplotlib)
-"""
 
 
 def _own_flags(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the flags of this program, and of pretrain/train.py. Raises ConfigError."""
-    parser = Parser(add_help=False)
-    parser.add_argument("--from", dest="low", type=number(0, 1e6, above=True), default=1e-6)
-    parser.add_argument("--to", dest="high", type=number(0, 1e6, above=True), default=1.0)
-    parser.add_argument("--steps", type=whole_number(3, 10**6), default=100)
-    parser.add_argument("--json", type=path)
-    parser.add_argument("--plot", type=path)
-    known, rest = parser.parse_known_args(words)
+    parser = Parser(add_help=False, usage="ds-pretrain find-lr [flags] [flags of a run]")
+    add = parser.add_argument
+    add("--from", dest="low", type=number(0, 1e6, above=True), default=1e-6, metavar="LR",
+        help="rate of the first step (default: %(default)s)")
+    add("--to", dest="high", type=number(0, 1e6, above=True), default=1.0, metavar="LR",
+        help="rate of the last step (default: %(default)s)")
+    add("--steps", type=whole_number(3, 10**6), default=100, metavar="N",
+        help="steps of the test, which stops earlier if the loss diverges (default: %(default)s)")
+    add("--json", type=path, metavar="FILE", help="also write rates, losses and results to this file")
+    add("--plot", type=path, metavar="FILE.svg", help="draw the losses over the rates (needs matplotlib)")
+    known, rest = parse_before_run(parser, words)
     if known.high <= known.low:
         raise ConfigError("--to", found=f"{known.high:g}", expected=f"a rate above --from, {known.low:g}")
     for target, flag in ((known.json, "--json"), (known.plot, "--plot")):
@@ -122,6 +108,4 @@ def _find_lr_run(words: list[str], world: World) -> int:
 def find_lr_main(argv: list[str] | None = None) -> int:
     """Run the program and return its exit code."""
     words = sys.argv[1:] if argv is None else argv
-    if {"-h", "--help"} & set(words):
-        print(_FIND_LR_USAGE)
     return run_or_reject(lambda world: _find_lr_run(words, world))

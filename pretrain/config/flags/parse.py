@@ -175,6 +175,16 @@ def _flags_from_yaml(path: str) -> list[str]:
     return words
 
 
+def parse_before_run(own: Parser, words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Parse a program's own flags, and return the words that are left for the flags of a run.
+
+    With --help, print the own flags; `parse_arguments` prints the others, and exits.
+    """
+    if {"-h", "--help"} & set(words):
+        print(own.format_help())
+    return own.parse_known_args(words)
+
+
 def parse_arguments(argv: list[str] | None = None) -> RunArguments:
     """Parse the flags and the `--config` YAML file; flags win. Raises ConfigError; `--help` exits with 0.
 
