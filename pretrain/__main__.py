@@ -33,8 +33,7 @@ def program(subcommand: str = "") -> NoReturn:
 
 def main() -> int:
     """Run the subcommand of sys.argv and return its exit code. Raises ConfigError."""
-    words = [word for number, word in enumerate(sys.argv[1:])
-             if number > 1 or not word.startswith("--local_rank=")]  # DeepSpeed's launcher inserts it
+    words = [word for word in sys.argv[1:] if not word.startswith("--local_rank=")]  # DeepSpeed's launcher inserts it
     first = words[0] if words else ""
     if first in ("-h", "--help", "help", "--version"):
         print(__version__ if first == "--version" else overview())
