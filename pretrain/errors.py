@@ -44,7 +44,7 @@ class ConfigError(ValueError):
     def __init__(self, where: str, *, found: object = None, expected: str = "", problem: str = "", remedy: str = "",
                  word: str = "", known: Iterable[str] = ()) -> None:
         what = problem or f"found {shorten(str(found))}; expected {expected}"
-        advice = _begin_sentence(did_you_mean(word, known) or remedy)
+        advice = begin_sentence(did_you_mean(word, known) or remedy)
         line = printable(f"{shorten(where, _LONGEST_WHERE)}: {what}. {advice}".rstrip(". "))
         super().__init__(line if line.endswith("?") else f"{line}.")
 
@@ -59,7 +59,7 @@ class ConfigError(ValueError):
         return error
 
 
-def _begin_sentence(text: str) -> str:
+def begin_sentence(text: str) -> str:
     """Capitalize the first letter, unless `text` begins with a command, a flag, a key or a path."""
     first, _, _ = text.partition(" ")
     is_word = first.rstrip(",:").isalpha() and first not in _COMMANDS

@@ -2,7 +2,7 @@
 
     ds-pretrain --num_gpus 2 --config run.yaml
     ds-pretrain --hostfile hosts pretrain/train.py --config run.yaml
-    ds-pretrain --num_gpus 2 sanity --config run.yaml
+    ds-pretrain --hostfile hosts sanity --config run.yaml
 
 The command accepts most flags of `deepspeed` (cluster/launcher_flags.py) and all flags of pretrain/train.py. It reports
 errors before it imports torch or DeepSpeed. The `deepspeed` command and its launcher process both import torch and
@@ -20,7 +20,7 @@ from pretrain.cluster.hosts.hostfile import hosts_from_flags
 from pretrain.cluster.hosts.remote import LOCAL
 from pretrain.cluster.launcher_flags import DEFAULT_HOSTFILE, find_rank_command, launcher_parser, split_command_line
 from pretrain.cluster.local_launch import launch_command, launch_locally
-from pretrain.cluster.multihost_launch import launch_on_hosts
+from pretrain.cluster.multihost_launch import launch_command_on_hosts, launch_on_hosts
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.distributed.world import world_from_environment
 from pretrain.errors import ConfigError
@@ -54,10 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         flags.hostfile = DEFAULT_HOSTFILE
     forces_multihost = flags.force_multi or flags.no_ssh
     if flags.hostfile is not None and (forces_multihost or not _only_this_host(hosts_from_flags(flags))):
-        if command is not None:
-            raise ConfigError(command[1], problem="ds-pretrain starts this subcommand on one host only",
-                              remedy=f"use deepspeed --hostfile {flags.hostfile} --module pretrain {command[1]} ...")
-        return launch_on_hosts(flags, rest)
+        return launch_on_hosts(flags, rest) if command is None else launch_command_on_hosts(flags, command[1], rest)
     for name in _MULTIHOST_FLAGS:
         if getattr(flags, name) != parser.get_default(name):
             raise ConfigError(f"--{name}", problem=f"this flag is for several hosts, but {_single_host_reason(flags)}",

@@ -3,7 +3,7 @@
 A command line has this form:
 
     [flags of the launcher] [pretrain/train.py | --] FLAGS OF THE RUN
-    [flags of the launcher] SUBCOMMAND FLAGS OF THE SUBCOMMAND, with `ds-pretrain` on one host
+    [flags of the launcher] SUBCOMMAND FLAGS OF THE SUBCOMMAND, with `ds-pretrain`
 """
 
 import argparse
@@ -28,7 +28,7 @@ def launcher_parser(program: str) -> Parser:
                     description="Validate a run, then train on this host or on the hosts of --hostfile. All hosts must "
                                 "share the environment, the data and the run folder.",
                     epilog="All other flags belong to the run; they are listed below.")
-    _add_host_flags(parser)
+    add_host_flags(parser)
     add = parser.add_argument
     add("--master_port", type=_PORT,
         help="free port on the first host (default on one host: MASTER_PORT or any free port; on several hosts: 29500)")
@@ -61,11 +61,12 @@ def launcher_parser(program: str) -> Parser:
 def host_flags(words: Sequence[str]) -> argparse.Namespace:
     """Return the flags that choose hosts, out of the flags of any launcher. Raises ConfigError for a wrong value."""
     parser = Parser(add_help=False)
-    _add_host_flags(parser)
+    add_host_flags(parser)
     return parser.parse_known_args(words)[0]
 
 
-def _add_host_flags(parser: Parser) -> None:
+def add_host_flags(parser: Parser) -> None:
+    """Add the flags that choose hosts."""
     hosts = parser.add_argument_group("which hosts, and how many ranks")
     hosts.add_argument("--hostfile", "-H", help="file with a line `NAME slots=RANKS` for each host; rank 0 runs on the "
                                                 "first host")

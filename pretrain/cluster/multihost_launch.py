@@ -1,4 +1,4 @@
-"""Launch a run on the hosts of a hostfile (launch/cluster.sh, `ds-pretrain --hostfile`).
+"""Launch a run, or a subcommand, on the hosts of a hostfile (launch/cluster.sh, `ds-pretrain --hostfile`).
 
 This module checks the hosts and the run, writes RUN/.deepspeed_env and runs `deepspeed`. When a host fails, it ends the
 ranks on all hosts.
@@ -11,6 +11,7 @@ import secrets
 import shlex
 import shutil
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -18,7 +19,14 @@ from pretrain.checkpoint.load.start import Start, check_start
 from pretrain.cli import run_main, say
 from pretrain.cluster.hosts.hostfile import hosts_from_flags
 from pretrain.cluster.hosts.multihost_job import MultihostJob, run_job
-from pretrain.cluster.hosts.preflight import ROOT, HostFacts, PreflightRequest, check_hosts, preflight_request
+from pretrain.cluster.hosts.preflight import (
+    ROOT,
+    HostFacts,
+    PreflightRequest,
+    check_hosts,
+    preflight_request,
+    words_request,
+)
 from pretrain.cluster.hosts.rank_environment import (
     launcher_environment,
     quote_variables,
@@ -26,7 +34,7 @@ from pretrain.cluster.hosts.rank_environment import (
     user_variables,
     write_environment,
 )
-from pretrain.cluster.hosts.remote import local_transport, srun_transport, ssh_options, ssh_transport
+from pretrain.cluster.hosts.remote import Transport, local_transport, srun_transport, ssh_options, ssh_transport
 from pretrain.cluster.hosts.rendezvous import PORT_OFFSET, join_rendezvous
 from pretrain.cluster.launcher_flags import LAUNCHER_PROGRAMS, launcher_parser, split_command_line
 from pretrain.config.flags.arguments import RunArguments
@@ -38,6 +46,7 @@ from pretrain.memory.memory_watch import plan_remarks
 from pretrain.resilience.launcher_watch import launcher_variable
 from pretrain.resilience.run_lock import reject_second_start
 
+_TRAIN = str(ROOT / "pretrain" / "train.py")
 _DEBIAN_PACKAGES = {"pdsh": "pdsh", "openmpi": "openmpi-bin", "mpich": "mpich", "slurm": "slurm-client"}
 # what DeepSpeed puts into a shell command without quotes (0.19.8: launcher/multinode_runner.py); pdsh replaces %
 _NEEDS_NO_QUOTES_IN_DEEPSPEED = re.compile(r"[\w@+=:,./~-]+")
@@ -66,7 +75,7 @@ def launch_on_hosts(flags: argparse.Namespace, train: Sequence[str]) -> int:
     user = user_variables(os.environ, [Path.home(), folder], flags.launcher)
     if not flags.no_ssh:
         _check_shell_words(flags, folder)
-    transport = srun_transport if flags.launcher == "slurm" else ssh_transport(flags.ssh_port)
+    transport = host_transport(flags)
     ranks = {host: len(numbers) for host, numbers in slots.items()}
     request = preflight_request(args, train, folder)
     if flags.no_ssh:
@@ -78,7 +87,30 @@ def launch_on_hosts(flags: argparse.Namespace, train: Sequence[str]) -> int:
         _say_remarks(start, facts, ranks)
         return 0
     job = MultihostJob(secrets.token_hex(8), ranks, list(slots), transport, flags.grace)
-    return _run_from_this_host(flags, train, facts, user, job, folder / args.save)
+    return _run_from_this_host(flags, [_TRAIN, *train], facts, user, job, folder / args.save)
+
+
+def launch_command_on_hosts(flags: argparse.Namespace, name: str, words: Sequence[str]) -> int:
+    """Check the hosts, then run a subcommand with its flags on all hosts. Returns its exit code. Raises ConfigError."""
+    for flag in ("check_only", "no_ssh"):
+        if getattr(flags, flag):
+            raise ConfigError(f"--{flag}", problem=f"it is for runs, not for {name}", remedy=f"leave --{flag} out")
+    slots, folder = hosts_from_flags(flags), Path.cwd()
+    _check_launcher(flags, slots)
+    _check_shell_words(flags, folder)
+    flags.master_port = flags.master_port or int(DEFAULT_MASTER_PORT)
+    transport, ranks = host_transport(flags), {host: len(numbers) for host, numbers in slots.items()}
+    facts = check_hosts(transport, ranks, words_request(words, folder))
+    job = MultihostJob(secrets.token_hex(8), ranks, list(slots), transport, flags.grace)
+    user = user_variables(os.environ, [Path.home(), folder], flags.launcher)
+    with tempfile.TemporaryDirectory() as no_run:  # for files of the launcher, on this host
+        return _run_from_this_host(flags, [str(ROOT / "pretrain" / "__main__.py"), name, *words], facts, user, job,
+                                   Path(no_run))
+
+
+def host_transport(flags: argparse.Namespace) -> Transport:
+    """Return how commands are run on the hosts, for these flags of the launcher."""
+    return srun_transport if flags.launcher == "slurm" else ssh_transport(flags.ssh_port)
 
 
 def _validate_run(args: RunArguments, facts: Mapping[str, HostFacts], ranks: Mapping[str, int]) -> Start:
@@ -123,7 +155,7 @@ def _check_launcher(flags: argparse.Namespace, slots: Mapping[str, list[int]]) -
 
 def _check_shell_words(flags: argparse.Namespace, folder: Path) -> None:
     """Reject paths and flags that the shell of a host would split or execute. Raises ConfigError."""
-    words = {"working folder": str(folder), "Python": sys.executable, "checkout": str(ROOT)}
+    words = {"working folder": str(folder), "Python": sys.executable, "package": str(ROOT)}
     words |= {f"--{name}": getattr(flags, name) for name in ("master_addr", "venv_script", "enable_each_rank_log")
               if getattr(flags, name)}
     for where, word in words.items():
@@ -141,9 +173,12 @@ def _host_table(facts: Mapping[str, HostFacts], ranks: Mapping[str, int]) -> lis
             for host, found in facts.items()]
 
 
-def _run_from_this_host(flags: argparse.Namespace, train: Sequence[str], facts: Mapping[str, HostFacts],
+def _run_from_this_host(flags: argparse.Namespace, program: Sequence[str], facts: Mapping[str, HostFacts],
                         user: Mapping[str, str], job: MultihostJob, run: Path) -> int:
-    """Run `deepspeed` on this host, which starts the ranks on all hosts. Returns the exit code of the run."""
+    """Run `deepspeed` on this host, which starts the ranks on all hosts. Returns the exit code of the run.
+
+    `program`: file and flags of the ranks. `run`: folder for files of the launcher.
+    """
     first = next(iter(job.ranks))
     interface = facts[first].interface
     address = flags.master_addr or (interface[1] if interface else first)
@@ -159,7 +194,7 @@ def _run_from_this_host(flags: argparse.Namespace, train: Sequence[str], facts: 
         hostfile = run.absolute() / ".hostfile"
         hostfile.write_text("".join(f"{host} slots={number}\n" for host, number in job.ranks.items()))
     environ["PDSH_SSH_ARGS_APPEND"] = " ".join([environ.get("PDSH_SSH_ARGS_APPEND", ""), *ssh_options()]).strip()
-    command = deepspeed_command(flags, train, hostfile=hostfile, master_addr=address,
+    command = deepspeed_command(flags, program, hostfile=hostfile, master_addr=address,
                                 interface=names)
     return run_job(command, environ, job)
 
@@ -183,7 +218,7 @@ def _run_without_ssh(flags: argparse.Namespace, train: Sequence[str], ranks: Map
             job = MultihostJob(job_name, ranks, [host], local_transport, flags.grace)
             variables = {**rank_variables({host: facts[host]}, ranks, user, job_name), **launcher_variable()}
             environ = launcher_environment(variables)
-            command = deepspeed_command(flags, train, hostfile=Path(flags.hostfile).absolute(),
+            command = deepspeed_command(flags, [_TRAIN, *train], hostfile=Path(flags.hostfile).absolute(),
                                         master_addr=flags.master_addr, interface="")
             code = run_job(command, environ, job, rendezvous.listen)
     finally:
@@ -191,7 +226,7 @@ def _run_without_ssh(flags: argparse.Namespace, train: Sequence[str], ranks: Map
     return code
 
 
-def deepspeed_command(flags: argparse.Namespace, train: Sequence[str], *, hostfile: Path, master_addr: str,
+def deepspeed_command(flags: argparse.Namespace, program: Sequence[str], *, hostfile: Path, master_addr: str,
                       interface: str) -> list[str]:
     """Return the command line of plain `deepspeed`. The hosts have been checked, so it gets --no_ssh_check."""
     command = [str(Path(sys.executable).with_name("deepspeed")), "--hostfile", str(hostfile), "--no_ssh_check",
@@ -212,8 +247,8 @@ def deepspeed_command(flags: argparse.Namespace, train: Sequence[str], *, hostfi
         command += [f"--{name}", getattr(flags, name)] if getattr(flags, name) else []
     command += ["--ssh_port", str(flags.ssh_port)] if flags.ssh_port else []
     command += ["--bind_cores_to_rank"] if flags.bind_cores_to_rank else []
-    return [*command, str(ROOT / "pretrain" / "train.py"),
-            *(map(quote_for_pdsh, train) if flags.launcher == "pdsh" and not flags.no_ssh else train)]
+    file, *words = program
+    return [*command, file, *(map(quote_for_pdsh, words) if flags.launcher == "pdsh" and not flags.no_ssh else words)]
 
 
 def quote_for_pdsh(word: str) -> str:

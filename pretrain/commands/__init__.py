@@ -38,6 +38,7 @@ COMMANDS = {
     "sanity": Command(_BEFORE, "test data, gradients and learning on the run's engine", f"{_HERE}.trials",
                       "sanity_main"),
     "find-lr": Command(_BEFORE, "suggest a learning rate", f"{_HERE}.trials", "find_lr_main"),
+    "doctor": Command(_BEFORE, "examine this machine or all hosts: versions, GPUs, disks, limits", f"{_HERE}.doctor"),
     "check-cluster": Command(_BEFORE, "measure all hosts of a job, and report faults and outliers",
                              f"{_HERE}.check_cluster"),
     "corpus": Command(_DATA, "write a small corpus, the source code of Python's library", f"{_HERE}.prepare",

@@ -20,6 +20,7 @@ _OPERATORS = {
     "cuda": {"FusedAdamBuilder": "Adam and AdamW; without nvcc torch's optimizers are used"},
 }
 _GIB_PER_COMPILER = 1.5  # host memory
+READY, NOT_COMPILED = "ready", "not compiled yet"  # states of an operator
 
 
 def why_not_compilable(name: str) -> str:
@@ -47,6 +48,33 @@ def _build(name: str) -> str:
     except Exception as error:  # a failed compilation can raise any type of exception
         return str(error).strip().splitlines()[-1]
     return ""
+
+
+def operator_states() -> dict[str, str]:
+    """Return for each operator READY, NOT_COMPILED, or the reason why this machine cannot compile or load it.
+
+    Afterwards this process compiles no operators.
+    """
+    prepare_deepspeed(detect_device())
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    from pretrain.engine.operator_cache import NotCompiledError, load_only_compiled
+
+    deepspeed.utils.logger.setLevel(logging.CRITICAL)
+    load_only_compiled()
+    states = {}
+    for name in (*_OPERATORS.get(get_accelerator().device_name(), {}), *_OFFLOAD):
+        try:
+            states[name] = why_not_compilable(name)
+            if not states[name]:
+                get_accelerator().create_op_builder(name).load(verbose=False)
+                states[name] = READY
+        except NotCompiledError:
+            states[name] = NOT_COMPILED
+        except Exception as error:  # DeepSpeed's builders raise any type of exception
+            states[name] = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+    return {name.removesuffix("Builder"): state for name, state in states.items()}
 
 
 def _num_parallel_compilers() -> int:

@@ -57,6 +57,25 @@ def cache_operators() -> None:
     torch.utils.cpp_extension.load = _load  # type: ignore[assignment]
 
 
+class NotCompiledError(Exception):
+    """An operator is not in the cache."""
+
+
+def load_only_compiled() -> None:
+    """Make DeepSpeed load an operator only from the cache, in a process that compiles none.
+
+    DeepSpeed's `load` of an operator that is not in the cache then raises NotCompiledError.
+    """
+    torch.utils.cpp_extension.load = _load_compiled  # type: ignore[assignment]
+
+
+def _load_compiled(name: str, sources: list[str], **settings: Any) -> ModuleType:
+    module = _import_built(_folder(name, sources, settings))
+    if module is None:
+        raise NotCompiledError(name)
+    return module
+
+
 def cache_folder() -> Path:
     """Return torch's folder of compiled extensions; the folders of operators begin with `deepspeed_`."""
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or torch.utils.cpp_extension.get_default_build_root())
@@ -64,7 +83,7 @@ def cache_folder() -> Path:
 
 def _load(name: str, sources: list[str], **settings: Any) -> ModuleType:
     """Replace `torch.utils.cpp_extension.load`, for the arguments that DeepSpeed uses."""
-    folder = cache_folder() / f"deepspeed_{name.removeprefix('deepspeed_')}_{_fingerprint(name, sources, settings)}"
+    folder = _folder(name, sources, settings)
     module = _import_built(folder)
     if module is not None:
         return module
@@ -79,6 +98,10 @@ def _load(name: str, sources: list[str], **settings: Any) -> ModuleType:
             fcntl.flock(lock, fcntl.LOCK_EX)
             (folder / "lock").unlink(missing_ok=True)  # torch's lock, left by a killed process
         return _import_built(folder) or _build(name, sources, settings, folder)
+
+
+def _folder(name: str, sources: list[str], settings: dict[str, Any]) -> Path:
+    return cache_folder() / f"deepspeed_{name.removeprefix('deepspeed_')}_{_fingerprint(name, sources, settings)}"
 
 
 def _import_built(folder: Path) -> ModuleType | None:

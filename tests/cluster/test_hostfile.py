@@ -22,8 +22,8 @@ from pretrain.errors import ConfigError
 
 
 def _facts(*, interface: str = "eth0", cores: int = 8, gpus: int = 0) -> HostFacts:
-    return HostFacts(python="3", packages={}, has_folder=True, code_digest="c", commit="c", files={},
-                     run_problem="", interface=[interface, "10.0.0.1"], cores=cores, gpus=gpus)
+    return HostFacts(python="3", packages={}, has_folder=True, code_version="1", code_digest="c", commit="c",
+                     files={}, run_problem="", interface=[interface, "10.0.0.1"], cores=cores, gpus=gpus)
 
 
 def test_hosts_are_in_the_order_of_the_file(tmp_path: Path) -> None:
@@ -168,14 +168,14 @@ def test_folders_that_a_shell_would_split_or_execute_are_rejected(
 def test_deepspeed_command_for_each_launcher() -> None:
     def command(*words: str) -> str:
         flags = launcher_parser("").parse_args(["--hostfile", "hosts", *words])
-        return " ".join(deepspeed_command(flags, ["--save", "r"], hostfile=Path("/hosts"), master_addr="10.0.0.1",
-                                          interface="ib0"))
+        return " ".join(deepspeed_command(flags, ["train.py", "--save", "r"], hostfile=Path("/hosts"),
+                                          master_addr="10.0.0.1", interface="ib0"))
 
     assert "--include b:0 " in command("--include", "b:0")
     assert "--launcher_args=--mca btl_tcp_if_include ib0" in command("--launcher", "openmpi")
     assert "ib0" not in command("--launcher", "openmpi", "--launcher_args=--mca btl_tcp_if_include eth1")
     assert "--launcher_args=--kill-on-bad-exit=1" in command("--launcher", "slurm")
-    assert command().endswith("pretrain/train.py --save r")
+    assert command().endswith("train.py --save r")
 
 
 def test_exit_codes_of_hosts_are_combined() -> None:

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import files
@@ -15,9 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from pretrain import __version__
 from pretrain.checkpoint.format.run_checkpoints import newest_good
 from pretrain.cluster.hosts.multihost_job import LOST
 from pretrain.errors import HANG
+from tests.cluster.test_health import SMALL
 from tests.cluster.workers.mpi import mpi
 from tests.cluster.workers.ssh_hosts import Host, Hosts
 from tests.support.launch import LIMIT_S, ROOT, free_port
@@ -151,6 +154,49 @@ def test_unreachable_or_different_hosts_are_rejected(hosts: Hosts, corpus: str, 
     line = _rejection(hosts, [*_command(hosts, tmp_path), *flags, "--seq_length", "0"], tmp_path)
     assert line == "ds-pretrain: error: --seq_length: found 0; expected at least 1."  # before any rank starts
     assert not (tmp_path / "runs" / "one").exists()
+
+
+def test_subcommands_run_on_the_hosts_of_a_hostfile(hosts: Hosts, corpus: str, tmp_path: Path) -> None:
+    """Without a run there is no run folder to compare; files that the words name are compared."""
+    command = [sys.executable, "-m", "pretrain", "--hostfile", str(hosts.hostfile(tmp_path / "hosts")), "--master_port",
+               str(free_port()), "check-cluster"]
+    done = subprocess.run([*command, *SMALL, "--min_ratio", "0.001", "--json"], env=hosts.environ, cwd=tmp_path,
+                          capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [re.sub(r"^\S+: ", "", line) for line in done.stdout.splitlines()]  # pdsh begins each line with the host
+    report = json.loads("\n".join(lines[lines.index("{"):lines.index("}") + 1]))
+    assert (report["ranks"], len(report["hosts"])) == (2, 2)
+    assert not [path for path in tmp_path.iterdir() if path.name != "hosts"]
+    (tmp_path / "run.yaml").write_text(f"train_data: {corpus}\n")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with hosts.b.bind(empty, Path(corpus).parent):
+        line = _rejection(hosts, [*command, "--config=run.yaml"], tmp_path)
+    assert f"{hosts.b.address}: no {corpus}.bin; {hosts.b.address}: no {corpus}.idx" in line
+    line = _rejection(hosts, [*command[:-1], "--check_only", "sanity"], tmp_path)
+    assert "--check_only: it is for runs, not for sanity" in line
+
+
+def test_an_installed_package_of_another_version_is_rejected(hosts: Hosts, tmp_path: Path) -> None:
+    """The package is not in a checkout. On host B it has another version, then another file, then it is missing."""
+    site, other, empty = tmp_path / "site", tmp_path / "other", tmp_path / "empty"
+    shutil.copytree(ROOT / "pretrain", site / "pretrain", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(site, other)
+    empty.mkdir()
+    installed = replace(hosts, environ={**hosts.environ, "PYTHONPATH": str(site)})
+    command = [sys.executable, "-m", "pretrain", "--hostfile", str(hosts.hostfile(tmp_path / "hosts")), "check-cluster"]
+    remedy = f"(run `{sys.executable} -m pip install --force-reinstall --no-deps ds-pretrain=={__version__}` there)"
+    (other / "pretrain" / "trainer.py").write_text("")
+    with hosts.b.bind(other, site):
+        line = _rejection(installed, command, tmp_path)
+    assert f"same version {__version__}, with changed files {remedy}" in line
+    (other / "pretrain" / "__init__.py").write_text('__version__ = "9.9"\n')
+    with hosts.b.bind(other, site):
+        line = _rejection(installed, command, tmp_path)
+    assert f"{hosts.b.address}: ds-pretrain 9.9, but {__version__} on this host {remedy}" in line
+    with hosts.b.bind(empty, site):
+        line = _rejection(installed, command, tmp_path)
+    assert f"{hosts.b.address}: no ds-pretrain at {site} {remedy}" in line
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """Test one rank's device and one host's disk. Failures are returned as texts in `problems`, not raised."""
 
-import os
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +8,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from pretrain.checkpoint.format.hashed_files import free_bytes
+from pretrain.cluster.health.machine import disk_rates
 
 _PIECE_BYTES = 2**26  # size of the tensors that fill the memory
 _MAX_EXACT_INTEGER = 256  # bf16 represents all integers up to 256 exactly
@@ -122,26 +121,3 @@ def disk_health(folder: Path, num_bytes: int, needed_bytes: int) -> DiskHealth:
     if free < needed_bytes:
         problems += (f"{folder}: only {free / 1e9:,.3f} GB are free; a checkpoint needs {needed_bytes / 1e9:,.3f} GB",)
     return DiskHealth(bytes_per_s / 1e6, free, problems)
-
-
-def disk_rates(folder: Path, num_bytes: int) -> tuple[float, float, int]:
-    """Write a temporary file, sync it, and read it from the disk, like dd with bs=1M and conv=fsync.
-
-    The bytes are random, because some disks do not write zeros. Returns the bytes per second of writing and of reading,
-    and how many MiB differ from what was written. Raises OSError.
-    """
-    piece = os.urandom(min(num_bytes, 2**20))
-    count = max(num_bytes // len(piece), 1)
-    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:  # deleted even if this process is killed
-        start = time.perf_counter()
-        for _ in range(count):
-            if file.write(piece) != len(piece):
-                raise OSError(None, "no space left on device")
-        os.fsync(file.fileno())
-        written = time.perf_counter()
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # read from the disk, not from the cache
-        file.seek(0)
-        begin = time.perf_counter()
-        wrong = sum(file.read(len(piece)) != piece for _ in range(count))
-        end = time.perf_counter()
-    return count * len(piece) / (written - start), count * len(piece) / (end - begin), wrong

@@ -1,14 +1,14 @@
 """Functions that run on each host: collect facts before a run; find, signal and end its processes.
 
-`remote.py` sends the source of this file and of distributed/host.py to each host's Python. A host without this checkout
+`remote.py` sends the source of this file and of distributed/host.py to each host's Python. A host without this package
 can therefore answer, too. These two files may import only each other, psutil and the standard library.
 """
 
 import contextlib
 import hashlib
-import json
 import os
 import platform
+import re
 import signal
 import socket
 import subprocess
@@ -28,15 +28,16 @@ _HASHED_BYTES = 2**20  # bytes at the beginning and at the end of a file that ar
 
 def host_facts(request: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of `preflight.HostFacts`. `request`: see `preflight.PreflightRequest.to_json`."""
-    root = Path(request["root"])
+    root, run = Path(request["root"]), request["run"]
     return {
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in request["packages"]},
         "has_folder": os.path.isdir(request["folder"]),
+        "code_version": _code_version(root),
         "code_digest": _code_digest(root),
         "commit": _commit(root),
         "files": {name: _fingerprint(Path(name)) for name in request["files"]},
-        "run_problem": _run_folder_problem(Path(request["run"]), request["token"]),
+        "run_problem": _run_folder_problem(Path(run), request["token"]) if run else "",
         "interface": interface_towards(request["peer"]) if request["peer"] else None,
         "cores": len(os.sched_getaffinity(0)),
         "gpus": len([path for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdecimal()]),
@@ -48,6 +49,16 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
+
+
+def _code_version(root: Path) -> str | None:
+    """Return the version of the package, or None without one. An editable installation's metadata may be older."""
+    try:
+        text = (root / "pretrain" / "__init__.py").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    found = re.search(r'^__version__ = "([^"]+)"', text, re.MULTILINE)
+    return found[1] if found else "unknown"
 
 
 def _code_digest(root: Path) -> str | None:
@@ -63,10 +74,13 @@ def _code_digest(root: Path) -> str | None:
 
 
 def _commit(root: Path) -> str | None:
-    """Return the commit of the checkout, or None if git does not know it."""
-    command = ["git", "-c", "safe.directory=*", "-C", str(root), "rev-parse", "--short=12", "HEAD"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=5).stdout.strip()
+    """Return the commit of a checkout; None for an installed package, or if git does not know it."""
+    git = ["git", "-c", "safe.directory=*", "-C", str(root)]
+    try:  # an environment with the installed package may lie in a repository of something else
+        subprocess.run([*git, "ls-files", "--error-unmatch", "pretrain/__init__.py"], capture_output=True, check=True,
+                       timeout=5)
+        return subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True,
+                              timeout=5).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
 
@@ -233,9 +247,3 @@ def end_all(find: Callable[[], list[psutil.Process]], *, grace_s: float) -> None
         if end(processes, grace_s=grace_s):
             return
         grace_s = 0.0
-
-
-def call(function: str, *args: Any) -> None:
-    """Call the function named `function`, and print its result as one line of JSON for `remote.call_probe`."""
-    functions: dict[str, Any] = {each.__name__: each for each in (host_facts, end_job, signal_ranks, ranks_of_run)}
-    print(json.dumps(functions[function](*args)), flush=True)

@@ -1,6 +1,6 @@
 """Run commands, and functions of probe.py, on all hosts of a run at the same time.
 
-The source of probe.py is sent to each host's Python over ssh or srun, so the host does not need this checkout.
+The source of probe.py is sent to each host's Python over ssh or srun, so the host does not need this package.
 """
 
 import inspect
@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
 from typing import Any, TypeVar
 
 from pretrain.cluster.hosts import probe
@@ -26,13 +27,13 @@ DEFAULT_HEALTH_COMMAND = shlex.join([sys.executable, "-c", _DEFAULT_CHECK])
 T = TypeVar("T")
 Transport = Callable[[str, str], list[str]]  # (host, shell command) -> local command that runs it on that host
 
-# This program creates the modules from their sources: the host may have no checkout, or another version of it.
+# This program creates the modules from their sources: the host may not have this package, or another version of it.
 _PROGRAM = """
 import json, sys, types
 for name, source in {sources!r}.items():
     module = sys.modules[name] = types.ModuleType(name)
     exec(source, module.__dict__)
-sys.modules[{probe!r}].call({function!r}, *json.loads({args!r}))
+print(json.dumps(getattr(sys.modules[{module!r}], {function!r})(*json.loads({args!r}))), flush=True)
 """
 
 
@@ -90,10 +91,14 @@ def failure_reason(done: "subprocess.CompletedProcess[str]") -> str:
     return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
 
 
-def call_probe(transport: Transport, host: str, function: str, *args: Any, timeout_s: float = 15) -> Any:
-    """Call a function of probe.py, by its name, on `host`. Returns its result. Raises HostError."""
-    sources = {module.__name__: inspect.getsource(module) for module in (host_facts, probe)}
-    program = _PROGRAM.format(sources=sources, probe=probe.__name__, function=function, args=json.dumps(args))
+def call_probe(transport: Transport, host: str, function: str, *args: Any, timeout_s: float = 15,
+               module: ModuleType = probe) -> Any:
+    """Call a function of probe.py, or of another module without imports of this package, by its name on `host`.
+
+    Returns its result. Raises HostError.
+    """
+    sources = {each.__name__: inspect.getsource(each) for each in (host_facts, probe, module)}
+    program = _PROGRAM.format(sources=sources, module=module.__name__, function=function, args=json.dumps(args))
     done = run_on_host(transport, host, f"{shlex.quote(sys.executable)} -", stdin=program, timeout_s=timeout_s)
     try:
         return json.loads(done.stdout.splitlines()[-1])  # the last line: a login script may print before it

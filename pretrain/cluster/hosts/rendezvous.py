@@ -53,6 +53,7 @@ class Rendezvous:
 
     def _check_hosts(self, ranks: Mapping[str, int], request: PreflightRequest) -> tuple[dict[str, HostFacts], str]:
         first, index = self.hosts[0], self.store.rank
+        assert request.run is not None, "without ssh, the hosts meet in the run folder"
         with ExitStack() as stack:  # the token's file exists until all hosts have looked for it
             token = stack.enter_context(token_file(request.run)) if index == 0 else ""
             token = self.store.exchange("token", token, lambda tokens: tokens[0], kinds=(str, str))

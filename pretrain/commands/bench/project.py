@@ -19,7 +19,7 @@ from pretrain.checkpoint.load.agree_on_checkpoint import find_damage_together
 from pretrain.checkpoint.load.load_checkpoint import load_checkpoint
 from pretrain.checkpoint.save.commit import next_checkpoint_bytes
 from pretrain.checkpoint.save.saver import Saver
-from pretrain.cluster.health.devices import disk_rates
+from pretrain.cluster.health.machine import disk_rates
 from pretrain.commands.bench.processes import SAVE_INTERVAL_S, BaselineJob
 from pretrain.commands.bench.profile import named_optimizer_step, operator_times
 from pretrain.commands.bench.worker import RequestLoop
