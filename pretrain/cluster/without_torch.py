@@ -29,11 +29,6 @@ class _Accelerator:
         for name in self.visible_devices_envs():
             current_env[name] = ",".join(map(str, local_accelerator_ids))
 
-    def __getattr__(self, name: str) -> Any:
-        """Return any other method of DeepSpeed's accelerator, which imports torch."""
-        _forget_substitutes()
-        return getattr(importlib.import_module("deepspeed.accelerator").get_accelerator(), name)
-
 
 def _package(name: str, folders: list[str], **names: Any) -> ModuleType:
     """Enter a package with the given names into sys.modules, whose submodules can be imported from its folders."""
@@ -71,11 +66,18 @@ def _forget_substitutes() -> None:
     logging.getLogger("DeepSpeed").handlers.clear()
 
 
+def _method_of_deepspeed(_: _Accelerator, name: str) -> Any:
+    """Return a method of DeepSpeed's accelerator, which imports torch."""
+    _forget_substitutes()
+    return getattr(importlib.import_module("deepspeed.accelerator").get_accelerator(), name)
+
+
 def _launcher() -> Callable[[], None]:
     """Import the launcher with the substitutes, or with all of DeepSpeed if it needs more."""
     try:
         _substitute_packages()
         launcher = importlib.import_module(_LAUNCHER)
+        setattr(_Accelerator, "__getattr__", _method_of_deepspeed)  # noqa: B010 (mypy rejects an assignment)
     except (AttributeError, ImportError, TypeError):
         _forget_substitutes()
         launcher = importlib.import_module(_LAUNCHER)

@@ -22,8 +22,9 @@ from pretrain.config.flags.parse import run_parser
 from pretrain.errors import EXIT_CODES
 from pretrain.monitor.rows import EVALUATION_ROW, EVENTS, OPTIONAL_KEYS, TRAINING_ROW
 
+_KEY_HEADER = ("key", "value, or why it is rejected or has no effect")
 _FIELD = re.compile(r"^    (\w+): (.+?)(?: = (.+?))?(?:  # (.+))?$", re.MULTILINE)  # of a dataclass, with its comment
-_CODE = re.compile(r"(?<![\w`-])(--\w+|\"[^\" ]+\")(?![\w`])")  # flags, and words in quotation marks
+_CODE = re.compile(r"(?<![\w-])(--\w+|\"[^\" ]+\")(?!\w)")  # flags, and words in quotation marks
 
 
 def main() -> None:
@@ -36,8 +37,8 @@ def main() -> None:
 
 
 def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Return a Markdown table."""
-    lines = [list(header), ["---"] * len(list(header)), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    """Return a Markdown table. Code may contain `|`, other text has it escaped."""
+    lines = [list(header), ["---"] * len(list(header)), *map(list, rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
@@ -46,8 +47,10 @@ def _code(text: str) -> str:
 
 
 def _prose(text: str) -> str:
-    """Return a help text as Markdown, with flags and quoted words as code."""
-    return _CODE.sub(r"`\1`", re.sub(r"([*<])", r"\\\1", text))
+    """Return a help text as Markdown, with flags and quoted words as code. What is code already remains."""
+    parts = re.split("(`[^`]*`)", text)
+    return "".join(part if part.startswith("`") else _CODE.sub(r"`\1`", re.sub(r"([*<|])", r"\\\1", part))
+                   for part in parts)
 
 
 def _flags_table(parser: argparse.ArgumentParser, actions: Iterable[argparse.Action]) -> str:
@@ -97,28 +100,33 @@ def _commands() -> str:
 
 def _json_keys() -> str:
     """Return all keys of a DeepSpeed JSON: legal values, or why a key is rejected or has no effect."""
-    rows = [*_rows_of(TREE, ""), *((_code(name), "", f"rejected: {reason}") for name, reason in REMOVED.items())]
-    parts = ["A key is passed on to DeepSpeed, has no effect here (a note says so), or is rejected with the reason.\n",
-             _table(["key", "value", "here"], rows)]
+    top_level: Tree = {name: key for name, key in TREE.items() if isinstance(key, Key)}
+    parts = ["All keys that are neither rejected nor without effect are passed on to DeepSpeed.\n",
+             "## Top level\n", _table(_KEY_HEADER, _rows_of(top_level, ""))]
+    for name, key in TREE.items():
+        if not isinstance(key, Key):
+            parts += [f"## {name}\n", _table(_KEY_HEADER, _rows_of(key, f"{name}."))]
     for block, kinds in (("optimizer", {kind: optimizer_params(kind) or {} for kind in KNOWN_NAMES}),
                          ("scheduler", SCHEDULERS)):
         owners: dict[tuple[str, str], list[str]] = {}
         for kind, params in kinds.items():
-            for key, value, here in _rows_of(params, f"{block}.params."):
-                owners.setdefault((key, value or here), []).append(kind)
-        parts += [f"## Parameters of the {block}\n", _table(
-            ["key", "value", "types"], ((key, value, ", ".join(names)) for (key, value), names in owners.items()))]
+            for row in _rows_of(params, f"{block}.params."):
+                owners.setdefault(row, []).append(kind)
+        parts += [f"## {block}.params\n",
+                  _table([*_KEY_HEADER, "types"], ((*row, ", ".join(names)) for row, names in owners.items()))]
+    parts += ["## Keys that DeepSpeed has removed\n",
+              _table(["key", "reason"], ((_code(name), _prose(reason)) for name, reason in REMOVED.items()))]
     return "\n".join(parts)
 
 
-def _rows_of(tree: Tree, prefix: str) -> Iterator[tuple[str, str, str]]:
+def _rows_of(tree: Tree, prefix: str) -> Iterator[tuple[str, str]]:
+    """Yield each key of a block with its values, or with what happens to it."""
     for name, key in tree.items():
         if not isinstance(key, Key):
             yield from _rows_of(key, f"{prefix}{name}.")
-        elif key.rejected:
-            yield _code(prefix + name), "", f"rejected: {_prose(key.rejected)}"
         else:
-            yield _code(prefix + name), expected_value(key), _prose(key.ignored)
+            outcome = f"rejected: {key.rejected}" if key.rejected else key.ignored
+            yield _code(prefix + name), _prose(outcome or expected_value(key))
 
 
 def _metrics() -> str:

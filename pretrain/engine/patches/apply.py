@@ -29,6 +29,8 @@ from pretrain.engine.patches.optimizers import (
 )
 from pretrain.engine.patches.pipeline import (
     clip_fp32_by_global_norm,
+    divide_gradients_at_the_loss,
+    divides_gradients_once,
     has_different_groups,
     reduce_norm_once,
     reduce_tied_gradients,
@@ -54,6 +56,8 @@ def apply_patches(engine: DeepSpeedEngine, update: Update) -> None:
     if has_defect("P") and engine.fp16_enabled():
         update.growing_scale = GrowingScale(optimizer)
     if isinstance(engine, PipelineEngine):
+        if not divides_gradients_once(engine):
+            divide_gradients_at_the_loss(engine)
         if has_defect("B"):
             reduce_tied_gradients(engine)
         if has_defect("X") and zero_1_or_2 and has_different_groups(engine):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed import comm as dist
+from deepspeed.runtime import engine as deepspeed_engine
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -53,6 +54,31 @@ def reduce_tied_gradients(engine: PipelineEngine) -> None:
                 dist.all_reduce(grad, group=group)
 
     engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, schedule.ReduceTiedGrads: exec_reduce_tied_grads}
+
+
+def divides_gradients_once(engine: PipelineEngine) -> bool:
+    """Return whether the engine divides the gradients by the number of micro-batches at the loss, and only there."""
+    return hasattr(deepspeed_engine, "_ENGINE_BACKWARD_GRAPH_TRACKER") or not hasattr(
+        engine, "_backward_prologue_per_tensor")
+
+
+def divide_gradients_at_the_loss(engine: PipelineEngine) -> None:
+    """Divide the gradients by the number of micro-batches once.
+
+    DeepSpeed 0.18.9 to 0.19.3: `_backward_prologue_per_tensor` (runtime/engine.py) divides the gradients of the output
+    of every pipeline stage, so that those of earlier stages are divided several times. 0.19.4 and 0.19.5 do so at the
+    output of the last stage only, but not for weights that the loss function uses.
+    """
+    engine._backward_prologue_per_tensor = lambda grad: grad
+    loss_fn = engine.module.loss_fn
+
+    def divided_loss_fn(outputs: torch.Tensor, labels: Any) -> torch.Tensor:
+        loss: torch.Tensor = loss_fn(outputs, labels)
+        if loss.requires_grad:
+            loss.register_hook(lambda grad: grad / engine.gradient_accumulation_steps())
+        return loss
+
+    engine.module.loss_fn = divided_loss_fn
 
 
 def clip_fp32_by_global_norm(engine: DeepSpeedEngine) -> None:
