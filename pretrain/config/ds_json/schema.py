@@ -1,8 +1,9 @@
 """Legal keys of a DeepSpeed 0.19.8 JSON at every depth, and why others are rejected, without importing deepspeed.
 
-Each reason was found in the source of DeepSpeed 0.19.8, or by running it; ds_configs/README.md lists them all.
+Each reason was found in the source of DeepSpeed 0.19.8, or by running it; ds_configs/README.md lists them all. A key
+that earlier supported versions do not have names its first version (`Key.since`).
 
-`tests/config/test_schema.py` compares this tree with DeepSpeed's own models and constants.
+`tests/config/test_schema.py` compares this tree with the models and constants of the installed DeepSpeed.
 """
 
 from dataclasses import dataclass
@@ -223,7 +224,7 @@ TENSOR_PARALLEL: Tree = {
 _ROUTER = "the model's config.json describes router and experts; remove the key"
 EXPERT_PARALLEL: Tree = {
     "enabled": _BOOL,
-    "autoep_size": _POSITIVE,
+    "autoep_size": Key("int", low=1, since="0.19.4"),
     "expert_tensor_parallel_size": _rejected("each expert is complete on its rank; remove the key", 1),
     "load_balance_coeff": _rejected("the config.json has router_aux_loss_coef; remove the key"),
     **{name: _rejected(_ROUTER, "auto") for name in (
