@@ -6,10 +6,12 @@
 #   --dev      do what --offload does, and install the packages of the tests (pytest, ruff, mypy, tensorboard ...)
 #
 # VENV is the folder of the environment (default: .venv in the checkout). PYTHON is the interpreter (default: python3).
+# CONSTRAINTS is the file of versions (default: launch/constraints.txt).
 # The script can be run again: it skips steps that are up to date.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 VENV=${VENV:-$PWD/.venv}
+constraints=${CONSTRAINTS:-launch/constraints.txt}
 start=$SECONDS
 dev= offload=
 for word in "$@"; do
@@ -49,7 +51,7 @@ has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep
 # jemalloc is optional. On CPUs a training step needs a fifth less memory with jemalloc than with glibc's malloc.
 has_gpu || ( need libjemalloc2 sh -c '/sbin/ldconfig -p | grep -q libjemalloc.so.2' ) ||
     say "continuing without jemalloc"
-want="$(cat launch/constraints.txt pyproject.toml | sha256sum | cut -c1-16) gpu=$(has_gpu && echo 1 || true) $PWD"
+want="$(cat "$constraints" pyproject.toml | sha256sum | cut -c1-16) gpu=$(has_gpu && echo 1 || true) $PWD"
 stamp=$VENV/.ds-pretrain-setup
 case $(cat "$stamp" 2>/dev/null) in
     "$want dev") ready=1 ;;
@@ -61,9 +63,9 @@ if [ $ready = 1 ]; then
 else
     [ -x "$VENV/bin/python" ] || { say "environment $VENV"; "$python" -m venv "$VENV"; }
     quiet=-q; [ ! -t 1 ] || quiet=
-    pip() { "$VENV/bin/python" -m pip install $quiet --disable-pip-version-check -c launch/constraints.txt "$@"; }
+    pip() { "$VENV/bin/python" -m pip install $quiet --disable-pip-version-check -c "$constraints" "$@"; }
     pip setuptools wheel ninja hatchling editables
-    torch=$(grep '^torch==' launch/constraints.txt)
+    torch=$(grep '^torch==' "$constraints" || echo torch)
     if has_gpu; then
         say "PyTorch for NVIDIA GPUs ($torch)"
         pip "$torch"

@@ -53,7 +53,13 @@ def main() -> int:
     except ModuleNotFoundError as error:
         raise ConfigError(sys.executable, problem=f"this Python has no package {error.name!r}",
                           remedy="use the Python of the environment in which ds-pretrain is installed") from None
-    return function() or 0
+    try:
+        return function() or 0
+    except (AttributeError, ImportError, TypeError):
+        from pretrain.distributed.requirements import check_requirements
+
+        check_requirements()  # a package that is too old is the likely reason
+        raise
 
 
 def _split_for_launcher(name: str, words: list[str]) -> tuple[list[str], list[str]]:

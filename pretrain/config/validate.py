@@ -21,6 +21,7 @@ from pretrain.data.run_data import RunData, open_run_data
 from pretrain.data.samples.megatron import MegatronSamples
 from pretrain.distributed.deepspeed_version import untested_version
 from pretrain.distributed.device import Device
+from pretrain.distributed.requirements import check_requirements
 from pretrain.errors import ConfigError
 
 
@@ -52,7 +53,8 @@ def check_settings(args: RunArguments, *, world_size: int, device: Device,
 
     The plan has no data: it can build an engine, but cannot train.
     """
-    untested = untested_version()  # rejects an environment without DeepSpeed
+    check_requirements()
+    untested = untested_version()
     check_flags(args)
     check_initialization_flags(args)
     if world_size < 1:

@@ -67,8 +67,15 @@ def start_store(address: str, port: int, *, on_one_host: bool, timeout_s: float,
     is_shared = (address, port) in _served and not port_is_free(port)
     listener = _listen(address, port) if not is_shared and (on_one_host or is_numeric(address)) else None
     _served.add((address, port))
-    return TCPStore(address, port, world_size, True, timedelta(seconds=timeout_s), wait_for_workers=False,
-                    multi_tenant=True, master_listen_fd=None if listener is None else listener.detach())
+    start = functools.partial(TCPStore, address, port, world_size, True, timedelta(seconds=timeout_s),
+                              wait_for_workers=False, multi_tenant=True)
+    if listener is None:
+        return start()
+    descriptor = listener.detach()
+    try:
+        return start(master_listen_fd=descriptor)
+    except NotImplementedError:  # torch 2.6: its default server opens its own socket
+        return start(master_listen_fd=descriptor, use_libuv=False)
 
 
 def is_numeric(address: str) -> bool:

@@ -3,9 +3,13 @@
 Imports no torch, so that the names and shapes in a weights file can be checked before torch is imported.
 """
 
+import functools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.metadata import version
+
+from packaging.version import Version
 
 from pretrain.model.description import ModelConfig, Parameter
 from pretrain.model.families import FAMILIES
@@ -118,12 +122,20 @@ def name_in_files(name: str, config: ModelConfig) -> str:
     return f"{head}." + name.removeprefix("lm_head.") if head and name.startswith("lm_head.") else name
 
 
-def name_in_module(name: str) -> str:
-    """Return the parameter of transformers' model that a tensor of the weights files becomes, experts excepted.
+def name_in_module(name: str, config: ModelConfig) -> str:
+    """Return the parameter of transformers' model that a tensor of a model becomes, experts excepted."""
+    return _renamed_router(name_in_files(name, config) if _head_is_as_in_files() else name)
 
-    transformers 5 (conversion_mapping.py) renames Mixtral's routers when it loads and saves weights.
-    """
+
+def _renamed_router(name: str) -> str:
+    """transformers 5 (conversion_mapping.py) renames Mixtral's routers when it loads and saves weights."""
     return name.replace(".block_sparse_moe.", ".mlp.")
+
+
+@functools.cache
+def _head_is_as_in_files() -> bool:
+    """Return whether the head of the installed transformers' GPT-NeoX is not yet called `lm_head` (before 5.14)."""
+    return Version(version("transformers")) < Version("5.14")
 
 
 def stacked_in_module(name: str) -> tuple[str, bool]:
@@ -134,7 +146,7 @@ def stacked_in_module(name: str) -> tuple[str, bool]:
     """
     found = _EXPERT.fullmatch(name)
     assert found is not None, name
-    layer, part = name_in_module(found[1]), found[2]
+    layer, part = _renamed_router(found[1]), found[2]
     if part in ("w2", "down_proj"):
         return f"{layer}.down_proj", False
     return f"{layer}.gate_up_proj", part in ("w3", "up_proj")

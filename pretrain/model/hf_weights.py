@@ -74,7 +74,7 @@ def _reorder_rotary(qkv: torch.Tensor, config: ModelConfig, *, to_halves: bool) 
 
 
 def to_transformers(state: Mapping[str, torch.Tensor], config: ModelConfig) -> State:
-    """Return the state_dict of the transformers model of `config.hf_config`, including a tied `lm_head.weight`.
+    """Return the state_dict of the transformers model of `config.hf_config`, including a tied head.
 
     Args:
         state: all tensors under the names of `as_module`. Dtypes are kept. The result may share these tensors.
@@ -89,7 +89,8 @@ def to_transformers(state: Mapping[str, torch.Tensor], config: ModelConfig) -> S
             ours = state[rule.ours]
             result[name] = torch.cat((result[name], ours), 1) if is_second else ours
             continue
-        result.update(zip(map(name_in_module, rule.theirs), to_theirs(rule, state[rule.ours], config), strict=True))
+        names = [name_in_module(name, config) for name in rule.theirs]
+        result.update(zip(names, to_theirs(rule, state[rule.ours], config), strict=True))
     if config.tie_word_embeddings:
-        result[HEAD] = result[rules[0].theirs[0]]
+        result[name_in_module(HEAD, config)] = result[rules[0].theirs[0]]
     return result

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from torch.utils import backend_registration
 
 from pretrain.model.config import ModelConfig, load_model_config
 from pretrain.model.kernels.fused_loss import LossTerms
@@ -39,7 +39,7 @@ def run(config: ModelConfig, *, documents: bool, recompute: str, plain_operators
 
 
 def main() -> None:
-    _setup_privateuseone_for_python_backend(DEVICE)
+    backend_registration._setup_privateuseone_for_python_backend(DEVICE)
     setattr(getattr(torch, DEVICE), "get_amp_supported_dtype", lambda: [torch.bfloat16])  # noqa: B010 (for checkpoint)
     torch.set_default_dtype(torch.bfloat16)
     # one mode for all models, because tables and masks are cached; it rejects ordinary tensors

@@ -8,12 +8,14 @@ import logging
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 from torch.nn.functional import cross_entropy
 
 from pretrain.model.config import load_model_config
-from pretrain.model.hf_names import tensor_rules
+from pretrain.model.hf_names import HEAD, name_in_module, tensor_rules
 from pretrain.model.hf_weights import to_transformers
 from pretrain.model.layer_specs import as_module
+from tests.support.hf_models import needs_transformers
 from tests.support.model_shapes import SHAPES, write_config
 from tests.support.tensors import from_transformers
 
@@ -22,6 +24,8 @@ logging.getLogger("transformers").setLevel(logging.ERROR)
 
 def build_models(name, folder):
     """Return our module and the module of transformers with equal weights. Large weights make every term count."""
+    if name == "gemma_multi_query" and Version(transformers.__version__) < Version("5.18"):
+        pytest.skip("this transformers reads the activation `gelu` of Gemma's first configs as the exact one")
     path = write_config(folder, SHAPES[name])
     config = load_model_config(path)
     theirs = transformers.AutoModelForCausalLM.from_config(
@@ -104,7 +108,7 @@ def test_loss_and_gradients_equal_those_of_transformers(name, both_models):
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     gradients = {key: parameter.grad for key, parameter in theirs.named_parameters()}
     if config.tie_word_embeddings:
-        gradients["lm_head.weight"] = gradients[tensor_rules(config)[0].theirs[0]]
+        gradients[name_in_module(HEAD, config)] = gradients[tensor_rules(config)[0].theirs[0]]
     for key, value in from_transformers(gradients, config).items():
         torch.testing.assert_close(ours.get_parameter(key).grad, value, atol=2e-6, rtol=1e-4)
 
@@ -127,6 +131,7 @@ def test_weights_of_another_model_are_an_error(both_models):
         to_transformers({key: value for key, value in ours.state_dict().items() if key != "1.embedding"}, config)
 
 
+@needs_transformers("5.20", "it writes Phi's partial_rotary_factor twice, with two values")
 def test_a_config_saved_by_transformers_gives_the_same_model(tmp_path):
     """transformers 5 writes rope_parameters and all defaults. This file must give the same ModelConfig."""
     for name, values in SHAPES.items():

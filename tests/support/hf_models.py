@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
+from packaging.version import Version
 
 from pretrain.checkpoint.convert.write_weights import PlannedTensor, index_json, shards_of, write_shards
 from pretrain.checkpoint.load.reader import chunks_of
@@ -13,6 +15,11 @@ from pretrain.model.config import model_config_from
 from pretrain.model.hf_names import name_in_files, tensor_rules
 from pretrain.model.parameters import DTYPES
 from tests.support.model_shapes import write_config
+
+
+def needs_transformers(version: str, reason: str) -> pytest.MarkDecorator:
+    """Return the mark of a test that compares with a behaviour of transformers which `version` introduced."""
+    return pytest.mark.skipif(Version(transformers.__version__) < Version(version), reason=reason)
 
 
 def hf_model(folder: Path, values: dict[str, Any], *, seed: int = 11) -> transformers.PreTrainedModel:

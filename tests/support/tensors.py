@@ -38,5 +38,5 @@ def from_transformers(state: Mapping[str, torch.Tensor], config: ModelConfig) ->
             first = rule.shape[1] if is_second else 0
             result[rule.ours] = state[name].narrow(1, first, rule.shape[1])
         else:
-            result[rule.ours] = to_ours(rule, [state[name_in_module(name)] for name in rule.theirs], config)
+            result[rule.ours] = to_ours(rule, [state[name_in_module(name, config)] for name in rule.theirs], config)
     return result

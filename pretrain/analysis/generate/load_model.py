@@ -194,8 +194,8 @@ def _fill(model: Any, source: GenerationSource, placement: torch.device | Device
                 _fill_stacked(model, rule, ours.view(rule.shape), placement)
             else:
                 theirs = to_theirs(rule, ours.view(rule.shape), source.config)
-                for name, tensor in zip(map(name_in_module, rule.theirs), theirs, strict=True):
-                    _empty_parameter(model, name, tensor.shape, placement).copy_(tensor)
+                for name, tensor in zip(rule.theirs, theirs, strict=True):
+                    _empty_parameter(model, name_in_module(name, source.config), tensor.shape, placement).copy_(tensor)
             progress.advance(4 * ours.numel(), rule.ours)
     model.tie_weights()
     empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]

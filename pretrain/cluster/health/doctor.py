@@ -17,10 +17,10 @@ from pretrain.cluster.hosts.preflight import (
     PreflightRequest,
     differences,
     inspect_hosts,
-    required_packages,
 )
 from pretrain.cluster.hosts.rank_environment import user_variables
 from pretrain.cluster.hosts.remote import HostError, Transport, call_on_all, call_probe
+from pretrain.distributed.requirements import requirements
 from pretrain.errors import begin_sentence, printable
 
 THIS_HOST = "this host"
@@ -99,7 +99,7 @@ def _read(diagnosis: Diagnosis, hosts: Mapping[str, HostFacts], folders: Mapping
           transport: Transport | None) -> None:
     """Read the parts of all hosts at the same time, and report those that cannot be read, and wrong clocks."""
     limits_s = {part: limit_s for part, (limit_s, _) in PARTS.items()}
-    task = {"source": inspect.getsource(machine), "root": str(ROOT), "packages": list(required_packages()),
+    task = {"source": inspect.getsource(machine), "root": str(ROOT), "packages": [each.name for each in requirements()],
             "folders": dict(folders), "environ": user_variables(os.environ, [Path.home(), request.folder]),
             "limits_s": limits_s}
 

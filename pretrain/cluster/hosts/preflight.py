@@ -1,14 +1,11 @@
 """Preflight check: collect facts on each host, and reject hosts that differ from the host that launches the run."""
 
-import functools
 import os
-import re
 import secrets
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ from pretrain.cluster.hosts.remote import HostError, Transport, call_on_all, cal
 from pretrain.config.flags.arguments import RunArguments, data_spec
 from pretrain.config.flags.parse import flag_name, read_yaml
 from pretrain.data.tokenizers.tokenizer import BYTES
+from pretrain.distributed.requirements import requirements
 from pretrain.distributed.tcp_store import SECRET_VARIABLE, secret_variable
 from pretrain.errors import ConfigError
 from pretrain.hub import tokenizer_repository
@@ -61,18 +59,8 @@ class PreflightRequest:
             token: name of the file that `token_file` created in the run folder.
             peer: another host of the run; "": none.
         """
-        return {"root": str(ROOT), "packages": list(required_packages()), "files": list(self.files),
+        return {"root": str(ROOT), "packages": [each.name for each in requirements()], "files": list(self.files),
                 "run": str(self.run) if self.run else "", "folder": str(self.folder), "token": token, "peer": peer}
-
-
-@functools.cache
-def required_packages() -> tuple[str, ...]:
-    """Return the packages that ds-pretrain needs at run time. Their versions must be equal on all hosts."""
-    try:
-        lines = requires("ds-pretrain") or []
-    except PackageNotFoundError:  # the checkout is not installed
-        lines = ["torch", "deepspeed", "transformers", "numpy"]
-    return tuple(re.split(r"[^A-Za-z0-9_.-]", line)[0] for line in lines if "extra ==" not in line)
 
 
 def preflight_request(args: RunArguments, train_words: Sequence[str], folder: Path) -> PreflightRequest:
