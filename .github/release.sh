@@ -29,7 +29,7 @@ changelog() {
     date=$(sed -n "s/^## \[$version\] - \([0-9-]*\)$/\1/p" .github/CHANGELOG.md)
     [ -n "$date" ] || die ".github/CHANGELOG.md: there is no line \`## [$version] - YYYY-MM-DD\`. Remedy: add it"
     ! sed '1,/^## \[Unreleased\]$/d; /^## \[[0-9]/,$d' .github/CHANGELOG.md | grep . >/dev/null ||
-        die ".github/CHANGELOG.md: there are unreleased entries. Remedy: move them below \`## [$version] - $date\`"
+        die ".github/CHANGELOG.md: there are unreleased entries. Remedy: raise the version, and move them below its heading"
     grep -qx "version: $version" .github/CITATION.cff && grep -qx "date-released: $date" .github/CITATION.cff ||
         die ".github/CITATION.cff: the version or the date differs. Remedy: version: $version, date-released: $date"
 }
