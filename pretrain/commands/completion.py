@@ -14,6 +14,7 @@ from pretrain.cli import Parser, path, path_text, prefix
 from pretrain.commands import COMMANDS
 from pretrain.commands.parsers import all_parsers
 from pretrain.config.flags.arguments import FLAGS
+from pretrain.memory.hardware import GPUS
 from pretrain.model.config import preset_names
 from pretrain.shipped import TEMPLATES, layout_names
 
@@ -33,8 +34,8 @@ def main() -> None:
 
 # destination of a flag -> names that complete its value, besides files
 _NAMES_OR_FILES = {"deepspeed_config": layout_names(), "model": preset_names()}
-# subcommand -> values of its argument
-_NAMES = {"config": layout_names(), "template": list(TEMPLATES)}
+# flag, or subcommand with an argument -> its values
+_NAMES = {"config": layout_names(), "template": list(TEMPLATES), "--gpu": list(GPUS)}
 
 
 def _function(shell: str, name: str, words: Iterable[str]) -> str:
@@ -65,7 +66,7 @@ def _copy_actions(parsers: Iterable[argparse.ArgumentParser], target: argparse.A
             for name, parser in action.choices.items():
                 _copy_actions([parser], nested.add_parser(name, help=parser.description, add_help=False), command)
             continue
-        new = copy.copy(action)
+        new, named = copy.copy(action), action.option_strings[0] if action.option_strings else command
         new.option_strings = [word for word in action.option_strings if word not in target._option_string_actions]
         if action.help == argparse.SUPPRESS or (action.option_strings and not new.option_strings):
             continue
@@ -73,8 +74,8 @@ def _copy_actions(parsers: Iterable[argparse.ArgumentParser], target: argparse.A
             new.complete = dict.fromkeys(_SHELLS, f"_ds_pretrain_{action.dest}_or_file")  # type: ignore[attr-defined]
         elif _is_path(action):
             new.complete = shtab.FILE  # type: ignore[attr-defined]
-        elif not action.option_strings and command in _NAMES:
-            new.choices = _NAMES[command]
+        elif named in _NAMES:
+            new.choices = _NAMES[named]
         elif action.dest in FLAGS and FLAGS[action.dest].choices:
             new.choices = FLAGS[action.dest].choices
         target._add_action(new)

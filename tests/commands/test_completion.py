@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.config.schedule import KINDS
+from pretrain.memory.hardware import GPUS
 from pretrain.shipped import TEMPLATES, layout_names
 from tests.cluster.workers.packages import need_packages
 
@@ -26,6 +27,7 @@ OFFERED = {
     "find-lr --lr_schedule co": sorted(kind for kind in KINDS if kind.startswith("co")),
     "sanity --num_acc": ["--num_accelerators"],
     "compare --model gpt2-": ["gpt2-large", "gpt2-medium", "gpt2-xl"],
+    "compare --gpu h100": [name for name in sorted(GPUS) if name.startswith("h100")],
     "data s": ["split"],
     "checkpoint prune --keep_": ["--keep_best", "--keep_checkpoints", "--keep_every"],
     "config zero3": ZERO3,
