@@ -46,10 +46,14 @@ def engine_config(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     Pipeline stages send complete tensors. By default, DeepSpeed 0.19.8 (runtime/pipe/engine.py, is_pipe_partitioned)
     sends each tensor-parallel rank's part of them, and gathers these parts: it expects equal tensors on these ranks.
     Here, the ranks have different shards of the sequences.
+
+    Defaults that versions of DeepSpeed do not share are those of 0.19.8: before 0.19.4, a JSON without the keys clips
+    no gradients, and does not look for NaN in bf16.
     """
     own = ("tensor_parallel", "expert_parallel", "sequence_parallel_size")
     complete = {"pipe_partitioned": False, "grad_partitioned": False}
-    return {**{key: value for key, value in ds_config.items() if key not in own},
+    bf16 = {"bf16": {"check_grad_overflow": True, **ds_config["bf16"]}} if ds_config.get("bf16") else {}
+    return {"gradient_clipping": 1.0, **{key: value for key, value in ds_config.items() if key not in own}, **bf16,
             "pipeline": {**(ds_config.get("pipeline") or {}), **complete}}
 
 

@@ -17,6 +17,7 @@ from pretrain.config.ds_json.optimizers import KNOWN_NAMES, SCHEDULERS, optimize
 from pretrain.config.ds_json.read import DsFile, read_ds_config
 from pretrain.config.ds_json.schema import TREE, Key, Tree
 from pretrain.distributed.deepspeed_version import TESTED, deepspeed_version, is_at_least
+from pretrain.engine.parallelism import engine_config
 from pretrain.errors import ConfigError
 
 CONFIGS = sorted(path for path in (Path(__file__).parents[2] / "ds_configs").glob("*.json")
@@ -187,6 +188,17 @@ def test_a_key_that_the_installed_version_does_not_have_is_rejected(
             check_json_keys(DsFile("ds.json", values))
     finally:
         deepspeed_version.cache_clear()
+
+
+@newest
+def test_defaults_that_the_program_writes_out_are_those_of_deepspeed() -> None:
+    """engine/parallelism.py, engine_config: earlier versions have other defaults."""
+    from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config
+
+    written = engine_config({"bf16": {"enabled": True}})
+    assert written["gradient_clipping"] == GRADIENT_CLIPPING_DEFAULT
+    assert written["bf16"]["check_grad_overflow"] == DeepSpeedBF16Config().check_grad_overflow
 
 
 @newest
