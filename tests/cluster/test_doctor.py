@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from pretrain.cluster.health import facts
-from pretrain.cluster.health.doctor import THIS_HOST, examine, page
+from pretrain.cluster.health.doctor import THIS_HOST, Diagnosis, examine, page, report_clock
 from pretrain.cluster.health.facts import FACTS, all_facts
 from pretrain.cluster.hosts.preflight import PreflightRequest
 from pretrain.engine.build_ops import NOT_COMPILED, READY
@@ -185,6 +185,14 @@ def test_a_driver_that_hangs_is_a_finding(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 # ---- hosts
+
+
+@pytest.mark.parametrize(("begin", "end", "text"), [
+    (100.5, 104.0, None), (99.5, 105.5, None), (40.0, 44.0, "60.0 s behind"), (161.0, 165.0, "60.0 s ahead of")])
+def test_clocks_are_compared_with_the_times_of_question_and_answer(begin: float, end: float, text: str | None) -> None:
+    diagnosis = Diagnosis()
+    report_clock(diagnosis, "b", {"asked": 100.0, "begin": begin, "end": end, "answered": 105.0})
+    assert [text is not None and text in finding.problem for finding in diagnosis.findings] == [True] * bool(text)
 
 
 def _on_hosts(hosts: Hosts, folder: Path, hostfile: Path, *words: str) -> "subprocess.CompletedProcess[str]":

@@ -117,7 +117,7 @@ def _read(diagnosis: Diagnosis, hosts: Mapping[str, HostFacts], folders: Mapping
         read = {part: result["value"] for part, result in results.items() if "value" in result}
         diagnosis.parts[host] = {**read, "host": asdict(hosts[host])}
         _report_errors(diagnosis, host, results)
-        _report_clock(diagnosis, host, found)
+        report_clock(diagnosis, host, found)
 
 
 def _no_transport(host: str, command: str) -> list[str]:
@@ -134,7 +134,7 @@ def _report_errors(diagnosis: Diagnosis, host: str, results: Mapping[str, Mappin
             diagnosis.add(host, f"{label or kind}: {printable(result['error'])}", PARTS[kind][1])
 
 
-def _report_clock(diagnosis: Diagnosis, host: str, found: Mapping[str, float]) -> None:
+def report_clock(diagnosis: Diagnosis, host: str, found: Mapping[str, float]) -> None:
     """Report a clock that was not between the times, on this host, of the question and of the answer."""
     skew_s = max(found["asked"] - found["begin"], 0.0) or min(found["answered"] - found["end"], 0.0)
     if abs(skew_s) > _LARGEST_SKEW_S:
