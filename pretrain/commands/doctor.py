@@ -26,6 +26,8 @@ from pretrain.config.auto_values import NVME_PATH_VARIABLE
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.errors import REJECTED, ConfigError
 
+_OF_HOSTS = ("include", "exclude", "num_nodes", "num_gpus", "master_addr", "ssh_port", "launcher")
+
 
 def main() -> int:
     """Run the program and return its exit code. Raises ConfigError."""
@@ -49,8 +51,17 @@ def main() -> int:
     if own.json and (own.measure or own.deepspeed):
         raise ConfigError("--json", problem="it prints the page only",
                           remedy="for measurements, use `ds-pretrain check-cluster --json`")
+    if own.deepspeed and words != ["--deepspeed"]:
+        raise ConfigError("--deepspeed", problem="it tests the DeepSpeed of this environment, and takes no other flags",
+                          remedy="leave the other flags out")
     if own.deepspeed:
         return _test_deepspeed()
+    useless = {**dict.fromkeys(_OF_HOSTS, own.hostfile is None and not own.measure), "master_port": not own.measure}
+    for name in (name for name, is_useless in useless.items() if is_useless):
+        if getattr(own, name) != parser.get_default(name):
+            needed = "--measure" if name == "master_port" else "--hostfile"
+            raise ConfigError(f"--{name}", problem=f"it has no effect without {needed}",
+                              remedy=f"remove it, or give {needed}")
     diagnosis = _examine(own, rest)
     print(json.dumps(diagnosis.to_json(), indent=1) if own.json else "\n".join(page(diagnosis)), flush=True)
     is_bad = bool(diagnosis.findings)

@@ -55,7 +55,7 @@ LEGAL: dict[str, tuple[str, ...]] = {
     "ALiBi takes no memory": ("bloom seq_length: 1000000000", "mpt max_seq_len: 1000000000"),
     "all layers have a window": ("qwen2 max_window_layers: 0",),
     "Gemma 3 nests these keys": ('gemma3_text rope_parameters: {"full_attention": {"rope_type": "default"}}',),
-    "the default": ("gemma hidden_activation: null",),
+    "the default": ("gemma hidden_activation: null", "doctor --include=", "doctor --exclude=", "doctor --master_addr="),
     "an architecture that this tool supports": ('compare_zero model_type: "opt"',),
 }
 TRAIN = "pretrain/train.py"
@@ -67,6 +67,7 @@ TOOLS: dict[str, list[str]] = {  # a valid command line of each program
     "sanity": [word for name, value in RUN.items() for word in (f"--{name}", value)],
     "find-lr": [word for name, value in RUN.items() for word in (f"--{name}", value)],
     "check-cluster": [],
+    "doctor": [],
     "bench": [],
     "compare": ["--model", "gpt2", "--world_size", "8"],
     "checkpoint list": ["{world}/done"],

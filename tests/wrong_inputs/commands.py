@@ -79,6 +79,7 @@ _PATHS: list[tuple[tuple[str, ...], str, dict[str, str], str]] = [
     (("supervise",), "-- deepspeed pretrain/train.py --config PATH", _UNREADABLE, "--config"),
     (("supervise",), "--save PATH -- true", _UNWRITABLE, "--save"),
     (("check-cluster",), "--save PATH", _UNWRITABLE, "--save"),
+    (("doctor",), "--hostfile PATH", _UNREADABLE, "--hostfile"),
 ]
 
 _SAFETENSORS, _MANIFEST = "hf/model.safetensors", "done/checkpoints/global_step5/manifest.json"

@@ -14,8 +14,7 @@ def flag_cases() -> Iterator[Case]:
     """Yield every flag of every program with no value, an empty value, wrong types, and numbers out of range."""
     for program, right in TOOLS.items():
         for number, action in enumerate(actions_of(program, main_of(program))):
-            flag = action.option_strings[-1] if not isinstance(action, argparse.BooleanOptionalAction) else \
-                action.option_strings[0]
+            flag = next(word for word in action.option_strings if word.startswith("--"))
             if program == "pretrain/train.py" and flag != f"--{action.dest}":
                 continue  # the second name of a flag
             for value in _wrong_values(program, action, number):
