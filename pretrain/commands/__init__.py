@@ -31,6 +31,8 @@ COMMANDS = {
     "train": Command(_RUN, "train on this host or on the hosts of --hostfile (the default)",
                      "pretrain.cluster.ds_pretrain"),
     "supervise": Command(_RUN, "start a run again after crashes and lost hosts", f"{_HERE}.supervise"),
+    "new": Command(_RUN, "write the settings of a run on your own data, and list the commands that follow",
+                   f"{_HERE}.new.main"),
     "quickstart": Command(_RUN, "train a small model on a fresh machine, from corpus to sample",
                           f"{_HERE}.quickstart"),
     "check": Command(_BEFORE, "validate a run without training", f"{_HERE}.check"),

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from pretrain.checkpoint.load.start import check_start
 from pretrain.cli import Parser, text, whole_number
+from pretrain.commands.next_command import after_check
 from pretrain.config.flags.parse import parse_arguments, parse_before_run
 from pretrain.config.plan import Plan
 from pretrain.config.run_length import batches_text
@@ -104,7 +105,7 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _device(kind: str | None, gpu: str | None) -> Device:
+def device_of(kind: str | None, gpu: str | None) -> Device:
     """Return the device that the flags name, with the memory of --gpu. Raises ConfigError."""
     if gpu is None:
         return _DEVICES[kind or "auto"]()
@@ -123,7 +124,7 @@ def main(argv: list[str] | None = None) -> None:
     own.add_argument("--device", choices=sorted(_DEVICES), help="device of the run (default: the one of this machine)")
     own.add_argument("--gpu", type=text, help="GPU of the run: a name such as h100, or its memory in GiB")
     known, rest = parse_before_run(own, words)
-    device = _device(known.device, known.gpu)
+    device = device_of(known.device, known.gpu)
     start = check_start(parse_arguments(rest), world_size=known.world_size, device=device)
     resume, plan = start.resume, start.plan_to_run
     lines = plan_lines(plan)
@@ -134,4 +135,5 @@ def main(argv: list[str] | None = None) -> None:
         lines.append(f"{kind:<11}from {resume.folder}")
     remarks = plan_remarks(plan, device, warnings=start.warnings)
     print("\n".join([*lines, *(f"{kind:<11}{remark}" for kind, remark in remarks)]))
+    print(f"next: {after_check(rest, world_size=known.world_size, device=device.kind)}")
 

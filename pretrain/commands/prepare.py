@@ -2,6 +2,8 @@
 
 import argparse
 import time
+from pathlib import Path
+from typing import Any
 
 from pretrain.cli import (
     Parser,
@@ -15,10 +17,12 @@ from pretrain.cli import (
     text,
     whole_number,
 )
+from pretrain.commands.next_command import after_prepare, after_tokenizer
 from pretrain.data.prepare.prepare import PrepareSettings, prepare
 from pretrain.data.prepare.python_corpus import python_corpus
 from pretrain.data.prepare.summary import summary_text
 from pretrain.data.text_inputs.chunk import FORMATS, ReadSettings, parse_separator
+from pretrain.data.tokenizers.tokenizer import BYTES, find_tokenizer_file
 from pretrain.data.tokenizers.train_tokenizer import train_sentencepiece
 from pretrain.errors import STOPPED
 
@@ -28,6 +32,10 @@ def prepare_main() -> int:
     separator = parse_separator(args.document_separator) if args.document_separator else ""
     read = ReadSettings(args.format, args.jsonl_key, separator, args.on_error == "skip")
     settings = PrepareSettings(read, args.append_eod, args.prepend_bos, args.deduplicate)
+    folder = Path(args.tokenizer)
+    if args.vocab_size is not None and args.tokenizer != BYTES and not folder.is_file() \
+            and find_tokenizer_file(folder) is None:
+        _train_tokenizer(args.inputs, folder, read, args.vocab_size)
     try:
         with stop_on_signals():
             prepare(args.inputs, tokenizer=args.tokenizer, out=args.out, settings=settings, workers=args.workers,
@@ -36,6 +44,7 @@ def prepare_main() -> int:
         say(f"stopped by {stop.name}; {stop.remedy}")
         return STOPPED
     print(summary_text(args.out))
+    print(f"next: {after_prepare(args.out)}")
     return 0
 
 
@@ -48,6 +57,9 @@ def _prepare_parser() -> Parser:
                         "quotes, or - for standard input")
     parser.add_argument("--tokenizer", type=path_text, required=True,
                         help="SentencePiece .model, tokenizer.json, a folder with one of them, or the word bytes")
+    parser.add_argument("--vocab_size", type=whole_number(300, 2**24),
+                        help="if there is nothing at the path --tokenizer, first train a SentencePiece tokenizer with "
+                        "this number of pieces on the inputs")
     parser.add_argument("--out", type=prefix, required=True, help="path of the files to write, without the extension")
     parser.add_argument("--overwrite", action="store_true",
                         help="replace existing output, and drop an earlier preparation of other inputs or settings")
@@ -92,12 +104,19 @@ def tokenizer_main() -> None:
     parser.add_argument("--threads", type=whole_number(1, 1024), help="training threads (default: one per CPU core)")
     parser.add_argument("--verbose", action="store_true", help="show SentencePiece's messages")
     args = parser.parse_args()
+    _train_tokenizer(args.inputs, args.out, ReadSettings(args.format, args.jsonl_key), args.vocab_size,
+                     max_megabytes=args.max_megabytes, threads=args.threads,
+                     character_coverage=args.character_coverage, verbose=args.verbose)
+    options = [word for flag in ("format", "jsonl_key") if getattr(args, flag) != parser.get_default(flag)
+               for word in (f"--{flag}", getattr(args, flag))]
+    print(f"next: {after_tokenizer(args.inputs, args.out, options)}")
+
+
+def _train_tokenizer(inputs: list[str], out: Path, reading: ReadSettings, vocab_size: int, **options: Any) -> None:
+    """Train a SentencePiece tokenizer, and report it. Raises ConfigError."""
     started = time.monotonic()
-    tokenizer = train_sentencepiece(args.inputs, args.out, vocab_size=args.vocab_size,
-                                    reading=ReadSettings(args.format, args.jsonl_key),
-                                    max_megabytes=args.max_megabytes, threads=args.threads,
-                                    character_coverage=args.character_coverage, verbose=args.verbose)
-    print(f"{tokenizer.path}: {tokenizer.vocab_size} pieces, trained in {time.monotonic() - started:.1f} s")
+    tokenizer = train_sentencepiece(inputs, out, vocab_size=vocab_size, reading=reading, **options)
+    print(f"{tokenizer.path}: {tokenizer.vocab_size} pieces, trained in {time.monotonic() - started:.1f} s", flush=True)
 
 
 def corpus_main() -> None:

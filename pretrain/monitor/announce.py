@@ -1,6 +1,7 @@
 """Reports of a run's start, its end and its batch size, in run.json, in events.jsonl and on the terminal."""
 
 import os
+import shlex
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -177,6 +178,7 @@ def announce_end(plan: Plan, step: int, stopped_by: str, losses: dict[str, float
     if is_finished:
         last = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
         screen.line(f"finished {step} steps in {plan.args.save}: {last}")
+        screen.line(f"next: ds-pretrain report {shlex.quote(plan.args.save)}")
     elif stopped_by == EARLY_STOP:
         screen.line(f"saved global_step{step} in {plan.args.save}")
     elif stopped_by:

@@ -26,6 +26,7 @@ from pretrain.data.text_inputs.formats import (
 from pretrain.data.text_inputs.parquet import check_parquet
 from pretrain.errors import ConfigError, printable, shorten
 
+_COMPRESSION_RATIO = 4  # assumed compression of gzip, zstd and Parquet files
 _KIND_NAMES = {"text": "text", "jsonl": "JSON lines", "parquet": "Parquet"}
 _SIDE_FILES = {"_SUCCESS", "_metadata", "_common_metadata", "dataset_info.json", "dataset_infos.json",
                "dataset_dict.json", "MD5SUMS", "SHA1SUMS", "SHA256SUMS", "SHA512SUMS", "Thumbs.db"}
@@ -52,6 +53,11 @@ class Input:
     def is_compressed(self) -> bool:
         """True if the text may have more bytes than the file."""
         return bool(self.compression) or self.kind == "parquet"
+
+    @property
+    def text_bytes(self) -> int:
+        """The approximate size of the text; 0 for standard input."""
+        return self.num_bytes * (_COMPRESSION_RATIO if self.is_compressed else 1)
 
     @property
     def can_resume(self) -> bool:

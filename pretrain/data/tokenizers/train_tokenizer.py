@@ -20,8 +20,6 @@ _LARGEST_PIECE_OF_LINE = 1000
 """characters; the trainer silently drops lines of more than max_sentence_length (4192) bytes"""
 _RESERVED = re.compile("[\u2581\u2585]+")
 """characters that the trainer reserves; it skips lines that contain them. The encoder encodes them as bytes."""
-_COMPRESSION_RATIO = 4
-"""assumed compression of gzip, zstd and Parquet files, to estimate which fraction of the lines to use"""
 
 
 def train_sentencepiece(inputs: Sequence[str], out_dir: str | Path, *, vocab_size: int,
@@ -55,7 +53,7 @@ def train_sentencepiece(inputs: Sequence[str], out_dir: str | Path, *, vocab_siz
 
 def _sample_lines(inputs: Sequence[Input], reading: ReadSettings, max_megabytes: float) -> Iterator[str]:
     """Yield a random sample of the lines, without newlines. Long lines are split into pieces."""
-    size = sum(found.num_bytes * (_COMPRESSION_RATIO if found.is_compressed else 1) for found in inputs)
+    size = sum(found.text_bytes for found in inputs)
     # The size of standard input is unknown: its beginning is used.
     fraction = max_megabytes * 1e6 / size if all(found.can_resume for found in inputs) else 1
     left = max_megabytes * 1e6

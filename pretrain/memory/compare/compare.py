@@ -183,8 +183,8 @@ def run_cost(layout: Layout, *, num_parameters: int, flops_per_token: float, pea
 def cost_lines(cost: Cost, nodes: int, storage_rate: float = STORAGE_RATE) -> list[str]:
     """Describe a cost in two sentences."""
     rule = "Chinchilla's 20 a parameter" if cost.tokens == cost.chinchilla_tokens else \
-        f"Chinchilla's 20 a parameter would be {_tokens(cost.chinchilla_tokens)}"
-    return [f"{_tokens(cost.tokens)} tokens ({rule}) are {cost.flops:.3g} FLOPs; at an MFU of {cost.mfu:.1%}: "
+        f"Chinchilla's 20 a parameter would be {tokens_text(cost.chinchilla_tokens)}"
+    return [f"{tokens_text(cost.tokens)} tokens ({rule}) are {cost.flops:.3g} FLOPs; at an MFU of {cost.mfu:.1%}: "
             f"{_scaled(cost.days * 86400, _TIMES)}, {_number(cost.gpu_hours)} GPU-hours",
             f"a checkpoint has {_scaled(cost.checkpoint_bytes, _SIZES)} and takes {_number(cost.checkpoint_seconds)} s "
             f"at {storage_rate / GB:g} GB/s a node, {nodes} node{'s' * (nodes > 1)}"]
@@ -204,7 +204,8 @@ def _number(number: float) -> str:
     return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
 
 
-def _tokens(number: float) -> str:
+def tokens_text(number: float) -> str:
+    """Format a number of tokens or parameters: 26 B."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
         if number >= size:
             return f"{number / size:,.4g} {unit}"

@@ -113,11 +113,17 @@ def on_cpus(cluster: Cluster, run: MeasuredRun) -> Cluster:
 
     A rank has as many threads as in the run, or fewer.
     """
-    ranks, memory_bytes = cluster.gpus_per_node, int(run.host["memory_bytes"])
-    threads = min(float(run.threads), run.host["cores"] / ranks)
-    cpu = Gpu("cpu", memory_bytes // ranks, str(run.host.get("cpu")), threads * _CPU_MEMORY_RATE, _CPU_PEER_RATE,
-              threads * _CPU_MEMORY_RATE, cluster.network_rate, memory_bytes // ranks, 0, 1.0, 1, 1.0, _CPU_ATTENTION,
-              kind="cpu", peak_tflops=threads * _CPU_TFLOPS)
+    threads = min(float(run.threads), run.host["cores"] / cluster.gpus_per_node)
+    return cpu_cluster(cluster, memory_bytes=int(run.host["memory_bytes"]), threads=threads,
+                       label=str(run.host.get("cpu")))
+
+
+def cpu_cluster(cluster: Cluster, *, memory_bytes: int, threads: float, label: str) -> Cluster:
+    """Return the cluster with CPUs instead of GPUs. Each rank has `threads`, and its part of a host's memory."""
+    of_rank = memory_bytes // cluster.gpus_per_node
+    cpu = Gpu("cpu", of_rank, label, threads * _CPU_MEMORY_RATE, _CPU_PEER_RATE, threads * _CPU_MEMORY_RATE,
+              cluster.network_rate, of_rank, 0, 1.0, 1, 1.0, _CPU_ATTENTION, kind="cpu",
+              peak_tflops=threads * _CPU_TFLOPS)
     return replace(cluster, gpu=cpu, host_memory_bytes=memory_bytes, nvme_bytes=0, nvme_rate=1.0)
 
 

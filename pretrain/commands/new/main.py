@@ -1,0 +1,177 @@
+"""Write RUN.yaml and RUN.json, the settings of a run on one's own data.
+
+On a terminal, the command asks for what the flags leave out:
+
+    ds-pretrain new run.yaml --data 'text/*.jsonl' --model 1.3B --nodes 2 --gpus_per_node 8 --gpu a100
+"""
+
+import argparse
+import shlex
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from pretrain.checkpoint.load.start import check_start
+from pretrain.cli import Parser, path_text, text, whole_number
+from pretrain.commands.check import device_of
+from pretrain.commands.new.answers import (
+    CPU,
+    TRAIN,
+    Data,
+    ModelOfRun,
+    TokenizerOfRun,
+    answer,
+    check_model,
+    data_of,
+    machines_of,
+    model_of,
+    run_file,
+    tokenizer_of,
+    tokens_of,
+)
+from pretrain.commands.new.files import (
+    NewRun,
+    commands,
+    hosts_note,
+    json_text,
+    layout_line,
+    length_line,
+    title,
+    tokens_word,
+    yaml_text,
+)
+from pretrain.commands.new.layout import best_layout
+from pretrain.config.flags.parse import parse_arguments
+from pretrain.config.size_defaults import FEWEST_STEPS, size_defaults
+from pretrain.config.validate import check_settings
+from pretrain.errors import ConfigError
+from pretrain.memory.compare.compare import CHINCHILLA_TOKENS_PER_PARAMETER, tokens_text
+from pretrain.memory.memory_watch import plan_remarks
+from pretrain.paths import check_file
+
+_USUAL_SEQ_LENGTH = 2048  # GPT-3's, whose batch sizes and learning rates are the defaults
+_TRAINED_FRACTION = 0.969  # of the data, with the default of --split
+_MOST = 10**7
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Write the two files, and print the commands that come next. Raises ConfigError."""
+    flags = _parser().parse_args(argv)
+    for path in (flags.run, flags.run.with_suffix(".json")):
+        check_file(path, str(path))
+        if path.exists() and not flags.overwrite:
+            raise ConfigError(str(path), problem="the file exists", remedy="--overwrite replaces it")
+    run = _new_run(flags)
+    yaml, json = yaml_text(run), json_text(run)
+    warnings = _check(run, yaml, json)
+    run.json_path.write_text(json, encoding="utf-8")
+    run.path.write_text(yaml, encoding="utf-8")
+    print("\n".join([f"{run.path}, {run.json_path}: {title(run)}", f"layout     {layout_line(run)}",
+                     f"length     {length_line(run)}", *warnings]))
+    first, *others = commands(run)
+    print("\n".join([f"next: {first}", *(f"then: {line}" for line in others), *hosts_note(run)]))
+
+
+def _parser() -> Parser:
+    parser = Parser(description="Write RUN.yaml and RUN.json, the settings and the DeepSpeed JSON of a run on your own "
+                                "data, with the layout that `ds-pretrain compare` recommends and the reason for each "
+                                "value. On a terminal, the command asks for what the flags leave out.")
+    parser.add_argument("run", metavar="RUN.yaml", type=run_file, help="file to write; RUN.json is written next to it")
+    parser.add_argument("--data", nargs="+", type=path_text, metavar="INPUT",
+                        help="text, JSON lines or Parquet: files, folders, globs; or the prefix of token files")
+    parser.add_argument("--jsonl_key", type=text, default="text",
+                        help="key of the text in a JSON line, column in a Parquet file (default: %(default)s)")
+    parser.add_argument("--tokenizer", type=path_text,
+                        help="train, bytes, a SentencePiece .model, tokenizer.json, a folder with one, or a repository "
+                             "(default: train, or that of the token files)")
+    parser.add_argument("--vocab_size", type=whole_number(300, 2**24),
+                        help="tokens of a tokenizer to train (default: 32,000, or fewer for little text)")
+    parser.add_argument("--model", type=path_text,
+                        help="preset name, transformers config.json, or a number of parameters such as 1.3B: a Llama")
+    parser.add_argument("--gpu", type=text, help="a100, h100, v100, ... as in `ds-pretrain compare`, or cpu (default: "
+                                                 "this machine's)")
+    for flag, about in (("world_size", "GPUs, or ranks on CPUs"), ("nodes", "machines"),
+                        ("gpus_per_node", "GPUs per machine (default: this machine's)")):
+        parser.add_argument(f"--{flag}", type=whole_number(1, _MOST), help=about)
+    parser.add_argument("--tokens", type=text,
+                        help="tokens to train on, such as 26B (default: 20 per parameter, at most all data once)")
+    parser.add_argument("--steps", type=whole_number(1, 10**12), help="optimizer steps, instead of --tokens")
+    parser.add_argument("--seq_length", type=whole_number(8, 10**8),
+                        help=f"tokens in a sample (default: {_USUAL_SEQ_LENGTH}, or the model's positions)")
+    parser.add_argument("--save", type=path_text, help="run folder (default: runs/RUN)")
+    parser.add_argument("--overwrite", action="store_true", help="replace RUN.yaml and RUN.json")
+    return parser
+
+
+def _new_run(flags: argparse.Namespace) -> NewRun:
+    """Gather the answers, and choose everything else. Raises ConfigError."""
+    if flags.tokens is not None and flags.steps is not None:
+        raise ConfigError("--tokens / --steps", found="both", expected="one of the two")
+    folder, name = flags.run.parent, flags.run.stem
+    prepared = folder / "prepared" / name  # with one slash, a tokenizer that does not exist would be a repository
+    data = answer("data", None if flags.data is None else shlex.join(flags.data),
+                  lambda word: data_of(_words(word), flags.jsonl_key, str(prepared / "tokens")),
+                  "data: files, a folder or a glob of .jsonl, .txt or Parquet, or the prefix of token files")
+    tokenizer = _tokenizer(flags, data, str(prepared / "tokenizer"))
+    word = answer("model", flags.model, check_model,
+                  "model: a preset, a config.json, or a number of parameters such as 1.3B (a Llama)")
+    model = model_of(word, tokenizer.vocab_size)
+    cluster = machines_of(flags)
+    default, why = _default_tokens(model, data.tokens(tokenizer.value))
+    tokens = default
+    if flags.steps is None:
+        tokens = answer("tokens", flags.tokens, tokens_of, "tokens to train on", tokens_word(default))
+    seq_length = flags.seq_length or min(_USUAL_SEQ_LENGTH, model.config.max_positions)
+    defaults = size_defaults(model.config.num_parameters())
+    row = best_layout(model.config, cluster, seq_length=seq_length,
+                      batch_tokens=min(defaults.batch_tokens, tokens / FEWEST_STEPS))
+    save = answer("save", flags.save, path_text, "run folder", str(folder / "runs" / name))
+    is_default = flags.steps is None and tokens_text(tokens) == tokens_text(default)
+    return NewRun(flags.run, data, flags.jsonl_key, tokenizer, model, cluster, row, seq_length, flags.steps, tokens,
+                  why if is_default else f"as chosen; {why}", defaults, save)
+
+
+def _words(line: str) -> list[str]:
+    try:
+        return [path_text(word) for word in shlex.split(line)]
+    except ValueError as error:
+        raise ConfigError("--data", problem=f"{line!r} is not a list of words: {error}") from None
+
+
+def _tokenizer(flags: argparse.Namespace, data: Data, new_folder: str) -> TokenizerOfRun:
+    """Return the tokenizer of the flags, of the token files, or of the answer. Raises ConfigError."""
+    known = data.tokenizer or None if flags.tokenizer is None else flags.tokenizer
+    return answer("tokenizer", known, lambda word: tokenizer_of(word, data, flags.vocab_size, new_folder),
+                  "tokenizer: train (on the data), bytes, a file or folder, or a repository of the Hub",
+                  TRAIN if data.inputs else None)
+
+
+def _default_tokens(model: ModelOfRun, available: int) -> tuple[int, str]:
+    """Return the number of tokens to train on, and why."""
+    optimal = CHINCHILLA_TOKENS_PER_PARAMETER * model.config.num_parameters()
+    rule = f"{tokens_text(optimal)} are 20 a parameter (arXiv 2203.15556)"
+    once = max(1, int(available * _TRAINED_FRACTION))
+    if once < optimal:
+        return once, f"{tokens_text(once)} are the training part of the data, once; {rule}"
+    return optimal, rule
+
+
+def _check(run: NewRun, yaml: str, json: str) -> list[str]:
+    """Check the two files before they are written, and return the warnings. Raises ConfigError.
+
+    Text that is not prepared yet is not checked; the settings are.
+    """
+    gpu = run.cluster.gpu
+    device = device_of("cpu", None) if gpu.kind == CPU else replace(
+        device_of(None, gpu.name.removesuffix("-GiB device")), bf16=gpu.knows_bf16)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        (path / "run.yaml").write_text(yaml, encoding="utf-8")
+        (path / "run.json").write_text(json, encoding="utf-8")
+        args = parse_arguments(["--config", str(path / "run.yaml"), "--deepspeed_config", str(path / "run.json")])
+        if run.data.inputs:
+            plan = check_settings(args, world_size=run.cluster.world_size, device=device)
+        else:
+            plan = check_start(args, world_size=run.cluster.world_size, device=device).plan_to_run
+    remarks = plan_remarks(plan, device, ranks_per_host=run.cluster.gpus_per_node)
+    return [f"{kind:<11}{remark}" for kind, remark in remarks if kind == "warning"]

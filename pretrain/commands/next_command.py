@@ -1,0 +1,56 @@
+"""The line `next: ds-pretrain ...` at the end of a command, with the paths of the user."""
+
+import itertools
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from pretrain.config.flags.parse import read_yaml
+from pretrain.errors import ConfigError
+from pretrain.memory.hardware import MAX_GPUS_PER_NODE
+
+LISTED = "#   "  # beginning of a command in the first lines of a YAML that `ds-pretrain new` wrote
+
+
+def after_tokenizer(inputs: Sequence[str], folder: Path, options: Sequence[str]) -> str:
+    """Return the command that prepares the text on which a tokenizer was trained."""
+    return _command("prepare", *inputs, "--tokenizer", str(folder), "--out", str(folder.parent / "tokens"), *options)
+
+
+def after_prepare(prefix: str) -> str:
+    """Return the command that follows in the YAML of `ds-pretrain new` that names the token files, or `new` itself.
+
+    The YAML is searched in this folder, and in the one where `new` made the folders of the token files.
+    """
+    folders = dict.fromkeys((Path(), *Path(prefix).parents[2:3]))
+    for path in (path for folder in folders for path in sorted(folder.glob("*.y*ml"))):
+        try:
+            _, named = read_yaml(str(path)).get("train_data", (0, ""))
+        except ConfigError:  # a YAML of another program
+            continue
+        if named == prefix and (command := _listed_after("prepare", path)):
+            return command
+    return _command("new", "run.yaml", "--data", prefix)
+
+
+def after_check(words: Sequence[str], *, world_size: int, device: str) -> str:
+    """Return the command that trains the run with these flags: that of its YAML, or the launcher's."""
+    if len(words) == 2 and words[0] == "--config" and (command := _listed_after("check", Path(words[1]))):
+        return command
+    if world_size > MAX_GPUS_PER_NODE:
+        return _command("--hostfile", "HOSTS", *words)
+    return _command("--num_accelerators" if device == "cpu" else "--num_gpus", str(world_size), *words)
+
+
+def _listed_after(subcommand: str, path: Path) -> str:
+    """Return the command after that of a subcommand in the list at the top of a YAML; "" if there is none."""
+    lines = path.read_text(encoding="utf-8-sig").splitlines()
+    listed = [line.removeprefix(LISTED) for line in lines if line.startswith(f"{LISTED}ds-pretrain ")]
+    for command, following in itertools.pairwise(listed):
+        if command.startswith(f"ds-pretrain {subcommand} "):
+            return following
+    return ""
+
+
+def _command(*words: str) -> str:
+    return shlex.join(["ds-pretrain", *words])

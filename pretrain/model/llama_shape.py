@@ -1,0 +1,45 @@
+"""The sizes of a Llama with a given number of parameters, as changes to a preset."""
+
+import math
+
+from pretrain.errors import ConfigError
+from pretrain.model.config import load_model_config
+from pretrain.model.description import ModelConfig
+
+LLAMA = "llama2-7b"  # preset whose proportions the shapes have: heads of 128, and an MLP 2.7 times as wide
+_HEADS = (1, *range(2, 16, 2), *range(16, 257, 8))  # multiples of 8 divide among the GPUs of a node
+# Layers for each head of 128: 0.9 to 1.5 in Llama 2 and GPT-3 from 1.3B on, 2 to 3 in GPT-3's small models.
+_LAYERS_PER_HEAD = 1.4
+_MOST_LAYERS = 1000
+_LARGEST_ERROR = 0.25  # of the number of parameters
+
+
+def llama_shape(num_parameters: int, vocab_size: int, where: str) -> tuple[str, ModelConfig]:
+    """Return the overrides of the preset LLAMA that give this number of parameters, and the model.
+
+    Raises ConfigError, which names `where`, if no shape is near.
+    """
+    shapes = [_with_layers(heads, num_parameters, vocab_size) for heads in _HEADS]
+    near = [(overrides, model) for overrides, model in shapes
+            if abs(model.num_parameters() / num_parameters - 1) <= _LARGEST_ERROR]
+    if not near:
+        problem = f"there is no Llama of {num_parameters:,} parameters with a vocabulary of {vocab_size:,}"
+        if num_parameters < shapes[0][1].num_parameters():
+            problem += f"; the smallest one has {shapes[0][1].num_parameters():,}"
+        raise ConfigError(where, problem=problem, remedy="give another size, a tokenizer with another number of "
+                                                         "tokens, or a config.json")
+    return min(near, key=lambda shape: abs(math.log(shape[1].num_layers / shape[1].num_heads / _LAYERS_PER_HEAD)))
+
+
+def _with_layers(heads: int, num_parameters: int, vocab_size: int) -> tuple[str, ModelConfig]:
+    """Return overrides and model with this number of heads, and the layers that come nearest to the size."""
+    base = load_model_config(LLAMA)
+    sizes = {"vocab_size": vocab_size, "hidden_size": base.head_size * heads, "num_attention_heads": heads,
+             "num_key_value_heads": heads, "intermediate_size": base.intermediate_size * heads // base.num_heads}
+
+    def model(layers: int) -> tuple[str, ModelConfig]:
+        overrides = ",".join(f"{key}={size}" for key, size in {**sizes, "num_hidden_layers": layers}.items())
+        return overrides, load_model_config(LLAMA, overrides)
+
+    one, two = model(1)[1].num_parameters(), model(2)[1].num_parameters()
+    return model(min(_MOST_LAYERS, max(1, round((num_parameters - one) / (two - one)) + 1)))

@@ -1,0 +1,207 @@
+"""`ds-pretrain new`: the files that it writes, its questions, and the five commands from own text to a finished run."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pretrain.commands import check, next_command
+from pretrain.commands.new.layout import best_layout
+from pretrain.commands.new.main import main
+from pretrain.config.ds_json.read import read_ds_config
+from pretrain.config.flags.parse import read_yaml
+from pretrain.data.prepare.prepare import prepare
+from pretrain.errors import ConfigError
+from pretrain.memory.hardware import make_cluster
+from pretrain.model.config import load_model_config
+from pretrain.model.llama_shape import llama_shape
+from tests.support.launch import ROOT
+from tests.terminal.test_screen import environment, in_terminal
+
+MODELS = {"preset": "pythia-410m", "size": "1.3B", "config.json": "shape.json"}
+MACHINES = {"1 a100": "--world_size 1 --gpu a100", "8 a100-40": "--nodes 1 --gpus_per_node 8 --gpu a100-40",
+            "2 x 8 h100": "--world_size 16 --gpu h100", "8 v100": "--world_size 8 --gpu v100",
+            "2 x 4 of 24 GiB": "--nodes 2 --gpus_per_node 4 --gpu 24", "cpu": "--world_size 2 --gpu cpu"}
+SHAPE = {"model_type": "llama", "vocab_size": 500, "hidden_size": 256, "intermediate_size": 512,
+         "num_hidden_layers": 4, "num_attention_heads": 4, "max_position_embeddings": 512}
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with text, also as token files, and a config.json."""
+    folder = tmp_path_factory.mktemp("texts")
+    sources = sorted((ROOT / "pretrain").rglob("*.py"))[:60]
+    lines = [json.dumps({"text": path.read_text(encoding="utf-8")}) for path in sources]
+    (folder / "own.jsonl").write_text("\n".join(lines))
+    (folder / "shape.json").write_text(json.dumps(SHAPE))
+    prepare([str(folder / "own.jsonl")], tokenizer="bytes", out=str(folder / "tokens"), workers=1)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    """Run the command, and return the lines that it prints."""
+    main(list(words))
+    return capsys.readouterr().out.splitlines()
+
+
+def values() -> dict[str, Any]:
+    return {name: value for name, (_, value) in read_yaml("run.yaml").items()}
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_pair_passes_check_and_fits(model: str, machine: str, texts: Path,
+                                          capsys: pytest.CaptureFixture[str]) -> None:
+    """Known data (token files) in half of the cases, and text that is not prepared yet in the others."""
+    known = (list(MODELS).index(model) + list(MACHINES).index(machine)) % 2 == 0
+    word = str(texts / "shape.json") if model == "config.json" else \
+        "20M" if (model, machine) == ("size", "cpu") else MODELS[model]
+    data = ["--data", str(texts / ("tokens" if known else "own.jsonl")), "--tokenizer", "bytes"]
+    lines = printed(capsys, "run.yaml", *data, "--model", word, *shlex.split(MACHINES[machine]))
+    commands = [line.split(": ", 1)[1] for line in lines if line.startswith(("next: ", "then: "))]
+    launcher = "--hostfile" if "2 x" in machine else "--num_accelerators" if machine == "cpu" else "--num_gpus"
+    assert [command.split()[1] for command in commands] == ["prepare", "check", launcher, "report"][int(known):]
+    if not known:  # what `ds-pretrain prepare` would write
+        prefix = Path(values()["train_data"])
+        prefix.parent.mkdir(parents=True)
+        for suffix in (".bin", ".idx", ".meta.json"):
+            os.link(f"{texts / 'tokens'}{suffix}", f"{prefix}{suffix}")
+    check.main(shlex.split(commands[-3])[2:])
+    out = capsys.readouterr().out
+    assert "NOT FIT" not in out
+    assert "do not fit" not in out
+    assert out.splitlines()[-1] == f"next: {commands[-2]}"
+    ds = read_ds_config("run.json").values
+    precision = "fp16" if "v100" in machine else "bf16"
+    assert ds[precision] == {"enabled": True}
+    blocks = Path("run.yaml").read_text().split("\n\n")[1:]  # each has its reason above the values
+    assert all(block.startswith("# ") for block in blocks)
+
+
+def test_a_model_that_does_not_fit_names_the_smallest_number_of_gpus(texts: Path,
+                                                                     capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--data", str(texts / "own.jsonl"), "--tokenizer", "bytes", "--model", "13B", "--gpu", "v100-16"]
+    with pytest.raises(ConfigError, match=r"do not fit 1 v100-16 GPUs.* Give at least \d+ v100-16 GPUs") as raised:
+        main(["run.yaml", *flags, "--world_size", "1"])
+    enough = int(re.findall(r"at least (\d+)", str(raised.value).replace(",", ""), re.IGNORECASE)[0])
+    assert not list(Path().iterdir())
+    with pytest.raises(ConfigError, match="do not fit"):
+        main(["run.yaml", *flags, "--world_size", str(enough - (1 if enough <= 8 else 8))])
+    assert f"--world_size {enough}" in "".join(printed(capsys, "run.yaml", *flags, "--world_size", str(enough)))
+
+
+def test_no_number_of_gpus_is_enough(texts: Path) -> None:
+    model = llama_shape(10**13, 32000, "--model")[1]
+    with pytest.raises(ConfigError, match="Give larger GPUs, or a smaller model"):
+        best_layout(model, make_cluster(gpu="1", world_size=1, nodes=None, gpus_per_node=None), seq_length=128,
+                    batch_tokens=128)
+
+
+@pytest.mark.parametrize(("size", "vocab_size"),
+                         [(1e6, 2048), (20e6, 2048), (125e6, 32000), (1.3e9, 32000), (7e9, 32000), (70e9, 128256)])
+def test_a_size_gives_a_llama_of_that_size(size: float, vocab_size: int) -> None:
+    overrides, model = llama_shape(int(size), vocab_size, "--model")
+    assert abs(model.num_parameters() / size - 1) < 0.15
+    assert 0.6 < model.num_layers / model.num_heads < 4
+    assert load_model_config("llama2-7b", overrides) == model
+
+
+def test_flags_that_are_missing_or_contradict(texts: Path, monkeypatch: pytest.MonkeyPatch,
+                                              capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a terminal: one line that names the flag. Files are overwritten only on demand."""
+    right = {"--data": str(texts / "own.jsonl"), "--model": "1M", "--tokenizer": "bytes", "--gpu": "cpu"}
+
+    def error(**changed: str | None) -> str:
+        flags = {**right, **{f"--{name}": value for name, value in changed.items()}}
+        with pytest.raises(ConfigError) as raised:
+            main(["run.yaml", *(word for flag, value in flags.items() if value for word in (flag, value))])
+        return str(raised.value)
+
+    assert error(data=None).startswith("--data: the flag is missing.")
+    assert error(model=None).startswith("--model: the flag is missing.")
+    assert error(gpu=None, world_size="16").startswith("--gpu: the flag is missing.")
+    assert error(gpu="a100").startswith("--gpus_per_node: the flag is missing.")
+    assert error(tokens="1B", steps="5").startswith("--tokens / --steps: found both")
+    assert error(tokens="many").startswith("--tokens: found 'many'")
+    assert error(vocab_size="3000").startswith("--vocab_size: it has no effect")
+    assert error(jsonl_key="content").startswith(f"{texts / 'own.jsonl'}:1:")
+    assert error(data=str(texts / "tokens"), tokenizer="train").startswith("--tokenizer train: ")
+    assert error(model="1K").startswith("--model 1K: there is no Llama")
+    assert error(seq_length="100000").startswith("layouts: ")
+    assert not Path("run.yaml").exists()
+    words = ["run.yaml", *(word for pair in right.items() for word in pair)]
+    printed(capsys, *words)
+    before = Path("run.json").read_bytes()
+    Path("run.yaml").unlink()
+    with pytest.raises(ConfigError, match=r"^run\.json: the file exists"):
+        main(words)
+    printed(capsys, *words, "--overwrite", "--seq_length", "64")
+    assert Path("run.json").read_bytes() != before
+    assert values()["seq_length"] == "64"
+
+
+def test_the_questions_on_a_terminal(texts: Path, empty_folder: Path) -> None:
+    """A wrong answer is asked again, an empty one takes the default, and --steps leaves out a question."""
+    answers = [("data: ", ["nowhere", str(texts / "own.jsonl")]), ("tokenizer: ", ["bytes"]),
+               ("model: ", ["gpt-five", "2M"]), ("GPUs: ", ["z80", "cpu"]), ("ranks on this machine [1]: ", ["0", "2"]),
+               ("nodes [1]: ", [""]), ("run folder [runs/run]: ", ["runs/mine"])]
+    waiting = [(question, answer) for question, several in answers for answer in several]
+    seen = 0
+
+    def see(terminal: int, written: str) -> None:
+        nonlocal seen
+        if waiting and waiting[0][0] in written[seen:] and written.endswith("]: " if "[" in written[-30:] else ": "):
+            seen = len(written)
+            os.write(terminal, f"{waiting.pop(0)[1]}\n".encode())
+
+    code, written = in_terminal([sys.executable, "-m", "pretrain", "new", "run.yaml", "--steps", "9"], see,
+                                cwd=empty_folder, columns=200)
+    assert (code, waiting) == (0, []), written
+    for wrong in ("nowhere: there is no such file", "there is no preset, file or folder 'gpt-five'",
+                  "--gpu: found 'z80'", "found '0'; expected a whole number from 1"):
+        assert wrong in written
+    assert values()["save"] == "runs/mine"
+    assert values()["train_steps"] == "9"
+    assert "next: ds-pretrain prepare" in written
+
+
+def test_five_commands_from_own_text_to_a_finished_run(texts: Path, empty_folder: Path) -> None:
+    """`new` prints the first command, and each command the next one: a model of 1 M parameters, on two CPU ranks."""
+    command = f"ds-pretrain new run.yaml --data {texts}/own.jsonl --model 1M --vocab_size 1000 --gpu cpu " \
+              "--world_size 2 --seq_length 128 --steps 4"
+    environ = {**environment(), "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+               "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    used = []
+    while command:
+        used.append(command)
+        done = subprocess.run(shlex.split(command), cwd=empty_folder, env=environ, capture_output=True, text=True)
+        assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+        command = next((line.removeprefix("next: ") for line in done.stdout.splitlines()
+                        if line.startswith("next: ")), "")
+    assert [line.split()[1] for line in used] == ["new", "prepare", "check", "--num_accelerators", "report"]
+    rows = [json.loads(line) for line in (empty_folder / "runs/run/metrics.jsonl").read_text().splitlines()]
+    assert max(row["step"] for row in rows) == 4
+    assert (empty_folder / "runs/run/report.html").is_file()
+    listed = [line.removeprefix(next_command.LISTED) for line in (empty_folder / "run.yaml").read_text().splitlines()
+              if line.startswith(next_command.LISTED)]
+    assert listed == used[1:]
+
+
+def test_the_next_command_without_a_list(texts: Path) -> None:
+    assert next_command.after_prepare("data/corpus") == "ds-pretrain new run.yaml --data data/corpus"
+    assert next_command.after_check(["--config", str(ROOT / "launch/quickstart.yaml"), "--seed", "1"], world_size=64,
+                                    device="cuda").startswith("ds-pretrain --hostfile HOSTS --config ")
+    assert next_command.after_tokenizer(["my text"], Path("data/t"), []) == \
+        "ds-pretrain prepare 'my text' --tokenizer data/t --out data/tokens"
