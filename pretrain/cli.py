@@ -227,6 +227,11 @@ def say(line: str) -> None:
     print(f"ds-pretrain: {line}", file=sys.stderr, flush=True)
 
 
+def next_line(command: str) -> list[str]:
+    """Return the line that names the next command; none if a script runs the commands: DS_PRETRAIN_NEXT=0."""
+    return [] if os.environ.get("DS_PRETRAIN_NEXT") == "0" else [f"next: {command}"]
+
+
 def run_main(main: Callable[[], int | None]) -> NoReturn:
     """Call `main` and exit with its code.
 

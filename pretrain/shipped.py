@@ -10,7 +10,6 @@ from pretrain.errors import ConfigError, shorten
 _PACKAGE = Path(__file__).resolve().parent
 # name -> file in launch/
 TEMPLATES = {
-    "run": "first_run.yaml",
     "quickstart": "quickstart.yaml",
     "slurm": "slurm/pretrain.sbatch",
     "hostfile": "hostfile",

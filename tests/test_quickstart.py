@@ -24,7 +24,7 @@ from tests.analysis.report.runs import open_report
 from tests.support.browser import Browser
 from tests.support.installed import build_wheel, install
 from tests.support.launch import ROOT
-from tests.support.pages import PAGES, QUICKSTART, README, SMALLER, block_commands, blocks, runnable, smaller
+from tests.support.pages import PAGES, QUICKSTART, README, block_commands, blocks, runnable, smaller
 
 SCRIPTS = Path(sys.executable).parent
 PRINTED: set[str] = set()  # lines that the commands printed, normalized
@@ -91,9 +91,6 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
             assert text.count(full) == 1
             (clone / file).write_text(text.replace(full, short))
         (clone / ".venv").symlink_to(install(build_wheel(clone, base / "dist"), base / "env"))
-    settings = (clone / "launch/first_run.yaml").read_text()
-    assert all(name in settings or name.startswith(("--", "ds-pretrain ")) for name in SMALLER)
-    (clone / "launch/first_run.yaml").write_text(smaller(settings))
     return clone, home
 
 

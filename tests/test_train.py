@@ -102,7 +102,8 @@ def test_output_in_a_log_is_short(runs: tuple[Path, Path, list[str]]) -> None:
     saved = [line for line in printed if line.startswith("saved ")]
     assert len(saved) == 1
     assert re.search(r"/checkpoints/global_step6 \([\d.]+ MB, [\d.]+ s\)$", saved[0])
-    assert printed[-1].startswith("finished 6 steps in ")
+    assert printed[-2].startswith("finished 6 steps in ")
+    assert printed[-1].startswith("next: ds-pretrain report ")
     assert not any("\r" in line or "WARNING" in line for line in printed)
 
 

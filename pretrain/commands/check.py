@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 
 from pretrain.checkpoint.load.start import check_start
-from pretrain.cli import Parser, text, whole_number
+from pretrain.cli import Parser, next_line, text, whole_number
 from pretrain.commands.next_command import after_check
 from pretrain.config.flags.parse import parse_arguments, parse_before_run
 from pretrain.config.plan import Plan
@@ -134,6 +134,6 @@ def main(argv: list[str] | None = None) -> None:
         kind = "branch" if resume.branch else "resume"
         lines.append(f"{kind:<11}from {resume.folder}")
     remarks = plan_remarks(plan, device, warnings=start.warnings)
-    print("\n".join([*lines, *(f"{kind:<11}{remark}" for kind, remark in remarks)]))
-    print(f"next: {after_check(rest, world_size=known.world_size, device=device.kind)}")
+    following = next_line(after_check(rest, world_size=known.world_size, device=device.kind))
+    print("\n".join([*lines, *(f"{kind:<11}{remark}" for kind, remark in remarks), *following]))
 

@@ -8,6 +8,7 @@ from typing import Any
 from pretrain.cli import (
     Parser,
     StopRequest,
+    next_line,
     number,
     path,
     path_text,
@@ -22,9 +23,10 @@ from pretrain.data.prepare.prepare import PrepareSettings, prepare
 from pretrain.data.prepare.python_corpus import python_corpus
 from pretrain.data.prepare.summary import summary_text
 from pretrain.data.text_inputs.chunk import FORMATS, ReadSettings, parse_separator
+from pretrain.data.text_inputs.formats import STDIN
 from pretrain.data.tokenizers.tokenizer import BYTES, find_tokenizer_file
 from pretrain.data.tokenizers.train_tokenizer import train_sentencepiece
-from pretrain.errors import STOPPED
+from pretrain.errors import STOPPED, ConfigError
 
 
 def prepare_main() -> int:
@@ -32,10 +34,8 @@ def prepare_main() -> int:
     separator = parse_separator(args.document_separator) if args.document_separator else ""
     read = ReadSettings(args.format, args.jsonl_key, separator, args.on_error == "skip")
     settings = PrepareSettings(read, args.append_eod, args.prepend_bos, args.deduplicate)
-    folder = Path(args.tokenizer)
-    if args.vocab_size is not None and args.tokenizer != BYTES and not folder.is_file() \
-            and find_tokenizer_file(folder) is None:
-        _train_tokenizer(args.inputs, folder, read, args.vocab_size)
+    if args.vocab_size is not None:
+        _train_missing_tokenizer(args.inputs, args.tokenizer, read, args.vocab_size)
     try:
         with stop_on_signals():
             prepare(args.inputs, tokenizer=args.tokenizer, out=args.out, settings=settings, workers=args.workers,
@@ -43,8 +43,7 @@ def prepare_main() -> int:
     except StopRequest as stop:
         say(f"stopped by {stop.name}; {stop.remedy}")
         return STOPPED
-    print(summary_text(args.out))
-    print(f"next: {after_prepare(args.out)}")
+    print("\n".join([summary_text(args.out), *next_line(after_prepare(args.out))]))
     return 0
 
 
@@ -109,7 +108,19 @@ def tokenizer_main() -> None:
                      character_coverage=args.character_coverage, verbose=args.verbose)
     options = [word for flag in ("format", "jsonl_key") if getattr(args, flag) != parser.get_default(flag)
                for word in (f"--{flag}", getattr(args, flag))]
-    print(f"next: {after_tokenizer(args.inputs, args.out, options)}")
+    for line in next_line(after_tokenizer(args.inputs, args.out, options)):
+        print(line)
+
+
+def _train_missing_tokenizer(inputs: list[str], tokenizer: str, reading: ReadSettings, vocab_size: int) -> None:
+    """Train the tokenizer of `prepare --vocab_size`, unless it exists. Raises ConfigError."""
+    folder = Path(tokenizer)
+    if tokenizer == BYTES or folder.is_file() or find_tokenizer_file(folder) is not None:
+        return
+    if STDIN in inputs:
+        raise ConfigError("--vocab_size", problem="standard input can be read only once",
+                          remedy="give files, or a tokenizer that exists")
+    _train_tokenizer(inputs, folder, reading, vocab_size)
 
 
 def _train_tokenizer(inputs: list[str], out: Path, reading: ReadSettings, vocab_size: int, **options: Any) -> None:

@@ -85,7 +85,8 @@ def _write_settings(run: Path, layout: str) -> Path:
 
 def _run(*words: str) -> None:
     """Run a subcommand of ds-pretrain. Raises CalledProcessError."""
-    subprocess.run([sys.executable, str(ROOT / "pretrain" / "__main__.py"), *words], check=True)
+    subprocess.run([sys.executable, str(ROOT / "pretrain" / "__main__.py"), *words], check=True,
+                   env={**os.environ, "DS_PRETRAIN_NEXT": "0"})
 
 
 def _say(text: str) -> None:

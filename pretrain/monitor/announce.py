@@ -12,6 +12,7 @@ from typing import Any
 
 from deepspeed.accelerator import get_accelerator
 
+from pretrain.cli import next_line
 from pretrain.config.layout import Layout
 from pretrain.config.plan import Plan
 from pretrain.data.data_spec import absolute_words
@@ -178,7 +179,8 @@ def announce_end(plan: Plan, step: int, stopped_by: str, losses: dict[str, float
     if is_finished:
         last = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
         screen.line(f"finished {step} steps in {plan.args.save}: {last}")
-        screen.line(f"next: ds-pretrain report {shlex.quote(plan.args.save)}")
+        for line in next_line(shlex.join(["ds-pretrain", "report", plan.args.save])):
+            screen.line(line)
     elif stopped_by == EARLY_STOP:
         screen.line(f"saved global_step{step} in {plan.args.save}")
     elif stopped_by:

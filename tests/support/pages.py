@@ -26,7 +26,7 @@ _FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 # the files and flags that they name, and the named tests start the same programs.
 NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
     "tests/run.sh runs them around these tests": (
-        "tests/run.sh", "tests/run.sh tests/config -k schedule", "launch/setup.sh", "launch/setup.sh --dev",
+        "tests/run.sh", "tests/run.sh tests/config -k schedule", "launch/setup.sh --dev",
         "launch/setup.sh --offload", "ruff check .", "mypy", "lint-imports"),
     "needs the network": (
         "ds-pretrain evaluate runs/quickstart --tasks hellaswag,arc_easy --num_fewshot 5 --limit 200",),
@@ -61,24 +61,23 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
 QUICKSTART = "launch/quickstart.sh"  # run before all pages
 NOT_RUN = {command for commands in NOT_RUN_BECAUSE.values() for command in commands}
 
-# launch/first_run.md is for 8 GPUs, and the checks before a run train its model. The tests run these commands with the
+# launch/first_run.md is for 16 GPUs, and the checks before a run train its model. The tests run these commands with the
 # following changes: two CPU ranks, small models, few steps.
 _SMALL_RUN = "--model_overrides vocab_size=4096,n_layer=2,n_embd=64,n_head=2 --seq_length 64 --micro_batch_size 2"
 SMALLER = {
-    "--num_gpus 8": "--num_accelerators 2", "--vocab_size 50257": "--vocab_size 2000", "model: gpt2":
-    "model: gpt2\nmodel_overrides: vocab_size=2000,n_layer=2,n_embd=64,n_head=2", "seq_length: 1024": "seq_length: 64",
-    "micro_batch_size: 16": "micro_batch_size: 2", "train_steps: 4800": "train_steps: 4",
-    "lr_warmup_steps: 200": "lr_warmup_steps: 1", "eval_interval: 500": "eval_interval: 4",
-    "save_interval: 500": "save_interval: 2", "ds-pretrain sanity": f"ds-pretrain sanity {_SMALL_RUN}",
+    "--model 1.3B --gpu a100 --nodes 2 --gpus_per_node 8": "--model 1M --gpu cpu --world_size 2 --vocab_size 2000 "
+    "--seq_length 64 --steps 4", "--vocab_size 32000": "--vocab_size 2000", "--world_size 16 --gpu a100":
+    "--world_size 2 --device cpu", "--hostfile hosts": "--num_accelerators 2",
+    "ds-pretrain sanity": f"ds-pretrain sanity {_SMALL_RUN}",
     "ds-pretrain find-lr": f"ds-pretrain find-lr {_SMALL_RUN}",
 }
 
 
-def smaller(text: str) -> str:
-    """Return a command, or the settings of launch/first_run.md, for two CPU ranks and a small model."""
+def smaller(command: str) -> str:
+    """Return a command for two CPU ranks and a small model."""
     for large, small in SMALLER.items():
-        text = re.sub(rf"\b{large}\b" if large[0] != "-" else rf"{large}\b", small, text)
-    return text
+        command = re.sub(rf"{re.escape(large)}\b", small, command)
+    return command
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:

@@ -41,6 +41,7 @@ from pretrain.commands.new.files import (
     yaml_text,
 )
 from pretrain.commands.new.layout import best_layout
+from pretrain.config.flags.check_flags import check_folders
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.config.size_defaults import FEWEST_STEPS, size_defaults
 from pretrain.config.validate import check_settings
@@ -125,7 +126,7 @@ def _new_run(flags: argparse.Namespace) -> NewRun:
     defaults = size_defaults(model.config.num_parameters())
     row = best_layout(model.config, cluster, seq_length=seq_length,
                       batch_tokens=min(defaults.batch_tokens, tokens / FEWEST_STEPS))
-    save = answer("save", flags.save, path_text, "run folder", str(folder / "runs" / name))
+    save = answer("save", flags.save, _run_folder, "run folder", str(folder / "runs" / name))
     is_default = flags.steps is None and tokens_text(tokens) == tokens_text(default)
     return NewRun(flags.run, data, flags.jsonl_key, tokenizer, model, cluster, row, seq_length, flags.steps, tokens,
                   why if is_default else f"as chosen; {why}", defaults, save)
@@ -136,6 +137,11 @@ def _words(line: str) -> list[str]:
         return [path_text(word) for word in shlex.split(line)]
     except ValueError as error:
         raise ConfigError("--data", problem=f"{line!r} is not a list of words: {error}") from None
+
+
+def _run_folder(word: str) -> str:
+    check_folders(path_text(word), None)
+    return word
 
 
 def _tokenizer(flags: argparse.Namespace, data: Data, new_folder: str) -> TokenizerOfRun:
