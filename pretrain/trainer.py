@@ -21,7 +21,7 @@ from pretrain.checkpoint.save.saver import Saver
 from pretrain.config.plan import Plan
 from pretrain.data.data_spec import names_of_split
 from pretrain.distributed.collectives import call_after_polls, from_rank_0, gather
-from pretrain.distributed.process_group import init_process_group
+from pretrain.distributed.process_group import init_process_group, leave_process_group
 from pretrain.distributed.world import World
 from pretrain.engine.attachments import attachments
 from pretrain.engine.build import DeepSpeedEngine, build_engine, deepspeed_output, remove_swap_files
@@ -75,7 +75,7 @@ def train(plan: Plan, world: World, callbacks: StepCallbacks, guards: RankGuards
     dist.barrier()
     if world.local_rank == 0:
         remove_swap_files(plan)
-    dist.destroy_process_group()
+    leave_process_group()
     return STOPPED if step < plan.last_step and stopped_by != EARLY_STOP else FINISHED
 
 
@@ -165,7 +165,7 @@ def _report_complete(plan: Plan, resume: Resume) -> int:
         for warning in resume.warnings:
             print(f"warning: {warning}")
         print(f"{plan.args.save} is complete: {resume.manifest.step} of {plan.last_step} steps are done")
-    dist.destroy_process_group()
+    leave_process_group()
     return FINISHED
 
 
@@ -193,7 +193,7 @@ def _report_early_stop(resume: Resume, world: World, guards: RankGuards) -> int:
     # the supervisor would take an end without this event for a crash
     folder = RunFolder(Path(resume.plan.args.save), active=world.rank == 0, before_write=guards.lock.confirm)
     folder.event("stop", step=resume.manifest.step, reason=EARLY_STOP)
-    dist.destroy_process_group()
+    leave_process_group()
     return FINISHED
 
 

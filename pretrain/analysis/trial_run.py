@@ -19,7 +19,7 @@ from pretrain.checkpoint.load.init_from import find_initial_weights
 from pretrain.checkpoint.load.load_checkpoint import load_weights
 from pretrain.checkpoint.load.start import Start
 from pretrain.config.plan import Plan
-from pretrain.distributed.process_group import init_process_group
+from pretrain.distributed.process_group import init_process_group, leave_process_group
 from pretrain.distributed.world import World
 from pretrain.engine.build import build_engine, deepspeed_output
 from pretrain.engine.steps import open_loader
@@ -56,7 +56,7 @@ def trial_run(start: Start, world: World) -> Iterator[tuple[Plan, Callable[[Plan
     yield plan, build
     dist.barrier()
     remove_trial_files(start.plan)
-    dist.destroy_process_group()
+    leave_process_group()
 
 
 def sweep(engine: DeepSpeedEngine, plan: Plan, *, low: float, high: float, steps: int,

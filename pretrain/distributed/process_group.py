@@ -19,6 +19,7 @@ _FAR_ADDRESS = "203.0.113.1"  # reserved for documentation (RFC 5737); used only
 _DEFAULT_TIMEOUT_S = 1800.0
 _AFTER_WATCHDOG_S = 300.0
 _MOST_MINUTES = 10**6
+_left: list[object] = []  # see leave_process_group
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _LOOPBACK_INTERFACE = "lo"
 
@@ -151,6 +152,19 @@ def init_process_group(world: World, longest_s: float = 0.0) -> None:
     if formed != world.size:
         raise ConfigError("world size", found=formed,
                           expected=f"{world.size}, according to the variables of {world.launcher}")
+
+
+def leave_process_group() -> None:
+    """Leave all process groups at the end of the process. The objects of the groups remain until it has ended.
+
+    Their destructors wait for gloo's threads with the interpreter's lock, and such a thread needs the lock to free the
+    tensors of the last collective: with torch 2.6 the process hung now and then (ProcessGroupGloo.cpp). Guarded by
+    `tests/versions.sh lowest`.
+    """
+    from torch.distributed import distributed_c10d
+
+    _left.extend(distributed_c10d._world.pg_map)
+    distributed_c10d.destroy_process_group()
 
 
 def use_one_timeout_for_all_groups(timeout: timedelta) -> None:

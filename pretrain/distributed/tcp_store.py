@@ -62,6 +62,7 @@ def start_store(address: str, port: int, *, on_one_host: bool, timeout_s: float,
     this one by another address: if `address` is a name, or not an address of this host (behind a translating router).
     Raises OSError or RuntimeError.
     """
+    from torch import __version__ as torch_version
     from torch.distributed import TCPStore
 
     is_shared = (address, port) in _served and not port_is_free(port)
@@ -73,8 +74,8 @@ def start_store(address: str, port: int, *, on_one_host: bool, timeout_s: float,
         return start()
     descriptor = listener.detach()
     try:
-        return start(master_listen_fd=descriptor)
-    except NotImplementedError:  # torch 2.6: its default server opens its own socket
+        return start(master_listen_fd=descriptor, use_libuv=torch_version >= "2.7")
+    except NotImplementedError:  # by the server with libuv of torch 2.6, which also prints an error
         return start(master_listen_fd=descriptor, use_libuv=False)
 
 

@@ -34,13 +34,19 @@ def prepare_deepspeed(device: Device) -> None:
     - Read the CPU's features from /proc/cpuinfo; DeepSpeed would measure them for 1 s.
     - Load compiled operators from the cache of `operator_cache`.
     - On a CPU, import DeepSpeed with a Muon that compiles nothing.
+    - With torch 2.6, start the processes of torch's compiler at the first compilation. It would start one per core, at
+      most 32, in each rank: at the import of torch._inductor, which DeepSpeed's moe/sharded_moe.py causes.
     """
     if device.kind == "cuda" and not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # read at the first allocation
     if device.kind == "cpu":
         silence_missing_cuda()
+    import torch
+
     from pretrain.engine.operator_cache import cache_operators
 
+    if "TORCH_WARM_POOL" not in os.environ and torch.__version__ < "2.7":
+        os.environ["TORCH_WARM_POOL"] = "0"
     silence_renamed_collectives()
     with shortcut("features of the CPU from /proc/cpuinfo"):
         read_features_from_proc()
