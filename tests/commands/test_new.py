@@ -152,6 +152,26 @@ def test_flags_that_are_missing_or_contradict(texts: Path, monkeypatch: pytest.M
     assert values()["seq_length"] == "64"
 
 
+@pytest.mark.parametrize(("reported", "chosen"), [
+    ("NVIDIA A100-SXM4-80GB, 81920", "--world_size 4 --gpu a100"),
+    ("NVIDIA RTX 6000 Ada Generation, 49140", "--world_size 4 --gpu 48"),
+    ("NVIDIA GB10, [N/A]", "--gpu: the flag is missing")])
+def test_the_gpus_of_this_machine_are_the_default(reported: str, chosen: str, texts: Path, empty_folder: Path,
+                                                  monkeypatch: pytest.MonkeyPatch,
+                                                  capsys: pytest.CaptureFixture[str]) -> None:
+    """A program nvidia-smi stands for four GPUs. A GPU that is not in the table has an H100's rates."""
+    smi = empty_folder / "nvidia-smi"
+    smi.write_text(f"#!/bin/sh\nfor gpu in 1 2 3 4; do echo '{reported}'; done\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{empty_folder}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    try:
+        lines = printed(capsys, "run.yaml", "--data", str(texts / "own.jsonl"), "--tokenizer", "bytes", "--model", "2M")
+    except ConfigError as error:
+        lines = [str(error)]
+    assert chosen in "".join(lines)
+
+
 def test_the_questions_on_a_terminal(texts: Path, empty_folder: Path) -> None:
     """A wrong answer is asked again, an empty one takes the default, and --steps leaves out a question."""
     answers = [("data: ", ["nowhere", str(texts / "own.jsonl")]), ("tokenizer: ", ["bytes"]),

@@ -178,12 +178,17 @@ def machines_of(flags: argparse.Namespace) -> Cluster:
     return cpu_cluster(cluster, memory_bytes=cpu_device().memory_bytes, threads=max(1.0, threads), label=cpu_name())
 
 
-def _gpus_here() -> tuple[str, int]:
-    """Return the value of --gpu for this machine, and the number of its GPUs; ("cpu", 1) without GPUs."""
-    gpus = nvidia_smi("name,memory.total")
+def _gpus_here() -> tuple[str | None, int]:
+    """Return the value of --gpu for this machine, and the number of its GPUs; ("cpu", 1) without GPUs.
+
+    The value is None for a GPU whose memory nvidia-smi does not report.
+    """
+    gpus = nvidia_smi("name,memory.total") if os.environ.get("DS_ACCELERATOR") != CPU else []
     if not gpus:
         return CPU, 1
     label, _, mebibytes = gpus[0].rpartition(",")
+    if not mebibytes.strip().isdigit():
+        return None, len(gpus)
     known = gpu_by_label(label, int(mebibytes) * 2**20)
     return known.name if known else f"{int(mebibytes) / 1024:.3g}", len(gpus)
 
