@@ -181,7 +181,8 @@ def page(diagnosis: Diagnosis) -> Iterator[str]:
     for kind, remarks in (("BAD", diagnosis.findings), ("NOTE", diagnosis.notes)):
         for each in remarks:
             where = "" if each.hosts == (THIS_HOST,) else f"{', '.join(each.hosts)}: "
-            yield _wrapped(f"{kind:<6}", f"{where}{each.problem}. {begin_sentence(each.remedy)}".rstrip(". ") + ".")
+            text = f"{where}{each.problem.rstrip('.')}. {begin_sentence(each.remedy)}"
+            yield _wrapped(f"{kind:<6}", text.rstrip(". ") + ".")
     yield ""
     yield f"{_count(diagnosis.findings, 'finding')}, {_count(diagnosis.notes, 'note')}"
 
