@@ -14,6 +14,7 @@ import pytest
 from pretrain.commands import check, next_command
 from pretrain.commands.new.layout import best_layout
 from pretrain.commands.new.main import main
+from pretrain.commands.prepare import prepare_main
 from pretrain.config.ds_json.read import read_ds_config
 from pretrain.config.flags.parse import read_yaml
 from pretrain.data.prepare.prepare import prepare
@@ -217,6 +218,25 @@ def test_five_commands_from_own_text_to_a_finished_run(texts: Path, empty_folder
     listed = [line.removeprefix(next_command.LISTED) for line in (empty_folder / "run.yaml").read_text().splitlines()
               if line.startswith(next_command.LISTED)]
     assert listed == used[1:]
+
+
+def test_prepare_trains_a_missing_tokenizer_once(texts: Path, empty_folder: Path, monkeypatch: pytest.MonkeyPatch,
+                                                 capsys: pytest.CaptureFixture[str]) -> None:
+    def printed_by(*words: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["prepare", *words, "--tokenizer", "t", "--vocab_size", "600", "--out", "out",
+                                          "--workers", "1", "--overwrite"])
+        prepare_main()
+        return capsys.readouterr().out
+
+    with pytest.raises(ConfigError, match="--vocab_size: standard input can be read only once"):
+        printed_by("-")
+    assert "600 pieces, trained" in printed_by(str(texts / "own.jsonl"))
+    (model,) = empty_folder.glob("t/tokenizer.model")
+    written = model.stat().st_mtime_ns
+    last = printed_by(str(texts / "own.jsonl"))
+    assert "trained" not in last
+    assert model.stat().st_mtime_ns == written
+    assert last.splitlines()[-1] == "next: ds-pretrain new run.yaml --data out"
 
 
 def test_the_next_command_without_a_list(texts: Path) -> None:
