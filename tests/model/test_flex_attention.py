@@ -135,4 +135,6 @@ def test_models_use_the_kernel_and_keep_their_gradients(name, compiled, on_cpu, 
         assert relative_error(found, expected) < 1e-4
     assert bool(on_cpu) != compiled
     if compiled:
-        assert counter.frame_count == len({config.window(index) for index in range(config.num_layers)})
+        windows = len({config.window(index) for index in range(config.num_layers)})
+        # torch 2.6 compiles Gemma's block once more
+        assert counter.frame_count in (windows, windows + (torch.__version__ < "2.7"))

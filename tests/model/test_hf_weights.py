@@ -15,7 +15,7 @@ from pretrain.model.config import load_model_config
 from pretrain.model.hf_names import HEAD, name_in_module, tensor_rules
 from pretrain.model.hf_weights import to_transformers
 from pretrain.model.layer_specs import as_module
-from tests.support.hf_models import needs_transformers
+from tests.support.hf_models import SAVES_PHI_ONCE
 from tests.support.model_shapes import SHAPES, write_config
 from tests.support.tensors import from_transformers
 
@@ -131,7 +131,7 @@ def test_weights_of_another_model_are_an_error(both_models):
         to_transformers({key: value for key, value in ours.state_dict().items() if key != "1.embedding"}, config)
 
 
-@needs_transformers("5.20", "it writes Phi's partial_rotary_factor twice, with two values")
+@SAVES_PHI_ONCE
 def test_a_config_saved_by_transformers_gives_the_same_model(tmp_path):
     """transformers 5 writes rope_parameters and all defaults. This file must give the same ModelConfig."""
     for name, values in SHAPES.items():

@@ -22,6 +22,9 @@ def needs_transformers(version: str, reason: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(Version(transformers.__version__) < Version(version), reason=reason)
 
 
+SAVES_PHI_ONCE = needs_transformers("5.20", "it writes Phi's partial_rotary_factor twice, with two values")
+
+
 def hf_model(folder: Path, values: dict[str, Any], *, seed: int = 11) -> transformers.PreTrainedModel:
     """Return the model of a config.json, which is written into `folder`. Large weights make every term count."""
     values = {"bos_token_id": 0, "eos_token_id": 0, **values}

@@ -31,7 +31,7 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
     "needs the network": (
         "ds-pretrain evaluate runs/quickstart --tasks hellaswag,arc_easy --num_fewshot 5 --limit 200",),
     "takes minutes: tests/test_project.py": (".github/release.sh",),
-    "needs other versions of Python: tests/test_pythons.py": ("tests/pythons.sh",),
+    "needs other versions of Python and torch: tests/test_versions.py": ("tests/versions.sh lowest",),
     "takes minutes: tests/chaos/test_chaos.py": (
         "python -m tests.chaos --faults 20 --seed 1 -- ds-pretrain --num_accelerators 2 --config "
         "runs/quickstart/quickstart.yaml --deepspeed_config zero1_bf16 --gradient_accumulation_steps 2 "
