@@ -48,7 +48,7 @@ install() {
     (cd "$work/empty" && PATH="$work/venv/bin:$PATH" ds-pretrain quickstart)
 }
 machine() { pytest -m slow tests/cluster/test_images.py; }
-versions() { tests/versions.sh; }
+versions() { python -m tests.versions; }
 
 tag= steps=()
 for word in "$@"; do

@@ -58,9 +58,7 @@ def _release(clone: Path, *words: str) -> subprocess.CompletedProcess[str]:
                           env={**os.environ, "VENV": str(Path(sys.executable).parents[1])})
 
 
-def test_a_release_needs_existing_tests_a_clean_tree_and_a_changelog(clone: Path) -> None:
-    named = re.findall(r"\btests/[\w/]+\.\w+", (clone / ".github/release.sh").read_text())
-    assert [name for name in named if not (clone / name).is_file()] == []
+def test_a_release_needs_a_clean_tree_and_a_changelog(clone: Path) -> None:
     changelog, entry = clone / ".github/CHANGELOG.md", f"## [{pretrain.__version__}]"
     before, _, after = re.sub(r"(?<=## \[Unreleased\]\n).*?(?=## \[\d)", "\n", changelog.read_text(),
                               flags=re.DOTALL).partition(entry)

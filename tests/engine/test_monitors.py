@@ -79,10 +79,6 @@ def test_a_failing_monitor_warns_once_and_the_others_continue(rank_0: None, tmp_
 
 
 def test_a_resumed_run_continues_its_csv_files(rank_0: None, tmp_path: Path) -> None:
-    """If the first assertion fails, DeepSpeed has fixed this: then delete `_write_headers_once`."""
-    for _ in range(2):
-        _write(_master(tmp_path / "plain", "csv_monitor"), 2)
-    assert _csv_lines(tmp_path / "plain").count("step,lr") == 2
     survive_failing_monitors()
     for _ in range(2):
         _write(_master(tmp_path / "ours", "csv_monitor"), 2)

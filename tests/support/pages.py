@@ -32,6 +32,8 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "ds-pretrain evaluate runs/quickstart --tasks hellaswag,arc_easy --num_fewshot 5 --limit 200",),
     "takes minutes: tests/test_project.py": (".github/release.sh",),
     "needs other versions of Python and torch: tests/test_versions.py": ("tests/versions.sh lowest",),
+    "takes a minute: tests/distributed/test_reproducers.py": (
+        "python -m pretrain.engine.patches.reproduce",),
     "takes minutes: tests/chaos/test_chaos.py": (
         "python -m tests.chaos --faults 20 --seed 1 -- ds-pretrain --num_accelerators 2 --config "
         "runs/quickstart/quickstart.yaml --deepspeed_config zero1_bf16 --gradient_accumulation_steps 2 "

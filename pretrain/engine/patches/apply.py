@@ -20,7 +20,12 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from pretrain.engine.patches.defects import has_defect
-from pretrain.engine.patches.fp16 import GrowingScale, scale_loss_at_stage_0
+from pretrain.engine.patches.fp16 import (
+    GrowingScale,
+    UnscaledNorm,
+    scale_loss_at_stage_0,
+    undo_step_at_construction,
+)
 from pretrain.engine.patches.nvme import parameters_on_nvme, save_complete_nvme_checkpoints
 from pretrain.engine.patches.optimizers import (
     clip_only_adam_with_muon,
@@ -51,8 +56,13 @@ def apply_patches(engine: DeepSpeedEngine, update: Update) -> None:
     optimizer = engine.optimizer
     zero_1_or_2, zero_3 = (isinstance(optimizer, kind) for kind in (DeepSpeedZeroOptimizer,
                                                                     DeepSpeedZeroOptimizer_Stage3))
-    if has_defect("A") and isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
-        scale_loss_at_stage_0(engine, update)
+    if isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):  # of fp16, and of bf16 without a pipeline
+        if has_defect("AF"):
+            undo_step_at_construction(optimizer)
+        if has_defect("A") and engine.fp16_enabled():
+            scale_loss_at_stage_0(engine)
+        if has_defect("W") and engine.fp16_enabled() and isinstance(optimizer, FP16_UnfusedOptimizer):
+            update.unscaled_norm = UnscaledNorm(optimizer)
     if has_defect("P") and engine.fp16_enabled():
         update.growing_scale = GrowingScale(optimizer)
     if isinstance(engine, PipelineEngine):
@@ -68,7 +78,8 @@ def apply_patches(engine: DeepSpeedEngine, update: Update) -> None:
         clip_fp32_by_global_norm(engine)  # without defect K, too: it reports the norm
         if has_defect("M"):
             update.step = skip_non_finite_fp32_updates(engine, update.step)
-    if has_defect("N") and zero_1_or_2 and optimizer.cpu_offload:
+    # Where DeepSpeed skips no update (AE), skip_invalid_norms does, and defect N shows: test_skipped_updates on 0.18.9.
+    if (has_defect("N") or has_defect("AE")) and zero_1_or_2 and optimizer.cpu_offload:
         clear_gradients_of_skipped_updates(engine)
     if has_defect("O") and zero_3 and optimizer.use_muon:
         keep_muon_momentum(engine)

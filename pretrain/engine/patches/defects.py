@@ -8,26 +8,28 @@ defect twice: DeepSpeed alone gives the wrong result, and with the work-around t
 import functools
 import importlib.metadata
 from dataclasses import dataclass
+from pathlib import Path
 
 from packaging.version import Version
 
 from pretrain.errors import ConfigError, shorten
 
-TRIED = ("0.18.0", "0.19.8")  # oldest and newest version of DeepSpeed on which the reproducers ran
+MEASURED = ("0.18.0", "0.18.9", "0.19.0", "0.19.4", "0.19.6", "0.19.8")  # versions on which all reproducers ran
 
 
 @dataclass(frozen=True)
 class Defect:
     """A defect of DeepSpeed.
 
-    A version older than TRIED has the defects of the oldest one, and a newer version those of the newest one.
+    A version older than those of MEASURED has the defects of the oldest one, and a newer version those of the newest
+    one.
     """
 
     letter: str
     title: str
     files: tuple[str, ...]  # of the defect, in DeepSpeed's folder `deepspeed`
     treatment: str  # function of `pretrain/engine/patches/`, or the place that rejects or avoids the defect
-    first_in: str | None = None  # version that brought the defect; None: the oldest version of TRIED has it
+    first_in: str | None = None  # version that brought the defect; None: the oldest version of MEASURED has it
     fixed_in: str | None = None
 
     def exists_in(self, version: str) -> bool:
@@ -38,9 +40,8 @@ class Defect:
 
 
 DEFECTS = (
-    Defect("A", "fp16 + ZeRO-0: the loss is never scaled, but gradients are divided by the scale; a stray optimizer "
-           "step at construction", ("runtime/engine.py", "runtime/fp16/fused_optimizer.py"),
-           "fp16.scale_loss_at_stage_0"),
+    Defect("A", "fp16 + ZeRO-0: the loss is never scaled, but gradients are divided by the scale",
+           ("runtime/engine.py",), "fp16.scale_loss_at_stage_0", first_in="0.18.3"),
     Defect("B", "pipeline + tied weights + another accumulation dtype: the gradients of tied weights are not summed",
            ("runtime/pipe/engine.py",), "pipeline.reduce_tied_gradients"),
     Defect("C", "optimizer on NVMe: a resume restores nothing, or only a part",
@@ -66,9 +67,9 @@ DEFECTS = (
     Defect("M", "fp32 + ZeRO-0: updates with non-finite gradients are applied", ("runtime/engine.py",),
            "skip.skip_non_finite_fp32_updates"),
     Defect("N", "ZeRO-1/2 + offload + fp32 accumulation: after one skipped update all updates are skipped",
-           ("runtime/zero/stage_1_and_2.py",), "skip.clear_gradients_of_skipped_updates"),
+           ("runtime/zero/stage_1_and_2.py",), "skip.clear_gradients_of_skipped_updates", first_in="0.19.8"),
     Defect("O", "Muon + ZeRO-3: a skipped update changes the momentum", ("runtime/zero/stage3.py",),
-           "skip.keep_muon_momentum"),
+           "skip.keep_muon_momentum", first_in="0.18.9"),
     Defect("P", "fp16: halved gradients in each step after which the loss scale grows",
            ("runtime/zero/stage_1_and_2.py", "runtime/zero/stage3.py", "runtime/fp16/fused_optimizer.py",
             "runtime/fp16/unfused_optimizer.py"), "fp16.GrowingScale"),
@@ -79,9 +80,9 @@ DEFECTS = (
     Defect("S", "zero.Init with a dtype, on a device without fp16: parameters are bf16, whatever the dtype",
            ("runtime/zero/partition_parameters.py",), "zero.keep_dtype_of_partitions"),
     Defect("T", "Muon on CPUs: orthogonalization in fp16 or fp32, by the CPU", ("runtime/zero/muon/original_muon.py",),
-           "optimizers.orthogonalize_in_fp32"),
+           "optimizers.orthogonalize_in_fp32", first_in="0.19.0"),
     Defect("U", "bf16 + ZeRO-0 + pipeline: checkpoints cannot be loaded (KeyError: 0)", ("runtime/engine.py",),
-           "pipeline.load_checkpoint"),
+           "pipeline.load_checkpoint", first_in="0.18.5"),
     Defect("V", "pipeline + tensor parallelism: by default, stages send a part of each tensor, as if all "
            "tensor-parallel ranks had the same one", ("runtime/pipe/engine.py",),
            "engine/parallelism.py, engine_config"),
@@ -102,6 +103,8 @@ DEFECTS = (
     Defect("AE", "bf16 or fp32 + ZeRO: an update with non-finite gradients is applied, or ends the run",
            ("runtime/zero/stage_1_and_2.py", "runtime/zero/stage3.py", "runtime/bf16_optimizer.py"),
            "skip_by_norm.skip_invalid_norms", fixed_in="0.19.8"),
+    Defect("AF", "fp16 + ZeRO-0: the optimizer takes a step with zero gradients at construction",
+           ("runtime/fp16/fused_optimizer.py", "runtime/fp16/unfused_optimizer.py"), "fp16.undo_step_at_construction"),
 )
 _BY_LETTER = {defect.letter: defect for defect in DEFECTS}
 
@@ -123,3 +126,19 @@ def find_defect(letter: str) -> Defect:
 def has_defect(letter: str) -> bool:
     """Return whether the installed DeepSpeed has the defect."""
     return _BY_LETTER[letter].exists_in(installed_version())
+
+
+def markdown_table() -> str:
+    """Return the table of pretrain/README.md: the defects of each version of MEASURED, and what this package does."""
+    rows = [["", "defect", *MEASURED, "DeepSpeed's files", "in this package"]]
+    rows.append(["---", "---", *("---" for _ in MEASURED), "---", "---"])
+    for defect in DEFECTS:
+        script = next((Path(__file__).parent / "reproducers").glob(f"{defect.letter.lower()}_*.py"))
+        rows.append([f"[{defect.letter}](engine/patches/reproducers/{script.name})", defect.title,
+                     *("yes" if defect.exists_in(version) else "no" for version in MEASURED),
+                     ", ".join(f"`{name.removeprefix('../')}`" for name in defect.files), defect.treatment])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+
+
+if __name__ == "__main__":
+    print(markdown_table(), end="")

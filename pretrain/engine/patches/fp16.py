@@ -1,6 +1,6 @@
-"""Defects A and P: fp16 trains with a wrong loss scale.
+"""Defects A, P, W and AF of fp16: wrong loss scale and norm, and a step at construction.
 
-Guarded by tests/distributed/test_upstream.py, test_a_* and test_p_*.
+Guarded by tests/distributed/test_upstream.py, test_a_*, test_p_* and test_w_*.
 """
 
 from collections.abc import Callable
@@ -11,24 +11,27 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.utils import is_model_parallel_parameter
 
-from pretrain.engine.update import Update, UpdatePart
+from pretrain.engine.update import UpdatePart
 
 
-def scale_loss_at_stage_0(engine: DeepSpeedEngine, update: Update) -> None:
-    """Scale the gradient of the loss, and undo the optimizer step that FP16_Optimizer runs at construction.
+def undo_step_at_construction(optimizer: Any) -> None:
+    """Defect AF: undo the optimizer step that the fp16 optimizers of ZeRO stage 0 run at construction.
+
+    DeepSpeed 0.19.8 (runtime/fp16/fused_optimizer.py, initialize_optimizer_states) runs it with zero gradients. It
+    decays the master weights and counts as Adam's first step.
+    """
+    optimizer.optimizer.state.clear()
+    optimizer.refresh_fp32_params()
+
+
+def scale_loss_at_stage_0(engine: DeepSpeedEngine) -> None:
+    """Defect A: scale the gradient of the loss.
 
     DeepSpeed 0.19.8: `DeepSpeedEngine.backward` (runtime/engine.py) scales the loss only for a ZeROOptimizer, but
     `FP16_Optimizer.step` divides by the scale in any case (upstream PR #8393). A hook on the loss scales the gradient,
     so that the reported loss remains unscaled.
-
-    At construction FP16_Optimizer runs one step with zero gradients (runtime/fp16/fused_optimizer.py,
-    initialize_optimizer_states). This step decays the master weights and counts as Adam's first step.
     """
     optimizer = engine.optimizer
-    optimizer.optimizer.state.clear()
-    optimizer.refresh_fp32_params()
-    if not engine.fp16_enabled():
-        return
     loss_fn: Callable[..., torch.Tensor] = engine.module.loss_fn
 
     def scaled_loss_fn(outputs: torch.Tensor, labels: Any) -> torch.Tensor:
@@ -38,12 +41,10 @@ def scale_loss_at_stage_0(engine: DeepSpeedEngine, update: Update) -> None:
         return loss
 
     engine.module.loss_fn = scaled_loss_fn
-    if isinstance(optimizer, FP16_UnfusedOptimizer):
-        update.unscaled_norm = UnscaledNorm(optimizer)
 
 
 class UnscaledNorm(UpdatePart):
-    """Reports the norm of the unscaled gradients, which counts each parameter once.
+    """Defect W: report the norm of the unscaled gradients, which counts each parameter once.
 
     DeepSpeed 0.19.8 (runtime/fp16/unfused_optimizer.py, step) reports the norm of the scaled gradients. It counts tied
     gradients once per pipeline stage, and matrices of which the tensor-parallel ranks hold parts on the first of these

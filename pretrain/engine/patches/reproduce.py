@@ -21,15 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from rich.table import Table
-
 from pretrain.cli import Parser, run_main
 from pretrain.engine.patches.defects import DEFECTS, find_defect
 from pretrain.errors import ConfigError, shorten
-from pretrain.progress import terminal_console
 
 FOLDER = Path(__file__).parent / "reproducers"
-LIMIT_S = 300  # of one script, which takes seconds, and minutes if it compiles an operator
+LIMIT_S = 600  # of one script, which takes seconds, and minutes if it compiles an operator
 CORRECT, DEFECTIVE, CANNOT_RUN = 0, 1, 77  # exit codes of the scripts
 FAILED = 70  # exit code of a script that ends with an exception
 _ANSWERS = {CORRECT: "no", DEFECTIVE: "yes", CANNOT_RUN: "cannot run"}
@@ -140,14 +137,10 @@ def _run_script(script: Path, log: Path) -> NoReturn:
 
 
 def print_results(results: Sequence[Result]) -> None:
-    """Print a row for each result, and name those that the table of the defects does not expect."""
-    table = Table(box=None, pad_edge=False)
-    for heading in ("defect", "exists", "found", "title"):
-        table.add_column(heading, no_wrap=heading != "title")
+    """Print a line for each result, and mark those that differ from the table of the defects."""
     for result in results:
-        note = "" if result.is_in_table else "  (not as in the table)"
-        table.add_row(result.letter, result.answer + note, result.line, find_defect(result.letter).title)
-    terminal_console(width=240).print(table)
+        note = "" if result.is_in_table else f" [the table says {'no' if result.code == DEFECTIVE else 'yes'}]"
+        print(f"{result.letter:<3} {result.answer + note:<10}  {result.line}")
 
 
 def main() -> int:

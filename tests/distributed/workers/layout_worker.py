@@ -162,16 +162,9 @@ def decay(case: Case) -> dict[str, Any]:
 
 
 def updates(case: Case) -> dict[str, Any]:
-    """Train, and return the metrics, and name -> norm of the change of each parameter in the last step.
-
-    With "plain" in the case, DeepSpeed's own functions clip the gradients.
-    """
+    """Train, and return the metrics, and name -> norm of the change of each parameter in the last step."""
     plan = plan_of(case)
     engine = engine_of(plan)
-    if case.get("plain"):
-        for name in ("unscale_and_clip_grads", "get_grad_norm_direct",
-                     "complete_grad_norm_calculation_for_cpu_offload"):
-            del vars(engine.optimizer)[name]
     rows = steps(engine, plan, 0, plan.train_steps - 1)
     before = [flat.parameter.detach().clone() for flat in flat_tensors(engine)]
     last = steps(engine, plan, plan.train_steps - 1, plan.train_steps)

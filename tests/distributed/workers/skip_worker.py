@@ -15,7 +15,6 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from pretrain.engine.steps import grad_norm, learning_rate, loss_scale, open_loader, train_batch
 from pretrain.engine.update_guard import guard_updates, skipped_update
-from tests.distributed.workers.upstream_worker import plain_deepspeed
 from tests.distributed.workers.worker import Case, end, engine_of, plan_of, state_hash, weights_hash
 from tests.support.cases_loop import each_case
 
@@ -131,32 +130,6 @@ def faulty_step(engine: deepspeed.DeepSpeedEngine, faults: Faults, fault: str, b
             "unchanged": snapshot(engine, fp16_overflow=overflow) == before,
             "counted": everywhere(engine.skipped_steps - skipped),
             "skipped": everywhere([update.reason, update.is_bad] if update else None)}
-
-
-def unpatched(case: Case) -> dict[str, Any]:
-    """Train in plain DeepSpeed: a good step, a step with a NaN gradient, a good step.
-
-    Returns, for each step, the number of skipped steps until then, and whether weights or optimizer states changed; and
-    the error that ended the steps, if there was one.
-    """
-    with plain_deepspeed():
-        plan = plan_of(case)
-        engine = engine_of(plan)
-        faults, loader = Faults(engine), open_loader(engine, plan, "train")
-        result: dict[str, Any] = {"skipped": [], "changed": [], "error": ""}
-        for step, fault in enumerate(("", "nan_gradient", "")):
-            before = snapshot(engine)
-            faults.inject(fault)
-            try:
-                train_batch(engine, loader.step(step * plan.layout.global_batch_size))
-            except Exception as error:  # the same on every rank; the test checks the message
-                result["error"] = str(error)
-                break
-            result["skipped"].append(engine.skipped_steps)
-            result["changed"].append(snapshot(engine) != before)
-        loader.close()
-        end(engine)
-    return result
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ python a_fp16_stage_0.py    exit code 0: correct; 1: the defect exists; 77: cann
 
 import os
 import sys
+from typing import Any
 
 os.environ.update(DS_ACCELERATOR="cpu", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1",
                   MASTER_PORT="0")
@@ -18,13 +19,16 @@ from deepspeed.accelerator import get_accelerator
 type(get_accelerator()).is_fp16_supported = lambda self: True  # slow on CPUs without AVX512_FP16, but it works
 torch.manual_seed(0)
 module = torch.nn.Linear(16, 1, bias=False)
-before = module.weight.detach().clone()
 inputs = torch.randn(4, 16)
 (true_grad,) = torch.autograd.grad(module(inputs).square().mean(), module.weight)
-config = {"train_batch_size": 4, "gradient_clipping": 0.0, "fp16": {"enabled": True, "initial_scale_power": 8}}
-engine, *_ = deepspeed.initialize(model=module, optimizer=torch.optim.SGD(module.parameters(), lr=1.0), config=config)
+config: dict[str, Any] = {"train_batch_size": 4, "gradient_clipping": 0.0,
+                          "fp16": {"enabled": True, "initial_scale_power": 8}}
+optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+(master,) = engine.optimizer.fp32_groups[0]  # the weights in fp32
+before = master.detach().clone()
 engine.backward(engine(inputs.half()).float().square().mean())
 engine.step()
-ratio = float((before - module.weight.detach().float()).norm() / true_grad.norm())
+ratio = float((before - master.detach()).norm() / true_grad.norm())
 print(f"update divided by the true gradient: expected 1, found {ratio:.4f}")
-sys.exit(0 if 0.9 < ratio < 1.1 else 1)
+sys.exit(0 if abs(ratio - 1) < 0.1 else 1)
