@@ -27,5 +27,8 @@ for factor in (1.0, math.nan, 1.0, 1.0):
     engine.backward(engine(torch.ones(2, 8).bfloat16()).float().square().mean() * factor)
     engine.step()
     skipped.append(engine.skipped_steps)
+if skipped[-1] == 0:
+    print("cannot run: this version does not skip the update with NaN, so that the defect cannot show")
+    sys.exit(77)
 print(f"skipped updates after each step, of which the second has NaN: expected [0, 1, 1, 1], found {skipped}")
 sys.exit(1 if skipped[-1] > skipped[1] else 0)
