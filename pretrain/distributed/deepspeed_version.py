@@ -30,9 +30,15 @@ def is_at_least(release: str) -> bool:
 
 
 def untested_version() -> str | None:
-    """Return a line of warning if the installed version is outside the tested range; None within it."""
+    """Return a line of warning if the installed version is later than the tested ones; None within their range.
+
+    Raises ConfigError for an earlier one. 0.18.0 was tried: ZeRO-2 with gradient accumulation has other gradients.
+    """
     found = deepspeed_version()
-    if Version(TESTED[0]) <= Version(found.base_version) <= Version(TESTED[-1]):
+    if not is_at_least(TESTED[0]):
+        raise ConfigError(f"deepspeed {found}", problem=f"versions before {TESTED[0]} can give wrong gradients here",
+                          remedy=f"pip install deepspeed=={TESTED[-1]}")
+    if Version(found.base_version) <= Version(TESTED[-1]):
         return None
     return (f"DeepSpeed {found} is outside the tested versions, {TESTED[0]} to {TESTED[-1]}: its defects and keys may "
             "differ. Run `ds-pretrain doctor --deepspeed`, which tests this version for the known defects")

@@ -46,3 +46,9 @@ def test_an_unknown_version_without_a_place_for_a_workaround_is_rejected(corpus:
     assert code == 2, output
     assert "Traceback" not in output
     assert f"deepspeed {UNKNOWN}: a work-around for its defects cannot be applied" in output
+
+
+def test_a_version_before_the_tested_ones_is_rejected(corpus: str, tmp_path: Path) -> None:
+    code, output, _ = train(tmp_path / "earlier", corpus, "0.18.0", "")
+    assert code == 2, output
+    assert "deepspeed 0.18.0: versions before 0.18.9 can give wrong gradients here. pip install" in output
