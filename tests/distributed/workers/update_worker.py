@@ -41,7 +41,7 @@ def passes(*, plain: bool) -> Iterator[None]:
     """Force DeepSpeed's passes, or the C functions, whatever is faster on this machine."""
     with contextlib.ExitStack() as stack:
         if plain:
-            stack.enter_context(patch("pretrain.engine.patches.apply.skip_reduction_on_one_rank", lambda engine: None))
+            stack.enter_context(patch("pretrain.engine.build.skip_reduction_on_one_rank", lambda engine: None))
             stack.enter_context(patch("pretrain.engine.build.pass_over_gradients_in_c", lambda engine: None))
         else:
             stack.enter_context(patch("pretrain.engine.gradient_passes.uses_c", lambda _, x, dtype: x.dtype == dtype))
