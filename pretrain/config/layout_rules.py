@@ -12,6 +12,7 @@ from pretrain.config.ds_json.optimizers import OPTIMIZERS
 from pretrain.config.ds_json.schema import TREE
 from pretrain.config.plan import Plan
 from pretrain.config.resolve import EXPERT, SEQUENCE, TENSOR
+from pretrain.distributed.deepspeed_version import NVME_SINCE, TESTED, deepspeed_version, is_at_least
 from pretrain.errors import ConfigError
 from pretrain.model.partition import layer_costs, layer_pattern, stage_bounds, stage_without_block
 
@@ -243,9 +244,13 @@ def loss_scale(run: Plan) -> Iterator[Rule]:
                "at least 1 with dynamic loss scaling")
 
 
-def libaio(run: Plan) -> Iterator[Rule]:
-    """The library that NVMe offload needs on this machine."""
-    yield Rule("nvme" in (run.layout.offload_optimizer, run.layout.offload_param) and find_library("aio") is None,
+def nvme_here(run: Plan) -> Iterator[Rule]:
+    """The library and the DeepSpeed that NVMe offload needs on this machine."""
+    on_nvme = "nvme" in (run.layout.offload_optimizer, run.layout.offload_param)
+    yield Rule(on_nvme and not is_at_least(NVME_SINCE), f"deepspeed {deepspeed_version()}",
+               problem=f"offload to NVMe needs DeepSpeed {NVME_SINCE} or later",
+               remedy=f"pip install deepspeed=={TESTED[-1]}")
+    yield Rule(on_nvme and find_library("aio") is None,
                "libaio", problem="DeepSpeed's NVMe offload needs this library, which is not installed",
                remedy="apt-get install libaio-dev")
 

@@ -266,11 +266,11 @@ SUBJECTS = (
     layout_rules.degrees_together, layout_rules.parts_of_matrices, layout_rules.models_with_experts,
     layout_rules.expert_parallelism, layout_rules.pipeline_partition, layout_rules.precision_of_device,
     layout_rules.zero_and_offload, layout_rules.gradients_and_master_weights, optimizer_of_device, muon,
-    optimizer_params, layout_rules.loss_scale, layout_rules.libaio, layout_rules.operators_without_nvcc,
+    optimizer_params, layout_rules.loss_scale, layout_rules.nvme_here, layout_rules.operators_without_nvcc,
     layout_rules.nvme_buffer_size, scheduler_params, torch_optimizer_params, monitors_and_timers, writable_folders,
     numbers_of_the_device, length_of_run, clipping_and_noise_scale, early_stopping, profiles, recomputation,
     layout_rules.sequence_parallelism, mup)
-_OF_THIS_MACHINE = (layout_rules.libaio, writable_folders)
+_OF_THIS_MACHINE = (layout_rules.nvme_here, writable_folders)
 
 
 def check_rules(run: Plan, *, this_machine: bool = True) -> None:

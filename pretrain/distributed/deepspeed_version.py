@@ -11,6 +11,8 @@ from packaging.version import InvalidVersion, Version
 from pretrain.errors import ConfigError
 
 TESTED = ("0.18.9", "0.19.8")  # the oldest and the newest
+EXPERTS_SINCE = "0.19.4"  # before, DeepSpeed has no expert parallelism
+NVME_SINCE = "0.19.4"  # with 0.19.0, ranks abort in swaps, and resumes differ
 _CHANGED_NAME = (AttributeError, ImportError, KeyError, TypeError)  # a name or a signature is another one
 
 

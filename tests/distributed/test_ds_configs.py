@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 
-from pretrain.engine.build_ops import why_not_compilable
-from tests.support.cases import case, flags
+from tests.support.cases import NO_NVME, case, flags
 from tests.support.launch import ROOT, run_cases
 
 FILES = sorted((ROOT / "ds_configs").glob("*.json"))
 EXPERTS = {"model": "tiny-moe", "model_overrides": "vocab_size=256"}
-NO_NVME = why_not_compilable("AsyncIOBuilder")
 
 
 def ranks_of(path: Path) -> int:

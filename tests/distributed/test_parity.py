@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from pretrain.engine.build_ops import why_not_compilable
-from tests.support.cases import CPU, case, config, flags, nvme, nvme_param
+from tests.support.cases import CPU, NO_NVME, case, config, flags, nvme, nvme_param
 from tests.support.launch import run_cases
 
 FP32_TOLERANCE = 1e-6  # relative
@@ -15,7 +14,6 @@ BF16_TOLERANCE = 5e-4
 LLAMA = {"model_type": "llama", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
          "rope_theta": 10000.0, "tie_word_embeddings": False, "hidden_act": "silu"}
-NO_NVME = why_not_compilable("AsyncIOBuilder")
 # representative layouts for the variants of the model
 REPRESENTATIVE = ("zero0", "zero2", "zero3", "pipeline2_zero1", "pipeline2_data2_zero1")
 STEPS = 6

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import selected_params
-from tests.distributed.test_upstream import NEEDS_LIBAIO
+from tests.distributed.test_upstream import NEEDS_NVME
 from tests.support.cases import CPU, case, config, flags, nvme
 from tests.support.launch import run_worker
 
@@ -159,6 +159,6 @@ def more_results(request: pytest.FixtureRequest, corpus: str,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [*MORE_LAYOUTS, pytest.param("bf16_zero3_nvme", marks=NEEDS_LIBAIO)])
+@pytest.mark.parametrize("layout", [*MORE_LAYOUTS, pytest.param("bf16_zero3_nvme", marks=NEEDS_NVME)])
 def test_a_fault_changes_nothing_in_more_layouts(layout: str, more_results: dict[str, Any]) -> None:
     assert_faults_change_nothing(layout, more_results[layout])

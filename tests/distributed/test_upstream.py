@@ -5,7 +5,6 @@
 
 import copy
 import json
-from ctypes.util import find_library
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from pretrain.distributed.device import Device
 from pretrain.engine.operator_cache import cache_operators
 from pretrain.engine.patches.optimizers import make_bias_correction_stateless
 from pretrain.errors import ConfigError
+from tests.support.cases import NO_NVME
 from tests.support.launch import run_worker
 
 Results = dict[str, Any]
@@ -33,8 +33,7 @@ TWO_STAGES = {"pipeline": {"stages": 2}}
 BUCKETS = {"reduce_bucket_size": 500_000, "allgather_bucket_size": 500_000}
 CPU_OPTIMIZER = {"offload_optimizer": {"device": "cpu"}}
 EMULATE: dict[str, Any] = {"emulate_fp16": True, "train_steps": 6}
-HAS_LIBAIO = find_library("aio") is not None
-NEEDS_LIBAIO = pytest.mark.skipif(not HAS_LIBAIO, reason="NVMe offload needs libaio")
+NEEDS_NVME = pytest.mark.skipif(bool(NO_NVME), reason=f"NVMe offload: {NO_NVME}")
 
 
 def ds_config(stage: int, zero: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
@@ -78,7 +77,7 @@ def pipeline_cases(corpus: str) -> list[dict[str, Any]]:
 
 def nvme_cases(corpus: str, folder: Path) -> list[dict[str, Any]]:
     """Return cases for C: sub-groups that remain in memory (under 1 MiB), swapped sub-groups, swapped parameters."""
-    if not HAS_LIBAIO:
+    if NO_NVME:
         return []
     nvme = {"device": "nvme", "nvme_path": str(folder)}
     large = flags(corpus, model_overrides="vocab_size=256,n_layer=4,n_embd=256")
@@ -173,7 +172,7 @@ def test_b_tied_gradients_are_summed_over_the_stages(results: Results, name: str
 
 # --- C
 
-@NEEDS_LIBAIO
+@NEEDS_NVME
 @pytest.mark.parametrize(("name", "swapped"), [("nvme_small", [False, False]), ("nvme_large", [True, True, False])])
 def test_c_nvme_checkpoints_are_complete(results: Results, name: str, swapped: list[bool]) -> None:
     ours = results[name]
@@ -183,7 +182,7 @@ def test_c_nvme_checkpoints_are_complete(results: Results, name: str, swapped: l
         assert ours[offload] == {"loaded": 0.0, "tail": ours["tail"], "final": 0.0}
 
 
-@NEEDS_LIBAIO
+@NEEDS_NVME
 def test_c_nvme_parameters_can_be_resumed(results: Results) -> None:
     assert_resumed(results["nvme_params"])
 

@@ -2,6 +2,11 @@
 
 from typing import Any
 
+from pretrain.distributed.deepspeed_version import NVME_SINCE, is_at_least
+from pretrain.engine.build_ops import why_not_compilable
+
+# why NVMe offload cannot be tested here; "" if it can
+NO_NVME = why_not_compilable("AsyncIOBuilder") if is_at_least(NVME_SINCE) else f"needs DeepSpeed {NVME_SINCE}"
 CPU = {"device": "cpu"}
 
 

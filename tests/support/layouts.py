@@ -5,9 +5,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from pretrain.distributed.deepspeed_version import EXPERTS_SINCE, is_at_least
 from tests.support.cases import config
 from tests.support.launch import run_worker
 
+HAS_EXPERTS = is_at_least(EXPERTS_SINCE)  # this DeepSpeed has expert parallelism
 SAVED, STEPS = 3, 8  # optimizer steps before the checkpoint, and in total
 
 MODEL_WITH_EXPERTS = {

@@ -68,8 +68,8 @@ NOT_RUN = {command for commands in NOT_RUN_BECAUSE.values() for command in comma
 _SMALL_RUN = "--model_overrides vocab_size=4096,n_layer=2,n_embd=64,n_head=2 --seq_length 64 --micro_batch_size 2"
 SMALLER = {
     "--model 1.3B --gpu a100 --nodes 2 --gpus_per_node 8": "--model 1M --gpu cpu --world_size 2 --vocab_size 2000 "
-    "--seq_length 64 --steps 4", "--vocab_size 32000": "--vocab_size 2000", "--world_size 16 --gpu a100":
-    "--world_size 2 --device cpu", "--hostfile hosts": "--num_accelerators 2",
+    "--seq_length 64 --steps 4", "--vocab_size 32000": "--vocab_size 2000", "--hostfile hosts": "--num_accelerators 2",
+    "check --config run.yaml --world_size 16 --gpu a100": "check --config run.yaml --world_size 2 --device cpu",
     "ds-pretrain sanity": f"ds-pretrain sanity {_SMALL_RUN}",
     "ds-pretrain find-lr": f"ds-pretrain find-lr {_SMALL_RUN}",
 }

@@ -9,6 +9,8 @@ that earlier supported versions do not have names its first version (`Key.since`
 from dataclasses import dataclass
 from typing import Any, Union
 
+from pretrain.distributed.deepspeed_version import EXPERTS_SINCE
+
 DEFAULT_REDUCE_BUCKET_SIZE = 500_000_000  # elements; DeepSpeed's default
 DEFAULT_PARTITION_METHOD = "flops"
 PARTITION_METHODS = {"flops": "flops", "parameters": "parameters", "uniform": "uniform", "time": "time",
@@ -224,7 +226,7 @@ TENSOR_PARALLEL: Tree = {
 _ROUTER = "the model's config.json describes router and experts; remove the key"
 EXPERT_PARALLEL: Tree = {
     "enabled": _BOOL,
-    "autoep_size": Key("int", low=1, since="0.19.4"),
+    "autoep_size": Key("int", low=1, since=EXPERTS_SINCE),
     "expert_tensor_parallel_size": _rejected("each expert is complete on its rank; remove the key", 1),
     "load_balance_coeff": _rejected("the config.json has router_aux_loss_coef; remove the key"),
     **{name: _rejected(_ROUTER, "auto") for name in (

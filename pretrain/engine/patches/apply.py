@@ -35,7 +35,6 @@ from pretrain.engine.patches.optimizers import (
 from pretrain.engine.patches.pipeline import (
     clip_fp32_by_global_norm,
     divide_gradients_at_the_loss,
-    divides_gradients_once,
     has_different_groups,
     reduce_norm_once,
     reduce_tied_gradients,
@@ -66,7 +65,7 @@ def apply_patches(engine: DeepSpeedEngine, update: Update) -> None:
     if has_defect("P") and engine.fp16_enabled():
         update.growing_scale = GrowingScale(optimizer)
     if isinstance(engine, PipelineEngine):
-        if not divides_gradients_once(engine):
+        if has_defect("AG"):
             divide_gradients_at_the_loss(engine)
         if has_defect("B"):
             reduce_tied_gradients(engine)

@@ -1,6 +1,7 @@
 """Table of DeepSpeed's defects: what is wrong, in which versions, and the place of our work-around or rejection.
 
-A to S silently give wrong results. T and later raise errors, hang, leave something behind, or change the last digits.
+A to S, AE, AF and AG silently give wrong results. The others raise errors, hang, leave something behind, or change the
+last digits.
 A work-around is applied only where `has_defect` is true. `tests/distributed/test_upstream*.py` and others test each
 defect twice: DeepSpeed alone gives the wrong result, and with the work-around the result is right.
 """
@@ -105,6 +106,8 @@ DEFECTS = (
            "skip_by_norm.skip_invalid_norms", fixed_in="0.19.8"),
     Defect("AF", "fp16 + ZeRO-0: the optimizer takes a step with zero gradients at construction",
            ("runtime/fp16/fused_optimizer.py", "runtime/fp16/unfused_optimizer.py"), "fp16.undo_step_at_construction"),
+    Defect("AG", "pipeline: gradients are divided by the number of micro-batches once for each later stage, or never",
+           ("runtime/engine.py",), "pipeline.divide_gradients_at_the_loss", fixed_in="0.19.6"),
 )
 _BY_LETTER = {defect.letter: defect for defect in DEFECTS}
 

@@ -1,4 +1,4 @@
-"""Defects B and K: wrong gradients and wrong clipping between pipeline stages; a norm that never completes; and
+"""Defects B, K and AG: wrong gradients and wrong clipping between pipeline stages; a norm that never completes; and
 checkpoints of bf16 pipelines without ZeRO.
 
 Guarded by tests/distributed/test_upstream.py, test_b_*, test_k_* and
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed import comm as dist
-from deepspeed.runtime import engine as deepspeed_engine
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -39,15 +38,15 @@ def reduce_tied_gradients(engine: PipelineEngine) -> None:
 
     DeepSpeed 0.19.8: `PipelineEngine._exec_reduce_tied_grads` (runtime/pipe/engine.py) sums `weight.grad`, but ZeRO-1
     keeps the gradient elsewhere if it accumulates in another dtype (runtime/zero/stage_1_and_2.py,
-    get_gradient_for_reduction).
+    get_param_gradient_attribute).
     """
 
     def exec_reduce_tied_grads(self: PipelineEngine) -> None:
         for weight, group in self.module.get_tied_weights_and_groups():
             if self.using_bf16_optimizer:
                 grad = weight._hp_grad
-            elif hasattr(self.optimizer, "get_gradient_for_reduction"):
-                grad = self.optimizer.get_gradient_for_reduction(weight)
+            elif hasattr(self.optimizer, "get_param_gradient_attribute"):
+                grad = self.optimizer.get_param_gradient_attribute(weight)
             else:
                 grad = weight.grad
             if grad is not None:
@@ -56,14 +55,8 @@ def reduce_tied_gradients(engine: PipelineEngine) -> None:
     engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, schedule.ReduceTiedGrads: exec_reduce_tied_grads}
 
 
-def divides_gradients_once(engine: PipelineEngine) -> bool:
-    """Return whether the engine divides the gradients by the number of micro-batches at the loss, and only there."""
-    return hasattr(deepspeed_engine, "_ENGINE_BACKWARD_GRAPH_TRACKER") or not hasattr(
-        engine, "_backward_prologue_per_tensor")
-
-
 def divide_gradients_at_the_loss(engine: PipelineEngine) -> None:
-    """Divide the gradients by the number of micro-batches once.
+    """Defect AG: divide the gradients by the number of micro-batches once.
 
     DeepSpeed 0.18.9 to 0.19.3: `_backward_prologue_per_tensor` (runtime/engine.py) divides the gradients of the output
     of every pipeline stage, so that those of earlier stages are divided several times. 0.19.4 and 0.19.5 do so at the

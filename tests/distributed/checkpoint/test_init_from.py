@@ -15,13 +15,11 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 from pretrain.checkpoint.format.manifest import read_manifest
 from pretrain.checkpoint.load.hf_folder import check_hf_folder
 from pretrain.checkpoint.load.reader import CheckpointReader, HFWeights
-from pretrain.engine.build_ops import why_not_compilable
-from tests.support.cases import case, flags, nvme, nvme_param
+from tests.support.cases import NO_NVME, case, flags, nvme, nvme_param
 from tests.support.first_batch import first_batch
 from tests.support.launch import train_ranks
 from tests.support.layouts import dp2, fp16, pp2, relative_difference, run_layouts, tensor2
 
-NO_NVME = why_not_compilable("AsyncIOBuilder")
 STEPS, SAMPLES, SEQ_LENGTH = 3, 8, 64
 MODELS = {
     "llama": LlamaConfig(vocab_size=256, hidden_size=128, num_hidden_layers=3, num_attention_heads=4,

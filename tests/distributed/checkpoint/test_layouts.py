@@ -16,9 +16,8 @@ from pretrain.checkpoint.convert.diff import diff
 from pretrain.checkpoint.convert.export_hf import consolidate, export_hf
 from pretrain.checkpoint.convert.plan_export import plan_export
 from pretrain.checkpoint.format.manifest import read_manifest
-from pretrain.engine.build_ops import why_not_compilable
 from tests.conftest import selected_params
-from tests.support.cases import CPU, case, config, flags, nvme, nvme_param
+from tests.support.cases import CPU, NO_NVME, case, config, flags, nvme, nvme_param
 from tests.support.layouts import (
     MODEL_WITH_EXPERTS,
     SAVED,
@@ -32,9 +31,6 @@ from tests.support.layouts import (
     sequence2,
     tensor2,
 )
-
-NO_NVME = why_not_compilable("AsyncIOBuilder")
-
 
 
 @dataclass(frozen=True)

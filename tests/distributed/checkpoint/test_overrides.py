@@ -5,11 +5,9 @@ from typing import Any
 
 import pytest
 
-from pretrain.engine.build_ops import why_not_compilable
-from tests.support.cases import CPU, DROPOUT, case, config, flags, nvme
+from tests.support.cases import CPU, DROPOUT, NO_NVME, case, config, flags, nvme
 from tests.support.launch import run_worker
 
-NO_NVME = why_not_compilable("AsyncIOBuilder")
 NAMES = "lr,schedule,weight_decay,betas,eps"
 PARAMS = {"lr": 2e-3, "betas": [0.8, 0.9], "eps": 1e-6, "weight_decay": 0.3}
 

@@ -20,7 +20,6 @@ from pretrain.config.layout import Layout
 from pretrain.config.resolve import EXPERT, SEQUENCE, TENSOR
 from pretrain.config.validate import check_settings
 from pretrain.distributed.device import cpu_device
-from pretrain.engine.build_ops import why_not_compilable
 from pretrain.errors import ConfigError
 from pretrain.memory.estimate.estimate_memory import estimate_rank
 from pretrain.memory.estimate.rank import Rank
@@ -31,9 +30,9 @@ from pretrain.memory.measure.measure_run import RunMeasurement, measure_run
 from pretrain.memory.measure.simulate_ranks import SimulatedRank, SimulationRequest, simulate_ranks
 from pretrain.model.description import ModelConfig
 from tests.conftest import selected_params
+from tests.support.cases import NO_NVME
 from tests.support.launch import ROOT, FailedCase, free_port, run_worker
 
-NO_NVME = why_not_compilable("AsyncIOBuilder")
 NOT_MEASURED = {"pipeline2_zero1_bf16_time": "measured times of the layers decide which layers a rank holds"}
 # measured by `pytest -m slow`: quick cases have the same files with two pipeline stages
 SLOW = {"pipeline4_zero0_bf16", "pipeline4_zero0_fp16", "pipeline4_zero1_fp16"}

@@ -8,15 +8,13 @@ from pretrain.config.ds_json.read import DsFile
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.resolve import resolve_ds_config
 from pretrain.distributed.device import cpu_device
-from pretrain.engine.build_ops import why_not_compilable
 from pretrain.memory.step_time.traffic import Transfer, rank_parameters, step_traffic
 from pretrain.model.config import load_model_config
-from tests.support.cases import CPU, case, config, flags, nvme
+from tests.support.cases import CPU, NO_NVME, case, config, flags, nvme
 from tests.support.launch import run_worker
 
 RANKS = 2
 DIVIDE_ALL = {"stage3_param_persistence_threshold": 0}  # small parameters are partitioned, too
-NO_NVME = why_not_compilable("AsyncIOBuilder")
 
 
 def _small_zero3(live: int, reuse: int, prefetch: int = 20_000, **others: Any) -> dict[str, Any]:

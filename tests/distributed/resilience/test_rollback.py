@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 
-from pretrain.engine.build_ops import why_not_compilable
 from pretrain.engine.update_guard import VETO
 from tests.conftest import selected_params
-from tests.support.cases import CPU, DROPOUT, case, config, flags, nvme, nvme_param
+from tests.support.cases import CPU, DROPOUT, NO_NVME, case, config, flags, nvme, nvme_param
 from tests.support.launch import run_worker
 
-NO_NVME = why_not_compilable("AsyncIOBuilder")
 LAYOUTS = ["zero1", "zero3", "pipeline2_zero0_fp32", "zero2_fp16", "zero3_nvme"]
 RAMP = "0:8,2560:16"  # after the bad steps and the skipped one, sample 40 begins the second stage
 SLOW = ["zero0_fp32", "zero0", "zero2", "zero2_cpu", "zero3_cpu", "zero3_nvme_all", "pipeline2_zero0",

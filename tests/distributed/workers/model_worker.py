@@ -13,7 +13,8 @@ from deepspeed.utils import safe_get_full_grad
 from torch import nn
 
 from pretrain.distributed.parallel_groups import NO_GROUPS, ParallelGroups, RankGroup
-from pretrain.engine.patches.pipeline import divide_gradients_at_the_loss, divides_gradients_once
+from pretrain.engine.patches.defects import has_defect
+from pretrain.engine.patches.pipeline import divide_gradients_at_the_loss
 from pretrain.model.config import ModelConfig, load_model_config
 from pretrain.model.init import initialize_parameters
 from pretrain.model.layer_specs import as_module, as_pipeline
@@ -82,7 +83,7 @@ def pipeline(config: ModelConfig) -> dict[str, object]:
     initial = {name: value.clone() for name, value in stage.state_dict().items()}
     optimizer = torch.optim.SGD(stage.parameters(), 1.0)  # SGD has no state, so weights differ only if gradients differ
     engine, *_ = deepspeed.initialize(model=stage, config=ds_config(0), optimizer=optimizer)
-    if not divides_gradients_once(engine):
+    if has_defect("AG"):
         divide_gradients_at_the_loss(engine)
     tokens, labels, weights = batch(config)
     micro_batches = [(tokens[at : at + 2], (labels[at : at + 2], 2 * weights[at : at + 2])) for at in (0, 2)]
