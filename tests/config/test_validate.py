@@ -11,6 +11,7 @@ from pretrain.config.ds_json.read import get_value
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.plan import Plan
 from pretrain.config.validate import check_run
+from pretrain.distributed.deepspeed_version import deepspeed_version
 from pretrain.distributed.device import Device, cpu_device, detect_device
 from pretrain.errors import ConfigError
 from tests.support.effort import HEAVY, run_and_list_imports
@@ -115,6 +116,17 @@ def test_the_plan_of_a_pipeline(world: Path) -> None:
     assert plan.schedule is not None
     assert plan.schedule.peak == 1e-3
     assert plan.schedule(0) == 1e-3
+
+
+def test_nvme_needs_a_deepspeed_whose_swaps_are_right(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = words(world, z("offload_optimizer", {"device": "nvme", "nvme_path": str(world)}), {})
+    monkeypatch.setattr("importlib.metadata.version", lambda package: "0.19.3")
+    deepspeed_version.cache_clear()
+    try:
+        with pytest.raises(ConfigError, match=r"^deepspeed 0\.19\.3: offload to NVMe needs DeepSpeed 0\.19\.4"):
+            check(line)
+    finally:
+        deepspeed_version.cache_clear()
 
 
 def test_the_plan_of_zero_3_with_nvme_from_the_environment(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
