@@ -44,6 +44,10 @@ def main() -> int:
         raise ConfigError("ds-pretrain", problem=f"there is no subcommand {shorten(first)!r}",
                           remedy="ds-pretrain --help lists them", word=first, known=COMMANDS)
     name = first if first in COMMANDS else "train"
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise ConfigError("this folder", problem="it was removed", remedy="change to another one: cd FOLDER") from None
     launcher_words, rest = _split_for_launcher(name, words)
     if launcher_words:
         name, words = "train", [*launcher_words, name, *rest]

@@ -83,6 +83,11 @@ def shorten(text: str, longest: int = _LONGEST_VALUE) -> str:
     return text if len(text) <= longest else f"{text[:longest]}... ({len(text)} characters)"
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: `no ranks`, `1 rank`, `2 ranks`."""
+    return f"{number} {noun}" if number == 1 else f"{number or 'no'} {noun}s"
+
+
 def printable(text: str) -> str:
     """Return `text` on one line, with control characters escaped. For one value that was read from a file."""
     line = " ".join(text.split())

@@ -3,6 +3,7 @@
 In a checkout they lie beside the package, in an installed package in pretrain/shipped_files/.
 """
 
+import os
 from pathlib import Path
 
 from pretrain.errors import ConfigError, shorten
@@ -35,13 +36,17 @@ def find_layout(name: str, where: str = "--deepspeed_config") -> Path:
 
     Raises ConfigError for a word without slash and extension that is neither.
     """
-    if Path(name).suffix or "/" in name or Path(name).exists():
+    if Path(name).suffix or "/" in name or os.path.isfile(name):
         return Path(name)
-    found = shipped_folder("ds_configs") / f"{name}.json"
-    if not found.is_file():
-        raise ConfigError(where, problem=f"there is no file and no layout {shorten(name)!r}",
+    return shipped_layout(name, where, "file and no layout")
+
+
+def shipped_layout(name: str, where: str = "config", what: str = "layout") -> Path:
+    """Return the path of the DeepSpeed JSON of a layout. Raises ConfigError."""
+    if name not in layout_names():
+        raise ConfigError(where, problem=f"there is no {what} {shorten(name)!r}",
                           remedy="`ds-pretrain config` lists the layouts", word=name, known=layout_names())
-    return found
+    return shipped_folder("ds_configs") / f"{name}.json"
 
 
 def find_template(name: str) -> Path:

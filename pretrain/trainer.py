@@ -31,7 +31,7 @@ from pretrain.engine.recipe import EarlyStopping
 from pretrain.engine.steps import open_loader
 from pretrain.engine.update_guard import guard_updates
 from pretrain.engine.update_statistics import measure_updates
-from pretrain.errors import FINISHED, STOPPED
+from pretrain.errors import FINISHED, STOPPED, counted
 from pretrain.monitor.announce import EARLY_STOP, BatchRamp, announce_start, early_end_line
 from pretrain.monitor.meter import Meter
 from pretrain.monitor.profiler import Profiler
@@ -102,7 +102,7 @@ class _StartPoint:
 def _connect(plan: Plan, world: World, watchdog: Watchdog, weights: InitialWeights | None) -> Resume | None:
     """Connect the ranks, which then choose the checkpoint to resume from. Without one, they verify the weights."""
     with deepspeed_output(plan.args.deepspeed_log_level):
-        status(f"connecting {world.size} rank{'s' * (world.size > 1)}")
+        status(f"connecting {counted(world.size, 'rank')}")
         init_process_group(world, watchdog.time_outs.longest_s)
         watchdog.enter("checkpoint", 0)
         call_after_polls(watchdog.beat)

@@ -10,6 +10,7 @@ from pretrain.analysis.sanity.batches import tokens_of, wrong_labels
 from pretrain.data.loader import Loader, MicroBatch
 from pretrain.data.run_data import RunData
 from pretrain.data.token_schedules import parse_seq_lengths, recorded_batch_sizes
+from pretrain.errors import counted
 
 _END = "\u2016"  # marks the end of a document in a text
 
@@ -51,13 +52,13 @@ def step_lines(found: StepTensors, problems: Sequence[str], *, samples: int, tok
     """
     first, batches = found.position.consumed_samples, found.batches
     labels = sum(batch[1][0].numel() for batch in batches)
-    counted = sum(int((batch[1][1] > 0).sum()) for batch in batches)
+    num_counted = sum(int((batch[1][1] > 0).sum()) for batch in batches)
     sequences, length = batches[0][1][0].shape
     number = len(batches) // found.ranks
     lines = [f"step {found.position.step}: samples {first} to {first + len(batches) * found.micro_batch_size - 1}; "
-             f"{found.ranks} data-parallel rank{'s' * (found.ranks > 1)}, each {number} "
+             f"{counted(found.ranks, 'data-parallel rank')}, each {number} "
              f"micro-batch{'es' * (number > 1)} of {sequences} sequences of {length} tokens",
-             f"{counted:,} of {labels:,} labels count; each of them is "
+             f"{num_counted:,} of {labels:,} labels count; each of them is "
              f"{'NOT ' * bool(problems)}the next token of its sequence", *problems]
     parts = sequences // found.micro_batch_size  # sequences of a sample
     for sample in range(min(samples, len(batches) * found.micro_batch_size)):

@@ -14,11 +14,10 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from pretrain.cluster.hosts.hostfile import hosts_from_flags
 from pretrain.cluster.hosts.remote import LOCAL
-from pretrain.cluster.launcher_flags import DEFAULT_HOSTFILE, find_rank_command, launcher_parser, split_command_line
+from pretrain.cluster.launcher_flags import find_rank_command, launcher_parser, split_command_line
 from pretrain.cluster.local_launch import launch_command, launch_locally
 from pretrain.cluster.multihost_launch import launch_command_on_hosts, launch_on_hosts
 from pretrain.config.flags.parse import parse_arguments
@@ -50,8 +49,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError("ds-pretrain", problem="another launcher started this process as "
                                                  f"rank {world.rank} of {world.size}, but ds-pretrain starts all ranks",
                           remedy="let that launcher start `python -m pretrain.train` instead")
-    if flags.hostfile is None and Path(DEFAULT_HOSTFILE).is_file():
-        flags.hostfile = DEFAULT_HOSTFILE
     forces_multihost = flags.force_multi or flags.no_ssh
     if flags.hostfile is not None and (forces_multihost or not _only_this_host(hosts_from_flags(flags))):
         return launch_on_hosts(flags, rest) if command is None else launch_command_on_hosts(flags, command[1], rest)

@@ -7,6 +7,7 @@ A command line has this form:
 """
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -68,8 +69,9 @@ def host_flags(words: Sequence[str]) -> argparse.Namespace:
 def add_host_flags(parser: Parser) -> None:
     """Add the flags that choose hosts."""
     hosts = parser.add_argument_group("which hosts, and how many ranks")
-    hosts.add_argument("--hostfile", "-H", help="file with a line `NAME slots=RANKS` for each host; rank 0 runs on the "
-                                                "first host")
+    hosts.add_argument("--hostfile", "-H", default=DEFAULT_HOSTFILE if os.path.isfile(DEFAULT_HOSTFILE) else None,
+                       help="file with a line `NAME slots=RANKS` for each host; rank 0 runs on the first host "
+                            f"(default: {DEFAULT_HOSTFILE}, if it exists)")
     hosts.add_argument("--include", "-i", default="", help="HOST[:SLOT,SLOT][@HOST...]: use only these hosts or slots")
     hosts.add_argument("--exclude", "-e", default="",
                        help="HOST[:SLOT,SLOT][@HOST...]: use all hosts and slots but these")

@@ -20,9 +20,9 @@ from pretrain.cluster.hosts.remote import LOCAL
 from pretrain.cluster.supervise.outcome import classify_exit, ending_signal, file_sizes, read_progress, shell_exit_code
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.distributed.device import Device, detect_device, nvidia_smi
-from pretrain.distributed.process import ROOT, free_port, port_is_free
+from pretrain.distributed.process import PROGRAM, ROOT, free_port, port_is_free
 from pretrain.distributed.tcp_store import secret_variable
-from pretrain.errors import CRASHED, ConfigError
+from pretrain.errors import CRASHED, ConfigError, counted
 from pretrain.memory.memory_watch import plan_remarks
 from pretrain.resilience.launcher_watch import launcher_variable
 from pretrain.resilience.run_lock import reject_second_start, release_of_dead_owner
@@ -50,7 +50,7 @@ def launch_command(flags: argparse.Namespace, name: str, words: Sequence[str]) -
     """Run a subcommand with its flags on this host, on several ranks. Returns its exit code. Raises ConfigError."""
     if flags.check_only:
         raise ConfigError("--check_only", problem=f"it is for runs, not for {name}", remedy="leave --check_only out")
-    program = [str(ROOT / "pretrain" / "__main__.py"), name, *words]
+    program = [PROGRAM, name, *words]
     device = detect_device()
     with tempfile.TemporaryDirectory() as no_run:  # these programs write no rows of a run
         return _start(flags, device, _slots(flags, device), program, Path(no_run))
@@ -61,7 +61,7 @@ def _slots(flags: argparse.Namespace, device: Device) -> Sequence[int | str]:
 
 
 def _ranks(slots: Sequence[int | str]) -> str:
-    return f"{len(slots)} rank{'s' * (len(slots) > 1)} on this host"
+    return f"{counted(len(slots), 'rank')} on this host"
 
 
 def _start(flags: argparse.Namespace, device: Device, slots: Sequence[int | str], program: Sequence[str],

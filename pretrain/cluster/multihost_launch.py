@@ -40,8 +40,9 @@ from pretrain.cluster.launcher_flags import LAUNCHER_PROGRAMS, launcher_parser, 
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.distributed.device import Device, cpu_device, detect_device
+from pretrain.distributed.process import PROGRAM
 from pretrain.distributed.world import DEFAULT_MASTER_PORT
-from pretrain.errors import REJECTED, ConfigError
+from pretrain.errors import REJECTED, ConfigError, counted
 from pretrain.memory.memory_watch import plan_remarks
 from pretrain.resilience.launcher_watch import launcher_variable
 from pretrain.resilience.run_lock import reject_second_start
@@ -104,7 +105,7 @@ def launch_command_on_hosts(flags: argparse.Namespace, name: str, words: Sequenc
     job = MultihostJob(secrets.token_hex(8), ranks, list(slots), transport, flags.grace)
     user = user_variables(os.environ, [Path.home(), folder], flags.launcher)
     with tempfile.TemporaryDirectory() as no_run:  # for files of the launcher, on this host
-        return _run_from_this_host(flags, [str(ROOT / "pretrain" / "__main__.py"), name, *words], facts, user, job,
+        return _run_from_this_host(flags, [PROGRAM, name, *words], facts, user, job,
                                    Path(no_run))
 
 
@@ -168,7 +169,7 @@ def _check_shell_words(flags: argparse.Namespace, folder: Path) -> None:
 def _host_table(facts: Mapping[str, HostFacts], ranks: Mapping[str, int]) -> list[str]:
     """Return one line for each host."""
     width = max(map(len, facts))
-    return [f"{host:<{width}}  {ranks[host]} rank{'s' * (ranks[host] > 1)}, {found.cores} cores, {found.gpus} GPUs"
+    return [f"{host:<{width}}  {counted(ranks[host], 'rank')}, {found.cores} cores, {found.gpus} GPUs"
             + (f", {found.interface[0]} {found.interface[1]}" if found.interface else "")
             for host, found in facts.items()]
 

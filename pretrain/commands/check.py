@@ -1,4 +1,4 @@
-"""Validate a run like pretrain/train.py, but do not train.
+"""Validate a run like `ds-pretrain train`, but do not train.
 
 Exit codes: 0 the run is valid, and its plan is printed; 2 the run is rejected, with one line of explanation.
 """
@@ -116,7 +116,7 @@ def device_of(kind: str | None, gpu: str | None) -> Device:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print the plan of a run. Raises ConfigError if pretrain/train.py would reject the run."""
+    """Print the plan of a run. Raises ConfigError if `ds-pretrain train` would reject the run."""
     words = sys.argv[1:] if argv is None else argv
     own = Parser(add_help=False, usage="ds-pretrain check [flags] [flags of a run]")
     own.add_argument("--world_size", type=whole_number(1, 10**7), default=1, metavar="N",

@@ -19,12 +19,13 @@ from pathlib import Path
 from pretrain.cli import Parser, whole_number
 from pretrain.cluster.health.doctor import Diagnosis, examine, page
 from pretrain.cluster.hosts.hostfile import hosts_from_flags
-from pretrain.cluster.hosts.preflight import ROOT, words_request
+from pretrain.cluster.hosts.preflight import words_request
 from pretrain.cluster.launcher_flags import LAUNCHER_PROGRAMS, add_host_flags, split_command_line
 from pretrain.cluster.multihost_launch import host_transport
 from pretrain.config.auto_values import NVME_PATH_VARIABLE
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.distributed.deepspeed_version import TESTED
+from pretrain.distributed.process import PROGRAM
 from pretrain.errors import REJECTED, ConfigError
 
 _OF_HOSTS = ("include", "exclude", "num_nodes", "num_gpus", "master_addr", "ssh_port", "launcher")
@@ -49,12 +50,12 @@ def main() -> int:
         help="instead, test the installed DeepSpeed for all known defects (minutes)")
     words = sys.argv[1:]
     own, rest = parser.parse_known_args(words)
-    if own.json and (own.measure or own.deepspeed):
-        raise ConfigError("--json", problem="it prints the page only",
-                          remedy="for measurements, use `ds-pretrain check-cluster --json`")
     if own.deepspeed and words != ["--deepspeed"]:
         raise ConfigError("--deepspeed", problem="it tests the DeepSpeed of this environment, and takes no other flags",
                           remedy="leave the other flags out")
+    if own.json and own.measure:
+        raise ConfigError("--json", problem="it prints the page only",
+                          remedy="for measurements, use `ds-pretrain check-cluster --json`")
     if own.deepspeed:
         return _test_deepspeed()
     useless = {**dict.fromkeys(_OF_HOSTS, own.hostfile is None and not own.measure), "master_port": not own.measure}
@@ -91,7 +92,7 @@ def _measure(words: list[str]) -> int:
     """Measure with all ranks of the hosts, or of this machine. Returns the exit code of the check."""
     print("\nMeasuring with `ds-pretrain check-cluster`:", flush=True)
     launcher_words, rest = split_command_line(words)
-    command = [sys.executable, str(ROOT / "pretrain" / "__main__.py"), "train", *launcher_words, "check-cluster", *rest]
+    command = [sys.executable, PROGRAM, "train", *launcher_words, "check-cluster", *rest]
     return subprocess.run(command, check=False).returncode
 
 
@@ -100,8 +101,7 @@ def _test_deepspeed() -> int:
     from pretrain.engine.patches.reproduce import print_results, run_reproducers
 
     results = run_reproducers()
-    print_results(results)
-    others = [result.letter for result in results if not result.is_in_table]
+    others = print_results(results)
     print(f"DeepSpeed {results[0].deepspeed}: " + (
         f"{', '.join(others)} not as expected, so work-arounds may be missing. Use a tested version: "
         f"{TESTED[0]} to {TESTED[-1]}" if others else "all results are as expected"))

@@ -12,6 +12,8 @@ from pretrain.cluster.launcher_flags import RANK_COMMANDS, launcher_parser
 from pretrain.commands import COMMANDS
 from pretrain.config.flags.parse import run_parser
 
+_KEPT = ("PATH", "HOME", "COLUMNS", "LANG")  # environment variables
+
 
 class _FoundError(BaseException):
     """Carries the parser out of a program before it runs."""
@@ -37,6 +39,8 @@ def _without_parsing(words: list[str]) -> Iterator[None]:
 
     argv, environment = sys.argv, dict(os.environ)
     sys.argv, Parser.instead = words, instead
+    for name in (name for name in environment if name not in _KEPT):  # programs of several ranks read RANK ... first
+        del os.environ[name]
     try:
         yield
     finally:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pretrain.cli import Parser, path
 from pretrain.distributed.device import detect_device
-from pretrain.distributed.process import ROOT
+from pretrain.distributed.process import PROGRAM
 from pretrain.shipped import find_template
 
 
@@ -33,7 +33,7 @@ def main() -> int:
         _make_data(run)
         settings = _write_settings(run, layout)
         _say(f"training on {device}: {ranks} ranks, {layout}")
-        _run("--num_accelerators", str(ranks), "--config", str(settings))
+        _run("--num_accelerators", str(ranks), "--config", str(settings), "--deepspeed_config", layout)
         _say("result")
         _run("summary", str(run), "--below_unigram_entropy")
         _say("a sample")
@@ -85,7 +85,7 @@ def _write_settings(run: Path, layout: str) -> Path:
 
 def _run(*words: str) -> None:
     """Run a subcommand of ds-pretrain. Raises CalledProcessError."""
-    subprocess.run([sys.executable, str(ROOT / "pretrain" / "__main__.py"), *words], check=True,
+    subprocess.run([sys.executable, PROGRAM, *words], check=True,
                    env={**os.environ, "DS_PRETRAIN_NEXT": "0"})
 
 

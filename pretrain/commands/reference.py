@@ -86,8 +86,8 @@ def _commands() -> str:
     """Return all subcommands with their flags, except the flags of a run."""
     parts = []
     for name, (own, *further) in all_parsers().items():
-        also = ["those of the launcher (`ds-pretrain train`)"] * (name in RANK_COMMANDS)
-        also += ["those of a run (`ds-pretrain reference flags`)"] * (run_parser() in further)
+        also = ["those of the launcher (`ds-pretrain train`)"] if name in RANK_COMMANDS else []
+        also += ["those of a run (`ds-pretrain reference flags`)"] if run_parser() in further else []
         parts += [f"## ds-pretrain {name}\n", f"{COMMANDS[name].help[0].upper()}{COMMANDS[name].help[1:]}.\n",
                   _flags_table(own, own._actions), f"Further flags: {' and '.join(also)}.\n" if also else ""]
         for action in own._actions:

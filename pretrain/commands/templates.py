@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from pretrain.cli import Parser, text
-from pretrain.shipped import TEMPLATES, find_layout, find_template, layout_names, shipped_folder
+from pretrain.shipped import TEMPLATES, find_template, layout_names, shipped_folder, shipped_layout
 
 
 def config_main() -> None:
@@ -16,9 +16,9 @@ def config_main() -> None:
     args = _parser("Print a DeepSpeed JSON of this package, to change it. --deepspeed_config NAME uses it as it is.",
                    "a layout such as zero3_bf16").parse_args()
     if args.name is None:
-        _print_list(layout_names())
+        print("\n".join(layout_names()))
     else:
-        _print_file(find_layout(args.name, "ds-pretrain config"))
+        _print_file(shipped_layout(args.name))
 
 
 def template_main() -> None:
@@ -36,10 +36,6 @@ def _parser(description: str, names: str) -> Parser:
     parser = Parser(description=description)
     parser.add_argument("name", metavar="NAME", nargs="?", type=text, help=f"{names}; without a name: print a list")
     return parser
-
-
-def _print_list(names: list[str]) -> None:
-    print("\n".join(names))
 
 
 def _print_file(path: Path) -> None:

@@ -59,7 +59,7 @@ def sanity_main(argv: list[str] | None = None) -> int:
 
 
 def _own_flags(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the flags of this program, and of pretrain/train.py. Raises ConfigError."""
+    """Return the flags of this program, and of a run. Raises ConfigError."""
     parser = Parser(add_help=False, usage="ds-pretrain find-lr [flags] [flags of a run]")
     add = parser.add_argument
     add("--from", dest="low", type=number(0, 1e6, above=True), default=1e-6, metavar="LR",

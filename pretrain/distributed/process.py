@@ -19,6 +19,7 @@ from pretrain.distributed.device import wants_cpu
 from pretrain.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = str(ROOT / "pretrain" / "__main__.py")  # `ds-pretrain`, for the Python of this process
 _FIRST_FREE_PORT = 1024  # lower ports are reserved
 _ENOUGH_PORTS = 4096  # to make collisions between simultaneous programs unlikely
 _TRIES = 100

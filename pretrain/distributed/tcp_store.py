@@ -68,15 +68,11 @@ def start_store(address: str, port: int, *, on_one_host: bool, timeout_s: float,
     is_shared = (address, port) in _served and not port_is_free(port)
     listener = _listen(address, port) if not is_shared and (on_one_host or is_numeric(address)) else None
     _served.add((address, port))
-    start = functools.partial(TCPStore, address, port, world_size, True, timedelta(seconds=timeout_s),
-                              wait_for_workers=False, multi_tenant=True)
-    if listener is None:
-        return start()
-    descriptor = listener.detach()
-    try:
-        return start(master_listen_fd=descriptor, use_libuv=torch_version >= "2.7")
-    except NotImplementedError:  # by the server with libuv of torch 2.6, which also prints an error
-        return start(master_listen_fd=descriptor, use_libuv=False)
+    own: dict[str, Any] = {}
+    if listener is not None:  # the server with libuv of torch 2.6 takes no socket
+        own = {"master_listen_fd": listener.detach(), "use_libuv": torch_version >= "2.7"}
+    return TCPStore(address, port, world_size, True, timedelta(seconds=timeout_s), wait_for_workers=False,
+                    multi_tenant=True, **own)
 
 
 def is_numeric(address: str) -> bool:

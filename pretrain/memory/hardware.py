@@ -7,12 +7,13 @@ Flags override some of them. Rates are bytes per second in one direction.
 from dataclasses import dataclass, replace
 
 from pretrain.distributed.device import nvidia_smi, peak_tflops
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, counted
 from pretrain.memory.footprint import DEFAULT_MARGIN, GB, GIB
 
 DEFAULT_GPU = "h100"
 HOST_MARGIN = 0.1  # fraction of host memory that holds no tensors: operating system, processes, page cache
 MAX_GPUS_PER_NODE = 8  # assumed if --gpus_per_node is not given
+_OF_A_SIZE = "-GiB device"  # end of the name of a GPU that is only known by its memory
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,11 @@ class Gpu:
     knows_bf16: bool = True
     kind: str = "cuda"  # cuda, cpu
     peak_tflops: float = 0.0  # 0: see distributed/device.py
+
+    @property
+    def word(self) -> str:
+        """The value of `--gpu` that selects this GPU."""
+        return self.name.removesuffix(_OF_A_SIZE)
 
     def peak_flops(self, precision: str) -> float:
         """Peak FLOPs per second."""
@@ -105,7 +111,7 @@ class Cluster:
 
     def describe(self) -> str:
         """Describe the cluster in one line."""
-        node = f"{self.nodes} node{'s' * (self.nodes > 1)} x {self.gpus_per_node} {self.gpu.name}"
+        node = f"{counted(self.nodes, 'node')} x {self.gpus_per_node} {self.gpu.name}"
         return f"{node} of {self.gpu.memory_bytes / GIB:.4g} GiB; a node has {self.host_memory_bytes / GIB:,.0f} GiB " \
                f"of host memory and {self.nvme_bytes / GB:,.0f} GB of NVMe"
 
@@ -128,7 +134,7 @@ def find_gpu(text: str | None) -> Gpu:
                           word=name, known=GPUS) from None
     if not 0 < gib < 1e5:
         raise ConfigError("--gpu", found=text, expected="a number of GiB above 0")
-    return replace(GPUS[DEFAULT_GPU], name=f"{gib:g}-GiB device", memory_bytes=int(gib * GIB))
+    return replace(GPUS[DEFAULT_GPU], name=f"{gib:g}{_OF_A_SIZE}", memory_bytes=int(gib * GIB))
 
 
 def _gpu_of_this_machine() -> Gpu | None:

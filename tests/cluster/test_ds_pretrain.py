@@ -69,7 +69,7 @@ def test_a_subcommand_on_several_ranks_is_found_in_any_place(words: list[str],
 
 @pytest.mark.parametrize(("words", "line"), [
     (["chek"], "there is no subcommand 'chek'. Did you mean \"check\"?"),
-    (["config", "zero3_bf1"], "there is no file and no layout 'zero3_bf1'. Did you mean \"zero3_bf16\"?"),
+    (["config", "zero3_bf1"], "there is no layout 'zero3_bf1'. Did you mean \"zero3_bf16\"?"),
     (["template", "slrum"], "there is no template 'slrum'. Did you mean \"slurm\"?"),
     (["train", "--train_stps", "3"], "--train_stps: there is no such flag. Did you mean \"--train_steps\"?"),
 ])

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 
 from pretrain.model.config import ModelConfig, model_config_from
 from pretrain.model.init import initialize_parameters
@@ -66,10 +67,17 @@ def _measured(config: ModelConfig, tiles: int, batch: int, length: int) -> tuple
     return kept, saved, peak, expected
 
 
+def _has_fused_grouped_attention() -> bool:
+    q, k = torch.ones(1, 4, 8, 8), torch.ones(1, 2, 8, 8)
+    return SDPBackend(torch._fused_sdp_choice(q, k, k, None, 0.0, True, enable_gqa=True)) is not SDPBackend.MATH
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama", "olmo2", "gptj"])
 def test_tiles_keep_less_and_lower_the_peak_as_estimated(name: str) -> None:
     """The inner size is eight times the hidden size, so that the MLP determines the peak without tiles."""
     config = replace(_config(name), intermediate_size=8 * _config(name).hidden_size)
+    if config.num_kv_heads < config.num_heads and not _has_fused_grouped_attention():
+        pytest.skip("this torch has no fused attention on CPUs for fewer key heads than query heads")
     kept, saved, peak, expected_peak = _measured(config, 1, 4, 512)
     tiled_kept, tiled_saved, tiled_peak, expected_tiled_peak = _measured(config, 8, 4, 512)
     inner = 4 * 512 * config.intermediate_size * 4 * (2 if config.gated_mlp else 1)

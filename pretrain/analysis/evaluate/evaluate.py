@@ -15,7 +15,7 @@ from pretrain.analysis.evaluate.token_windows import WindowSet
 from pretrain.analysis.model_source import EvaluationSource
 from pretrain.checkpoint.format.hashed_files import write_atomically
 from pretrain.data.tokenizers.tokenizer import Tokenizer
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, counted
 from pretrain.monitor.training_row import perplexity
 from pretrain.terminal import aligned
 
@@ -113,7 +113,7 @@ class Setting:
 
 def table_lines(setting: Setting, results: Sequence[Result], tasks: dict[str, dict[str, Any]]) -> list[str]:
     """Return the lines that the tool prints."""
-    ranks = f"{setting.ranks} rank{'s' * (setting.ranks > 1)}"
+    ranks = counted(setting.ranks, "rank")
     weights = ", weights partitioned by ZeRO-3" if setting.partitioned_weights else ""
     lines = [f"{setting.model}: {setting.parameters / 1e6:,.1f} M parameters; {setting.device}, {setting.dtype}, "
              f"{ranks}{weights}"]

@@ -18,7 +18,7 @@ from pretrain.config.flags.overrides import OverrideRecord
 from pretrain.config.layout import Layout
 from pretrain.config.model_of_run import Branch, Origin
 from pretrain.config.schedule import Schedule
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, counted
 from pretrain.model.init_methods import Initialization
 from pretrain.stored_json import build, parse_json, read_text, reason_of
 
@@ -176,7 +176,7 @@ class Manifest:
         """
         if self.weights_only:
             return "weights only"
-        parts = [f"{self.world_size} rank{'s' * (self.world_size > 1)}", f"ZeRO-{self.zero_stage}"]
+        parts = [counted(self.world_size, "rank"), f"ZeRO-{self.zero_stage}"]
         degrees = [f"{size} {name}" for size, name in (
             (self.pipeline_stages, "stages"), (self.tensor_parallel_size, "tensor-parallel"),
             (self.sequence_parallel_size, "sequence-parallel")) if size > 1]

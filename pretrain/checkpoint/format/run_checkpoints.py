@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pretrain.checkpoint.format.manifest import NOT_FINITE, Manifest, read_manifest, step_of
-from pretrain.errors import ConfigError, printable, shorten
+from pretrain.errors import ConfigError, counted, printable, shorten
 from pretrain.stored_json import read_text
 
 LATEST_FILE = "latest"  # in the checkpoints folder: the name of the newest checkpoint, for plain DeepSpeed
@@ -68,7 +68,7 @@ def newest_good(checkpoints: Path) -> tuple[Path, Manifest, list[str]] | None:
 
 def not_finite_lines(folders: list[Path]) -> list[str]:
     """Return one line about all these checkpoints, which hold NaN or infinity; none if there are no such folders."""
-    others = f" and {len(folders) - 1} older checkpoint{'s' * (len(folders) > 2)}" if len(folders) > 1 else ""
+    others = f" and {counted(len(folders) - 1, 'older checkpoint')}" if len(folders) > 1 else ""
     return [f"{folders[0]}{others}: {NOT_FINITE}"] if folders else []
 
 

@@ -77,10 +77,10 @@ def unknown_architecture(parts: Parts) -> str:
 
 
 def nvcc_differs(parts: Parts) -> str:
-    """DeepSpeed's condition: `distributed/device.py`, nvcc_fits_torch."""
+    """Report an nvcc that DeepSpeed does not accept: `nvcc_fits_torch` in distributed/device.py."""
     nvcc, built = parts["compilers"]["nvcc"], parts["torch"]["cuda"]
     (major, minor), (built_major, built_minor) = version_of(nvcc), version_of(built)
-    fits = major == built_major and (minor == built_minor or major in (11, 12))
+    fits = parts["compilers"]["any_nvcc"] or (major == built_major and (minor == built_minor or major in (11, 12)))
     return f"nvcc is of CUDA {nvcc}, but torch is built for CUDA {built}" if nvcc and built and not fits else ""
 
 

@@ -21,7 +21,7 @@ from pretrain.cluster.hosts.preflight import (
 from pretrain.cluster.hosts.rank_environment import user_variables
 from pretrain.cluster.hosts.remote import HostError, Transport, call_on_all, call_probe
 from pretrain.distributed.requirements import requirements
-from pretrain.errors import begin_sentence, printable
+from pretrain.errors import begin_sentence, counted, printable
 
 THIS_HOST = "this host"
 _LARGEST_SKEW_S = 1.0
@@ -184,15 +184,9 @@ def page(diagnosis: Diagnosis) -> Iterator[str]:
             text = f"{where}{each.problem.rstrip('.')}. {begin_sentence(each.remedy)}"
             yield _wrapped(f"{kind:<6}", text.rstrip(". ") + ".")
     yield ""
-    yield f"{_count(diagnosis.findings, 'finding')}, {_count(diagnosis.notes, 'note')}"
+    yield f"{counted(len(diagnosis.findings), 'finding')}, {counted(len(diagnosis.notes), 'note')}"
 
 
 def _wrapped(label: str, text: str) -> str:
     return textwrap.fill(text, _COLUMNS, initial_indent=label, subsequent_indent=" " * len(label),
                          break_on_hyphens=False, break_long_words=False)
-
-
-def _count(remarks: list[Remark], what: str) -> str:
-    return f"{len(remarks) or 'no'} {what}{'s' * (len(remarks) != 1)}"
-
-

@@ -44,16 +44,24 @@ def collect(request: dict[str, Any]) -> dict[str, Any]:
                                          if name != "disk"}
     parts |= {f"disk {label}": ("disk", [path, label in request["folders"]]) for label, path in folders.items()}
     with ThreadPoolExecutor(len(parts)) as pool:
-        results = pool.map(lambda part: _read_in_process(part[0], part[1], request), parts.values())
-        return {"parts": dict(zip(parts, results, strict=True)), "begin": begin, "end": time.time()}
+        running: list[subprocess.Popen[str]] = []
+        try:
+            results = [*pool.map(lambda part: _read_in_process(part[0], part[1], request, running), parts.values())]
+        except KeyboardInterrupt:
+            for process in running:
+                process.kill()  # otherwise the pool waits for all of them
+            raise
+    return {"parts": dict(zip(parts, results, strict=True)), "begin": begin, "end": time.time()}
 
 
-def _read_in_process(function: str, argument: Any, request: dict[str, Any]) -> dict[str, Any]:
+def _read_in_process(function: str, argument: Any, request: dict[str, Any],
+                     running: list["subprocess.Popen[str]"]) -> dict[str, Any]:
     program = f"{request['source']}\nprint_part({function!r}, {argument!r}, {request['root']!r})\n"
     limit_s = request["limits_s"][function]
     process = subprocess.Popen([sys.executable, "-c", program], env={**os.environ, **request["environ"]}, text=True,
                                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                errors="replace", start_new_session=True)
+    running.append(process)
     try:
         out, errors = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
@@ -106,6 +114,7 @@ def _first_line(path: str) -> str:
 def packages(names: list[str]) -> list[str]:
     """Return a line for each requirement of these packages, or of those that they need, that is not met."""
     from packaging.requirements import Requirement
+    from packaging.version import Version
 
     problems = [f"{name} is not installed" for name in names if _version(name) is None]
     seen, pending = set[str](), ["ds-pretrain", *names]
@@ -119,7 +128,7 @@ def packages(names: list[str]) -> list[str]:
             if need.marker is not None and not need.marker.evaluate({"extra": ""}):
                 continue
             version = _version(need.name)
-            if version is not None and not need.specifier.contains(version, prereleases=True):
+            if version is not None and not need.specifier.contains(Version(version).base_version):
                 problems.append(f"{name} {found} needs {need.name}{need.specifier}, but {version} is installed")
             elif version is None and need.name not in names:
                 problems.append(f"{name} {found} needs {need.name}, which is not installed")
@@ -157,11 +166,16 @@ def deepspeed(_: Any) -> dict[str, Any]:
     """Import DeepSpeed, and look for its compiled operators."""
     from pretrain.distributed.deepspeed_version import untested_version
     from pretrain.engine.build_ops import operator_states
+    from pretrain.errors import ConfigError
 
     operators = operator_states()
     import deepspeed
 
-    return {"version": deepspeed.__version__, "operators": operators, "untested": untested_version() or ""}
+    try:
+        untested = untested_version() or ""
+    except ConfigError:
+        untested = ""  # it is too old: `packages` reports it
+    return {"version": deepspeed.__version__, "operators": operators, "untested": untested}
 
 
 def transformers(_: Any) -> str:
@@ -218,7 +232,7 @@ def compilers(_: Any) -> dict[str, Any]:
     release = re.search(r"release (\d+\.\d+)", _output(nvcc, "--version")) if nvcc else None
     return {"compiler": _output(compiler, "--version").splitlines()[0] if shutil.which(compiler) else "",
             "ninja": _output(ninja, "--version").strip() if ninja else "",
-            "nvcc": release[1] if release else "",
+            "nvcc": release[1] if release else "", "any_nvcc": os.environ.get("DS_SKIP_CUDA_CHECK") == "1",
             "python_header": os.path.isfile(os.path.join(sysconfig.get_paths()["include"], "Python.h"))}
 
 

@@ -69,8 +69,8 @@ def preflight_request(args: RunArguments, train_words: Sequence[str], folder: Pa
         raise ConfigError("--save", problem="a run on several hosts needs a run folder",
                           remedy="add --save RUN_FOLDER, on storage that all hosts share")
     prefixes = data_spec(args).prefixes
-    names = [str(find_layout(args.deepspeed_config)),
-             *(f"{prefix}{suffix}" for prefix in prefixes for suffix in (".bin", ".idx"))]
+    names = [f"{prefix}{suffix}" for prefix in prefixes for suffix in (".bin", ".idx")]
+    names += [str(find_layout(args.deepspeed_config))] if args.deepspeed_config else []
     names += [args.tokenizer] if args.tokenizer not in (None, BYTES) and \
         not tokenizer_repository(args.tokenizer) else []
     # otherwise --model is a preset's name, and --init_from a repository or, in a resumed run, no longer needed
@@ -92,7 +92,7 @@ def words_request(words: Sequence[str], folder: Path) -> PreflightRequest:
                    for word in (entry if isinstance(entry, list) else [entry])]
     paths = [folder / f"{value}{suffix}" for flag, value in values if value and flag not in _MAY_DIFFER
              for suffix in ("", ".bin", ".idx")]
-    return PreflightRequest(run=None, folder=folder, files=tuple(str(path) for path in paths if path.exists()))
+    return PreflightRequest(run=None, folder=folder, files=tuple(str(path) for path in paths if os.path.exists(path)))
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from pretrain.cluster.supervise.outcome import (
     shell_exit_code,
 )
 from pretrain.cluster.supervise.supervisor_files import RestartLog, StartRecord, SupervisorLock, rank_0_on_this_host
-from pretrain.errors import CRASHED, FINISHED, NO_RESTART, STOPPED, ConfigError
+from pretrain.errors import CRASHED, FINISHED, NO_RESTART, STOPPED, ConfigError, counted
 from pretrain.monitor.read_run_folder import read_starts
 from pretrain.paths import STOP_FILE
 from pretrain.resilience.run_lock import find_owner, reject_second_start, release_of_dead_owner
@@ -86,7 +86,7 @@ def supervise(settings: SupervisorSettings, print_line: PrintLine) -> int:
             log.close(f"rejected: {error}")
             raise
         row = log.close(outcome)
-    print_line(f"{outcome}; {row['starts']} start{'s' * (row['starts'] != 1)}, step {row['last_step']}, goodput "
+    print_line(f"{outcome}; {counted(row['starts'], 'start')}, step {row['last_step']}, goodput "
                f"{row['goodput']:.1%} ({row['productive_seconds']:.1f} s of kept steps in "
                f"{row['wall_seconds']:.1f} s)")
     return code

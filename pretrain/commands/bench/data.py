@@ -20,7 +20,7 @@ from pretrain.data.samples.shuffled import ShuffledWindows
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.data.token_files.writer import IndexedWriter
 from pretrain.data.tokenizers.train_tokenizer import train_sentencepiece
-from pretrain.distributed.process import ROOT, package_environment
+from pretrain.distributed.process import PROGRAM, package_environment
 
 _CORPUS_MEGABYTES, _TIMES = 30.0, 5  # how often the corpus is prepared, so that the start of the processes matters less
 _VOCAB_SIZE, _TRAINING_MEGABYTES = 4096, 4.0
@@ -105,7 +105,7 @@ def preparing(bench: DataBench) -> dict[str, DataFigure]:
     model = train_sentencepiece([str(corpus)], bench.folder / "tokenizer", vocab_size=_VOCAB_SIZE,
                                 max_megabytes=_TRAINING_MEGABYTES).path
     loop = [sys.executable, "-c", _PLAIN_PREPARATION, str(corpus), str(model), str(bench.folder / "plain.bin")]
-    ours = [sys.executable, str(ROOT / "pretrain" / "__main__.py"), "prepare", *[str(corpus)] * _TIMES, "--tokenizer",
+    ours = [sys.executable, PROGRAM, "prepare", *[str(corpus)] * _TIMES, "--tokenizer",
             str(model), "--out", str(bench.folder / "out"), "--overwrite", "--workers"]
     seconds = least_seconds([partial(_run, words) for words in (loop, [*ours, "1"], [*ours, "2"])],
                             bench.repetitions, _seconds_of_processes)

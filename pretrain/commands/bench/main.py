@@ -19,8 +19,8 @@ from pretrain.commands.bench.settings import add_flags, validate_flags
 
 def main() -> int:
     """Measure, print the tables or JSON, and with --write update a page. Return the exit code. Raises ConfigError."""
-    parser = Parser(description="Compare the speed and memory of this project with other "
-                                                       "training programs and with the limits of the machine.")
+    parser = Parser(description="Compare the speed and memory of this project with other training "
+                                "programs and with the limits of the machine.")
     add_flags(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--write", type=Path, metavar="FILE",

@@ -124,13 +124,6 @@ class ModelOfRun:
     why: str
 
 
-def check_model(word: str) -> str:
-    """Return a value of --model if it is a preset, a config.json or a number of parameters. Raises ConfigError."""
-    if _size_of(word) is None:
-        load_model_config(word)
-    return word
-
-
 def model_of(word: str, vocab_size: int) -> ModelOfRun:
     """Return the model that a value of --model names, with a vocabulary for the tokenizer. Raises ConfigError."""
     size, padded = _size_of(word), -(-vocab_size // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE

@@ -11,7 +11,10 @@ import yaml
 
 from pretrain.commands.new.answers import Data, ModelOfRun, TokenizerOfRun
 from pretrain.commands.next_command import LISTED
+from pretrain.config.flags.arguments import RunArguments
+from pretrain.config.layout import Layout
 from pretrain.config.size_defaults import SizeDefaults
+from pretrain.errors import counted
 from pretrain.memory.compare.compare import ComparisonRow, Cost, cost_lines, run_cost, tokens_text
 from pretrain.memory.footprint import in_unit
 from pretrain.memory.hardware import Cluster
@@ -19,6 +22,7 @@ from pretrain.model.flops import flops_per_token
 
 SECONDS_BETWEEN_SAVES = 1800
 HOSTFILE = "hosts"
+DEFAULT_SPLIT, _LARGE_VALIDATION, _NO_VALIDATION = RunArguments().split, "90,10,0", "100,0,0"
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ class NewRun:
     steps: int | None  # None: the run has `tokens`
     tokens: int
     why_tokens: str
+    split: str  # value of --split
     defaults: SizeDefaults
     save: str
 
@@ -71,8 +76,8 @@ def tokens_word(number: int) -> str:
 def title(run: NewRun) -> str:
     """Describe the model and the machines."""
     cluster, count = run.cluster, tokens_text(run.model.config.num_parameters())
-    devices = f"{cluster.world_size} CPU rank{'s' * (cluster.world_size > 1)}" if cluster.gpu.kind == "cpu" else \
-        f"{cluster.nodes} node{'s' * (cluster.nodes > 1)} x {cluster.gpus_per_node} {cluster.gpu.name}"
+    devices = counted(cluster.world_size, "CPU rank") if cluster.gpu.kind == "cpu" else \
+        f"{counted(cluster.nodes, 'node')} x {cluster.gpus_per_node} {cluster.gpu.name}"
     return f"{run.model.config.architecture}, {count} parameters, on {devices}"
 
 
@@ -133,13 +138,17 @@ def _yaml_values(run: NewRun) -> list[tuple[str, dict[str, Any]]]:
     ]
 
 
+def split_for(layout: Layout, available: int) -> str:
+    """Return the value of --split whose validation data has two global batches of `available` tokens, if any has."""
+    needed = 2 * layout.tokens_per_step / max(1, available)
+    return DEFAULT_SPLIT if needed <= 0.03 else _LARGE_VALIDATION if needed <= 0.1 else _NO_VALIDATION
+
+
 def _split(run: NewRun) -> list[tuple[str, dict[str, Any]]]:
-    """Return --split with its reason, if the default's 3% of validation data might be shorter than a global batch."""
-    needed = 2 * run.row.candidate.layout.tokens_per_step / max(1, run.data.tokens(run.tokenizer.value))
-    if needed <= 0.03:
-        return []
-    what = "10% for validation: 3% might be" if needed <= 0.1 else "no validation: 10% of the data might be"
-    return [(f"{what} shorter than the global batch", {"split": "90,10,0" if needed <= 0.1 else "100,0,0"})]
+    """Return --split with its reason, unless it is the default."""
+    why = {_LARGE_VALIDATION: "10% for validation: 3% might be shorter than the global batch",
+           _NO_VALIDATION: "no validation: 10% of the data might be shorter than the global batch"}
+    return [(why[run.split], {"split": run.split})] if run.split in why else []
 
 
 def json_text(run: NewRun) -> str:
@@ -179,7 +188,7 @@ def commands(run: NewRun) -> list[str]:
                       *(["--vocab_size", str(run.tokenizer.vocab_size)] if run.tokenizer.to_train else []),
                       *(["--jsonl_key", run.jsonl_key] if run.jsonl_key != "text" else [])])
     words.append(["check", "--config", str(run.path), "--world_size", ranks,
-                  *(["--device", "cpu"] if is_cpu else ["--gpu", cluster.gpu.name.removesuffix("-GiB device")])])
+                  *(["--device", "cpu"] if is_cpu else ["--gpu", cluster.gpu.word])])
     here = ["--num_accelerators" if is_cpu else "--num_gpus", ranks]
     words.append([*(here if cluster.nodes == 1 else ["--hostfile", HOSTFILE]), "--config", str(run.path)])
     words.append(["report", run.save])
@@ -191,7 +200,8 @@ def hosts_note(run: NewRun) -> list[str]:
     cluster = run.cluster
     if cluster.nodes == 1:
         return []
+    ranks = f" --ntasks-per-node={cluster.gpus_per_node}" if cluster.gpu.kind == "cpu" else ""  # GPUs are counted
     return [f"{HOSTFILE} needs a line `NAME slots={cluster.gpus_per_node}` for each node; all nodes must share this "
             "folder",
-            f"under SLURM: ds-pretrain template slurm > pretrain.sbatch; sbatch -N {cluster.nodes} pretrain.sbatch "
-            f"{shlex.quote(str(run.path))}"]
+            f"under SLURM: ds-pretrain template slurm > pretrain.sbatch; sbatch -N {cluster.nodes}{ranks} "
+            f"pretrain.sbatch {shlex.quote(str(run.path))}"]

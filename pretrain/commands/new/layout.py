@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, counted
 from pretrain.memory.compare.candidates import CandidateSet, generate_candidates
 from pretrain.memory.compare.combinations import Axes
 from pretrain.memory.compare.compare import (
@@ -34,17 +34,19 @@ def best_layout(model: ModelConfig, cluster: Cluster, *, seq_length: int, batch_
     best = recommend(rows)
     if best is not None:
         return best
-    rejected = next((row.candidate.rejection for row in rows if row.fits), "")
+    possible = [candidate for candidate in candidates.candidates if not candidate.rejection]
+    rejected = next((row.candidate.rejection for row in rows if row.fits or not possible), "")
     if rejected:
-        raise ConfigError("layouts", problem=f"those that fit are rejected: {rejected}")
-    smallest = min((estimate_candidate(candidate, workload) for candidate in candidates.candidates
-                    if not candidate.rejection), key=lambda row: row.estimate.device_bytes)
+        raise ConfigError("layouts", problem=f"those that {'fit' if possible else 'exist'} are rejected: {rejected}")
+    smallest = min((estimate_candidate(candidate, workload) for candidate in possible),
+                   key=lambda row: row.estimate.device_bytes)
     enough = smallest_world_size(cluster, lambda larger: _any_fits(model, larger, seq_length))
-    what = "ranks" if cluster.gpu.kind == "cpu" else f"{cluster.gpu.name} GPUs"
+    what = "rank" if cluster.gpu.kind == "cpu" else f"{cluster.gpu.name} GPU"
+    larger = f"at least {counted(enough, what)}" if enough else "larger GPUs"
     raise ConfigError("--world_size", problem=(
-        f"{tokens_text(model.num_parameters())} parameters do not fit {cluster.world_size} {what}; the layout that "
-        f"needs the least of their memory, {smallest.candidate.name}, is too large for {smallest.shortage}"), remedy=(
-        f"give at least {enough} {what}, or a smaller model" if enough else "give larger GPUs, or a smaller model"))
+        f"{tokens_text(model.num_parameters())} parameters do not fit {counted(cluster.world_size, what)}; the layout "
+        f"that needs the least of their memory, {smallest.candidate.name}, is too large for {smallest.shortage}"),
+        remedy=f"give {larger}, or a smaller model")
 
 
 def _candidates(model: ModelConfig, cluster: Cluster, *, seq_length: int, batch_tokens: float,

@@ -21,7 +21,6 @@ from pretrain.commands.new.answers import (
     ModelOfRun,
     TokenizerOfRun,
     answer,
-    check_model,
     data_of,
     machines_of,
     model_of,
@@ -30,12 +29,14 @@ from pretrain.commands.new.answers import (
     tokens_of,
 )
 from pretrain.commands.new.files import (
+    DEFAULT_SPLIT,
     NewRun,
     commands,
     hosts_note,
     json_text,
     layout_line,
     length_line,
+    split_for,
     title,
     tokens_word,
     yaml_text,
@@ -51,7 +52,6 @@ from pretrain.memory.memory_watch import plan_remarks
 from pretrain.paths import check_file
 
 _USUAL_SEQ_LENGTH = 2048  # GPT-3's, whose batch sizes and learning rates are the defaults
-_TRAINED_FRACTION = 0.969  # of the data, with the default of --split
 _MOST = 10**7
 
 
@@ -62,6 +62,8 @@ def main(argv: list[str] | None = None) -> None:
         check_file(path, str(path))
         if path.exists() and not flags.overwrite:
             raise ConfigError(str(path), problem="the file exists", remedy="--overwrite replaces it")
+        if path.exists() and flags.model and Path(flags.model).exists() and path.samefile(flags.model):
+            raise ConfigError("--model", found=flags.model, expected="another file than those that are written")
     run = _new_run(flags)
     yaml, json = yaml_text(run), json_text(run)
     warnings = _check(run, yaml, json)
@@ -114,22 +116,30 @@ def _new_run(flags: argparse.Namespace) -> NewRun:
                   lambda word: data_of(_words(word), flags.jsonl_key, str(prepared / "tokens")),
                   "data: files, a folder or a glob of .jsonl, .txt or Parquet, or the prefix of token files")
     tokenizer = _tokenizer(flags, data, str(prepared / "tokenizer"))
-    word = answer("model", flags.model, check_model,
-                  "model: a preset, a config.json, or a number of parameters such as 1.3B (a Llama)")
-    model = model_of(word, tokenizer.vocab_size)
+    model = answer("model", flags.model, lambda word: model_of(word, tokenizer.vocab_size),
+                   "model: a preset, a config.json, or a number of parameters such as 1.3B (a Llama)")
     cluster = machines_of(flags)
-    default, why = _default_tokens(model, data.tokens(tokenizer.value))
-    tokens = default
+    available = data.tokens(tokenizer.value)
+    tokens = default = _default_tokens(model, available, DEFAULT_SPLIT)[0]
     if flags.steps is None:
         tokens = answer("tokens", flags.tokens, tokens_of, "tokens to train on", tokens_word(default))
-    seq_length = flags.seq_length or min(_USUAL_SEQ_LENGTH, model.config.max_positions)
+    positions = model.config.max_positions
+    if flags.seq_length is not None and flags.seq_length > positions:
+        raise ConfigError("--seq_length", found=str(flags.seq_length),
+                          expected=f"at most {positions}, the model's positions")
+    seq_length = flags.seq_length or min(_USUAL_SEQ_LENGTH, positions)
     defaults = size_defaults(model.config.num_parameters())
     row = best_layout(model.config, cluster, seq_length=seq_length,
                       batch_tokens=min(defaults.batch_tokens, tokens / FEWEST_STEPS))
     save = answer("save", flags.save, _run_folder, "run folder", str(folder / "runs" / name))
-    is_default = flags.steps is None and tokens_text(tokens) == tokens_text(default)
+    split = split_for(row.candidate.layout, available)
+    fitting, why = _default_tokens(model, available, split)
+    if flags.steps is None and tokens_text(tokens) == tokens_text(default):
+        tokens = fitting
+    else:
+        why = f"as chosen; {why}"
     return NewRun(flags.run, data, flags.jsonl_key, tokenizer, model, cluster, row, seq_length, flags.steps, tokens,
-                  why if is_default else f"as chosen; {why}", defaults, save)
+                  why, split, defaults, save)
 
 
 def _words(line: str) -> list[str]:
@@ -152,11 +162,12 @@ def _tokenizer(flags: argparse.Namespace, data: Data, new_folder: str) -> Tokeni
                   TRAIN if data.inputs else None)
 
 
-def _default_tokens(model: ModelOfRun, available: int) -> tuple[int, str]:
-    """Return the number of tokens to train on, and why."""
+def _default_tokens(model: ModelOfRun, available: int, split: str) -> tuple[int, str]:
+    """Return the number of tokens to train on, and why. `split`: value of --split."""
     optimal = CHINCHILLA_TOKENS_PER_PARAMETER * model.config.num_parameters()
     rule = f"{tokens_text(optimal)} are 20 a parameter (arXiv 2203.15556)"
-    once = max(1, int(available * _TRAINED_FRACTION))
+    parts = [float(part) for part in split.split(",")]
+    once = max(1, int(available * parts[0] / sum(parts)))
     if once < optimal:
         return once, f"{tokens_text(once)} are the training part of the data, once; {rule}"
     return optimal, rule
@@ -169,7 +180,7 @@ def _check(run: NewRun, yaml: str, json: str) -> list[str]:
     """
     gpu = run.cluster.gpu
     device = device_of("cpu", None) if gpu.kind == CPU else replace(
-        device_of(None, gpu.name.removesuffix("-GiB device")), bf16=gpu.knows_bf16)
+        device_of(None, gpu.word), bf16=gpu.knows_bf16)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         (path / "run.yaml").write_text(yaml, encoding="utf-8")

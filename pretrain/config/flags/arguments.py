@@ -1,4 +1,4 @@
-"""RunArguments: the flags of `pretrain/train.py`, each one declared here with its default, help, range and choices.
+"""RunArguments: the flags of a run, each one declared here with its default, help, range and choices.
 
 Settings of the DeepSpeed JSON (batch sizes, precision, ZeRO, optimizer, clipping) have no flags. The exceptions are in
 the group AUTO: these flags fill keys that the JSON leaves out or sets to "auto".

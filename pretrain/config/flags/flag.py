@@ -1,4 +1,4 @@
-"""Declaration of a flag of `pretrain/train.py`: a field of RunArguments that the parser, --help, the range check, the
+"""Declaration of a flag of a run: a field of RunArguments that the parser, --help, the range check, the
 YAML reader, checkpoints and the tests of wrong inputs read.
 """
 

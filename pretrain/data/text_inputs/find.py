@@ -24,7 +24,7 @@ from pretrain.data.text_inputs.formats import (
     utf16_problem,
 )
 from pretrain.data.text_inputs.parquet import check_parquet
-from pretrain.errors import ConfigError, printable, shorten
+from pretrain.errors import ConfigError, counted, printable, shorten
 
 _COMPRESSION_RATIO = 4  # assumed compression of gzip, zstd and Parquet files
 _KIND_NAMES = {"text": "text", "jsonl": "JSON lines", "parquet": "Parquet"}
@@ -92,7 +92,7 @@ class Inputs:
             kind = _KIND_NAMES[file.kind] + (f", {file.compression}" if file.compression else "")
             kinds.setdefault(kind, []).append(Path(file.name).name)
         line = "inputs: " + "; ".join(
-            f"{len(names)} file{'s' * (len(names) > 1)} of {kind}{f' ({_examples(names)})' * (len(kinds) > 1)}"
+            f"{counted(len(names), 'file')} of {kind}{f' ({_examples(names)})' * (len(kinds) > 1)}"
             for kind, names in kinds.items())
         repeated = len(self.files) - len({file.path for file in self.files})
         if repeated:

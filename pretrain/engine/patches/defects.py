@@ -7,12 +7,12 @@ defect twice: DeepSpeed alone gives the wrong result, and with the work-around t
 """
 
 import functools
-import importlib.metadata
 from dataclasses import dataclass
 from pathlib import Path
 
 from packaging.version import Version
 
+from pretrain.distributed.deepspeed_version import deepspeed_version
 from pretrain.errors import ConfigError, shorten
 
 MEASURED = ("0.18.0", "0.18.9", "0.19.0", "0.19.4", "0.19.6", "0.19.8")  # versions on which all reproducers ran
@@ -35,7 +35,7 @@ class Defect:
 
     def exists_in(self, version: str) -> bool:
         """Return whether this version of DeepSpeed has the defect."""
-        found = Version(version)
+        found = Version(Version(version).base_version)  # 0.19.6.dev0 is the source of 0.19.6
         return (self.first_in is None or found >= Version(self.first_in)) and (
             self.fixed_in is None or found < Version(self.fixed_in))
 
@@ -112,12 +112,6 @@ DEFECTS = (
 _BY_LETTER = {defect.letter: defect for defect in DEFECTS}
 
 
-@functools.cache
-def installed_version() -> str:
-    """Return DeepSpeed's version, without importing it."""
-    return importlib.metadata.version("deepspeed")
-
-
 def find_defect(letter: str) -> Defect:
     """Return a row of the table. Raises ConfigError."""
     if letter not in _BY_LETTER:
@@ -128,7 +122,7 @@ def find_defect(letter: str) -> Defect:
 @functools.cache
 def has_defect(letter: str) -> bool:
     """Return whether the installed DeepSpeed has the defect."""
-    return _BY_LETTER[letter].exists_in(installed_version())
+    return _BY_LETTER[letter].exists_in(str(deepspeed_version()))
 
 
 def markdown_table() -> str:

@@ -98,7 +98,7 @@ def run_forks() -> None:
     running: dict[int, Path] = {}
     codes: dict[Path, int] = {}
     for script in scripts:
-        if len(running) == (os.cpu_count() or 1):
+        if len(running) == len(os.sched_getaffinity(0)):
             _wait_for_one(running, codes)
         pid = os.fork()
         if pid == 0:
@@ -136,11 +136,12 @@ def _run_script(script: Path, log: Path) -> NoReturn:
         os._exit(code)
 
 
-def print_results(results: Sequence[Result]) -> None:
-    """Print a line for each result, and mark those that differ from the table of the defects."""
+def print_results(results: Sequence[Result]) -> list[str]:
+    """Print a line for each result. Return the letters of those that differ from the table of the defects."""
     for result in results:
         note = "" if result.is_in_table else f" [the table says {'no' if result.code == DEFECTIVE else 'yes'}]"
         print(f"{result.letter:<3} {result.answer + note:<10}  {result.line}")
+    return [result.letter for result in results if not result.is_in_table]
 
 
 def main() -> int:
@@ -150,13 +151,12 @@ def main() -> int:
     parser.add_argument("--python", nargs="+", default=[sys.executable], metavar="FILE",
                         help="interpreters of the environments to test (default: this one)")
     args = parser.parse_args()
-    results = []
+    others = []
     for python in args.python:
         found = run_reproducers(args.letters, python=python)
         print(f"DeepSpeed {found[0].deepspeed}")
-        print_results(found)
-        results += found
-    return 0 if all(result.is_in_table for result in results) else 1
+        others += print_results(found)
+    return int(bool(others))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pretrain.config.layout import Layout
+from pretrain.errors import counted
 from pretrain.memory.compare.candidates import Candidate, group_micro_batches
 from pretrain.memory.estimate.deepspeed_formulas import DeepSpeedEstimate, deepspeed_estimate
 from pretrain.memory.estimate.estimate_memory import MemoryEstimate, estimate_memory
@@ -187,7 +188,7 @@ def cost_lines(cost: Cost, nodes: int, storage_rate: float = STORAGE_RATE) -> li
     return [f"{tokens_text(cost.tokens)} tokens ({rule}) are {cost.flops:.3g} FLOPs; at an MFU of {cost.mfu:.1%}: "
             f"{_scaled(cost.days * 86400, _TIMES)}, {_number(cost.gpu_hours)} GPU-hours",
             f"a checkpoint has {_scaled(cost.checkpoint_bytes, _SIZES)} and takes {_number(cost.checkpoint_seconds)} s "
-            f"at {storage_rate / GB:g} GB/s a node, {nodes} node{'s' * (nodes > 1)}"]
+            f"at {storage_rate / GB:g} GB/s a node, {counted(nodes, 'node')}"]
 
 
 _TIMES = (("days", 2 * 86400.0, 86400.0), ("hours", 7200.0, 3600.0), ("minutes", 120.0, 60.0), ("s", 0.0, 1.0))
