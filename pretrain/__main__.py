@@ -34,8 +34,10 @@ def program(subcommand: str = "") -> NoReturn:
 def main() -> int:
     """Run the subcommand of sys.argv and return its exit code. Raises ConfigError."""
     words = [word for word in sys.argv[1:] if not word.startswith("--local_rank=")]  # DeepSpeed's launcher inserts it
+    if words[:1] == ["help"]:
+        words = [*words[1:], "--help"]
     first = words[0] if words else ""
-    if first in ("-h", "--help", "help", "--version"):
+    if first in ("-h", "--help", "--version"):
         print(__version__ if first == "--version" else overview())
         return 0
     if first in COMMANDS:

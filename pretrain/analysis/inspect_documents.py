@@ -167,7 +167,8 @@ def write_page(target: Path, data: IndexedDataset, report: DocumentReport,
     try:
         plots = _plots(report)
     except ImportError:
-        raise ConfigError("--html", problem="matplotlib is not installed", remedy="pip install -e '.[plot]'") from None
+        raise ConfigError("--html", problem="matplotlib is not installed",
+                          remedy="pip install 'ds-pretrain[plot]'") from None
     name = html.escape(str(data.prefix))
     lines = html.escape("\n".join(report_lines(report)))
     content = f"""<!doctype html>

@@ -131,7 +131,7 @@ def check_plot_target(target: Path) -> None:
     if target.suffix.lower() != ".svg":
         raise ConfigError("--plot", found=str(target), expected="a file name that ends with .svg")
     if find_spec("matplotlib") is None:
-        raise ConfigError("--plot", problem="matplotlib is not installed", remedy="pip install -e '.[plot]'")
+        raise ConfigError("--plot", problem="matplotlib is not installed", remedy="pip install 'ds-pretrain[plot]'")
 
 
 def plot_range(target: Path, test: RangeTest) -> None:

@@ -77,15 +77,15 @@ def _unigram_entropy(flags: dict[str, Any]) -> float | None:
 
 def summary_lines(summary: Summary) -> list[str]:
     """Return one line for each value."""
-    def text(value: float | None, form: str) -> str:
-        return "not known" if value is None else format(value, form)
+    def text(value: float | None, form: str, unit: str = "") -> str:
+        return "not known" if value is None else f"{value:{form}}{unit}"
 
     mean = f" (mean of {len(summary.named_losses)} sets)" if summary.named_losses else ""
     return [f"steps done            {summary.step} of {summary.train_steps}",
             f"training loss         {text(summary.loss, '.4f')}{_not_finite(summary)}",
-            f"validation loss       {text(summary.valid_loss, '.4f')} nats per token{mean}",
+            f"validation loss       {text(summary.valid_loss, '.4f', ' nats per token')}{mean}",
             *(f"  {name:<20}{text(loss, '.4f')}" for name, loss in summary.named_losses.items()),
-            f"unigram entropy       {text(summary.unigram_entropy, '.4f')} nats per token",
+            f"unigram entropy       {text(summary.unigram_entropy, '.4f', ' nats per token')}",
             f"speed                 {text(summary.tokens_per_second, ',.0f')} tokens/s"]
 
 
@@ -119,7 +119,8 @@ def save_loss_plot(run: Path, target: Path) -> None:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError("--plot", problem="matplotlib is not installed", remedy="pip install -e '.[plot]'") from None
+        raise ConfigError("--plot", problem="matplotlib is not installed",
+                          remedy="pip install 'ds-pretrain[plot]'") from None
     if target.suffix.lower() != ".svg":
         raise ConfigError("--plot", found=str(target), expected="a file name that ends with .svg")
     rows, entropy = read_metrics(run), summarize(run).unigram_entropy

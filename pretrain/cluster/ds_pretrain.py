@@ -43,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command is None and not rest:
         raise ConfigError("command line", problem="the flags of the run are missing",
                           remedy="write for example `ds-pretrain --num_gpus RANKS --config run.yaml`; `ds-pretrain "
-                                 "train --help` lists the flags, `ds-pretrain --help` the subcommands")
+                                 "new run.yaml` writes this file, `ds-pretrain quickstart` trains a small model, and "
+                                 "`ds-pretrain --help` lists the subcommands")
     world = world_from_environment(os.environ)
     if world.size > 1:
         raise ConfigError("ds-pretrain", problem="another launcher started this process as "

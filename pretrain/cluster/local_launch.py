@@ -43,6 +43,9 @@ def launch_locally(flags: argparse.Namespace, train: Sequence[str]) -> int:
             say(f"{kind}: {remark}")
         say(f"the run is valid on {_ranks(slots)}; it is not started, because of --check_only")
         return 0
+    for kind, remark in plan_remarks(start.plan_to_run, device):
+        if kind == "warning":  # the ranks print the others
+            say(f"{kind}: {remark}")
     return _start(flags, device, slots, [str(ROOT / "pretrain" / "train.py"), *train], Path(args.save))
 
 

@@ -8,14 +8,14 @@ from dataclasses import replace
 
 from pretrain.checkpoint.load.start import check_start
 from pretrain.cli import Parser, next_line, text, whole_number
-from pretrain.commands.next_command import after_check
+from pretrain.commands.next_command import after_check, before_check
 from pretrain.config.flags.parse import parse_arguments, parse_before_run
 from pretrain.config.plan import Plan
 from pretrain.config.run_length import batches_text
 from pretrain.config.schedule import rates_text, schedule_text
 from pretrain.data.samples.blend import BlendedSamples
 from pretrain.distributed.device import Device, cpu_device, cuda_device, detect_device
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, counted
 from pretrain.memory.hardware import find_gpu
 from pretrain.memory.memory_watch import plan_remarks
 from pretrain.model.attention_on_cuda import expected_operator
@@ -28,8 +28,8 @@ def plan_lines(plan: Plan) -> list[str]:
     """Return the lines that describe a run."""
     train = plan.datasets["train"]
     layout = plan.layout
-    ranks = f"ZeRO-{layout.zero_stage}, {_count(layout.pipeline_stages, 'pipeline stage')} x " \
-            f"{layout.data_parallel_size} data-parallel = {_count(layout.world_size, 'rank')}"
+    ranks = f"ZeRO-{layout.zero_stage}, {counted(layout.pipeline_stages, 'pipeline stage')} x " \
+            f"{layout.data_parallel_size} data-parallel = {counted(layout.world_size, 'rank')}"
     offload = [f"{what} on {device}" for what, device in
                (("optimizer", layout.offload_optimizer), ("parameters", layout.offload_param)) if device != "none"]
     precision = layout.precision
@@ -95,14 +95,9 @@ def _recomputation(recompute: Recompute) -> str:
     if not recompute.is_on:
         return "no activations"
     what = {"blocks": "all activations", "attention": "activations of attention", "mlp": "activations of the MLP",
-            "none": f"activations, in groups of {_count(recompute.interval, 'layer')}"}[recompute.part]
+            "none": f"activations, in groups of {counted(recompute.interval, 'layer')}"}[recompute.part]
     where = f" in one of {recompute.every} blocks" if recompute.every > 1 else ""
     return what + where + ("; inputs in host memory" if recompute.offload else "")
-
-
-def _count(number: int, noun: str) -> str:
-    """Return a number with its noun: "1 rank", "2 ranks"."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def device_of(kind: str | None, gpu: str | None) -> Device:
@@ -125,7 +120,11 @@ def main(argv: list[str] | None = None) -> None:
     own.add_argument("--gpu", type=text, help="GPU of the run: a name such as h100, or its memory in GiB")
     known, rest = parse_before_run(own, words)
     device = device_of(known.device, known.gpu)
-    start = check_start(parse_arguments(rest), world_size=known.world_size, device=device)
+    args = parse_arguments(rest)
+    if command := before_check(rest):
+        raise ConfigError("--train_data", problem=f"{' '.join(args.train_data)} does not exist yet",
+                          remedy=f"first: {command}")
+    start = check_start(args, world_size=known.world_size, device=device)
     resume, plan = start.resume, start.plan_to_run
     lines = plan_lines(plan)
     if start.weights is not None:

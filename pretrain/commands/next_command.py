@@ -33,6 +33,16 @@ def after_prepare(prefix: str) -> str:
     return _command("new", "run.yaml", "--data", prefix)
 
 
+def before_check(words: Sequence[str]) -> str:
+    """Return the command that prepares the token files of these flags, if a YAML lists it and they do not exist."""
+    if len(words) == 2 and words[0] == "--config":
+        _, prefix = read_yaml(words[1]).get("train_data", (0, ""))
+        listed = _listed(Path(words[1]))
+        if listed and listed[0].startswith("ds-pretrain prepare ") and not Path(f"{prefix}.idx").exists():
+            return listed[0]
+    return ""
+
+
 def after_check(words: Sequence[str], *, world_size: int, device: str) -> str:
     """Return the command that trains the run with these flags: that of its YAML, or the launcher's."""
     if len(words) == 2 and words[0] == "--config" and (command := _listed_after("check", Path(words[1]))):
@@ -44,12 +54,15 @@ def after_check(words: Sequence[str], *, world_size: int, device: str) -> str:
 
 def _listed_after(subcommand: str, path: Path) -> str:
     """Return the command after that of a subcommand in the list at the top of a YAML; "" if there is none."""
-    lines = path.read_text(encoding="utf-8-sig").splitlines()
-    listed = [line.removeprefix(LISTED) for line in lines if line.startswith(f"{LISTED}ds-pretrain ")]
-    for command, following in itertools.pairwise(listed):
+    for command, following in itertools.pairwise(_listed(path)):
         if command.startswith(f"ds-pretrain {subcommand} "):
             return following
     return ""
+
+
+def _listed(path: Path) -> list[str]:
+    lines = path.read_text(encoding="utf-8-sig").splitlines()
+    return [line.removeprefix(LISTED) for line in lines if line.startswith(f"{LISTED}ds-pretrain ")]
 
 
 def _command(*words: str) -> str:

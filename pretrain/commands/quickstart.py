@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -84,9 +85,15 @@ def _write_settings(run: Path, layout: str) -> Path:
 
 
 def _run(*words: str) -> None:
-    """Run a subcommand of ds-pretrain. Raises CalledProcessError."""
-    subprocess.run([sys.executable, PROGRAM, *words], check=True,
-                   env={**os.environ, "DS_PRETRAIN_NEXT": "0"})
+    """Run a subcommand of ds-pretrain. Raises CalledProcessError.
+
+    On Ctrl-C the subcommand gets the signal as well, and this function waits for it: a training saves a checkpoint.
+    """
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        subprocess.run([sys.executable, PROGRAM, *words], check=True, env={**os.environ, "DS_PRETRAIN_NEXT": "0"})
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _say(text: str) -> None:

@@ -29,7 +29,7 @@ from pretrain.config.run_length import RunLength, run_length
 from pretrain.config.schedule import Schedule
 from pretrain.data.token_schedules import parse_seq_lengths
 from pretrain.distributed.device import Device
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, counted
 from pretrain.model.config import ModelConfig
 from pretrain.model.partition import METHODS, layer_pattern
 
@@ -234,7 +234,7 @@ def _pipeline_stages(file: DsFile, zero_stage: int, world_size: int, model: Mode
     if stages > model.num_layers:
         raise ConfigError(where, found=stages, expected=f"at most {model.num_layers}, the model's layers")
     if world_size % stages:
-        raise ConfigError(where, found=f"{stages} stages on {world_size} ranks",
+        raise ConfigError(where, found=f"{stages} stages on {counted(world_size, 'rank')}",
                           expected="a number that divides the ranks",
                           remedy=f"launch {stages}, {2 * stages} or {3 * stages} ranks")
     return stages

@@ -182,5 +182,5 @@ def _nodes_and_gpus(world_size: int | None, nodes: int | None, gpus_per_node: in
     if nodes * gpus_per_node != world_size:
         raise ConfigError("--world_size",
                           problem=f"{world_size} GPUs do not fill {nodes} nodes of {gpus_per_node} GPUs",
-                          remedy="set --gpus_per_node to a divisor of --world_size")
+                          remedy=f"give --world_size {nodes * gpus_per_node}, or other --nodes and --gpus_per_node")
     return nodes, gpus_per_node

@@ -75,6 +75,8 @@ def test_every_pair_passes_check_and_fits(model: str, machine: str, texts: Path,
     launcher = "--hostfile" if "2 x" in machine else "--num_accelerators" if machine == "cpu" else "--num_gpus"
     assert [command.split()[1] for command in commands] == ["prepare", "check", launcher, "report"][int(known):]
     if not known:  # what `ds-pretrain prepare` would write
+        with pytest.raises(ConfigError, match=re.escape(f"does not exist yet. First: {commands[0]}")):
+            check.main(shlex.split(commands[-3])[2:])
         prefix = Path(values()["train_data"])
         prefix.parent.mkdir(parents=True)
         for suffix in (".bin", ".idx", ".meta.json"):

@@ -11,6 +11,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+from pretrain.checkpoint.format.hashed_files import write_atomically
 from pretrain.checkpoint.load.start import check_start
 from pretrain.cli import Parser, path_text, text, whole_number
 from pretrain.commands.check import device_of
@@ -67,8 +68,12 @@ def main(argv: list[str] | None = None) -> None:
     run = _new_run(flags)
     yaml, json = yaml_text(run), json_text(run)
     warnings = _check(run, yaml, json)
-    run.json_path.write_text(json, encoding="utf-8")
-    run.path.write_text(yaml, encoding="utf-8")
+    for path, content in ((run.json_path, json), (run.path, yaml)):
+        try:
+            write_atomically(path, content)
+        except OSError as error:
+            path.with_name(f".tmp-{path.name}").unlink(missing_ok=True)
+            raise ConfigError(str(path), problem=f"it cannot be written ({error.strerror})") from None
     print("\n".join([f"{run.path}, {run.json_path}: {title(run)}", f"layout     {layout_line(run)}",
                      f"length     {length_line(run)}", *warnings]))
     first, *others = commands(run)

@@ -200,7 +200,7 @@ def parse_arguments(argv: list[str] | None = None) -> RunArguments:
         namespace, unknown = parser.parse_known_args(_flags_from_yaml(files[0]) + words)
     if unknown:
         flags = [word for word in unknown if word.startswith("--")][:8] or unknown[:1]
-        lines = [str(unknown_flag(word, [f"--{name}" for name in FLAGS], hint_for)) for word in flags]
+        lines = [str(unknown_flag(word, ["--config", *(f"--{name}" for name in FLAGS)], hint_for)) for word in flags]
         raise ConfigError.from_line(" ".join(lines))
     args = RunArguments(**{name: value for name, value in vars(namespace).items() if name != "config"})
     data_spec(args)
