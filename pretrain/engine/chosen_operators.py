@@ -121,7 +121,7 @@ def _sdpa_backend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: to
         k = v = q
     chosen = SDPBackend(torch._fused_sdp_choice(q, k, v, mask, dropout, mask is None, enable_gqa=grouped))
     name = _NAMES.get(chosen, str(chosen))
-    if chosen is not SDPBackend.MATH:
+    if chosen != SDPBackend.MATH:
         return name
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

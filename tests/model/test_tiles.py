@@ -69,7 +69,7 @@ def _measured(config: ModelConfig, tiles: int, batch: int, length: int) -> tuple
 
 def _has_fused_grouped_attention() -> bool:
     q, k = torch.ones(1, 4, 8, 8), torch.ones(1, 2, 8, 8)
-    return SDPBackend(torch._fused_sdp_choice(q, k, k, None, 0.0, True, enable_gqa=True)) is not SDPBackend.MATH
+    return SDPBackend(torch._fused_sdp_choice(q, k, k, None, 0.0, True, enable_gqa=True)) != SDPBackend.MATH
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "olmo2", "gptj"])
