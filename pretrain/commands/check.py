@@ -121,9 +121,9 @@ def main(argv: list[str] | None = None) -> None:
     known, rest = parse_before_run(own, words)
     device = device_of(known.device, known.gpu)
     args = parse_arguments(rest)
-    if command := before_check(rest):
-        raise ConfigError("--train_data", problem=f"{' '.join(args.train_data)} does not exist yet",
-                          remedy=f"first: {command}")
+    prefix = " ".join(args.train_data or [])
+    if command := before_check(rest, prefix):
+        raise ConfigError("--train_data", problem=f"{prefix} does not exist yet", remedy=f"first: {command}")
     start = check_start(args, world_size=known.world_size, device=device)
     resume, plan = start.resume, start.plan_to_run
     lines = plan_lines(plan)

@@ -33,13 +33,11 @@ def after_prepare(prefix: str) -> str:
     return _command("new", "run.yaml", "--data", prefix)
 
 
-def before_check(words: Sequence[str]) -> str:
-    """Return the command that prepares the token files of these flags, if a YAML lists it and they do not exist."""
-    if len(words) == 2 and words[0] == "--config":
-        _, prefix = read_yaml(words[1]).get("train_data", (0, ""))
-        listed = _listed(Path(words[1]))
-        if listed and listed[0].startswith("ds-pretrain prepare ") and not Path(f"{prefix}.idx").exists():
-            return listed[0]
+def before_check(words: Sequence[str], prefix: str) -> str:
+    """Return the command that prepares the token files `prefix`, if the YAML lists it and they do not exist."""
+    if len(words) == 2 and words[0] == "--config" and not Path(f"{prefix}.idx").exists():
+        first = next(iter(_listed(Path(words[1]))), "")
+        return first if first.startswith("ds-pretrain prepare ") else ""
     return ""
 
 

@@ -12,7 +12,7 @@ from pretrain.config.ds_json.optimizers import OPTIMIZERS
 from pretrain.config.ds_json.schema import TREE
 from pretrain.config.plan import Plan
 from pretrain.config.resolve import EXPERT, SEQUENCE, TENSOR
-from pretrain.distributed.deepspeed_version import NVME_SINCE, TESTED, deepspeed_version, is_at_least
+from pretrain.distributed.deepspeed_version import INSTALL, NVME_SINCE, deepspeed_version, is_at_least
 from pretrain.errors import ConfigError
 from pretrain.model.partition import layer_costs, layer_pattern, stage_bounds, stage_without_block
 
@@ -249,7 +249,7 @@ def nvme_here(run: Plan) -> Iterator[Rule]:
     on_nvme = "nvme" in (run.layout.offload_optimizer, run.layout.offload_param)
     yield Rule(on_nvme and not is_at_least(NVME_SINCE), f"deepspeed {deepspeed_version()}",
                problem=f"offload to NVMe needs DeepSpeed {NVME_SINCE} or later",
-               remedy=f"pip install deepspeed=={TESTED[-1]}")
+               remedy=INSTALL)
     yield Rule(on_nvme and find_library("aio") is None,
                "libaio", problem="DeepSpeed's NVMe offload needs this library, which is not installed",
                remedy="apt-get install libaio-dev")

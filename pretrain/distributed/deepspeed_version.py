@@ -11,6 +11,7 @@ from packaging.version import InvalidVersion, Version
 from pretrain.errors import ConfigError
 
 TESTED = ("0.18.9", "0.19.8")  # the oldest and the newest
+INSTALL = f"pip install deepspeed=={TESTED[-1]}"  # remedy for another version
 EXPERTS_SINCE = "0.19.4"  # before, DeepSpeed has no expert parallelism
 NVME_SINCE = "0.19.4"  # with 0.19.0, ranks abort in swaps, and resumes differ
 _CHANGED_NAME = (AttributeError, ImportError, KeyError, TypeError)  # a name or a signature is another one
@@ -23,7 +24,7 @@ def deepspeed_version() -> Version:
         return Version(metadata.version("deepspeed"))
     except (metadata.PackageNotFoundError, InvalidVersion) as error:
         raise ConfigError("deepspeed", problem=f"it is not installed in this environment ({error})",
-                          remedy=f"pip install deepspeed=={TESTED[-1]}") from None
+                          remedy=INSTALL) from None
 
 
 def is_at_least(release: str) -> bool:
@@ -39,7 +40,7 @@ def untested_version() -> str | None:
     found = deepspeed_version()
     if not is_at_least(TESTED[0]):
         raise ConfigError(f"deepspeed {found}", problem=f"versions before {TESTED[0]} can give wrong gradients here",
-                          remedy=f"pip install deepspeed=={TESTED[-1]}")
+                          remedy=INSTALL)
     if Version(found.base_version) <= Version(TESTED[-1]):
         return None
     return (f"DeepSpeed {found} is outside the tested versions, {TESTED[0]} to {TESTED[-1]}: its defects and keys may "
@@ -68,4 +69,4 @@ def workarounds() -> Iterator[None]:
         if untested_version() is None:
             raise
         raise ConfigError(f"deepspeed {deepspeed_version()}", problem="a work-around for its defects cannot be applied "
-                          f"to this version ({error})", remedy=f"pip install deepspeed=={TESTED[-1]}") from None
+                          f"to this version ({error})", remedy=INSTALL) from None

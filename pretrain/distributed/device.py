@@ -130,8 +130,7 @@ def has_nvcc() -> bool:
 def nvcc_fits_torch() -> bool:
     """Return whether DeepSpeed 0.19.8 can compile CUDA operators: nvcc is of the CUDA version that torch was built for.
 
-    DeepSpeed compares the versions as well (ops/op_builder/builder.py, assert_no_cuda_mismatch). Of CUDA 11 and 12 it
-    accepts any minor version; DS_SKIP_CUDA_CHECK=1 accepts every version.
+    DS_SKIP_CUDA_CHECK=1 accepts every version.
     """
     if not has_nvcc():
         return False
@@ -144,10 +143,17 @@ def nvcc_fits_torch() -> bool:
         answer = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return False  # CUDA_HOME without a compiler
-    found = re.search(r"release (\d+)\.(\d+)", answer)
-    if found is None:
-        return True
-    return found[1] == built_for[1] and (found[2] == built_for[2] or found[1] in ("11", "12"))
+    found = re.search(r"release (\d+\.\d+)", answer)
+    return found is None or cuda_versions_fit(found[1], built_for[0])
+
+
+def cuda_versions_fit(nvcc: str, built_for: str) -> bool:
+    """Return whether DeepSpeed 0.19.8 compiles with an nvcc of this CUDA version for the version of torch's build.
+
+    ops/op_builder/builder.py, assert_no_cuda_mismatch: of CUDA 11 and 12 it accepts any minor version.
+    """
+    (major, minor), (built_major, built_minor) = nvcc.split(".")[:2], built_for.split(".")[:2]
+    return major == built_major and (minor == built_minor or major in ("11", "12"))
 
 
 def wants_cpu() -> bool:

@@ -17,8 +17,8 @@ from pretrain.errors import ConfigError
 from tests.support.generation import LETTERS, GenerateTool, text_of, write_letters
 from tests.support.hf_models import save_hf_model
 from tests.support.launch import ROOT
-from tests.support.layouts import MemoryWatch
 from tests.support.model_shapes import SHAPES
+from tests.support.own_memory import MemoryWatch
 
 SHORT = ["--max_new_tokens", 5, "--temperature", 0, f"--prompt={text_of([9, 8, 7])}"]
 

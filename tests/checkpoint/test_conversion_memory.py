@@ -12,7 +12,7 @@ from pretrain.checkpoint.convert.plan_export import plan_export
 from pretrain.model.config import ModelConfig
 from tests.checkpoint.test_import import imported
 from tests.support.hf_models import write_hf_model
-from tests.support.layouts import MemoryWatch
+from tests.support.own_memory import MemoryWatch
 
 # gpt2: all matrices are transposed; gpt_neox: rows of queries, keys and values are reordered; llama: three matrices
 SIZES: dict[str, dict[str, Any]] = {

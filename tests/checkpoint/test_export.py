@@ -18,7 +18,8 @@ from pretrain.checkpoint.load.reader import CheckpointReader
 from pretrain.errors import ConfigError
 from pretrain.model.layer_specs import as_module
 from tests.support.cases import case, config, flags
-from tests.support.layouts import SAVED, STEPS, MemoryWatch, dp2, fp16, pp2, relative_difference, run_layouts
+from tests.support.layouts import SAVED, STEPS, dp2, fp16, pp2, relative_difference, run_layouts
+from tests.support.own_memory import MemoryWatch
 from tests.support.tensors import from_transformers
 
 FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}

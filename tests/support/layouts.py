@@ -1,7 +1,5 @@
 """Layouts and helpers for tests that save a checkpoint in one layout and load it in another."""
 
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -62,32 +60,3 @@ def run_layouts(cases: dict[str, tuple[int, dict[str, Any]]], folder: Path) -> d
         own = [case for n, case in cases.values() if n == ranks]
         results |= run_worker("layout_worker.py", own, ranks, folder / str(ranks))
     return results
-
-
-def anonymous_bytes() -> int:
-    """Return the bytes of this process's memory that no file backs, so that the kernel cannot reclaim them."""
-    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
-    return sum(int(line[1]) * 1024 for line in lines if line[0] in ("RssAnon:", "RssShmem:"))
-
-
-class MemoryWatch:
-    """Context manager that samples this process's anonymous memory every 5 ms.
-
-    `before` and `peak` are the bytes before the block and at the peak.
-    """
-
-    def __enter__(self) -> "MemoryWatch":
-        self.before = self.peak = anonymous_bytes()
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._sample)
-        self._thread.start()
-        return self
-
-    def _sample(self) -> None:
-        while not self._done.is_set():
-            self.peak = max(self.peak, anonymous_bytes())
-            time.sleep(0.005)
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()

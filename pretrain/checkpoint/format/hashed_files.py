@@ -218,10 +218,18 @@ def sha256_of(path: Path) -> str:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace a small file atomically: readers see either the old text or the new text, even after a power cut."""
+    """Replace a small file atomically: readers see either the old text or the new text, even after a power cut.
+
+    Raises OSError, and leaves no other file behind.
+    """
     temporary = path.with_name(f".tmp-{path.name}")
-    write_synced(temporary, text.encode())
-    temporary.replace(path)
+    try:
+        write_synced(temporary, text.encode())
+        temporary.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
     fsync(path.parent)
 
 

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from pretrain.distributed.device import cuda_versions_fit
 from pretrain.engine.build_ops import NOT_COMPILED, READY
 
 Parts = Mapping[str, Any]  # part -> what `machine.py` has read; a part that cannot be read is not in it
@@ -77,11 +78,11 @@ def unknown_architecture(parts: Parts) -> str:
 
 
 def nvcc_differs(parts: Parts) -> str:
-    """Report an nvcc that DeepSpeed does not accept: `nvcc_fits_torch` in distributed/device.py."""
+    """Report an nvcc that DeepSpeed does not accept."""
     nvcc, built = parts["compilers"]["nvcc"], parts["torch"]["cuda"]
-    (major, minor), (built_major, built_minor) = version_of(nvcc), version_of(built)
-    fits = parts["compilers"]["any_nvcc"] or (major == built_major and (minor == built_minor or major in (11, 12)))
-    return f"nvcc is of CUDA {nvcc}, but torch is built for CUDA {built}" if nvcc and built and not fits else ""
+    if not nvcc or not built or parts["compilers"]["any_nvcc"] or cuda_versions_fit(nvcc, built):
+        return ""
+    return f"nvcc is of CUDA {nvcc}, but torch is built for CUDA {built}"
 
 
 def other_nccl(parts: Parts) -> str:

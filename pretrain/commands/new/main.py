@@ -72,7 +72,6 @@ def main(argv: list[str] | None = None) -> None:
         try:
             write_atomically(path, content)
         except OSError as error:
-            path.with_name(f".tmp-{path.name}").unlink(missing_ok=True)
             raise ConfigError(str(path), problem=f"it cannot be written ({error.strerror})") from None
     print("\n".join([f"{run.path}, {run.json_path}: {title(run)}", f"layout     {layout_line(run)}",
                      f"length     {length_line(run)}", *warnings]))

@@ -18,7 +18,7 @@ from pretrain.config.ds_json.read import DsFile
 from pretrain.config.ds_json.schema import BLOCKS_WITH_DEFAULTS, OLD_OFFLOAD, REMOVED, TREE, UNREAD, Key, Tree
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.other_programs import degree_for, hint_for
-from pretrain.distributed.deepspeed_version import TESTED, deepspeed_version, is_at_least
+from pretrain.distributed.deepspeed_version import INSTALL, deepspeed_version, is_at_least
 from pretrain.errors import ConfigError, closest, did_you_mean
 from pretrain.model.families.family import listing
 
@@ -185,7 +185,7 @@ def check_value(file: DsFile, dotted: str, value: Any, key: Key) -> None:
     where = file.where(dotted)
     if key.since and not is_at_least(key.since):
         raise ConfigError(where, problem=f"DeepSpeed {deepspeed_version()} does not have this key",
-                          remedy=f"Remove it, or pip install deepspeed=={TESTED[-1]}")
+                          remedy=f"Remove it, or {INSTALL}")
     if key.rejected:
         if not requests_nothing(value, key):
             expected = _show(key.neutral[0]) if key.neutral else "no such key"
@@ -315,7 +315,7 @@ def _optimizer_tree(file: DsFile) -> Tree:
     since = OPTIMIZERS[kind.lower()].since
     if since and not is_at_least(since):
         raise ConfigError(file.where("optimizer.type"), problem=f"{kind} is supported from DeepSpeed {since} on; "
-                          f"{deepspeed_version()} is installed", remedy=f"pip install deepspeed=={TESTED[-1]}")
+                          f"{deepspeed_version()} is installed", remedy=INSTALL)
     return tree
 
 

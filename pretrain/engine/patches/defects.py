@@ -1,9 +1,8 @@
 """Table of DeepSpeed's defects: what is wrong, in which versions, and the place of our work-around or rejection.
 
 A to S, AE, AF and AG silently give wrong results. The others raise errors, hang, leave something behind, or change the
-last digits.
-A work-around is applied only where `has_defect` is true. `tests/distributed/test_upstream*.py` and others test each
-defect twice: DeepSpeed alone gives the wrong result, and with the work-around the result is right.
+last digits. A work-around is applied only where `has_defect` is true. Each defect is tested twice: DeepSpeed alone
+gives the wrong result (the reproducers), and with the work-around it is right (`tests/distributed/test_upstream*.py`).
 """
 
 import functools

@@ -26,7 +26,7 @@ from pretrain.model.kernels.cpu.choice import right_in_c
 from tests.distributed.workers.nonfinite import found_by_each_rank
 from tests.distributed.workers.worker import Case, end, engine_of, plan_of, start_of, steps
 from tests.support.cases_loop import each_case
-from tests.support.layouts import MemoryWatch, anonymous_bytes
+from tests.support.own_memory import MemoryWatch, anonymous_bytes
 
 
 def train_and_save(case: Case) -> dict[str, Any]:

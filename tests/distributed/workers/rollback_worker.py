@@ -21,7 +21,7 @@ from pretrain.resilience.rollback import roll_back
 from pretrain.terminal import Screen
 from tests.distributed.workers.worker import Case, end, engine_of, plan_of, state_hash
 from tests.support.cases_loop import each_case
-from tests.support.layouts import anonymous_bytes
+from tests.support.own_memory import anonymous_bytes
 
 SAVED, BAD, AFTER = 2, 2, 3  # steps before the checkpoint, bad steps after it, and steps after the rollback
 
