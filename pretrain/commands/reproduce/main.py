@@ -1,0 +1,205 @@
+"""Train a recipe and compare its result with the published one.
+
+    ds-pretrain reproduce                                # list the recipes
+    ds-pretrain reproduce shakespeare-char --scale small
+
+Everything is in the folder --out: the recipe's files, data, runs, verdict.svg and receipt.json. The command can be
+given again: it skips finished parts, and runs resume. Exit codes: 0 all expectations are met; 1 not; 2 bad input.
+"""
+
+import hashlib
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from pretrain.checkpoint.format.hashed_files import write_atomically
+from pretrain.cli import Parser, path, path_text, say, text
+from pretrain.commands.reproduce.recipe import (
+    FULL,
+    RUN_YAML,
+    SMALL,
+    Corpus,
+    Recipe,
+    Scale,
+    find_recipe,
+    read_recipe,
+    recipe_names,
+)
+from pretrain.commands.reproduce.verdict import Curve, Result, read_curve, save_plot
+from pretrain.config.flags.parse import read_yaml
+from pretrain.distributed.device import cpu_name, nvidia_smi
+from pretrain.distributed.process import PROGRAM
+from pretrain.errors import ConfigError
+from pretrain.monitor.read_run_folder import Goodput, read_metrics
+from pretrain.stored_json import read_object
+
+_VERSIONS = ("ds-pretrain", "torch", "deepspeed", "transformers", "numpy")
+_ROWS_OF_RECEIPT = 10
+_TIMEOUT_S = 60
+
+
+def main() -> int:
+    """Run the program and return its exit code. Raises ConfigError."""
+    parser = Parser(description="Train a recipe of this package and compare its result with the published one.",
+                    epilog="The command can be given again: it skips finished parts, and the runs resume. Exit code 0: "
+                           "the results are as expected; 1: they are not; 2: bad input.")
+    parser.add_argument("recipe", metavar="NAME", nargs="?", type=path_text,
+                        help=f"{', '.join(recipe_names())}, or a folder; without a name: print a list")
+    parser.add_argument("--scale", choices=(FULL, SMALL), default=FULL,
+                        help="small: a minute of training with the same files, and its own expected loss "
+                             "(default: %(default)s)")
+    parser.add_argument("--out", type=path, help="folder for all files (default: runs/NAME, or runs/NAME-small)")
+    parser.add_argument("--corpus", type=text, metavar="FILE", help="the corpus, instead of a download")
+    args = parser.parse_args()
+    if args.recipe is None:
+        for name in recipe_names():
+            recipe, _ = read_recipe(find_recipe(name))
+            print(f"{name:<20}{recipe.title} ({recipe.time})")
+        return 0
+    folder = find_recipe(args.recipe)
+    recipe, corpus = read_recipe(folder)
+    scale = recipe.scales[args.scale]
+    out = args.out or Path("runs") / (folder.resolve().name + ("-small" if args.scale == SMALL else ""))
+    _copy(folder, out)
+    try:
+        hashes = _prepare(corpus, out, args.corpus)
+        seconds = _train(scale, out)
+    except subprocess.CalledProcessError as error:
+        say(f"stopped: {shlex.join(['ds-pretrain', *error.cmd[2:]])} ended with exit code {error.returncode}")
+        return error.returncode if error.returncode > 0 else 128 - error.returncode
+    return _judge(recipe, folder, out, args.scale, hashes=hashes, seconds=seconds)
+
+
+def _copy(folder: Path, out: Path) -> None:
+    """Copy the recipe into the folder of its runs. Raises ConfigError."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for file in (each for each in sorted(folder.iterdir()) if each.suffix in (".yaml", ".json")):
+            shutil.copyfile(file, out / file.name)
+    except OSError as error:
+        raise ConfigError(f"--out {out}", problem=f"it cannot be written ({error.strerror})") from None
+
+
+def _prepare(corpus: Corpus, out: Path, given: str | None) -> dict[str, str]:
+    """Get the corpus, cut it, and prepare the token files. Returns file -> SHA-256. Raises ConfigError."""
+    file = out / corpus.file
+    if given is not None or not file.exists():
+        content = _read_corpus(corpus, given)
+        for name, (begin, end) in corpus.parts.items():
+            (out / name).write_bytes(content[int(len(content) * begin):int(len(content) * end)])
+        write_atomically(file, content.decode())  # last: if it exists, the parts do
+    for line in corpus.prepare:
+        words = shlex.split(line)
+        result = words[words.index("--out") + 1]
+        if not any((out / f"{result}{suffix}").exists() for suffix in ("", ".idx")):
+            _run(out, *words)
+    files = [*corpus.parts, *(str(each.relative_to(out)) for each in sorted(out.glob("data/*.bin")))]
+    return {name: hashlib.sha256((out / name).read_bytes()).hexdigest() for name in files}
+
+
+def _read_corpus(corpus: Corpus, given: str | None) -> bytes:
+    """Return the corpus, whose hash must be the recipe's. Raises ConfigError."""
+    where = f"--corpus {given}" if given is not None else corpus.url
+    try:
+        if given is not None:
+            content = Path(given).read_bytes()
+        else:
+            say(f"downloading {corpus.url}")
+            with urllib.request.urlopen(corpus.url, timeout=_TIMEOUT_S) as answer:
+                content = answer.read()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+        raise ConfigError(where, problem=f"it cannot be read ({reason})",
+                          remedy=f"give --corpus FILE, a copy of {corpus.url}") from None
+    found = hashlib.sha256(content).hexdigest()
+    if found != corpus.sha256:
+        raise ConfigError(where, problem=f"its SHA-256 is {found}; the recipe's corpus has {corpus.sha256}",
+                          remedy=f"give --corpus FILE, a copy of {corpus.url}")
+    return content
+
+
+def _train(scale: Scale, out: Path) -> dict[str, float]:
+    """Check all runs, then train them. Returns run -> seconds of its steps."""
+    for run in scale.runs:
+        if "resume_from" not in run.flags:  # the other run does not exist yet
+            _run(out, "check", "--world_size", str(run.ranks), *run.words(scale.flags)[2:], quiet=True)
+    train_steps = int(str(read_yaml(str(out / RUN_YAML))["train_steps"][1]))
+    last = _last_steps(scale, out)
+    for number, run in enumerate(scale.runs, start=1):
+        say(f"run {number} of {len(scale.runs)}: {run.name}")
+        flags = {"train_steps": train_steps, **run.flags, **scale.flags}
+        if last[run.name] < flags.get("exit_step", flags["train_steps"]):
+            _run(out, *run.words(scale.flags))
+    steps = _last_steps(scale, out)
+    return {name: Goodput.read(out / "runs" / name, step).kept_seconds for name, step in steps.items()}
+
+
+def _last_steps(scale: Scale, out: Path) -> dict[str, int]:
+    """Return the last step that each run has logged; 0 for a run that has not begun."""
+    return {name: max((row["step"] for row in read_metrics(out / "runs" / name)), default=0) for name in scale.names()}
+
+
+def _run(out: Path, *words: str, quiet: bool = False) -> None:
+    """Run a subcommand of ds-pretrain in the folder. Raises CalledProcessError."""
+    subprocess.run([sys.executable, PROGRAM, *words], cwd=out, check=True, env={**os.environ, "DS_PRETRAIN_NEXT": "0"},
+                   stdout=subprocess.DEVNULL if quiet else None)
+
+
+def _judge(recipe: Recipe, folder: Path, out: Path, scale: str, *, hashes: dict[str, str],
+           seconds: dict[str, float]) -> int:
+    """Print the verdict, write receipt.json and verdict.svg, and return the exit code."""
+    expect, names = recipe.scales[scale].expect, recipe.scales[scale].names()
+    curves = {name: read_curve(out / "runs" / name) for name in names}
+    results = [each.result(curves) for each in expect]
+    receipt = _receipt(curves, results, scale=scale, hashes=hashes, seconds=seconds)
+    write_atomically(out / "receipt.json", json.dumps(receipt, indent=1) + "\n")
+    print(f"\n{recipe.title} ({scale} scale)")
+    for result in results:
+        print(f"{'ok' if result.is_met else 'NOT MET':<9}{result.text}")
+    if scale == FULL and (folder / "receipt.json").exists():
+        _print_comparison(read_object(folder / "receipt.json"), receipt)
+    print(f"published in: {recipe.source}")
+    drawn = [out / "verdict.svg"] if save_plot(out / "verdict.svg", recipe.title, curves, expect) else []
+    print(f"written: {', '.join(map(str, [out / 'receipt.json', *drawn]))}"
+          + ("" if drawn else "; no plot: pip install 'ds-pretrain[plot]'"))
+    missed = sum(not result.is_met for result in results)
+    met = "reproduced" if scale == FULL else "as expected at the small scale, which does not show the published result"
+    print(f"verdict: {f'{missed} of {len(results)} expectations NOT met' if missed else met}")
+    return int(missed > 0)
+
+
+def _receipt(curves: Mapping[str, Curve], results: list[Result], *, scale: str, hashes: dict[str, str],
+             seconds: dict[str, float]) -> dict[str, Any]:
+    """Return what was measured: machine, versions, data, and losses of each run at fixed steps."""
+    runs = {}
+    for name, curve in curves.items():
+        steps = sorted(curve.training)
+        shown = steps[:: max(1, len(steps) // _ROWS_OF_RECEIPT)]
+        runs[name] = {"seconds_of_steps": round(seconds[name], 1),
+                      "loss": {str(step): round(curve.training[step], 6) for step in shown},
+                      "validation_loss": {str(step): round(loss, 6) for step, loss in curve.validation.items()}}
+    gpus = nvidia_smi("name")
+    return {"scale": scale, "date": time.strftime("%Y-%m-%d"),
+            "machine": f"{len(gpus)} x {gpus[0]}" if gpus else f"{len(os.sched_getaffinity(0))} cores, {cpu_name()}",
+            "python": sys.version.split()[0], "versions": {name: version(name) for name in _VERSIONS},
+            "sha256": hashes, "runs": runs,
+            "results": [{"met": result.is_met, "text": result.text} for result in results]}
+
+
+def _print_comparison(recorded: dict[str, Any], receipt: dict[str, Any]) -> None:
+    """Print the last validation losses beside those of the recipe's receipt."""
+    print(f"the receipt of the recipe: {recorded.get('machine')}, {recorded.get('date')}")
+    for name, run in receipt["runs"].items():
+        before = list((recorded.get("runs", {}).get(name) or {}).get("validation_loss", {}).values())
+        here = list(run["validation_loss"].values())
+        if before and here:
+            print(f"  {name}: validation loss {before[-1]:.4f}, here {here[-1]:.4f}")

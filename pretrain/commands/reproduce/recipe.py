@@ -1,0 +1,123 @@
+"""A recipe: the folder with the settings of its runs, and recipe.yaml, which describes runs and expected results.
+
+    corpus: ../tinyshakespeare.yaml       # see Corpus
+    runs:                                 # in this order; a later entry with the same name continues the run
+      - {name: fp32, ranks: 1, flags: {precision: fp32}}
+    expect: [...]                         # see verdict.py
+    small:                                # --scale small
+      flags: {...}                        # of all runs
+      runs: [...]                         # default: the same
+      expect: [...]
+"""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from pretrain.commands.reproduce.verdict import Expectation
+from pretrain.config.flags.arguments import FLAGS
+from pretrain.errors import ConfigError, shorten
+from pretrain.shipped import shipped_folder
+from pretrain.stored_json import build, read_text, reason_of
+
+FILE = "recipe.yaml"
+RUN_YAML = "run.yaml"
+FULL, SMALL = "full", "small"  # values of --scale
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Text that runs are trained on: the content of a YAML that recipes share."""
+
+    file: str
+    url: str
+    sha256: str
+    parts: dict[str, list[float]]  # file -> fractions of the text where it begins and ends
+    prepare: list[str]  # subcommands of ds-pretrain, without this word
+
+
+@dataclass(frozen=True)
+class Run:
+    """A start of a run: its folder is runs/NAME. `flags` are added to run.yaml."""
+
+    name: str
+    ranks: int = 1
+    flags: dict[str, Any] = field(default_factory=dict)
+
+    def words(self, flags: dict[str, Any]) -> list[str]:
+        """Return the words of `ds-pretrain`, with further flags of all runs."""
+        words = ["--num_accelerators", str(self.ranks), "--config", RUN_YAML, "--save", f"runs/{self.name}"]
+        for name, value in {**self.flags, **flags}.items():
+            words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+        return words
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Runs and what is expected of them: at full scale the published result, at small scale that the files work."""
+
+    runs: list[Run] = field(default_factory=list)
+    flags: dict[str, Any] = field(default_factory=dict)  # of all runs
+    expect: list[Expectation] = field(default_factory=list)
+
+    def names(self) -> list[str]:
+        return list(dict.fromkeys(run.name for run in self.runs))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The content of recipe.yaml."""
+
+    title: str
+    source: str  # of the published figures
+    time: str  # of all runs, on which machine
+    corpus: str  # YAML, relative to the recipe
+    runs: list[Run]
+    expect: list[Expectation]
+    small: Scale
+
+    @property
+    def scales(self) -> dict[str, Scale]:
+        return {FULL: Scale(self.runs, {}, self.expect), SMALL: replace(self.small, runs=self.small.runs or self.runs)}
+
+
+def recipe_names() -> list[str]:
+    """Return the names of the recipes of this package."""
+    return sorted(path.parent.name for path in shipped_folder("launch").glob(f"recipes/*/{FILE}"))
+
+
+def find_recipe(name: str) -> Path:
+    """Return the folder of a recipe of this package, or a folder with a recipe.yaml. Raises ConfigError."""
+    if name in recipe_names():
+        return shipped_folder("launch") / "recipes" / name
+    if not (Path(name) / FILE).is_file():
+        raise ConfigError("reproduce", problem=f"there is no recipe {shorten(name)!r}, and no folder with a {FILE}",
+                          remedy=f"the recipes are {', '.join(recipe_names())}", word=name, known=recipe_names())
+    return Path(name)
+
+
+def read_recipe(folder: Path) -> tuple[Recipe, Corpus]:
+    """Read and check recipe.yaml, and the YAML of its corpus. Raises ConfigError."""
+    path = folder / FILE
+    recipe = _read(path, Recipe)
+    for scale in recipe.scales.values():
+        for flags in (scale.flags, *(run.flags for run in scale.runs)):
+            if unknown := sorted(flags.keys() - FLAGS.keys()):
+                raise ConfigError(f"{path}: flags", problem=f"there is no flag --{unknown[0]}", word=unknown[0],
+                                  known=FLAGS)
+        for expectation in scale.expect:
+            if unknown := sorted(set(expectation.names()) - set(scale.names())):
+                raise ConfigError(f"{path}: expect", found=unknown[0], expected=f"one of {', '.join(scale.names())}")
+    return recipe, _read(folder / recipe.corpus, Corpus)
+
+
+def _read(path: Path, kind: type[_T]) -> _T:
+    try:
+        return build(kind, yaml.safe_load(read_text(path)))
+    except yaml.YAMLError as error:
+        raise ConfigError(str(path), problem=f"it is not YAML: {error}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(path), problem=reason_of(error)) from None

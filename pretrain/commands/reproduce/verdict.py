@@ -1,0 +1,132 @@
+"""Whether the runs of a recipe have the expected results, and a plot of their losses.
+
+Each kind of expectation is a dataclass, whose fields are the keys of an entry of `expect` in recipe.yaml.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Union
+
+from pretrain.monitor.read_run_folder import is_number, newest_path, read_metrics
+
+LOSS, VALID_LOSS = "loss", "eval_loss"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The losses of a run by step."""
+
+    training: dict[int, float]
+    validation: dict[int, float]
+
+    @property
+    def final(self) -> float | None:
+        """The last validation loss."""
+        return self.validation[max(self.validation)] if self.validation else None
+
+
+@dataclass(frozen=True)
+class Result:
+    """Whether an expectation is met, in a line of text."""
+
+    is_met: bool
+    text: str
+
+
+@dataclass(frozen=True)
+class Between:
+    """The last validation loss of a run is inside of a band around the published one."""
+
+    run: str
+    between: list[float]
+    published: float | None = None
+
+    def names(self) -> list[str]:
+        return [self.run]
+
+    def result(self, curves: Mapping[str, Curve]) -> Result:
+        found = curves[self.run].final
+        low, high = self.between
+        published = "" if self.published is None else f"; published: {self.published:g}"
+        text = f"{self.run}: validation loss {_text(found)}, expected {low:g} to {high:g}{published}"
+        return Result(found is not None and low <= found <= high, text)
+
+
+@dataclass(frozen=True)
+class OneCurve:
+    """The training losses of several runs are equal at each step, up to a difference."""
+
+    one_curve: list[str]
+    within: float
+
+    def names(self) -> list[str]:
+        return self.one_curve
+
+    def result(self, curves: Mapping[str, Curve]) -> Result:
+        losses = [curves[name].training for name in self.one_curve]
+        steps = losses[0].keys()
+        if not steps or any(each.keys() != steps for each in losses):
+            return Result(False, f"{', '.join(self.one_curve)}: they have not logged the same steps")
+        worst = max(max(each[step] for each in losses) - min(each[step] for each in losses) for step in steps)
+        text = f"{', '.join(self.one_curve)}: the training losses of {len(steps)} steps differ by at most " \
+               f"{worst:.2g}, expected {self.within:g}"
+        return Result(worst <= self.within, text)
+
+
+@dataclass(frozen=True)
+class Lower:
+    """The last validation loss of a run is lower than that of another one, by at least `by` (may be negative)."""
+
+    lower: str
+    than: str
+    by: float = 0.0
+
+    def names(self) -> list[str]:
+        return [self.lower, self.than]
+
+    def result(self, curves: Mapping[str, Curve]) -> Result:
+        low, high = curves[self.lower].final, curves[self.than].final
+        text = f"{self.lower}: validation loss {_text(low)}, {self.than}: {_text(high)}, " \
+               f"expected at most {self.than} {-self.by:+g}"
+        return Result(low is not None and high is not None and low <= high - self.by, text)
+
+
+Expectation = Union[Between, OneCurve, Lower]  # noqa: UP007 (a value that `build` takes apart)
+
+
+def _text(loss: float | None) -> str:
+    return "not known" if loss is None else f"{loss:.4f}"
+
+
+def read_curve(run: Path) -> Curve:
+    """Return the losses of a run folder; without those of steps that were trained again."""
+    def losses(key: str, split: Any) -> dict[int, float]:
+        rows = newest_path([row for row in read_metrics(run) if key in row and row.get("split") == split])
+        return {row["step"]: row[key] for row in rows if is_number(row[key])}
+
+    return Curve(losses(LOSS, None), losses(VALID_LOSS, "valid"))
+
+
+def save_plot(target: Path, title: str, curves: Mapping[str, Curve], expectations: Sequence[Expectation]) -> bool:
+    """Draw the losses of all runs, and the published ones with their bands. Returns False without matplotlib."""
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    figure = Figure(figsize=(7, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for name, curve in curves.items():
+        (line,) = axes.plot(*zip(*sorted(curve.training.items()), strict=True), linewidth=0.8, label=name)
+        axes.plot(*zip(*sorted(curve.validation.items()), strict=True), "o", color=line.get_color())
+    for each in expectations:
+        if isinstance(each, Between):
+            axes.axhspan(*each.between, color="grey", alpha=0.2)
+            if each.published is not None:
+                axes.axhline(each.published, color="grey", linestyle="--", linewidth=1, label="published")
+    axes.set(xlabel="step", ylabel="nats per token", title=title)
+    axes.legend(frameon=False)
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):
+        figure.savefig(target, metadata={"Date": None})
+    return True

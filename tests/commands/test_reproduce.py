@@ -1,0 +1,118 @@
+"""`ds-pretrain reproduce`: recipes are valid, run from download to verdict, and wrong ones are rejected in one line."""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pretrain.commands.reproduce.recipe import find_recipe, read_recipe, recipe_names
+from pretrain.commands.reproduce.verdict import Between, Curve, Lower, OneCurve
+from pretrain.stored_json import read_object
+from tests.support.launch import ROOT
+
+TEXT = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "pretrain/model").rglob("*.py")))
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> Iterator[str]:
+    """Serve input.txt over HTTP."""
+    (tmp_path / "served").mkdir()
+    (tmp_path / "served/input.txt").write_text(TEXT, encoding="utf-8")
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path / "served"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/input.txt"
+        server.shutdown()
+
+
+def own_recipe(folder: Path, url: str) -> Path:
+    """Copy the recipe `layouts` with another corpus; its property holds for every text."""
+    recipe = Path(shutil.copytree(find_recipe("layouts"), folder / "recipes/layouts"))
+    corpus = yaml.safe_load((find_recipe("layouts").parent / "tinyshakespeare.yaml").read_text())
+    corpus |= {"url": url, "sha256": hashlib.sha256(TEXT.encode()).hexdigest()}
+    (recipe.parent / "tinyshakespeare.yaml").write_text(yaml.safe_dump(corpus))
+    return recipe
+
+
+def reproduce(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "pretrain", "reproduce", *words], cwd=folder, capture_output=True,
+                          text=True, timeout=600, env={**os.environ, "PYTHONPATH": str(ROOT)})
+
+
+def test_a_recipe_runs_from_download_to_verdict(url: str, tmp_path: Path) -> None:
+    recipe = own_recipe(tmp_path, url)
+    done = reproduce(tmp_path, str(recipe), "--scale", "small")
+    assert done.returncode == 0, done.stdout + done.stderr
+    out = tmp_path / "runs/layouts-small"
+    receipt = read_object(out / "receipt.json")
+    assert receipt["results"][0]["met"]
+    assert receipt["runs"]["resumed"]["loss"].keys() == receipt["runs"]["zero0"]["loss"].keys()
+    assert receipt["sha256"]["train.txt"] == hashlib.sha256((out / "train.txt").read_bytes()).hexdigest()
+    assert (out / "train.txt").read_text() + (out / "valid.txt").read_text() == TEXT
+    assert (out / "verdict.svg").read_text().startswith("<?xml")
+    # an expectation that is not met, with the finished runs
+    wrong = yaml.safe_load((recipe / "recipe.yaml").read_text())
+    wrong["small"]["expect"] = [{"run": "zero0", "between": [0.0, 0.1], "published": 0.05}]
+    (recipe / "recipe.yaml").write_text(yaml.safe_dump(wrong))
+    again = reproduce(tmp_path, str(recipe), "--scale", "small")
+    assert again.returncode == 1
+    assert "NOT MET  zero0: validation loss" in again.stdout
+    assert "starting DeepSpeed's launcher" not in again.stderr
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"titel": "x"}, "titel"), ({"runs": [{"name": "a", "flags": {"train_stepz": 3}}]}, '"train_steps"'),
+    ({"expect": [{"run": "zero9", "between": [0, 1]}]}, "zero9"), ({"corpus": "nothing.yaml"}, "nothing.yaml")])
+def test_a_wrong_recipe_is_rejected_in_one_line(change: dict[str, object], message: str, tmp_path: Path) -> None:
+    recipe = own_recipe(tmp_path, "http://127.0.0.1:9/input.txt")
+    path = recipe / "recipe.yaml"
+    path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), **change}))
+    done = reproduce(tmp_path, str(recipe))
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert message in done.stderr
+
+
+def test_a_wrong_corpus_is_rejected_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "other.txt").write_text("other")
+    recipe = own_recipe(tmp_path, "http://127.0.0.1:9/input.txt")
+    for words, message in ((["--corpus", "other.txt"], "its SHA-256 is"), (["--corpus", "none.txt"], "cannot be read"),
+                           ([], "Give --corpus FILE")):
+        done = reproduce(tmp_path, str(recipe), *words)
+        assert done.returncode == 2
+        assert message in done.stderr.splitlines()[-1]
+    done = reproduce(tmp_path, "layout")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert 'Did you mean "layouts"' in done.stderr
+
+
+def test_expectations() -> None:
+    curves = {"a": Curve({1: 3.0, 2: 2.0}, {2: 2.1}), "b": Curve({1: 3.0, 2: 2.2}, {2: 2.0}), "c": Curve({1: 3.0}, {})}
+    for expectation, is_met in (
+            (Between("a", [2.0, 2.2]), True), (Between("a", [2.2, 2.3]), False), (Between("c", [0, 9]), False),
+            (OneCurve(["a", "b"], 0.3), True), (OneCurve(["a", "b"], 0.1), False), (OneCurve(["a", "c"], 9), False),
+            (Lower("b", "a"), True), (Lower("a", "b"), False), (Lower("a", "b", by=-0.2), True),
+            (Lower("b", "a", by=0.2), False), (Lower("c", "a"), False)):
+        assert expectation.result(curves).is_met is is_met, expectation
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_each_recipe_has_a_page_and_a_receipt_of_met_expectations(name: str) -> None:
+    folder = find_recipe(name)
+    recipe, corpus = read_recipe(folder)
+    assert len(corpus.sha256) == 64
+    receipt = json.loads((folder / "receipt.json").read_text())
+    assert all(result["met"] for result in receipt["results"])
+    assert receipt["runs"].keys() == set(recipe.scales["full"].names())
+    page = (folder / "README.md").read_text(encoding="utf-8")
+    assert f"ds-pretrain reproduce {name}" in page
+    assert recipe.source.partition(" ")[0] in page
