@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from pretrain.commands.reproduce.recipe import find_recipe, read_recipe, recipe_names
-from pretrain.commands.reproduce.verdict import Between, Curve, Lower, OneCurve
+from pretrain.commands.reproduce.verdict import Between, Curve, Lower, OneCurve, save_plot
 from pretrain.stored_json import read_object
 from tests.support.launch import ROOT
 
@@ -103,6 +103,17 @@ def test_expectations() -> None:
             (Lower("b", "a"), True), (Lower("a", "b"), False), (Lower("a", "b", by=-0.2), True),
             (Lower("b", "a", by=0.2), False), (Lower("c", "a"), False)):
         assert expectation.result(curves).is_met is is_met, expectation
+
+
+def test_a_published_curve_is_drawn_up_to_the_end_of_the_run(tmp_path: Path) -> None:
+    curve = Curve({10: 3.0, 20: 2.0}, {20: 2.1}, {10: 1000, 20: 2000})
+    by_step = Between("a", [2.0, 2.2], {10: 3.1, 20: 2.15, 40: 1.9})
+    by_tokens = Between("a", [2.0, 2.2], {1000: 3.1, 2000: 2.15, 4000: 1.9}, by_tokens=True)
+    assert by_step.published_points(curve) == by_tokens.published_points(curve) == [(10, 3.1), (20, 2.15)]
+    assert by_step.result({"a": curve}).text.endswith("published: 1.9 at step 40")
+    assert by_tokens.result({"a": curve}).text.endswith("published: 1.9 at 4e+03 tokens")
+    assert save_plot(tmp_path / "verdict.svg", "", {"a": curve}, [by_tokens])
+    assert "published" in (tmp_path / "verdict.svg").read_text()
 
 
 @pytest.mark.parametrize("name", recipe_names())

@@ -4,13 +4,13 @@ Each kind of expectation is a dataclass, whose fields are the keys of an entry o
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Union
 
 from pretrain.monitor.read_run_folder import is_number, newest_path, read_metrics
 
-LOSS, VALID_LOSS = "loss", "eval_loss"
+LOSS, VALID_LOSS, TOKENS = "loss", "eval_loss", "consumed_tokens"
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,7 @@ class Curve:
 
     training: dict[int, float]
     validation: dict[int, float]
+    tokens: dict[int, int] = field(default_factory=dict)  # consumed tokens at each step of `training`
 
     @property
     def final(self) -> float | None:
@@ -36,11 +37,15 @@ class Result:
 
 @dataclass(frozen=True)
 class Between:
-    """The last validation loss of a run is inside of a band around the published one."""
+    """The last validation loss of a run is inside of a band around the published one.
+
+    A published curve is a mapping from steps to losses; with `by_tokens`, from consumed tokens to losses.
+    """
 
     run: str
     between: list[float]
-    published: float | None = None
+    published: float | dict[int, float] | None = None
+    by_tokens: bool = False
 
     def names(self) -> list[str]:
         return [self.run]
@@ -48,9 +53,22 @@ class Between:
     def result(self, curves: Mapping[str, Curve]) -> Result:
         found = curves[self.run].final
         low, high = self.between
-        published = "" if self.published is None else f"; published: {self.published:g}"
-        text = f"{self.run}: validation loss {_text(found)}, expected {low:g} to {high:g}{published}"
+        text = f"{self.run}: validation loss {_text(found)}, expected {low:g} to {high:g}{self._published_text()}"
         return Result(found is not None and low <= found <= high, text)
+
+    def _published_text(self) -> str:
+        if not isinstance(self.published, dict):
+            return "" if self.published is None else f"; published: {self.published:g}"
+        last = max(self.published)
+        return f"; published: {self.published[last]:g} at {f'{last:.3g} tokens' if self.by_tokens else f'step {last}'}"
+
+    def published_points(self, curve: Curve) -> list[tuple[float, float]]:
+        """Return the points of the published curve, (step, loss), up to the last step of the run."""
+        if not isinstance(self.published, dict) or not curve.training:
+            return []
+        last = max(curve.training)
+        step_per_unit = last / curve.tokens[last] if self.by_tokens else 1.0
+        return [(at * step_per_unit, loss) for at, loss in sorted(self.published.items()) if at * step_per_unit <= last]
 
 
 @dataclass(frozen=True)
@@ -101,11 +119,11 @@ def _text(loss: float | None) -> str:
 
 def read_curve(run: Path) -> Curve:
     """Return the losses of a run folder; without those of steps that were trained again."""
-    def losses(key: str, split: Any) -> dict[int, float]:
+    def values(key: str, split: Any) -> dict[int, Any]:
         rows = newest_path([row for row in read_metrics(run) if key in row and row.get("split") == split])
         return {row["step"]: row[key] for row in rows if is_number(row[key])}
 
-    return Curve(losses(LOSS, None), losses(VALID_LOSS, "valid"))
+    return Curve(values(LOSS, None), values(VALID_LOSS, "valid"), values(TOKENS, None))
 
 
 def save_plot(target: Path, title: str, curves: Mapping[str, Curve], expectations: Sequence[Expectation]) -> bool:
@@ -123,8 +141,10 @@ def save_plot(target: Path, title: str, curves: Mapping[str, Curve], expectation
     for each in expectations:
         if isinstance(each, Between):
             axes.axhspan(*each.between, color="grey", alpha=0.2)
-            if each.published is not None:
+            if isinstance(each.published, float | int):
                 axes.axhline(each.published, color="grey", linestyle="--", linewidth=1, label="published")
+            elif points := each.published_points(curves[each.run]):
+                axes.plot(*zip(*points, strict=True), "s--", color="grey", linewidth=1, label="published")
     axes.set(xlabel="step", ylabel="nats per token", title=title)
     axes.legend(frameon=False)
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):
