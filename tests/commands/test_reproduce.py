@@ -2,12 +2,14 @@
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -15,8 +17,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pretrain.commands.reproduce.recipe import find_recipe, read_recipe, recipe_names
-from pretrain.commands.reproduce.verdict import Between, Curve, Lower, OneCurve, save_plot
+from pretrain.commands.reproduce.curves import Curve
+from pretrain.commands.reproduce.recipe import Grid, find_recipe, read_recipe, recipe_names
+from pretrain.commands.reproduce.sweeps import CriticalBatch, Optimum, fit_critical_batch
+from pretrain.commands.reproduce.verdict import Between, Lower, OneCurve, save_plot
 from pretrain.stored_json import read_object
 from tests.support.launch import ROOT
 
@@ -103,6 +107,45 @@ def test_expectations() -> None:
             (Lower("b", "a"), True), (Lower("a", "b"), False), (Lower("a", "b", by=-0.2), True),
             (Lower("b", "a", by=0.2), False), (Lower("c", "a"), False)):
         assert expectation.result(curves).is_met is is_met, expectation
+
+
+def test_a_grid_is_every_combination_of_its_tables() -> None:
+    grid = Grid([{"w64": {"model": "a.json"}, "w128": {"model": "b.json"}}, {"0.5": {"learning_rate": 0.5}, "1": {}}])
+    assert [(run.name, run.flags) for run in grid.runs()] == [
+        ("w64-0.5", {"model": "a.json", "learning_rate": 0.5}), ("w64-1", {"model": "a.json"}),
+        ("w128-0.5", {"model": "b.json", "learning_rate": 0.5}), ("w128-1", {"model": "b.json"})]
+
+
+def test_the_optimum_of_a_sweep(tmp_path: Path) -> None:
+    optima = {"a": 4, "b": 8, "c": 16, "end": 32}
+    curves = {f"{name}-{rate}": Curve({1: 3.0}, {1: abs(math.log2(rate / best))})
+              for name, best in optima.items() for rate in (1, 2, 4, 8, 16, 32)}
+    for expectation, is_met in (
+            (Optimum(["a", "b"], within=2), True), (Optimum(["a", "c"], within=2), False),
+            (Optimum(["a", "b", "c"], moves_by=4), True), (Optimum(["a", "b"], moves_by=4), False),
+            (Optimum(["a", "end"], within=99), False), (Optimum(["a", "none"], within=99), False)):
+        assert expectation.result(curves).is_met is is_met, expectation
+    assert "4 (a), 8 (b)" in Optimum(["a", "b"], within=2).result(curves).text
+    assert save_plot(tmp_path / "verdict.svg", "", curves, [Optimum(["a", "b"]), Optimum(["a", "c"])])
+
+
+@pytest.mark.parametrize("critical", [10.0, 100.0])
+def test_the_critical_batch_size_is_that_of_the_steps_to_the_loss(critical: float, tmp_path: Path) -> None:
+    """The loss falls by 1 in Smin (1 + critical / B) steps; another learning rate needs twice as many."""
+    curves = {}
+    for batch in (4, 16, 64, 256):
+        steps = 40 * (1 + critical / batch)
+        for sweep, slower in (("good", 1), ("bad", 2)):
+            losses = {step: 5 - step / steps / slower for step in range(5, round(3 * steps), 5)}
+            curves[f"{sweep}-{batch}"] = Curve(losses, losses, noise_scale={1: 9e9, round(steps): 1.5 * critical})
+    fewest_steps, found = fit_critical_batch({b: 40 * (1 + critical / b) for b in (4, 16, 64, 256)})
+    assert (fewest_steps, found) == pytest.approx((40, critical), rel=0.01)
+    expected = CriticalBatch(["bad", "good"], 4.0, "good-64", within=2)
+    assert expected.result(curves).is_met, expected.result(curves).text
+    assert f"measured noise scale {1.5 * critical:.3g} samples" in expected.result(curves).text
+    assert not replace(expected, within=1.2).result(curves).is_met
+    assert not replace(expected, loss=1.0).result(curves).is_met
+    assert save_plot(tmp_path / "verdict.svg", "", curves, [expected])
 
 
 def test_a_published_curve_is_drawn_up_to_the_end_of_the_run(tmp_path: Path) -> None:

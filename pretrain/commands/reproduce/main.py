@@ -23,6 +23,7 @@ from typing import Any
 
 from pretrain.checkpoint.format.hashed_files import write_atomically
 from pretrain.cli import Parser, path, path_text, say, text
+from pretrain.commands.reproduce.curves import Curve, Result, read_curve
 from pretrain.commands.reproduce.recipe import (
     FULL,
     RUN_YAML,
@@ -34,7 +35,7 @@ from pretrain.commands.reproduce.recipe import (
     read_recipe,
     recipe_names,
 )
-from pretrain.commands.reproduce.verdict import Curve, Result, read_curve, save_plot
+from pretrain.commands.reproduce.verdict import save_plot
 from pretrain.config.flags.parse import read_yaml
 from pretrain.distributed.device import cpu_name, nvidia_smi
 from pretrain.distributed.process import PROGRAM
@@ -129,16 +130,19 @@ def _read_corpus(corpus: Corpus, given: str | None) -> bytes:
 
 def _train(scale: Scale, out: Path) -> dict[str, float]:
     """Check all runs, then train them. Returns run -> seconds of its steps."""
-    for run in scale.runs:
+    runs = scale.starts()
+    for run in runs:
         if "resume_from" not in run.flags:  # the other run does not exist yet
             _run(out, "check", "--world_size", str(run.ranks), *run.words(scale.flags)[2:], quiet=True)
     train_steps = int(str(read_yaml(str(out / RUN_YAML))["train_steps"][1]))
     last = _last_steps(scale, out)
-    for number, run in enumerate(scale.runs, start=1):
-        say(f"run {number} of {len(scale.runs)}: {run.name}")
+    for number, run in enumerate(runs, start=1):
+        say(f"run {number} of {len(runs)}: {run.name}")
         flags = {"train_steps": train_steps, **run.flags, **scale.flags}
         if last[run.name] < flags.get("exit_step", flags["train_steps"]):
             _run(out, *run.words(scale.flags))
+        if not run.keep_checkpoint:
+            shutil.rmtree(out / "runs" / run.name / "checkpoints", ignore_errors=True)
     steps = _last_steps(scale, out)
     return {name: Goodput.read(out / "runs" / name, step).kept_seconds for name, step in steps.items()}
 

@@ -3,6 +3,7 @@
     corpus: ../tinyshakespeare.yaml       # see Corpus
     runs:                                 # in this order; a later entry with the same name continues the run
       - {name: fp32, ranks: 1, flags: {precision: fp32}}
+      - {grid: [{w64: {...}, w128: {...}}, {"0.001": {learning_rate: 0.001}, ...}]}    # w64-0.001, ...; see Grid
     expect: [...]                         # see verdict.py
     small:                                # --scale small
       flags: {...}                        # of all runs
@@ -10,12 +11,14 @@
       expect: [...]
 """
 
+import itertools
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 
+from pretrain.commands.reproduce.curves import sweep_of
 from pretrain.commands.reproduce.verdict import Expectation
 from pretrain.config.flags.arguments import FLAGS
 from pretrain.errors import ConfigError, shorten
@@ -46,6 +49,7 @@ class Run:
     name: str
     ranks: int = 1
     flags: dict[str, Any] = field(default_factory=dict)
+    keep_checkpoint: bool = True  # false: remove it when the run has finished
 
     def words(self, flags: dict[str, Any]) -> list[str]:
         """Return the words of `ds-pretrain`, with further flags of all runs."""
@@ -56,15 +60,34 @@ class Run:
 
 
 @dataclass(frozen=True)
+class Grid:
+    """Runs with each combination of one entry of each table: their flags together, their names joined with "-".
+
+    Only their losses are of interest: a checkpoint is removed when its run has finished.
+    """
+
+    grid: list[dict[str, dict[str, Any]]]  # tables: name -> flags
+    ranks: int = 1
+
+    def runs(self) -> list[Run]:
+        return [Run("-".join(name for name, _ in entries), self.ranks,
+                    {flag: value for _, flags in entries for flag, value in flags.items()}, keep_checkpoint=False)
+                for entries in itertools.product(*(table.items() for table in self.grid))]
+
+
+@dataclass(frozen=True)
 class Scale:
     """Runs and what is expected of them: at full scale the published result, at small scale that the files work."""
 
-    runs: list[Run] = field(default_factory=list)
+    runs: list[Run | Grid] = field(default_factory=list)
     flags: dict[str, Any] = field(default_factory=dict)  # of all runs
     expect: list[Expectation] = field(default_factory=list)
 
+    def starts(self) -> list[Run]:
+        return [run for each in self.runs for run in (each.runs() if isinstance(each, Grid) else [each])]
+
     def names(self) -> list[str]:
-        return list(dict.fromkeys(run.name for run in self.runs))
+        return list(dict.fromkeys(run.name for run in self.starts()))
 
 
 @dataclass(frozen=True)
@@ -75,7 +98,7 @@ class Recipe:
     source: str  # of the published figures
     time: str  # of all runs, on which machine
     corpus: str  # YAML, relative to the recipe
-    runs: list[Run]
+    runs: list[Run | Grid]
     expect: list[Expectation]
     small: Scale
 
@@ -104,13 +127,14 @@ def read_recipe(folder: Path) -> tuple[Recipe, Corpus]:
     path = folder / FILE
     recipe = _read(path, Recipe)
     for scale in recipe.scales.values():
-        for flags in (scale.flags, *(run.flags for run in scale.runs)):
+        for flags in (scale.flags, *(run.flags for run in scale.starts())):
             if unknown := sorted(flags.keys() - FLAGS.keys()):
                 raise ConfigError(f"{path}: flags", problem=f"there is no flag --{unknown[0]}", word=unknown[0],
                                   known=FLAGS)
         for expectation in scale.expect:
-            if unknown := sorted(set(expectation.names()) - set(scale.names())):
-                raise ConfigError(f"{path}: expect", found=unknown[0], expected=f"one of {', '.join(scale.names())}")
+            known = [*scale.names(), *(dict.fromkeys(sweep_of(name) for name in scale.names()))]
+            if unknown := sorted(set(expectation.names()) - set(known)):
+                raise ConfigError(f"{path}: expect", found=unknown[0], expected=f"one of {', '.join(known)}")
     return recipe, _read(folder / recipe.corpus, Corpus)
 
 

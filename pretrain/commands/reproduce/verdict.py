@@ -4,35 +4,12 @@ Each kind of expectation is a dataclass, whose fields are the keys of an entry o
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Union
 
-from pretrain.monitor.read_run_folder import is_number, newest_path, read_metrics
-
-LOSS, VALID_LOSS, TOKENS = "loss", "eval_loss", "consumed_tokens"
-
-
-@dataclass(frozen=True)
-class Curve:
-    """The losses of a run by step."""
-
-    training: dict[int, float]
-    validation: dict[int, float]
-    tokens: dict[int, int] = field(default_factory=dict)  # consumed tokens at each step of `training`
-
-    @property
-    def final(self) -> float | None:
-        """The last validation loss."""
-        return self.validation[max(self.validation)] if self.validation else None
-
-
-@dataclass(frozen=True)
-class Result:
-    """Whether an expectation is met, in a line of text."""
-
-    is_met: bool
-    text: str
+from pretrain.commands.reproduce.curves import Curve, Result
+from pretrain.commands.reproduce.sweeps import CriticalBatch, Optimum
 
 
 @dataclass(frozen=True)
@@ -110,31 +87,39 @@ class Lower:
         return Result(low is not None and high is not None and low <= high - self.by, text)
 
 
-Expectation = Union[Between, OneCurve, Lower]  # noqa: UP007 (a value that `build` takes apart)
+Expectation = Union[Between, OneCurve, Lower, Optimum, CriticalBatch]  # noqa: UP007 (a value that `build` takes apart)
 
 
 def _text(loss: float | None) -> str:
     return "not known" if loss is None else f"{loss:.4f}"
 
 
-def read_curve(run: Path) -> Curve:
-    """Return the losses of a run folder; without those of steps that were trained again."""
-    def values(key: str, split: Any) -> dict[int, Any]:
-        rows = newest_path([row for row in read_metrics(run) if key in row and row.get("split") == split])
-        return {row["step"]: row[key] for row in rows if is_number(row[key])}
-
-    return Curve(values(LOSS, None), values(VALID_LOSS, "valid"), values(TOKENS, None))
-
-
 def save_plot(target: Path, title: str, curves: Mapping[str, Curve], expectations: Sequence[Expectation]) -> bool:
-    """Draw the losses of all runs, and the published ones with their bands. Returns False without matplotlib."""
+    """Draw the sweeps; without any, the losses of all runs and the published ones with their bands.
+
+    Returns False without matplotlib.
+    """
     try:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
         return False
+    sweeps = [each for each in expectations if isinstance(each, Optimum | CriticalBatch)]
     figure = Figure(figsize=(7, 3.6), layout="constrained")
-    axes = figure.subplots()
+    panels = figure.subplots(1, max(1, len(sweeps)), squeeze=False, sharey=True)[0]
+    if not sweeps:
+        _draw_losses(panels[0], curves, expectations)
+    for axes, sweep in zip(panels, sweeps, strict=False):
+        sweep.draw(axes, curves)
+    for axes in panels:
+        axes.legend(frameon=False)
+    figure.suptitle(title, fontsize="medium")
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):
+        figure.savefig(target, metadata={"Date": None})
+    return True
+
+
+def _draw_losses(axes: Any, curves: Mapping[str, Curve], expectations: Sequence[Expectation]) -> None:
     for name, curve in curves.items():
         (line,) = axes.plot(*zip(*sorted(curve.training.items()), strict=True), linewidth=0.8, label=name)
         axes.plot(*zip(*sorted(curve.validation.items()), strict=True), "o", color=line.get_color())
@@ -145,8 +130,4 @@ def save_plot(target: Path, title: str, curves: Mapping[str, Curve], expectation
                 axes.axhline(each.published, color="grey", linestyle="--", linewidth=1, label="published")
             elif points := each.published_points(curves[each.run]):
                 axes.plot(*zip(*points, strict=True), "s--", color="grey", linewidth=1, label="published")
-    axes.set(xlabel="step", ylabel="nats per token", title=title)
-    axes.legend(frameon=False)
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):
-        figure.savefig(target, metadata={"Date": None})
-    return True
+    axes.set(xlabel="step", ylabel="nats per token")
