@@ -8,7 +8,7 @@ from typing import Any
 
 from pretrain.data.data_spec import parse_data_spec
 from pretrain.data.token_files.indexed_dataset import read_meta
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, printable
 from pretrain.monitor.read_run_folder import is_number, newest_path, newest_start, read_metrics, read_rows
 
 
@@ -30,6 +30,7 @@ class Summary:
     unigram_entropy: float | None
     tokens_per_second: float | None
     named_losses: dict[str, float | None] = field(default_factory=dict)  # of each named validation set
+    note: str = ""  # --note of the newest start
 
     @property
     def below_unigram_entropy(self) -> bool:
@@ -57,7 +58,8 @@ def summarize(run: Path) -> Summary:
                    valid_loss=_number(metrics, evaluation, "eval_loss"),
                    unigram_entropy=_unigram_entropy(flags),
                    tokens_per_second=_number(metrics, last, "tokens_per_second"),
-                   named_losses={name: _number(metrics, row, "eval_loss") for name, row in named.items()})
+                   named_losses={name: _number(metrics, row, "eval_loss") for name, row in named.items()},
+                   note=flags.get("note") or "")
 
 
 def _unigram_entropy(flags: dict[str, Any]) -> float | None:
@@ -81,7 +83,8 @@ def summary_lines(summary: Summary) -> list[str]:
         return "not known" if value is None else f"{value:{form}}{unit}"
 
     mean = f" (mean of {len(summary.named_losses)} sets)" if summary.named_losses else ""
-    return [f"steps done            {summary.step} of {summary.train_steps}",
+    note = [f"note                  {printable(summary.note)}"] if summary.note else []
+    return [*note, f"steps done            {summary.step} of {summary.train_steps}",
             f"training loss         {text(summary.loss, '.4f')}{_not_finite(summary)}",
             f"validation loss       {text(summary.valid_loss, '.4f', ' nats per token')}{mean}",
             *(f"  {name:<20}{text(loss, '.4f')}" for name, loss in summary.named_losses.items()),

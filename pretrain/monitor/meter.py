@@ -60,7 +60,8 @@ class Meter:
         self._consumed_samples = self._batch_size = 0
         self._since = _SinceRow(first_step, 0)
         self._goodput = Goodput.read(folder.path, first_step) if rank == 0 else None
-        self._sinks = Sinks(engine, rank=rank, run=folder.path, trackio=plan.args.trackio)
+        self._sinks = Sinks(engine, rank=rank, run=folder.path, trackio=plan.args.trackio,
+                            note=plan.args.note or "", first_step=first_step)
         self._observations = Observations(plan)
         self._phases, self._update_size = phases, update_size
         self._highest_loss = HighestLoss(engine)

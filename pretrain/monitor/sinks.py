@@ -9,7 +9,8 @@ from typing import Any
 
 from deepspeed import DeepSpeedEngine
 
-from pretrain.engine.patches.monitors import SurvivingMonitor, take_monitors
+from pretrain.engine.patches.monitors import SurvivingMonitor, take_monitors, write_note
+from pretrain.errors import escape_controls
 
 _NAMES = {"loss": "train_loss"}  # DeepSpeed's name
 _NOT_SENT = ("consumed_samples", "time")  # the x-axis; the monitors record the time themselves
@@ -19,15 +20,21 @@ Event = tuple[str, float, int]
 
 
 class Sinks:
-    """Writes each row of metrics.jsonl to the monitors that the DeepSpeed JSON and --trackio select, on rank 0."""
+    """Writes each row of metrics.jsonl to the monitors that the DeepSpeed JSON and --trackio select, on rank 0.
 
-    def __init__(self, engine: DeepSpeedEngine, *, rank: int, run: Path, trackio: str | None) -> None:
-        monitors = take_monitors(engine)
+    The monitors that have a place for text also get --note, at the start.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine, *, rank: int, run: Path, trackio: str | None, note: str,
+                 first_step: int) -> None:
+        monitors, note = take_monitors(engine), escape_controls(note)
         self._monitors: list[Any] = [monitors] if monitors.enabled and rank == 0 else []
-        self._trackio = SurvivingMonitor(lambda: TrackioMonitor(trackio, run), "trackio") \
+        self._trackio = SurvivingMonitor(lambda: TrackioMonitor(trackio, run, note), "trackio") \
             if trackio is not None and rank == 0 else None
         if self._trackio is not None:
             self._monitors.append(self._trackio)
+        if note and rank == 0:
+            write_note(monitors, note, first_step)
 
     def write(self, row: dict[str, Any]) -> None:
         for monitor in self._monitors:
@@ -58,14 +65,16 @@ class TrackioMonitor:
     Args:
         project: name of the project.
         run: run folder; the name of its last part is the run's.
+        note: a text for the run's configuration, or "".
     """
 
-    def __init__(self, project: str, run: Path) -> None:
+    def __init__(self, project: str, run: Path, note: str) -> None:
         import trackio
 
         with contextlib.redirect_stdout(io.StringIO()):  # it prints how to open its dashboard
             self._run: Any = trackio.init(project=project, name=run.absolute().name, resume="allow", embed=False,
-                                          auto_log_gpu=False, auto_log_cpu=False)
+                                          auto_log_gpu=False, auto_log_cpu=False,
+                                          config={"note": note} if note else None)
 
     def write_events(self, events: list[Event]) -> None:
         values: dict[int, dict[str, float]] = defaultdict(dict)

@@ -22,6 +22,8 @@ def test_the_summary_of_a_killed_run(tmp_path: Path) -> None:
     summary = summarize(tmp_path)
     assert (summary.step, summary.train_steps, summary.valid_loss, summary.unigram_entropy) == (4, 9, 4.75, 5.0)
     assert summary.below_unigram_entropy
+    (tmp_path / "run.json").write_text(json.dumps([{"flags": {"note": "a \x1b[2J try\nwith lr 2\u202e"}}]))
+    assert summary_lines(summarize(tmp_path))[0] == r"note                  a \x1b[2J try with lr 2\u202e"
 
 
 def test_the_last_finite_loss_is_shown_with_its_step(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from pretrain.model.layers.moe import STATISTICS
 from pretrain.monitor.rows import EVALUATION_ROW, OPTIONAL_KEYS, TRAINING_ROW
+from pretrain.stored_json import read_json
 from tests.support.cases import CPU, case, config, flags
 from tests.support.launch import run_worker
 
@@ -30,6 +31,7 @@ RECIPE = {"label_smoothing": 0.1, "z_loss": 1e-3, "document_attention": True, "p
           "batch_schedule": "0:8,16:16"}
 WITH_RECIPE = {"recipe_zero3": config(3, precision="bf16"), "recipe_fp16_zero2": config(2, precision="fp16"),
                "recipe_pipeline": config(1, precision="bf16", stages=2, accumulation=4)}
+NOTE = "why this run: a <b>first</b> try\x1b[2J"
 # all other functions may read values from the device in logged steps only
 ON_CPUS = ("data/loader.py:_read", "engine/gradient_passes.py", "model/kernels/cpu/", "model/kernels/documents.py:")
 IN_SAVES = ("checkpoint/", "distributed/collectives.py")
@@ -49,7 +51,7 @@ def results(corpus: str, folder: Path) -> dict[str, Any]:
     for name, values in LAYOUTS.items():
         monitors = {key: {**block, "output_path": f"{name}/{block['output_path']}"} if "output_path" in block else block
                     for key, block in MONITORS.items()} if name in WATCHED else {}
-        own_flags = {**run_flags, "trackio": "project"} if name in WATCHED else run_flags
+        own_flags = {**run_flags, "trackio": "project", "note": NOTE} if name in WATCHED else run_flags
         cases.append(case(name, "run", {**values, "gradient_clipping": CLIP, **monitors}, own_flags,
                           count_waits=name not in ("zero0", *WATCHED)))
     cases += [case(name, "run", {**values, "gradient_clipping": CLIP},
@@ -162,7 +164,10 @@ def test_every_monitor_gets_the_values_of_the_rows(name: str, results: dict[str,
         found: dict[str, list[tuple[int, float]]] = {}
         for label, value, x in results[name]["sent"][service]:
             found.setdefault(label, []).append((x, value))
+        (note,) = found.pop("note", None) or found.pop("notes")  # W&B calls it notes
+        assert note == (0, NOTE.replace("\x1b", "\\x1b"))
         assert found == expected
+    assert read_json(folder / f"run-{name}" / "run.json")[-1]["flags"]["note"] == NOTE
 
 
 def read_csv(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -177,6 +182,8 @@ def read_csv(folder: Path) -> dict[str, list[tuple[int, float]]]:
 def read_tensorboard(folder: Path) -> dict[str, list[tuple[int, float]]]:
     events = EventAccumulator(str(folder))
     events.Reload()
+    (note,) = events.Tensors("note/text_summary")
+    assert (note.step, note.tensor_proto.string_val) == (0, [NOTE.replace("\x1b", "\\x1b").encode()])
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 

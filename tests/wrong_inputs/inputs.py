@@ -45,6 +45,7 @@ UNTIED = {"model_overrides": "tie_word_embeddings=false"}
 WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     # the file
     ({}, {"deepspeed_config": NOTHING}, "--deepspeed_config: found nothing"),
+    ({}, {"note": "x" * 2001}, "--note: found 2001 characters; expected at most 2000"),
     ({}, {"deepspeed_config": "{world}/broken.json"}, "broken.json:2"),
     ({}, {"deepspeed_config": "{world}/twice.json"}, "twice.json:2: train_batch_size"),
     ({}, {"deepspeed_config": "{world}/list.json"}, "expected an object"),

@@ -18,6 +18,7 @@ from pretrain.analysis.report.reduce import (
     reduce_segments,
 )
 from pretrain.analysis.report.run_table import Columns, RunTable, as_float
+from pretrain.errors import escape_controls
 
 MAX_POINTS = 6000  # of each curve, over all runs: the page remains below a few MB
 _MIN_POINTS = 400
@@ -60,7 +61,8 @@ def run_data(table: RunTable, limit: int) -> dict[str, Any]:
         old = reduce_rows({key: column[~newest] for key, column in values.items()}, limit // 4)
         abandoned_evaluations[split] = curves_data(old)
     return {
-        "overview": overview(table), "reduced": is_reduced, "rows": table.training.num_rows,
+        "overview": overview(table), "note": escape_controls(_flags(table).get("note") or ""),
+        "reduced": is_reduced, "rows": table.training.num_rows,
         "abandoned_rows": int((~kept).sum()), "training": curves_data(curves, rounded=is_reduced),
         "abandoned": curves_data(abandoned, rounded=is_reduced), "evaluations": evaluations,
         "abandoned_evaluations": abandoned_evaluations, "time_is_estimated": _start_time(table) is None,
@@ -72,6 +74,10 @@ def run_data(table: RunTable, limit: int) -> dict[str, Any]:
 
 def _newest_record(table: RunTable) -> dict[str, Any]:
     return table.starts[-1] if table.starts else {}
+
+
+def _flags(table: RunTable) -> dict[str, Any]:
+    return _newest_record(table).get("flags") or {}
 
 
 def _starts_data(table: RunTable) -> list[dict[str, Any]]:

@@ -29,6 +29,7 @@ OVERRIDES = {
     "data": "training data, its blend and order, and the tokenizer",
     "seed": "the seed of data order and dropout",
 }
+LONGEST_NOTE = 2000  # characters
 _SHORTEST_SPIKE_WINDOW = 16  # steps; fewer give no standard deviation
 
 MODEL = Group("model and run folder")
@@ -205,6 +206,9 @@ class RunArguments:
         10, "steps between two logged steps: a line of output and a row of metrics.jsonl", low=1)
     eval_interval: int = LOGGING.flag(1000, "steps between two evaluations; 0: only at the end", low=0)
     eval_steps: int = LOGGING.flag(10, "global batches in an evaluation", low=1)
+    note: str | None = LOGGING.flag(
+        None, "why this run: a text that run.json, the report, `ds-pretrain summary` and the monitors show; a resume "
+        "may change it", metavar="TEXT")
     trackio: str | None = LOGGING.flag(
         None, "Trackio project that gets the values of metrics.jsonl, as the monitors of the DeepSpeed JSON do; needs "
         "the package trackio", metavar="PROJECT")

@@ -5,7 +5,7 @@ import os
 import re
 from pathlib import Path
 
-from pretrain.config.flags.arguments import FLAGS, RunArguments
+from pretrain.config.flags.arguments import FLAGS, LONGEST_NOTE, RunArguments
 from pretrain.config.flags.overrides import named_overrides
 from pretrain.config.schedule import FIELD_OF_FLAG, KINDS
 from pretrain.errors import ConfigError, shorten
@@ -21,6 +21,8 @@ def check_flags(args: RunArguments) -> None:
     for name in ("step_timeout", "first_step_timeout"):
         if 0 < getattr(args, name) < 1:
             raise ConfigError(f"--{name}", found=getattr(args, name), expected="at least 1 s, or 0 for no limit")
+    if len(args.note or "") > LONGEST_NOTE:
+        raise ConfigError("--note", found=f"{len(args.note or '')} characters", expected=f"at most {LONGEST_NOTE}")
     _check_schedule_flags(args)
     _check_checkpoint_flags(args)
     _check_steering_flags(args)

@@ -53,6 +53,13 @@ def take_monitors(engine: DeepSpeedEngine) -> monitors.MonitorMaster:
     return taken
 
 
+def write_note(taken: monitors.MonitorMaster, text: str, step: int) -> None:
+    """Write a text to the monitors of `take_monitors` that have a place for it."""
+    for monitor in (taken.tb_monitor, taken.wandb_monitor, taken.comet_monitor):
+        if monitor is not None:
+            monitor.write_note(text, step)
+
+
 class _ElapsedTimesOnly:
     """Stands in for the monitors of an engine. It passes on only the times of the phases that DeepSpeed measures."""
 
@@ -92,6 +99,22 @@ class SurvivingMonitor:
             return
         try:
             self._monitor.write_events(events)
+        except Exception as error:
+            self._drop(error)
+
+    def write_note(self, text: str, step: int) -> None:
+        """Write a text to a monitor that has a place for it, which the CSV files have not."""
+        if self._monitor is None:
+            return
+        try:
+            if self._block == "tensorboard":
+                self._monitor.summary_writer.add_text("note", text, step)
+            elif self._block == "wandb":
+                import wandb
+
+                wandb.run.notes = text
+            elif self._block == "comet":
+                self._monitor.experiment.log_other("note", text)
         except Exception as error:
             self._drop(error)
 

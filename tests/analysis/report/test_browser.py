@@ -178,7 +178,7 @@ def test_text_of_a_run_folder_cannot_inject_anything(browser: Browser, tmp_path:
     rows += [{"step": 3, "split": attack, "eval_loss": 1.5} for attack in ATTACKS]
     rows += [{"step": "4", "loss": 1}, {"step": 5, "loss": "<b>", "lr": [1], "mfu": 10**400}, {"loss": 1}]
     events = [event(attack, 2, attack, **{attack: attack}) for attack in ATTACKS]
-    starts = [record(**{attack: {attack: attack} for attack in ATTACKS})]
+    starts = [record(**{attack: {attack: attack} for attack in ATTACKS}, flags={"note": "\n".join(ATTACKS)})]
     evil = write_run(tmp_path / "<img src=x onerror=window.hit=1>", rows, events, starts)
     page = open_report(browser, tmp_path, evil, write_run(tmp_path / "plain", rows_of([1, 2, 3])))
     page.run("report.setCursor(2, report.charts[0])")
@@ -187,6 +187,10 @@ def test_text_of_a_run_folder_cannot_inject_anything(browser: Browser, tmp_path:
     assert page.run("document.querySelectorAll('img, #curves script, #events script, table script, b b').length") == 0
     assert page.run("document.querySelectorAll('script').length") == 2
     text = page.run("document.body.textContent")
+    note = page.run("document.getElementById('notes').textContent")
+    assert all(attack in note for attack in ATTACKS[:-1])
+    assert r"\ud800 \u2028" in note
+    assert page.run("document.querySelectorAll('#notes *').length") == 1
     assert all(attack in text for attack in ATTACKS[:-1])
     assert page.errors() == []
 

@@ -5,8 +5,8 @@ import sys
 import types
 from typing import Any
 
-Sent = dict[str, list[tuple[str, float, int]]]
-"""service -> (name, value, x) of each point"""
+Sent = dict[str, list[tuple[str, Any, int]]]
+"""service -> (name, value, x) of each point, and ("note", text, 0)"""
 
 
 def install_fake_services() -> Sent:
@@ -17,19 +17,29 @@ def install_fake_services() -> Sent:
         del commit
         sent["wandb"] += [(name, value, step or 0) for name, value in data.items()]
 
+    class WandbRun:
+        def __setattr__(self, name: str, value: str) -> None:
+            sent["wandb"].append((name, value, 0))
+
     class Experiment:
+        def log_other(self, name: str, value: str) -> None:
+            sent["comet"].append((name, value, 0))
+
         def __internal_api__log_metric__(self, name: str, value: float, step: int) -> None:
             sent["comet"].append((name, value, step))
 
     class Run:
+        def __init__(self, config: dict[str, str] | None) -> None:
+            self.points: list[tuple[str, Any, int]] = [(name, text, 0) for name, text in (config or {}).items()]
+
         def log(self, row: dict[str, Any], step: int) -> None:
-            self.points = [*getattr(self, "points", []), *((name, value, step) for name, value in row.items())]
+            self.points += [(name, value, step) for name, value in row.items()]
 
         def finish(self) -> None:
             sent["trackio"] += self.points
 
-    _install("trackio", init=lambda **_: Run())
-    _install("wandb", init=lambda **_: None, log=log)
+    _install("trackio", init=lambda config, **_: Run(config))
+    _install("wandb", init=lambda **_: None, log=log, run=WandbRun())
     _install("comet_ml", __version__="3.50.0", start=lambda **_: Experiment())
     return sent
 

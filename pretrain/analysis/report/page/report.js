@@ -49,6 +49,8 @@ class Report {
     byId("title").textContent = runs.length === 1 ? runs[0].name : `${runs.length} runs`;
     byId("subtitle").textContent = `${plain(total, 9)} logged steps${reduced}`
       + (old ? `; ${plain(old, 9)} of them abandoned after a resume or a rollback (dotted)` : "") + `; read ${dateTime(this.data.time)}`;
+    byId("notes").replaceChildren(...runs.filter((run) => run.note).map((run) => make("p", {class: "note"},
+      runs.length > 1 ? `${run.name}: ${run.note}` : run.note)));
     byId("notices").replaceChildren(...runs.filter((run) => run.problem).map((run) => make("p", {class: "notice"}, `${run.name}: ${run.problem}`)));
     byId("overview").replaceChildren(overviewElement(runs));
     this.fill("chips", runs.map((run) => run.event_counts), () => this.chipRows());
