@@ -6,9 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pretrain.analysis.report.hints import hints_of
+from pretrain.analysis.report.run_table import RunTable
 from pretrain.data.data_spec import parse_data_spec
 from pretrain.data.token_files.indexed_dataset import read_meta
 from pretrain.errors import ConfigError, printable
+from pretrain.monitor.hints.rules import Hint
 from pretrain.monitor.read_run_folder import is_number, newest_path, newest_start, read_metrics, read_rows
 
 
@@ -31,6 +34,7 @@ class Summary:
     tokens_per_second: float | None
     named_losses: dict[str, float | None] = field(default_factory=dict)  # of each named validation set
     note: str = ""  # --note of the newest start
+    hints: list[Hint] = field(default_factory=list)  # what the curve shows, the most important first
 
     @property
     def below_unigram_entropy(self) -> bool:
@@ -59,7 +63,7 @@ def summarize(run: Path) -> Summary:
                    unigram_entropy=_unigram_entropy(flags),
                    tokens_per_second=_number(metrics, last, "tokens_per_second"),
                    named_losses={name: _number(metrics, row, "eval_loss") for name, row in named.items()},
-                   note=flags.get("note") or "")
+                   note=flags.get("note") or "", hints=hints_of(RunTable(run)))
 
 
 def _unigram_entropy(flags: dict[str, Any]) -> float | None:
@@ -89,7 +93,8 @@ def summary_lines(summary: Summary) -> list[str]:
             f"validation loss       {text(summary.valid_loss, '.4f', ' nats per token')}{mean}",
             *(f"  {name:<20}{text(loss, '.4f')}" for name, loss in summary.named_losses.items()),
             f"unigram entropy       {text(summary.unigram_entropy, '.4f', ' nats per token')}",
-            f"speed                 {text(summary.tokens_per_second, ',.0f')} tokens/s"]
+            f"speed                 {text(summary.tokens_per_second, ',.0f')} tokens/s",
+            *(f"hint: {hint}" for hint in summary.hints)]
 
 
 def _not_finite(summary: Summary) -> str:

@@ -14,7 +14,7 @@ from pretrain.config.plan import Plan
 from pretrain.data.loader import MicroBatch
 from pretrain.engine.phases import PhaseTimers
 from pretrain.engine.update_statistics import GradientStats, UpdateSize
-from pretrain.monitor.observations import Observations
+from pretrain.monitor.hints.hint_log import HintLog
 from pretrain.monitor.read_run_folder import Goodput
 from pretrain.monitor.sinks import Sinks
 from pretrain.monitor.training_row import (
@@ -62,7 +62,7 @@ class Meter:
         self._goodput = Goodput.read(folder.path, first_step) if rank == 0 else None
         self._sinks = Sinks(engine, rank=rank, run=folder.path, trackio=plan.args.trackio,
                             note=plan.args.note or "", first_step=first_step)
-        self._observations = Observations(plan)
+        self._hints = HintLog(folder.path, first_step=first_step) if rank == 0 else None
         self._phases, self._update_size = phases, update_size
         self._highest_loss = HighestLoss(engine)
         self._gradients = GradientStats(engine)
@@ -88,6 +88,8 @@ class Meter:
         """Begin to measure after `step`, at the start or after a rollback. Everything since the last row is dropped."""
         if self._goodput is not None:
             self._goodput.return_to(step)
+        if self._hints is not None:
+            self._hints.return_to(step)
         self._phases.take_ms()
         self._highest_loss.take()
         self._gradients.take()
@@ -128,9 +130,13 @@ class Meter:
         self.losses["loss"], self._last_row = row["loss"], interval
         self.screen.line(row_line(row, train_steps=self.plan.train_steps, fp16=self.plan.layout.precision == "fp16",
                                   columns=self.screen.columns))
-        for line in self._observations.observe(row):
-            self.screen.line(f"note: {line}")
-            self.folder.event("note", step=self._step, reason=line)
+        self._show_hints(row)
+
+    def _show_hints(self, row: dict[str, Any]) -> None:
+        """Report what the curve shows with this row of training or of an evaluation, each kind once."""
+        for hint in self._hints.observe(row) if self._hints is not None else ():
+            self.screen.line(f"hint: {hint}")
+            self.folder.event("hint", step=row["step"], reason=str(hint), name=hint.name)
 
     def _interval(self) -> Interval:
         """Return the steps since the last row."""
@@ -161,6 +167,7 @@ class Meter:
         self._sinks.write(row)
         self.losses[f"{name} loss"] = loss
         self.screen.line(evaluation_line(row))
+        self._show_hints(row)
         return loss
 
     def close(self) -> None:

@@ -16,6 +16,12 @@ from pretrain.stored_json import build, check_fields, open_regular, read_json, r
 _LISTS = ("train_data", "valid_data", "test_data")  # flags that take one or several values
 
 
+class _Schedule(TypedDict, total=False):
+    kind: str
+    peak: float
+    decay_steps: int
+
+
 class Start(TypedDict, total=False):
     """The keys of a record in run.json whose types the readers rely on; `run_record` writes it."""
 
@@ -28,6 +34,9 @@ class Start(TypedDict, total=False):
     layout: dict[str, Any]
     batch: dict[str, Any]
     data: dict[str, str]
+    samples_per_epoch: int | None
+    unigram_entropy: float | None
+    schedule: Annotated[dict[str, Any], _Schedule] | None
     layer_times: dict[str, Any] | None
     cpu_kernels: dict[str, bool] | None
     versions: dict[str, Any]

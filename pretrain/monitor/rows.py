@@ -88,7 +88,7 @@ EVENTS = {
     "mirror": ("path seconds", "a checkpoint was copied to `--checkpoint_mirror`"),
     "prune": ("path", "`--keep_checkpoints` removed a checkpoint"),
     "batch": ("global_batch_size before consumed_samples", "`--batch_schedule` changed the global batch size"),
-    "note": ("", "the loss shows that the run does not learn, or that there is nothing to learn; also on the terminal"),
+    "hint": ("name", "the curve shows a fault of this kind for the first time; also on the terminal"),
     "profile": ("first_step path", "a profile was written"),
     "pipeline_timeline": ("first_step path bubble", "`--pipeline_timeline` was written"),
     "skip": ("samples epoch position sources",

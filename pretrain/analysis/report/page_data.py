@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from pretrain.analysis.report.compare import as_text, changes_between, differences, run_names, settings
+from pretrain.analysis.report.hints import hints_of
 from pretrain.analysis.report.reduce import (
     Curves,
     as_numbers,
@@ -67,7 +68,7 @@ def run_data(table: RunTable, limit: int) -> dict[str, Any]:
         "abandoned": curves_data(abandoned, rounded=is_reduced), "evaluations": evaluations,
         "abandoned_evaluations": abandoned_evaluations, "time_is_estimated": _start_time(table) is None,
         "events": _events_data(table), "event_counts": dict(Counter(map(_kind, table.events))),
-        "problem": table.problem, "starts": _starts_data(table),
+        "problem": table.problem, "hints": list(map(str, hints_of(table))), "starts": _starts_data(table),
         "settings": [[section, key, value] for (section, key), value in settings(_newest_record(table)).items()],
     }
 

@@ -51,7 +51,8 @@ class Report {
       + (old ? `; ${plain(old, 9)} of them abandoned after a resume or a rollback (dotted)` : "") + `; read ${dateTime(this.data.time)}`;
     byId("notes").replaceChildren(...runs.filter((run) => run.note).map((run) => make("p", {class: "note"},
       runs.length > 1 ? `${run.name}: ${run.note}` : run.note)));
-    byId("notices").replaceChildren(...runs.filter((run) => run.problem).map((run) => make("p", {class: "notice"}, `${run.name}: ${run.problem}`)));
+    byId("notices").replaceChildren(...runs.flatMap((run) => [...(run.problem ? [run.problem] : []), ...run.hints.map((hint) => `hint: ${hint}`)]
+      .map((text) => make("p", {class: "notice"}, `${run.name}: ${text}`))));
     byId("overview").replaceChildren(overviewElement(runs));
     this.fill("chips", runs.map((run) => run.event_counts), () => this.chipRows());
     this.buildCharts();

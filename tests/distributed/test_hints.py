@@ -1,4 +1,4 @@
-"""Lines about runs that do not learn, from real runs. Healthy runs of many kinds get none."""
+"""Hints in the log of real runs. Healthy runs of many kinds get none."""
 
 import json
 from pathlib import Path
@@ -73,8 +73,8 @@ def constant(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(prefix)
 
 
-def notes_of(folder: Path, values: dict[str, Any], given: dict[str, Any], data: dict[str, str]) -> list[str]:
-    """Train 40 steps on one rank. Return the notes of events.jsonl, which must also be printed."""
+def hints_of(folder: Path, values: dict[str, Any], given: dict[str, Any], data: dict[str, str]) -> list[str]:
+    """Train 40 steps on one rank. Return the hints of events.jsonl, which must also be printed."""
     given = dict(given)
     shape, size = given.pop("shape", ""), given.pop("vocab_size", 256)
     overrides = given.pop("model_overrides", "")
@@ -93,20 +93,20 @@ def notes_of(folder: Path, values: dict[str, Any], given: dict[str, Any], data: 
     (done,) = train_ranks(1, words, folder)
     assert done.returncode == 0, done.stdout
     events = read_rows(folder / "run" / "events.jsonl")
-    notes = [row["reason"] for row in events if row["event"] == "note"]
-    assert all(f"note: {note}" in done.stdout for note in notes)
-    return notes
+    hints = [row["reason"] for row in events if row["event"] == "hint"]
+    assert all(f"hint: {hint}" in done.stdout for hint in hints)
+    return hints
 
 
 @pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
                                   for name in HEALTHY])
-def test_a_healthy_run_gets_no_note(name: str, corpus: str, words: str, tmp_path: Path) -> None:
-    assert notes_of(tmp_path, *HEALTHY[name], {"steps": corpus, "words": words}) == []
+def test_a_healthy_run_gets_no_hint(name: str, corpus: str, words: str, tmp_path: Path) -> None:
+    assert hints_of(tmp_path, *HEALTHY[name], {"steps": corpus, "words": words}) == []
 
 
 @pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
                                   for name in SICK])
-def test_a_run_that_does_not_learn_gets_one_note(name: str, corpus: str, constant: str, tmp_path: Path) -> None:
+def test_a_run_that_does_not_learn_gets_one_hint(name: str, corpus: str, constant: str, tmp_path: Path) -> None:
     values, given, expected = SICK[name]
-    (note,) = notes_of(tmp_path, values, given, {"steps": corpus, "constant": constant})
-    assert note.startswith(expected)
+    (hint,) = hints_of(tmp_path, values, given, {"steps": corpus, "constant": constant})
+    assert hint.startswith(expected)
