@@ -17,21 +17,31 @@ import sys
 import time
 import urllib.request
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from pretrain.checkpoint.format.hashed_files import write_atomically
-from pretrain.cli import Parser, path, path_text, say, text
+from pretrain.cli import Parser, path, path_text, say, text, whole_number
 from pretrain.commands.reproduce.curves import Curve, Result, read_curve
+from pretrain.commands.reproduce.on_gpus import (
+    check_data,
+    check_hashes,
+    check_machine,
+    plan_on_gpus,
+    prediction_table,
+)
 from pretrain.commands.reproduce.recipe import (
     FULL,
     RUN_YAML,
     SMALL,
     Corpus,
+    OnGpus,
     Recipe,
     Scale,
     find_recipe,
+    read_dataset,
     read_recipe,
     recipe_names,
 )
@@ -60,7 +70,15 @@ def main() -> int:
                              "(default: %(default)s)")
     parser.add_argument("--out", type=path, help="folder for all files (default: runs/NAME, or runs/NAME-small)")
     parser.add_argument("--corpus", type=text, metavar="FILE", help="the corpus, instead of a download")
+    parser.add_argument("--ranks", type=whole_number(1, 10**6), metavar="N",
+                        help="GPUs of the full scale of a recipe for GPUs (default: as in its recipe.yaml)")
+    parser.add_argument("--predict", action="store_true",
+                        help="print the predicted memory, time and cost of a recipe for GPUs, or without a name of all "
+                             "of them, and train nothing")
     args = parser.parse_args()
+    if args.predict:
+        print("\n".join(prediction_table([args.recipe] if args.recipe else recipe_names())))
+        return 0
     if args.recipe is None:
         for name in recipe_names():
             recipe, _ = read_recipe(find_recipe(name))
@@ -72,7 +90,10 @@ def main() -> int:
     out = args.out or Path("runs") / (folder.resolve().name + ("-small" if args.scale == SMALL else ""))
     _copy(folder, out)
     try:
-        hashes = _prepare(corpus, out, args.corpus)
+        if recipe.on_gpus is not None and args.scale == FULL:
+            scale, hashes = _prepare_on_gpus(folder, recipe.on_gpus, scale, out, args.ranks)
+        else:
+            hashes = _prepare(corpus, out, args.corpus)
         seconds = _train(scale, out)
     except subprocess.CalledProcessError as error:
         say(f"stopped: {shlex.join(['ds-pretrain', *error.cmd[2:]])} ended with exit code {error.returncode}")
@@ -88,6 +109,24 @@ def _copy(folder: Path, out: Path) -> None:
             shutil.copyfile(file, out / file.name)
     except OSError as error:
         raise ConfigError(f"--out {out}", problem=f"it cannot be written ({error.strerror})") from None
+
+
+def _prepare_on_gpus(folder: Path, on_gpus: OnGpus, scale: Scale, out: Path,
+                     ranks: int | None) -> tuple[Scale, dict[str, str]]:
+    """Check this machine, then the data that the user has prepared. Returns the runs on these ranks, and hashes.
+
+    Raises ConfigError if GPUs or data are missing.
+    """
+    scale = replace(scale, runs=[replace(run, ranks=ranks or run.ranks) for run in scale.runs])
+    dataset, last = read_dataset(folder, on_gpus), _last_steps(scale, out)
+    hashes: dict[str, str] = {}
+    for run in scale.runs:
+        plan = plan_on_gpus(folder, run, on_gpus.gpu)
+        if last[run.name] < plan.train_steps:  # it may have been trained on several hosts
+            check_machine(folder.resolve().name, run, plan, out)
+            check_data(plan, dataset, out)
+            hashes |= check_hashes(dataset.sha256, out)
+    return scale, hashes
 
 
 def _prepare(corpus: Corpus, out: Path, given: str | None) -> dict[str, str]:
@@ -169,7 +208,7 @@ def _judge(recipe: Recipe, folder: Path, out: Path, scale: str, *, hashes: dict[
     print(f"\n{recipe.title} ({scale} scale)")
     for result in results:
         print(f"{'ok' if result.is_met else 'NOT MET':<9}{result.text}")
-    if scale == FULL and (folder / "receipt.json").exists():
+    if (folder / "receipt.json").exists():
         _print_comparison(read_object(folder / "receipt.json"), receipt)
     print(f"published in: {recipe.source}")
     drawn = [out / "verdict.svg"] if save_plot(out / "verdict.svg", recipe.title, curves, expect) else []
@@ -177,6 +216,8 @@ def _judge(recipe: Recipe, folder: Path, out: Path, scale: str, *, hashes: dict[
           + ("" if drawn else "; no plot: pip install 'ds-pretrain[plot]'"))
     missed = sum(not result.is_met for result in results)
     met = "reproduced" if scale == FULL else "as expected at the small scale, which does not show the published result"
+    if not results:
+        met = "trained; no loss is published to compare with"
     print(f"verdict: {f'{missed} of {len(results)} expectations NOT met' if missed else met}")
     return int(missed > 0)
 
@@ -200,7 +241,9 @@ def _receipt(curves: Mapping[str, Curve], results: list[Result], *, scale: str, 
 
 
 def _print_comparison(recorded: dict[str, Any], receipt: dict[str, Any]) -> None:
-    """Print the last validation losses beside those of the recipe's receipt."""
+    """Print the last validation losses next to those of the recipe's receipt, if it is of the same scale."""
+    if recorded.get("scale") != receipt["scale"]:
+        return
     print(f"the receipt of the recipe: {recorded.get('machine')}, {recorded.get('date')}")
     for name, run in receipt["runs"].items():
         before = list((recorded.get("runs", {}).get(name) or {}).get("validation_loss", {}).values())

@@ -5,6 +5,7 @@
       - {name: fp32, ranks: 1, flags: {precision: fp32}}
       - {grid: [{w64: {...}, w128: {...}}, {"0.001": {learning_rate: 0.001}, ...}]}    # w64-0.001, ...; see Grid
     expect: [...]                         # see verdict.py
+    on_gpus: {...}                        # only of recipes for GPUs: see OnGpus
     small:                                # --scale small
       flags: {...}                        # of all runs
       runs: [...]                         # default: the same
@@ -40,6 +41,26 @@ class Corpus:
     sha256: str
     parts: dict[str, list[float]]  # file -> fractions of the text where it begins and ends
     prepare: list[str]  # subcommands of ds-pretrain, without this word
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Data of full scale that the user prepares: the content of a YAML that recipes share."""
+
+    source: str
+    prepare: list[str]  # commands of a shell, in the folder of the runs
+    size: str = ""  # published
+    sha256: dict[str, str] = field(default_factory=dict)  # published: file -> SHA-256
+
+
+@dataclass(frozen=True)
+class OnGpus:
+    """The GPUs and the data of a full scale that needs more than CPUs, and the published sizes."""
+
+    gpu: str  # a name of memory/hardware.py; `ranks` of the run is their number
+    data: str  # YAML, relative to the recipe: see Dataset
+    tokens: float
+    parameters: float | None = None
 
 
 @dataclass(frozen=True)
@@ -81,6 +102,7 @@ class Scale:
 
     runs: list[Run | Grid] = field(default_factory=list)
     flags: dict[str, Any] = field(default_factory=dict)  # of all runs
+    flags_from: str = ""  # YAML with further flags of all runs, relative to the recipe
     expect: list[Expectation] = field(default_factory=list)
 
     def starts(self) -> list[Run]:
@@ -101,10 +123,11 @@ class Recipe:
     runs: list[Run | Grid]
     expect: list[Expectation]
     small: Scale
+    on_gpus: OnGpus | None = None  # the full scale was not run by this project
 
     @property
     def scales(self) -> dict[str, Scale]:
-        return {FULL: Scale(self.runs, {}, self.expect), SMALL: replace(self.small, runs=self.small.runs or self.runs)}
+        return {FULL: Scale(self.runs, expect=self.expect), SMALL: replace(self.small, runs=self.small.runs or self.runs)}
 
 
 def recipe_names() -> list[str]:
@@ -126,6 +149,9 @@ def read_recipe(folder: Path) -> tuple[Recipe, Corpus]:
     """Read and check recipe.yaml, and the YAML of its corpus. Raises ConfigError."""
     path = folder / FILE
     recipe = _read(path, Recipe)
+    if recipe.small.flags_from:
+        shared = _read(folder / recipe.small.flags_from, dict[str, Any])
+        recipe = replace(recipe, small=replace(recipe.small, flags={**shared, **recipe.small.flags}))
     for scale in recipe.scales.values():
         for flags in (scale.flags, *(run.flags for run in scale.starts())):
             if unknown := sorted(flags.keys() - FLAGS.keys()):
@@ -136,6 +162,11 @@ def read_recipe(folder: Path) -> tuple[Recipe, Corpus]:
             if unknown := sorted(set(expectation.names()) - set(known)):
                 raise ConfigError(f"{path}: expect", found=unknown[0], expected=f"one of {', '.join(known)}")
     return recipe, _read(folder / recipe.corpus, Corpus)
+
+
+def read_dataset(folder: Path, on_gpus: OnGpus) -> Dataset:
+    """Read and check the YAML of the data of full scale. Raises ConfigError."""
+    return _read(folder / on_gpus.data, Dataset)
 
 
 def _read(path: Path, kind: type[_T]) -> _T:
