@@ -172,5 +172,5 @@ def _check(kind: Any, value: Any, where: str) -> Any:
     return value
 
 
-def _join(where: str, key: str) -> str:
-    return f"{where}.{shorten(key, 60)}" if where else shorten(key, 60)
+def _join(where: str, key: str | int) -> str:
+    return f"{where}.{shorten(str(key), 60)}" if where else shorten(str(key), 60)

@@ -82,7 +82,7 @@ def main() -> int:
     if args.recipe is None:
         for name in recipe_names():
             recipe, _ = read_recipe(find_recipe(name))
-            print(f"{name:<20}{recipe.title} ({recipe.time})")
+            print(f"{name:<20}{recipe.title} ({recipe.time}{'; not run here' if recipe.on_gpus else ''})")
         return 0
     folder = find_recipe(args.recipe)
     recipe, corpus = read_recipe(folder)
@@ -117,10 +117,11 @@ def _prepare_on_gpus(folder: Path, on_gpus: OnGpus, scale: Scale, out: Path,
 
     Raises ConfigError if GPUs or data are missing.
     """
-    scale = replace(scale, runs=[replace(run, ranks=ranks or run.ranks) for run in scale.runs])
+    runs = [replace(run, ranks=ranks or run.ranks) for run in scale.starts()]
+    scale = replace(scale, runs=list(runs))
     dataset, last = read_dataset(folder, on_gpus), _last_steps(scale, out)
     hashes: dict[str, str] = {}
-    for run in scale.runs:
+    for run in runs:
         plan = plan_on_gpus(folder, run, on_gpus.gpu)
         if last[run.name] < plan.train_steps:  # it may have been trained on several hosts
             check_machine(folder.resolve().name, run, plan, out)

@@ -3,10 +3,11 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from pretrain.checkpoint.format.hashed_files import sha256_of
 from pretrain.commands.check import device_of
-from pretrain.commands.reproduce.recipe import RUN_YAML, Dataset, OnGpus, Recipe, Run, find_recipe, read_recipe
+from pretrain.commands.reproduce.recipe import FULL, RUN_YAML, Dataset, OnGpus, Recipe, Run, find_recipe, read_recipe
 from pretrain.commands.reproduce.verdict import Between
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.config.plan import Plan
@@ -27,8 +28,8 @@ _TITLES = ("recipe", "parameters", "tokens", "GPUs", "memory of each", "step", "
 def plan_on_gpus(folder: Path, run: Run, gpu: str) -> Plan:
     """Return the plan of a run on its number of GPUs, without data. Raises ConfigError."""
     args = parse_arguments(["--config", str(folder / RUN_YAML), *run.words({})[4:]])
-    files = {name: str(folder / value) for name in ("model", "deepspeed_config")
-             if (value := getattr(args, name)) and (folder / value).is_file()}
+    files: dict[str, Any] = {name: str(folder / value) for name in ("model", "deepspeed_config")
+                             if (value := getattr(args, name)) and (folder / value).is_file()}
     return check_settings(replace(args, **files), world_size=run.ranks, device=device_of("cuda", gpu))
 
 
@@ -48,7 +49,7 @@ def prediction_table(names: Sequence[str]) -> list[str]:
 
 
 def _cells(folder: Path, recipe: Recipe, on_gpus: OnGpus) -> tuple[str, ...]:
-    run = recipe.runs[0]
+    run = recipe.scales[FULL].starts()[0]
     plan = plan_on_gpus(folder, run, on_gpus.gpu)
     row = predict(plan, on_gpus.gpu)
     assert row.time is not None

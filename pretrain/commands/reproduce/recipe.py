@@ -127,7 +127,8 @@ class Recipe:
 
     @property
     def scales(self) -> dict[str, Scale]:
-        return {FULL: Scale(self.runs, expect=self.expect), SMALL: replace(self.small, runs=self.small.runs or self.runs)}
+        small = replace(self.small, runs=self.small.runs or self.runs)
+        return {FULL: Scale(self.runs, expect=self.expect), SMALL: small}
 
 
 def recipe_names() -> list[str]:
