@@ -11,6 +11,7 @@ from pretrain.commands import check
 from pretrain.commands.reproduce import main
 from pretrain.commands.reproduce.on_gpus import plan_on_gpus, predict
 from pretrain.commands.reproduce.recipe import find_recipe, read_dataset, read_recipe, recipe_names
+from pretrain.errors import ConfigError
 from tests.commands.test_reproduce import TEXT, own_recipe, reproduce
 from tests.support.launch import ROOT
 from tests.support.sparse_data import write_sparse_data
@@ -81,6 +82,17 @@ def test_what_the_full_scale_on_gpus_lacks_is_said_in_one_line(tmp_path: Path, m
     (tmp_path / "runs/pythia-160m/data").mkdir(parents=True)
     write_sparse_data(tmp_path / "runs/pythia-160m/data/train", num_documents=4, full_documents=4, length=9)
     assert "the published data has 0cd548ef" in reproduce(tmp_path, "pythia-160m").stderr
+
+
+@pytest.mark.parametrize("words", [["wsd", "--predict"], ["wsd", "--ranks", "2"], ["gpt2-fineweb", "--corpus", "x"],
+                                   ["gpt2-fineweb", "--ranks", "3"],
+                                   ["gpt2-fineweb", "--scale", "small", "--ranks", "2"]])
+def test_flags_without_an_effect_are_rejected_in_one_line(words: list[str], monkeypatch: pytest.MonkeyPatch,
+                                                          tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["reproduce", *words])
+    with pytest.raises(ConfigError, match=r"no effect|no recipe for GPUs|--scale small|train_batch_size"):
+        main.main()
 
 
 def test_the_full_scale_on_gpus_continues_with_prepared_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,

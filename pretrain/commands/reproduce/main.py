@@ -86,12 +86,19 @@ def main() -> int:
         return 0
     folder = find_recipe(args.recipe)
     recipe, corpus = read_recipe(folder)
+    on_gpus = recipe.on_gpus if args.scale == FULL else None
+    if args.ranks is not None and on_gpus is None:
+        raise ConfigError("--ranks", problem="it has no effect here",
+                          remedy="it is for the full scale of recipes for GPUs")
+    if args.corpus is not None and on_gpus is not None:
+        raise ConfigError("--corpus", problem="it is for --scale small here",
+                          remedy="prepare the data with the commands that are printed without this flag")
     scale = recipe.scales[args.scale]
     out = args.out or Path("runs") / (folder.resolve().name + ("-small" if args.scale == SMALL else ""))
     _copy(folder, out)
     try:
-        if recipe.on_gpus is not None and args.scale == FULL:
-            scale, hashes = _prepare_on_gpus(folder, recipe.on_gpus, scale, out, args.ranks)
+        if on_gpus is not None:
+            scale, hashes = _prepare_on_gpus(folder, on_gpus, scale, out, args.ranks)
         else:
             hashes = _prepare(corpus, out, args.corpus)
         seconds = _train(scale, out)

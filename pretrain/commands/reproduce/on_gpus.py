@@ -45,6 +45,8 @@ def prediction_table(names: Sequence[str]) -> list[str]:
     recipes = [(name, find_recipe(name)) for name in names]
     rows = [(name, *_cells(folder, recipe, recipe.on_gpus)) for name, folder in recipes
             if (recipe := read_recipe(folder)[0]).on_gpus is not None]
+    if not rows:
+        raise ConfigError("--predict", problem=f"{', '.join(names)} is no recipe for GPUs", remedy="leave the name out")
     return [f"| {' | '.join(row)} |" for row in (_TITLES, ("---",) * len(_TITLES), *rows)]
 
 
