@@ -123,7 +123,7 @@ def test_the_full_scale_on_gpus_continues_with_prepared_data(tmp_path: Path, mon
     assert main.main() == 0
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == "mixtral-8x1b" else pytest.mark.slow)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == "gpt2-fineweb" else pytest.mark.slow)
                                   for name in GPU_RECIPES])
 def test_the_small_scale_of_a_recipe_for_gpus_runs_with_its_files(name: str, tmp_path: Path) -> None:
     """The text is another one than the recipe's; the losses of the recipe's own are in its receipt."""
