@@ -95,12 +95,14 @@ def main() -> int:
                           remedy="prepare the data with the commands that are printed without this flag")
     scale = recipe.scales[args.scale]
     out = args.out or Path("runs") / (folder.resolve().name + ("-small" if args.scale == SMALL else ""))
+    is_needed = on_gpus is None and (args.corpus is not None or not (out / corpus.file).exists())
+    content = _read_corpus(corpus, args.corpus) if is_needed else None
     _copy(folder, out)
     try:
         if on_gpus is not None:
             scale, hashes = _prepare_on_gpus(folder, on_gpus, scale, out, args.ranks)
         else:
-            hashes = _prepare(corpus, out, args.corpus)
+            hashes = _prepare(corpus, out, content)
         seconds = _train(scale, out)
     except subprocess.CalledProcessError as error:
         say(f"stopped: {shlex.join(['ds-pretrain', *error.cmd[2:]])} ended with exit code {error.returncode}")
@@ -137,14 +139,12 @@ def _prepare_on_gpus(folder: Path, on_gpus: OnGpus, scale: Scale, out: Path,
     return scale, hashes
 
 
-def _prepare(corpus: Corpus, out: Path, given: str | None) -> dict[str, str]:
-    """Get the corpus, cut it, and prepare the token files. Returns file -> SHA-256. Raises ConfigError."""
-    file = out / corpus.file
-    if given is not None or not file.exists():
-        content = _read_corpus(corpus, given)
+def _prepare(corpus: Corpus, out: Path, content: bytes | None) -> dict[str, str]:
+    """Cut the corpus, unless it is there (None), and prepare the token files. Returns file -> SHA-256."""
+    if content is not None:
         for name, (begin, end) in corpus.parts.items():
             (out / name).write_bytes(content[int(len(content) * begin):int(len(content) * end)])
-        write_atomically(file, content.decode())  # last: if it exists, the parts do
+        write_atomically(out / corpus.file, content.decode())  # last: if it exists, the parts do
     for line in corpus.prepare:
         words = shlex.split(line)
         result = words[words.index("--out") + 1]
