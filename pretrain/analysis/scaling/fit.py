@@ -17,54 +17,64 @@ from pretrain.analysis.scaling.law import LARGEST_EXPONENT, Law
 from pretrain.errors import ConfigError
 
 HUBER_DELTA = 1e-3  # of log L
-FEWEST_POINTS, FEWEST_VALUES = 6, 3  # one point more than constants; values of N, and of D
-SMALLEST_SPREAD = 0.05  # of log(D), or of log(N), around a line in the other one
+FEWEST_VALUES = 3  # of N, and of D: the term of each has two constants, and e is the third
+SMALLEST_SPREAD = 0.05  # of log(D) around a line in log(N), and of log(N) around a line in log(D)
+HIDDEN_SIZES = 0.2  # part of the sizes that the fit hides, to see how well it predicts them
 _STARTS = 6  # of the grid, the ones with the lowest objective
-_GRID = {"e": (0.1, 0.3, 0.5, 0.7, 0.9), "a": (0.2, 0.5, 0.8), "exponent": (0.1, 0.2, 0.35, 0.5, 0.8, 1.2)}
+_PARTS_OF_E, _PARTS_OF_A = (0.1, 0.3, 0.5, 0.7, 0.9), (0.2, 0.5, 0.8)  # of the mean loss, and of the rest of it
+_EXPONENTS = (0.1, 0.2, 0.35, 0.5, 0.8, 1.2)
 _SMALLEST_TERM = -12.0  # logarithm of a term at the centre of the points: 6e-6 nats
+_NO_TERM = -60.0
+_FEWEST_DEGREES = 3  # of freedom, of a variance that is drawn: fewer have draws without bounds
 
 
 @dataclass(frozen=True)
 class _Data:
-    """Logarithms of the points, and the run that each belongs to."""
+    """Logarithms of the points, and the size that each belongs to."""
 
     n: np.ndarray  # log(N) without its mean
-    d: np.ndarray  # log(D) without its mean
+    d: np.ndarray  # log(D) without its mean; zeros without a term of D
     loss: np.ndarray  # log(L)
-    run: np.ndarray  # index
+    size: np.ndarray  # index of N
     centre: tuple[float, float]  # means of log(N) and log(D)
+    size_only: bool
 
     @property
-    def runs(self) -> int:
-        return int(self.run.max()) + 1
+    def sizes(self) -> int:
+        return int(self.size.max()) + 1
+
+    @property
+    def constants(self) -> int:
+        return 3 if self.size_only else 5
 
 
-def fit_law(points: Sequence[Point], *, seed: int = 0, resamples: int = 100) -> Law:
-    """Fit the law to the points that are not held out; `resamples` further fits give the intervals.
+def fit_law(points: Sequence[Point], *, seed: int = 0, resamples: int = 100, size_only: bool = False) -> Law:
+    """Fit the law to the points that are not held out.
 
-    Each resample adds the residuals of the fit, with random signs and sizes, to the fitted losses (wild bootstrap).
-    The points of a run get the same factor, since their residuals are correlated. The points themselves stay: a few
-    runs, drawn with replacement, would often have too few sizes for a fit.
+    The intervals of the law come from `resamples` further fits, to the fitted losses plus drawn residuals (parametric
+    bootstrap). The points of one size, which are correlated, have a residual in common. Drawing the points
+    themselves, or their runs, would often leave too few sizes: a ladder has four to eight. `noise` is the standard
+    deviation of the residuals, or the error with which the law of the smaller models predicts the largest ones if that
+    is larger: residuals do not show that the loss has another form than the law.
+
+    size_only: fit L(N) = e + a / N^alpha, for points whose tokens are equal, or a function of N. This law holds for
+        models with the same function only.
 
     Raises ValueError, which says what is missing, if the points do not determine the constants; ConfigError without
     scipy.
     """
     minimize = _scipy_minimize()
-    data = _read(points)
+    data = _read(points, size_only)
     best = _fit(minimize, data, data.loss, _starts(data))
-    residuals = data.loss - _log_loss(best, data)
-    scale = sqrt(len(data.loss) / (len(data.loss) - 5))
+    fitted, variances = _log_loss(best, data), _variances(best, data)
     random = np.random.default_rng(seed)
     samples = []
     for _ in range(resamples):
-        factors = random.choice(_WEBB, data.runs)[data.run]
-        losses = _log_loss(best, data) + factors * residuals * scale
-        samples.append(_constants(_fit(minimize, data, losses, [best]), data))
-    return Law(*_constants(best, data), noise=_noise(residuals, data), samples=samples)
-
-
-# Factors of variance 1 (Webb 2023): six values, so that few runs still give many resamples.
-_WEBB = np.array([-sqrt(1.5), -1.0, -sqrt(0.5), sqrt(0.5), 1.0, sqrt(1.5)])
+        of_sizes, of_points = (random.standard_normal(count) * each.draw(random)
+                               for count, each in zip((data.sizes, len(fitted)), variances, strict=True))
+        samples.append(_constants(_fit(minimize, data, fitted + of_sizes[data.size] + of_points, [best]), data))
+    noise = max(sqrt(sum(each.value for each in variances)), _error_of_largest(minimize, points, size_only))
+    return _law(best, data, noise=noise, samples=samples)
 
 
 def compute_optimal(law: Law, flops: float) -> tuple[float, float]:
@@ -82,6 +92,14 @@ def compute_optimal(law: Law, flops: float) -> tuple[float, float]:
     return parameters, flops / 6 / parameters
 
 
+def depends_on_size(points: Sequence[Point]) -> bool:
+    """Return whether the tokens are equal, or a power of N: the terms of N and D cannot be told apart then."""
+    n, d = (np.log([getattr(point, key) for point in points]) for key in ("parameters", "tokens"))
+    n, d = n - n.mean(), d - d.mean()
+    return any(float(np.std(across - (across @ along) / max(along @ along, 1e-12) * along)) < SMALLEST_SPREAD
+               for across, along in ((n, d), (d, n)))
+
+
 def _scipy_minimize() -> Callable[..., Any]:
     try:
         from scipy.optimize import minimize
@@ -92,47 +110,50 @@ def _scipy_minimize() -> Callable[..., Any]:
     return function
 
 
-def _read(points: Sequence[Point]) -> _Data:
-    """Check the points. Raises ValueError if they cannot determine the five constants."""
+def _read(points: Sequence[Point], size_only: bool) -> _Data:
+    """Check the points. Raises ValueError if they cannot determine the constants."""
     fitted = [point for point in points if not point.held_out]
     for point in fitted:
         if not all(isfinite(each) and each > 0 for each in (point.parameters, point.tokens, point.loss)):
             raise ValueError(f"a point of run {point.run} has parameters, tokens or a loss that are not above 0")
-    for name, values in (("numbers of parameters", {point.parameters for point in fitted}),
-                         ("numbers of tokens", {point.tokens for point in fitted})):
-        if len(values) < FEWEST_VALUES:
-            raise ValueError(f"the points have {len(values)} different {name}; the law needs at least {FEWEST_VALUES}")
-    if len(fitted) < FEWEST_POINTS:
-        raise ValueError(f"there are {len(fitted)} points to fit; the five constants of the law need at least "
-                         f"{FEWEST_POINTS}")
+    needed = ["parameters"] if size_only else ["parameters", "tokens"]
+    for name in needed:
+        count = len({getattr(point, name) for point in fitted})
+        if count < FEWEST_VALUES:
+            raise ValueError(f"the points to fit have {count} different numbers of {name}; the law needs at least "
+                             f"{FEWEST_VALUES}")
+    constants = 3 if size_only else 5
+    if len(fitted) <= constants:
+        raise ValueError(f"there are {len(fitted)} points to fit; the {constants} constants of the law need at least "
+                         f"{constants + 1}")
+    if not size_only and depends_on_size(fitted):
+        raise ValueError("the tokens of the points are a function of their parameters, such as 20 tokens a parameter: "
+                         "the terms of N and D cannot be told apart; add points with other numbers of tokens for the "
+                         "same models")
     n, d, loss = (np.log([getattr(point, key) for point in fitted]) for key in ("parameters", "tokens", "loss"))
     centre = float(n.mean()), float(d.mean())
-    n, d = n - centre[0], d - centre[1]
-    for across, along in ((n, d), (d, n)):
-        slope = (across @ along) / (along @ along)
-        if np.std(across - slope * along) < SMALLEST_SPREAD:
-            raise ValueError("the tokens of the points are a function of the parameters (such as 20 tokens a "
-                             "parameter): the terms of N and D cannot be told apart; add points with other numbers of "
-                             "tokens for the same model")
-    names = {point.run: None for point in fitted}
-    return _Data(n, d, loss, np.array([list(names).index(point.run) for point in fitted]), centre)
+    _, size = np.unique(n, return_inverse=True)
+    return _Data(n - centre[0], np.zeros_like(d) if size_only else d - centre[1], loss, size, centre, size_only)
 
 
 def _starts(data: _Data) -> list[np.ndarray]:
     """Return starts of a grid: parts of the mean loss for e and the terms of N and D, and exponents."""
     mean = exp(float(data.loss.mean()))
-    grid = [np.array([log(mean * e), log(mean * (1 - e) * a), log(mean * (1 - e) * (1 - a)), alpha, beta])
-            for e, a, alpha, beta in product(_GRID["e"], _GRID["a"], _GRID["exponent"], _GRID["exponent"])]
+    of_tokens = ((1.0, 0.0),) if data.size_only else tuple(product(_PARTS_OF_A, _EXPONENTS))
+    grid = [np.array([log(mean * e), log(mean * (1 - e) * a),
+                      _NO_TERM if data.size_only else log(mean * (1 - e) * (1 - a)), alpha, beta])
+            for e, alpha, (a, beta) in product(_PARTS_OF_E, _EXPONENTS, of_tokens)]
     return sorted(grid, key=lambda start: _objective(start, data, data.loss)[0])[:_STARTS]
 
 
 def _fit(minimize: Callable[..., Any], data: _Data, log_losses: np.ndarray, starts: Sequence[np.ndarray]) -> np.ndarray:
-    """Return [log e, log a', log b', alpha, beta] with the lowest objective; a' and b' are at the centre of the points."""
+    """Return [log e, log a', log b', alpha, beta] of the lowest objective; a' and b' are terms at the data's centre."""
     largest = float(log_losses.max())
     bounds = [(_SMALLEST_TERM, largest)] * 3 + [(0.0, LARGEST_EXPONENT)] * 2
+    if data.size_only:
+        bounds[2], bounds[4] = (_NO_TERM, _NO_TERM), (0.0, 0.0)
     found = []
-    for start in starts:
-        x = start
+    for x in starts:
         for delta in (0.1, HUBER_DELTA):  # first with a smooth objective
             result = minimize(_objective, x, args=(data, log_losses, delta), jac=True, method="L-BFGS-B", bounds=bounds,
                               options={"maxiter": 1000, "ftol": 1e-13, "gtol": 1e-9})
@@ -144,7 +165,7 @@ def _fit(minimize: Callable[..., Any], data: _Data, log_losses: np.ndarray, star
 def _objective(x: np.ndarray, data: _Data, log_losses: np.ndarray,
                delta: float = HUBER_DELTA) -> tuple[float, np.ndarray]:
     """Return the sum of the Huber losses of log L, divided by delta^2, and its gradient."""
-    terms = np.stack([np.full_like(data.n, x[0]), x[1] - x[3] * data.n, x[2] - x[4] * data.d])
+    terms = _log_terms(x, data)
     largest = terms.max(axis=0)
     parts = np.exp(terms - largest)
     total = parts.sum(axis=0)
@@ -156,27 +177,72 @@ def _objective(x: np.ndarray, data: _Data, log_losses: np.ndarray,
     return float(value), gradient
 
 
+def _log_terms(x: np.ndarray, data: _Data) -> np.ndarray:
+    return np.stack([np.full_like(data.n, x[0]), x[1] - x[3] * data.n, x[2] - x[4] * data.d])
+
+
 def _log_loss(x: np.ndarray, data: _Data) -> np.ndarray:
-    terms = [np.full_like(data.n, x[0]), x[1] - x[3] * data.n, x[2] - x[4] * data.d]
-    result: np.ndarray = np.logaddexp.reduce(terms)
+    result: np.ndarray = np.logaddexp.reduce(_log_terms(x, data))
     return result
 
 
 def _constants(x: np.ndarray, data: _Data) -> list[float]:
     """Return [e, a, b, alpha, beta]."""
     e, a, b, alpha, beta = map(float, x)
-    return [exp(e), exp(a + alpha * data.centre[0]), exp(b + beta * data.centre[1]), alpha, beta]
+    return [exp(e), exp(a + alpha * data.centre[0]), 0.0 if data.size_only else exp(b + beta * data.centre[1]), alpha,
+            beta]
 
 
-def _noise(residuals: np.ndarray, data: _Data) -> float:
-    """Return the standard deviation of log L: of the runs around the law, and of the points around their run.
+def _law(x: np.ndarray, data: _Data, noise: float = 0.0, samples: list[list[float]] | None = None) -> Law:
+    e, a, b, alpha, beta = _constants(x, data)
+    return Law(e, a, b, alpha, beta, noise=noise, samples=samples or [])
 
-    The degrees of freedom are shared out: those of e, a and alpha to the runs, which are the models, and those of b
-    and beta to the points of a run; all of them to the points if each is a run of its own.
+
+@dataclass(frozen=True)
+class _Variance:
+    """A variance that is estimated from a sum of squares."""
+
+    squares: float
+    degrees: int  # of freedom
+
+    @property
+    def value(self) -> float:
+        return self.squares / self.degrees
+
+    def draw(self, random: np.random.Generator) -> float:
+        """Return a standard deviation that these squares are consistent with."""
+        degrees = max(_FEWEST_DEGREES, self.degrees)
+        return sqrt(self.value * degrees / random.chisquare(degrees))
+
+
+def _variances(x: np.ndarray, data: _Data) -> tuple[_Variance, _Variance]:
+    """Return the variances of log L: of the sizes around the law, and of the points around their size.
+
+    The constants cost the degrees of freedom: e, a and alpha those of the sizes, b and beta those of the points. If no
+    size has two points, all of them cost those of the sizes.
     """
-    count, runs = len(residuals), data.runs
-    sizes = np.bincount(data.run)
-    means = np.bincount(data.run, residuals) / sizes
-    within = float(((residuals - means[data.run]) ** 2).sum()) / max(1, count - runs - 2)
-    between = float((means**2).sum()) / max(1, runs - (5 if runs == count else 3))
-    return sqrt(within + between)
+    residuals = data.loss - _log_loss(x, data)
+    means = np.bincount(data.size, residuals) / np.bincount(data.size)
+    within = float(((residuals - means[data.size]) ** 2).sum())
+    count, sizes = len(residuals), data.sizes
+    of_tokens = data.constants - 3
+    of_sizes = sizes - (data.constants if sizes == count else 3)
+    return (_Variance(float((means**2).sum()), max(1, of_sizes)),
+            _Variance(within, max(1, count - sizes - of_tokens)))
+
+
+def _error_of_largest(minimize: Callable[..., Any], points: Sequence[Point], size_only: bool) -> float:
+    """Return the root mean square of the errors of log L for the largest sizes, predicted from the others.
+
+    0 if the others do not determine a law.
+    """
+    sizes = sorted({point.parameters for point in points if not point.held_out})
+    smallest = sizes[-max(1, int(len(sizes) * HIDDEN_SIZES))]
+    hidden = [point for point in points if not point.held_out and point.parameters >= smallest]
+    try:
+        data = _read([point for point in points if point.parameters < smallest], size_only)
+    except ValueError:
+        return 0.0
+    law = _law(_fit(minimize, data, data.loss, _starts(data)), data)
+    errors = [log(point.loss / law.loss(point.parameters, point.tokens)) for point in hidden]
+    return sqrt(sum(error**2 for error in errors) / len(errors))
