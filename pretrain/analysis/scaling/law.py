@@ -8,23 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import erf, exp, isfinite, log, sqrt
 
-from pretrain.model.description import ModelConfig
+from pretrain.config.expected_curve import LEVEL, Expected
+from pretrain.config.expected_curve import counted_parameters as counted_parameters
 
 LARGEST_EXPONENT = 3.0  # of alpha and beta; published ones are 0.05 to 0.7
-LEVEL = 0.9  # probability that a loss lies in the interval of its prediction
-_OUTSIDE = ("embedding", "positions", "head")  # kinds of layers that are not counted
-
-
-@dataclass(frozen=True)
-class Expected:
-    """A predicted loss in nats a token, with the interval that holds it with the probability LEVEL."""
-
-    loss: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.loss:.4f} ({self.low:.4f} to {self.high:.4f})"
 
 
 @dataclass(frozen=True)
@@ -88,12 +75,3 @@ def _bisect(function: Callable[[float], float], value: float, low: float, high: 
         middle = (low + high) / 2
         low, high = (middle, high) if function(middle) < value else (low, middle)
     return (low + high) / 2
-
-
-def counted_parameters(config: ModelConfig) -> int:
-    """Return the N of a model: all its parameters without the embedding matrices and the head.
-
-    The embeddings of small models would hide their size. With large vocabularies, laws with and without them differ
-    (Pearce and Song 2024, arXiv 2406.12907). The experts that a token does not use are counted.
-    """
-    return sum(layer.size for layer in config.layers() if layer.kind not in _OUTSIDE)
