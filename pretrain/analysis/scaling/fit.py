@@ -18,7 +18,7 @@ from pretrain.errors import ConfigError
 
 HUBER_DELTA = 1e-3  # of log L
 FEWEST_VALUES = 3  # of N, and of D: the term of each has two constants, and e is the third
-SMALLEST_SPREAD = 0.05  # of log(D) around a line in log(N), and of log(N) around a line in log(D)
+SMALLEST_SPREAD = 0.15  # of log(D) around a line in log(N), and of log(N) around a line in log(D)
 HIDDEN_SIZES = 0.2  # part of the sizes that the fit hides, to see how well it predicts them
 _STARTS = 6  # of the grid, the ones with the lowest objective
 _PARTS_OF_E, _PARTS_OF_A = (0.1, 0.3, 0.5, 0.7, 0.9), (0.2, 0.5, 0.8)  # of the mean loss, and of the rest of it
