@@ -14,6 +14,7 @@ import numpy as np
 
 from pretrain.analysis.scaling.ladder_file import Point
 from pretrain.analysis.scaling.law import LARGEST_EXPONENT, Law
+from pretrain.analysis.scaling.uncertainty import Variance
 from pretrain.errors import ConfigError
 
 HUBER_DELTA = 1e-3  # of log L
@@ -25,7 +26,6 @@ _PARTS_OF_E, _PARTS_OF_A = (0.1, 0.3, 0.5, 0.7, 0.9), (0.2, 0.5, 0.8)  # of the 
 _EXPONENTS = (0.1, 0.2, 0.35, 0.5, 0.8, 1.2)
 _SMALLEST_TERM = -12.0  # logarithm of a term at the centre of the points: 6e-6 nats
 _NO_TERM = -60.0
-_FEWEST_DEGREES = 3  # of freedom, of a variance that is drawn: fewer have draws without bounds
 
 
 @dataclass(frozen=True)
@@ -198,24 +198,7 @@ def _law(x: np.ndarray, data: _Data, noise: float = 0.0, samples: list[list[floa
     return Law(e, a, b, alpha, beta, noise=noise, samples=samples or [])
 
 
-@dataclass(frozen=True)
-class _Variance:
-    """A variance that is estimated from a sum of squares."""
-
-    squares: float
-    degrees: int  # of freedom
-
-    @property
-    def value(self) -> float:
-        return self.squares / self.degrees
-
-    def draw(self, random: np.random.Generator) -> float:
-        """Return a standard deviation that these squares are consistent with."""
-        degrees = max(_FEWEST_DEGREES, self.degrees)
-        return sqrt(self.value * degrees / random.chisquare(degrees))
-
-
-def _variances(x: np.ndarray, data: _Data) -> tuple[_Variance, _Variance]:
+def _variances(x: np.ndarray, data: _Data) -> tuple[Variance, Variance]:
     """Return the variances of log L: of the sizes around the law, and of the points around their size.
 
     The constants cost the degrees of freedom: e, a and alpha those of the sizes, b and beta those of the points. If no
@@ -227,8 +210,8 @@ def _variances(x: np.ndarray, data: _Data) -> tuple[_Variance, _Variance]:
     count, sizes = len(residuals), data.sizes
     of_tokens = data.constants - 3
     of_sizes = sizes - (data.constants if sizes == count else 3)
-    return (_Variance(float((means**2).sum()), max(1, of_sizes)),
-            _Variance(within, max(1, count - sizes - of_tokens)))
+    return (Variance(float((means**2).sum()), max(1, of_sizes)),
+            Variance(within, max(1, count - sizes - of_tokens)))
 
 
 def _error_of_largest(minimize: Callable[..., Any], points: Sequence[Point], size_only: bool) -> float:
