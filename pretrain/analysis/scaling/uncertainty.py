@@ -10,7 +10,8 @@ from pretrain.config.expected_curve import LEVEL, Expected
 if TYPE_CHECKING:
     import numpy as np
 
-_FEWEST_DEGREES = 3  # of freedom, of a variance that is drawn: fewer have draws without bounds
+_FEWEST_DEGREES = 2  # of freedom, of a variance that is drawn
+_LARGEST_RATIO = 5.0  # of a drawn standard deviation to the estimated one
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Variance:
     def draw(self, random: "np.random.Generator") -> float:
         """Return a standard deviation that these squares are consistent with."""
         degrees = max(_FEWEST_DEGREES, self.degrees)
-        return sqrt(self.value * degrees / float(random.chisquare(degrees)))
+        return sqrt(self.value) * min(_LARGEST_RATIO, sqrt(degrees / float(random.chisquare(degrees))))
 
 
 def interval(loss: float, logs: Sequence[float], noise: float) -> Expected:

@@ -4,6 +4,9 @@
 
 Everything is in the folder --out: plan.json, the smaller runs, ladder.json and ladder.html. The command can be given
 again: finished runs are skipped, others resume. Exit codes: 0 the prediction is written; 2 bad input.
+
+    ds-pretrain ladder --points losses.csv               # backtest: predict the largest model of a table
+    ds-pretrain ladder --target small.yaml --mixtures 5  # predict the losses of other weights of the blend
 """
 
 import argparse
@@ -21,6 +24,8 @@ from pretrain.analysis.scaling.reach import LARGEST_FACTOR
 from pretrain.checkpoint.format.hashed_files import write_atomically
 from pretrain.cli import Parser, number, path, path_text, say, text, whole_number
 from pretrain.commands.check import device_of
+from pretrain.commands.ladder.backtest import points_main
+from pretrain.commands.ladder.mixtures import mixtures_main
 from pretrain.commands.ladder.page import page
 from pretrain.commands.ladder.plan import Plan, Wish, batch_of, make_plan, plan_lines
 from pretrain.commands.ladder.predict import make_ladder
@@ -84,12 +89,20 @@ def _parser() -> Parser:
     add("--max_extrapolation", type=number(1, 1e6), default=LARGEST_FACTOR, metavar="FACTOR",
         help="reject a target with more than this factor times the parameters, or tokens, of the smaller runs "
              "(default: %(default)g)")
+    add("--points", type=path, metavar="FILE",
+        help="train nothing: fit the law to a CSV file with the columns run,parameters,tokens,loss[,held_out], and "
+             "predict its held-out points, or its largest model")
+    add("--mixtures", type=whole_number(1, 1000), metavar="N",
+        help="train the target itself, a small run of a blend, with N other weights; predict its losses, and propose "
+             "weights")
     return parser
 
 
 def main() -> int:
     """Run the program and return its exit code. Raises ConfigError."""
     args = _parser().parse_args()
+    if args.points is not None or args.mixtures is not None:
+        return _without_budget(args)
     for name in ("target", "budget"):
         if getattr(args, name) is None:
             raise ConfigError(f"--{name}", problem="it is required, and missing on the command line")
@@ -111,6 +124,21 @@ def main() -> int:
         say(f"stopped: {shlex.join(['ds-pretrain', *error.cmd[2:]])} ended with exit code {error.returncode}")
         return error.returncode if error.returncode > 0 else 128 - error.returncode
     return 0
+
+
+def _without_budget(args: argparse.Namespace) -> int:
+    """Do the backtest of --points, or the runs of --mixtures. Raises ConfigError, also for flags without effect."""
+    flag, used = ("points", ("points",)) if args.points is not None else ("mixtures", ("mixtures", "target", "out",
+                                                                                        "ranks"))
+    for name, value in vars(args).items():
+        if name not in used and value != _parser().get_default(name):
+            raise ConfigError(f"--{name}", problem=f"it has no effect with --{flag}", remedy="remove one of the two")
+    if args.points is not None:
+        return points_main(args.points)
+    if args.target is None:
+        raise ConfigError("--mixtures", problem="the blend to train is missing", remedy="give --target run.yaml")
+    check_folder(args.out, "--out")
+    return mixtures_main(args.target, args.out, args.mixtures, ranks=args.ranks or 1)
 
 
 def _plan(target: TargetRun, wish: Wish, folder: Path, ranks: int) -> Plan:
