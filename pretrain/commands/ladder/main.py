@@ -20,26 +20,20 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.analysis.scaling.ladder_file import write_ladder
+from pretrain.analysis.scaling.reach import LARGEST_FACTOR
 from pretrain.checkpoint.format.hashed_files import write_atomically
 from pretrain.cli import Parser, number, path, path_text, say, text, whole_number
 from pretrain.commands.check import device_of
 from pretrain.commands.ladder.backtest import points_main
 from pretrain.commands.ladder.mixtures import mixtures_main
-from pretrain.commands.ladder.plan import (
-    REFUSE_FACTOR,
-    Plan,
-    Wish,
-    batch_of,
-    make_plan,
-    plan_lines,
-)
+from pretrain.commands.ladder.page import page
+from pretrain.commands.ladder.plan import Plan, Wish, batch_of, make_plan, plan_lines
 from pretrain.commands.ladder.predict import make_ladder
 from pretrain.commands.ladder.sizes import family_sizes, nearest_sizes
 from pretrain.commands.ladder.target import TargetRun, read_target, write_settings
 from pretrain.commands.ladder.times import measure_times
 from pretrain.commands.ladder.train import read_points, train_ladder
 from pretrain.config.flags.arguments import RunArguments
-from pretrain.data.data_spec import names_of_split
 from pretrain.data.token_schedules import parse_token_count
 from pretrain.distributed.device import nvidia_smi, wants_cpu
 from pretrain.errors import ConfigError, shorten
@@ -92,7 +86,7 @@ def _parser() -> Parser:
         help="ranks of the smaller runs on this machine (default: its GPUs, or 1)")
     add("--world_size", type=whole_number(1, 10**7), metavar="N", help="ranks of the target's run (default: --ranks)")
     add("--gpu", type=text, metavar="NAME", help="GPU of the target's run, such as h100 (default: this machine)")
-    add("--max_extrapolation", type=number(1, 1e6), default=REFUSE_FACTOR, metavar="FACTOR",
+    add("--max_extrapolation", type=number(1, 1e6), default=LARGEST_FACTOR, metavar="FACTOR",
         help="reject a target with more than this factor times the parameters, or tokens, of the smaller runs "
              "(default: %(default)g)")
     add("--points", type=path, metavar="FILE",
@@ -124,12 +118,12 @@ def main() -> int:
     try:
         plan = _plan(target, wish, args.out, ranks)
         print("\n".join(plan_lines(plan, target)))
-        if args.plan_only:
-            return 0
-        return _run(plan, target, args.out)
+        if not args.plan_only:
+            _run(plan, target, args)
     except subprocess.CalledProcessError as error:
         say(f"stopped: {shlex.join(['ds-pretrain', *error.cmd[2:]])} ended with exit code {error.returncode}")
         return error.returncode if error.returncode > 0 else 128 - error.returncode
+    return 0
 
 
 def _without_budget(args: argparse.Namespace) -> int:
@@ -186,19 +180,18 @@ def _request(target: TargetRun, wish: Wish, ranks: int) -> dict[str, Any]:
     flags = {name: value for name, value in vars(plan.args).items()
              if value != getattr(RunArguments, name) and name not in _WITHOUT_EFFECT}
     found: dict[str, Any] = json.loads(json.dumps({
-        **asdict(wish), "ranks": ranks, "world_size": plan.layout.world_size, "flags": flags,
+        "budget_seconds": wish.budget_seconds, "parameters": list(wish.parameters), "tokens": wish.tokens,
+        "ranks": ranks, "world_size": plan.layout.world_size, "flags": flags,
         "model": plan.model.hf_config, "deepspeed_config": plan.file.values,
         "data": {name: dataset.fingerprint for name, dataset in plan.datasets.items()}}))
     return found
 
 
-def _run(plan: Plan, target: TargetRun, folder: Path) -> int:
-    """Train, fit and predict. Raises ConfigError and CalledProcessError."""
-    splits = names_of_split(target.plan.datasets, "valid")
-    train_ladder(plan, folder, splits)
-    ladder = make_ladder(target, read_points(plan, folder, splits))
-    write_ladder(folder / LADDER_FILE, ladder)
-    found = ladder.target
-    print(f"expected loss of the target: {found.loss:.4f} ({found.low:.4f} to {found.high:.4f})")
-    print(f"written: {folder / LADDER_FILE}")
-    return 0
+def _run(plan: Plan, target: TargetRun, args: argparse.Namespace) -> None:
+    """Train, fit, predict, and write the results. Raises ConfigError and CalledProcessError."""
+    train_ladder(plan, target, args.out)
+    ladder = make_ladder(target, read_points(plan, target, args.out))
+    write_ladder(args.out / LADDER_FILE, ladder)
+    lines, html = page(args.target, target, plan, ladder, args.out, args.gpu)
+    write_atomically(args.out / PAGE_FILE, html)
+    print("\n".join([*lines, f"written: {args.out / LADDER_FILE}, {args.out / PAGE_FILE}"]))

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from pretrain.analysis.scaling.ladder_file import Range
+from pretrain.analysis.scaling.reach import LARGEST_FACTOR, Reach
 from pretrain.commands.ladder.sizes import FEWEST_SIZES, Size, choose_sizes, family_sizes, nearest_sizes
 from pretrain.commands.ladder.target import TargetRun
 from pretrain.commands.small_runs import Run
@@ -15,7 +17,6 @@ MODELS, SPREAD = 5, 16.0  # models, and the largest one's parameters divided by 
 FEWEST_STEPS = 100  # of the shortest runs, if the batch can be halved
 TOKENS_PER_PARAMETER = 20  # at least this number in the longest runs, unless target or data have fewer (Chinchilla)
 LARGEST_FRACTION = 0.5  # of the target's parameters
-WARN_FACTOR, REFUSE_FACTOR = 10.0, 100.0  # of the target's parameters and tokens to the ladder's largest
 _FORWARD = 1 / 3  # of the time of a step
 _MICRO_BATCH_TOKENS = 2048  # at least, where the batch has them: small matrices are slow
 _SEARCHES = 40
@@ -131,7 +132,7 @@ class Wish:
     budget_seconds: float
     parameters: Sequence[int] = ()
     tokens: int | None = None  # of the longest runs
-    largest_factor: float = REFUSE_FACTOR
+    largest_factor: float = LARGEST_FACTOR
 
 
 def lengths_of(tokens: float, batch: Batch, target: TargetRun) -> Lengths:
@@ -230,18 +231,19 @@ def batch_of(tokens: float, target: TargetRun, ranks: int) -> Batch:
     return Batch.of(size, ranks=ranks, target=target)
 
 
+def reach_of(plan: Plan, target: TargetRun) -> Reach:
+    """Return how far the target lies beyond the smaller runs."""
+    fitted = Range([float(plan.models[0].parameters), float(plan.models[-1].parameters)],
+                   [float(plan.tokens[0]), float(plan.tokens[-1])])
+    return Reach.of(fitted, target.parameters, target.tokens)
+
+
 def check_reach(plan: Plan, target: TargetRun, wish: Wish) -> None:
     """Raise ConfigError if the target is too far from the largest model, or its tokens from the longest runs."""
-    for what, factor in reach(plan, target).items():
-        if factor > wish.largest_factor:
-            raise ConfigError("--budget", problem=f"the target has {factor:.3g} times the {what} of the smaller runs; "
-                              f"a prediction further than {wish.largest_factor:g} times is not made",
-                              remedy="give a larger --budget, or allow more with --max_extrapolation")
-
-
-def reach(plan: Plan, target: TargetRun) -> dict[str, float]:
-    """Return how far the target is beyond the smaller runs: factors of the parameters and the tokens."""
-    return {"parameters": target.parameters / plan.models[-1].parameters, "tokens": target.tokens / plan.tokens[-1]}
+    reach = reach_of(plan, target)
+    if reach.factor > wish.largest_factor:
+        raise ConfigError("--budget", problem=f"{reach}: {wish.largest_factor:g} times is the limit",
+                          remedy="give a larger --budget, or allow more with --max_extrapolation")
 
 
 def _too_short(chosen: Sequence[Size], target: TargetRun, wish: Wish, times: Times, ranks: int) -> ConfigError:
@@ -272,14 +274,5 @@ def plan_lines(plan: Plan, target: TargetRun) -> list[str]:
               f"{duration_text(model.seconds):>10}" for model in plan.models]
     lines.append(f"each with {longest} tokens, in steps of {plan.batch.tokens:,}; learning rate: {target.scaling}; "
                  f"total {duration_text(plan.seconds)}")
-    factors = reach(plan, target)
-    lines.append("the target is " + " and ".join(f"{factor:.3g} times the largest {what}" if factor > 1 else
-                                                 f"within the {what}" for what, factor in factors.items()))
-    return lines + [f"warning: {each}" for each in reach_warnings(factors)]
-
-
-def reach_warnings(factors: dict[str, float]) -> list[str]:
-    """Warn about a far extrapolation."""
-    return [f"the target has {factor:.3g} times the {what} of the largest smaller run; beyond {WARN_FACTOR:g} times, "
-            "expect an error larger than the interval" for what, factor in factors.items() if factor > WARN_FACTOR]
-
+    reach = reach_of(plan, target)
+    return [*lines, str(reach), *([f"warning: {reach.warning()}"] if reach.warning() else [])]
