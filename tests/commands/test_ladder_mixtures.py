@@ -42,7 +42,7 @@ def write_target(folder: Path, **changes: object) -> str:
 def test_points(tmp_path: Path, ladder: Callable[..., str]) -> None:
     shown = ladder("--points", str(PYTHIA))
     assert "12B" in shown
-    assert "inside     1 of 1" in shown
+    assert "inside     4 of 4" in shown
     few = tmp_path / "few.csv"
     few.write_text("run,parameters,tokens,loss\na,1e6,1e7,4\nb,2e6,1e7,3.9\nc,4e6,1e7,3.8\n")
     with pytest.raises(ConfigError, match=r"^--points few\.csv: .* have 2 different numbers of parameters"):
