@@ -20,7 +20,7 @@ _ERRORS = 5.0  # standard errors, as for the hints
 _CLIP = 5.0  # standard deviations; a value farther from the median counts as one at this distance
 _WIDER = NormalDist().inv_cdf((1 + _ALARM_LEVEL) / 2) / NormalDist().inv_cdf((1 + LEVEL) / 2)
 _MOST_PARTS = 16  # of the rows, from which the noise is estimated
-_NORMAL_MAD = 0.6745  # median of the absolute value of a standard normal variable
+NORMAL_MAD = 0.6745  # median of the absolute value of a standard normal variable
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ def _is_beyond(excess: np.ndarray, rows: int) -> bool:
     parts = min(len(excess) // rows, _MOST_PARTS)
     values = excess[-parts * rows:].reshape(parts, rows)
     middle = np.median(values, axis=1, keepdims=True)
-    spread = _CLIP * np.median(np.abs(values - middle), axis=1, keepdims=True) / _NORMAL_MAD
+    spread = _CLIP * np.median(np.abs(values - middle), axis=1, keepdims=True) / NORMAL_MAD
     means = np.clip(values, middle - spread, middle + spread).reshape(parts, FEWEST_ROWS, -1).mean(axis=2)
-    return bool(means[-1].mean() > _ERRORS * (1 + 1 / parts) * _error(means))
+    return bool(means[-1].mean() > _ERRORS * (1 + 0.5 / parts) * _error(means))
 
 
 def _error(means: np.ndarray) -> float:

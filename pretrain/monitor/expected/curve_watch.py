@@ -9,14 +9,23 @@ from typing import Any
 import numpy as np
 
 from pretrain.config.expected_curve import Expected, Target
-from pretrain.monitor.expected.band import ABOVE, BELOW, FEWEST_ROWS, Band, departure, has_returned, is_outside
+from pretrain.monitor.expected.band import (
+    ABOVE,
+    BELOW,
+    FEWEST_ROWS,
+    NORMAL_MAD,
+    Band,
+    departure,
+    has_returned,
+    is_outside,
+)
 from pretrain.monitor.hints.curve import Rows
 from pretrain.monitor.read_run_folder import newest_path, read_events, read_metrics
 
 OFF, ON = "off_curve", "on_curve"  # the events
 _KEYS = ("step", "tokens", "loss", "expected", "low", "high")
 _LONGEST = 4096  # newest rows that are looked at
-_JUMP = 4.0  # standard deviations of the noise
+_JUMP = 4.0  # standard errors
 
 
 @dataclass(frozen=True)
@@ -29,7 +38,7 @@ class Change:
     tokens: float
     rows: int  # logged steps that show the change
     since: int  # first of the steps that are outside; of ON, inside
-    loss: float  # smoothed
+    loss: float  # median of the newest 8 rows
     expected: Expected
     jump: float | None = None  # change of the loss at `since`, if it was sudden
 
@@ -143,9 +152,9 @@ class CurveWatch:
         rows = self._rows.columns(newest=_LONGEST)
         band, expected = _band(rows), Expected(*(float(rows[key][-1]) for key in ("expected", "low", "high")))
         difference = rows["loss"] - band.loss
-        loss = expected.loss + float(np.median(difference[-FEWEST_ROWS:]))
+        loss = float(np.median(rows["loss"][-FEWEST_ROWS // 2:]))
         excess = band.excess(rows["loss"], side)
-        first = _first_of(excess > 0 if event == OFF else excess <= 0)
+        first = _change_point(excess if event == OFF else -excess, count)
         return Change(event, side, int(rows["step"][-1]), float(rows["tokens"][-1]), count, int(rows["step"][first]),
                       loss, expected, _jump(difference, first) if event == OFF else None)
 
@@ -159,13 +168,13 @@ def _as_rows(value: object) -> int:
     return value if isinstance(value, int) and FEWEST_ROWS <= value <= _LONGEST else FEWEST_ROWS
 
 
-def _first_of(holds: np.ndarray) -> int:
-    """Return the first of the last rows for which a condition holds: in each 8 of them, for at least half."""
-    first = len(holds)
-    while first > 0 and np.mean(holds[max(first - 8, 0):first]) >= 0.5:
-        first -= 1
-    held = np.flatnonzero(holds[first:])
-    return min(first + (int(held[0]) if len(held) else 0), len(holds) - 1)
+def _change_point(values: np.ndarray, count: int) -> int:
+    """Return from which value on a noisy column has about the level of its newest `count` values, which is above 0.
+
+    It is the first of the newest values whose sum lies farthest above half of this level.
+    """
+    sums = np.cumsum((values - 0.5 * np.median(values[-count:]))[::-1])
+    return len(values) - 1 - int(np.argmax(sums))
 
 
 def _jump(difference: np.ndarray, first: int) -> float | None:
@@ -173,7 +182,7 @@ def _jump(difference: np.ndarray, first: int) -> float | None:
     before, after = difference[max(first - FEWEST_ROWS, 0):first], difference[first:first + FEWEST_ROWS // 2]
     if len(before) < FEWEST_ROWS // 2 or len(after) < FEWEST_ROWS // 2:
         return None
-    noise = float(np.median(np.abs(before - np.median(before)))) / 0.6745
-    jump = float(np.median(after) - np.median(before))
-    whole = float(np.median(difference[-FEWEST_ROWS // 2:]) - np.median(before))
-    return jump if abs(jump) > max(_JUMP * noise, 0.5 * abs(whole)) else None
+    jump, whole = (float(np.median(part) - np.median(before)) for part in (after, difference[-FEWEST_ROWS // 2:]))
+    noise = float(np.median(np.abs(before - np.median(before)))) / NORMAL_MAD
+    error = 1.25 * noise * math.sqrt(1 / len(before) + 1 / len(after))  # of a difference of medians
+    return jump if abs(jump) > max(_JUMP * error, 0.5 * abs(whole)) else None
