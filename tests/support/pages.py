@@ -46,7 +46,8 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
     "takes an hour; tests/commands/test_ladder.py trains smaller ones": (
         "tools/ladder_grades/grade.sh python", "tools/ladder_grades/grade.sh gcide",
         "ds-pretrain ladder --target run.yaml --budget 2h",
-        "ds-pretrain ladder --target run.yaml --budget 2h --gpu h100 --world_size 64", "ds-pretrain --num_gpus 8 --config run.yaml --expected_curve runs/ladder/ladder.json"),
+        "ds-pretrain ladder --target run.yaml --budget 2h --gpu h100 --world_size 64",
+        "ds-pretrain --num_gpus 8 --config run.yaml --expected_curve runs/ladder/ladder.json"),
     "needs GPUs": (
         "ds-pretrain --num_gpus 8 --config run.yaml", "ds-pretrain bench --preset h200-gpt3-1.3b",
         "ds-pretrain bench --preset h200-gpt3-1.3b --compile_blocks true",
