@@ -1,13 +1,14 @@
 """The expected losses of a run by its tokens, which a ladder of smaller models predicts: part of ladder.json."""
 
 from bisect import bisect_right
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, astuple, dataclass
 from itertools import pairwise
 from math import isfinite, log
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pretrain.model.description import ModelConfig
+from pretrain.stored_json import build
 
 if TYPE_CHECKING:  # which imports numpy
     from pretrain.data.token_files.indexed_dataset import IndexedDataset
@@ -63,6 +64,22 @@ class Target:
         part = log(tokens / left.tokens) / log(right.tokens / left.tokens)
         return Expected(left.loss + part * (right.loss - left.loss), left.low + part * (right.low - left.low),
                         left.high + part * (right.high - left.high))
+
+
+def target_record(target: Target) -> dict[str, Any]:
+    """Return the target for run.json, with one list [tokens, loss, low, high] for each point of the curve."""
+    return {**asdict(target), "curve": [list(astuple(point)) for point in target.curve]}
+
+
+def target_of_record(record: Mapping[str, Any]) -> Target | None:
+    """Return the target of `target_record`; None if it is damaged."""
+    try:
+        curve = [CurvePoint(*map(float, values)) for values in record["curve"]]
+        target = build(Target, {**record, "curve": [asdict(point) for point in curve]})
+        check_target(target)
+    except (KeyError, TypeError, ValueError):
+        return None
+    return target
 
 
 def check_target(target: Target) -> None:

@@ -279,15 +279,15 @@ def test_real_runs_from_the_plan_to_the_page(world: Path) -> None:
     assert planned.returncode == 0, planned.stdout + planned.stderr
     out = world / "runs/ladder"
     plan = build(Plan, read_object(out / "plan.json"))
-    assert [model.name for model in plan.models] == ["h16-l1", "h32-l2", "h48-l3"]
-    assert f"{plan.models[0].name}" in planned.stdout
+    assert len(plan.models) == 3
+    assert all(model.name in planned.stdout for model in plan.models)
     assert not (out / "ladder.json").exists()
     for number in (0, 2):
         fake_model(plan, out, number)
     done = ladder(world, *FLAGS)
     assert done.returncode == 0, done.stdout + done.stderr
     points = read_ladder(out / "ladder.json").points
-    trained = [point for point in points if point.run == "h32-l2"]
+    trained = [point for point in points if point.run == plan.models[1].name]
     assert len([point for point in trained if point.decayed]) == 3
     assert len(trained) > 6
     assert all(1 < point.loss < math.log(64) for point in trained if point.decayed)

@@ -11,7 +11,7 @@ PAGES = [README, *(ROOT / name for name in (
     "launch/first_run.md",
     "tools/README.md", "tools/data.md", "tools/training_data.md", "tools/weights.md", "tools/memory.md",
     "tools/checkpoints.md", "tools/evaluation.md", "tools/gpu.md", "tools/performance.md", "tools/measurements.md",
-    "tools/metrics.md", "tools/report.md", "tools/sanity_check.md",
+    "tools/metrics.md", "tools/report.md", "tools/sanity_check.md", "tools/ladder.md",
     "ds_configs/README.md", "ds_configs/recipe.md", "ds_configs/long_sequences.md", "ds_configs/pipelines.md",
     "ds_configs/parallelism.md",
     "launch/README.md", "launch/unattended.md", "launch/right_results.md",
@@ -43,6 +43,11 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "ds-pretrain bench --what step --preset cpu --write tools/measurements.md",
         "ds-pretrain bench --what step --preset cpu-llama-2048 --write tools/measurements.md",
         "ds-pretrain bench --what overhead,checkpoint,startup --rounds 3 --write tools/measurements.md"),
+    "takes an hour; tests/commands/test_ladder.py trains smaller ones": (
+        "tools/ladder_grades/grade.sh python", "tools/ladder_grades/grade.sh gcide",
+        "ds-pretrain ladder --target run.yaml --budget 2h",
+        "ds-pretrain ladder --target run.yaml --budget 2h --gpu h100 --world_size 64",
+        "ds-pretrain --num_gpus 8 --config run.yaml --expected_curve runs/ladder/ladder.json"),
     "needs GPUs": (
         "ds-pretrain --num_gpus 8 --config run.yaml", "ds-pretrain bench --preset h200-gpt3-1.3b",
         "ds-pretrain bench --preset h200-gpt3-1.3b --compile_blocks true",

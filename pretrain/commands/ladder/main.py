@@ -27,7 +27,7 @@ from pretrain.commands.check import device_of
 from pretrain.commands.ladder.backtest import points_main
 from pretrain.commands.ladder.mixtures import mixtures_main
 from pretrain.commands.ladder.page import page
-from pretrain.commands.ladder.plan import Plan, Wish, batch_of, make_plan, plan_lines
+from pretrain.commands.ladder.plan import Plan, Wish, batch_of, check_reach, make_plan, plan_lines
 from pretrain.commands.ladder.predict import make_ladder
 from pretrain.commands.ladder.sizes import family_sizes, nearest_sizes
 from pretrain.commands.ladder.target import TargetRun, read_target, write_settings
@@ -40,9 +40,10 @@ from pretrain.errors import ConfigError, shorten
 from pretrain.paths import check_folder
 from pretrain.stored_json import build, read_object, reason_of
 
-# flags of the target that change neither the smaller runs nor the prediction
+# flags of the target that do not change the smaller runs; its length changes the prediction only
 _WITHOUT_EFFECT = ("save", "note", "trackio", "resume", "expected_curve", "log_interval", "save_interval",
-                   "keep_checkpoints", "exit_step", "exit_after_minutes")
+                   "keep_checkpoints", "exit_step", "exit_after_minutes", "eval_interval", "train_steps",
+                   "train_tokens", "lr_warmup_steps", "lr_warmup_tokens")
 PLAN_FILE, LADDER_FILE, PAGE_FILE = "plan.json", "ladder.json", "ladder.html"
 _DURATION = re.compile(r"(\d+(?:\.\d+)?) ?(s|m|min|h|d)")
 _SECONDS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
@@ -151,6 +152,7 @@ def _plan(target: TargetRun, wish: Wish, folder: Path, ranks: int) -> Plan:
         except (OSError, ValueError) as error:
             raise ConfigError(str(file), problem=f"it cannot be used: {reason_of(error)}",
                               remedy="remove it, and give the command again") from None
+        check_reach(plan, target, wish)
         if changed := [name for name, value in request.items() if plan.target.get(name) != value]:
             raise ConfigError(f"--out {folder}", problem="it holds the ladder of other settings, which differ in "
                               f"{', '.join(changed)}", remedy="give another --out")
