@@ -29,7 +29,12 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "tests/run.sh", "tests/run.sh tests/config -k schedule", "launch/setup.sh --dev",
         "launch/setup.sh --offload", "ruff check .", "mypy", "lint-imports"),
     "needs the network": (
-        "ds-pretrain evaluate runs/quickstart --tasks hellaswag,arc_easy --num_fewshot 5 --limit 200",),
+        "ds-pretrain evaluate runs/quickstart --tasks hellaswag,arc_easy --num_fewshot 5 --limit 200",
+        "git clone https://github.com/epoch-research/analyzing-chinchilla",
+        "awk -F, 'BEGIN {print \"run,parameters,tokens,loss\"} NR > 1 && $7 && $7 < 3.43 {printf "
+        "\"p%d,%s,%.8g,%s\\n\", NR, $4, $5 / 6 / $4, $7}' analyzing-chinchilla/data/svg_extracted_data.csv > points.csv",
+        "ds-pretrain ladder --points points.csv",
+        "CHINCHILLA_POINTS=$PWD/points.csv pytest tests/analysis/scaling/test_fit.py"),
     "takes minutes: tests/test_project.py": (".github/release.sh",),
     "needs other versions of Python and torch: tests/test_versions.py": ("tests/versions.sh lowest",),
     "takes a minute: tests/distributed/test_reproducers.py": (
@@ -44,7 +49,7 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "ds-pretrain bench --what step --preset cpu-llama-2048 --write tools/measurements.md",
         "ds-pretrain bench --what overhead,checkpoint,startup --rounds 3 --write tools/measurements.md"),
     "takes an hour; tests/commands/test_ladder.py trains smaller ones": (
-        "tools/ladder_grades/grade.sh python", "tools/ladder_grades/grade.sh gcide",
+        "tools/ladder_grades/grade.sh python", "tools/ladder_grades/grade.sh gcide", "tools/ladder_grades/mixture.sh",
         "ds-pretrain ladder --target run.yaml --budget 2h",
         "ds-pretrain ladder --target run.yaml --budget 2h --gpu h100 --world_size 64",
         "ds-pretrain --num_gpus 8 --config run.yaml --expected_curve runs/ladder/ladder.json"),
