@@ -55,6 +55,7 @@ def test_points(tmp_path: Path, ladder: Callable[..., str]) -> None:
     ({"train_data": "data/a"}, ["5"], "train_data has 1 prefixes; --mixtures needs at least two"),
     ({"valid_data": None}, ["5"], "valid_data has fewer than two sets"),
     ({"train_steps": None}, ["5"], "train_steps is missing"),
+    ({"blend_schedule": "1e6:1,0"}, ["5"], "blend_schedule: the runs of --mixtures keep their weights"),
     ({}, ["3"], "^--mixtures: found 3; expected at least 4 runs for 2 domains"),
     ({}, ["5", "--budget", "2h"], "^--budget: it has no effect with --mixtures"),
 ])

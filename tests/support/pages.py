@@ -32,7 +32,8 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "ds-pretrain evaluate runs/quickstart --tasks hellaswag,arc_easy --num_fewshot 5 --limit 200",
         "git clone https://github.com/epoch-research/analyzing-chinchilla",
         "awk -F, 'BEGIN {print \"run,parameters,tokens,loss\"} NR > 1 && $7 && $7 < 3.43 {printf "
-        "\"p%d,%s,%.8g,%s\\n\", NR, $4, $5 / 6 / $4, $7}' analyzing-chinchilla/data/svg_extracted_data.csv > points.csv",
+        "\"p%d,%s,%.8g,%s\\n\", NR, $4, $5 / 6 / $4, $7}' analyzing-chinchilla/data/svg_extracted_data.csv "
+        "> points.csv",
         "ds-pretrain ladder --points points.csv",
         "CHINCHILLA_POINTS=$PWD/points.csv pytest tests/analysis/scaling/test_fit.py"),
     "takes minutes: tests/test_project.py": (".github/release.sh",),

@@ -30,7 +30,8 @@ from pretrain.errors import ConfigError
 
 MIXTURES_JSON, FORMAT = "mixtures.json", "ds-pretrain mixtures 1"
 _DATA, _PATHS = ("train_data", "valid_data", "test_data"), ("model", "deepspeed_config", "tokenizer")
-_NOT_KEPT = ("save", "resume", "resume_from", "eval_interval", "save_interval", "blend_schedule", "keep_best")
+_NOT_KEPT = ("save", "resume", "eval_interval", "save_interval", "keep_best")
+_NOT_SUPPORTED = ("blend_schedule", "resume_from")
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,10 @@ def _read_blend(target: str, count: int) -> DataSpec:
     words = {name: keys[name][1] for name in _DATA if name in keys}
     spec = parse_data_spec(words.get("train_data"), valid_data=words.get("valid_data"))
     where = f"--target {target}"
+    for name in _NOT_SUPPORTED:
+        if name in keys:
+            raise ConfigError(f"{where}: {name}", problem="the runs of --mixtures keep their weights, and begin anew",
+                              remedy="remove the key from a copy of the file")
     if len(spec.train) < 2:
         raise ConfigError(where, problem=f"train_data has {len(spec.train)} prefixes; --mixtures needs at least two",
                           remedy="give train_data: [0.5, PREFIX, 0.5, PREFIX]")
