@@ -67,10 +67,10 @@ def mixtures_main(target: str, out: Path, count: int, *, ranks: int = 1) -> int:
     total = sum(spec.weights or [1.0] * len(names))
     own = [round(weight / total, 4) for weight in spec.weights or [1.0] * len(names)]
     blends = choose_parts(len(names), count, taken=[own])
-    sets = {name: f"{VALID}/{name}" for name, _ in spec.valid}
+    sets = {split.removeprefix(f"{VALID}/"): split for split, _ in spec.valid}
     try:
         runs = _train(blends, spec, out, sets, ranks)
-        print("\n".join(run_lines(names, runs)))
+        print("\n".join(run_lines(names, runs)), flush=True)
         try:
             laws = fit_mixtures(runs)
         except ValueError as error:
