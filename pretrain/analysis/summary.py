@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pretrain.analysis.report.expected import Comparison, expected_of_run, newest_comparison
 from pretrain.analysis.report.hints import hints_of
 from pretrain.analysis.report.run_table import RunTable
 from pretrain.data.data_spec import parse_data_spec
@@ -34,6 +35,7 @@ class Summary:
     tokens_per_second: float | None
     named_losses: dict[str, float | None] = field(default_factory=dict)  # of each named validation set
     note: str = ""  # --note of the newest start
+    expected: Comparison | None = None  # the loss next to that of --expected_curve
     hints: list[Hint] = field(default_factory=list)  # what the curve shows, the most important first
 
     @property
@@ -54,7 +56,7 @@ def summarize(run: Path) -> Summary:
     last, evaluation = training[-1] if training else {}, evaluations[-1] if evaluations else {}
     # null: NaN or infinity
     finite: dict[str, Any] = next((row for row in reversed(training) if row["loss"] is not None), {})
-    flags, metrics = start["flags"], run / "metrics.jsonl"
+    flags, metrics, table = start["flags"], run / "metrics.jsonl", RunTable(run)
     named = {str(row["split"]): row for row in rows if str(row.get("split")).startswith("valid/")}
     return Summary(step=int(_number(metrics, last, "step") or 0),
                    train_steps=int(_number(run / "run.json", start, "train_steps") or 0),
@@ -63,7 +65,7 @@ def summarize(run: Path) -> Summary:
                    unigram_entropy=_unigram_entropy(flags),
                    tokens_per_second=_number(metrics, last, "tokens_per_second"),
                    named_losses={name: _number(metrics, row, "eval_loss") for name, row in named.items()},
-                   note=flags.get("note") or "", hints=hints_of(RunTable(run)))
+                   note=flags.get("note") or "", expected=newest_comparison(table), hints=hints_of(table))
 
 
 def _unigram_entropy(flags: dict[str, Any]) -> float | None:
@@ -90,6 +92,7 @@ def summary_lines(summary: Summary) -> list[str]:
     note = [f"note                  {printable(summary.note)}"] if summary.note else []
     return [*note, f"steps done            {summary.step} of {summary.train_steps}",
             f"training loss         {text(summary.loss, '.4f')}{_not_finite(summary)}",
+            *([f"expected loss         {summary.expected}"] if summary.expected is not None else []),
             f"validation loss       {text(summary.valid_loss, '.4f', ' nats per token')}{mean}",
             *(f"  {name:<20}{text(loss, '.4f')}" for name, loss in summary.named_losses.items()),
             f"unigram entropy       {text(summary.unigram_entropy, '.4f', ' nats per token')}",
@@ -131,7 +134,7 @@ def save_loss_plot(run: Path, target: Path) -> None:
                           remedy="pip install 'ds-pretrain[plot]'") from None
     if target.suffix.lower() != ".svg":
         raise ConfigError("--plot", found=str(target), expected="a file name that ends with .svg")
-    rows, entropy = read_metrics(run), summarize(run).unigram_entropy
+    rows, entropy, expected = read_metrics(run), summarize(run).unigram_entropy, expected_of_run(RunTable(run))
     figure = Figure(figsize=(7, 3.2), layout="constrained")
     axes = figure.subplots()
     named = sorted({str(row["split"]) for row in rows if str(row.get("split")).startswith("valid/")})
@@ -142,6 +145,9 @@ def save_loss_plot(run: Path, target: Path) -> None:
         points = [(row["step"], row[key]) for row in found if is_number(row[key])]  # null: NaN or infinity
         if points:
             axes.plot(*zip(*points, strict=True), style, label=label)
+    if expected.values:
+        axes.fill_between(expected.values["step"], expected.low["loss"], expected.high["loss"], color="grey", alpha=0.3,
+                          linewidth=0, label="expected, with its interval")
     if entropy is not None:
         axes.axhline(entropy, color="grey", linestyle="--", linewidth=1, label="unigram entropy")
     axes.set(xlabel="step", ylabel="nats per token")

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pretrain.config.ds_json.read import DsFile, get_value
+from pretrain.config.expected_curve import Target
 from pretrain.config.flags.arguments import RunArguments, data_spec
 from pretrain.config.flags.overrides import OverrideRecord
 from pretrain.config.layout import Layout
@@ -44,6 +45,7 @@ class Plan:
     tokenizer: "Tokenizer | None" = None
     eod_token: int | None = None  # end-of-document token
     unigram_entropy: float | None = None  # nats a token, of the training data; None: no data
+    expected: Target | None = None  # losses of --expected_curve
     overrides: tuple[OverrideRecord, ...] = ()  # changes by --override so far
     lineage: tuple[dict[str, Any], ...] = ()  # branches that led to this run, the oldest first: Branch.record
     origin: Origin | None = None  # source of the weights at step 0; None: random weights

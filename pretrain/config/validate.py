@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from pretrain.config.check_expected_curve import check_corpus, expected_curve_notes, read_expected_curve
 from pretrain.config.ds_json.read import read_ds_config
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.flags.check_flags import check_flags
@@ -32,6 +33,7 @@ def check_run(args: RunArguments, *, world_size: int, device: Device, saved_mode
     run starts from afterwards, and finds `saved_model`, the default of --model.
     """
     plan = check_settings(args, world_size=world_size, device=device, saved_model=saved_model)
+    ladder = read_expected_curve(plan)
     needs_ends = [f"--{name}" for name in ("eod_mask_loss", "document_attention") if getattr(args, name)]
     data = open_run_data(plan.data, seq_length=args.seq_length, seed=args.seed, tokenizer=args.tokenizer,
                          vocab_size=plan.model.vocab_size, needs_ends=needs_ends,
@@ -43,8 +45,12 @@ def check_run(args: RunArguments, *, world_size: int, device: Device, saved_mode
     _check_order(plan, data)
     _check_validation_data(plan, data)
     _check_early_stopping(args, data)
+    notes = run_notes(plan, data)
+    if ladder is not None:
+        check_corpus(ladder, data.datasets["train"])
+        notes = (*notes, *expected_curve_notes(ladder, plan))
     return replace(plan, datasets=data.datasets, tokenizer=data.tokenizer, eod_token=data.eod_token,
-                   unigram_entropy=data.unigram_entropy, notes=run_notes(plan, data))
+                   unigram_entropy=data.unigram_entropy, expected=ladder["target"] if ladder else None, notes=notes)
 
 
 def check_settings(args: RunArguments, *, world_size: int, device: Device,

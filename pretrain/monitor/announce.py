@@ -13,6 +13,7 @@ from typing import Any
 from deepspeed.accelerator import get_accelerator
 
 from pretrain.cli import next_line
+from pretrain.config.expected_curve import target_record
 from pretrain.config.layout import Layout
 from pretrain.config.plan import Plan
 from pretrain.data.data_spec import absolute_words
@@ -115,6 +116,7 @@ def run_record(plan: Plan, hosts: Sequence[dict[str, Any]], *, first_step: int,
         "batch": {name: getattr(layout, name) for name in _BATCH},
         "data": {name: dataset.fingerprint for name, dataset in plan.datasets.items()},
         "samples_per_epoch": plan.datasets["train"].samples_per_epoch if "train" in plan.datasets else None,
+        "expected_curve": target_record(plan.expected) if plan.expected else None,
         "unigram_entropy": plan.unigram_entropy,
         "tokenizer": plan.tokenizer.fingerprint if plan.tokenizer else None,
         "layer_times": layer_times_record(plan),

@@ -14,8 +14,10 @@ from pretrain.config.plan import Plan
 from pretrain.data.loader import MicroBatch
 from pretrain.engine.phases import PhaseTimers
 from pretrain.engine.update_statistics import GradientStats, UpdateSize
+from pretrain.monitor.expected.causes import Evidence, likely_causes
+from pretrain.monitor.expected.curve_watch import OFF, Change, CurveWatch
 from pretrain.monitor.hints.hint_log import HintLog
-from pretrain.monitor.read_run_folder import Goodput
+from pretrain.monitor.read_run_folder import Goodput, read_events
 from pretrain.monitor.sinks import Sinks
 from pretrain.monitor.training_row import (
     HighestLoss,
@@ -63,6 +65,9 @@ class Meter:
         self._sinks = Sinks(engine, rank=rank, run=folder.path, trackio=plan.args.trackio,
                             note=plan.args.note or "", first_step=first_step)
         self._hints = HintLog(folder.path, first_step=first_step) if rank == 0 else None
+        self._curve_watch = CurveWatch(
+            folder.path, plan.expected, first_step=first_step, seq_length=plan.args.seq_length,
+            first_tokens=plan.args.first_sample * plan.args.seq_length) if rank == 0 and plan.expected else None
         self._phases, self._update_size = phases, update_size
         self._highest_loss = HighestLoss(engine)
         self._gradients = GradientStats(engine)
@@ -90,6 +95,8 @@ class Meter:
             self._goodput.return_to(step)
         if self._hints is not None:
             self._hints.return_to(step)
+        if self._curve_watch is not None:
+            self._curve_watch.return_to(step)
         self._phases.take_ms()
         self._highest_loss.take()
         self._gradients.take()
@@ -131,12 +138,28 @@ class Meter:
         self.screen.line(row_line(row, train_steps=self.plan.train_steps, fp16=self.plan.layout.precision == "fp16",
                                   columns=self.screen.columns))
         self._show_hints(row)
+        change = self._curve_watch.observe(row) if self._curve_watch is not None else None
+        if change is not None:
+            self._show_change(change)
 
     def _show_hints(self, row: dict[str, Any]) -> None:
         """Report what the curve shows with this row of training or of an evaluation, each kind once."""
         for hint in self._hints.observe(row) if self._hints is not None else ():
             self.screen.line(f"hint: {hint}")
             self.folder.event("hint", step=row["step"], reason=str(hint), name=hint.name)
+
+    def _show_change(self, change: Change) -> None:
+        """Report that the loss has left the expected curve, with likely causes, or is on it again."""
+        causes = list[str]()
+        if change.event == OFF and self._hints is not None and self.plan.expected is not None:
+            causes = likely_causes(Evidence(change, self._hints.curve(), self._hints.facts(), self.plan.expected,
+                                            read_events(self.folder.path)))
+        text = f"; likely causes, in the order of the sanity checks: {'; '.join(causes)}" if causes else ""
+        self.screen.line(f"{change.event}: {change}{text}")
+        expected = change.expected
+        self.folder.event(change.event, step=change.step, reason=str(change), **({"causes": causes} if causes else {}),
+                          side=change.side, loss=change.loss, expected=expected.loss, low=expected.low,
+                          high=expected.high, consumed_tokens=int(change.tokens), rows=change.rows, since=change.since)
 
     def _interval(self) -> Interval:
         """Return the steps since the last row."""

@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pretrain.commands.reproduce.curves import Curve
 from pretrain.commands.reproduce.recipe import Grid, find_recipe, read_recipe, recipe_names
 from pretrain.commands.reproduce.sweeps import CriticalBatch, Optimum, fit_critical_batch
 from pretrain.commands.reproduce.verdict import Between, Lower, OneCurve, save_plot
+from pretrain.commands.small_runs import Curve
 from pretrain.stored_json import read_object
 from tests.support.launch import ROOT
 

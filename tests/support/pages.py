@@ -11,7 +11,7 @@ PAGES = [README, *(ROOT / name for name in (
     "launch/first_run.md",
     "tools/README.md", "tools/data.md", "tools/training_data.md", "tools/weights.md", "tools/memory.md",
     "tools/checkpoints.md", "tools/evaluation.md", "tools/gpu.md", "tools/performance.md", "tools/measurements.md",
-    "tools/metrics.md", "tools/report.md", "tools/sanity_check.md",
+    "tools/metrics.md", "tools/report.md", "tools/sanity_check.md", "tools/ladder.md",
     "ds_configs/README.md", "ds_configs/recipe.md", "ds_configs/long_sequences.md", "ds_configs/pipelines.md",
     "ds_configs/parallelism.md",
     "launch/README.md", "launch/unattended.md", "launch/right_results.md",
@@ -29,7 +29,13 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "tests/run.sh", "tests/run.sh tests/config -k schedule", "launch/setup.sh --dev",
         "launch/setup.sh --offload", "ruff check .", "mypy", "lint-imports"),
     "needs the network": (
-        "ds-pretrain evaluate runs/quickstart --tasks hellaswag,arc_easy --num_fewshot 5 --limit 200",),
+        "ds-pretrain evaluate runs/quickstart --tasks hellaswag,arc_easy --num_fewshot 5 --limit 200",
+        "git clone https://github.com/epoch-research/analyzing-chinchilla",
+        "awk -F, 'BEGIN {print \"run,parameters,tokens,loss\"} NR > 1 && $7 && $7 < 3.43 {printf "
+        "\"p%d,%s,%.8g,%s\\n\", NR, $4, $5 / 6 / $4, $7}' analyzing-chinchilla/data/svg_extracted_data.csv "
+        "> points.csv",
+        "ds-pretrain ladder --points points.csv",
+        "CHINCHILLA_POINTS=$PWD/points.csv pytest tests/analysis/scaling/test_fit.py"),
     "takes minutes: tests/test_project.py": (".github/release.sh",),
     "needs other versions of Python and torch: tests/test_versions.py": ("tests/versions.sh lowest",),
     "takes a minute: tests/distributed/test_reproducers.py": (
@@ -43,6 +49,11 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "ds-pretrain bench --what step --preset cpu --write tools/measurements.md",
         "ds-pretrain bench --what step --preset cpu-llama-2048 --write tools/measurements.md",
         "ds-pretrain bench --what overhead,checkpoint,startup --rounds 3 --write tools/measurements.md"),
+    "takes an hour; tests/commands/test_ladder.py trains smaller ones": (
+        "tools/ladder_grades/grade.sh python", "tools/ladder_grades/grade.sh gcide", "tools/ladder_grades/mixture.sh",
+        "ds-pretrain ladder --target run.yaml --budget 2h",
+        "ds-pretrain ladder --target run.yaml --budget 2h --gpu h100 --world_size 64",
+        "ds-pretrain --num_gpus 8 --config run.yaml --expected_curve runs/ladder/ladder.json"),
     "needs GPUs": (
         "ds-pretrain --num_gpus 8 --config run.yaml", "ds-pretrain bench --preset h200-gpt3-1.3b",
         "ds-pretrain bench --preset h200-gpt3-1.3b --compile_blocks true",

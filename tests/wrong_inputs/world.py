@@ -61,6 +61,9 @@ def make_world(folder: Path) -> None:
     (folder / "list.json").write_text("[]")
     (folder / "nvme").mkdir()
     (folder / "ds.json").write_text(json.dumps(BASE))
+    (folder / "target.yaml").write_text(f"deepspeed_config: {folder}/ds.json\nmodel: tiny\n"
+                                        f"train_data: {folder}/corpus\nseq_length: 64\n"
+                                        f"train_steps: 50\nsave: {folder}/run\n")
     (folder / "text.txt").write_text("Some text. " * 50)
     for suffix in ("bin", "idx"):
         (folder / f"plain.{suffix}").write_bytes((folder / f"corpus.{suffix}").read_bytes())

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from pretrain.analysis.report.compare import as_text, changes_between, differences, run_names, settings
+from pretrain.analysis.report.expected import expected_curve, newest_comparison
 from pretrain.analysis.report.hints import hints_of
 from pretrain.analysis.report.reduce import (
     Curves,
@@ -66,7 +67,8 @@ def run_data(table: RunTable, limit: int) -> dict[str, Any]:
         "reduced": is_reduced, "rows": table.training.num_rows,
         "abandoned_rows": int((~kept).sum()), "training": curves_data(curves, rounded=is_reduced),
         "abandoned": curves_data(abandoned, rounded=is_reduced), "evaluations": evaluations,
-        "abandoned_evaluations": abandoned_evaluations, "time_is_estimated": _start_time(table) is None,
+        "abandoned_evaluations": abandoned_evaluations, "expected": curves_data(expected_curve(table, curves)),
+        "time_is_estimated": _start_time(table) is None,
         "events": _events_data(table), "event_counts": dict(Counter(map(_kind, table.events))),
         "problem": table.problem, "hints": list(map(str, hints_of(table))), "starts": _starts_data(table),
         "settings": [[section, key, value] for (section, key), value in settings(_newest_record(table)).items()],
@@ -185,11 +187,13 @@ def overview(table: RunTable) -> dict[str, Any]:
     valid = table.evaluations.get("valid", Columns())
     valid_losses = valid.column("eval_loss")
     best = int(np.nanargmin(valid_losses)) if np.any(np.isfinite(valid_losses)) else None
-    peak = training.column("peak_memory_bytes")
+    peak, compared = training.column("peak_memory_bytes"), newest_comparison(table)
     return {
         "step": _last(steps), "train_steps": _finite(record.get("train_steps")), "status": _status(table),
         "parameters": _finite(record.get("num_parameters")), "tokens": _last(training.column("consumed_tokens")),
         "loss": _last(losses), "valid_loss": _last(valid_losses),
+        "expected_loss": None if compared is None else compared.expected.loss,
+        "expected_text": "" if compared is None else str(compared),
         "best_valid_loss": None if best is None else float(valid_losses[best]),
         "best_valid_step": None if best is None else float(valid.column("step")[best]),
         "tokens_per_second": _newest_median(training, "tokens_per_second"), "mfu": _newest_median(training, "mfu"),

@@ -4,27 +4,15 @@ N is the number of parameters, D the number of training tokens, L the loss in na
 Python library alone; fit.py makes it from points, with scipy.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import erf, exp, isfinite, log, sqrt
+from math import isfinite, log
 
-from pretrain.model.description import ModelConfig
+from pretrain.analysis.scaling.uncertainty import interval
+from pretrain.config.expected_curve import LEVEL as LEVEL
+from pretrain.config.expected_curve import Expected as Expected
+from pretrain.config.expected_curve import counted_parameters as counted_parameters
 
 LARGEST_EXPONENT = 3.0  # of alpha and beta; published ones are 0.05 to 0.7
-LEVEL = 0.9  # probability that a loss lies in the interval of its prediction
-_OUTSIDE = ("embedding", "positions", "head")  # kinds of layers that are not counted
-
-
-@dataclass(frozen=True)
-class Expected:
-    """A predicted loss in nats a token, with the interval that holds it with the probability LEVEL."""
-
-    loss: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.loss:.4f} ({self.low:.4f} to {self.high:.4f})"
 
 
 @dataclass(frozen=True)
@@ -56,44 +44,12 @@ class Law:
         return _loss(self._constants(), parameters, tokens)
 
     def predict(self, parameters: float, tokens: float) -> Expected:
-        """Return L(N, D) with its interval: uncertainty of the law, and noise of a run around it.
-
-        The logarithm of the loss is taken as a mixture of normal distributions: one around the value of each sample,
-        with the standard deviation `noise`. The interval lies between two quantiles of the mixture.
-        """
+        """Return L(N, D) with its interval: uncertainty of the law, and noise of a run around it."""
         loss = self.loss(parameters, tokens)
-        logs = [log(_loss(each, parameters, tokens)) for each in self.samples] or [log(loss)]
-        low, high = (exp(_quantile(logs, self.noise, q)) for q in ((1 - LEVEL) / 2, (1 + LEVEL) / 2))
-        return Expected(loss, min(low, loss), max(high, loss))
+        return interval(loss, [log(_loss(each, parameters, tokens)) for each in self.samples] or [log(loss)],
+                        self.noise)
 
 
 def _loss(constants: list[float], parameters: float, tokens: float) -> float:
     e, a, b, alpha, beta = constants
     return e + a / parameters**alpha + b / tokens**beta
-
-
-def _quantile(centers: list[float], deviation: float, probability: float) -> float:
-    """Return a quantile of the mixture of normal distributions around the centers."""
-    if deviation == 0:
-        ordered = sorted(centers)
-        return ordered[round(probability * (len(ordered) - 1))]
-    low, high = min(centers) - 6 * deviation, max(centers) + 6 * deviation
-    return _bisect(lambda x: sum(1 + erf((x - c) / (deviation * sqrt(2))) for c in centers) / 2 / len(centers),
-                   probability, low, high)
-
-
-def _bisect(function: Callable[[float], float], value: float, low: float, high: float) -> float:
-    """Return where an increasing function has the value."""
-    for _ in range(50):
-        middle = (low + high) / 2
-        low, high = (middle, high) if function(middle) < value else (low, middle)
-    return (low + high) / 2
-
-
-def counted_parameters(config: ModelConfig) -> int:
-    """Return the N of a model: all its parameters without the embedding matrices and the head.
-
-    The embeddings of small models would hide their size. With large vocabularies, laws with and without them differ
-    (Pearce and Song 2024, arXiv 2406.12907). The experts that a token does not use are counted.
-    """
-    return sum(layer.size for layer in config.layers() if layer.kind not in _OUTSIDE)

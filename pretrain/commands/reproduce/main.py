@@ -24,7 +24,7 @@ from typing import Any
 
 from pretrain.checkpoint.format.hashed_files import write_atomically
 from pretrain.cli import Parser, path, path_text, say, text, whole_number
-from pretrain.commands.reproduce.curves import Curve, Result, read_curve
+from pretrain.commands.reproduce.curves import Result
 from pretrain.commands.reproduce.on_gpus import (
     check_data,
     check_hashes,
@@ -34,7 +34,6 @@ from pretrain.commands.reproduce.on_gpus import (
 )
 from pretrain.commands.reproduce.recipe import (
     FULL,
-    RUN_YAML,
     SMALL,
     Corpus,
     OnGpus,
@@ -46,11 +45,9 @@ from pretrain.commands.reproduce.recipe import (
     recipe_names,
 )
 from pretrain.commands.reproduce.verdict import save_plot
-from pretrain.config.flags.parse import read_yaml
+from pretrain.commands.small_runs import Curve, last_step, read_curve, run_subcommand, train_runs
 from pretrain.distributed.device import cpu_name, nvidia_smi
-from pretrain.distributed.process import PROGRAM
 from pretrain.errors import ConfigError
-from pretrain.monitor.read_run_folder import Goodput, read_metrics
 from pretrain.stored_json import read_object
 
 _VERSIONS = ("ds-pretrain", "torch", "deepspeed", "transformers", "numpy")
@@ -103,7 +100,7 @@ def main() -> int:
             scale, hashes = _prepare_on_gpus(folder, on_gpus, scale, out, args.ranks)
         else:
             hashes = _prepare(corpus, out, content)
-        seconds = _train(scale, out)
+        seconds = train_runs(scale.starts(), out, scale.flags)
     except subprocess.CalledProcessError as error:
         say(f"stopped: {shlex.join(['ds-pretrain', *error.cmd[2:]])} ended with exit code {error.returncode}")
         return error.returncode if error.returncode > 0 else 128 - error.returncode
@@ -149,7 +146,7 @@ def _prepare(corpus: Corpus, out: Path, content: bytes | None) -> dict[str, str]
         words = shlex.split(line)
         result = words[words.index("--out") + 1]
         if not any((out / f"{result}{suffix}").exists() for suffix in ("", ".idx")):
-            _run(out, *words)
+            run_subcommand(out, *words)
     files = [*corpus.parts, *(str(each.relative_to(out)) for each in sorted(out.glob("data/*.bin")))]
     return {name: hashlib.sha256((out / name).read_bytes()).hexdigest() for name in files}
 
@@ -175,34 +172,8 @@ def _read_corpus(corpus: Corpus, given: str | None) -> bytes:
     return content
 
 
-def _train(scale: Scale, out: Path) -> dict[str, float]:
-    """Check all runs, then train them. Returns run -> seconds of its steps."""
-    runs = scale.starts()
-    for run in runs:
-        if "resume_from" not in run.flags:  # the other run does not exist yet
-            _run(out, "check", "--world_size", str(run.ranks), *run.words(scale.flags)[2:], quiet=True)
-    train_steps = int(str(read_yaml(str(out / RUN_YAML))["train_steps"][1]))
-    last = _last_steps(scale, out)
-    for number, run in enumerate(runs, start=1):
-        say(f"run {number} of {len(runs)}: {run.name}")
-        flags = {"train_steps": train_steps, **run.flags, **scale.flags}
-        if last[run.name] < flags.get("exit_step", flags["train_steps"]):
-            _run(out, *run.words(scale.flags))
-        if not run.keep_checkpoint:
-            shutil.rmtree(out / "runs" / run.name / "checkpoints", ignore_errors=True)
-    steps = _last_steps(scale, out)
-    return {name: Goodput.read(out / "runs" / name, step).kept_seconds for name, step in steps.items()}
-
-
 def _last_steps(scale: Scale, out: Path) -> dict[str, int]:
-    """Return the last step that each run has logged; 0 for a run that has not begun."""
-    return {name: max((row["step"] for row in read_metrics(out / "runs" / name)), default=0) for name in scale.names()}
-
-
-def _run(out: Path, *words: str, quiet: bool = False) -> None:
-    """Run a subcommand of ds-pretrain in the folder. Raises CalledProcessError."""
-    subprocess.run([sys.executable, PROGRAM, *words], cwd=out, check=True, env={**os.environ, "DS_PRETRAIN_NEXT": "0"},
-                   stdout=subprocess.DEVNULL if quiet else None)
+    return {name: last_step(out, name) for name in scale.names()}
 
 
 def _judge(recipe: Recipe, folder: Path, out: Path, scale: str, *, hashes: dict[str, str],

@@ -7,8 +7,9 @@ from typing import Any
 
 from pretrain.checkpoint.format.hashed_files import sha256_of
 from pretrain.commands.check import device_of
-from pretrain.commands.reproduce.recipe import FULL, RUN_YAML, Dataset, OnGpus, Recipe, Run, find_recipe, read_recipe
+from pretrain.commands.reproduce.recipe import FULL, Dataset, OnGpus, Recipe, find_recipe, read_recipe
 from pretrain.commands.reproduce.verdict import Between
+from pretrain.commands.small_runs import RUN_YAML, Run
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.config.plan import Plan
 from pretrain.config.validate import check_settings

@@ -21,13 +21,13 @@ import yaml
 
 from pretrain.commands.reproduce.curves import sweep_of
 from pretrain.commands.reproduce.verdict import Expectation
+from pretrain.commands.small_runs import Run
 from pretrain.config.flags.arguments import FLAGS
 from pretrain.errors import ConfigError, shorten
 from pretrain.shipped import shipped_folder
 from pretrain.stored_json import build, read_text, reason_of
 
 FILE = "recipe.yaml"
-RUN_YAML = "run.yaml"
 FULL, SMALL = "full", "small"  # values of --scale
 _T = TypeVar("_T")
 
@@ -61,23 +61,6 @@ class OnGpus:
     data: str  # YAML, relative to the recipe: see Dataset
     tokens: float
     parameters: float | None = None
-
-
-@dataclass(frozen=True)
-class Run:
-    """A start of a run: its folder is runs/NAME. `flags` are added to run.yaml."""
-
-    name: str
-    ranks: int = 1
-    flags: dict[str, Any] = field(default_factory=dict)
-    keep_checkpoint: bool = True  # false: remove it when the run has finished
-
-    def words(self, flags: dict[str, Any]) -> list[str]:
-        """Return the words of `ds-pretrain`, with further flags of all runs."""
-        words = ["--num_accelerators", str(self.ranks), "--config", RUN_YAML, "--save", f"runs/{self.name}"]
-        for name, value in {**self.flags, **flags}.items():
-            words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
-        return words
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Union
 
-from pretrain.commands.reproduce.curves import Curve, Result
+from pretrain.commands.reproduce.curves import Result
 from pretrain.commands.reproduce.sweeps import CriticalBatch, Optimum
+from pretrain.commands.small_runs import Curve
 
 
 @dataclass(frozen=True)

@@ -86,9 +86,10 @@ class Rows:
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
             self._values.append(float(value) if is_number else math.nan)  # type: ignore[arg-type]
 
-    def columns(self) -> dict[str, np.ndarray]:
-        """Return a copy of the columns."""
-        table = np.array(self._values, dtype=np.float64).reshape(-1, len(self._keys))
+    def columns(self, newest: int | None = None) -> dict[str, np.ndarray]:
+        """Return a copy of the columns, or of their newest rows."""
+        values = self._values if newest is None else self._values[-newest * len(self._keys):]
+        table = np.array(values, dtype=np.float64).reshape(-1, len(self._keys))
         return dict(zip(self._keys, table.T, strict=True))
 
 

@@ -47,14 +47,21 @@ class HintLog:
         if "loss" in row and len(self._rows) < self._next:
             return []
         self._next = int(1.1 * len(self._rows)) if len(self._rows) > _EACH_ROW else 0
+        hints = [hint for hint in find_hints(self.curve(), self.facts()) if hint.name not in self._reported]
+        self._reported.update(hint.name for hint in hints)
+        return hints
+
+    def curve(self) -> Curve:
+        """Return the rows until now."""
+        return Curve(self._rows.columns(), self._evaluations.columns())
+
+    def facts(self) -> Facts:
+        """Return what run.json says about the run."""
         if self._facts is None:
             self._facts = Facts()
             with contextlib.suppress(ConfigError):  # the disk was full
                 self._facts = Facts.of_record(newest_start(self._run))
-        curve = Curve(self._rows.columns(), self._evaluations.columns())
-        hints = [hint for hint in find_hints(curve, self._facts) if hint.name not in self._reported]
-        self._reported.update(hint.name for hint in hints)
-        return hints
+        return self._facts
 
     def _add(self, row: Mapping[str, Any]) -> None:
         if "loss" in row:

@@ -4,6 +4,7 @@ const HIDDEN_KINDS = new Set(["start", "verify", "snapshot", "hashed", "data_has
 const OVERVIEW = [  // [label, text of the value, small text below it]
   ["Steps", (o) => plain(o.step), (o) => (isNumber(o.train_steps) ? `of ${plain(o.train_steps)}` : "")],
   ["Training loss", (o) => plain(o.loss), (o) => (o.not_finite ? `${plain(o.not_finite)} rows not finite` : "")],
+  ["Expected loss", (o) => plain(o.expected_loss), (o) => o.expected_text],
   ["Validation loss", (o) => plain(o.valid_loss),
    (o) => (isNumber(o.best_valid_loss) ? `best ${plain(o.best_valid_loss)} at step ${plain(o.best_valid_step)}` : "")],
   ["Tokens", (o) => compact(o.tokens), () => ""],

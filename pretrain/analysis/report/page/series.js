@@ -5,8 +5,8 @@ const DASHES = [[], [6, 3], [2, 2], [8, 3, 2, 3]];
 
 // [colour, shape, whether a line crosses the plot, kinds of events]
 const EVENT_STYLES = [
-  ["--bad", "▼", true, ["skip", "spike", "rollback", "corruption", "hang", "data_changed", "data_replaced"]],
-  ["--accent", "●", true, ["resume", "finished"]],
+  ["--bad", "▼", true, ["skip", "spike", "off_curve", "rollback", "corruption", "hang", "data_changed", "data_replaced"]],
+  ["--accent", "●", true, ["resume", "on_curve", "finished"]],
   ["--accent", "●", false, ["start", "init"]],
   ["--change", "◆", true, ["override", "branch", "batch", "other_data"]],
   ["--end", "■", true, ["stop", "early_stop", "signal"]],
@@ -106,8 +106,18 @@ function panelSeries(panel, runs, view) {
       const name = single ? label : metrics.length > 1 || panel.evaluation ? `${run.name}: ${label}` : run.name;
       series.push(...curveSeries({...style, label: name, metric: label}, curve, old, panel, view));
     }
+    if (metrics.length && (panel.id === "loss" || panel.evaluation)) series.push(...expectedSeries(run, runs, view));
   }
   return series;
+}
+
+/** The expected loss of a run (--expected_curve) with its interval, which is a band. */
+function expectedSeries(run, runs, view) {
+  const curve = run.expected && pick(run.expected, "loss"), index = runs.indexOf(run), label = "expected, with its interval";
+  if (!curve) return [];
+  return [{label: runs.length > 1 ? `${run.name}: ${label}` : label, metric: label, dash: [2, 4],
+           color: runs.length > 1 ? cssValue(`--c${index % COLORS}`) : cssValue("--quiet"),
+           x: positions(curve.values, view), y: curve.y, low: curve.low, high: curve.high}];
 }
 
 /** [number, {label, curve, old}] of the metrics of a panel that a run has. */

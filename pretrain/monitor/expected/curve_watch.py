@@ -1,0 +1,188 @@
+"""The training loss of a running process compared with its expected curve: changes are reported once."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pretrain.config.expected_curve import Expected, Target
+from pretrain.monitor.expected.band import (
+    ABOVE,
+    BELOW,
+    FEWEST_ROWS,
+    NORMAL_MAD,
+    Band,
+    departure,
+    has_returned,
+    is_outside,
+)
+from pretrain.monitor.hints.curve import Rows
+from pretrain.monitor.read_run_folder import newest_path, read_events, read_metrics
+
+OFF, ON = "off_curve", "on_curve"  # the events
+_KEYS = ("step", "tokens", "loss", "expected", "low", "high")
+_LONGEST = 4096  # newest rows that are looked at
+_JUMP = 4.0  # standard errors
+
+
+@dataclass(frozen=True)
+class Change:
+    """The loss has left the band, or is in it again."""
+
+    event: str  # OFF or ON
+    side: str  # ABOVE or BELOW; of ON, where it was
+    step: int
+    tokens: float
+    rows: int  # logged steps that show the change
+    since: int  # first of the steps that are outside; of ON, inside
+    loss: float  # median of the newest 8 rows
+    expected: Expected
+    jump: float | None = None  # change of the loss at `since`, if it was sudden
+
+    def __str__(self) -> str:
+        what = f"{self.side} the expected" if self.event == OFF else "again within the expected"
+        return (f"the loss is {self.loss:.4g} after {self.tokens / 1e6:.4g} M tokens, {what} {self.expected}, since "
+                f"about step {self.since}")
+
+
+class CurveWatch:
+    """Looks at each row of training, and reports when the loss leaves the band of the curve, and when it is back.
+
+    A change that was reported for steps that are trained again, after a resume or a rollback, is not reported again.
+    After each return to the band, a departure must last twice as long, so that a loss near its edge gives few reports.
+
+    Args:
+        run: the run folder, whose earlier rows and changes count if the run is resumed.
+        first_step: number of steps that were done before.
+        first_tokens: of the data, before the first token that the run is trained with.
+        seq_length: shorter sequences are not compared.
+    """
+
+    def __init__(self, run: Path, target: Target, *, first_step: int, first_tokens: int, seq_length: int) -> None:
+        self._target, self._first_tokens, self._seq_length = target, first_tokens, seq_length
+        self._rows = Rows(_KEYS)
+        self._changes: list[tuple[int, str, str, int]] = []  # (step, event, side, rows), up to the present step
+        self._known: list[tuple[str, str]] = []  # (event, side) that were reported for later steps
+        self._trained = 0  # newest step that was trained before
+        self._reported = ""  # side of the last report; "" if it is ON
+        if first_step:
+            for row in read_metrics(run):
+                self._add(row)
+                self._trained = max(self._trained, row["step"])
+            found = [event for event in read_events(run) if event["event"] in (OFF, ON)]
+            self._changes = [(event["step"], event["event"], str(event.get("side")), _as_rows(event.get("rows")))
+                             for event in newest_path(found)]
+            self._reported = str(found[-1].get("side")) if found and found[-1]["event"] == OFF else ""
+            self.return_to(first_step)
+
+    def return_to(self, step: int) -> None:
+        """Forget the rows of later steps, because the run has returned to `step`."""
+        self._known += [(event, side) for at, event, side, _ in self._changes if at > step]
+        self._changes = [change for change in self._changes if change[0] <= step]
+        self._trained = max(self._trained, int(self._rows.columns(newest=1)["step"].max(initial=0)))
+        self._rows.drop_after(step)
+
+    def observe(self, row: Mapping[str, Any]) -> Change | None:
+        """Add a row of training. Returns the change to report, if there is one. The device is not waited for."""
+        if not self._add(row):
+            return None
+        step, change = int(row["step"]), self._find()
+        if change is not None:
+            self._changes.append((step, change.event, change.side, change.rows))
+            if (change.event, change.side) in self._known:
+                self._known.remove((change.event, change.side))
+                change = None
+        if change is None and self._known and step > self._trained:  # the same steps have had another result
+            self._known = []
+            if self._reported != self._side:
+                change = self._describe(ON if not self._side else OFF, self._side or self._reported, FEWEST_ROWS)
+        if change is not None:
+            self._reported = change.side if change.event == OFF else ""
+        return change
+
+    def _add(self, row: Mapping[str, Any]) -> bool:
+        """Add a row, if it can be compared."""
+        loss, samples_tokens = row.get("loss"), row.get("consumed_tokens")
+        if not isinstance(loss, (int, float)) or not isinstance(samples_tokens, (int, float)) \
+                or row.get("seq_length", self._seq_length) != self._seq_length:
+            return False
+        tokens = samples_tokens - self._first_tokens
+        expected = self._target.at(tokens) if math.isfinite(loss) and tokens > 0 else None
+        if expected is None:
+            return False
+        self._rows.append({"step": row["step"], "tokens": tokens, "loss": loss, "expected": expected.loss,
+                           "low": expected.low, "high": expected.high})
+        return True
+
+    @property
+    def _side(self) -> str:
+        """Where the loss is: ABOVE, BELOW, or "" on the curve."""
+        return self._changes[-1][2] if self._changes and self._changes[-1][1] == OFF else ""
+
+    def _newest(self, count: int) -> tuple[dict[str, np.ndarray], Band]:
+        """Return the newest rows since the last change, and their band."""
+        rows = self._rows.columns(newest=count)
+        if self._changes:
+            later = rows["step"] > self._changes[-1][0]
+            rows = {key: column[later] for key, column in rows.items()}
+        return rows, _band(rows)
+
+    def _find(self) -> Change | None:
+        """Return what has changed with the newest row."""
+        if self._side:
+            needed = self._changes[-1][3]
+            rows, band = self._newest(needed)
+            is_back = has_returned(rows["loss"], band, self._side, rows=needed)
+            return self._describe(ON, self._side, needed) if is_back else None
+        rows, band = self._newest(FEWEST_ROWS // 2)
+        for side in (ABOVE, BELOW):
+            if not is_outside(rows["loss"], band, side):
+                continue
+            rows, band = self._newest(_LONGEST)
+            returns = sum(event == ON for _, event, _, _ in self._changes)
+            found = departure(rows["loss"], band, side, fewest=FEWEST_ROWS * 2 ** min(returns, 10))
+            if found:
+                return self._describe(OFF, side, found)
+        return None
+
+    def _describe(self, event: str, side: str, count: int) -> Change:
+        rows = self._rows.columns(newest=_LONGEST)
+        band, expected = _band(rows), Expected(*(float(rows[key][-1]) for key in ("expected", "low", "high")))
+        difference = rows["loss"] - band.loss
+        loss = float(np.median(rows["loss"][-FEWEST_ROWS // 2:]))
+        excess = band.excess(rows["loss"], side)
+        first = _change_point(excess if event == OFF else -excess, count)
+        return Change(event, side, int(rows["step"][-1]), float(rows["tokens"][-1]), count, int(rows["step"][first]),
+                      loss, expected, _jump(difference, first) if event == OFF else None)
+
+
+def _band(rows: Mapping[str, np.ndarray]) -> Band:
+    return Band(rows["expected"], rows["low"], rows["high"])
+
+
+def _as_rows(value: object) -> int:
+    """Return the number of rows of an event that was read from a file, as one that CurveWatch has written."""
+    return value if isinstance(value, int) and FEWEST_ROWS <= value <= _LONGEST else FEWEST_ROWS
+
+
+def _change_point(values: np.ndarray, count: int) -> int:
+    """Return from which value on a noisy column has about the level of its newest `count` values, which is above 0.
+
+    It is the first of the newest values whose sum lies farthest above half of this level.
+    """
+    sums = np.cumsum((values - 0.5 * np.median(values[-count:]))[::-1])
+    return len(values) - 1 - int(np.argmax(sums))
+
+
+def _jump(difference: np.ndarray, first: int) -> float | None:
+    """Return the change of the loss at row `first`; None if it was not sudden, or if there are few rows before it."""
+    before, after = difference[max(first - FEWEST_ROWS, 0):first], difference[first:first + FEWEST_ROWS // 2]
+    if len(before) < FEWEST_ROWS // 2 or len(after) < FEWEST_ROWS // 2:
+        return None
+    jump, whole = (float(np.median(part) - np.median(before)) for part in (after, difference[-FEWEST_ROWS // 2:]))
+    noise = float(np.median(np.abs(before - np.median(before)))) / NORMAL_MAD
+    error = 1.25 * noise * math.sqrt(1 / len(before) + 1 / len(after))  # of a difference of medians
+    return jump if abs(jump) > max(_JUMP * error, 0.5 * abs(whole)) else None
