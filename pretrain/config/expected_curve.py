@@ -30,6 +30,11 @@ class Expected:
         return f"{self.loss:.4f} ({self.low:.4f} to {self.high:.4f})"
 
 
+def tokens_text(tokens: float) -> str:
+    """Return a number of tokens with its unit, in millions if there are that many."""
+    return f"{tokens / 1e6:,.4g} M tokens" if tokens >= 1e6 else f"{tokens:,.0f} tokens"
+
+
 @dataclass(frozen=True)
 class CurvePoint:
     """The expected loss of the target's run after a number of tokens, under its own schedule."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from pretrain.analysis.report.reduce import Curves, kept_rows
 from pretrain.analysis.report.run_table import RunTable, as_float
-from pretrain.config.expected_curve import Expected, Target, target_of_record
+from pretrain.config.expected_curve import Expected, Target, target_of_record, tokens_text
 
 _MOST_POINTS = 300
 _ROWS = 8  # newest rows, whose median is the measured loss, as in the events
@@ -23,7 +23,7 @@ class Comparison:
     measured: float  # median of 8 rows
 
     def __str__(self) -> str:
-        return f"{self.expected} at {self.tokens / 1e6:.4g} M tokens, measured {self.measured:.4f}"
+        return f"{self.expected} at {tokens_text(self.tokens)}, measured {self.measured:.4f}"
 
 
 def expected_curve(table: RunTable, curves: Curves) -> Curves:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pretrain.config.expected_curve import Expected, Target
+from pretrain.config.expected_curve import Expected, Target, tokens_text
 from pretrain.monitor.expected.band import (
     ABOVE,
     BELOW,
@@ -44,8 +44,8 @@ class Change:
 
     def __str__(self) -> str:
         what = f"{self.side} the expected" if self.event == OFF else "again within the expected"
-        return (f"the loss is {self.loss:.4g} after {self.tokens / 1e6:.4g} M tokens, {what} {self.expected}, since "
-                f"about step {self.since}")
+        return (f"the loss is {self.loss:.4g} after {tokens_text(self.tokens)}, {what} {self.expected}, since about "
+                f"step {self.since}")
 
 
 class CurveWatch:
