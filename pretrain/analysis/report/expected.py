@@ -25,6 +25,12 @@ class Comparison:
     def __str__(self) -> str:
         return f"{self.expected} at {tokens_text(self.tokens)}, measured {self.measured:.4f}"
 
+    @property
+    def interval_text(self) -> str:
+        """Everything but the expected loss itself."""
+        low, high = self.expected.low, self.expected.high
+        return f"{low:.4f} to {high:.4f} at {tokens_text(self.tokens)}; measured {self.measured:.4f}"
+
 
 def expected_curve(table: RunTable, curves: Curves) -> Curves:
     """Return the expected loss, with its interval, at some of the positions of the training curves; {}: not known."""
