@@ -82,7 +82,7 @@ def target_of_record(record: Mapping[str, Any]) -> Target | None:
         curve = [CurvePoint(*map(float, values)) for values in record["curve"]]
         target = build(Target, {**record, "curve": [asdict(point) for point in curve]})
         check_target(target)
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, OverflowError, TypeError, ValueError):
         return None
     return target
 
