@@ -90,6 +90,8 @@ def test_a_run_off_its_curve(folder: Path) -> None:
     assert f"off_curve: {event['reason']}; likely causes, in the order of the sanity checks: " in output
     assert "--expected_curve: the peak learning rate is 0.03, and 0.003 in the run that the ladder predicts" in output
     assert "off_curve" not in (folder / f"output-{STEPS}").read_text()
+    assert any(line.startswith("expected loss") and line.endswith(f"; off the curve since about step {event['since']}")
+               for line in summary_lines(summarize(folder / "faulty")))
     record = read_json(folder / "faulty" / "run.json")[-1]["expected_curve"]
     assert record["curve"] == [list(each.values()) for each in read_json(folder / "narrow.json")["target"]["curve"]]
 

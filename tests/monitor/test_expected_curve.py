@@ -25,10 +25,10 @@ DEVIATIONS = 1.645  # half-width of an interval that holds 90%
 class Simulated:
     """A run whose loss follows its expected curve, with autocorrelated noise; a row for every 10th step."""
 
-    def __init__(self, seed: int, *, deviation: float | None = None) -> None:
+    def __init__(self, seed: int, *, deviation: float | None = None, count: int | None = None) -> None:
         """`deviation` of the run from the expected curve, in standard deviations of the prediction; None: random."""
         random = self.random = np.random.default_rng(seed)
-        self.count = int(random.integers(100, 500))
+        self.count = int(random.integers(100, 500)) if count is None else count
         self.steps = 10 * np.arange(1, self.count + 1)
         self.width = float(random.uniform(0.003, 0.02))  # standard deviation of the prediction, of the log of the loss
         law = 1.5 + random.uniform(2, 4) * (self.steps / 10) ** -random.uniform(0.2, 0.5)
@@ -77,6 +77,13 @@ def test_a_healthy_run_is_not_named() -> None:
         deviation = np.random.default_rng(seed).uniform(-DEVIATIONS, DEVIATIONS)
         wrong += [(seed, deviation, change) for change in Simulated(seed, deviation=deviation).changes()]
     assert wrong == []
+
+
+@pytest.mark.slow
+def test_a_long_healthy_run_is_not_named() -> None:
+    for seed in range(100):
+        deviation = np.random.default_rng(seed).uniform(-DEVIATIONS, DEVIATIONS)
+        assert Simulated(seed, deviation=deviation, count=5000).changes() == [], seed
 
 
 @pytest.mark.slow

@@ -151,7 +151,7 @@ class CurveWatch:
                 continue
             rows, band = self._newest(_LONGEST)
             returns = sum(event == ON_CURVE for _, event, _, _ in self._changes)
-            found = departure(rows["loss"], band, side, fewest=FEWEST_ROWS * 2 ** min(returns, 10))
+            found = departure(rows["loss"], band, side, fewest=FEWEST_ROWS * 2 ** min(returns, 8))
             if found:
                 return self._describe(OFF_CURVE, side, found)
         return None
