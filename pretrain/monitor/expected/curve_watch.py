@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pretrain.config.expected_curve import Expected, Target
+from pretrain.config.expected_curve import Expected, Target, tokens_text
 from pretrain.monitor.expected.band import (
     ABOVE,
     BELOW,
@@ -20,9 +20,10 @@ from pretrain.monitor.expected.band import (
     is_outside,
 )
 from pretrain.monitor.hints.curve import Rows
-from pretrain.monitor.read_run_folder import newest_path, read_events, read_metrics
+from pretrain.monitor.read_run_folder import is_number, newest_path, read_events, read_metrics
 
-OFF, ON = "off_curve", "on_curve"  # the events
+OFF_CURVE = "off_curve"  # the events
+ON_CURVE = "on_curve"
 _KEYS = ("step", "tokens", "loss", "expected", "low", "high")
 _LONGEST = 4096  # newest rows that are looked at
 _JUMP = 4.0  # standard errors
@@ -32,20 +33,26 @@ _JUMP = 4.0  # standard errors
 class Change:
     """The loss has left the band, or is in it again."""
 
-    event: str  # OFF or ON
-    side: str  # ABOVE or BELOW; of ON, where it was
+    event: str  # OFF_CURVE or ON_CURVE
+    side: str  # ABOVE or BELOW; of ON_CURVE, where it was
     step: int
     tokens: float
     rows: int  # logged steps that show the change
-    since: int  # first of the steps that are outside; of ON, inside
+    since: int  # first of the steps that are outside; of ON_CURVE, inside
     loss: float  # median of the newest 8 rows
     expected: Expected
     jump: float | None = None  # change of the loss at `since`, if it was sudden
 
+    def record(self) -> dict[str, Any]:
+        """Return the keys of the event besides its name, reason and causes."""
+        return {"step": self.step, "side": self.side, "loss": self.loss, "expected": self.expected.loss,
+                "low": self.expected.low, "high": self.expected.high, "consumed_tokens": int(self.tokens),
+                "rows": self.rows, "since": self.since}
+
     def __str__(self) -> str:
-        what = f"{self.side} the expected" if self.event == OFF else "again within the expected"
-        return (f"the loss is {self.loss:.4g} after {self.tokens / 1e6:.4g} M tokens, {what} {self.expected}, since "
-                f"about step {self.since}")
+        what = f"{self.side} the expected" if self.event == OFF_CURVE else "again within the expected"
+        return (f"the loss is {self.loss:.4g} after {tokens_text(self.tokens)}, {what} {self.expected}, since about "
+                f"step {self.since}")
 
 
 class CurveWatch:
@@ -67,15 +74,16 @@ class CurveWatch:
         self._changes: list[tuple[int, str, str, int]] = []  # (step, event, side, rows), up to the present step
         self._known: list[tuple[str, str]] = []  # (event, side) that were reported for later steps
         self._trained = 0  # newest step that was trained before
-        self._reported = ""  # side of the last report; "" if it is ON
+        self._reported = ""  # side of the last report; "" if it is ON_CURVE
         if first_step:
             for row in read_metrics(run):
                 self._add(row)
                 self._trained = max(self._trained, row["step"])
-            found = [event for event in read_events(run) if event["event"] in (OFF, ON)]
-            self._changes = [(event["step"], event["event"], str(event.get("side")), _as_rows(event.get("rows")))
+            found = [event for event in read_events(run)
+                     if event["event"] in (OFF_CURVE, ON_CURVE) and event.get("side") in (ABOVE, BELOW)]
+            self._changes = [(event["step"], event["event"], event["side"], _as_rows(event.get("rows")))
                              for event in newest_path(found)]
-            self._reported = str(found[-1].get("side")) if found and found[-1]["event"] == OFF else ""
+            self._reported = found[-1]["side"] if found and found[-1]["event"] == OFF_CURVE else ""
             self.return_to(first_step)
 
     def return_to(self, step: int) -> None:
@@ -98,19 +106,19 @@ class CurveWatch:
         if change is None and self._known and step > self._trained:  # the same steps have had another result
             self._known = []
             if self._reported != self._side:
-                change = self._describe(ON if not self._side else OFF, self._side or self._reported, FEWEST_ROWS)
+                event = OFF_CURVE if self._side else ON_CURVE
+                change = self._describe(event, self._side or self._reported, FEWEST_ROWS)
         if change is not None:
-            self._reported = change.side if change.event == OFF else ""
+            self._reported = change.side if change.event == OFF_CURVE else ""
         return change
 
     def _add(self, row: Mapping[str, Any]) -> bool:
         """Add a row, if it can be compared."""
-        loss, samples_tokens = row.get("loss"), row.get("consumed_tokens")
-        if not isinstance(loss, (int, float)) or not isinstance(samples_tokens, (int, float)) \
-                or row.get("seq_length", self._seq_length) != self._seq_length:
+        loss, position = row.get("loss"), row.get("consumed_tokens")
+        if not is_number(loss) or not is_number(position) or row.get("seq_length") != self._seq_length:
             return False
-        tokens = samples_tokens - self._first_tokens
-        expected = self._target.at(tokens) if math.isfinite(loss) and tokens > 0 else None
+        tokens = position - self._first_tokens
+        expected = self._target.at(tokens) if tokens > 0 else None
         if expected is None:
             return False
         self._rows.append({"step": row["step"], "tokens": tokens, "loss": loss, "expected": expected.loss,
@@ -120,7 +128,7 @@ class CurveWatch:
     @property
     def _side(self) -> str:
         """Where the loss is: ABOVE, BELOW, or "" on the curve."""
-        return self._changes[-1][2] if self._changes and self._changes[-1][1] == OFF else ""
+        return self._changes[-1][2] if self._changes and self._changes[-1][1] == OFF_CURVE else ""
 
     def _newest(self, count: int) -> tuple[dict[str, np.ndarray], Band]:
         """Return the newest rows since the last change, and their band."""
@@ -136,16 +144,16 @@ class CurveWatch:
             needed = self._changes[-1][3]
             rows, band = self._newest(needed)
             is_back = has_returned(rows["loss"], band, self._side, rows=needed)
-            return self._describe(ON, self._side, needed) if is_back else None
+            return self._describe(ON_CURVE, self._side, needed) if is_back else None
         rows, band = self._newest(FEWEST_ROWS // 2)
         for side in (ABOVE, BELOW):
             if not is_outside(rows["loss"], band, side):
                 continue
             rows, band = self._newest(_LONGEST)
-            returns = sum(event == ON for _, event, _, _ in self._changes)
-            found = departure(rows["loss"], band, side, fewest=FEWEST_ROWS * 2 ** min(returns, 10))
+            returns = sum(event == ON_CURVE for _, event, _, _ in self._changes)
+            found = departure(rows["loss"], band, side, fewest=FEWEST_ROWS * 2 ** min(returns, 8))
             if found:
-                return self._describe(OFF, side, found)
+                return self._describe(OFF_CURVE, side, found)
         return None
 
     def _describe(self, event: str, side: str, count: int) -> Change:
@@ -154,9 +162,9 @@ class CurveWatch:
         difference = rows["loss"] - band.loss
         loss = float(np.median(rows["loss"][-FEWEST_ROWS // 2:]))
         excess = band.excess(rows["loss"], side)
-        first = _change_point(excess if event == OFF else -excess, count)
+        first = _change_point(excess if event == OFF_CURVE else -excess, count)
         return Change(event, side, int(rows["step"][-1]), float(rows["tokens"][-1]), count, int(rows["step"][first]),
-                      loss, expected, _jump(difference, first) if event == OFF else None)
+                      loss, expected, _jump(difference, first) if event == OFF_CURVE else None)
 
 
 def _band(rows: Mapping[str, np.ndarray]) -> Band:
