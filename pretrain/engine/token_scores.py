@@ -6,6 +6,8 @@ evaluation: no dropout, and no effect on weights, optimizer, loss scale, random 
 Shapes: N sequences, T tokens.
 """
 
+from collections.abc import Callable
+
 import torch
 from deepspeed import DeepSpeedEngine
 
@@ -39,7 +41,7 @@ def score_tokens(engine: DeepSpeedEngine, tokens_NT: torch.Tensor, labels_NT: to
     columns = [torch.nn.functional.pad(x, (0, padded - length, 0, steps * ranks * size - sequences))
                for x in (tokens_NT, labels_NT)]
     starts = [(step * ranks + rank) * size for step in range(steps)]
-    batches = [_micro_batch(*(column[start:start + size] for column in columns), document_end) for start in starts]
+    batches = [_micro_batch([column[start:start + size] for column in columns], document_end) for start in starts]
     with engine.module.training_loss.recorded_scores() as recorded:
         eval_batch(engine, batches)
     results = torch.zeros(3, steps * ranks * size, padded, dtype=torch.float64, device=engine.device)
@@ -53,7 +55,8 @@ def score_tokens(engine: DeepSpeedEngine, tokens_NT: torch.Tensor, labels_NT: to
     return (log_probs / copies).float(), (top1 / copies).round().long()
 
 
-def _micro_batch(tokens_BT: torch.Tensor, labels_BT: torch.Tensor, document_end: int | None) -> MicroBatch:
+def _micro_batch(columns: list[torch.Tensor], document_end: int | None) -> MicroBatch:
+    tokens_BT, labels_BT = columns
     labels = labels_BT, torch.ones(labels_BT.shape)
     if document_end is None:
         return tokens_BT, labels
@@ -61,7 +64,7 @@ def _micro_batch(tokens_BT: torch.Tensor, labels_BT: torch.Tensor, document_end:
 
 
 def continue_greedily(engine: DeepSpeedEngine, prompts_NT: torch.Tensor, new_tokens: int, *,
-                      document_end: int | None = None) -> torch.Tensor:
+                      document_end: int | None = None, before: Callable[[], None] = lambda: None) -> torch.Tensor:
     """Return the `new_tokens` tokens with which the model continues each prompt if it always takes the most likely one.
 
     Collective. The tokens are guessed, and all positions after the prompt are computed at once until no guess changes:
@@ -74,6 +77,7 @@ def continue_greedily(engine: DeepSpeedEngine, prompts_NT: torch.Tensor, new_tok
     prompt = prompts_NT.shape[1]
     guess = torch.zeros(len(prompts_NT), new_tokens, dtype=torch.int64)
     for _ in range(new_tokens):
+        before()
         tokens_NT = torch.cat([prompts_NT, guess], 1)[:, :-1]
         _, top1_NT = score_tokens(engine, tokens_NT, torch.zeros_like(tokens_NT), document_end=document_end)
         found = top1_NT[:, prompt - 1:]
