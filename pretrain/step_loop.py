@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from pretrain.analysis.evaluate.run_tasks import RunTasks
 from pretrain.checkpoint.save.saver import Saver
 from pretrain.config.plan import Plan
 from pretrain.data.data_spec import names_of_split
@@ -15,6 +16,7 @@ from pretrain.engine.build import DeepSpeedEngine
 from pretrain.engine.steps import eval_batch, learning_rate, train_batch
 from pretrain.monitor.announce import EARLY_STOP, BatchRamp, announce_end, early_end_line
 from pretrain.monitor.meter import Meter
+from pretrain.monitor.predictions import Predictions
 from pretrain.monitor.profiler import Profiler
 from pretrain.monitor.timeline import PipelineTimeline
 from pretrain.resilience.data_watch import DataWatch
@@ -44,6 +46,8 @@ class StepLoop:
     plan: Plan
     engine: DeepSpeedEngine
     loaders: dict[str, Loader]  # by the names of the plan's datasets
+    predictions: Predictions
+    tasks: RunTasks
     meter: Meter
     profiler: Profiler
     timeline: PipelineTimeline
@@ -83,6 +87,7 @@ class StepLoop:
                 continue
             self.replicas.check(step)
             eval_loss = self._evaluate_if_due(step, consumed_samples)
+            self._score_tasks_if_due(step, consumed_samples)
             self.saver.poll()
             self.data_watch.poll(step)
             request = self._or_early_stop(self.requests.poll(step), step)
@@ -152,7 +157,19 @@ class StepLoop:
         loss = self._evaluate("valid", step, consumed_samples)
         if loss is not None:
             attachments(self.engine).early_stopping.observe(step, from_rank_0(lambda: loss))
+        with self.meter.outside_steps("eval"):
+            self.predictions.write(step, consumed_samples, before=lambda: self.watchdog.enter("eval", step))
         return loss
+
+    def _score_tasks_if_due(self, step: int, consumed_samples: int) -> None:
+        args = self.plan.args
+        interval = args.eval_interval if args.eval_tasks_interval is None else args.eval_tasks_interval
+        if args.eval_tasks is None or not self._is_due(step, interval):
+            return
+        self.meter.screen.status(f"step {step}/{self.plan.train_steps}  scoring tasks")
+        with self.meter.outside_steps("eval"):
+            scores, failure = self.tasks.scores(before_batch=lambda: self.watchdog.enter("eval", step))
+        self.meter.log_tasks(step, scores, consumed_samples, failure=failure)
 
     def _evaluate(self, split: str, step: int, consumed_samples: int) -> float | None:
         """Report the mean loss of the first --eval_steps global batches of each set of the split.

@@ -6,6 +6,7 @@
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":  # keep pretrain/ off sys.path, so that its modules shadow none of the standard library's
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -13,6 +14,7 @@ if __name__ == "__main__":  # keep pretrain/ off sys.path, so that its modules s
 
     restart_with_jemalloc()
 
+from pretrain.analysis.evaluate.find_run_tasks import find_run_tasks
 from pretrain.checkpoint.load.start import Start, check_start
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.flags.parse import parse_arguments
@@ -68,14 +70,18 @@ def run(args: RunArguments, world: World) -> int:
     launcher = LauncherWatch(world)
     device = detect_device()
     start = check_start(args, world_size=world.size, device=device)  # the ranks choose the checkpoint again later
+    tasks = find_run_tasks(args) if world.rank == 0 else None
     time_outs = TimeOuts.from_flags(args)
     collective_timeout_s(time_outs.longest_s, os.environ)  # rejects a wrong DEEPSPEED_TIMEOUT; DeepSpeed would crash
     with rank_guards(Path(args.save), world, time_outs, launcher) as guards:
-        return _train(start, world, device, guards)
+        return _train(start, world, device, guards, tasks)
 
 
-def _train(start: Start, world: World, device: Device, guards: RankGuards) -> int:
-    """Import torch and DeepSpeed, then train a validated run. Returns the exit code."""
+def _train(start: Start, world: World, device: Device, guards: RankGuards, tasks: Any) -> int:
+    """Import torch and DeepSpeed, then train a validated run. `tasks`: result of `find_run_tasks` on rank 0.
+
+    Returns the exit code.
+    """
     plan = start.plan
     status("loading torch and DeepSpeed")
     with importing(), workarounds():
@@ -88,7 +94,8 @@ def _train(start: Start, world: World, device: Device, guards: RankGuards) -> in
 
     watch = MemoryWatch.start(plan, world)
     try:
-        return train(plan, world, StepCallbacks(watch.before_step, watch.after_step), guards, start.weights)
+        return train(plan, world, StepCallbacks(watch.before_step, watch.after_step), guards, start.weights,
+                     tasks)
     except (MemoryError, RuntimeError, OSError) as error:
         lines = advice(watch, error)
         if not lines:

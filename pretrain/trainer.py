@@ -7,9 +7,11 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
+from pretrain.analysis.evaluate.run_tasks import LoadedTasks, RunTasks, load_run_tasks
 from pretrain.analysis.sanity.run_checks import check_before_start
 from pretrain.checkpoint.format.fragments import owned_weights
 from pretrain.checkpoint.load.agree_on_checkpoint import agree_on_checkpoint, agree_on_data, verify_weights
@@ -34,6 +36,7 @@ from pretrain.engine.update_statistics import measure_updates
 from pretrain.errors import FINISHED, STOPPED, counted
 from pretrain.monitor.announce import EARLY_STOP, BatchRamp, announce_start, early_end_line
 from pretrain.monitor.meter import Meter
+from pretrain.monitor.predictions import Predictions
 from pretrain.monitor.profiler import Profiler
 from pretrain.monitor.read_run_folder import is_evaluated, newest_recorded
 from pretrain.monitor.timeline import PipelineTimeline
@@ -48,10 +51,11 @@ from pretrain.terminal import Screen, clear_status, status
 
 
 def train(plan: Plan, world: World, callbacks: StepCallbacks, guards: RankGuards,
-          weights: InitialWeights | None = None) -> int:
+          weights: InitialWeights | None = None, tasks: Any = None) -> int:
     """Run the plan, resuming from the newest good checkpoint if there is one. Returns the exit code.
 
-    Without a checkpoint, the run begins with `weights`, or with random weights if this is None.
+    Without a checkpoint, the run begins with `weights`, or with random weights if this is None. `tasks`: result of
+    `find_run_tasks` on rank 0.
     """
     resume = _connect(plan, world, guards.watchdog, weights)
     missing = [] if resume is None else from_rank_0(functools.partial(_missing_evaluations, resume))
@@ -61,12 +65,13 @@ def train(plan: Plan, world: World, callbacks: StepCallbacks, guards: RankGuards
         return _report_early_stop(resume, world, guards)
     if resume is not None:
         plan = resume.plan
+    loaded = load_run_tasks(plan, tasks)
     if plan.args.sanity_check and (resume is None or resume.manifest.weights_only):
         _check_sanity(plan, world, guards, lambda plan: _build(plan, resume, weights, guards.watchdog).engine)
     start = _build(plan, resume, weights, guards.watchdog)
     plan = plan_as_built(plan, start.engine)
     with Screen(active=world.rank == 0) as screen:
-        loop = _begin_loop(plan, world, start, callbacks, guards, screen)
+        loop = _begin_loop(plan, world, start, callbacks, guards, screen, loaded)
         if missing:
             step, stopped_by = loop.evaluate_missing(missing, start.step, start.consumed_samples)
         else:
@@ -130,7 +135,7 @@ def _build(plan: Plan, resume: Resume | None, weights: InitialWeights | None, wa
 
 
 def _begin_loop(plan: Plan, world: World, start: _StartPoint, callbacks: StepCallbacks, guards: RankGuards,
-                screen: Screen) -> StepLoop:
+                screen: Screen, tasks: LoadedTasks | None) -> StepLoop:
     """Announce the start, and create the parts of the step loop."""
     engine, resume = start.engine, start.resume
     folder = RunFolder(Path(plan.args.save), active=world.rank == 0, before_write=guards.lock.confirm,
@@ -154,7 +159,8 @@ def _begin_loop(plan: Plan, world: World, start: _StartPoint, callbacks: StepCal
     guard = Guard(plan, engine, folder, screen)
     guard_updates(engine, guard.veto if plan.args.spike_policy == "skip" else None)
     data_watch = DataWatch(plan, resume, reject=requests.reject, folder=folder, screen=screen, active=world.rank == 0)
-    return StepLoop(plan, engine, loaders, meter=meter, profiler=profiler, timeline=timeline, saver=saver,
+    return StepLoop(plan, engine, loaders, predictions=Predictions(plan, engine, folder),
+                    tasks=RunTasks(plan, engine, tasks), meter=meter, profiler=profiler, timeline=timeline, saver=saver,
                     requests=requests, data_watch=data_watch, guard=guard, replicas=ReplicaCheck(plan, engine, folder),
                     watchdog=guards.watchdog, lock=guards.lock,
                     batch_ramp=BatchRamp(plan.length.batch_sizes, folder, screen), callbacks=callbacks)

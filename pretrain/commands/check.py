@@ -6,6 +6,7 @@ Exit codes: 0 the run is valid, and its plan is printed; 2 the run is rejected, 
 import sys
 from dataclasses import replace
 
+from pretrain.analysis.evaluate.find_run_tasks import find_run_tasks
 from pretrain.checkpoint.load.start import check_start
 from pretrain.cli import Parser, next_line, text, whole_number
 from pretrain.commands.next_command import after_check, before_check
@@ -125,6 +126,7 @@ def main(argv: list[str] | None = None) -> None:
     if command := before_check(rest, prefix):
         raise ConfigError("--train_data", problem=f"{prefix} does not exist yet", remedy=f"first: {command}")
     start = check_start(args, world_size=known.world_size, device=device)
+    find_run_tasks(args)
     resume, plan = start.resume, start.plan_to_run
     lines = plan_lines(plan)
     if start.weights is not None:

@@ -11,7 +11,8 @@ import argparse
 import sys
 
 from pretrain.analysis.evaluate.data import SPLITS, DataFlags, open_data
-from pretrain.analysis.evaluate.task_files import TaskFlags, prepare_tasks
+from pretrain.analysis.evaluate.prepare_tasks import prepare_tasks
+from pretrain.analysis.evaluate.task_files import TaskFlags
 from pretrain.analysis.model_source import choose_partition, evaluation_dtype, evaluation_source, find_tokenizer
 from pretrain.cli import Parser, path, path_text, text, whole_number
 from pretrain.data.text_inputs.chunk import FORMATS
@@ -86,8 +87,8 @@ def _run(args: argparse.Namespace, world: World) -> int:
     tokenizer = find_tokenizer(source, args.tokenizer)
     flags, names = _data_flags(args), tuple(filter(None, (args.tasks or "").split(",")))
     sets = open_data(source, flags, tokenizer) if flags.data or flags.split or not names else []
-    tasks = prepare_tasks(source, TaskFlags(names, args.task_folder, args.num_fewshot, args.limit, args.export),
-                          tokenizer, dtype=dtype)
+    tasks = prepare_tasks(source, TaskFlags(names, args.task_folder, args.num_fewshot, args.limit), tokenizer,
+                          dtype=dtype, export=args.export)
     known = tokenizer if isinstance(tokenizer, Tokenizer) else None
     for note in source.notes if world.rank == 0 else ():
         print(f"note: {note}", file=sys.stderr)
@@ -108,8 +109,8 @@ def _run(args: argparse.Namespace, world: World) -> int:
             from pretrain.analysis.evaluate.tasks import evaluate_tasks
 
             status("evaluating tasks")
-            scores = evaluate_tasks(source, tasks, known, dtype=dtype, seq_length=args.seq_length,
-                                    batch_size=args.micro_batch_size)
+            scores = evaluate_tasks(source, tasks, known, dtype=dtype, batch_size=args.micro_batch_size,
+                                    seq_length=args.seq_length or source.trained_length)
     clear_status()
     if world.rank == 0:
         setting = Setting(str(source.folder), source.config.num_parameters(), dtype, device.kind, world.size, partition)

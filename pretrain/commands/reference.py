@@ -20,7 +20,7 @@ from pretrain.config.ds_json.schema import REMOVED, TREE, Key, Tree
 from pretrain.config.flags.arguments import OVERRIDES
 from pretrain.config.flags.parse import run_parser
 from pretrain.errors import EXIT_CODES
-from pretrain.monitor.rows import EVALUATION_ROW, EVENTS, OPTIONAL_KEYS, TRAINING_ROW
+from pretrain.monitor.rows import EVALUATION_ROW, EVENTS, OPTIONAL_KEYS, PREDICTION_ROW, TASK_ROW, TRAINING_ROW
 
 _KEY_HEADER = ("key", "value, or why it is rejected or has no effect")
 _FIELD = re.compile(r"^    (\w+): (.+?)(?: = (.+?))?(?:  # (.+))?$", re.MULTILINE)  # of a dataclass, with its comment
@@ -138,7 +138,9 @@ def _metrics() -> str:
         "since the last row; means and maxima over ranks are over all ranks of the run.\n",
         "## Rows of training\n", table(TRAINING_ROW),
         "## Keys that exist with some flags and models only\n", table(OPTIONAL_KEYS),
-        "## Rows of evaluations\n", table(EVALUATION_ROW)))
+        "## Rows of evaluations\n", table(EVALUATION_ROW),
+        "## Rows of the scores of --eval_tasks\n", table(TASK_ROW),
+        "## Rows of predictions.jsonl\n", table(PREDICTION_ROW)))
 
 
 def _events() -> str:

@@ -44,7 +44,7 @@ def check_run(args: RunArguments, *, world_size: int, device: Device, saved_mode
                              train_samples=plan.length.samples))
     _check_order(plan, data)
     _check_validation_data(plan, data)
-    _check_early_stopping(args, data)
+    _check_evaluations(args, data)
     notes = run_notes(plan, data)
     if ladder is not None:
         check_corpus(ladder, data.datasets)
@@ -78,11 +78,15 @@ def check_settings(args: RunArguments, *, world_size: int, device: Device,
     return replace(plan, notes=(untested, *plan.notes)) if untested else plan
 
 
-def _check_early_stopping(args: RunArguments, data: RunData) -> None:
-    """Raise ConfigError for early stopping without validation data."""
-    if args.early_stopping_patience and not names_of_split(data.datasets, "valid"):
-        raise ConfigError("--early_stopping_patience", problem="the run has no validation data",
-                          remedy="give --valid_data, or a --split with a second part")
+def _check_evaluations(args: RunArguments, data: RunData) -> None:
+    """Raise ConfigError for flags that need validation data or a tokenizer, which the run does not have."""
+    for name in ("early_stopping_patience", "show_predictions"):
+        if getattr(args, name) and not names_of_split(data.datasets, "valid"):
+            raise ConfigError(f"--{name}", problem="the run has no validation data",
+                              remedy="give --valid_data, or a --split with a second part")
+    if args.eval_tasks is not None and data.tokenizer is None:
+        raise ConfigError("--eval_tasks", problem="the run has no --tokenizer, and the questions are text",
+                          remedy="give the --tokenizer with which the data was prepared")
 
 
 def _check_order(plan: Plan, data: RunData) -> None:

@@ -23,7 +23,9 @@ class Attachments:
     operators: dict[str, str] = field(default_factory=dict)  # chosen for this device: {"attention": "flash", ...}
     phase_timers: "PhaseTimers | None" = None  # None: the phases of a step are not measured
     rank_loss: "torch.Tensor | None" = None  # see engine/steps.py, rank_loss
-    last_shape: "torch.Size | None" = None  # [micro-batch, tokens] of a pipeline's last step
+    # of a pipeline's last micro-batch: shape [micro-batch, tokens], and whether there are documents
+    last_shape: "tuple[torch.Size, bool] | None" = None
+    only_shape: tuple[int, int] | None = None  # [micro-batch, tokens] for which the blocks are compiled
 
 
 def attach(engine: "DeepSpeedEngine", attachments: Attachments) -> None:

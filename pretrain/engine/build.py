@@ -150,6 +150,7 @@ def build_engine(plan: Plan, *, initialize: bool = True,
     own.operators = operators_on_cuda(engine, plan)
     if plan.args.compile_blocks:
         compile_blocks(engine.module, seq_length=plan.args.seq_length, device=engine.device)
+        own.only_shape = plan.layout.micro_batch_size, plan.args.seq_length
     return engine
 
 

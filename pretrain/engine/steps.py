@@ -93,7 +93,8 @@ def eval_batch(engine: DeepSpeedEngine, micro_batches: list[MicroBatch]) -> torc
 
 def _fit_buffers(engine: PipelineEngine, micro_batches: list[MicroBatch]) -> None:
     """Let the pipeline stages exchange the shape of activations again if it differs from the last step's."""
-    own, shape = attachments(engine), micro_batches[0][1][0].shape
+    inputs, (labels_BT, _) = micro_batches[0]
+    own, shape = attachments(engine), (labels_BT.shape, not torch.is_tensor(inputs))
     if own.last_shape not in (None, shape):
         engine.reset_activation_shape()
     own.last_shape = shape

@@ -119,6 +119,8 @@ class PipelineLM(PipelineModule):
         bounds: pipeline stage i holds the layers bounds[i] to bounds[i + 1] - 1.
     """
 
+    sequence = NO_GROUPS.sequence  # sequence-parallel ranks have the plain module
+
     def __init__(self, specs: list[LayerSpec], bounds: list[int], recompute: Recompute, **settings: Any) -> None:
         self._bounds, self._recompute = bounds, recompute
         super().__init__(specs, **settings)

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ from pretrain.monitor.training_row import (
     perplexity,
     power_watts,
     row_line,
+    task_line,
     tokens_per_second,
     training_row,
 )
@@ -193,6 +194,19 @@ class Meter:
         self.screen.line(evaluation_line(row))
         self._show_hints(row)
         return loss
+
+    def log_tasks(self, step: int, scores: Mapping[str, Mapping[str, Any]], consumed_samples: int, *,
+                  failure: str = "") -> None:
+        """Report the scores of --eval_tasks by task, or why there are none."""
+        for task, values in scores.items():
+            row = {"step": step, "time": time.time(), "consumed_samples": consumed_samples, "split": f"tasks/{task}",
+                   **values}
+            self.folder.metrics(row)
+            self._sinks.write(row)
+            self.screen.line(task_line(row))
+        if failure:
+            self.screen.line(f"warning: --eval_tasks has no scores at step {step}: {failure}")
+            self.folder.event("tasks_failed", step=step, reason=failure)
 
     def close(self) -> None:
         """Let the monitors write their last values."""

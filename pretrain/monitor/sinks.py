@@ -51,7 +51,9 @@ def events_of(row: dict[str, Any]) -> list[Event]:
     Like metrics.jsonl, which has null for them, the monitors get no NaN and no infinity.
     """
     samples = row["consumed_samples"]
-    if "split" in row:
+    if row.get("split", "").startswith("tasks/"):
+        names = {key: f"Evaluation/{row['split']}_{key}" for key in row if key not in (*_NOT_SENT, "step", "split")}
+    elif "split" in row:
         names = {"eval_loss": f"Evaluation/{row['split']}_loss", "eval_ppl": f"Evaluation/{row['split']}_ppl"}
     else:
         names = {key: f"Train/Samples/{_NAMES.get(key, key)}" for key in row if key not in _NOT_SENT}

@@ -1,4 +1,4 @@
-"""RunFolder: rank 0 appends to the files run.json, events.jsonl and metrics.jsonl of a run folder."""
+"""RunFolder: rank 0 appends to run.json, events.jsonl, metrics.jsonl and predictions.jsonl of a run folder."""
 
 import contextlib
 import errno
@@ -66,6 +66,10 @@ class RunFolder:
         """Append a row to metrics.jsonl. NaN and infinity, which JSON does not have, become null."""
         self._append("metrics.jsonl", {key: None if isinstance(value, float) and not math.isfinite(value) else value
                                        for key, value in row.items()})
+
+    def prediction(self, row: dict[str, Any]) -> None:
+        """Append a row to predictions.jsonl."""
+        self._append("predictions.jsonl", row)
 
     def _append(self, name: str, row: dict[str, Any]) -> None:
         if not self._active:

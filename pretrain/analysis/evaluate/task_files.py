@@ -1,4 +1,4 @@
-"""Find the tasks of lm-eval that --tasks names, load their data, and plan the export. Imports no torch."""
+"""Find the tasks of lm-eval that flags name, and load their data. Imports no torch; `load_tasks` lets lm-eval do so."""
 
 import contextlib
 import importlib.util
@@ -8,10 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pretrain.analysis.model_source import EvaluationSource
-from pretrain.checkpoint.convert.plan_export import ExportPlan, plan_export
 from pretrain.cli import say
-from pretrain.data.tokenizers.tokenizer import Tokenizer
 from pretrain.errors import ConfigError, shorten
 from pretrain.terminal import clear_status, status
 
@@ -20,15 +17,21 @@ _SEED = 1234  # lm-eval's default
 _LOGGERS = ("lm_eval", "datasets", "huggingface_hub", "transformers", "evaluate", "httpx")
 
 
+Scores = dict[str, dict[str, Any]]
+"""task -> metric or "METRIC_stderr" -> value"""
+
+
 @dataclass(frozen=True)
 class TaskFlags:
-    """The flags of `ds-pretrain evaluate` for tasks of lm-eval."""
+    """The tasks that flags choose, and the names of these flags for messages."""
 
     names: tuple[str, ...] = ()
     folder: Path | None = None
     num_fewshot: int | None = None
     limit: int | None = None
-    export: Path | None = None
+    tasks_flag: str = "--tasks"
+    folder_flag: str = "--task_folder"
+    fewshot_flag: str = "--num_fewshot"
 
 
 @contextlib.contextmanager
@@ -45,66 +48,41 @@ def only_errors() -> Iterator[None]:
             logger.setLevel(level)
 
 
-@dataclass(frozen=True)
-class TaskPlan:
-    """Checked tasks."""
+def find_tasks(flags: TaskFlags) -> Any:
+    """Return lm-eval's TaskManager, which knows every task that the flags name.
 
-    flags: TaskFlags
-    tasks: dict[str, dict[str, Any]]  # lm-eval's "tasks", "groups" and "group_map", with the data of the tasks
-    export: ExportPlan | None  # None: into a temporary folder, or nothing, if the model is a transformers folder
+    Raises ConfigError for an unknown name, a package or folder that is missing, or a damaged file in the folder.
 
-
-def prepare_tasks(source: EvaluationSource, flags: TaskFlags, tokenizer: Tokenizer | ConfigError, *, dtype: str,
-                  ) -> TaskPlan | None:
-    """Check the flags and load the tasks; None without --tasks. Raises ConfigError."""
-    _check_flags(flags)
-    if not flags.names:
-        return None
-    if isinstance(tokenizer, ConfigError):
-        raise tokenizer
-    export = None
-    if flags.export is not None:
-        if source.hf_folder is not None:
-            raise ConfigError(f"--export {flags.export}", problem=f"{source.path} is a transformers folder already",
-                              remedy="leave --export out")
-        export = plan_export(source.folder, flags.export, dtype=dtype, tokenizer=str(tokenizer.path))
+    The 14,000 task files of lm-eval take 7 s. They are not read if the folder has all tasks.
+    """
+    _check(flags)
     try:
-        return TaskPlan(flags, _load_tasks(_find_tasks(flags), flags), export)
+        return _find(flags)
     finally:
         clear_status()
 
 
-def _check_flags(flags: TaskFlags) -> None:
-    """Raise ConfigError if flags for tasks are given without --tasks, or a package or the folder is missing."""
-    if not flags.names:
-        for flag, value in (("--task_folder", flags.folder), ("--num_fewshot", flags.num_fewshot),
-                            ("--limit", flags.limit), ("--export", flags.export)):
-            if value is not None:
-                raise ConfigError(flag, problem="it has no effect without --tasks", remedy="give --tasks too")
-        return
+def _check(flags: TaskFlags) -> None:
+    """Raise ConfigError for a name that is a path, and for a package or a folder that is missing."""
     for name in flags.names:
         if "/" in name:
-            raise ConfigError(f"--tasks {shorten(name)}", problem="this is a path, and not the name of a task",
-                              remedy="name the folder of the task's file with --task_folder")
+            raise ConfigError(f"{flags.tasks_flag} {shorten(name)}", problem="this is a path, and not the name of a "
+                              "task", remedy=f"name the folder of the task's file with {flags.folder_flag}")
     for package in _PACKAGES:
         if importlib.util.find_spec(package) is None:
-            raise ConfigError("--tasks", problem=f"the package {package} is not installed",
+            raise ConfigError(flags.tasks_flag, problem=f"the package {package} is not installed",
                               remedy="run `pip install 'ds-pretrain[eval]'`")
     if flags.folder is not None and not flags.folder.is_dir():
-        raise ConfigError(f"--task_folder {flags.folder}", problem="there is no such folder",
+        raise ConfigError(f"{flags.folder_flag} {flags.folder}", problem="there is no such folder",
                           remedy="name a folder with .yaml files that describe tasks")
 
 
-def _find_tasks(flags: TaskFlags) -> Any:
-    """Return lm-eval's TaskManager, which knows every task that the flags name. Raises ConfigError for unknown names.
-
-    The 14,000 task files of lm-eval take 7 s. They are not read if the folder has all tasks.
-    """
+def _find(flags: TaskFlags) -> Any:
     from lm_eval.tasks import TaskManager
 
     with only_errors():
         if flags.folder is not None:
-            _check_files(flags.folder)
+            _check_files(flags.folder, flags.folder_flag)
             manager = TaskManager(include_path=str(flags.folder), include_defaults=False)
             if all(manager.match_tasks([name]) for name in flags.names):
                 return manager
@@ -113,19 +91,19 @@ def _find_tasks(flags: TaskFlags) -> Any:
     for name in flags.names:
         if not manager.match_tasks([name]):
             nothing = "lm-eval has no" if flags.folder is None else f"neither lm-eval nor {flags.folder} has a"
-            raise ConfigError(f"--tasks {shorten(name)}", problem=f"{nothing} task with this name",
+            raise ConfigError(f"{flags.tasks_flag} {shorten(name)}", problem=f"{nothing} task with this name",
                               word=name, known=manager.all_tasks,
                               remedy="python -m lm_eval ls tasks lists the tasks of lm-eval")
     return manager
 
 
-def _check_files(folder: Path) -> None:
+def _check_files(folder: Path, flag: str) -> None:
     """Raise ConfigError for a file that is not valid YAML. lm-eval silently skips such files."""
     from lm_eval.tasks._yaml_loader import load_yaml
 
     files = sorted(folder.glob("**/*.yaml"))
     if not files:
-        raise ConfigError(f"--task_folder {folder}", problem="the folder has no .yaml file",
+        raise ConfigError(f"{flag} {folder}", problem="the folder has no .yaml file",
                           remedy="name a folder with .yaml files that describe tasks")
     for file in files:
         try:
@@ -136,11 +114,19 @@ def _check_files(folder: Path) -> None:
             raise ConfigError(str(file), problem="it is not a YAML mapping with the key task")
 
 
-def _load_tasks(manager: Any, flags: TaskFlags) -> dict[str, dict[str, Any]]:
+def load_tasks(manager: Any, flags: TaskFlags) -> dict[str, dict[str, Any]]:
     """Load the tasks with their data, which may be on the Hugging Face Hub.
 
-    Raises ConfigError if the data of a task cannot be loaded, or its file is wrong.
+    Returns lm-eval's "tasks", "groups" and "group_map". Raises ConfigError if the data of a task cannot be loaded, or
+    its file is wrong.
     """
+    try:
+        return _load(manager, flags)
+    finally:
+        clear_status()
+
+
+def _load(manager: Any, flags: TaskFlags) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {"tasks": {}, "groups": {}, "group_map": {}}
     for name in flags.names:
         for match in manager.match_tasks([name]):
@@ -149,30 +135,42 @@ def _load_tasks(manager: Any, flags: TaskFlags) -> dict[str, dict[str, Any]]:
                 with only_errors():
                     loaded = manager.load([match])
             except Exception as error:  # lm-eval, datasets and huggingface_hub raise many types
-                raise _cannot_load(match, error) from None
+                raise _cannot_load(match, error, flags) from None
             for kind, values in found.items():
                 values.update(loaded[kind])
     for name, task in found["tasks"].items():
-        _set_examples(name, task, flags.num_fewshot)
+        _set_examples(name, task, flags)
+    seed_examples(found)
     return found
 
 
-def _set_examples(name: str, task: Any, num_fewshot: int | None) -> None:
-    """Set the number of examples before each question, and the seed that selects them, as lm-eval's program does."""
-    fixed = task.get_config("num_fewshot")
+def _set_examples(name: str, task: Any, flags: TaskFlags) -> None:
+    """Set the number of examples before each question, as lm-eval's program does."""
+    fixed, num_fewshot = task.get_config("num_fewshot"), flags.num_fewshot
     if fixed == 0 and num_fewshot:
-        say(f"note: --num_fewshot {num_fewshot} has no effect on {name}, whose file sets 0")
+        say(f"note: {flags.fewshot_flag} {num_fewshot} has no effect on {name}, whose file sets 0")
     elif fixed != 0:
         task.set_config(key="num_fewshot", value=(fixed or 0) if num_fewshot is None else num_fewshot)
-    task.set_fewshot_seed(seed=_SEED)
 
 
-def _cannot_load(name: str, error: Exception) -> ConfigError:
+def seed_examples(tasks: dict[str, dict[str, Any]]) -> None:
+    """Let the next evaluation choose the examples before each question that lm-eval's program chooses."""
+    for task in tasks["tasks"].values():
+        task.set_fewshot_seed(seed=_SEED)
+
+
+def scores_of(results: dict[str, dict[str, Any]]) -> Scores:
+    """Return the numbers of lm-eval's results. A filter other than "none" is part of the metric's name."""
+    return {task: {key.removesuffix(",none").replace(",", " "): value for key, value in values.items()
+                   if "," in key and isinstance(value, (int, float))} for task, values in results.items()}
+
+
+def _cannot_load(name: str, error: Exception, flags: TaskFlags) -> ConfigError:
     if isinstance(error, ConnectionError):
-        return ConfigError(f"--tasks {name}", problem=f"its data cannot be fetched: {first_line(error)}",
-                           remedy="connect to the Hugging Face Hub, or give --task_folder with a task whose data is in "
-                           "local files")
-    return ConfigError(f"--tasks {name}", problem=f"lm-eval cannot load it: {first_line(error)}",
+        return ConfigError(f"{flags.tasks_flag} {name}", problem=f"its data cannot be fetched: {first_line(error)}",
+                           remedy=f"connect to the Hugging Face Hub, or give {flags.folder_flag} with a task whose "
+                           "data is in local files")
+    return ConfigError(f"{flags.tasks_flag} {name}", problem=f"lm-eval cannot load it: {first_line(error)}",
                        remedy="correct the file of the task, or its data")
 
 

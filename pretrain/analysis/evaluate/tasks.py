@@ -16,7 +16,8 @@ import transformers
 from deepspeed.accelerator import get_accelerator
 from lm_eval.models.huggingface import HFLM
 
-from pretrain.analysis.evaluate.task_files import TaskPlan, first_line, only_errors
+from pretrain.analysis.evaluate.prepare_tasks import TaskPlan
+from pretrain.analysis.evaluate.task_files import Scores, first_line, only_errors, scores_of
 from pretrain.analysis.model_source import EvaluationSource
 from pretrain.checkpoint.convert.export_hf import export_hf
 from pretrain.checkpoint.convert.plan_export import ExportPlan, plan_export
@@ -27,8 +28,6 @@ from pretrain.errors import ConfigError
 from pretrain.model.parameters import DTYPES
 
 _BATCH_SIZE = 8  # sequences of a micro-batch, by default
-Scores = dict[str, dict[str, Any]]
-"""task -> metric or "METRIC_stderr" -> value"""
 
 
 class RankLM(HFLM):
@@ -76,7 +75,7 @@ def evaluate_tasks(source: EvaluationSource, plan: TaskPlan, tokenizer: Tokenize
             raise ConfigError(f"--tasks {','.join(flags.names)}",
                               problem=f"lm-eval cannot evaluate: {first_line(error)}",
                               remedy="correct the file of the task, or its data") from error
-    return {} if results is None else _scores(results["results"])
+    return {} if results is None else scores_of(results["results"])
 
 
 def _check_sizes(plan: TaskPlan) -> None:
@@ -87,15 +86,6 @@ def _check_sizes(plan: TaskPlan) -> None:
         if documents < ranks:
             raise ConfigError(f"--tasks {name}", problem=f"{documents} documents cannot be divided among "
                               f"{ranks} ranks", remedy="start fewer ranks")
-
-
-def _scores(results: dict[str, dict[str, Any]]) -> Scores:
-    """Return the numbers by task and metric. A filter other than "none" is part of the metric's name."""
-    scores: Scores = {}
-    for task, values in results.items():
-        scores[task] = {key.removesuffix(",none").replace(",", " "): value for key, value in values.items()
-                        if "," in key and isinstance(value, (int, float))}
-    return scores
 
 
 def _transformers_tokenizer(source: EvaluationSource, folder: Path, tokenizer: Tokenizer) -> Any:

@@ -11,6 +11,7 @@ import numpy as np
 from pretrain.analysis.report.compare import as_text, changes_between, differences, run_names, settings
 from pretrain.analysis.report.expected import expected_curve, newest_comparison
 from pretrain.analysis.report.hints import hints_of
+from pretrain.analysis.report.predictions import predictions_data
 from pretrain.analysis.report.reduce import (
     Curves,
     as_numbers,
@@ -42,7 +43,8 @@ def page_data(tables: Sequence[RunTable], *, watch: bool) -> dict[str, Any]:
 
 def state_of(tables: Sequence[RunTable]) -> str:
     """Return a text that changes when any file of the runs has changed."""
-    return "-".join(f"{table.generation}.{table.num_lines}.{len(table.events)}" for table in tables)
+    return "-".join(f"{table.generation}.{table.num_lines}.{len(table.events)}.{len(table.predictions)}"
+                    for table in tables)
 
 
 def points_per_run(num_runs: int) -> int:
@@ -69,6 +71,7 @@ def run_data(table: RunTable, limit: int) -> dict[str, Any]:
         "abandoned": curves_data(abandoned, rounded=is_reduced), "evaluations": evaluations,
         "abandoned_evaluations": abandoned_evaluations, "expected": curves_data(expected_curve(table, curves)),
         "time_is_estimated": _start_time(table) is None,
+        "predictions": predictions_data(table.predictions),
         "events": _events_data(table), "event_counts": dict(Counter(map(_kind, table.events))),
         "problem": table.problem, "hints": list(map(str, hints_of(table))), "starts": _starts_data(table),
         "settings": [[section, key, value] for (section, key), value in settings(_newest_record(table)).items()],

@@ -1,4 +1,4 @@
-"""RunTable: the rows of metrics.jsonl as columns, and the events of a run. It reads only what was appended."""
+"""RunTable: the rows of metrics.jsonl as columns, events and predictions of a run. It reads only what was appended."""
 
 import contextlib
 import json
@@ -130,7 +130,7 @@ def _parse_line(line: bytes) -> dict[str, Any] | None:
 
 @dataclass
 class RunTable:
-    """Contents of a run folder: training rows, evaluation rows by split, events, and the records of run.json.
+    """Contents of a run folder: training rows, evaluation rows by split, events, predictions, the records of run.json.
 
     Raises ConfigError if the folder has neither a run.json nor a metrics.jsonl, or if a file cannot be read.
     """
@@ -140,6 +140,7 @@ class RunTable:
     training: Columns = field(default_factory=Columns)
     evaluations: dict[str, Columns] = field(default_factory=dict)
     events: list[dict[str, Any]] = field(default_factory=list)
+    predictions: list[dict[str, Any]] = field(default_factory=list)
     starts: list[dict[str, Any]] = field(default_factory=list)
     problem: str = ""  # why `starts` is empty
 
@@ -147,7 +148,8 @@ class RunTable:
         if not any((self.run / name).is_file() for name in ("run.json", "metrics.jsonl")):
             raise ConfigError(str(self.run), problem="this is not a run folder: it has no run.json and no "
                               "metrics.jsonl", remedy="Name the folder that the run has in --save")
-        self._metrics, self._events = _Tail(self.run / "metrics.jsonl"), _Tail(self.run / "events.jsonl")
+        self._metrics, self._events, self._predictions = (
+            _Tail(self.run / f"{name}.jsonl") for name in ("metrics", "events", "predictions"))
         self._record: tuple[int, int] | None = None  # time and size of run.json when it was read
         self.update()
         self.generation = 0
@@ -160,20 +162,23 @@ class RunTable:
     def update(self) -> None:
         """Read what was appended since the last call."""
         try:
-            if self._metrics.was_replaced() or self._events.was_replaced():
+            if any(file.was_replaced() for file in (self._metrics, self._events, self._predictions)):
                 self._begin_again()
             for block in self._metrics.blocks():
                 self._add(block)
             for block in self._events.blocks():
                 self.events += [row for _, row in block]
+            for block in self._predictions.blocks():
+                self.predictions += [row for _, row in block]
         except OSError as error:
             raise ConfigError(str(error.filename or self.run),
                               problem=f"the file cannot be read ({error.strerror})") from None
         self._read_starts()
 
     def _begin_again(self) -> None:
-        self._metrics, self._events = _Tail(self._metrics.path), _Tail(self._events.path)
-        self.training, self.evaluations, self.events = Columns(), {}, []
+        self._metrics, self._events, self._predictions = (
+            _Tail(file.path) for file in (self._metrics, self._events, self._predictions))
+        self.training, self.evaluations, self.events, self.predictions = Columns(), {}, [], []
         self.generation += 1
 
     def _add(self, block: list[tuple[int, dict[str, Any]]]) -> None:

@@ -26,6 +26,7 @@ def check_flags(args: RunArguments) -> None:
     _check_schedule_flags(args)
     _check_checkpoint_flags(args)
     _check_steering_flags(args)
+    _check_task_flags(args)
     if args.order_samples is not None and args.sample_order == "shuffled":
         raise ConfigError("--order_samples", found=f"{args.order_samples} with --sample_order shuffled",
                           expected="no value", remedy="the default order does not depend on a number of samples")
@@ -85,6 +86,15 @@ def _check_steering_flags(args: RunArguments) -> None:
         raise ConfigError("--resume_from", found=f"also --init_from {args.init_from}", expected="one of the two",
                           remedy="--resume_from continues a run with its optimizer states; --init_from takes weights "
                           "alone, and begins at step 0")
+
+
+def _check_task_flags(args: RunArguments) -> None:
+    if args.eval_tasks is not None:
+        return
+    for name in ("eval_tasks_folder", "eval_tasks_fewshot", "eval_tasks_limit", "eval_tasks_interval"):
+        if getattr(args, name) is not None:
+            raise ConfigError(f"--{name}", problem="it has no effect without --eval_tasks",
+                              remedy="give --eval_tasks too")
 
 
 def check_folders(save: str, mirror: str | None) -> None:

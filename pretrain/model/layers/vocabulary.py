@@ -6,6 +6,9 @@ sequences. The embeddings of all ranks are summed and scattered; the head gather
 Shapes: B batch, T positions, D hidden size, V vocabulary (of this rank).
 """
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name)
 from torch import nn
@@ -14,6 +17,7 @@ from pretrain.distributed.parallel_groups import NO_GROUPS, ParallelGroups
 from pretrain.model.description import Layer, ModelConfig, Parameters, inside
 from pretrain.model.kernels.documents import Documents
 from pretrain.model.kernels.fused_loss import CROSS_ENTROPY, LossTerms, carry, fused_linear_cross_entropy
+from pretrain.model.kernels.token_scores import TokenScores, token_scores
 from pretrain.model.kernels.vocabulary_shards import VocabularyShard
 from pretrain.model.parallel.shared_tensors import gather, own_shard, sum_and_scatter, sum_gradient
 from pretrain.model.parameters import create_parameters
@@ -33,6 +37,20 @@ class TrainingLoss:
         self.terms, self.plain_operators = terms, plain_operators
         self._squares: torch.Tensor | None = None  # weighted sum over the tokens of `_micro_batches` micro-batches
         self._micro_batches = 0
+        self._recorded: list[TokenScores] | None = None  # of the micro-batches, within `recorded_scores`
+
+    @contextlib.contextmanager
+    def recorded_scores(self) -> Iterator[list[TokenScores]]:
+        """Yield a list that gets the scores of each micro-batch whose loss is computed in this context.
+
+        It remains empty on pipeline stages without the head. Under sequence parallelism the scores are those of this
+        rank's positions.
+        """
+        self._recorded = []
+        try:
+            yield self._recorded
+        finally:
+            self._recorded = None
 
     def __call__(self, x_BTD: torch.Tensor, weight_VD: torch.Tensor, labels: Labels,
                  bias: torch.Tensor | None = None, softcap: float = 0.0,
@@ -46,6 +64,9 @@ class TrainingLoss:
             shard: of the vocabulary, see `fused_linear_cross_entropy`.
         """
         labels_BT, weights_BT = labels
+        if self._recorded is not None:
+            self._recorded.append(token_scores(x_BTD, weight_VD, labels_BT, bias, softcap, shard))
+            return -(self._recorded[-1].log_probs_BT * weights_BT).sum()
         loss, squares = fused_linear_cross_entropy(x_BTD, weight_VD, labels_BT, weights_BT, bias, softcap, self.terms,
                                                    self.plain_operators, shard)
         if self.terms.z_loss and loss.requires_grad:

@@ -57,6 +57,13 @@ class Report {
     byId("overview").replaceChildren(overviewElement(runs));
     this.fill("chips", runs.map((run) => run.event_counts), () => this.chipRows());
     this.buildCharts();
+    const predictions = runs.flatMap((run) => run.predictions.map((sample, number) => [run, number, sample]));
+    byId("predictions").hidden = predictions.length === 0;
+    this.fill("predictions", predictions.map(([run, number, sample]) => [run.name, number, sample]), () => [
+      make("h2", {}, "Predictions"),
+      make("p", {class: "quiet"}, "How the model continues validation samples, always with the most likely token, at each evaluation."),
+      ...predictions.map(([run, number, sample], index) => predictionElement(
+        `${runs.length > 1 ? `${run.name}: ` : ""}sample ${number + 1}`, sample, index === 0))]);
     byId("differences").hidden = runs.length < 2;
     this.fill("differences", differences, () => [make("h2", {}, "Differences between the runs"), differences.length
       ? makeTable([["setting"], ...runs.map((run) => [run.name])],
@@ -212,6 +219,12 @@ function overviewElement(runs) {
   }
   return makeTable([["run"], ...used.map(([label]) => [label, label !== "Status"])],
                    runs.map((run) => [run.name, ...used.map(([, value]) => value(run.overview))]));
+}
+
+/** The prompt and the actual text of a validation sample, and what the model predicted, the newest evaluation first. */
+function predictionElement(title, {prompt, actual, predicted}, isOpen) {
+  const rows = [["prompt", prompt], ["actual", actual], ...predicted.map(([step, text]) => [`step ${plain(step)}`, text])];
+  return make("details", {open: isOpen}, make("summary", {}, title), makeTable([["evaluation"], ["text"]], rows, "texts settings"));
 }
 
 /** The record of the newest start by section, and what changed at each start. */

@@ -18,6 +18,7 @@ const eventStyle = (kind) => EVENT_STYLES.find((style) => style[3].includes(kind
 const PANELS = [
   {id: "loss", title: "Training loss", unit: "nats per token", wide: true, smooth: true},
   {id: "evaluation", title: "Evaluation loss", unit: "nats per token", evaluation: true, metrics: []},
+  {id: "tasks", title: "Scores of tasks", wide: true, tasks: true, metrics: []},
   {id: "loss_max", title: "Highest loss of a rank", unit: "since the row before", smooth: true},
   {id: "lr", title: "Learning rate"},
   {id: "grad_norm", title: "Gradient norm", smooth: true,
@@ -47,6 +48,7 @@ const PANELS = [
   {id: "seq_length", title: "Sequence length", unit: "tokens"},
 ];
 const POSITIONS = ["step", "elapsed", "time", "line", "consumed_tokens", "consumed_samples", "eta_seconds"];  // no curves of their own
+const TASKS = "tasks/";  // splits of evaluations that are scores of tasks
 const AXES = {step: "step", tokens: "consumed_tokens", time: "elapsed"};
 
 /** The panels that have values, and [title, value] of the metrics that are the same in all rows of all runs. */
@@ -56,7 +58,8 @@ function usedPanels(runs) {
   const others = new Set(runs.flatMap((run) => Object.keys(run.training.values)).filter((key) => !known.has(key)));
   const used = [], constants = [];
   for (const panel of [...panels, ...[...others].map((key) => complete({id: key, title: key}))]) {
-    const values = constantValues(panel, runs), isEvaluated = panel.evaluation && runs.some((run) => Object.keys(run.evaluations).length > 0);
+    const values = constantValues(panel, runs), isEvaluated = (panel.evaluation || panel.tasks)
+      && runs.some((run) => metricsOf(panel, run, runs).length > 0);
     if (isEvaluated || values.size > 1) used.push(panel);
     else if (values.size === 1) constants.push([panel.title, panel.format([...values][0])]);
   }
@@ -103,7 +106,7 @@ function panelSeries(panel, runs, view) {
     for (const [metric, {label, curve, old}] of metrics) {
       const color = cssValue(`--c${(single ? metric : runs.indexOf(run)) % COLORS}`);
       const style = {color, dash: single ? DASHES[0] : DASHES[(metric + Math.floor(runs.indexOf(run) / COLORS)) % DASHES.length]};
-      const name = single ? label : metrics.length > 1 || panel.evaluation ? `${run.name}: ${label}` : run.name;
+      const name = single ? label : metrics.length > 1 || panel.evaluation || panel.tasks ? `${run.name}: ${label}` : run.name;
       series.push(...curveSeries({...style, label: name, metric: label}, curve, old, panel, view));
     }
     if (metrics.length && (panel.id === "loss" || panel.evaluation)) series.push(...expectedSeries(run, runs, view));
@@ -123,11 +126,19 @@ function expectedSeries(run, runs, view) {
 /** [number, {label, curve, old}] of the metrics of a panel that a run has. */
 function metricsOf(panel, run, runs) {
   const splits = [...new Set(runs.flatMap((other) => Object.keys(other.evaluations)))];
-  const sources = panel.evaluation
-    ? splits.map((split) => [split, "eval_loss", run.evaluations[split], run.abandoned_evaluations[split]])
+  const ofSplits = (keysOf) => splits.flatMap((split) => keysOf(split).map(([label, key]) =>
+    [label, key, run.evaluations[split], run.abandoned_evaluations[split]]));
+  const sources = panel.evaluation ? ofSplits((split) => [[split, "eval_loss"]])
+    : panel.tasks ? ofSplits((split) => taskMetrics(split, runs).map((key) => [`${split.slice(TASKS.length)} ${key}`, key]))
     : panel.metrics.map(([key, label]) => [label, key, run.training, run.abandoned]);
   return sources.map(([label, key, kept, old], index) => [index, {label, curve: pick(kept, key), old: pick(old, key)}])
     .filter(([, metric]) => metric.curve);
+}
+
+/** The metrics of a task, without standard errors; none for another split. */
+function taskMetrics(split, runs) {
+  const keys = runs.flatMap((run) => Object.keys(run.evaluations[split]?.values || {}));
+  return split.startsWith(TASKS) ? [...new Set(keys)].filter((key) => ![...POSITIONS, "questions"].includes(key) && !key.endsWith("_stderr")) : [];
 }
 
 /** One key of curves: {values, y, low, high}, or null if it has no value. */
@@ -140,10 +151,10 @@ function curveSeries(style, curve, old, panel, view) {
   const x = positions(curve.values, view), series = [];
   if (old && view.abandoned) {
     series.push({...style, x: positions(old.values, view), y: old.y, faint: true, abandoned: true,
-                 points: panel.evaluation, dash: [1, 3]});
+                 points: panel.evaluation || panel.tasks, dash: [1, 3]});
   }
   const isSmoothed = panel.smooth && view.smoothing > 0;
-  const main = {...style, x, y: curve.y, low: curve.low, high: curve.high, points: panel.evaluation};
+  const main = {...style, x, y: curve.y, low: curve.low, high: curve.high, points: panel.evaluation || panel.tasks};
   if (!isSmoothed) return [...series, main];
   if (view.raw) series.push({...main, faint: true});
   return [...series, {...main, y: smooth(curve.y, view.smoothing), raw: curve.y}];

@@ -1,0 +1,34 @@
+"""One rank of the tests of evaluations inside a run: run `trainer.train` for each case."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from pretrain import step_loop, trainer
+from pretrain.analysis.evaluate.find_run_tasks import find_run_tasks
+from pretrain.distributed.world import running_environment
+from pretrain.errors import ConfigError
+from pretrain.resilience.launcher_watch import LauncherWatch
+from pretrain.resilience.watchdog import TimeOuts, rank_guards
+from tests.distributed.workers.worker import Case, start_of
+from tests.support.cases_loop import each_case
+
+
+def run(case: Case) -> dict[str, Any]:
+    """Train the case. Return the exit code, or the error with which the run was rejected."""
+    start, world = start_of(case), running_environment()
+    tasks = find_run_tasks(start.plan.args) if world.rank == 0 else None
+    with rank_guards(Path(start.plan.args.save), world, TimeOuts.from_flags(start.plan.args),
+                     LauncherWatch(world)) as guards:
+        callbacks = step_loop.StepCallbacks(lambda step, engine: None, lambda step, report: None)
+        try:
+            return {"code": trainer.train(start.plan, world, callbacks, guards, start.weights, tasks)}
+        except ConfigError as error:
+            return {"error": str(error)}
+
+
+if __name__ == "__main__":
+    trainer.init_process_group = lambda world, timeout_s: None
+    trainer.leave_process_group = lambda: None
+    each_case(run)
+    sys.exit(0)
