@@ -13,7 +13,7 @@ PAGES = [README, *(ROOT / name for name in (
     "tools/checkpoints.md", "tools/evaluation.md", "tools/gpu.md", "tools/performance.md", "tools/measurements.md",
     "tools/metrics.md", "tools/report.md", "tools/sanity_check.md",
     "ds_configs/README.md", "ds_configs/recipe.md", "ds_configs/long_sequences.md", "ds_configs/pipelines.md",
-    "ds_configs/parallelism.md",
+    "ds_configs/parallelism.md", "ds_configs/claims.md",
     "launch/README.md", "launch/unattended.md", "launch/right_results.md",
     "pretrain/README.md", "tests/README.md",
     ".github/CONTRIBUTING.md", ".github/SECURITY.md", ".github/CHANGELOG.md"))]
@@ -43,6 +43,25 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "ds-pretrain bench --what step --preset cpu --write tools/measurements.md",
         "ds-pretrain bench --what step --preset cpu-llama-2048 --write tools/measurements.md",
         "ds-pretrain bench --what overhead,checkpoint,startup --rounds 3 --write tools/measurements.md"),
+    "takes minutes; tests/test_claims.py repeats the other numbers of the page": (
+        'run="ds-pretrain --num_accelerators 1 --config runs/quickstart/quickstart.yaml --micro_batch_size 16 '
+        "--gradient_accumulation_steps 1 --lr_warmup_steps 1 --eval_interval 0 --eval_steps 1 --save_interval 0 "
+        '--log_interval 1"; TIMEFORMAT="%U + %S s"',
+        'for i in 1 2 3; do for r in none blocks "blocks --recompute_every 2" "blocks --recompute_every 3" '
+        'attention; do for n in 2 12; do echo "$r, $n steps"; time $run --deepspeed_config zero1_bf16 '
+        "--recompute $r --train_steps $n --save $(mktemp -d); done; done; done",
+        'for i in 1 2 3; do for p in zero0_fp32 "zero1_bf16 --plain_operators" zero1_bf16; do for n in 2 12; do '
+        'echo "$p, $n steps"; time $run --deepspeed_config $p --train_steps $n --save $(mktemp -d); done; done; '
+        "done",
+        'for i in 1 2 3; do for j in zero0_fp32 fused.json unfused.json; do for n in 2 22; do echo "$j, $n '
+        'steps"; time $run --deepspeed_config $j --model_overrides vocab_size=4096,n_embd=512,n_layer=8,n_head=8 '
+        "--micro_batch_size 1 --seq_length 64 --train_steps $n --save $(mktemp -d); done; done; done",
+        'for i in 1 2 3; do for n in 1 2; do echo "$n ranks"; $run --num_accelerators $n --deepspeed_config '
+        "zero1_bf16 --train_steps 12 --save $(mktemp -d); done; done",
+        "for m in 16 4 1; do $run --deepspeed_config zero0_fp32 --micro_batch_size $m "
+        "--gradient_accumulation_steps $((16 / m)) --train_steps 8 --save runs/accumulation-$m; done",
+        "for i in 1 2; do for s in 512 1024 2048 4096; do ds-pretrain bench --what profile --preset cpu "
+        "--seq_length $s --rounds 3; done; done"),
     "needs GPUs": (
         "ds-pretrain --num_gpus 8 --config run.yaml", "ds-pretrain bench --preset h200-gpt3-1.3b",
         "ds-pretrain bench --preset h200-gpt3-1.3b --compile_blocks true",
