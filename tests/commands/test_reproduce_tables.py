@@ -85,9 +85,12 @@ def test_a_wrong_table_is_rejected_in_one_line(changes: dict[str, object], messa
     assert "\n" not in str(error.value)
 
 
-def test_a_formula_needs_three_coefficients() -> None:
+def test_a_formula_needs_three_coefficients_and_two_bounds() -> None:
     with pytest.raises(ValueError, match="each formula"):
         Activations("A", {"22B": [48, 6144, 64]}, [Formula("x", [34.0])], 0.01, "")
+    for wrong in ({"tensor_parallel": 0}, {"percent": [1.0]}):
+        with pytest.raises(ValueError, match="at least 1"):
+            Formula("x", [0, 34, 0], **wrong)
 
 
 @pytest.mark.parametrize(("words", "message"), [

@@ -6,6 +6,7 @@ The rows are data in recipe.yaml. A `Table` has numbers; `Activations` has formu
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pretrain.commands.reproduce.curves import Curve, Result
 from pretrain.config.layout import Layout
@@ -136,6 +137,10 @@ class Formula:
     recompute: bool = False  # of complete blocks
     percent: list[float] = field(default_factory=list)  # published bounds, of the first configuration with ranks
 
+    def __post_init__(self) -> None:
+        if self.tensor_parallel < 1 or len(self.percent) not in (0, 2):
+            raise ValueError(f"{self.configuration}: tensor_parallel is at least 1, and percent is [low, high]")
+
     def factor(self, coefficients: list[float], model: ModelConfig, seq_length: int) -> float:
         """Return A + B / t + C a s / (h t)."""
         constant, divided, scores = coefficients
@@ -147,6 +152,17 @@ class Formula:
         batch = MicroBatch(seq_length, seq_length, 2, cuda=True, tensor_parallel_size=self.tensor_parallel)
         kept = hidden_states_bytes(model, batch) if self.recompute else block_saved(model, batch)
         return kept / (seq_length * model.hidden_size)
+
+
+class _Row(NamedTuple):
+    """A formula for a model, in multiples of s b h bytes."""
+
+    model: str
+    formula: Formula
+    published: float
+    here: float
+    compared: float  # here, with the differences
+    percent: float  # `compared`, of the first published configuration with tensor parallelism
 
 
 @dataclass(frozen=True)
@@ -173,36 +189,37 @@ class Activations:
     def names(self) -> list[str]:
         return []  # it is not about runs
 
-    def _rows(self) -> list[tuple[str, Formula, float, float, float, float]]:
-        """Return (model, formula, published, here, here with the differences, percent of the baseline)."""
-        found = []
+    def _rows(self) -> list[_Row]:
+        rows = []
+        baseline = next((each for each in self.formulas if each.tensor_parallel > 1), self.formulas[0])
         for name, (layers, hidden_size, heads) in self.models.items():
             model = gpt(layers, hidden_size, heads, seq_length=self.seq_length)
-            baseline = next((each for each in self.formulas if each.tensor_parallel > 1), self.formulas[0])
             whole = baseline.factor(baseline.published, model, self.seq_length)
             for formula in self.formulas:
                 here = formula.here(model, self.seq_length)
                 added = sum(formula.factor(each, model, self.seq_length) for each in formula.differences.values())
-                found.append((name, formula, formula.factor(formula.published, model, self.seq_length), here,
-                              here + added, 100 * (here + added) / whole))
-        return found
+                rows.append(_Row(name, formula, formula.factor(formula.published, model, self.seq_length), here,
+                                 here + added, 100 * (here + added) / whole))
+        return rows
 
     def result(self, curves: Mapping[str, Curve]) -> Result:
         rows = self._rows()
-        name, formula, published, _, found, _ = max(rows, key=lambda row: abs(row[4] / row[2] - 1))
-        outside = [f"{row[0]}, {row[1].configuration}: {row[5]:.1f}% of the baseline" for row in rows
-                   if row[1].percent and not row[1].percent[0] <= row[5] <= row[1].percent[1]]
-        text = f"{self.activations}: {len(rows)} numbers, the largest deviation is {found:.4g} instead of " \
-               f"{published:.4g} s b h ({name}, {formula.configuration}), allowed {self.within:.0%}: {self.because}"
-        return Result(abs(found / published - 1) <= self.within and not outside, "; ".join([text, *outside]))
+        worst = max(rows, key=lambda row: abs(row.compared / row.published - 1))
+        outside = [f"{row.model}, {row.formula.configuration}: {row.percent:.1f}% of the baseline" for row in rows
+                   if row.formula.percent and not row.formula.percent[0] <= row.percent <= row.formula.percent[1]]
+        text = f"{self.activations}: {len(rows)} numbers, the largest deviation is {worst.compared:.4g} instead of " \
+               f"{worst.published:.4g} s b h ({worst.model}, {worst.formula.configuration}), " \
+               f"allowed {self.within:.0%}: {self.because}"
+        is_met = abs(worst.compared / worst.published - 1) <= self.within and not outside
+        return Result(is_met, "; ".join([text, *outside]))
 
     def lines(self) -> list[str]:
         """Return the table in Markdown, in multiples of s b h bytes."""
         return _markdown(
             ["model", "configuration", PUBLISHED, "here", "with the differences", "percent of the baseline",
              "differences"],
-            [[name, formula.configuration, f"{published:.4g}", f"{here:.4g}", f"{found:.4g}", f"{percent:.1f}",
-              ", ".join(formula.differences)] for name, formula, published, here, found, percent in self._rows()])
+            [[row.model, row.formula.configuration, f"{row.published:.4g}", f"{row.here:.4g}", f"{row.compared:.4g}",
+              f"{row.percent:.1f}", ", ".join(row.formula.differences)] for row in self._rows()])
 
 
 def _markdown(titles: list[str], rows: list[list[str]]) -> list[str]:
