@@ -19,6 +19,7 @@ from pretrain.distributed.device import Device, cpu_device, cuda_device, detect_
 from pretrain.errors import ConfigError, counted
 from pretrain.memory.hardware import find_gpu
 from pretrain.memory.memory_watch import plan_remarks
+from pretrain.memory.step_time.kernel_time import more_flops
 from pretrain.model.attention_on_cuda import expected_operator
 from pretrain.model.recompute import Recompute
 
@@ -44,7 +45,7 @@ def plan_lines(plan: Plan) -> list[str]:
         "layout": ", ".join([ranks, *offload]),
         "precision": precision,
         "attention": _attention(plan),
-        "recompute": _recomputation(layout.recomputation),
+        "recompute": _recomputation(layout.recomputation) + _more_flops(plan),
         "batch": batch,
         "ramp-up": batches_text(plan.length),
         "model": f"{plan.args.model or 'of the weights'}: {plan.model.architecture}, "
@@ -99,6 +100,11 @@ def _recomputation(recompute: Recompute) -> str:
             "none": f"activations, in groups of {counted(recompute.interval, 'layer')}"}[recompute.part]
     where = f" in one of {recompute.every} blocks" if recompute.every > 1 else ""
     return what + where + ("; inputs in host memory" if recompute.offload else "")
+
+
+def _more_flops(plan: Plan) -> str:
+    more = more_flops(plan.layout, plan.model)
+    return f"; {more:.1%} more FLOPs" if more else ""
 
 
 def device_of(kind: str | None, gpu: str | None) -> Device:

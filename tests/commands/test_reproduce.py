@@ -165,7 +165,7 @@ def test_a_published_curve_is_drawn_up_to_the_end_of_the_run(tmp_path: Path) -> 
 def test_each_recipe_has_a_page_and_a_receipt_of_met_expectations(name: str) -> None:
     folder = find_recipe(name)
     recipe, corpus = read_recipe(folder)
-    assert len(corpus.sha256) == 64
+    assert corpus is None or len(corpus.sha256) == 64
     receipt = json.loads((folder / "receipt.json").read_text())
     assert all(result["met"] for result in receipt["results"])
     assert receipt["scale"] == ("small" if recipe.on_gpus else "full")

@@ -13,7 +13,7 @@ PAGES = [README, *(ROOT / name for name in (
     "tools/checkpoints.md", "tools/evaluation.md", "tools/gpu.md", "tools/performance.md", "tools/measurements.md",
     "tools/metrics.md", "tools/report.md", "tools/sanity_check.md", "tools/ladder.md",
     "ds_configs/README.md", "ds_configs/recipe.md", "ds_configs/long_sequences.md", "ds_configs/pipelines.md",
-    "ds_configs/parallelism.md",
+    "ds_configs/parallelism.md", "ds_configs/claims.md",
     "launch/README.md", "launch/unattended.md", "launch/right_results.md",
     "pretrain/README.md", "tests/README.md",
     ".github/CONTRIBUTING.md", ".github/SECURITY.md", ".github/CHANGELOG.md"))]
@@ -54,6 +54,28 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "ds-pretrain ladder --target run.yaml --budget 2h",
         "ds-pretrain ladder --target run.yaml --budget 2h --gpu h100 --world_size 64",
         "ds-pretrain --num_gpus 8 --config run.yaml --expected_curve runs/ladder/ladder.json"),
+    "takes minutes; tests/test_claims.py repeats the other numbers of the page": (
+        'run="ds-pretrain --num_accelerators 1 --config runs/quickstart/quickstart.yaml --micro_batch_size 16 '
+        "--gradient_accumulation_steps 1 --lr_warmup_steps 1 --eval_interval 0 --eval_steps 1 --save_interval 0 "
+        '--log_interval 1"; TIMEFORMAT="%U + %S s"',
+        'for i in 1 2; do for r in none blocks "blocks --recompute_every 2" "blocks --recompute_every 3" '
+        'attention; do for n in 2 12; do echo "$r, $n steps"; time $run --deepspeed_config zero1_bf16 '
+        "--recompute $r --train_steps $n --save $(mktemp -d); done; done; done",
+        'for i in 1 2; do for p in zero0_fp32 "zero1_bf16 --plain_operators" zero1_bf16; do for n in 2 7; do '
+        'echo "$p, $n steps"; time $run --deepspeed_config $p --train_steps $n --save $(mktemp -d); done; done; '
+        "done",
+        'for i in 1 2; do for s in 256 1024 4096; do for n in 2 7; do echo "$s tokens, $n steps"; time $run '
+        "--deepspeed_config zero1_bf16 --model_overrides "
+        "vocab_size=4096,n_embd=256,n_layer=6,n_head=4,n_positions=4096 --seq_length $s --micro_batch_size "
+        "$((4096 / s)) --train_steps $n --save $(mktemp -d); done; done; done",
+        'for i in 1 2; do for j in zero0_fp32 fused.json unfused.json; do for n in 2 17; do echo "$j, $n steps"; '
+        "time $run --deepspeed_config $j --model_overrides vocab_size=4096,n_embd=512,n_layer=8,n_head=8 "
+        "--micro_batch_size 1 --seq_length 64 --train_steps $n --save $(mktemp -d); done; done; done",
+        'for i in 1 2; do for k in 1 2; do for n in 2 7; do echo "$k ranks, $n steps"; time $run '
+        "--num_accelerators $k --deepspeed_config zero1_bf16 --train_steps $n --save $(mktemp -d); done; done; "
+        "done",
+        "for m in 16 4 1; do $run --deepspeed_config zero0_fp32 --micro_batch_size $m "
+        "--gradient_accumulation_steps $((16 / m)) --train_steps 8 --save runs/accumulation-$m; done"),
     "needs GPUs": (
         "ds-pretrain --num_gpus 8 --config run.yaml", "ds-pretrain bench --preset h200-gpt3-1.3b",
         "ds-pretrain bench --preset h200-gpt3-1.3b --compile_blocks true",

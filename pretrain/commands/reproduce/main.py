@@ -44,6 +44,7 @@ from pretrain.commands.reproduce.recipe import (
     read_recipe,
     recipe_names,
 )
+from pretrain.commands.reproduce.tables import Activations, Table
 from pretrain.commands.reproduce.verdict import save_plot
 from pretrain.commands.small_runs import Curve, last_step, read_curve, run_subcommand, train_runs
 from pretrain.distributed.device import cpu_name, nvidia_smi
@@ -87,20 +88,24 @@ def main() -> int:
     if args.ranks is not None and on_gpus is None:
         raise ConfigError("--ranks", problem="it has no effect here",
                           remedy="it is for the full scale of recipes for GPUs")
+    if corpus is None and (args.corpus is not None or args.scale == SMALL):
+        raise ConfigError("--scale small" if args.scale == SMALL else "--corpus", problem="it has no effect here",
+                          remedy="the recipe computes published tables, and trains nothing")
     if args.corpus is not None and on_gpus is not None:
         raise ConfigError("--corpus", problem="it is for --scale small here",
                           remedy="prepare the data with the commands that are printed without this flag")
     scale = recipe.scales[args.scale]
     out = args.out or Path("runs") / (folder.resolve().name + ("-small" if args.scale == SMALL else ""))
-    is_needed = on_gpus is None and (args.corpus is not None or not (out / corpus.file).exists())
-    content = _read_corpus(corpus, args.corpus) if is_needed else None
+    content = None
+    if corpus is not None and on_gpus is None and (args.corpus is not None or not (out / corpus.file).exists()):
+        content = _read_corpus(corpus, args.corpus)
     _copy(folder, out)
     try:
         if on_gpus is not None:
             scale, hashes = _prepare_on_gpus(folder, on_gpus, scale, out, args.ranks)
         else:
-            hashes = _prepare(corpus, out, content)
-        seconds = train_runs(scale.starts(), out, scale.flags)
+            hashes = _prepare(corpus, out, content) if corpus is not None else {}
+        seconds = train_runs(scale.starts(), out, scale.flags) if scale.runs else {}
     except subprocess.CalledProcessError as error:
         say(f"stopped: {shlex.join(['ds-pretrain', *error.cmd[2:]])} ended with exit code {error.returncode}")
         return error.returncode if error.returncode > 0 else 128 - error.returncode
@@ -190,15 +195,24 @@ def _judge(recipe: Recipe, folder: Path, out: Path, scale: str, *, hashes: dict[
     if (folder / "receipt.json").exists():
         _print_comparison(read_object(folder / "receipt.json"), receipt)
     print(f"published in: {recipe.source}")
-    drawn = [out / "verdict.svg"] if save_plot(out / "verdict.svg", recipe.title, curves, expect) else []
-    print(f"written: {', '.join(map(str, [out / 'receipt.json', *drawn]))}"
-          + ("" if drawn else "; no plot: pip install 'ds-pretrain[plot]'"))
+    written = [out / "receipt.json"]
+    if save_plot(out / "verdict.svg", recipe.title, curves, expect):
+        written.append(out / "verdict.svg")
+    if tables := [line for each in expect if isinstance(each, Table | Activations) for line in _section(each)]:
+        write_atomically(out / "tables.md", "\n".join(tables))
+        written.append(out / "tables.md")
+    print(f"written: {', '.join(map(str, written))}"
+          + ("; no plot: pip install 'ds-pretrain[plot]'" if len(written) == 1 else ""))
     missed = sum(not result.is_met for result in results)
     met = "reproduced" if scale == FULL else "as expected at the small scale, which does not show the published result"
     if not results:
         met = "trained; no loss is published to compare with"
     print(f"verdict: {f'{missed} of {len(results)} expectations NOT met' if missed else met}")
     return int(missed > 0)
+
+
+def _section(table: Table | Activations) -> list[str]:
+    return ["", f"**{table.title}**", "", *table.lines(), ""]
 
 
 def _receipt(curves: Mapping[str, Curve], results: list[Result], *, scale: str, hashes: dict[str, str],

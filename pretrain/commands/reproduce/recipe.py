@@ -1,10 +1,10 @@
 """A recipe: the folder with the settings of its runs, and recipe.yaml, which describes runs and expected results.
 
-    corpus: ../tinyshakespeare.yaml       # see Corpus
+    corpus: ../tinyshakespeare.yaml       # see Corpus; a recipe without runs has none
     runs:                                 # in this order; a later entry with the same name continues the run
       - {name: fp32, ranks: 1, flags: {precision: fp32}}
       - {grid: [{w64: {...}, w128: {...}}, {"0.001": {learning_rate: 0.001}, ...}]}    # w64-0.001, ...; see Grid
-    expect: [...]                         # see verdict.py
+    expect: [...]                         # see verdict.py; tables.py for those of a recipe without runs
     on_gpus: {...}                        # only of recipes for GPUs: see OnGpus
     small:                                # --scale small
       flags: {...}                        # of all runs
@@ -102,10 +102,10 @@ class Recipe:
     title: str
     source: str  # of the published figures
     time: str  # of all runs, on which machine
-    corpus: str  # YAML, relative to the recipe
-    runs: list[Run | Grid]
     expect: list[Expectation]
-    small: Scale
+    corpus: str = ""  # YAML, relative to the recipe; "" without runs
+    runs: list[Run | Grid] = field(default_factory=list)
+    small: Scale = field(default_factory=Scale)
     on_gpus: OnGpus | None = None  # the full scale was not run by this project
 
     @property
@@ -129,8 +129,8 @@ def find_recipe(name: str) -> Path:
     return Path(name)
 
 
-def read_recipe(folder: Path) -> tuple[Recipe, Corpus]:
-    """Read and check recipe.yaml, and the YAML of its corpus. Raises ConfigError."""
+def read_recipe(folder: Path) -> tuple[Recipe, Corpus | None]:
+    """Read and check recipe.yaml, and the YAML of its corpus if it has runs. Raises ConfigError."""
     path = folder / FILE
     recipe = _read(path, Recipe)
     if recipe.small.flags_from:
@@ -145,7 +145,9 @@ def read_recipe(folder: Path) -> tuple[Recipe, Corpus]:
             known = [*scale.names(), *(dict.fromkeys(sweep_of(name) for name in scale.names()))]
             if unknown := sorted(set(expectation.names()) - set(known)):
                 raise ConfigError(f"{path}: expect", found=unknown[0], expected=f"one of {', '.join(known)}")
-    return recipe, _read(folder / recipe.corpus, Corpus)
+    if bool(recipe.runs) != bool(recipe.corpus):
+        raise ConfigError(f"{path}: corpus", problem="runs and corpus belong together, and one of them is missing")
+    return recipe, _read(folder / recipe.corpus, Corpus) if recipe.corpus else None
 
 
 def read_dataset(folder: Path, on_gpus: OnGpus) -> Dataset:

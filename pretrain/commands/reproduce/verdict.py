@@ -10,6 +10,7 @@ from typing import Any, Union
 
 from pretrain.commands.reproduce.curves import Result
 from pretrain.commands.reproduce.sweeps import CriticalBatch, Optimum
+from pretrain.commands.reproduce.tables import Activations, Table
 from pretrain.commands.small_runs import Curve
 
 
@@ -88,7 +89,8 @@ class Lower:
         return Result(low is not None and high is not None and low <= high - self.by, text)
 
 
-Expectation = Union[Between, OneCurve, Lower, Optimum, CriticalBatch]  # noqa: UP007 (a value that `build` takes apart)
+# a value that `build` takes apart
+Expectation = Union[Between, OneCurve, Lower, Optimum, CriticalBatch, Table, Activations]  # noqa: UP007
 
 
 def _text(loss: float | None) -> str:
@@ -98,8 +100,10 @@ def _text(loss: float | None) -> str:
 def save_plot(target: Path, title: str, curves: Mapping[str, Curve], expectations: Sequence[Expectation]) -> bool:
     """Draw the sweeps; without any, the losses of all runs and the published ones with their bands.
 
-    Returns False without matplotlib.
+    Returns False without runs, or without matplotlib.
     """
+    if not curves:
+        return False
     try:
         import matplotlib
         from matplotlib.figure import Figure

@@ -12,7 +12,7 @@ from pretrain.config.layout import Layout
 from pretrain.memory.hardware import Cluster, Gpu
 from pretrain.memory.step_time.time_parameters import DEFAULT_PARAMETERS, TimeParameters
 from pretrain.model.description import Layer, ModelConfig, Parameter
-from pretrain.model.flops import keys_per_query, layer_flops_per_token, mean_keys_seen
+from pretrain.model.flops import flops_per_token, keys_per_query, layer_flops_per_token, mean_keys_seen
 from pretrain.model.partition import BY_TIME
 
 # A product is computed in tiles, one per multiprocessor at a time; the last wave of tiles may leave most of them idle
@@ -203,6 +203,13 @@ def recomputed_fraction(layout: Layout, model: ModelConfig) -> float:
         recomputed += by_part["mlp"] if tiled else 0  # also after the recomputation of complete blocks
         total += work
     return recomputed / total
+
+
+def more_flops(layout: Layout, model: ModelConfig) -> float:
+    """Return the recomputed FLOPs of a step as a fraction of its FLOPs without recomputation."""
+    blocks = sum(layer_flops_per_token(model, layer, layout.seq_length) for layer in model.blocks())
+    forward = blocks / 3  # of the forward pass and a backward pass that takes twice as many
+    return recomputed_fraction(layout, model) * forward / flops_per_token(model, layout.seq_length)
 
 
 def _attention_work(model: ModelConfig, window: int, seq_length: int) -> float:

@@ -1,0 +1,140 @@
+"""The computed numbers of ds_configs/claims.md: its outputs of commands, and its tables, are computed again.
+
+What the page has measured depends on the machine, and is not repeated.
+"""
+
+import re
+import shlex
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from pretrain.commands import check
+from pretrain.commands.reproduce.recipe import find_recipe, read_recipe
+from pretrain.commands.reproduce.tables import Activations, Table
+from pretrain.config.layout import Layout
+from pretrain.memory.compare import compare_zero
+from pretrain.memory.estimate.estimate_memory import estimate_memory
+from pretrain.memory.step_time.kernel_time import more_flops
+from pretrain.model.config import load_model_config
+from pretrain.model.flops import flops_per_token
+from pretrain.model.init import initialize_parameters
+from pretrain.model.layer_specs import as_module
+from tests.support.launch import ROOT
+from tests.support.pages import blocks
+from tests.support.sparse_data import write_sparse_data
+
+PAGE = ROOT / "ds_configs/claims.md"
+TEXT = PAGE.read_text(encoding="utf-8")
+
+
+def commands_with_outputs(subcommand: str) -> list[tuple[list[str], list[str]]]:
+    """Return (commands, lines of their output) of the blocks with a subcommand of ds-pretrain."""
+    return [(commands.splitlines(), output.splitlines())
+            for (_, commands), (language, output) in pairwise(blocks(PAGE))
+            if commands.startswith(f"ds-pretrain {subcommand} ") and language == "text"]
+
+
+def table(section: str, title: str = "") -> Iterator[list[str]]:
+    """Yield the cells of the rows of a section's table; `title` is in the heading of the table."""
+    content = TEXT.split(f"\n## {section}\n")[1].split("\n## ")[0]
+    lines = content[content.index(title):].splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
+    assert rows, section
+    yield from rows[2:]
+
+
+def is_printed(line: str, printed: str) -> bool:
+    """Return whether a line is in an output, apart from the width of columns; "..." stands for any text."""
+    pattern = r"\s+".join(re.escape(word) for word in line.split()).replace(re.escape("..."), ".*")
+    return re.search(rf"^\s*{pattern}\s*$", printed, re.MULTILINE) is not None
+
+
+@pytest.mark.parametrize(("commands", "output"), commands_with_outputs("compare"),
+                         ids=lambda lines: shlex.split(lines[0])[3] if lines[0].startswith("ds-") else "")
+def test_compare_prints_the_outputs_of_the_page(commands: list[str], output: list[str],
+                                                capsys: pytest.CaptureFixture[str]) -> None:
+    for command in commands:
+        compare_zero.main(shlex.split(command)[2:])
+    printed = capsys.readouterr().out
+    assert [line for line in output if not is_printed(line, printed)] == []
+
+
+def test_check_prints_the_outputs_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                              capsys: pytest.CaptureFixture[str]) -> None:
+    """With data of zeros, and without the tokenizer, instead of a quickstart."""
+    (commands, output), = commands_with_outputs("check")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/quickstart/data").mkdir(parents=True)
+    lines = (ROOT / "launch/quickstart.yaml").read_text().splitlines()
+    (tmp_path / "runs/quickstart/quickstart.yaml").write_text(
+        "\n".join(line for line in lines if not line.startswith("tokenizer")))
+    for name in ("train", "valid"):
+        write_sparse_data(tmp_path / "runs/quickstart/data" / name, num_documents=2000, full_documents=2000, length=256)
+    for command in commands:
+        check.main(shlex.split(command)[2:])
+    printed = capsys.readouterr().out
+    assert [line for line in output if not is_printed(line, printed)] == []
+
+
+def test_zero_divides_the_states_as_the_page_says() -> None:
+    undivided = estimate_memory(None, Layout(), num_parameters=7e9).device_bytes
+    for ranks, *factors in table("16 bytes a parameter"):
+        for zero_stage, factor in zip((1, 2, 3), factors, strict=True):
+            layout = Layout(world_size=int(ranks), zero_stage=zero_stage)
+            found = undivided / estimate_memory(None, layout, num_parameters=7e9).device_bytes
+            assert round(found, 1 if "." in factor else 0) == float(factor), (ranks, zero_stage)
+
+
+def test_recomputation_adds_the_flops_of_the_page() -> None:
+    choices = (("blocks", 1), ("blocks", 2), ("blocks", 3), ("attention", 1), ("mlp", 1))
+    for name, tokens, *cells in table("Recomputation", "| model |"):
+        model = load_model_config(name)
+        found = [more_flops(Layout(recompute=part, recompute_every=every, seq_length=int(tokens)), model)
+                 for part, every in choices]
+        assert [f"{each:.1%}" for each in found] == cells, name
+
+
+def test_attention_has_the_share_of_flops_of_the_page() -> None:
+    section = TEXT.split("\n## Attention\n")[1]
+    for name, tokens in (("gpt3-175b", 2048), ("gpt3-1.3b", 2048), ("llama3-8b", 8192)):
+        model = load_model_config(name)
+        total = flops_per_token(model, tokens)
+        share = 12 * model.num_layers * model.num_heads * model.head_size * tokens / total
+        assert f"{share:.1%}" in section, name
+
+
+def test_the_price_of_offload_follows_from_the_steps() -> None:
+    (_, output), = (each for each in commands_with_outputs("compare") if "optimizer_cpu" in each[0][0])
+    seconds = [float(re.findall(r"([\d.]+) s ", line)[0]) for line in output]
+    (_, *cells), = table("Offload")
+    assert [f"{offload / plain:.1f}" for plain, offload in zip(seconds[::2], seconds[1::2], strict=True)] == cells
+
+
+def test_the_recipe_has_as_many_published_numbers_as_the_page_says() -> None:
+    recipe, _ = read_recipe(find_recipe("published-tables"))
+    count = sum(len(each.lines()) - 2 for each in recipe.expect if isinstance(each, Table | Activations))
+    assert f"{count} numbers: [a recipe]" in TEXT
+
+
+INITIAL = [(cells, cells[0].split()[0]) for cells in table("Loss at the start")]
+FAST = ("tiny", "gpt2")
+
+
+@pytest.mark.parametrize("cells", [pytest.param(cells, id=name, marks=() if name in FAST else pytest.mark.slow)
+                                   for cells, name in INITIAL])
+def test_the_loss_at_the_start(cells: list[str]) -> None:
+    name, _, overrides = cells[0].partition(" with ")
+    model = load_model_config(name, ",".join(filter(None, ["vocab_size=4096", overrides])))
+    module = as_module(model).eval()
+    initialize_parameters(module, model, seed=1)
+    tokens_BT, labels_BT = (torch.randint(4096, (4, 64), generator=torch.Generator().manual_seed(seed))
+                            for seed in (1, 2))
+    with torch.no_grad():
+        loss = float(module(tokens_BT, labels_BT, torch.full(tokens_BT.shape, 1 / tokens_BT.numel())))
+    expected = float(torch.tensor(4096.0).log()) + model.hidden_size * model.initializer_range ** 2 / 2
+    assert [str(model.hidden_size), f"{expected:.3f}"] == cells[1:3]
+    assert loss == pytest.approx(float(cells[3]), abs=0.002)
