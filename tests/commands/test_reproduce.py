@@ -17,10 +17,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from pretrain.commands.reproduce.describe import description
 from pretrain.commands.reproduce.recipe import Grid, find_recipe, read_recipe, recipe_names
 from pretrain.commands.reproduce.sweeps import CriticalBatch, Optimum, fit_critical_batch
 from pretrain.commands.reproduce.verdict import Between, Lower, OneCurve, save_plot
 from pretrain.commands.small_runs import Curve
+from pretrain.errors import ConfigError
 from pretrain.stored_json import read_object
 from tests.support.launch import ROOT
 
@@ -175,3 +177,39 @@ def test_each_recipe_has_a_page_and_a_receipt_of_met_expectations(name: str) -> 
     page = (folder / "README.md").read_text(encoding="utf-8")
     assert f"ds-pretrain reproduce {name}" in page
     assert recipe.source.partition(" ")[0] in page
+
+
+@pytest.mark.parametrize("name", ["mixture", *(pytest.param(name, marks=pytest.mark.slow)
+                                               for name in ("mup", "critical-batch"))])
+def test_the_small_scale_of_a_recipe_runs_with_its_files(name: str, tmp_path: Path) -> None:
+    """The text is another one than the recipe's."""
+    recipe = own_recipe(tmp_path, "http://127.0.0.1:9/input.txt", name)
+    (tmp_path / "text").write_text(TEXT, encoding="utf-8")
+    done = reproduce(tmp_path, str(recipe), "--scale", "small", "--corpus", "text")
+    assert done.returncode == 0, done.stdout + done.stderr
+    receipt = read_object(tmp_path / f"runs/{name}-small/receipt.json")
+    assert receipt["runs"].keys() == set(read_recipe(recipe)[0].scales["small"].names())
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_the_description_of_a_recipe_has_its_sources_and_results(name: str) -> None:
+    folder = find_recipe(name)
+    (recipe, corpus), receipt = read_recipe(folder), read_object(folder / "receipt.json")
+    page = "\n".join(description(name))
+    for text in (f"# {recipe.title}", recipe.source, recipe.time, corpus.url, corpus.sha256, receipt["machine"],
+                 *(result["text"] for result in receipt["results"]), *receipt["sha256"].values(),
+                 f"ds-pretrain reproduce {name} --scale small", "FLOPs a token"):
+        assert text in page, text
+    assert ("| GPU-hours |" in page) is ("## Expected" in page) is (recipe.on_gpus is not None)
+
+
+def test_the_description_of_a_recipe_without_or_with_a_wrong_receipt(tmp_path: Path) -> None:
+    recipe = own_recipe(tmp_path, "http://127.0.0.1:9/input.txt")
+    (recipe / "receipt.json").write_text('{"runs": {}}')
+    with pytest.raises(ConfigError, match="no receipt of a recipe"):
+        description(str(recipe))
+    (recipe / "receipt.json").unlink()
+    assert "## Measured" not in description(str(recipe))
+    done = reproduce(tmp_path, "--describe")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "needs the NAME of a recipe" in done.stderr

@@ -9,7 +9,7 @@ import yaml
 
 from pretrain.commands import check
 from pretrain.commands.reproduce import main
-from pretrain.commands.reproduce.on_gpus import plan_on_gpus, predict
+from pretrain.commands.reproduce.on_gpus import plan_of, predict
 from pretrain.commands.reproduce.recipe import find_recipe, read_dataset, read_recipe, recipe_names
 from pretrain.errors import ConfigError
 from tests.commands.test_reproduce import TEXT, own_recipe, reproduce
@@ -35,7 +35,7 @@ def test_a_recipe_for_gpus_passes_check_and_fits_and_has_the_published_sizes(
     recipe, _ = read_recipe(folder)
     gpus, (run,) = recipe.on_gpus, recipe.scales["full"].starts()
     assert gpus is not None
-    plan = plan_on_gpus(folder, run, gpus.gpu)
+    plan = plan_of(folder, run, gpus.gpu)
     assert predict(plan, gpus.gpu).recommendable
     assert plan.length.tokens_after(plan.train_steps) == pytest.approx(gpus.tokens, rel=0.01)
     assert gpus.parameters is None or plan.model.num_parameters() == pytest.approx(gpus.parameters, rel=0.01)

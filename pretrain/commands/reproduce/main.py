@@ -25,11 +25,12 @@ from typing import Any
 from pretrain.checkpoint.format.hashed_files import write_atomically
 from pretrain.cli import Parser, path, path_text, say, text, whole_number
 from pretrain.commands.reproduce.curves import Result
+from pretrain.commands.reproduce.describe import description
 from pretrain.commands.reproduce.on_gpus import (
     check_data,
     check_hashes,
     check_machine,
-    plan_on_gpus,
+    plan_of,
     prediction_table,
 )
 from pretrain.commands.reproduce.recipe import (
@@ -70,10 +71,19 @@ def main() -> int:
     parser.add_argument("--corpus", type=text, metavar="FILE", help="the corpus, instead of a download")
     parser.add_argument("--ranks", type=whole_number(1, 10**6), metavar="N",
                         help="GPUs of the full scale of a recipe for GPUs (default: as in its recipe.yaml)")
-    parser.add_argument("--predict", action="store_true",
-                        help="print the predicted memory, time and cost of a recipe for GPUs, or without a name of all "
-                             "of them, and train nothing")
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--describe", action="store_true",
+                       help="print sources, data, runs, expected and measured results of the recipe, and train nothing")
+    shown.add_argument("--predict", action="store_true",
+                       help="print the predicted memory, time and cost of a recipe for GPUs, or without a name of all "
+                            "of them, and train nothing")
     args = parser.parse_args()
+    if args.describe:
+        if args.recipe is None:
+            raise ConfigError("--describe", problem="it needs the NAME of a recipe",
+                              remedy=f"the recipes are {', '.join(recipe_names())}")
+        print("\n".join(description(args.recipe)))
+        return 0
     if args.predict:
         print("\n".join(prediction_table([args.recipe] if args.recipe else recipe_names())))
         return 0
@@ -133,7 +143,7 @@ def _prepare_on_gpus(folder: Path, on_gpus: OnGpus, scale: Scale, out: Path,
     dataset, last = read_dataset(folder, on_gpus), _last_steps(scale, out)
     hashes: dict[str, str] = {}
     for run in runs:
-        plan = plan_on_gpus(folder, run, on_gpus.gpu)
+        plan = plan_of(folder, run, on_gpus.gpu)
         if last[run.name] < plan.train_steps:  # it may have been trained on several hosts
             check_machine(folder.resolve().name, run, plan, out)
             check_data(plan, dataset, out)

@@ -26,12 +26,12 @@ _TITLES = ("recipe", "parameters", "tokens", "GPUs", "memory of each", "step", "
            "expected loss", "published time")
 
 
-def plan_on_gpus(folder: Path, run: Run, gpu: str) -> Plan:
-    """Return the plan of a run on its number of GPUs, without data. Raises ConfigError."""
+def plan_of(folder: Path, run: Run, gpu: str | None) -> Plan:
+    """Return the plan of a run on its number of GPUs, or of CPU ranks, without data. Raises ConfigError."""
     args = parse_arguments(["--config", str(folder / RUN_YAML), *run.words({})[4:]])
     files: dict[str, Any] = {name: str(folder / value) for name in ("model", "deepspeed_config")
                              if (value := getattr(args, name)) and (folder / value).is_file()}
-    return check_settings(replace(args, **files), world_size=run.ranks, device=device_of("cuda", gpu))
+    return check_settings(replace(args, **files), world_size=run.ranks, device=device_of("cuda" if gpu else "cpu", gpu))
 
 
 def predict(plan: Plan, gpu: str) -> ComparisonRow:
@@ -53,7 +53,7 @@ def prediction_table(names: Sequence[str]) -> list[str]:
 
 def _cells(folder: Path, recipe: Recipe, on_gpus: OnGpus) -> tuple[str, ...]:
     run = recipe.scales[FULL].starts()[0]
-    plan = plan_on_gpus(folder, run, on_gpus.gpu)
+    plan = plan_of(folder, run, on_gpus.gpu)
     row = predict(plan, on_gpus.gpu)
     assert row.time is not None
     hours = plan.train_steps * row.time.total_seconds / 3600

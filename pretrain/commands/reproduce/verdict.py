@@ -32,8 +32,11 @@ class Between:
     def result(self, curves: Mapping[str, Curve]) -> Result:
         found = curves[self.run].final
         low, high = self.between
-        text = f"{self.run}: validation loss {_text(found)}, expected {low:g} to {high:g}{self._published_text()}"
+        text = f"{self.run}: validation loss {_text(found)}, expected {self.band_text()}"
         return Result(found is not None and low <= found <= high, text)
+
+    def band_text(self) -> str:
+        return f"{self.between[0]:g} to {self.between[1]:g}{self._published_text()}"
 
     def _published_text(self) -> str:
         if not isinstance(self.published, dict):
