@@ -24,7 +24,8 @@ def description(name: str) -> list[str]:
         "Expected": _expected(recipe),
         "Predicted": _predicted(name, recipe),
         "Measured": _measured(folder),
-        "Commands": [f"    ds-pretrain reproduce {name}{flags}" for flags in ("", *([" --scale small"] if corpus else []))],
+        "Commands": [f"    ds-pretrain reproduce {name}",
+                     *([f"    ds-pretrain reproduce {name} --scale small"] if corpus else [])],
     }
     lines = [f"# {recipe.title}", "", f"Published in {recipe.source}. Time: {recipe.time}."]
     for title, content in sections.items():
@@ -92,8 +93,8 @@ def _measured(folder: Path) -> Iterator[str]:
         seconds = [run["seconds_of_steps"] for run in receipt["runs"].values()]
         versions = ", ".join(f"{name} {version}" for name, version in receipt["versions"].items())
         yield f"{receipt['scale'].capitalize()} scale, {receipt['date']}, {receipt['machine']}: " \
-              f"{counted(len(seconds), 'run')}, {sum(seconds):.0f} s of steps together. Python {receipt['python']}, " \
-              f"{versions}."
+              + (f"{counted(len(seconds), 'run')}, {sum(seconds):.0f} s of steps together. " if seconds else "") \
+              + f"Python {receipt['python']}, {versions}."
         yield ""
         yield from (f"- {'ok' if result['met'] else 'NOT MET'}: {result['text']}" for result in receipt["results"])
         yield from (f"- SHA-256 of {file}: {value}" for file, value in receipt["sha256"].items())
