@@ -1,10 +1,12 @@
 """Read the expected curve of a run from --expected_curve, and check that it is a prediction for this run."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypedDict
 
 from pretrain.config.expected_curve import FORMAT, Target, check_target, corpus_of, counted_parameters
 from pretrain.config.plan import Plan
+from pretrain.data.data_spec import names_of_split
 from pretrain.data.samples.dataset import SampleDataset
 from pretrain.errors import ConfigError
 from pretrain.stored_json import build, read_object, reason_of
@@ -43,7 +45,7 @@ def read_expected_curve(plan: Plan) -> LadderPart | None:
         raise ConfigError(_FLAG, problem=f"{path} cannot be used: {reason_of(error)}",
                           remedy="write it with ds-pretrain ladder") from None
     _check_model(ladder, plan)
-    tokens_per_step = plan.layout.global_batch_size * plan.args.seq_length
+    tokens_per_step = plan.layout.tokens_per_step
     if not _equal(tokens_per_step, ladder["target"].tokens_per_step):
         _reject(f"{ladder['target'].tokens_per_step:,.0f} tokens in a step", f"{tokens_per_step:,}",
                 f"use the batch of the ladder, or {_REMEDY}")
@@ -55,9 +57,8 @@ def _check_model(ladder: LadderPart, plan: Plan) -> None:
     model = plan.model
     if ladder["vocab_size"] != model.vocab_size:
         _reject(f"a vocabulary of {ladder['vocab_size']:,} tokens", f"{model.vocab_size:,}")
-    family = str(model.hf_config.get("model_type"))
-    if ladder["family"] != family:
-        _reject(f"the family {ladder['family']}", family)
+    if ladder["family"] != model.architecture:
+        _reject(f"the family {ladder['family']}", model.architecture)
     parameters = counted_parameters(model)
     if not _equal(parameters, ladder["target"].parameters):
         _reject(f"{ladder['target'].parameters:,.0f} parameters (without embeddings and head)", f"{parameters:,}")
@@ -67,10 +68,15 @@ def _check_model(ladder: LadderPart, plan: Plan) -> None:
                           "predicts")
 
 
-def check_corpus(ladder: LadderPart, training: SampleDataset) -> None:
-    """Raise ConfigError unless the training data is that of the ladder. The names of the files may differ."""
-    own = corpus_of(training.sources)
-    if {*own.values()} != {*ladder["corpus"].values()}:
+def check_corpus(ladder: LadderPart, datasets: Mapping[str, SampleDataset]) -> None:
+    """Raise ConfigError unless the data is that of the ladder. The names of the files may differ.
+
+    The ladder's corpus is the training data, or training and validation data.
+    """
+    training, valid = (corpus_of(source for name in names for source in datasets[name].sources)
+                       for names in (["train"], names_of_split(datasets, "valid")))
+    own, theirs = {**valid, **training}, {*ladder["corpus"].values()}
+    if not {*training.values()} <= theirs <= {*training.values(), *valid.values()}:
         both = (", ".join(f"{name} ({fingerprint[:8]})" for name, fingerprint in sorted(data.items()))
                 for data in (ladder["corpus"], own))
         _reject(f"the data {next(both)}", next(both))

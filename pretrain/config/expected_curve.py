@@ -30,6 +30,11 @@ class Expected:
         return f"{self.loss:.4f} ({self.low:.4f} to {self.high:.4f})"
 
 
+def tokens_text(tokens: float) -> str:
+    """Return a number of tokens with its unit, in millions if there are that many."""
+    return f"{tokens / 1e6:,.4g} M tokens" if tokens >= 1e6 else f"{tokens:,.0f} tokens"
+
+
 @dataclass(frozen=True)
 class CurvePoint:
     """The expected loss of the target's run after a number of tokens, under its own schedule."""
@@ -77,7 +82,7 @@ def target_of_record(record: Mapping[str, Any]) -> Target | None:
         curve = [CurvePoint(*map(float, values)) for values in record["curve"]]
         target = build(Target, {**record, "curve": [asdict(point) for point in curve]})
         check_target(target)
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, OverflowError, TypeError, ValueError):
         return None
     return target
 

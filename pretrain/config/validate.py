@@ -47,7 +47,7 @@ def check_run(args: RunArguments, *, world_size: int, device: Device, saved_mode
     _check_early_stopping(args, data)
     notes = run_notes(plan, data)
     if ladder is not None:
-        check_corpus(ladder, data.datasets["train"])
+        check_corpus(ladder, data.datasets)
         notes = (*notes, *expected_curve_notes(ladder, plan))
     return replace(plan, datasets=data.datasets, tokenizer=data.tokenizer, eod_token=data.eod_token,
                    unigram_entropy=data.unigram_entropy, expected=ladder["target"] if ladder else None, notes=notes)

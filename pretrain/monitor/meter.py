@@ -15,7 +15,7 @@ from pretrain.data.loader import MicroBatch
 from pretrain.engine.phases import PhaseTimers
 from pretrain.engine.update_statistics import GradientStats, UpdateSize
 from pretrain.monitor.expected.causes import Evidence, likely_causes
-from pretrain.monitor.expected.curve_watch import OFF, Change, CurveWatch
+from pretrain.monitor.expected.curve_watch import OFF_CURVE, ON_CURVE, Change, CurveWatch
 from pretrain.monitor.hints.hint_log import HintLog
 from pretrain.monitor.read_run_folder import Goodput, read_events
 from pretrain.monitor.sinks import Sinks
@@ -138,28 +138,29 @@ class Meter:
         self.screen.line(row_line(row, train_steps=self.plan.train_steps, fp16=self.plan.layout.precision == "fp16",
                                   columns=self.screen.columns))
         self._show_hints(row)
+
+    def _show_hints(self, row: dict[str, Any]) -> None:
+        """Report what the curve shows with this row of training or of an evaluation: hints, and the expected curve."""
+        for hint in self._hints.observe(row) if self._hints is not None else ():
+            self.screen.line(f"hint: {hint}")
+            self.folder.event("hint", step=row["step"], reason=str(hint), name=hint.name)
         change = self._curve_watch.observe(row) if self._curve_watch is not None else None
         if change is not None:
             self._show_change(change)
 
-    def _show_hints(self, row: dict[str, Any]) -> None:
-        """Report what the curve shows with this row of training or of an evaluation, each kind once."""
-        for hint in self._hints.observe(row) if self._hints is not None else ():
-            self.screen.line(f"hint: {hint}")
-            self.folder.event("hint", step=row["step"], reason=str(hint), name=hint.name)
-
     def _show_change(self, change: Change) -> None:
         """Report that the loss has left the expected curve, with likely causes, or is on it again."""
-        causes = list[str]()
-        if change.event == OFF and self._hints is not None and self.plan.expected is not None:
-            causes = likely_causes(Evidence(change, self._hints.curve(), self._hints.facts(), self.plan.expected,
-                                            read_events(self.folder.path)))
-        text = f"; likely causes, in the order of the sanity checks: {'; '.join(causes)}" if causes else ""
-        self.screen.line(f"{change.event}: {change}{text}")
-        expected = change.expected
-        self.folder.event(change.event, step=change.step, reason=str(change), **({"causes": causes} if causes else {}),
-                          side=change.side, loss=change.loss, expected=expected.loss, low=expected.low,
-                          high=expected.high, consumed_tokens=int(change.tokens), rows=change.rows, since=change.since)
+        if change.event == ON_CURVE:
+            self.screen.line(f"{change.event}: {change}")
+            self.folder.event(ON_CURVE, reason=str(change), **change.record())
+            return
+        hints, target = self._hints, self.plan.expected
+        assert hints is not None  # rank 0
+        assert target is not None
+        causes = likely_causes(Evidence(change, hints.curve(), hints.facts(), target, read_events(self.folder.path)))
+        self.screen.line(f"{change.event}: {change}; likely causes, in the order of the sanity checks: "
+                         f"{'; '.join(causes)}")
+        self.folder.event(OFF_CURVE, reason=str(change), causes=causes, **change.record())
 
     def _interval(self) -> Interval:
         """Return the steps since the last row."""

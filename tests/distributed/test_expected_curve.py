@@ -76,7 +76,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, corpus: str) -> Path:
 def test_a_run_on_its_curve(folder: Path) -> None:
     assert changes_of(folder / "healthy") == []
     (line,) = (line for line in summary_lines(summarize(folder / "healthy")) if line.startswith("expected loss"))
-    assert "4.0000 (0.5000 to 9.0000) at 0.01536 M tokens, measured " in line
+    assert "4.0000 (0.5000 to 9.0000) at 15,360 tokens, measured " in line
 
 
 def test_a_run_off_its_curve(folder: Path) -> None:
@@ -90,6 +90,8 @@ def test_a_run_off_its_curve(folder: Path) -> None:
     assert f"off_curve: {event['reason']}; likely causes, in the order of the sanity checks: " in output
     assert "--expected_curve: the peak learning rate is 0.03, and 0.003 in the run that the ladder predicts" in output
     assert "off_curve" not in (folder / f"output-{STEPS}").read_text()
+    assert any(line.startswith("expected loss") and line.endswith(f"; off the curve since about step {event['since']}")
+               for line in summary_lines(summarize(folder / "faulty")))
     record = read_json(folder / "faulty" / "run.json")[-1]["expected_curve"]
     assert record["curve"] == [list(each.values()) for each in read_json(folder / "narrow.json")["target"]["curve"]]
 

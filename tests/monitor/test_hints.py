@@ -14,7 +14,7 @@ import pytest
 from pretrain.monitor.hints import hint_log
 from pretrain.monitor.hints.curve import EVALUATION_KEYS, KEYS, Curve, Facts, Rows
 from pretrain.monitor.hints.hint_log import HintLog
-from pretrain.monitor.hints.rules import RULES, find_hints
+from pretrain.monitor.hints.rules import RULES, Hint, find_hints
 
 SEEDS = range(25)
 
@@ -54,6 +54,9 @@ class Made:
 
     def hints(self, until: float = 1.0) -> list[str]:
         """Return the names of the hints of the first rows, this fraction of all."""
+        return [hint.name for hint in self.all_hints(until)]
+
+    def all_hints(self, until: float = 1.0) -> list[Hint]:
         rows = Rows(KEYS)
         evaluations = Rows(EVALUATION_KEYS)
         loss = self.mean + self.noise * self.random.normal(size=self.count)
@@ -65,7 +68,7 @@ class Made:
             if (number + 1) % (self.count // 10) == 0:
                 value = self.mean[number] + self.gap[number] + self.noise * self.random.normal() / math.sqrt(10)
                 evaluations.append({"step": float(columns["step"][number]), "eval_loss": value})
-        return [hint.name for hint in find_hints(Curve(rows.columns(), evaluations.columns()), self.facts)]
+        return find_hints(Curve(rows.columns(), evaluations.columns()), self.facts)
 
 
 def _no_learning(made: Made) -> None:
@@ -190,6 +193,29 @@ def test_each_kind_is_found(plant: Callable[[Made], None]) -> None:
         found = made.hints()
         assert expected in found, (seed, found)
         assert set(found) <= {expected} | implied, (seed, found)
+
+
+@pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__.lstrip("_"))
+def test_a_hint_has_the_numbers_behind_it_and_a_remedy(plant: Callable[[Made], None]) -> None:
+    made = Made(0)
+    plant(made)
+    for hint in made.all_hints():
+        assert any(letter.isdigit() for letter in hint.text), hint
+        assert "nan" not in hint.text.split(), hint
+        assert hint.remedy, hint
+
+
+def test_there_are_never_more_than_three_hints() -> None:
+    """Of four independent faults, the most important three."""
+    order = [rule.name for rule in RULES]
+    for seed in SEEDS:
+        made = Made(seed)
+        for plant in (_clipping, _data_bound, _gap, _ended_schedule):
+            plant(made)
+        found = made.hints()
+        assert len(found) == 3, (seed, found)
+        assert found == sorted(found, key=order.index), seed
+        assert set(found) <= {"gap", "schedule", "clipping", "data_bound"}, (seed, found)
 
 
 def test_all_kinds_are_planted() -> None:

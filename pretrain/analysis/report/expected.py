@@ -8,7 +8,9 @@ import numpy as np
 
 from pretrain.analysis.report.reduce import Curves, kept_rows
 from pretrain.analysis.report.run_table import RunTable, as_float
-from pretrain.config.expected_curve import Expected, Target, target_of_record
+from pretrain.config.expected_curve import Expected, Target, target_of_record, tokens_text
+from pretrain.monitor.expected.curve_watch import OFF_CURVE, ON_CURVE
+from pretrain.monitor.read_run_folder import is_number
 
 _MOST_POINTS = 300
 _ROWS = 8  # newest rows, whose median is the measured loss, as in the events
@@ -21,9 +23,17 @@ class Comparison:
     tokens: float
     expected: Expected
     measured: float  # median of 8 rows
+    off_since: int | None = None  # about the first step off the curve, by the newest event; None: it is on the curve
 
     def __str__(self) -> str:
-        return f"{self.expected} at {self.tokens / 1e6:.4g} M tokens, measured {self.measured:.4f}"
+        off = f"; off the curve since about step {self.off_since}" if self.off_since is not None else ""
+        return f"{self.expected} at {tokens_text(self.tokens)}, measured {self.measured:.4f}{off}"
+
+    @property
+    def interval_text(self) -> str:
+        """Everything but the expected loss itself."""
+        low, high = self.expected.low, self.expected.high
+        return f"{low:.4f} to {high:.4f} at {tokens_text(self.tokens)}; measured {self.measured:.4f}"
 
 
 def expected_curve(table: RunTable, curves: Curves) -> Curves:
@@ -59,8 +69,16 @@ def newest_comparison(table: RunTable) -> Comparison | None:
     for last in range(len(tokens), 0, -1):
         expected = _at(target, float(tokens[last - 1]) - first_tokens)
         if expected is not None:
-            return Comparison(float(tokens[last - 1]), expected, float(np.median(losses[max(last - _ROWS, 0):last])))
+            return Comparison(float(tokens[last - 1]), expected, float(np.median(losses[max(last - _ROWS, 0):last])),
+                              _off_since(table))
     return None
+
+
+def _off_since(table: RunTable) -> int | None:
+    changes = (event for event in reversed(table.events) if event.get("event") in (OFF_CURVE, ON_CURVE))
+    newest: dict[str, Any] = next(changes, {})
+    since = newest.get("since", newest.get("step"))
+    return int(since) if newest.get("event") == OFF_CURVE and is_number(since) else None
 
 
 def _target(table: RunTable) -> tuple[Target | None, float]:

@@ -193,7 +193,7 @@ def overview(table: RunTable) -> dict[str, Any]:
         "parameters": _finite(record.get("num_parameters")), "tokens": _last(training.column("consumed_tokens")),
         "loss": _last(losses), "valid_loss": _last(valid_losses),
         "expected_loss": None if compared is None else compared.expected.loss,
-        "expected_text": "" if compared is None else str(compared),
+        "expected_text": "" if compared is None else compared.interval_text,
         "best_valid_loss": None if best is None else float(valid_losses[best]),
         "best_valid_step": None if best is None else float(valid.column("step")[best]),
         "tokens_per_second": _newest_median(training, "tokens_per_second"), "mfu": _newest_median(training, "mfu"),
