@@ -139,15 +139,15 @@ class Meter:
         self.screen.line(row_line(row, train_steps=self.plan.train_steps, fp16=self.plan.layout.precision == "fp16",
                                   columns=self.screen.columns))
         self._show_hints(row)
-        change = self._curve_watch.observe(row) if self._curve_watch is not None else None
-        if change is not None:
-            self._show_change(change)
 
     def _show_hints(self, row: dict[str, Any]) -> None:
-        """Report what the curve shows with this row of training or of an evaluation, each kind once."""
+        """Report what the curve shows with this row of training or of an evaluation: hints, and the expected curve."""
         for hint in self._hints.observe(row) if self._hints is not None else ():
             self.screen.line(f"hint: {hint}")
             self.folder.event("hint", step=row["step"], reason=str(hint), name=hint.name)
+        change = self._curve_watch.observe(row) if self._curve_watch is not None else None
+        if change is not None:
+            self._show_change(change)
 
     def _show_change(self, change: Change) -> None:
         """Report that the loss has left the expected curve, with likely causes, or is on it again."""

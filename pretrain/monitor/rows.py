@@ -109,7 +109,7 @@ EVENTS = {
     "batch": ("global_batch_size before consumed_samples", "`--batch_schedule` changed the global batch size"),
     "hint": ("name", "the curve shows a fault of this kind for the first time; also on the terminal"),
     "off_curve": ("causes side loss expected low high consumed_tokens rows since",
-                  "the training loss has left the band of `--expected_curve`, for longer than its noise explains"),
+                  "the loss has left the band of `--expected_curve`, for longer than its noise explains"),
     "on_curve": ("side loss expected low high consumed_tokens rows since", "it is in the band again"),
     "tasks_failed": ("", "lm-eval could not score `--eval_tasks`; the run continues"),
     "profile": ("first_step path", "a profile was written"),

@@ -76,8 +76,8 @@ def test_mixtures(tmp_path: Path, ladder: Callable[..., str]) -> None:
                         f"data/{name}"], cwd=tmp_path, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
     target = write_target(
         tmp_path, train_data=[0.4, "data/words", 0.6, "data/digits"], train_steps=6, tokenizer="bytes", model="tiny",
-        valid_data=["words=data/words", "digits=data/digits"], deepspeed_config="ddp_fp32", seq_length=64,
-        model_overrides=["vocab_size=258"], micro_batch_size=4, learning_rate=0.003, lr_warmup_steps=2, eval_steps=2)
+        valid_data=["words=data/words", "digits=data/digits"], deepspeed_config="zero0_fp32", seq_length=64,
+        model_overrides="vocab_size=258", micro_batch_size=4, learning_rate=0.003, lr_warmup_steps=2, eval_steps=2)
     for _ in range(2):
         shown = ladder("--target", target, "--mixtures", "4", "--out", "out")
         assert "predicted before it was trained: words 0.4, digits 0.6" in shown

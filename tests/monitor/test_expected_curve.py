@@ -25,15 +25,17 @@ DEVIATIONS = 1.645  # half-width of an interval that holds 90%
 class Simulated:
     """A run whose loss follows its expected curve, with autocorrelated noise; a row for every 10th step."""
 
-    def __init__(self, seed: int, *, deviation: float | None = None, count: int | None = None) -> None:
+    def __init__(self, seed: int, *, deviation: float | None = None, count: int | None = None,
+                 width: float | None = None) -> None:
         """`deviation` of the run from the expected curve, in standard deviations of the prediction; None: random."""
         random = self.random = np.random.default_rng(seed)
         self.count = int(random.integers(100, 500)) if count is None else count
         self.steps = 10 * np.arange(1, self.count + 1)
-        self.width = float(random.uniform(0.003, 0.02))  # standard deviation of the prediction, of the log of the loss
+        # standard deviation of the prediction, of the log of the loss
+        self.width = float(random.uniform(0.003, 0.02)) if width is None else width
         law = 1.5 + random.uniform(2, 4) * (self.steps / 10) ** -random.uniform(0.2, 0.5)
         ends = (math.exp(sign * DEVIATIONS * self.width) for sign in (0, -1, 1))
-        factors = list(ends)
+        factors, self.law = list(ends), law
         self.warmup = max(self.count // 50, 1)
         points = np.unique(np.geomspace(self.warmup, self.count, 40).astype(int)) - 1
         curve = [CurvePoint(float(self.steps[at] * TOKENS), *(float(law[at] * factor) for factor in factors))
@@ -70,13 +72,44 @@ def observe(watch: CurveWatch, rows: Iterable[dict[str, Any]]) -> list[Change]:
     return [change for row in rows if (change := watch.observe(row)) is not None]
 
 
-def test_a_healthy_run_is_not_named() -> None:
-    """The losses without noise lie in the interval: of 200 runs, none gets an event."""
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_a_healthy_run_is_not_named(evaluated: bool) -> None:
+    """The losses without noise lie in the interval: of 200 runs, none gets an event.
+
+    With evaluations, the validation texts are 4% harder or easier than the training texts.
+    """
     wrong = []
-    for seed in range(200):
+    for seed in range(100):
         deviation = np.random.default_rng(seed).uniform(-DEVIATIONS, DEVIATIONS)
-        wrong += [(seed, deviation, change) for change in Simulated(seed, deviation=deviation).changes()]
+        run = Simulated(seed + 100 * evaluated, deviation=deviation)
+        rows = run.rows()
+        if evaluated:
+            rows = with_evaluations(run, 0.04 if seed % 2 else -0.04)
+        wrong += [(seed, deviation, change) for change in observe(run.watch(Path("none")), rows)]
     assert wrong == []
+
+
+def with_evaluations(run: Simulated, harder: float) -> list[dict[str, Any]]:
+    """Return rows with an evaluation after every 20th one; its loss is as predicted, the training loss is not."""
+    rows, every = [], 20
+    for number, row in enumerate(run.rows(), 1):
+        rows.append({**row, "loss": row["loss"] - harder * run.law[number - 1]})
+        if number % every == 0:
+            loss = run.law[number - 1] * math.exp(run.deviation * run.width) + 0.3 * run.noise * run.random.normal()
+            rows.append({"step": row["step"], "split": "valid", "eval_loss": loss})
+    return rows
+
+
+def test_evaluations_show_smaller_departures() -> None:
+    """After 12 evaluations, a loss of training and validation that is 6% higher is named, if the noise permits it."""
+    runs = [Simulated(seed, deviation=0.0, count=400, width=0.003) for seed in range(10)]
+    for run in (run for run in runs if run.noise < 0.1):
+        assert observe(run.watch(Path("none")), with_evaluations(run, 0.04)) == []
+        run.losses[250:] *= 1.06
+        run.law[250:] *= 1.06
+        found = observe(run.watch(Path("none")), with_evaluations(run, 0.04))
+        assert [(change.event, change.side) for change in found] == [(OFF_CURVE, ABOVE)]
+        assert found[0].loss == pytest.approx(run.law[found[0].step // 10 - 1], rel=0.04)
 
 
 @pytest.mark.slow
@@ -113,8 +146,8 @@ def _repeated_data(run: Simulated, at: int) -> None:
 
 
 FAULTS = {  # fault -> (side, whether it begins at row `at`, most rows until it is named)
-    _shuffled_labels: (ABOVE, False, 96), _ten_times_the_rate: (ABOVE, False, 64), _other_data: (ABOVE, True, 48),
-    _repeated_data: (BELOW, True, 128)}
+    _shuffled_labels: (ABOVE, False, 96), _ten_times_the_rate: (ABOVE, False, 64), _other_data: (ABOVE, True, 64),
+    _repeated_data: (BELOW, True, 160)}
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__.lstrip("_"))

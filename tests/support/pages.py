@@ -35,7 +35,7 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "\"p%d,%s,%.8g,%s\\n\", NR, $4, $5 / 6 / $4, $7}' analyzing-chinchilla/data/svg_extracted_data.csv "
         "> points.csv",
         "ds-pretrain ladder --points points.csv",
-        "CHINCHILLA_POINTS=$PWD/points.csv pytest tests/analysis/scaling/test_fit.py"),
+        "CHINCHILLA_POINTS=$PWD/points.csv pytest tests/analysis/scaling"),
     "takes minutes: tests/test_project.py": (".github/release.sh",),
     "needs other versions of Python and torch: tests/test_versions.py": ("tests/versions.sh lowest",),
     "takes a minute: tests/distributed/test_reproducers.py": (

@@ -30,12 +30,13 @@ class Band:
     loss: np.ndarray
     low: np.ndarray
     high: np.ndarray
+    tolerance: float = 0.0  # nats, on both sides: how well it is known which training loss belongs to the expected one
 
     def excess(self, losses: np.ndarray, side: str, *, wider: float = 1.0) -> np.ndarray:
         """Return how far losses lie outside of the band on this side; `wider` multiplies its half-width."""
         if side == ABOVE:
-            return losses - self.loss - wider * (self.high - self.loss)
-        return self.loss - wider * (self.loss - self.low) - losses
+            return losses - self.loss - wider * (self.high - self.loss) - self.tolerance
+        return self.loss - wider * (self.loss - self.low) - losses - self.tolerance
 
 
 def is_outside(losses: np.ndarray, band: Band, side: str) -> bool:
