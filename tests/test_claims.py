@@ -6,7 +6,7 @@ What the page has measured depends on the machine, and is not repeated.
 import re
 import shlex
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ from pretrain.memory.compare import compare_zero
 from pretrain.memory.estimate.estimate_memory import estimate_memory
 from pretrain.memory.step_time.kernel_time import more_flops
 from pretrain.model.config import load_model_config
-from pretrain.model.flops import flops_per_token
+from pretrain.model.flops import exact_flops_per_token, flops_per_token
 from pretrain.model.init import initialize_parameters
 from pretrain.model.layer_specs import as_module
 from tests.support.launch import ROOT
@@ -38,12 +38,12 @@ def commands_with_outputs(subcommand: str) -> list[tuple[list[str], list[str]]]:
             if commands.startswith(f"ds-pretrain {subcommand} ") and language == "text"]
 
 
-def table(section: str, title: str = "") -> Iterator[list[str]]:
-    """Yield the cells of the rows of a section's table; `title` is in the heading of the table."""
+def table(section: str, title: str = "| ") -> Iterator[list[str]]:
+    """Yield the cells of the rows of a section's table; `title` is the beginning of its first line."""
     content = TEXT.split(f"\n## {section}\n")[1].split("\n## ")[0]
-    lines = content[content.index(title):].splitlines()
-    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
-    assert rows, section
+    lines = content[content.index(f"\n{title}") + 1:].splitlines()
+    rows = [line.strip("| ").split(" | ") for line in takewhile(lambda line: line.startswith("| "), lines)]
+    assert len(rows) > 2, section
     yield from rows[2:]
 
 
@@ -105,6 +105,13 @@ def test_attention_has_the_share_of_flops_of_the_page() -> None:
         total = flops_per_token(model, tokens)
         share = 12 * model.num_layers * model.num_heads * model.head_size * tokens / total
         assert f"{share:.1%}" in section, name
+
+
+def test_longer_sequences_add_the_flops_of_the_page() -> None:
+    model = load_model_config("tiny", "vocab_size=4096,n_embd=256,n_layer=6,n_head=4,n_positions=4096")
+    for length, factor, *_ in table("Attention", "| S |"):
+        found = exact_flops_per_token(model, int(length)) / exact_flops_per_token(model, 256)
+        assert f"{found:.2f}".removesuffix(".00") == factor, length
 
 
 def test_the_price_of_offload_follows_from_the_steps() -> None:
