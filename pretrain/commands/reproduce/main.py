@@ -99,6 +99,8 @@ def main() -> int:
                           remedy="prepare the data with the commands that are printed without this flag")
     scale = recipe.scales[args.scale]
     out = args.out or Path("runs") / (folder.resolve().name + ("-small" if args.scale == SMALL else ""))
+    if corpus is not None and args.corpus is not None:
+        _read_corpus(corpus, args.corpus)  # a wrong one is rejected before any file is written
     _copy(folder, out)
     try:
         if on_gpus is not None:
