@@ -6,7 +6,7 @@ What the page has measured depends on the machine, and is not repeated.
 import re
 import shlex
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 
 import pytest
@@ -18,9 +18,10 @@ from pretrain.commands.reproduce.tables import Activations, Table
 from pretrain.config.layout import Layout
 from pretrain.memory.compare import compare_zero
 from pretrain.memory.estimate.estimate_memory import estimate_memory
+from pretrain.memory.footprint import GIB
 from pretrain.memory.step_time.kernel_time import more_flops
 from pretrain.model.config import load_model_config
-from pretrain.model.flops import flops_per_token
+from pretrain.model.flops import exact_flops_per_token, flops_per_token
 from pretrain.model.init import initialize_parameters
 from pretrain.model.layer_specs import as_module
 from tests.support.launch import ROOT
@@ -38,12 +39,12 @@ def commands_with_outputs(subcommand: str) -> list[tuple[list[str], list[str]]]:
             if commands.startswith(f"ds-pretrain {subcommand} ") and language == "text"]
 
 
-def table(section: str, title: str = "") -> Iterator[list[str]]:
-    """Yield the cells of the rows of a section's table; `title` is in the heading of the table."""
+def table(section: str, title: str = "| ") -> Iterator[list[str]]:
+    """Yield the cells of the rows of a section's table; `title` is the beginning of its first line."""
     content = TEXT.split(f"\n## {section}\n")[1].split("\n## ")[0]
-    lines = content[content.index(title):].splitlines()
-    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
-    assert rows, section
+    lines = content[content.index(f"\n{title}") + 1:].splitlines()
+    rows = [line.strip("| ").split(" | ") for line in takewhile(lambda line: line.startswith("| "), lines)]
+    assert len(rows) > 2, section
     yield from rows[2:]
 
 
@@ -107,11 +108,35 @@ def test_attention_has_the_share_of_flops_of_the_page() -> None:
         assert f"{share:.1%}" in section, name
 
 
+def test_longer_sequences_add_the_flops_of_the_page() -> None:
+    model = load_model_config("tiny", "vocab_size=4096,n_embd=256,n_layer=6,n_head=4,n_positions=4096")
+    for length, factor, *_ in table("Attention", "| S |"):
+        found = exact_flops_per_token(model, int(length)) / exact_flops_per_token(model, 256)
+        assert f"{found:.2f}".removesuffix(".00") == factor, length
+
+
 def test_the_price_of_offload_follows_from_the_steps() -> None:
     (_, output), = (each for each in commands_with_outputs("compare") if "optimizer_cpu" in each[0][0])
     seconds = [float(re.findall(r"([\d.]+) s ", line)[0]) for line in output]
     (_, *cells), = table("Offload")
     assert [f"{offload / plain:.1f}" for plain, offload in zip(seconds[::2], seconds[1::2], strict=True)] == cells
+
+
+def test_the_numbers_of_the_summary_follow_from_the_outputs() -> None:
+    outputs = {shlex.split(commands[0])[3]: [line.split() for line in output]
+               for commands, output in commands_with_outputs("compare")}
+    seconds = {name: [float(row[row.index("s") - 1]) for row in rows if "s" in row] for name, rows in outputs.items()}
+    v100, a100, h100 = (seconds["gpt2-xl"][first + 1] / seconds["gpt2-xl"][first] for first in (0, 2, 4))
+    assert v100 < h100 < a100
+    assert f"{v100:.1f} (V100) to {a100:.1f} (A100)" in TEXT
+    in_16_bits, in_32_bits = (float(row[7]) for row in outputs["gpt2-xl"][:2])
+    assert f"divided by {in_32_bits / in_16_bits:.1f} (computed)" in TEXT
+    one, many, one_of_8, many_of_8 = seconds["gpt3-1.3b"]
+    assert f"{one / many:.2f} to {one_of_8 / many_of_8:.2f} of 512 times" in TEXT
+    parameters = load_model_config("llama2-7b").num_parameters()
+    zero3, zero1 = (sum(map(float, row[4:7])) * GIB / parameters for row in outputs["llama2-7b"][:2])
+    assert f"{zero1:.0f} bytes a parameter on a single GPU" in TEXT
+    assert f"ZeRO-3 updates a part at a time: {zero3:.0f} bytes" in TEXT
 
 
 def test_the_recipe_has_as_many_published_numbers_as_the_page_says() -> None:

@@ -75,7 +75,9 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "--num_accelerators $k --deepspeed_config zero1_bf16 --train_steps $n --save $(mktemp -d); done; done; "
         "done",
         "for m in 16 4 1; do $run --deepspeed_config zero0_fp32 --micro_batch_size $m "
-        "--gradient_accumulation_steps $((16 / m)) --train_steps 8 --save runs/accumulation-$m; done"),
+        "--gradient_accumulation_steps $((16 / m)) --train_steps 8 --save runs/accumulation-$m; done; $run "
+        "--num_accelerators 2 --deepspeed_config zero0_fp32 --micro_batch_size 8 --train_steps 8 --save "
+        "runs/accumulation-2-ranks"),
     "needs GPUs": (
         "ds-pretrain --num_gpus 8 --config run.yaml", "ds-pretrain bench --preset h200-gpt3-1.3b",
         "ds-pretrain bench --preset h200-gpt3-1.3b --compile_blocks true",
