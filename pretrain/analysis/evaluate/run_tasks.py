@@ -10,7 +10,7 @@ import io
 import json
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,7 +85,7 @@ def _load(plan: Plan, manager: Any) -> LoadedTasks:
 
 
 @contextlib.contextmanager
-def _silenced() -> Any:
+def _silenced() -> Iterator[None]:
     """Discard what lm-eval prints, among it progress bars. The lines of the run go to streams that were kept before."""
     with only_errors(), contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
         yield
@@ -135,7 +135,7 @@ class RunTasks:
                 results = lm_eval.evaluate(model, task_dict=loaded.tasks, limit=self._plan.args.eval_tasks_limit,
                                            log_samples=False, bootstrap_iters=_BOOTSTRAPS)
             scores = scores_of(results["results"])
-            for name, counts in results["n-samples"].items():
+            for name, counts in results["n-samples"].items():  # groups have none
                 scores[name]["questions"] = counts["effective"]
             return scores, ""
         except Exception as error:  # of lm-eval, or of a metric: it must not end the run
