@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from pretrain.analysis.evaluate.find_run_tasks import find_run_tasks
+from pretrain.analysis.evaluate.task_files import find_run_tasks
 from pretrain.analysis.report.predictions import predictions_data
 from pretrain.checkpoint.format.manifest import read_manifest
 from pretrain.checkpoint.load.reader import CheckpointReader

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from deepspeed import DeepSpeedEngine
 
-from pretrain.analysis.evaluate.find_run_tasks import task_flags
 from pretrain.analysis.evaluate.task_files import (
     Scores,
     first_line,
@@ -28,6 +27,7 @@ from pretrain.analysis.evaluate.task_files import (
     only_errors,
     scores_of,
     seed_examples,
+    task_flags_of_run,
 )
 from pretrain.config.plan import Plan
 from pretrain.data.tokenizers.export_tokenizer import export_tokenizer
@@ -70,7 +70,7 @@ def _load(plan: Plan, manager: Any) -> LoadedTasks:
     from pretrain.analysis.evaluate.engine_lm import OUTPUT_TYPES
 
     datasets.disable_progress_bars()
-    tasks = load_tasks(manager, task_flags(plan.args))
+    tasks = load_tasks(manager, task_flags_of_run(plan.args))
     for name, task in tasks["tasks"].items():
         if task.OUTPUT_TYPE not in OUTPUT_TYPES or getattr(task, "UNSAFE_CODE", False):
             raise ConfigError(f"--eval_tasks {name}", problem="its answers are generated texts, which a run does not "
