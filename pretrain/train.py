@@ -14,7 +14,7 @@ if __name__ == "__main__":  # keep pretrain/ off sys.path, so that its modules s
 
     restart_with_jemalloc()
 
-from pretrain.analysis.evaluate.find_run_tasks import find_run_tasks
+from pretrain.analysis.evaluate.task_files import find_run_tasks
 from pretrain.checkpoint.load.start import Start, check_start
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.flags.parse import parse_arguments

@@ -6,7 +6,7 @@ Exit codes: 0 the run is valid, and its plan is printed; 2 the run is rejected, 
 import sys
 from dataclasses import replace
 
-from pretrain.analysis.evaluate.find_run_tasks import find_run_tasks
+from pretrain.analysis.evaluate.task_files import find_run_tasks
 from pretrain.checkpoint.load.start import check_start
 from pretrain.cli import Parser, next_line, text, whole_number
 from pretrain.commands.next_command import after_check, before_check

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from pretrain.analysis.evaluate.find_run_tasks import find_run_tasks
+from pretrain.analysis.evaluate.task_files import find_run_tasks
 from pretrain.analysis.report.predictions import predictions_data
 from pretrain.checkpoint.format.manifest import read_manifest
 from pretrain.checkpoint.load.reader import CheckpointReader
@@ -159,6 +159,7 @@ def test_texts_and_scores_are_the_same_in_further_layouts(folder: Path, results:
     documents = run_flags(**on, document_attention=True, eod_mask_loss=True, packing="best_fit")
     two = [case(name, "", values, run_flags(**on)) for name, values in LAYOUTS.items() if name not in FAST]
     two += [case(f"documents_{name}", "", LAYOUTS[name], documents) for name in FAST]
+    two += [case("compiled", "", LAYOUTS["zero1"], run_flags(**on, compile_blocks=True))]
     two += [case("experts_zero2", "", dp2(2, lr=LR), experts),
             *([case("experts2", "", experts2(2, lr=LR), experts)] if HAS_EXPERTS else [])]
     four = [case("pipeline2_tensor2", "", {**pp2(1, lr=LR), **tensor2(1, micro=2, accumulation=4, lr=LR, stages=2)},

@@ -10,7 +10,7 @@ import io
 import json
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from deepspeed import DeepSpeedEngine
 
-from pretrain.analysis.evaluate.find_run_tasks import task_flags
 from pretrain.analysis.evaluate.task_files import (
     Scores,
     first_line,
@@ -28,6 +27,7 @@ from pretrain.analysis.evaluate.task_files import (
     only_errors,
     scores_of,
     seed_examples,
+    task_flags_of_run,
 )
 from pretrain.config.plan import Plan
 from pretrain.data.tokenizers.export_tokenizer import export_tokenizer
@@ -70,7 +70,7 @@ def _load(plan: Plan, manager: Any) -> LoadedTasks:
     from pretrain.analysis.evaluate.engine_lm import OUTPUT_TYPES
 
     datasets.disable_progress_bars()
-    tasks = load_tasks(manager, task_flags(plan.args))
+    tasks = load_tasks(manager, task_flags_of_run(plan.args))
     for name, task in tasks["tasks"].items():
         if task.OUTPUT_TYPE not in OUTPUT_TYPES or getattr(task, "UNSAFE_CODE", False):
             raise ConfigError(f"--eval_tasks {name}", problem="its answers are generated texts, which a run does not "
@@ -85,7 +85,7 @@ def _load(plan: Plan, manager: Any) -> LoadedTasks:
 
 
 @contextlib.contextmanager
-def _silenced() -> Any:
+def _silenced() -> Iterator[None]:
     """Discard what lm-eval prints, among it progress bars. The lines of the run go to streams that were kept before."""
     with only_errors(), contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
         yield
@@ -135,7 +135,7 @@ class RunTasks:
                 results = lm_eval.evaluate(model, task_dict=loaded.tasks, limit=self._plan.args.eval_tasks_limit,
                                            log_samples=False, bootstrap_iters=_BOOTSTRAPS)
             scores = scores_of(results["results"])
-            for name, counts in results["n-samples"].items():
+            for name, counts in results["n-samples"].items():  # groups have none
                 scores[name]["questions"] = counts["effective"]
             return scores, ""
         except Exception as error:  # of lm-eval, or of a metric: it must not end the run

@@ -209,10 +209,14 @@ def test_text_of_a_run_folder_cannot_inject_anything(browser: Browser, tmp_path:
     """Names, keys, values and events that are HTML or JavaScript appear as text."""
     rows = [{**row, **dict.fromkeys(ATTACKS, float(row["step"]))} for row in rows_of([1, 2, 3])]
     rows += [{"step": 3, "split": attack, "eval_loss": 1.5} for attack in ATTACKS]
+    rows += [{"step": 3, "split": f"tasks/{attack}", attack: 1.5} for attack in ATTACKS]
     rows += [{"step": "4", "loss": 1}, {"step": 5, "loss": "<b>", "lr": [1], "mfu": 10**400}, {"loss": 1}]
     events = [event(attack, 2, attack, **{attack: attack}) for attack in ATTACKS]
     starts = [record(**{attack: {attack: attack} for attack in ATTACKS}, flags={"note": "\n".join(ATTACKS)})]
     evil = write_run(tmp_path / "<img src=x onerror=window.hit=1>", rows, events, starts)
+    append_rows(evil / "predictions.jsonl", [
+        *(prediction(2, number, attack) for number, attack in enumerate(ATTACKS)), {"sequence": 0}, {"step": 1},
+        {"step": 10**400, "sequence": 0}, {"step": 1, "sequence": 0, "prompt": 1, "prompt_tokens": 1}])
     page = open_report(browser, tmp_path, evil, write_run(tmp_path / "plain", rows_of([1, 2, 3])))
     page.run("report.setCursor(2, report.charts[0])")
     page.run("document.querySelectorAll('details').forEach((element) => { element.open = true; })")
@@ -226,6 +230,38 @@ def test_text_of_a_run_folder_cannot_inject_anything(browser: Browser, tmp_path:
     assert page.run("document.querySelectorAll('#notes *').length") == 1
     assert all(attack in text for attack in ATTACKS[:-1])
     assert page.errors() == []
+
+
+def prediction(step: int, sequence: int, text: str | None) -> dict[str, Any]:
+    """Return a row of predictions.jsonl; without a text, as of a run without a tokenizer."""
+    tokens = {f"{name}_tokens": [step, sequence] for name in ("prompt", "predicted", "actual")}
+    return {"step": step, "sequence": sequence, "prompt": text, "predicted": text and f"{text}\n{step}", "actual": text,
+            **tokens}
+
+
+def test_predictions_and_scores_of_tasks(browser: Browser, tmp_path: Path) -> None:
+    """The tables have the newest evaluation first, and a repeated one once. Each metric of a task has a curve."""
+    scores = [{"step": step, "time": START + step, "split": "tasks/quiz", "acc": step / 100, "acc_stderr": 0.1,
+               "questions": 8} for step in (10, 20)]
+    run = write_run(tmp_path / "run", [*rows_of(list(range(1, 21))), *scores])
+    rows = [prediction(step, sequence, "some  text" if sequence else None) for step in (10, 20, 10, 20, 30)
+            for sequence in (0, 1)]
+    append_rows(run / "predictions.jsonl", rows)
+    page = open_report(browser, tmp_path, run)
+    cells = page.run("""[...document.querySelectorAll('#predictions details')].map((details) =>
+        [...details.querySelectorAll('tbody tr')].map((row) => [...row.children].map((cell) => cell.textContent)))""")
+    steps = [30, 20, 10]
+    text = "some  text"
+    assert cells == [
+        [["prompt", "30 0"], ["actual", "30 0"], *([f"step {step}", f"{step} 0"] for step in steps)],
+        [["prompt", text], ["actual", text], *([f"step {step}", f"{text}\n{step}"] for step in steps)]]
+    (series,) = drawn(page, "tasks")
+    assert (series["label"], series["x"], series["y"]) == ("quiz acc", [10, 20], [0.1, 0.2])
+    assert {one["label"] for one in drawn(page, "evaluation")} == {"valid", "valid/code"}
+    assert page.errors() == []
+    page = open_report(browser, tmp_path, write_run(tmp_path / "plain", rows_of([1, 2])))
+    assert page.run("document.getElementById('predictions').hidden")
+    assert "tasks" not in page.run("report.charts.map((chart) => chart.panel.id)")
 
 
 def test_a_page_without_rows_and_one_with_a_damaged_record(browser: Browser, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain import step_loop, trainer
-from pretrain.analysis.evaluate.find_run_tasks import find_run_tasks
+from pretrain.analysis.evaluate.task_files import find_run_tasks
 from pretrain.distributed.world import running_environment
 from pretrain.errors import ConfigError
 from pretrain.resilience.launcher_watch import LauncherWatch

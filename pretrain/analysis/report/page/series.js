@@ -18,7 +18,7 @@ const eventStyle = (kind) => EVENT_STYLES.find((style) => style[3].includes(kind
 const PANELS = [
   {id: "loss", title: "Training loss", unit: "nats per token", wide: true, smooth: true},
   {id: "evaluation", title: "Evaluation loss", unit: "nats per token", evaluation: true, metrics: []},
-  {id: "tasks", title: "Scores of tasks", wide: true, tasks: true, metrics: []},
+  {id: "tasks", title: "Scores of tasks", tasks: true, metrics: []},
   {id: "loss_max", title: "Highest loss of a rank", unit: "since the row before", smooth: true},
   {id: "lr", title: "Learning rate"},
   {id: "grad_norm", title: "Gradient norm", smooth: true,
