@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pretrain.analysis.scaling.fit import fit_law
 from pretrain.analysis.scaling.ladder_file import DECAYED, STABLE, CurvePoint, Ladder, Point, Range, corpus_of
 from pretrain.analysis.scaling.law import Expected, Law
+from pretrain.analysis.scaling.stable import fit_stable_law
 from pretrain.commands.ladder.target import TargetRun
 from pretrain.config.expected_curve import Target
 from pretrain.data.data_spec import names_of_split
@@ -16,8 +17,8 @@ _CURVE_POINTS = 48  # at equal factors, and as many at equal distances
 def make_ladder(target: TargetRun, points: Sequence[Point]) -> Ladder:
     """Fit the laws and predict the target. Raises ConfigError if the points do not determine the laws."""
     try:
-        laws = {name: fit_law([point for point in points if point.decayed == (name == DECAYED)])
-                for name in (DECAYED, STABLE)}
+        decayed = fit_law([point for point in points if point.decayed])
+        laws = {DECAYED: decayed, STABLE: fit_stable_law(decayed, [point for point in points if not point.decayed])}
     except ValueError as error:
         raise ConfigError("ladder", problem=f"the law cannot be fitted: {error}",
                           remedy="give a larger --budget, or more --parameters") from None
