@@ -14,8 +14,8 @@ import numpy as np
 
 from pretrain.analysis.scaling.ladder_file import Point
 from pretrain.analysis.scaling.law import LARGEST_EXPONENT, Law
+from pretrain.analysis.scaling.optimizers import scipy_function
 from pretrain.analysis.scaling.uncertainty import Variance
-from pretrain.errors import ConfigError
 
 HUBER_DELTA = 1e-3  # of log L
 FEWEST_VALUES = 3  # of N, and of D: the term of each has two constants, and e is the third
@@ -63,7 +63,7 @@ def fit_law(points: Sequence[Point], *, seed: int = 0, resamples: int = 100, siz
     Raises ValueError, which says what is missing, if the points do not determine the constants; ConfigError without
     scipy.
     """
-    minimize = _scipy_minimize()
+    minimize = scipy_function("minimize")
     data = _read(points, size_only)
     best = _fit(minimize, data, data.loss, _starts(data))
     fitted, variances = _log_loss(best, data), _variances(best, data)
@@ -98,16 +98,6 @@ def depends_on_size(points: Sequence[Point]) -> bool:
     n, d = n - n.mean(), d - d.mean()
     return any(float(np.std(across - (across @ along) / max(along @ along, 1e-12) * along)) < SMALLEST_SPREAD
                for across, along in ((n, d), (d, n)))
-
-
-def _scipy_minimize() -> Callable[..., Any]:
-    try:
-        from scipy.optimize import minimize
-    except ImportError:
-        raise ConfigError("scipy", problem="the fit of a scaling law needs it, and it is not installed",
-                          remedy="pip install 'ds-pretrain[ladder]'") from None
-    function: Callable[..., Any] = minimize
-    return function
 
 
 def _read(points: Sequence[Point], size_only: bool) -> _Data:

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from pretrain.analysis.scaling.optimizers import scipy_function
 from pretrain.analysis.scaling.uncertainty import Variance, interval
 from pretrain.config.expected_curve import LEVEL, Expected
-from pretrain.errors import ConfigError
 
 LEAST_PART = 0.05  # of a domain in a small run: one that never reads a domain has a loss of another kind
 _PARTS_OF_C = (0.0, 0.3, 0.6, 0.8, 0.9, 0.95, 0.99)  # of the lowest loss: the starts of the fit
@@ -105,7 +105,7 @@ def fit_mixtures(runs: Sequence[MixtureRun], *, seed: int = 0, resamples: int = 
     if domains < 2 or np.linalg.matrix_rank(parts, tol=1e-3) < domains or len({tuple(run.parts) for run in runs}) < 3:
         raise ValueError("the blends of the runs are not different enough: the effects of the domains cannot be told "
                          "apart")
-    least_squares = _scipy("least_squares")
+    least_squares = scipy_function("least_squares")
     random = np.random.default_rng(seed)
     laws = {}
     for name in runs[0].losses:
@@ -127,7 +127,7 @@ def propose(laws: Mapping[str, MixtureLaw], tried: Sequence[Sequence[float]],
 
     The mean is convex in the parts, so that its only minimum is found. `importance`: weight of each set in the mean.
     """
-    minimize = _scipy("minimize")
+    minimize = scipy_function("minimize")
     weights = np.array([(importance or {}).get(name, 1.0) for name in laws])
     weights = weights / weights.sum()
     bounds = list(zip(np.min(tried, axis=0), np.max(tried, axis=0), strict=True))
@@ -187,14 +187,3 @@ def _fit(least_squares: Callable[..., Any], parts: np.ndarray, losses: np.ndarra
     found = [least_squares(residuals, np.clip(start, *bounds), jac=jacobian, bounds=bounds, x_scale="jac",
                            xtol=1e-10, ftol=1e-10, gtol=1e-10, max_nfev=300) for start in starts]
     return [float(each) for each in min(found, key=lambda result: float(result.cost)).x]
-
-
-def _scipy(name: str) -> Callable[..., Any]:
-    """Return a function of scipy.optimize. Raises ConfigError."""
-    try:
-        import scipy.optimize
-    except ImportError:
-        raise ConfigError("scipy", problem="the fit of a scaling law needs it, and it is not installed",
-                          remedy="pip install 'ds-pretrain[ladder]'") from None
-    function: Callable[..., Any] = getattr(scipy.optimize, name)
-    return function

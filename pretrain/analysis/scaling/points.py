@@ -119,7 +119,9 @@ class Backtest:
                              f"{'yes' if each.is_inside else 'NO'}")
         shown = [each for each in self.predictions if not each.reach.problem()]
         inside = sum(each.is_inside for each in shown)
-        return [*lines, f"inside     {inside} of {len(shown)}; {LEVEL:.0%} are expected"]
+        furthest = max((each.reach for each in shown), key=lambda reach: reach.factor, default=Reach(1.0, 1.0))
+        lines.append(f"inside     {inside} of {len(shown)}; {LEVEL:.0%} are expected")
+        return [*lines, f"warning    {warning}"] if (warning := furthest.warning()) else lines
 
 
 def law_text(law: Law) -> str:

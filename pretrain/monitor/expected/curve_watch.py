@@ -27,6 +27,7 @@ ON_CURVE = "on_curve"
 _KEYS = ("step", "tokens", "loss", "expected", "low", "high")
 _LONGEST = 4096  # newest rows that are looked at
 _JUMP = 4.0  # standard errors
+_SUDDEN = 0.75  # of the departure; in a slow one, the rows next to its beginning differ by less than half of it
 _MOST_EVALUATIONS = 8  # newest ones, whose difference from the training loss is used
 # of the expected loss: without evaluations, the training texts may be easier or harder by this much than those for
 # validation. In runs on Python's library, files of other packages had a loss 2% to 5% higher (2026-11-25).
@@ -216,4 +217,4 @@ def _jump(difference: np.ndarray, first: int) -> float | None:
     jump, whole = (float(np.median(part) - np.median(before)) for part in (after, difference[-FEWEST_ROWS // 2:]))
     noise = float(np.median(np.abs(before - np.median(before)))) / NORMAL_MAD
     error = 1.25 * noise * math.sqrt(1 / len(before) + 1 / len(after))  # of a difference of medians
-    return jump if abs(jump) > max(_JUMP * error, 0.5 * abs(whole)) else None
+    return jump if abs(jump) > max(_JUMP * error, _SUDDEN * abs(whole)) else None

@@ -61,6 +61,8 @@ def test_lines_of_a_table():
     assert lines[4].split()[:4] == ["12B", "1.13e+10", "3e+11", "1.76x"]
     assert lines[4].split()[-3:] == ["1.5820", "-0.1%", "yes"]
     assert lines[-1] == "inside     1 of 1; 90% are expected"
+    far = [dataclasses.replace(points[-1], parameters=2e11, held_out=True), *points]
+    assert backtest(far, resamples=2).lines()[-1].startswith("warning    the prediction is 17.7 times beyond")
 
 
 def test_no_prediction_too_far_away():
