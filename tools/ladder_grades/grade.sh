@@ -2,8 +2,8 @@
 # Grade a prediction of `ds-pretrain ladder`: tools/ladder_grades/grade.sh CORPUS [FOLDER]
 #
 # CORPUS is python, the source code of Python's library, or gcide, the dictionary of the Debian package dict-gcide
-# 0.48.5+nmu2, which apt-get downloads. The prediction is written before the target is trained; the last command prints
-# both. Takes about an hour of one core. Given again, it skips finished parts.
+# 0.48.5+nmu2, which apt-get downloads. The predictions are written before the target is trained; the last commands print
+# predictions and results. Takes about half an hour of an idle core. Given again, it skips finished parts.
 set -euo pipefail
 corpus=$1 folder=${2:-runs/grade-$1}
 here=$(cd "$(dirname "$0")" && pwd)
@@ -31,8 +31,16 @@ esac
 [[ -f data/train.idx ]] || ds-pretrain prepare "$train" --tokenizer data/tokenizer --vocab_size 1024 --out data/train
 [[ -f data/valid.idx ]] || ds-pretrain prepare "$valid" --tokenizer data/tokenizer --out data/valid
 
-ladder() { ds-pretrain ladder --target run.yaml --budget 2h --parameters 0.2M,0.4M,0.65M,1.3M,3.2M --tokens 820k --out ladder; }
-ladder
-sha256sum ladder/ladder.json
+# the target with half of the tokens: a run that branches off the target's stable phase
+sed 's/^train_steps: 800/train_steps: 400/; s/^save: run$/save: run-400/' run.yaml > run-400.yaml
+ladder() { ds-pretrain ladder --target "$1" --budget 2h --parameters 0.2M,0.4M,0.65M,1.3M,3.2M --tokens 820k --out ladder; }
+for target in run run-400; do
+    ladder $target.yaml
+    cp ladder/ladder.json $target.json
+done
+sha256sum run.json run-400.json
 ds-pretrain --num_accelerators 1 --config run.yaml
-ladder
+ds-pretrain --num_accelerators 1 --config run.yaml --save run-400 --train_steps 400 --lr_wsd_steps 80 --eval_interval 0 \
+    --resume_from run@320 --override schedule
+ladder run-400.yaml
+ladder run.yaml

@@ -15,6 +15,8 @@ from pretrain.commands.ladder.target import MUP, TargetRun
 from pretrain.commands.ladder.train import validation_losses
 from pretrain.memory.compare.compare import tokens_text
 
+_LARGEST_USUAL_EXPONENT = 1.0
+_LARGEST_USUAL_NOISE = 0.01  # of the logarithm of the loss
 _STYLE = ("body { font: 15px sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em } "
           "table { border-collapse: collapse } td, th { padding: 0.15em 0.9em; text-align: right; "
           "border-bottom: 1px solid #ddd } td:first-child, th:first-child { text-align: left } "
@@ -80,7 +82,7 @@ def summary_lines(target: TargetRun, ladder: Ladder, tokens: Sequence[Option], o
         inside = "inside" if found.low <= loss <= found.high else "OUTSIDE"
         lines.append(f"measured by the run in {target.plan.args.save}: {loss:.4f}, {inside} of the interval, "
                      f"{loss - found.loss:+.4f} ({loss / found.loss - 1:+.2%})")
-    return lines
+    return lines + [f"warning: {each}" for each in warnings_of(target, ladder)]
 
 
 def reach_lines(target: TargetRun, ladder: Ladder) -> list[str]:
@@ -88,8 +90,7 @@ def reach_lines(target: TargetRun, ladder: Ladder) -> list[str]:
     limits, reach = ladder.range, Reach.of(ladder.range, target.parameters, target.tokens)
     sizes, tokens = (" to ".join(map(tokens_text, pair)) for pair in (limits.parameters, limits.tokens))
     lines = [f"The points have {sizes} parameters, and {tokens} tokens; {reach}."]
-    if reach.warning():
-        lines.append(f"Warning: {reach.warning()}.")
+    lines += [f"Warning: {each}." for each in warnings_of(target, ladder)]
     if target.scaling != MUP:
         lines.append("The learning rates of the smaller models follow GPT-3's table, and not a search: a target whose "
                      "rate is better or worse tuned has another loss. With mup_base_width one rate fits all widths.")
@@ -97,6 +98,18 @@ def reach_lines(target: TargetRun, ladder: Ladder) -> list[str]:
         lines.append("The smaller runs decay the learning rate in their last 20%; the target's schedule is "
                      f"{target.schedule.kind}, whose loss at the end may differ.")
     return lines
+
+
+def warnings_of(target: TargetRun, ladder: Ladder) -> list[str]:
+    """Warn about a far extrapolation, and about a law that does not describe the points well."""
+    law, reach = ladder.laws[DECAYED], Reach.of(ladder.range, target.parameters, target.tokens)
+    found = [reach.warning()] if reach.warning() else []
+    if law.alpha > _LARGEST_USUAL_EXPONENT and law.a:
+        found.append(f"alpha is {law.alpha:.2f}, and published ones are at most 0.7: the larger models reach hardly "
+                     "lower losses; they need more --tokens, or another learning rate")
+    if law.noise > _LARGEST_USUAL_NOISE:
+        found.append(f"the law misses the losses by {law.noise:.1%}: expect errors of this size and larger ones")
+    return found
 
 
 def target_losses(target: TargetRun) -> dict[float, float]:
