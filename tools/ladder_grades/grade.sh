@@ -3,7 +3,7 @@
 #
 # CORPUS is python, the source code of Python's library, or gcide, the dictionary of the Debian package dict-gcide
 # 0.48.5+nmu2, which apt-get downloads. The predictions are written before the target is trained; the last commands print
-# predictions and results. Takes about half an hour of an idle core. Given again, it skips finished parts.
+# predictions and results. Takes an hour or more. Given again, it skips finished parts.
 set -euo pipefail
 corpus=$1 folder=${2:-runs/grade-$1}
 here=$(cd "$(dirname "$0")" && pwd)

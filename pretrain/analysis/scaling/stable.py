@@ -9,6 +9,7 @@ import numpy as np
 
 from pretrain.analysis.scaling.ladder_file import Point
 from pretrain.analysis.scaling.law import LARGEST_EXPONENT, Law
+from pretrain.analysis.scaling.optimizers import scipy_function
 
 _LARGEST_TERM = 20.0  # of the logarithm of the term of D at the centre of the points, in either direction
 
@@ -20,7 +21,7 @@ def fit_stable_law(decayed: Law, points: Sequence[Point]) -> Law:
     runs: fitted to 0.2 to 0.6 M parameters (tools/ladder_grades, gcide), the decay lowered the loss of 10 M parameters
     by 0.29, and that of the fitted models by 0.19. With shared constants the residuals were not larger.
 
-    Raises ValueError if the points have fewer than two numbers of tokens.
+    Raises ValueError if the points have fewer than two numbers of tokens; ConfigError without scipy.
     """
     if len({point.tokens for point in points}) < 2:
         raise ValueError("the stable phase has fewer than two validation losses; evaluate it more often")
@@ -36,8 +37,7 @@ def fit_stable_law(decayed: Law, points: Sequence[Point]) -> Law:
 def _fit(constants: Sequence[float], sizes: np.ndarray, tokens: np.ndarray,
          losses: np.ndarray) -> tuple[list[float], np.ndarray]:
     """Return [e, a, b, alpha, beta] with other b and beta, and the residuals. The arrays are logarithms."""
-    from scipy.optimize import least_squares
-
+    least_squares = scipy_function("least_squares")
     e, a, _, alpha, beta = constants
     center = float(tokens.mean())
     of_size = e + a * np.exp(-alpha * sizes)
