@@ -1,10 +1,12 @@
 """What a recipe is, in a page: sources, data, runs, expected and measured results, time, memory and commands."""
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from pretrain.commands.reproduce.curves import sweep_of
 from pretrain.commands.reproduce.on_gpus import plan_of, prediction_table
-from pretrain.commands.reproduce.recipe import FULL, Corpus, Recipe, Run, find_recipe, read_dataset, read_recipe
+from pretrain.commands.reproduce.recipe import Corpus, Grid, Recipe, Run, find_recipe, read_dataset, read_recipe
 from pretrain.commands.reproduce.verdict import Between
 from pretrain.errors import ConfigError, counted
 from pretrain.memory.compare.compare import tokens_text
@@ -35,12 +37,19 @@ def description(name: str) -> list[str]:
 
 
 def _runs(folder: Path, recipe: Recipe) -> Iterator[str]:
-    """Yield a line for each different model of the full scale, with its runs."""
+    """Yield a line for each different model of the full scale, with its runs and sweeps."""
     names: dict[str, list[str]] = {}
-    for run in recipe.scales[FULL].starts():
-        names.setdefault(_model_text(folder, recipe, run), []).append(run.name)
+    for each in recipe.runs:
+        for run in each.runs() if isinstance(each, Grid) else [each]:
+            of_model = names.setdefault(_model_text(folder, recipe, run), [])
+            if isinstance(each, Grid):
+                of_model.append(sweep_of(run.name))
+            elif run.name not in of_model:
+                of_model.append(run.name)
     for text, of_model in names.items():
-        yield f"- {', '.join(dict.fromkeys(of_model))}: {text}"
+        counts = Counter(of_model)
+        yield f"- {', '.join(f'{name} ({number} runs)' if number > 1 else name for name, number in counts.items())}: " \
+              f"{text}"
 
 
 def _model_text(folder: Path, recipe: Recipe, run: Run) -> str:
