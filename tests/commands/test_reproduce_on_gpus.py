@@ -111,7 +111,7 @@ def test_the_full_scale_on_gpus_continues_with_prepared_data(tmp_path: Path, mon
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", fake_gpus(tmp_path, 4))
     monkeypatch.setattr("sys.argv", ["reproduce", "gpt2-fineweb", "--ranks", "4"])
-    monkeypatch.setattr(main, "_run", record)
+    monkeypatch.setattr("pretrain.commands.small_runs.run_subcommand", record)
     (tmp_path / "runs/gpt2-fineweb/data").mkdir(parents=True)
     write_sparse_data(tmp_path / "runs/gpt2-fineweb/data/train", num_documents=4, full_documents=4, length=9)
     assert main.main() == 0
