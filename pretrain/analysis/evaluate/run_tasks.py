@@ -81,7 +81,8 @@ def _load(plan: Plan, manager: Any) -> LoadedTasks:
         export_tokenizer(plan.tokenizer.path, Path(folder))
         from transformers import AutoTokenizer
 
-        return LoadedTasks(tasks, AutoTokenizer.from_pretrained(folder, local_files_only=True))
+        with only_errors():  # the special tokens of a config.json's defaults may be outside of the vocabulary
+            return LoadedTasks(tasks, AutoTokenizer.from_pretrained(folder, local_files_only=True))
 
 
 @contextlib.contextmanager
@@ -123,14 +124,14 @@ class RunTasks:
 
     def _evaluate(self, loaded: LoadedTasks) -> tuple[Scores, str]:
         """Let lm-eval evaluate, in its thread on rank 0."""
-        import lm_eval
-
-        from pretrain.analysis.evaluate.engine_lm import EngineLM
-
-        seed_examples(loaded.tasks)  # an earlier evaluation has advanced the generator
-        os.environ["DISABLE_MULTIPROC"] = "1"  # lm-eval would fork this rank to estimate standard errors
-        model = EngineLM(loaded.tokenizer, self._plan.args.seq_length, self._answers)
         try:
+            import lm_eval
+
+            from pretrain.analysis.evaluate.engine_lm import EngineLM
+
+            seed_examples(loaded.tasks)  # an earlier evaluation has advanced the generator
+            os.environ["DISABLE_MULTIPROC"] = "1"  # lm-eval would fork this rank to estimate standard errors
+            model = EngineLM(loaded.tokenizer, self._plan.args.seq_length, self._answers)
             with _silenced():
                 results = lm_eval.evaluate(model, task_dict=loaded.tasks, limit=self._plan.args.eval_tasks_limit,
                                            log_samples=False, bootstrap_iters=_BOOTSTRAPS)
@@ -141,7 +142,7 @@ class RunTasks:
         except Exception as error:  # of lm-eval, or of a metric: it must not end the run
             return {}, f"lm-eval cannot evaluate: {first_line(error)}"
         finally:
-            self._batches.put(None)
+            self._batches.put(None)  # otherwise all ranks would wait for a batch forever
 
     def _answers(self, pairs: "Sequence[Pair]") -> "list[Answer]":
         """Return the answers in the order of the pairs. Batches have sequences of similar lengths."""
