@@ -71,6 +71,7 @@ def test_what_the_full_scale_on_gpus_lacks_is_said_in_one_line(tmp_path: Path, m
         done = reproduce(tmp_path, "gpt2-fineweb", *words)
         assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
         assert message in done.stderr
+    assert not (tmp_path / "runs/gpt2-fineweb/receipt.json").exists()  # that of the recipe is of another machine
     monkeypatch.setenv("PATH", fake_gpus(tmp_path, 8, 8_000))
     assert "those of this machine have 7.8 GiB" in reproduce(tmp_path, "gpt2-fineweb").stderr
     monkeypatch.setenv("PATH", fake_gpus(tmp_path, 8))

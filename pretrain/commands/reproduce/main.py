@@ -8,6 +8,7 @@ given again: it skips finished parts, and runs resume. Exit codes: 0 all expecta
 """
 
 import hashlib
+import http.client
 import json
 import os
 import shlex
@@ -22,6 +23,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from pretrain import __version__
 from pretrain.checkpoint.format.hashed_files import write_atomically
 from pretrain.cli import Parser, path, path_text, say, text, whole_number
 from pretrain.commands.reproduce.curves import Result
@@ -52,7 +54,8 @@ from pretrain.distributed.device import cpu_name, nvidia_smi
 from pretrain.errors import ConfigError
 from pretrain.stored_json import read_object
 
-_VERSIONS = ("ds-pretrain", "torch", "deepspeed", "transformers", "numpy")
+_VERSIONS = ("torch", "deepspeed", "transformers", "numpy")
+_RECEIPT = "receipt.json"
 _ROWS_OF_RECEIPT = 10
 _TIMEOUT_S = 60
 
@@ -119,15 +122,18 @@ def main() -> int:
     except subprocess.CalledProcessError as error:
         say(f"stopped: {shlex.join(['ds-pretrain', *error.cmd[2:]])} ended with exit code {error.returncode}")
         return error.returncode if error.returncode > 0 else 128 - error.returncode
-    return _judge(recipe, folder, out, args.scale, hashes=hashes, seconds=seconds)
+    return _conclude(recipe, folder, out, args.scale, hashes=hashes, seconds=seconds)
 
 
 def _copy(folder: Path, out: Path) -> None:
-    """Copy the recipe into the folder of its runs. Raises ConfigError."""
+    """Copy the recipe into the folder of its runs, without the receipt of another machine. Raises ConfigError."""
     try:
         out.mkdir(parents=True, exist_ok=True)
+        if out.samefile(folder):
+            raise ConfigError(f"--out {out}", problem="it is the folder of the recipe", remedy="name another folder")
         for file in (each for each in sorted(folder.iterdir()) if each.suffix in (".yaml", ".json")):
-            shutil.copyfile(file, out / file.name)
+            if file.name != _RECEIPT:
+                shutil.copyfile(file, out / file.name)
     except OSError as error:
         raise ConfigError(f"--out {out}", problem=f"it cannot be written ({error.strerror})") from None
 
@@ -176,7 +182,7 @@ def _read_corpus(corpus: Corpus, given: str | None) -> bytes:
             say(f"downloading {corpus.url}")
             with urllib.request.urlopen(corpus.url, timeout=_TIMEOUT_S) as answer:
                 content = answer.read()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:  # the last one: a download that ends early
         reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
         raise ConfigError(where, problem=f"it cannot be read ({reason})",
                           remedy=f"give --corpus FILE, a copy of {corpus.url}") from None
@@ -191,21 +197,21 @@ def _last_steps(scale: Scale, out: Path) -> dict[str, int]:
     return {name: last_step(out, name) for name in scale.names()}
 
 
-def _judge(recipe: Recipe, folder: Path, out: Path, scale: str, *, hashes: dict[str, str],
-           seconds: dict[str, float]) -> int:
+def _conclude(recipe: Recipe, folder: Path, out: Path, scale: str, *, hashes: dict[str, str],
+              seconds: dict[str, float]) -> int:
     """Print the verdict, write receipt.json and verdict.svg, and return the exit code."""
     expect, names = recipe.scales[scale].expect, recipe.scales[scale].names()
     curves = {name: read_curve(out / "runs" / name) for name in names}
     results = [each.result(curves) for each in expect]
     receipt = _receipt(curves, results, scale=scale, hashes=hashes, seconds=seconds)
-    write_atomically(out / "receipt.json", json.dumps(receipt, indent=1) + "\n")
+    write_atomically(out / _RECEIPT, json.dumps(receipt, indent=1) + "\n")
     print(f"\n{recipe.title} ({scale} scale)")
     for result in results:
         print(f"{'ok' if result.is_met else 'NOT MET':<9}{result.text}")
-    if (folder / "receipt.json").exists():
-        _print_comparison(read_object(folder / "receipt.json"), receipt)
+    if (folder / _RECEIPT).exists():
+        _print_comparison(read_object(folder / _RECEIPT), receipt)
     print(f"published in: {recipe.source}")
-    written = [out / "receipt.json"]
+    written = [out / _RECEIPT]
     if save_plot(out / "verdict.svg", recipe.title, curves, expect):
         written.append(out / "verdict.svg")
     if tables := [line for each in expect if isinstance(each, Table | Activations) for line in _section(each)]:
@@ -238,7 +244,8 @@ def _receipt(curves: Mapping[str, Curve], results: list[Result], *, scale: str, 
     gpus = nvidia_smi("name")
     return {"scale": scale, "date": time.strftime("%Y-%m-%d"),
             "machine": f"{len(gpus)} x {gpus[0]}" if gpus else f"{len(os.sched_getaffinity(0))} cores, {cpu_name()}",
-            "python": sys.version.split()[0], "versions": {name: version(name) for name in _VERSIONS},
+            "python": sys.version.split()[0],
+            "versions": {"ds-pretrain": __version__, **{name: version(name) for name in _VERSIONS}},
             "sha256": hashes, "runs": runs,
             "results": [{"met": result.is_met, "text": result.text} for result in results]}
 

@@ -88,7 +88,7 @@ class Lower:
     def result(self, curves: Mapping[str, Curve]) -> Result:
         low, high = curves[self.lower].final, curves[self.than].final
         text = f"{self.lower}: validation loss {_text(low)}, {self.than}: {_text(high)}, " \
-               f"expected at most {self.than} {-self.by:+g}"
+               f"expected at most {self.than}{f' {-self.by:+g}' if self.by else ''}"
         return Result(low is not None and high is not None and low <= high - self.by, text)
 
 
