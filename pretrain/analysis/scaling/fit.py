@@ -93,7 +93,7 @@ def compute_optimal(law: Law, flops: float) -> tuple[float, float]:
 
 
 def depends_on_size(points: Sequence[Point]) -> bool:
-    """Return whether the tokens are equal, or a power of N: the terms of N and D cannot be told apart then."""
+    """Return whether the tokens are equal, or a power of N: the terms of N and D cannot be separated then."""
     n, d = (np.log([getattr(point, key) for point in points]) for key in ("parameters", "tokens"))
     n, d = n - n.mean(), d - d.mean()
     return any(float(np.std(across - (across @ along) / max(along @ along, 1e-12) * along)) < SMALLEST_SPREAD
@@ -118,7 +118,7 @@ def _read(points: Sequence[Point], size_only: bool) -> _Data:
                          f"{constants + 1}")
     if not size_only and depends_on_size(fitted):
         raise ValueError("the tokens of the points are a function of their parameters, such as 20 tokens a parameter: "
-                         "the terms of N and D cannot be told apart; add points with other numbers of tokens for the "
+                         "the terms of N and D cannot be separated; add points with other numbers of tokens for the "
                          "same models")
     n, d, loss = (np.log([getattr(point, key) for point in fitted]) for key in ("parameters", "tokens", "loss"))
     centre = float(n.mean()), float(d.mean())

@@ -19,6 +19,7 @@ LEAST_PART = 0.05  # of a domain in a small run: one that never reads a domain h
 _PARTS_OF_C = (0.0, 0.3, 0.6, 0.8, 0.9, 0.95, 0.99)  # of the lowest loss: the starts of the fit
 _LARGEST_PART = 0.999
 _CANDIDATES = 2000
+_SAME = 0.01  # distance of two blends that count as one
 
 
 @dataclass(frozen=True)
@@ -74,12 +75,13 @@ def choose_parts(domains: int, count: int, *, taken: Sequence[Sequence[float]] =
                  seed: int = 0) -> list[list[float]]:
     """Return blends that are far from one another and from `taken`, with at least LEAST_PART of every domain.
 
-    The first ones are nearly pure domains; each further one is the drawn blend that is furthest from the others.
+    The first ones are nearly pure domains, if these are not in `taken`; each further one is the drawn blend that is
+    furthest from the others.
     """
     pure = [[1 - LEAST_PART * (domains - 1) if j == i else LEAST_PART for j in range(domains)] for i in range(domains)]
     drawn = np.random.default_rng(seed).dirichlet(np.ones(domains), _CANDIDATES)
     candidates = LEAST_PART + (1 - LEAST_PART * domains) * drawn
-    chosen = pure[:count]
+    chosen = [each for each in pure if all(np.linalg.norm(np.subtract(each, other)) > _SAME for other in taken)][:count]
     while len(chosen) < count:
         distances = np.linalg.norm(candidates[:, None] - np.array([*taken, *chosen]), axis=2).min(axis=1)
         found = np.round(candidates[int(distances.argmax())], 3)
@@ -103,8 +105,8 @@ def fit_mixtures(runs: Sequence[MixtureRun], *, seed: int = 0, resamples: int = 
     if len(runs) < fewest_runs(domains):
         raise ValueError(f"there are {len(runs)} runs; {domains} domains need at least {fewest_runs(domains)} blends")
     if domains < 2 or np.linalg.matrix_rank(parts, tol=1e-3) < domains or len({tuple(run.parts) for run in runs}) < 3:
-        raise ValueError("the blends of the runs are not different enough: the effects of the domains cannot be told "
-                         "apart")
+        raise ValueError("the blends of the runs are not different enough: the effects of the domains cannot be "
+                         "separated")
     least_squares = scipy_function("least_squares")
     random = np.random.default_rng(seed)
     laws = {}

@@ -33,7 +33,7 @@ from pretrain.commands.ladder.sizes import family_sizes, nearest_sizes
 from pretrain.commands.ladder.target import TargetRun, read_target, write_settings
 from pretrain.commands.ladder.times import measure_times
 from pretrain.commands.ladder.train import read_points, train_ladder
-from pretrain.config.flags.arguments import RunArguments
+from pretrain.config.flags.arguments import TASK_FLAGS, RunArguments
 from pretrain.data.token_schedules import parse_token_count
 from pretrain.distributed.device import nvidia_smi, wants_cpu
 from pretrain.errors import ConfigError, shorten
@@ -43,7 +43,7 @@ from pretrain.stored_json import build, read_object, reason_of
 # flags of the target that do not change the smaller runs; its length changes the prediction only
 _WITHOUT_EFFECT = ("save", "note", "trackio", "resume", "expected_curve", "log_interval", "save_interval",
                    "keep_checkpoints", "exit_step", "exit_after_minutes", "eval_interval", "train_steps",
-                   "train_tokens", "lr_warmup_steps", "lr_warmup_tokens")
+                   "train_tokens", "lr_warmup_steps", "lr_warmup_tokens", "show_predictions", *TASK_FLAGS)
 PLAN_FILE, LADDER_FILE, PAGE_FILE = "plan.json", "ladder.json", "ladder.html"
 _DURATION = re.compile(r"(\d+(?:\.\d+)?) ?(s|m|min|h|d)")
 _SECONDS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
@@ -107,10 +107,7 @@ def main() -> int:
     for name in ("target", "budget"):
         if getattr(args, name) is None:
             raise ConfigError(f"--{name}", problem="it is required, and missing on the command line")
-    for package in ("scipy", "matplotlib"):
-        if importlib.util.find_spec(package) is None:
-            raise ConfigError("ladder", problem=f"it needs {package}, which is not installed",
-                              remedy="pip install 'ds-pretrain[ladder]'")
+    _check_packages("scipy", "matplotlib")
     ranks = args.ranks or (1 if wants_cpu() else max(1, len(nvidia_smi("name"))))
     target = read_target(args.target, world_size=args.world_size or ranks,
                          device=device_of("cuda" if args.gpu else None, args.gpu))
@@ -127,6 +124,14 @@ def main() -> int:
     return 0
 
 
+def _check_packages(*names: str) -> None:
+    """Raise ConfigError before the runs for a package that their evaluation needs."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError("ladder", problem=f"it needs {name}, which is not installed",
+                              remedy="pip install 'ds-pretrain[ladder]'")
+
+
 def _without_budget(args: argparse.Namespace) -> int:
     """Do the backtest of --points, or the runs of --mixtures. Raises ConfigError, also for flags without effect."""
     flag, used = ("points", ("points",)) if args.points is not None else ("mixtures", ("mixtures", "target", "out",
@@ -138,6 +143,7 @@ def _without_budget(args: argparse.Namespace) -> int:
         return points_main(args.points)
     if args.target is None:
         raise ConfigError("--mixtures", problem="the blend to train is missing", remedy="give --target run.yaml")
+    _check_packages("scipy")
     check_folder(args.out, "--out")
     return mixtures_main(args.target, args.out, args.mixtures, ranks=args.ranks or 1)
 

@@ -24,13 +24,15 @@ from pretrain.checkpoint.format.hashed_files import write_atomically
 from pretrain.cli import say
 from pretrain.commands.small_runs import RUN_YAML, VALID, Run, read_curve, train_runs
 from pretrain.config.expected_curve import LEVEL, Expected
+from pretrain.config.flags.arguments import TASK_FLAGS
 from pretrain.config.flags.parse import read_yaml
 from pretrain.data.data_spec import DataSpec, absolute_words, parse_data_spec
 from pretrain.errors import ConfigError
 
 MIXTURES_JSON, FORMAT = "mixtures.json", "ds-pretrain mixtures 1"
 _DATA, _PATHS = ("train_data", "valid_data", "test_data"), ("model", "deepspeed_config", "tokenizer")
-_NOT_KEPT = ("save", "resume", "eval_interval", "save_interval", "keep_best")
+_NOT_KEPT = ("save", "resume", "eval_interval", "save_interval", "keep_best", "expected_curve", "show_predictions",
+             *TASK_FLAGS)  # the expected curve is that of another blend
 _NOT_SUPPORTED = ("blend_schedule", "resume_from")
 
 
@@ -99,8 +101,8 @@ def _read_blend(target: str, count: int) -> DataSpec:
     where = f"--target {target}"
     for name in _NOT_SUPPORTED:
         if name in keys:
-            raise ConfigError(f"{where}: {name}", problem="the runs of --mixtures keep their weights, and begin anew",
-                              remedy="remove the key from a copy of the file")
+            raise ConfigError(f"{where}: {name}", problem="the runs of --mixtures keep their weights, and begin at "
+                              "step 0", remedy="remove the key from a copy of the file")
     if len(spec.train) < 2:
         raise ConfigError(where, problem=f"train_data has {len(spec.train)} prefixes; --mixtures needs at least two",
                           remedy="give train_data: [0.5, PREFIX, 0.5, PREFIX]")

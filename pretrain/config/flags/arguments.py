@@ -30,6 +30,7 @@ OVERRIDES = {
     "seed": "the seed of data order and dropout",
 }
 LONGEST_NOTE = 2000  # characters
+TASK_FLAGS = ("eval_tasks", "eval_tasks_folder", "eval_tasks_fewshot", "eval_tasks_limit", "eval_tasks_interval")
 _SHORTEST_SPIKE_WINDOW = 16  # steps; fewer give no standard deviation
 
 MODEL = Group("model and run folder")

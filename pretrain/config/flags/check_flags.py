@@ -5,7 +5,7 @@ import os
 import re
 from pathlib import Path
 
-from pretrain.config.flags.arguments import FLAGS, LONGEST_NOTE, RunArguments
+from pretrain.config.flags.arguments import FLAGS, LONGEST_NOTE, TASK_FLAGS, RunArguments
 from pretrain.config.flags.overrides import named_overrides
 from pretrain.config.schedule import FIELD_OF_FLAG, KINDS
 from pretrain.errors import ConfigError, shorten
@@ -91,7 +91,7 @@ def _check_steering_flags(args: RunArguments) -> None:
 def _check_task_flags(args: RunArguments) -> None:
     if args.eval_tasks is not None:
         return
-    for name in ("eval_tasks_folder", "eval_tasks_fewshot", "eval_tasks_limit", "eval_tasks_interval"):
+    for name in TASK_FLAGS:
         if getattr(args, name) is not None:
             raise ConfigError(f"--{name}", problem="it has no effect without --eval_tasks",
                               remedy="give --eval_tasks too")

@@ -83,3 +83,9 @@ def test_runs_that_determine_no_law():
         fit_mixtures(broken)
     with pytest.raises(ValueError, match="one t of each domain"):
         MixtureLaw(1.0, [0.1, 0.2], samples=[[1.0, 0.1]])
+
+
+def test_the_blend_that_is_predicted_is_not_one_of_the_runs() -> None:
+    blends = choose_parts(2, 5, taken=[[0.95, 0.05]])
+    assert len(blends) == 5
+    assert all(abs(first - 0.95) > 0.05 for first, _ in blends)
