@@ -75,14 +75,14 @@ def _load(plan: Plan, manager: Any) -> LoadedTasks:
         if task.OUTPUT_TYPE not in OUTPUT_TYPES or getattr(task, "UNSAFE_CODE", False):
             raise ConfigError(f"--eval_tasks {name}", problem="its answers are generated texts, which a run does not "
                               "score", remedy=f"evaluate the checkpoints: `ds-pretrain evaluate --tasks {name}`")
-    with tempfile.TemporaryDirectory(prefix="ds-pretrain-") as folder:
+    from transformers import AutoTokenizer
+
+    # a warning that config.json's default special tokens are outside of the vocabulary would say nothing about the run
+    with tempfile.TemporaryDirectory(prefix="ds-pretrain-") as folder, only_errors():
         (Path(folder) / "config.json").write_text(json.dumps(plan.model.hf_config))
         assert plan.tokenizer is not None  # validated
         export_tokenizer(plan.tokenizer.path, Path(folder))
-        from transformers import AutoTokenizer
-
-        with only_errors():  # the special tokens of a config.json's defaults may be outside of the vocabulary
-            return LoadedTasks(tasks, AutoTokenizer.from_pretrained(folder, local_files_only=True))
+        return LoadedTasks(tasks, AutoTokenizer.from_pretrained(folder, local_files_only=True))
 
 
 @contextlib.contextmanager
