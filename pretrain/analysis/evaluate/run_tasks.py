@@ -6,10 +6,11 @@ Shapes: N sequences, T tokens.
 """
 
 import contextlib
-import io
 import json
 import os
+import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -85,10 +86,26 @@ def _load(plan: Plan, manager: Any) -> LoadedTasks:
         return LoadedTasks(tasks, AutoTokenizer.from_pretrained(folder, local_files_only=True))
 
 
+class _OfOtherThreads:
+    """A stream without what the thread that creates it writes: the watchdog's line about a hang is printed."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self._silent = stream, threading.get_ident()
+
+    def write(self, text: str) -> int:
+        if self._stream is not None and threading.get_ident() != self._silent:
+            self._stream.write(text)
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 @contextlib.contextmanager
 def _silenced() -> Iterator[None]:
-    """Discard what lm-eval prints, among it progress bars. The lines of the run go to streams that were kept before."""
-    with only_errors(), contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+    """Discard what lm-eval prints in this thread, among it progress bars."""
+    out, error = _OfOtherThreads(sys.stdout), _OfOtherThreads(sys.stderr)
+    with only_errors(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
         yield
 
 
