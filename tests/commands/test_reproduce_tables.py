@@ -41,6 +41,10 @@ def test_the_published_tables_are_computed_again(tmp_path: Path) -> None:
     lines = (out / "tables.md").read_text().splitlines()
     assert sum(line.startswith("|") for line in lines) == rows + 2 * len(recipe["expect"])
     assert {each["quantity"] for each in recipe["expect"] if "quantity" in each} == QUANTITIES.keys()
+    (out / "receipt.json").write_text("{")
+    done = reproduce(tmp_path, str(out), "--out", "again")
+    assert done.returncode == 0, done.stderr
+    assert "receipt.json is no receipt of a recipe" in done.stdout
     done = reproduce(tmp_path, str(out), "--out", str(out))
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert "it is the folder of the recipe" in done.stderr

@@ -209,7 +209,10 @@ def _conclude(recipe: Recipe, folder: Path, out: Path, scale: str, *, hashes: di
     for result in results:
         print(f"{'ok' if result.is_met else 'NOT MET':<9}{result.text}")
     if (folder / _RECEIPT).exists():
-        _print_comparison(read_object(folder / _RECEIPT), receipt)
+        try:
+            _print_comparison(read_object(folder / _RECEIPT), receipt)
+        except (OSError, ValueError, TypeError, AttributeError) as error:  # the results are known, and remain valid
+            print(f"{folder / _RECEIPT} is no receipt of a recipe ({type(error).__name__}: {error})")
     print(f"published in: {recipe.source}")
     written = [out / _RECEIPT]
     if save_plot(out / "verdict.svg", recipe.title, curves, expect):
