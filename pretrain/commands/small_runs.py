@@ -45,20 +45,27 @@ def train_runs(runs: Sequence[Run], folder: Path, flags: Mapping[str, Any]) -> d
 
     `flags` are those of all runs. Returns run -> seconds of its steps. Raises CalledProcessError.
     """
-    for run in runs:
-        if "resume_from" not in run.flags:  # the other run does not exist yet
-            run_subcommand(folder, "check", "--world_size", str(run.ranks), *run.words(flags)[2:], quiet=True)
-    train_steps = read_yaml(str(folder / RUN_YAML)).get("train_steps", (0, "0"))[1]
+    _, train_steps = read_yaml(str(folder / RUN_YAML)).get("train_steps", (0, None))
     last = {run.name: last_step(folder, run.name) for run in runs}
-    for number, run in enumerate(runs, start=1):
+    all_flags = [{"train_steps": train_steps, **run.flags, **flags} for run in runs]
+    finished = [_is_finished(last[run.name], given.get("exit_step", given["train_steps"]))
+                for run, given in zip(runs, all_flags, strict=True)]
+    for run, is_finished in zip(runs, finished, strict=True):
+        if not is_finished and "resume_from" not in run.flags:  # the other run does not exist yet
+            run_subcommand(folder, "check", "--world_size", str(run.ranks), *run.words(flags)[2:], quiet=True)
+    for number, (run, is_finished) in enumerate(zip(runs, finished, strict=True), start=1):
         say(f"run {number} of {len(runs)}: {run.name}")
-        given = {"train_steps": int(str(train_steps)), **run.flags, **flags}
-        if last[run.name] < given.get("exit_step", given["train_steps"]):
+        if not is_finished:
             run_subcommand(folder, *run.words(flags))
         if not run.keep_checkpoint:
             shutil.rmtree(folder / "runs" / run.name / "checkpoints", ignore_errors=True)
     steps = {run.name: last_step(folder, run.name) for run in runs}
     return {name: Goodput.read(folder / "runs" / name, step).kept_seconds for name, step in steps.items()}
+
+
+def _is_finished(last: int, steps: Any) -> bool:
+    """Return whether the last logged step is that of the run. Before a run has begun, its `steps` are not validated."""
+    return last > 0 and steps is not None and last >= int(str(steps))
 
 
 def last_step(folder: Path, name: str) -> int:

@@ -119,9 +119,10 @@ def test_the_full_scale_on_gpus_continues_with_prepared_data(tmp_path: Path, mon
     flags = ("--config", "run.yaml", "--save", "runs/train")
     assert commands == [("check", "--world_size", "4", *flags), ("--num_accelerators", "4", *flags)]
     assert "verdict: reproduced" in capsys.readouterr().out
-    # a finished run, as of several hosts, needs no GPUs
+    # a finished run, as of several hosts, needs no GPUs, and is not checked again
     monkeypatch.setenv("PATH", fake_gpus(tmp_path, 0))
     assert main.main() == 0
+    assert len(commands) == 2
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == "gpt2-fineweb" else pytest.mark.slow)
