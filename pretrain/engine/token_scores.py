@@ -68,7 +68,7 @@ def continue_greedily(engine: DeepSpeedEngine, prompts_NT: torch.Tensor, new_tok
     """Return the `new_tokens` tokens with which the model continues each prompt if it always takes the most likely one.
 
     Collective. The tokens are guessed, and all positions after the prompt are computed at once until no guess changes:
-    then each token is the most likely one after those before it. This takes at most `new_tokens` + 1 forward passes,
+    then each token is the most likely one after those before it. This takes at most `new_tokens` forward passes,
     and fewer for texts that repeat themselves.
 
     Returns:

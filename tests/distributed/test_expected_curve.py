@@ -76,7 +76,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, corpus: str) -> Path:
 def test_a_run_on_its_curve(folder: Path) -> None:
     assert changes_of(folder / "healthy") == []
     (line,) = (line for line in summary_lines(summarize(folder / "healthy")) if line.startswith("expected loss"))
-    assert "4.0000 (0.5000 to 9.0000) at 15,360 tokens, measured " in line
+    assert "4.0000 (0.5000 to 9.0000) at 15,360 tokens, training loss " in line
 
 
 def test_a_run_off_its_curve(folder: Path) -> None:

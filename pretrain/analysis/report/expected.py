@@ -22,18 +22,18 @@ class Comparison:
 
     tokens: float
     expected: Expected
-    measured: float  # median of 8 rows
+    measured: float  # training loss, median of 8 rows; a ladder predicts the validation loss
     off_since: int | None = None  # about the first step off the curve, by the newest event; None: it is on the curve
 
     def __str__(self) -> str:
         off = f"; off the curve since about step {self.off_since}" if self.off_since is not None else ""
-        return f"{self.expected} at {tokens_text(self.tokens)}, measured {self.measured:.4f}{off}"
+        return f"{self.expected} at {tokens_text(self.tokens)}, training loss {self.measured:.4f}{off}"
 
     @property
     def interval_text(self) -> str:
         """Everything but the expected loss itself."""
         low, high = self.expected.low, self.expected.high
-        return f"{low:.4f} to {high:.4f} at {tokens_text(self.tokens)}; measured {self.measured:.4f}"
+        return f"{low:.4f} to {high:.4f} at {tokens_text(self.tokens)}; training loss {self.measured:.4f}"
 
 
 def expected_curve(table: RunTable, curves: Curves) -> Curves:
