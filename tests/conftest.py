@@ -13,8 +13,10 @@ from pretrain.data.token_files.writer import IndexedWriter
 
 VOCAB_SIZE = 256
 
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # started in the background by a shell without job control
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell without job control starts commands in the background with these signals ignored, and processes inherit it.
+for ignored, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
+    if signal.getsignal(ignored) == signal.SIG_IGN:
+        signal.signal(ignored, handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
