@@ -36,7 +36,7 @@ def commands_with_outputs(subcommand: str) -> list[tuple[list[str], list[str]]]:
     """Return (commands, lines of their output) of the blocks with a subcommand of ds-pretrain."""
     return [(commands.splitlines(), output.splitlines())
             for (_, commands), (language, output) in pairwise(blocks(PAGE))
-            if commands.startswith(f"ds-pretrain {subcommand} ") and language == "text"]
+            if commands.startswith(f"ds-pretrain {subcommand} ") and language == "log"]
 
 
 def table(section: str, title: str = "| ") -> Iterator[list[str]]:

@@ -11,14 +11,14 @@ from mkdocs.structure.pages import Page
 from pretrain.commands.reference import TOPICS
 
 ROOT = Path(__file__).resolve().parents[2]
-_FOLDERS = ("", ".github", "ds_configs", "launch", "pretrain", "tests", "tools")
+_FOLDERS = ("", ".github", "ds_configs", "launch", "launch/recipes", "launch/recipes/*", "pretrain", "tests", "tools")
 _LINK = re.compile(r"\]\(([^)#:]+)[^):]*\)")
 _COMMAND = re.compile(r"(?<!\[)`ds-pretrain reference ([\w-]+)`")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages, and the files of the repository that they link, such as scripts and pictures."""
-    pages = [page for folder in _FOLDERS for page in (ROOT / folder).glob("*.md")]
+    pages = [page for folder in _FOLDERS for page in ROOT.glob(os.path.join(folder, "*.md"))]
     linked = {(page.parent / target).resolve() for page in pages
               for target in _LINK.findall(page.read_text(encoding="utf-8"))}
     for path in sorted({*pages, *filter(Path.is_file, linked)}):
