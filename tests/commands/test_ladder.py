@@ -254,7 +254,7 @@ def run_main(words: list[str]) -> int:
 @pytest.mark.parametrize(("changes", "words", "message"), [
     ({}, ["--budget", "soon"], "--budget: found 'soon'; expected a time such as 2h or 90m"),
     ({}, ["--budget", "0h"], "--budget: found '0h'"),
-    ({}, ["--parameters", "9k,9k"], "--parameters: it names 1 different models; the fit needs at least 3"),
+    ({}, ["--parameters", "9k,9k"], "--parameters: it names 1 different model; the fit needs at least 3"),
     ({}, ["--parameters", "9k,x"], "--parameters: found 'x'"),
     ({}, ["--target", "none.yaml"], "none.yaml"),
     ({"init_from": "there"}, [], "init_from: a scaling law describes training from random weights"),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pretrain.analysis.scaling.law import counted_parameters
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, counted
 from pretrain.model.config import model_config_from
 from pretrain.model.description import ModelConfig
 from pretrain.model.families import FAMILIES
@@ -101,7 +101,7 @@ def nearest_sizes(sizes: Sequence[Size], wanted: Iterable[float]) -> list[Size]:
         if sizes else set()
     if len(found) < FEWEST_SIZES:
         known = ", ".join(f"{size.parameters:,}" for size in sizes[:12]) or "none"
-        raise ConfigError("--parameters", problem=f"it names {len(found)} different models; the fit needs at least "
-                          f"{FEWEST_SIZES}", remedy=f"smaller models of the target's family have these numbers of "
+        raise ConfigError("--parameters", problem=f"it names {counted(len(found), 'different model')}; the fit needs "
+                          f"at least {FEWEST_SIZES}", remedy=f"smaller models of the target's family have these numbers of "
                                                     f"parameters: {known}{', ...' if len(sizes) > 12 else ''}")
     return [size for size in sizes if size.name in found]
