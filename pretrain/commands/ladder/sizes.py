@@ -102,6 +102,7 @@ def nearest_sizes(sizes: Sequence[Size], wanted: Iterable[float]) -> list[Size]:
     if len(found) < FEWEST_SIZES:
         known = ", ".join(f"{size.parameters:,}" for size in sizes[:12]) or "none"
         raise ConfigError("--parameters", problem=f"it names {counted(len(found), 'different model')}; the fit needs "
-                          f"at least {FEWEST_SIZES}", remedy=f"smaller models of the target's family have these numbers of "
-                                                    f"parameters: {known}{', ...' if len(sizes) > 12 else ''}")
+                          f"at least {FEWEST_SIZES}",
+                          remedy="smaller models of the target's family have these numbers of parameters: "
+                                 f"{known}{', ...' if len(sizes) > 12 else ''}")
     return [size for size in sizes if size.name in found]
