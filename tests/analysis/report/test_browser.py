@@ -122,7 +122,7 @@ def test_the_expected_curve_is_a_band_in_the_charts_of_the_losses(browser: Brows
         assert x == pytest.approx(first, abs=0.2)
         assert (low[0], high[0]) == (curve[0].low, curve[0].high)
     assert "expected, with its interval" in page.run("report.charts[0].legend.textContent")
-    assert "measured" in page.run("document.getElementById('overview').textContent")
+    assert "; training loss " in page.run("document.getElementById('overview').textContent")
     assert page.run("eventStyle('off_curve')[0]") == "--bad"
     assert page.errors() == []
     labels = [one["label"] for one in drawn(open_report(browser, tmp_path, folder, plain), "loss")]
