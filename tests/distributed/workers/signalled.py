@@ -84,6 +84,7 @@ def start(case: dict[str, Any]) -> list[int]:
     """Fork the ranks of a run, which wait in step case["hold_at"] of this start unless case["act"] is "run"."""
 
     def run() -> int:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and a run leaves it so
         requests._LONGEST_LOOK_S = 0.0  # under load, a look for the files may take long by chance
         mark_signals(got_signal(case, int(os.environ["RANK"])))
         if case["act"] != "run":
