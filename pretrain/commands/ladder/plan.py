@@ -88,7 +88,7 @@ class Model:
 class Plan:
     """The content of plan.json."""
 
-    target: dict[str, Any]  # what the plan was made for: see `request_of`
+    target: dict[str, Any]  # what the plan was made for: see `_request` in main.py
     models: list[Model]  # in ascending order of the parameters
     batch: Batch
     lengths: Lengths
@@ -127,7 +127,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Wish:
-    """What the user asks for: the time, and optionally the sizes and the number of tokens."""
+    """The request of the user: the time, and optionally the sizes and the number of tokens."""
 
     budget_seconds: float
     parameters: Sequence[int] = ()

@@ -1,4 +1,4 @@
-"""What a recipe is, in a page: sources, data, runs, expected and measured results, time, memory and commands."""
+"""A page about a recipe: sources, data, runs, expected and measured results, time, memory and commands."""
 
 from collections import Counter
 from collections.abc import Iterator

@@ -29,7 +29,7 @@ _RATE_HINTS = ("rate_too_high", "rate_too_low", "divergence", "oscillation", "sc
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known about a run when its loss leaves the curve."""
+    """Facts about a run when its loss leaves the curve."""
 
     change: Change
     curve: Curve

@@ -147,7 +147,7 @@ class CurveWatch:
 
     @property
     def _side(self) -> str:
-        """Where the loss is: ABOVE, BELOW, or "" on the curve."""
+        """Side of the curve that the loss is on: ABOVE, BELOW, or "" on the curve."""
         return self._changes[-1][2] if self._changes and self._changes[-1][1] == OFF_CURVE else ""
 
     def _newest(self, count: int) -> tuple[dict[str, np.ndarray], Band]:
