@@ -34,9 +34,9 @@ from pretrain.monitor.environment import (
     software,
     versions,
 )
-from pretrain.monitor.environment import without_credentials as plain
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.paths import STOP_FILE
+from pretrain.remote import without_credentials as plain
 from pretrain.terminal import Screen
 
 EARLY_STOP = "early_stop"  # the event, and the reason of the event "stop"

@@ -17,6 +17,7 @@ import psutil
 
 from pretrain import __version__
 from pretrain.distributed.device import cpu_name
+from pretrain.remote import without_credentials
 
 _PACKAGES = ("torch", "deepspeed", "transformers", "sentencepiece")
 _MORE_PACKAGES = ("tokenizers", "numpy", "safetensors", "accelerate", "triton", "bitsandbytes", "mpi4py", "psutil",
@@ -26,7 +27,6 @@ RECORDED_PREFIXES = ("NCCL_", "CUDA_", "OMP_", "DS_", "DEEPSPEED_", "PYTORCH_", 
                      "CUBLAS_", "TRITON_", "UCX_", "MALLOC_", "TOKENIZERS_PARALLELISM")
 _NOT_RECORDED = ("DS_PRETRAIN_LAUNCHER",)  # identifies the processes of one start
 _SECRETS = re.compile(r"TOKEN(?!IZERS)|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_?KEY", re.IGNORECASE)
-_CREDENTIALS = re.compile(r"//[^/@\s]*@")  # in a URL
 _LARGEST_DIFF = 2**20  # bytes
 _MOST_FILES = 100
 _GIT_S = 10.0
@@ -78,11 +78,6 @@ def environment_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of known prefixes, without secrets."""
     return {name: without_credentials(value) for name, value in sorted(environ.items())
             if name.startswith(RECORDED_PREFIXES) and name not in _NOT_RECORDED and not _SECRETS.search(name)}
-
-
-def without_credentials(text: str) -> str:
-    """Return a text without user names and passwords of URLs."""
-    return _CREDENTIALS.sub("//", text)
 
 
 def command() -> dict[str, Any]:

@@ -27,7 +27,7 @@ from pretrain.checkpoint.load.hf_folder import HFFolder, expected_hashes, hash_f
 from pretrain.checkpoint.load.init_from import InitialWeights, find_branch
 from pretrain.checkpoint.load.resume import Resume, checkpoints_folder, make_resume, reject_overwrite
 from pretrain.checkpoint.save.commit import remove_leftovers, write_latest
-from pretrain.checkpoint.save.mirror import check_mirror, fetch, mirrored_checkpoints, without_credentials
+from pretrain.checkpoint.save.mirror import check_mirror, fetch, mirrored_checkpoints
 from pretrain.checkpoint.save.retention import abandoned_save_ids, move_abandoned
 from pretrain.checkpoint.save.writer import wait_for_writers
 from pretrain.config.plan import Plan
@@ -35,6 +35,7 @@ from pretrain.data.samples.dataset import source_records
 from pretrain.distributed.collectives import from_rank_0, gather, wait_until_all
 from pretrain.errors import ConfigError, SaveError
 from pretrain.progress import ProgressBar
+from pretrain.remote import without_credentials
 
 Candidate = tuple[Path, str] | str  # (folder, text of its manifest.json), or why it cannot be used
 

@@ -5,7 +5,6 @@ folder of the mirror without a manifest is not a complete checkpoint.
 """
 
 import contextlib
-import re
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -17,16 +16,12 @@ from pretrain.checkpoint.format.manifest import MANIFEST, NOT_FINITE, Manifest, 
 from pretrain.checkpoint.save.commit import check_space, publish, temporary_folder, write_latest, write_manifest
 from pretrain.errors import ConfigError, SaveError
 from pretrain.progress import ProgressBar
+from pretrain.remote import without_credentials
 
 _PROBE = ".ds-pretrain-probe"  # name of a test file
 _PART = ".part-"  # prefix of the files that mark a rank's files as copied
 _READ_BYTES = 2**24  # size of a chunk
 _MAX_TRANSFERS = 4  # files that are copied at the same time, if the fsspec client supports this
-
-
-def without_credentials(url: str) -> str:
-    """Return the URL for messages: without user name and password."""
-    return re.sub(r"//[^/@]*@", "//", url)
 
 
 class _Mirror:

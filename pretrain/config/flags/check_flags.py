@@ -10,6 +10,7 @@ from pretrain.config.flags.overrides import named_overrides
 from pretrain.config.schedule import FIELD_OF_FLAG, KINDS
 from pretrain.errors import ConfigError, shorten
 from pretrain.paths import RUN_FILES, check_folder, check_outside_runs
+from pretrain.remote import open_file_system
 
 
 def check_flags(args: RunArguments) -> None:
@@ -124,23 +125,12 @@ def _check_mirror(mirror: str, save: str) -> None:
     The folder is not checked if the run has a checkpoint: such a run resumes without the mirror. The server of a URL is
     not contacted here; rank 0 does so later.
     """
-    import fsspec
-
     protocol, separator, _ = mirror.partition("://")
     local = not separator or protocol in ("file", "local")
     if separator and not protocol:
         raise ConfigError("--checkpoint_mirror", found=mirror, expected="a folder, or a URL such as s3://bucket/run")
     if not local:
-        try:
-            for name in protocol.split("::"):  # simplecache::s3://bucket is one URL
-                fsspec.get_filesystem_class(name)
-        except ImportError as error:
-            raise ConfigError("--checkpoint_mirror", problem=f"{protocol}:// needs a package: {error}") from None
-        except ValueError:
-            known = fsspec.available_protocols()
-            raise ConfigError("--checkpoint_mirror", found=f"the protocol {protocol}://",
-                              expected="a folder, or a URL that fsspec knows such as s3://bucket/run",
-                              word=protocol, known=known) from None
+        open_file_system(mirror, "--checkpoint_mirror")
         return
     folder, run = (Path(os.path.realpath(name)) for name in (mirror.partition("://")[2] if separator else mirror, save))
     if folder == run or run in folder.parents:
