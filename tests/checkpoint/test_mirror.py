@@ -1,11 +1,8 @@
 """Copy checkpoints to a mirror and back: a local folder, and an S3 server in a separate process."""
 
-import os
 import shutil
 import socket
 import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,45 +22,21 @@ from pretrain.checkpoint.save.mirror import (
 )
 from pretrain.errors import ConfigError, SaveError
 from tests.support.checkpoints import real_run
-from tests.support.launch import free_port
+from tests.support.stores import s3_server
 
 NEWEST = "global_step3"
 
 
 @pytest.fixture(scope="module")
-def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Start an S3 server, and return a URL in an empty bucket. Environment variables give the client its address."""
-    pytest.importorskip("s3fs")
-    pytest.importorskip("moto")
-    port = free_port()
-    settings = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_ACCESS_KEY_ID": "key",
-                "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
-    before = dict(os.environ)
-    with open(tmp_path_factory.mktemp("s3") / "log", "w") as log:
-        server = subprocess.Popen([sys.executable, "-m", "moto.server", "-p", str(port)], stdout=log, stderr=log)
-        os.environ.update(settings)
-        try:
-            _make_bucket("bucket")
-            yield "s3://bucket/runs/gpt"
-        finally:
-            os.environ.clear()
-            os.environ.update(before)
-            server.terminate()
-            server.wait()
-
-
-def _make_bucket(name: str) -> None:
-    for _ in range(3000):
-        try:
-            return fsspec.filesystem("s3", skip_instance_cache=True).mkdir(name)
-        except Exception:  # the server is not up yet
-            time.sleep(0.2)
-    raise TimeoutError("the S3 server did not start")
+def s3_bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Return a URL in an empty bucket of an S3 server."""
+    with s3_server(tmp_path_factory.mktemp("s3"), "bucket"):
+        yield "s3://bucket/runs/gpt"
 
 
 @pytest.fixture(params=["file_url", "s3"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return f"{request.getfixturevalue('s3_server')}/{tmp_path.name}" if request.param == "s3" else \
+    return f"{request.getfixturevalue('s3_bucket')}/{tmp_path.name}" if request.param == "s3" else \
         f"file://{tmp_path}/mirror/"
 
 
