@@ -163,7 +163,7 @@ def test_unusable_mirrors_give_a_one_line_error() -> None:
             print(caught.value)
 
 
-def test_a_misspelt_bucket_is_not_created(s3_server: str) -> None:
+def test_a_misspelt_bucket_is_not_created(s3_bucket: str) -> None:
     with pytest.raises(ConfigError, match="s3://bukket/run: the mirror cannot be used: FileNotFoundError"):
         check_mirror("s3://bukket/run")
     assert fsspec.filesystem("s3").ls("", refresh=True) == ["bucket"]
