@@ -102,7 +102,10 @@ class TargetRun:
 
 def read_target(path: str, *, world_size: int, device: Device) -> TargetRun:
     """Read and check the YAML of the target's run, with its data. Raises ConfigError."""
-    args = parse_arguments(["--config", path])
+    try:
+        args = parse_arguments(["--config", path])
+    except ConfigError as error:
+        raise ConfigError.from_line(str(error).replace("--config", "--target", 1)) from None
     for name, reason in _NOT_SUPPORTED.items():
         if getattr(args, name) is not None:
             raise ConfigError(f"--target {path}: {name}", problem=reason, remedy="leave the key out")
