@@ -6,8 +6,9 @@ counted and left out, and the statistics are computed, by the same code.
 
 import hashlib
 import shlex
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,33 +19,21 @@ from pretrain.data.prepare.complete import DataFacts, PreparedData, check_not_em
 from pretrain.data.prepare.document_rows import ROW
 from pretrain.data.prepare.document_writer import DocumentWriter
 from pretrain.data.prepare.partial_output import DOCUMENTS, PartialOutput, partial_path, read_state
+from pretrain.data.prepare.prepare import changed_input
+from pretrain.data.prepare.shard_files import ShardFiles, check_files
 from pretrain.data.prepare.shards import Shard, ShardRecord, read_records, record_path, shard_of, shards_in_folder
 from pretrain.data.prepare.summary import Statistics
 from pretrain.data.prepare.tokenize_batch import TokenizedBatch
-from pretrain.data.token_files.hashes import BLOCK_BYTES, DataHashes, hash_file, hashes_path, read_hashes
+from pretrain.data.token_files.hashes import BLOCK_BYTES
 from pretrain.data.token_files.index_file import HEADER, LENGTH_DTYPE
 from pretrain.data.token_files.inspect_files import Advance
 from pretrain.data.token_files.writer import existing_file, rename_files
 from pretrain.errors import ConfigError, counted, shorten
 from pretrain.paths import check_folder, check_space
-from pretrain.stored_json import reason_of
 
 _MOST_DOCUMENTS = 1 << 14  # in a batch
 _MOST_TOKENS = 1 << 20  # in a batch; a longer document is divided
 _MOST_NAMED = 10  # shards in a message
-
-
-@dataclass(frozen=True)
-class ShardFiles:
-    """A complete shard. Its files have the sizes of their hashes, and all but the .bin have the right content."""
-
-    prefix: str
-    record: ShardRecord
-    hashes: DataHashes
-
-    @property
-    def num_documents(self) -> int:
-        return int(self.record.statistics["documents"])
 
 
 def named_shards(out: str, prefixes: Sequence[str]) -> list[str] | None:
@@ -77,66 +66,44 @@ def open_shards(prefixes: Sequence[str]) -> list[ShardFiles]:
     if len(counts) > 1:
         raise ConfigError(prefixes[0], problem=f"there are shards of {' and of '.join(map(str, counts))}",
                           remedy="name the shards of one number, or remove the others")
-    if repeated := [shard for number, shard in enumerate(shards) if shard in shards[:number]]:
-        raise ConfigError(prefixes[shards.index(repeated[0])], problem=f"shard {repeated[0]} is given twice")
+    repeated, times = Counter(shards).most_common(1)[0]
+    if times > 1:
+        raise ConfigError(prefixes[shards.index(repeated)], problem=f"shard {repeated} is given twice")
     records, problems = read_records(prefixes)
     found: dict[Shard, ShardFiles] = {}
     for prefix, shard in zip(prefixes, shards, strict=True):
         if (record := records.get(shard)) is not None:
-            checked = _check_files(prefix, shard, record)
+            checked = check_files(prefix, shard, record)
             if isinstance(checked, str):
                 problems[shard] = checked
             else:
                 found[shard] = checked
-    for index in range(counts[0]):
-        shard = Shard(index, counts[0])
-        if shard not in shards:
-            is_begun = partial_path(shard.prefix(outs[0])).exists()
-            problems[shard] = "it was stopped before its end" if is_begun else "it does not exist"
+    for shard in sorted({Shard(index, counts[0]) for index in range(counts[0])} - set(shards)):
+        if record_path(shard.prefix(outs[0])).exists():
+            raise ConfigError(shard.prefix(outs[0]), problem=f"it is needed for the other shards of {counts[0]}, and is "
+                              "not named", remedy="name all shards after OUT, or none of them")
+        is_begun = partial_path(shard.prefix(outs[0])).exists()
+        problems[shard] = "it is not complete: it was stopped, or is being made" if is_begun else "it does not exist"
     if problems:
-        raise _not_complete(problems, counts[0], records)
+        raise _not_complete(problems, outs[0], records)
     ordered = [found[shard] for shard in sorted(found)]
     _check_same(ordered)
     return ordered
 
 
-def _check_files(prefix: str, shard: Shard, record: ShardRecord) -> ShardFiles | str:
-    """Return the shard, or why its files are not those that were written. The content of the .bin is checked later."""
-    if record.shard != shard:
-        return f"{record_path(prefix)} is of shard {record.shard}"
-    try:
-        hashes = read_hashes(hashes_path(prefix))
-        if hashes is None or not hashes.is_complete:
-            return f"{hashes_path(prefix)} is missing or not complete"
-        num_bytes = int(record.statistics["documents"]) * ROW.itemsize
-        for ending, size, sha256 in (("bin", hashes.bin_bytes, ""), ("idx", hashes.idx_bytes, hashes.idx_sha256),
-                                     (DOCUMENTS, num_bytes, record.documents_sha256)):
-            path = Path(f"{prefix}.{ending}")
-            if path.stat().st_size != size:
-                return f"{path} has {path.stat().st_size} bytes, and {size} were written"
-            with path.open("rb") as file:
-                if sha256 and hash_file(file.fileno(), after_chunk=lambda: None) != sha256:
-                    return f"{path} is damaged: it has another SHA-256 than when it was written"
-        Statistics.from_json(record.statistics)
-    except OSError as error:
-        return f"{error.filename} cannot be read: {reason_of(error)}"
-    except (ValueError, TypeError, KeyError) as error:
-        return f"a file of {prefix} is damaged: {error}"
-    return ShardFiles(prefix, record, hashes)
-
-
-def _not_complete(problems: dict[Shard, str], count: int, records: dict[Shard, ShardRecord]) -> ConfigError:
-    """Return the error for shards that must be made again."""
+def _not_complete(problems: dict[Shard, str], out: str, records: dict[Shard, ShardRecord]) -> ConfigError:
+    """Return the error for shards of `out` that must be made again."""
     wrong = sorted(problems)
     listed = [f"shard {shard}: {problems[shard]}" for shard in wrong[:_MOST_NAMED]]
     more = [f"{len(wrong) - _MOST_NAMED} more"] * (len(wrong) > _MOST_NAMED)
     command = next((record.command for record in records.values() if record.command), None)
     again = "give the command that made the others, with --shard "
     if command is not None:
-        again = f"run `{_command(command, wrong[0], overwrite=wrong[0] in records)}`"
+        exists = bool(existing_file(wrong[0].prefix(out)))
+        again = f"run `{_command(command, wrong[0], overwrite=exists)}`"
         again += ", and the same with --shard " * (len(wrong) > 1)
     numbers = [str(shard) for shard in wrong[command is not None : _MOST_NAMED]]
-    return ConfigError(f"{counted(len(wrong), 'shard')} of {count}", problem="; ".join([*listed, *more]),
+    return ConfigError(f"{counted(len(wrong), 'shard')} of {wrong[0].count}", problem="; ".join([*listed, *more]),
                        remedy=again + ", ".join(numbers))
 
 
@@ -150,15 +117,17 @@ def _check_same(shards: Sequence[ShardFiles]) -> None:
     for shard in shards[1:]:
         ours, theirs = _comparable(first.record.facts), _comparable(shard.record.facts)
         different = [name for name, value in ours.items() if theirs.get(name) != value]
+        if "inputs" in different:
+            different[different.index("inputs")] = changed_input(ours["inputs"], theirs["inputs"])
         if different:
-            raise ConfigError(shard.prefix, problem=f"it was not made as {first.prefix} was: other "
-                              f"{', '.join(different)}", remedy="make the shards again whose inputs or flags were "
-                              "wrong, with --overwrite")
+            command = _command(first.record.command, shard.record.shard, overwrite=True)
+            raise ConfigError(shard.prefix, problem=f"it was not made as {first.prefix} was; different: "
+                              f"{', '.join(different)}", remedy=f"if the other one is right, run `{command}`")
 
 
 def _comparable(facts: DataFacts) -> dict[str, Any]:
     """Return what must be the same for all shards. --on_error has no effect on a shard without errors."""
-    known = {name: value for name, value in asdict(facts).items() if name not in ("record", "tokenizer")}
+    known = {name: value for name, value in asdict(facts).items() if name not in ("record", "tokenizer", "inputs")}
     record = {name: value for name, value in facts.record.items() if name != "skip_errors"}
     return {**record, **known}
 
@@ -190,9 +159,10 @@ def merge_shards(out: str, shards: Sequence[ShardFiles], *, overwrite: bool, adv
 def _write(output: PartialOutput, facts: DataFacts, shards: Sequence[ShardFiles], advance: Advance) -> PreparedData:
     writer = DocumentWriter(output, facts.dtype, vocab_size=facts.vocab_size, special_tokens=facts.special_tokens,
                             deduplicate=facts.deduplicate, state=None)
-    for number, shard in enumerate(shards):
-        _add_counts(writer.statistics, shard.record, _lines_before([other.record for other in shards[:number]],
-                                                                   shard.record), facts)
+    lines: Counter[int] = Counter()  # line ends of each file in the shards so far
+    for shard in shards:
+        _add_counts(writer.statistics, shard.record, lines[shard.record.first_file], facts)
+        lines[shard.record.last_file] += shard.record.last_lines
         for batch in replay(shard, np.dtype(facts.dtype).newbyteorder("<")):
             writer.add(batch, lambda: None)  # `output` has no saved state
             advance(batch.tokens.nbytes, f"{writer.num_documents:,} documents")
@@ -200,11 +170,6 @@ def _write(output: PartialOutput, facts: DataFacts, shards: Sequence[ShardFiles]
     meta = complete_output(output, writer, facts)
     writer.close()
     return meta
-
-
-def _lines_before(earlier: Sequence[ShardRecord], record: ShardRecord) -> int:
-    """Return the line ends of a shard's first file before the shard."""
-    return sum(other.last_lines for other in earlier if other.last_file == record.first_file)
 
 
 def _add_counts(statistics: Statistics, record: ShardRecord, lines_before: int, facts: DataFacts) -> None:
@@ -292,8 +257,8 @@ class _Tokens:
     def _check_block(self) -> None:
         number = (self._position - 1) // BLOCK_BYTES
         if self._digest.hexdigest() != self._shard.hashes.blocks[number]:
-            shard = self._shard.record.shard
-            raise _not_complete({shard: f"{self._file.name} is damaged in block {number} of 16 MiB"}, shard.count,
+            shard, (out, _) = self._shard.record.shard, shard_of(self._shard.prefix) or ("", None)
+            raise _not_complete({shard: f"{self._file.name} is damaged in block {number} of 16 MiB"}, out,
                                 {shard: self._shard.record})
         self._digest = hashlib.sha256()
 

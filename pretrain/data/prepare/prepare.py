@@ -18,7 +18,8 @@ from pretrain.cli import StopRequest, bad_path, say
 from pretrain.data.prepare.complete import DataFacts, PreparedData, check_not_empty, complete_output
 from pretrain.data.prepare.document_writer import DocumentWriter
 from pretrain.data.prepare.partial_output import DOCUMENTS, PartialOutput, partial_path, read_state
-from pretrain.data.prepare.shards import Shard, check_count, place_in_inputs, shard_record
+from pretrain.data.prepare.shard_files import check_files
+from pretrain.data.prepare.shards import Shard, check_count, place_in_inputs, read_record, shard_record
 from pretrain.data.prepare.tokenize_batch import TokenizeSettings, make_tokenize
 from pretrain.data.prepare.worker_pool import map_in_order
 from pretrain.data.text_inputs.chunk import CHUNK_BYTES, Position, ReadSettings
@@ -32,6 +33,7 @@ from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import ConfigError, shorten
 from pretrain.paths import check_folder, write_synced
 from pretrain.progress import ProgressBar
+from pretrain.stored_json import build, read_json
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,9 @@ def prepare(inputs: Sequence[str], *, tokenizer: str, out: str, settings: Prepar
         raise ConfigError("--out", problem=problem)
     check_folder(Path(out).absolute().parent, "--out")
     job = _Job(found, load_tokenizer(tokenizer), out, settings, shard, command)
+    if shard is not None and not overwrite and (meta := _complete_shard(out, shard, job.facts)):
+        say(f"{out} is complete already, with these inputs and settings")
+        return meta
     state = _resumable_state(out, job.facts.record, overwrite=overwrite)
     if state is not None and state.get("finished"):
         output = PartialOutput(out, state)
@@ -96,6 +101,20 @@ def _resumable_state(out: str, record: dict[str, Any], *, overwrite: bool) -> di
         raise ConfigError(f"--out {out}", problem=f"{existing} exists", remedy="give --overwrite to replace it, or "
                           "another --out")
     return state
+
+
+def _complete_shard(prefix: str, shard: Shard, facts: DataFacts) -> PreparedData | None:
+    """Return the .meta.json of a shard that was made before from the same inputs with the same settings.
+
+    So the jobs of all shards can be started again, and only what is missing is made.
+    """
+    try:
+        record = read_record(prefix)
+        if record.facts != facts or isinstance(check_files(prefix, shard, record), str):
+            return None
+        return build(PreparedData, read_json(Path(f"{prefix}.meta.json")))
+    except (OSError, ValueError):
+        return None
 
 
 class _Job:
@@ -206,9 +225,9 @@ class _Job:
         meta = complete_output(output, writer, self.facts)
         if self._shard is not None:
             documents = output.files[DOCUMENTS]
+            statistics = {**writer.statistics.to_json(), "token_counts": []}
             record = shard_record(
-                self._shard, self.facts, statistics=writer.statistics.to_json(), command=list(self._command),
-                documents_sha256=hash_file(documents.descriptor, after_chunk=lambda: None),
+                self._shard, self.facts, statistics=statistics, command=list(self._command), documents_sha256=hash_file(documents.descriptor, after_chunk=lambda: None),
                 **place_in_inputs(self._part, lines))
             write_synced(output.data_files["shard.json"], json.dumps(asdict(record)).encode())
         writer.close()

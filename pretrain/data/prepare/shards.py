@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,9 @@ class ShardRecord:
     count: int
     facts: DataFacts
     statistics: dict[str, Any]
-    """Statistics.to_json(). Places in the first file, if the shard begins inside it, are counted from `first_byte`"""
+    """Statistics.to_json() without the counts of tokens, which a merge counts again. If the shard begins inside its
+    first file, lines of this file are counted from `first_byte`
+    """
     documents_sha256: str
     """of the .documents"""
     first_file: int
@@ -153,13 +155,20 @@ def check_count(out: str, shard: Shard) -> None:
 
 
 def read_records(prefixes: Sequence[str]) -> tuple[dict[Shard, ShardRecord], dict[Shard, str]]:
-    """Read the records of shards. Return them, and the reasons why others cannot be read."""
-    records, reasons = {}, {}
+    """Read the records of shards. Return them, and the reasons why others cannot be read.
+
+    Equal facts become one object: the list of inputs is long.
+    """
+    records: dict[Shard, ShardRecord] = {}
+    reasons: dict[Shard, str] = {}
+    facts: DataFacts | None = None
     for prefix in prefixes:
         named = shard_of(prefix)
         assert named is not None, f"{prefix} is no name of a shard"
         try:
-            records[named[1]] = read_record(prefix)
+            record = read_record(prefix)
+            facts = facts or record.facts
+            records[named[1]] = replace(record, facts=facts) if record.facts == facts else record
         except (OSError, ValueError) as error:
             reasons[named[1]] = f"{record_path(prefix)}: {reason_of(error)}"
     return records, reasons
