@@ -80,8 +80,8 @@ def open_shards(prefixes: Sequence[str]) -> list[ShardFiles]:
                 found[shard] = checked
     for shard in sorted({Shard(index, counts[0]) for index in range(counts[0])} - set(shards)):
         if record_path(shard.prefix(outs[0])).exists():
-            raise ConfigError(shard.prefix(outs[0]), problem=f"it is needed for the other shards of {counts[0]}, and is "
-                              "not named", remedy="name all shards after OUT, or none of them")
+            raise ConfigError(shard.prefix(outs[0]), problem="it is not named, and the other shards need it",
+                              remedy="name all shards after OUT, or none of them")
         is_begun = partial_path(shard.prefix(outs[0])).exists()
         problems[shard] = "it is not complete: it was stopped, or is being made" if is_begun else "it does not exist"
     if problems:

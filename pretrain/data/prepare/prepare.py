@@ -24,6 +24,7 @@ from pretrain.data.prepare.tokenize_batch import TokenizeSettings, make_tokenize
 from pretrain.data.prepare.worker_pool import map_in_order
 from pretrain.data.text_inputs.chunk import CHUNK_BYTES, Position, ReadSettings
 from pretrain.data.text_inputs.find import Input, Inputs, find_inputs
+from pretrain.data.text_inputs.formats import STDIN
 from pretrain.data.text_inputs.parts import Part, part_of
 from pretrain.data.text_inputs.reader import FIRST_PLACE, Place, read_batches
 from pretrain.data.token_files.hashes import hash_file
@@ -56,6 +57,8 @@ def prepare(inputs: Sequence[str], *, tokenizer: str, out: str, settings: Prepar
     Raises ConfigError. After an error, and after StopRequest, out.partial/ remains if it is worth resuming.
     """
     settings = settings or PrepareSettings()
+    if shard is not None and STDIN in inputs:
+        raise ConfigError("--shard", problem="standard input cannot be divided", remedy="give files")
     found = find_inputs(inputs, settings.read)
     if shard is not None:
         check_count(out, shard)
@@ -136,8 +139,6 @@ class _Job:
             vocab_size=tokenizer.ids.vocab_size, tokenizer=tokenizer.name, tokenizer_sha256=tokenizer.fingerprint,
             bos_token=self._tokenize.bos_token, eod_token=self._tokenize.eod_token, unknown_token=tokenizer.ids.unk,
             dtype=self._tokenize.dtype, inputs=inputs.describe(), record=record)
-        if shard is not None and not self._can_resume:
-            raise ConfigError("--shard", problem="standard input cannot be divided", remedy="give files")
         self._part = Part(inputs.files, 0) if shard is None else part_of(inputs.files, read, shard.index, shard.count)
 
     def run(self, state: dict[str, Any] | None, *, workers: int | None,
@@ -224,11 +225,10 @@ class _Job:
                               remedy="prepare the data again")
         meta = complete_output(output, writer, self.facts)
         if self._shard is not None:
-            documents = output.files[DOCUMENTS]
-            statistics = {**writer.statistics.to_json(), "token_counts": []}
+            documents_sha256 = hash_file(output.files[DOCUMENTS].descriptor, after_chunk=lambda: None)
             record = shard_record(
-                self._shard, self.facts, statistics=statistics, command=list(self._command), documents_sha256=hash_file(documents.descriptor, after_chunk=lambda: None),
-                **place_in_inputs(self._part, lines))
+                self._shard, self.facts, statistics={**writer.statistics.to_json(), "token_counts": []},
+                documents_sha256=documents_sha256, command=list(self._command), **place_in_inputs(self._part, lines))
             write_synced(output.data_files["shard.json"], json.dumps(asdict(record)).encode())
         writer.close()
         output.save({**self._state(writer), "meta": asdict(meta), "finished": True})

@@ -308,7 +308,7 @@ def test_the_commands(tmp_path: Path, complete: Path, tokenizer: Tokenizer,
         merge_command(str(tmp_path / "named"), *names)
     with pytest.raises(ConfigError, match="shard 0/4 is given twice"):
         merge_command(str(tmp_path / "two"), names[0], *names)
-    with pytest.raises(ConfigError, match=r"00001-of-00004: it is needed for the other shards of 4, and is not named"):
+    with pytest.raises(ConfigError, match=r"00001-of-00004: it is not named, and the other shards need it"):
         merge_command(str(tmp_path / "two"), names[0], names[2])
     for index in (0, 2):
         for path in complete.glob(f"{SHARD.format(index)}.*"):
