@@ -56,6 +56,11 @@ class DataFacts:
     def deduplicate(self) -> bool:
         return bool(self.record["--deduplicate"])
 
+    def of_all_shards(self) -> dict[str, Any]:
+        """Return what must be the same for all shards. --on_error has no effect on a shard without errors."""
+        facts = {name: value for name, value in asdict(self).items() if name not in ("record", "tokenizer", "inputs")}
+        return {**{name: value for name, value in self.record.items() if name != "skip_errors"}, **facts}
+
 
 def check_not_empty(writer: DocumentWriter, inputs: str) -> None:
     """Raise ConfigError if no document was written."""

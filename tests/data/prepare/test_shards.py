@@ -141,6 +141,14 @@ def test_lines_of_messages_count_from_the_beginning_of_the_file(tmp_path: Path, 
     with pytest.raises(ConfigError, match=rf"a.jsonl \(from byte {start}\):4: the value of 'text' is a JSON int"):
         make(inputs, tokenizer, tmp_path / "other", PrepareSettings(), Shard(3, 4))
 
+    for index in range(3):  # --on_error skip is given again only for the shard that needs it, or for all
+        make(inputs, tokenizer, tmp_path / "other", PrepareSettings(), Shard(index, 4))
+        make(inputs, tokenizer, tmp_path / "other", settings, Shard(index, 4))  # it is complete
+    make(inputs, tokenizer, tmp_path / "other", settings, Shard(3, 4))
+    with pytest.raises(ConfigError, match=r"00003-of-00004.bin exists"):
+        make(inputs, tokenizer, tmp_path / "other", PrepareSettings(), Shard(3, 4))
+    assert merge(tmp_path / "other") == single(inputs, tokenizer, tmp_path / "single", settings)
+
 
 def test_duplicates_are_counted_up_to_a_number_of_documents_that_batches_do_not_change(
         tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,6 +323,10 @@ def test_the_commands(tmp_path: Path, complete: Path, tokenizer: Tokenizer,
             shutil.copy(path, tmp_path)
     with pytest.raises(ConfigError, match=r"2 shards of 4: shard 1/4: it does not exist; shard 3/4: .* --shard 1/4`, "
                                           r"and the same with --shard 3/4"):
+        merge_command(str(tmp_path / "out"))
+    for path in tmp_path.glob(f"{SHARD.format(2)}.*"):
+        shutil.copy(path, tmp_path / path.name.replace("of-00004", "of-00005"))
+    with pytest.raises(ConfigError, match=r"there are shards of 4 and of 5. Name the shards of one number"):
         merge_command(str(tmp_path / "out"))
     with pytest.raises(ConfigError, match="named: it is no shard of a preparation"):
         merge_command(str(tmp_path / "two"), names[0], str(tmp_path / "named"))
