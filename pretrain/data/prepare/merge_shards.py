@@ -137,7 +137,7 @@ def merge_shards(out: str, shards: Sequence[ShardFiles], *, overwrite: bool, adv
     if (existing := existing_file(out)) and not overwrite:
         raise ConfigError(out, problem=f"{existing} exists", remedy="give --overwrite to replace it, or another OUT")
     check_folder(Path(out).absolute().parent, out)
-    check_space(Path(out), out, sum(shard.hashes.bin_bytes + 3 * shard.hashes.idx_bytes for shard in shards))
+    check_space(Path(out), out, sum(shard.hashes.bin_bytes + 6 * shard.hashes.idx_bytes for shard in shards))
     try:
         output = PartialOutput(out, None)
         try:
