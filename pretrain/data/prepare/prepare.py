@@ -19,7 +19,7 @@ from pretrain.data.prepare.complete import DataFacts, PreparedData, check_not_em
 from pretrain.data.prepare.document_writer import DocumentWriter
 from pretrain.data.prepare.partial_output import DOCUMENTS, PartialOutput, partial_path, read_state
 from pretrain.data.prepare.shard_files import check_files
-from pretrain.data.prepare.shards import Shard, check_count, place_in_inputs, read_record, shard_record
+from pretrain.data.prepare.shards import Shard, check_count, place_in_inputs, read_record, record_bytes, shard_record
 from pretrain.data.prepare.tokenize_batch import TokenizeSettings, make_tokenize
 from pretrain.data.prepare.worker_pool import map_in_order
 from pretrain.data.text_inputs.chunk import CHUNK_BYTES, Position, ReadSettings
@@ -231,7 +231,7 @@ class _Job:
             record = shard_record(
                 self._shard, self.facts, statistics={**writer.statistics.to_json(), "token_counts": []},
                 documents_sha256=documents_sha256, command=list(self._command), **place_in_inputs(self._part, lines))
-            write_synced(output.data_files["shard.json"], json.dumps(asdict(record)).encode())
+            write_synced(output.data_files["shard.json"], record_bytes(record))
         writer.close()
         output.save({**self._state(writer), "meta": asdict(meta), "finished": True})
 

@@ -247,6 +247,11 @@ def _cut(ending: str) -> Any:
     return cut
 
 
+def _edit(folder: Path, tokenizer: Tokenizer) -> None:
+    path = folder / f"{SHARD.format(2)}.shard.json"
+    path.write_text(path.read_text().replace('"skip_errors": false', '"skip_errors": 0'))
+
+
 def _other_settings(folder: Path, tokenizer: Tokenizer) -> None:
     command(folder, tokenizer, "2/4", "--overwrite", "--deduplicate")
 
@@ -272,6 +277,8 @@ AGAIN = r"`ds-pretrain prepare '.*/\*.jsonl' --tokenizer \S+ --out \S+/out --sha
     (_damage("documents"), rf"shard 2/4: .*00004.documents is damaged.*Run {AGAIN} --overwrite`"),
     (_damage("sha256.json"), rf"shard 2/4: a file of .*-00002-of-00004 is damaged.*Run {AGAIN} --overwrite`"),
     (_cut("bin"), rf"shard 2/4: .*00004.bin has \d+ bytes, and \d+ were written.*Run {AGAIN} --overwrite`"),
+    (_damage("shard.json"), rf"shard 2/4: .*00004.shard.json: .*Run {AGAIN} --overwrite`"),
+    (_edit, rf"shard 2/4: .*00004.shard.json: its content does not match the SHA-256 in it. Run {AGAIN} --overwrite`"),
     (_cut("shard.json"), rf"shard 2/4: .*00004.shard.json: .*Run {AGAIN} --overwrite`"),
     (_swap, rf"shard 2/4: .*00002-of-00004.shard.json is of shard 1/4. Run {AGAIN} --overwrite`"),
     (_other_settings, rf"00002-of-00004: it was not made as .*00000-of-00004 was; different: --deduplicate. "
