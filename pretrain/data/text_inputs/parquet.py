@@ -4,9 +4,11 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+from pretrain.data.text_inputs.block_reader import BlockReader
 from pretrain.data.text_inputs.chunk import LONG_BYTES, Chunk, Position
 from pretrain.data.text_inputs.formats import import_pyarrow, input_name
 from pretrain.data.text_inputs.text import text_cut
+from pretrain.data.text_inputs.url_files import StoredFile
 from pretrain.errors import ConfigError
 
 _BUFFER_BYTES = 1 << 20
@@ -14,34 +16,57 @@ _MOST_VALUES = 1 << 14  # in a chunk
 _TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
 
 
-def read_parquet(path: str, column: str, start: Position, *, chunk_bytes: int, long_bytes: int) -> Iterator[Chunk]:
-    """Yield the values of a column from the row `start.offset` on in chunks. Raises ConfigError."""
-    pyarrow = import_pyarrow(path)
+def read_parquet(path: str, column: str, start: Position, *, chunk_bytes: int, long_bytes: int,
+                 stored: StoredFile | None = None) -> Iterator[Chunk]:
+    """Yield the values of a column from the row `start.offset` on in chunks. Raises ConfigError.
+
+    stored: the file, if `path` is a URL. Only its end and the needed parts of the column are fetched.
+    """
+    name = input_name(path)
+    pyarrow = import_pyarrow(name)
     try:
-        file = _open(path)
-        bytes_per_row = os.path.getsize(path) / max(file.metadata.num_rows, 1)
+        file, reader = _open(path, stored)
+        bytes_per_row = (stored.size if stored else os.path.getsize(path)) / max(file.metadata.num_rows, 1)
         chunk_bytes = max(chunk_bytes, 4)  # the longest UTF-8 character
         chunks = _Chunks(path, start, chunk_bytes, max(long_bytes, chunk_bytes), bytes_per_row)
-        for value in _values(file, _column_path(file.schema_arrow, column, path), start.offset, chunk_bytes):
+        names = _column_path(file.schema_arrow, column, name)
+        if reader is not None:
+            reader.expect(_ranges(file.metadata, ".".join(names), start.offset))
+        for value in _values(file, names, start.offset, chunk_bytes):
             yield from chunks.add(value)
         yield from chunks.rest()
     except (OSError, pyarrow.ArrowException) as error:
-        raise ConfigError(path, problem=f"it cannot be read to its end: {error}") from None
+        raise ConfigError(name, problem=f"it cannot be read to its end: {error}") from None
 
 
-def check_parquet(path: str, column: str) -> None:
+def check_parquet(path: str, column: str, stored: StoredFile | None = None) -> None:
     """Raise ConfigError if a file is damaged, or has no text in this column."""
-    pyarrow = import_pyarrow(path)
+    name = input_name(path)
+    pyarrow = import_pyarrow(name)
     try:
-        _column_path(_open(path).schema_arrow, column, path)
+        _column_path(_open(path, stored)[0].schema_arrow, column, name)
     except (OSError, pyarrow.ArrowException) as error:
-        raise ConfigError(path, problem=f"this Parquet file is damaged: {error}") from None
+        raise ConfigError(name, problem=f"this Parquet file is damaged: {error}") from None
 
 
-def _open(path: str) -> Any:
+def _open(path: str, stored: StoredFile | None) -> tuple[Any, BlockReader | None]:
     import pyarrow.parquet
 
-    return pyarrow.parquet.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False)
+    reader = None if stored is None else stored.open()
+    return pyarrow.parquet.ParquetFile(path if reader is None else reader, buffer_size=_BUFFER_BYTES,
+                                       pre_buffer=False), reader
+
+
+def _ranges(metadata: Any, column: str, first_row: int) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of bytes in which a column's values lie, from a row on."""
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        if first_row < group.num_rows:
+            for part in map(group.column, range(group.num_columns)):
+                if part.path_in_schema == column:
+                    starts = (part.dictionary_page_offset, part.data_page_offset)
+                    start = min(offset for offset in starts if offset)  # None or 0: there is no dictionary
+                    yield start, start + part.total_compressed_size
+        first_row = max(first_row - group.num_rows, 0)
 
 
 def _column_path(schema: Any, column: str, path: str) -> list[str]:
