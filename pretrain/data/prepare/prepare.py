@@ -5,8 +5,6 @@ batches are the same, and results are written in order.
 """
 
 import functools
-import hashlib
-import json
 import os
 import time
 from collections.abc import Sequence
@@ -18,13 +16,21 @@ import numpy as np
 
 from pretrain.cli import StopRequest, bad_path, say
 from pretrain.data.prepare.document_writer import DocumentWriter
+from pretrain.data.prepare.input_record import (
+    changed_input,
+    check_unchanged,
+    describe_sources,
+    read_examined,
+    record_inputs,
+    save_examined,
+)
 from pretrain.data.prepare.partial_output import PartialOutput, partial_path, read_state
 from pretrain.data.prepare.summary import entropy_nats, make_summary
 from pretrain.data.prepare.tokenize_batch import TokenizeSettings, make_tokenize
 from pretrain.data.prepare.worker_pool import map_in_order
 from pretrain.data.text_inputs.chunk import CHUNK_BYTES, Position, ReadSettings
-from pretrain.data.text_inputs.find import Input, Inputs, find_inputs
-from pretrain.data.text_inputs.reader import FIRST_PLACE, Place, read_batches
+from pretrain.data.text_inputs.find import Inputs, find_inputs
+from pretrain.data.text_inputs.reader import FIRST_PLACE, Place, delete_copies, read_batches
 from pretrain.data.token_files.index_file import dtype_for_vocab
 from pretrain.data.token_files.writer import complete_files, existing_file, rename_files
 from pretrain.data.tokenizers.special_tokens import TokenIds
@@ -51,6 +57,10 @@ class PreparedData:
     max_token: int
     entropy_nats: float
     """entropy per token of the token frequencies: the loss of a model that predicts these frequencies"""
+    sources: dict[str, Any] = field(default_factory=dict)
+    """the inputs: paths or URLs, sizes and versions; {} in files of earlier versions of this program"""
+    filters: dict[str, Any] = field(default_factory=dict)
+    """settings that leave out or change documents; {} in files of earlier versions of this program"""
 
 
 @dataclass(frozen=True)
@@ -72,12 +82,15 @@ def prepare(inputs: Sequence[str], *, tokenizer: str, out: str, settings: Prepar
     Raises ConfigError. After an error, and after StopRequest, out.partial/ remains if it is worth resuming.
     """
     settings = settings or PrepareSettings()
-    found = find_inputs(inputs, settings.read)
+    stopped = read_state(out)
+    found = find_inputs(inputs, settings.read, read_examined(partial_path(out)) if stopped is not None else None)
     if problem := bad_path(f"{out}.summary.json"):
         raise ConfigError("--out", problem=problem)
     check_folder(Path(out).absolute().parent, "--out")
     job = _Job(found, load_tokenizer(tokenizer), out, settings)
     state = _resumable_state(out, job.record, overwrite=overwrite)
+    if state is None and stopped is not None:  # a new beginning reads the commits that the revisions name now
+        job = _Job(find_inputs(inputs, settings.read), load_tokenizer(tokenizer), out, settings)
     if state is not None and state.get("finished"):
         output = PartialOutput(out, state)
     else:
@@ -136,6 +149,7 @@ class _Job:
         try:
             output = PartialOutput(self._out, state, seconds_between_states=seconds_between_states)
             try:
+                save_examined(output.path, self._inputs)
                 self._write(output, state, workers)
             except BaseException as error:
                 self._close(output, error)
@@ -162,13 +176,15 @@ class _Job:
         if state is not None:
             place, done_bytes = Place(state["input"], Position(*state["position"])), state["done_bytes"]
         total = self._inputs.num_bytes
-        batches = read_batches(self._inputs.files, self._settings.read, place, continues=writer.is_inside_document)
+        batches = read_batches(self._inputs.files, self._settings.read, place, continues=writer.is_inside_document,
+                               copies=output.path)
         results = map_in_order(functools.partial(make_tokenize, self._tokenize), batches,
                                self._num_workers(workers, total - done_bytes))
 
         def save() -> None:
             output.save({**self._state(writer), "input": place.input, "position": place.position,
                          "done_bytes": done_bytes, "finished": False})
+            delete_copies(output.path, place)
 
         if state is not None:
             say(f"continues the preparation in {output.path} after {writer.num_documents:,} documents")
@@ -207,14 +223,13 @@ class _Job:
         if statistics.documents == 0:
             raise ConfigError(shorten(" ".join(file.name for file in self._inputs.files)),
                               problem="there is no document that is not empty")
-        if (inputs := record_inputs(self._inputs.files)) != self.record["inputs"]:
-            raise ConfigError(changed_input(self.record["inputs"], inputs), problem="it was changed while it was read",
-                              remedy="prepare the data again")
+        check_unchanged(self._inputs.files, self.record["inputs"])
         meta = PreparedData(
             vocab_size=self._ids.vocab_size, tokenizer=self._name, tokenizer_sha256=self._fingerprint,
             bos_token=self._tokenize.bos_token, eod_token=self._tokenize.eod_token, num_tokens=statistics.tokens,
             num_documents=statistics.documents, max_token=int(np.flatnonzero(statistics.token_counts)[-1]),
-            entropy_nats=entropy_nats(statistics.token_counts))
+            entropy_nats=entropy_nats(statistics.token_counts),
+            sources=describe_sources(self._inputs.files, self.record["inputs"]), filters=_filters(self._settings))
         summary = make_summary(
             statistics, unknown_token=self._ids.unk, duplicates_counted=writer.duplicates_are_counted,
             deduplicated=self._settings.deduplicate, entropy_nats=meta.entropy_nats,
@@ -239,34 +254,6 @@ def _special_tokens(tokenizer: Tokenizer, settings: PrepareSettings) -> tuple[in
             tokenizer.eod_token if settings.append_eod else None)
 
 
-_MOST_LISTED = 1000
-
-
-def record_inputs(inputs: Sequence[Input]) -> dict[str, Any]:
-    """Return {"files": number, "bytes": sum, "sha256": of the list, "list": [[path, bytes, mtime_ns], ...]}.
-
-    The list is left out if it has over 1,000 files. Standard input has neither size nor time. Raises ConfigError.
-    """
-    digest, listed, total = hashlib.sha256(), [], 0
-    for found in inputs:
-        entry: list[Any] = [found.path, None, None]
-        if found.can_resume:
-            try:
-                status = os.stat(found.path)
-            except OSError as error:
-                raise ConfigError(found.path, problem=f"it cannot be read: {error.strerror}") from None
-            entry[1:] = status.st_size, status.st_mtime_ns
-            total += status.st_size
-        digest.update(json.dumps(entry).encode() + b"\n")
-        if len(inputs) <= _MOST_LISTED:
-            listed.append(entry)
-    return {"files": len(inputs), "bytes": total, "sha256": digest.hexdigest(), "list": listed}
-
-
-def changed_input(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """Return the path of the first input that two records differ in; "inputs" if other files were listed, or none."""
-    paths = [[entry[0] for entry in record["list"]] for record in (before, after)]
-    if paths[0] != paths[1]:
-        return "inputs"
-    pairs = zip(before["list"], after["list"], strict=True)
-    return next((str(old[0]) for old, new in pairs if list(old) != list(new)), "inputs")
+def _filters(settings: PrepareSettings) -> dict[str, Any]:
+    """Return the settings that leave out or change documents."""
+    return {"on_error": "skip" if settings.read.skip_errors else "stop", "deduplicate": settings.deduplicate}

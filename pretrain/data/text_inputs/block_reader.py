@@ -18,7 +18,7 @@ from pretrain.errors import ConfigError
 from pretrain.remote import RemoteFile
 
 BLOCK_BYTES = 2 << 20
-BLOCKS_AHEAD = 4
+_BLOCKS_AHEAD = 4
 _FRAME = struct.Struct("<II")  # size and CRC-32 of a block of a copy
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -64,9 +64,9 @@ def map_in_threads(function: Callable[[_Item], _Result], items: Iterable[_Item],
 class BlockReader:
     """A file of a store that is open for reading, with the methods that pyarrow needs."""
 
-    def __init__(self, file: RemoteFile, *, block_bytes: int = BLOCK_BYTES, blocks_ahead: int = BLOCKS_AHEAD) -> None:
+    def __init__(self, file: RemoteFile, *, block_bytes: int | None = None, blocks_ahead: int = _BLOCKS_AHEAD) -> None:
         self._file = file
-        self._block_bytes, self._blocks_ahead = block_bytes, blocks_ahead
+        self._block_bytes, self._blocks_ahead = block_bytes or BLOCK_BYTES, blocks_ahead
         self._at = 0
         self._starts: list[int] = []
         self._stops: list[int] = []

@@ -8,7 +8,7 @@ import io
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pretrain.data.text_inputs.block_reader import map_in_threads
@@ -127,14 +127,19 @@ def find_inputs(words: Sequence[str], settings: ReadSettings, earlier: Inputs | 
         raise ConfigError(STDIN, problem="standard input can be read only once", remedy="give - once")
     side_files: list[str] = []
     commits = dict(earlier.commits) if earlier is not None else {}
-    known = {file.stored: file for file in earlier.files} if earlier is not None else {}
+    known = {file.stored.identity: file for file in earlier.files if file.stored} if earlier is not None else {}
     found: list[str | StoredFile] = []
     for word in map(local_path, words):
         found += files_at(word, commits, _is_side_file, side_files) if is_remote(word) else _paths(word, side_files)
+
+    def examine(stored: StoredFile) -> Input:
+        same = known.get(stored.identity)
+        return _examine(stored.url, settings, stored) if same is None else \
+            replace(same, path=stored.url, stored=stored)
+
     stored = [file for file in dict.fromkeys(found) if isinstance(file, StoredFile)]
-    known.update(zip(stored, map_in_threads(lambda file: known.get(file) or _examine(file.url, settings, file), stored),
-                     strict=True))
-    files = tuple(known[one] if isinstance(one, StoredFile) else _examine(one, settings) for one in found)
+    examined = dict(zip(stored, map_in_threads(examine, stored), strict=True))
+    files = tuple(examined[one] if isinstance(one, StoredFile) else _examine(one, settings) for one in found)
     if not any(file.num_bytes or file.head for file in files):
         raise ConfigError(without_credentials(" ".join(words)) or "INPUT", problem="there is no text",
                           remedy="give files that are not empty")

@@ -204,10 +204,7 @@ def open_source(path: str, head: bytes = b"", *, stored: StoredFile | None = Non
 
 def _open(path: str, stored: StoredFile | None, start: int, copy: Path | None, is_peek: bool) -> Any:
     if stored is not None:
-        if is_peek:
-            reader = stored.open(block_bytes=HEAD_BYTES, blocks_ahead=0)
-        else:
-            reader = stored.open()
+        reader = stored.open_beginning(HEAD_BYTES) if is_peek else stored.open()
         if copy is not None:
             return CopiedReader(reader, stored.size, copy)
         reader.seek_and_expect(start)

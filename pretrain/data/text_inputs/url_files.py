@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pretrain.data.text_inputs.block_reader import BLOCK_BYTES, BLOCKS_AHEAD, BlockReader
+from pretrain.data.text_inputs.block_reader import BlockReader
 from pretrain.errors import ConfigError
 from pretrain.remote import RemoteFile, is_url, open_file_system, version_of, with_retries, without_credentials
 
@@ -36,10 +36,21 @@ class StoredFile:
         """The URL, for messages and records."""
         return without_credentials(self.url)
 
-    def open(self, *, block_bytes: int = BLOCK_BYTES, blocks_ahead: int = BLOCKS_AHEAD) -> BlockReader:
+    @property
+    def identity(self) -> tuple[str, int, str, str]:
+        """What is equal for the same version, also if another signature opens it."""
+        return self.name, self.size, self.version, self.revision
+
+    def open(self) -> BlockReader:
         """Open this version. Raises ConfigError if there is another one now."""
-        file = RemoteFile(self.url, version=self.version, size=self.size)
-        return BlockReader(file, block_bytes=block_bytes, blocks_ahead=blocks_ahead)
+        return BlockReader(self._file())
+
+    def open_beginning(self, num_bytes: int) -> BlockReader:
+        """Open this version to read about `num_bytes`: nothing is fetched ahead."""
+        return BlockReader(self._file(), block_bytes=num_bytes, blocks_ahead=0)
+
+    def _file(self) -> RemoteFile:
+        return RemoteFile(self.url, version=self.version, size=self.size)
 
     def current(self) -> "StoredFile":
         """Return the version that the store has now. Commits do not change. Raises ConfigError if it has none."""
