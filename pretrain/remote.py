@@ -31,6 +31,8 @@ _VERSION_KEYS = ("ETag", "etag", "blob_id", "generation", "Content-MD5", "LastMo
 _CANNOT_BE_READ = ("NoCredentialsError", "ProfileNotFound", "ParamValidationError", "InvalidURL", "HFValidationError",
                    "HfUriError")
 """names of exceptions of the clients that another attempt would raise again"""
+_REMEDIES = {"NoCredentialsError": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; for a public "
+                                   "bucket, set FSSPEC_S3_ANON=true"}
 _T = TypeVar("_T")
 
 
@@ -64,9 +66,11 @@ def open_file_system(url: str, where: str) -> tuple[Any, str]:
                           remedy=f"run `pip install 'ds-pretrain[{extra}]'`" if extra else "install it") from None
     except ValueError as error:
         if protocol in fsspec.available_protocols():
-            raise ConfigError(where, problem=f"the URL cannot be used: {printable(str(error))}") from None
+            raise ConfigError(where, problem=f"the URL cannot be used: {_text_of(error)}") from None
         raise ConfigError(where, found=f"the protocol {protocol}://", expected="a URL that fsspec knows such as "
                           "s3://bucket/name", word=protocol, known=fsspec.available_protocols()) from None
+    except OSError as error:  # clients of some protocols, such as ftp://, connect here
+        raise ConfigError(where, problem=f"the server cannot be reached: {_text_of(error)}") from None
     return system, str(path)
 
 
@@ -129,7 +133,7 @@ class RemoteFile:
         try:
             self._fetch(start, stop, data)
         except Exception as error:
-            if not data or _lasting_problem(error):
+            if not data or _lasting_problem(_reason_of(error)):
                 raise
         if not data:
             raise OSError(errno.EIO, f"0 of {stop - start} bytes came")
@@ -211,11 +215,13 @@ def with_retries(request: Callable[[], _T], name: str, patience_s: float = 120.0
             raise
         except Exception as error:  # each client of fsspec has its own exception classes
             failed_s = time.monotonic() - started
+            error = _reason_of(error)
             reason = f"{type(error).__name__}: {_text_of(error)}"
-            if (problem := _lasting_problem(error)) or failed_s + wait_s > patience_s:
-                raise ConfigError(name, problem=problem or f"no answer for {failed_s:.0f} s: {reason}",
-                                  remedy="" if problem else "check the network and the store, and give the same "
-                                  "command again") from None
+            if problem := _lasting_problem(error):
+                raise ConfigError(name, problem=problem, remedy=_REMEDIES.get(type(error).__name__, "")) from None
+            if failed_s + wait_s > patience_s:
+                raise ConfigError(name, problem=f"no answer for {failed_s:.0f} s: {reason}",
+                                  remedy="check the network and the store, and give the same command again") from None
             if failed_s >= _SILENT_S and failed_s - warned_s >= _LONGEST_WAIT_S / 2:
                 warned_s = failed_s
                 say(f"{name}: waits for the store since {failed_s:.0f} s; last answer: {reason}")
@@ -227,12 +233,15 @@ def _text_of(error: BaseException) -> str:
     return shorten(printable(without_credentials(str(error))), 300)
 
 
+def _reason_of(error: Exception) -> Exception:
+    """Return the error behind a FileNotFoundError, which fsspec's HTTP client raises for any failure."""
+    cause = error.__cause__
+    is_of_http = type(cause).__module__.startswith("aiohttp") or isinstance(cause, (TimeoutError, ConnectionError))
+    return cause if isinstance(error, FileNotFoundError) and isinstance(cause, Exception) and is_of_http else error
+
+
 def _lasting_problem(error: BaseException) -> str:
     """Return why a request can never succeed; "" if it may."""
-    cause = error.__cause__
-    if isinstance(error, FileNotFoundError) and cause is not None and (
-            type(cause).__module__.startswith("aiohttp") or isinstance(cause, (TimeoutError, ConnectionError))):
-        error = cause  # fsspec's HTTP client raises FileNotFoundError for any failure
     status = _http_status(error)
     if isinstance(error, FileNotFoundError) or status in (404, 410):
         reason = _text_of(error)
@@ -242,7 +251,7 @@ def _lasting_problem(error: BaseException) -> str:
     if isinstance(error, PermissionError) or status in (401, 403):
         return f"the store refuses access: {_text_of(error)}"
     if isinstance(error, (ImportError, TypeError, NotImplementedError)) or type(error) is ValueError or \
-            type(error).__name__ in _CANNOT_BE_READ:
+            type(error).__name__ in _CANNOT_BE_READ or getattr(error, "errno", None) == errno.EINVAL:
         return f"it cannot be read: {type(error).__name__}: {_text_of(error)}"
     if status is not None and 400 <= status < 500 and status not in (408, 425, 429):
         return f"the server answers {status}: {_text_of(error)}"

@@ -135,7 +135,7 @@ def _handler(server: Server, folder: Path) -> type[_Handler]:
                 return
             url = urlsplit(self.path)
             file = folder / unquote(url.path).lstrip("/")
-            if server.password and server.password not in (url.query, self.headers.get("Authorization")) or \
+            if (server.password and server.password not in (url.query, self.headers.get("Authorization"))) or \
                     (self.command == "HEAD" and not server.allows_head):
                 return self.send_content(403, {}, b"refused")
             if not file.is_file():

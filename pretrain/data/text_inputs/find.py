@@ -17,6 +17,7 @@ from pretrain.data.text_inputs.formats import (
     HEAD_BYTES,
     PARQUET,
     STDIN,
+    ByteStream,
     Source,
     check_supported,
     compression_of,
@@ -218,19 +219,26 @@ def _examine(path: str, settings: ReadSettings, stored: StoredFile | None = None
 def _decompressed_head(path: str, head: bytes, compression: str, stored: StoredFile | None) -> tuple[bytes, bool]:
     """Return the beginning of the decompressed content, and whether this is all."""
     content = b""
-    if path != STDIN:
-        with open_source(path, stored=stored, is_peek=True) as source:
-            stream = decompressed(source, compression)
-            while len(content) < HEAD_BYTES and (data := stream.read(HEAD_BYTES - len(content))):
-                content += data
-        return content, len(content) < HEAD_BYTES
+    if path != STDIN and stored is None:
+        with open_source(path) as source:
+            return _read_head(decompressed(source, compression))
     stream = decompressed(Source(io.BytesIO(head)), compression)
     try:
         while data := stream.read(1024):
             content += data
     except (OSError, EOFError):  # the rest has not been read yet
-        return content, False
+        if content or stored is None:
+            return content, False
+        with open_source(path, stored=stored, is_peek=True) as source:  # a zstd block with more than HEAD_BYTES
+            return _read_head(decompressed(source, compression))
     return content, len(head) < HEAD_BYTES
+
+
+def _read_head(stream: ByteStream) -> tuple[bytes, bool]:
+    content = b""
+    while len(content) < HEAD_BYTES and (data := stream.read(HEAD_BYTES - len(content))):
+        content += data
+    return content, len(content) < HEAD_BYTES
 
 
 def _kind(path: str, name: str, content: bytes, compression: str, is_complete: bool, settings: ReadSettings,

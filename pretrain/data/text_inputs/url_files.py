@@ -85,13 +85,16 @@ def files_at(url: str, commits: dict[str, str], is_side_file: IsSideFile, side_f
     if is_web(url):
         return [_web_file(url, where)]
     system, path = open_file_system(url, where)
+    if not path.strip("/"):
+        raise ConfigError(where, problem="it names no file of a store", remedy="give a URL such as s3://bucket/name")
     revision = ""
     if type(system).__name__ == "HfFileSystem":
         path, revision = _at_commit(system, path, where, commits)
         url = f"{_HUB}://{path}"
     before, found, after = url.rstrip("/").rpartition(path)
-    if not found or not path.strip("/"):
-        raise ConfigError(where, problem="it names no file of a store", remedy="give a URL such as s3://bucket/name")
+    if not found:
+        raise ConfigError(where, problem="files at such a URL cannot be listed", remedy="give a URL such as "
+                          "s3://bucket/name")
 
     def is_left_out(folder: str, name: str) -> bool:
         *folders, last = name.removeprefix(folder).strip("/").split("/")
@@ -153,9 +156,10 @@ def _facts(system: Any, path: str) -> dict[str, Any]:
     try:
         return dict(system.info(path))
     except FileNotFoundError as error:
-        detail = str(error)
-        what = detail if " " in detail and path not in detail else "there is no such file or folder"
-        raise FileNotFoundError(f"{what}; for names that begin like this, add a *") from error
+        if "bucket does not" in str(error):
+            raise
+        hint = "; for all names that begin like this, add a *" if "/" in path else ""
+        raise FileNotFoundError(f"there is no such file or folder{hint}") from error
 
 
 def _facts_or_none(system: Any, path: str) -> dict[str, Any] | None:
