@@ -93,6 +93,8 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "ds-pretrain doctor --hostfile HOSTS --measure --config run.yaml"),
     "needs SLURM: tests/cluster/test_slurm.py": (
         "sbatch -N 4 launch/slurm/pretrain.sbatch run.yaml", "srun ds-pretrain check-cluster --config run.yaml"),
+    "needs an S3 server: tests/data/prepare/test_urls.py": (
+        'ds-pretrain prepare "s3://bucket/corpus/*.jsonl.gz" --tokenizer data/tokenizer --out data/from_s3',),
     "needs Kubernetes: tests/cluster/test_k8s.py": ("kubectl apply -f launch/k8s/indexed-job.yaml",),
 }
 QUICKSTART = "launch/quickstart.sh"  # run before all pages

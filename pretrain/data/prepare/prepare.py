@@ -82,14 +82,15 @@ def prepare(inputs: Sequence[str], *, tokenizer: str, out: str, settings: Prepar
     Raises ConfigError. After an error, and after StopRequest, out.partial/ remains if it is worth resuming.
     """
     settings = settings or PrepareSettings()
-    stopped = read_state(out)
-    found = find_inputs(inputs, settings.read, read_examined(partial_path(out)) if stopped is not None else None)
+    earlier = read_examined(partial_path(out)) if read_state(out) is not None else None
+    found = find_inputs(inputs, settings.read, earlier)
     if problem := bad_path(f"{out}.summary.json"):
         raise ConfigError("--out", problem=problem)
     check_folder(Path(out).absolute().parent, "--out")
     job = _Job(found, load_tokenizer(tokenizer), out, settings)
     state = _resumable_state(out, job.record, overwrite=overwrite)
-    if state is None and stopped is not None:  # a new beginning reads the commits that the revisions name now
+    if state is None and earlier is not None and all(file.can_resume for file in found.files):
+        # A new beginning reads the commits that the revisions name now.
         job = _Job(find_inputs(inputs, settings.read), load_tokenizer(tokenizer), out, settings)
     if state is not None and state.get("finished"):
         output = PartialOutput(out, state)

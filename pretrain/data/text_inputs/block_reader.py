@@ -78,6 +78,10 @@ class BlockReader:
     def name(self) -> str:
         return self._file.name
 
+    @property
+    def size(self) -> int:
+        return self._file.size
+
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Fetch ahead in these ranges of bytes, in their order in the file. Other bytes are fetched when they are read.
         """
@@ -112,26 +116,29 @@ class BlockReader:
         ahead = min(self._num_read, self._blocks_ahead)  # few at first: perhaps only the beginning is read
         for number in range(index, min(index + 1 + ahead, len(self._starts))):
             if number not in self._blocks:
-                start, size = self._starts[number], self._stops[number] - self._starts[number]
-                self._blocks[number] = in_thread(lambda start=start, size=size:  # type: ignore[misc]
-                                                 self._file.read(start, size))
+                self._fetch(number)
         return self._blocks[index].result()
 
-    def fetch_first(self) -> None:
-        """Begin to fetch the first block that is expected."""
+    def _fetch(self, number: int) -> None:
+        start, size = self._starts[number], self._stops[number] - self._starts[number]
+        self._blocks[number] = in_thread(lambda: self._file.read(start, size))
+
+    def expect_all(self, start: int) -> None:
+        """Read everything from the byte `start` on."""
+        self.seek(start)
+        if self._starts[:1] != [start]:
+            self.expect([(start, self._file.size)])
+
+    def fetch_beginning(self) -> None:
+        """Begin to fetch the first block of a file that will be read later, from its beginning."""
+        self.expect_all(0)
         if self._starts:
-            start, size = self._starts[0], self._stops[0] - self._starts[0]
-            self._blocks[0] = in_thread(lambda: self._file.read(start, size))
+            self._fetch(0)
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._file.size}[whence]
         self._at = base + offset
         return self._at
-
-    def seek_and_expect(self, offset: int) -> None:
-        """Read everything from `offset` on."""
-        self.seek(offset)
-        self.expect([(offset, self._file.size)])
 
     def tell(self) -> int:
         return self._at
@@ -154,8 +161,8 @@ class CopiedReader:
     switched off, is fetched again.
     """
 
-    def __init__(self, reader: BlockReader, size: int, copy: Path) -> None:
-        self._reader, self._size, self._copy = reader, size, copy
+    def __init__(self, reader: BlockReader, copy: Path) -> None:
+        self._reader, self._copy = reader, copy
         self._descriptor = os.open(copy, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         self._at_in_copy = 0
         self._reads_copy = True
@@ -164,7 +171,7 @@ class CopiedReader:
 
     def read(self, size: int = -1) -> bytes:
         """Return `size` bytes (-1: all); fewer at the end of the file. Raises ConfigError."""
-        parts, missing = [], self._size if size is None or size < 0 else size
+        parts, missing = [], self._reader.size if size is None or size < 0 else size
         while missing > 0 and (self._block or self._next_block()):
             parts.append(self._block[:missing])
             self._block = self._block[missing:]
@@ -176,7 +183,7 @@ class CopiedReader:
         data = self._copied_block() if self._reads_copy else b""
         if not data and self._reads_copy:
             self._reads_copy = False
-            self._reader.seek_and_expect(self._at)
+            self._reader.expect_all(self._at)
         if not data:
             data = self._reader.read(BLOCK_BYTES)
             try:

@@ -204,7 +204,7 @@ def _examine(path: str, settings: ReadSettings, stored: StoredFile | None = None
     name = input_name(path)
     if path == STDIN and sys.stdin.isatty():
         raise ConfigError("-", problem="standard input is a terminal", remedy="redirect it: < FILE, or a pipe")
-    with open_source(path, stored=stored, is_peek=True) as source:
+    with open_source(path, reader=None if stored is None else stored.open_beginning(HEAD_BYTES)) as source:
         head = source.read(HEAD_BYTES)
     compression = compression_of(head)
     content, is_complete = head, len(head) < HEAD_BYTES
@@ -229,7 +229,7 @@ def _decompressed_head(path: str, head: bytes, compression: str, stored: StoredF
     except (OSError, EOFError):  # the rest has not been read yet
         if content or stored is None:
             return content, False
-        with open_source(path, stored=stored, is_peek=True) as source:  # a zstd block with more than HEAD_BYTES
+        with open_source(path, reader=stored.open_beginning(HEAD_BYTES)) as source:  # the first block of zstd is longer
             return _read_head(decompressed(source, compression))
     return content, len(head) < HEAD_BYTES
 

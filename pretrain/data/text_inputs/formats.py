@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from pretrain.data.text_inputs.block_reader import CopiedReader
+from pretrain.data.text_inputs.block_reader import BlockReader, CopiedReader
 from pretrain.data.text_inputs.chunk import BOM
 from pretrain.data.text_inputs.text import parse_json
 from pretrain.data.text_inputs.url_files import StoredFile
@@ -179,20 +179,19 @@ class Source:
 
 
 @contextmanager
-def open_source(path: str, head: bytes = b"", *, stored: StoredFile | None = None, start: int = 0,
-                copy: Path | None = None, is_peek: bool = False) -> Iterator[Source]:
+def open_source(path: str, head: bytes = b"", *, reader: BlockReader | None = None, start: int = 0,
+                copy: Path | None = None) -> Iterator[Source]:
     """Open a file, a URL, or standard input ("-"). I/O errors and damaged compressed data become ConfigError.
 
     Args:
-        stored: of a URL, the file.
+        reader: of a URL, its open file.
         start: byte at which reading begins.
         copy: of a URL that is read to its end from byte 0, a path at which the bytes are kept.
-        is_peek: of a URL, whether only the first bytes are wanted.
     """
     name = input_name(path)
     source = None
     try:
-        source = Source(_open(path, stored, start, copy, is_peek), head)
+        source = Source(_open(path, reader, start, copy), head)
         yield source
     except (OSError, EOFError, zlib.error) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
@@ -202,12 +201,11 @@ def open_source(path: str, head: bytes = b"", *, stored: StoredFile | None = Non
             source.file.close()
 
 
-def _open(path: str, stored: StoredFile | None, start: int, copy: Path | None, is_peek: bool) -> Any:
-    if stored is not None:
-        reader = stored.open_beginning(HEAD_BYTES) if is_peek else stored.open()
+def _open(path: str, reader: BlockReader | None, start: int, copy: Path | None) -> Any:
+    if reader is not None:
         if copy is not None:
-            return CopiedReader(reader, stored.size, copy)
-        reader.seek_and_expect(start)
+            return CopiedReader(reader, copy)
+        reader.expect_all(start)
         return reader
     file = sys.stdin.buffer if path == STDIN else open(path, "rb")  # noqa: SIM115 (closed by the caller)
     if start:
@@ -236,7 +234,7 @@ def decompressed(source: Source, compression: str) -> ByteStream:
 def read_all(path: str, compression: str, stored: StoredFile | None = None) -> bytes:
     """Return the decompressed content of a file. Raises ConfigError."""
     content = b""
-    with open_source(path, stored=stored) as source:
+    with open_source(path, reader=None if stored is None else stored.open()) as source:
         stream = decompressed(source, compression)
         while data := stream.read(_SKIP_BYTES):
             content += data

@@ -17,16 +17,16 @@ _TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary"
 
 
 def read_parquet(path: str, column: str, start: Position, *, chunk_bytes: int, long_bytes: int,
-                 stored: StoredFile | None = None) -> Iterator[Chunk]:
+                 reader: BlockReader | None = None) -> Iterator[Chunk]:
     """Yield the values of a column from the row `start.offset` on in chunks. Raises ConfigError.
 
-    stored: the file, if `path` is a URL. Only its end and the needed parts of the column are fetched.
+    reader: the open file, if `path` is a URL. Only its end and the needed parts of the column are fetched.
     """
     name = input_name(path)
     pyarrow = import_pyarrow(name)
     try:
-        file, reader = _open(path, stored)
-        bytes_per_row = (stored.size if stored else os.path.getsize(path)) / max(file.metadata.num_rows, 1)
+        file = _open(path if reader is None else reader)
+        bytes_per_row = (reader.size if reader else os.path.getsize(path)) / max(file.metadata.num_rows, 1)
         chunk_bytes = max(chunk_bytes, 4)  # the longest UTF-8 character
         chunks = _Chunks(path, start, chunk_bytes, max(long_bytes, chunk_bytes), bytes_per_row)
         names = _column_path(file.schema_arrow, column, name)
@@ -44,17 +44,15 @@ def check_parquet(path: str, column: str, stored: StoredFile | None = None) -> N
     name = input_name(path)
     pyarrow = import_pyarrow(name)
     try:
-        _column_path(_open(path, stored)[0].schema_arrow, column, name)
+        _column_path(_open(path if stored is None else stored.open()).schema_arrow, column, name)
     except (OSError, pyarrow.ArrowException) as error:
         raise ConfigError(name, problem=f"this Parquet file is damaged: {error}") from None
 
 
-def _open(path: str, stored: StoredFile | None) -> tuple[Any, BlockReader | None]:
+def _open(source: str | BlockReader) -> Any:
     import pyarrow.parquet
 
-    reader = None if stored is None else stored.open()
-    return pyarrow.parquet.ParquetFile(path if reader is None else reader, buffer_size=_BUFFER_BYTES,
-                                       pre_buffer=False), reader
+    return pyarrow.parquet.ParquetFile(source, buffer_size=_BUFFER_BYTES, pre_buffer=False)
 
 
 def _ranges(metadata: Any, column: str, first_row: int) -> Iterator[tuple[int, int]]:

@@ -1,9 +1,11 @@
 """Read inputs as streams of chunks, and chunks in batches for the workers, from any position on."""
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pretrain.data.text_inputs.block_reader import BlockReader
 from pretrain.data.text_inputs.chunk import BEGINNING, BOM, CHUNK_BYTES, LONG_BYTES, Chunk, Position, ReadSettings
 from pretrain.data.text_inputs.find import Input
 from pretrain.data.text_inputs.formats import ByteStream, Source, decompressed, input_name, open_source, skip
@@ -14,34 +16,39 @@ from pretrain.errors import ConfigError
 
 _BLOCK_BYTES = 1 << 18
 _COPY = "copy-"
+_FILES_AHEAD = 4
 
 
 def read_chunks(found: Input, settings: ReadSettings, *, start: Position = BEGINNING, chunk_bytes: int = CHUNK_BYTES,
-                long_bytes: int = LONG_BYTES, copy: Path | None = None) -> Iterator[Chunk]:
+                long_bytes: int = LONG_BYTES, reader: BlockReader | None = None,
+                copy: Path | None = None) -> Iterator[Chunk]:
     """Yield an input from the position `start` in chunks of about `chunk_bytes`; a long JSON line becomes several.
 
+    reader: of a file of a store that is open already.
     copy: path at which the bytes of a compressed file of a store are kept, because it is read from its beginning.
 
     The chunks from a position on are always the same: whether reading began there or before. Standard input can only
     be read once, from its beginning. Raises ConfigError if the input cannot be read to its end.
     """
+    if found.stored is not None and reader is None:
+        reader = found.stored.open()
     if found.kind == "parquet":
         yield from read_parquet(found.path, settings.jsonl_key, start, chunk_bytes=chunk_bytes, long_bytes=long_bytes,
-                                stored=found.stored)
+                                reader=reader)
         return
     first = 0 if found.compression or not found.can_resume else start.offset
-    with open_source(found.path, found.head, stored=found.stored, start=first,
+    with open_source(found.path, found.head, reader=reader, start=first,
                      copy=copy if found.compression else None) as source:
         stream = decompressed(source, found.compression)
         skip(stream, start.offset - first)
-        reader = _Reader(source, stream, input_name(found.path), start)
+        text = _Reader(source, stream, input_name(found.path), start)
         if start == BEGINNING:
-            reader.skip_bom()
+            text.skip_bom()
         if found.kind == "jsonl":
-            yield from _json_chunks(reader, settings.jsonl_key, chunk_bytes, max(long_bytes, chunk_bytes))
+            yield from _json_chunks(text, settings.jsonl_key, chunk_bytes, max(long_bytes, chunk_bytes))
         else:
             separator = settings.document_separator.encode()
-            yield from _text_chunks(reader, separator, chunk_bytes, is_new=start == BEGINNING)
+            yield from _text_chunks(text, separator, chunk_bytes, is_new=start == BEGINNING)
 
 
 class _Reader:
@@ -201,13 +208,31 @@ def delete_copies(folder: Path, place: Place) -> None:
 def _chunks(inputs: Sequence[Input], settings: ReadSettings, start: Place,
             copies: Path | None) -> Iterator[tuple[Chunk, Place]]:
     """Yield each chunk, and the place of the next one: after the last chunk of an input, that is the next input."""
-    for index in range(start.input, len(inputs)):
+    for index, reader in _open_ahead(inputs, start.input):
         position = start.position if index == start.input else BEGINNING
         previous: Chunk | None = None
         copy = copies / f"{_COPY}{index}" if copies is not None and inputs[index].stored is not None else None
-        for chunk in read_chunks(inputs[index], settings, start=position, chunk_bytes=CHUNK_BYTES, copy=copy):
+        for chunk in read_chunks(inputs[index], settings, start=position, chunk_bytes=CHUNK_BYTES,
+                                 reader=reader, copy=copy):
             if previous is not None:
                 yield previous, Place(index, previous.end)
             previous = chunk
         if previous is not None:
             yield previous, Place(index + 1, BEGINNING)
+
+
+def _open_ahead(inputs: Sequence[Input], first: int) -> Iterator[tuple[int, BlockReader | None]]:
+    """Yield the number of each input, and the open file of a store. The next files are opened and fetched meanwhile.
+
+    So small files do not wait for the network one after the other.
+    """
+    opened: deque[tuple[int, BlockReader | None]] = deque()
+    for index in range(first, len(inputs)):
+        stored = inputs[index].stored
+        reader = None if stored is None else stored.open()
+        if reader is not None and index > first and inputs[index].kind != "parquet":
+            reader.fetch_beginning()
+        opened.append((index, reader))
+        if len(opened) > _FILES_AHEAD:
+            yield opened.popleft()
+    yield from opened

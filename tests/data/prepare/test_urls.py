@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -200,9 +200,10 @@ def stop_after(num_batches: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_stopped(word: str, out: Path, num_batches: int, settings: PrepareSettings | None = None) -> None:
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
+    with pytest.MonkeyPatch.context() as patch:
         stop_after(num_batches, patch)
-        prepare([word], tokenizer="bytes", out=str(out), settings=settings, workers=1, seconds_between_states=0)
+        with pytest.raises(Stopped):
+            prepare([word], tokenizer="bytes", out=str(out), settings=settings, workers=1, seconds_between_states=0)
 
 
 def test_a_resume_reads_the_commit_with_which_the_preparation_began(hub: tuple[Server, dict[str, str]], corpus: Path,
@@ -226,6 +227,26 @@ def test_a_resume_reads_the_commit_with_which_the_preparation_began(hub: tuple[S
     assert (read_meta(tmp_path / "new") or {})["sources"]["list"][0]["revision"] == "a" * 40
 
 
+def change_at(moment: str, change: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Call `change` when a few batches have been written, or after the last one."""
+    add, check, num_batches = DocumentWriter.add, pretrain.data.prepare.prepare.check_unchanged, [0]
+
+    def add_and_change(writer: DocumentWriter, *args: object) -> None:
+        num_batches[0] += 1
+        if num_batches[0] == 3:
+            change()
+        add(writer, *args)  # type: ignore[arg-type]
+
+    def change_and_check(*args: object) -> None:
+        change()
+        check(*args)  # type: ignore[arg-type]
+
+    if moment == "middle":
+        monkeypatch.setattr(DocumentWriter, "add", add_and_change)
+    else:
+        monkeypatch.setattr(pretrain.data.prepare.prepare, "check_unchanged", change_and_check)
+
+
 @pytest.mark.parametrize("source", ["s3", "http", "http without ETag"])
 def test_a_source_that_changes_is_named(source: str, s3: str, tmp_path: Path) -> None:
     """While it is read, between a stop and the resume, and after its last byte was read."""
@@ -242,24 +263,10 @@ def test_a_source_that_changes_is_named(source: str, s3: str, tmp_path: Path) ->
     with range_server(folder) as server:
         server.has_etags = source == "http"
         url = "s3://bucket/changing/x.jsonl" if source == "s3" else f"{server.url}/x.jsonl"
-        for moment, change in (("middle", lines.replace(b"x", b"y")), ("end", lines.replace(b"x", b"z"))):
+        for moment, letter in (("middle", b"y"), ("end", b"z")):
             write(lines, 1)
             with pytest.MonkeyPatch.context() as patch:
-                after = [3 if moment == "middle" else 1000]
-                add, finish = DocumentWriter.add, DocumentWriter.finish
-
-                def change_then_add(writer: DocumentWriter, *args: object, after: list[int] = after,
-                                    change: bytes = change) -> None:
-                    after[0] -= 1
-                    if after[0] == 0:
-                        write(change, 2)
-                    add(writer, *args)  # type: ignore[arg-type]
-
-                patch.setattr(DocumentWriter, "add", change_then_add)
-                if moment == "end":
-                    check = pretrain.data.prepare.prepare.check_unchanged
-                    patch.setattr(pretrain.data.prepare.prepare, "check_unchanged",
-                                  lambda *args, change=change: (write(change, 3), check(*args)))
+                change_at(moment, lambda letter=letter: write(lines.replace(b"x", letter), 2), patch)  # type: ignore[misc]
                 with pytest.raises(ConfigError, match=r"x\.jsonl: it was changed while it was read"):
                     prepare([url], tokenizer="bytes", out=str(tmp_path / moment), workers=1)
             assert not list(tmp_path.glob(f"{moment}.idx"))
@@ -274,6 +281,7 @@ def test_a_source_that_changes_is_named(source: str, s3: str, tmp_path: Path) ->
 
 
 def test_a_signature_opens_a_file_and_is_written_nowhere(corpus: Path, s3: str, tmp_path: Path,
+                                                         monkeypatch: pytest.MonkeyPatch,
                                                          capfd: pytest.CaptureFixture[str]) -> None:
     """Also when another signature continues the work, and the server refuses HEAD."""
     signed = str(fsspec.filesystem("s3").sign("bucket/corpus/c.jsonl.gz"))
@@ -292,10 +300,24 @@ def test_a_signature_opens_a_file_and_is_written_nowhere(corpus: Path, s3: str, 
         assert hashes(tmp_path / "b") == prepared([str(corpus / "b.jsonl")], tmp_path / "local")
         server.password = "Basic bWU6cGFAc3M="
         assert prepared([url.replace("//", "//me:pa%40ss@")], tmp_path / "c") == hashes(tmp_path / "b")
+        (tmp_path / "netrc").write_text("machine 127.0.0.1 login me password pa@ss")
+        (tmp_path / "netrc").chmod(0o600)
+        monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+        assert prepared([url], tmp_path / "d") == hashes(tmp_path / "b")
+        (tmp_path / "netrc").unlink()
     written |= {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
     assert len(written) > 15
     texts = [*written.values(), *map(str.encode, capfd.readouterr()), str(failure.value).encode()]
     assert not [text for text in texts if b"secret*" in text or b"Signature" in text or b"pa%40" in text]
+
+
+@pytest.mark.parametrize(("url", "shown"), [
+    ("https://me:p@ss@host/a?X-Amz-Signature=1&x=2", "https://host/a"), ("https://host/a?token", "https://host/a"),
+    ("403, url='HTTPS://host/a?b=c'", "403, url='HTTPS://host/a"),
+    ("s3://bucket/part-?.jsonl", "s3://bucket/part-?.jsonl"), ("s3://bucket/a?versionId=1", "s3://bucket/a"), ("hf://datasets/org/name@v1/*", "hf://datasets/org/name@v1/*"),
+    ("abfs://box@account/a?sv=1&sig=2 other", "abfs://account/a other")])
+def test_names_have_no_credentials(url: str, shown: str) -> None:
+    assert pretrain.remote.without_credentials(url) == shown
 
 
 def test_only_the_end_and_the_column_of_a_parquet_file_are_read(corpus: Path, tmp_path: Path) -> None:
@@ -319,7 +341,7 @@ def test_a_damaged_copy_of_a_compressed_file_is_fetched_again_from_there(corpus:
                 content[damaged_at : damaged_at + 9] = bytes(9)
                 copy.write_bytes(content)
             server.sent.clear()
-            reader = CopiedReader(stored.open(), stored.size, copy)
+            reader = CopiedReader(stored.open(), copy)
             assert reader.read(100) + reader.read() == whole
             reader.close()
             assert min((sent.start for sent in server.sent_of(".gz")), default=None) == first
@@ -332,7 +354,7 @@ def test_a_server_without_ranges(corpus: Path, tmp_path: Path, monkeypatch: pyte
         assert prepared([url], tmp_path / "out") == prepared([str(corpus / "b.jsonl")], tmp_path / "local")
         assert len(server.sent_of("b.jsonl")) <= 3  # to detect the format, and to read it: two blocks at the same time
         monkeypatch.setattr(pretrain.remote, "_WHOLE_BYTES", 100_000)
-        with pytest.raises(ConfigError, match="sends the complete file instead of the range .* curl -O, and give the"):
+        with pytest.raises(ConfigError, match=r"sends the complete file instead of the range .* curl -O, and give the"):
             prepared([url], tmp_path / "out")
 
 
@@ -350,8 +372,8 @@ def test_a_tokenizer_is_trained_on_a_url(corpus: Path, s3: str, tmp_path: Path) 
 WRONG_OF_S3 = {
     "s3://missing/x": "s3://missing/x: The specified bucket does not exist.",
     "s3://missing": "s3://missing: there is no such file or folder.",
-    "s3://bucket/none.txt": "s3://bucket/none.txt: there is no such file or folder; for all names that begin like this, "
-                            "add a *.",
+    "s3://bucket/none.txt": "s3://bucket/none.txt: there is no such file or folder; for all names that begin like "
+                            "this, add a *.",
     "s3://bucket/corp": "there is no such file or folder",
     "s3://bucket/none/": "there is no such file or folder",
     "s3://empty": "s3://empty: there are no files to read below it.",
@@ -411,8 +433,8 @@ def test_missing_credentials_and_packages(corpus: Path, s3: str, tmp_path: Path)
              str(tmp_path / "out"), "--workers", "1"]
     missing = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
     for environment, code, message in (
-            (without, 2, "Unable to locate credentials. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; "
-             "for a public bucket, set FSSPEC_S3_ANON=true.\n"),
+            (without, 2, "Unable to locate credentials. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or "
+             "AWS_PROFILE; for a public bucket, set FSSPEC_S3_ANON=true.\n"),
             (missing, 2, "run `pip install 'ds-pretrain[s3]'`"),
             ({**without, "FSSPEC_S3_ANON": "true"}, 0, "")):
         done = subprocess.run(words, capture_output=True, text=True, timeout=600, env=environment)

@@ -29,7 +29,8 @@ def write_corpus(folder: Path, num_documents: int = 400, seed: int = 0) -> Path:
         (folder / name).mkdir(parents=True)
     (folder / "z" / "a.txt").write_text("\n\n".join(texts))
     (folder / "b.jsonl").write_bytes(lines)
-    (folder / "c.jsonl.gz").write_bytes(gzip.compress(lines[: len(lines) // 2]) + gzip.compress(lines[len(lines) // 2 :]))
+    half = len(lines) // 2
+    (folder / "c.jsonl.gz").write_bytes(gzip.compress(lines[:half]) + gzip.compress(lines[half:]))
     (folder / "d.jsonl.zst").write_bytes(pyarrow.compress(lines, codec="zstd", asbytes=True))
     other = [generator.randbytes(600) for _ in texts]
     pyarrow.parquet.write_table(pyarrow.table({"other": other, "text": texts}), folder / "e.parquet",
@@ -59,7 +60,8 @@ def hashes(out: Path) -> tuple[str, str]:
 
 def prepared(inputs: list[str], out: Path) -> tuple[str, str]:
     """Prepare inputs in this process, and return the hashes of the result."""
-    has_text = any(not word.partition("?")[0].endswith((".gz", ".zst", ".jsonl", ".jsonl*", ".parquet")) for word in inputs)
+    other = (".gz", ".zst", ".jsonl", ".jsonl*", ".parquet")
+    has_text = any(not word.partition("?")[0].endswith(other) for word in inputs)
     settings = SEPARATED if has_text else None
     prepare(inputs, tokenizer="bytes", out=str(out), settings=settings, workers=1, overwrite=True)
     return hashes(out)
