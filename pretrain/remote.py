@@ -14,7 +14,8 @@ from pretrain.cli import say
 from pretrain.errors import ConfigError, printable, shorten
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*(?:::[a-z][a-z0-9+.-]*)*://", re.IGNORECASE)
-_CREDENTIALS = re.compile(r"//[^/\s]*@")
+_CREDENTIALS = re.compile(r"(https?://)[^/\s]*@|(//)[^/\s:@]*:[^/\s]*@", re.IGNORECASE)
+"""abfs://container@account has none"""
 _QUERY = re.compile(r"(https?://[^\s?]*)\?\S*|(://[^\s?]*)\?\S*=\S*", re.IGNORECASE)
 """of stores, `?` may be part of a glob; a signature has a `=`"""
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "http": "http", "https": "http"}
@@ -43,7 +44,11 @@ def is_url(word: str) -> bool:
 
 def without_credentials(text: str) -> str:
     """Return a text for messages and records: its URLs without user name, password, and the signature after `?`."""
-    return _QUERY.sub(lambda match: match[1] or match[2], _CREDENTIALS.sub("//", text))
+    return _QUERY.sub(_kept, _CREDENTIALS.sub(_kept, text))
+
+
+def _kept(match: "re.Match[str]") -> str:
+    return str(match[1] or match[2])
 
 
 def open_file_system(url: str, where: str) -> tuple[Any, str]:

@@ -313,9 +313,11 @@ def test_a_signature_opens_a_file_and_is_written_nowhere(corpus: Path, s3: str, 
 
 @pytest.mark.parametrize(("url", "shown"), [
     ("https://me:p@ss@host/a?X-Amz-Signature=1&x=2", "https://host/a"), ("https://host/a?token", "https://host/a"),
-    ("403, url='HTTPS://host/a?b=c'", "403, url='HTTPS://host/a"),
-    ("s3://bucket/part-?.jsonl", "s3://bucket/part-?.jsonl"), ("s3://bucket/a?versionId=1", "s3://bucket/a"), ("hf://datasets/org/name@v1/*", "hf://datasets/org/name@v1/*"),
-    ("abfs://box@account/a?sv=1&sig=2 other", "abfs://account/a other")])
+    ("https://token@host/a", "https://host/a"), ("ftp://me:pass@host/a", "ftp://host/a"),
+    ("403, url='HTTPS://host/a?b=c'", "403, url='HTTPS://host/a"), ("s3://bucket/a?versionId=1", "s3://bucket/a"),
+    ("s3://bucket/part-?.jsonl", "s3://bucket/part-?.jsonl"),
+    ("hf://datasets/org/name@v1/*", "hf://datasets/org/name@v1/*"),
+    ("abfs://box@account/a?sv=1&sig=2 other", "abfs://box@account/a other")])
 def test_names_have_no_credentials(url: str, shown: str) -> None:
     assert pretrain.remote.without_credentials(url) == shown
 
