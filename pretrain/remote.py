@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from pretrain.cli import say
+from pretrain.cli import path_text, say, text
 from pretrain.errors import ConfigError, printable, shorten
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*(?:::[a-z][a-z0-9+.-]*)*://", re.IGNORECASE)
@@ -42,9 +42,14 @@ def is_url(word: str) -> bool:
     return _URL.match(word) is not None
 
 
-def without_credentials(text: str) -> str:
+def path_or_url(word: str) -> str:
+    """Argparse type: a path, a glob, - or a URL, returned as it was typed."""
+    return text(word) if is_url(word) else path_text(word)
+
+
+def without_credentials(message: str) -> str:
     """Return a text for messages and records: its URLs without user name, password, and the signature after `?`."""
-    return _QUERY.sub(_kept, _CREDENTIALS.sub(_kept, text))
+    return _QUERY.sub(_kept, _CREDENTIALS.sub(_kept, message))
 
 
 def _kept(match: "re.Match[str]") -> str:
@@ -241,7 +246,8 @@ def _text_of(error: BaseException) -> str:
 def _reason_of(error: Exception) -> Exception:
     """Return the error behind a FileNotFoundError, which fsspec's HTTP client raises for any failure."""
     cause = error.__cause__
-    is_of_http = type(cause).__module__.startswith("aiohttp") or isinstance(cause, (TimeoutError, ConnectionError))
+    is_of_http = type(cause).__module__.partition(".")[0] in ("aiohttp", "asyncio") or \
+        isinstance(cause, (TimeoutError, ConnectionError))
     return cause if isinstance(error, FileNotFoundError) and isinstance(cause, Exception) and is_of_http else error
 
 
@@ -251,7 +257,7 @@ def _lasting_problem(error: BaseException) -> str:
     if isinstance(error, FileNotFoundError) or status in (404, 410):
         reason = _text_of(error)
         return reason if " " in reason and status is None else "there is no such file"
-    if status == 412 or "PreconditionFailed" in str(error) or "pre-conditions" in str(error):
+    if status in (412, 416) or "PreconditionFailed" in str(error) or "pre-conditions" in str(error):
         return str(changed_error("").args[0]).removeprefix(": ")
     if isinstance(error, PermissionError) or status in (401, 403):
         return f"the store refuses access: {_text_of(error)}"

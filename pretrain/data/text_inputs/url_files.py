@@ -13,6 +13,7 @@ from pretrain.remote import RemoteFile, is_url, open_file_system, version_of, wi
 _LOCAL = re.compile(r"(?:file|local)://", re.IGNORECASE)
 _WEB = re.compile(r"https?://", re.IGNORECASE)
 _HUB = "hf"
+_HUB_FOLDERS = {"dataset": "datasets/", "space": "spaces/"}
 _CARD = "README.md"
 """file of a repository of the Hub that describes it"""
 IsSideFile = Callable[[str, bool], bool]
@@ -130,7 +131,7 @@ def _at_commit(system: Any, path: str, where: str, commits: dict[str, str]) -> t
     resolved = with_retries(lambda: system.resolve_path(path), where)
     if not hasattr(resolved, "repo_id"):
         return path, ""
-    root = resolved.root.partition("@")[0]
+    root = _HUB_FOLDERS.get(resolved.repo_type, "") + resolved.repo_id
     key = f"{_HUB}://{root}@{resolved.revision}"
     if key not in commits:
         commits[key] = str(with_retries(lambda: system._api.repo_info(
