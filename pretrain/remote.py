@@ -34,6 +34,8 @@ _CANNOT_BE_READ = ("NoCredentialsError", "ProfileNotFound", "ParamValidationErro
 """names of exceptions of the clients that another attempt would raise again"""
 _REMEDIES = {"NoCredentialsError": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; for a public "
                                    "bucket, set FSSPEC_S3_ANON=true"}
+_warned: dict[str, float] = {}
+"""name of a file -> time of the last warning: several threads may wait for it"""
 _T = TypeVar("_T")
 
 
@@ -217,7 +219,7 @@ def version_of(facts: dict[str, Any]) -> str:
 
 def with_retries(request: Callable[[], _T], name: str, patience_s: float = 120.0) -> _T:
     """Return what `request` returns; repeat it while it fails in a way that may pass. Raises ConfigError."""
-    started, wait_s, warned_s = time.monotonic(), _FIRST_WAIT_S, 0.0
+    started, wait_s = time.monotonic(), _FIRST_WAIT_S
     while True:
         try:
             return request()
@@ -232,8 +234,8 @@ def with_retries(request: Callable[[], _T], name: str, patience_s: float = 120.0
             if failed_s + wait_s > patience_s:
                 raise ConfigError(name, problem=f"no answer for {failed_s:.0f} s: {reason}",
                                   remedy="check the network and the store, and give the same command again") from None
-            if failed_s >= _SILENT_S and failed_s - warned_s >= _LONGEST_WAIT_S / 2:
-                warned_s = failed_s
+            if failed_s >= _SILENT_S and time.monotonic() - _warned.get(name, 0.0) >= _LONGEST_WAIT_S / 2:
+                _warned[name] = time.monotonic()
                 say(f"{name}: waits for the store since {failed_s:.0f} s; last answer: {reason}")
         time.sleep(wait_s)
         wait_s = min(2 * wait_s, _LONGEST_WAIT_S)

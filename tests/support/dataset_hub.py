@@ -28,14 +28,14 @@ def _handler(server: Server, commits: dict[str, Path], branches: dict[str, str])
         def do_GET(self) -> None:
             if self.is_busy():
                 return
-            path = unquote(urlsplit(self.path).path).strip("/")
+            path = urlsplit(self.path).path.strip("/")
             if server.password and self.headers.get("Authorization") != f"Bearer {server.password}":
                 return self.fail(401, "RepoNotFound")
             about, _, rest = path.removeprefix("api/").removeprefix("datasets/").partition(NAME)
             if about or not path.startswith(("api/datasets/", "datasets/")):
                 return self.fail(404, "RepoNotFound")
             action, _, rest = rest.strip("/").partition("/")
-            revision, _, name = rest.partition("/")
+            revision, name = map(unquote, rest.partition("/")[::2])
             commit = branches.get(revision or "main", revision)
             if commit not in commits:
                 return self.fail(404, "RevisionNotFound")

@@ -4,7 +4,6 @@ OUT.partial/inputs.json has the commits and formats of files of stores, so that 
 not examine the files again.
 """
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -17,6 +16,7 @@ from pretrain.data.text_inputs.find import Input, Inputs
 from pretrain.data.text_inputs.url_files import StoredFile
 from pretrain.errors import ConfigError
 from pretrain.paths import write_synced
+from pretrain.remote import RemoteFile
 from pretrain.stored_json import read_object
 
 _MOST_LISTED = 1000
@@ -52,12 +52,10 @@ def _entry(found: Input) -> list[Any]:
 
 
 def check_unchanged(inputs: Sequence[Input], before: dict[str, Any]) -> None:
-    """Raise ConfigError if an input is another one now than when `before` was recorded."""
-    stored = list(dict.fromkeys(found.stored for found in inputs if found.stored is not None))
-    current = dict(zip(stored, map_in_threads(StoredFile.current, stored), strict=True))
-    now = record_inputs([found if found.stored is None else dataclasses.replace(found, stored=current[found.stored])
-                         for found in inputs])
-    if now != before:
+    """Raise ConfigError if an input is another one now than when `before` was recorded. Commits do not change."""
+    stored = dict.fromkeys(found.stored for found in inputs if found.stored is not None and not found.stored.revision)
+    map_in_threads(RemoteFile.check_version, [file.connect() for file in stored])
+    if (now := record_inputs(inputs)) != before:
         raise ConfigError(changed_input(before, now), problem="it was changed while it was read",
                           remedy="prepare the data again")
 

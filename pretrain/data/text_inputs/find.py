@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from pretrain.data.text_inputs.block_reader import map_in_threads
+from pretrain.data.text_inputs.block_reader import BlockReader, map_in_threads
 from pretrain.data.text_inputs.chunk import ReadSettings
 from pretrain.data.text_inputs.formats import (
     HEAD_BYTES,
@@ -31,7 +31,7 @@ from pretrain.data.text_inputs.formats import (
 from pretrain.data.text_inputs.parquet import check_parquet
 from pretrain.data.text_inputs.url_files import StoredFile, files_at, is_remote, is_web, local_path
 from pretrain.errors import ConfigError, counted, printable, shorten
-from pretrain.remote import without_credentials
+from pretrain.remote import RemoteFile, without_credentials
 
 _COMPRESSION_RATIO = 4  # assumed compression of gzip, zstd and Parquet files
 _KIND_NAMES = {"text": "text", "jsonl": "JSON lines", "parquet": "Parquet"}
@@ -133,13 +133,16 @@ def find_inputs(words: Sequence[str], settings: ReadSettings, earlier: Inputs | 
     for word in map(local_path, words):
         found += files_at(word, commits, _is_side_file, side_files) if is_remote(word) else _paths(word, side_files)
 
-    def examine(stored: StoredFile) -> Input:
-        same = known.get(stored.identity)
-        return _examine(stored.url, settings, stored) if same is None else \
-            replace(same, path=stored.url, stored=stored)
-
     stored = [file for file in dict.fromkeys(found) if isinstance(file, StoredFile)]
-    examined = dict(zip(stored, map_in_threads(examine, stored), strict=True))
+    files_of_stores = [(file, None if file.identity in known else file.connect()) for file in stored]
+
+    def examine(pair: tuple[StoredFile, RemoteFile | None]) -> Input:
+        file, remote = pair
+        if remote is None:
+            return replace(known[file.identity], path=file.url, stored=file)
+        return _examine(file.url, settings, file, remote)
+
+    examined = dict(zip(stored, map_in_threads(examine, files_of_stores), strict=True))
     files = tuple(examined[one] if isinstance(one, StoredFile) else _examine(one, settings) for one in found)
     if not any(file.num_bytes or file.head for file in files):
         raise ConfigError(without_credentials(" ".join(words)) or "INPUT", problem="there is no text",
@@ -199,27 +202,32 @@ def _is_side_file(name: str, is_folder: bool) -> bool:
     return name == "__pycache__" if is_folder else name in _SIDE_FILES or name.lower().endswith(_SIDE_ENDINGS)
 
 
-def _examine(path: str, settings: ReadSettings, stored: StoredFile | None = None) -> Input:
+def _examine(path: str, settings: ReadSettings, stored: StoredFile | None = None,
+             remote: RemoteFile | None = None) -> Input:
     """Return the input of a file, of a URL, or of standard input, with its format."""
     name = input_name(path)
     if path == STDIN and sys.stdin.isatty():
         raise ConfigError("-", problem="standard input is a terminal", remedy="redirect it: < FILE, or a pipe")
-    with open_source(path, reader=None if stored is None else stored.open_beginning(HEAD_BYTES)) as source:
+    with open_source(path, reader=_reader_of_head(remote)) as source:
         head = source.read(HEAD_BYTES)
     compression = compression_of(head)
     content, is_complete = head, len(head) < HEAD_BYTES
     if compression:
-        content, is_complete = _decompressed_head(path, head, compression, stored)
+        content, is_complete = _decompressed_head(path, head, compression, remote)
     local_bytes = 0 if path == STDIN or stored is not None else os.path.getsize(path)
     num_bytes = local_bytes if stored is None else stored.size
-    return Input(path, _kind(path, name, content, compression, is_complete, settings, stored), compression, num_bytes,
+    return Input(path, _kind(path, name, content, compression, is_complete, settings, remote), compression, num_bytes,
                  head if path == STDIN else b"", stored)
 
 
-def _decompressed_head(path: str, head: bytes, compression: str, stored: StoredFile | None) -> tuple[bytes, bool]:
+def _reader_of_head(remote: RemoteFile | None) -> BlockReader | None:
+    return None if remote is None else BlockReader(remote, block_bytes=HEAD_BYTES, blocks_ahead=0)
+
+
+def _decompressed_head(path: str, head: bytes, compression: str, remote: RemoteFile | None) -> tuple[bytes, bool]:
     """Return the beginning of the decompressed content, and whether this is all."""
     content = b""
-    if path != STDIN and stored is None:
+    if path != STDIN and remote is None:
         with open_source(path) as source:
             return _read_head(decompressed(source, compression))
     stream = decompressed(Source(io.BytesIO(head)), compression)
@@ -227,9 +235,9 @@ def _decompressed_head(path: str, head: bytes, compression: str, stored: StoredF
         while data := stream.read(1024):
             content += data
     except (OSError, EOFError):  # the rest has not been read yet
-        if content or stored is None:
+        if content or remote is None:
             return content, False
-        with open_source(path, reader=stored.open_beginning(HEAD_BYTES)) as source:  # the first block of zstd is longer
+        with open_source(path, reader=_reader_of_head(remote)) as source:  # the first block of zstd is longer
             return _read_head(decompressed(source, compression))
     return content, len(head) < HEAD_BYTES
 
@@ -242,7 +250,7 @@ def _read_head(stream: ByteStream) -> tuple[bytes, bool]:
 
 
 def _kind(path: str, name: str, content: bytes, compression: str, is_complete: bool, settings: ReadSettings,
-          stored: StoredFile | None) -> str:
+          remote: RemoteFile | None) -> str:
     if compression_of(content) and compression:
         raise ConfigError(name, problem="it is compressed twice", remedy="decompress it once")
     check_supported(content, name)
@@ -252,7 +260,7 @@ def _kind(path: str, name: str, content: bytes, compression: str, is_complete: b
         if compression or path == STDIN:
             raise ConfigError(name, problem="a Parquet file is read from its end, which needs a plain file",
                               remedy="decompress it" if compression else "give its path")
-        check_parquet(path, settings.jsonl_key, stored)
+        check_parquet(path, settings.jsonl_key, remote)
         return "parquet"
     if settings.format == "parquet":
         raise ConfigError(name, problem="this is not a Parquet file", remedy="leave --format out")

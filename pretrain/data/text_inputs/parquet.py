@@ -8,8 +8,8 @@ from pretrain.data.text_inputs.block_reader import BlockReader
 from pretrain.data.text_inputs.chunk import LONG_BYTES, Chunk, Position
 from pretrain.data.text_inputs.formats import import_pyarrow, input_name
 from pretrain.data.text_inputs.text import text_cut
-from pretrain.data.text_inputs.url_files import StoredFile
 from pretrain.errors import ConfigError
+from pretrain.remote import RemoteFile
 
 _BUFFER_BYTES = 1 << 20
 _MOST_VALUES = 1 << 14  # in a chunk
@@ -39,12 +39,12 @@ def read_parquet(path: str, column: str, start: Position, *, chunk_bytes: int, l
         raise ConfigError(name, problem=f"it cannot be read to its end: {error}") from None
 
 
-def check_parquet(path: str, column: str, stored: StoredFile | None = None) -> None:
+def check_parquet(path: str, column: str, remote: RemoteFile | None = None) -> None:
     """Raise ConfigError if a file is damaged, or has no text in this column."""
     name = input_name(path)
     pyarrow = import_pyarrow(name)
     try:
-        _column_path(_open(path if stored is None else stored.open()).schema_arrow, column, name)
+        _column_path(_open(path if remote is None else BlockReader(remote)).schema_arrow, column, name)
     except (OSError, pyarrow.ArrowException) as error:
         raise ConfigError(name, problem=f"this Parquet file is damaged: {error}") from None
 

@@ -42,23 +42,16 @@ class StoredFile:
         """What is equal for the same version, also if another signature opens it."""
         return self.name, self.size, self.version, self.revision
 
-    def open(self) -> BlockReader:
-        """Open this version. Raises ConfigError if there is another one now."""
-        return BlockReader(self._file())
+    def connect(self) -> RemoteFile:
+        """Return this version for reading. To be called by the main thread: fsspec makes a client for each thread.
 
-    def open_beginning(self, num_bytes: int) -> BlockReader:
-        """Open this version to read about `num_bytes`: nothing is fetched ahead."""
-        return BlockReader(self._file(), block_bytes=num_bytes, blocks_ahead=0)
-
-    def _file(self) -> RemoteFile:
+        Raises ConfigError if there is another version, and this is found without reading.
+        """
         return RemoteFile(self.url, version=self.version, size=self.size)
 
-    def current(self) -> "StoredFile":
-        """Return the version that the store has now. Commits do not change. Raises ConfigError if it has none."""
-        if self.revision:
-            return self
-        file = RemoteFile(self.url)
-        return StoredFile(self.url, file.size, file.version)
+    def open(self) -> BlockReader:
+        """Open this version."""
+        return BlockReader(self.connect())
 
 
 def local_path(word: str) -> str:
@@ -113,17 +106,22 @@ def files_at(url: str, commits: dict[str, str], is_side_file: IsSideFile, side_f
         is_pattern = glob.has_magic(path)
         raise ConfigError(where, problem="no file matches this pattern" if is_pattern else
                           "there are no files to read below it")
-    stored = [StoredFile(before + name + after, int(facts["size"] or 0), version_of(facts), revision)
-              for name, facts in files.items()]
-    return [file if file.version else file.current() for file in stored]
+    return [_stored_file(before + name + after, facts, revision) for name, facts in files.items()]
+
+
+def _stored_file(url: str, facts: dict[str, Any], revision: str) -> StoredFile:
+    size, version = facts.get("size"), version_of(facts)
+    if size is None or not version:  # a store whose list does not name them
+        file = RemoteFile(url)
+        size, version = file.size, file.version
+    return StoredFile(url, int(size), version, revision)
 
 
 def _web_file(url: str, where: str) -> StoredFile:
     if "*" in url.partition("?")[0]:
         raise ConfigError(where, problem="a web server has no list of its files, so * cannot be used",
                           remedy="give the URL of each file; %2A is the character *")
-    file = RemoteFile(url)
-    return StoredFile(url, file.size, file.version)
+    return _stored_file(url, {}, "")
 
 
 def _at_commit(system: Any, path: str, where: str, commits: dict[str, str]) -> tuple[str, str]:

@@ -29,7 +29,7 @@ from pretrain.errors import ConfigError
 from tests.data.prepare.helpers import TOOL
 from tests.data.prepare.urls import FORMATS, SEPARATED, hashes, name_in, prepared, put_folder, write_corpus
 from tests.support.dataset_hub import dataset_hub
-from tests.support.range_server import Server, counting_proxy, range_server
+from tests.support.range_server import Server, counting_proxy, etag_of, range_server
 from tests.support.stores import s3_server
 
 BLOCK, CHUNK = 1 << 14, 1 << 13
@@ -60,7 +60,7 @@ def s3(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Iterator[str]:
 def hub(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Server, dict[str, str]]]:
     """A Hub with two commits of a data set; the branch main is the first one."""
     commits = {"a" * 40: corpus, "b" * 40: write_corpus(tmp_path / "later", 40, seed=1)}
-    branches = {"main": "a" * 40}
+    branches = {"main": "a" * 40, "refs/convert/parquet": "b" * 40}
     with dataset_hub(commits, branches) as server:
         monkeypatch.setitem(fsspec.config.conf, "hf", {"endpoint": server.url})
         yield server, branches
@@ -220,6 +220,9 @@ def test_a_resume_reads_the_commit_with_which_the_preparation_began(hub: tuple[S
     meta = read_meta(out) or {}
     assert {entry["revision"] for entry in meta["sources"]["list"]} == {"a" * 40}
     assert meta["filters"] == {"on_error": "stop", "deduplicate": False}
+    later = prepared([str(tmp_path / "later" / "b.jsonl")], tmp_path / "local")
+    quoted = "hf://datasets/org/books@refs%2Fconvert%2Fparquet/b.jsonl"
+    assert prepared([quoted], tmp_path / "converted") == later
     # Other settings begin again: with the commit that the branch names now.
     run_stopped(f"{word}/*.jsonl", tmp_path / "new", 1)
     branches["main"] = "a" * 40
@@ -336,7 +339,7 @@ def test_only_the_end_and_the_column_of_a_parquet_file_are_read(corpus: Path, tm
 def test_a_damaged_copy_of_a_compressed_file_is_fetched_again_from_there(corpus: Path, tmp_path: Path) -> None:
     whole = (corpus / "c.jsonl.gz").read_bytes()
     with range_server(corpus) as server:
-        stored = StoredFile(f"{server.url}/c.jsonl.gz", len(whole), "").current()
+        stored = StoredFile(f"{server.url}/c.jsonl.gz", len(whole), etag_of(whole))
         copy = tmp_path / "copy"
         for damaged_at, first in ((None, 0), (None, None), (3 * BLOCK, 2 * BLOCK), (20, 0)):
             if damaged_at is not None:
