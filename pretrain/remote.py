@@ -4,26 +4,38 @@ Credentials come from each protocol's own environment: AWS_*, GOOGLE_APPLICATION
 """
 
 import errno
+import functools
 import re
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from pretrain.cli import say
+from pretrain.cli import path_text, say, text
 from pretrain.errors import ConfigError, printable, shorten
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*(?:::[a-z][a-z0-9+.-]*)*://", re.IGNORECASE)
-_CREDENTIALS = re.compile(r"//[^/@\s]*@")
-_QUERY = re.compile(r"(://[^\s?]*)\?\S*")
+_CREDENTIALS = re.compile(r"(https?://)[^/\s]*@|(//)[^/\s:@]*:[^/\s]*@", re.IGNORECASE)
+"""abfs://container@account has none"""
+_QUERY = re.compile(r"(https?://[^\s?]*)\?\S*|(://[^\s?]*)\?\S*=\S*", re.IGNORECASE)
+"""of stores, `?` may be part of a glob; a signature has a `=`"""
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "http": "http", "https": "http"}
 """protocol -> the extra of this package that installs its client"""
 _FIRST_WAIT_S, _LONGEST_WAIT_S, _ANSWER_S = 0.5, 30.0, 60.0
+_PIECE_BYTES = 1 << 16
+_WHOLE_BYTES = 16 << 20
+"""size up to which a file is read at once from a server that ignores ranges"""
 _SILENT_S = 5.0
 """seconds of failures after which a warning names the store"""
 _VERSION_KEYS = ("ETag", "etag", "blob_id", "generation", "Content-MD5", "LastModified", "Last-Modified", "mtime",
                  "modified", "last_modified", "created")
 """keys of fsspec's facts about a file of which the first one tells versions of the file apart"""
-_FOREVER = float("inf")
+_CANNOT_BE_READ = ("NoCredentialsError", "ProfileNotFound", "ParamValidationError", "InvalidURL", "HFValidationError",
+                   "HfUriError")
+"""names of exceptions of the clients that another attempt would raise again"""
+_REMEDIES = {"NoCredentialsError": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; for a public "
+                                   "bucket, set FSSPEC_S3_ANON=true"}
+_warned: dict[str, float] = {}
+"""name of a file -> time of the last warning: several threads may wait for it"""
 _T = TypeVar("_T")
 
 
@@ -32,9 +44,18 @@ def is_url(word: str) -> bool:
     return _URL.match(word) is not None
 
 
-def without_credentials(text: str) -> str:
+def path_or_url(word: str) -> str:
+    """Argparse type: a path, a glob, - or a URL, returned as it was typed."""
+    return text(word) if is_url(word) else path_text(word)
+
+
+def without_credentials(message: str) -> str:
     """Return a text for messages and records: its URLs without user name, password, and the signature after `?`."""
-    return _QUERY.sub(r"\1", _CREDENTIALS.sub("//", text))
+    return _QUERY.sub(_kept, _CREDENTIALS.sub(_kept, message))
+
+
+def _kept(match: "re.Match[str]") -> str:
+    return str(match[1] or match[2])
 
 
 def open_file_system(url: str, where: str) -> tuple[Any, str]:
@@ -48,16 +69,20 @@ def open_file_system(url: str, where: str) -> tuple[Any, str]:
     try:
         for name in protocol.split("::"):  # simplecache::s3://bucket is one URL
             fsspec.get_filesystem_class(name)
-        system, path = fsspec.url_to_fs(url)
+        # Without trust_env, aiohttp reads neither ~/.netrc nor the variables of proxies.
+        options = {"client_kwargs": {"trust_env": True}} if protocol in ("http", "https") else {}
+        system, path = fsspec.url_to_fs(url, **options)
     except ImportError as error:
         extra = _EXTRAS.get(protocol.rpartition("::")[2])
         raise ConfigError(where, problem=f"{protocol}:// needs a package: {error}",
                           remedy=f"run `pip install 'ds-pretrain[{extra}]'`" if extra else "install it") from None
     except ValueError as error:
         if protocol in fsspec.available_protocols():
-            raise ConfigError(where, problem=f"the URL cannot be used: {printable(str(error))}") from None
+            raise ConfigError(where, problem=f"the URL cannot be used: {_text_of(error)}") from None
         raise ConfigError(where, found=f"the protocol {protocol}://", expected="a URL that fsspec knows such as "
                           "s3://bucket/name", word=protocol, known=fsspec.available_protocols()) from None
+    except OSError as error:  # clients of some protocols, such as ftp://, connect here
+        raise ConfigError(where, problem=f"the server cannot be reached: {_text_of(error)}") from None
     return system, str(path)
 
 
@@ -68,26 +93,34 @@ class RemoteFile:
     answers with another version, a ConfigError says so. A failed request is repeated after 0.5, 1, 2 ... 30 seconds.
     """
 
-    def __init__(self, url: str, *, version: str = "", patience_s: float = 120.0) -> None:
-        """patience_s: seconds of failures after which ConfigError is raised; inf: never, and warnings go on.
+    def __init__(self, url: str, *, version: str = "", size: int | None = None, patience_s: float = 120.0) -> None:
+        """size: of this version, if a listing of the store named both; then no request is made here.
+
+        patience_s: seconds of failures after which ConfigError is raised; inf: never, and warnings go on.
 
         Raises ConfigError if there is no such file, and if it cannot be read.
         """
         self.name = without_credentials(url)
         self._patience_s = patience_s
         self._system, self._path = open_file_system(url, self.name)
-        facts = self._facts()
-        self.size = int(facts["size"])
-        self.version = version_of(facts)
-        if version and version != self.version:
+        self._content: bytes | None = None  # of a small file on a server without ranges
+        self.size, self.version = size or 0, version
+        if size is None or not version:
+            facts = self._facts()
+            self.size, self.version = int(facts["size"]), version_of(facts)
+        if (version and version != self.version) or (size is not None and size != self.size):
             raise self._changed()
 
     def read(self, start: int, num_bytes: int) -> bytes:
         """Return the bytes [start, start + num_bytes), fewer at the end of the file. Raises ConfigError."""
         stop = min(start + num_bytes, self.size)
-        if stop <= start:
-            return b""
-        return with_retries(lambda: self._request(start, stop), self.name, self._patience_s)
+        if self._content is not None:
+            return self._content[start:stop]
+        parts: list[bytes] = []
+        while start < stop:
+            parts.append(with_retries(functools.partial(self._request, start, stop), self.name, self._patience_s))
+            start += len(parts[-1])
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def check_version(self) -> None:
         """Raise ConfigError if the file is another one now than when it was opened."""
@@ -107,33 +140,67 @@ class RemoteFile:
         return facts
 
     def _request(self, start: int, stop: int) -> bytes:
-        data: bytes = self._fetch(start, stop)
-        if len(data) == self.size != stop - start:  # a server without ranges sends all
-            data = data[start:stop]
-        if len(data) != stop - start:
-            raise OSError(errno.EIO, f"{len(data)} of {stop - start} bytes came")
-        return data
+        """Return the bytes [start, stop); fewer, but at least one, if the connection ended before all came."""
+        data = bytearray()
+        try:
+            self._fetch(start, stop, data)
+        except Exception as error:
+            if not data or _lasting_problem(_reason_of(error)):
+                raise
+        if not data:
+            raise OSError(errno.EIO, f"0 of {stop - start} bytes came")
+        return bytes(data[: stop - start])
 
-    def _fetch(self, start: int, stop: int) -> bytes:
-        """Ask for a range of this version, where the protocol can ask for a version."""
+    def _fetch(self, start: int, stop: int, data: bytearray) -> None:
+        """Append a range of this version to `data`. The protocol is asked for the version, if it can be."""
         from fsspec.asyn import AsyncFileSystem, sync
 
         system, kind = self._system, type(self._system).__name__
-        if not isinstance(system, AsyncFileSystem):
-            return bytes(system.cat_file(self._path, start=start, end=stop))
         if kind == "S3FileSystem" and self.version.startswith('"'):
-            return bytes(sync(system.loop, self._fetch_from_s3, start, stop, timeout=_ANSWER_S))
-        own = {"headers": {"If-Match": self.version}} if kind == "HTTPFileSystem" and self.version.startswith('"') \
-            else {}
-        return bytes(sync(system.loop, system._cat_file, self._path, start=start, end=stop, timeout=_ANSWER_S, **own))
+            sync(system.loop, self._fetch_from_s3, start, stop, data, timeout=_ANSWER_S)
+        elif kind == "HTTPFileSystem":
+            sync(system.loop, self._fetch_from_http, start, stop, data, timeout=_ANSWER_S)
+        elif isinstance(system, AsyncFileSystem):
+            data += sync(system.loop, system._cat_file, self._path, start=start, end=stop, timeout=_ANSWER_S)
+        elif kind == "HfFileSystem":  # its default cache would read ahead, and ask for the size
+            data += system.cat_file(self._path, start=start, end=stop, cache_type="none", size=self.size)
+        else:
+            data += system.cat_file(self._path, start=start, end=stop)
 
-    async def _fetch_from_s3(self, start: int, stop: int) -> bytes:
+    async def _fetch_from_s3(self, start: int, stop: int, data: bytearray) -> None:
         bucket, key, version_id = self._system.split_path(self._path)
         own = {"VersionId": version_id} if version_id else {}
         answer = await self._system._call_s3("get_object", Bucket=bucket, Key=key, Range=f"bytes={start}-{stop - 1}",
                                              IfMatch=self.version, **own)
-        async with answer["Body"] as body:
-            return bytes(await body.read())
+        body = answer["Body"]
+        async with body:
+            while piece := await body.read(_PIECE_BYTES):
+                data += piece
+
+    async def _fetch_from_http(self, start: int, stop: int, data: bytearray) -> None:
+        system = self._system
+        session = await system.set_session()
+        headers = {**system.kwargs.get("headers", {}), "Range": f"bytes={start}-{stop - 1}",
+                   "Accept-Encoding": "identity"}  # otherwise a server may send a range of the compressed file
+        if self.version.startswith('"'):  # a weak ETag, W/"...", never matches
+            headers["If-Match"] = self.version
+        async with session.get(system.encode_url(self._path), **{**system.kwargs, "headers": headers}) as answer:
+            system._raise_not_found_for_status(answer, self._path)
+            version = answer.headers.get("ETag" if '"' in self.version else "Last-Modified", "")
+            if self.version and version not in ("", self.version):
+                raise self._changed()
+            is_whole = answer.status == 200 and stop - start < self.size
+            if is_whole and self.size > _WHOLE_BYTES:
+                raise ConfigError(self.name, problem="the server sends the complete file instead of the range of bytes "
+                                  "that is asked for", remedy="download it with curl -O, and give the path")
+            content = bytearray() if is_whole else data
+            async for piece in answer.content.iter_chunked(_PIECE_BYTES):
+                content += piece
+            if is_whole:
+                if len(content) != self.size:
+                    raise OSError(errno.EIO, f"{len(content)} of {self.size} bytes came")
+                self._content = bytes(content)
+                data += content[start:stop]
 
     def _changed(self) -> ConfigError:
         return changed_error(self.name)
@@ -152,7 +219,7 @@ def version_of(facts: dict[str, Any]) -> str:
 
 def with_retries(request: Callable[[], _T], name: str, patience_s: float = 120.0) -> _T:
     """Return what `request` returns; repeat it while it fails in a way that may pass. Raises ConfigError."""
-    started, wait_s, warned_s = time.monotonic(), _FIRST_WAIT_S, 0.0
+    started, wait_s = time.monotonic(), _FIRST_WAIT_S
     while True:
         try:
             return request()
@@ -160,35 +227,47 @@ def with_retries(request: Callable[[], _T], name: str, patience_s: float = 120.0
             raise
         except Exception as error:  # each client of fsspec has its own exception classes
             failed_s = time.monotonic() - started
-            reason = shorten(printable(f"{type(error).__name__}: {error}"), 300)
-            if (problem := _lasting_problem(error)) or failed_s + wait_s > patience_s:
-                raise ConfigError(name, problem=problem or f"no answer for {failed_s:.0f} s: {reason}",
-                                  remedy="" if problem else "check the network and the store, and give the same "
-                                  "command again") from None
-            if failed_s >= _SILENT_S and failed_s - warned_s >= _LONGEST_WAIT_S / 2:
-                warned_s = failed_s
+            error = _reason_of(error)
+            reason = f"{type(error).__name__}: {_text_of(error)}"
+            if problem := _lasting_problem(error):
+                raise ConfigError(name, problem=problem, remedy=_REMEDIES.get(type(error).__name__, "")) from None
+            if failed_s + wait_s > patience_s:
+                raise ConfigError(name, problem=f"no answer for {failed_s:.0f} s: {reason}",
+                                  remedy="check the network and the store, and give the same command again") from None
+            if failed_s >= _SILENT_S and time.monotonic() - _warned.get(name, 0.0) >= _LONGEST_WAIT_S / 2:
+                _warned[name] = time.monotonic()
                 say(f"{name}: waits for the store since {failed_s:.0f} s; last answer: {reason}")
         time.sleep(wait_s)
         wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
 
+def _text_of(error: BaseException) -> str:
+    return shorten(printable(without_credentials(str(error))), 300)
+
+
+def _reason_of(error: Exception) -> Exception:
+    """Return the error behind a FileNotFoundError, which fsspec's HTTP client raises for any failure."""
+    cause = error.__cause__
+    is_of_http = type(cause).__module__.partition(".")[0] in ("aiohttp", "asyncio") or \
+        isinstance(cause, (TimeoutError, ConnectionError))
+    return cause if isinstance(error, FileNotFoundError) and isinstance(cause, Exception) and is_of_http else error
+
+
 def _lasting_problem(error: BaseException) -> str:
     """Return why a request can never succeed; "" if it may."""
-    if isinstance(error, FileNotFoundError) and type(error.__cause__).__module__.startswith("aiohttp"):
-        assert error.__cause__ is not None  # fsspec's HTTP client raises FileNotFoundError for any failure
-        error = error.__cause__
     status = _http_status(error)
     if isinstance(error, FileNotFoundError) or status in (404, 410):
-        return "there is no such file"
-    if status == 412 or "PreconditionFailed" in str(error) or "pre-conditions" in str(error):
+        reason = _text_of(error)
+        return reason if " " in reason and status is None else "there is no such file"
+    if status in (412, 416) or "PreconditionFailed" in str(error) or "pre-conditions" in str(error):
         return str(changed_error("").args[0]).removeprefix(": ")
     if isinstance(error, PermissionError) or status in (401, 403):
-        return f"the store refuses access: {shorten(printable(str(error)), 200)}"
-    if isinstance(error, (ImportError, TypeError, NotImplementedError)) or type(error).__name__ in (
-            "NoCredentialsError", "ProfileNotFound", "ParamValidationError", "InvalidURL"):
-        return f"it cannot be read: {shorten(printable(f'{type(error).__name__}: {error}'), 200)}"
+        return f"the store refuses access: {_text_of(error)}"
+    if isinstance(error, (ImportError, TypeError, NotImplementedError)) or type(error) is ValueError or \
+            type(error).__name__ in _CANNOT_BE_READ or getattr(error, "errno", None) == errno.EINVAL:
+        return f"it cannot be read: {type(error).__name__}: {_text_of(error)}"
     if status is not None and 400 <= status < 500 and status not in (408, 425, 429):
-        return f"the server answers {status}: {shorten(printable(str(error)), 200)}"
+        return f"the server answers {status}: {_text_of(error)}"
     return ""
 
 

@@ -16,6 +16,7 @@ from pretrain.commands.parsers import all_parsers
 from pretrain.config.flags.arguments import FLAGS
 from pretrain.memory.hardware import GPUS
 from pretrain.model.config import preset_names
+from pretrain.remote import path_or_url
 from pretrain.shipped import TEMPLATES, layout_names
 
 _SHELLS = ("bash", "zsh")
@@ -84,4 +85,4 @@ def _copy_actions(parsers: Iterable[argparse.ArgumentParser], target: argparse.A
 def _is_path(action: argparse.Action) -> bool:
     """Return whether files complete the value. After a flag that takes several words, they would hide further flags."""
     several = action.option_strings and action.nargs in ("+", "*")
-    return not several and (action.type in (path, path_text, prefix) or action.metavar == "FILE")
+    return not several and (action.type in (path, path_text, path_or_url, prefix) or action.metavar == "FILE")

@@ -31,7 +31,12 @@ from pretrain.data.text_inputs.formats import STDIN
 from pretrain.data.tokenizers.tokenizer import BYTES, find_tokenizer_file
 from pretrain.data.tokenizers.train_tokenizer import train_sentencepiece
 from pretrain.errors import STOPPED, ConfigError
-from pretrain.remote import without_credentials
+from pretrain.remote import path_or_url, without_credentials
+
+_INPUT_HELP = ("text, JSON lines or Parquet, also compressed (.gz, .zst): a file, a folder, a glob in quotes, or - for "
+               "standard input. A URL such as s3://bucket/folder, gs://bucket/*.jsonl, https://host/file or "
+               "hf://datasets/org/name/*.parquet is one of these in a store; its credentials come from the "
+               "environment (AWS_*, GOOGLE_APPLICATION_CREDENTIALS, ~/.netrc, HF_TOKEN)")
 
 
 def prepare_main() -> int:
@@ -70,9 +75,7 @@ def _prepare_parser() -> Parser:
     parser = Parser(description="Tokenize text, and write OUT.bin and OUT.idx (Megatron's format), OUT.meta.json and "
                                 "OUT.summary.json.",
                     epilog="A preparation that was stopped or killed continues if the same command is given again.")
-    parser.add_argument("inputs", metavar="INPUT", nargs="+", type=path_text,
-                        help="text, JSON lines or Parquet, also compressed (.gz, .zst): a file, a folder, a glob in "
-                        "quotes, or - for standard input")
+    parser.add_argument("inputs", metavar="INPUT", nargs="+", type=path_or_url, help=_INPUT_HELP)
     parser.add_argument("--tokenizer", type=path_text, required=True,
                         help="SentencePiece .model, tokenizer.json, a folder with one of them, or the word bytes")
     parser.add_argument("--vocab_size", type=whole_number(300, 2**24),
@@ -106,9 +109,7 @@ def _prepare_parser() -> Parser:
 def tokenizer_main() -> None:
     parser = Parser(description="Train a SentencePiece tokenizer on text files, and write OUT/tokenizer.model and "
                                 "OUT/tokenizer.json.")
-    parser.add_argument("inputs", metavar="INPUT", nargs="+", type=path_text,
-                        help="text, JSON lines or Parquet, also compressed (.gz, .zst): a file, a folder, a glob in "
-                        "quotes, or - for standard input")
+    parser.add_argument("inputs", metavar="INPUT", nargs="+", type=path_or_url, help=_INPUT_HELP)
     parser.add_argument("--out", type=path, required=True,
                         help="folder for tokenizer.model, tokenizer.vocab, and the files for transformers")
     parser.add_argument("--vocab_size", type=whole_number(300, 2**24), default=8192,
@@ -130,7 +131,7 @@ def tokenizer_main() -> None:
                      character_coverage=args.character_coverage, verbose=args.verbose)
     options = [word for flag in ("format", "jsonl_key") if getattr(args, flag) != parser.get_default(flag)
                for word in (f"--{flag}", getattr(args, flag))]
-    for line in next_line(after_tokenizer(args.inputs, args.out, options)):
+    for line in next_line(after_tokenizer([*map(without_credentials, args.inputs)], args.out, options)):
         print(line)
 
 

@@ -97,6 +97,8 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         'job=$(sbatch --parsable --array=0-63 runs/prepare.sbatch "text/*.jsonl" --tokenizer data/tokenizer --out '
         "data/corpus)",
         "sbatch --dependency=afterok:$job --kill-on-invalid-dep=yes runs/prepare.sbatch merge data/corpus"),
+    "needs an S3 server: tests/data/prepare/test_urls.py": (
+        'ds-pretrain prepare "s3://bucket/corpus/*.jsonl.gz" --tokenizer data/tokenizer --out data/from_s3',),
     "needs Kubernetes: tests/cluster/test_k8s.py": ("kubectl apply -f launch/k8s/indexed-job.yaml",),
 }
 QUICKSTART = "launch/quickstart.sh"  # run before all pages

@@ -69,7 +69,7 @@ def _read_file(path: str, kind: str) -> bytes:
     if Path(path).is_dir():
         raise ConfigError(path, problem="this is a folder", remedy="give a text or .jsonl file")
     found = find_inputs([path], ReadSettings(format=kind)).files[0]
-    return read_all(found.path, found.compression)
+    return read_all(found.path, found.compression, found.stored)
 
 
 def encode_prompt(prompt: Prompt, tokenizer: Tokenizer, *, max_positions: int,

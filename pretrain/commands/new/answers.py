@@ -23,6 +23,7 @@ from pretrain.memory.step_time.calibrate import cpu_cluster
 from pretrain.model.config import load_model_config, preset_names
 from pretrain.model.description import ModelConfig
 from pretrain.model.llama_shape import LLAMA, llama_shape
+from pretrain.remote import without_credentials
 
 TRAIN, CPU = "train", "cpu"  # values of --tokenizer and --gpu
 BYTES_PER_TOKEN = 4  # of text in an alphabet, with a vocabulary of some ten thousand tokens: an assumption
@@ -86,6 +87,10 @@ def data_of(words: Sequence[str], jsonl_key: str, new_prefix: str) -> Data:
     if STDIN in words:
         raise ConfigError("--data -", problem="standard input has no size, and can be read only once",
                           remedy="`ds-pretrain prepare` reads it; then give --data the prefix of the token files")
+    for word in words:
+        if (shown := without_credentials(word)) != word:
+            raise ConfigError(f"--data {shown}", problem="its password or signature would be written into the YAML",
+                              remedy="give it to `ds-pretrain prepare`, and here the prefix of the token files")
     settings = ReadSettings(jsonl_key=jsonl_key)
     found = find_inputs(words, settings)
     next(read_pieces(found.files, settings), None)  # a wrong key, now rather than in `ds-pretrain prepare`

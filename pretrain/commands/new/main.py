@@ -51,6 +51,7 @@ from pretrain.errors import ConfigError
 from pretrain.memory.compare.compare import CHINCHILLA_TOKENS_PER_PARAMETER, tokens_text
 from pretrain.memory.memory_watch import plan_remarks
 from pretrain.paths import check_file
+from pretrain.remote import path_or_url
 
 _USUAL_SEQ_LENGTH = 2048  # GPT-3's, whose batch sizes and learning rates are the defaults
 _MOST = 10**7
@@ -84,8 +85,8 @@ def _parser() -> Parser:
                                 "data, with the layout that `ds-pretrain compare` recommends and the reason for each "
                                 "value. On a terminal, the command asks for what the flags leave out.")
     parser.add_argument("run", metavar="RUN.yaml", type=run_file, help="file to write; RUN.json is written next to it")
-    parser.add_argument("--data", nargs="+", type=path_text, metavar="INPUT",
-                        help="text, JSON lines or Parquet: files, folders, globs; or the prefix of token files")
+    parser.add_argument("--data", nargs="+", type=path_or_url, metavar="INPUT",
+                        help="text, JSON lines or Parquet: files, folders, globs, URLs; or the prefix of token files")
     parser.add_argument("--jsonl_key", type=text, default="text",
                         help="key of the text in a JSON line, column in a Parquet file (default: %(default)s)")
     parser.add_argument("--tokenizer", type=path_text,

@@ -1,6 +1,6 @@
 """Complete the files of a data set after its last document: of a preparation, a shard of one, or merged shards."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,10 @@ class PreparedData:
     max_token: int
     entropy_nats: float
     """entropy per token of the token frequencies: the loss of a model that predicts these frequencies"""
+    sources: dict[str, Any] = field(default_factory=dict)
+    """the inputs: paths or URLs, sizes and versions; {} in files of earlier versions of this program"""
+    filters: dict[str, Any] = field(default_factory=dict)
+    """settings that leave out or change documents; {} in files of earlier versions of this program"""
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,8 @@ class DataFacts:
     """a line about the inputs, for the summary"""
     record: dict[str, Any]
     """settings and inputs that must be the same for a resume, and for all shards"""
+    sources: dict[str, Any]
+    filters: dict[str, Any]
 
     @property
     def special_tokens(self) -> int:
@@ -58,7 +64,8 @@ class DataFacts:
 
     def of_all_shards(self) -> dict[str, Any]:
         """Return what must be the same for all shards. --on_error has no effect on a shard without errors."""
-        facts = {name: value for name, value in asdict(self).items() if name not in ("record", "tokenizer", "inputs")}
+        other = ("record", "tokenizer", "inputs", "filters")
+        facts = {name: value for name, value in asdict(self).items() if name not in other}
         return {**{name: value for name, value in self.record.items() if name != "skip_errors"}, **facts}
 
 
@@ -75,7 +82,7 @@ def complete_output(output: PartialOutput, writer: DocumentWriter, facts: DataFa
         vocab_size=facts.vocab_size, tokenizer=facts.tokenizer, tokenizer_sha256=facts.tokenizer_sha256,
         bos_token=facts.bos_token, eod_token=facts.eod_token, num_tokens=statistics.tokens,
         num_documents=statistics.documents, max_token=int(np.flatnonzero(statistics.token_counts).max(initial=0)),
-        entropy_nats=entropy_nats(statistics.token_counts))
+        entropy_nats=entropy_nats(statistics.token_counts), sources=facts.sources, filters=facts.filters)
     summary = make_summary(
         statistics, unknown_token=facts.unknown_token, duplicates_counted=writer.duplicates_are_counted,
         deduplicated=facts.deduplicate, entropy_nats=meta.entropy_nats, inputs=facts.inputs,

@@ -18,8 +18,8 @@ import numpy.typing as npt
 from pretrain.data.prepare.complete import DataFacts, PreparedData, check_not_empty, complete_output
 from pretrain.data.prepare.document_rows import ROW
 from pretrain.data.prepare.document_writer import DocumentWriter
+from pretrain.data.prepare.input_record import changed_input
 from pretrain.data.prepare.partial_output import DOCUMENTS, PartialOutput, partial_path, read_state
-from pretrain.data.prepare.prepare import changed_input
 from pretrain.data.prepare.shard_files import ShardFiles, check_files
 from pretrain.data.prepare.shards import Shard, ShardRecord, read_records, record_path, shard_of, shards_in_folder
 from pretrain.data.prepare.summary import Statistics
@@ -130,7 +130,8 @@ def merge_shards(out: str, shards: Sequence[ShardFiles], *, overwrite: bool, adv
     """Write the files of the data set that the shards are parts of. Raises ConfigError."""
     facts = shards[0].record.facts
     skips = any(shard.record.facts.record["skip_errors"] for shard in shards)
-    facts = replace(facts, record={**facts.record, "skip_errors": skips})
+    facts = replace(facts, record={**facts.record, "skip_errors": skips},
+                    filters={**facts.filters, "on_error": "skip" if skips else "stop"})
     if read_state(out) is not None and not overwrite:
         raise ConfigError(str(partial_path(out)), problem="a preparation of the same name was stopped here",
                           remedy="give another OUT, or --overwrite to drop it")

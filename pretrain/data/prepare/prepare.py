@@ -5,8 +5,6 @@ batches are the same, and results are written in order.
 """
 
 import functools
-import hashlib
-import json
 import os
 import time
 from collections.abc import Sequence
@@ -17,16 +15,24 @@ from typing import Any
 from pretrain.cli import StopRequest, bad_path, say
 from pretrain.data.prepare.complete import DataFacts, PreparedData, check_not_empty, complete_output
 from pretrain.data.prepare.document_writer import DocumentWriter
+from pretrain.data.prepare.input_record import (
+    changed_input,
+    check_unchanged,
+    describe_sources,
+    read_examined,
+    record_inputs,
+    save_examined,
+)
 from pretrain.data.prepare.partial_output import DOCUMENTS, PartialOutput, partial_path, read_state
 from pretrain.data.prepare.shard_files import check_files
 from pretrain.data.prepare.shards import Shard, check_count, place_in_inputs, read_record, record_bytes, shard_record
 from pretrain.data.prepare.tokenize_batch import TokenizeSettings, make_tokenize
 from pretrain.data.prepare.worker_pool import map_in_order
 from pretrain.data.text_inputs.chunk import CHUNK_BYTES, Position, ReadSettings
-from pretrain.data.text_inputs.find import Input, Inputs, find_inputs
+from pretrain.data.text_inputs.find import Inputs, find_inputs
 from pretrain.data.text_inputs.formats import STDIN
 from pretrain.data.text_inputs.parts import Part, part_of
-from pretrain.data.text_inputs.reader import FIRST_PLACE, Place, read_batches
+from pretrain.data.text_inputs.reader import FIRST_PLACE, Place, delete_copies, read_batches
 from pretrain.data.token_files.hashes import hash_file
 from pretrain.data.token_files.index_file import dtype_for_vocab
 from pretrain.data.token_files.writer import ENDINGS, SHARD_ENDINGS, existing_file, rename_files
@@ -57,12 +63,13 @@ def prepare(inputs: Sequence[str], *, tokenizer: str, out: str, settings: Prepar
     Raises ConfigError. After an error, and after StopRequest, out.partial/ remains if it is worth resuming.
     """
     settings = settings or PrepareSettings()
-    if shard is not None and STDIN in inputs:
-        raise ConfigError("--shard", problem="standard input cannot be divided", remedy="give files")
-    found = find_inputs(inputs, settings.read)
     if shard is not None:
+        if STDIN in inputs:
+            raise ConfigError("--shard", problem="standard input cannot be divided", remedy="give files")
         check_count(out, shard)
         out = shard.prefix(out)
+    earlier = read_examined(partial_path(out)) if read_state(out) is not None else None
+    found = find_inputs(inputs, settings.read, earlier)
     if problem := bad_path(f"{out}.summary.json"):
         raise ConfigError("--out", problem=problem)
     check_folder(Path(out).absolute().parent, "--out")
@@ -71,6 +78,9 @@ def prepare(inputs: Sequence[str], *, tokenizer: str, out: str, settings: Prepar
         say(f"{out} is complete already, with these inputs and settings")
         return meta
     state = _resumable_state(out, job.facts.record, overwrite=overwrite)
+    if state is None and earlier is not None and all(file.can_resume for file in found.files):
+        # A new beginning reads the commits that the revisions name now.
+        job = _Job(find_inputs(inputs, settings.read), load_tokenizer(tokenizer), out, settings, shard, command)
     if state is not None and state.get("finished"):
         output = PartialOutput(out, state)
     else:
@@ -140,7 +150,8 @@ class _Job:
         self.facts = DataFacts(
             vocab_size=tokenizer.ids.vocab_size, tokenizer=tokenizer.name, tokenizer_sha256=tokenizer.fingerprint,
             bos_token=self._tokenize.bos_token, eod_token=self._tokenize.eod_token, unknown_token=tokenizer.ids.unk,
-            dtype=self._tokenize.dtype, inputs=inputs.describe(), record=record)
+            dtype=self._tokenize.dtype, inputs=inputs.describe(), record=record,
+            sources=describe_sources(inputs.files, record["inputs"]), filters=_filters(settings))
         self._part = Part(inputs.files, 0) if shard is None else part_of(inputs.files, read, shard.index, shard.count)
 
     def run(self, state: dict[str, Any] | None, *, workers: int | None,
@@ -150,6 +161,7 @@ class _Job:
             output = PartialOutput(self._out, state, seconds_between_states=seconds_between_states,
                                    is_shard=self._shard is not None)
             try:
+                save_examined(output.path, self._inputs)
                 self._write(output, state, workers)
             except BaseException as error:
                 self._close(output, error)
@@ -177,13 +189,15 @@ class _Job:
             place, done_bytes = Place(state["input"], Position(*state["position"])), state["done_bytes"]
             lines = state.get("lines", 0)
         total = self._part.num_bytes
-        batches = read_batches(self._part.files, self._settings.read, place, continues=writer.is_inside_document)
+        batches = read_batches(self._part.files, self._settings.read, place, continues=writer.is_inside_document,
+                               copies=output.path)
         results = map_in_order(functools.partial(make_tokenize, self._tokenize), batches,
                                self._num_workers(workers, total - done_bytes))
 
         def save() -> None:
             output.save({**self._state(writer), "input": place.input, "position": place.position,
                          "done_bytes": done_bytes, "lines": lines, "finished": False})
+            delete_copies(output.path, place)
 
         if state is not None:
             say(f"continues the preparation in {output.path} after {writer.num_documents:,} documents")
@@ -221,10 +235,7 @@ class _Job:
         """Complete all files in the partial output. lines: line ends that were read in the last file."""
         if self._shard is None:
             check_not_empty(writer, shorten(" ".join(file.name for file in self._inputs.files)))
-        before = self.facts.record["inputs"]
-        if (inputs := record_inputs(self._inputs.files)) != before:
-            raise ConfigError(changed_input(before, inputs), problem="it was changed while it was read",
-                              remedy="prepare the data again")
+        check_unchanged(self._inputs.files, self.facts.record["inputs"])
         meta = complete_output(output, writer, self.facts)
         if self._shard is not None:
             documents_sha256 = hash_file(output.files[DOCUMENTS].descriptor, after_chunk=lambda: None)
@@ -250,34 +261,6 @@ def _special_tokens(tokenizer: Tokenizer, settings: PrepareSettings) -> tuple[in
             tokenizer.eod_token if settings.append_eod else None)
 
 
-_MOST_LISTED = 1000
-
-
-def record_inputs(inputs: Sequence[Input]) -> dict[str, Any]:
-    """Return {"files": number, "bytes": sum, "sha256": of the list, "list": [[path, bytes, mtime_ns], ...]}.
-
-    The list is left out if it has over 1,000 files. Standard input has neither size nor time. Raises ConfigError.
-    """
-    digest, listed, total = hashlib.sha256(), [], 0
-    for found in inputs:
-        entry: list[Any] = [found.path, None, None]
-        if found.can_resume:
-            try:
-                status = os.stat(found.path)
-            except OSError as error:
-                raise ConfigError(found.path, problem=f"it cannot be read: {error.strerror}") from None
-            entry[1:] = status.st_size, status.st_mtime_ns
-            total += status.st_size
-        digest.update(json.dumps(entry).encode() + b"\n")
-        if len(inputs) <= _MOST_LISTED:
-            listed.append(entry)
-    return {"files": len(inputs), "bytes": total, "sha256": digest.hexdigest(), "list": listed}
-
-
-def changed_input(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """Return the path of the first input that two records differ in; "inputs" if other files were listed, or none."""
-    paths = [[entry[0] for entry in record["list"]] for record in (before, after)]
-    if paths[0] != paths[1]:
-        return "inputs"
-    pairs = zip(before["list"], after["list"], strict=True)
-    return next((str(old[0]) for old, new in pairs if list(old) != list(new)), "inputs")
+def _filters(settings: PrepareSettings) -> dict[str, Any]:
+    """Return the settings that leave out or change documents."""
+    return {"on_error": "skip" if settings.read.skip_errors else "stop", "deduplicate": settings.deduplicate}

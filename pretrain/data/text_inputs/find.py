@@ -1,18 +1,23 @@
-"""List the inputs that words of the command line name, and check them before they are read."""
+"""List the inputs that words of the command line name, and check them before they are read.
+
+An input is a local file, a file of a store or of a web server, or standard input.
+"""
 
 import glob
 import io
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from pretrain.data.text_inputs.block_reader import BlockReader, map_in_threads
 from pretrain.data.text_inputs.chunk import Position, ReadSettings
 from pretrain.data.text_inputs.formats import (
     HEAD_BYTES,
     PARQUET,
     STDIN,
+    ByteStream,
     Source,
     check_supported,
     compression_of,
@@ -24,7 +29,9 @@ from pretrain.data.text_inputs.formats import (
     utf16_problem,
 )
 from pretrain.data.text_inputs.parquet import check_parquet
+from pretrain.data.text_inputs.url_files import StoredFile, files_at, is_remote, is_web, local_path
 from pretrain.errors import ConfigError, counted, printable, shorten
+from pretrain.remote import RemoteFile, without_credentials
 
 _COMPRESSION_RATIO = 4  # assumed compression of gzip, zstd and Parquet files
 _KIND_NAMES = {"text": "text", "jsonl": "JSON lines", "parquet": "Parquet"}
@@ -38,17 +45,18 @@ _SIDE_ENDINGS = (".crc", ".md5", ".sha1", ".sha256", ".sha512", ".lock", ".tmp",
 class Input:
     """A file, or standard input ("-"), whose format is known."""
 
-    path: str
+    path: str  # or the URL
     kind: str  # "text", "jsonl" or "parquet"
     compression: str = ""  # "gzip", "zstd" or ""
     num_bytes: int = 0  # on disk; 0 for standard input
     head: bytes = b""  # of standard input: the bytes that were read to detect the format
+    stored: StoredFile | None = None  # of a URL: the version of the file
     start: int = 0  # byte at which reading begins, or row of a Parquet file: above 0 in a part of a file (parts.py)
     stop: int | None = None  # byte or row before which reading ends; None: it ends with the file
 
     @property
     def name(self) -> str:
-        """The path, for messages."""
+        """The path or URL, for messages and records."""
         return input_name(self.path)
 
     @property
@@ -84,6 +92,8 @@ class Inputs:
     files: tuple[Input, ...]
     side_files: tuple[str, ...]
     """files of folders that are not read: hidden files, checksums and the like"""
+    commits: Mapping[str, str] = field(default_factory=dict)
+    """"hf://REPOSITORY@REVISION" -> the commit that is read"""
 
     @property
     def num_bytes(self) -> int:
@@ -119,22 +129,40 @@ def _examples(names: Sequence[str]) -> str:
     return shorten(", ".join(names[:3]), 120) + ", ..." * (len(names) > 3)
 
 
-def find_inputs(words: Sequence[str], settings: ReadSettings) -> Inputs:
-    """Return the inputs that files, folders, globs and "-" name, in this order; folders and globs are sorted.
+def find_inputs(words: Sequence[str], settings: ReadSettings, earlier: Inputs | None = None) -> Inputs:
+    """Return the inputs that files, folders, globs, URLs and "-" name, in this order; folders and globs are sorted.
 
+    earlier: inputs of the same words that an earlier call returned. Its commits of the Hub are read again, and its
+    files of stores are not examined again if they have not changed.
     Raises ConfigError for an input that does not exist, cannot be read or has another format, and if all are empty.
     """
     if list(words).count(STDIN) > 1:
         raise ConfigError(STDIN, problem="standard input can be read only once", remedy="give - once")
     side_files: list[str] = []
-    files = tuple(_examine(path, settings) for word in words for path in _paths(word, side_files))
+    commits = dict(earlier.commits) if earlier is not None else {}
+    known = {file.stored.identity: file for file in earlier.files if file.stored} if earlier is not None else {}
+    found: list[str | StoredFile] = []
+    for word in map(local_path, words):
+        found += files_at(word, commits, _is_side_file, side_files) if is_remote(word) else _paths(word, side_files)
+
+    stored = [file for file in dict.fromkeys(found) if isinstance(file, StoredFile)]
+    files_of_stores = [(file, None if file.identity in known else file.connect()) for file in stored]
+
+    def examine(pair: tuple[StoredFile, RemoteFile | None]) -> Input:
+        file, remote = pair
+        if remote is None:
+            return replace(known[file.identity], path=file.url, stored=file)
+        return _examine(file.url, settings, file, remote)
+
+    examined = dict(zip(stored, map_in_threads(examine, files_of_stores), strict=True))
+    files = tuple(examined[one] if isinstance(one, StoredFile) else _examine(one, settings) for one in found)
     if not any(file.num_bytes or file.head for file in files):
-        raise ConfigError(" ".join(words) or "INPUT", problem="there is no text",
+        raise ConfigError(without_credentials(" ".join(words)) or "INPUT", problem="there is no text",
                           remedy="give files that are not empty")
     if settings.document_separator and not any(file.kind == "text" for file in files):
         raise ConfigError("--document_separator", problem="it has no effect: none of the inputs is a text file",
                           remedy="leave it out, or give --format text")
-    return Inputs(files, tuple(side_files))
+    return Inputs(files, tuple(side_files), commits)
 
 
 def _paths(word: str, side_files: list[str]) -> Iterator[str]:
@@ -186,41 +214,55 @@ def _is_side_file(name: str, is_folder: bool) -> bool:
     return name == "__pycache__" if is_folder else name in _SIDE_FILES or name.lower().endswith(_SIDE_ENDINGS)
 
 
-def _examine(path: str, settings: ReadSettings) -> Input:
-    """Return the input of a file, or of standard input, with its format."""
+def _examine(path: str, settings: ReadSettings, stored: StoredFile | None = None,
+             remote: RemoteFile | None = None) -> Input:
+    """Return the input of a file, of a URL, or of standard input, with its format."""
     name = input_name(path)
     if path == STDIN and sys.stdin.isatty():
         raise ConfigError("-", problem="standard input is a terminal", remedy="redirect it: < FILE, or a pipe")
-    with open_source(path) as source:
+    with open_source(path, reader=_reader_of_head(remote)) as source:
         head = source.read(HEAD_BYTES)
-        compression = compression_of(head)
-        content, is_complete = head, len(head) < HEAD_BYTES
-        if compression:
-            content, is_complete = _decompressed_head(path, head, compression)
-    num_bytes = 0 if path == STDIN else os.path.getsize(path)
-    return Input(path, _kind(path, name, content, compression, is_complete, settings), compression, num_bytes,
-                 head if path == STDIN else b"")
+    compression = compression_of(head)
+    content, is_complete = head, len(head) < HEAD_BYTES
+    if compression:
+        content, is_complete = _decompressed_head(path, head, compression, remote)
+    local_bytes = 0 if path == STDIN or stored is not None else os.path.getsize(path)
+    num_bytes = local_bytes if stored is None else stored.size
+    return Input(path, _kind(path, name, content, compression, is_complete, settings, remote), compression, num_bytes,
+                 head if path == STDIN else b"", stored)
 
 
-def _decompressed_head(path: str, head: bytes, compression: str) -> tuple[bytes, bool]:
+def _reader_of_head(remote: RemoteFile | None) -> BlockReader | None:
+    return None if remote is None else BlockReader(remote, block_bytes=HEAD_BYTES, blocks_ahead=0)
+
+
+def _decompressed_head(path: str, head: bytes, compression: str, remote: RemoteFile | None) -> tuple[bytes, bool]:
     """Return the beginning of the decompressed content, and whether this is all."""
     content = b""
-    if path != STDIN:
+    if path != STDIN and remote is None:
         with open_source(path) as source:
-            stream = decompressed(source, compression)
-            while len(content) < HEAD_BYTES and (data := stream.read(HEAD_BYTES - len(content))):
-                content += data
-        return content, len(content) < HEAD_BYTES
+            return _read_head(decompressed(source, compression))
     stream = decompressed(Source(io.BytesIO(head)), compression)
     try:
         while data := stream.read(1024):
             content += data
     except (OSError, EOFError):  # the rest has not been read yet
-        return content, False
+        if content or remote is None:
+            return content, False
+        with open_source(path, reader=_reader_of_head(remote)) as source:  # the first block of zstd is longer
+            return _read_head(decompressed(source, compression))
     return content, len(head) < HEAD_BYTES
 
 
-def _kind(path: str, name: str, content: bytes, compression: str, is_complete: bool, settings: ReadSettings) -> str:
+def _read_head(stream: ByteStream) -> tuple[bytes, bool]:
+    content = b""
+    while len(content) < HEAD_BYTES and (data := stream.read(HEAD_BYTES - len(content))):
+        content += data
+    return content, len(content) < HEAD_BYTES
+
+
+def _kind(path: str, name: str, content: bytes, compression: str, is_complete: bool, settings: ReadSettings,
+          remote: RemoteFile | None) -> str:
     if compression_of(content) and compression:
         raise ConfigError(name, problem="it is compressed twice", remedy="decompress it once")
     check_supported(content, name)
@@ -230,7 +272,7 @@ def _kind(path: str, name: str, content: bytes, compression: str, is_complete: b
         if compression or path == STDIN:
             raise ConfigError(name, problem="a Parquet file is read from its end, which needs a plain file",
                               remedy="decompress it" if compression else "give its path")
-        check_parquet(path, settings.jsonl_key)
+        check_parquet(path, settings.jsonl_key, remote)
         return "parquet"
     if settings.format == "parquet":
         raise ConfigError(name, problem="this is not a Parquet file", remedy="leave --format out")
@@ -238,4 +280,7 @@ def _kind(path: str, name: str, content: bytes, compression: str, is_complete: b
         raise utf16_error(name, encoding)
     if settings.format != "auto":
         return settings.format
+    if is_web(path) and content.lstrip()[:15].lower().startswith((b"<!doctype html", b"<html")):
+        raise ConfigError(name, problem="the server sends a web page (HTML)", remedy="give the URL of the file itself; "
+                          "or, if the page is the text, give --format text")
     return detect_kind(content, name, is_complete=is_complete)

@@ -8,11 +8,15 @@ import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, BinaryIO, Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
+from pretrain.data.text_inputs.block_reader import BlockReader, CopiedReader
 from pretrain.data.text_inputs.chunk import BOM
 from pretrain.data.text_inputs.text import parse_json
+from pretrain.data.text_inputs.url_files import StoredFile
 from pretrain.errors import ConfigError
+from pretrain.remote import is_url, without_credentials
 
 HEAD_BYTES = 1 << 16
 COMPRESSIONS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
@@ -153,7 +157,7 @@ class ByteStream(Protocol):
 class Source:
     """An open file, after the bytes `head` that have been read already. Counts the bytes that are read."""
 
-    def __init__(self, file: BinaryIO, head: bytes = b"") -> None:
+    def __init__(self, file: Any, head: bytes = b"") -> None:
         self.file = file
         self.bytes_read = 0
         self.closed = False  # pyarrow checks it
@@ -175,12 +179,19 @@ class Source:
 
 
 @contextmanager
-def open_source(path: str, head: bytes = b"") -> Iterator[Source]:
-    """Open a file, or standard input ("-"). I/O errors and damaged compressed data become ConfigError."""
+def open_source(path: str, head: bytes = b"", *, reader: BlockReader | None = None, start: int = 0,
+                copy: Path | None = None) -> Iterator[Source]:
+    """Open a file, a URL, or standard input ("-"). I/O errors and damaged compressed data become ConfigError.
+
+    Args:
+        reader: of a URL, its open file.
+        start: byte at which reading begins.
+        copy: of a URL that is read to its end from byte 0, a path at which the bytes are kept.
+    """
     name = input_name(path)
     source = None
     try:
-        source = Source(sys.stdin.buffer if path == STDIN else open(path, "rb"), head)  # noqa: SIM115 (closed below)
+        source = Source(_open(path, reader, start, copy), head)
         yield source
     except (OSError, EOFError, zlib.error) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
@@ -190,8 +201,22 @@ def open_source(path: str, head: bytes = b"") -> Iterator[Source]:
             source.file.close()
 
 
+def _open(path: str, reader: BlockReader | None, start: int, copy: Path | None) -> Any:
+    if reader is not None:
+        if copy is not None:
+            return CopiedReader(reader, copy)
+        reader.expect_all(start)
+        return reader
+    file = sys.stdin.buffer if path == STDIN else open(path, "rb")  # noqa: SIM115 (closed by the caller)
+    if start:
+        file.seek(start)
+    return file
+
+
 def input_name(path: str) -> str:
     """Return the name of an input for messages. Bytes of the path that are not UTF-8 become escapes."""
+    if is_url(path):
+        return without_credentials(path)
     return "standard input" if path == STDIN else os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
@@ -206,10 +231,10 @@ def decompressed(source: Source, compression: str) -> ByteStream:
     return source
 
 
-def read_all(path: str, compression: str) -> bytes:
+def read_all(path: str, compression: str, stored: StoredFile | None = None) -> bytes:
     """Return the decompressed content of a file. Raises ConfigError."""
     content = b""
-    with open_source(path) as source:
+    with open_source(path, reader=None if stored is None else stored.open()) as source:
         stream = decompressed(source, compression)
         while data := stream.read(_SKIP_BYTES):
             content += data

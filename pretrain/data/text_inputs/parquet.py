@@ -5,10 +5,12 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+from pretrain.data.text_inputs.block_reader import BlockReader
 from pretrain.data.text_inputs.chunk import LONG_BYTES, Chunk, Position
 from pretrain.data.text_inputs.formats import import_pyarrow, input_name
 from pretrain.data.text_inputs.text import text_cut
 from pretrain.errors import ConfigError
+from pretrain.remote import RemoteFile
 
 _BUFFER_BYTES = 1 << 20
 _MOST_VALUES = 1 << 14  # in a chunk
@@ -16,45 +18,66 @@ _TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary"
 
 
 def read_parquet(path: str, column: str, start: Position, stop: int | None = None, *, chunk_bytes: int,
-                 long_bytes: int) -> Iterator[Chunk]:
+                 long_bytes: int, reader: BlockReader | None = None) -> Iterator[Chunk]:
     """Yield the values of a column from the row `start.offset` to the row before `stop` in chunks. Raises ConfigError.
+
+    reader: the open file, if `path` is a URL. Only its end and the needed parts of the column are fetched.
     """
-    pyarrow = import_pyarrow(path)
+    name = input_name(path)
+    pyarrow = import_pyarrow(name)
     try:
-        file = _open(path)
-        bytes_per_row = os.path.getsize(path) / max(file.metadata.num_rows, 1)
+        file = _open(path if reader is None else reader)
+        bytes_per_row = (reader.size if reader else os.path.getsize(path)) / max(file.metadata.num_rows, 1)
         chunk_bytes = max(chunk_bytes, 4)  # the longest UTF-8 character
         chunks = _Chunks(path, start, chunk_bytes, max(long_bytes, chunk_bytes), bytes_per_row)
-        values = _values(file, _column_path(file.schema_arrow, column, path), start.offset, chunk_bytes)
+        names = _column_path(file.schema_arrow, column, name)
+        if reader is not None:
+            reader.expect(_ranges(file.metadata, ".".join(names), start.offset, stop))
+        values = _values(file, names, start.offset, chunk_bytes)
         for value in itertools.islice(values, None if stop is None else stop - start.offset):
             yield from chunks.add(value)
         yield from chunks.rest()
     except (OSError, pyarrow.ArrowException) as error:
-        raise ConfigError(path, problem=f"it cannot be read to its end: {error}") from None
+        raise ConfigError(name, problem=f"it cannot be read to its end: {error}") from None
 
 
-def check_parquet(path: str, column: str) -> None:
+def check_parquet(path: str, column: str, remote: RemoteFile | None = None) -> None:
     """Raise ConfigError if a file is damaged, or has no text in this column."""
-    pyarrow = import_pyarrow(path)
+    name = input_name(path)
+    pyarrow = import_pyarrow(name)
     try:
-        _column_path(_open(path).schema_arrow, column, path)
+        _column_path(_open(path if remote is None else BlockReader(remote)).schema_arrow, column, name)
     except (OSError, pyarrow.ArrowException) as error:
-        raise ConfigError(path, problem=f"this Parquet file is damaged: {error}") from None
+        raise ConfigError(name, problem=f"this Parquet file is damaged: {error}") from None
 
 
-def num_rows(path: str) -> int:
-    """Return the number of rows of a file. Raises ConfigError."""
-    pyarrow = import_pyarrow(path)
+def num_rows(path: str, reader: BlockReader | None = None) -> int:
+    """Return the number of rows of a file. Raises ConfigError. reader: the open file, if `path` is a URL."""
+    name = input_name(path)
+    pyarrow = import_pyarrow(name)
     try:
-        return int(_open(path).metadata.num_rows)
+        return int(_open(path if reader is None else reader).metadata.num_rows)
     except (OSError, pyarrow.ArrowException) as error:
-        raise ConfigError(path, problem=f"it cannot be read: {error}") from None
+        raise ConfigError(name, problem=f"it cannot be read: {error}") from None
 
 
-def _open(path: str) -> Any:
+def _open(source: str | BlockReader) -> Any:
     import pyarrow.parquet
 
-    return pyarrow.parquet.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False)
+    return pyarrow.parquet.ParquetFile(source, buffer_size=_BUFFER_BYTES, pre_buffer=False)
+
+
+def _ranges(metadata: Any, column: str, first_row: int, stop_row: int | None) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of bytes in which a column's values lie, from `first_row` to the row before `stop_row`."""
+    rows_left = metadata.num_rows if stop_row is None else stop_row
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        if first_row < group.num_rows and rows_left > 0:
+            for part in map(group.column, range(group.num_columns)):
+                if part.path_in_schema == column:
+                    starts = (part.dictionary_page_offset, part.data_page_offset)
+                    start = min(offset for offset in starts if offset)  # None or 0: there is no dictionary
+                    yield start, start + part.total_compressed_size
+        first_row, rows_left = max(first_row - group.num_rows, 0), rows_left - group.num_rows
 
 
 def _column_path(schema: Any, column: str, path: str) -> list[str]:

@@ -7,6 +7,7 @@ whole file belongs to the part in which it begins.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 from pretrain.data.text_inputs.chunk import BOM, ReadSettings
@@ -62,7 +63,7 @@ def _part_of_file(file: Input, settings: ReadSettings, start: int, stop: int) ->
     """Return the part with the documents that begin in the bytes [start, stop) of a file; None if there are none."""
     size = file.num_bytes
     if file.kind == "parquet":
-        whole = num_rows(file.path)
+        whole = num_rows(file.path, file.stored.open() if file.stored is not None else None)
         begin, end = -(-start * whole // size), -(-stop * whole // size)
     else:
         whole, separator = size, b"\n" if file.kind == "jsonl" else settings.document_separator.encode()
@@ -79,10 +80,15 @@ def _first_document(file: Input, separator: bytes, byte: int) -> int:
     """
     if byte in (0, file.num_bytes):
         return byte
-    with open_source(file.path) as source:
+    with _opened(file) as source:
         first = len(BOM) if source.read(len(BOM)) == BOM else 0  # of the first document
         start = _between_separators(source, separator, max(byte - len(separator), first), first)
         return next((end for end in _ends(source, separator, start) if end >= byte), file.num_bytes)
+
+
+def _opened(file: Input) -> AbstractContextManager[Source]:
+    """Open a file to read small parts of it. Of a store, nothing is fetched ahead."""
+    return open_source(file.path) if file.stored is None else nullcontext(Source(file.stored.open()))
 
 
 def _between_separators(source: Source, separator: bytes, byte: int, first: int) -> int:

@@ -1,8 +1,11 @@
 """Read inputs as streams of chunks, and chunks in batches for the workers, from any position on."""
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+from pretrain.data.text_inputs.block_reader import BlockReader
 from pretrain.data.text_inputs.chunk import BEGINNING, BOM, CHUNK_BYTES, LONG_BYTES, Chunk, Position, ReadSettings
 from pretrain.data.text_inputs.find import Input
 from pretrain.data.text_inputs.formats import ByteStream, Source, decompressed, open_source, skip
@@ -12,36 +15,43 @@ from pretrain.data.text_inputs.text import separator_cut, text_cut
 from pretrain.errors import ConfigError
 
 _BLOCK_BYTES = 1 << 18
+_COPY = "copy-"
+_FILES_AHEAD = 4
 
 
 def read_chunks(found: Input, settings: ReadSettings, *, start: Position = BEGINNING, chunk_bytes: int = CHUNK_BYTES,
-                long_bytes: int = LONG_BYTES) -> Iterator[Chunk]:
+                long_bytes: int = LONG_BYTES, reader: BlockReader | None = None,
+                copy: Path | None = None) -> Iterator[Chunk]:
     """Yield an input from the position `start` in chunks of about `chunk_bytes`; a long JSON line becomes several.
+
+    reader: of a file of a store that is open already.
+    copy: path at which the bytes of a compressed file of a store are kept, because it is read from its beginning.
 
     The chunks from a position on are always the same: whether reading began there or before. Standard input can only
     be read once, from its beginning. Raises ConfigError if the input cannot be read to its end.
     """
+    if found.stored is not None and reader is None:
+        reader = found.stored.open()
     start = found.beginning if start == BEGINNING else start
     if found.kind == "parquet":
         yield from read_parquet(found.path, settings.jsonl_key, start, found.stop, chunk_bytes=chunk_bytes,
-                                long_bytes=long_bytes)
+                                long_bytes=long_bytes, reader=reader)
         return
-    with open_source(found.path, found.head) as source:
+    first = 0 if found.compression or not found.can_resume else start.offset
+    with open_source(found.path, found.head, reader=reader, start=first,
+                     copy=copy if found.compression else None) as source:
         stream = decompressed(source, found.compression)
-        if start.offset and not found.compression:
-            source.seek(start.offset)
-        else:
-            skip(stream, start.offset)
+        skip(stream, start.offset - first)
         if found.stop is not None:
             stream = _Limited(stream, found.stop - start.offset)
-        reader = _Reader(source, stream, found.name_of_lines, start)
+        text = _Reader(source, stream, found.name_of_lines, start)
         if start == BEGINNING:
-            reader.skip_bom()
+            text.skip_bom()
         if found.kind == "jsonl":
-            yield from _json_chunks(reader, settings.jsonl_key, chunk_bytes, max(long_bytes, chunk_bytes))
+            yield from _json_chunks(text, settings.jsonl_key, chunk_bytes, max(long_bytes, chunk_bytes))
         else:
             separator = settings.document_separator.encode()
-            yield from _text_chunks(reader, separator, chunk_bytes, is_new=start == BEGINNING)
+            yield from _text_chunks(text, separator, chunk_bytes, is_new=start == BEGINNING)
 
 
 class _Limited:
@@ -183,14 +193,16 @@ class Batch:
         return sum(chunk.file_bytes for chunk in self.chunks)
 
 
-def read_batches(inputs: Sequence[Input], settings: ReadSettings, start: Place, *, continues: bool) -> Iterator[Batch]:
+def read_batches(inputs: Sequence[Input], settings: ReadSettings, start: Place, *, continues: bool,
+                 copies: Path | None = None) -> Iterator[Batch]:
     """Yield batches of about CHUNK_BYTES, in order. Small inputs are combined. Raises ConfigError.
 
     continues: whether `start` is inside a document.
+    copies: folder for copies of compressed files of stores; `delete_copies` deletes those that are not needed.
     """
     chunks: list[Chunk] = []
     size = 0
-    for chunk, end in _chunks(inputs, settings, start):
+    for chunk, end in _chunks(inputs, settings, start, copies):
         chunks.append(chunk)
         size += chunk.num_bytes
         if size >= CHUNK_BYTES // 2 or len(chunks) >= CHUNK_BYTES // 64:  # empty inputs have no bytes
@@ -201,14 +213,41 @@ def read_batches(inputs: Sequence[Input], settings: ReadSettings, start: Place, 
         yield Batch(chunks, continues, end)
 
 
-def _chunks(inputs: Sequence[Input], settings: ReadSettings, start: Place) -> Iterator[tuple[Chunk, Place]]:
+def delete_copies(folder: Path, place: Place) -> None:
+    """Delete the copies of files before a place at which a resume begins."""
+    for path in folder.glob(f"{_COPY}*"):
+        if int(path.name.removeprefix(_COPY)) < place.input:
+            path.unlink()
+
+
+def _chunks(inputs: Sequence[Input], settings: ReadSettings, start: Place,
+            copies: Path | None) -> Iterator[tuple[Chunk, Place]]:
     """Yield each chunk, and the place of the next one: after the last chunk of an input, that is the next input."""
-    for index in range(start.input, len(inputs)):
+    for index, reader in _open_ahead(inputs, start.input):
         position = start.position if index == start.input else BEGINNING
         previous: Chunk | None = None
-        for chunk in read_chunks(inputs[index], settings, start=position, chunk_bytes=CHUNK_BYTES):
+        copy = copies / f"{_COPY}{index}" if copies is not None and inputs[index].stored is not None else None
+        for chunk in read_chunks(inputs[index], settings, start=position, chunk_bytes=CHUNK_BYTES,
+                                 reader=reader, copy=copy):
             if previous is not None:
                 yield previous, Place(index, previous.end)
             previous = chunk
         if previous is not None:
             yield previous, Place(index + 1, BEGINNING)
+
+
+def _open_ahead(inputs: Sequence[Input], first: int) -> Iterator[tuple[int, BlockReader | None]]:
+    """Yield the number of each input, and the open file of a store. The next files are opened and fetched meanwhile.
+
+    So small files do not wait for the network one after the other.
+    """
+    opened: deque[tuple[int, BlockReader | None]] = deque()
+    for index in range(first, len(inputs)):
+        stored = inputs[index].stored
+        reader = None if stored is None else stored.open()
+        if reader is not None and index > first and inputs[index].kind != "parquet":
+            reader.fetch_beginning()
+        opened.append((index, reader))
+        if len(opened) > _FILES_AHEAD:
+            yield opened.popleft()
+    yield from opened

@@ -5,6 +5,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -23,12 +24,16 @@ def test_meta_json_describes_the_data(tmp_path: Path, tokenizer: Tokenizer) -> N
     source = jsonl(tmp_path / "a.jsonl", TEXTS)
     done = prepare([source], tokenizer=str(tokenizer.path.parent), out=str(tmp_path / "out"))
     tokens = IndexedDataset(tmp_path / "out").tokens(0, done.num_tokens)
+    status = Path(source).stat()
     fractions = np.unique(tokens, return_counts=True)[1] / len(tokens)
     expected = {
         "vocab_size": 600, "tokenizer": str(tokenizer.path), "tokenizer_sha256": tokenizer.fingerprint,
         "bos_token": None, "eod_token": 1,
         "num_tokens": sum(len(tokenizer.encode(text)) + 1 for text in TEXTS), "num_documents": len(TEXTS),
-        "max_token": int(tokens.max()), "entropy_nats": pytest.approx(float(-(fractions * np.log(fractions)).sum()))}
+        "max_token": int(tokens.max()), "entropy_nats": pytest.approx(float(-(fractions * np.log(fractions)).sum())),
+        "sources": {"files": 1, "bytes": status.st_size, "sha256_of_list": ANY, "list": [
+            {"path": source, "bytes": status.st_size, "modified_ns": status.st_mtime_ns}]},
+        "filters": {"on_error": "stop", "deduplicate": False}}
     assert read_meta(tmp_path / "out") == vars(done) == expected
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", *(f"out.{ending}" for ending in ENDINGS)]
 
