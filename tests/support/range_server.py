@@ -38,6 +38,8 @@ class Server:
     busy_rate: float = 0.0
     """fraction of the requests that are answered with 503"""
     latency_s: float = 0.0
+    stalls: int = 0
+    """number of next answers that stop in the middle, while the connection stays open"""
     has_ranges: bool = True
     has_etags: bool = True
     allows_head: bool = True
@@ -100,9 +102,15 @@ class _Handler(BaseHTTPRequestHandler):
             end = settings.chance.randrange(len(content))
             settings.num_dropped += 1
             self.close_connection = True
+        if settings.stalls > 0 and end > 3:
+            settings.stalls -= 1
+            end = end // 2 - 1
         try:
             for at in range(0, end, _PIECE):
                 self.wfile.write(content[at : min(at + _PIECE, end)])
+            if end < len(content) and not self.close_connection:
+                self.rfile.read(1)  # until the client gives up
+                self.close_connection = True
         except OSError:  # the program was killed
             self.close_connection = True
         settings.sent.append(Sent(unquote(urlsplit(self.path).path), start, end))

@@ -246,7 +246,7 @@ def test_a_resume_reads_the_commit_with_which_the_preparation_began(hub: tuple[S
     assert (read_meta(tmp_path / "new") or {})["sources"]["list"][0]["revision"] == "a" * 40
 
 
-def change_at(moment: str, change: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def change_at(moment: str, change: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
     """Call `change` when a few batches have been written, or after the last one."""
     add, check, num_batches = DocumentWriter.add, pretrain.data.prepare.prepare.check_unchanged, [0]
 
@@ -297,6 +297,29 @@ def test_a_source_that_changes_is_named(source: str, s3: str, tmp_path: Path) ->
         write(lines, 1)
         prepare([url], tokenizer="bytes", out=str(tmp_path / "resumed"), workers=1)
         assert hashes(tmp_path / "resumed") == prepared([str(folder / "x.jsonl")], tmp_path / "local")
+
+
+@pytest.mark.parametrize("name", FORMATS[1:])
+def test_a_change_is_reported_through_every_library(name: str, corpus: Path, tmp_path: Path) -> None:
+    """gzip and Arrow read through Python, and must not replace the error."""
+    file = tmp_path / "served" / name
+    file.parent.mkdir()
+    content = (corpus / name).read_bytes()
+    file.write_bytes(content)
+    with range_server(file.parent) as server, pytest.MonkeyPatch.context() as patch:
+        change_at("middle", lambda: file.write_bytes(content[:-1] + b"x"), patch)
+        with pytest.raises(ConfigError, match=rf"{name}: it was changed while it was read: the store has another"):
+            prepare([f"{server.url}/{name}"], tokenizer="bytes", out=str(tmp_path / "out"), workers=1)
+
+
+def test_an_answer_that_stalls_is_continued(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pretrain.remote, "_ANSWER_S", 1.0)
+    with range_server(corpus) as server:
+        server.stalls = 2
+        local = prepared([str(corpus / "b.jsonl")], tmp_path / "local")
+        assert prepared([f"{server.url}/b.jsonl"], tmp_path / "out") == local
+        starts = [sent.start for sent in server.sent_of("b.jsonl")]
+        assert any(start % BLOCK for start in starts), "the rest of a block was asked for"
 
 
 def test_a_signature_opens_a_file_and_is_written_nowhere(corpus: Path, s3: str, tmp_path: Path,
