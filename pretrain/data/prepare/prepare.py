@@ -24,6 +24,7 @@ from pretrain.data.prepare.tokenize_batch import TokenizeSettings, make_tokenize
 from pretrain.data.prepare.worker_pool import map_in_order
 from pretrain.data.text_inputs.chunk import CHUNK_BYTES, Position, ReadSettings
 from pretrain.data.text_inputs.find import Input, Inputs, find_inputs
+from pretrain.data.text_inputs.hub_dataset import DatasetName, pinned
 from pretrain.data.text_inputs.reader import FIRST_PLACE, Place, read_batches
 from pretrain.data.token_files.index_file import dtype_for_vocab
 from pretrain.data.token_files.writer import complete_files, existing_file, rename_files
@@ -51,6 +52,8 @@ class PreparedData:
     max_token: int
     entropy_nats: float
     """entropy per token of the token frequencies: the loss of a model that predicts these frequencies"""
+    dataset: dict[str, str | None] | None = None
+    """the dataset of --dataset, with its config, split, revision and commit; absent for other inputs"""
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class PrepareSettings:
     deduplicate: bool = False
 
 
-def prepare(inputs: Sequence[str], *, tokenizer: str, out: str, settings: PrepareSettings | None = None,
+def prepare(inputs: Sequence[str] | DatasetName, *, tokenizer: str, out: str, settings: PrepareSettings | None = None,
             workers: int | None = None, overwrite: bool = False,
             seconds_between_states: float | None = None) -> PreparedData:
     """Tokenize `inputs` into out.bin, out.idx, out.meta.json, out.sha256.json and out.summary.json.
@@ -72,6 +75,8 @@ def prepare(inputs: Sequence[str], *, tokenizer: str, out: str, settings: Prepar
     Raises ConfigError. After an error, and after StopRequest, out.partial/ remains if it is worth resuming.
     """
     settings = settings or PrepareSettings()
+    if isinstance(inputs, DatasetName):
+        inputs = pin_dataset(inputs, out)
     found = find_inputs(inputs, settings.read)
     if problem := bad_path(f"{out}.summary.json"):
         raise ConfigError("--out", problem=problem)
@@ -87,6 +92,11 @@ def prepare(inputs: Sequence[str], *, tokenizer: str, out: str, settings: Prepar
     rename_files(output.data_files, out)
     output.delete()
     return PreparedData(**state["meta"])
+
+
+def pin_dataset(dataset: DatasetName, out: str) -> DatasetName:
+    """Return a dataset with the commit that an earlier preparation of it recorded, else with its newest one."""
+    return pinned(dataset, (read_state(out) or {}).get("record", {}))
 
 
 def _resumable_state(out: str, record: dict[str, Any], *, overwrite: bool) -> dict[str, Any] | None:
@@ -129,6 +139,8 @@ class _Job:
             "--append_eod": settings.append_eod, "--prepend_bos": settings.prepend_bos,
             "--deduplicate": settings.deduplicate, "skip_errors": read.skip_errors}
         """settings and inputs that must be the same for a resume"""
+        if inputs.dataset is not None:
+            self.record |= inputs.dataset.found.record()
 
     def run(self, state: dict[str, Any] | None, *, workers: int | None,
             seconds_between_states: float | None) -> PartialOutput:
@@ -214,15 +226,17 @@ class _Job:
             vocab_size=self._ids.vocab_size, tokenizer=self._name, tokenizer_sha256=self._fingerprint,
             bos_token=self._tokenize.bos_token, eod_token=self._tokenize.eod_token, num_tokens=statistics.tokens,
             num_documents=statistics.documents, max_token=int(np.flatnonzero(statistics.token_counts)[-1]),
-            entropy_nats=entropy_nats(statistics.token_counts))
+            entropy_nats=entropy_nats(statistics.token_counts),
+            dataset=self._inputs.dataset.found.facts() if self._inputs.dataset is not None else None)
         summary = make_summary(
             statistics, unknown_token=self._ids.unk, duplicates_counted=writer.duplicates_are_counted,
             deduplicated=self._settings.deduplicate, entropy_nats=meta.entropy_nats,
             inputs=self._inputs.describe(), settings={**self.record, "tokenizer": meta.tokenizer})
+        described = {name: value for name, value in asdict(meta).items() if name != "dataset" or value}
         complete_files(output.data_files, self._tokenize.dtype, output.path / "lengths", blocks=writer.finish(),
-                       meta=asdict(meta), summary=summary)
+                       meta=described, summary=summary)
         writer.close()
-        output.save({**self._state(writer), "meta": asdict(meta), "finished": True})
+        output.save({**self._state(writer), "meta": described, "finished": True})
 
 
 def _special_tokens(tokenizer: Tokenizer, settings: PrepareSettings) -> tuple[int | None, int | None]:
@@ -245,12 +259,16 @@ _MOST_LISTED = 1000
 def record_inputs(inputs: Sequence[Input]) -> dict[str, Any]:
     """Return {"files": number, "bytes": sum, "sha256": of the list, "list": [[path, bytes, mtime_ns], ...]}.
 
-    The list is left out if it has over 1,000 files. Standard input has neither size nor time. Raises ConfigError.
+    The list is left out if it has over 1,000 files. Standard input has neither size nor time, and a file of the Hub has
+    its size and its commit. Raises ConfigError.
     """
     digest, listed, total = hashlib.sha256(), [], 0
     for found in inputs:
         entry: list[Any] = [found.path, None, None]
-        if found.can_resume:
+        if found.dataset is not None and found.dataset.found.commit:
+            entry[1:] = found.num_bytes, found.dataset.found.commit
+            total += found.num_bytes
+        elif found.can_resume:
             try:
                 status = os.stat(found.path)
             except OSError as error:

@@ -21,8 +21,8 @@ def read_parquet(path: str, column: str, start: Position, *, chunk_bytes: int, l
         file = _open(path)
         bytes_per_row = os.path.getsize(path) / max(file.metadata.num_rows, 1)
         chunk_bytes = max(chunk_bytes, 4)  # the longest UTF-8 character
-        chunks = _Chunks(path, start, chunk_bytes, max(long_bytes, chunk_bytes), bytes_per_row)
-        for value in _values(file, _column_path(file.schema_arrow, column, path), start.offset, chunk_bytes):
+        chunks = ValueChunks(path, start, chunk_bytes, max(long_bytes, chunk_bytes), bytes_per_row)
+        for value in _values(file, column_path(file.schema_arrow, column, path), start.offset, chunk_bytes):
             yield from chunks.add(value)
         yield from chunks.rest()
     except (OSError, pyarrow.ArrowException) as error:
@@ -33,7 +33,7 @@ def check_parquet(path: str, column: str) -> None:
     """Raise ConfigError if a file is damaged, or has no text in this column."""
     pyarrow = import_pyarrow(path)
     try:
-        _column_path(_open(path).schema_arrow, column, path)
+        column_path(_open(path).schema_arrow, column, path)
     except (OSError, pyarrow.ArrowException) as error:
         raise ConfigError(path, problem=f"this Parquet file is damaged: {error}") from None
 
@@ -44,8 +44,11 @@ def _open(path: str) -> Any:
     return pyarrow.parquet.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False)
 
 
-def _column_path(schema: Any, column: str, path: str) -> list[str]:
-    """Return the names that lead to a column: more than one for a field of a struct."""
+def column_path(schema: Any, column: str, path: str) -> list[str]:
+    """Return the names that lead to a column of an Arrow schema: more than one for a field of a struct.
+
+    Raises ConfigError if there is no such column, and if it is no text.
+    """
     names = [column] if column in schema.names else column.split(".")
     fields, found = list(schema), None
     for name in names:
@@ -63,9 +66,6 @@ def _column_path(schema: Any, column: str, path: str) -> list[str]:
 
 def _values(file: Any, names: list[str], first_row: int, batch_bytes: int) -> Iterator[bytes | memoryview | None]:
     """Yield the values of a column as UTF-8, from a row on."""
-    import pyarrow
-    import pyarrow.compute
-
     for group in range(file.num_row_groups):
         rows = file.metadata.row_group(group).num_rows
         if first_row >= rows:
@@ -75,13 +75,20 @@ def _values(file: Any, names: list[str], first_row: int, batch_bytes: int) -> It
                                        row_groups=[group], columns=[".".join(names)], use_threads=False):
             skipped = min(first_row, batch.num_rows)
             first_row -= skipped
-            values = batch.column(0).slice(skipped)
-            if len(names) > 1:
-                values = pyarrow.compute.struct_field(values, names[1:])
-            if str(values.type).startswith("dictionary"):
-                values = values.dictionary_decode()
-            values = values.cast(pyarrow.large_binary())
-            yield from values.to_pylist() if values.nbytes < 2 * LONG_BYTES else _views(values)
+            yield from text_values(batch.column(0).slice(skipped), names)
+
+
+def text_values(values: Any, names: list[str]) -> Iterator[bytes | memoryview | None]:
+    """Yield the values of an Arrow array as UTF-8. `names`: what `column_path` returned for it."""
+    import pyarrow
+    import pyarrow.compute
+
+    if len(names) > 1:
+        values = pyarrow.compute.struct_field(values, names[1:])
+    if str(values.type).startswith("dictionary"):
+        values = values.dictionary_decode()
+    values = values.cast(pyarrow.large_binary())
+    yield from values.to_pylist() if values.nbytes < 2 * LONG_BYTES else _views(values)
 
 
 def _views(values: Any) -> Iterator[memoryview | None]:
@@ -100,7 +107,7 @@ def _batch_rows(group: Any, column: str, batch_bytes: int) -> int:
     return int(min(max(batch_bytes * group.num_rows // max(size, 1), 1), _MOST_VALUES))
 
 
-class _Chunks:
+class ValueChunks:
     """Groups values into chunks."""
 
     def __init__(self, path: str, start: Position, chunk_bytes: int, long_bytes: int, bytes_per_row: float) -> None:
