@@ -3,6 +3,7 @@
 Scripts of datasets are never run: the versions of the library that this package accepts cannot.
 """
 
+import io
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -126,8 +127,10 @@ def library() -> Any:
     except ImportError:
         raise ConfigError("--dataset", problem="the Python package datasets, which reads it, is not installed",
                           remedy="run `pip install 'ds-pretrain[hub]'`") from None
+    from fsspec.compression import register_compression
     from huggingface_hub.utils import disable_progress_bars, logging
 
+    register_compression("zstd", _open_zstd, "zst", force=True)
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     logging.set_verbosity_error()
     datasets.disable_progress_bars()
@@ -136,6 +139,13 @@ def library() -> Any:
     datasets.config.STREAMING_READ_MAX_RETRIES = datasets.config.STREAMING_OPEN_MAX_RETRIES = 1  # 20 are silent
     datasets.config.STREAMING_READ_RETRY_INTERVAL = datasets.config.STREAMING_OPEN_RETRY_INTERVAL = 0
     return datasets
+
+
+def _open_zstd(file: Any, mode: str = "rb", **_: Any) -> io.BufferedReader:
+    """Open a zstd stream with Arrow. The one of fsspec (2026.9) ends silently where a file was cut."""
+    import pyarrow
+
+    return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), "zstd"), 1 << 17)
 
 
 def _repository(wanted: DatasetName) -> Any:
@@ -189,11 +199,10 @@ def ask_hub(request: Callable[[], _T], where: str) -> _T:
 
 def _may_pass(error: BaseException) -> bool:
     """Return whether the network or the server failed in a way that may pass."""
+    if (status := _status(error)) is not None:
+        return status in (408, 425, 429) or status >= 500
     cause: BaseException | None = error
     while cause is not None:
-        status = getattr(getattr(cause, "response", None), "status_code", None)
-        if isinstance(status, int):
-            return status in (408, 425, 429) or status >= 500
         if isinstance(cause, (ConnectionError, TimeoutError)) or type(cause).__module__.split(".")[0] in _NETWORK:
             return True
         cause = cause.__cause__ or cause.__context__
@@ -204,7 +213,7 @@ def _error(where: str, error: Exception) -> ConfigError:
     """Return the error for a request that can never succeed."""
     from huggingface_hub import errors
 
-    if isinstance(error, errors.GatedRepoError) or _status(error) == 403:
+    if isinstance(error, errors.GatedRepoError) or _status(error) == 403 or " gated dataset" in str(error):
         return ConfigError(where, problem="the Hub refuses access (403): the dataset is gated, or the token may not "
                            "read it", remedy="accept its terms on its page, and set HF_TOKEN to your token")
     if isinstance(error, errors.RepositoryNotFoundError) or _status(error) in (401, 404):
@@ -223,7 +232,14 @@ def _error(where: str, error: Exception) -> ConfigError:
 
 
 def _status(error: BaseException) -> int | None:
-    return getattr(getattr(error, "response", None), "status_code", None)
+    """Return the HTTP status of an error, or of its cause."""
+    cause: BaseException | None = error
+    while cause is not None:
+        status = getattr(getattr(cause, "response", None), "status_code", None)
+        if isinstance(status, int):
+            return status
+        cause = cause.__cause__ or cause.__context__
+    return None
 
 
 def _builder(wanted: DatasetName) -> Any:
@@ -234,7 +250,10 @@ def _builder(wanted: DatasetName) -> Any:
 
     def build() -> Any:
         try:
-            return datasets.load_dataset_builder(name=wanted.config or None, **where)
+            builder = datasets.load_dataset_builder(name=wanted.config or None, **where)
+            if type(builder).__name__ == "Cache":  # any commit of the dataset, which an earlier program downloaded
+                raise ConnectionError("the Hub did not answer")
+            return builder
         except ValueError:
             names = datasets.get_dataset_config_names(**where)
             if wanted.config and wanted.config not in names:
