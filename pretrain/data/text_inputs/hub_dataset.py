@@ -20,7 +20,7 @@ _NAME = re.compile(r"(?:[\w-][\w.-]{0,95}/)?[\w-][\w.-]{0,95}")
 _ANSWER_S = 10.0
 _STATE, _SPLITS = "state.json", "dataset_dict.json"  # files of Dataset.save_to_disk
 _ENDINGS = {".gz": "gzip", ".gzip": "gzip", ".zst": "zstd", ".zstd": "zstd"}
-_NETWORK = ("httpx", "httpcore", "requests", "urllib3", "aiohttp", "asyncio")
+_NETWORK = ("httpx", "httpcore", "requests", "urllib3", "aiohttp", "asyncio")  # huggingface_hub 2.4 uses httpx2
 _T = TypeVar("_T")
 
 
@@ -136,8 +136,9 @@ def library() -> Any:
     datasets.disable_progress_bars()
     disable_progress_bars()
     datasets.config.TORCH_AVAILABLE = False  # an IterableDataset would import torch
-    datasets.config.STREAMING_READ_MAX_RETRIES = datasets.config.STREAMING_OPEN_MAX_RETRIES = 1  # 20 are silent
-    datasets.config.STREAMING_READ_RETRY_INTERVAL = datasets.config.STREAMING_OPEN_RETRY_INTERVAL = 0
+    for name in dir(datasets.config):  # its 20 retries are silent; huggingface_hub repeats a request up to 5 times
+        if name.startswith("STREAMING_") and name.endswith(("_MAX_RETRIES", "_RETRY_INTERVAL")):
+            setattr(datasets.config, name, int(name.endswith("_MAX_RETRIES")))
     return datasets
 
 
@@ -203,7 +204,7 @@ def _may_pass(error: BaseException) -> bool:
         return status in (408, 425, 429) or status >= 500
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, (ConnectionError, TimeoutError)) or type(cause).__module__.split(".")[0] in _NETWORK:
+        if isinstance(cause, (ConnectionError, TimeoutError)) or type(cause).__module__.startswith(_NETWORK):
             return True
         cause = cause.__cause__ or cause.__context__
     return False
@@ -216,7 +217,7 @@ def _error(where: str, error: Exception) -> ConfigError:
     if isinstance(error, errors.GatedRepoError) or _status(error) == 403 or " gated dataset" in str(error):
         return ConfigError(where, problem="the Hub refuses access (403): the dataset is gated, or the token may not "
                            "read it", remedy="accept its terms on its page, and set HF_TOKEN to your token")
-    if isinstance(error, errors.RepositoryNotFoundError) or _status(error) in (401, 404):
+    if not is_url(where) and (isinstance(error, errors.RepositoryNotFoundError) or _status(error) in (401, 404)):
         private = "HF_TOKEN may not read it" if os.environ.get("HF_TOKEN") else "it is private, which needs HF_TOKEN"
         return ConfigError(where, problem=f"the Hub has no such dataset, or {private}", remedy="check the name: "
                            "ORG/NAME")
