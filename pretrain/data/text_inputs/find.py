@@ -124,6 +124,8 @@ def find_inputs(words: Sequence[str] | DatasetName, settings: ReadSettings) -> I
     """
     if isinstance(words, DatasetName):
         dataset = open_dataset(words)
+        if not dataset.files:
+            raise ConfigError(words.flag, problem="this split has no data files")
         return Inputs(tuple(Input(file.path, file.kind, file.compression, file.num_bytes, dataset=dataset)
                             for file in dataset.files), ())
     if list(words).count(STDIN) > 1:
