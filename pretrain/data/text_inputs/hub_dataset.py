@@ -6,22 +6,21 @@ Scripts of datasets are never run: the versions of the library that this package
 import io
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pretrain.data.text_inputs.formats import JSONL_ENDINGS
-from pretrain.errors import ConfigError, printable, shorten
-from pretrain.remote import is_url, with_retries
+from pretrain.data.text_inputs.hub_requests import ask_hub, hub_error
+from pretrain.errors import ConfigError, shorten
+from pretrain.remote import is_url
 from pretrain.stored_json import read_object
 
 _NAME = re.compile(r"(?:[\w-][\w.-]{0,95}/)?[\w-][\w.-]{0,95}")
 _ANSWER_S = 10.0
 _STATE, _SPLITS = "state.json", "dataset_dict.json"  # files of Dataset.save_to_disk
 _ENDINGS = {".gz": "gzip", ".gzip": "gzip", ".zst": "zstd", ".zstd": "zstd"}
-_NETWORK = ("httpx", "httpcore", "requests", "urllib3", "aiohttp", "asyncio")  # huggingface_hub 2.4 uses httpx2
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -183,66 +182,6 @@ def _known_revisions(name: str) -> str:
     return "; it has " + shorten(", ".join(ref.name for ref in (*refs.branches, *refs.tags)))
 
 
-def ask_hub(request: Callable[[], _T], where: str) -> _T:
-    """Return what a request of the library returns. Repeats it while the network fails. Raises ConfigError."""
-    def attempt() -> _T:
-        try:
-            return request()
-        except ConfigError:
-            raise
-        except Exception as error:  # of the library, Arrow, the HTTP client, the file system
-            if _may_pass(error):
-                raise ConnectionError(f"{type(error).__name__}: {error}") from error
-            raise _error(where, error) from None
-
-    return with_retries(attempt, where)
-
-
-def _may_pass(error: BaseException) -> bool:
-    """Return whether the network or the server failed in a way that may pass."""
-    if (status := _status(error)) is not None:
-        return status in (408, 425, 429) or status >= 500
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, (ConnectionError, TimeoutError)) or type(cause).__module__.startswith(_NETWORK):
-            return True
-        cause = cause.__cause__ or cause.__context__
-    return False
-
-
-def _error(where: str, error: Exception) -> ConfigError:
-    """Return the error for a request that can never succeed."""
-    from huggingface_hub import errors
-
-    if isinstance(error, errors.GatedRepoError) or _status(error) == 403 or " gated dataset" in str(error):
-        return ConfigError(where, problem="the Hub refuses access (403): the dataset is gated, or the token may not "
-                           "read it", remedy="accept its terms on its page, and set HF_TOKEN to your token")
-    if not is_url(where) and (isinstance(error, errors.RepositoryNotFoundError) or _status(error) in (401, 404)):
-        private = "HF_TOKEN may not read it" if os.environ.get("HF_TOKEN") else "it is private, which needs HF_TOKEN"
-        return ConfigError(where, problem=f"the Hub has no such dataset, or {private}", remedy="check the name: "
-                           "ORG/NAME")
-    if "script" in str(error) and isinstance(error, RuntimeError):
-        return ConfigError(where, problem=f"{str(error).split(', but ')[-1]}: the dataset is a Python script, and no "
-                           "script is ever run", remedy="--dataset_revision refs/convert/parquet names the Hub's "
-                           "Parquet files of many such datasets")
-    if isinstance(error, (FileNotFoundError, ImportError)) or _status(error) is not None:
-        reason = str(error).strip().partition("\n")[0]
-    else:
-        reason = f"{type(error).__name__}: {error}"
-    return ConfigError(where, problem=f"it cannot be read: {shorten(printable(reason))}")
-
-
-def _status(error: BaseException) -> int | None:
-    """Return the HTTP status of an error, or of its cause."""
-    cause: BaseException | None = error
-    while cause is not None:
-        status = getattr(getattr(cause, "response", None), "status_code", None)
-        if isinstance(status, int):
-            return status
-        cause = cause.__cause__ or cause.__context__
-    return None
-
-
 def _builder(wanted: DatasetName) -> Any:
     """Return the library's builder of a config. Raises ConfigError."""
     datasets = library()
@@ -276,9 +215,17 @@ def _with_files(wanted: DatasetName, builder: Any, sizes: Mapping[str, int]) -> 
     """Return the dataset with the files of its split. sizes: path in the repository -> bytes."""
     files_of = {str(split): [str(path) for path in paths] for split, paths in (builder.config.data_files or {}).items()}
     files = files_of[_split(wanted, files_of)]
+    for path in files:  # a README.md may name any URL and any path
+        if is_url(path) != bool(wanted.commit) or (wanted.commit and not _is_of(path, wanted.commit)):
+            raise ConfigError(wanted.flag, problem=f"its README.md names a file outside of it: {path}",
+                              remedy="give this file as an input")
     found = replace(wanted, config=str(builder.config.name))
     return HubDataset(found, tuple(DataFile(path, sizes.get(_in_repository(path), 0) if is_url(path) else
                                             os.path.getsize(path)) for path in files), builder)
+
+
+def _is_of(url: str, commit: str) -> bool:
+    return url.startswith("hf://datasets/") and url.partition("@")[2].startswith(f"{commit}/")
 
 
 def _in_repository(url: str) -> str:
@@ -310,4 +257,4 @@ def _saved_dataset(wanted: DatasetName) -> HubDataset:
     except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise _error(wanted.flag, error) from None
+        raise hub_error(wanted.flag, error) from None

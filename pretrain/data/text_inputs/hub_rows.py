@@ -11,7 +11,8 @@ from typing import Any
 
 from pretrain.data.text_inputs.chunk import Chunk, Position
 from pretrain.data.text_inputs.formats import input_name
-from pretrain.data.text_inputs.hub_dataset import DataFile, HubDataset, ask_hub, library
+from pretrain.data.text_inputs.hub_dataset import DataFile, HubDataset, library
+from pretrain.data.text_inputs.hub_requests import ask_hub
 from pretrain.data.text_inputs.parquet import ValueChunks, column_path, text_values
 
 _BATCH_ROWS = 32  # rows held in memory at once: 0.4 M rows/s, which is 70% of the speed of 1,000

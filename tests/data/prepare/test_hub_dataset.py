@@ -188,6 +188,17 @@ def test_what_does_not_exist_is_named(jobs: Jobs, hub: DatasetHub, tmp_path: Pat
     assert not list(tmp_path.iterdir())
 
 
+def test_files_outside_of_the_commit_are_rejected(hub: DatasetHub, jobs: Jobs, tmp_path: Path) -> None:
+    own = write(tmp_path / "own" / "mine.jsonl", TEXTS[:3])
+    (tmp_path / "away").mkdir()
+    hub.repositories["org/away"] = Repository({NEW: tmp_path / "away"}, {"main": NEW})
+    for outside in (str(own), f"hf://datasets/org/moving@{OLD}/train.jsonl"):
+        (tmp_path / "away" / "README.md").write_text(card({"default": {"train": outside}}))
+        for name in ("org/away", str(tmp_path / "away")):
+            message = jobs.run(name, tmp_path / "out")  # datasets 5.2 rejects some of them itself
+            assert "README.md" in message or (name != "org/away" and outside == str(own)), message
+
+
 def test_gated_and_private_datasets_need_the_token(jobs: Jobs, tmp_path: Path) -> None:
     assert "refuses access (403): the dataset is gated" in jobs.run("org/gated", tmp_path / "out")
     assert "or it is private, which needs HF_TOKEN" in jobs.run("org/private", tmp_path / "out")
