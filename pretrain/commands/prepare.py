@@ -21,35 +21,35 @@ from pretrain.cli import (
     text,
     whole_number,
 )
+from pretrain.commands.dataset_flags import add_input_flags, named_inputs, words_of
 from pretrain.commands.next_command import after_prepare, after_shard, after_tokenizer
-from pretrain.data.prepare.prepare import PrepareSettings, prepare
+from pretrain.data.prepare.prepare import PrepareSettings, pin_dataset, prepare
 from pretrain.data.prepare.python_corpus import python_corpus
 from pretrain.data.prepare.shards import parse_shard
 from pretrain.data.prepare.summary import summary_text
 from pretrain.data.text_inputs.chunk import FORMATS, ReadSettings, parse_separator
 from pretrain.data.text_inputs.formats import STDIN
+from pretrain.data.text_inputs.hub_dataset import DatasetName
 from pretrain.data.tokenizers.tokenizer import BYTES, find_tokenizer_file
 from pretrain.data.tokenizers.train_tokenizer import train_sentencepiece
 from pretrain.errors import STOPPED, ConfigError
-from pretrain.remote import path_or_url, without_credentials
-
-_INPUT_HELP = ("text, JSON lines or Parquet, also compressed (.gz, .zst): a file, a folder, a glob in quotes, or - for "
-               "standard input. A URL such as s3://bucket/folder, gs://bucket/*.jsonl, https://host/file or "
-               "hf://datasets/org/name/*.parquet is one of these in a store; its credentials come from the "
-               "environment (AWS_*, GOOGLE_APPLICATION_CREDENTIALS, ~/.netrc, HF_TOKEN)")
+from pretrain.remote import without_credentials
 
 
 def prepare_main() -> int:
     args = _prepare_parser().parse_args()
+    inputs = named_inputs(args)
     separator = parse_separator(args.document_separator) if args.document_separator else ""
     read = ReadSettings(args.format, args.jsonl_key, separator, args.on_error == "skip")
     settings = PrepareSettings(read, args.append_eod, args.prepend_bos, args.deduplicate)
     shard = parse_shard(args.shard, os.environ) if args.shard else None
     if args.vocab_size is not None:
-        _train_missing_tokenizer(args.inputs, args.tokenizer, read, args.vocab_size, is_shard=shard is not None)
+        if isinstance(inputs, DatasetName):
+            inputs = pin_dataset(inputs, args.out)  # the tokenizer's commit is the one of the tokens
+        _train_missing_tokenizer(inputs, args.tokenizer, read, args.vocab_size, is_shard=shard is not None)
     try:
         with stop_on_signals():
-            prepare(args.inputs, tokenizer=args.tokenizer, out=args.out, settings=settings, workers=args.workers,
+            prepare(inputs, tokenizer=args.tokenizer, out=args.out, settings=settings, workers=args.workers,
                     overwrite=args.overwrite, shard=shard, command=_words_of_all_shards(sys.argv[1:]))
     except StopRequest as stop:
         say(f"stopped by {stop.name}; {stop.remedy}")
@@ -75,7 +75,7 @@ def _prepare_parser() -> Parser:
     parser = Parser(description="Tokenize text, and write OUT.bin and OUT.idx (Megatron's format), OUT.meta.json and "
                                 "OUT.summary.json.",
                     epilog="A preparation that was stopped or killed continues if the same command is given again.")
-    parser.add_argument("inputs", metavar="INPUT", nargs="+", type=path_or_url, help=_INPUT_HELP)
+    add_input_flags(parser)
     parser.add_argument("--tokenizer", type=path_text, required=True,
                         help="SentencePiece .model, tokenizer.json, a folder with one of them, or the word bytes")
     parser.add_argument("--vocab_size", type=whole_number(300, 2**24),
@@ -109,7 +109,7 @@ def _prepare_parser() -> Parser:
 def tokenizer_main() -> None:
     parser = Parser(description="Train a SentencePiece tokenizer on text files, and write OUT/tokenizer.model and "
                                 "OUT/tokenizer.json.")
-    parser.add_argument("inputs", metavar="INPUT", nargs="+", type=path_or_url, help=_INPUT_HELP)
+    add_input_flags(parser)
     parser.add_argument("--out", type=path, required=True,
                         help="folder for tokenizer.model, tokenizer.vocab, and the files for transformers")
     parser.add_argument("--vocab_size", type=whole_number(300, 2**24), default=8192,
@@ -126,17 +126,17 @@ def tokenizer_main() -> None:
     parser.add_argument("--threads", type=whole_number(1, 1024), help="training threads (default: one per CPU core)")
     parser.add_argument("--verbose", action="store_true", help="show SentencePiece's messages")
     args = parser.parse_args()
-    _train_tokenizer(args.inputs, args.out, ReadSettings(args.format, args.jsonl_key), args.vocab_size,
+    _train_tokenizer(named_inputs(args), args.out, ReadSettings(args.format, args.jsonl_key), args.vocab_size,
                      max_megabytes=args.max_megabytes, threads=args.threads,
                      character_coverage=args.character_coverage, verbose=args.verbose)
     options = [word for flag in ("format", "jsonl_key") if getattr(args, flag) != parser.get_default(flag)
                for word in (f"--{flag}", getattr(args, flag))]
-    for line in next_line(after_tokenizer([*map(without_credentials, args.inputs)], args.out, options)):
+    for line in next_line(after_tokenizer(words_of(args), args.out, options)):
         print(line)
 
 
-def _train_missing_tokenizer(inputs: list[str], tokenizer: str, reading: ReadSettings, vocab_size: int, *,
-                             is_shard: bool) -> None:
+def _train_missing_tokenizer(inputs: list[str] | DatasetName, tokenizer: str, reading: ReadSettings,
+                             vocab_size: int, *, is_shard: bool) -> None:
     """Train the tokenizer of `prepare --vocab_size`, unless it exists. Raises ConfigError."""
     folder = Path(tokenizer)
     if tokenizer == BYTES or folder.is_file() or find_tokenizer_file(folder) is not None:
@@ -144,13 +144,14 @@ def _train_missing_tokenizer(inputs: list[str], tokenizer: str, reading: ReadSet
     if is_shard:
         raise ConfigError("--vocab_size", problem=f"there is no tokenizer at {tokenizer}, and each of the shards would "
                           "train one", remedy="train it first, once, with `ds-pretrain tokenizer`")
-    if STDIN in inputs:
+    if not isinstance(inputs, DatasetName) and STDIN in inputs:
         raise ConfigError("--vocab_size", problem="standard input can be read only once",
                           remedy="give files, or a tokenizer that exists")
     _train_tokenizer(inputs, folder, reading, vocab_size)
 
 
-def _train_tokenizer(inputs: list[str], out: Path, reading: ReadSettings, vocab_size: int, **options: Any) -> None:
+def _train_tokenizer(inputs: list[str] | DatasetName, out: Path, reading: ReadSettings, vocab_size: int,
+                     **options: Any) -> None:
     """Train a SentencePiece tokenizer, and report it. Raises ConfigError."""
     started = time.monotonic()
     tokenizer = train_sentencepiece(inputs, out, vocab_size=vocab_size, reading=reading, **options)

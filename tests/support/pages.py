@@ -36,6 +36,9 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "> points.csv",
         "ds-pretrain ladder --points points.csv",
         "CHINCHILLA_POINTS=$PWD/points.csv pytest tests/analysis/scaling"),
+    "needs the Hub: tests/data/prepare/test_hub_dataset.py": (
+        "ds-pretrain prepare --dataset HuggingFaceFW/fineweb-edu --dataset_config sample-10BT --tokenizer "
+        "data/tokenizer --out data/fineweb",),
     "takes minutes: tests/test_project.py": (".github/release.sh",),
     "needs other versions of Python and torch: tests/test_versions.py": ("tests/versions.sh lowest",),
     "takes a minute: tests/distributed/test_reproducers.py": (

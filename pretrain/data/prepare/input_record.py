@@ -42,6 +42,8 @@ def record_inputs(inputs: Sequence[Input]) -> dict[str, Any]:
 def _entry(found: Input) -> list[Any]:
     if found.stored is not None:
         return [found.name, found.stored.size, found.stored.version]
+    if found.dataset is not None and found.dataset.found.commit:
+        return [found.path, found.num_bytes, found.dataset.found.commit]
     if not found.can_resume:
         return [found.path, None, None]
     try:
@@ -69,15 +71,17 @@ def changed_input(before: dict[str, Any], after: dict[str, Any]) -> str:
     return next((str(old[0]) for old, new in pairs if list(old) != list(new)), "inputs")
 
 
-def describe_sources(inputs: Sequence[Input], record: dict[str, Any]) -> dict[str, Any]:
+def describe_sources(inputs: Inputs, record: dict[str, Any]) -> dict[str, Any]:
     """Return where the data comes from, for .meta.json: as `record_inputs`, with names, and commits of the Hub."""
     files = []
-    for found, (name, num_bytes, version) in zip(inputs, record["list"], strict=False):
-        of_store = {"version": version} if found.stored else {"modified_ns": version}
+    for found, (name, num_bytes, version) in zip(inputs.files, record["list"], strict=False):
+        of_store = {"modified_ns": version} if isinstance(version, int) else {"version": version}
         revision = {"revision": found.stored.revision} if found.stored and found.stored.revision else {}
         files.append({"path": name} if num_bytes is None else
                      {"path": name, "bytes": num_bytes, **of_store, **revision})
-    return {"files": record["files"], "bytes": record["bytes"], "sha256_of_list": record["sha256"], "list": files}
+    dataset = {} if inputs.dataset is None else {"dataset": inputs.dataset.found.facts()}
+    return {**dataset, "files": record["files"], "bytes": record["bytes"], "sha256_of_list": record["sha256"],
+            "list": files}
 
 
 def save_examined(folder: Path, inputs: Inputs) -> None:

@@ -31,6 +31,7 @@ from pretrain.data.prepare.worker_pool import map_in_order
 from pretrain.data.text_inputs.chunk import CHUNK_BYTES, Position, ReadSettings
 from pretrain.data.text_inputs.find import Inputs, find_inputs
 from pretrain.data.text_inputs.formats import STDIN
+from pretrain.data.text_inputs.hub_dataset import DatasetName, pinned
 from pretrain.data.text_inputs.parts import Part, part_of
 from pretrain.data.text_inputs.reader import FIRST_PLACE, Place, delete_copies, read_batches
 from pretrain.data.token_files.hashes import hash_file
@@ -53,7 +54,7 @@ class PrepareSettings:
     deduplicate: bool = False
 
 
-def prepare(inputs: Sequence[str], *, tokenizer: str, out: str, settings: PrepareSettings | None = None,
+def prepare(inputs: Sequence[str] | DatasetName, *, tokenizer: str, out: str, settings: PrepareSettings | None = None,
             workers: int | None = None, overwrite: bool = False, shard: Shard | None = None,
             command: Sequence[str] = (), seconds_between_states: float | None = None) -> PreparedData:
     """Tokenize `inputs` into out.bin, out.idx, out.meta.json, out.sha256.json and out.summary.json.
@@ -64,10 +65,12 @@ def prepare(inputs: Sequence[str], *, tokenizer: str, out: str, settings: Prepar
     """
     settings = settings or PrepareSettings()
     if shard is not None:
-        if STDIN in inputs:
+        if not isinstance(inputs, DatasetName) and STDIN in inputs:
             raise ConfigError("--shard", problem="standard input cannot be divided", remedy="give files")
         check_count(out, shard)
         out = shard.prefix(out)
+    if isinstance(inputs, DatasetName):
+        inputs = pin_dataset(inputs, out)
     earlier = read_examined(partial_path(out)) if read_state(out) is not None else None
     found = find_inputs(inputs, settings.read, earlier)
     if problem := bad_path(f"{out}.summary.json"):
@@ -90,6 +93,11 @@ def prepare(inputs: Sequence[str], *, tokenizer: str, out: str, settings: Prepar
     rename_files(output.data_files, out, ENDINGS if shard is None else SHARD_ENDINGS)
     output.delete()
     return PreparedData(**state["meta"])
+
+
+def pin_dataset(dataset: DatasetName, out: str) -> DatasetName:
+    """Return a dataset with the commit that an earlier preparation of it recorded, else with its newest one."""
+    return pinned(dataset, (read_state(out) or {}).get("record", {}))
 
 
 def _resumable_state(out: str, record: dict[str, Any], *, overwrite: bool) -> dict[str, Any] | None:
@@ -147,11 +155,13 @@ class _Job:
             "--jsonl_key": read.jsonl_key, "--document_separator": read.document_separator,
             "--append_eod": settings.append_eod, "--prepend_bos": settings.prepend_bos,
             "--deduplicate": settings.deduplicate, "skip_errors": read.skip_errors}
+        if inputs.dataset is not None:
+            record |= inputs.dataset.found.record()
         self.facts = DataFacts(
             vocab_size=tokenizer.ids.vocab_size, tokenizer=tokenizer.name, tokenizer_sha256=tokenizer.fingerprint,
             bos_token=self._tokenize.bos_token, eod_token=self._tokenize.eod_token, unknown_token=tokenizer.ids.unk,
             dtype=self._tokenize.dtype, inputs=inputs.describe(), record=record,
-            sources=describe_sources(inputs.files, record["inputs"]), filters=_filters(settings))
+            sources=describe_sources(inputs, record["inputs"]), filters=_filters(settings))
         self._part = Part(inputs.files, 0) if shard is None else part_of(inputs.files, read, shard.index, shard.count)
 
     def run(self, state: dict[str, Any] | None, *, workers: int | None,

@@ -28,13 +28,14 @@ from pretrain.data.text_inputs.formats import (
     utf16_error,
     utf16_problem,
 )
+from pretrain.data.text_inputs.hub_dataset import DatasetName, HubDataset, open_dataset
 from pretrain.data.text_inputs.parquet import check_parquet
 from pretrain.data.text_inputs.url_files import StoredFile, files_at, is_remote, is_web, local_path
 from pretrain.errors import ConfigError, counted, printable, shorten
 from pretrain.remote import RemoteFile, without_credentials
 
 _COMPRESSION_RATIO = 4  # assumed compression of gzip, zstd and Parquet files
-_KIND_NAMES = {"text": "text", "jsonl": "JSON lines", "parquet": "Parquet"}
+_KIND_NAMES = {"text": "text", "jsonl": "JSON lines", "parquet": "Parquet", "rows": "rows"}
 _SIDE_FILES = {"_SUCCESS", "_metadata", "_common_metadata", "dataset_info.json", "dataset_infos.json",
                "dataset_dict.json", "MD5SUMS", "SHA1SUMS", "SHA256SUMS", "SHA512SUMS", "Thumbs.db"}
 _SIDE_ENDINGS = (".crc", ".md5", ".sha1", ".sha256", ".sha512", ".lock", ".tmp", ".part", ".partial", ".crdownload",
@@ -46,11 +47,12 @@ class Input:
     """A file, or standard input ("-"), whose format is known."""
 
     path: str  # or the URL
-    kind: str  # "text", "jsonl" or "parquet"
+    kind: str  # "text", "jsonl" or "parquet"; of a dataset also "rows": another format
     compression: str = ""  # "gzip", "zstd" or ""
     num_bytes: int = 0  # on disk; 0 for standard input
     head: bytes = b""  # of standard input: the bytes that were read to detect the format
     stored: StoredFile | None = None  # of a URL: the version of the file
+    dataset: HubDataset | None = None  # that this file belongs to
     start: int = 0  # byte at which reading begins, or row of a Parquet file: above 0 in a part of a file (parts.py)
     stop: int | None = None  # byte or row before which reading ends; None: it ends with the file
 
@@ -102,9 +104,15 @@ class Inputs:
 
     @property
     def is_mixed(self) -> bool:
-        """True if there are several formats, files that are not read, or files that are read twice."""
+        """True if there are several formats, files that are not read, files that are read twice, or a dataset."""
         formats = {(file.kind, file.compression) for file in self.files}
-        return len(formats) > 1 or bool(self.side_files) or len({file.path for file in self.files}) < len(self.files)
+        return len(formats) > 1 or bool(self.side_files) or len({file.path for file in self.files}) < len(
+            self.files) or self.dataset is not None
+
+    @property
+    def dataset(self) -> HubDataset | None:
+        """The dataset that all files belong to."""
+        return self.files[0].dataset
 
     def describe(self) -> str:
         """Return one line with the formats (which files have which, if there are several), and files that are not read.
@@ -113,7 +121,8 @@ class Inputs:
         for file in self.files:
             kind = _KIND_NAMES[file.kind] + (f", {file.compression}" if file.compression else "")
             kinds.setdefault(kind, []).append(Path(file.name).name)
-        line = "inputs: " + "; ".join(
+        named = f"{self.dataset.describe()}: " if self.dataset is not None else ""
+        line = f"inputs: {named}" + "; ".join(
             f"{counted(len(names), 'file')} of {kind}{f' ({_examples(names)})' * (len(kinds) > 1)}"
             for kind, names in kinds.items())
         repeated = len(self.files) - len({file.path for file in self.files})
@@ -129,13 +138,20 @@ def _examples(names: Sequence[str]) -> str:
     return shorten(", ".join(names[:3]), 120) + ", ..." * (len(names) > 3)
 
 
-def find_inputs(words: Sequence[str], settings: ReadSettings, earlier: Inputs | None = None) -> Inputs:
+def find_inputs(words: Sequence[str] | DatasetName, settings: ReadSettings, earlier: Inputs | None = None) -> Inputs:
     """Return the inputs that files, folders, globs, URLs and "-" name, in this order; folders and globs are sorted.
 
+    Of a dataset, these are its data files.
     earlier: inputs of the same words that an earlier call returned. Its commits of the Hub are read again, and its
     files of stores are not examined again if they have not changed.
     Raises ConfigError for an input that does not exist, cannot be read or has another format, and if all are empty.
     """
+    if isinstance(words, DatasetName):
+        dataset = open_dataset(words)
+        if not dataset.files:
+            raise ConfigError(words.flag, problem="this split has no data files")
+        return Inputs(tuple(Input(file.path, file.kind, file.compression, file.num_bytes, dataset=dataset)
+                            for file in dataset.files), ())
     if list(words).count(STDIN) > 1:
         raise ConfigError(STDIN, problem="standard input can be read only once", remedy="give - once")
     side_files: list[str] = []

@@ -29,8 +29,8 @@ def read_parquet(path: str, column: str, start: Position, stop: int | None = Non
         file = _open(path if reader is None else reader)
         bytes_per_row = (reader.size if reader else os.path.getsize(path)) / max(file.metadata.num_rows, 1)
         chunk_bytes = max(chunk_bytes, 4)  # the longest UTF-8 character
-        chunks = _Chunks(path, start, chunk_bytes, max(long_bytes, chunk_bytes), bytes_per_row)
-        names = _column_path(file.schema_arrow, column, name)
+        chunks = ValueChunks(path, start, chunk_bytes, max(long_bytes, chunk_bytes), bytes_per_row)
+        names = column_path(file.schema_arrow, column, name)
         if reader is not None:
             reader.expect(_ranges(file.metadata, ".".join(names), start.offset, stop))
         values = _values(file, names, start.offset, chunk_bytes)
@@ -46,7 +46,7 @@ def check_parquet(path: str, column: str, remote: RemoteFile | None = None) -> N
     name = input_name(path)
     pyarrow = import_pyarrow(name)
     try:
-        _column_path(_open(path if remote is None else BlockReader(remote)).schema_arrow, column, name)
+        column_path(_open(path if remote is None else BlockReader(remote)).schema_arrow, column, name)
     except (OSError, pyarrow.ArrowException) as error:
         raise ConfigError(name, problem=f"this Parquet file is damaged: {error}") from None
 
@@ -80,8 +80,11 @@ def _ranges(metadata: Any, column: str, first_row: int, stop_row: int | None) ->
         first_row, rows_left = max(first_row - group.num_rows, 0), rows_left - group.num_rows
 
 
-def _column_path(schema: Any, column: str, path: str) -> list[str]:
-    """Return the names that lead to a column: more than one for a field of a struct."""
+def column_path(schema: Any, column: str, path: str) -> list[str]:
+    """Return the names that lead to a column of an Arrow schema: more than one for a field of a struct.
+
+    Raises ConfigError if there is no such column, and if it is no text.
+    """
     names = [column] if column in schema.names else column.split(".")
     fields, found = list(schema), None
     for name in names:
@@ -99,9 +102,6 @@ def _column_path(schema: Any, column: str, path: str) -> list[str]:
 
 def _values(file: Any, names: list[str], first_row: int, batch_bytes: int) -> Iterator[bytes | memoryview | None]:
     """Yield the values of a column as UTF-8, from a row on."""
-    import pyarrow
-    import pyarrow.compute
-
     for group in range(file.num_row_groups):
         rows = file.metadata.row_group(group).num_rows
         if first_row >= rows:
@@ -111,13 +111,20 @@ def _values(file: Any, names: list[str], first_row: int, batch_bytes: int) -> It
                                        row_groups=[group], columns=[".".join(names)], use_threads=False):
             skipped = min(first_row, batch.num_rows)
             first_row -= skipped
-            values = batch.column(0).slice(skipped)
-            if len(names) > 1:
-                values = pyarrow.compute.struct_field(values, names[1:])
-            if str(values.type).startswith("dictionary"):
-                values = values.dictionary_decode()
-            values = values.cast(pyarrow.large_binary())
-            yield from values.to_pylist() if values.nbytes < 2 * LONG_BYTES else _views(values)
+            yield from text_values(batch.column(0).slice(skipped), names)
+
+
+def text_values(values: Any, names: list[str]) -> Iterator[bytes | memoryview | None]:
+    """Yield the values of an Arrow array as UTF-8. `names`: what `column_path` returned for it."""
+    import pyarrow
+    import pyarrow.compute
+
+    if len(names) > 1:
+        values = pyarrow.compute.struct_field(values, names[1:])
+    if str(values.type).startswith("dictionary"):
+        values = values.dictionary_decode()
+    values = values.cast(pyarrow.large_binary())
+    yield from values.to_pylist() if values.nbytes < 2 * LONG_BYTES else _views(values)
 
 
 def _views(values: Any) -> Iterator[memoryview | None]:
@@ -136,7 +143,7 @@ def _batch_rows(group: Any, column: str, batch_bytes: int) -> int:
     return int(min(max(batch_bytes * group.num_rows // max(size, 1), 1), _MOST_VALUES))
 
 
-class _Chunks:
+class ValueChunks:
     """Groups values into chunks."""
 
     def __init__(self, path: str, start: Position, chunk_bytes: int, long_bytes: int, bytes_per_row: float) -> None:

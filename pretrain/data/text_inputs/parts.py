@@ -54,6 +54,8 @@ def part_of(files: Sequence[Input], settings: ReadSettings, index: int, count: i
 
 
 def _is_divisible(file: Input, settings: ReadSettings) -> bool:
+    if file.dataset is not None:
+        return False
     if file.kind == "parquet" or file.num_bytes == 0:
         return file.num_bytes > 0
     return not file.compression and (file.kind == "jsonl" or bool(settings.document_separator))

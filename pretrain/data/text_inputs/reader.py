@@ -9,6 +9,7 @@ from pretrain.data.text_inputs.block_reader import BlockReader
 from pretrain.data.text_inputs.chunk import BEGINNING, BOM, CHUNK_BYTES, LONG_BYTES, Chunk, Position, ReadSettings
 from pretrain.data.text_inputs.find import Input
 from pretrain.data.text_inputs.formats import ByteStream, Source, decompressed, open_source, skip
+from pretrain.data.text_inputs.hub_rows import read_data_file
 from pretrain.data.text_inputs.json_lines import LongLine, text_parts
 from pretrain.data.text_inputs.parquet import read_parquet
 from pretrain.data.text_inputs.text import separator_cut, text_cut
@@ -30,6 +31,10 @@ def read_chunks(found: Input, settings: ReadSettings, *, start: Position = BEGIN
     The chunks from a position on are always the same: whether reading began there or before. Standard input can only
     be read once, from its beginning. Raises ConfigError if the input cannot be read to its end.
     """
+    if found.dataset is not None:
+        yield from read_data_file(found.dataset, found.path, settings.jsonl_key, start, chunk_bytes=chunk_bytes,
+                                  long_bytes=long_bytes)
+        return
     if found.stored is not None and reader is None:
         reader = found.stored.open()
     start = found.beginning if start == BEGINNING else start

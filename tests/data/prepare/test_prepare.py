@@ -100,7 +100,7 @@ def test_the_tool_passes_its_flags(tmp_path: Path, tokenizer: Tokenizer) -> None
     (["IN/good.txt", "--tokenizer", "IN"], "the folder contains neither"),
     (["IN/good.txt", "--out", "IN/good.txt/out"], "good.txt is a file"),
     (["IN/good.txt", "--outt", "x"], 'Did you mean "--out"?'),
-    ([], "INPUT: it is required"),
+    ([], "INPUT: neither an input nor --dataset is given"),
 ])  # fmt: skip
 def test_the_tool_rejects_in_one_line(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch,
                                       words: list[str], message: str) -> None:

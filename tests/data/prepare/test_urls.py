@@ -30,7 +30,7 @@ from pretrain.data.tokenizers.train_tokenizer import train_sentencepiece
 from pretrain.errors import ConfigError
 from tests.data.prepare.helpers import TOOL
 from tests.data.prepare.urls import FORMATS, SEPARATED, hashes, name_in, prepared, put_folder, write_corpus
-from tests.support.dataset_hub import dataset_hub
+from tests.support.dataset_hub_ranges import dataset_hub
 from tests.support.range_server import Server, counting_proxy, etag_of, range_server
 from tests.support.stores import s3_server
 
