@@ -18,6 +18,7 @@ import numpy as np
 
 from pretrain.cli import StopRequest, bad_path, say
 from pretrain.data.prepare.document_writer import DocumentWriter
+from pretrain.data.prepare.fill_in_middle import FillInMiddle, FillInMiddleEncoder
 from pretrain.data.prepare.partial_output import PartialOutput, partial_path, read_state
 from pretrain.data.prepare.summary import entropy_nats, make_summary
 from pretrain.data.prepare.tokenize_batch import TokenizeSettings, make_tokenize
@@ -61,6 +62,7 @@ class PrepareSettings:
     append_eod: bool = True
     prepend_bos: bool = False
     deduplicate: bool = False
+    fill_in_middle: FillInMiddle | None = None
 
 
 def prepare(inputs: Sequence[str], *, tokenizer: str, out: str, settings: PrepareSettings | None = None,
@@ -96,8 +98,8 @@ def _resumable_state(out: str, record: dict[str, Any], *, overwrite: bool) -> di
     """
     state = read_state(out)
     skipped = state is not None and not record["skip_errors"] and state["skipped"] > 0
-    different = [] if state is None else [name for name, value in record.items()
-                                          if name != "skip_errors" and state["record"].get(name) != value]
+    different = [] if state is None else [name for name in {**record, **state["record"]}
+                                          if name != "skip_errors" and state["record"].get(name) != record.get(name)]
     if different or skipped:
         if not overwrite:
             if state is not None and "inputs" in different and "inputs" in state["record"]:
@@ -121,7 +123,10 @@ class _Job:
         self._ids: TokenIds = tokenizer.ids
         self._name, self._fingerprint = tokenizer.name, tokenizer.fingerprint
         self._tokenize = TokenizeSettings(str(tokenizer.path), *_special_tokens(tokenizer, settings),
-                                          dtype_for_vocab(tokenizer.vocab_size).name, settings.read)
+                                          dtype_for_vocab(tokenizer.vocab_size).name, settings.read,
+                                          settings.fill_in_middle)
+        self._fill_in_middle = None if settings.fill_in_middle is None else FillInMiddleEncoder(
+            tokenizer, settings.fill_in_middle)
         read = settings.read
         self.record: dict[str, Any] = {
             "inputs": record_inputs(inputs.files), "--tokenizer": tokenizer.fingerprint, "--format": read.format,
@@ -129,6 +134,8 @@ class _Job:
             "--append_eod": settings.append_eod, "--prepend_bos": settings.prepend_bos,
             "--deduplicate": settings.deduplicate, "skip_errors": read.skip_errors}
         """settings and inputs that must be the same for a resume"""
+        if self._fill_in_middle is not None:
+            self.record |= self._fill_in_middle.record()
 
     def run(self, state: dict[str, Any] | None, *, workers: int | None,
             seconds_between_states: float | None) -> PartialOutput:
@@ -219,8 +226,11 @@ class _Job:
             statistics, unknown_token=self._ids.unk, duplicates_counted=writer.duplicates_are_counted,
             deduplicated=self._settings.deduplicate, entropy_nats=meta.entropy_nats,
             inputs=self._inputs.describe(), settings={**self.record, "tokenizer": meta.tokenizer})
+        added: dict[str, Any] = {}
+        if self._fill_in_middle is not None:
+            added = {"fill_in_middle": self._fill_in_middle.summary(statistics.token_counts, statistics.divided)}
         complete_files(output.data_files, self._tokenize.dtype, output.path / "lengths", blocks=writer.finish(),
-                       meta=asdict(meta), summary=summary)
+                       meta=asdict(meta) | added, summary=summary | added)
         writer.close()
         output.save({**self._state(writer), "meta": asdict(meta), "finished": True})
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pretrain.data.prepare.fill_in_middle import FillInMiddle, FillInMiddleEncoder
 from pretrain.data.prepare.seen_digests import DIGEST_BYTES, Digests
 from pretrain.data.text_inputs.chunk import ReadSettings
 from pretrain.data.text_inputs.documents import Skipped, documents
@@ -20,6 +21,8 @@ from pretrain.errors import ConfigError
 
 LONGEST_TEXT = 1 << 20
 """characters that the tokenizer gets at once; a longer text is divided, to limit the memory"""
+Encode = Callable[[Sequence[str], Sequence[bool]], tuple[npt.NDArray[Any], npt.NDArray[np.int64]]]
+"""texts, and whether each is a complete document -> tokens of all texts, and the position at which each text ends"""
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class TokenizeSettings:
     """token that ends each document"""
     dtype: str
     read: ReadSettings
+    fill_in_middle: FillInMiddle | None = None
 
     @property
     def special_tokens(self) -> int:
@@ -56,6 +60,8 @@ class TokenizedBatch:
     longest_tokens: int = 0
     """tokens of the longest document that begins and ends in this batch"""
     longest_place: str = ""
+    divided: int = 0
+    """documents that begin in this batch, and are tokenized in parts because they are long"""
     skipped: list[tuple[str, str]] = field(default_factory=list)
     """place and reason of each document that cannot be read"""
     head_failure: tuple[str, str] | None = None
@@ -68,13 +74,17 @@ class TokenizedBatch:
 
 def make_tokenize(settings: TokenizeSettings) -> Callable[[Batch], TokenizedBatch | ConfigError]:
     """Load the tokenizer, and return the function that tokenizes a batch, or returns why a document cannot be read."""
-    return functools.partial(_tokenize, settings, load_tokenizer(settings.tokenizer))
+    tokenizer = load_tokenizer(settings.tokenizer)
+    encode = FillInMiddleEncoder(tokenizer, settings.fill_in_middle).encode if settings.fill_in_middle else (
+        lambda texts, is_document: tokenizer.encode_batch(texts))
+    return functools.partial(_tokenize, settings, tokenizer, encode)
 
 
-def _tokenize(settings: TokenizeSettings, tokenizer: Tokenizer, batch: Batch) -> TokenizedBatch | ConfigError:
+def _tokenize(settings: TokenizeSettings, tokenizer: Tokenizer, encode: Encode,
+              batch: Batch) -> TokenizedBatch | ConfigError:
     builder = _Builder(settings, continues=batch.continues)
     try:
-        for text, tokens, where, ends in _encode(_texts(batch, settings.read), tokenizer):
+        for text, tokens, where, ends in _encode(_texts(batch, settings.read), encode, continues=batch.continues):
             if isinstance(text, Skipped):
                 builder.fail(text)
             elif text:
@@ -86,23 +96,27 @@ def _tokenize(settings: TokenizeSettings, tokenizer: Tokenizer, batch: Batch) ->
         return error
 
 
-def _encode(texts: Iterator[tuple[str | Skipped, str, bool]],
-            tokenizer: Tokenizer) -> Iterator[tuple[str | Skipped, npt.NDArray[Any], str, bool]]:
+def _encode(texts: Iterator[tuple[str | Skipped, str, bool]], encode: Encode, *,
+            continues: bool) -> Iterator[tuple[str | Skipped, npt.NDArray[Any], str, bool]]:
     """Add the tokens to each text. Several texts are encoded at once, up to LONGEST_TEXT characters."""
     group: list[tuple[str | Skipped, str, bool]] = []
-    size = 0
+    is_document = list[bool]()  # of the texts in the group: whether the text is a complete document
+    begins, size = not continues, 0
     for entry in itertools.chain(texts, [None]):
         length = 0 if entry is None or isinstance(entry[0], Skipped) else len(entry[0])
         if group and (entry is None or size + length > LONGEST_TEXT):
-            tokens, ends = tokenizer.encode_batch([text for text, *_ in group if isinstance(text, str)])
+            tokens, ends = encode([text for text, *_ in group if isinstance(text, str)], is_document)
             bounds = iter(itertools.pairwise([0, *ends.tolist()]))
             for text, where, is_end in group:
                 start, stop = next(bounds) if isinstance(text, str) else (0, 0)
                 yield text, tokens[start:stop], where, is_end
-            group, size = [], 0
+            group, is_document, size = [], [], 0
         if entry is not None:
             group.append(entry)
             size += length
+            if isinstance(entry[0], str):
+                is_document.append(begins and entry[2])
+            begins = entry[2]
 
 
 def _texts(batch: Batch, read: ReadSettings) -> Iterator[tuple[str | Skipped, str, bool]]:
@@ -140,7 +154,7 @@ class _Builder:
         """Begin a document, or with `continues`, the part of a document that is in this batch."""
         self._continues, self._is_open = continues, continues
         self._start, self._first_part = self._size, len(self._parts)
-        self._bytes, self._where = 0, ""
+        self._bytes, self._where, self._texts = 0, "", 0
         self._failure: tuple[str, str] | None = None
 
     def add(self, tokens: Sequence[int] | npt.NDArray[Any], where: str, num_bytes: int) -> None:
@@ -148,6 +162,7 @@ class _Builder:
         self._open(where)
         self._append(tokens)
         self._bytes += num_bytes
+        self._texts += 1
 
     def fail(self, piece: Skipped) -> None:
         """Mark the current document as one that cannot be read."""
@@ -169,6 +184,7 @@ class _Builder:
         if self._is_open and self._settings.eod_token is not None:
             self._append([self._settings.eod_token])
         length = self._size - self._start
+        self._batch.divided += not self._continues and self._texts > 1
         if self._continues:
             self._batch.head_failure = self._failure
         elif self._failure is not None:
@@ -194,6 +210,7 @@ class _Builder:
                 batch.head_failure = self._failure
             else:
                 batch.tail_failure, batch.tail_place = self._failure, self._where
+                batch.divided += 1
         tokens = np.concatenate([np.zeros(0, np.int64), *self._parts])
         if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < tokenizer.vocab_size:
             wrong = tokens[(tokens < 0) | (tokens >= tokenizer.vocab_size)][0]
