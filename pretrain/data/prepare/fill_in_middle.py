@@ -84,6 +84,65 @@ def find_tokens(tokenizer: Tokenizer, names: tuple[str, str, str] | None) -> tup
                              f"tokenizer --special_tokens '{','.join(KNOWN_NAMES[0])}'`")
 
 
+@dataclass(frozen=True)
+class Arrangement:
+    """Settings, and what rearranging needs to know of the tokenizer."""
+
+    settings: FillInMiddle
+    names: tuple[str, str, str]
+    prefix: int
+    middle: int
+    suffix: int
+    anchor: tuple[int, ...] = ()
+    """tokens of _ANCHOR, if the tokenizer adds a space at the beginning of a text"""
+    divided_names: tuple[str, ...] = ()
+    """names that the tokenizer, such as Qwen2.5's, encodes in a text as the tokens: they are encoded in two parts"""
+
+    def record(self) -> dict[str, Any]:
+        """Return the settings by the names of their flags."""
+        settings = self.settings
+        return {"--fim_rate": settings.rate, "--fim_spm_rate": settings.spm_rate, "--fim_seed": settings.seed,
+                "--fim_tokens": ",".join(self.names)}
+
+    def summary(self, token_counts: npt.NDArray[np.int64], divided: int) -> dict[str, Any]:
+        """Return what .meta.json and .summary.json say. divided: the number of documents that are read in parts."""
+        return {"rate": self.settings.rate, "spm_rate": self.settings.spm_rate, "seed": self.settings.seed,
+                "tokens": {"prefix": self.prefix, "middle": self.middle, "suffix": self.suffix},
+                "names": list(self.names),
+                # each rearranged document has each of the tokens once, and no other text has them
+                "documents": int(token_counts[self.middle]), "documents_read_in_parts": divided}
+
+
+def make_arrangement(tokenizer: Tokenizer, settings: FillInMiddle) -> Arrangement:
+    """Return the arrangement with this tokenizer. Raises ConfigError if it cannot be used.
+
+    This encodes short texts. Do not encode long ones with the same object, whose cache assumes that they are alike.
+    """
+    names, (prefix, middle, suffix) = find_tokens(tokenizer, settings.names)
+    special = {prefix, middle, suffix}
+    divided = tuple(name for name in names if len(name) > 1 and special & set(tokenizer.encode(name)))
+    anchor = tuple(tokenizer.encode(_ANCHOR))
+    if tokenizer.encode(_ANCHOR + _PROBE) == [*anchor, *tokenizer.encode(_PROBE)]:
+        anchor = ()
+    arrangement = Arrangement(settings, names, prefix, middle, suffix, anchor, divided)
+    encoder = FillInMiddleEncoder(tokenizer, arrangement)
+    expected = tokenizer.decode(tokenizer.encode(_PROBE))
+    for cut in range(1, len(_PROBE)):
+        pieces = [_Piece((), _PROBE[:cut], is_inside=False), _Piece((), _PROBE[cut:], is_inside=True)]
+        if tokenizer.decode(encoder.join(pieces, [2])[0].tolist()) != expected:
+            raise _problem(tokenizer, "the tokens of a text in parts do not add up to the text, for example because "
+                           "spaces at the ends are removed")
+    for name in names:
+        if special & set(encoder.encode([name], [False])[0].tolist()):
+            raise _problem(tokenizer, f"it encodes the text {name!r} as the special token")
+    return arrangement
+
+
+def _problem(tokenizer: Tokenizer, problem: str) -> ConfigError:
+    return ConfigError(f"--tokenizer {tokenizer.path}", problem=problem,
+                       remedy=f"choose another tokenizer, or leave out {_FLAG}")
+
+
 class _Piece(NamedTuple):
     """A text that is encoded by itself."""
 
@@ -95,66 +154,46 @@ class _Piece(NamedTuple):
 
 
 class FillInMiddleEncoder:
-    """Encodes documents, some of them rearranged. Raises ConfigError for a tokenizer that this is not possible with."""
+    """Encodes documents, some of them rearranged."""
 
-    def __init__(self, tokenizer: Tokenizer, settings: FillInMiddle) -> None:
-        self._tokenizer, self._settings = tokenizer, settings
-        self.names, (self._prefix, self._middle, self._suffix) = find_tokens(tokenizer, settings.names)
-        special = {self._prefix, self._middle, self._suffix}
-        # Some tokenizers, such as Qwen2.5's, encode these names in a text as the tokens: such texts are divided.
-        self._in_names = [name for name in self.names if len(name) > 1 and special & set(tokenizer.encode(name))]
+    def __init__(self, tokenizer: Tokenizer, arrangement: Arrangement) -> None:
+        self._tokenizer, self._arrangement = tokenizer, arrangement
+        self._anchor = list(arrangement.anchor)
         self._inside_name = re.compile("|".join(f"(?<={re.escape(name[0])})(?={re.escape(name[1:])})"
-                                                for name in self._in_names) or r"(?!)")
-        self._anchor: list[int] = []
-        if tokenizer.encode(_ANCHOR + _PROBE) != [*tokenizer.encode(_ANCHOR), *tokenizer.encode(_PROBE)]:
-            self._anchor = tokenizer.encode(_ANCHOR)
-        self._check()
-
-    def record(self) -> dict[str, Any]:
-        """Return the settings by the names of their flags."""
-        settings = self._settings
-        return {"--fim_rate": settings.rate, "--fim_spm_rate": settings.spm_rate, "--fim_seed": settings.seed,
-                "--fim_tokens": ",".join(self.names)}
-
-    def summary(self, token_counts: npt.NDArray[np.int64], divided: int) -> dict[str, Any]:
-        """Return what .meta.json and .summary.json say. divided: the number of documents that are read in parts."""
-        ids = (self._prefix, self._middle, self._suffix)
-        return {"rate": self._settings.rate, "spm_rate": self._settings.spm_rate, "seed": self._settings.seed,
-                "tokens": dict(zip(("prefix", "middle", "suffix"), ids, strict=True)), "names": list(self.names),
-                # each rearranged document has each of the tokens once, and no other text has them
-                "documents": int(token_counts[self._middle]), "documents_read_in_parts": divided}
+                                                for name in arrangement.divided_names))
 
     def encode(self, texts: Sequence[str], is_document: Sequence[bool]) -> tuple[npt.NDArray[Any],
                                                                                 npt.NDArray[np.int64]]:
         """Return the tokens of all texts one after another, and the position at which each text ends.
 
-        Only a text that is a complete document is rearranged.
+        Only a text that is a complete document is rearranged. Raises ConfigError.
         """
         pieces, counts = list[_Piece](), list[int]()
         for text, is_complete in zip(texts, is_document, strict=True):
-            parts = divide_document(text, self._settings) if is_complete else None
+            parts = divide_document(text, self._arrangement.settings) if is_complete else None
             new = [_Piece((), text, is_inside=False)] if parts is None else self._arrange(parts)
-            new = [divided for piece in new for divided in self._divide(piece)] if self._in_names else new
+            if self._arrangement.divided_names:
+                new = [divided for piece in new for divided in self._divide(piece)]
             pieces += new
             counts.append(len(new))
-        return self._join(pieces, counts)
+        return self.join(pieces, counts)
 
     def _arrange(self, parts: Parts) -> list[_Piece]:
         """Return the parts in the order of the tokens."""
+        prefix, middle, suffix = self._arrangement.prefix, self._arrangement.middle, self._arrangement.suffix
         if parts.is_spm:
-            return [_Piece((self._prefix, self._suffix), parts.suffix, is_inside=True),
-                    _Piece((self._middle,), parts.prefix + parts.middle, is_inside=False)]
-        return [_Piece((self._prefix,), parts.prefix, is_inside=False),
-                _Piece((self._suffix,), parts.suffix, is_inside=True),
-                _Piece((self._middle,), parts.middle, is_inside=True)]
+            return [_Piece((prefix, suffix), parts.suffix, is_inside=True),
+                    _Piece((middle,), parts.prefix + parts.middle, is_inside=False)]
+        return [_Piece((prefix,), parts.prefix, is_inside=False), _Piece((suffix,), parts.suffix, is_inside=True),
+                _Piece((middle,), parts.middle, is_inside=True)]
 
     def _divide(self, piece: _Piece) -> list[_Piece]:
         """Divide a piece inside each name of a special token, so that the name is encoded as plain text."""
         first, *others = self._inside_name.split(piece.text)
         return [piece._replace(text=first), *(_Piece((), text, is_inside=True) for text in others)]
 
-    def _join(self, pieces: Sequence[_Piece], counts: Sequence[int]) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
-        """Encode the pieces. counts: the number of pieces of each text."""
+    def join(self, pieces: Sequence[_Piece], counts: Sequence[int]) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
+        """Encode the pieces, and join their tokens. counts: the number of pieces of each text."""
         anchored = [bool(self._anchor) and piece.is_inside for piece in pieces]
         tokens, ends = self._tokenizer.encode_batch([(_ANCHOR if anchor else "") + piece.text
                                                      for piece, anchor in zip(pieces, anchored, strict=True)])
@@ -162,25 +201,8 @@ class FillInMiddleEncoder:
         parts, lengths = list[npt.NDArray[Any]](), np.zeros(len(pieces), np.int64)
         for number, (piece, start, stop) in enumerate(zip(pieces, starts.tolist(), ends.tolist(), strict=True)):
             if anchored[number] and tokens[start - len(self._anchor) : start].tolist() != self._anchor:
-                raise self._problem(f"it joins {_ANCHOR!r} with the text after it")
+                raise _problem(self._tokenizer, f"it joins {_ANCHOR!r} with the text after it")
             parts += [np.array(piece.before, tokens.dtype), tokens[start:stop]]
             lengths[number] = len(piece.before) + stop - start
         last_pieces = np.cumsum(np.array(counts, np.int64)) - 1
         return np.concatenate([tokens[:0], *parts]), np.cumsum(lengths)[last_pieces]
-
-    def _check(self) -> None:
-        """Raise ConfigError if the tokens of parts of a text do not add up to the text, or names become tokens."""
-        expected = self._tokenizer.decode(self._tokenizer.encode(_PROBE))
-        for cut in range(1, len(_PROBE)):
-            pieces = [_Piece((), _PROBE[:cut], is_inside=False), _Piece((), _PROBE[cut:], is_inside=True)]
-            if self._tokenizer.decode(self._join(pieces, [2])[0].tolist()) != expected:
-                raise self._problem("the tokens of a text in parts do not add up to the text, for example because "
-                                    "spaces at the ends are removed")
-        for name in self.names:
-            tokens, _ = self.encode([name], [False])
-            if {self._prefix, self._middle, self._suffix} & set(tokens.tolist()):
-                raise self._problem(f"it encodes the text {name!r} as the special token")
-
-    def _problem(self, problem: str) -> ConfigError:
-        return ConfigError(f"--tokenizer {self._tokenizer.path}", problem=problem,
-                           remedy=f"choose another tokenizer, or leave out {_FLAG}")

@@ -18,7 +18,7 @@ import numpy as np
 
 from pretrain.cli import StopRequest, bad_path, say
 from pretrain.data.prepare.document_writer import DocumentWriter
-from pretrain.data.prepare.fill_in_middle import FillInMiddle, FillInMiddleEncoder
+from pretrain.data.prepare.fill_in_middle import Arrangement, FillInMiddle, make_arrangement
 from pretrain.data.prepare.partial_output import PartialOutput, partial_path, read_state
 from pretrain.data.prepare.summary import entropy_nats, make_summary
 from pretrain.data.prepare.tokenize_batch import TokenizeSettings, make_tokenize
@@ -122,11 +122,12 @@ class _Job:
         self._inputs, self._out, self._settings = inputs, out, settings
         self._ids: TokenIds = tokenizer.ids
         self._name, self._fingerprint = tokenizer.name, tokenizer.fingerprint
+        self._fill_in_middle: Arrangement | None = None
+        if settings.fill_in_middle is not None:
+            self._fill_in_middle = make_arrangement(tokenizer, settings.fill_in_middle)
         self._tokenize = TokenizeSettings(str(tokenizer.path), *_special_tokens(tokenizer, settings),
                                           dtype_for_vocab(tokenizer.vocab_size).name, settings.read,
-                                          settings.fill_in_middle)
-        self._fill_in_middle = None if settings.fill_in_middle is None else FillInMiddleEncoder(
-            tokenizer, settings.fill_in_middle)
+                                          self._fill_in_middle)
         read = settings.read
         self.record: dict[str, Any] = {
             "inputs": record_inputs(inputs.files), "--tokenizer": tokenizer.fingerprint, "--format": read.format,

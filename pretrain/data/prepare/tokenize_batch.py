@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pretrain.data.prepare.fill_in_middle import FillInMiddle, FillInMiddleEncoder
+from pretrain.data.prepare.fill_in_middle import Arrangement, FillInMiddleEncoder
 from pretrain.data.prepare.seen_digests import DIGEST_BYTES, Digests
 from pretrain.data.text_inputs.chunk import ReadSettings
 from pretrain.data.text_inputs.documents import Skipped, documents
@@ -37,7 +37,7 @@ class TokenizeSettings:
     """token that ends each document"""
     dtype: str
     read: ReadSettings
-    fill_in_middle: FillInMiddle | None = None
+    fill_in_middle: Arrangement | None = None
 
     @property
     def special_tokens(self) -> int:
