@@ -31,11 +31,11 @@ class EvaluationSet:
     """of all documents, without the tokens that begin and end a document"""
     ends: Numbers
     """positions in `tokens` at which the documents end"""
-    places: tuple[str, ...] = ()
-    """file and line of each document; empty: a token file, whose documents have numbers"""
+    places: tuple[str, ...] | None = None
+    """file and line of each document; None: of a token file, whose documents have numbers"""
 
     def place(self, document: int) -> str:
-        return self.places[document] if self.places else f"document {document}"
+        return f"document {document}" if self.places is None else self.places[document]
 
 
 def find_tokenizer(train: IndexedDataset, name: str | None) -> Tokenizer | None:

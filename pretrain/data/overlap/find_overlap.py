@@ -73,9 +73,10 @@ def find_overlap(train: IndexedDataset, against: Sequence[str], *, n: int, most_
 
 def _notes(train: IndexedDataset, sets: Sequence[EvaluationSet]) -> tuple[str, ...]:
     notes = list(train.notes)
-    unknown = [found.name for found in sets if not found.places and not _names_tokenizer(IndexedDataset(found.name))]
-    if any(not found.places for found in sets) and (unknown or not _names_tokenizer(train)):
-        where = [str(train.prefix)] * (not _names_tokenizer(train)) + unknown
+    token_files = [found.name for found in sets if found.places is None]
+    unknown = [name for name in token_files if not _names_tokenizer(IndexedDataset(name))]
+    if token_files and (unknown or not _names_tokenizer(train)):
+        where = ([] if _names_tokenizer(train) else [str(train.prefix)]) + unknown
         notes.append(f"{', '.join(where)}: no .meta.json names the tokenizer; the comparison is right only if all data "
                      "has the same one")
     if train.meta.get("fill_in_middle"):

@@ -2,7 +2,8 @@
 
 The method is that of Bavarian et al. 2022 (arXiv 2207.14255), on documents: three parts at two random characters.
 PSM is <prefix> prefix <suffix> suffix <middle> middle. SPM is the joint variant of appendix D of that paper, which Code
-Llama (arXiv 2308.12950) and StarCoder train with, too: <prefix> <suffix> suffix <middle> prefix middle.
+Llama (arXiv 2308.12950) and StarCoder train with, too: <prefix> <suffix> suffix <middle> prefix middle. As in Code
+Llama, prefix and middle are encoded as one text in SPM, and no space is added in front of the inner parts.
 """
 
 import hashlib

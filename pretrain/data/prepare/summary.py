@@ -31,7 +31,7 @@ class Statistics:
     skipped_samples: list[tuple[str, str]] = field(default_factory=list)
     """(place, reason) of the first ones"""
     divided: int = 0
-    """documents that were tokenized in parts because they are long"""
+    """documents that were read in parts because they are long, also those that were left out"""
     duplicates: int = 0
     """documents with the tokens of an earlier one"""
     longest_tokens: int = 0

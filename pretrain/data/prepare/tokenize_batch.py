@@ -1,5 +1,6 @@
 """Tokenize a batch of chunks. This runs in the worker processes."""
 
+import dataclasses
 import functools
 import hashlib
 import itertools
@@ -61,7 +62,7 @@ class TokenizedBatch:
     """tokens of the longest document that begins and ends in this batch"""
     longest_place: str = ""
     divided: int = 0
-    """documents that begin in this batch, and are tokenized in parts because they are long"""
+    """documents that begin in this batch, and are read in parts because they are long"""
     skipped: list[tuple[str, str]] = field(default_factory=list)
     """place and reason of each document that cannot be read"""
     head_failure: tuple[str, str] | None = None
@@ -83,6 +84,7 @@ def make_tokenize(settings: TokenizeSettings) -> Callable[[Batch], TokenizedBatc
 def _tokenize(settings: TokenizeSettings, tokenizer: Tokenizer, encode: Encode,
               batch: Batch) -> TokenizedBatch | ConfigError:
     builder = _Builder(settings, continues=batch.continues)
+    begins, divided = not batch.continues, 0
     try:
         for text, tokens, where, ends in _encode(_texts(batch, settings.read), encode, continues=batch.continues):
             if isinstance(text, Skipped):
@@ -91,7 +93,9 @@ def _tokenize(settings: TokenizeSettings, tokenizer: Tokenizer, encode: Encode,
                 builder.add(tokens, where, text_bytes(text))
             if ends:
                 builder.end()
-        return builder.result(tokenizer)
+            divided += begins and not ends
+            begins = ends
+        return dataclasses.replace(builder.result(tokenizer), divided=divided)
     except ConfigError as error:  # returned, so that it is raised after the batches before it are written
         return error
 
@@ -154,7 +158,7 @@ class _Builder:
         """Begin a document, or with `continues`, the part of a document that is in this batch."""
         self._continues, self._is_open = continues, continues
         self._start, self._first_part = self._size, len(self._parts)
-        self._bytes, self._where, self._texts = 0, "", 0
+        self._bytes, self._where = 0, ""
         self._failure: tuple[str, str] | None = None
 
     def add(self, tokens: Sequence[int] | npt.NDArray[Any], where: str, num_bytes: int) -> None:
@@ -162,7 +166,6 @@ class _Builder:
         self._open(where)
         self._append(tokens)
         self._bytes += num_bytes
-        self._texts += 1
 
     def fail(self, piece: Skipped) -> None:
         """Mark the current document as one that cannot be read."""
@@ -184,7 +187,6 @@ class _Builder:
         if self._is_open and self._settings.eod_token is not None:
             self._append([self._settings.eod_token])
         length = self._size - self._start
-        self._batch.divided += not self._continues and self._texts > 1
         if self._continues:
             self._batch.head_failure = self._failure
         elif self._failure is not None:
@@ -210,7 +212,6 @@ class _Builder:
                 batch.head_failure = self._failure
             else:
                 batch.tail_failure, batch.tail_place = self._failure, self._where
-                batch.divided += 1
         tokens = np.concatenate([np.zeros(0, np.int64), *self._parts])
         if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < tokenizer.vocab_size:
             wrong = tokens[(tokens < 0) | (tokens >= tokenizer.vocab_size)][0]

@@ -202,6 +202,8 @@ def test_what_cannot_be_compared_is_rejected_or_noted(folder: Path, tmp_path: Pa
     train, evaluation = folder / "train", folder / "eval"
     other = _write(tmp_path / "other", [[*range(20)]], meta=_TOKENIZER)
     plain = _write(tmp_path / "plain", [[*range(20)]])
+    blank = tmp_path / "blank.jsonl"
+    blank.write_text('\n{"text": ""}\n')
     for words, message in (
             ([train, "--against", other], "it was prepared with another tokenizer"),
             ([train, "--against", train], "it is the training data itself"),
@@ -211,6 +213,7 @@ def test_what_cannot_be_compared_is_rejected_or_noted(folder: Path, tmp_path: Pa
             ([train, "--against", evaluation, "--tokenizer", "bytes"], "bytes: .*train was prepared with another one"),
             ([train, "--against", tmp_path / "none"], "none"),
             ([train, "--against", _write(tmp_path / "tiny", [[*range(12)]])], "no document has 13 tokens"),
+            ([train, "--against", blank], "no document has 13 tokens"),
             ([plain, "--against", folder / "eval.jsonl"], "Give it by --tokenizer"),
             ([other, "--against", folder / "eval.jsonl"], "other.meta.json names this tokenizer"),
             ([plain, "--against", _write(tmp_path / "all", [[*range(20)]]), "--remove", "--out", tmp_path / "y"],
