@@ -1,6 +1,8 @@
-"""Token files: describe, hash, verify, merge and split them; look at their documents, and at the tensors of a step."""
+"""Token files: describe, hash, verify, merge, split and compare them; look at documents, and at a step's tensors."""
 
 import argparse
+import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from pretrain.cli import (
     StopRequest,
     next_line,
     path,
+    path_text,
     prefix,
     say,
     stop_on_signals,
@@ -20,15 +23,17 @@ from pretrain.cli import (
 )
 from pretrain.commands.next_command import after_prepare
 from pretrain.data.merge_split import merge, split
+from pretrain.data.overlap.find_overlap import find_overlap, open_train, remove_overlap
 from pretrain.data.prepare.merge_shards import merge_shards, named_shards, open_shards
 from pretrain.data.prepare.summary import summary_text
 from pretrain.data.source_facts import end_notes, learnable_notes, source_facts
+from pretrain.data.text_inputs.chunk import FORMATS, ReadSettings, parse_separator
 from pretrain.data.token_files.indexed_dataset import IndexedDataset, read_meta
 from pretrain.data.token_files.inspect_files import describe, store_hashes, verify_data
 from pretrain.data.token_files.writer import IndexedWriter
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
-from pretrain.errors import STOPPED
-from pretrain.paths import check_folder
+from pretrain.errors import STOPPED, ConfigError
+from pretrain.paths import check_file, check_folder
 from pretrain.progress import ProgressBar
 
 
@@ -90,6 +95,30 @@ def _split(flags: argparse.Namespace) -> int:
     return 0
 
 
+def _overlap(flags: argparse.Namespace) -> int:
+    if flags.remove != (flags.out is not None):
+        raise ConfigError("--remove" if flags.remove else "--out", problem="--remove writes the documents without a "
+                          "match to a new data set, --out", remedy="give both flags or none")
+    if flags.json is not None:
+        check_file(flags.json, "--json")
+    separator = parse_separator(flags.document_separator) if flags.document_separator else ""
+    train = open_train(flags.prefix, flags.out, overwrite=flags.overwrite)
+    with stop_on_signals():
+        with ProgressBar(f"searching {flags.prefix}", _bin_bytes([flags.prefix])) as progress:
+            result = find_overlap(train, flags.against, n=flags.ngram, most_documents=flags.max_documents,
+                                  tokenizer=flags.tokenizer, workers=flags.workers or len(os.sched_getaffinity(0)),
+                                  read=ReadSettings(flags.format, flags.jsonl_key, separator),
+                                  advance=progress.advance)
+        print("\n".join([*result.lines(), *(f"note: {note}" for note in result.notes)]))
+        if flags.json is not None:
+            flags.json.write_text(json.dumps(result.to_json(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8",
+                                  errors="backslashreplace")
+        if flags.remove:
+            with ProgressBar(f"writing {flags.out}", _bin_bytes([flags.prefix])) as progress:
+                _print_written([remove_overlap(result, flags.out, progress.advance)])
+    return 0
+
+
 def _print_written(writers: Sequence[IndexedWriter]) -> None:
     for writer in writers:
         print(f"{writer.prefix}: documents: {writer.num_documents:,}; tokens: {writer.num_tokens:,} of {writer.dtype}")
@@ -101,9 +130,11 @@ def _bin_bytes(names: Sequence[str]) -> int:
 
 
 def _data_parser() -> Parser:
-    parser = Parser(description="Describe, hash, verify, merge and split data sets.",
+    parser = Parser(description="Describe, hash, verify, merge and split data sets, and compare them with evaluation "
+                                "sets.",
                     epilog="Exit codes: 0 success; 1 a data set does not have its hashes; 2 bad input, also a damaged "
-                           ".bin or .idx; 75 merge or split was stopped by a signal.")
+                           ".bin or .idx; 75 merge, split or overlap was stopped by a "
+                           "signal.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     help_of_prefix = "path of the data set, without .bin"
     for name, function, description in (
@@ -137,7 +168,37 @@ def _data_parser() -> Parser:
                          help="choose the documents at random, with this seed; they keep their order. Without it, the "
                               "parts are consecutive documents, those of the flag --split of a run")
     _add_overwrite(command)
+    _add_overlap(commands.add_parser(
+        "overlap", help="find the documents that contain text of evaluation sets",
+        description="Find the documents of training data that contain text of evaluation sets (contamination): runs of "
+                    "N tokens that both have."))
     return parser
+
+
+def _add_overlap(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    command.set_defaults(function=_overlap)
+    add("prefix", metavar="PREFIX", type=prefix, help="path of the training data, without .bin")
+    add("--against", required=True, metavar="EVAL", nargs="+", type=path_text,
+        help="evaluation sets: token files (the path without .bin), or text, JSON lines or Parquet as ds-pretrain "
+             "prepare reads it: a file, a folder, a glob in quotes")
+    add("--ngram", type=whole_number(2, 1000), default=13, metavar="N",
+        help="tokens of a match (default: %(default)s)")
+    add("--max_documents", type=whole_number(1, 10**9), default=10, metavar="N",
+        help="a run of tokens in more training documents is no match, but something like a license or a menu "
+             "(default: %(default)s)")
+    add("--remove", action="store_true", help="write the training documents without a match to --out")
+    add("--out", type=prefix, metavar="PREFIX", help="path of the data set that --remove writes, without .bin")
+    _add_overwrite(command)
+    add("--json", type=path, metavar="FILE", help="also write the report to this file")
+    add("--tokenizer", type=path_text, metavar="PATH",
+        help="tokenizer of the training data, for text (default: the one that PREFIX.meta.json names)")
+    add("--format", choices=FORMATS, default="auto", help="format of text (default: %(default)s, by its content)")
+    add("--jsonl_key", type=text, default="text",
+        help="key of the text in a JSON line, column in a Parquet file (default: %(default)s)")
+    add("--document_separator", type=text,
+        help=r"text between two documents of a text file, such as '\n\n' (default: a file is one document)")
+    add("--workers", type=whole_number(1, 1024), help="worker processes (default: one per CPU core)")
 
 
 def _add_overwrite(command: argparse.ArgumentParser) -> None:

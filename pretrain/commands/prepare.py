@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.cli import (
+    LARGEST_INT,
     Parser,
     StopRequest,
     next_line,
@@ -23,6 +24,7 @@ from pretrain.cli import (
 )
 from pretrain.commands.dataset_flags import add_input_flags, named_inputs, words_of
 from pretrain.commands.next_command import after_prepare, after_shard, after_tokenizer
+from pretrain.data.prepare.fill_in_middle import KNOWN_NAMES, FillInMiddle
 from pretrain.data.prepare.prepare import PrepareSettings, pin_dataset, prepare
 from pretrain.data.prepare.python_corpus import python_corpus
 from pretrain.data.prepare.shards import parse_shard
@@ -41,12 +43,15 @@ def prepare_main() -> int:
     inputs = named_inputs(args)
     separator = parse_separator(args.document_separator) if args.document_separator else ""
     read = ReadSettings(args.format, args.jsonl_key, separator, args.on_error == "skip")
-    settings = PrepareSettings(read, args.append_eod, args.prepend_bos, args.deduplicate)
+    middle = _fill_in_middle(args)
+    settings = PrepareSettings(read, args.append_eod, args.prepend_bos, args.deduplicate, middle)
     shard = parse_shard(args.shard, os.environ) if args.shard else None
     if args.vocab_size is not None:
         if isinstance(inputs, DatasetName):
             inputs = pin_dataset(inputs, args.out)  # the tokenizer's commit is the one of the tokens
-        _train_missing_tokenizer(inputs, args.tokenizer, read, args.vocab_size, is_shard=shard is not None)
+        special = () if middle is None else middle.names or KNOWN_NAMES[0]
+        _train_missing_tokenizer(inputs, args.tokenizer, read, args.vocab_size, is_shard=shard is not None,
+                                 special_tokens=special)
     try:
         with stop_on_signals():
             prepare(inputs, tokenizer=args.tokenizer, out=args.out, settings=settings, workers=args.workers,
@@ -69,6 +74,21 @@ def _words_of_all_shards(words: Sequence[str]) -> list[str]:
             kept.append(without_credentials(word))
         is_value = word in ("--shard", "--workers")
     return kept
+
+
+def _fill_in_middle(args: argparse.Namespace) -> FillInMiddle | None:
+    """Return the settings of --fim_rate; None without it, or if it is 0. Raises ConfigError."""
+    names = args.fim_tokens.split(",") if args.fim_tokens else None
+    if names is not None and (len(names) != 3 or not all(names)):
+        raise ConfigError("--fim_tokens", found=repr(args.fim_tokens),
+                          expected="the names of three tokens: PREFIX,MIDDLE,SUFFIX")
+    if not args.fim_rate:
+        given = [f"--{flag}" for flag in ("fim_tokens", "fim_spm_rate", "fim_seed") if getattr(args, flag) is not None]
+        if given and args.fim_rate is None:
+            raise ConfigError(given[0], problem="it has no effect without --fim_rate")
+        return None
+    return FillInMiddle(args.fim_rate, 0.5 if args.fim_spm_rate is None else args.fim_spm_rate, args.fim_seed or 0,
+                        (names[0], names[1], names[2]) if names else None)
 
 
 def _prepare_parser() -> Parser:
@@ -99,6 +119,18 @@ def _prepare_parser() -> Parser:
                         help="begin each document with the tokenizer's token for the beginning of a text, such as <s>")
     parser.add_argument("--deduplicate", action="store_true",
                         help="leave out documents whose tokens are exactly those of an earlier document")
+    parser.add_argument("--fim_rate", type=number(0, 1), metavar="P",
+                        help="fill-in-the-middle: move the middle of each document to its end with this probability, "
+                        "behind special tokens, so that a model of code learns to fill a gap (default: never)")
+    parser.add_argument("--fim_spm_rate", type=number(0, 1), metavar="P",
+                        help="fraction of these documents in the order suffix, prefix, middle; the others are in the "
+                        "order prefix, suffix, middle (default: 0.5)")
+    parser.add_argument("--fim_seed", type=whole_number(0, LARGEST_INT), metavar="N",
+                        help="seed of --fim_rate (default: 0)")
+    parser.add_argument("--fim_tokens", type=text, metavar="PREFIX,MIDDLE,SUFFIX",
+                        help="names of the tokens in front of the prefix, the middle and the suffix (default: those "
+                        "that the tokenizer has of StarCoder's, Qwen2.5-Coder's, Code Llama's, SantaCoder's or "
+                        "DeepSeek-Coder's)")
     parser.add_argument("--workers", type=whole_number(1, 1024), help="worker processes (default: one per CPU core)")
     parser.add_argument("--shard", type=text, metavar="I/N",
                         help="on one of several machines: prepare only part I of N parts, from 0 to N-1, for "
@@ -123,12 +155,16 @@ def tokenizer_main() -> None:
     parser.add_argument("--character_coverage", type=number(0, 1, above=True), default=0.9995,
                         help="fraction of the text's characters that get pieces; the others become bytes "
                              "(default: %(default)s)")
+    parser.add_argument("--special_tokens", type=text, metavar="NAME,NAME...",
+                        help="names of special tokens that no text is encoded as, such as "
+                        f"'{','.join(KNOWN_NAMES[0])}' for fill-in-the-middle")
     parser.add_argument("--threads", type=whole_number(1, 1024), help="training threads (default: one per CPU core)")
     parser.add_argument("--verbose", action="store_true", help="show SentencePiece's messages")
     args = parser.parse_args()
     _train_tokenizer(named_inputs(args), args.out, ReadSettings(args.format, args.jsonl_key), args.vocab_size,
                      max_megabytes=args.max_megabytes, threads=args.threads,
-                     character_coverage=args.character_coverage, verbose=args.verbose)
+                     character_coverage=args.character_coverage, verbose=args.verbose,
+                     special_tokens=args.special_tokens.split(",") if args.special_tokens else ())
     options = [word for flag in ("format", "jsonl_key") if getattr(args, flag) != parser.get_default(flag)
                for word in (f"--{flag}", getattr(args, flag))]
     for line in next_line(after_tokenizer(words_of(args), args.out, options)):
@@ -136,7 +172,7 @@ def tokenizer_main() -> None:
 
 
 def _train_missing_tokenizer(inputs: list[str] | DatasetName, tokenizer: str, reading: ReadSettings,
-                             vocab_size: int, *, is_shard: bool) -> None:
+                             vocab_size: int, *, is_shard: bool, special_tokens: Sequence[str]) -> None:
     """Train the tokenizer of `prepare --vocab_size`, unless it exists. Raises ConfigError."""
     folder = Path(tokenizer)
     if tokenizer == BYTES or folder.is_file() or find_tokenizer_file(folder) is not None:
@@ -147,7 +183,7 @@ def _train_missing_tokenizer(inputs: list[str] | DatasetName, tokenizer: str, re
     if not isinstance(inputs, DatasetName) and STDIN in inputs:
         raise ConfigError("--vocab_size", problem="standard input can be read only once",
                           remedy="give files, or a tokenizer that exists")
-    _train_tokenizer(inputs, folder, reading, vocab_size)
+    _train_tokenizer(inputs, folder, reading, vocab_size, special_tokens=special_tokens)
 
 
 def _train_tokenizer(inputs: list[str] | DatasetName, out: Path, reading: ReadSettings, vocab_size: int,

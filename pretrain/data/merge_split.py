@@ -137,7 +137,7 @@ def _copy(data: IndexedDataset, outputs: Sequence[str], sizes: list[int], seed: 
                 writer.copy_range(data, first, last, advance)
         else:
             for first, choice in choose(data.num_documents, sizes, seed):
-                _copy_chosen(data, first, choice, writers, advance)
+                copy_chosen(data, first, choice, writers, advance)
         for writer in writers:
             writer.finalize(meta_of(data))
     return list(writers)
@@ -197,7 +197,7 @@ class CopyWriter(IndexedWriter):
         super().finalize({**(meta or {}), **counts})
 
 
-def _copy_chosen(data: IndexedDataset, first: int, choice: npt.NDArray[np.int8], writers: Sequence[IndexedWriter],
+def copy_chosen(data: IndexedDataset, first: int, choice: npt.NDArray[np.int8], writers: Sequence[IndexedWriter],
                  advance: Advance) -> None:
     """Append each of the documents [first, first + n) to the writer that `choice` [n] names."""
     last = first + len(choice)

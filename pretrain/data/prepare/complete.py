@@ -52,6 +52,7 @@ class DataFacts:
     """settings and inputs that must be the same for a resume, and for all shards"""
     sources: dict[str, Any]
     filters: dict[str, Any]
+    fill_in_middle: dict[str, Any] | None = None
 
     @property
     def special_tokens(self) -> int:
@@ -87,6 +88,11 @@ def complete_output(output: PartialOutput, writer: DocumentWriter, facts: DataFa
         statistics, unknown_token=facts.unknown_token, duplicates_counted=writer.duplicates_are_counted,
         deduplicated=facts.deduplicate, entropy_nats=meta.entropy_nats, inputs=facts.inputs,
         settings={**facts.record, "tokenizer": meta.tokenizer})
-    complete_files(output.data_files, facts.dtype, output.path / "lengths", blocks=writer.finish(), meta=asdict(meta),
-                   summary=summary)
+    added: dict[str, Any] = {}
+    if (middle := facts.fill_in_middle) is not None:
+        # Each rearranged document has each of the tokens once, and no other text has them.
+        added = {"fill_in_middle": {**middle, "documents": int(statistics.token_counts[middle["tokens"]["middle"]]),
+                                    "documents_read_in_parts": statistics.divided}}
+    complete_files(output.data_files, facts.dtype, output.path / "lengths", blocks=writer.finish(),
+                   meta=asdict(meta) | added, summary=summary | added)
     return meta

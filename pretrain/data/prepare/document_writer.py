@@ -89,6 +89,7 @@ class DocumentWriter:
             self._end(self._open, save)
             tokens, ends, text_bytes, digests = tokens[size:], ends[1:] - size, text_bytes[1:], digests[1:]
         statistics.empty += batch.empty
+        statistics.divided += batch.divided
         for place, reason in batch.skipped:
             statistics.skip(place, reason)
         size = int(ends[-1]) if len(ends) else 0

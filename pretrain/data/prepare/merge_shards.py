@@ -181,6 +181,7 @@ def _add_counts(statistics: Statistics, record: ShardRecord, lines_before: int, 
         return f"{name}:{int(place.removeprefix(relative)) + lines_before}"
 
     statistics.empty += counts.empty
+    statistics.divided += counts.divided
     statistics.duplicates += counts.duplicates if facts.deduplicate else 0
     statistics.add_longest(counts.longest_tokens, in_file(counts.longest_place))
     for place, reason in counts.skipped_samples:

@@ -15,6 +15,7 @@ from typing import Any
 from pretrain.cli import StopRequest, bad_path, say
 from pretrain.data.prepare.complete import DataFacts, PreparedData, check_not_empty, complete_output
 from pretrain.data.prepare.document_writer import DocumentWriter
+from pretrain.data.prepare.fill_in_middle import FillInMiddle, make_arrangement
 from pretrain.data.prepare.input_record import (
     changed_input,
     check_unchanged,
@@ -52,6 +53,7 @@ class PrepareSettings:
     append_eod: bool = True
     prepend_bos: bool = False
     deduplicate: bool = False
+    fill_in_middle: FillInMiddle | None = None
 
 
 def prepare(inputs: Sequence[str] | DatasetName, *, tokenizer: str, out: str, settings: PrepareSettings | None = None,
@@ -107,8 +109,8 @@ def _resumable_state(out: str, record: dict[str, Any], *, overwrite: bool) -> di
     """
     state = read_state(out)
     skipped = state is not None and not record["skip_errors"] and state["skipped"] > 0
-    different = [] if state is None else [name for name, value in record.items()
-                                          if name != "skip_errors" and state["record"].get(name) != value]
+    different = [] if state is None else [name for name in {**record, **state["record"]}
+                                          if name != "skip_errors" and state["record"].get(name) != record.get(name)]
     if different or skipped:
         if not overwrite:
             if state is not None and "inputs" in different and "inputs" in state["record"]:
@@ -147,8 +149,10 @@ class _Job:
                  command: Sequence[str]) -> None:
         self._inputs, self._out, self._settings = inputs, out, settings
         self._shard, self._command = shard, command
+        middle = None if settings.fill_in_middle is None else make_arrangement(tokenizer, settings.fill_in_middle)
         self._tokenize = TokenizeSettings(str(tokenizer.path), *_special_tokens(tokenizer, settings),
-                                          dtype_for_vocab(tokenizer.vocab_size).name, settings.read)
+                                          dtype_for_vocab(tokenizer.vocab_size).name, settings.read,
+                                          middle)
         read = settings.read
         record: dict[str, Any] = {
             "inputs": record_inputs(inputs.files), "--tokenizer": tokenizer.fingerprint, "--format": read.format,
@@ -157,11 +161,14 @@ class _Job:
             "--deduplicate": settings.deduplicate, "skip_errors": read.skip_errors}
         if inputs.dataset is not None:
             record |= inputs.dataset.found.record()
+        if middle is not None:
+            record |= middle.record()
         self.facts = DataFacts(
             vocab_size=tokenizer.ids.vocab_size, tokenizer=tokenizer.name, tokenizer_sha256=tokenizer.fingerprint,
             bos_token=self._tokenize.bos_token, eod_token=self._tokenize.eod_token, unknown_token=tokenizer.ids.unk,
             dtype=self._tokenize.dtype, inputs=inputs.describe(), record=record,
-            sources=describe_sources(inputs, record["inputs"]), filters=_filters(settings))
+            sources=describe_sources(inputs, record["inputs"]), filters=_filters(settings),
+            fill_in_middle=None if middle is None else middle.facts())
         self._part = Part(inputs.files, 0) if shard is None else part_of(inputs.files, read, shard.index, shard.count)
 
     def run(self, state: dict[str, Any] | None, *, workers: int | None,

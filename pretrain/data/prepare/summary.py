@@ -30,6 +30,8 @@ class Statistics:
     skipped: int = 0
     skipped_samples: list[tuple[str, str]] = field(default_factory=list)
     """(place, reason) of the first ones"""
+    divided: int = 0
+    """documents that were read in parts because they are long, also those that were left out"""
     duplicates: int = 0
     """documents with the tokens of an earlier one"""
     longest_tokens: int = 0
@@ -143,10 +145,18 @@ def summary_text(prefix: str | Path) -> str:
                             else f"{duplicates:,}" + f" ({removed})" * bool(duplicates),
         "unknown tokens": f"{summary['unknown_tokens']:,} ({summary['unknown_fraction']:.3%})",
     }
+    if middle := summary.get("fill_in_middle"):
+        rows["fill-in-the-middle"] = _rearranged(middle, summary["documents"])
     lines = [str(prefix), f"  {summary['inputs']}"]
     for name, value in rows.items():
         lines += [f"  {name:<18} {value}", *(_skipped(prefix, summary) if name == "skipped documents" else [])]
     return "\n".join([*lines, "  documents by number of tokens", *_histogram(summary["document_lengths"])])
+
+
+def _rearranged(middle: Mapping[str, Any], num_documents: int) -> str:
+    count, in_parts = middle["documents"], middle["documents_read_in_parts"]
+    return f"{count:,} documents ({count / num_documents:.1%})" + (
+        f"; {in_parts:,} long ones are read in parts, and not rearranged" if in_parts else "")
 
 
 def _skipped(prefix: str | Path, summary: Mapping[str, Any]) -> list[str]:

@@ -1,5 +1,6 @@
 """Tokenize a batch of chunks. This runs in the worker processes."""
 
+import dataclasses
 import functools
 import hashlib
 import itertools
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pretrain.data.prepare.fill_in_middle import Arrangement, FillInMiddleEncoder
 from pretrain.data.prepare.seen_digests import DIGEST_BYTES, Digests
 from pretrain.data.text_inputs.chunk import ReadSettings
 from pretrain.data.text_inputs.documents import Skipped, documents
@@ -20,6 +22,8 @@ from pretrain.errors import ConfigError
 
 LONGEST_TEXT = 1 << 20
 """characters that the tokenizer gets at once; a longer text is divided, to limit the memory"""
+Encode = Callable[[Sequence[str], Sequence[bool]], tuple[npt.NDArray[Any], npt.NDArray[np.int64]]]
+"""texts, and whether each is a complete document -> tokens of all texts, and the position at which each text ends"""
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,7 @@ class TokenizeSettings:
     """token that ends each document"""
     dtype: str
     read: ReadSettings
+    fill_in_middle: Arrangement | None = None
 
     @property
     def special_tokens(self) -> int:
@@ -56,6 +61,8 @@ class TokenizedBatch:
     longest_tokens: int = 0
     """tokens of the longest document that begins and ends in this batch"""
     longest_place: str = ""
+    divided: int = 0
+    """documents that begin in this batch, and are read in parts because they are long"""
     skipped: list[tuple[str, str]] = field(default_factory=list)
     """place and reason of each document that cannot be read"""
     head_failure: tuple[str, str] | None = None
@@ -68,41 +75,52 @@ class TokenizedBatch:
 
 def make_tokenize(settings: TokenizeSettings) -> Callable[[Batch], TokenizedBatch | ConfigError]:
     """Load the tokenizer, and return the function that tokenizes a batch, or returns why a document cannot be read."""
-    return functools.partial(_tokenize, settings, load_tokenizer(settings.tokenizer))
+    tokenizer = load_tokenizer(settings.tokenizer)
+    encode = FillInMiddleEncoder(tokenizer, settings.fill_in_middle).encode if settings.fill_in_middle else (
+        lambda texts, is_document: tokenizer.encode_batch(texts))
+    return functools.partial(_tokenize, settings, tokenizer, encode)
 
 
-def _tokenize(settings: TokenizeSettings, tokenizer: Tokenizer, batch: Batch) -> TokenizedBatch | ConfigError:
+def _tokenize(settings: TokenizeSettings, tokenizer: Tokenizer, encode: Encode,
+              batch: Batch) -> TokenizedBatch | ConfigError:
     builder = _Builder(settings, continues=batch.continues)
+    begins, divided = not batch.continues, 0
     try:
-        for text, tokens, where, ends in _encode(_texts(batch, settings.read), tokenizer):
+        for text, tokens, where, ends in _encode(_texts(batch, settings.read), encode, continues=batch.continues):
             if isinstance(text, Skipped):
                 builder.fail(text)
             elif text:
                 builder.add(tokens, where, text_bytes(text))
             if ends:
                 builder.end()
-        return builder.result(tokenizer)
+            divided += begins and not ends
+            begins = ends
+        return dataclasses.replace(builder.result(tokenizer), divided=divided)
     except ConfigError as error:  # returned, so that it is raised after the batches before it are written
         return error
 
 
-def _encode(texts: Iterator[tuple[str | Skipped, str, bool]],
-            tokenizer: Tokenizer) -> Iterator[tuple[str | Skipped, npt.NDArray[Any], str, bool]]:
+def _encode(texts: Iterator[tuple[str | Skipped, str, bool]], encode: Encode, *,
+            continues: bool) -> Iterator[tuple[str | Skipped, npt.NDArray[Any], str, bool]]:
     """Add the tokens to each text. Several texts are encoded at once, up to LONGEST_TEXT characters."""
     group: list[tuple[str | Skipped, str, bool]] = []
-    size = 0
+    is_document = list[bool]()  # of the texts in the group: whether the text is a complete document
+    begins, size = not continues, 0
     for entry in itertools.chain(texts, [None]):
         length = 0 if entry is None or isinstance(entry[0], Skipped) else len(entry[0])
         if group and (entry is None or size + length > LONGEST_TEXT):
-            tokens, ends = tokenizer.encode_batch([text for text, *_ in group if isinstance(text, str)])
+            tokens, ends = encode([text for text, *_ in group if isinstance(text, str)], is_document)
             bounds = iter(itertools.pairwise([0, *ends.tolist()]))
             for text, where, is_end in group:
                 start, stop = next(bounds) if isinstance(text, str) else (0, 0)
                 yield text, tokens[start:stop], where, is_end
-            group, size = [], 0
+            group, is_document, size = [], [], 0
         if entry is not None:
             group.append(entry)
             size += length
+            if isinstance(entry[0], str):
+                is_document.append(begins and entry[2])
+            begins = entry[2]
 
 
 def _texts(batch: Batch, read: ReadSettings) -> Iterator[tuple[str | Skipped, str, bool]]:

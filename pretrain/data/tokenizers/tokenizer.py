@@ -55,6 +55,8 @@ class Tokenizer:
     encode_texts: EncodeBatch
     """`encode_batch` for texts without lone surrogates"""
     decode: Callable[[Sequence[int]], str]
+    token_of: Callable[[str], int | None] = lambda name: None
+    """returns the token with this name, special or not; None if there is none"""
 
     @property
     def name(self) -> str:
@@ -184,8 +186,12 @@ def _load_sentencepiece(path: Path, content: bytes) -> Tokenizer:
     def decode(tokens: Sequence[int]) -> str:
         return str(processor.decode([int(token) for token in tokens]))
 
+    def token_of(name: str) -> int | None:
+        token = int(processor.piece_to_id(name))
+        return token if processor.id_to_piece(token) == name else None  # an unknown name gets the token <unk>
+
     return Tokenizer(path, ids, hashlib.sha256(content).hexdigest(), sentencepiece_batch(processor, content, ids),
-                     decode)
+                     decode, token_of)
 
 
 def _check_added_tokens(path: Path, vocab_size: int) -> None:
@@ -217,7 +223,7 @@ def _load_huggingface(path: Path, content: bytes) -> Tokenizer:
 
     vocab_size = max(library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
     ids = find_special_tokens(path.parent, library.token_to_id, vocab_size)
-    return Tokenizer(path, ids, hashlib.sha256(content).hexdigest(), encode_texts, decode)
+    return Tokenizer(path, ids, hashlib.sha256(content).hexdigest(), encode_texts, decode, library.token_to_id)
 
 
 def encode_bytes(texts: Sequence[str]) -> tuple[Integers, npt.NDArray[np.int64]]:

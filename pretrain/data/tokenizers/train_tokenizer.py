@@ -19,23 +19,28 @@ from pretrain.paths import check_folder, make_folder
 
 _LARGEST_PIECE_OF_LINE = 1000
 """characters; the trainer silently drops lines of more than max_sentence_length (4192) bytes"""
+_RESERVED_NAME = re.compile(r"\s|\u2585|^<0x[0-9A-F]{2}>$")
 _RESERVED = re.compile("[\u2581\u2585]+")
 """characters that the trainer reserves; it skips lines that contain them. The encoder encodes them as bytes."""
 
 
 def train_sentencepiece(inputs: Sequence[str] | DatasetName, out_dir: str | Path, *, vocab_size: int,
                         reading: ReadSettings | None = None, max_megabytes: float = 100, threads: int | None = None,
-                        character_coverage: float = 0.9995, verbose: bool = False) -> Tokenizer:
+                        character_coverage: float = 0.9995, special_tokens: Sequence[str] = (),
+                        verbose: bool = False) -> Tokenizer:
     """Train on `inputs`, or on a random sample of their lines if they have more than `max_megabytes`.
 
     Writes out_dir/tokenizer.model, tokenizer.json and tokenizer_config.json for transformers, and tokenizer.vocab for
     people to read. The result is deterministic for the same input and number of threads. Raises ConfigError.
+
+    special_tokens: names of tokens besides the end-of-document token. These names in a text are plain text.
     """
     from sentencepiece import SentencePieceTrainer
 
     reading = reading or ReadSettings()
     found = find_inputs(inputs, reading)
     check_folder(Path(out_dir), "--out")
+    _check_names(special_tokens)
     written = io.BytesIO()
     try:
         SentencePieceTrainer.train(
@@ -46,10 +51,20 @@ def train_sentencepiece(inputs: Sequence[str] | DatasetName, out_dir: str | Path
             add_dummy_prefix=False, character_coverage=character_coverage,
             # pieces for runs of spaces, as in source code; one piece per digit
             allow_whitespace_only_pieces=True, split_digits=True, user_defined_symbols=["\n", "\t"],
+            control_symbols=list(special_tokens),  # as the end of a document, which no text is encoded as
             unk_id=0, eos_id=1, eos_piece=EOD_PIECE, bos_id=-1, pad_id=-1, minloglevel=0 if verbose else 3)
     except RuntimeError as error:
         raise _vocab_error(vocab_size, str(error)) from None
     return _write(Path(out_dir), written.getvalue())
+
+
+def _check_names(special_tokens: Sequence[str]) -> None:
+    """Raise ConfigError for names that no special token can have."""
+    wrong = next((name for name in special_tokens if len(name) < 2 or _RESERVED_NAME.search(name)
+                  or list(special_tokens).count(name) > 1 or name in (EOD_PIECE, "<unk>")), None)
+    if wrong is not None:
+        raise ConfigError("--special_tokens", found=repr(wrong), expected="different names of at least two characters "
+                          f"without spaces, and not {EOD_PIECE}, <unk> or <0x00> to <0xFF>")
 
 
 def _sample_lines(inputs: Sequence[Input], reading: ReadSettings, max_megabytes: float) -> Iterator[str]:
