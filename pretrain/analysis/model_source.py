@@ -235,7 +235,7 @@ def _leading_tokens(tokenizer: Tokenizer) -> tuple[int, ...]:
     A tokenizer.json names them, so it is read even if the tokenizer is the tokenizer.model next to it. Without a
     tokenizer.json, tokenizer_config.json says whether there is one.
     """
-    if tokenizer.is_bytes:
+    if tokenizer.is_bytes or tokenizer.tiktoken is not None:
         return ()
     path = tokenizer.path.with_name("tokenizer.json") if tokenizer.path.suffix == ".model" else tokenizer.path
     if not path.is_file():

@@ -24,6 +24,7 @@ from pretrain.data.prepare.python_corpus import python_corpus
 from pretrain.data.prepare.summary import summary_text
 from pretrain.data.text_inputs.chunk import FORMATS, ReadSettings, parse_separator
 from pretrain.data.text_inputs.formats import STDIN
+from pretrain.data.tokenizers.tiktoken_file import split_value
 from pretrain.data.tokenizers.tokenizer import BYTES, find_tokenizer_file
 from pretrain.data.tokenizers.train_tokenizer import train_sentencepiece
 from pretrain.errors import STOPPED, ConfigError
@@ -115,7 +116,7 @@ def tokenizer_main() -> None:
 def _train_missing_tokenizer(inputs: list[str], tokenizer: str, reading: ReadSettings, vocab_size: int) -> None:
     """Train the tokenizer of `prepare --vocab_size`, unless it exists. Raises ConfigError."""
     folder = Path(tokenizer)
-    if tokenizer == BYTES or folder.is_file() or find_tokenizer_file(folder) is not None:
+    if tokenizer == BYTES or split_value(tokenizer) or folder.is_file() or find_tokenizer_file(folder) is not None:
         return
     if STDIN in inputs:
         raise ConfigError("--vocab_size", problem="standard input can be read only once",

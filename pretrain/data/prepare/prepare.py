@@ -120,7 +120,7 @@ class _Job:
         self._inputs, self._out, self._settings = inputs, out, settings
         self._ids: TokenIds = tokenizer.ids
         self._name, self._fingerprint = tokenizer.name, tokenizer.fingerprint
-        self._tokenize = TokenizeSettings(str(tokenizer.path), *_special_tokens(tokenizer, settings),
+        self._tokenize = TokenizeSettings(tokenizer.name, *_special_tokens(tokenizer, settings),
                                           dtype_for_vocab(tokenizer.vocab_size).name, settings.read)
         read = settings.read
         self.record: dict[str, Any] = {
