@@ -104,15 +104,35 @@ def sentencepiece_batch(processor: Any, content: bytes, ids: TokenIds) -> Encode
     def encoder() -> EncodeBatch:
         space_symbol = _space_bytes(processor) if encodes_by_lines(processor) else None
         by_words = words_encoder(processor, content, dtype=ids.dtype, space_symbol=space_symbol)
-        return by_words or (lambda texts: join_tokens([_encode(processor, text, space_symbol) for text in texts], ids))
+        return by_words or _texts_encoder(processor, ids, space_symbol)
 
     return lambda texts: encoder()(texts)
 
 
-def _encode(processor: Any, text: str, space_symbol: list[int] | None) -> list[int]:
-    """Encode a complete text. `space_symbol` are the tokens of a U+2581; None: it is encoded as a space."""
-    first, *parts = (list(processor.encode(part)) for part in (text.split(_SPACE) if space_symbol else [text]))
-    return [*first, *itertools.chain(*([*(space_symbol or ()), *part] for part in parts))]
+def _texts_encoder(processor: Any, ids: TokenIds, space_symbol: Sequence[int] | None) -> EncodeBatch:
+    """Return the function that encodes complete texts. `space_symbol` are the tokens of a U+2581; None: of a space."""
+    symbol = np.array(space_symbol or (), np.int32)
+
+    def encode_texts(texts: Sequence[str]) -> tuple[Integers, npt.NDArray[np.int64]]:
+        parts = [text.split(_SPACE) if space_symbol else [text] for text in texts]
+        arrays = iter(_encode_arrays(processor, list(itertools.chain(*parts))))
+        return join_tokens([_joined(list(itertools.islice(arrays, len(part))), symbol) for part in parts], ids)
+
+    return encode_texts
+
+
+def _encode_arrays(processor: Any, texts: list[str]) -> Sequence[Sequence[int]]:
+    """Encode texts to arrays, without lists of Python integers, which take a quarter of the time."""
+    try:
+        return list(processor.encode(texts, return_type="numpy", num_threads=1))
+    except (TypeError, ValueError):  # before sentencepiece 0.2.2
+        return [processor.encode(text) for text in texts]
+
+
+def _joined(parts: Sequence[Sequence[int]], symbol: Integers) -> Sequence[int]:
+    if len(parts) == 1:
+        return parts[0]
+    return list(np.concatenate([parts[0], *itertools.chain(*((symbol, part) for part in parts[1:]))]))
 
 
 def sentencepiece_ids(processor: Any) -> TokenIds:

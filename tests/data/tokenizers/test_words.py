@@ -3,6 +3,7 @@
 import io
 import itertools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,26 @@ def test_small_windows_and_a_small_cache_change_no_token(folder: Path, reference
         loaded = load_tokenizer(folder / "ours" / "tokenizer.model")
         for _ in range(2):
             assert batch(loaded, texts) == [reference("ours", references["ours"], text) for text in texts]
+
+
+def test_words_are_cached_again_after_a_text_without_repeated_words() -> None:
+    """Of 60 windows of one text, the 16 after the first window are encoded without the cache, and then one with it."""
+    can_cut = np.zeros((256, 256), np.bool_)
+    can_cut[:, ord(" ")] = can_cut[255, :] = can_cut[:, 255] = True
+    encoded: list[int] = []
+
+    def encode_words(words: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
+        encoded.append(sum(map(len, words)))
+        return np.frombuffer(b"".join(words), np.uint8), np.array([len(word) for word in words])
+
+    cache = word_cache.WordCache(can_cut.reshape(-1), encode_words, dtype=np.uint16, space_symbol=())
+    window = 1 << 16
+    texts = [b"a few words that are new", b"".join(b" %x" % (number * 7919) for number in range(30_000))[:window],
+             b" words of a text" * (60 * window // 16)]
+    tokens, ends = cache.encode(texts)
+    assert tokens.tolist() == list(b"".join(texts))
+    assert ends.tolist() == list(itertools.accumulate(map(len, texts)))
+    assert window * 15 < sum(encoded) < window * 18
 
 
 def test_models_are_encoded_by_words_if_their_words_are_independent(folder: Path, references: dict[str, Any]) -> None:
