@@ -56,7 +56,8 @@ def _prepare_parser() -> Parser:
                         help="text, JSON lines or Parquet, also compressed (.gz, .zst): a file, a folder, a glob in "
                         "quotes, or - for standard input")
     parser.add_argument("--tokenizer", type=path_text, required=True,
-                        help="SentencePiece .model, tokenizer.json, a folder with one of them, or the word bytes")
+                        help="SentencePiece .model, tokenizer.json, a folder with one of them, a .tiktoken file or its "
+                        "encoding such as o200k_base, or the word bytes")
     parser.add_argument("--vocab_size", type=whole_number(300, 2**24),
                         help="if there is nothing at the path --tokenizer, first train a SentencePiece tokenizer with "
                         "this number of pieces on the inputs")

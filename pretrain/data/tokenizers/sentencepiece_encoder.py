@@ -3,7 +3,9 @@
 A merge of two parts needs a piece that contains both. Hence no token of a BPE model spans two characters that are
 adjacent in no piece, and the parts of the text on both sides are encoded independently. This follows from the pieces of
 the model alone, whatever its training settings were. It does not hold for unigram models: these add up scores from the
-beginning of the text, and rounding decides between divisions of almost equal score.
+beginning of the text in float32, and rounding decides between divisions of almost equal score. In 8.3 MB of Python and
+prose with a model of 8,000 pieces and nmt_nfkc, words that are encoded alone give other tokens in 23 of 211 texts. The
+complete texts of these models are encoded, which sentencepiece 0.2.2 does about as fast as the cache with nmt_nfkc.
 """
 
 import functools
@@ -26,6 +28,7 @@ Appended to a serialized model, it replaces these three fields: parsers merge re
 
 _SEPARATORS = "\x01\x02\x03\x04\x05\x06"
 """control characters, one of which is put between words that are encoded together"""
+_FEW_TEXTS = 100  # one call for all texts starts a thread, which takes as long as 100 calls
 
 
 def words_encoder(processor: Any, content: bytes, *, dtype: npt.DTypeLike,
@@ -124,6 +127,8 @@ def _texts_encoder(processor: Any, ids: TokenIds, space_symbol: Sequence[int] | 
 def _encode_arrays(processor: Any, texts: list[str]) -> Sequence[Sequence[int]]:
     """Encode texts to arrays, without lists of Python integers, which take a quarter of the time."""
     try:
+        if len(texts) < _FEW_TEXTS:
+            return [processor.encode(text, return_type="numpy") for text in texts]
         return list(processor.encode(texts, return_type="numpy", num_threads=1))
     except (TypeError, ValueError):  # before sentencepiece 0.2.2
         return [processor.encode(text) for text in texts]

@@ -142,5 +142,8 @@ def test_tokens_of_real_texts(tmp_path: Path, tokenizers: dict[str, Tokenizer], 
     texts = [json.loads(line)["text"] for line in corpus.train.read_text().splitlines()]
     texts += [str(module.__doc__) for module in (np, pytest, json, itertools)]
     texts += ["", "x" * 2**20, " ".join(f"{number * 7919:x}" for number in range(40_000)), "", "end"]
-    for name in ("ours", "llama", "nmt_nfkc"):
+    for name in ("ours", "llama", "nmt_nfkc", "unigram", "unigram lines"):
         assert batch(tokenizers[name], texts) == [reference(name, references[name], text) for text in texts]
+    lines = [*"".join(texts[:3]).split("\n"), "\u2581", " \u2581a", ""]  # many short texts
+    for name in ("unigram", "unigram lines", "no bytes"):
+        assert batch(tokenizers[name], lines) == [reference(name, references[name], text) for text in lines]
