@@ -98,12 +98,13 @@ class TiktokenFile:
     def encode_texts(self, texts: Sequence[str]) -> tuple[Integers, npt.NDArray[np.int64]]:
         """Return the tokens of all texts one after another, and the position at which each text ends.
 
-        The tokens are those of `Encoding.encode_ordinary`. Without a list of integers, they are faster to make.
+        `Encoding.encode_to_numpy` would be about 10% faster, but in tiktoken 0.9 it encodes the name of a special token
+        as this token. `encode_ordinary_batch` with one thread is slower.
         """
-        nfc = unicodedata.normalize if self.encoding.nfc else lambda form, text: text
-        parts = [self.library.encode_to_numpy(nfc("NFC", text), disallowed_special=()) for text in texts]
-        tokens = np.concatenate([np.zeros(0, np.uint32), *parts]).astype(self.ids.dtype)
-        return tokens, np.cumsum([len(part) for part in parts], dtype=np.int64)
+        if self.encoding.nfc:
+            texts = [unicodedata.normalize("NFC", text) for text in texts]
+        parts = [np.array(self.library.encode_ordinary(text), self.ids.dtype) for text in texts]
+        return np.concatenate([np.zeros(0, self.ids.dtype), *parts]), np.cumsum(list(map(len, parts)), dtype=np.int64)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens without special tokens. Bytes that are not UTF-8 become U+FFFD."""
