@@ -235,8 +235,10 @@ def _leading_tokens(tokenizer: Tokenizer) -> tuple[int, ...]:
     A tokenizer.json names them, so it is read even if the tokenizer is the tokenizer.model next to it. Without a
     tokenizer.json, tokenizer_config.json says whether there is one.
     """
-    if tokenizer.is_bytes or tokenizer.tiktoken is not None:
+    if tokenizer.is_bytes:
         return ()
+    if tokenizer.tiktoken is not None:  # Llama 3's has this token
+        return () if tokenizer.ids.bos is None else (tokenizer.ids.bos,)
     path = tokenizer.path.with_name("tokenizer.json") if tokenizer.path.suffix == ".model" else tokenizer.path
     if not path.is_file():
         adds_bos = read_object(path.with_name("tokenizer_config.json")).get("add_bos_token") is True
