@@ -32,6 +32,7 @@ from pretrain.data.prepare.summary import summary_text
 from pretrain.data.text_inputs.chunk import FORMATS, ReadSettings, parse_separator
 from pretrain.data.text_inputs.formats import STDIN
 from pretrain.data.text_inputs.hub_dataset import DatasetName
+from pretrain.data.tokenizers.tiktoken_file import split_value
 from pretrain.data.tokenizers.tokenizer import BYTES, find_tokenizer_file
 from pretrain.data.tokenizers.train_tokenizer import train_sentencepiece
 from pretrain.errors import STOPPED, ConfigError
@@ -97,7 +98,8 @@ def _prepare_parser() -> Parser:
                     epilog="A preparation that was stopped or killed continues if the same command is given again.")
     add_input_flags(parser)
     parser.add_argument("--tokenizer", type=path_text, required=True,
-                        help="SentencePiece .model, tokenizer.json, a folder with one of them, or the word bytes")
+                        help="SentencePiece .model, tokenizer.json, a folder with one of them, a .tiktoken file or its "
+                        "encoding such as o200k_base, or the word bytes")
     parser.add_argument("--vocab_size", type=whole_number(300, 2**24),
                         help="if there is nothing at the path --tokenizer, first train a SentencePiece tokenizer with "
                         "this number of pieces on the inputs")
@@ -175,7 +177,7 @@ def _train_missing_tokenizer(inputs: list[str] | DatasetName, tokenizer: str, re
                              vocab_size: int, *, is_shard: bool, special_tokens: Sequence[str]) -> None:
     """Train the tokenizer of `prepare --vocab_size`, unless it exists. Raises ConfigError."""
     folder = Path(tokenizer)
-    if tokenizer == BYTES or folder.is_file() or find_tokenizer_file(folder) is not None:
+    if tokenizer == BYTES or split_value(tokenizer) or folder.is_file() or find_tokenizer_file(folder) is not None:
         return
     if is_shard:
         raise ConfigError("--vocab_size", problem=f"there is no tokenizer at {tokenizer}, and each of the shards would "

@@ -36,5 +36,5 @@ def prepare_tasks(source: EvaluationSource, flags: TaskFlags, tokenizer: Tokeniz
         if source.hf_folder is not None:
             raise ConfigError(f"--export {export}", problem=f"{source.path} is a transformers folder already",
                               remedy="leave --export out")
-        plan = plan_export(source.folder, export, dtype=dtype, tokenizer=str(tokenizer.path))
+        plan = plan_export(source.folder, export, dtype=dtype, tokenizer=tokenizer.name)
     return TaskPlan(flags, load_tasks(find_tasks(flags), flags), plan)

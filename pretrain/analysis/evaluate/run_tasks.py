@@ -82,7 +82,7 @@ def _load(plan: Plan, manager: Any) -> LoadedTasks:
     with tempfile.TemporaryDirectory(prefix="ds-pretrain-") as folder, only_errors():
         (Path(folder) / "config.json").write_text(json.dumps(plan.model.hf_config))
         assert plan.tokenizer is not None  # validated
-        export_tokenizer(plan.tokenizer.path, Path(folder))
+        export_tokenizer(plan.tokenizer.name, Path(folder))
         return LoadedTasks(tasks, AutoTokenizer.from_pretrained(folder, local_files_only=True))
 
 

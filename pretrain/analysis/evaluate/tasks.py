@@ -94,7 +94,7 @@ def _transformers_tokenizer(source: EvaluationSource, folder: Path, tokenizer: T
         return transformers.AutoTokenizer.from_pretrained(folder)
     with tempfile.TemporaryDirectory(prefix="ds-pretrain-") as temporary:
         shutil.copy(folder / "config.json", temporary)
-        export_tokenizer(tokenizer.path, Path(temporary))
+        export_tokenizer(tokenizer.name, Path(temporary))
         return transformers.AutoTokenizer.from_pretrained(temporary)
 
 
@@ -129,7 +129,7 @@ def _export_to_temporary_folder(source: EvaluationSource, tokenizer: Tokenizer, 
     """Export the model for the ranks of this host. Returns the folder, or the error that all ranks raise."""
     temporary = Path(tempfile.mkdtemp(prefix="ds-pretrain-"))
     try:
-        plan = plan_export(source.folder, temporary / "model", dtype=dtype, tokenizer=str(tokenizer.path))
+        plan = plan_export(source.folder, temporary / "model", dtype=dtype, tokenizer=tokenizer.name)
         export_hf(plan)
         return plan.out
     except ConfigError as error:

@@ -61,6 +61,8 @@ def _averaged_chunks(readers: Sequence[CheckpointReader], weights: Sequence[floa
 
 def _files_of(tokenizer: Tokenizer) -> dict[str, Path]:
     """Return name -> path of the files from which `load_tokenizer` loads the same tokenizer."""
+    if tokenizer.tiktoken is not None:  # this name says which encoding the file has
+        return {f"tokenizer.{tokenizer.tiktoken.encoding.name}.tiktoken": tokenizer.path}
     if tokenizer.path.suffix != ".json":
         return {"tokenizer.model": tokenizer.path}
     main = tokenizer.path.name if tokenizer.path.name in TOKENIZER_FILES else "tokenizer.json"

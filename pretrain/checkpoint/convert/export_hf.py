@@ -44,7 +44,7 @@ def export_hf(plan: ExportPlan) -> list[str]:
         write_config(plan, temporary, None)  # transformers chooses the tokenizer's class by it: see export_tokenizer
         ids: TokenIds | None = None
         if plan.tokenizer is not None:
-            ids = export_tokenizer(plan.tokenizer.path, temporary, max_length=plan.config.max_positions)
+            ids = export_tokenizer(plan.tokenizer.name, temporary, max_length=plan.config.max_positions)
             write_config(plan, temporary, ids)
             notes.extend(ids.notes)
         _write_json(temporary / "generation_config.json", _generation_config(temporary))

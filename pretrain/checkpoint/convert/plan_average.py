@@ -143,8 +143,9 @@ def _tokenizer(newest: AveragedCheckpoint) -> tuple[Tokenizer | None, list[str]]
         tokenizer = load_tokenizer(tokenizer_of(newest.folder))
     except ConfigError as error:
         return None, [f"the output has no tokenizer: {error}"]
-    if tokenizer.is_bytes:
-        return None, ["the run has the byte tokenizer, which has no file: give --tokenizer bytes with the output"]
+    if not tokenizer.has_file:
+        kind = "byte tokenizer" if tokenizer.is_bytes else f"encoding {tokenizer.name}"
+        return None, [f"the run has the {kind}, which has no file: give --tokenizer {tokenizer.name} with the output"]
     if tokenizer.fingerprint != recorded:
         return None, [f"the output has no tokenizer: {tokenizer.path} has changed since the checkpoint was written"]
     return tokenizer, []

@@ -327,5 +327,5 @@ def find_hf_tokenizer(found: HFFolder) -> HFTokenizer | None:
     notes = check_tokenizer_fits(loaded.ids, found.config.hf_config, vocab_size=found.config.vocab_size,
                                  where=str(readable), remedy="use the tokenizer that belongs to the weights, or remove "
                                  "its files")
-    files = (found.folder / name for name in TOKENIZER_FILES)
+    files = (found.folder / name for name in dict.fromkeys((*TOKENIZER_FILES, readable.name)))
     return HFTokenizer(tuple(path for path in files if path.is_file()), loaded.fingerprint, tuple(notes))

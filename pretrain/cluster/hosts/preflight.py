@@ -13,11 +13,10 @@ from pretrain.cluster.hosts import probe
 from pretrain.cluster.hosts.remote import HostError, Transport, call_on_all, call_probe
 from pretrain.config.flags.arguments import RunArguments, data_spec
 from pretrain.config.flags.parse import flag_name, read_yaml
-from pretrain.data.tokenizers.tokenizer import BYTES
+from pretrain.data.tokenizers.tokenizer import file_of_tokenizer
 from pretrain.distributed.requirements import requirements
 from pretrain.distributed.tcp_store import SECRET_VARIABLE, secret_variable
 from pretrain.errors import ConfigError
-from pretrain.hub import tokenizer_repository
 from pretrain.shipped import find_layout
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -71,8 +70,7 @@ def preflight_request(args: RunArguments, train_words: Sequence[str], folder: Pa
     prefixes = data_spec(args).prefixes
     names = [f"{prefix}{suffix}" for prefix in prefixes for suffix in (".bin", ".idx")]
     names += [str(find_layout(args.deepspeed_config))] if args.deepspeed_config else []
-    names += [args.tokenizer] if args.tokenizer not in (None, BYTES) and \
-        not tokenizer_repository(args.tokenizer) else []
+    names += [file_of_tokenizer(args.tokenizer) or ""] if args.tokenizer else []
     # otherwise --model is a preset's name, and --init_from a repository or, in a resumed run, no longer needed
     names += [name for name in (args.model, args.init_from) if name and Path(name).exists()]
     names += [word.partition("=")[2] or after for word, after in zip(train_words, [*train_words[1:], ""], strict=True)

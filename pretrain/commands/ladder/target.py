@@ -3,7 +3,6 @@
 import copy
 import json
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from pretrain.config.plan import Plan
 from pretrain.config.schedule import KINDS, Schedule
 from pretrain.config.validate import check_run
 from pretrain.data.data_spec import absolute_words, names_of_split
+from pretrain.data.tokenizers.tokenizer import absolute_tokenizer
 from pretrain.distributed.device import Device
 from pretrain.errors import ConfigError
 
@@ -134,8 +134,8 @@ def _kept_flags(args: RunArguments) -> dict[str, Any]:
     for name in ("train_data", "valid_data", "test_data"):
         if name in flags:
             flags[name] = absolute_words(flags[name])
-    if os.path.exists(flags.get("tokenizer", "")):
-        flags["tokenizer"] = os.path.abspath(flags["tokenizer"])
+    if flags.get("tokenizer"):
+        flags["tokenizer"] = absolute_tokenizer(flags["tokenizer"])
     return flags
 
 

@@ -95,8 +95,9 @@ class RunArguments:
         None, "total number of samples for which Megatron-LM or GPT-NeoX made the order; only with --sample_order "
         "megatron or neox", low=1, high=2**48, unset="--first_sample and the samples of --train_steps")
     tokenizer: str | None = DATA.flag(
-        None, "SentencePiece .model file, a folder with it or with tokenizer.json, a repository (org/name), a preset's "
-        "name such as gpt2, or the word bytes; checked against data and model, and used by `ds-pretrain generate`",
+        None, "SentencePiece .model file, a folder with it or with tokenizer.json, a .tiktoken file or its encoding "
+        "such as o200k_base, a repository (org/name), a preset's name such as gpt2, or the word bytes; checked against "
+        "data and model, and used by `ds-pretrain generate`",
         parse=path_text, metavar="PATH")
     seq_length: int = DATA.flag(1024, "tokens in a sample", low=1)
     seq_length_schedule: str | None = DATA.flag(

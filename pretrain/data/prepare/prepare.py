@@ -150,9 +150,8 @@ class _Job:
         self._inputs, self._out, self._settings = inputs, out, settings
         self._shard, self._command = shard, command
         middle = None if settings.fill_in_middle is None else make_arrangement(tokenizer, settings.fill_in_middle)
-        self._tokenize = TokenizeSettings(str(tokenizer.path), *_special_tokens(tokenizer, settings),
-                                          dtype_for_vocab(tokenizer.vocab_size).name, settings.read,
-                                          middle)
+        self._tokenize = TokenizeSettings(tokenizer.name, *_special_tokens(tokenizer, settings),
+                                          dtype_for_vocab(tokenizer.vocab_size).name, settings.read, middle)
         read = settings.read
         record: dict[str, Any] = {
             "inputs": record_inputs(inputs.files), "--tokenizer": tokenizer.fingerprint, "--format": read.format,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.data.tokenizers.convert_sentencepiece import json_bytes, sentencepiece_files, to_bytes, tokenizer_config
+from pretrain.data.tokenizers.convert_tiktoken import tiktoken_files
 from pretrain.data.tokenizers.huggingface_tokenizer import byte_library, read_library
 from pretrain.data.tokenizers.special_tokens import TokenIds, read_object
 from pretrain.data.tokenizers.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
@@ -56,6 +57,8 @@ def _files(loaded: Tokenizer, max_length: int | None) -> dict[str, bytes]:
         bytes_library = byte_library()
         config = tokenizer_config(bytes_library, loaded.ids, max_length=max_length)
         return {"tokenizer.json": to_bytes(bytes_library), _CONFIG: json_bytes(config)}
+    if loaded.tiktoken is not None:
+        return tiktoken_files(loaded.tiktoken, max_length=max_length)
     content, where = loaded.path.read_bytes(), f"--tokenizer {loaded.path}"
     if loaded.path.suffix != ".json":
         return sentencepiece_files(content, where, max_length=max_length)

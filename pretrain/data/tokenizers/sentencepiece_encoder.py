@@ -3,7 +3,9 @@
 A merge of two parts needs a piece that contains both. Hence no token of a BPE model spans two characters that are
 adjacent in no piece, and the parts of the text on both sides are encoded independently. This follows from the pieces of
 the model alone, whatever its training settings were. It does not hold for unigram models: these add up scores from the
-beginning of the text, and rounding decides between divisions of almost equal score.
+beginning of the text in float32, and rounding decides between divisions of almost equal score. In 8.3 MB of Python and
+prose with a model of 8,000 pieces and nmt_nfkc, words that are encoded alone give other tokens in 23 of 211 texts. The
+complete texts of these models are encoded, which sentencepiece 0.2.2 does about as fast as the cache with nmt_nfkc.
 """
 
 import functools
@@ -26,6 +28,7 @@ Appended to a serialized model, it replaces these three fields: parsers merge re
 
 _SEPARATORS = "\x01\x02\x03\x04\x05\x06"
 """control characters, one of which is put between words that are encoded together"""
+_FEW_TEXTS = 100  # one call for all texts starts a thread, which takes as long as 100 calls
 
 
 def words_encoder(processor: Any, content: bytes, *, dtype: npt.DTypeLike,
@@ -104,15 +107,37 @@ def sentencepiece_batch(processor: Any, content: bytes, ids: TokenIds) -> Encode
     def encoder() -> EncodeBatch:
         space_symbol = _space_bytes(processor) if encodes_by_lines(processor) else None
         by_words = words_encoder(processor, content, dtype=ids.dtype, space_symbol=space_symbol)
-        return by_words or (lambda texts: join_tokens([_encode(processor, text, space_symbol) for text in texts], ids))
+        return by_words or _texts_encoder(processor, ids, space_symbol)
 
     return lambda texts: encoder()(texts)
 
 
-def _encode(processor: Any, text: str, space_symbol: list[int] | None) -> list[int]:
-    """Encode a complete text. `space_symbol` are the tokens of a U+2581; None: it is encoded as a space."""
-    first, *parts = (list(processor.encode(part)) for part in (text.split(_SPACE) if space_symbol else [text]))
-    return [*first, *itertools.chain(*([*(space_symbol or ()), *part] for part in parts))]
+def _texts_encoder(processor: Any, ids: TokenIds, space_symbol: Sequence[int] | None) -> EncodeBatch:
+    """Return the function that encodes complete texts. `space_symbol` are the tokens of a U+2581; None: of a space."""
+    symbol = np.array(space_symbol or (), np.int32)
+
+    def encode_texts(texts: Sequence[str]) -> tuple[Integers, npt.NDArray[np.int64]]:
+        parts = [text.split(_SPACE) if space_symbol else [text] for text in texts]
+        arrays = iter(_encode_arrays(processor, list(itertools.chain(*parts))))
+        return join_tokens([_joined(list(itertools.islice(arrays, len(part))), symbol) for part in parts], ids)
+
+    return encode_texts
+
+
+def _encode_arrays(processor: Any, texts: list[str]) -> Sequence[Sequence[int]]:
+    """Encode texts to arrays, without lists of Python integers, which take a quarter of the time."""
+    try:
+        if len(texts) < _FEW_TEXTS:
+            return [processor.encode(text, return_type="numpy") for text in texts]
+        return list(processor.encode(texts, return_type="numpy", num_threads=1))
+    except (TypeError, ValueError):  # before sentencepiece 0.2.2
+        return [processor.encode(text) for text in texts]
+
+
+def _joined(parts: Sequence[Sequence[int]], symbol: Integers) -> Sequence[int]:
+    if len(parts) == 1:
+        return parts[0]
+    return list(np.concatenate([parts[0], *itertools.chain(*((symbol, part) for part in parts[1:]))]))
 
 
 def sentencepiece_ids(processor: Any) -> TokenIds:

@@ -1,4 +1,4 @@
-"""Load tokenizers: SentencePiece `.model`, Hugging Face `tokenizer.json`, GPT-2's `vocab.json` and `merges.txt`, bytes.
+"""Load tokenizers: SentencePiece `.model`, Hugging Face `tokenizer.json`, GPT-2's `vocab.json`, `.tiktoken`, bytes.
 
 All have one interface. A tokenizer that `ds-pretrain tokenizer` trained decodes any text exactly. Other tokenizers may
 normalize text.
@@ -6,9 +6,8 @@ normalize text.
 
 import hashlib
 import os
-import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +17,17 @@ from pretrain.data.text_inputs.text import check_unicode
 from pretrain.data.tokenizers.huggingface_tokenizer import read_library
 from pretrain.data.tokenizers.sentencepiece_encoder import join_tokens, sentencepiece_batch, sentencepiece_ids
 from pretrain.data.tokenizers.special_tokens import TokenIds, find_special_tokens, read_object
+from pretrain.data.tokenizers.tiktoken_encodings import TiktokenEncoding
+from pretrain.data.tokenizers.tiktoken_file import (
+    SUFFIX,
+    TiktokenFile,
+    download_ranks,
+    find_encoding,
+    fingerprint,
+    is_tiktoken,
+    read_tiktoken,
+    split_value,
+)
 from pretrain.data.tokenizers.word_cache import EncodeBatch, Integers
 from pretrain.errors import ConfigError
 from pretrain.hub import find_repository, snapshot_in, tokenizer_repository
@@ -31,10 +41,9 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.tx
 """names of the files that belong to a tokenizer"""
 HASHES_KEY = "files_sha256"
 """key of tokenizer_config.json: hashes of a tokenizer.model, and of the tokenizer.json that was made from it"""
-_TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+={0,2} 0\r?\n")  # base64 of a token, its id
 _SPACE = "\u2581"  # SentencePiece's symbol for a space; decoding turns it into a space
-_REMEDY = ("give a SentencePiece .model, a tokenizer.json or a folder with one, a repository (org/name), the name of a "
-           "preset of --model, or the word bytes; "
+_REMEDY = ("give a SentencePiece .model, a tokenizer.json or a folder with one, a .tiktoken file or its encoding, a "
+           "repository (org/name), the name of a preset of --model, or the word bytes; "
            "`ds-pretrain tokenizer` trains a tokenizer")
 
 
@@ -47,21 +56,32 @@ class Tokenizer:
     """
 
     path: Path
-    """the .model, tokenizer.json or vocab.json file; the word "bytes" for the byte tokenizer"""
+    """the .model, tokenizer.json, vocab.json or .tiktoken file; the name of an encoding of tiktoken without a file; the
+    word "bytes" for the byte tokenizer"""
     ids: TokenIds
     """size of the vocabulary, special tokens"""
     fingerprint: str
-    """SHA-256 of the file; of vocab.json and merges.txt; a constant for the byte tokenizer"""
+    """SHA-256 of the file; of vocab.json and merges.txt; of an unpublished .tiktoken file and its encoding's name; a
+    constant for the byte tokenizer"""
     encode_texts: EncodeBatch
     """`encode_batch` for texts without lone surrogates"""
     decode: Callable[[Sequence[int]], str]
     token_of: Callable[[str], int | None] = lambda name: None
     """returns the token with this name, special or not; None if there is none"""
+    tiktoken: TiktokenFile | None = None
+    """the ranks and special tokens of a tiktoken file; None for other tokenizers"""
+    value: str = ""
+    """value of --tokenizer; "": `path`"""
 
     @property
     def name(self) -> str:
         """Value of --tokenizer that loads this tokenizer, also in another working directory."""
-        return absolute_tokenizer(str(self.path))
+        return absolute_tokenizer(self.value or str(self.path))
+
+    @property
+    def has_file(self) -> bool:
+        """False for the byte tokenizer, and for an encoding of tiktoken that was given by its name."""
+        return not self.is_bytes and self.value != str(self.path)
 
     @property
     def is_bytes(self) -> bool:
@@ -94,13 +114,17 @@ class Tokenizer:
 
 def absolute_tokenizer(value: str) -> str:
     """Return a value of --tokenizer that does not depend on the working directory."""
+    if divided := split_value(value):
+        encoding, file = divided
+        return f"{encoding.name}:{Path(file).absolute()}" if file else encoding.name
     return value if value == BYTES or tokenizer_repository(value) else str(Path(value).absolute())
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Load a SentencePiece .model, a tokenizer.json, a vocab.json, or one of them from a folder. Raises ConfigError.
 
-    "bytes" is the byte tokenizer. A repository of the Hub is downloaded if the local cache does not have it.
+    "bytes" is the byte tokenizer. A repository of the Hub is downloaded if the local cache does not have it, and so is
+    an encoding of tiktoken, such as cl100k_base. "cl100k_base:FILE" is a file of ranks with this encoding.
 
     A folder with a tokenizer.model and a tokenizer.json is read as transformers reads it, from tokenizer.json. If
     ds-pretrain tokenizer or an export made tokenizer.json from tokenizer.model, both encode alike. Then
@@ -111,13 +135,25 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             raise ConfigError(f"--tokenizer {BYTES}", problem="this word means the byte tokenizer, and there is a file "
                               "or folder with this name too", remedy="rename it, or give its absolute path")
         return Tokenizer(Path(BYTES), BYTE_IDS, BYTE_FINGERPRINT, encode_bytes, decode_bytes)
+    if divided := split_value(str(path)):
+        return _load_encoding(str(path), *divided)
     repository = tokenizer_repository(str(path))
     file = _find_file(find_repository(repository, flag="--tokenizer", want="tokenizer") if repository else
                       snapshot_in(Path(path)))
     content = _read(file)
     if file.suffix == ".json":
         return _load_huggingface(file, content)
+    if file.suffix == SUFFIX or is_tiktoken(content):  # Llama 3's is called tokenizer.model
+        return _load_tiktoken(file, content, find_encoding(file, content))
     return _load_sentencepiece(file, content)
+
+
+def file_of_tokenizer(value: str) -> str | None:
+    """Return the file or folder that a value of --tokenizer names; None if it names none."""
+    divided = split_value(value)
+    if divided is not None:
+        return divided[1] or None
+    return None if value == BYTES or tokenizer_repository(value) else value
 
 
 def _read(file: Path) -> bytes:
@@ -147,7 +183,10 @@ def find_tokenizer_file(folder: Path) -> Path | None:
         return model if model.is_file() and _is_made_from(fast, model) else fast
     if model.is_file():
         return model
-    return vocab if vocab.is_file() and (folder / "merges.txt").is_file() else None
+    if vocab.is_file() and (folder / "merges.txt").is_file():
+        return vocab
+    ranks = sorted(folder.glob(f"*{SUFFIX}"))
+    return ranks[0] if len(ranks) == 1 else None
 
 
 def _is_made_from(fast: Path, model: Path) -> bool:
@@ -159,10 +198,11 @@ def _is_made_from(fast: Path, model: Path) -> bool:
 
 def _other_files(folder: Path) -> str:
     """Name a file of a tokenizer that cannot be read."""
-    kinds = {"*.tiktoken": "a tiktoken file", "tiktoken.model": "a tiktoken file", "tekken.json": "a tekken file",
-             "vocab.txt": "a WordPiece vocabulary", "vocab.json": "a vocabulary without merges.txt"}
-    found = [f"; {file.name} is {kind}, which is not supported" for pattern, kind in kinds.items()
-             for file in sorted(folder.glob(pattern))]
+    kinds = {"*.tiktoken": "one of several tiktoken files", "tiktoken.model": "a file that must be named",
+             "tekken.json": "a tekken file, which is not supported",
+             "vocab.txt": "a WordPiece vocabulary, which is not supported",
+             "vocab.json": "a vocabulary without merges.txt, which is not supported"}
+    found = [f"; {file.name} is {kind}" for pattern, kind in kinds.items() for file in sorted(folder.glob(pattern))]
     return found[0] if found else ""
 
 
@@ -176,9 +216,7 @@ def _load_sentencepiece(path: Path, content: bytes) -> Tokenizer:
     except (RuntimeError, ValueError):
         vocab_size = 0
     if vocab_size == 0:
-        problem = "it is a tiktoken file, which is not supported" if _TIKTOKEN.match(content) else (
-            f"SentencePiece cannot read its {len(content)} bytes")
-        raise ConfigError(f"--tokenizer {path}", problem=problem,
+        raise ConfigError(f"--tokenizer {path}", problem=f"SentencePiece cannot read its {len(content)} bytes",
                           remedy="give a SentencePiece .model or a tokenizer.json; `ds-pretrain tokenizer` trains one")
     ids = sentencepiece_ids(processor)
     _check_added_tokens(path, ids.vocab_size)
@@ -224,6 +262,25 @@ def _load_huggingface(path: Path, content: bytes) -> Tokenizer:
     vocab_size = max(library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
     ids = find_special_tokens(path.parent, library.token_to_id, vocab_size)
     return Tokenizer(path, ids, hashlib.sha256(content).hexdigest(), encode_texts, decode, library.token_to_id)
+
+
+def _load_encoding(value: str, encoding: TiktokenEncoding, file: str) -> Tokenizer:
+    """Load an encoding of tiktoken: its published file, or the given one."""
+    if not file:
+        return replace(_load_tiktoken(Path(value), download_ranks(encoding), encoding), value=value)
+    path = _find_file(Path(file))
+    content = _read(path)
+    if not is_tiktoken(content):
+        raise ConfigError(f"--tokenizer {value}", problem="the file is not a tiktoken file, whose lines are the base64 "
+                          "of a token and its number",
+                          remedy=f"leave out {encoding.name}: before another tokenizer's file")
+    return replace(_load_tiktoken(path, content, encoding), value=f"{encoding.name}:{path}")
+
+
+def _load_tiktoken(path: Path, content: bytes, encoding: TiktokenEncoding) -> Tokenizer:
+    ranks = read_tiktoken(f"--tokenizer {path}", content, encoding)
+    return Tokenizer(path, ranks.ids, fingerprint(content, encoding), ranks.encode_texts, ranks.decode,
+                     ranks.special_tokens.get, ranks)
 
 
 def encode_bytes(texts: Sequence[str]) -> tuple[Integers, npt.NDArray[np.int64]]:

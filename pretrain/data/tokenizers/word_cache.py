@@ -60,7 +60,8 @@ class WordCache:
                  space_symbol: Sequence[int]) -> None:
         self._can_cut, self._encode_words, self.dtype = can_cut, encode_words, np.dtype(dtype)
         self._space_symbol = np.array(space_symbol, self.dtype)
-        self._whole_windows = 0
+        self._whole_windows = 0  # number of the next windows that are not divided
+        self._is_divided = True
         self._clear()
 
     def _clear(self) -> None:
@@ -103,7 +104,8 @@ class WordCache:
                 pairs[-1] = 256 * END[0]
             cuts = np.flatnonzero(self._can_cut[pairs])
         borders = np.concatenate(([0], cuts + 1))
-        if self._whole_windows:
+        self._is_divided = not self._whole_windows
+        if not self._is_divided:
             self._whole_windows -= 1
             is_special = window >= SPACE_SYMBOL[0]
             kept = is_special[borders] | is_special[borders - 1]
@@ -138,7 +140,8 @@ class WordCache:
         new = list(dict.fromkeys(word for word, entry in zip(words, found, strict=True) if entry == _UNKNOWN))
         if not new:
             return found
-        if sum(map(len, new)) > num_bytes // 2:
+        # A window that was not divided is a new word itself. A small window says little about the text.
+        if self._is_divided and num_bytes > _WINDOW_BYTES // 2 and sum(map(len, new)) > num_bytes // 2:
             self._whole_windows = _WHOLE_WINDOWS
         new.sort(key=lambda word: len(word) > _LONGEST_WORD)  # the words that are kept come first
         tokens, counts = self._encode_words(new)

@@ -181,7 +181,7 @@ def test_the_tool_trains_without_warnings(tmp_path: Path) -> None:
     (["nowhere.txt"], "nowhere.txt: there is no such file"),
     (["EMPTY"], "empty.txt: there is no text"),
     (["BLANK"], "SentencePiece training: it failed: "),
-    ([], "INPUT: it is required"),
+    ([], "INPUT: neither an input nor --dataset is given"),
     (["SRC", "--vocab-sise", "4"], 'Did you mean "--vocab_size"?'),
     (["SRC", "--vocab_size", "many"], "--vocab_size: found 'many'; expected a whole number from 300"),
     (["SRC", "--out", "EMPTY"], "empty.txt is a file"),

@@ -3,6 +3,7 @@
 import io
 import itertools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,26 @@ def test_small_windows_and_a_small_cache_change_no_token(folder: Path, reference
             assert batch(loaded, texts) == [reference("ours", references["ours"], text) for text in texts]
 
 
+def test_words_are_cached_again_after_a_text_without_repeated_words() -> None:
+    """Of 60 windows of one text, the 16 after the first window are encoded without the cache, and then one with it."""
+    can_cut = np.zeros((256, 256), np.bool_)
+    can_cut[:, ord(" ")] = can_cut[255, :] = can_cut[:, 255] = True
+    encoded: list[int] = []
+
+    def encode_words(words: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
+        encoded.append(sum(map(len, words)))
+        return np.frombuffer(b"".join(words), np.uint8), np.array([len(word) for word in words])
+
+    cache = word_cache.WordCache(can_cut.reshape(-1), encode_words, dtype=np.uint16, space_symbol=())
+    window = 1 << 16
+    texts = [b"a few words that are new", b"".join(b" %x" % (number * 7919) for number in range(30_000))[:window],
+             b" words of a text" * (60 * window // 16)]
+    tokens, ends = cache.encode(texts)
+    assert tokens.tolist() == list(b"".join(texts))
+    assert ends.tolist() == list(itertools.accumulate(map(len, texts)))
+    assert window * 15 < sum(encoded) < window * 18
+
+
 def test_models_are_encoded_by_words_if_their_words_are_independent(folder: Path, references: dict[str, Any]) -> None:
     found = [name for name, processor in references.items() if sentencepiece_encoder.words_encoder(
         processor, (folder / name / "tokenizer.model").read_bytes(), dtype=np.uint16, space_symbol=None)]
@@ -121,5 +142,8 @@ def test_tokens_of_real_texts(tmp_path: Path, tokenizers: dict[str, Tokenizer], 
     texts = [json.loads(line)["text"] for line in corpus.train.read_text().splitlines()]
     texts += [str(module.__doc__) for module in (np, pytest, json, itertools)]
     texts += ["", "x" * 2**20, " ".join(f"{number * 7919:x}" for number in range(40_000)), "", "end"]
-    for name in ("ours", "llama", "nmt_nfkc"):
+    for name in ("ours", "llama", "nmt_nfkc", "unigram", "unigram lines"):
         assert batch(tokenizers[name], texts) == [reference(name, references[name], text) for text in texts]
+    lines = [*"".join(texts[:3]).split("\n"), "\u2581", " \u2581a", ""]  # many short texts
+    for name in ("unigram", "unigram lines", "no bytes"):
+        assert batch(tokenizers[name], lines) == [reference(name, references[name], text) for text in lines]
