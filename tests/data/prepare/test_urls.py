@@ -22,6 +22,7 @@ from pretrain.commands.new.answers import data_of
 from pretrain.data.prepare.document_writer import DocumentWriter
 from pretrain.data.prepare.prepare import PrepareSettings, prepare
 from pretrain.data.text_inputs.block_reader import CopiedReader
+from pretrain.data.text_inputs.formats import HEAD_BYTES
 from pretrain.data.text_inputs.url_files import StoredFile
 from pretrain.data.token_files.indexed_dataset import read_meta
 from pretrain.data.tokenizers.train_tokenizer import train_sentencepiece
@@ -143,10 +144,9 @@ def test_a_preparation_that_is_killed_twice_reads_nothing_again(source: str, cor
     names = FORMATS
     expected = prepared([name_in(corpus, name) for name in names], tmp_path / "local")
     with counting_proxy(s3) if source == "s3" else range_server(corpus) as server:
+        server.drop_rate, server.busy_rate = 0.1, 0.05
         if source == "s3":
             monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
-        else:
-            server.drop_rate = 0.1
         root = "s3://bucket/corpus" if source == "s3" else server.url
         out = tmp_path / "out"
         words = [sys.executable, str(tmp_path / "program.py"), str(TOOL), *(name_in(root, name) for name in names),
@@ -324,6 +324,7 @@ def test_a_signature_opens_a_file_and_is_written_nowhere(corpus: Path, s3: str, 
         with pytest.raises(ConfigError, match="the store refuses access: 403") as failure:
             prepare([f"{url}?key=secret*1"], tokenizer="bytes", out=str(tmp_path / "b"), workers=1)
         prepare([f"{url}?key=secret*2"], tokenizer="bytes", out=str(tmp_path / "b"), workers=1)
+        assert max(sent.num_bytes for sent in server.sent) == HEAD_BYTES  # its size is asked for without reading it
         assert hashes(tmp_path / "b") == prepared([str(corpus / "b.jsonl")], tmp_path / "local")
         server.password = "Basic bWU6cGFAc3M="
         assert prepared([url.replace("//", "//me:pa%40ss@")], tmp_path / "c") == hashes(tmp_path / "b")
@@ -424,6 +425,7 @@ WRONG_OF_WEB = {
     "URL/none.txt": "URL/none.txt: there is no such file.",
     "URL/*.txt": "URL/*.txt: a web server has no list of its files, so * cannot be used. Give the URL of each file",
     "URL/index.html": "URL/index.html: the server sends a web page (HTML). Give the URL of the file itself",
+    "URL/empty.txt": "URL/empty.txt: there is no text.",
     "URL/busy?key=secret": "URL/busy: no answer for ",
     "http://127.0.0.1:9/x": "http://127.0.0.1:9/x: no answer for ",
     "ftp://127.0.0.1:9/x": "ftp://127.0.0.1:9/x: the server cannot be reached: [Errno 111] Connection refused",
@@ -451,8 +453,12 @@ def test_wrong_urls(corpus: Path, s3: str, tmp_path: Path, hub: tuple[Server, di
         assert message in error_of(word, tmp_path / "out"), word
     hub[0].password = "token"
     assert "the store refuses access: 401" in error_of("hf://datasets/org/books/b.jsonl", tmp_path / "out")
+    monkeypatch.setenv("HF_TOKEN", "token")
+    assert prepared(["hf://datasets/org/books/b.jsonl"], tmp_path / "hf") == prepared([str(corpus / "b.jsonl")],
+                                                                                      tmp_path / "local")
     (tmp_path / "web").mkdir()
     (tmp_path / "web" / "index.html").write_text("<!DOCTYPE html>\n<html>\n")
+    (tmp_path / "web" / "empty.txt").write_bytes(b"")
     with range_server(tmp_path / "web") as server:
         for word, message in WRONG_OF_WEB.items():
             server.busy_rate = float("busy" in word)
