@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -96,7 +95,7 @@ def test_every_source_and_format_gives_the_bytes_of_local_files(source: str, cor
 
 
 _PROGRAM = f"""
-import os, runpy, sys, time
+import json, os, runpy, sys, time
 import pretrain.data.prepare.partial_output as partial_output
 import pretrain.data.text_inputs.block_reader as block_reader
 import pretrain.data.text_inputs.reader as reader
@@ -104,10 +103,11 @@ import pretrain.remote as remote
 block_reader.BLOCK_BYTES, reader.CHUNK_BYTES, remote._FIRST_WAIT_S = {BLOCK}, {CHUNK}, 0.01
 partial_output._SECONDS_BETWEEN_STATES, partial_output._LARGEST_COST = 0.0, float("inf")
 save = partial_output.PartialOutput.save
-def save_slowly(output, state):
+def save_and_wait(output, state):
     save(output, state)
-    time.sleep(float(os.environ["PAUSE"]))
-partial_output.PartialOutput.save = save_slowly
+    if not state["finished"] and [state["input"], state["position"][0]] >= json.loads(os.environ["WAIT_AT"]):
+        time.sleep(3600)  # for SIGKILL
+partial_output.PartialOutput.save = save_and_wait
 if __name__ == "__main__":
     sys.argv = sys.argv[1:]
     runpy.run_path(sys.argv[0], run_name="__main__")
@@ -115,30 +115,28 @@ if __name__ == "__main__":
 
 
 def kill_at(words: list[str], out: Path, place: tuple[int, int]) -> dict[str, Any]:
-    """Start a preparation, kill it with SIGKILL when its state has reached (input, offset), and return that state."""
-    process = start(words, pause=0.05)
+    """Start a preparation, kill it with SIGKILL when it has saved a state at (input, offset), and return the state."""
+    process = start(words, place)
     state: dict[str, Any] = {"input": 0, "position": [0]}
     deadline = time.monotonic() + 600
     while (state["input"], state["position"][0]) < place:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
-        time.sleep(0.01)
+        time.sleep(0.05)
         path = Path(f"{out}.partial/state.json")
         state = json.loads(path.read_text()) if path.exists() else state
-    process.send_signal(signal.SIGSTOP)  # no further state between the next line and the kill
-    state = json.loads(Path(f"{out}.partial/state.json").read_text())
     process.kill()
     process.communicate()
     return state
 
 
-def start(words: list[str], pause: float = 0.0) -> "subprocess.Popen[str]":
+def start(words: list[str], place: tuple[int, int] = (1000, 0)) -> "subprocess.Popen[str]":
     return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-                            env={**os.environ, "PAUSE": str(pause)})
+                            env={**os.environ, "WAIT_AT": json.dumps(place)})
 
 
 @pytest.mark.parametrize("source", ["s3", "http"])
-def test_a_preparation_that_is_killed_twice_reads_nothing_again(source: str, corpus: Path, s3: str, tmp_path: Path,
+def test_a_killed_preparation_reads_nothing_again(source: str, corpus: Path, s3: str, tmp_path: Path,
                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "program.py").write_text(_PROGRAM)
     names = FORMATS
