@@ -130,6 +130,10 @@ class RemoteFile:
 
     def _facts(self) -> dict[str, Any]:
         def ask() -> dict[str, Any]:
+            if type(self._system).__name__ == "HTTPFileSystem":
+                from fsspec.asyn import sync
+
+                return dict(sync(self._system.loop, self._facts_of_http, timeout=_ANSWER_S))
             self._system.invalidate_cache()
             return dict(self._system.info(self._path))
 
@@ -177,15 +181,39 @@ class RemoteFile:
             while piece := await body.read(_PIECE_BYTES):
                 data += piece
 
-    async def _fetch_from_http(self, start: int, stop: int, data: bytearray) -> None:
+    async def _facts_of_http(self) -> dict[str, Any]:
+        """Return the facts of a web server's file. fsspec's `info` would begin to fetch it if HEAD fails."""
+        size = None
+        for method, part in (("HEAD", {}), ("GET", {"Range": "bytes=0-0"})):  # a signature may be valid for GET only
+            async with await self._ask_http(method, part) as answer:
+                if method == "HEAD" and answer.status in (400, 401, 403, 404, 405, 501):
+                    continue
+                total = answer.headers.get("Content-Range", "").rpartition("/")[2]
+                if answer.status != 416:  # 416: no byte of an empty file
+                    self._system._raise_not_found_for_status(answer, self._path)
+                if answer.status in (206, 416) and total.isdigit():
+                    size = int(total)
+                elif answer.headers.get("Content-Encoding", "identity") == "identity":
+                    size = answer.content_length
+                if size is not None:
+                    return {"size": size, "type": "file", "ETag": answer.headers.get("ETag"),
+                            "Last-Modified": answer.headers.get("Last-Modified")}
+        return {"size": None}
+
+    async def _ask_http(self, method: str, headers: dict[str, str]) -> Any:
         system = self._system
         session = await system.set_session()
-        headers = {**system.kwargs.get("headers", {}), "Range": f"bytes={start}-{stop - 1}",
-                   "Accept-Encoding": "identity"}  # otherwise a server may send a range of the compressed file
+        # Without "identity", a server may send a range of the compressed file.
+        headers = {**system.kwargs.get("headers", {}), "Accept-Encoding": "identity", **headers}
+        return session.request(method, system.encode_url(self._path), allow_redirects=True,
+                               **{**system.kwargs, "headers": headers})
+
+    async def _fetch_from_http(self, start: int, stop: int, data: bytearray) -> None:
+        headers = {"Range": f"bytes={start}-{stop - 1}"}
         if self.version.startswith('"'):  # a weak ETag, W/"...", never matches
             headers["If-Match"] = self.version
-        async with session.get(system.encode_url(self._path), **{**system.kwargs, "headers": headers}) as answer:
-            system._raise_not_found_for_status(answer, self._path)
+        async with await self._ask_http("GET", headers) as answer:
+            self._system._raise_not_found_for_status(answer, self._path)
             version = answer.headers.get("ETag" if '"' in self.version else "Last-Modified", "")
             if self.version and version not in ("", self.version):
                 raise self._changed()

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from tests.support.range_server import Server, _Handler, _serve
+from tests.support.range_server import RangeHandler, Server, serve
 
 NAME = "org/books"
 
@@ -15,11 +15,11 @@ NAME = "org/books"
 @contextmanager
 def dataset_hub(commits: dict[str, Path], branches: dict[str, str]) -> Iterator[Server]:
     """Serve the data set org/books: the folder of each commit, and branches, which may move while the server runs."""
-    yield from _serve(lambda server: _handler(server, commits, branches))
+    yield from serve(lambda server: _handler(server, commits, branches))
 
 
-def _handler(server: Server, commits: dict[str, Path], branches: dict[str, str]) -> type[_Handler]:
-    class Handler(_Handler):
+def _handler(server: Server, commits: dict[str, Path], branches: dict[str, str]) -> type[RangeHandler]:
+    class Handler(RangeHandler):
         settings = server
 
         def do_HEAD(self) -> None:

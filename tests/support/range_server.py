@@ -9,7 +9,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -58,18 +58,19 @@ class Server:
 @contextmanager
 def range_server(folder: Path) -> Iterator[Server]:
     """Serve the files of a folder."""
-    yield from _serve(lambda server: _handler(server, folder))
+    yield from serve(lambda server: _handler(server, folder))
 
 
 @contextmanager
 def counting_proxy(upstream: str) -> Iterator[Server]:
     """Pass requests on to the server at `upstream`, and count what it sends."""
-    yield from _serve(lambda server: _proxy_handler(server, upstream))
+    yield from serve(lambda server: _proxy_handler(server, upstream))
 
 
-def _serve(make_handler: "type") -> Iterator[Server]:  # type: ignore[valid-type]
+def serve(make_handler: "Callable[[Server], type[RangeHandler]]") -> Iterator[Server]:
+    """Serve in a thread until the iterator ends."""
     settings = Server("")
-    server = ThreadingHTTPServer(("127.0.0.1", 0), make_handler(settings))  # type: ignore[operator]
+    server = ThreadingHTTPServer(("127.0.0.1", 0), make_handler(settings))
     server.daemon_threads = True
     settings.url = f"http://127.0.0.1:{server.server_address[1]}"
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -84,7 +85,7 @@ def etag_of(content: bytes) -> str:
     return f'"{hashlib.md5(content).hexdigest()}"'
 
 
-class _Handler(BaseHTTPRequestHandler):
+class RangeHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     settings: Server
 
@@ -131,8 +132,8 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None: ...
 
 
-def _handler(server: Server, folder: Path) -> type[_Handler]:
-    class Handler(_Handler):
+def _handler(server: Server, folder: Path) -> type[RangeHandler]:
+    class Handler(RangeHandler):
         settings = server
 
         def do_HEAD(self) -> None:
@@ -162,8 +163,8 @@ def _handler(server: Server, folder: Path) -> type[_Handler]:
     return Handler
 
 
-def _proxy_handler(server: Server, upstream: str) -> type[_Handler]:
-    class Handler(_Handler):
+def _proxy_handler(server: Server, upstream: str) -> type[RangeHandler]:
+    class Handler(RangeHandler):
         settings = server
 
         def pass_on(self) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ from pretrain.data.prepare.merge_shards import merge_shards, named_shards, open_
 from pretrain.data.prepare.prepare import PrepareSettings, prepare
 from pretrain.data.prepare.shards import Shard
 from pretrain.data.text_inputs.block_reader import CopiedReader
+from pretrain.data.text_inputs.formats import HEAD_BYTES
 from pretrain.data.text_inputs.url_files import StoredFile
 from pretrain.data.token_files.indexed_dataset import read_meta
 from pretrain.data.tokenizers.train_tokenizer import train_sentencepiece
@@ -110,7 +110,7 @@ def test_every_source_and_format_gives_the_bytes_of_local_files(source: str, cor
 
 
 _PROGRAM = f"""
-import os, runpy, sys, time
+import json, os, runpy, sys, time
 import pretrain.data.prepare.partial_output as partial_output
 import pretrain.data.text_inputs.block_reader as block_reader
 import pretrain.data.text_inputs.reader as reader
@@ -118,10 +118,11 @@ import pretrain.remote as remote
 block_reader.BLOCK_BYTES, reader.CHUNK_BYTES, remote._FIRST_WAIT_S = {BLOCK}, {CHUNK}, 0.01
 partial_output._SECONDS_BETWEEN_STATES, partial_output._LARGEST_COST = 0.0, float("inf")
 save = partial_output.PartialOutput.save
-def save_slowly(output, state):
+def save_and_wait(output, state):
     save(output, state)
-    time.sleep(float(os.environ["PAUSE"]))
-partial_output.PartialOutput.save = save_slowly
+    if not state["finished"] and [state["input"], state["position"][0]] >= json.loads(os.environ["WAIT_AT"]):
+        time.sleep(3600)  # for SIGKILL
+partial_output.PartialOutput.save = save_and_wait
 if __name__ == "__main__":
     sys.argv = sys.argv[1:]
     runpy.run_path(sys.argv[0], run_name="__main__")
@@ -129,39 +130,36 @@ if __name__ == "__main__":
 
 
 def kill_at(words: list[str], out: Path, place: tuple[int, int]) -> dict[str, Any]:
-    """Start a preparation, kill it with SIGKILL when its state has reached (input, offset), and return that state."""
-    process = start(words, pause=0.05)
+    """Start a preparation, kill it with SIGKILL when it has saved a state at (input, offset), and return the state."""
+    process = start(words, place)
     state: dict[str, Any] = {"input": 0, "position": [0]}
     deadline = time.monotonic() + 600
     while (state["input"], state["position"][0]) < place:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
-        time.sleep(0.01)
+        time.sleep(0.05)
         path = Path(f"{out}.partial/state.json")
         state = json.loads(path.read_text()) if path.exists() else state
-    process.send_signal(signal.SIGSTOP)  # no further state between the next line and the kill
-    state = json.loads(Path(f"{out}.partial/state.json").read_text())
     process.kill()
     process.communicate()
     return state
 
 
-def start(words: list[str], pause: float = 0.0) -> "subprocess.Popen[str]":
+def start(words: list[str], place: tuple[int, int] = (1000, 0)) -> "subprocess.Popen[str]":
     return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-                            env={**os.environ, "PAUSE": str(pause)})
+                            env={**os.environ, "WAIT_AT": json.dumps(place)})
 
 
 @pytest.mark.parametrize("source", ["s3", "http"])
-def test_a_preparation_that_is_killed_twice_reads_nothing_again(source: str, corpus: Path, s3: str, tmp_path: Path,
+def test_a_killed_preparation_reads_nothing_again(source: str, corpus: Path, s3: str, tmp_path: Path,
                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "program.py").write_text(_PROGRAM)
     names = FORMATS
     expected = prepared([name_in(corpus, name) for name in names], tmp_path / "local")
     with counting_proxy(s3) if source == "s3" else range_server(corpus) as server:
+        server.drop_rate, server.busy_rate = 0.1, 0.05
         if source == "s3":
             monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
-        else:
-            server.drop_rate = 0.1
         root = "s3://bucket/corpus" if source == "s3" else server.url
         out = tmp_path / "out"
         words = [sys.executable, str(tmp_path / "program.py"), str(TOOL), *(name_in(root, name) for name in names),
@@ -339,6 +337,7 @@ def test_a_signature_opens_a_file_and_is_written_nowhere(corpus: Path, s3: str, 
         with pytest.raises(ConfigError, match="the store refuses access: 403") as failure:
             prepare([f"{url}?key=secret*1"], tokenizer="bytes", out=str(tmp_path / "b"), workers=1)
         prepare([f"{url}?key=secret*2"], tokenizer="bytes", out=str(tmp_path / "b"), workers=1)
+        assert max(sent.num_bytes for sent in server.sent) == HEAD_BYTES  # its size is asked for without reading it
         assert hashes(tmp_path / "b") == prepared([str(corpus / "b.jsonl")], tmp_path / "local")
         server.password = "Basic bWU6cGFAc3M="
         assert prepared([url.replace("//", "//me:pa%40ss@")], tmp_path / "c") == hashes(tmp_path / "b")
@@ -439,6 +438,7 @@ WRONG_OF_WEB = {
     "URL/none.txt": "URL/none.txt: there is no such file.",
     "URL/*.txt": "URL/*.txt: a web server has no list of its files, so * cannot be used. Give the URL of each file",
     "URL/index.html": "URL/index.html: the server sends a web page (HTML). Give the URL of the file itself",
+    "URL/empty.txt": "URL/empty.txt: there is no text.",
     "URL/busy?key=secret": "URL/busy: no answer for ",
     "http://127.0.0.1:9/x": "http://127.0.0.1:9/x: no answer for ",
     "ftp://127.0.0.1:9/x": "ftp://127.0.0.1:9/x: the server cannot be reached: [Errno 111] Connection refused",
@@ -466,8 +466,12 @@ def test_wrong_urls(corpus: Path, s3: str, tmp_path: Path, hub: tuple[Server, di
         assert message in error_of(word, tmp_path / "out"), word
     hub[0].password = "token"
     assert "the store refuses access: 401" in error_of("hf://datasets/org/books/b.jsonl", tmp_path / "out")
+    monkeypatch.setenv("HF_TOKEN", "token")
+    assert prepared(["hf://datasets/org/books/b.jsonl"], tmp_path / "hf") == prepared([str(corpus / "b.jsonl")],
+                                                                                      tmp_path / "local")
     (tmp_path / "web").mkdir()
     (tmp_path / "web" / "index.html").write_text("<!DOCTYPE html>\n<html>\n")
+    (tmp_path / "web" / "empty.txt").write_bytes(b"")
     with range_server(tmp_path / "web") as server:
         for word, message in WRONG_OF_WEB.items():
             server.busy_rate = float("busy" in word)
