@@ -98,10 +98,11 @@ def parse_data_spec(train_data: Words, *, valid_data: Words = None, test_data: W
         if value not in choices:
             raise ConfigError(flag, found=value, expected=", ".join(choices), word=value, known=choices)
     phases = _parse_schedule(split_words(blend_schedule), len(prefixes))
-    if sample_order != "shuffled" and len(prefixes) > 1:
-        raise ConfigError(f"--sample_order {sample_order}", problem=f"--train_data has {len(prefixes)} prefixes, and "
-                          "the blends of Megatron-LM and GPT-NeoX are not reproduced", remedy="use --sample_order "
-                          "shuffled, or join the data by `ds-pretrain data merge`")
+    if sample_order != "shuffled" and phases:
+        raise ConfigError("--blend_schedule", problem=f"--sample_order {sample_order} has no schedule of weights",
+                          remedy="use --sample_order shuffled, or leave the schedule out")
+    if sample_order == "neox" and len(prefixes) > 1:
+        _check_undivided(split, valid, test)
     if sample_order != "shuffled" and packing != "none":
         raise ConfigError(f"--packing {packing}", problem=f"--sample_order {sample_order} has no packing",
                           remedy="use --sample_order shuffled, or --packing none")
@@ -109,6 +110,15 @@ def parse_data_spec(train_data: Words, *, valid_data: Words = None, test_data: W
         raise ConfigError("--blend_schedule", problem="it has weights from token 0 on, and --train_data has weights "
                           "too", remedy="leave the weights of --train_data out, or begin the schedule later")
     return DataSpec(prefixes, weights, valid, test, split, sample_order, packing, phases)
+
+
+def _check_undivided(split: str, valid: Sequence[Any], test: Sequence[Any]) -> None:
+    """Raise ConfigError if --split takes documents of a blend of GPT-NeoX, which does not divide its blends."""
+    _, for_valid, for_test = parse_split(split)
+    if (for_valid and not valid) or (for_test and not test):
+        raise ConfigError("--sample_order neox", problem="GPT-NeoX does not divide the sources of a blend, and "
+                          f"--split {split} takes documents for validation or test", remedy="give --split 1,0,0, and "
+                          "--valid_data for evaluations")
 
 
 def planned_samples(*, train_steps: int, eval_interval: int, eval_steps: int, global_batch_size: int,

@@ -141,7 +141,8 @@ def _other_sources(saved: dict[str, Any], dataset: SampleDataset, folder: Path, 
         values = [facts.get(key) or default for facts in settings]
         if values[0] != values[1]:
             return f"{folder.name} was trained with --{key} {values[0]}, and this run would use {values[1]}"
-    planned = [facts.get("order_samples") for facts in settings]
+    planned = [facts.get("order_samples", of_first.get("order_samples"))
+               for facts, of_first in zip((saved, record), settings, strict=True)]
     if planned[0] != planned[1]:
         return f"the order of the samples depends on their number: {folder.name} is part of a run of {planned[0]:,} " \
                f"samples, and this run has {planned[1]:,}"
