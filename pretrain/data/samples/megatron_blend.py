@@ -12,8 +12,11 @@ source wins. All values are doubles, so that roundings decide between nearly equ
 | samples of the blend | sum of ceil(n * weight); without weights: at most n | those of all sources, less one each |
 | sources with fewer samples than the blend takes | rejected | begin again |
 
-Sources have the run's seed. Megatron-LM before core 0.11 computed ceil(n * weight * 1.005); the order of a source
-differs only if this changes its number of epochs. GPT-NeoX's weight_by_num_documents is not reproduced.
+Sources have the run's seed. Megatron-LM before core 0.11 (commit 85676ca4) computed ceil(n * weight * 1.005) for source
+and blend, and from core 0.4 to 0.6 (before dc52e84d) divided the weights once. The order of a source differs only if
+its number of epochs changes, and that of the blend only where ties are decided by the last bit of a weight. Not
+reproduced: --renormalize-blend-weights of 2024-08 to 2025-02, blends for --full-validation
+(build_exhaustive_blending_indices), and GPT-NeoX's weight_by_num_documents.
 
 Compilers may contract weight * n - count into one rounding (FMA). They do not on x86-64, where both programs are
 compiled without -march; this module rounds twice, too. On Arm, ties may be decided otherwise.
