@@ -243,7 +243,7 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
         if sys.stdout is not None:  # None: closed by the shell, as in `command >&-`
             sys.stdout.flush()
     except ConfigError as error:
-        print(f"ds-pretrain: error: {error}", file=sys.stderr)
+        print(f"{error.details}ds-pretrain: error: {error}", file=sys.stderr)
         code = 2
     except KeyboardInterrupt:
         print("ds-pretrain: interrupted", file=sys.stderr)

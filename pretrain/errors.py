@@ -38,8 +38,11 @@ class ConfigError(ValueError):
     `--seed: found -1; expected at least 0.` Otherwise the problem is a sentence:
     `ConfigError("--save", problem="the folder is read-only")` becomes `--save: the folder is read-only.`
     If `word` resembles one of the `known` words, `Did you mean "..."?` replaces `remedy`.
-    Every `main()` prints the line to stderr and exits with code 2.
+    Every `main()` prints the line to stderr and exits with code 2. `details` are printed before the line: the traceback
+    of the user's own code (--dataset_module) if it failed.
     """
+
+    details: str = ""
 
     def __init__(self, where: str, *, found: object = None, expected: str = "", problem: str = "", remedy: str = "",
                  word: str = "", known: Iterable[str] = ()) -> None:

@@ -80,9 +80,13 @@ def test_the_layer_table_matches_the_import_contract() -> None:
 
 @EACH_PAGE
 def test_commands_are_in_bash_blocks(page: Path) -> None:
-    """Blocks of text have the output of the page's commands, blocks of log other output, blocks of json settings."""
+    """Blocks of text have the output of the page's commands, blocks of log other output, blocks of json settings.
+
+    Blocks of python are files of the user, which begin with the name: test_quickstart.py writes them for the commands.
+    """
     for language, content in blocks(page):
-        assert language in ("bash", "text", "log", "json"), f"a block of {language or 'no language'}"
+        assert language in ("bash", "text", "log", "json", "python"), f"a block of {language or 'no language'}"
+        assert language != "python" or re.match(r"# \w+\.py\b", content)
         if language == "json":
             json.loads(content)
         if language != "bash":

@@ -28,7 +28,6 @@ _DEVICES = {"cpu": cpu_device, "cuda": cuda_device, "auto": detect_device}
 
 def plan_lines(plan: Plan) -> list[str]:
     """Return the lines that describe a run."""
-    train = plan.datasets["train"]
     layout = plan.layout
     ranks = f"ZeRO-{layout.zero_stage}, {counted(layout.pipeline_stages, 'pipeline stage')} x " \
             f"{layout.data_parallel_size} data-parallel = {counted(layout.world_size, 'rank')}"
@@ -54,10 +53,16 @@ def plan_lines(plan: Plan) -> list[str]:
         "length": _length_text(plan),
         "rate": "the JSON's scheduler" if plan.schedule is None else schedule_text(plan.schedule),
         "rates": "" if plan.schedule is None else rates_text(plan.schedule, plan.train_steps),
-        "data": f"{train.num_tokens:,} training tokens; " + (", ".join(
-            f"{name} {data.num_tokens:,}" for name, data in plan.datasets.items() if name != "train") or "no others"),
+        "data": _data_text(plan),
     }
     return [f"{name:<11}{content}" for name, content in rows.items() if content] + _source_lines(plan)
+
+
+def _data_text(plan: Plan) -> str:
+    if plan.data.module is not None:
+        return ", ".join(f"{data.samples_per_epoch:,} {name} items" for name, data in plan.datasets.items())
+    others = ", ".join(f"{name} {data.num_tokens:,}" for name, data in plan.datasets.items() if name != "train")
+    return f"{plan.datasets['train'].num_tokens:,} training tokens; {others or 'no others'}"
 
 
 def _attention(plan: Plan) -> str:

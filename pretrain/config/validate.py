@@ -19,7 +19,9 @@ from pretrain.config.resolve import resolve_ds_config
 from pretrain.config.run_rules import check_rules
 from pretrain.data.data_spec import names_of_split, planned_samples
 from pretrain.data.run_data import RunData, open_run_data
+from pretrain.data.samples.blend import BlendedSamples
 from pretrain.data.samples.megatron import MegatronSamples
+from pretrain.data.samples.own import OwnSamples
 from pretrain.distributed.deepspeed_version import untested_version
 from pretrain.distributed.device import Device
 from pretrain.distributed.requirements import check_requirements
@@ -43,6 +45,7 @@ def check_run(args: RunArguments, *, world_size: int, device: Device, saved_mode
                              first_sample=args.first_sample, order_samples=args.order_samples,
                              train_samples=plan.length.samples))
     _check_order(plan, data)
+    _check_positions(plan, data)
     _check_validation_data(plan, data)
     _check_evaluations(args, data)
     notes = run_notes(plan, data)
@@ -93,10 +96,23 @@ def _check_order(plan: Plan, data: RunData) -> None:
     """Raise ConfigError if the run reads more samples than the order of Megatron-LM or GPT-NeoX has."""
     dataset, args = data.datasets["train"], plan.args
     last = args.first_sample + plan.length.samples
-    if isinstance(dataset, MegatronSamples) and last > dataset.order_length:
-        raise ConfigError("--order_samples", found=f"{args.order_samples}: an order of {dataset.order_length} samples",
-                          expected=f"an order of the {last} samples that this run reads", remedy="give fewer "
-                          "--train_steps; an order for more samples has other samples from the first one on")
+    length = dataset.order_length if isinstance(dataset, (MegatronSamples, BlendedSamples)) else None
+    if length is None or last <= length:
+        return
+    if plan.data.weights is None and len(plan.data.train) > 1 and args.sample_order == "megatron":
+        raise ConfigError("--train_data", found=f"a blend of {length} samples", expected=f"the {last} that this run "
+                          "reads", remedy="give weights: without them, Megatron-LM reads each source once at most")
+    raise ConfigError("--order_samples", found=f"{args.order_samples}: an order of {length} samples",
+                      expected=f"an order of the {last} samples that this run reads", remedy="give fewer "
+                      "--train_steps; an order for more samples has other samples from the first one on")
+
+
+def _check_positions(plan: Plan, data: RunData) -> None:
+    """Raise ConfigError if shorter sequences would begin inside a document whose positions the user's code gives."""
+    train = data.datasets["train"]
+    if plan.args.seq_length_schedule and isinstance(train, OwnSamples) and train.has_positions:
+        raise ConfigError("--seq_length_schedule", problem="it divides samples, and the items of --dataset_module have "
+                          "positions of their own", remedy="leave the schedule or the positions out")
 
 
 def _check_validation_data(plan: Plan, data: RunData) -> None:
@@ -105,7 +121,10 @@ def _check_validation_data(plan: Plan, data: RunData) -> None:
     for name in names_of_split(data.datasets, "valid"):
         samples = data.datasets[name].samples_per_epoch
         if samples < batch:
-            raise ConfigError(f"--valid_data {data.datasets[name].sources[0].prefix}" if args.valid_data else "--split",
+            where = f"--valid_data {data.datasets[name].sources[0].prefix}" if args.valid_data else "--split"
+            raise ConfigError(where if plan.data.module is None else plan.data.train_flag,
                               found=f"{samples} validation samples of --seq_length {args.seq_length}",
                               expected=f"at least {batch}, a global batch",
-                              remedy="give more validation data, or --split 1,0,0 to evaluate nothing")
+                              remedy="give more validation data, or " +
+                              ("--split 1,0,0" if plan.data.module is None else f"None for {name}") +
+                              " to evaluate nothing")

@@ -1,21 +1,23 @@
 """Data of a run as its flags name it: blends, named evaluation sets, order and packing. Imports no numpy and no torch.
 
-Flags: --train_data, --valid_data, --test_data, --split, --sample_order, --packing and --blend_schedule.
+Flags: --train_data, --valid_data, --test_data, --split, --sample_order, --packing, --blend_schedule, --dataset_module
+and --dataset_args.
 """
 
 import argparse
 import itertools
+import json
 import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pretrain.cli import path
 from pretrain.data.token_schedules import parse_token_count
-from pretrain.errors import ConfigError, shorten
+from pretrain.errors import ConfigError, printable, shorten
 
 SAMPLE_ORDERS = ("shuffled", "megatron", "neox")
 PACKINGS = ("none", "best_fit")
@@ -48,6 +50,9 @@ class DataSpec:
     sample_order: str = "shuffled"
     packing: str = "none"
     blend_schedule: tuple[BlendPhase, ...] = ()
+    module: str | None = None
+    """MODULE:FUNCTION of the user's code that makes the datasets, instead of token files"""
+    module_args: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def prefixes(self) -> tuple[str, ...]:
@@ -57,6 +62,8 @@ class DataSpec:
     @property
     def train_flag(self) -> str:
         """The flag with its value, for messages."""
+        if self.module is not None:
+            return f"--dataset_module {shorten(self.module)}"
         pairs = [f"{weight:g} {prefix}" for weight, prefix in zip(self.weights or (), self.train, strict=False)]
         return f"--train_data {shorten(' '.join(pairs or self.train), 300)}"
 
@@ -88,8 +95,24 @@ def absolute_words(value: Words) -> str | list[str] | None:
 
 def parse_data_spec(train_data: Words, *, valid_data: Words = None, test_data: Words = None, split: str = "969,30,1",
                     sample_order: str = "shuffled", packing: str = "none",
-                    blend_schedule: Words = None) -> DataSpec:
-    """Parse the flags of the data, and check all that can be checked without the files. Raises ConfigError."""
+                    blend_schedule: Words = None, dataset_module: str | None = None,
+                    dataset_args: str | None = None) -> DataSpec:
+    """Parse the flags of the data, and check all that can be checked without the files. Raises ConfigError.
+
+    `dataset_module` must come from the user's command line or YAML, as it names code.
+    """
+    if dataset_module is not None:
+        for name, value, default in (("train_data", train_data, None), ("valid_data", valid_data, None),
+                                     ("test_data", test_data, None), ("split", split, DataSpec.split),
+                                     ("sample_order", sample_order, DataSpec.sample_order),
+                                     ("packing", packing, DataSpec.packing), ("blend_schedule", blend_schedule, None)):
+            if (value or None) != default:
+                raise ConfigError(f"--dataset_module / --{name}", found="both", expected="one of the two",
+                                  remedy="the function of --dataset_module returns all data of the run")
+        return DataSpec(module=_parse_module(dataset_module), module_args=_parse_module_args(dataset_args))
+    if dataset_args is not None:
+        raise ConfigError("--dataset_args", problem="it has no effect without --dataset_module",
+                          remedy="give --dataset_module too")
     prefixes, weights = _parse_blend(split_words(train_data))
     valid, test = (_parse_named(group, split_words(value)) for group, value in
                    (("valid", valid_data), ("test", test_data)))
@@ -98,10 +121,11 @@ def parse_data_spec(train_data: Words, *, valid_data: Words = None, test_data: W
         if value not in choices:
             raise ConfigError(flag, found=value, expected=", ".join(choices), word=value, known=choices)
     phases = _parse_schedule(split_words(blend_schedule), len(prefixes))
-    if sample_order != "shuffled" and len(prefixes) > 1:
-        raise ConfigError(f"--sample_order {sample_order}", problem=f"--train_data has {len(prefixes)} prefixes, and "
-                          "the blends of Megatron-LM and GPT-NeoX are not reproduced", remedy="use --sample_order "
-                          "shuffled, or join the data by `ds-pretrain data merge`")
+    if sample_order != "shuffled" and phases:
+        raise ConfigError("--blend_schedule", problem=f"--sample_order {sample_order} has no schedule of weights",
+                          remedy="use --sample_order shuffled, or leave the schedule out")
+    if sample_order == "neox" and len(prefixes) > 1:
+        _check_undivided(split, valid, test)
     if sample_order != "shuffled" and packing != "none":
         raise ConfigError(f"--packing {packing}", problem=f"--sample_order {sample_order} has no packing",
                           remedy="use --sample_order shuffled, or --packing none")
@@ -109,6 +133,37 @@ def parse_data_spec(train_data: Words, *, valid_data: Words = None, test_data: W
         raise ConfigError("--blend_schedule", problem="it has weights from token 0 on, and --train_data has weights "
                           "too", remedy="leave the weights of --train_data out, or begin the schedule later")
     return DataSpec(prefixes, weights, valid, test, split, sample_order, packing, phases)
+
+
+def _parse_module(value: str) -> str:
+    module, colon, function = value.partition(":")
+    if not colon or not function.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
+        raise ConfigError("--dataset_module", found=shorten(value), expected="MODULE:FUNCTION such as my_data:build, "
+                          "where MODULE is my_data for the file my_data.py")
+    return value
+
+
+def _parse_module_args(value: str | None) -> dict[str, Any]:
+    expected = 'a JSON object with the arguments of the function, such as {"path": "data/numbers.npy"}'
+    try:
+        arguments = json.loads(value) if value is not None else {}
+    except (ValueError, RecursionError):
+        raise ConfigError("--dataset_args", found=shorten(value or ""), expected=expected) from None
+    if not isinstance(arguments, dict):
+        raise ConfigError("--dataset_args", found=shorten(value or ""), expected=expected)
+    if taken := {"split", "seq_length"} & {*arguments}:
+        raise ConfigError("--dataset_args", found=f"the argument {min(taken)}", expected="other names: the function "
+                          "gets split and seq_length from the run")
+    return arguments
+
+
+def _check_undivided(split: str, valid: Sequence[Any], test: Sequence[Any]) -> None:
+    """Raise ConfigError if --split takes documents of a blend of GPT-NeoX, which does not divide its blends."""
+    _, for_valid, for_test = parse_split(split)
+    if (for_valid and not valid) or (for_test and not test):
+        raise ConfigError("--sample_order neox", problem="GPT-NeoX does not divide the sources of a blend, and "
+                          f"--split {split} takes documents for validation or test", remedy="give --split 1,0,0, and "
+                          "--valid_data for evaluations")
 
 
 def planned_samples(*, train_steps: int, eval_interval: int, eval_steps: int, global_batch_size: int,
@@ -128,7 +183,15 @@ def planned_samples(*, train_steps: int, eval_interval: int, eval_steps: int, gl
 
 
 def recorded_data_spec(flags: Mapping[str, Any]) -> DataSpec:
-    """Return the data of an earlier run from the flags in its run.json. Earlier versions recorded fewer flags."""
+    """Return the data of an earlier run from the flags in its run.json. Earlier versions recorded fewer flags.
+
+    Raises ConfigError for a run with --dataset_module: no record of a run makes a tool import code.
+    """
+    if flags.get("dataset_module"):
+        raise ConfigError("run.json", problem="the run was trained on a dataset of its user's own code "
+                          f"(--dataset_module {printable(shorten(str(flags['dataset_module'])))}), which is not "
+                          "imported because a record names it", remedy="give prepared data, such as --data PREFIX of "
+                          "`ds-pretrain evaluate`")
     return parse_data_spec(flags.get("train_data"), valid_data=flags.get("valid_data"),
                            test_data=flags.get("test_data"), split=flags.get("split") or "1",
                            sample_order=flags.get("sample_order") or "shuffled", packing=flags.get("packing") or "none",

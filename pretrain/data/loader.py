@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pretrain.data.samples.dataset import PADDING, SampleDataset
+from pretrain.data.samples.own import OwnSamples
 
 MicroBatch = tuple[Tensor | tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(tokens_BT int64, (labels_BT int64, weights_BT float32)); with document attention the first element is
@@ -21,12 +22,13 @@ MicroBatch = tuple[Tensor | tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class _Step:
-    """A step as the reading thread returns it. If labels can be masked, the weights are 1 for labels that count."""
+    """A step as the reading thread returns it. If labels can be masked, the weights are not normalized yet."""
 
     micro_batches: list[MicroBatch]
     weights: Tensor
     """of all micro-batches"""
-    unmasked_tokens: int
+    total_weight: float
+    """sum of these weights: without weights of the user's dataset, the number of labels that count, an int"""
 
 
 class Loader:
@@ -52,12 +54,15 @@ class Loader:
     tokens, which must divide seq_length.
 
     With `document_end`, the token that ends a document, the model also gets the positions of the tokens inside their
-    documents.
+    documents. A dataset with positions of its own (`OwnSamples`) needs no such token.
+
+    If the dataset has weights of its own, the loss is the mean that is weighted by them: the sum of weight * loss over
+    the labels of the global batch, divided by the sum of their weights.
     """
 
     def __init__(self, dataset: SampleDataset, *, micro_batch_size: int, gradient_accumulation_steps: int,
                  data_parallel_rank: int = 0, data_parallel_size: int = 1, eod_token: int | None = None,
-                 sum_over_data_parallel: Callable[[int], Tensor] = torch.tensor,
+                 sum_over_data_parallel: Callable[[float], Tensor] = torch.tensor,
                  batch_size_at: Callable[[int], int] | None = None,
                  seq_length_at: Callable[[int], int] | None = None, document_end: int | None = None,
                  pin_memory: bool = False) -> None:
@@ -100,9 +105,9 @@ class Loader:
     def _normalized(self, read: _Step) -> list[MicroBatch]:
         """Return the micro-batches with normalized weights, without waiting for the sum over the ranks."""
         steps = len(read.micro_batches)
-        total_tokens = self._sum_over_data_parallel(read.unmasked_tokens)
-        scale = self._scale(total_tokens, steps).float()
-        weights = read.weights.to(total_tokens.device, non_blocking=True).mul_(scale).chunk(steps)
+        total_weight = self._sum_over_data_parallel(read.total_weight)
+        scale = self._scale(total_weight, steps).float()
+        weights = read.weights.to(total_weight.device, non_blocking=True).mul_(scale).chunk(steps)
         return [(inputs, (labels_BT, weights_BT))
                 for (inputs, (labels_BT, _)), weights_BT in zip(read.micro_batches, weights, strict=True)]
 
@@ -110,16 +115,20 @@ class Loader:
         """Read all samples of a step at once. The micro-batches are contiguous slices of one buffer per tensor."""
         steps = self._batch_size_at(consumed_samples) // (self.micro_batch_size * self.data_parallel_size)
         length = self.dataset.seq_length if self._seq_length_at is None else self._seq_length_at(consumed_samples)
-        samples = self.dataset.samples(self._own_samples(consumed_samples, steps))
+        samples, own_weights, own_positions = self._columns(self._own_samples(consumed_samples, steps))
         tokens, labels = (torch.from_numpy(part.astype(np.int64)).view(-1, length)
                           for part in (samples[:, :-1], samples[:, 1:]))
         if self._is_masked:
             weights = self._mask(tokens, labels)
+            if own_weights is not None:
+                weights *= torch.from_numpy(own_weights[:, 1:].copy()).view(-1, length)
         else:
             all_tokens = torch.tensor(tokens.numel() * self.data_parallel_size)
             weights = self._scale(all_tokens, steps).float().repeat(tokens.shape)
         columns = [tokens, labels, weights]
-        if self._document_end is not None:
+        if own_positions is not None:
+            columns.append(torch.from_numpy(own_positions[:, :-1].copy()).view(-1, length))
+        elif self._document_end is not None:
             columns.append(torch.from_numpy(document_positions(tokens.numpy(), self._document_end)))
         if self._pin_memory:
             columns = [column.pin_memory() for column in columns]
@@ -127,7 +136,15 @@ class Loader:
         micro_batches: list[MicroBatch] = [
             ((tokens_BT, *positions) if positions else tokens_BT, (labels_BT, weights_BT))
             for tokens_BT, labels_BT, weights_BT, *positions in parts]
-        return _Step(micro_batches, columns[2], int(weights.count_nonzero()))
+        total_weight = int(weights.count_nonzero()) if own_weights is None else float(weights.double().sum())
+        return _Step(micro_batches, columns[2], total_weight)
+
+    def _columns(self, indices: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.integer], npt.NDArray[np.float32] | None,
+                                                                npt.NDArray[np.int64] | None]:
+        """Return the tokens of samples, and the weights and positions of a dataset of the user, [n, seq_length + 1]."""
+        if isinstance(self.dataset, OwnSamples):
+            return self.dataset.columns(indices)
+        return self.dataset.samples(indices), None, None
 
     def _mask(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Return 1 for labels that count, and 0 for others. Replaces PADDING in place."""
@@ -143,13 +160,14 @@ class Loader:
         own = np.arange(steps) * self.data_parallel_size + self.data_parallel_rank
         return (consumed_samples + own[:, None] * self.micro_batch_size + np.arange(self.micro_batch_size)).reshape(-1)
 
-    def _scale(self, total_tokens: Tensor, steps: int) -> Tensor:
-        """Return the weight of an unmasked token. `total_tokens` is for `steps` micro-batches on all ranks.
+    def _scale(self, total_weight: Tensor, steps: int) -> Tensor:
+        """Return the factor of the weights, whose sum is `total_weight` for `steps` micro-batches on all ranks.
 
         The loss is normalized only here. The engine then takes the mean over micro-batches and data-parallel ranks.
         """
         # A global batch without unmasked tokens has loss 0 instead of NaN.
-        return steps * self.data_parallel_size / total_tokens.double().clamp(min=1)
+        total = total_weight.double()
+        return steps * self.data_parallel_size / torch.where(total > 0, total, torch.ones_like(total))
 
 
 def _set_device(device: int | None) -> None:

@@ -1,6 +1,7 @@
 """Open the datasets of a run."""
 
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -8,6 +9,7 @@ from pretrain.data.data_spec import DataSpec, parse_split, split_as_megatron_cor
 from pretrain.data.samples.blend import BlendedSamples
 from pretrain.data.samples.dataset import SampleDataset
 from pretrain.data.samples.megatron import MegatronSamples
+from pretrain.data.samples.megatron_blend import GreedyQuotas, normalized_weights, samples_of_sources
 from pretrain.data.samples.packed import PackedDocuments
 from pretrain.data.samples.shuffled import ShuffledWindows
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
@@ -44,9 +46,11 @@ def open_datasets(spec: DataSpec, *, seq_length: int, seed: int,
     if not spec.train:
         raise ConfigError("--train_data", problem="it is required: the prefix of a .bin/.idx pair",
                           remedy="`ds-pretrain prepare` writes one")
+    def planned(name: str) -> int:
+        return (num_samples or {}).get(name.partition("/")[0], 1)
+
     def samples_of(part: _Part, name: str, part_seed: int = seed) -> SampleDataset:
-        return _samples(part, name, spec, seq_length=seq_length, seed=part_seed,
-                        num_samples=(num_samples or {}).get(name.partition("/")[0], 1))
+        return _samples(part, name, spec, seq_length=seq_length, seed=part_seed, num_samples=planned(name))
 
     allow_open_files(2 * len(spec.prefixes))
     files = {prefix: IndexedDataset(prefix) for prefix in spec.prefixes}
@@ -60,7 +64,10 @@ def open_datasets(spec: DataSpec, *, seq_length: int, seed: int,
             source = files[prefix]
             datasets[name] = samples_of(_Part(source, 0, source.num_tokens, (0, source.num_sequences)), name)
         enough = [number for number, part in enumerate(parts[split]) if part.num_tokens >= fewest_tokens[split]]
-        if not own and enough:
+        if not own and len(enough) > 1 and spec.sample_order != "shuffled":
+            datasets[split] = _megatron_blend(parts[split], enough, split, spec, seq_length=seq_length, seed=seed,
+                                              num_samples=planned(split))
+        elif not own and enough:
             datasets[split] = _blend(parts[split], enough, split, spec, samples_of, seq_length=seq_length, seed=seed)
     return datasets
 
@@ -93,6 +100,11 @@ def _samples(part: _Part, name: str, spec: DataSpec, *, seq_length: int, seed: i
         kind = PackedDocuments if spec.packing == "best_fit" else ShuffledWindows
         return kind(part.source, seq_length=seq_length, seed=seed, first_token=part.first_token,
                     last_token=part.last_token, name=name)
+    return _megatron_samples(part, name, spec, seq_length=seq_length, seed=seed, num_samples=num_samples)
+
+
+def _megatron_samples(part: _Part, name: str, spec: DataSpec, *, seq_length: int, seed: int,
+                      num_samples: int) -> MegatronSamples:
     first, last = part.sequences
     return MegatronSamples(part.source, order=spec.sample_order, seq_length=seq_length, seed=seed,
                            num_samples=num_samples, first_sequence=first, last_sequence=last, name=name)
@@ -119,3 +131,33 @@ def _blend(parts: list[_Part], chosen: list[int], name: str, spec: DataSpec,
     if phases and phases[0][0] == 0:
         weights = phases.pop(0)[1]
     return BlendedSamples(datasets, weights, schedule=phases, name=name)
+
+
+def _megatron_blend(parts: list[_Part], chosen: list[int], name: str, spec: DataSpec, *, seq_length: int, seed: int,
+                    num_samples: int) -> BlendedSamples:
+    """Return the blend of several parts in the order of Megatron-LM or GPT-NeoX: see samples/megatron_blend.py.
+
+    Raises ConfigError if the blend of Megatron-LM takes more samples of a source than the order of the source has.
+    """
+    def samples(number: int, of_source: int) -> MegatronSamples:
+        return _megatron_samples(parts[number], name, spec, seq_length=seq_length, seed=seed, num_samples=of_source)
+
+    order, given = spec.sample_order, [spec.weights[number] for number in chosen] if spec.weights else None
+    if order == "megatron" and given is None:
+        datasets = [samples(number, 1) for number in chosen]
+        weights: list[float] = [data.order_length for data in datasets]
+        length = min(num_samples, sum(data.order_length for data in datasets))
+    else:
+        weights = normalized_weights(order, given or [1.0] * len(chosen))
+        sizes = samples_of_sources(order, weights, num_samples)
+        datasets = [samples(number, size) for number, size in zip(chosen, sizes, strict=True)]
+        length = sum(math.ceil(num_samples * weight) for weight in weights)
+        if order == "neox":
+            length = max(sum(data.order_length - 1 for data in datasets), 1)
+    quotas = GreedyQuotas(weights, length)
+    for data, count in zip(datasets, quotas.counts(length), strict=True):
+        if order == "megatron" and count > data.order_length:
+            raise ConfigError(f"--sample_order {order}", problem=f"the blend takes {count:,} {name} samples of "
+                              f"{data.indexed.prefix}, whose order has {data.order_length:,}: Megatron-LM rejects it, "
+                              "too", remedy="give a larger --order_samples, or use --sample_order shuffled")
+    return BlendedSamples(datasets, weights, name=name, planned=(quotas, num_samples))

@@ -6,6 +6,7 @@ from typing import Any
 
 from pretrain.data.data_spec import DataSpec
 from pretrain.data.open_datasets import open_datasets
+from pretrain.data.own_datasets import open_own_datasets
 from pretrain.data.samples.dataset import SampleDataset
 from pretrain.data.source_facts import SourceFacts, end_notes, learnable_notes, source_facts
 from pretrain.data.token_files.indexed_dataset import IndexedDataset, check_same_tokenizer
@@ -51,6 +52,9 @@ def open_run_data(spec: DataSpec, *, seq_length: int, seed: int, tokenizer: str 
     if loaded is not None and loaded.vocab_size > vocab_size:
         raise _vocabulary_error(f"--tokenizer {tokenizer}", f"{loaded.vocab_size} tokens", loaded.vocab_size,
                                 vocab_size)
+    if spec.module is not None:
+        return _own_run_data(spec, loaded, seq_length=seq_length, seed=seed, vocab_size=vocab_size,
+                             needs_ends=needs_ends)
     datasets = open_datasets(spec, seq_length=seq_length, seed=seed, num_samples=num_samples)
     if "train" not in datasets:
         raise ConfigError(spec.train_flag, found="no training tokens",
@@ -74,6 +78,24 @@ def open_run_data(spec: DataSpec, *, seq_length: int, seed: int, tokenizer: str 
     known = None if None in sizes else max(size for size in sizes if size is not None)
     return RunData(datasets, loaded, eod_token, loaded.vocab_size if loaded is not None else known, tuple(notes),
                    sum(of_source.unigram_entropy for _, _, of_source in trained) / len(trained))
+
+
+def _own_run_data(spec: DataSpec, tokenizer: Tokenizer | None, *, seq_length: int, seed: int, vocab_size: int,
+                  needs_ends: Sequence[str]) -> RunData:
+    """Open the datasets of --dataset_module. Only the tokenizer tells their end-of-document token."""
+    datasets = open_own_datasets(spec, seq_length=seq_length, seed=seed, vocab_size=vocab_size)
+    documents, eod_token = "--document_attention", tokenizer.eod_token if tokenizer is not None else None
+    for name, dataset in datasets.items():
+        if dataset.has_positions and documents not in needs_ends:
+            raise ConfigError(spec.train_flag, problem=f"the items of the {name} data have positions, which only "
+                              f"{documents} uses", remedy=f"give {documents}, or leave the positions out")
+        for flag in needs_ends:
+            if eod_token is None and not (flag == documents and dataset.has_positions):
+                raise ConfigError(flag, problem=f"the end-of-document token of the {name} data is unknown: there is "
+                                  "no --tokenizer", remedy="give the --tokenizer of the items, or "
+                                  f"leave {flag} out" + (f"; items with positions need none for {documents}"
+                                                         if flag == documents else ""))
+    return RunData({**datasets}, tokenizer, eod_token, tokenizer.vocab_size if tokenizer is not None else None)
 
 
 def _check_ends(flag: str, facts: list[SourceFacts], eod_token: int | None) -> None:

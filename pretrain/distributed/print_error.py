@@ -58,7 +58,8 @@ def print_error(world: World, error: Exception) -> None:
         if not (launcher or _ends_all(world)):  # for example srun: each rank would print the same error
             return
         host = f"rank {world.rank} on {host}"
-    line = escape_controls(f"ds-pretrain: error: {host}{error}")
+    details = error.details if isinstance(error, ConfigError) else ""
+    line = escape_controls(f"{details}ds-pretrain: error: {host}{error}")
     clear_status()
     if launcher is None or not _print_after(launcher, line):
         print(line, file=sys.stderr, flush=True)

@@ -155,9 +155,10 @@ def _on_device(engine: DeepSpeedEngine, micro_batches: list[MicroBatch]) -> Iter
         yield moved, (copy(labels_BT), copy(weights_BT))
 
 
-def sum_over_data_parallel(engine: DeepSpeedEngine, count: int) -> torch.Tensor:
+def sum_over_data_parallel(engine: DeepSpeedEngine, count: float) -> torch.Tensor:
     """Return the sum of the counts of the data-parallel ranks: a scalar on the device. Does not wait for the device."""
-    total = torch.full((), count, dtype=torch.int64, device=engine.device)  # unlike torch.tensor, it copies nothing
+    dtype = torch.int64 if isinstance(count, int) else torch.float64
+    total = torch.full((), count, dtype=dtype, device=engine.device)  # unlike torch.tensor, it copies nothing
     torch.distributed.all_reduce(total, group=engine.data_parallel_group)
     return total
 

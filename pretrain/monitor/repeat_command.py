@@ -15,9 +15,9 @@ from pretrain.config.flags.arguments import RunArguments
 from pretrain.errors import printable
 from pretrain.monitor.environment import RECORDED_PREFIXES
 
-# set by the new command, or without effect on the result
-_LEFT_OUT = ("save", "deepspeed_config", "model", "model_overrides", "checkpoint_mirror", "local_rank", "resume",
-             "resume_from")
+# set by the new command, or without effect on the result; dataset_module names code
+_LEFT_OUT = ("dataset_module", "save", "deepspeed_config", "model", "model_overrides", "checkpoint_mirror",
+             "local_rank", "resume", "resume_from")
 _OF_LAUNCHER = ("CUDA_VISIBLE_DEVICES",)  # the launcher sets its own
 _END = "END_OF_FILE"
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -35,13 +35,19 @@ def command_of(record: dict[str, Any]) -> str:
     when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(record["time"]))
     config = record.get("given_deepspeed_config") or record["deepspeed_config"]
     remarks = [f"Repeats the start of {old} at {when}.", *_remarks(record, old)]
+    module = flags.get("dataset_module")
+    if module:
+        directory = record.get("command", {}).get("directory", ".")
+        remarks.append(f"Data: --dataset_module {module}, your own code in {directory} or on PYTHONPATH: give it after "
+                       "the run folder.")
     return "\n".join([
         "#!/bin/sh", *(f"# {printable(line)}" for line in remarks), "set -e",
         f"default={shlex.quote(f'{old}-repeat')}", 'run=$(realpath -m -- "${1:-$default}")',
         'files="$run-files"', 'mkdir -p -- "$files"',
         _file("deepspeed.json", config), _file("config.json", record["model_config"]),
         _file("run.yaml", _yaml(record)),  # JSON is YAML
-        *_launch(record)]) + "\n"
+        *_launch(record, ' --dataset_module "${2:?the dataset_module that the first lines name}"' if module else "")
+    ]) + "\n"
 
 
 def _remarks(record: dict[str, Any], old: Path) -> list[str]:
@@ -77,8 +83,8 @@ def _file(name: str, values: dict[str, Any]) -> str:
     return f"cat > \"$files/{name}\" <<'{_END}'\n{json.dumps(values, indent=1)}\n{_END}"
 
 
-def _launch(record: dict[str, Any]) -> list[str]:
-    """Return the lines that set the environment and start the ranks."""
+def _launch(record: dict[str, Any], more: str) -> list[str]:
+    """Return the lines that set the environment and start the ranks. `more`: further flags."""
     variables = [f"export {name}={shlex.quote(value)}" for name, value in record.get("environment", {}).items()
                  if name not in _OF_LAUNCHER and _VARIABLE.fullmatch(name) and name.startswith(RECORDED_PREFIXES)]
     hosts, ranks = record.get("hardware", []), int(record["layout"]["world_size"])
@@ -88,4 +94,4 @@ def _launch(record: dict[str, Any]) -> list[str]:
     directory = record.get("command", {}).get("directory", ".")
     return [*variables, *hostfile, f"cd -- {shlex.quote(directory)}",
             f'exec ds-pretrain {where} --config "$files/run.yaml" --deepspeed_config "$files/deepspeed.json" '
-            '--model "$files/config.json" --save "$run"']
+            f'--model "$files/config.json" --save "$run"{more}']

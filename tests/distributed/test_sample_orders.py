@@ -12,13 +12,14 @@ import torch
 from pretrain.data.token_files.writer import IndexedWriter
 from tests.support.cases import config
 from tests.support.launch import ROOT, WORKERS, run_ranks
-from tests.support.reference_order import reference
+from tests.support.reference_order import reference_blend
 
 SEQ_LENGTH, BATCH, FIRST, STEPS, SEED = 16, 8, 76, 4, 99
+WEIGHTS = [0.9, 0.2]
 
 
-def write(prefix: Path) -> list[list[int]]:
-    random = np.random.default_rng(0)
+def write(prefix: Path, seed: int) -> list[list[int]]:
+    random = np.random.default_rng(seed)
     documents = [random.integers(1, 250, length) for length in random.integers(0, 60, 60)]
     with IndexedWriter(prefix, np.uint16) as writer:
         for document in documents:
@@ -35,28 +36,31 @@ def trained_samples(folder: Path, step: int) -> list[list[int]]:
 
 
 def test_a_moved_run_continues_with_the_samples_of_megatron(tmp_path: Path) -> None:
-    """The run has consumed 76 samples elsewhere, is resumed here with another layout, and reads its data twice."""
-    documents = write(tmp_path / "data")
-    flags = {"model": "tiny", "model_overrides": "vocab_size=256,n_layer=2,n_embd=64", "train_data": tmp_path / "data",
-             "split": "8,2,0", "seq_length": SEQ_LENGTH, "train_steps": STEPS, "save": tmp_path / "run", "seed": SEED,
+    """The run has consumed 76 samples of a blend elsewhere, reads a source twice, and is resumed in another layout."""
+    documents = [write(tmp_path / name, seed) for seed, name in enumerate("ab")]
+    flags = {"model": "tiny", "model_overrides": "vocab_size=256,n_layer=2,n_embd=64", "split": "8,2,0",
+             "seq_length": SEQ_LENGTH, "train_steps": STEPS, "save": tmp_path / "run", "seed": SEED,
              "sample_order": "megatron", "first_sample": FIRST, "eval_interval": 0, "log_interval": 1}
+    data = ["--train_data", str(WEIGHTS[0]), f"{tmp_path}/a", str(WEIGHTS[1]), f"{tmp_path}/b"]
     (tmp_path / "batches").mkdir()
     for micro, exit_step in ((2, 2), (4, STEPS)):
         (tmp_path / f"{micro}.json").write_text(json.dumps(config(1, micro=micro, accumulation=4 // micro)))
         words = [f"--{name}={value}" for name, value in {**flags, "deepspeed_config": tmp_path / f"{micro}.json",
                                                          "exit_step": exit_step}.items()]
-        done = run_ranks([str(WORKERS / "recorded_batches.py"), str(tmp_path / "batches"), *words], 2, cwd=tmp_path)
+        done = run_ranks([str(WORKERS / "recorded_batches.py"), str(tmp_path / "batches"), *words, *data], 2,
+                         cwd=tmp_path)
         assert [rank.returncode for rank in done] == [0, 0], done[0].stdout
-    epoch = sum(map(len, documents[:48])) // SEQ_LENGTH
-    assert FIRST < epoch < FIRST + STEPS * BATCH < 1.8 * epoch, "the last epoch is shuffled apart"
-    expected = reference("megatron", documents[:48], SEQ_LENGTH, SEED, FIRST + STEPS * BATCH)
+    training = [of_source[:48] for of_source in documents]
+    epoch, read = sum(map(len, training[0])) // SEQ_LENGTH, (FIRST + STEPS * BATCH) * WEIGHTS[0] / sum(WEIGHTS)
+    assert epoch < read < 1.8 * epoch, "the last epoch of the first source is shuffled apart"
+    expected = reference_blend("megatron", training, WEIGHTS, SEQ_LENGTH, SEED, FIRST + STEPS * BATCH)
     for step in range(1, STEPS + 1):
         first = FIRST + (step - 1) * BATCH
         assert trained_samples(tmp_path / "batches", step) == expected[first:first + BATCH], step
 
     longer = [f"--{name}={value}" for name, value in {**flags, "deepspeed_config": tmp_path / "4.json",
                                                       "train_steps": 100}.items()]
-    done = run_ranks([str(ROOT / "pretrain" / "train.py"), *longer], 2, cwd=tmp_path)
+    done = run_ranks([str(ROOT / "pretrain" / "train.py"), *longer, *data], 2, cwd=tmp_path)
     assert [rank.returncode for rank in done] == [2, 2]
     assert "is part of a run of 108 samples, and this run has 876" in done[0].stdout
 

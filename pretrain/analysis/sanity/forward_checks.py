@@ -232,6 +232,8 @@ def check_document_ends(plan: Plan) -> Result:
     name, token = "document ends", plan.eod_token
     if token is None:
         return not_made(name, "the end-of-document token is not known")
+    if not plan.datasets["train"].sources:
+        return not_made(name, "a dataset of --dataset_module has no token files")
     facts = [source_facts(source) for source in plan.datasets["train"].sources[:_SOURCES]]
     ending, total = (sum(counts) for counts in
                      zip(*((of_source.ends.get(token, 0), of_source.documents) for of_source in facts), strict=True))

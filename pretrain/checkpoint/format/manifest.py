@@ -77,6 +77,8 @@ class DataRecord(TypedDict, total=False):
     sample_order: str
     order_samples: int
     packing: str
+    items: int  # of a dataset of --dataset_module, which has no files
+    own_fingerprint: str  # as its fingerprint() returned it
     prefix: str  # of one of several sources
     sources: "list[DataRecord]"  # in the order of `SampleDataset.sources`
     proportions: "list[Proportions]"

@@ -200,7 +200,10 @@ def _reject_other_evaluation_data(plan: Plan, step: int, last_step: int) -> None
             continue
         prefix, split = own.get(name), name.partition("/")[0]
         data = f"--data {prefix}" if prefix else f"--split {split}"
-        raise ConfigError(f"--{split}_data {prefix}" if prefix else f"--split {plan.args.split}",
+        if plan.data.module is not None:
+            data = "--data PREFIX"
+        where = f"--split {plan.args.split}" if plan.data.module is None else plan.data.train_flag
+        raise ConfigError(f"--{split}_data {prefix}" if prefix else where,
                           problem=f"the run is complete ({step} of {last_step} steps are done), so it would not "
                           f"evaluate this {name} data, which its last start did not have",
                           remedy=f"`ds-pretrain evaluate {save} {data}` evaluates it")

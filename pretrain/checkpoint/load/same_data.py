@@ -15,10 +15,11 @@ from pretrain.config.flags.overrides import allows_other_data
 from pretrain.config.plan import Plan
 from pretrain.data.samples.blend import BlendedSamples
 from pretrain.data.samples.dataset import SampleDataset, source_records
+from pretrain.data.samples.own import OwnSamples
 from pretrain.data.samples.shuffled import ShuffledWindows
 from pretrain.data.token_files.check_hashes import CHECK_S, FoundHashes, check_blocks, find_hashes, hash_if_fast
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, shorten
 from pretrain.monitor.read_run_folder import newest_start, read_rows
 
 HASHED_EVENT = "data_hashed"  # row of events.jsonl with the fields of `SampleDataset.record`
@@ -91,6 +92,8 @@ def blend_note(manifest: Manifest, plan: Plan, folder: Path) -> str:
 def _difference(manifest: Manifest, plan: Plan, folder: Path) -> str:
     """Return how the training data differs from the checkpoint's; "": it does not, as far as is known."""
     dataset, saved = plan.datasets["train"], manifest.data or {}
+    if "items" in saved or isinstance(dataset, OwnSamples):
+        return _other_items(saved, manifest.data_fingerprint, dataset, folder)
     position = position_after(folder.parent, manifest)
     problem = _other_sources(saved, dataset, folder, position) if manifest.data is not None else ""
     if problem:
@@ -118,6 +121,21 @@ def _difference(manifest: Manifest, plan: Plan, folder: Path) -> str:
     return _other_ranges(saved_sources, current, folder)
 
 
+def _other_items(saved: dict[str, Any], fingerprint: str, dataset: SampleDataset, folder: Path) -> str:
+    """Return how a dataset of --dataset_module differs from the checkpoint's; "": it does not."""
+    record = dataset.record()
+    if ("items" in saved) != ("items" in record):
+        kinds = ["a dataset of --dataset_module" if "items" in facts else "token files" for facts in (saved, record)]
+        return f"{folder.name} was trained on {kinds[0]}, and this run would train on {kinds[1]}"
+    if saved["items"] != record["items"]:
+        return _other_content("this is not the data", folder, f"{saved['items']:,} items", f"{record['items']:,} items")
+    if saved.get("own_fingerprint") != record["own_fingerprint"]:
+        texts = [f"fingerprint() {shorten(str(facts.get('own_fingerprint')), 40)}" for facts in (saved, record)]
+        return _other_content("this is not the data", folder, *texts)
+    return "" if fingerprint == dataset.fingerprint else \
+        f"{folder.name} was trained on other samples of this data: a setting of the samples is another one"
+
+
 def _other_sources(saved: dict[str, Any], dataset: SampleDataset, folder: Path, position: int) -> str:
     """Return how the list of sources, their weights or the order of samples differ from the checkpoint's."""
     record = dataset.record()
@@ -141,7 +159,8 @@ def _other_sources(saved: dict[str, Any], dataset: SampleDataset, folder: Path, 
         values = [facts.get(key) or default for facts in settings]
         if values[0] != values[1]:
             return f"{folder.name} was trained with --{key} {values[0]}, and this run would use {values[1]}"
-    planned = [facts.get("order_samples") for facts in settings]
+    planned = [facts.get("order_samples", of_first.get("order_samples"))
+               for facts, of_first in zip((saved, record), settings, strict=True)]
     if planned[0] != planned[1]:
         return f"the order of the samples depends on their number: {folder.name} is part of a run of {planned[0]:,} " \
                f"samples, and this run has {planned[1]:,}"

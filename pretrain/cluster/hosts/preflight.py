@@ -71,6 +71,8 @@ def preflight_request(args: RunArguments, train_words: Sequence[str], folder: Pa
     names = [f"{prefix}{suffix}" for prefix in prefixes for suffix in (".bin", ".idx")]
     names += [str(find_layout(args.deepspeed_config))] if args.deepspeed_config else []
     names += [file_of_tokenizer(args.tokenizer) or ""] if args.tokenizer else []
+    own = f"{(args.dataset_module or '').partition(':')[0].replace('.', '/')}.py"
+    names += [own] if args.dataset_module and (folder / own).exists() else []
     # otherwise --model is a preset's name, and --init_from a repository or, in a resumed run, no longer needed
     names += [name for name in (args.model, args.init_from) if name and Path(name).exists()]
     names += [word.partition("=")[2] or after for word, after in zip(train_words, [*train_words[1:], ""], strict=True)

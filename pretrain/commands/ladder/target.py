@@ -37,6 +37,7 @@ _KEPT = (
     "gradient_clipping", "precision", "compile_blocks", "tf32", "plain_operators", "emulate_fp16",
 )
 _NOT_SUPPORTED = {  # flag -> why a ladder cannot predict a run with it
+    "dataset_module": "a ladder records its corpus by token files",
     "init_from": "a scaling law describes training from random weights",
     "resume_from": "a scaling law describes training from random weights",
     "blend_schedule": "the smaller runs end before the weights of the blend change",

@@ -70,7 +70,8 @@ class RunArguments:
 
     train_data: list[str] | str = DATA.flag(  # noqa: RUF009
         "", "prefix of the .bin/.idx pair to train on; several prefixes are blended: WEIGHT PREFIX WEIGHT PREFIX ..., "
-        "or prefixes alone, in proportion to their tokens", metavar="PREFIX", unset="required")
+        "or prefixes alone, in proportion to their tokens", metavar="PREFIX",
+        unset="this or --dataset_module: required")
     valid_data: list[str] | None = DATA.flag(  # noqa: RUF009
         None, "prefix of a separate validation pair; several sets, [NAME=]PREFIX ..., are evaluated and logged by name",
         metavar="PREFIX", unset="a part of --train_data, as --split says")
@@ -88,6 +89,12 @@ class RunArguments:
     packing: str = DATA.flag(
         "none", "none: documents follow one another without padding; best_fit: only documents that are longer than a "
         "sample are divided, and the others are packed with little padding", metavar="NAME")
+    dataset_module: str | None = DATA.flag(
+        None, "your own code instead of --train_data: the function build of my_data.py returns datasets with "
+        "__len__, __getitem__ and fingerprint", metavar="my_data:build")
+    dataset_args: str | None = DATA.flag(
+        None, 'arguments of the function of --dataset_module, as a JSON object such as {"path": "numbers.npy"}',
+        metavar="JSON")
     first_sample: int = DATA.flag(
         0, "sample with which a run begins at step 0: the number of samples that it consumed before it was moved here",
         low=0, high=2**48)
@@ -361,4 +368,5 @@ FLAGS: dict[str, Flag] = {field.name: field.metadata["flag"] for field in datacl
 def data_spec(args: RunArguments) -> DataSpec:
     """Return the data that the flags name. Raises ConfigError for values that cannot be combined."""
     return parse_data_spec(args.train_data, valid_data=args.valid_data, test_data=args.test_data, split=args.split,
-                           sample_order=args.sample_order, packing=args.packing, blend_schedule=args.blend_schedule)
+                           sample_order=args.sample_order, packing=args.packing, blend_schedule=args.blend_schedule,
+                           dataset_module=args.dataset_module, dataset_args=args.dataset_args)

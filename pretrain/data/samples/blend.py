@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pretrain.data.samples.dataset import Indices, LookAhead, SampleDataset
+from pretrain.data.samples.megatron_blend import GreedyQuotas
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
 
 _LARGEST_DENOMINATOR = 2**30  # so that products of two such numbers fit into int64
@@ -96,17 +97,25 @@ class BlendedSamples:
     dataset is read in its own order by its own counter, thus each has its own epochs.
 
     `schedule`: from this number of samples on, these weights. The counters continue from phase to phase.
+    `planned`: with the order of Megatron-LM or GPT-NeoX, the assignment of the samples, and the number of samples that
+    the run was planned to read. There is no schedule then.
     """
 
     def __init__(self, datasets: Sequence[SampleDataset], weights: Sequence[float], *,
-                 schedule: Sequence[tuple[int, Sequence[float]]] = (), name: str = "train") -> None:
+                 schedule: Sequence[tuple[int, Sequence[float]]] = (), name: str = "train",
+                 planned: tuple[GreedyQuotas, int] | None = None) -> None:
         assert len({data.seq_length for data in datasets}) == 1
+        assert not (schedule and planned)
         assert all(len(datasets) == len(row) for row in (weights, *(row for _, row in schedule)))
         self.datasets, self.name, self.seq_length = tuple(datasets), name, datasets[0].seq_length
         self.weights, self.schedule = tuple(weights), tuple((start, tuple(row)) for start, row in schedule)
         self._starts = np.array([0, *(start for start, _ in self.schedule)], np.int64)
         assert bool((np.diff(self._starts) > 0).all()), "phases begin at rising numbers of samples above 0"
-        self._phases = [Quotas(row) for row in (weights, *(row for _, row in self.schedule))]
+        self._phases: list[Quotas | GreedyQuotas] = \
+            [planned[0]] if planned else [Quotas(row) for row in (weights, *(row for _, row in self.schedule))]
+        self.order_samples = planned[1] if planned else None
+        self.order_length = planned[0].num_samples if planned else None
+        """samples after which the order begins again; None: never"""
         before = [np.zeros(len(datasets), np.int64)]
         for quotas, length in zip(self._phases, np.diff(self._starts).tolist(), strict=False):
             before.append(before[-1] + np.array(quotas.counts(length), np.int64))
@@ -176,8 +185,9 @@ class BlendedSamples:
 
     def record(self) -> dict[str, Any]:
         """Return the facts about the data that a checkpoint records besides the fingerprint."""
+        planned = {} if self.order_samples is None else {"order_samples": self.order_samples}
         return {"sources": [{"prefix": str(data.sources[0].prefix), **data.record()} for data in self.datasets],
-                **self._proportions()}
+                **planned, **self._proportions()}
 
     def _proportions(self) -> dict[str, Any]:
         # Equal proportions give equal fingerprints: the weights 1 1 and 50 50 are the same blend.

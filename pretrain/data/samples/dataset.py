@@ -31,7 +31,7 @@ class SampleDataset(Protocol):
 
     @property
     def sources(self) -> tuple[IndexedDataset, ...]:
-        """The token files that the samples come from."""
+        """The token files that the samples come from; none for a dataset of --dataset_module."""
 
     def samples(self, indices: Indices) -> npt.NDArray[np.integer]:
         """Return samples [n, seq_length + 1]. Indices start at 0 and count over all epochs, without end.
@@ -55,7 +55,7 @@ class SampleDataset(Protocol):
 def source_records(dataset: SampleDataset) -> list[tuple[IndexedDataset, dict[str, Any]]]:
     """Return each source with its facts in `record`."""
     record = dataset.record()
-    return list(zip(dataset.sources, record.get("sources", [record]), strict=True))
+    return list(zip(dataset.sources, record.get("sources", [record] if dataset.sources else []), strict=True))
 
 
 def file_record(indexed: IndexedDataset) -> dict[str, Any]:

@@ -77,8 +77,13 @@ class MegatronSamples:
         return (self.indexed,)
 
     def samples(self, indices: Indices) -> npt.NDArray[np.integer]:
-        """Return samples as integers [n, seq_length + 1]. Indices beyond the order begin again at its first sample."""
-        numbers = self._samples[np.asarray(indices, np.int64) % len(self._samples)]
+        """Return samples as integers [n, seq_length + 1]. Indices beyond the order begin again at its first sample.
+
+        GPT-NeoX takes such indices modulo the number of samples less one (gpt2_dataset.py, __getitem__ and __len__).
+        """
+        positions = np.asarray(indices, np.int64)
+        period = max(self.order_length - (self.order == "neox"), 1)
+        numbers = self._samples[np.where(positions < self.order_length, positions, positions % period)]
         starts, lengths = self._pieces(numbers.astype(np.int64) * self.seq_length)
         return self.indexed.pieces(starts, lengths).reshape(-1, self.seq_length + 1)
 

@@ -38,7 +38,8 @@ def test_equals_the_definition(tmp_path_factory: pytest.TempPathFactory, lengths
     assert dataset.samples(range(len(expected))).tolist() == expected
     some = np.random.default_rng(0).integers(0, len(expected), 5)
     assert dataset.samples(some).tolist() == [expected[number] for number in some]
-    assert dataset.samples([len(expected)]).tolist() == expected[:1], "the order begins again"
+    again = len(expected) % max(len(expected) - (order == "neox"), 1)  # GPT-NeoX counts one sample less
+    assert dataset.samples([len(expected)]).tolist() == [expected[again]], "the order begins again"
 
 
 def test_golden_samples(tmp_path: Path) -> None:
