@@ -23,7 +23,8 @@ _SILENT_S = 5.0
 _VERSION_KEYS = ("ETag", "etag", "blob_id", "generation", "Content-MD5", "LastModified", "Last-Modified", "mtime",
                  "modified", "last_modified", "created")
 """keys of fsspec's facts about a file of which the first one tells versions of the file apart"""
-_FOREVER = float("inf")
+_PINNING = ("S3FileSystem", "HTTPFileSystem")
+"""fsspec's clients to which a range of one version, named by its ETag, can be asked for"""
 _T = TypeVar("_T")
 
 
@@ -66,19 +67,22 @@ class RemoteFile:
 
     It has one version: the one that was found when it was opened, or `version`, if a caller recorded one. If the store
     answers with another version, a ConfigError says so. A failed request is repeated after 0.5, 1, 2 ... 30 seconds.
+
+    Attributes: patience_s, seconds of failures after which ConfigError is raised; inf: never, and warnings continue.
+    report: called with each warning. pins_version: whether each request asks for this version and no other.
     """
 
     def __init__(self, url: str, *, version: str = "", patience_s: float = 120.0) -> None:
-        """patience_s: seconds of failures after which ConfigError is raised; inf: never, and warnings go on.
-
-        Raises ConfigError if there is no such file, and if it cannot be read.
-        """
+        """Raises ConfigError if there is no such file, and if it cannot be read."""
         self.name = without_credentials(url)
-        self._patience_s = patience_s
+        self.patience_s = patience_s
+        self.report: Callable[[str], None] = say
+        self._warned_at = 0.0
         self._system, self._path = open_file_system(url, self.name)
         facts = self._facts()
         self.size = int(facts["size"])
         self.version = version_of(facts)
+        self.pins_version = self.version.startswith('"') and type(self._system).__name__ in _PINNING
         if version and version != self.version:
             raise self._changed()
 
@@ -87,7 +91,7 @@ class RemoteFile:
         stop = min(start + num_bytes, self.size)
         if stop <= start:
             return b""
-        return with_retries(lambda: self._request(start, stop), self.name, self._patience_s)
+        return self._retry(lambda: self._request(start, stop))
 
     def check_version(self) -> None:
         """Raise ConfigError if the file is another one now than when it was opened."""
@@ -95,12 +99,23 @@ class RemoteFile:
         if version_of(facts) != self.version or facts["size"] != self.size:
             raise self._changed()
 
+    def _retry(self, request: Callable[[], _T]) -> _T:
+        return with_retries(request, self.name, self.patience_s, report=self._warn)
+
+    def _warn(self, seconds: float, answer: str) -> None:
+        """Report that a request waits, or has been answered; of requests that wait at the same time, report one."""
+        now = time.monotonic()
+        if (now - self._warned_at < _LONGEST_WAIT_S / 2 - 1) if answer else not self._warned_at:
+            return
+        self._warned_at = now if answer else 0.0
+        self.report(waiting_line(self.name, seconds, answer))
+
     def _facts(self) -> dict[str, Any]:
         def ask() -> dict[str, Any]:
             self._system.invalidate_cache()
             return dict(self._system.info(self._path))
 
-        facts = with_retries(ask, self.name, self._patience_s)
+        facts = self._retry(ask)
         if facts.get("type") == "directory" or facts.get("size") is None:
             raise ConfigError(self.name, problem="the store names no size for it: it is no file, or the server sends "
                               "it without Content-Length", remedy="download it, and give the path")
@@ -121,10 +136,9 @@ class RemoteFile:
         system, kind = self._system, type(self._system).__name__
         if not isinstance(system, AsyncFileSystem):
             return bytes(system.cat_file(self._path, start=start, end=stop))
-        if kind == "S3FileSystem" and self.version.startswith('"'):
+        if kind == "S3FileSystem" and self.pins_version:
             return bytes(sync(system.loop, self._fetch_from_s3, start, stop, timeout=_ANSWER_S))
-        own = {"headers": {"If-Match": self.version}} if kind == "HTTPFileSystem" and self.version.startswith('"') \
-            else {}
+        own = {"headers": {"If-Match": self.version}} if self.pins_version else {}
         return bytes(sync(system.loop, system._cat_file, self._path, start=start, end=stop, timeout=_ANSWER_S, **own))
 
     async def _fetch_from_s3(self, start: int, stop: int) -> bytes:
@@ -150,12 +164,27 @@ def version_of(facts: dict[str, Any]) -> str:
     return next((str(facts[key]) for key in _VERSION_KEYS if facts.get(key)), "")
 
 
-def with_retries(request: Callable[[], _T], name: str, patience_s: float = 120.0) -> _T:
-    """Return what `request` returns; repeat it while it fails in a way that may pass. Raises ConfigError."""
+def waiting_line(name: str, seconds: float, answer: str) -> str:
+    """Return a line about a store that does not answer, or that answers again if `answer` is ""."""
+    if not answer:
+        return f"{name}: the store answers again after {seconds:.0f} s"
+    return f"{name}: waits for the store since {seconds:.0f} s; last answer: {answer}"
+
+
+def with_retries(request: Callable[[], _T], name: str, patience_s: float = 120.0, *,
+                 report: Callable[[float, str], None] | None = None) -> _T:
+    """Return what `request` returns; repeat it while it fails in a way that may pass. Raises ConfigError.
+
+    report: called instead of a warning, with the seconds of waiting and the last answer of the store; and with the
+    answer "" once the request has succeeded after such a call.
+    """
     started, wait_s, warned_s = time.monotonic(), _FIRST_WAIT_S, 0.0
     while True:
         try:
-            return request()
+            answer = request()
+            if warned_s and report is not None:
+                report(time.monotonic() - started, "")
+            return answer
         except ConfigError:
             raise
         except Exception as error:  # each client of fsspec has its own exception classes
@@ -167,7 +196,10 @@ def with_retries(request: Callable[[], _T], name: str, patience_s: float = 120.0
                                   "command again") from None
             if failed_s >= _SILENT_S and failed_s - warned_s >= _LONGEST_WAIT_S / 2:
                 warned_s = failed_s
-                say(f"{name}: waits for the store since {failed_s:.0f} s; last answer: {reason}")
+                if report is None:
+                    say(waiting_line(name, failed_s, reason))
+                else:
+                    report(failed_s, reason)
         time.sleep(wait_s)
         wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from pretrain.checkpoint.load.resume import Resume
 from pretrain.checkpoint.load.same_data import (
@@ -17,6 +18,7 @@ from pretrain.config.plan import Plan
 from pretrain.data.token_files.check_hashes import hash_if_fast
 from pretrain.data.token_files.hashes import BLOCK_BYTES, BackgroundHash, DataHashes, hashes_path, write_hashes
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
+from pretrain.data.token_files.token_file import TokenFile
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.terminal import Screen
 
@@ -50,7 +52,7 @@ class DataWatch:
                                     screen=screen) for indexed, sha256 in zip(sources, expected, strict=True)]
         end = time.monotonic() + _FAST_S
         for source in self.sources:
-            if source.needs_hash and (time.monotonic() < end or source is self.sources[0]):
+            if source.needs_hash and (time.monotonic() < end or source is self.sources[0] or source.is_remote):
                 source.hash_now(end - time.monotonic())
         self._start_next()
 
@@ -117,12 +119,18 @@ class SourceWatch:
         return self._indexed.hashes is None and self._process is None and not (self.is_rejected or self._has_failed)
 
     @property
+    def is_remote(self) -> bool:
+        """Whether the data is in an object store. It is hashed at the start or not at all."""
+        return self._indexed.is_remote
+
+    @property
     def is_hashing(self) -> bool:
         return self._process is not None
 
     def hash_now(self, seconds: float) -> None:
         """Hash the data if this takes less than `seconds`."""
         hash_if_fast(self._indexed, seconds)
+        self._has_failed = self._indexed.is_remote  # it is not downloaded only to be hashed
         if self._indexed.hashes is not None:
             self._finish(self._indexed.hashes)
 
@@ -130,7 +138,9 @@ class SourceWatch:
         """Hash the data in the background."""
         hashes = self._hashes()
         index = None if self._indexed.idx_sha256 else self._indexed.index.file
-        self._process = BackgroundHash(self._indexed.file, first=len(self._blocks), num_blocks=hashes.num_blocks,
+        file = self._indexed.file
+        assert isinstance(file, TokenFile)
+        self._process = BackgroundHash(file, first=len(self._blocks), num_blocks=hashes.num_blocks,
                                        index=index)
         self._next_store = time.monotonic() + _STORE_S
 
@@ -206,10 +216,12 @@ class SourceWatch:
 
     def _store(self, hashes: DataHashes) -> None:
         """Write the hashes next to the data, or into the run folder if the folder of the data is read-only."""
+        if self._indexed.is_remote:  # one block, which each start hashes
+            return
         reason = ""
-        for path in (hashes_path(self._indexed.prefix), fallback_path(self._plan, self._indexed)):
+        for path in (hashes_path(self._indexed.small_files), fallback_path(self._plan, self._indexed)):
             try:
-                if _is_same_file(os.stat(self._indexed.bin_path), self._status):  # else they belong to a new file
+                if _is_same_file(os.stat(str(self._indexed.bin_path)), self._status):  # else they belong to a new file
                     write_hashes(path, hashes)
                 return
             except OSError as error:
@@ -217,8 +229,13 @@ class SourceWatch:
         self._screen.line(f"warning: the hashes of the data cannot be stored ({reason})")
 
     def check_files(self, step: int) -> None:
-        """Look for changes of the .bin file that this run reads, and for another file that has its name."""
-        path, status = self._indexed.bin_path, self._indexed.file.status()
+        """Look for changes of the .bin file that this run reads, and for another file that has its name.
+
+        Reads of a file in an object store ask for the version with which the run began.
+        """
+        if self._indexed.is_remote:
+            return
+        path, status = Path(str(self._indexed.bin_path)), self._indexed.file.status()
         if status.st_size != self._status.st_size:
             self._stop(f"the file had {self._status.st_size:,} bytes when the run started, and has "
                        f"{status.st_size:,} now")

@@ -88,6 +88,13 @@ class RunArguments:
     packing: str = DATA.flag(
         "none", "none: documents follow one another without padding; best_fit: only documents that are longer than a "
         "sample are divided, and the others are packed with little padding", metavar="NAME")
+    data_cache: str | None = DATA.flag(
+        None, "folder on a local disk for copies of data in an object store (--train_data s3://BUCKET/PREFIX), which "
+        "all ranks of a host and later runs share", parse=path_text, metavar="FOLDER",
+        unset="~/.cache/ds-pretrain/data")
+    data_cache_gb: float | None = DATA.flag(
+        None, "largest size of these copies, in GB; what does not fit is requested from the store again", low=0.1,
+        high=1e6, unset="half of the free space of the disk")
     first_sample: int = DATA.flag(
         0, "sample with which a run begins at step 0: the number of samples that it consumed before it was moved here",
         low=0, high=2**48)
@@ -360,4 +367,5 @@ FLAGS: dict[str, Flag] = {field.name: field.metadata["flag"] for field in datacl
 def data_spec(args: RunArguments) -> DataSpec:
     """Return the data that the flags name. Raises ConfigError for values that cannot be combined."""
     return parse_data_spec(args.train_data, valid_data=args.valid_data, test_data=args.test_data, split=args.split,
-                           sample_order=args.sample_order, packing=args.packing, blend_schedule=args.blend_schedule)
+                           sample_order=args.sample_order, packing=args.packing, blend_schedule=args.blend_schedule,
+                           data_cache=args.data_cache, data_cache_gb=args.data_cache_gb)
