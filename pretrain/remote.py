@@ -34,9 +34,13 @@ _CANNOT_BE_READ = ("NoCredentialsError", "ProfileNotFound", "ParamValidationErro
 """names of exceptions of the clients that another attempt would raise again"""
 _REMEDIES = {"NoCredentialsError": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; for a public "
                                    "bucket, set FSSPEC_S3_ANON=true"}
-_warned: dict[str, float] = {}
-"""name of a file -> time of the last warning: several threads may wait for it"""
+_PINNING = ("S3FileSystem", "HTTPFileSystem")
+"""fsspec's clients to which a range of one version, named by its ETag, can be asked for"""
 _T = TypeVar("_T")
+
+
+class StoreError(ConfigError):
+    """A store does not answer. Another start may succeed."""
 
 
 def is_url(word: str) -> bool:
@@ -91,23 +95,31 @@ class RemoteFile:
 
     It has one version: the one that was found when it was opened, or `version`, if a caller recorded one. If the store
     answers with another version, a ConfigError says so. A failed request is repeated after 0.5, 1, 2 ... 30 seconds.
+
+    Attributes:
+        patience_s: seconds of failures after which ConfigError is raised; inf: never, and warnings continue.
+        report: called with each warning, and whether the store still does not answer.
+        last_wait: seconds of the last wait that is over and was reported, and the last answer in it.
+        pins_version: whether each request asks for this version and no other.
     """
 
     def __init__(self, url: str, *, version: str = "", size: int | None = None, patience_s: float = 120.0) -> None:
         """size: of this version, if a listing of the store named both; then no request is made here.
 
-        patience_s: seconds of failures after which ConfigError is raised; inf: never, and warnings go on.
-
         Raises ConfigError if there is no such file, and if it cannot be read.
         """
         self.name = without_credentials(url)
-        self._patience_s = patience_s
+        self.patience_s = patience_s
+        self.report: Callable[[str, bool], None] = lambda line, waits: say(line)
+        self.last_wait: tuple[float, str] = 0.0, ""
+        self._warned_at, self._answer = 0.0, ""
         self._system, self._path = open_file_system(url, self.name)
         self._content: bytes | None = None  # of a small file on a server without ranges
         self.size, self.version = size or 0, version
         if size is None or not version:
             facts = self._facts()
             self.size, self.version = int(facts["size"]), version_of(facts)
+        self.pins_version = self.version.startswith('"') and type(self._system).__name__ in _PINNING
         if (version and version != self.version) or (size is not None and size != self.size):
             raise self._changed()
 
@@ -118,7 +130,7 @@ class RemoteFile:
             return self._content[start:stop]
         parts: list[bytes] = []
         while start < stop:
-            parts.append(with_retries(functools.partial(self._request, start, stop), self.name, self._patience_s))
+            parts.append(self._retry(functools.partial(self._request, start, stop)))
             start += len(parts[-1])
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
@@ -127,6 +139,20 @@ class RemoteFile:
         facts = self._facts()
         if version_of(facts) != self.version or facts["size"] != self.size:
             raise self._changed()
+
+    def _retry(self, request: Callable[[], _T]) -> _T:
+        return with_retries(request, self.name, self.patience_s, report=self._warn)
+
+    def _warn(self, seconds: float, answer: str) -> None:
+        """Report that a request waits, or has been answered; of requests that wait at the same time, report one."""
+        now = time.monotonic()
+        if (now - self._warned_at < _LONGEST_WAIT_S / 2 - 1) if answer else not self._warned_at:
+            return
+        self._warned_at = now if answer else 0.0
+        self._answer = answer or self._answer
+        if not answer:
+            self.last_wait = seconds, self._answer
+        self.report(waiting_line(self.name, seconds, answer), bool(answer))
 
     def _facts(self) -> dict[str, Any]:
         def ask() -> dict[str, Any]:
@@ -137,7 +163,7 @@ class RemoteFile:
             self._system.invalidate_cache()
             return dict(self._system.info(self._path))
 
-        facts = with_retries(ask, self.name, self._patience_s)
+        facts = self._retry(ask)
         if facts.get("type") == "directory" or facts.get("size") is None:
             raise ConfigError(self.name, problem="the store names no size for it: it is no file, or the server sends "
                               "it without Content-Length", remedy="download it, and give the path")
@@ -160,7 +186,7 @@ class RemoteFile:
         from fsspec.asyn import AsyncFileSystem, sync
 
         system, kind = self._system, type(self._system).__name__
-        if kind == "S3FileSystem" and self.version.startswith('"'):
+        if kind == "S3FileSystem" and self.pins_version:
             sync(system.loop, self._fetch_from_s3, start, stop, data, timeout=_ANSWER_S)
         elif kind == "HTTPFileSystem":
             sync(system.loop, self._fetch_from_http, start, stop, data, timeout=_ANSWER_S)
@@ -210,7 +236,7 @@ class RemoteFile:
 
     async def _fetch_from_http(self, start: int, stop: int, data: bytearray) -> None:
         headers = {"Range": f"bytes={start}-{stop - 1}"}
-        if self.version.startswith('"'):  # a weak ETag, W/"...", never matches
+        if self.pins_version:  # a weak ETag, W/"...", never matches
             headers["If-Match"] = self.version
         async with await self._ask_http("GET", headers) as answer:
             self._system._raise_not_found_for_status(answer, self._path)
@@ -245,12 +271,27 @@ def version_of(facts: dict[str, Any]) -> str:
     return next((str(facts[key]) for key in _VERSION_KEYS if facts.get(key)), "")
 
 
-def with_retries(request: Callable[[], _T], name: str, patience_s: float = 120.0) -> _T:
-    """Return what `request` returns; repeat it while it fails in a way that may pass. Raises ConfigError."""
-    started, wait_s = time.monotonic(), _FIRST_WAIT_S
+def waiting_line(name: str, seconds: float, answer: str) -> str:
+    """Return a line about a store that does not answer, or that answers again if `answer` is ""."""
+    if not answer:
+        return f"{name}: the store answers again after {seconds:.0f} s"
+    return f"{name}: waits for the store since {seconds:.0f} s; last answer: {answer}"
+
+
+def with_retries(request: Callable[[], _T], name: str, patience_s: float = 120.0, *,
+                 report: Callable[[float, str], None] | None = None) -> _T:
+    """Return what `request` returns; repeat it while it fails in a way that may pass. Raises ConfigError.
+
+    report: called instead of a warning, with the seconds of waiting and the last answer of the store; and with the
+    answer "" once the request has succeeded after such a call.
+    """
+    started, wait_s, warned_s = time.monotonic(), _FIRST_WAIT_S, 0.0
     while True:
         try:
-            return request()
+            answer = request()
+            if warned_s and report is not None:
+                report(time.monotonic() - started, "")
+            return answer
         except ConfigError:
             raise
         except Exception as error:  # each client of fsspec has its own exception classes
@@ -260,11 +301,14 @@ def with_retries(request: Callable[[], _T], name: str, patience_s: float = 120.0
             if problem := _lasting_problem(error):
                 raise ConfigError(name, problem=problem, remedy=_REMEDIES.get(type(error).__name__, "")) from None
             if failed_s + wait_s > patience_s:
-                raise ConfigError(name, problem=f"no answer for {failed_s:.0f} s: {reason}",
-                                  remedy="check the network and the store, and give the same command again") from None
-            if failed_s >= _SILENT_S and time.monotonic() - _warned.get(name, 0.0) >= _LONGEST_WAIT_S / 2:
-                _warned[name] = time.monotonic()
-                say(f"{name}: waits for the store since {failed_s:.0f} s; last answer: {reason}")
+                raise StoreError(name, problem=f"no answer for {failed_s:.0f} s: {reason}", remedy="check the network "
+                                 "and the store, and give the same command again") from None
+            if failed_s >= _SILENT_S and failed_s - warned_s >= _LONGEST_WAIT_S / 2:
+                warned_s = failed_s
+                if report is None:
+                    say(waiting_line(name, failed_s, reason))
+                else:
+                    report(failed_s, reason)
         time.sleep(wait_s)
         wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 

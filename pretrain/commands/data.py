@@ -12,6 +12,7 @@ from pretrain.cli import (
     LARGEST_INT,
     Parser,
     StopRequest,
+    new_prefix,
     next_line,
     path,
     path_text,
@@ -150,7 +151,7 @@ def _data_parser() -> Parser:
                                               "shards of `prepare --shard`, write the files that a preparation on one "
                                               "machine would have written.")
     command.set_defaults(function=_merge)
-    command.add_argument("output", metavar="OUT", type=prefix, help="path of the new data set, without .bin")
+    command.add_argument("output", metavar="OUT", type=new_prefix, help="path of the new data set, without .bin")
     command.add_argument("prefixes", metavar="PREFIX", nargs="*", type=prefix,
                          help=f"{help_of_prefix} (default: the shards of OUT)")
     _add_overwrite(command)
@@ -158,7 +159,7 @@ def _data_parser() -> Parser:
                                   description="Divide the documents of a data set among several.")
     command.set_defaults(function=_split)
     command.add_argument("prefix", metavar="PREFIX", type=prefix, help=help_of_prefix)
-    command.add_argument("--out", required=True, metavar="OUT", nargs="+", type=prefix,
+    command.add_argument("--out", required=True, metavar="OUT", nargs="+", type=new_prefix,
                          help="paths of the new data sets, without .bin")
     sizes = command.add_mutually_exclusive_group(required=True)
     sizes.add_argument("--proportions", type=text, metavar="P,P...", help="proportions of the documents: 969,30,1")

@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.cli import path
+from pretrain.data.token_files.page_cache import CacheSettings
 from pretrain.data.token_schedules import parse_token_count
 from pretrain.errors import ConfigError, printable, shorten
+from pretrain.remote import is_url, open_file_system, without_credentials
 
 SAMPLE_ORDERS = ("shuffled", "megatron", "neox")
 PACKINGS = ("none", "best_fit")
@@ -53,6 +55,8 @@ class DataSpec:
     module: str | None = None
     """MODULE:FUNCTION of the user's code that makes the datasets, instead of token files"""
     module_args: Mapping[str, Any] = field(default_factory=dict)
+    cache: CacheSettings = field(default_factory=CacheSettings)
+    """of data in an object store"""
 
     @property
     def prefixes(self) -> tuple[str, ...]:
@@ -87,16 +91,22 @@ def absolute_words(value: Words) -> str | list[str] | None:
         name, equals, prefix = word.partition("=")
         named = bool(equals) and _NAME.fullmatch(name) is not None
         is_weight = _number(word) is not None and len(split_words(value)) > 1
-        words.append(word if is_weight else f"{name}={os.path.abspath(prefix)}" if named else os.path.abspath(word))
+        words.append(word if is_weight else f"{name}={_absolute(prefix)}" if named else _absolute(word))
     if len(words) > 1:
         return words
     return words[0] if words else None
 
 
+def _absolute(prefix: str) -> str:
+    """Return a prefix as it is recorded: an absolute path, or a URL without credentials."""
+    return without_credentials(prefix) if is_url(prefix) else os.path.abspath(prefix)
+
+
 def parse_data_spec(train_data: Words, *, valid_data: Words = None, test_data: Words = None, split: str = "969,30,1",
                     sample_order: str = "shuffled", packing: str = "none",
                     blend_schedule: Words = None, dataset_module: str | None = None,
-                    dataset_args: str | None = None) -> DataSpec:
+                    dataset_args: str | None = None, data_cache: str | None = None,
+                    data_cache_gb: float | None = None) -> DataSpec:
     """Parse the flags of the data, and check all that can be checked without the files. Raises ConfigError.
 
     `dataset_module` must come from the user's command line or YAML, as it names code.
@@ -105,7 +115,8 @@ def parse_data_spec(train_data: Words, *, valid_data: Words = None, test_data: W
         for name, value, default in (("train_data", train_data, None), ("valid_data", valid_data, None),
                                      ("test_data", test_data, None), ("split", split, DataSpec.split),
                                      ("sample_order", sample_order, DataSpec.sample_order),
-                                     ("packing", packing, DataSpec.packing), ("blend_schedule", blend_schedule, None)):
+                                     ("packing", packing, DataSpec.packing), ("blend_schedule", blend_schedule, None),
+                                     ("data_cache", data_cache, None), ("data_cache_gb", data_cache_gb, None)):
             if (value or None) != default:
                 raise ConfigError(f"--dataset_module / --{name}", found="both", expected="one of the two",
                                   remedy="the function of --dataset_module returns all data of the run")
@@ -132,7 +143,12 @@ def parse_data_spec(train_data: Words, *, valid_data: Words = None, test_data: W
     if phases and phases[0].from_tokens == 0 and weights is not None:
         raise ConfigError("--blend_schedule", problem="it has weights from token 0 on, and --train_data has weights "
                           "too", remedy="leave the weights of --train_data out, or begin the schedule later")
-    return DataSpec(prefixes, weights, valid, test, split, sample_order, packing, phases)
+    spec = DataSpec(prefixes, weights, valid, test, split, sample_order, packing, phases,
+                    cache=CacheSettings(data_cache or "", data_cache_gb))
+    if spec.cache != CacheSettings() and prefixes and not any(map(is_url, spec.prefixes)):
+        flag = f"--data_cache {shorten(data_cache)}" if data_cache else f"--data_cache_gb {data_cache_gb:g}"
+        raise ConfigError(flag, problem="it has no effect: all data is on local disks", remedy="leave it out")
+    return spec
 
 
 def _parse_module(value: str) -> str:
@@ -195,7 +211,8 @@ def recorded_data_spec(flags: Mapping[str, Any]) -> DataSpec:
     return parse_data_spec(flags.get("train_data"), valid_data=flags.get("valid_data"),
                            test_data=flags.get("test_data"), split=flags.get("split") or "1",
                            sample_order=flags.get("sample_order") or "shuffled", packing=flags.get("packing") or "none",
-                           blend_schedule=flags.get("blend_schedule"))
+                           blend_schedule=flags.get("blend_schedule"), data_cache=flags.get("data_cache"),
+                           data_cache_gb=flags.get("data_cache_gb"))
 
 
 def _number(word: str) -> float | None:
@@ -243,13 +260,27 @@ def _check_prefixes(flag: str, prefixes: Sequence[str]) -> None:
     """Raise ConfigError for a prefix that cannot be one, or that is named twice."""
     seen: set[str] = set()
     for prefix in prefixes:
-        try:
-            path(prefix)
-        except argparse.ArgumentTypeError as error:
-            raise ConfigError(flag, problem=str(error)) from None
-        if os.path.abspath(prefix) in seen:
+        if is_url(prefix):
+            _check_url(flag, prefix)
+        else:
+            try:
+                path(prefix)
+            except argparse.ArgumentTypeError as error:
+                raise ConfigError(flag, problem=str(error)) from None
+        if _absolute(prefix) in seen:
             raise ConfigError(flag, problem=f"{shorten(prefix)} is named twice", remedy="name it once")
-        seen.add(os.path.abspath(prefix))
+        seen.add(_absolute(prefix))
+
+
+def _check_url(flag: str, url: str) -> None:
+    """Raise ConfigError for a URL that cannot be the prefix of a .bin/.idx pair."""
+    where = f"{flag} {shorten(without_credentials(url))}"
+    if "?" in url or "*" in url:
+        raise ConfigError(where, problem="the URL of a prefix has neither ? nor *: .bin and .idx are appended to it",
+                          remedy="give the URL of the .bin without .bin; credentials come from the environment")
+    if url.endswith((".bin", ".idx")):
+        raise ConfigError(where, problem=f"give the prefix without {url[-4:]}")
+    open_file_system(url, where)
 
 
 def _parse_named(group: str, words: Sequence[str]) -> tuple[tuple[str, str], ...]:

@@ -1,11 +1,13 @@
-"""The micro-batches of a step for one data-parallel rank, read one step ahead.
+"""The micro-batches of a step for one data-parallel rank, read one step ahead, or several from an object store.
 
 Shapes: B micro-batch size, T sequence length.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -14,10 +16,13 @@ from torch import Tensor
 
 from pretrain.data.samples.dataset import PADDING, SampleDataset
 from pretrain.data.samples.own import OwnSamples
+from pretrain.data.token_files.daemon_threads import DaemonThreads
 
 MicroBatch = tuple[Tensor | tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(tokens_BT int64, (labels_BT int64, weights_BT float32)); with document attention the first element is
 (tokens_BT, positions_BT), both int64"""
+
+_TOKENS_AHEAD, _FEWEST_STEPS_AHEAD, _MOST_STEPS_AHEAD = 2**22, 2, 16  # of data in an object store; 28 bytes a token
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,9 @@ class Loader:
 
     If the dataset has weights of its own, the loss is the mean that is weighted by them: the sum of weight * loss over
     the labels of the global batch, divided by the sum of their weights.
+
+    Data on local disks is read one step ahead, in one thread. Data in an object store is read several steps ahead, in
+    as many threads: up to 16 steps, and fewer if these have more than 4 million tokens.
     """
 
     def __init__(self, dataset: SampleDataset, *, micro_batch_size: int, gradient_accumulation_steps: int,
@@ -80,26 +88,43 @@ class Loader:
         self._padding_token = known[0] if known else 0
         # each thread has a current device of its own, at first device 0, on which pinning would create a CUDA context
         device = torch.cuda.current_device() if pin_memory else None
-        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader",
-                                          initializer=_set_device, initargs=(device,))
-        self._prefetched: tuple[int, Future[_Step]] | None = None
+        self._steps_ahead = 1
+        self._reader: ThreadPoolExecutor | DaemonThreads
+        if any(source.is_remote for source in dataset.sources):
+            tokens = micro_batch_size * gradient_accumulation_steps * dataset.seq_length
+            self._steps_ahead = min(max(_TOKENS_AHEAD // tokens, _FEWEST_STEPS_AHEAD), _MOST_STEPS_AHEAD)
+            self._reader = DaemonThreads(self._steps_ahead, name="loader", initializer=partial(_set_device, device))
+        else:
+            self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader",
+                                              initializer=_set_device, initargs=(device,))
+        self._prefetched: deque[tuple[int, Future[_Step]]] = deque()
 
     def step(self, consumed_samples: int) -> list[MicroBatch]:
         """Return the micro-batches of the step at `consumed_samples`. Raises errors of the reading thread."""
-        if self._prefetched is not None and self._prefetched[0] == consumed_samples:
-            future = self._prefetched[1]
+        if self._prefetched and self._prefetched[0][0] == consumed_samples:
+            future = self._prefetched.popleft()[1]
         else:
+            while self._steps_ahead > 1 and self._prefetched:
+                self._prefetched.pop()[1].cancel()
+            self._prefetched.clear()
             future = self._reader.submit(self._read, consumed_samples)
-        self._prefetched = None
+        if self._steps_ahead > 1:  # also while this step is waited for
+            self._read_ahead(consumed_samples)
         read = future.result()
-        next_consumed_samples = consumed_samples + self._batch_size_at(consumed_samples)
-        self._prefetched = next_consumed_samples, self._reader.submit(self._read, next_consumed_samples)
+        self._read_ahead(consumed_samples)
         if self._is_masked:
             return self._normalized(read)
         return read.micro_batches
 
+    def _read_ahead(self, consumed_samples: int) -> None:
+        """Begin to read the steps after the one at `consumed_samples`."""
+        last = self._prefetched[-1][0] if self._prefetched else consumed_samples
+        while len(self._prefetched) < self._steps_ahead:
+            last += self._batch_size_at(last)
+            self._prefetched.append((last, self._reader.submit(self._read, last)))
+
     def close(self) -> None:
-        """Stop the reading thread. Do not call `step` afterwards."""
+        """Stop the reading threads. Do not call `step` afterwards."""
         self._reader.shutdown(wait=True, cancel_futures=True)
 
     def _normalized(self, read: _Step) -> list[MicroBatch]:

@@ -234,7 +234,7 @@ def check_output(outputs: Sequence[str], sources: Sequence[IndexedDataset], wher
     for output, name in zip(outputs, names, strict=True):
         if names.count(name) > 1:
             raise ConfigError(where, problem=f"{output} is given twice")
-        if any(name == source.prefix.resolve() for source in sources):
+        if any(name == source.prefix.resolve() for source in sources if isinstance(source.prefix, Path)):
             raise ConfigError(where, problem=f"{output} is also an input", remedy="give another prefix")
         if (existing := existing_file(output)) and not overwrite:
             raise ConfigError(where, problem=f"{existing} exists",

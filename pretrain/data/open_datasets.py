@@ -12,10 +12,13 @@ from pretrain.data.samples.megatron import MegatronSamples
 from pretrain.data.samples.megatron_blend import GreedyQuotas, normalized_weights, samples_of_sources
 from pretrain.data.samples.packed import PackedDocuments
 from pretrain.data.samples.shuffled import ShuffledWindows
+from pretrain.data.token_files.daemon_threads import DaemonThreads
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.data.token_files.token_file import allow_open_files
 from pretrain.errors import ConfigError
+from pretrain.remote import is_url
 
+_OPENED_AT_ONCE = 16  # token files in object stores
 SPLITS = ("train", "valid", "test")
 
 
@@ -53,7 +56,7 @@ def open_datasets(spec: DataSpec, *, seq_length: int, seed: int,
         return _samples(part, name, spec, seq_length=seq_length, seed=part_seed, num_samples=planned(name))
 
     allow_open_files(2 * len(spec.prefixes))
-    files = {prefix: IndexedDataset(prefix) for prefix in spec.prefixes}
+    files = _open_files(spec)
     parts = _split_sources([files[prefix] for prefix in spec.train], spec)
     # By default 1 of 1000 documents is for the test set. In a small corpus this is too little for a test set. A small
     # source of a blend may also have too little for the validation set.
@@ -70,6 +73,17 @@ def open_datasets(spec: DataSpec, *, seq_length: int, seed: int,
         elif not own and enough:
             datasets[split] = _blend(parts[split], enough, split, spec, samples_of, seq_length=seq_length, seed=seed)
     return datasets
+
+
+def _open_files(spec: DataSpec) -> dict[str, IndexedDataset]:
+    """Open all token files; those in an object store at the same time, because each waits for several answers."""
+    threads = DaemonThreads(_OPENED_AT_ONCE, name="open")
+    futures = {prefix: threads.submit(IndexedDataset, prefix, spec.cache) for prefix in spec.prefixes if is_url(prefix)}
+    try:
+        return {prefix: futures[prefix].result() if prefix in futures else IndexedDataset(prefix)
+                for prefix in spec.prefixes}
+    finally:
+        threads.shutdown()
 
 
 def _split_sources(sources: list[IndexedDataset], spec: DataSpec) -> dict[str, list[_Part]]:

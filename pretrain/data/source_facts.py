@@ -77,7 +77,7 @@ def end_notes(where: str, facts: SourceFacts, eod_token: int | None) -> list[str
 
 def learnable_notes(indexed: IndexedDataset, where: str, facts: SourceFacts) -> list[str]:
     """Note data from which there is little to learn: constant, in random order, or with many duplicates."""
-    duplicates = _duplicates(indexed.prefix)
+    duplicates = _duplicates(indexed.small_files)
     notes = [f"{where}: {duplicates:.0%} of its documents are exact duplicates of others (its .summary.json): "
              "`ds-pretrain prepare --deduplicate` leaves them out"] if duplicates > _MANY_DUPLICATES else []
     if facts.unigram_entropy < _CONSTANT:

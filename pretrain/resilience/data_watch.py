@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from pretrain.checkpoint.load.resume import Resume
 from pretrain.checkpoint.load.same_data import (
@@ -12,12 +13,16 @@ from pretrain.checkpoint.load.same_data import (
     fallback_path,
     stored_hashes,
 )
+from pretrain.cli import say
 from pretrain.config.flags.overrides import allows_other_data
 from pretrain.config.plan import Plan
 from pretrain.data.token_files.check_hashes import hash_if_fast
 from pretrain.data.token_files.hashes import BLOCK_BYTES, BackgroundHash, DataHashes, hashes_path, write_hashes
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
+from pretrain.data.token_files.remote_token_file import RemoteTokenFile
+from pretrain.data.token_files.token_file import TokenFile
 from pretrain.monitor.write_run_folder import RunFolder
+from pretrain.resilience.watchdog import Watchdog
 from pretrain.terminal import Screen
 
 _FAST_S = 0.5  # data that is hashed within this time is hashed before the first step
@@ -36,6 +41,9 @@ class DataWatch:
     def __init__(self, plan: Plan, resume: Resume | None, *, reject: Callable[[str], None], folder: RunFolder,
                  screen: Screen, active: bool) -> None:
         self.sources: list[SourceWatch] = []
+        self._folder = folder
+        self._stores = [source.file for source in plan.datasets["train"].sources
+                        if isinstance(source.file, RemoteTokenFile)]
         self._next_poll = self._next_status = 0.0
         if not active:
             return
@@ -50,7 +58,7 @@ class DataWatch:
                                     screen=screen) for indexed, sha256 in zip(sources, expected, strict=True)]
         end = time.monotonic() + _FAST_S
         for source in self.sources:
-            if source.needs_hash and (time.monotonic() < end or source is self.sources[0]):
+            if source.needs_hash and (time.monotonic() < end or source is self.sources[0] or source.is_remote):
                 source.hash_now(end - time.monotonic())
         self._start_next()
 
@@ -68,6 +76,7 @@ class DataWatch:
         if not self.sources or now < self._next_poll or any(source.is_rejected for source in self.sources):
             return
         self._next_poll = now + _POLL_S
+        self._record_waits(step)
         looks_at_files = now >= self._next_status
         if looks_at_files:
             self._next_status = now + _STATUS_S
@@ -80,10 +89,33 @@ class DataWatch:
                 return
         self._start_next()
 
+    def _record_waits(self, step: int) -> None:
+        """Record that a store did not answer for some time and answers again."""
+        for file in self._stores:
+            (seconds, answer), file.remote.last_wait = file.remote.last_wait, (0.0, "")
+            if seconds:
+                self._folder.event("store_wait", step=step, reason=answer, seconds=round(seconds, 1),
+                                   name=file.path)
+
     def close(self) -> None:
         """Stop hashing, and keep the hashes so far for the next start."""
         for source in self.sources:
             source.close()
+
+
+def wait_for_stores(plan: Plan, watchdog: Watchdog, screen: Screen, *, rank: int) -> None:
+    """Let this rank wait for data in object stores for as long as they do not answer, with warnings."""
+    def report(line: str, waits: bool) -> None:
+        watchdog.note(line if waits else "")
+        if rank == 0:
+            screen.line(f"warning: {line}" if waits else line)
+        else:
+            say(f"rank {rank}: {line}")
+
+    for dataset in plan.datasets.values():
+        for source in dataset.sources:
+            if isinstance(source.file, RemoteTokenFile):
+                source.file.wait_without_limit(report)
 
 
 class SourceWatch:
@@ -117,12 +149,18 @@ class SourceWatch:
         return self._indexed.hashes is None and self._process is None and not (self.is_rejected or self._has_failed)
 
     @property
+    def is_remote(self) -> bool:
+        """Whether the data is in an object store. It is hashed at the start or not at all."""
+        return self._indexed.is_remote
+
+    @property
     def is_hashing(self) -> bool:
         return self._process is not None
 
     def hash_now(self, seconds: float) -> None:
         """Hash the data if this takes less than `seconds`."""
         hash_if_fast(self._indexed, seconds)
+        self._has_failed = self._indexed.is_remote  # it is not downloaded only to be hashed
         if self._indexed.hashes is not None:
             self._finish(self._indexed.hashes)
 
@@ -130,7 +168,9 @@ class SourceWatch:
         """Hash the data in the background."""
         hashes = self._hashes()
         index = None if self._indexed.idx_sha256 else self._indexed.index.file
-        self._process = BackgroundHash(self._indexed.file, first=len(self._blocks), num_blocks=hashes.num_blocks,
+        file = self._indexed.file
+        assert isinstance(file, TokenFile)
+        self._process = BackgroundHash(file, first=len(self._blocks), num_blocks=hashes.num_blocks,
                                        index=index)
         self._next_store = time.monotonic() + _STORE_S
 
@@ -206,10 +246,12 @@ class SourceWatch:
 
     def _store(self, hashes: DataHashes) -> None:
         """Write the hashes next to the data, or into the run folder if the folder of the data is read-only."""
+        if self._indexed.is_remote:  # one block, which each start hashes
+            return
         reason = ""
-        for path in (hashes_path(self._indexed.prefix), fallback_path(self._plan, self._indexed)):
+        for path in (hashes_path(self._indexed.small_files), fallback_path(self._plan, self._indexed)):
             try:
-                if _is_same_file(os.stat(self._indexed.bin_path), self._status):  # else they belong to a new file
+                if _is_same_file(os.stat(str(self._indexed.bin_path)), self._status):  # else they belong to a new file
                     write_hashes(path, hashes)
                 return
             except OSError as error:
@@ -217,8 +259,13 @@ class SourceWatch:
         self._screen.line(f"warning: the hashes of the data cannot be stored ({reason})")
 
     def check_files(self, step: int) -> None:
-        """Look for changes of the .bin file that this run reads, and for another file that has its name."""
-        path, status = self._indexed.bin_path, self._indexed.file.status()
+        """Look for changes of the .bin file that this run reads, and for another file that has its name.
+
+        Reads of a file in an object store ask for the version with which the run began.
+        """
+        if self._indexed.is_remote:
+            return
+        path, status = Path(str(self._indexed.bin_path)), self._indexed.file.status()
         if status.st_size != self._status.st_size:
             self._stop(f"the file had {self._status.st_size:,} bytes when the run started, and has "
                        f"{status.st_size:,} now")

@@ -52,7 +52,7 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "runs/quickstart/quickstart.yaml --deepspeed_config zero1_bf16 --gradient_accumulation_steps 2 "
         "--train_steps 60 --save_interval 4 --keep_checkpoints 3 --async_save --save runs/chaos",),
     "takes minutes on an idle machine: tests/bench/test_bench.py": (
-        "ds-pretrain bench --preset cpu-small --rounds 2",
+        "ds-pretrain bench --preset cpu-small --rounds 2", "ds-pretrain bench --what store",
         "ds-pretrain bench --what step --preset cpu --write tools/measurements.md",
         "ds-pretrain bench --what step --preset cpu-llama-2048 --write tools/measurements.md",
         "ds-pretrain bench --what overhead,checkpoint,startup --rounds 3 --write tools/measurements.md"),
@@ -108,6 +108,11 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "sbatch --dependency=afterok:$job --kill-on-invalid-dep=yes runs/prepare.sbatch merge data/corpus"),
     "needs an S3 server: tests/data/prepare/test_urls.py": (
         'ds-pretrain prepare "s3://bucket/corpus/*.jsonl.gz" --tokenizer data/tokenizer --out data/from_s3',),
+    "needs an S3 server: tests/data/test_object_store.py trains from one": (
+        "ds-pretrain data info s3://bucket/corpora/corpus",
+        "ds-pretrain --num_accelerators 2 --deepspeed_config zero2_bf16 --model tiny --train_data "
+        "s3://bucket/corpora/corpus --tokenizer data/tokenizer --seq_length 128 --micro_batch_size 4 --train_steps "
+        "100 --save runs/store"),
     "needs Kubernetes: tests/cluster/test_k8s.py": ("kubectl apply -f launch/k8s/indexed-job.yaml",),
 }
 QUICKSTART = "launch/quickstart.sh"  # run before all pages

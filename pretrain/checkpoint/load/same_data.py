@@ -18,6 +18,7 @@ from pretrain.data.samples.dataset import SampleDataset, source_records
 from pretrain.data.samples.own import OwnSamples
 from pretrain.data.samples.shuffled import ShuffledWindows
 from pretrain.data.token_files.check_hashes import CHECK_S, FoundHashes, check_blocks, find_hashes, hash_if_fast
+from pretrain.data.token_files.hashes import BLOCK_BYTES
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.errors import ConfigError, shorten
 from pretrain.monitor.read_run_folder import newest_start, read_rows
@@ -38,7 +39,7 @@ def fallback_path(plan: Plan, indexed: IndexedDataset) -> Path:
     name, dataset = next((name, dataset) for name, dataset in plan.datasets.items() if indexed in dataset.sources)
     source = ""
     if len(dataset.sources) > 1:
-        path = os.path.abspath(indexed.prefix)
+        path = str(indexed.prefix) if indexed.is_remote else os.path.abspath(str(indexed.prefix))
         source = f".{indexed.prefix.name}-{hashlib.sha256(path.encode()).hexdigest()[:8]}"
     return Path(plan.args.save) / f"{name.replace('/', '_')}_data{source}.sha256.json"
 
@@ -62,6 +63,10 @@ def check_sampled_blocks(plan: Plan) -> list[str]:
             has_checked = has_checked or found.current is not None
         if found.current is not None and found.current.is_complete:
             indexed.hashes = found.current
+        elif indexed.is_remote and indexed.file.status().st_size > BLOCK_BYTES:
+            notes.append(f"{indexed.prefix}: the SHA-256 of all its bytes is not known, because there is no complete "
+                         ".sha256.json; data in an object store is not downloaded to be hashed. Its index and samples "
+                         "of its tokens are compared instead")
     return notes
 
 

@@ -1,5 +1,6 @@
 """Read evaluation sets: token files, or text that is encoded with the tokenizer of the training data."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +82,7 @@ def _check_size(word: str, num_tokens: int) -> None:
 
 def _token_file(prefix: str, train: IndexedDataset) -> EvaluationSet:
     data = IndexedDataset(prefix)
-    if data.prefix.resolve() == train.prefix.resolve():
+    if os.path.realpath(data.small_files) == os.path.realpath(train.small_files):
         raise ConfigError(f"{_FLAG} {prefix}", problem="it is the training data itself")
     check_same_tokenizer([(str(train.prefix), train), (prefix, data)])
     _check_size(prefix, data.num_tokens)

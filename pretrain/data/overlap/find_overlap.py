@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from pretrain.data.data_spec import absolute_words
 from pretrain.data.merge_split import CHUNK_DOCUMENTS, CopyWriter, check_output, copy_chosen, meta_of
 from pretrain.data.overlap.evaluation_sets import EvaluationSet, find_tokenizer, read_set
 from pretrain.data.overlap.ngrams import index_ngrams
@@ -95,10 +96,10 @@ def remove_overlap(result: OverlapResult, output: str, advance: Advance) -> Inde
     if len(removed) == train.num_documents:
         raise ConfigError("--remove", problem="all training documents have a match, and none would remain",
                           remedy="give a larger --ngram or a smaller --max_documents")
-    hashes = read_hashes(hashes_path(train.prefix))
+    hashes = read_hashes(hashes_path(train.small_files))
     known = hashes.sha256 if hashes is not None and train.is_described_by(hashes) else None
     added = {"without_overlap": {
-        "source": str(train.prefix.absolute()), "source_sha256": known, "ngram": result.n,
+        "source": absolute_words(str(train.prefix)), "source_sha256": known, "ngram": result.n,
         "max_documents": result.overlap.most_documents, "removed_documents": len(removed),
         "against": [{"name": found.name if not Path(found.name).exists() else str(Path(found.name).absolute()),
                      "documents": len(found.ends), "tokens_sha256": _sha256(found)} for found in result.sets]}}

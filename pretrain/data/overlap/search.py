@@ -68,7 +68,7 @@ def search(train: IndexedDataset, ngrams: Ngrams, *, most_documents: int, worker
     width = train.dtype.itemsize
     with tempfile.TemporaryDirectory(prefix="ds-pretrain-overlap-") as folder:
         ngrams.save(Path(folder))
-        make = functools.partial(_make_find, str(train.prefix), folder)
+        make = functools.partial(_make_find, train.address, folder)
         for job, (found, where) in map_in_order(make, _jobs(train), min(workers, 1 + train.num_tokens // _JOB_TOKENS)):
             is_new = last_document[found] != where  # a long document is searched in several jobs
             found, where = found[is_new], where[is_new]

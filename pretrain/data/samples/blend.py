@@ -27,9 +27,11 @@ import numpy.typing as npt
 
 from pretrain.data.samples.dataset import Indices, LookAhead, SampleDataset
 from pretrain.data.samples.megatron_blend import GreedyQuotas
+from pretrain.data.token_files.daemon_threads import DaemonThreads
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
 
 _LARGEST_DENOMINATOR = 2**30  # so that products of two such numbers fit into int64
+_READ_AT_ONCE = 16  # sources
 _Numbers = npt.NDArray[np.int64]
 
 
@@ -121,6 +123,9 @@ class BlendedSamples:
             before.append(before[-1] + np.array(quotas.counts(length), np.int64))
         self._before = before  # samples of each dataset before each phase
         self.locate = LookAhead(self._locate)
+        # data in an object store is requested at the same time from all sources
+        self._threads = DaemonThreads(_READ_AT_ONCE, name="blend") if any(
+            source.is_remote for source in self.sources) else None
         self.has_padding = any(data.has_padding for data in datasets)
         # Samples until each dataset would have been read once, if each were read in proportion to its size.
         self.samples_per_epoch = sum(data.samples_per_epoch for data in datasets)
@@ -141,7 +146,11 @@ class BlendedSamples:
         by_dataset = np.argsort(numbers, kind="stable")
         bounds = np.flatnonzero(np.diff(numbers[by_dataset], prepend=-1, append=-1)).tolist()
         rows = [by_dataset[first:last] for first, last in itertools.pairwise(bounds)]
-        parts = [self.datasets[int(numbers[own[0]])].samples(counters[own]) for own in rows]
+        if self._threads is None:
+            parts = [self.datasets[int(numbers[own[0]])].samples(counters[own]) for own in rows]
+        else:
+            futures = [self._threads.submit(self.datasets[int(numbers[own[0]])].samples, counters[own]) for own in rows]
+            parts = [future.result() for future in futures]
         samples = np.empty((len(numbers), self.seq_length + 1), np.result_type(*parts))
         for own, part in zip(rows, parts, strict=True):
             samples[own] = part

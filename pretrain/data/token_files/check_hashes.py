@@ -1,12 +1,16 @@
 """Hashes of a data set at the start of a run: find them, compare some blocks with them, or hash small data."""
 
+import hashlib
+import os
 import random
+import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from pretrain.data.token_files.hashes import BLOCK_BYTES, DataHashes, hash_block, hashes_path, read_hashes
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
+from pretrain.data.token_files.remote_token_file import RemoteTokenFile
 from pretrain.errors import ConfigError
 
 CHECK_S = 0.2  # time in which a start checks blocks
@@ -27,7 +31,7 @@ def find_hashes(indexed: IndexedDataset, fallback: Path) -> FoundHashes:
     notes: list[str] = []
     current: tuple[DataHashes, Path] | None = None
     earlier: DataHashes | None = None
-    for path in (hashes_path(indexed.prefix), fallback):
+    for path in (hashes_path(indexed.small_files), fallback):
         try:
             hashes = read_hashes(path)
         except ValueError as error:
@@ -38,7 +42,7 @@ def find_hashes(indexed: IndexedDataset, fallback: Path) -> FoundHashes:
         if indexed.is_described_by(hashes):
             if current is None or len(hashes.blocks) > len(current[0].blocks):
                 current = hashes, path
-        elif hashes.is_complete:
+        elif hashes.is_complete and not indexed.is_remote:
             earlier = earlier or hashes
     return FoundHashes(current[0] if current else None, earlier, current[1] if current else None, tuple(notes))
 
@@ -52,11 +56,22 @@ def check_blocks(indexed: IndexedDataset, found: FoundHashes, *, seconds: float)
         return
     end = time.monotonic() + seconds
     blocks = found.current.blocks
-    for number in random.SystemRandom().sample(range(len(blocks)), len(blocks)):
-        if hash_block(indexed.file.descriptor, number) != blocks[number]:
+    # ranks of a host, which have the same parent process, download the same block of data in an object store, once
+    choice = random.Random(f"{socket.gethostname()} {os.getppid()}") if indexed.is_remote else random.SystemRandom()
+    for number in choice.sample(range(len(blocks)), len(blocks)):
+        if block_sha256(indexed, number) != blocks[number]:
             raise damaged_block(indexed, number, found.path)
         if time.monotonic() >= end:
             return
+
+
+def block_sha256(indexed: IndexedDataset, number: int) -> str:
+    """Return the SHA-256 of a block of the .bin; of one in an object store, this downloads the block."""
+    if isinstance(indexed.file, RemoteTokenFile):
+        start = number * BLOCK_BYTES
+        num_bytes = min(BLOCK_BYTES, indexed.file.status().st_size - start)
+        return hashlib.sha256(indexed.file.read(start, num_bytes)).hexdigest()
+    return hash_block(indexed.file.descriptor, number)
 
 
 def damaged_block(indexed: IndexedDataset, number: int, path: Path | None) -> ConfigError:
@@ -73,8 +88,11 @@ def damaged_block(indexed: IndexedDataset, number: int, path: Path | None) -> Co
 def hash_if_fast(indexed: IndexedDataset, seconds: float) -> None:
     """Hash the .bin if this takes less than `seconds` at the speed of the first blocks; set `indexed.hashes`.
 
-    Data with a large .idx that has no hash yet is left to the background.
+    Data with a large .idx that has no hash yet is left to the background. Data in an object store is hashed only if it
+    is one block: it would be downloaded.
     """
+    if isinstance(indexed.file, RemoteTokenFile) and indexed.file.status().st_size > BLOCK_BYTES:
+        return
     if not indexed.idx_sha256:
         return
     status = indexed.file.status()
@@ -82,7 +100,7 @@ def hash_if_fast(indexed: IndexedDataset, seconds: float) -> None:
     start = time.monotonic()
     hashes = indexed.new_hashes(status, ())
     for number in range(hashes.num_blocks):
-        blocks.append(hash_block(indexed.file.descriptor, number))
+        blocks.append(block_sha256(indexed, number))
         if (time.monotonic() - start) / len(blocks) * hashes.num_blocks > seconds and len(blocks) < hashes.num_blocks:
             return
     after = indexed.file.status()

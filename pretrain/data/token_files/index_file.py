@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pretrain.data.token_files.fetched_files import Url
 from pretrain.data.token_files.token_file import TokenFile
 from pretrain.errors import ConfigError
 
@@ -38,13 +39,13 @@ _OPEN = "give the prefix of a .bin/.idx pair, without .bin; `ds-pretrain prepare
 class IndexFile:
     """An open .idx file with a valid header and the size that the header describes.
 
-    Raises ConfigError that names the file otherwise.
+    `copy`: the file on this disk, if `path` is a URL. Raises ConfigError that names the file otherwise.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | Url, copy: Path | None = None) -> None:
         self.path = path
         try:
-            self.file = TokenFile(path)
+            self.file = TokenFile(copy or Path(str(path)))
             self.status = self.file.status()  # of the file that was opened
             self.num_bytes = self.status.st_size
             header = self.file.read(0, min(self.num_bytes, HEADER.size))
@@ -130,7 +131,7 @@ def reason(error: OSError) -> str:
     return "there is no such file" if isinstance(error, FileNotFoundError) else f"it cannot be read: {error.strerror}"
 
 
-def _parse_header(path: Path, header: bytes) -> tuple[int, int, int]:
+def _parse_header(path: Path | Url, header: bytes) -> tuple[int, int, int]:
     """Return (dtype code, number of sequences, length of the document index). Raises ConfigError."""
     where = str(path)
     if header[: len(MAGIC)] != MAGIC:

@@ -1,5 +1,6 @@
 """Read token files: pairs of `.bin` and `.idx` (their format: index_file.py), and their `.meta.json`."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -11,11 +12,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pretrain.data.token_files.hashes import DataHashes
+from pretrain.data.token_files.fetched_files import Url, fetch_small_files, read_small_file
+from pretrain.data.token_files.hashes import DataHashes, hashes_path, read_hashes
 from pretrain.data.token_files.index_file import REWRITE, IndexFile, check_entries, reason
+from pretrain.data.token_files.page_cache import CacheSettings, PageCache, open_cache
+from pretrain.data.token_files.remote_token_file import RemoteTokenFile
 from pretrain.data.token_files.token_file import TokenFile
 from pretrain.errors import ConfigError
-from pretrain.stored_json import read_object, reason_of
+from pretrain.remote import is_url
+from pretrain.stored_json import build, parse_json, read_object, reason_of
 
 _SAMPLES, _SAMPLE_TOKENS = 64, 1024  # of the .bin, for the fingerprint
 _RANGE_FACTOR = 32  # a range of entries is read at once if at most this many times the wanted entries are in it
@@ -28,14 +33,22 @@ class IndexedDataset:
     of a large one; `ds-pretrain data verify` checks all entries of any .idx.
 
     Attributes: num_tokens, num_documents, num_sequences, dtype of the file, notes (one line each), hashes (of every
-    byte; None until they are known).
+    byte; None until they are known); prefix, which is a Url for data in an object store; small_files, prefix of the
+    files other than the .bin: for data in an object store, of their copies on this disk; cache, of such data.
     Raises ConfigError that names the file if the pair is missing, truncated or inconsistent.
     """
 
-    def __init__(self, prefix: str | Path) -> None:
-        self.prefix = Path(prefix)
-        self.bin_path, self.idx_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
-        self.index = IndexFile(self.idx_path)
+    def __init__(self, prefix: str | Path, cache: CacheSettings | None = None) -> None:
+        """`cache`: where pages of data in an object store are kept."""
+        self.prefix: Path | Url = Url(prefix) if isinstance(prefix, str) and is_url(prefix) else Path(prefix)
+        self.small_files, self._idx_sha256 = Path(prefix), ""  # SHA-256 of a large .idx
+        self.bin_path, self.idx_path = (type(self.prefix)(f"{prefix}{suffix}") for suffix in (".bin", ".idx"))
+        self.cache: PageCache | None = None
+        if isinstance(self.prefix, Url):
+            self.cache = open_cache(cache or CacheSettings())
+            fetched = fetch_small_files(self.prefix.address, self.cache.folder)
+            self.small_files, self._idx_sha256 = fetched.prefix, fetched.idx_sha256
+        self.index = IndexFile(self.idx_path, None if self.cache is None else Path(f"{self.small_files}.idx"))
         check_entries(self.index, sampled=not self.index.is_small)
         self.dtype: np.dtype[Any] = self.index.dtype
         self.num_sequences = self.index.num_sequences
@@ -46,7 +59,7 @@ class IndexedDataset:
         self._check_last_document()
         self.file = self._open_bin()
         self.hashes: DataHashes | None = None
-        self._idx_sha256 = ""  # of a large .idx
+        self._check_uploaded_hashes()
 
     def tokens(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Return tokens [start, stop) of the flat stream as int64 [stop - start]."""
@@ -128,7 +141,7 @@ class IndexedDataset:
     @cached_property
     def meta(self) -> dict[str, Any]:
         """Content of PREFIX.meta.json; {} if there is none, or if it describes earlier data with this name."""
-        meta = read_meta(self.prefix) or {}
+        meta = read_meta(self.small_files) or {}
         return meta if meta.get("num_tokens", self.num_tokens) == self.num_tokens else {}
 
     @cached_property
@@ -164,8 +177,11 @@ class IndexedDataset:
     def is_described_by(self, hashes: DataHashes) -> bool:
         """Return whether these are hashes of the files as they are.
 
-        A .bin and a large .idx are compared by size and modification time, a small .idx by its hash.
+        A .bin and a large .idx are compared by size and modification time, a small .idx by its hash. Of a .bin in an
+        object store, the modification time is that of the upload: it is not compared.
         """
+        if self.is_remote:
+            return (hashes.bin_bytes, hashes.idx_sha256) == (self.file.status().st_size, self.idx_sha256)
         if not hashes.describes_bin(self.file.status()):
             return False
         if self.index.is_small:
@@ -181,9 +197,9 @@ class IndexedDataset:
 
     def sampled_bytes(self) -> bytes:
         """Read 64 samples of 1024 tokens each, at fixed positions that are spread over the .bin."""
-        width, length = self.dtype.itemsize, min(self.num_tokens, _SAMPLE_TOKENS)
-        starts = np.linspace(0, self.num_tokens - length, _SAMPLES).astype(np.int64).tolist()
-        return b"".join(self.file.read(start * width, length * width) for start in starts)
+        length = min(self.num_tokens, _SAMPLE_TOKENS)
+        starts = np.linspace(0, self.num_tokens - length, _SAMPLES).astype(np.int64)
+        return self.pieces(starts, np.full(_SAMPLES, length)).tobytes()
 
     def _check_last_document(self) -> None:
         """If the document index ends too early, let each sequence be a document.
@@ -198,10 +214,35 @@ class IndexedDataset:
         self.notes = (f"{self.idx_path}: its document index ends at sequence {last} of {self.num_sequences}, as merged "
                       "files of older versions of GPT-NeoX and Megatron-LM do: each sequence is taken as a document",)
 
-    def _open_bin(self) -> TokenFile:
+    @property
+    def address(self) -> str:
+        """The prefix, or the URL with its credentials: not for messages."""
+        return self.prefix.address if isinstance(self.prefix, Url) else str(self.prefix)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the data is in an object store."""
+        return isinstance(self.file, RemoteTokenFile)
+
+    def _check_uploaded_hashes(self) -> None:
+        """Raise ConfigError if the .sha256.json in an object store is of other files."""
+        hashes = None
+        if self.is_remote:
+            with contextlib.suppress(ValueError):  # damaged: reported by those who use it
+                hashes = read_hashes(hashes_path(self.small_files))
+        if hashes is not None and hashes.idx_sha256 and not self.is_described_by(hashes):
+            raise ConfigError(f"{self.prefix}.sha256.json", problem="it is of another .idx or .bin: not all files of "
+                              "the data set were uploaded, or a file is damaged",
+                              remedy="upload all of them again; without this file, nothing is compared")
+
+    def _open_bin(self) -> TokenFile | RemoteTokenFile:
         """Open the .bin, and check that it has the size that the .idx describes."""
+        file: TokenFile | RemoteTokenFile
         try:
-            file = TokenFile(self.bin_path)
+            if isinstance(self.bin_path, Url):
+                file = RemoteTokenFile(self.bin_path.address, self.cache)
+            else:
+                file = TokenFile(self.bin_path)
             found = file.status().st_size
         except OSError as error:
             raise ConfigError(str(self.bin_path), problem=reason(error), remedy=REWRITE) from None
@@ -247,9 +288,15 @@ def read_meta(prefix: str | Path) -> dict[str, Any] | None:
 
     Raises ConfigError for a file that cannot be read or has invalid values.
     """
-    path = meta_path(prefix)
+    path: Path | Url = Url(f"{prefix}.meta.json") if isinstance(prefix, str) and is_url(prefix) else meta_path(prefix)
     try:
-        meta = read_object(path)
+        if isinstance(path, Url):
+            content = read_small_file(path.address)
+            if content is None:
+                return None
+            meta = build(dict[str, Any], parse_json(content))
+        else:
+            meta = read_object(path)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

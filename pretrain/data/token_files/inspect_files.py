@@ -6,10 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretrain.data.token_files.hashes import BLOCK_BYTES, DataHashes, hash_block, hashes_path, read_hashes, write_hashes
+from pretrain.data.token_files.check_hashes import block_sha256
+from pretrain.data.token_files.hashes import BLOCK_BYTES, DataHashes, hashes_path, read_hashes, write_hashes
 from pretrain.data.token_files.index_file import CHUNK_ENTRIES, check_entries, ranges
-from pretrain.data.token_files.indexed_dataset import IndexedDataset, meta_path, open_checked, read_meta
+from pretrain.data.token_files.indexed_dataset import IndexedDataset, open_checked, read_meta
 from pretrain.errors import ConfigError
+from pretrain.remote import is_url
 
 Advance = Callable[[int, str], None]  # of a ProgressBar: number of bytes, note
 
@@ -61,11 +63,11 @@ def _tokens(number: int) -> str:
 
 
 def _meta_rows(data: IndexedDataset) -> list[tuple[str, str]]:
-    meta = read_meta(data.prefix)
+    meta = read_meta(data.small_files)
     if meta is None:
-        return [("tokenizer", f"not known: there is no {meta_path(data.prefix).name}")]
+        return [("tokenizer", f"not known: there is no {data.prefix.name}.meta.json")]
     if meta.get("num_tokens", data.num_tokens) != data.num_tokens:
-        return [("tokenizer", f"not known: {meta_path(data.prefix).name} is of other data: its num_tokens is "
+        return [("tokenizer", f"not known: {data.prefix.name}.meta.json is of other data: its num_tokens is "
                               f"{meta['num_tokens']:,}")]
     sha256 = meta.get("tokenizer_sha256")
     named = {"tokenizer": meta.get("tokenizer"), "SHA-256 of it": sha256, "vocabulary": meta.get("vocab_size"),
@@ -76,8 +78,10 @@ def _meta_rows(data: IndexedDataset) -> list[tuple[str, str]]:
 
 
 def _hashes(data: IndexedDataset) -> str:
-    path = hashes_path(data.prefix)
+    path = hashes_path(data.small_files)
     remedy = f"`ds-pretrain data hash {data.prefix}` writes them"
+    if data.is_remote:
+        remedy = "`ds-pretrain data hash` writes them before the data is uploaded"
     try:
         hashes: DataHashes | None = read_hashes(path)
     except ValueError as error:
@@ -93,6 +97,9 @@ def _hashes(data: IndexedDataset) -> str:
 
 def store_hashes(prefix: str, advance: Advance) -> DataHashes:
     """Hash every byte of a data set, and write PREFIX.sha256.json. Raises ConfigError."""
+    if is_url(prefix):
+        raise ConfigError(prefix, problem="hashes are not written to an object store",
+                          remedy="hash the data where it was prepared, and upload PREFIX.sha256.json with it")
     data, path = IndexedDataset(prefix), hashes_path(prefix)
     hashes = _hash(data, advance)
     try:
@@ -109,7 +116,8 @@ def verify_data(prefix: str, advance: Advance) -> tuple[list[str], str]:
     Return a line for each difference, and what was compared. Raises ConfigError for a damaged pair, and for hashes that
     cannot be used.
     """
-    data, path = open_checked(prefix), hashes_path(prefix)
+    data = open_checked(prefix)
+    path = hashes_path(data.small_files)
     remedy = f"`ds-pretrain data hash {prefix}` writes "
     try:
         stored = read_hashes(path)
@@ -145,7 +153,7 @@ def _hash(data: IndexedDataset, advance: Advance) -> DataHashes:
         data.idx_sha256 = data.index.sha256
         hashes = data.new_hashes(status, ())
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            blocks = tuple(_with_progress(pool.map(lambda number: hash_block(data.file.descriptor, number),
+            blocks = tuple(_with_progress(pool.map(lambda number: block_sha256(data, number),
                                                    range(hashes.num_blocks)), advance))
     except OSError as error:
         raise ConfigError(str(data.bin_path), problem=f"it cannot be read: {error.strerror}") from None
