@@ -145,5 +145,5 @@ def test_other_data_in_the_bucket_is_rejected(local_run: Path, url: str, tmp_pat
     assert "this is not the data that" in done[0].stdout
     missing = train_ranks(1, flags("s3://nosuchbucket/corpus", tmp_path / "new"), tmp_path)
     assert (missing[0].returncode, missing[0].stdout.count("\n")) == (2, 1), missing[0].stdout
-    assert "s3://nosuchbucket/corpus.idx: there is no such file" in missing[0].stdout
+    assert "s3://nosuchbucket/corpus.idx: The specified bucket does not exist" in missing[0].stdout
     assert not os.path.exists(tmp_path / "new")

@@ -42,7 +42,7 @@ def range_server(folder: Path) -> Iterator[tuple[str, Faults]]:
             self._answer(body=True)
 
         def _answer(self, *, body: bool) -> None:
-            if body and "Range" in self.headers:
+            if body and self.headers.get("Range", "bytes=0-0") != "bytes=0-0":  # which asks for the size
                 faults.requests.append(f"{self.path} {self.headers['Range']}")
             time.sleep(faults.latency_s)
             path = folder / self.path.lstrip("/")
