@@ -18,11 +18,11 @@ def read_parquet(path: str, column: str, start: Position, *, chunk_bytes: int, l
     """Yield the values of a column from the row `start.offset` on in chunks. Raises ConfigError."""
     pyarrow = import_pyarrow(path)
     try:
-        file = _open(path)
+        file = open_parquet(path)
         bytes_per_row = os.path.getsize(path) / max(file.metadata.num_rows, 1)
         chunk_bytes = max(chunk_bytes, 4)  # the longest UTF-8 character
         chunks = ValueChunks(path, start, chunk_bytes, max(long_bytes, chunk_bytes), bytes_per_row)
-        for value in _values(file, column_path(file.schema_arrow, column, path), start.offset, chunk_bytes):
+        for value in column_values(file, column_path(file.schema_arrow, column, path), start.offset, chunk_bytes):
             yield from chunks.add(value)
         yield from chunks.rest()
     except (OSError, pyarrow.ArrowException) as error:
@@ -33,15 +33,16 @@ def check_parquet(path: str, column: str) -> None:
     """Raise ConfigError if a file is damaged, or has no text in this column."""
     pyarrow = import_pyarrow(path)
     try:
-        column_path(_open(path).schema_arrow, column, path)
+        column_path(open_parquet(path).schema_arrow, column, path)
     except (OSError, pyarrow.ArrowException) as error:
         raise ConfigError(path, problem=f"this Parquet file is damaged: {error}") from None
 
 
-def _open(path: str) -> Any:
+def open_parquet(source: Any) -> Any:
+    """Open a path, or a file that is open for reading, so that little of it is in memory at once."""
     import pyarrow.parquet
 
-    return pyarrow.parquet.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False)
+    return pyarrow.parquet.ParquetFile(source, buffer_size=_BUFFER_BYTES, pre_buffer=False)
 
 
 def column_path(schema: Any, column: str, path: str) -> list[str]:
@@ -64,7 +65,8 @@ def column_path(schema: Any, column: str, path: str) -> list[str]:
     return names
 
 
-def _values(file: Any, names: list[str], first_row: int, batch_bytes: int) -> Iterator[bytes | memoryview | None]:
+def column_values(file: Any, names: list[str], first_row: int,
+                  batch_bytes: int) -> Iterator[bytes | memoryview | None]:
     """Yield the values of a column as UTF-8, from a row on."""
     for group in range(file.num_row_groups):
         rows = file.metadata.row_group(group).num_rows
