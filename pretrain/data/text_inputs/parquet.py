@@ -26,14 +26,14 @@ def read_parquet(path: str, column: str, start: Position, stop: int | None = Non
     name = input_name(path)
     pyarrow = import_pyarrow(name)
     try:
-        file = _open(path if reader is None else reader)
+        file = open_parquet(path if reader is None else reader)
         bytes_per_row = (reader.size if reader else os.path.getsize(path)) / max(file.metadata.num_rows, 1)
         chunk_bytes = max(chunk_bytes, 4)  # the longest UTF-8 character
         chunks = ValueChunks(path, start, chunk_bytes, max(long_bytes, chunk_bytes), bytes_per_row)
         names = column_path(file.schema_arrow, column, name)
         if reader is not None:
             reader.expect(_ranges(file.metadata, ".".join(names), start.offset, stop))
-        values = _values(file, names, start.offset, chunk_bytes)
+        values = column_values(file, names, start.offset, chunk_bytes)
         for value in itertools.islice(values, None if stop is None else stop - start.offset):
             yield from chunks.add(value)
         yield from chunks.rest()
@@ -46,7 +46,7 @@ def check_parquet(path: str, column: str, remote: RemoteFile | None = None) -> N
     name = input_name(path)
     pyarrow = import_pyarrow(name)
     try:
-        column_path(_open(path if remote is None else BlockReader(remote)).schema_arrow, column, name)
+        column_path(open_parquet(path if remote is None else BlockReader(remote)).schema_arrow, column, name)
     except (OSError, pyarrow.ArrowException) as error:
         raise ConfigError(name, problem=f"this Parquet file is damaged: {error}") from None
 
@@ -56,12 +56,13 @@ def num_rows(path: str, reader: BlockReader | None = None) -> int:
     name = input_name(path)
     pyarrow = import_pyarrow(name)
     try:
-        return int(_open(path if reader is None else reader).metadata.num_rows)
+        return int(open_parquet(path if reader is None else reader).metadata.num_rows)
     except (OSError, pyarrow.ArrowException) as error:
         raise ConfigError(name, problem=f"it cannot be read: {error}") from None
 
 
-def _open(source: str | BlockReader) -> Any:
+def open_parquet(source: Any) -> Any:
+    """Open a path, or a file that is open for reading, so that little of it is in memory at once."""
     import pyarrow.parquet
 
     return pyarrow.parquet.ParquetFile(source, buffer_size=_BUFFER_BYTES, pre_buffer=False)
@@ -100,7 +101,8 @@ def column_path(schema: Any, column: str, path: str) -> list[str]:
     return names
 
 
-def _values(file: Any, names: list[str], first_row: int, batch_bytes: int) -> Iterator[bytes | memoryview | None]:
+def column_values(file: Any, names: list[str], first_row: int,
+                  batch_bytes: int) -> Iterator[bytes | memoryview | None]:
     """Yield the values of a column as UTF-8, from a row on."""
     for group in range(file.num_row_groups):
         rows = file.metadata.row_group(group).num_rows
