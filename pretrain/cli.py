@@ -185,13 +185,21 @@ def bad_path(word: str) -> str:
 
 
 def prefix(word: str) -> str:
-    """Argparse type: the common prefix of a .bin and an .idx file."""
+    """Argparse type: the common prefix of a .bin and an .idx file, a path or a URL."""
     if word.endswith(("/", "/.", "/..")) or word in (".", ".."):
         raise argparse.ArgumentTypeError(f"{shorten(word)!r} is a folder; give a prefix such as data/corpus, which "
                                          "becomes data/corpus.bin and data/corpus.idx")
     if word.endswith((".bin", ".idx")):
         raise argparse.ArgumentTypeError(f"give the prefix without {word[-4:]}: {shorten(word[:-4])!r}")
-    return str(path(word))
+    return word if "://" in word else str(path(word))
+
+
+def new_prefix(word: str) -> str:
+    """Argparse type: the prefix of token files that are written: a path."""
+    if "://" in word:
+        raise argparse.ArgumentTypeError(f"{shorten(word)!r} is a URL, and token files are written to a disk; give a "
+                                         "path, and upload its files afterwards")
+    return prefix(word)
 
 
 class PrintableOutput(io.TextIOWrapper):

@@ -28,6 +28,10 @@ _PINNING = ("S3FileSystem", "HTTPFileSystem")
 _T = TypeVar("_T")
 
 
+class StoreError(ConfigError):
+    """A store does not answer. Another start may succeed."""
+
+
 def is_url(word: str) -> bool:
     """Return whether a word of the command line is a URL and not a path."""
     return _URL.match(word) is not None
@@ -68,16 +72,20 @@ class RemoteFile:
     It has one version: the one that was found when it was opened, or `version`, if a caller recorded one. If the store
     answers with another version, a ConfigError says so. A failed request is repeated after 0.5, 1, 2 ... 30 seconds.
 
-    Attributes: patience_s, seconds of failures after which ConfigError is raised; inf: never, and warnings continue.
-    report: called with each warning. pins_version: whether each request asks for this version and no other.
+    Attributes:
+        patience_s: seconds of failures after which ConfigError is raised; inf: never, and warnings continue.
+        report: called with each warning, and whether the store still does not answer.
+        last_wait: seconds of the last wait that is over and was reported, and the last answer in it.
+        pins_version: whether each request asks for this version and no other.
     """
 
     def __init__(self, url: str, *, version: str = "", patience_s: float = 120.0) -> None:
         """Raises ConfigError if there is no such file, and if it cannot be read."""
         self.name = without_credentials(url)
         self.patience_s = patience_s
-        self.report: Callable[[str], None] = say
-        self._warned_at = 0.0
+        self.report: Callable[[str, bool], None] = lambda line, waits: say(line)
+        self.last_wait: tuple[float, str] = 0.0, ""
+        self._warned_at, self._answer = 0.0, ""
         self._system, self._path = open_file_system(url, self.name)
         facts = self._facts()
         self.size = int(facts["size"])
@@ -108,7 +116,10 @@ class RemoteFile:
         if (now - self._warned_at < _LONGEST_WAIT_S / 2 - 1) if answer else not self._warned_at:
             return
         self._warned_at = now if answer else 0.0
-        self.report(waiting_line(self.name, seconds, answer))
+        self._answer = answer or self._answer
+        if not answer:
+            self.last_wait = seconds, self._answer
+        self.report(waiting_line(self.name, seconds, answer), bool(answer))
 
     def _facts(self) -> dict[str, Any]:
         def ask() -> dict[str, Any]:
@@ -190,10 +201,11 @@ def with_retries(request: Callable[[], _T], name: str, patience_s: float = 120.0
         except Exception as error:  # each client of fsspec has its own exception classes
             failed_s = time.monotonic() - started
             reason = shorten(printable(f"{type(error).__name__}: {error}"), 300)
-            if (problem := _lasting_problem(error)) or failed_s + wait_s > patience_s:
-                raise ConfigError(name, problem=problem or f"no answer for {failed_s:.0f} s: {reason}",
-                                  remedy="" if problem else "check the network and the store, and give the same "
-                                  "command again") from None
+            if problem := _lasting_problem(error):
+                raise ConfigError(name, problem=problem) from None
+            if failed_s + wait_s > patience_s:
+                raise StoreError(name, problem=f"no answer for {failed_s:.0f} s: {reason}", remedy="check the network "
+                                 "and the store, and give the same command again") from None
             if failed_s >= _SILENT_S and failed_s - warned_s >= _LONGEST_WAIT_S / 2:
                 warned_s = failed_s
                 if report is None:

@@ -27,6 +27,7 @@ from pretrain.distributed.process_group import collective_timeout_s
 from pretrain.distributed.world import ALONE, World, running_environment
 from pretrain.engine.prepare import avoid_compiler_imports, prepare_deepspeed
 from pretrain.errors import CRASHED, GUARD, INTERRUPTED, REJECTED, ConfigError, CorruptionError, GuardError, SaveError
+from pretrain.remote import StoreError
 from pretrain.resilience.launcher_watch import LauncherWatch
 from pretrain.resilience.watchdog import RankGuards, TimeOuts, rank_guards
 from pretrain.terminal import clear_status, ignore_lost_output, status
@@ -35,9 +36,10 @@ from pretrain.terminal import clear_status, ignore_lost_output, status
 def main(argv: list[str] | None = None) -> int:
     """Run the program and return its exit code. All validation happens before torch is imported.
 
-    0: finished. 1: out of memory, copies of a parameter differ, or the last checkpoint could not be written. 2: the run
-    was rejected. 75: saved and stopped on request. 76: stopped by the guard against bad steps. 77: a rank made no
-    progress (the watchdog ends the process). 130: Ctrl-C before the first step, or a second Ctrl-C.
+    0: finished. 1: out of memory, an object store does not answer, copies of a parameter differ, or the last checkpoint
+    could not be written. 2: the run was rejected. 75: saved and stopped on request. 76: stopped by the guard against
+    bad steps. 77: a rank made no progress (the watchdog ends the process). 130: Ctrl-C before the first step, or a
+    second Ctrl-C.
     """
     world = ALONE
     ignore_lost_output()
@@ -46,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
         return run(parse_arguments(argv), world)
     except ConfigError as error:
         print_error(world, error)
-        return REJECTED
+        return CRASHED if isinstance(error, StoreError) else REJECTED
     except GuardError as error:
         print_error(world, error)
         return GUARD

@@ -41,7 +41,7 @@ from pretrain.monitor.profiler import Profiler
 from pretrain.monitor.read_run_folder import is_evaluated, newest_recorded
 from pretrain.monitor.timeline import PipelineTimeline
 from pretrain.monitor.write_run_folder import RunFolder
-from pretrain.resilience.data_watch import DataWatch
+from pretrain.resilience.data_watch import DataWatch, wait_for_stores
 from pretrain.resilience.guard import Guard
 from pretrain.resilience.replicas import ReplicaCheck
 from pretrain.resilience.requests import Requests
@@ -150,6 +150,7 @@ def _begin_loop(plan: Plan, world: World, start: _StartPoint, callbacks: StepCal
     saver = Saver(plan, folder, screen)
     requests = Requests(engine.device, folder, guards.launcher, exit_after_minutes=plan.args.exit_after_minutes,
                         committed_step=lambda: saver.committed_step, report=screen.line)
+    wait_for_stores(plan, guards.watchdog, screen, rank=world.rank)
     loaders = {name: open_loader(engine, plan, name) for name in plan.datasets}
     # after `Requests`: who waits for the start's event may send a signal, which must then be a request to save
     announce_start(plan, world, screen, folder, first_step=start.step,

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import shtab
 
-from pretrain.cli import Parser, path, path_text, prefix
+from pretrain.cli import Parser, new_prefix, path, path_text, prefix
 from pretrain.commands import COMMANDS
 from pretrain.commands.parsers import all_parsers
 from pretrain.config.flags.arguments import FLAGS
@@ -84,4 +84,4 @@ def _copy_actions(parsers: Iterable[argparse.ArgumentParser], target: argparse.A
 def _is_path(action: argparse.Action) -> bool:
     """Return whether files complete the value. After a flag that takes several words, they would hide further flags."""
     several = action.option_strings and action.nargs in ("+", "*")
-    return not several and (action.type in (path, path_text, prefix) or action.metavar == "FILE")
+    return not several and (action.type in (path, path_text, prefix, new_prefix) or action.metavar == "FILE")

@@ -10,6 +10,7 @@ from pretrain.cli import (
     LARGEST_INT,
     Parser,
     StopRequest,
+    new_prefix,
     path,
     prefix,
     say,
@@ -102,14 +103,14 @@ def _data_parser() -> Parser:
                                   description="Write the documents of several data sets into one, in this order. "
                                               "The tokens get the widest of their types.")
     command.set_defaults(function=_merge)
-    command.add_argument("output", metavar="OUT", type=prefix, help="path of the new data set, without .bin")
+    command.add_argument("output", metavar="OUT", type=new_prefix, help="path of the new data set, without .bin")
     command.add_argument("prefixes", metavar="PREFIX", nargs="+", type=prefix, help=help_of_prefix)
     _add_overwrite(command)
     command = commands.add_parser("split", help="divide the documents of a data set among several",
                                   description="Divide the documents of a data set among several.")
     command.set_defaults(function=_split)
     command.add_argument("prefix", metavar="PREFIX", type=prefix, help=help_of_prefix)
-    command.add_argument("--out", required=True, metavar="OUT", nargs="+", type=prefix,
+    command.add_argument("--out", required=True, metavar="OUT", nargs="+", type=new_prefix,
                          help="paths of the new data sets, without .bin")
     sizes = command.add_mutually_exclusive_group(required=True)
     sizes.add_argument("--proportions", type=text, metavar="P,P...", help="proportions of the documents: 969,30,1")

@@ -8,11 +8,11 @@ from typing import Any
 from pretrain.cli import (
     Parser,
     StopRequest,
+    new_prefix,
     next_line,
     number,
     path,
     path_text,
-    prefix,
     say,
     stop_on_signals,
     text,
@@ -59,7 +59,8 @@ def _prepare_parser() -> Parser:
     parser.add_argument("--vocab_size", type=whole_number(300, 2**24),
                         help="if there is nothing at the path --tokenizer, first train a SentencePiece tokenizer with "
                         "this number of pieces on the inputs")
-    parser.add_argument("--out", type=prefix, required=True, help="path of the files to write, without the extension")
+    parser.add_argument("--out", type=new_prefix, required=True,
+                        help="path of the files to write, without the extension")
     parser.add_argument("--overwrite", action="store_true",
                         help="replace existing output, and drop an earlier preparation of other inputs or settings")
     parser.add_argument("--format", choices=FORMATS, default="auto",

@@ -13,7 +13,6 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 
 from pretrain.config.plan import Plan
 from pretrain.data.loader import Loader, MicroBatch
-from pretrain.data.token_files.remote_token_file import RemoteTokenFile
 from pretrain.engine.attachments import attachments
 from pretrain.engine.phases import BACKWARD, FORWARD, NO_TIMERS, OPTIMIZER
 
@@ -22,13 +21,9 @@ def open_loader(engine: DeepSpeedEngine, plan: Plan, name: str) -> Loader:
     """Return the loader of the dataset `name` of the plan, such as "train" or "valid".
 
     Each rank reads the samples of its place in the engine's layout.
-    Data in an object store is waited for without limit from now on.
     --batch_schedule and --seq_length_schedule apply to "train" only.
     """
     is_training = name == "train"
-    for source in plan.datasets[name].sources:
-        if isinstance(source.file, RemoteTokenFile):
-            source.file.wait_without_limit()
     return Loader(plan.datasets[name], micro_batch_size=plan.layout.micro_batch_size,
                   gradient_accumulation_steps=plan.layout.gradient_accumulation_steps,
                   data_parallel_rank=data_parallel_rank(engine), data_parallel_size=data_parallel_size(engine),

@@ -13,13 +13,16 @@ from pretrain.checkpoint.load.same_data import (
     fallback_path,
     stored_hashes,
 )
+from pretrain.cli import say
 from pretrain.config.flags.overrides import allows_other_data
 from pretrain.config.plan import Plan
 from pretrain.data.token_files.check_hashes import hash_if_fast
 from pretrain.data.token_files.hashes import BLOCK_BYTES, BackgroundHash, DataHashes, hashes_path, write_hashes
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
+from pretrain.data.token_files.remote_token_file import RemoteTokenFile
 from pretrain.data.token_files.token_file import TokenFile
 from pretrain.monitor.write_run_folder import RunFolder
+from pretrain.resilience.watchdog import Watchdog
 from pretrain.terminal import Screen
 
 _FAST_S = 0.5  # data that is hashed within this time is hashed before the first step
@@ -38,6 +41,9 @@ class DataWatch:
     def __init__(self, plan: Plan, resume: Resume | None, *, reject: Callable[[str], None], folder: RunFolder,
                  screen: Screen, active: bool) -> None:
         self.sources: list[SourceWatch] = []
+        self._folder = folder
+        self._stores = [source.file for source in plan.datasets["train"].sources
+                        if isinstance(source.file, RemoteTokenFile)]
         self._next_poll = self._next_status = 0.0
         if not active:
             return
@@ -70,6 +76,7 @@ class DataWatch:
         if not self.sources or now < self._next_poll or any(source.is_rejected for source in self.sources):
             return
         self._next_poll = now + _POLL_S
+        self._record_waits(step)
         looks_at_files = now >= self._next_status
         if looks_at_files:
             self._next_status = now + _STATUS_S
@@ -82,10 +89,33 @@ class DataWatch:
                 return
         self._start_next()
 
+    def _record_waits(self, step: int) -> None:
+        """Record that a store did not answer for some time and answers again."""
+        for file in self._stores:
+            (seconds, answer), file.remote.last_wait = file.remote.last_wait, (0.0, "")
+            if seconds:
+                self._folder.event("store_wait", step=step, reason=answer, seconds=round(seconds, 1),
+                                   name=file.path)
+
     def close(self) -> None:
         """Stop hashing, and keep the hashes so far for the next start."""
         for source in self.sources:
             source.close()
+
+
+def wait_for_stores(plan: Plan, watchdog: Watchdog, screen: Screen, *, rank: int) -> None:
+    """Let this rank wait for data in object stores for as long as they do not answer, with warnings."""
+    def report(line: str, waits: bool) -> None:
+        watchdog.note(line if waits else "")
+        if rank == 0:
+            screen.line(f"warning: {line}" if waits else line)
+        else:
+            say(f"rank {rank}: {line}")
+
+    for dataset in plan.datasets.values():
+        for source in dataset.sources:
+            if isinstance(source.file, RemoteTokenFile):
+                source.file.wait_without_limit(report)
 
 
 class SourceWatch:

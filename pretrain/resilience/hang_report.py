@@ -21,6 +21,7 @@ _WAIT_S = 4.0  # for the files of other ranks
 _REPORT_WAIT_S = 1.5  # for the report of a lower rank
 _POLL_S = 0.1
 _REPORT = "report.txt"
+_LONGEST_NOTES = 2000  # characters
 _STATES = {"R": "running", "S": "waiting", "D": "waiting for a disk or device", "T": "stopped", "t": "stopped",
            "Z": "ended", "X": "ended", "": "ended"}  # state letters of proc(5)
 
@@ -39,6 +40,7 @@ class RankRecord:
     limit_s: float
     flag: str  # the flag that sets the limit
     state: str  # a value of _STATES
+    note: str = ""  # what its data waits for
 
     @classmethod
     def of_process(cls, pid: int, **values: Any) -> "RankRecord":
@@ -126,6 +128,8 @@ def report_hang(run: Path, folder: Path, records: Mapping[int, RankRecord], worl
                 ranks: Sequence[tuple[str, int]]) -> None:
     """Write FOLDER/report.txt and an event, and print one line. Does nothing if another rank has done so."""
     text, suspects = describe_hang(records, world_size, ranks)
+    text += "".join(f"; rank {record.rank} has waited for its data: {record.note}" for record in records.values()
+                    if record.note)[:_LONGEST_NOTES]
     try:
         with open(folder / _REPORT, "x", encoding="utf-8") as file:
             file.write(text + "\n")

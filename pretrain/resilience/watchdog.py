@@ -40,7 +40,7 @@ from pretrain.distributed.world import World
 from pretrain.errors import HANG
 from pretrain.resilience.launcher_watch import LauncherWatch
 from pretrain.resilience.run_lock import RunLock
-from pretrain.resilience.watched_state import BEATS, FLAGS, PHASES, STACKS_SIGNAL, STATE
+from pretrain.resilience.watched_state import BEATS, FLAGS, NOTE, NOTE_OFFSET, PHASES, STACKS_SIGNAL, STATE
 
 _LAST_COLLECTIVES = 100  # torch keeps 2000, which take 1 MB
 _SIGEV_THREAD = 2  # <bits/sigevent-consts.h>
@@ -129,6 +129,11 @@ class Watchdog:
         """Record that all ranks make progress in the current phase, for example while files are verified."""
         self._beats += 1
         BEATS.pack_into(self._state, BEATS.size, self._beats)
+
+    def note(self, line: str) -> None:
+        """Record what the data of this rank waits for, for the report of a hang; "": for nothing."""
+        if isinstance(self._state, mmap.mmap):
+            NOTE.pack_into(self._state, NOTE_OFFSET, line.encode()[:NOTE.size])
 
     def set_ranks(self, ranks: Sequence[tuple[str, int]]) -> None:
         """Give the watcher the host and process id of each rank, for a rank whose host is lost later."""

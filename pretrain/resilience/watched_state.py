@@ -7,6 +7,8 @@ from typing import NamedTuple
 PHASES = ("connect", "checkpoint", "build", "load", "sanity", "data", "step", "rollback", "eval", "save", "end")
 FLAGS = ("--step_timeout", "--first_step_timeout", "--save_timeout")
 STATE = struct.Struct("6q")  # the shared memory: the fields of `State`
+NOTE = struct.Struct("960s")  # what the data waits for, as UTF-8; empty: for nothing
+NOTE_OFFSET = 64  # after the state
 BEATS = struct.Struct("q")  # the second field
 STACKS_SIGNAL = signal.SIGRTMAX - 2  # real-time signals are free for programs; SIGUSR1 and SIGTERM ask for a save
 

@@ -31,7 +31,7 @@ from pretrain.resilience.hang_report import (
     wait_until,
     write_record,
 )
-from pretrain.resilience.watched_state import FLAGS, PHASES, STACKS_SIGNAL, STATE, State
+from pretrain.resilience.watched_state import FLAGS, NOTE, NOTE_OFFSET, PHASES, STACKS_SIGNAL, STATE, State
 
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _FILE_PHASES = ("checkpoint", "load", "rollback", "save", "end")
@@ -149,7 +149,7 @@ class Watcher:
         state = self.state
         record = RankRecord.of_process(self.pid, rank=self.rank, phase=PHASES[state.phase], step=state.step,
                                        entered=state.entered, seconds=round(seconds, 1), limit_s=state.limit_ms / 1000,
-                                       flag=FLAGS[state.flag])
+                                       flag=FLAGS[state.flag], note=self._note())
         stacks = "" if stopped else self._read_stacks()
         collectives = self.folder / f"rank_{self.rank}_collectives.json"
         try:
@@ -166,6 +166,11 @@ class Watcher:
             print(f"ds-pretrain: hang: rank {self.rank} on {record.host} (process {self.pid}) made no progress for "
                   f"{seconds:.0f} s in {record.position}; {self.folder} cannot be written ({error.strerror})",
                   file=sys.stderr, flush=True)
+
+    def _note(self) -> str:
+        """Return what the data of the rank waits for."""
+        (text,) = NOTE.unpack_from(self.memory, NOTE_OFFSET)
+        return str(text.rstrip(b"\0").decode(errors="ignore"))
 
     def _read_stacks(self) -> str:
         """Return the stacks of all threads of the rank."""

@@ -72,7 +72,7 @@ def test_events_name_the_position_in_the_epoch(tmp_path: Path) -> None:
 
 def test_events_name_the_samples_of_each_source_of_a_blend(tmp_path: Path) -> None:
     sources: Any = [SimpleNamespace(samples_per_epoch=size, seq_length=4, has_padding=False,
-                               sources=[SimpleNamespace(prefix=name)])
+                               sources=[SimpleNamespace(prefix=name, is_remote=False)])
                     for name, size in (("web", 20), ("code", 9), ("unused", 5))]
     run = Run(tmp_path, train=BlendedSamples(sources, [0.75, 0.25, 0]))
     for _ in range(4):

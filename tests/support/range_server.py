@@ -1,4 +1,4 @@
-"""An HTTP server of a folder, with ranges and ETags, which can be slow, refuse, drop connections and send wrong bytes."""
+"""An HTTP server of a folder, with ranges and ETags, which can be slow, refuse requests and drop connections."""
 
 import hashlib
 import re

@@ -16,6 +16,7 @@ from pretrain.data.text_inputs.find import find_inputs
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.data.tokenizers.tokenizer import Tokenizer
 from pretrain.errors import ConfigError
+from pretrain.remote import is_url
 
 _LONGEST_DEFAULT = 2048  # tokens; longest default --seq_length for weights that no run of this program trained
 SPLITS = ("train", "valid", "test")
@@ -68,7 +69,7 @@ def _named_data(word: str, source: EvaluationSource, flags: DataFlags, tokenizer
     if word.endswith((".bin", ".idx")):
         raise ConfigError(f"--data {word}", problem=f"give the prefix without {word[-4:]}")
     known = tokenizer if isinstance(tokenizer, Tokenizer) else None
-    if Path(f"{word}.idx").is_file():
+    if is_url(word) or Path(f"{word}.idx").is_file():
         indexed = IndexedDataset(word)
         eod_token = check_prepared_data(indexed, f"--data {indexed.prefix}", vocab_size=source.config.vocab_size,
                                         tokenizer=known, can_change_model=False)

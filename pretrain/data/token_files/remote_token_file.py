@@ -46,21 +46,14 @@ class RemoteTokenFile:
         self._pending: dict[int, Future[_Pages]] = {}  # page -> the request for it
         self._lock = threading.Lock()
 
-    @property
-    def fits_cache(self) -> bool:
-        """Whether the cache can hold the whole file, so that no byte is requested twice."""
-        return self._reads_ahead
-
     def status(self) -> os.stat_result:
         """Return size and modification time, which is a number that stands for the version in the store."""
         version = int.from_bytes(hashlib.sha256(self.remote.version.encode()).digest()[:7], "little")
         return os.stat_result((0, 0, 0, 0, 0, 0, self.remote.size, 0, 0, 0), {"st_mtime_ns": version})
 
-    def wait_without_limit(self, report: Callable[[str], None] | None = None) -> None:
-        """Let reads wait for the store for as long as it fails. `report` gets the warnings."""
-        self.remote.patience_s = math.inf
-        if report is not None:
-            self.remote.report = report
+    def wait_without_limit(self, report: Callable[[str, bool], None]) -> None:
+        """Let reads wait for the store for as long as it fails. `report`: see RemoteFile."""
+        self.remote.patience_s, self.remote.report = math.inf, report
 
     def read(self, start: int, num_bytes: int) -> bytes:
         """Return the bytes [start, start + num_bytes)."""
