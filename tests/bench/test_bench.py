@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pretrain.cli import Parser
@@ -20,7 +21,10 @@ from pretrain.commands.bench.profile import PROJECT
 from pretrain.commands.bench.report import check_markers, markers, write_between_markers
 from pretrain.commands.bench.sections import BARE, LOOP, PEERS, PRODUCTS, compare
 from pretrain.commands.bench.settings import PRESETS, SECTIONS, BenchSettings, add_flags, validate_flags
+from pretrain.commands.bench.store import delayed_server
+from pretrain.commands.bench.store import measure as measure_store
 from pretrain.config.flags.arguments import RunArguments
+from pretrain.data.token_files.writer import IndexedWriter
 from pretrain.distributed.device import cpu_device
 from pretrain.errors import ConfigError
 
@@ -205,6 +209,17 @@ def test_measurements_with_little_data(tmp_path: Path) -> None:
     figures = [*preparing(bench).values(), *loading(bench).values()]
     assert [figure.unit for figure in figures] == ["MB/s", "MB/s", "MB/s", "samples/s", "ms"]
     assert all(figure.ours > 0 and figure.baseline > 0 for figure in figures)
+
+
+def test_waiting_for_a_store_that_answers_late(tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "corpus", np.uint16) as writer:
+        writer.add_document(np.arange(300_000) % 50_000)
+        writer.finalize()
+    with delayed_server(tmp_path) as url:
+        figure = measure_store(url, tmp_path / "cache", 2**24, step_s=0.05, seconds=0.5)
+    assert figure.requests_per_second >= 0
+    assert 0 < figure.wait < 1
+    assert figure.tokens_per_second > 0
 
 
 def test_the_performance_pages_name_files_and_flags_that_exist() -> None:

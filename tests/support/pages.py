@@ -45,7 +45,7 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "runs/quickstart/quickstart.yaml --deepspeed_config zero1_bf16 --gradient_accumulation_steps 2 "
         "--train_steps 60 --save_interval 4 --keep_checkpoints 3 --async_save --save runs/chaos",),
     "takes minutes on an idle machine: tests/bench/test_bench.py": (
-        "ds-pretrain bench --preset cpu-small --rounds 2",
+        "ds-pretrain bench --preset cpu-small --rounds 2", "ds-pretrain bench --what store",
         "ds-pretrain bench --what step --preset cpu --write tools/measurements.md",
         "ds-pretrain bench --what step --preset cpu-llama-2048 --write tools/measurements.md",
         "ds-pretrain bench --what overhead,checkpoint,startup --rounds 3 --write tools/measurements.md"),
@@ -93,6 +93,11 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "ds-pretrain doctor --hostfile HOSTS --measure --config run.yaml"),
     "needs SLURM: tests/cluster/test_slurm.py": (
         "sbatch -N 4 launch/slurm/pretrain.sbatch run.yaml", "srun ds-pretrain check-cluster --config run.yaml"),
+    "needs an S3 server: tests/data/test_object_store.py trains from one": (
+        "aws s3 cp data/ s3://bucket/corpora/ --recursive --exclude '*' --include 'corpus.*'",
+        "ds-pretrain --num_accelerators 2 --deepspeed_config zero2_bf16 --model tiny --train_data "
+        "s3://bucket/corpora/corpus --tokenizer data/tokenizer --seq_length 128 --micro_batch_size 4 --train_steps "
+        "100 --save runs/store"),
     "needs Kubernetes: tests/cluster/test_k8s.py": ("kubectl apply -f launch/k8s/indexed-job.yaml",),
 }
 QUICKSTART = "launch/quickstart.sh"  # run before all pages

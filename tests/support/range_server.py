@@ -20,7 +20,8 @@ class Faults:
     """code with which each request is answered; 0: the right answer"""
     dropped: int = 0
     """number of next answers that end after half of their bytes"""
-    has_etag: bool = True
+    version: str = "ETag"
+    """header that tells versions of a file apart: ETag, Last-Modified, or none of them"""
     requests: list[str] = field(default_factory=list)
     """those with a range: path and range"""
 
@@ -49,8 +50,9 @@ def range_server(folder: Path) -> Iterator[tuple[str, Faults]]:
                 return self._send(faults.status or 404, b"", {})
             content = path.read_bytes()
             etag = f'"{hashlib.md5(content).hexdigest()}"'
-            headers = {"ETag": etag, "Accept-Ranges": "bytes"} if faults.has_etag else {
-                "Last-Modified": self.date_time_string(path.stat().st_mtime)}
+            versions = {"ETag": etag, "Last-Modified": self.date_time_string(path.stat().st_mtime)}
+            headers = {"Accept-Ranges": "bytes"} | {name: value for name, value in versions.items()
+                                                    if name == faults.version}
             if self.headers.get("If-Match", etag) != etag:
                 return self._send(412, b"", headers)
             found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))

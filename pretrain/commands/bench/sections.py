@@ -18,6 +18,7 @@ from pretrain.commands.bench.profile import PROJECT, profile
 from pretrain.commands.bench.report import BenchSection, spread
 from pretrain.commands.bench.settings import BenchSettings
 from pretrain.commands.bench.startup import startup
+from pretrain.commands.bench.store import store
 from pretrain.model.flops import flops_per_token
 
 PRODUCTS = "matrix products"
@@ -34,7 +35,7 @@ def run_sections(settings: BenchSettings, report: ReportProgress) -> Iterator[Be
     """Yield each section as soon as it is measured. Raises ConfigError before the first measurement."""
     measure: dict[str, Callable[[BenchContext, ReportProgress], BenchSection]] = {
         "step": training_step, "profile": profile, "overhead": overhead, "checkpoint": checkpoint, "startup": startup,
-        "data": data}
+        "data": data, "store": store}
     with tempfile.TemporaryDirectory(prefix="ds-pretrain-bench-") as folder:
         context = BenchContext(settings, Path(folder))
         context.job("validated", "project.project").plan()  # raises ConfigError

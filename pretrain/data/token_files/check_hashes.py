@@ -1,7 +1,9 @@
 """Hashes of a data set at the start of a run: find them, compare some blocks with them, or hash small data."""
 
 import hashlib
+import os
 import random
+import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +56,9 @@ def check_blocks(indexed: IndexedDataset, found: FoundHashes, *, seconds: float)
         return
     end = time.monotonic() + seconds
     blocks = found.current.blocks
-    for number in random.SystemRandom().sample(range(len(blocks)), len(blocks)):
+    # ranks of a host, which have the same parent process, download the same block of data in an object store, once
+    choice = random.Random(f"{socket.gethostname()} {os.getppid()}") if indexed.is_remote else random.SystemRandom()
+    for number in choice.sample(range(len(blocks)), len(blocks)):
         if block_sha256(indexed, number) != blocks[number]:
             raise damaged_block(indexed, number, found.path)
         if time.monotonic() >= end:

@@ -18,15 +18,16 @@ from pretrain.errors import ConfigError
 from pretrain.remote import RemoteFile
 
 _REQUESTS = 32  # at the same time, in one process
-_LARGEST_REQUEST = 16  # pages
+_LARGEST_REQUEST, _AHEAD = 16, 4  # pages
+_SMALL = 2**30  # bytes; of larger files, pages that no sample needs yet would take too much of the network
 _Pages = dict[int, bytes]
 
 
 class RemoteTokenFile:
     """A .bin file at a URL, with the interface of TokenFile. Threads may read it at the same time.
 
-    All pages that one call needs are requested at the same time. Pages that lie one behind another are one request. If
-    the whole file fits into half of the cache, 16 pages are requested instead of one, because all of them will be
+    All pages that one call needs are requested at the same time. Pages that lie one behind another are one request. Of
+    a file up to 1 GiB that fits into half of the cache, 4 pages are requested instead of one: all of them will soon be
     needed. A page that another process of this host or another thread is requesting is not requested again.
 
     Without `cache`, or if the store names no version of the file, each read goes to the store.
@@ -41,7 +42,7 @@ class RemoteTokenFile:
         identity = f"{self.remote.name} {self.remote.size} {self.remote.version}"
         self._key = hashlib.sha256(identity.encode()).digest()[:16]
         self._cache = cache if self.remote.version else None
-        self._reads_ahead = self._cache is not None and self.remote.size <= self._cache.num_bytes // 2
+        self._reads_ahead = self._cache is not None and self.remote.size <= min(self._cache.num_bytes // 2, _SMALL)
         self._num_pages = -(-self.remote.size // PAGE_BYTES)
         self._pending: dict[int, Future[_Pages]] = {}  # page -> the request for it
         self._lock = threading.Lock()
@@ -135,10 +136,10 @@ class RemoteTokenFile:
 
 
 def _runs(numbers: Sequence[int], num_pages: int | None) -> list[range]:
-    """Group pages into runs, each of which is one request. num_pages: pages of the file if 16 are requested at once."""
+    """Group pages into runs, each of which is one request. num_pages: pages of the file if more are read than needed."""
     if num_pages is not None:
-        firsts = dict.fromkeys(number // _LARGEST_REQUEST * _LARGEST_REQUEST for number in numbers)
-        return [range(first, min(first + _LARGEST_REQUEST, num_pages)) for first in firsts]
+        firsts = dict.fromkeys(number // _AHEAD * _AHEAD for number in numbers)
+        numbers = [number for first in firsts for number in range(first, min(first + _AHEAD, num_pages))]
     runs: list[range] = []
     for number in numbers:
         if runs and runs[-1].stop == number and len(runs[-1]) < _LARGEST_REQUEST:
