@@ -99,8 +99,8 @@ class Loader:
         if self._prefetched and self._prefetched[0][0] == consumed_samples:
             future = self._prefetched.popleft()[1]
         else:
-            for _, other in self._prefetched:
-                other.cancel()
+            while self._steps_ahead > 1 and self._prefetched:
+                self._prefetched.pop()[1].cancel()
             self._prefetched.clear()
             future = self._reader.submit(self._read, consumed_samples)
         if self._steps_ahead > 1:  # also while this step is waited for

@@ -94,7 +94,7 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
     "needs SLURM: tests/cluster/test_slurm.py": (
         "sbatch -N 4 launch/slurm/pretrain.sbatch run.yaml", "srun ds-pretrain check-cluster --config run.yaml"),
     "needs an S3 server: tests/data/test_object_store.py trains from one": (
-        "aws s3 cp data/ s3://bucket/corpora/ --recursive --exclude '*' --include 'corpus.*'",
+        "ds-pretrain data info s3://bucket/corpora/corpus",
         "ds-pretrain --num_accelerators 2 --deepspeed_config zero2_bf16 --model tiny --train_data "
         "s3://bucket/corpora/corpus --tokenizer data/tokenizer --seq_length 128 --micro_batch_size 4 --train_steps "
         "100 --save runs/store"),
