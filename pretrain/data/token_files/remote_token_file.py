@@ -136,7 +136,10 @@ class RemoteTokenFile:
 
 
 def _runs(numbers: Sequence[int], num_pages: int | None) -> list[range]:
-    """Group pages into runs, each of which is one request. num_pages: of the file, if 4 pages are read instead of one."""
+    """Group pages into runs, each of which is one request.
+
+    num_pages: of the file, if 4 pages are requested instead of one.
+    """
     if num_pages is not None:
         firsts = dict.fromkeys(number // _AHEAD * _AHEAD for number in numbers)
         numbers = [number for first in firsts for number in range(first, min(first + _AHEAD, num_pages))]
