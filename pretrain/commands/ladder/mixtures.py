@@ -30,7 +30,7 @@ from pretrain.data.data_spec import DataSpec, absolute_words, parse_data_spec
 from pretrain.errors import ConfigError
 
 MIXTURES_JSON, FORMAT = "mixtures.json", "ds-pretrain mixtures 1"
-_DATA, _PATHS = ("train_data", "valid_data", "test_data"), ("model", "deepspeed_config", "tokenizer")
+_DATA, _PATHS = ("train_data", "valid_data", "test_data"), ("model", "deepspeed_config", "tokenizer", "data_cache")
 _NOT_KEPT = ("save", "resume", "eval_interval", "save_interval", "keep_best", "expected_curve", "show_predictions",
              *TASK_FLAGS)  # the expected curve is that of another blend
 _NOT_SUPPORTED = ("blend_schedule", "resume_from")

@@ -29,9 +29,9 @@ _WSD_FRACTION, _LOWEST_RATIO = 0.2, 0.1  # of the decays, if the target's schedu
 DEEPSPEED_JSON = "deepspeed.json"
 # flags that the smaller runs have as the target; the ladder sets the others, or they have no effect on the loss
 _KEPT = (
-    "train_data", "valid_data", "test_data", "split", "sample_order", "packing", "tokenizer", "seq_length",
-    "eod_mask_loss", "document_attention", "seed", "label_smoothing", "z_loss", "router_aux_loss", "router_z_loss",
-    "expert_capacity_factor", "no_weight_decay", "gradient_value_clipping", "adaptive_clipping",
+    "train_data", "valid_data", "test_data", "split", "sample_order", "packing", "data_cache", "data_cache_gb",
+    "tokenizer", "seq_length", "eod_mask_loss", "document_attention", "seed", "label_smoothing", "z_loss",
+    "router_aux_loss", "router_z_loss", "expert_capacity_factor", "no_weight_decay", "gradient_value_clipping", "adaptive_clipping",
     "adaptive_clipping_window", "init_method", "output_init_method", "init_std", "mup_base_width", "embedding_dropout",
     "attention_dropout", "residual_dropout", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon",
     "gradient_clipping", "precision", "compile_blocks", "tf32", "plain_operators", "emulate_fp16",
@@ -131,6 +131,8 @@ def _kept_flags(args: RunArguments) -> dict[str, Any]:
     for name in ("train_data", "valid_data", "test_data"):
         if name in flags:
             flags[name] = absolute_words(flags[name])
+    if "data_cache" in flags:
+        flags["data_cache"] = os.path.abspath(flags["data_cache"])
     if os.path.exists(flags.get("tokenizer", "")):
         flags["tokenizer"] = os.path.abspath(flags["tokenizer"])
     return flags

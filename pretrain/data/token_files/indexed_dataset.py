@@ -34,7 +34,7 @@ class IndexedDataset:
 
     Attributes: num_tokens, num_documents, num_sequences, dtype of the file, notes (one line each), hashes (of every
     byte; None until they are known); prefix, which is a Url for data in an object store; small_files, prefix of the
-    files other than the .bin: for data in an object store, of their copies on this disk.
+    files other than the .bin: for data in an object store, of their copies on this disk; cache, of such data.
     Raises ConfigError that names the file if the pair is missing, truncated or inconsistent.
     """
 
@@ -43,12 +43,12 @@ class IndexedDataset:
         self.prefix: Path | Url = Url(prefix) if isinstance(prefix, str) and is_url(prefix) else Path(prefix)
         self.small_files, self._idx_sha256 = Path(prefix), ""  # SHA-256 of a large .idx
         self.bin_path, self.idx_path = (type(self.prefix)(f"{prefix}{suffix}") for suffix in (".bin", ".idx"))
-        self._cache: PageCache | None = None
+        self.cache: PageCache | None = None
         if isinstance(self.prefix, Url):
-            self._cache = open_cache(cache or CacheSettings())
-            fetched = fetch_small_files(self.prefix.address, self._cache.folder)
+            self.cache = open_cache(cache or CacheSettings())
+            fetched = fetch_small_files(self.prefix.address, self.cache.folder)
             self.small_files, self._idx_sha256 = fetched.prefix, fetched.idx_sha256
-        self.index = IndexFile(self.idx_path, None if self._cache is None else Path(f"{self.small_files}.idx"))
+        self.index = IndexFile(self.idx_path, None if self.cache is None else Path(f"{self.small_files}.idx"))
         check_entries(self.index, sampled=not self.index.is_small)
         self.dtype: np.dtype[Any] = self.index.dtype
         self.num_sequences = self.index.num_sequences
@@ -235,7 +235,7 @@ class IndexedDataset:
         file: TokenFile | RemoteTokenFile
         try:
             if isinstance(self.bin_path, Url):
-                file = RemoteTokenFile(self.bin_path.address, self._cache)
+                file = RemoteTokenFile(self.bin_path.address, self.cache)
             else:
                 file = TokenFile(self.bin_path)
             found = file.status().st_size
