@@ -18,6 +18,7 @@ _QUERY = re.compile(r"(://[^\s?]*)\?\S*")
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "http": "http", "https": "http"}
 """protocol -> the extra of this package that installs its client"""
 _FIRST_WAIT_S, _LONGEST_WAIT_S, _ANSWER_S = 0.5, 30.0, 60.0
+_CONNECTIONS = 64
 _SILENT_S = 5.0
 """seconds of failures after which a warning names the store"""
 _VERSION_KEYS = ("ETag", "etag", "blob_id", "generation", "Content-MD5", "LastModified", "Last-Modified", "mtime",
@@ -53,7 +54,7 @@ def open_file_system(url: str, where: str) -> tuple[Any, str]:
     try:
         for name in protocol.split("::"):  # simplecache::s3://bucket is one URL
             fsspec.get_filesystem_class(name)
-        system, path = fsspec.url_to_fs(url)
+        system, path = fsspec.url_to_fs(url, **_settings(protocol))
     except ImportError as error:
         extra = _EXTRAS.get(protocol.rpartition("::")[2])
         raise ConfigError(where, problem=f"{protocol}:// needs a package: {error}",
@@ -64,6 +65,16 @@ def open_file_system(url: str, where: str) -> tuple[Any, str]:
         raise ConfigError(where, found=f"the protocol {protocol}://", expected="a URL that fsspec knows such as "
                           "s3://bucket/name", word=protocol, known=fsspec.available_protocols()) from None
     return system, str(path)
+
+
+def _settings(protocol: str) -> dict[str, Any]:
+    """Return settings of the client: of S3, more than botocore's 10 connections, besides what the user has set."""
+    import fsspec.config
+
+    if protocol not in ("s3", "s3a"):
+        return {}
+    own = fsspec.config.conf.get(protocol, {}).get("config_kwargs", {})
+    return {"config_kwargs": {"max_pool_connections": _CONNECTIONS, **own}}
 
 
 class RemoteFile:
