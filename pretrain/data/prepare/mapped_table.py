@@ -1,0 +1,88 @@
+"""Hash table with open addressing in a file that is mapped into memory. Its memory is the kernel's page cache."""
+
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+_BATCH = 1 << 10  # keys that are looked up at once: their pages are in this process's memory, with 15 neighbours each
+_SMALL_TABLE_BYTES = 32 << 20  # pages of a smaller table remain in this process's memory
+
+Words = npt.NDArray[np.uint64]
+IsSame = Callable[[Words, npt.NDArray[np.int64]], npt.NDArray[np.bool_]]
+"""(entries of the table [n, words], positions of the keys they are compared with [n]) -> whether the key is the same"""
+
+
+class MappedTable:
+    """Table of entries of `words` 64-bit words each. The first word of an entry is not 0, which marks an empty slot."""
+
+    def __init__(self, path: Path, words: int, slots: int) -> None:
+        self._path, self._words = path, words
+        self.make(slots)
+
+    def make(self, slots: int) -> None:
+        """Replace the table by an empty one. Its disk space is reserved: a full disk would be a SIGBUS later."""
+        if hasattr(self, "_table"):
+            self.close()
+        self.slots, num_bytes = slots, slots * self._words * 8
+        with self._path.open("w+b") as file:
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
+            self._map = mmap.mmap(file.fileno(), num_bytes)
+        self._table: Words = np.frombuffer(self._map, np.uint64).reshape(slots, self._words)
+
+    def find(self, hashes: Words, is_same: IsSame) -> Words:
+        """Return the entry of each key, zeros if there is none. The low bits of a key's hash choose its first slot."""
+        entries = np.zeros((len(hashes), self._words), np.uint64)
+        slots = self._first_slots(hashes)
+        for keys in self._batches(len(hashes)):
+            while keys.size:
+                found = self._table[slots[keys]]
+                is_used = found[:, 0] != 0
+                keys, found = keys[is_used], found[is_used]
+                is_known = is_same(found, keys)
+                entries[keys[is_known]] = found[is_known]
+                keys = keys[~is_known]
+                slots[keys] = (slots[keys] + 1) % self.slots
+        return entries
+
+    def insert(self, hashes: Words, entries: Words, is_same: IsSame) -> npt.NDArray[np.bool_]:
+        """Insert entries of distinct keys. Return for each one whether its key was not in the table."""
+        is_new = np.zeros(len(hashes), np.bool_)
+        slots = self._first_slots(hashes)
+        for keys in self._batches(len(hashes)):
+            while keys.size:
+                found = self._table[slots[keys]]
+                is_empty = found[:, 0] == 0
+                is_known = is_same(found, keys)
+                claims = keys[is_empty]
+                self._table[slots[claims]] = entries[claims]  # of several claims on a slot, one remains
+                is_kept = (self._table[slots[claims]] == entries[claims]).all(axis=1)
+                is_new[claims[is_kept]] = True
+                keys = np.concatenate([keys[~is_empty & ~is_known], claims[~is_kept]])
+                slots[keys] = (slots[keys] + 1) % self.slots
+        return is_new
+
+    def _batches(self, count: int) -> Iterator[npt.NDArray[np.int64]]:
+        """Yield the numbers of `count` keys in parts. After each part, the pages of a large table leave this process's
+        memory: they remain in the page cache, which the kernel can shrink."""
+        for start in range(0, count, _BATCH):
+            yield np.arange(start, min(start + _BATCH, count))
+            if len(self._map) > _SMALL_TABLE_BYTES:
+                self._map.madvise(mmap.MADV_DONTNEED)
+
+    def _first_slots(self, hashes: Words) -> npt.NDArray[np.int64]:
+        return (hashes & np.uint64(self.slots - 1)).astype(np.int64)
+
+    def close(self) -> None:
+        """Delete the table."""
+        del self._table
+        self._map.close()
+        self._path.unlink(missing_ok=True)
+
+
+def slots_for(count: int, slots: int) -> int:
+    """Return `slots`, a power of 2, or the smallest larger one such that `count` entries fill at most half of them."""
+    return max(slots, 1 << max(2 * count - 1, 0).bit_length())
