@@ -6,6 +6,7 @@ The checks come at the start, so that hours of work are not lost at the end.
 import errno
 import fcntl
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -77,6 +78,17 @@ def check_folder(path: Path, where: str, *, is_new: bool = False) -> None:
     except OSError as error:
         raise ConfigError(where, problem=f"{shorten(str(path))} cannot be written to ({error.strerror or error})",
                           remedy="choose a folder that can be created and written to") from None
+
+
+def check_space(path: Path, where: str, num_bytes: int) -> None:
+    """Raise ConfigError if the disk of a new file `path` has less than `num_bytes` free."""
+    folder = path.absolute().parent
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes:
+        raise ConfigError(where, problem=f"{folder} has {free / 1e9:,.1f} GB free, and {num_bytes / 1e9:,.1f} GB are "
+                          "needed", remedy="choose another folder")
 
 
 def check_file(path: Path, where: str) -> None:

@@ -13,6 +13,7 @@ _PACKAGE = Path(__file__).resolve().parent
 TEMPLATES = {
     "quickstart": "quickstart.yaml",
     "slurm": "slurm/pretrain.sbatch",
+    "slurm-prepare": "slurm/prepare.sbatch",
     "hostfile": "hostfile",
     "mpi": "mpi.sh",
     "k8s-indexed-job": "k8s/indexed-job.yaml",

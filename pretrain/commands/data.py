@@ -10,6 +10,7 @@ from pretrain.cli import (
     LARGEST_INT,
     Parser,
     StopRequest,
+    next_line,
     path,
     prefix,
     say,
@@ -17,7 +18,10 @@ from pretrain.cli import (
     text,
     whole_number,
 )
+from pretrain.commands.next_command import after_prepare
 from pretrain.data.merge_split import merge, split
+from pretrain.data.prepare.merge_shards import merge_shards, named_shards, open_shards
+from pretrain.data.prepare.summary import summary_text
 from pretrain.data.source_facts import end_notes, learnable_notes, source_facts
 from pretrain.data.token_files.indexed_dataset import IndexedDataset, read_meta
 from pretrain.data.token_files.inspect_files import describe, store_hashes, verify_data
@@ -59,11 +63,22 @@ def _verify(flags: argparse.Namespace) -> int:
 
 
 def _merge(flags: argparse.Namespace) -> int:
+    if (shards := named_shards(flags.output, flags.prefixes)) is not None:
+        return _merge_shards(flags, shards)
     with stop_on_signals(), ProgressBar(f"merging into {flags.output}", _bin_bytes(flags.prefixes)) as progress:
         writer, notes = merge(flags.output, flags.prefixes, overwrite=flags.overwrite, advance=progress.advance)
     for note in notes:
         print(f"note: {note}")
     _print_written([writer])
+    return 0
+
+
+def _merge_shards(flags: argparse.Namespace, prefixes: list[str]) -> int:
+    with stop_on_signals():
+        shards = open_shards(prefixes)
+        with ProgressBar(f"merging into {flags.output}", _bin_bytes(prefixes)) as progress:
+            merge_shards(flags.output, shards, overwrite=flags.overwrite, advance=progress.advance)
+    print("\n".join([summary_text(flags.output), *next_line(after_prepare(flags.output))]))
     return 0
 
 
@@ -100,10 +115,13 @@ def _data_parser() -> Parser:
         command.add_argument("prefixes", metavar="PREFIX", nargs="+", type=prefix, help=help_of_prefix)
     command = commands.add_parser("merge", help="write the documents of several data sets into one",
                                   description="Write the documents of several data sets into one, in this order. "
-                                              "The tokens get the widest of their types.")
+                                              "The tokens get the widest of their types. Without PREFIX, or with the "
+                                              "shards of `prepare --shard`, write the files that a preparation on one "
+                                              "machine would have written.")
     command.set_defaults(function=_merge)
     command.add_argument("output", metavar="OUT", type=prefix, help="path of the new data set, without .bin")
-    command.add_argument("prefixes", metavar="PREFIX", nargs="+", type=prefix, help=help_of_prefix)
+    command.add_argument("prefixes", metavar="PREFIX", nargs="*", type=prefix,
+                         help=f"{help_of_prefix} (default: the shards of OUT)")
     _add_overwrite(command)
     command = commands.add_parser("split", help="divide the documents of a data set among several",
                                   description="Divide the documents of a data set among several.")

@@ -33,6 +33,11 @@ def after_prepare(prefix: str) -> str:
     return _command("new", "run.yaml", "--data", prefix)
 
 
+def after_shard(prefix: str) -> str:
+    """Return the command that follows when all shards are prepared."""
+    return _command("data", "merge", prefix)
+
+
 def before_check(words: Sequence[str], prefix: str) -> str:
     """Return the command that prepares the token files `prefix`, if the YAML lists it and they do not exist."""
     if len(words) == 2 and words[0] == "--config" and not Path(f"{prefix}.idx").exists():

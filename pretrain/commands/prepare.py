@@ -1,7 +1,10 @@
 """Prepare the data of a run: a small corpus, a tokenizer, token files."""
 
 import argparse
+import os
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +21,17 @@ from pretrain.cli import (
     text,
     whole_number,
 )
-from pretrain.commands.next_command import after_prepare, after_tokenizer
+from pretrain.commands.next_command import after_prepare, after_shard, after_tokenizer
 from pretrain.data.prepare.prepare import PrepareSettings, prepare
 from pretrain.data.prepare.python_corpus import python_corpus
+from pretrain.data.prepare.shards import parse_shard
 from pretrain.data.prepare.summary import summary_text
 from pretrain.data.text_inputs.chunk import FORMATS, ReadSettings, parse_separator
 from pretrain.data.text_inputs.formats import STDIN
 from pretrain.data.tokenizers.tokenizer import BYTES, find_tokenizer_file
 from pretrain.data.tokenizers.train_tokenizer import train_sentencepiece
 from pretrain.errors import STOPPED, ConfigError
+from pretrain.remote import without_credentials
 
 
 def prepare_main() -> int:
@@ -34,17 +39,31 @@ def prepare_main() -> int:
     separator = parse_separator(args.document_separator) if args.document_separator else ""
     read = ReadSettings(args.format, args.jsonl_key, separator, args.on_error == "skip")
     settings = PrepareSettings(read, args.append_eod, args.prepend_bos, args.deduplicate)
+    shard = parse_shard(args.shard, os.environ) if args.shard else None
     if args.vocab_size is not None:
-        _train_missing_tokenizer(args.inputs, args.tokenizer, read, args.vocab_size)
+        _train_missing_tokenizer(args.inputs, args.tokenizer, read, args.vocab_size, is_shard=shard is not None)
     try:
         with stop_on_signals():
             prepare(args.inputs, tokenizer=args.tokenizer, out=args.out, settings=settings, workers=args.workers,
-                    overwrite=args.overwrite)
+                    overwrite=args.overwrite, shard=shard, command=_words_of_all_shards(sys.argv[1:]))
     except StopRequest as stop:
         say(f"stopped by {stop.name}; {stop.remedy}")
         return STOPPED
-    print("\n".join([summary_text(args.out), *next_line(after_prepare(args.out))]))
+    written = shard.prefix(args.out) if shard is not None else args.out
+    following = after_shard(args.out) if shard is not None else after_prepare(args.out)
+    print("\n".join([summary_text(written), *next_line(following)]))
     return 0
+
+
+def _words_of_all_shards(words: Sequence[str]) -> list[str]:
+    """Return the words of a command line that are the same for all shards, without credentials of URLs."""
+    kept, is_value = list[str](), False
+    for word in words:
+        flag = word.partition("=")[0]
+        if not is_value and flag not in ("--shard", "--workers", "--overwrite"):
+            kept.append(without_credentials(word))
+        is_value = word in ("--shard", "--workers")
+    return kept
 
 
 def _prepare_parser() -> Parser:
@@ -78,6 +97,9 @@ def _prepare_parser() -> Parser:
     parser.add_argument("--deduplicate", action="store_true",
                         help="leave out documents whose tokens are exactly those of an earlier document")
     parser.add_argument("--workers", type=whole_number(1, 1024), help="worker processes (default: one per CPU core)")
+    parser.add_argument("--shard", type=text, metavar="I/N",
+                        help="on one of several machines: prepare only part I of N parts, from 0 to N-1, for "
+                        "`ds-pretrain data merge OUT`. slurm, or slurm/N: the task of an array job of SLURM")
     return parser
 
 
@@ -112,11 +134,15 @@ def tokenizer_main() -> None:
         print(line)
 
 
-def _train_missing_tokenizer(inputs: list[str], tokenizer: str, reading: ReadSettings, vocab_size: int) -> None:
+def _train_missing_tokenizer(inputs: list[str], tokenizer: str, reading: ReadSettings, vocab_size: int, *,
+                             is_shard: bool) -> None:
     """Train the tokenizer of `prepare --vocab_size`, unless it exists. Raises ConfigError."""
     folder = Path(tokenizer)
     if tokenizer == BYTES or folder.is_file() or find_tokenizer_file(folder) is not None:
         return
+    if is_shard:
+        raise ConfigError("--vocab_size", problem=f"there is no tokenizer at {tokenizer}, and each of the shards would "
+                          "train one", remedy="train it first, once, with `ds-pretrain tokenizer`")
     if STDIN in inputs:
         raise ConfigError("--vocab_size", problem="standard input can be read only once",
                           remedy="give files, or a tokenizer that exists")

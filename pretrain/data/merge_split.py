@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from pretrain.data.token_files.inspect_files import Advance
 from pretrain.data.token_files.token_file import allow_open_files
 from pretrain.data.token_files.writer import IndexedWriter, existing_file
 from pretrain.errors import ConfigError
-from pretrain.paths import check_folder
+from pretrain.paths import check_folder, check_space
 
 REST = "rest"
 CHUNK_DOCUMENTS = 2**16  # copied at once
@@ -241,14 +240,4 @@ def check_output(outputs: Sequence[str], sources: Sequence[IndexedDataset], wher
             raise ConfigError(where, problem=f"{existing} exists",
                               remedy="give another prefix, or replace the files by --overwrite")
         check_folder(Path(output).absolute().parent, where)
-    _check_space(Path(outputs[0]), where, num_bytes + _SEQUENCE_BYTES * sum(data.num_sequences for data in sources))
-
-
-def _check_space(path: Path, where: str, num_bytes: int) -> None:
-    folder = path.absolute().parent
-    while not folder.exists():
-        folder = folder.parent
-    free = shutil.disk_usage(folder).free
-    if free < num_bytes:
-        raise ConfigError(where, problem=f"{folder} has {free / 1e9:,.1f} GB free, and {num_bytes / 1e9:,.1f} GB are "
-                          "needed", remedy="choose another folder")
+    check_space(Path(outputs[0]), where, num_bytes + _SEQUENCE_BYTES * sum(data.num_sequences for data in sources))

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pretrain.data.prepare.partial_output import PartialOutput
+from pretrain.data.prepare.document_rows import document_rows
+from pretrain.data.prepare.partial_output import DOCUMENTS, PartialOutput
 from pretrain.data.prepare.seen_digests import DIGEST_BYTES, Digests, SeenDigests
 from pretrain.data.prepare.summary import Statistics
 from pretrain.data.prepare.tokenize_batch import TokenizedBatch
@@ -101,17 +102,22 @@ class DocumentWriter:
     def _add_complete(self, tokens: npt.NDArray[Any], lengths: npt.NDArray[np.int64],
                       text_bytes: npt.NDArray[np.int64], digests: Digests) -> None:
         is_new = self._find_new(digests)
+        if is_new is not None:
+            self._files["digests"].append(digests[is_new].tobytes())
         if is_new is not None and not is_new.all():
             self.statistics.duplicates += int((~is_new).sum())
             if self._deduplicate:
                 tokens = tokens[np.repeat(is_new, lengths)]
-                lengths, text_bytes = lengths[is_new], text_bytes[is_new]
-            digests = digests[is_new]
-        if is_new is not None:
-            self._files["digests"].append(digests.tobytes())
+                lengths, text_bytes, digests = lengths[is_new], text_bytes[is_new], digests[is_new]
         self._files["tokens"].append(tokens.astype(self._dtype, copy=False).data)
-        self._files["lengths"].append(lengths.astype("<i4").tobytes())
+        self._add_lengths(lengths, text_bytes, digests)
         self.statistics.add_documents(tokens, lengths, int(text_bytes.sum()))
+
+    def _add_lengths(self, lengths: npt.NDArray[np.int64], text_bytes: npt.NDArray[np.int64], digests: Digests) -> None:
+        """Append what is stored of each document that is kept, besides its tokens."""
+        self._files["lengths"].append(lengths.astype("<i4").tobytes())
+        if DOCUMENTS in self._files:
+            self._files[DOCUMENTS].append(document_rows(text_bytes, digests).tobytes())
 
     def _find_new(self, digests: Digests) -> npt.NDArray[np.bool_] | None:
         """Return whether each document is no duplicate; None if duplicates are no longer counted."""
@@ -134,28 +140,30 @@ class DocumentWriter:
         """Complete a document of several batches, or remove it. Its tokens are read back from the file."""
         self._open = None
         length = (self._files["tokens"].size - document.start) // self._dtype.itemsize
-        if not document.is_removed and not self._is_kept(document, length):
-            self._remove(document, save)
-        elif document.is_removed:
+        if document.is_removed:
             self._files["tokens"].cut(document.start)
+        elif (digests := self._digest_if_kept(document, length)) is None:
+            self._remove(document, save)
         else:
             for part in self._read_tokens(document.start):
                 self.statistics.add_tokens(np.frombuffer(part, self._dtype))
-            self._files["lengths"].append(np.array([length], "<i4").tobytes())
+            self._add_lengths(np.array([length]), np.array([document.text_bytes]), digests)
             self.statistics.add_documents(np.zeros(0, self._dtype), np.array([length]), document.text_bytes)
             self.statistics.add_longest(length, document.place)
 
-    def _is_kept(self, document: OpenDocument, length: int) -> bool:
-        """Return whether a complete document of several batches is kept; count it otherwise."""
+    def _digest_if_kept(self, document: OpenDocument, length: int) -> Digests | None:
+        """Return the digest [1, 2] of a complete document of several batches; count it and return None if it is not
+        kept.
+        """
         if length > _LONGEST_DOCUMENT:
             document.failure = document.failure or (document.place, f"the document has {length} tokens; at most "
                                                     f"{_LONGEST_DOCUMENT} are possible")
         if document.failure is not None:
             self.statistics.skip(*document.failure)
-            return False
+            return None
         if length <= self._special_tokens:
             self.statistics.empty += 1
-            return False
+            return None
         digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
         for part in self._read_tokens(document.start):
             digest.update(part)
@@ -165,7 +173,7 @@ class DocumentWriter:
             self._files["digests"].append(digests.tobytes())
         elif is_new is not None:
             self.statistics.duplicates += 1
-        return is_new is None or bool(is_new[0]) or not self._deduplicate
+        return digests if is_new is None or is_new[0] or not self._deduplicate else None
 
     def _remove(self, document: OpenDocument, save: Callable[[], None]) -> None:
         """Remove the tokens at the end of the file. A saved state that needs them is replaced first."""
@@ -202,7 +210,9 @@ class DocumentWriter:
 
     @property
     def duplicates_are_counted(self) -> bool:
-        return self._counts_duplicates
+        """False if there were too many documents. The sizes of the batches have no effect."""
+        is_full = not self._deduplicate and self._files["digests"].size >= _MOST_COUNTED * DIGEST_BYTES
+        return self._counts_duplicates and not is_full
 
     def close(self) -> None:
         """Delete the table of digests, which a resume makes again."""

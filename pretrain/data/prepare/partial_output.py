@@ -4,6 +4,7 @@
     lengths       int32 tokens of each document
     digests       16 bytes per document, if duplicates are counted
     blocks        32 bytes: SHA-256 of each complete block of `tokens`
+    documents     of a shard: what a merge needs to know about each document (document_rows.py)
     state.json    how many bytes of these files are valid, the position in the inputs, counts, settings
 
 The state is replaced atomically after the files are on the disk. Bytes beyond it are cut off by a resume.
@@ -17,12 +18,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pretrain.data.token_files.writer import ENDINGS
+from pretrain.data.token_files.writer import SHARD_ENDINGS
 from pretrain.errors import ConfigError
 from pretrain.paths import fsync, write_synced
 from pretrain.stored_json import read_object
 
 FILES = ("tokens", "lengths", "digests", "blocks")
+DOCUMENTS = "documents"
 _STATE, _LOCK = "state.json", "lock"
 _VERSION = 1
 _SECONDS_BETWEEN_STATES = 5.0
@@ -55,8 +57,10 @@ class AppendFile:
 class PartialOutput:
     """The open folder OUT.partial/. Only one process at a time can open it."""
 
-    def __init__(self, out: str, state: dict[str, Any] | None, *, seconds_between_states: float | None = None) -> None:
+    def __init__(self, out: str, state: dict[str, Any] | None, *, seconds_between_states: float | None = None,
+                 is_shard: bool = False) -> None:
         """`state`: what `read_state` returned; None begins a new folder, and deletes what is in an old one."""
+        names = (*FILES, DOCUMENTS) if is_shard else FILES
         self.path = partial_path(out)
         self._created = [path for path in (self.path, *self.path.parents) if not path.exists()]
         self._interval = _SECONDS_BETWEEN_STATES if seconds_between_states is None else seconds_between_states
@@ -67,16 +71,16 @@ class PartialOutput:
             for path in self.path.iterdir():
                 if path.name != _LOCK:
                     path.unlink()
-        self._saved_sizes = sizes = state["sizes"] if state is not None else dict.fromkeys(FILES, 0)
+        self._saved_sizes = sizes = state["sizes"] if state is not None else dict.fromkeys(names, 0)
         is_finished = state is not None and state["finished"]  # then some files may have been renamed
-        self.files = {} if is_finished else {name: AppendFile(self.path / name, sizes[name]) for name in FILES}
+        self.files = {} if is_finished else {name: AppendFile(self.path / name, sizes[name]) for name in names}
         self.has_progress = state is not None
 
     @property
     def data_files(self) -> dict[str, Path]:
         """The name here of each file of the data set, by its ending."""
         names = {"bin": "tokens", "idx": "index"}
-        return {ending: self.path / names.get(ending, ending) for ending in ENDINGS}
+        return {ending: self.path / names.get(ending, ending) for ending in SHARD_ENDINGS}
 
     def saved_bytes(self, name: str) -> int:
         """Return how many bytes of a file the saved state needs."""

@@ -14,43 +14,27 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from pretrain.cli import StopRequest, bad_path, say
+from pretrain.data.prepare.complete import DataFacts, PreparedData, check_not_empty, complete_output
 from pretrain.data.prepare.document_writer import DocumentWriter
-from pretrain.data.prepare.partial_output import PartialOutput, partial_path, read_state
-from pretrain.data.prepare.summary import entropy_nats, make_summary
+from pretrain.data.prepare.partial_output import DOCUMENTS, PartialOutput, partial_path, read_state
+from pretrain.data.prepare.shard_files import check_files
+from pretrain.data.prepare.shards import Shard, check_count, place_in_inputs, read_record, shard_record
 from pretrain.data.prepare.tokenize_batch import TokenizeSettings, make_tokenize
 from pretrain.data.prepare.worker_pool import map_in_order
 from pretrain.data.text_inputs.chunk import CHUNK_BYTES, Position, ReadSettings
 from pretrain.data.text_inputs.find import Input, Inputs, find_inputs
+from pretrain.data.text_inputs.formats import STDIN
+from pretrain.data.text_inputs.parts import Part, part_of
 from pretrain.data.text_inputs.reader import FIRST_PLACE, Place, read_batches
+from pretrain.data.token_files.hashes import hash_file
 from pretrain.data.token_files.index_file import dtype_for_vocab
-from pretrain.data.token_files.writer import complete_files, existing_file, rename_files
-from pretrain.data.tokenizers.special_tokens import TokenIds
+from pretrain.data.token_files.writer import ENDINGS, SHARD_ENDINGS, existing_file, rename_files
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import ConfigError, shorten
-from pretrain.paths import check_folder
+from pretrain.paths import check_folder, write_synced
 from pretrain.progress import ProgressBar
-
-
-@dataclass(frozen=True)
-class PreparedData:
-    """Content of PREFIX.meta.json."""
-
-    vocab_size: int
-    tokenizer: str
-    """path of the tokenizer's file"""
-    tokenizer_sha256: str
-    bos_token: int | None
-    """the token that begins each document; None without --prepend_bos"""
-    eod_token: int | None
-    """the token that ends each document; None without --append_eod"""
-    num_tokens: int
-    num_documents: int
-    max_token: int
-    entropy_nats: float
-    """entropy per token of the token frequencies: the loss of a model that predicts these frequencies"""
+from pretrain.stored_json import build, read_json
 
 
 @dataclass(frozen=True)
@@ -64,27 +48,36 @@ class PrepareSettings:
 
 
 def prepare(inputs: Sequence[str], *, tokenizer: str, out: str, settings: PrepareSettings | None = None,
-            workers: int | None = None, overwrite: bool = False,
-            seconds_between_states: float | None = None) -> PreparedData:
+            workers: int | None = None, overwrite: bool = False, shard: Shard | None = None,
+            command: Sequence[str] = (), seconds_between_states: float | None = None) -> PreparedData:
     """Tokenize `inputs` into out.bin, out.idx, out.meta.json, out.sha256.json and out.summary.json.
 
     Continues an earlier preparation that was stopped. workers: number of processes (default: one per CPU core).
+    shard: tokenize only this part, into out.shard-I-of-N.*; command: the words that make it, stored for the merge.
     Raises ConfigError. After an error, and after StopRequest, out.partial/ remains if it is worth resuming.
     """
     settings = settings or PrepareSettings()
+    if shard is not None and STDIN in inputs:
+        raise ConfigError("--shard", problem="standard input cannot be divided", remedy="give files")
     found = find_inputs(inputs, settings.read)
+    if shard is not None:
+        check_count(out, shard)
+        out = shard.prefix(out)
     if problem := bad_path(f"{out}.summary.json"):
         raise ConfigError("--out", problem=problem)
     check_folder(Path(out).absolute().parent, "--out")
-    job = _Job(found, load_tokenizer(tokenizer), out, settings)
-    state = _resumable_state(out, job.record, overwrite=overwrite)
+    job = _Job(found, load_tokenizer(tokenizer), out, settings, shard, command)
+    if shard is not None and not overwrite and (meta := _complete_shard(out, shard, job.facts)):
+        say(f"{out} is complete already, with these inputs and settings")
+        return meta
+    state = _resumable_state(out, job.facts.record, overwrite=overwrite)
     if state is not None and state.get("finished"):
         output = PartialOutput(out, state)
     else:
         output = job.run(state, workers=workers, seconds_between_states=seconds_between_states)
         state = read_state(out)
     assert state is not None
-    rename_files(output.data_files, out)
+    rename_files(output.data_files, out, ENDINGS if shard is None else SHARD_ENDINGS)
     output.delete()
     return PreparedData(**state["meta"])
 
@@ -113,28 +106,47 @@ def _resumable_state(out: str, record: dict[str, Any], *, overwrite: bool) -> di
     return state
 
 
+def _complete_shard(prefix: str, shard: Shard, facts: DataFacts) -> PreparedData | None:
+    """Return the .meta.json of a shard that was made before from the same inputs with the same settings.
+
+    So the jobs of all shards can be started again, and only what is missing is made.
+    """
+    try:
+        record = read_record(prefix)
+        if record.facts != facts or isinstance(check_files(prefix, shard, record), str):
+            return None
+        return build(PreparedData, read_json(Path(f"{prefix}.meta.json")))
+    except (OSError, ValueError):
+        return None
+
+
 class _Job:
     """A preparation: inputs, tokenizer and settings that have been checked."""
 
-    def __init__(self, inputs: Inputs, tokenizer: Tokenizer, out: str, settings: PrepareSettings) -> None:
+    def __init__(self, inputs: Inputs, tokenizer: Tokenizer, out: str, settings: PrepareSettings, shard: Shard | None,
+                 command: Sequence[str]) -> None:
         self._inputs, self._out, self._settings = inputs, out, settings
-        self._ids: TokenIds = tokenizer.ids
-        self._name, self._fingerprint = tokenizer.name, tokenizer.fingerprint
+        self._shard, self._command = shard, command
         self._tokenize = TokenizeSettings(str(tokenizer.path), *_special_tokens(tokenizer, settings),
                                           dtype_for_vocab(tokenizer.vocab_size).name, settings.read)
         read = settings.read
-        self.record: dict[str, Any] = {
+        record: dict[str, Any] = {
             "inputs": record_inputs(inputs.files), "--tokenizer": tokenizer.fingerprint, "--format": read.format,
             "--jsonl_key": read.jsonl_key, "--document_separator": read.document_separator,
             "--append_eod": settings.append_eod, "--prepend_bos": settings.prepend_bos,
             "--deduplicate": settings.deduplicate, "skip_errors": read.skip_errors}
-        """settings and inputs that must be the same for a resume"""
+        self.facts = DataFacts(
+            vocab_size=tokenizer.ids.vocab_size, tokenizer=tokenizer.name, tokenizer_sha256=tokenizer.fingerprint,
+            bos_token=self._tokenize.bos_token, eod_token=self._tokenize.eod_token, unknown_token=tokenizer.ids.unk,
+            dtype=self._tokenize.dtype, inputs=inputs.describe(), record=record)
+        self._part = Part(inputs.files, 0) if shard is None else part_of(inputs.files, read, shard.index, shard.count)
 
     def run(self, state: dict[str, Any] | None, *, workers: int | None,
             seconds_between_states: float | None) -> PartialOutput:
         """Write everything into the partial output. Raises ConfigError."""
         try:
-            output = PartialOutput(self._out, state, seconds_between_states=seconds_between_states)
+            output = PartialOutput(self._out, state, seconds_between_states=seconds_between_states,
+                                   is_shard=self._shard is not None)
             try:
                 self._write(output, state, workers)
             except BaseException as error:
@@ -155,20 +167,21 @@ class _Job:
                 error.remedy = f"the work so far is kept in {output.path}: the same command continues it"
 
     def _write(self, output: PartialOutput, state: dict[str, Any] | None, workers: int | None) -> None:
-        writer = DocumentWriter(output, self._tokenize.dtype, vocab_size=self._ids.vocab_size,
+        writer = DocumentWriter(output, self._tokenize.dtype, vocab_size=self.facts.vocab_size,
                                 special_tokens=self._tokenize.special_tokens,
                                 deduplicate=self._settings.deduplicate, state=state)
-        place, done_bytes = FIRST_PLACE, 0
+        place, done_bytes, lines = FIRST_PLACE, 0, 0
         if state is not None:
             place, done_bytes = Place(state["input"], Position(*state["position"])), state["done_bytes"]
-        total = self._inputs.num_bytes
-        batches = read_batches(self._inputs.files, self._settings.read, place, continues=writer.is_inside_document)
+            lines = state.get("lines", 0)
+        total = self._part.num_bytes
+        batches = read_batches(self._part.files, self._settings.read, place, continues=writer.is_inside_document)
         results = map_in_order(functools.partial(make_tokenize, self._tokenize), batches,
                                self._num_workers(workers, total - done_bytes))
 
         def save() -> None:
             output.save({**self._state(writer), "input": place.input, "position": place.position,
-                         "done_bytes": done_bytes, "finished": False})
+                         "done_bytes": done_bytes, "lines": lines, "finished": False})
 
         if state is not None:
             say(f"continues the preparation in {output.path} after {writer.num_documents:,} documents")
@@ -182,11 +195,12 @@ class _Job:
                     raise ConfigError.from_line(str(result) + kept * output.has_progress)
                 writer.add(result, save)
                 place, done_bytes = batch.end, done_bytes + batch.file_bytes
+                lines = batch.chunks[-1].end.line - 1
                 rate = (writer.num_tokens - first_tokens) / max(time.monotonic() - started, 1e-3)  # tokens per second
                 progress.advance(batch.file_bytes, f"{rate / 1e6:.2f} M tokens/s, {writer.num_documents:,} documents")
                 if self._can_resume and output.is_due():
                     save()
-        self._finish(output, writer)
+        self._finish(output, writer, lines)
 
     @property
     def _can_resume(self) -> bool:
@@ -199,28 +213,23 @@ class _Job:
         return min(most, 1 + max(num_bytes, 0) // CHUNK_BYTES) if self._can_resume else most
 
     def _state(self, writer: DocumentWriter) -> dict[str, Any]:
-        return {"record": self.record, "skipped": writer.statistics.skipped, **writer.state()}
+        return {"record": self.facts.record, "skipped": writer.statistics.skipped, **writer.state()}
 
-    def _finish(self, output: PartialOutput, writer: DocumentWriter) -> None:
-        """Complete all files in the partial output."""
-        statistics = writer.statistics
-        if statistics.documents == 0:
-            raise ConfigError(shorten(" ".join(file.name for file in self._inputs.files)),
-                              problem="there is no document that is not empty")
-        if (inputs := record_inputs(self._inputs.files)) != self.record["inputs"]:
-            raise ConfigError(changed_input(self.record["inputs"], inputs), problem="it was changed while it was read",
+    def _finish(self, output: PartialOutput, writer: DocumentWriter, lines: int) -> None:
+        """Complete all files in the partial output. lines: line ends that were read in the last file."""
+        if self._shard is None:
+            check_not_empty(writer, shorten(" ".join(file.name for file in self._inputs.files)))
+        before = self.facts.record["inputs"]
+        if (inputs := record_inputs(self._inputs.files)) != before:
+            raise ConfigError(changed_input(before, inputs), problem="it was changed while it was read",
                               remedy="prepare the data again")
-        meta = PreparedData(
-            vocab_size=self._ids.vocab_size, tokenizer=self._name, tokenizer_sha256=self._fingerprint,
-            bos_token=self._tokenize.bos_token, eod_token=self._tokenize.eod_token, num_tokens=statistics.tokens,
-            num_documents=statistics.documents, max_token=int(np.flatnonzero(statistics.token_counts)[-1]),
-            entropy_nats=entropy_nats(statistics.token_counts))
-        summary = make_summary(
-            statistics, unknown_token=self._ids.unk, duplicates_counted=writer.duplicates_are_counted,
-            deduplicated=self._settings.deduplicate, entropy_nats=meta.entropy_nats,
-            inputs=self._inputs.describe(), settings={**self.record, "tokenizer": meta.tokenizer})
-        complete_files(output.data_files, self._tokenize.dtype, output.path / "lengths", blocks=writer.finish(),
-                       meta=asdict(meta), summary=summary)
+        meta = complete_output(output, writer, self.facts)
+        if self._shard is not None:
+            documents_sha256 = hash_file(output.files[DOCUMENTS].descriptor, after_chunk=lambda: None)
+            record = shard_record(
+                self._shard, self.facts, statistics={**writer.statistics.to_json(), "token_counts": []},
+                documents_sha256=documents_sha256, command=list(self._command), **place_in_inputs(self._part, lines))
+            write_synced(output.data_files["shard.json"], json.dumps(asdict(record)).encode())
         writer.close()
         output.save({**self._state(writer), "meta": asdict(meta), "finished": True})
 

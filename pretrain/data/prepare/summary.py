@@ -88,7 +88,7 @@ def _class_name(index: int) -> str:
 
 def entropy_nats(counts: npt.NDArray[np.int64]) -> float:
     """Return the entropy in nats of the frequencies `counts` [n]."""
-    frequencies = counts[counts > 0] / counts.sum()
+    frequencies = counts[counts > 0] / max(counts.sum(), 1)
     return -math.fsum((frequencies * np.log(frequencies)).tolist())
 
 
@@ -106,7 +106,7 @@ def make_summary(statistics: Statistics, *, unknown_token: int | None, duplicate
         "documents": statistics.documents,
         "tokens": tokens,
         "text_bytes": statistics.text_bytes,
-        "bytes_per_token": round(statistics.text_bytes / tokens, 4),
+        "bytes_per_token": round(statistics.text_bytes / max(tokens, 1), 4),
         "entropy_nats": entropy_nats,
         "longest_document": {"tokens": statistics.longest_tokens, "place": statistics.longest_place},
         "empty_documents": statistics.empty,
@@ -115,7 +115,7 @@ def make_summary(statistics: Statistics, *, unknown_token: int | None, duplicate
         "duplicate_documents": statistics.duplicates if duplicates_counted else None,
         "duplicates_removed": deduplicated,
         "unknown_tokens": unknown,
-        "unknown_fraction": unknown / tokens,
+        "unknown_fraction": unknown / max(tokens, 1),
         "document_lengths": statistics.length_histogram(),
         "settings": dict(settings),
     }
@@ -158,7 +158,7 @@ def _skipped(prefix: str | Path, summary: Mapping[str, Any]) -> list[str]:
 
 
 def _histogram(lengths: Mapping[str, int]) -> list[str]:
-    most = max(lengths.values())
-    width = max(map(len, lengths))
+    most = max(lengths.values(), default=0)
+    width = max(map(len, lengths), default=0)
     return [f"    {name:>{width}} {count:>12,} {'#' * -(-_BAR * count // most)}".rstrip()
             for name, count in lengths.items()]

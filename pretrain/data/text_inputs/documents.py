@@ -38,7 +38,7 @@ def documents(chunk: Chunk, settings: ReadSettings) -> Iterator[Piece | Skipped]
     Raises ConfigError, which names file and line, for a document that cannot be read. With `skip_errors`, this document
     gives a `Skipped` instead.
     """
-    for line, data, ends in _parts(chunk, settings):
+    for number, (line, data, ends) in enumerate(_parts(chunk, settings)):
         where = f"{chunk.name}: row {line}" if chunk.is_parquet else f"{chunk.name}:{line}"
         try:
             if chunk.error:
@@ -46,7 +46,8 @@ def documents(chunk: Chunk, settings: ReadSettings) -> Iterator[Piece | Skipped]
             if chunk.kind == "jsonl":
                 yield Piece(text_of_json_line(data or b"", where, settings.jsonl_key), ends, where)
             elif chunk.kind == "text":
-                yield Piece(plain_text(data or b"", chunk.name, line), ends, where)
+                is_first = chunk.start.offset == number == 0  # of the file
+                yield Piece(plain_text(data or b"", chunk.name, line, is_first=is_first), ends, where)
             else:
                 yield Piece(_value(data, where), ends, where)
         except ConfigError as error:
@@ -95,9 +96,12 @@ def _parts(chunk: Chunk, settings: ReadSettings) -> Iterator[tuple[int, bytes | 
         yield line, chunk.data, chunk.ends_document
 
 
-def plain_text(data: bytes, name: str, line: int) -> str:
-    """Return the text in `data`, which begins at line number `line`. Raises ConfigError that names file and line."""
-    if line == 1 and (encoding := utf16_problem(data)):
+def plain_text(data: bytes, name: str, line: int, *, is_first: bool) -> str:
+    """Return the text in `data`, which begins at line number `line`. Raises ConfigError that names file and line.
+
+    is_first: whether `data` is the beginning of a file, where UTF-16 has a byte order mark.
+    """
+    if is_first and (encoding := utf16_problem(data)):
         raise utf16_error(f"{name}:{line}", encoding)
     text = decode_utf8(data, name, line)
     if b"\0" in data:

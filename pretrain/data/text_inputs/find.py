@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretrain.data.text_inputs.chunk import ReadSettings
+from pretrain.data.text_inputs.chunk import Position, ReadSettings
 from pretrain.data.text_inputs.formats import (
     HEAD_BYTES,
     PARQUET,
@@ -43,11 +43,23 @@ class Input:
     compression: str = ""  # "gzip", "zstd" or ""
     num_bytes: int = 0  # on disk; 0 for standard input
     head: bytes = b""  # of standard input: the bytes that were read to detect the format
+    start: int = 0  # byte at which reading begins, or row of a Parquet file: above 0 in a part of a file (parts.py)
+    stop: int | None = None  # byte or row before which reading ends; None: it ends with the file
 
     @property
     def name(self) -> str:
         """The path, for messages."""
         return input_name(self.path)
+
+    @property
+    def name_of_lines(self) -> str:
+        """The path before a number of a line, for messages. The lines of a part are counted from its first byte."""
+        return self.name if self.start == 0 or self.kind == "parquet" else f"{self.name} (from byte {self.start})"
+
+    @property
+    def beginning(self) -> Position:
+        """The position at which reading begins."""
+        return Position(self.start, self.start + 1 if self.kind == "parquet" else 1)
 
     @property
     def is_compressed(self) -> bool:

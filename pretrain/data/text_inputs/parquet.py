@@ -1,5 +1,6 @@
 """Read the column of the text from Parquet files, a batch of rows at a time."""
 
+import itertools
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -14,15 +15,18 @@ _MOST_VALUES = 1 << 14  # in a chunk
 _TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
 
 
-def read_parquet(path: str, column: str, start: Position, *, chunk_bytes: int, long_bytes: int) -> Iterator[Chunk]:
-    """Yield the values of a column from the row `start.offset` on in chunks. Raises ConfigError."""
+def read_parquet(path: str, column: str, start: Position, stop: int | None = None, *, chunk_bytes: int,
+                 long_bytes: int) -> Iterator[Chunk]:
+    """Yield the values of a column from the row `start.offset` to the row before `stop` in chunks. Raises ConfigError.
+    """
     pyarrow = import_pyarrow(path)
     try:
         file = _open(path)
         bytes_per_row = os.path.getsize(path) / max(file.metadata.num_rows, 1)
         chunk_bytes = max(chunk_bytes, 4)  # the longest UTF-8 character
         chunks = _Chunks(path, start, chunk_bytes, max(long_bytes, chunk_bytes), bytes_per_row)
-        for value in _values(file, _column_path(file.schema_arrow, column, path), start.offset, chunk_bytes):
+        values = _values(file, _column_path(file.schema_arrow, column, path), start.offset, chunk_bytes)
+        for value in itertools.islice(values, None if stop is None else stop - start.offset):
             yield from chunks.add(value)
         yield from chunks.rest()
     except (OSError, pyarrow.ArrowException) as error:
@@ -36,6 +40,11 @@ def check_parquet(path: str, column: str) -> None:
         _column_path(_open(path).schema_arrow, column, path)
     except (OSError, pyarrow.ArrowException) as error:
         raise ConfigError(path, problem=f"this Parquet file is damaged: {error}") from None
+
+
+def num_rows(path: str) -> int:
+    """Return the number of rows of a file that `check_parquet` has accepted."""
+    return int(_open(path).metadata.num_rows)
 
 
 def _open(path: str) -> Any:

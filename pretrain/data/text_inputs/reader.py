@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from pretrain.data.text_inputs.chunk import BEGINNING, BOM, CHUNK_BYTES, LONG_BYTES, Chunk, Position, ReadSettings
 from pretrain.data.text_inputs.find import Input
-from pretrain.data.text_inputs.formats import ByteStream, Source, decompressed, input_name, open_source, skip
+from pretrain.data.text_inputs.formats import ByteStream, Source, decompressed, open_source, skip
 from pretrain.data.text_inputs.json_lines import LongLine, text_parts
 from pretrain.data.text_inputs.parquet import read_parquet
 from pretrain.data.text_inputs.text import separator_cut, text_cut
@@ -21,8 +21,10 @@ def read_chunks(found: Input, settings: ReadSettings, *, start: Position = BEGIN
     The chunks from a position on are always the same: whether reading began there or before. Standard input can only
     be read once, from its beginning. Raises ConfigError if the input cannot be read to its end.
     """
+    start = found.beginning if start == BEGINNING else start
     if found.kind == "parquet":
-        yield from read_parquet(found.path, settings.jsonl_key, start, chunk_bytes=chunk_bytes, long_bytes=long_bytes)
+        yield from read_parquet(found.path, settings.jsonl_key, start, found.stop, chunk_bytes=chunk_bytes,
+                                long_bytes=long_bytes)
         return
     with open_source(found.path, found.head) as source:
         stream = decompressed(source, found.compression)
@@ -30,7 +32,9 @@ def read_chunks(found: Input, settings: ReadSettings, *, start: Position = BEGIN
             source.seek(start.offset)
         else:
             skip(stream, start.offset)
-        reader = _Reader(source, stream, input_name(found.path), start)
+        if found.stop is not None:
+            stream = _Limited(stream, found.stop - start.offset)
+        reader = _Reader(source, stream, found.name_of_lines, start)
         if start == BEGINNING:
             reader.skip_bom()
         if found.kind == "jsonl":
@@ -38,6 +42,18 @@ def read_chunks(found: Input, settings: ReadSettings, *, start: Position = BEGIN
         else:
             separator = settings.document_separator.encode()
             yield from _text_chunks(reader, separator, chunk_bytes, is_new=start == BEGINNING)
+
+
+class _Limited:
+    """The next `size` bytes of a stream."""
+
+    def __init__(self, stream: ByteStream, size: int) -> None:
+        self._stream, self._left = stream, size
+
+    def read(self, size: int, /) -> bytes:
+        data = self._stream.read(min(size, self._left))
+        self._left -= len(data)
+        return data
 
 
 class _Reader:

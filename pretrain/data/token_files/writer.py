@@ -5,7 +5,7 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, TypeVar
@@ -28,6 +28,8 @@ from pretrain.paths import fsync, write_synced
 
 ENDINGS = ("bin", "sha256.json", "meta.json", "summary.json", "idx")
 """of the files of a data set, in the order in which they get their names: no reader accepts them without the .idx"""
+SHARD_ENDINGS = ("documents", "shard.json", *ENDINGS)
+"""of the files of a shard of a data set; its .documents and .shard.json are for the merge of the shards"""
 _TEMPORARY = (*ENDINGS, "lengths", "documents")
 _Writer = TypeVar("_Writer", bound="IndexedWriter")
 
@@ -168,12 +170,13 @@ def complete_files(files: Mapping[str, Path], dtype: npt.DTypeLike, lengths: Pat
         write_synced(files["summary.json"], text.encode("utf-8", "backslashreplace") + b"\n")
 
 
-def rename_files(files: Mapping[str, Path], prefix: str | Path) -> None:
+def rename_files(files: Mapping[str, Path], prefix: str | Path, endings: Sequence[str] = ENDINGS) -> None:
     """Give complete files their final names. A call that was killed may be repeated. Raises OSError."""
-    if files["bin"].exists():  # first remove the files of the old data that describe or divide its tokens
-        for ending in ("idx", "meta.json", "summary.json"):
-            Path(f"{prefix}.{ending}").unlink(missing_ok=True)
-    for ending in ENDINGS:
+    if files[endings[0]].exists():  # first remove the files of the old data that describe or divide its tokens
+        for ending in ("idx", "meta.json", "summary.json", "shard.json"):
+            if ending in endings:
+                Path(f"{prefix}.{ending}").unlink(missing_ok=True)
+    for ending in endings:
         if files[ending].exists():
             os.replace(files[ending], f"{prefix}.{ending}")
     fsync(Path(f"{prefix}.idx").parent)

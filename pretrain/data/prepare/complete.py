@@ -1,0 +1,80 @@
+"""Complete the files of a data set after its last document: of a preparation, a shard of one, or merged shards."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from pretrain.data.prepare.document_writer import DocumentWriter
+from pretrain.data.prepare.partial_output import PartialOutput
+from pretrain.data.prepare.summary import entropy_nats, make_summary
+from pretrain.data.token_files.writer import complete_files
+from pretrain.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """Content of PREFIX.meta.json."""
+
+    vocab_size: int
+    tokenizer: str
+    """path of the tokenizer's file"""
+    tokenizer_sha256: str
+    bos_token: int | None
+    """the token that begins each document; None without --prepend_bos"""
+    eod_token: int | None
+    """the token that ends each document; None without --append_eod"""
+    num_tokens: int
+    num_documents: int
+    max_token: int
+    entropy_nats: float
+    """entropy per token of the token frequencies: the loss of a model that predicts these frequencies"""
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """What is known about a data set before its inputs are read. Each shard stores it for the merge."""
+
+    vocab_size: int
+    tokenizer: str
+    tokenizer_sha256: str
+    bos_token: int | None
+    eod_token: int | None
+    unknown_token: int | None
+    dtype: str
+    inputs: str
+    """a line about the inputs, for the summary"""
+    record: dict[str, Any]
+    """settings and inputs that must be the same for a resume, and for all shards"""
+
+    @property
+    def special_tokens(self) -> int:
+        """Number of tokens that a document has besides the tokens of its text."""
+        return (self.bos_token is not None) + (self.eod_token is not None)
+
+    @property
+    def deduplicate(self) -> bool:
+        return bool(self.record["--deduplicate"])
+
+
+def check_not_empty(writer: DocumentWriter, inputs: str) -> None:
+    """Raise ConfigError if no document was written."""
+    if writer.num_documents == 0:
+        raise ConfigError(inputs, problem="there is no document that is not empty")
+
+
+def complete_output(output: PartialOutput, writer: DocumentWriter, facts: DataFacts) -> PreparedData:
+    """Complete all files in the partial output, and return the content of the .meta.json. Raises OSError."""
+    statistics = writer.statistics
+    meta = PreparedData(
+        vocab_size=facts.vocab_size, tokenizer=facts.tokenizer, tokenizer_sha256=facts.tokenizer_sha256,
+        bos_token=facts.bos_token, eod_token=facts.eod_token, num_tokens=statistics.tokens,
+        num_documents=statistics.documents, max_token=int(np.flatnonzero(statistics.token_counts).max(initial=0)),
+        entropy_nats=entropy_nats(statistics.token_counts))
+    summary = make_summary(
+        statistics, unknown_token=facts.unknown_token, duplicates_counted=writer.duplicates_are_counted,
+        deduplicated=facts.deduplicate, entropy_nats=meta.entropy_nats, inputs=facts.inputs,
+        settings={**facts.record, "tokenizer": meta.tokenizer})
+    complete_files(output.data_files, facts.dtype, output.path / "lengths", blocks=writer.finish(), meta=asdict(meta),
+                   summary=summary)
+    return meta

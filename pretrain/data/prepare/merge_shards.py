@@ -1,0 +1,275 @@
+"""Merge the shards of a preparation into the files that one machine would have written.
+
+The documents of all shards go through the DocumentWriter of a preparation, in order. So duplicates of other shards are
+counted and left out, and the statistics are computed, by the same code.
+"""
+
+import hashlib
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pretrain.data.prepare.complete import DataFacts, PreparedData, check_not_empty, complete_output
+from pretrain.data.prepare.document_rows import ROW
+from pretrain.data.prepare.document_writer import DocumentWriter
+from pretrain.data.prepare.partial_output import DOCUMENTS, PartialOutput, partial_path, read_state
+from pretrain.data.prepare.prepare import changed_input
+from pretrain.data.prepare.shard_files import ShardFiles, check_files
+from pretrain.data.prepare.shards import Shard, ShardRecord, read_records, record_path, shard_of, shards_in_folder
+from pretrain.data.prepare.summary import Statistics
+from pretrain.data.prepare.tokenize_batch import TokenizedBatch
+from pretrain.data.token_files.hashes import BLOCK_BYTES
+from pretrain.data.token_files.index_file import HEADER, LENGTH_DTYPE
+from pretrain.data.token_files.inspect_files import Advance
+from pretrain.data.token_files.writer import existing_file, rename_files
+from pretrain.errors import ConfigError, counted, shorten
+from pretrain.paths import check_folder, check_space
+
+_MOST_DOCUMENTS = 1 << 14  # in a batch
+_MOST_TOKENS = 1 << 20  # in a batch; a longer document is divided
+_MOST_NAMED = 10  # shards in a message
+
+
+def named_shards(out: str, prefixes: Sequence[str]) -> list[str] | None:
+    """Return the prefixes of the shards to merge into `out`: those in `prefixes`, or if it is empty, those in out's
+    folder. Returns None if `prefixes` are other data sets. Raises ConfigError for a mixture of both, and for none.
+    """
+    if not prefixes:
+        found = [shard.prefix(out) for shard in shards_in_folder(out)]
+        if not found:
+            raise ConfigError(out, problem=f"there are no shards {out}.shard-*", remedy="make them with `ds-pretrain "
+                              "prepare --shard i/n`, or name the data sets to merge after OUT")
+        return found
+    is_shard = [shard_of(prefix) is not None and record_path(prefix).exists() for prefix in prefixes]
+    if any(is_shard) and not all(is_shard):
+        raise ConfigError(prefixes[is_shard.index(False)], problem="it is no shard of a preparation, and "
+                          f"{prefixes[is_shard.index(True)]} is one", remedy="merge the shards first")
+    return list(prefixes) if all(is_shard) else None
+
+
+def open_shards(prefixes: Sequence[str]) -> list[ShardFiles]:
+    """Return all shards of a preparation, in order. Raises ConfigError.
+
+    The error names the shards that are missing, damaged, or of other inputs or settings, and the command that makes
+    them again.
+    """
+    named = [shard_of(prefix) for prefix in prefixes]
+    assert all(named), "names of shards"
+    outs, shards = [entry[0] for entry in named if entry], [entry[1] for entry in named if entry]
+    counts = sorted({shard.count for shard in shards})
+    if len(counts) > 1:
+        raise ConfigError(prefixes[0], problem=f"there are shards of {' and of '.join(map(str, counts))}",
+                          remedy="name the shards of one number, or remove the others")
+    repeated, times = Counter(shards).most_common(1)[0]
+    if times > 1:
+        raise ConfigError(prefixes[shards.index(repeated)], problem=f"shard {repeated} is given twice")
+    records, problems = read_records(prefixes)
+    found: dict[Shard, ShardFiles] = {}
+    for prefix, shard in zip(prefixes, shards, strict=True):
+        if (record := records.get(shard)) is not None:
+            checked = check_files(prefix, shard, record)
+            if isinstance(checked, str):
+                problems[shard] = checked
+            else:
+                found[shard] = checked
+    for shard in sorted({Shard(index, counts[0]) for index in range(counts[0])} - set(shards)):
+        if record_path(shard.prefix(outs[0])).exists():
+            raise ConfigError(shard.prefix(outs[0]), problem="it is not named, and the other shards need it",
+                              remedy="name all shards after OUT, or none of them")
+        is_begun = partial_path(shard.prefix(outs[0])).exists()
+        problems[shard] = "it is not complete: it was stopped, or is being made" if is_begun else "it does not exist"
+    if problems:
+        raise _not_complete(problems, outs[0], records)
+    ordered = [found[shard] for shard in sorted(found)]
+    _check_same(ordered)
+    return ordered
+
+
+def _not_complete(problems: dict[Shard, str], out: str, records: dict[Shard, ShardRecord]) -> ConfigError:
+    """Return the error for shards of `out` that must be made again."""
+    wrong = sorted(problems)
+    listed = [f"shard {shard}: {problems[shard]}" for shard in wrong[:_MOST_NAMED]]
+    more = [f"{len(wrong) - _MOST_NAMED} more"] * (len(wrong) > _MOST_NAMED)
+    command = next((record.command for record in records.values() if record.command), None)
+    again = "give the command that made the others, with --shard "
+    if command is not None:
+        exists = bool(existing_file(wrong[0].prefix(out)))
+        again = f"run `{_command(command, wrong[0], overwrite=exists)}`"
+        again += ", and the same with --shard " * (len(wrong) > 1)
+    numbers = [str(shard) for shard in wrong[command is not None : _MOST_NAMED]]
+    return ConfigError(f"{counted(len(wrong), 'shard')} of {wrong[0].count}", problem="; ".join([*listed, *more]),
+                       remedy=again + ", ".join(numbers))
+
+
+def _command(words: Sequence[str], shard: Shard, *, overwrite: bool) -> str:
+    return shlex.join(["ds-pretrain", "prepare", *words, "--shard", str(shard), *["--overwrite"] * overwrite])
+
+
+def _check_same(shards: Sequence[ShardFiles]) -> None:
+    """Raise ConfigError if two shards have other inputs or settings."""
+    first = shards[0]
+    for shard in shards[1:]:
+        ours, theirs = _comparable(first.record.facts), _comparable(shard.record.facts)
+        different = [name for name, value in ours.items() if theirs.get(name) != value]
+        if "inputs" in different:
+            different[different.index("inputs")] = changed_input(ours["inputs"], theirs["inputs"])
+        if different:
+            command = _command(first.record.command, shard.record.shard, overwrite=True)
+            raise ConfigError(shard.prefix, problem=f"it was not made as {first.prefix} was; different: "
+                              f"{', '.join(different)}", remedy=f"if the other one is right, run `{command}`")
+
+
+def _comparable(facts: DataFacts) -> dict[str, Any]:
+    """Return what must be the same for all shards. --on_error has no effect on a shard without errors."""
+    known = {name: value for name, value in asdict(facts).items() if name not in ("record", "tokenizer", "inputs")}
+    record = {name: value for name, value in facts.record.items() if name != "skip_errors"}
+    return {**record, **known}
+
+
+def merge_shards(out: str, shards: Sequence[ShardFiles], *, overwrite: bool, advance: Advance) -> PreparedData:
+    """Write the files of the data set that the shards are parts of. Raises ConfigError."""
+    facts = shards[0].record.facts
+    skips = any(shard.record.facts.record["skip_errors"] for shard in shards)
+    facts = replace(facts, record={**facts.record, "skip_errors": skips})
+    if read_state(out) is not None and not overwrite:
+        raise ConfigError(str(partial_path(out)), problem="a preparation of the same name was stopped here",
+                          remedy="give another OUT, or --overwrite to drop it")
+    if (existing := existing_file(out)) and not overwrite:
+        raise ConfigError(out, problem=f"{existing} exists", remedy="give --overwrite to replace it, or another OUT")
+    check_folder(Path(out).absolute().parent, out)
+    check_space(Path(out), out, sum(shard.hashes.bin_bytes + 3 * shard.hashes.idx_bytes for shard in shards))
+    try:
+        output = PartialOutput(out, None)
+        try:
+            meta = _write(output, facts, shards, advance)
+            rename_files(output.data_files, out)
+        finally:
+            output.delete()
+    except OSError as error:
+        raise ConfigError(out, problem=f"the files cannot be written: {error.strerror or error}") from None
+    return meta
+
+
+def _write(output: PartialOutput, facts: DataFacts, shards: Sequence[ShardFiles], advance: Advance) -> PreparedData:
+    writer = DocumentWriter(output, facts.dtype, vocab_size=facts.vocab_size, special_tokens=facts.special_tokens,
+                            deduplicate=facts.deduplicate, state=None)
+    lines: Counter[int] = Counter()  # line ends of each file in the shards so far
+    for shard in shards:
+        _add_counts(writer.statistics, shard.record, lines[shard.record.first_file], facts)
+        lines[shard.record.last_file] += shard.record.last_lines
+        for batch in replay(shard, np.dtype(facts.dtype).newbyteorder("<")):
+            writer.add(batch, lambda: None)  # `output` has no saved state
+            advance(batch.tokens.nbytes, f"{writer.num_documents:,} documents")
+    check_not_empty(writer, shards[0].prefix)
+    meta = complete_output(output, writer, facts)
+    writer.close()
+    return meta
+
+
+def _add_counts(statistics: Statistics, record: ShardRecord, lines_before: int, facts: DataFacts) -> None:
+    """Add the counts of documents that are not in a shard's files, and of its longest document.
+
+    `DocumentWriter.add` adds the others. It finds no longer document, so that the place of the longest one is right.
+    """
+    counts = Statistics.from_json(record.statistics)
+    relative, name = f"{record.first_name} (from byte {record.first_byte}):", record.first_name
+
+    def in_file(place: str) -> str:
+        if not record.first_byte or not place.startswith(relative):
+            return place
+        return f"{name}:{int(place.removeprefix(relative)) + lines_before}"
+
+    statistics.empty += counts.empty
+    statistics.duplicates += counts.duplicates if facts.deduplicate else 0
+    statistics.add_longest(counts.longest_tokens, in_file(counts.longest_place))
+    for place, reason in counts.skipped_samples:
+        statistics.skip(in_file(place), reason)
+    statistics.skipped += counts.skipped - len(counts.skipped_samples)
+
+
+def replay(shard: ShardFiles, dtype: npt.DTypeLike) -> Iterator[TokenizedBatch]:
+    """Yield the documents of a shard as batches for `DocumentWriter.add`. Raises ConfigError if the .bin is damaged."""
+    with _Tokens(shard, np.dtype(dtype)) as tokens:
+        for lengths, rows in _documents(shard):
+            first = 0
+            while first < len(lengths):
+                size = int(np.searchsorted(np.cumsum(lengths[first:]), _MOST_TOKENS, "right"))
+                if size == 0:
+                    yield from _long_document(tokens, int(lengths[first]), rows[first])
+                else:
+                    ends = np.cumsum(lengths[first : first + size])
+                    some = rows[first : first + size]
+                    yield TokenizedBatch(tokens.read(int(ends[-1])), ends, some["text_bytes"], some["digests"])
+                first += max(size, 1)
+        tokens.check_end()
+
+
+def _documents(shard: ShardFiles) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.void]]]:
+    """Yield the lengths and the rows of consecutive documents."""
+    with Path(f"{shard.prefix}.idx").open("rb") as index, Path(f"{shard.prefix}.{DOCUMENTS}").open("rb") as rows:
+        index.seek(HEADER.size)
+        for start in range(0, shard.num_documents, _MOST_DOCUMENTS):
+            count = min(_MOST_DOCUMENTS, shard.num_documents - start)
+            lengths = np.frombuffer(index.read(count * LENGTH_DTYPE.itemsize), LENGTH_DTYPE)
+            yield lengths.astype(np.int64), np.frombuffer(rows.read(count * ROW.itemsize), ROW)
+
+
+def _long_document(tokens: "_Tokens", length: int, row: np.void) -> Iterator[TokenizedBatch]:
+    """Yield a document in batches that it begins, continues and ends in."""
+    left, text_bytes = length, np.array([row["text_bytes"]])
+    none, no_digests = np.zeros(0, np.int64), np.zeros((0, 2), np.uint64)
+    place = "a long document"  # not used: the statistics know the longest document
+    while left > 0:
+        size = min(left, _MOST_TOKENS)
+        left -= size
+        ends = none if left else np.array([size])
+        digests = no_digests if left else row["digests"].reshape(1, 2)
+        yield TokenizedBatch(tokens.read(size), ends, text_bytes, digests, tail_place=place)
+        text_bytes, place = np.zeros(1, np.int64), ""
+
+
+class _Tokens:
+    """The .bin of a shard, read once from its beginning to its end, and compared with its hashes."""
+
+    def __init__(self, shard: ShardFiles, dtype: "np.dtype[Any]") -> None:
+        self._shard, self._dtype = shard, dtype
+        self._file = Path(f"{shard.prefix}.bin").open("rb")  # noqa: SIM115 (closed by __exit__)
+        self._digest, self._position = hashlib.sha256(), 0
+
+    def read(self, count: int) -> npt.NDArray[Any]:
+        """Return the next `count` tokens."""
+        content = self._file.read(count * self._dtype.itemsize)
+        view = memoryview(content)
+        while view:
+            part = view[: BLOCK_BYTES - self._position % BLOCK_BYTES]
+            self._digest.update(part)
+            self._position, view = self._position + len(part), view[len(part):]
+            if self._position % BLOCK_BYTES == 0:
+                self._check_block()
+        return np.frombuffer(content, self._dtype)
+
+    def _check_block(self) -> None:
+        number = (self._position - 1) // BLOCK_BYTES
+        if self._digest.hexdigest() != self._shard.hashes.blocks[number]:
+            shard, (out, _) = self._shard.record.shard, shard_of(self._shard.prefix) or ("", None)
+            raise _not_complete({shard: f"{self._file.name} is damaged in block {number} of 16 MiB"}, out,
+                                {shard: self._shard.record})
+        self._digest = hashlib.sha256()
+
+    def check_end(self) -> None:
+        """Compare the last block, after all tokens were read."""
+        if self._position % BLOCK_BYTES:
+            self._check_block()
+        assert self._position == self._shard.hashes.bin_bytes, f"{shorten(self._shard.prefix)}: tokens are left"
+
+    def __enter__(self) -> "_Tokens":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
