@@ -9,17 +9,19 @@ one, which can always be rebuilt from the first: after a kill, and to double it.
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from pretrain.data.prepare.document_rows import ORIGIN, SIGNATURE, Origins
 from pretrain.data.prepare.mapped_table import MappedTable, slots_for
 from pretrain.data.prepare.partial_output import AppendFile
-from pretrain.data.prepare.signatures import NUM_VALUES, Signatures, mix
+from pretrain.data.prepare.signatures import NUM_VALUES, mix
 
 LOWEST_THRESHOLD = 0.5  # lower ones need bands of two values, which most documents share with others
-RECORD = np.dtype([("input", "<i4"), ("line", "<i8"), ("values", "<u2", (NUM_VALUES,))])
-"""what is kept of a document: number of its input, line in it, low 16 bits of its signature's values"""
+RECORD = np.dtype([("origins", ORIGIN), SIGNATURE])
+"""what is kept of a document"""
 _LEAST_RECALL = 0.95
 _FIRST_SLOTS = 1 << 16
 _BATCH = 1 << 10  # documents that are added at once
@@ -31,21 +33,32 @@ _Rows = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
+class NearSettings:
+    """What is a near-duplicate, and what is done with it."""
+
+    threshold: float
+    """estimated Jaccard similarity from which on a document is one"""
+    removes: bool
+    """whether they are removed; otherwise they are counted"""
+
+
+@dataclass(frozen=True)
 class NearDuplicate:
     """A document that is similar to an earlier one."""
 
     index: int
     """index in the call"""
     earlier_input: int
+    """number of the earlier document's input, and line in it"""
     earlier_line: int
     similarity: float
     """estimated Jaccard similarity"""
 
 
-def make_records(inputs: npt.NDArray[np.int32], lines: npt.NDArray[np.int64], signatures: Signatures) -> Records:
+def make_records(origins: Origins, signatures: npt.NDArray[Any]) -> Records:
     """Return the records of documents."""
     records = np.zeros(len(signatures), RECORD)
-    records["input"], records["line"], records["values"] = inputs, lines, signatures.astype(np.uint16)
+    records["origins"], records["signatures"] = origins, signatures.astype(np.uint16)
     return records
 
 
@@ -56,6 +69,10 @@ def band_size(threshold: float) -> int:
     """
     return max(size for size in range(1, NUM_VALUES + 1)
                if 1 - (1 - threshold**size) ** (NUM_VALUES // size) >= _LEAST_RECALL)
+
+
+def _place(record: np.void) -> tuple[int, int]:
+    return int(record["origins"]["input"]), int(record["origins"]["line"])
 
 
 class NearDuplicates:
@@ -86,7 +103,7 @@ class NearDuplicates:
         self._table.close()
 
     def _add(self, records: Records) -> list[NearDuplicate]:
-        values = records["values"]
+        values = records["signatures"]
         documents = np.flatnonzero((values != 0xFFFF).any(axis=1))  # those with words
         records, values = records[documents], values[documents]
         bands = self._band_hashes(values)
@@ -110,9 +127,9 @@ class NearDuplicates:
         for index in np.flatnonzero(is_shared.any(axis=1)).tolist():
             groups = group[index, is_shared[index]].tolist()
             for other in sorted({first[key] for key in groups if key in first} if index not in matches else ()):
-                similarity = float((records["values"][index] == records["values"][other]).mean())
+                similarity = float((records["signatures"][index] == records["signatures"][other]).mean())
                 if similarity >= self._threshold:
-                    matches[index] = (int(records["input"][other]), int(records["line"][other]), similarity)
+                    matches[index] = (*_place(records[other]), similarity)
                     break
             if index not in matches:
                 for key in groups:
@@ -123,11 +140,10 @@ class NearDuplicates:
         """Compare each document with those in the file that share a band, in their order."""
         pairs = np.unique(np.stack([np.nonzero(owners >= 0)[0], owners[owners >= 0]], axis=1), axis=0)
         earlier = self._read_rows(pairs[:, 1])
-        similarities = (records["values"][pairs[:, 0]] == earlier["values"]).mean(axis=1)
+        similarities = (records["signatures"][pairs[:, 0]] == earlier["signatures"]).mean(axis=1)
         matches: dict[int, tuple[int, int, float]] = {}
         for number in np.flatnonzero(similarities >= self._threshold).tolist():
-            place = int(earlier["input"][number]), int(earlier["line"][number])
-            matches.setdefault(int(pairs[number, 0]), (*place, float(similarities[number])))
+            matches.setdefault(int(pairs[number, 0]), (*_place(earlier[number]), float(similarities[number])))
         return matches
 
     def _band_hashes(self, values: npt.NDArray[np.uint16]) -> _Hashes:
@@ -148,7 +164,7 @@ class NearDuplicates:
             likely = np.flatnonzero(result)  # the tag is half of a hash: compare the band itself, in the file
             document, band = np.divmod(keys[likely], self._num_bands)
             columns = band[:, None] * size + np.arange(size)
-            earlier = self._read_rows((entries[likely, 0] & ~_TAG_BITS).astype(np.int64) - 1)["values"]
+            earlier = self._read_rows((entries[likely, 0] & ~_TAG_BITS).astype(np.int64) - 1)["signatures"]
             same = np.take_along_axis(earlier, columns, axis=1) == values[document[:, None], columns]
             result[likely] = same.all(axis=1)
             return result
@@ -172,7 +188,7 @@ class NearDuplicates:
     def _read_file(self, count: int) -> None:
         """Enter the first documents of the file into the empty table."""
         for start in range(0, count, _BATCH):
-            values = self._read(start, min(_BATCH, count - start))["values"]
+            values = self._read(start, min(_BATCH, count - start))["signatures"]
             bands = self._band_hashes(values)
             self._insert(bands, self._find(bands, values), start)
 

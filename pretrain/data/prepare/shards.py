@@ -92,6 +92,8 @@ class ShardRecord:
     """number of the last file; -1: the shard has none, or all of the last one"""
     last_lines: int
     """line ends in the shard's part of the last file"""
+    files: list[dict[str, Any]]
+    """InputFile of each file of the shard"""
     command: list[str]
     """words of the command line that made the shard, without --shard"""
 

@@ -23,11 +23,13 @@ _BLOCK_CHARACTERS = 1 << 16  # texts are hashed together up to this size: the ar
 Signatures = npt.NDArray[np.uint32]
 """[n, NUM_VALUES]. The signature of a text of several parts is the minimum of theirs, apart from shingles at the cuts.
 A text without words has the largest number in all places."""
+EMPTY_SIGNATURE = np.full(NUM_VALUES, 0xFFFFFFFF, np.uint32)
+Sign = Callable[[Sequence[str]], Signatures]
 Hashes = npt.NDArray[np.uint64]
 _Indices = npt.NDArray[np.int64]
 
 
-def make_sign() -> Callable[[Sequence[str]], Signatures]:
+def make_sign() -> Sign:
     """Return the function that makes the signatures of texts. Raises ConfigError without the library rensa."""
     try:
         import rensa

@@ -5,7 +5,7 @@ import io
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pretrain.data.text_inputs.chunk import Position, ReadSettings
@@ -25,6 +25,7 @@ from pretrain.data.text_inputs.formats import (
 )
 from pretrain.data.text_inputs.parquet import check_parquet
 from pretrain.errors import ConfigError, counted, printable, shorten
+from pretrain.remote import without_credentials
 
 _COMPRESSION_RATIO = 4  # assumed compression of gzip, zstd and Parquet files
 _KIND_NAMES = {"text": "text", "jsonl": "JSON lines", "parquet": "Parquet"}
@@ -43,6 +44,7 @@ class Input:
     compression: str = ""  # "gzip", "zstd" or ""
     num_bytes: int = 0  # on disk; 0 for standard input
     head: bytes = b""  # of standard input: the bytes that were read to detect the format
+    source: str = ""  # the word of the command line that names this file
     start: int = 0  # byte at which reading begins, or row of a Parquet file: above 0 in a part of a file (parts.py)
     stop: int | None = None  # byte or row before which reading ends; None: it ends with the file
 
@@ -127,7 +129,8 @@ def find_inputs(words: Sequence[str], settings: ReadSettings) -> Inputs:
     if list(words).count(STDIN) > 1:
         raise ConfigError(STDIN, problem="standard input can be read only once", remedy="give - once")
     side_files: list[str] = []
-    files = tuple(_examine(path, settings) for word in words for path in _paths(word, side_files))
+    files = tuple(replace(_examine(path, settings), source=without_credentials(word))
+                  for word in words for path in _paths(word, side_files))
     if not any(file.num_bytes or file.head for file in files):
         raise ConfigError(" ".join(words) or "INPUT", problem="there is no text",
                           remedy="give files that are not empty")

@@ -177,6 +177,8 @@ class Batch:
     """whether the first chunk begins inside a document"""
     end: Place
     """place at which the next batch begins"""
+    inputs: list[int]
+    """number of the input of each chunk"""
 
     @property
     def file_bytes(self) -> int:
@@ -188,27 +190,30 @@ def read_batches(inputs: Sequence[Input], settings: ReadSettings, start: Place, 
 
     continues: whether `start` is inside a document.
     """
-    chunks: list[Chunk] = []
+    chunks, numbers = list[Chunk](), list[int]()
     size = 0
-    for chunk, end in _chunks(inputs, settings, start):
+    for number, chunk, end in _chunks(inputs, settings, start):
         chunks.append(chunk)
+        numbers.append(number)
         size += chunk.num_bytes
         if size >= CHUNK_BYTES // 2 or len(chunks) >= CHUNK_BYTES // 64:  # empty inputs have no bytes
-            yield Batch(chunks, continues, end)
+            yield Batch(chunks, continues, end, numbers)
             continues = not chunk.ends_document
-            chunks, size = [], 0
+            chunks, numbers, size = [], [], 0
     if chunks:
-        yield Batch(chunks, continues, end)
+        yield Batch(chunks, continues, end, numbers)
 
 
-def _chunks(inputs: Sequence[Input], settings: ReadSettings, start: Place) -> Iterator[tuple[Chunk, Place]]:
-    """Yield each chunk, and the place of the next one: after the last chunk of an input, that is the next input."""
+def _chunks(inputs: Sequence[Input], settings: ReadSettings, start: Place) -> Iterator[tuple[int, Chunk, Place]]:
+    """Yield the input of each chunk, the chunk, and the place of the next one: after the last chunk of an input, that
+    is the next input.
+    """
     for index in range(start.input, len(inputs)):
         position = start.position if index == start.input else BEGINNING
         previous: Chunk | None = None
         for chunk in read_chunks(inputs[index], settings, start=position, chunk_bytes=CHUNK_BYTES):
             if previous is not None:
-                yield previous, Place(index, previous.end)
+                yield index, previous, Place(index, previous.end)
             previous = chunk
         if previous is not None:
-            yield previous, Place(index + 1, BEGINNING)
+            yield index, previous, Place(index + 1, BEGINNING)
