@@ -93,6 +93,10 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "ds-pretrain doctor --hostfile HOSTS --measure --config run.yaml"),
     "needs SLURM: tests/cluster/test_slurm.py": (
         "sbatch -N 4 launch/slurm/pretrain.sbatch run.yaml", "srun ds-pretrain check-cluster --config run.yaml"),
+    "needs SLURM: tests/cluster/test_slurm_prepare.py": (
+        'job=$(sbatch --parsable --array=0-63 runs/prepare.sbatch "text/*.jsonl" --tokenizer data/tokenizer --out '
+        "data/corpus)",
+        "sbatch --dependency=afterok:$job --kill-on-invalid-dep=yes runs/prepare.sbatch merge data/corpus"),
     "needs Kubernetes: tests/cluster/test_k8s.py": ("kubectl apply -f launch/k8s/indexed-job.yaml",),
 }
 QUICKSTART = "launch/quickstart.sh"  # run before all pages
