@@ -82,8 +82,8 @@ def complete_output(output: PartialOutput, writer: DocumentWriter, facts: DataFa
         entropy_nats=entropy_nats(statistics.token_counts))
     summary = make_summary(
         statistics, unknown_token=facts.unknown_token, duplicates_counted=writer.duplicates_are_counted,
-        deduplicated=facts.deduplicate, near=None if is_shard else facts.near, entropy_nats=meta.entropy_nats, inputs=facts.inputs,
-        settings={**facts.record, "tokenizer": meta.tokenizer})
+        deduplicated=facts.deduplicate, near=None if is_shard else facts.near,
+        entropy_nats=meta.entropy_nats, inputs=facts.inputs, settings={**facts.record, "tokenizer": meta.tokenizer})
     complete_files(output.data_files, facts.dtype, output.path / "lengths", blocks=writer.finish(), meta=asdict(meta),
                    summary=summary)
     return meta

@@ -139,6 +139,7 @@ class DocumentWriter:
             if self._deduplicate:
                 is_kept = is_new
         if self._near is not None and self._near_settings is not None:
+            assert is_new is not None, "duplicates are counted"
             is_near = self._find_near(self._near, np.flatnonzero(is_new), lengths, facts)
             is_kept = is_kept & ~is_near if self._near_settings.removes else is_kept
         return is_kept

@@ -31,7 +31,6 @@ from pretrain.data.token_files.inspect_files import Advance
 from pretrain.data.token_files.writer import existing_file, rename_files
 from pretrain.errors import ConfigError, counted, shorten
 from pretrain.paths import check_folder, check_space
-from pretrain.stored_json import build
 
 _MOST_DOCUMENTS = 1 << 14  # in a batch
 _MOST_TOKENS = 1 << 20  # in a batch; a longer document is divided
@@ -180,8 +179,7 @@ def _input_files(shards: Sequence[ShardFiles]) -> list[InputFile]:
     """Return the inputs of all shards, by their numbers."""
     files: dict[int, InputFile] = {}
     for shard in shards:
-        for number, values in enumerate(shard.record.files, shard.record.first_file):
-            files[number] = build(InputFile, values)
+        files |= dict(enumerate(shard.record.files, shard.record.first_file))
     return [files[number] for number in range(len(files))]
 
 

@@ -21,8 +21,7 @@ from pretrain.data.prepare.partial_output import DOCUMENTS, PartialOutput, parti
 from pretrain.data.prepare.shard_files import check_files
 from pretrain.data.prepare.shards import Shard, check_count, place_in_inputs, read_record, shard_record
 from pretrain.data.prepare.signatures import signature_version
-from pretrain.data.prepare.sources import input_file
-from pretrain.data.prepare.text_quality import sampled_fraction
+from pretrain.data.prepare.sources import input_file, sampled_fractions
 from pretrain.data.prepare.tokenize_batch import TokenizeSettings, make_tokenize
 from pretrain.data.prepare.worker_pool import map_in_order
 from pretrain.data.text_inputs.chunk import CHUNK_BYTES, Position, ReadSettings
@@ -149,7 +148,7 @@ class _Job:
             dtype=self._tokenize.dtype, inputs=inputs.describe(), record=record)
         self._part = Part(inputs.files, 0) if shard is None else part_of(inputs.files, read, shard.index, shard.count)
         self._tokenize = replace(self._tokenize, has_signatures=finds_near, first_input=self._part.first_file,
-                                 sampled_fraction=sampled_fraction(inputs.num_bytes))
+                                 sampled_fractions=sampled_fractions(inputs.files))
 
     def run(self, state: dict[str, Any] | None, *, workers: int | None,
             seconds_between_states: float | None) -> PartialOutput:
@@ -241,7 +240,7 @@ class _Job:
             record = shard_record(
                 self._shard, self.facts, statistics={**writer.statistics.to_json(), "token_counts": []},
                 documents_sha256=documents_sha256, command=list(self._command),
-                files=[asdict(input_file(found)) for found in self._part.files], **place_in_inputs(self._part, lines))
+                files=[input_file(found) for found in self._part.files], **place_in_inputs(self._part, lines))
             write_synced(output.data_files["shard.json"], json.dumps(asdict(record)).encode())
         writer.close()
         output.save({**self._state(writer), "meta": asdict(meta), "finished": True})

@@ -32,7 +32,8 @@ def check_files(prefix: str, shard: Shard, record: ShardRecord) -> ShardFiles | 
         hashes = read_hashes(hashes_path(prefix))
         if hashes is None or not hashes.is_complete:
             return f"{hashes_path(prefix)} is missing or not complete"
-        num_bytes = int(record.statistics["documents"]) * row_type(has_signatures=record.facts.near is not None).itemsize
+        row = row_type(has_signatures=record.facts.near is not None)
+        num_bytes = int(record.statistics["documents"]) * row.itemsize
         for ending, size, sha256 in (("bin", hashes.bin_bytes, ""), ("idx", hashes.idx_bytes, hashes.idx_sha256),
                                      (DOCUMENTS, num_bytes, record.documents_sha256)):
             path = Path(f"{prefix}.{ending}")

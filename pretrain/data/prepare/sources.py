@@ -1,10 +1,11 @@
 """Counts of the documents of each source: each word of the command line that names inputs."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from pretrain.data.prepare.text_quality import FIELDS, quality_summary
+from pretrain.data.prepare.text_quality import FIELDS, quality_summary, sampled_fraction
 from pretrain.data.text_inputs.find import Input
 
 
@@ -22,6 +23,14 @@ class InputFile:
 
 def input_file(found: Input) -> InputFile:
     return InputFile(found.name, found.source or found.name, found.kind == "parquet")
+
+
+def sampled_fractions(inputs: Sequence[Input]) -> tuple[float, ...]:
+    """Return the fraction of the documents of each input that are measured. It depends on the size of its source."""
+    sizes: Counter[str] = Counter()
+    for found in inputs:
+        sizes[found.source] += found.num_bytes
+    return tuple(sampled_fraction(sizes[found.source], len(sizes)) for found in inputs)
 
 
 @dataclass

@@ -30,10 +30,11 @@ _FIRST_BYTES = 3 << 18  # are measured in addition, so that small inputs have mo
 _END = 64  # characters
 
 
-def sampled_fraction(num_bytes: int) -> float:
-    """Return the fraction of documents to measure of inputs of a size: 1/64 and 0.75 MiB, and at most 64 MiB."""
+def sampled_fraction(num_bytes: int, num_sources: int) -> float:
+    """Return the fraction of documents to measure of a source: 1/64, a share of 0.75 MiB, and at most 64 MiB."""
     size = max(num_bytes, 1)
-    return min(1.0, (_FIRST_BYTES + size * _SMALLEST_FRACTION) / size, _LARGEST_SAMPLE_BYTES / size)
+    sample = _FIRST_BYTES / num_sources + size * _SMALLEST_FRACTION
+    return min(1.0, sample / size, _LARGEST_SAMPLE_BYTES / size)
 
 
 def is_sampled(text: str, fraction: float) -> bool:

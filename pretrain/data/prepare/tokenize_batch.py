@@ -40,8 +40,8 @@ class TokenizeSettings:
     read: ReadSettings
     has_signatures: bool = False
     """whether near-duplicates are looked for"""
-    sampled_fraction: float = 0.0
-    """fraction of the documents whose text is measured"""
+    sampled_fractions: tuple[float, ...] = ()
+    """of each input: fraction of its documents whose text is measured"""
     first_input: int = 0
     """number of the first input, of a shard"""
 
@@ -119,11 +119,14 @@ class TextPlace(NamedTuple):
     input: int
 
 
-def _encode(texts: Iterator[tuple[str | Skipped, TextPlace, bool]], tokenizer: Tokenizer, sign: Sign | None) -> Iterator[
-        tuple[str | Skipped, npt.NDArray[Any], TextPlace, bool, npt.NDArray[np.uint32] | None]]:
+_Text = tuple[str | Skipped, TextPlace, bool]
+_EncodedText = tuple[str | Skipped, npt.NDArray[Any], TextPlace, bool, npt.NDArray[np.uint32] | None]
+
+
+def _encode(texts: Iterator[_Text], tokenizer: Tokenizer, sign: Sign | None) -> Iterator[_EncodedText]:
     """Add the tokens and the signature to each text. Several texts are encoded at once, up to LONGEST_TEXT characters.
     """
-    group: list[tuple[str | Skipped, TextPlace, bool]] = []
+    group: list[_Text] = []
     size = 0
     for entry in itertools.chain(texts, [None]):
         length = 0 if entry is None or isinstance(entry[0], Skipped) else len(entry[0])
@@ -142,7 +145,7 @@ def _encode(texts: Iterator[tuple[str | Skipped, TextPlace, bool]], tokenizer: T
             size += length
 
 
-def _texts(batch: Batch, settings: TokenizeSettings) -> Iterator[tuple[str | Skipped, TextPlace, bool]]:
+def _texts(batch: Batch, settings: TokenizeSettings) -> Iterator[_Text]:
     """Yield (text that is short enough for the tokenizer, place, whether a document ends here)."""
     for chunk, number in zip(batch.chunks, batch.inputs, strict=True):
         for piece in documents(chunk, settings.read):
@@ -237,7 +240,7 @@ class _Builder:
         number, where = self._place.input, self._place.where
         self._origins.append((number, line_of(where) if where else 0))
         self._signatures.append(self._signature)
-        if self._text and is_sampled(self._text, self._settings.sampled_fraction):
+        if self._text and is_sampled(self._text, self._settings.sampled_fractions[number]):
             before = self._batch.quality.get(number, [0] * len(FIELDS))
             self._batch.quality[number] = [*map(operator.add, before, measure(self._text))]
 
