@@ -198,9 +198,9 @@ def _add_counts(statistics: Statistics, record: ShardRecord, lines_before: int, 
 
     statistics.empty += counts.empty
     if facts.deduplicate:
-        statistics.add_duplicates({name: source.duplicates for name, source in counts.sources.items()})
-    for name, source in counts.sources.items():
-        statistics.sources[name].add_quality(source.quality)
+        statistics.add_duplicates({source: found.duplicates for source, found in counts.sources.items()})
+    for source, found in counts.sources.items():
+        statistics.sources[source].add_quality(found.quality)
     statistics.add_longest(counts.longest_tokens, in_file(counts.longest_place))
     for place, reason in counts.skipped_samples:
         statistics.skip(in_file(place), reason)
