@@ -212,7 +212,6 @@ class DocumentWriter:
             for part in self._read_tokens(document.start):
                 self.statistics.add_tokens(np.frombuffer(part, self._dtype))
             self._add_facts(np.array([length]), facts)
-            self.statistics.add_longest(length, document.place)
 
     def _facts_if_kept(self, document: OpenDocument, length: int) -> DocumentFacts | None:
         """Return the facts about a complete document of several batches; count it and return None if it is not kept."""
@@ -225,6 +224,7 @@ class DocumentWriter:
         if length <= self._special_tokens:
             self.statistics.empty += 1
             return None
+        self.statistics.add_longest(length, document.place)  # also of a near-duplicate, which a shard cannot know
         digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
         for part in self._read_tokens(document.start):
             digest.update(part)

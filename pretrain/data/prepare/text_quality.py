@@ -25,13 +25,13 @@ _IS_LETTER = np.array([chr(code).isalpha() for code in range(128)])
 _STOP_WORDS = frozenset(("the", "be", "to", "of", "and", "that", "have", "with"))
 _BULLETS, _ELLIPSES = ("•", "‣", "◦", "▪", "●", "-", "*"), ("...", "…")
 _TERMINAL = (".", "!", "?", '"', "”")
-_LARGEST_SAMPLE_BYTES, _SMALLEST_FRACTION = 64 << 20, 1 / 64
+_LARGEST_SAMPLE_BYTES, _SMALLEST_FRACTION = 64 << 20, 1 / 128
 _FIRST_BYTES = 3 << 18  # are measured in addition, so that small inputs have more than a few documents
 _END = 64  # characters
 
 
 def sampled_fraction(num_bytes: int, num_sources: int) -> float:
-    """Return the fraction of documents to measure of a source: 1/64, a share of 0.75 MiB, and at most 64 MiB."""
+    """Return the fraction of documents to measure of a source: 1/128, a share of 0.75 MiB, and at most 64 MiB."""
     size = max(num_bytes, 1)
     sample = _FIRST_BYTES / num_sources + size * _SMALLEST_FRACTION
     return min(1.0, sample / size, _LARGEST_SAMPLE_BYTES / size)
