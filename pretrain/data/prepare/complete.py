@@ -64,6 +64,11 @@ class DataFacts:
         choice = self.record["--near_duplicates"]
         return None if choice is None else NearSettings(float(self.record["--near_threshold"]), choice == "remove")
 
+    def of_all_shards(self) -> dict[str, Any]:
+        """Return what must be the same for all shards. --on_error has no effect on a shard without errors."""
+        facts = {name: value for name, value in asdict(self).items() if name not in ("record", "tokenizer", "inputs")}
+        return {**{name: value for name, value in self.record.items() if name != "skip_errors"}, **facts}
+
 
 def check_not_empty(writer: DocumentWriter, inputs: str) -> None:
     """Raise ConfigError if no document was written."""

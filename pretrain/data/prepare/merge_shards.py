@@ -8,7 +8,7 @@ import hashlib
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +47,12 @@ def named_shards(out: str, prefixes: Sequence[str]) -> list[str] | None:
             raise ConfigError(out, problem=f"there are no shards {out}.shard-*", remedy="make them with `ds-pretrain "
                               "prepare --shard i/n`, or name the data sets to merge after OUT")
         return found
-    is_shard = [shard_of(prefix) is not None and record_path(prefix).exists() for prefix in prefixes]
-    if any(is_shard) and not all(is_shard):
-        raise ConfigError(prefixes[is_shard.index(False)], problem="it is no shard of a preparation, and "
-                          f"{prefixes[is_shard.index(True)]} is one", remedy="merge the shards first")
-    return list(prefixes) if all(is_shard) else None
+    others = [prefix for prefix in prefixes if shard_of(prefix) is None]
+    shards = [prefix for prefix in prefixes if shard_of(prefix) is not None and record_path(prefix).exists()]
+    if shards and others:
+        raise ConfigError(others[0], problem=f"it is no shard of a preparation, and {shards[0]} is one",
+                          remedy="merge the shards first")
+    return list(prefixes) if shards else None
 
 
 def open_shards(prefixes: Sequence[str]) -> list[ShardFiles]:
@@ -116,7 +117,7 @@ def _check_same(shards: Sequence[ShardFiles]) -> None:
     """Raise ConfigError if two shards have other inputs or settings."""
     first = shards[0]
     for shard in shards[1:]:
-        ours, theirs = _comparable(first.record.facts), _comparable(shard.record.facts)
+        ours, theirs = first.record.facts.of_all_shards(), shard.record.facts.of_all_shards()
         different = [name for name, value in ours.items() if theirs.get(name) != value]
         if "inputs" in different:
             different[different.index("inputs")] = changed_input(ours["inputs"], theirs["inputs"])
@@ -124,13 +125,6 @@ def _check_same(shards: Sequence[ShardFiles]) -> None:
             command = _command(first.record.command, shard.record.shard, overwrite=True)
             raise ConfigError(shard.prefix, problem=f"it was not made as {first.prefix} was; different: "
                               f"{', '.join(different)}", remedy=f"if the other one is right, run `{command}`")
-
-
-def _comparable(facts: DataFacts) -> dict[str, Any]:
-    """Return what must be the same for all shards. --on_error has no effect on a shard without errors."""
-    known = {name: value for name, value in asdict(facts).items() if name not in ("record", "tokenizer", "inputs")}
-    record = {name: value for name, value in facts.record.items() if name != "skip_errors"}
-    return {**record, **known}
 
 
 def merge_shards(out: str, shards: Sequence[ShardFiles], *, overwrite: bool, advance: Advance) -> PreparedData:
@@ -144,7 +138,7 @@ def merge_shards(out: str, shards: Sequence[ShardFiles], *, overwrite: bool, adv
     if (existing := existing_file(out)) and not overwrite:
         raise ConfigError(out, problem=f"{existing} exists", remedy="give --overwrite to replace it, or another OUT")
     check_folder(Path(out).absolute().parent, out)
-    check_space(Path(out), out, sum(shard.hashes.bin_bytes + 3 * shard.hashes.idx_bytes for shard in shards))
+    check_space(Path(out), out, sum(shard.hashes.bin_bytes + 6 * shard.hashes.idx_bytes for shard in shards))
     try:
         output = PartialOutput(out, None)
         try:

@@ -19,7 +19,7 @@ from pretrain.data.prepare.complete import DataFacts, PreparedData, check_not_em
 from pretrain.data.prepare.document_writer import DocumentWriter
 from pretrain.data.prepare.partial_output import DOCUMENTS, PartialOutput, partial_path, read_state
 from pretrain.data.prepare.shard_files import check_files
-from pretrain.data.prepare.shards import Shard, check_count, place_in_inputs, read_record, shard_record
+from pretrain.data.prepare.shards import Shard, check_count, place_in_inputs, read_record, record_bytes, shard_record
 from pretrain.data.prepare.signatures import signature_version
 from pretrain.data.prepare.sources import input_file, sampled_fractions
 from pretrain.data.prepare.tokenize_batch import TokenizeSettings, make_tokenize
@@ -118,10 +118,12 @@ def _complete_shard(prefix: str, shard: Shard, facts: DataFacts) -> PreparedData
     """
     try:
         record = read_record(prefix)
-        if record.facts != facts or isinstance(check_files(prefix, shard, record), str):
+        may_skip = facts.record["skip_errors"] or record.statistics["skipped"] == 0
+        is_same = record.facts.of_all_shards() == facts.of_all_shards() and may_skip
+        if not is_same or isinstance(check_files(prefix, shard, record), str):
             return None
         return build(PreparedData, read_json(Path(f"{prefix}.meta.json")))
-    except (OSError, ValueError):
+    except (OSError, ValueError, KeyError):
         return None
 
 
@@ -241,7 +243,7 @@ class _Job:
                 self._shard, self.facts, statistics={**writer.statistics.to_json(), "token_counts": []},
                 documents_sha256=documents_sha256, command=list(self._command),
                 files=[input_file(found) for found in self._part.files], **place_in_inputs(self._part, lines))
-            write_synced(output.data_files["shard.json"], json.dumps(asdict(record)).encode())
+            write_synced(output.data_files["shard.json"], record_bytes(record))
         writer.close()
         output.save({**self._state(writer), "meta": asdict(meta), "finished": True})
 

@@ -1,8 +1,10 @@
 """Shards: parts of a preparation that several machines make, each with a file that describes it for the merge."""
 
+import hashlib
+import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ from pretrain.data.prepare.complete import DataFacts
 from pretrain.data.prepare.sources import InputFile
 from pretrain.data.text_inputs.parts import Part
 from pretrain.errors import ConfigError
-from pretrain.stored_json import build, read_json, reason_of
+from pretrain.stored_json import build, read_object, reason_of
 
 SLURM = "slurm"
 _MOST_SHARDS = 99_999  # five digits in the names
@@ -121,9 +123,23 @@ def record_path(prefix: str) -> Path:
     return Path(f"{prefix}.shard.json")
 
 
+def record_bytes(record: ShardRecord) -> bytes:
+    """Return the content of the record's file, with a checksum."""
+    values = asdict(record)
+    return json.dumps({"sha256": _checksum(values), "record": values}).encode()
+
+
+def _checksum(values: Any) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+
+
 def read_record(prefix: str) -> ShardRecord:
     """Read the record of the shard with this prefix. Raises OSError and ValueError."""
-    record = build(ShardRecord, read_json(record_path(prefix)))
+    content = read_object(record_path(prefix))
+    values = content.get("record")
+    if content.get("sha256") != _checksum(values):
+        raise ValueError("its content does not match the SHA-256 in it")
+    record = build(ShardRecord, values)
     if record.version != _VERSION:
         raise ValueError(f"it has version {record.version}, and this program reads version {_VERSION}")
     return record

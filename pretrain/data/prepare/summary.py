@@ -121,7 +121,7 @@ def _class_name(index: int) -> str:
 def entropy_nats(counts: npt.NDArray[np.int64]) -> float:
     """Return the entropy in nats of the frequencies `counts` [n]."""
     frequencies = counts[counts > 0] / max(counts.sum(), 1)
-    return -math.fsum((frequencies * np.log(frequencies)).tolist())
+    return max(0.0, -math.fsum((frequencies * np.log(frequencies)).tolist()))  # not -0.0
 
 
 _BAR = 40  # characters

@@ -43,8 +43,12 @@ def check_parquet(path: str, column: str) -> None:
 
 
 def num_rows(path: str) -> int:
-    """Return the number of rows of a file that `check_parquet` has accepted."""
-    return int(_open(path).metadata.num_rows)
+    """Return the number of rows of a file. Raises ConfigError."""
+    pyarrow = import_pyarrow(path)
+    try:
+        return int(_open(path).metadata.num_rows)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise ConfigError(path, problem=f"it cannot be read: {error}") from None
 
 
 def _open(path: str) -> Any:

@@ -141,6 +141,14 @@ def test_lines_of_messages_count_from_the_beginning_of_the_file(tmp_path: Path, 
     with pytest.raises(ConfigError, match=rf"a.jsonl \(from byte {start}\):4: the value of 'text' is a JSON int"):
         make(inputs, tokenizer, tmp_path / "other", PrepareSettings(), Shard(3, 4))
 
+    for index in range(3):  # --on_error skip is given again only for the shard that needs it, or for all
+        make(inputs, tokenizer, tmp_path / "other", PrepareSettings(), Shard(index, 4))
+        make(inputs, tokenizer, tmp_path / "other", settings, Shard(index, 4))  # it is complete
+    make(inputs, tokenizer, tmp_path / "other", settings, Shard(3, 4))
+    with pytest.raises(ConfigError, match=r"00003-of-00004.bin exists"):
+        make(inputs, tokenizer, tmp_path / "other", PrepareSettings(), Shard(3, 4))
+    assert merge(tmp_path / "other") == single(inputs, tokenizer, tmp_path / "single", settings)
+
 
 def test_duplicates_are_counted_up_to_a_number_of_documents_that_batches_do_not_change(
         tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,6 +247,11 @@ def _cut(ending: str) -> Any:
     return cut
 
 
+def _edit(folder: Path, tokenizer: Tokenizer) -> None:
+    path = folder / f"{SHARD.format(2)}.shard.json"
+    path.write_text(path.read_text().replace('"skip_errors": false', '"skip_errors": 0'))
+
+
 def _other_settings(folder: Path, tokenizer: Tokenizer) -> None:
     command(folder, tokenizer, "2/4", "--overwrite", "--deduplicate")
 
@@ -264,6 +277,8 @@ AGAIN = r"`ds-pretrain prepare '.*/\*.jsonl' --tokenizer \S+ --out \S+/out --sha
     (_damage("documents"), rf"shard 2/4: .*00004.documents is damaged.*Run {AGAIN} --overwrite`"),
     (_damage("sha256.json"), rf"shard 2/4: a file of .*-00002-of-00004 is damaged.*Run {AGAIN} --overwrite`"),
     (_cut("bin"), rf"shard 2/4: .*00004.bin has \d+ bytes, and \d+ were written.*Run {AGAIN} --overwrite`"),
+    (_damage("shard.json"), rf"shard 2/4: .*00004.shard.json: .*Run {AGAIN} --overwrite`"),
+    (_edit, rf"shard 2/4: .*00004.shard.json: its content does not match the SHA-256 in it. Run {AGAIN} --overwrite`"),
     (_cut("shard.json"), rf"shard 2/4: .*00004.shard.json: .*Run {AGAIN} --overwrite`"),
     (_swap, rf"shard 2/4: .*00002-of-00004.shard.json is of shard 1/4. Run {AGAIN} --overwrite`"),
     (_other_settings, rf"00002-of-00004: it was not made as .*00000-of-00004 was; different: --deduplicate. "
@@ -315,6 +330,10 @@ def test_the_commands(tmp_path: Path, complete: Path, tokenizer: Tokenizer,
             shutil.copy(path, tmp_path)
     with pytest.raises(ConfigError, match=r"2 shards of 4: shard 1/4: it does not exist; shard 3/4: .* --shard 1/4`, "
                                           r"and the same with --shard 3/4"):
+        merge_command(str(tmp_path / "out"))
+    for path in tmp_path.glob(f"{SHARD.format(2)}.*"):
+        shutil.copy(path, tmp_path / path.name.replace("of-00004", "of-00005"))
+    with pytest.raises(ConfigError, match=r"there are shards of 4 and of 5. Name the shards of one number"):
         merge_command(str(tmp_path / "out"))
     with pytest.raises(ConfigError, match="named: it is no shard of a preparation"):
         merge_command(str(tmp_path / "two"), names[0], str(tmp_path / "named"))
