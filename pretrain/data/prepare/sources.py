@@ -48,12 +48,12 @@ class SourceCounts:
         self.quality = [before + new for before, new in zip(self.quality, counts, strict=True)]
 
 
-def source_rows(sources: Mapping[str, SourceCounts]) -> list[dict[str, Any]]:
+def source_rows(sources: Mapping[str, SourceCounts], *, duplicates_counted: bool) -> list[dict[str, Any]]:
     """Return what the summary says about each source."""
     rows = []
     for name, counts in sources.items():
         values = {key: value for key, value in asdict(counts).items() if key != "quality"}
-        rows.append({"source": name, **values,
+        rows.append({"source": name, **values, "duplicates": counts.duplicates if duplicates_counted else None,
                      "bytes_per_token": round(counts.text_bytes / max(counts.tokens, 1), 4),
                      "tokens_per_document": round(counts.tokens / max(counts.documents, 1), 1),
                      "quality": quality_summary(counts.quality)})

@@ -155,7 +155,7 @@ def make_summary(statistics: Statistics, *, unknown_token: int | None, duplicate
         "unknown_tokens": unknown,
         "unknown_fraction": unknown / max(tokens, 1),
         "document_lengths": statistics.length_histogram(),
-        "sources": source_rows(statistics.sources),
+        "sources": source_rows(statistics.sources, duplicates_counted=duplicates_counted),
         "settings": dict(settings),
     }
 

@@ -182,7 +182,7 @@ def test_the_report(tmp_path: Path, tokenizer: Tokenizer) -> None:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small chunks, batches and tables, and a saved state after each batch."""
     monkeypatch.setattr(pretrain.data.text_inputs.reader, "CHUNK_BYTES", 4096)
-    monkeypatch.setattr(pretrain.data.prepare.near_duplicates, "_BATCH", 3)
+    monkeypatch.setattr(pretrain.data.prepare.near_duplicates, "_MOST_DOCUMENTS", 3)
     monkeypatch.setattr(mapped_table, "_SMALL_TABLE_BYTES", 0)
     monkeypatch.setattr(NearDuplicates.__init__, "__kwdefaults__", {"first_slots": 16})
     monkeypatch.setattr(pretrain.data.prepare.partial_output, "_LARGEST_COST", float("inf"))
