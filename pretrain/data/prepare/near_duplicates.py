@@ -15,16 +15,16 @@ import numpy as np
 import numpy.typing as npt
 
 from pretrain.data.prepare.document_rows import ORIGIN, SIGNATURE, Origins
-from pretrain.data.prepare.mapped_table import BATCH, MappedTable, slots_for
 from pretrain.data.prepare.partial_output import AppendFile
 from pretrain.data.prepare.signatures import NUM_VALUES, mix
+from pretrain.data.prepare.slot_table import SlotTable, slots_for
 
 LOWEST_THRESHOLD = 0.5  # lower ones need bands of two values, which most documents share with others
 RECORD = np.dtype([("origins", ORIGIN), SIGNATURE])
 """what is kept of a document"""
 _LEAST_RECALL = 0.95
 _FIRST_SLOTS = 1 << 16
-_MOST_DOCUMENTS = 1 << 10  # that are added at once
+_BATCH = 1 << 10  # documents that are added at once
 _ROW_BITS, _TAG_BITS = np.uint64(32), np.uint64(0xFFFFFFFF00000000)  # an entry: half of a band's hash | row + 1
 
 Records = npt.NDArray[np.void]
@@ -83,10 +83,8 @@ class NearDuplicates:
         self._band_size = band_size(threshold)
         self._num_bands = NUM_VALUES // self._band_size
         self._num_entries = 0
-        # The pages of the table that are read for a document are in memory when it is entered.
-        self._batch = min(_MOST_DOCUMENTS, BATCH // 2 // self._num_bands)
         num_records = file.size // RECORD.itemsize
-        self._table = MappedTable(path, 1, slots_for(num_records * self._num_bands, first_slots))
+        self._table = SlotTable(path, 1, slots_for(num_records * self._num_bands, first_slots))
         self._read_file(num_records)
 
     def add(self, records: Records) -> list[NearDuplicate]:
@@ -95,8 +93,8 @@ class NearDuplicates:
         Raises OSError if the disk is full.
         """
         found: list[NearDuplicate] = []
-        for start in range(0, len(records), self._batch):
-            for near in self._add(records[start : start + self._batch]):
+        for start in range(0, len(records), _BATCH):
+            for near in self._add(records[start : start + _BATCH]):
                 found.append(NearDuplicate(start + near.index, near.earlier_input, near.earlier_line, near.similarity))
         return found
 
@@ -189,8 +187,8 @@ class NearDuplicates:
 
     def _read_file(self, count: int) -> None:
         """Enter the first documents of the file into the empty table."""
-        for start in range(0, count, self._batch):
-            values = self._read(start, min(self._batch, count - start))["signatures"]
+        for start in range(0, count, _BATCH):
+            values = self._read(start, min(_BATCH, count - start))["signatures"]
             bands = self._band_hashes(values)
             self._insert(bands, self._find(bands, values), start)
 

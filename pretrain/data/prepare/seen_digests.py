@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from pretrain.data.prepare.mapped_table import MappedTable, slots_for
+from pretrain.data.prepare.slot_table import SlotTable, slots_for
 
 DIGEST_BYTES = 16
 _FIRST_SLOTS = 1 << 16
@@ -24,7 +24,7 @@ class SeenDigests:
 
     def __init__(self, path: Path, log: Path, *, num_logged: int, first_slots: int = _FIRST_SLOTS) -> None:
         self._log, self._count = log, 0
-        self._table = MappedTable(path, DIGEST_BYTES // 8, slots_for(num_logged, first_slots))
+        self._table = SlotTable(path, DIGEST_BYTES // 8, slots_for(num_logged, first_slots))
         self._read_log(num_logged)
 
     def add(self, digests: Digests) -> npt.NDArray[np.bool_]:
