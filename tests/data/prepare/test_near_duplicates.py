@@ -183,7 +183,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small chunks, batches and tables, and a saved state after each batch."""
     monkeypatch.setattr(pretrain.data.text_inputs.reader, "CHUNK_BYTES", 4096)
     monkeypatch.setattr(pretrain.data.prepare.near_duplicates, "_BATCH", 3)
-    monkeypatch.setattr(slot_table, "_SMALL_TABLE_BYTES", 0)
     monkeypatch.setattr(NearDuplicates.__init__, "__kwdefaults__", {"first_slots": 16})
     monkeypatch.setattr(pretrain.data.prepare.partial_output, "_LARGEST_COST", float("inf"))
 
@@ -281,8 +280,11 @@ def test_missing_library_and_useless_threshold(tmp_path: Path, tokenizer: Tokeni
     assert not list(tmp_path.glob("out*"))
 
 
-def test_tables_of_any_size_find_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("small_table_bytes", [1 << 25, 0])
+def test_tables_of_any_size_find_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                          small_table_bytes: int) -> None:
     """The table doubles, is rebuilt from the file, and a document is compared with the first of each band."""
+    monkeypatch.setattr(slot_table, "_SMALL_TABLE_BYTES", small_table_bytes)
     generator = np.random.default_rng(0)
     values = generator.integers(0, 2**32, (600, NUM_VALUES), np.uint32)
     for number in range(0, 600, 3):  # two documents that are similar to an earlier one
