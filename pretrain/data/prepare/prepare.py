@@ -292,4 +292,5 @@ def _special_tokens(tokenizer: Tokenizer, settings: PrepareSettings) -> tuple[in
 def _filters(settings: PrepareSettings) -> dict[str, Any]:
     """Return the settings that leave out or change documents."""
     return {"on_error": "skip" if settings.read.skip_errors else "stop", "deduplicate": settings.deduplicate,
-            "near_duplicates": settings.near_duplicates}
+            **({"near_duplicates": settings.near_duplicates, "near_threshold": settings.near_threshold}
+               if settings.near_duplicates else {})}
