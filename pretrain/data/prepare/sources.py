@@ -15,14 +15,14 @@ class InputFile:
 
     name: str
     source: str
-    is_parquet: bool
+    has_rows: bool
 
     def place(self, line: int) -> str:
-        return f"{self.name}: row {line}" if self.is_parquet else f"{self.name}:{line}"
+        return f"{self.name}: row {line}" if self.has_rows else f"{self.name}:{line}"
 
 
 def input_file(found: Input) -> InputFile:
-    return InputFile(found.name, found.source or found.name, found.kind == "parquet")
+    return InputFile(found.name, found.source or found.name, found.kind in ("parquet", "rows"))
 
 
 def sampled_fractions(inputs: Sequence[Input]) -> tuple[float, ...]:
