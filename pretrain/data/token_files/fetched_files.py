@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path, PurePosixPath
 
-from pretrain.data.token_files.daemon_threads import DaemonThreads
+from pretrain.daemon_threads import DaemonThreads
 from pretrain.data.token_files.page_cache import turn
 from pretrain.errors import ConfigError, shorten
 from pretrain.remote import RemoteFile, without_credentials
