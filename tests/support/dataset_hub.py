@@ -1,7 +1,6 @@
 """A local HTTP server that serves datasets like the Hugging Face Hub: revisions, ranges, gated and private ones."""
 
 import hashlib
-import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -69,7 +68,7 @@ class _Handler(RangeHandler):
         if repository is None or (repository.access == "private" and not is_trusted):
             return self._error(401, "RepoNotFound", "Repository not found")
         if what == "refs":
-            return self._json({"branches": [{"name": ref, "ref": f"refs/heads/{ref}", "targetCommit": commit}
+            return self.send_json({"branches": [{"name": ref, "ref": f"refs/heads/{ref}", "targetCommit": commit}
                                             for ref, commit in repository.refs.items()], "tags": [], "converts": []})
         revision, inside = map(unquote, rest.partition("/")[::2])  # refs%2Fconvert%2Fparquet is one revision
         commit = repository.refs.get(revision, revision)
@@ -79,7 +78,7 @@ class _Handler(RangeHandler):
             return self._error(403, "GatedRepo", "Access to this dataset is restricted")
         folder = repository.commits[commit]
         if what == "revision":
-            return self._json({"id": name, "sha": commit, "private": False, "gated": False, "tags": [],
+            return self.send_json({"id": name, "sha": commit, "private": False, "gated": False, "tags": [],
                                "siblings": [{"rfilename": entry["path"], "size": entry["size"], "blobId": entry["oid"]}
                                             for entry in _entries(folder, "", recursive=True)
                                             if entry["type"] == "file"]})
@@ -87,7 +86,7 @@ class _Handler(RangeHandler):
             return self._tree(folder, inside)
         if what == "paths-info":
             wanted = parse_qs(form).get("paths", [])
-            return self._json([_entry(folder, path) for path in wanted if (folder / path).exists()])
+            return self.send_json([_entry(folder, path) for path in wanted if (folder / path).exists()])
         return self._file(folder, inside, commit)
 
     do_HEAD = do_POST = do_GET
@@ -96,7 +95,7 @@ class _Handler(RangeHandler):
         if not (folder / inside).is_dir():
             return self._error(404, "EntryNotFound", f"{inside} does not exist")
         recursive = parse_qs(urlsplit(self.path).query).get("recursive", ["false"])[0].lower() in ("true", "1")
-        return self._json(_entries(folder, inside, recursive=recursive))
+        return self.send_json(_entries(folder, inside, recursive=recursive))
 
     def _file(self, folder: Path, inside: str, commit: str) -> None:
         if not (folder / inside).is_file():
@@ -107,12 +106,8 @@ class _Handler(RangeHandler):
         self.settings.drops += fault == "drop"
         return self.send_file(folder / inside, {"X-Repo-Commit": commit, "Content-Type": "application/octet-stream"})
 
-    def _json(self, value: Any) -> None:
-        self.send_content(200, {"Content-Type": "application/json"}, json.dumps(value).encode())
-
     def _error(self, status: int, code: str, message: str) -> None:
-        self.send_content(status, {"X-Error-Code": code, "X-Error-Message": message,
-                                   "Content-Type": "application/json"}, json.dumps({"error": message}).encode())
+        self.send_json({"error": message}, status, {"X-Error-Code": code, "X-Error-Message": message})
 
 
 def _entries(folder: Path, inside: str, *, recursive: bool) -> list[dict[str, Any]]:

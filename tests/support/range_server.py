@@ -5,6 +5,7 @@ It logs the bytes that it sent, so that tests can check what a resumed program r
 
 import hashlib
 import http.client
+import json
 import random
 import re
 import threading
@@ -148,6 +149,9 @@ class RangeHandler(BaseHTTPRequestHandler):
         content = content[start : int(found[2]) + 1 if found[2] else size]
         headers["Content-Range"] = f"bytes {start}-{start + len(content) - 1}/{size}"
         return self.send_content(206, headers, content, start)
+
+    def send_json(self, value: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        self.send_content(status, {"Content-Type": "application/json", **(headers or {})}, json.dumps(value).encode())
 
     def fails(self) -> bool:
         """Log the request, and answer it if it is one that fails. Return whether it is."""
