@@ -24,6 +24,7 @@ _FIRST_WAIT_S, _LONGEST_WAIT_S, _ANSWER_S = 0.5, 30.0, 60.0
 _PIECE_BYTES = 1 << 16
 _WHOLE_BYTES = 16 << 20
 """size up to which a file is read at once from a server that ignores ranges"""
+_CONNECTIONS = 64
 _SILENT_S = 5.0
 """seconds of failures after which a warning names the store"""
 _VERSION_KEYS = ("ETag", "etag", "blob_id", "generation", "Content-MD5", "LastModified", "Last-Modified", "mtime",
@@ -73,9 +74,7 @@ def open_file_system(url: str, where: str) -> tuple[Any, str]:
     try:
         for name in protocol.split("::"):  # simplecache::s3://bucket is one URL
             fsspec.get_filesystem_class(name)
-        # Without trust_env, aiohttp reads neither ~/.netrc nor the variables of proxies.
-        options = {"client_kwargs": {"trust_env": True}} if protocol in ("http", "https") else {}
-        system, path = fsspec.url_to_fs(url, **options)
+        system, path = fsspec.url_to_fs(url, **_settings(protocol))
     except ImportError as error:
         extra = _EXTRAS.get(protocol.rpartition("::")[2])
         raise ConfigError(where, problem=f"{protocol}:// needs a package: {error}",
@@ -88,6 +87,18 @@ def open_file_system(url: str, where: str) -> tuple[Any, str]:
     except OSError as error:  # clients of some protocols, such as ftp://, connect here
         raise ConfigError(where, problem=f"the server cannot be reached: {_text_of(error)}") from None
     return system, str(path)
+
+
+def _settings(protocol: str) -> dict[str, Any]:
+    """Return settings of the client: of S3, more than botocore's 10 connections, besides what the user has set."""
+    import fsspec.config
+
+    if protocol in ("http", "https"):  # without trust_env, aiohttp reads neither ~/.netrc nor the variables of proxies
+        return {"client_kwargs": {"trust_env": True}}
+    if protocol not in ("s3", "s3a"):
+        return {}
+    own = fsspec.config.conf.get(protocol, {}).get("config_kwargs", {})
+    return {"config_kwargs": {"max_pool_connections": _CONNECTIONS, **own}}
 
 
 class RemoteFile:

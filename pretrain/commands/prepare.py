@@ -25,6 +25,7 @@ from pretrain.cli import (
 from pretrain.commands.dataset_flags import add_input_flags, named_inputs, words_of
 from pretrain.commands.next_command import after_prepare, after_shard, after_tokenizer
 from pretrain.data.prepare.fill_in_middle import KNOWN_NAMES, FillInMiddle
+from pretrain.data.prepare.near_duplicates import LOWEST_THRESHOLD
 from pretrain.data.prepare.prepare import PrepareSettings, pin_dataset, prepare
 from pretrain.data.prepare.python_corpus import python_corpus
 from pretrain.data.prepare.shards import parse_shard
@@ -45,7 +46,7 @@ def prepare_main() -> int:
     separator = parse_separator(args.document_separator) if args.document_separator else ""
     read = ReadSettings(args.format, args.jsonl_key, separator, args.on_error == "skip")
     middle = _fill_in_middle(args)
-    settings = PrepareSettings(read, args.append_eod, args.prepend_bos, args.deduplicate, middle)
+    settings = PrepareSettings(read, args.append_eod, args.prepend_bos, args.deduplicate, *_near_settings(args), middle)
     shard = parse_shard(args.shard, os.environ) if args.shard else None
     if args.vocab_size is not None:
         if isinstance(inputs, DatasetName):
@@ -64,6 +65,14 @@ def prepare_main() -> int:
     following = after_shard(args.out) if shard is not None else after_prepare(args.out)
     print("\n".join([summary_text(written), *next_line(following)]))
     return 0
+
+
+def _near_settings(args: argparse.Namespace) -> tuple[str | None, float]:
+    """Return the value and the threshold of --near_duplicates."""
+    if args.near_threshold is not None and args.near_duplicates is None:
+        raise ConfigError("--near_threshold", problem="it has no effect without --near_duplicates",
+                          remedy="give --near_duplicates remove, or count")
+    return args.near_duplicates, PrepareSettings.near_threshold if args.near_threshold is None else args.near_threshold
 
 
 def _words_of_all_shards(words: Sequence[str]) -> list[str]:
@@ -122,6 +131,12 @@ def _prepare_parser() -> Parser:
                         help="begin each document with the tokenizer's token for the beginning of a text, such as <s>")
     parser.add_argument("--deduplicate", action="store_true",
                         help="leave out documents whose tokens are exactly those of an earlier document")
+    parser.add_argument("--near_duplicates", choices=("count", "remove"),
+                        help="find documents that are similar to an earlier one (MinHash), and count them, or leave "
+                        "them out, as well as exact duplicates")
+    parser.add_argument("--near_threshold", type=number(LOWEST_THRESHOLD, 1),
+                        help="estimated Jaccard similarity of the sets of 5 consecutive words from which on a document "
+                        f"is a near-duplicate (default: {PrepareSettings.near_threshold})")
     parser.add_argument("--fim_rate", type=number(0, 1), metavar="P",
                         help="fill-in-the-middle: move the middle of each document to its end with this probability, "
                         "behind special tokens, so that a model of code learns to fill a gap (default: never)")

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from pretrain.data.prepare.document_writer import DocumentWriter
+from pretrain.data.prepare.near_duplicates import NearSettings
 from pretrain.data.prepare.partial_output import PartialOutput
 from pretrain.data.prepare.summary import entropy_nats, make_summary
 from pretrain.data.token_files.writer import complete_files
@@ -61,7 +62,14 @@ class DataFacts:
 
     @property
     def deduplicate(self) -> bool:
-        return bool(self.record["--deduplicate"])
+        """Whether exact duplicates are removed. They are near-duplicates, too."""
+        return bool(self.record["--deduplicate"]) or self.record["--near_duplicates"] == "remove"
+
+    @property
+    def near(self) -> NearSettings | None:
+        """What is done with near-duplicates; None: they are not looked for."""
+        choice = self.record["--near_duplicates"]
+        return None if choice is None else NearSettings(float(self.record["--near_threshold"]), choice == "remove")
 
     def of_all_shards(self) -> dict[str, Any]:
         """Return what must be the same for all shards. --on_error has no effect on a shard without errors."""
@@ -76,7 +84,8 @@ def check_not_empty(writer: DocumentWriter, inputs: str) -> None:
         raise ConfigError(inputs, problem="there is no document that is not empty")
 
 
-def complete_output(output: PartialOutput, writer: DocumentWriter, facts: DataFacts) -> PreparedData:
+def complete_output(output: PartialOutput, writer: DocumentWriter, facts: DataFacts, *,
+                    is_shard: bool = False) -> PreparedData:
     """Complete all files in the partial output, and return the content of the .meta.json. Raises OSError."""
     statistics = writer.statistics
     meta = PreparedData(
@@ -86,8 +95,8 @@ def complete_output(output: PartialOutput, writer: DocumentWriter, facts: DataFa
         entropy_nats=entropy_nats(statistics.token_counts), sources=facts.sources, filters=facts.filters)
     summary = make_summary(
         statistics, unknown_token=facts.unknown_token, duplicates_counted=writer.duplicates_are_counted,
-        deduplicated=facts.deduplicate, entropy_nats=meta.entropy_nats, inputs=facts.inputs,
-        settings={**facts.record, "tokenizer": meta.tokenizer})
+        deduplicated=facts.deduplicate, near=None if is_shard else facts.near,
+        entropy_nats=meta.entropy_nats, inputs=facts.inputs, settings={**facts.record, "tokenizer": meta.tokenizer})
     added: dict[str, Any] = {}
     if (middle := facts.fill_in_middle) is not None:
         # Each rearranged document has each of the tokens once, and no other text has them.

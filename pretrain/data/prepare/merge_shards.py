@@ -16,12 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from pretrain.data.prepare.complete import DataFacts, PreparedData, check_not_empty, complete_output
-from pretrain.data.prepare.document_rows import ROW
+from pretrain.data.prepare.document_rows import row_type
 from pretrain.data.prepare.document_writer import DocumentWriter
 from pretrain.data.prepare.input_record import changed_input
 from pretrain.data.prepare.partial_output import DOCUMENTS, PartialOutput, partial_path, read_state
 from pretrain.data.prepare.shard_files import ShardFiles, check_files
 from pretrain.data.prepare.shards import Shard, ShardRecord, read_records, record_path, shard_of, shards_in_folder
+from pretrain.data.prepare.sources import InputFile
 from pretrain.data.prepare.summary import Statistics
 from pretrain.data.prepare.tokenize_batch import TokenizedBatch
 from pretrain.data.token_files.hashes import BLOCK_BYTES
@@ -153,18 +154,28 @@ def merge_shards(out: str, shards: Sequence[ShardFiles], *, overwrite: bool, adv
 
 def _write(output: PartialOutput, facts: DataFacts, shards: Sequence[ShardFiles], advance: Advance) -> PreparedData:
     writer = DocumentWriter(output, facts.dtype, vocab_size=facts.vocab_size, special_tokens=facts.special_tokens,
-                            deduplicate=facts.deduplicate, state=None)
+                            deduplicate=facts.deduplicate, near=facts.near, files=_input_files(shards), state=None)
     lines: Counter[int] = Counter()  # line ends of each file in the shards so far
     for shard in shards:
-        _add_counts(writer.statistics, shard.record, lines[shard.record.first_file], facts)
+        lines_before = lines[shard.record.first_file] if shard.record.first_byte else 0
+        _add_counts(writer.statistics, shard.record, lines_before, facts)
         lines[shard.record.last_file] += shard.record.last_lines
         for batch in replay(shard, np.dtype(facts.dtype).newbyteorder("<")):
+            batch.origins["line"][batch.origins["input"] == shard.record.first_file] += lines_before
             writer.add(batch, lambda: None)  # `output` has no saved state
             advance(batch.tokens.nbytes, f"{writer.num_documents:,} documents")
     check_not_empty(writer, shards[0].prefix)
     meta = complete_output(output, writer, facts)
     writer.close()
     return meta
+
+
+def _input_files(shards: Sequence[ShardFiles]) -> list[InputFile]:
+    """Return the inputs of all shards, by their numbers."""
+    files: dict[int, InputFile] = {}
+    for shard in shards:
+        files |= dict(enumerate(shard.record.files, shard.record.first_file))
+    return [files[number] for number in range(len(files))]
 
 
 def _add_counts(statistics: Statistics, record: ShardRecord, lines_before: int, facts: DataFacts) -> None:
@@ -182,7 +193,10 @@ def _add_counts(statistics: Statistics, record: ShardRecord, lines_before: int, 
 
     statistics.empty += counts.empty
     statistics.divided += counts.divided
-    statistics.duplicates += counts.duplicates if facts.deduplicate else 0
+    if facts.deduplicate:
+        statistics.add_duplicates({source: found.duplicates for source, found in counts.sources.items()})
+    for source, found in counts.sources.items():
+        statistics.sources[source].add_quality(found.quality)
     statistics.add_longest(counts.longest_tokens, in_file(counts.longest_place))
     for place, reason in counts.skipped_samples:
         statistics.skip(in_file(place), reason)
@@ -201,7 +215,7 @@ def replay(shard: ShardFiles, dtype: npt.DTypeLike) -> Iterator[TokenizedBatch]:
                 else:
                     ends = np.cumsum(lengths[first : first + size])
                     some = rows[first : first + size]
-                    yield TokenizedBatch(tokens.read(int(ends[-1])), ends, some["text_bytes"], some["digests"])
+                    yield _batch(tokens.read(int(ends[-1])), ends, some)
                 first += max(size, 1)
         tokens.check_end()
 
@@ -212,22 +226,29 @@ def _documents(shard: ShardFiles) -> Iterator[tuple[npt.NDArray[np.int64], npt.N
         index.seek(HEADER.size)
         for start in range(0, shard.num_documents, _MOST_DOCUMENTS):
             count = min(_MOST_DOCUMENTS, shard.num_documents - start)
+            row = row_type(has_signatures=shard.record.facts.near is not None)
             lengths = np.frombuffer(index.read(count * LENGTH_DTYPE.itemsize), LENGTH_DTYPE)
-            yield lengths.astype(np.int64), np.frombuffer(rows.read(count * ROW.itemsize), ROW)
+            yield lengths.astype(np.int64), np.frombuffer(rows.read(count * row.itemsize), row)
 
 
 def _long_document(tokens: "_Tokens", length: int, row: np.void) -> Iterator[TokenizedBatch]:
     """Yield a document in batches that it begins, continues and ends in."""
-    left, text_bytes = length, np.array([row["text_bytes"]])
-    none, no_digests = np.zeros(0, np.int64), np.zeros((0, 2), np.uint64)
+    left, rows, none = length, np.array([row]), np.zeros(0, np.int64)
     place = "a long document"  # not used: the statistics know the longest document
     while left > 0:
         size = min(left, _MOST_TOKENS)
         left -= size
-        ends = none if left else np.array([size])
-        digests = no_digests if left else row["digests"].reshape(1, 2)
-        yield TokenizedBatch(tokens.read(size), ends, text_bytes, digests, tail_place=place)
-        text_bytes, place = np.zeros(1, np.int64), ""
+        batch = _batch(tokens.read(size), none if left else np.array([size]), rows)
+        batch.tail_place = place
+        yield batch
+        rows["text_bytes"], place = 0, ""
+
+
+def _batch(tokens: npt.NDArray[Any], ends: npt.NDArray[np.int64], rows: npt.NDArray[np.void]) -> TokenizedBatch:
+    """Return a batch of documents. The parts of a long document have the same signature, which is their minimum."""
+    signatures = rows["signatures"] if "signatures" in (rows.dtype.names or ()) else None
+    return TokenizedBatch(tokens, ends, rows["text_bytes"].copy(), rows["digests"][: len(ends)],
+                          rows["origins"].copy(), signatures)
 
 
 class _Tokens:

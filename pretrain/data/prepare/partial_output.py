@@ -3,6 +3,7 @@
     tokens        the tokens of all documents, and of an incomplete last one
     lengths       int32 tokens of each document
     digests       16 bytes per document, if duplicates are counted
+    signatures    268 bytes per document, if near-duplicates are looked for
     blocks        32 bytes: SHA-256 of each complete block of `tokens`
     documents     of a shard: what a merge needs to know about each document (document_rows.py)
     state.json    how many bytes of these files are valid, the position in the inputs, counts, settings
@@ -23,10 +24,10 @@ from pretrain.errors import ConfigError
 from pretrain.paths import fsync, write_synced
 from pretrain.stored_json import read_object
 
-FILES = ("tokens", "lengths", "digests", "blocks")
+FILES = ("tokens", "lengths", "digests", "signatures", "blocks")
 DOCUMENTS = "documents"
 _STATE, _LOCK = "state.json", "lock"
-_VERSION = 1
+_VERSION = 2
 _SECONDS_BETWEEN_STATES = 5.0
 _LARGEST_COST = 0.05  # fraction of the time that saving states may take
 

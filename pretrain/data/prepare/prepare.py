@@ -8,7 +8,7 @@ import functools
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ from pretrain.data.prepare.input_record import (
 from pretrain.data.prepare.partial_output import DOCUMENTS, PartialOutput, partial_path, read_state
 from pretrain.data.prepare.shard_files import check_files
 from pretrain.data.prepare.shards import Shard, check_count, place_in_inputs, read_record, record_bytes, shard_record
+from pretrain.data.prepare.signatures import signature_version
+from pretrain.data.prepare.sources import input_file, sampled_fractions
 from pretrain.data.prepare.tokenize_batch import TokenizeSettings, make_tokenize
 from pretrain.data.prepare.worker_pool import map_in_order
 from pretrain.data.text_inputs.chunk import CHUNK_BYTES, Position, ReadSettings
@@ -53,6 +55,9 @@ class PrepareSettings:
     append_eod: bool = True
     prepend_bos: bool = False
     deduplicate: bool = False
+    near_duplicates: str | None = None
+    """"count" or "remove"; None: they are not looked for"""
+    near_threshold: float = 0.8
     fill_in_middle: FillInMiddle | None = None
 
 
@@ -152,12 +157,14 @@ class _Job:
         middle = None if settings.fill_in_middle is None else make_arrangement(tokenizer, settings.fill_in_middle)
         self._tokenize = TokenizeSettings(tokenizer.name, *_special_tokens(tokenizer, settings),
                                           dtype_for_vocab(tokenizer.vocab_size).name, settings.read, middle)
-        read = settings.read
+        read, finds_near = settings.read, settings.near_duplicates is not None
         record: dict[str, Any] = {
             "inputs": record_inputs(inputs.files), "--tokenizer": tokenizer.fingerprint, "--format": read.format,
             "--jsonl_key": read.jsonl_key, "--document_separator": read.document_separator,
             "--append_eod": settings.append_eod, "--prepend_bos": settings.prepend_bos,
-            "--deduplicate": settings.deduplicate, "skip_errors": read.skip_errors}
+            "--deduplicate": settings.deduplicate, "--near_duplicates": settings.near_duplicates,
+            "--near_threshold": settings.near_threshold if finds_near else None,
+            "version of rensa": signature_version() if finds_near else None, "skip_errors": read.skip_errors}
         if inputs.dataset is not None:
             record |= inputs.dataset.found.record()
         if middle is not None:
@@ -169,6 +176,8 @@ class _Job:
             sources=describe_sources(inputs, record["inputs"]), filters=_filters(settings),
             fill_in_middle=None if middle is None else middle.facts())
         self._part = Part(inputs.files, 0) if shard is None else part_of(inputs.files, read, shard.index, shard.count)
+        self._tokenize = replace(self._tokenize, has_signatures=finds_near, first_input=self._part.first_file,
+                                 sampled_fractions=sampled_fractions(inputs.files))
 
     def run(self, state: dict[str, Any] | None, *, workers: int | None,
             seconds_between_states: float | None) -> PartialOutput:
@@ -199,7 +208,9 @@ class _Job:
     def _write(self, output: PartialOutput, state: dict[str, Any] | None, workers: int | None) -> None:
         writer = DocumentWriter(output, self._tokenize.dtype, vocab_size=self.facts.vocab_size,
                                 special_tokens=self._tokenize.special_tokens,
-                                deduplicate=self._settings.deduplicate, state=state)
+                                deduplicate=self.facts.deduplicate,
+                                near=self.facts.near if self._shard is None else None,
+                                files=[input_file(found) for found in self._inputs.files], state=state)
         place, done_bytes, lines = FIRST_PLACE, 0, 0
         if state is not None:
             place, done_bytes = Place(state["input"], Position(*state["position"])), state["done_bytes"]
@@ -252,12 +263,13 @@ class _Job:
         if self._shard is None:
             check_not_empty(writer, shorten(" ".join(file.name for file in self._inputs.files)))
         check_unchanged(self._inputs.files, self.facts.record["inputs"])
-        meta = complete_output(output, writer, self.facts)
+        meta = complete_output(output, writer, self.facts, is_shard=self._shard is not None)
         if self._shard is not None:
             documents_sha256 = hash_file(output.files[DOCUMENTS].descriptor, after_chunk=lambda: None)
             record = shard_record(
                 self._shard, self.facts, statistics={**writer.statistics.to_json(), "token_counts": []},
-                documents_sha256=documents_sha256, command=list(self._command), **place_in_inputs(self._part, lines))
+                documents_sha256=documents_sha256, command=list(self._command),
+                files=[input_file(found) for found in self._part.files], **place_in_inputs(self._part, lines))
             write_synced(output.data_files["shard.json"], record_bytes(record))
         writer.close()
         output.save({**self._state(writer), "meta": asdict(meta), "finished": True})
@@ -279,4 +291,6 @@ def _special_tokens(tokenizer: Tokenizer, settings: PrepareSettings) -> tuple[in
 
 def _filters(settings: PrepareSettings) -> dict[str, Any]:
     """Return the settings that leave out or change documents."""
-    return {"on_error": "skip" if settings.read.skip_errors else "stop", "deduplicate": settings.deduplicate}
+    return {"on_error": "skip" if settings.read.skip_errors else "stop", "deduplicate": settings.deduplicate,
+            **({"near_duplicates": settings.near_duplicates, "near_threshold": settings.near_threshold}
+               if settings.near_duplicates else {})}

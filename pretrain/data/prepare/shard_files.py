@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretrain.data.prepare.document_rows import ROW
+from pretrain.data.prepare.document_rows import row_type
 from pretrain.data.prepare.partial_output import DOCUMENTS
 from pretrain.data.prepare.shards import Shard, ShardRecord, record_path
 from pretrain.data.prepare.summary import Statistics
@@ -32,7 +32,8 @@ def check_files(prefix: str, shard: Shard, record: ShardRecord) -> ShardFiles | 
         hashes = read_hashes(hashes_path(prefix))
         if hashes is None or not hashes.is_complete:
             return f"{hashes_path(prefix)} is missing or not complete"
-        num_bytes = int(record.statistics["documents"]) * ROW.itemsize
+        row = row_type(has_signatures=record.facts.near is not None)
+        num_bytes = int(record.statistics["documents"]) * row.itemsize
         for ending, size, sha256 in (("bin", hashes.bin_bytes, ""), ("idx", hashes.idx_bytes, hashes.idx_sha256),
                                      (DOCUMENTS, num_bytes, record.documents_sha256)):
             path = Path(f"{prefix}.{ending}")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.data.prepare.complete import DataFacts
+from pretrain.data.prepare.sources import InputFile
 from pretrain.data.text_inputs.parts import Part
 from pretrain.errors import ConfigError
 from pretrain.stored_json import build, read_object, reason_of
@@ -94,6 +95,8 @@ class ShardRecord:
     """number of the last file; -1: the shard has none, or all of the last one"""
     last_lines: int
     """line ends in the shard's part of the last file"""
+    files: list[InputFile]
+    """the files of the shard, from `first_file` on"""
     command: list[str]
     """words of the command line that made the shard, without --shard"""
 

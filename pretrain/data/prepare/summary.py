@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pretrain.data.prepare.near_duplicates import NearSettings
+from pretrain.data.prepare.sources import SourceCounts, source_lines, source_rows
 from pretrain.stored_json import read_object
 
 LARGEST_SAMPLE = 20  # documents that were skipped, of which place and reason are kept
@@ -34,6 +36,12 @@ class Statistics:
     """documents that were read in parts because they are long, also those that were left out"""
     duplicates: int = 0
     """documents with the tokens of an earlier one"""
+    near_duplicates: int = 0
+    """other documents that are similar to an earlier one"""
+    near_duplicate_tokens: int = 0
+    near_duplicate_samples: list[tuple[str, str, float]] = field(default_factory=list)
+    """(place, place of the earlier document, similarity) of the first ones"""
+    sources: dict[str, SourceCounts] = field(default_factory=dict)
     longest_tokens: int = 0
     longest_place: str = ""
     lengths: list[int] = field(default_factory=lambda: [0] * _LENGTH_CLASSES)
@@ -43,9 +51,8 @@ class Statistics:
     def tokens(self) -> int:
         return int(self.token_counts.sum())
 
-    def add_documents(self, tokens: npt.NDArray[Any], lengths: npt.NDArray[np.int64], text_bytes: int) -> None:
-        """Add complete documents: all their tokens, the number of tokens of each, and the bytes of their text."""
-        self.add_tokens(tokens)
+    def add_documents(self, lengths: npt.NDArray[np.int64], text_bytes: int) -> None:
+        """Add complete documents: the number of tokens of each, and the bytes of their text."""
         self.documents += len(lengths)
         self.text_bytes += text_bytes
         classes = np.frexp(lengths.astype(np.float64))[1]  # exact: lengths are below 2^31
@@ -59,6 +66,28 @@ class Statistics:
         """Compare a document with the longest one. Of several, the first one is kept."""
         if num_tokens > self.longest_tokens:
             self.longest_tokens, self.longest_place = num_tokens, place
+
+    def add_to_sources(self, documents: Mapping[str, int], tokens: Mapping[str, int],
+                       text_bytes: Mapping[str, int]) -> None:
+        """Add the counts of complete documents by source."""
+        for name, count in documents.items():
+            counts = self.sources[name]
+            counts.documents += count
+            counts.tokens += tokens.get(name, 0)
+            counts.text_bytes += text_bytes.get(name, 0)
+
+    def add_duplicates(self, documents: Mapping[str, int]) -> None:
+        """Add the numbers of exact duplicates by source."""
+        for name, count in documents.items():
+            self.duplicates += count
+            self.sources[name].duplicates += count
+
+    def add_near_duplicate(self, source: str, num_tokens: int, *, place: str, earlier: str, similarity: float) -> None:
+        self.near_duplicates += 1
+        self.near_duplicate_tokens += num_tokens
+        self.sources[source].near_duplicates += 1
+        if len(self.near_duplicate_samples) < LARGEST_SAMPLE:
+            self.near_duplicate_samples.append((place, earlier, round(similarity, 4)))
 
     def skip(self, place: str, reason: str) -> None:
         """Count a document that is left out because it cannot be read."""
@@ -79,7 +108,10 @@ class Statistics:
         """Raises TypeError, KeyError or ValueError for values that `to_json` did not make."""
         samples = [(str(place), str(reason)) for place, reason in values["skipped_samples"]]
         return cls(**{**values, "token_counts": np.array(values["token_counts"], np.int64),
-                      "skipped_samples": samples})
+                      "skipped_samples": samples,
+                      "near_duplicate_samples": [(*map(str, places), float(value))
+                                                 for *places, value in values["near_duplicate_samples"]],
+                      "sources": {name: SourceCounts(**counts) for name, counts in values["sources"].items()}})
 
 
 def _class_name(index: int) -> str:
@@ -99,7 +131,8 @@ _SHOWN_PLACES = 5
 
 
 def make_summary(statistics: Statistics, *, unknown_token: int | None, duplicates_counted: bool, deduplicated: bool,
-                 entropy_nats: float, inputs: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+                 near: NearSettings | None, entropy_nats: float, inputs: str,
+                 settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of PREFIX.summary.json. It has no times: the same inputs give the same file."""
     tokens = statistics.tokens
     unknown = 0 if unknown_token is None else int(statistics.token_counts[unknown_token])
@@ -116,9 +149,15 @@ def make_summary(statistics: Statistics, *, unknown_token: int | None, duplicate
         "skipped_samples": [{"place": place, "reason": reason} for place, reason in statistics.skipped_samples],
         "duplicate_documents": statistics.duplicates if duplicates_counted else None,
         "duplicates_removed": deduplicated,
+        "near_duplicates": None if near is None else {
+            "documents": statistics.near_duplicates, "tokens": statistics.near_duplicate_tokens,
+            "removed": near.removes, "threshold": near.threshold,
+            "samples": [{"place": place, "earlier": earlier, "similarity": similarity}
+                        for place, earlier, similarity in statistics.near_duplicate_samples]},
         "unknown_tokens": unknown,
         "unknown_fraction": unknown / max(tokens, 1),
         "document_lengths": statistics.length_histogram(),
+        "sources": source_rows(statistics.sources, duplicates_counted=duplicates_counted),
         "settings": dict(settings),
     }
 
@@ -143,14 +182,17 @@ def summary_text(prefix: str | Path) -> str:
         "skipped documents": f"{summary['skipped_documents']:,}",
         "exact duplicates": "not counted (too many documents; --deduplicate counts them)" if duplicates is None
                             else f"{duplicates:,}" + f" ({removed})" * bool(duplicates),
+        **({} if summary["near_duplicates"] is None else {"near-duplicates": _near(summary["near_duplicates"])}),
         "unknown tokens": f"{summary['unknown_tokens']:,} ({summary['unknown_fraction']:.3%})",
     }
     if middle := summary.get("fill_in_middle"):
         rows["fill-in-the-middle"] = _rearranged(middle, summary["documents"])
     lines = [str(prefix), f"  {summary['inputs']}"]
     for name, value in rows.items():
-        lines += [f"  {name:<18} {value}", *(_skipped(prefix, summary) if name == "skipped documents" else [])]
-    return "\n".join([*lines, "  documents by number of tokens", *_histogram(summary["document_lengths"])])
+        lines += [f"  {name:<18} {value}", *(_skipped(prefix, summary) if name == "skipped documents" else []),
+                  *(_near_samples(prefix, summary["near_duplicates"]) if name == "near-duplicates" else [])]
+    return "\n".join([*lines, "  documents by number of tokens", *_histogram(summary["document_lengths"]),
+                      *source_lines(summary["sources"], f"{prefix}.summary.json")])
 
 
 def _rearranged(middle: Mapping[str, Any], num_documents: int) -> str:
@@ -163,6 +205,20 @@ def _skipped(prefix: str | Path, summary: Mapping[str, Any]) -> list[str]:
     samples = summary["skipped_samples"]
     lines = [f"    {sample['place']}: {sample['reason']}" for sample in samples[:_SHOWN_PLACES]]
     if summary["skipped_documents"] > len(lines):
+        lines.append(f"    ... the first {len(samples)} are in {prefix}.summary.json")
+    return lines
+
+
+def _near(near: Mapping[str, Any]) -> str:
+    text = f"{near['documents']:,} of similarity {near['threshold']:g} or more"
+    return text + f" ({'removed' if near['removed'] else 'kept'}; {near['tokens']:,} tokens)" * bool(near["documents"])
+
+
+def _near_samples(prefix: str | Path, near: Mapping[str, Any]) -> list[str]:
+    samples = near["samples"]
+    lines = [f"    {sample['place']}: {sample['similarity']:.2f} like {sample['earlier']}"
+             for sample in samples[:_SHOWN_PLACES]]
+    if near["documents"] > len(lines):
         lines.append(f"    ... the first {len(samples)} are in {prefix}.summary.json")
     return lines
 

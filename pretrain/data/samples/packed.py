@@ -15,6 +15,7 @@ samples of a block, in another order; the packing does not change.
 """
 
 import hashlib
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -71,6 +72,7 @@ class PackedDocuments(TokenRange):
         self.samples_per_epoch = int(self._samples_of_block.sum())
         self.utilization = filled / (self.samples_per_epoch * (seq_length + 1))
         """fraction of the positions of all samples that have a token"""
+        self._lock = threading.Lock()  # of the two caches: threads that need the same block pack it once
         self._block = lru_cache(maxsize=2)(self._pack_block)
         self._order = lru_cache(maxsize=2)(self._order_of_epoch)
 
@@ -80,7 +82,8 @@ class PackedDocuments(TokenRange):
         samples = np.full((len(positions), self.seq_length + 1), PADDING,
                           np.promote_types(self.indexed.dtype, np.int32))
         for epoch in np.unique(epochs).tolist():
-            order, stops = self._order(epoch)
+            with self._lock:
+                order, stops = self._order(epoch)
             ranks = np.searchsorted(stops, positions, side="right")
             for rank in np.unique(ranks[epochs == epoch]).tolist():
                 rows = np.flatnonzero((epochs == epoch) & (ranks == rank))
@@ -88,7 +91,9 @@ class PackedDocuments(TokenRange):
                 size = int(self._samples_of_block[block])
                 keys = mix(self._key(epoch) ^ np.full(len(rows), block + 1, np.uint64))
                 bins = permute(positions[rows] - (int(stops[rank]) - size), size, keys)
-                samples[rows] = self._read_bins(self._block(block), bins, samples.dtype)
+                with self._lock:
+                    packed = self._block(block)
+                samples[rows] = self._read_bins(packed, bins, samples.dtype)
         return samples
 
     def _key(self, epoch: int) -> npt.NDArray[np.uint64]:

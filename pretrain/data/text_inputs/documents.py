@@ -57,6 +57,11 @@ def documents(chunk: Chunk, settings: ReadSettings) -> Iterator[Piece | Skipped]
             yield Skipped(place, reason, ends)
 
 
+def line_of(where: str) -> int:
+    """Return the line or row of a place that `documents` made."""
+    return int(where.rpartition(":")[2].removeprefix(" row "))
+
+
 def _split_message(message: str, where: str, name: str) -> tuple[str, str]:
     """Return the place and the reason of an error. Its line may be another one than the document's in `where`."""
     if not message.startswith(f"{where}: "):

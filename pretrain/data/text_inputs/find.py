@@ -53,6 +53,7 @@ class Input:
     head: bytes = b""  # of standard input: the bytes that were read to detect the format
     stored: StoredFile | None = None  # of a URL: the version of the file
     dataset: HubDataset | None = None  # that this file belongs to
+    source: str = ""  # the word of the command line that names this file
     start: int = 0  # byte at which reading begins, or row of a Parquet file: above 0 in a part of a file (parts.py)
     stop: int | None = None  # byte or row before which reading ends; None: it ends with the file
 
@@ -150,18 +151,20 @@ def find_inputs(words: Sequence[str] | DatasetName, settings: ReadSettings, earl
         dataset = open_dataset(words)
         if not dataset.files:
             raise ConfigError(words.flag, problem="this split has no data files")
-        return Inputs(tuple(Input(file.path, file.kind, file.compression, file.num_bytes, dataset=dataset)
-                            for file in dataset.files), ())
+        return Inputs(tuple(Input(file.path, file.kind, file.compression, file.num_bytes, dataset=dataset,
+                                  source=words.name) for file in dataset.files), ())
     if list(words).count(STDIN) > 1:
         raise ConfigError(STDIN, problem="standard input can be read only once", remedy="give - once")
     side_files: list[str] = []
     commits = dict(earlier.commits) if earlier is not None else {}
     known = {file.stored.identity: file for file in earlier.files if file.stored} if earlier is not None else {}
-    found: list[str | StoredFile] = []
-    for word in map(local_path, words):
-        found += files_at(word, commits, _is_side_file, side_files) if is_remote(word) else _paths(word, side_files)
+    found: list[tuple[str, str | StoredFile]] = []
+    for word in words:
+        place = local_path(word)
+        names = files_at(place, commits, _is_side_file, side_files) if is_remote(place) else _paths(place, side_files)
+        found += [(without_credentials(word), name) for name in names]
 
-    stored = [file for file in dict.fromkeys(found) if isinstance(file, StoredFile)]
+    stored = [file for file in dict.fromkeys(file for _, file in found) if isinstance(file, StoredFile)]
     files_of_stores = [(file, None if file.identity in known else file.connect()) for file in stored]
 
     def examine(pair: tuple[StoredFile, RemoteFile | None]) -> Input:
@@ -171,7 +174,8 @@ def find_inputs(words: Sequence[str] | DatasetName, settings: ReadSettings, earl
         return _examine(file.url, settings, file, remote)
 
     examined = dict(zip(stored, map_in_threads(examine, files_of_stores), strict=True))
-    files = tuple(examined[one] if isinstance(one, StoredFile) else _examine(one, settings) for one in found)
+    files = tuple(replace(examined[one] if isinstance(one, StoredFile) else _examine(one, settings), source=word)
+                  for word, one in found)
     if not any(file.num_bytes or file.head for file in files):
         raise ConfigError(without_credentials(" ".join(words)) or "INPUT", problem="there is no text",
                           remedy="give files that are not empty")

@@ -192,6 +192,8 @@ class Batch:
     """whether the first chunk begins inside a document"""
     end: Place
     """place at which the next batch begins"""
+    inputs: list[int]
+    """number of the input of each chunk"""
 
     @property
     def file_bytes(self) -> int:
@@ -205,17 +207,18 @@ def read_batches(inputs: Sequence[Input], settings: ReadSettings, start: Place, 
     continues: whether `start` is inside a document.
     copies: folder for copies of compressed files of stores; `delete_copies` deletes those that are not needed.
     """
-    chunks: list[Chunk] = []
+    chunks, numbers = list[Chunk](), list[int]()
     size = 0
-    for chunk, end in _chunks(inputs, settings, start, copies):
+    for number, chunk, end in _chunks(inputs, settings, start, copies):
         chunks.append(chunk)
+        numbers.append(number)
         size += chunk.num_bytes
         if size >= CHUNK_BYTES // 2 or len(chunks) >= CHUNK_BYTES // 64:  # empty inputs have no bytes
-            yield Batch(chunks, continues, end)
+            yield Batch(chunks, continues, end, numbers)
             continues = not chunk.ends_document
-            chunks, size = [], 0
+            chunks, numbers, size = [], [], 0
     if chunks:
-        yield Batch(chunks, continues, end)
+        yield Batch(chunks, continues, end, numbers)
 
 
 def delete_copies(folder: Path, place: Place) -> None:
@@ -226,8 +229,10 @@ def delete_copies(folder: Path, place: Place) -> None:
 
 
 def _chunks(inputs: Sequence[Input], settings: ReadSettings, start: Place,
-            copies: Path | None) -> Iterator[tuple[Chunk, Place]]:
-    """Yield each chunk, and the place of the next one: after the last chunk of an input, that is the next input."""
+            copies: Path | None) -> Iterator[tuple[int, Chunk, Place]]:
+    """Yield the input of each chunk, the chunk, and the place of the next one: after the last chunk of an input, that
+    is the next input.
+    """
     for index, reader in _open_ahead(inputs, start.input):
         position = start.position if index == start.input else BEGINNING
         previous: Chunk | None = None
@@ -235,10 +240,10 @@ def _chunks(inputs: Sequence[Input], settings: ReadSettings, start: Place,
         for chunk in read_chunks(inputs[index], settings, start=position, chunk_bytes=CHUNK_BYTES,
                                  reader=reader, copy=copy):
             if previous is not None:
-                yield previous, Place(index, previous.end)
+                yield index, previous, Place(index, previous.end)
             previous = chunk
         if previous is not None:
-            yield previous, Place(index + 1, BEGINNING)
+            yield index, previous, Place(index + 1, BEGINNING)
 
 
 def _open_ahead(inputs: Sequence[Input], first: int) -> Iterator[tuple[int, BlockReader | None]]:

@@ -304,6 +304,23 @@ def test_wrong_prefixes_and_uploads(served: tuple[str, Server], tmp_path: Path) 
         IndexedDataset(url, settings(tmp_path))
 
 
+@pytest.mark.parametrize("words", [{"packing": "best_fit"}, {"sample_order": "megatron"}])
+def test_other_orders_of_samples(served: tuple[str, Server], folder: Path, tmp_path: Path,
+                                 words: dict[str, str]) -> None:
+    url, _ = served
+    batches = []
+    for prefix in (str(folder / "data"), url):
+        spec = parse_data_spec(prefix, data_cache=str(tmp_path / "cache") if prefix == url else None, **words)
+        dataset = open_datasets(spec, seq_length=700, seed=1, num_samples={"train": 400})["train"]
+        loader = Loader(dataset, micro_batch_size=2, gradient_accumulation_steps=1, eod_token=0)
+        batches.append([loader.step(2 * step)[0] for step in range(40)])
+        loader.close()
+    for (tokens, (labels, weights)), (other_tokens, (other_labels, other_weights)) in zip(*batches, strict=True):
+        assert tokens.equal(other_tokens)
+        assert labels.equal(other_labels)
+        assert weights.equal(other_weights)
+
+
 def test_a_blend_of_local_files_and_files_on_a_server(served: tuple[str, Server], folder: Path,
                                                       tmp_path: Path) -> None:
     url, _ = served
