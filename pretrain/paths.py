@@ -6,8 +6,10 @@ The checks come at the start, so that hours of work are not lost at the end.
 import errno
 import fcntl
 import os
+import secrets
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from pretrain.errors import ConfigError, shorten
@@ -113,6 +115,16 @@ def write_synced(path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
+
+
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` write a new file, and give it the name `path`. Several processes may do so. Raises OSError."""
+    temporary = path.with_name(f".tmp-{secrets.token_hex(8)}")
+    try:
+        write(temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def fsync(path: Path) -> None:

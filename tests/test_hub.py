@@ -60,9 +60,9 @@ def _find_in_processes(count: int, name: str, environment: dict[str, str], want:
 
 
 def test_concurrent_ranks_download_each_file_once(tmp_path: Path, repository: Path) -> None:
-    with hub({"org/llama": repository}) as (url, requests):
-        found = _find_in_processes(3, "org/llama", _environment(tmp_path, HF_ENDPOINT=url))
-        downloads = [request.rpartition("/")[2] for request in requests if request.startswith("GET org")]
+    with hub({"org/llama": repository}) as server:
+        found = _find_in_processes(3, "org/llama", _environment(tmp_path, HF_ENDPOINT=server.url))
+        downloads = [request.rpartition("/")[2] for request in server.requests if request.startswith("GET /org")]
     snapshot = tmp_path / "hub" / "models--org--llama" / "snapshots" / REVISION
     assert found == [str(snapshot)] * 3
     assert sorted(downloads) == sorted(set(downloads)) == sorted(path.name for path in snapshot.iterdir())
@@ -72,16 +72,16 @@ def test_concurrent_ranks_download_each_file_once(tmp_path: Path, repository: Pa
     assert _find_in_processes(1, "org/llama", _environment(tmp_path, HF_HUB_OFFLINE="1")) == [str(snapshot)]
     (snapshot / "model-00002-of-00002.safetensors").unlink()
     assert "HF_HUB_OFFLINE is set" in _find_in_processes(1, "org/llama", _environment(tmp_path, HF_HUB_OFFLINE="1"))[0]
-    with hub({"org/llama": repository}) as (url, _):
-        assert _find_in_processes(1, "org/llama", _environment(tmp_path, HF_ENDPOINT=url)) == [str(snapshot)]
+    with hub({"org/llama": repository}) as server:
+        assert _find_in_processes(1, "org/llama", _environment(tmp_path, HF_ENDPOINT=server.url)) == [str(snapshot)]
     assert (snapshot / "model-00002-of-00002.safetensors").read_bytes() == bytes([2]) * 1000
 
 
 def test_names_of_repositories_and_presets_are_tokenizers(tmp_path: Path, repository: Path) -> None:
     write_byte_tokenizer(repository)
-    with hub({"openai-community/gpt2": repository}) as (url, requests):
-        found = _find_in_processes(3, "gpt2", _environment(tmp_path, HF_ENDPOINT=url), "tokenizer")
-        downloads = {request.rpartition("/")[2] for request in requests if request.startswith("GET openai")}
+    with hub({"openai-community/gpt2": repository}) as server:
+        found = _find_in_processes(3, "gpt2", _environment(tmp_path, HF_ENDPOINT=server.url), "tokenizer")
+        downloads = {request.rpartition("/")[2] for request in server.requests if request.startswith("GET /openai")}
     snapshot = tmp_path / "hub" / "models--openai-community--gpt2" / "snapshots" / REVISION
     assert found == [str(snapshot)] * 3
     assert downloads == {path.name for path in snapshot.iterdir()}
@@ -104,10 +104,10 @@ def test_each_preset_of_a_published_model_names_a_tokenizer(tmp_path: Path, monk
 
 
 def test_a_repository_that_cannot_be_read_is_rejected(tmp_path: Path, repository: Path) -> None:
-    with hub({"org/llama": repository}) as (url, _):
-        [missing] = _find_in_processes(1, "org/none", _environment(tmp_path, HF_ENDPOINT=url))
+    with hub({"org/llama": repository}) as server:
+        [missing] = _find_in_processes(1, "org/none", _environment(tmp_path, HF_ENDPOINT=server.url))
     assert missing.startswith("error: --init_from org/none: there is no such folder, and no such repository on the Hub")
-    [refused] = _find_in_processes(1, "org/llama", _environment(tmp_path, HF_ENDPOINT=url))
+    [refused] = _find_in_processes(1, "org/llama", _environment(tmp_path, HF_ENDPOINT=server.url))
     assert "this repository cannot be downloaded (ConnectError" in refused
     assert refused.endswith("`hf download org/llama` on a machine with a network fills the cache.")
 

@@ -14,9 +14,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pretrain.daemon_threads import DaemonThreads
 from pretrain.data.samples.dataset import PADDING, SampleDataset
 from pretrain.data.samples.own import OwnSamples
-from pretrain.data.token_files.daemon_threads import DaemonThreads
 
 MicroBatch = tuple[Tensor | tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(tokens_BT int64, (labels_BT int64, weights_BT float32)); with document attention the first element is

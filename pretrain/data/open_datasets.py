@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from pretrain.daemon_threads import DaemonThreads
 from pretrain.data.data_spec import DataSpec, parse_split, split_as_megatron_core, split_documents
 from pretrain.data.samples.blend import BlendedSamples
 from pretrain.data.samples.dataset import SampleDataset
@@ -12,7 +13,6 @@ from pretrain.data.samples.megatron import MegatronSamples
 from pretrain.data.samples.megatron_blend import GreedyQuotas, normalized_weights, samples_of_sources
 from pretrain.data.samples.packed import PackedDocuments
 from pretrain.data.samples.shuffled import ShuffledWindows
-from pretrain.data.token_files.daemon_threads import DaemonThreads
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.data.token_files.token_file import allow_open_files
 from pretrain.errors import ConfigError

@@ -15,8 +15,8 @@ import fsspec
 import pytest
 
 from pretrain.checkpoint.format.manifest import MANIFEST
-from tests.support.faulty_server import range_server
 from tests.support.launch import ROOT, free_port, rank_environment, train_ranks
+from tests.support.range_server import range_server
 from tests.support.stores import s3_server
 
 CONFIG = ROOT / "ds_configs" / "zero2_bf16.json"
@@ -106,21 +106,21 @@ def test_a_run_from_s3_equals_the_run_from_local_files(local_run: Path, url: str
 @pytest.mark.slow  # it waits for a time-out and for pauses between requests
 def test_a_store_that_fails_is_named_and_the_run_resumes(corpus: str, tmp_path: Path) -> None:
     """The server names no version, so that nothing is cached. It fails until a warning, then until the time-out."""
-    with range_server(Path(corpus).parent) as (server, faults):
-        faults.version = "none"
-        run, data = tmp_path / "run", f"{server}/{Path(corpus).name}"
+    with range_server(Path(corpus).parent) as server:
+        server.versions = ()
+        run, data = tmp_path / "run", f"{server.url}/{Path(corpus).name}"
         words = flags(data, run, "--step_timeout", "40", steps=150)
         with (tmp_path / "log").open("w") as log:
             rank = subprocess.Popen([sys.executable, str(ROOT / "pretrain" / "train.py"), *words], stdout=log,
                                     stderr=log, env=rank_environment(0, 1, free_port()))
         wait_until(lambda: (run / "metrics.jsonl").is_file() and max(losses(run), default=0) >= 3, rank)
-        faults.status = 503
+        server.status = 503
         wait_until(lambda: "waits for the store" in (tmp_path / "log").read_text(), rank)
-        faults.status = 0
+        server.status = 0
         wait_until(lambda: "store_wait" in (run / "events.jsonl").read_text(), rank)
-        faults.status = 503
+        server.status = 503
         assert rank.wait() == 77
-        faults.status = 0
+        server.status = 0
         output, events = (tmp_path / "log").read_text(), rows(run, "events.jsonl")
         assert f"warning: {data}.bin: waits for the store since" in output
         assert f"{data}.bin: the store answers again after" in output

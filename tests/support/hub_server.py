@@ -1,13 +1,12 @@
 """A local HTTP server that answers like the Hugging Face Hub, and a hand-made cache folder of the Hub."""
 
 import hashlib
-import json
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+
+from tests.support.range_server import RangeHandler, Server, etag_of, serve
 
 REVISION = "a1" * 20
 
@@ -27,55 +26,27 @@ def write_cache(cache: Path, name: str, source: Path) -> Path:
 
 
 @contextmanager
-def hub(repositories: dict[str, Path]) -> Iterator[tuple[str, list[str]]]:
-    """Serve the files of the folders as repositories. Yields the URL, and the growing list of requests."""
-    requests: list[str] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_GET(self) -> None:
-            self._answer(body=True)
-
-        def do_HEAD(self) -> None:
-            self._answer(body=False)
-
-        def _answer(self, *, body: bool) -> None:
-            path = self.path.partition("?")[0].strip("/")
-            requests.append(f"{self.command} {path}")
-            parts = path.removeprefix("api/models/").split("/")
-            folder = repositories.get("/".join(parts[:2]))
-            if folder is None:
-                return self._send(404, b'{"error": "Repository not found"}', {"X-Error-Code": "RepoNotFound"}, body)
-            if path.startswith("api/models/") and "tree" in parts:
-                rows = [{"type": "file", "path": file.name, "size": file.stat().st_size, "oid": _etag(file)}
-                        for file in sorted(folder.iterdir())]
-                return self._send(200, json.dumps(rows).encode(), {}, body)
-            if path.startswith("api/models/"):
-                info = {"id": "/".join(parts[:2]), "sha": REVISION, "siblings": []}
-                return self._send(200, json.dumps(info).encode(), {}, body)
-            file = folder / parts[-1]
-            return self._send(200, file.read_bytes(), {"X-Repo-Commit": REVISION, "ETag": f'"{_etag(file)}"'}, body)
-
-        def _send(self, code: int, content: bytes, headers: dict[str, str], body: bool) -> None:
-            self.send_response(code)
-            for key, value in {"Content-Type": "application/json", "Content-Length": str(len(content)),
-                               **headers}.items():
-                self.send_header(key, value)
-            self.end_headers()
-            if body:
-                self.wfile.write(content)
-
-        def log_message(self, *_: object) -> None: ...
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}", requests
-    finally:
-        server.shutdown()
-        server.server_close()
+def hub(repositories: dict[str, Path]) -> Iterator[Server]:
+    """Serve the files of the folders as repositories."""
+    yield from serve(Server(), _Handler, repositories=repositories)
 
 
-def _etag(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+class _Handler(RangeHandler):
+    repositories: dict[str, Path]
+
+    def do_GET(self) -> None:
+        if self.fails():
+            return None
+        path = self.path.partition("?")[0].strip("/")
+        parts = path.removeprefix("api/models/").split("/")
+        folder = self.repositories.get("/".join(parts[:2]))
+        if folder is None:
+            return self.send_json({"error": "Repository not found"}, 404, {"X-Error-Code": "RepoNotFound"})
+        if path.startswith("api/models/") and "tree" in parts:
+            return self.send_json([{"type": "file", "path": file.name, "size": file.stat().st_size,
+                                    "oid": etag_of(file.read_bytes()).strip('"')} for file in sorted(folder.iterdir())])
+        if path.startswith("api/models/"):
+            return self.send_json({"id": "/".join(parts[:2]), "sha": REVISION, "siblings": []})
+        return self.send_file(folder / parts[-1], {"X-Repo-Commit": REVISION})
+
+    do_HEAD = do_GET

@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pretrain.daemon_threads import DaemonThreads
 from pretrain.data.samples.dataset import Indices, LookAhead, SampleDataset
 from pretrain.data.samples.megatron_blend import GreedyQuotas
-from pretrain.data.token_files.daemon_threads import DaemonThreads
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
 
 _LARGEST_DENOMINATOR = 2**30  # so that products of two such numbers fit into int64

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
 
+from pretrain.daemon_threads import DaemonThreads
 from pretrain.errors import ConfigError
 from pretrain.remote import RemoteFile
 
@@ -40,25 +41,11 @@ def in_thread(function: Callable[[], _Result]) -> "Future[_Result]":
 
 def map_in_threads(function: Callable[[_Item], _Result], items: Iterable[_Item], *, most: int = 16) -> list[_Result]:
     """Return the results of a function that waits for the network, in the order of the items."""
-    slots = threading.Semaphore(most)
-    failed = threading.Event()
-
-    def call(item: _Item) -> _Result:
-        try:
-            return function(item)
-        except BaseException:
-            failed.set()
-            raise
-        finally:
-            slots.release()
-
-    futures = []
-    for item in items:
-        slots.acquire()
-        if failed.is_set():
-            break
-        futures.append(in_thread(lambda item=item: call(item)))  # type: ignore[misc]
-    return [future.result() for future in futures]
+    threads = DaemonThreads(most, name="store")
+    try:
+        return [future.result() for future in [threads.submit(function, item) for item in items]]
+    finally:
+        threads.shutdown()
 
 
 class BlockReader:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pretrain.data.text_inputs.formats import JSONL_ENDINGS
+from pretrain.data.text_inputs.formats import JSONL_ENDINGS, decompressed
 from pretrain.data.text_inputs.hub_requests import ask_hub, hub_error
 from pretrain.errors import ConfigError, shorten
 from pretrain.remote import is_url
@@ -142,10 +142,9 @@ def library() -> Any:
 
 
 def _open_zstd(file: Any, mode: str = "rb", **_: Any) -> io.BufferedReader:
-    """Open a zstd stream with Arrow. The one of fsspec (2026.9) ends silently where a file was cut."""
-    import pyarrow
-
-    return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), "zstd"), 1 << 17)
+    """Open a zstd stream. The one of fsspec (2026.9) ends silently where a file was cut."""
+    stream: Any = decompressed(file, "zstd")
+    return io.BufferedReader(stream, 1 << 17)
 
 
 def _repository(wanted: DatasetName) -> Any:

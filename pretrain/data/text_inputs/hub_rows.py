@@ -5,17 +5,17 @@ resume opens the file of its position, and none before it. The library streams t
 """
 
 import copy
-import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from pretrain.data.text_inputs.chunk import CHUNK_BYTES, Chunk, Position
+from pretrain.data.text_inputs.block_reader import BlockReader
+from pretrain.data.text_inputs.chunk import Chunk, Position
 from pretrain.data.text_inputs.formats import input_name
 from pretrain.data.text_inputs.hub_dataset import DataFile, HubDataset, library
 from pretrain.data.text_inputs.hub_requests import ask_hub
-from pretrain.data.text_inputs.parquet import ValueChunks, column_path, column_values, open_parquet, text_values
-from pretrain.remote import is_url
+from pretrain.data.text_inputs.parquet import ValueChunks, column_path, read_parquet, text_values
+from pretrain.remote import RemoteFile, is_url
 
 _BATCH_ROWS = 32  # rows held in memory at once: 0.4 M rows/s, which is 70% of the speed of 1,000
 _COMPRESSION_RATIO = 4  # assumed, for the progress bar
@@ -26,6 +26,10 @@ def read_data_file(dataset: HubDataset, path: str, column: str, start: Position,
                    long_bytes: int) -> Iterator[Chunk]:
     """Yield the values of a column from the row `start.offset` on in chunks. Raises ConfigError."""
     file = next(file for file in dataset.files if file.path == path)
+    if file.kind == "parquet":  # the library would read the file from its beginning, a whole row group at a time
+        reader = BlockReader(RemoteFile(path)) if is_url(path) else None
+        yield from read_parquet(path, column, start, chunk_bytes=chunk_bytes, long_bytes=long_bytes, reader=reader)
+        return
     rows = _Rows(dataset, file, column, start.offset)
     chunk_bytes = max(chunk_bytes, 4)  # the longest UTF-8 character
     before: Chunk | None = None
@@ -65,7 +69,7 @@ class _Rows:
     def _try_next(self) -> _Values | None:
         try:
             if self._batches is None:
-                self._batches = self._parquet_batches() if self._file.kind == "parquet" else self._streamed_batches()
+                self._batches = self._read_batches()
             for row, values in self._batches:
                 new = values[self._next_row - row :]
                 self._next_row = row + len(values)
@@ -75,24 +79,8 @@ class _Rows:
             self._batches = None
             raise
 
-    def _parquet_batches(self) -> Iterator[tuple[int, _Values]]:
-        """Yield (number of the first row, values) of batches of a Parquet file. The row groups before are not read.
-
-        The library would read the file from its beginning, and hold a whole row group in memory.
-        """
-        from huggingface_hub import HfFileSystem
-
-        path, row = self._file.path, self._next_row
-        with (HfFileSystem().open(path) if is_url(path) else open(path, "rb")) as source:
-            file = open_parquet(source)
-            self._bytes_per_row = self._file.num_bytes / max(file.metadata.num_rows, 1)
-            values = column_values(file, column_path(file.schema_arrow, self._column, self._name), row, CHUNK_BYTES)
-            while batch := list(itertools.islice(values, _BATCH_ROWS)):
-                yield row, batch
-                row += len(batch)
-
-    def _streamed_batches(self) -> Iterator[tuple[int, _Values]]:
-        """Yield the same of a file of another format. The rows before are read, and dropped."""
+    def _read_batches(self) -> Iterator[tuple[int, _Values]]:
+        """Yield (number of the first row, values) of batches. The rows before are read, and dropped."""
         row = 0
         for table in self._stream().with_format("arrow").iter(batch_size=_BATCH_ROWS):
             if row == 0 or row + table.num_rows > self._next_row:

@@ -4,16 +4,15 @@ import contextlib
 import hashlib
 import json
 import os
-import secrets
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path, PurePosixPath
 
-from pretrain.data.token_files.daemon_threads import DaemonThreads
+from pretrain.daemon_threads import DaemonThreads
 from pretrain.data.token_files.page_cache import turn
 from pretrain.errors import ConfigError, shorten
+from pretrain.paths import replace_file
 from pretrain.remote import RemoteFile, without_credentials
 from pretrain.stored_json import read_object
 
@@ -92,7 +91,7 @@ def _fetch(url: str, folder: Path) -> dict[str, _Copy]:
     finally:
         threads.shutdown()
     if copies != known:
-        _replace(folder / _RECORD, lambda path: path.write_text(
+        replace_file(folder / _RECORD, lambda path: path.write_text(
             json.dumps({suffix: vars(copy) for suffix, copy in copies.items()}), encoding="utf-8"))
     return copies
 
@@ -151,20 +150,10 @@ def _copy(file: RemoteFile, path: Path, threads: DaemonThreads) -> _Copy:
             target.flush()
             os.fsync(target.fileno())
 
-    _replace(path, write)
+    replace_file(path, write)
     file.check_version()
     status = path.stat()
     return _Copy(file.version, status.st_size, status.st_mtime_ns, digest.hexdigest())
-
-
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` write a new file, and give it the name `path`. Raises OSError."""
-    temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
-    try:
-        write(temporary)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _read_record(folder: Path) -> dict[str, _Copy]:

@@ -12,7 +12,6 @@ import contextlib
 import hashlib
 import json
 import os
-import secrets
 import select
 import signal
 import subprocess
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
 from pretrain.distributed.process import package_environment
+from pretrain.paths import replace_file, write_synced
 from pretrain.stored_json import build, parse_json, read_text, reason_of
 
 BLOCK_BYTES = 2**24
@@ -122,15 +122,7 @@ def read_hashes(path: Path) -> DataHashes | None:
 
 def write_hashes(path: Path, hashes: DataHashes) -> None:
     """Replace the file atomically. Several processes may write the same file. Raises OSError."""
-    temporary = path.with_name(f"{path.name}.tmp-{secrets.token_hex(8)}")
-    try:
-        with temporary.open("x", encoding="utf-8") as file:
-            file.write(hashes.to_json())
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    replace_file(path, lambda temporary: write_synced(temporary, hashes.to_json().encode()))
 
 
 def hash_block(descriptor: int, number: int, after_chunk: Callable[[], None] | None = None) -> str:

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 import numpy as np
 import numpy.typing as npt
 
-from pretrain.data.token_files.daemon_threads import DaemonThreads
+from pretrain.daemon_threads import DaemonThreads
 from pretrain.data.token_files.page_cache import PAGE_BYTES, PageCache
 from pretrain.errors import ConfigError
 from pretrain.remote import RemoteFile

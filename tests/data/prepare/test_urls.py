@@ -30,7 +30,7 @@ from pretrain.data.tokenizers.train_tokenizer import train_sentencepiece
 from pretrain.errors import ConfigError
 from tests.data.prepare.helpers import TOOL
 from tests.data.prepare.urls import FORMATS, SEPARATED, hashes, name_in, prepared, put_folder, write_corpus
-from tests.support.dataset_hub_ranges import dataset_hub
+from tests.support.dataset_hub import TOKEN, DatasetHub, Repository, dataset_hub
 from tests.support.range_server import Server, counting_proxy, etag_of, range_server
 from tests.support.stores import s3_server
 
@@ -59,13 +59,13 @@ def s3(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Iterator[str]:
 
 
 @pytest.fixture
-def hub(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Server, dict[str, str]]]:
-    """A Hub with two commits of a data set; the branch main is the first one."""
+def hub(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DatasetHub]:
+    """A Hub with two commits of the dataset org/books; the branch main is the first one."""
     commits = {"a" * 40: corpus, "b" * 40: write_corpus(tmp_path / "later", 40, seed=1)}
     branches = {"main": "a" * 40, "refs/convert/parquet": "b" * 40}
-    with dataset_hub(commits, branches) as server:
+    with dataset_hub({"org/books": Repository(commits, branches)}) as server:
         monkeypatch.setitem(fsspec.config.conf, "hf", {"endpoint": server.url})
-        yield server, branches
+        yield server
 
 
 def test_shards_of_a_store_give_the_bytes_of_local_files(corpus: Path, s3: str, tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_shards_of_a_store_give_the_bytes_of_local_files(corpus: Path, s3: str, 
 
 @pytest.mark.parametrize("source", ["s3", "http", "hf", "file"])
 def test_every_source_and_format_gives_the_bytes_of_local_files(source: str, corpus: Path, s3: str, tmp_path: Path,
-                                                                hub: tuple[Server, dict[str, str]]) -> None:
+                                                                hub: DatasetHub) -> None:
     with ExitStack() as stack:
         if source == "http":
             server = stack.enter_context(range_server(corpus))
@@ -220,15 +220,15 @@ def run_stopped(word: str, out: Path, num_batches: int, settings: PrepareSetting
             prepare([word], tokenizer="bytes", out=str(out), settings=settings, workers=1, seconds_between_states=0)
 
 
-def test_a_resume_reads_the_commit_with_which_the_preparation_began(hub: tuple[Server, dict[str, str]], corpus: Path,
+def test_a_resume_reads_the_commit_with_which_the_preparation_began(hub: DatasetHub, corpus: Path,
                                                                     tmp_path: Path) -> None:
-    server, branches = hub
+    branches = hub.repositories["org/books"].refs
     word, out = "hf://datasets/org/books@main", tmp_path / "out"
     run_stopped(word, out, 5, SEPARATED)
     branches["main"] = "b" * 40
-    server.sent.clear()
+    hub.sent.clear()
     prepare([word], tokenizer="bytes", out=str(out), settings=SEPARATED, workers=1)
-    assert not server.sent_of("b.jsonl") or min(sent.start for sent in server.sent_of("b.jsonl")) > 0
+    assert not hub.sent_of("b.jsonl") or min(sent.start for sent in hub.sent_of("b.jsonl")) > 0
     assert hashes(out) == prepared([str(corpus)], tmp_path / "local")
     meta = read_meta(out) or {}
     assert {entry["revision"] for entry in meta["sources"]["list"]} == {"a" * 40}
@@ -278,7 +278,7 @@ def test_a_source_that_changes_is_named(source: str, s3: str, tmp_path: Path) ->
             put_folder(folder, "s3://bucket/changing")
 
     with range_server(folder) as server:
-        server.has_etags = source == "http"
+        server.versions = ("Last-Modified",) if source == "http without ETag" else server.versions
         url = "s3://bucket/changing/x.jsonl" if source == "s3" else f"{server.url}/x.jsonl"
         for moment, letter in (("middle", b"y"), ("end", b"z")):
             write(lines, 1)
@@ -459,14 +459,14 @@ def error_of(word: str, out: Path) -> str:
     return str(failure.value)
 
 
-def test_wrong_urls(corpus: Path, s3: str, tmp_path: Path, hub: tuple[Server, dict[str, str]],
+def test_wrong_urls(corpus: Path, s3: str, tmp_path: Path, hub: DatasetHub,
                     monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(pretrain.remote.RemoteFile.__init__.__kwdefaults__, "patience_s", 0.3)
     for word, message in {**WRONG_OF_S3, **WRONG_OF_HUB}.items():
         assert message in error_of(word, tmp_path / "out"), word
-    hub[0].password = "token"
+    hub.repositories["org/books"].access = "private"
     assert "the store refuses access: 401" in error_of("hf://datasets/org/books/b.jsonl", tmp_path / "out")
-    monkeypatch.setenv("HF_TOKEN", "token")
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
     assert prepared(["hf://datasets/org/books/b.jsonl"], tmp_path / "hf") == prepared([str(corpus / "b.jsonl")],
                                                                                       tmp_path / "local")
     (tmp_path / "web").mkdir()

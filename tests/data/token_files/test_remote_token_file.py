@@ -33,8 +33,8 @@ from pretrain.data.token_files.remote_token_file import RemoteTokenFile
 from pretrain.data.token_files.writer import IndexedWriter
 from pretrain.errors import ConfigError
 from pretrain.remote import RemoteFile, StoreError
-from tests.support.faulty_server import Faults, range_server
 from tests.support.launch import ROOT
+from tests.support.range_server import Server, range_server
 
 FEW_PAGES = 2 * WAYS * (PAGE_BYTES + 64)
 TOKENS = 1_500_000  # 46 pages of uint16
@@ -55,11 +55,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def served(folder: Path, tmp_path: Path) -> Iterator[tuple[str, Faults]]:
-    """Serve a copy of the data. Yields the URL of its prefix, and the server's faults."""
+def served(folder: Path, tmp_path: Path) -> Iterator[tuple[str, Server]]:
+    """Serve a copy of the data. Yields the URL of its prefix, and the server."""
     shutil.copytree(folder, tmp_path / "served")
-    with range_server(tmp_path / "served") as (url, faults):
-        yield f"{url}/data", faults
+    with range_server(tmp_path / "served") as server:
+        yield f"{server.url}/data", server
 
 
 def settings(tmp_path: Path) -> CacheSettings:
@@ -87,10 +87,10 @@ def read_in_process(url: str, cache: Path, content_path: Path, seed: int) -> Non
 
 
 @pytest.mark.parametrize("version", ["ETag", "Last-Modified", "none"])
-def test_data_on_a_server_is_the_local_data(served: tuple[str, Faults], folder: Path, tmp_path: Path,
+def test_data_on_a_server_is_the_local_data(served: tuple[str, Server], folder: Path, tmp_path: Path,
                                             version: str) -> None:
-    url, faults = served
-    faults.version = version
+    url, server = served
+    server.versions = (version,)
     local, remote = IndexedDataset(folder / "data"), IndexedDataset(url, settings(tmp_path))
     assert (remote.fingerprint, remote.sampled_bytes()) == (local.fingerprint, local.sampled_bytes())
     assert (str(remote.prefix), remote.prefix.name, str(remote.bin_path)) == (url, "data", f"{url}.bin")
@@ -104,25 +104,25 @@ def test_data_on_a_server_is_the_local_data(served: tuple[str, Faults], folder: 
     remote.hashes = found.current
     same = ("sha256", "bin_bytes", "idx_bytes")
     assert [file_record(remote)[key] for key in same] == [file_record(local)[key] for key in same]
-    before = len(faults.requests)
+    before = len(server.sent_of())
     again = IndexedDataset(url, settings(tmp_path))
     assert np.array_equal(again.tokens(0, TOKENS), local.tokens(0, TOKENS))
-    assert (len(faults.requests) == before) == (version != "none"), "without a version, nothing is kept"
+    assert (len(server.sent_of()) == before) == (version != "none"), "without a version, nothing is kept"
 
 
-def test_a_loader_gives_the_local_batches_at_any_position(served: tuple[str, Faults], folder: Path,
+def test_a_loader_gives_the_local_batches_at_any_position(served: tuple[str, Server], folder: Path,
                                                           tmp_path: Path) -> None:
     """The server is slow, drops connections and fails for a while, and the cache has 16 of the 46 pages."""
-    url, faults = served
+    url, server = served
     remote = IndexedDataset(url, settings(tmp_path))
     remote.file = RemoteTokenFile(f"{url}.bin", PageCache(tmp_path / "few", FEW_PAGES))
     loaders = [Loader(ShuffledWindows(data, seq_length=512, seed=3), micro_batch_size=2, gradient_accumulation_steps=2)
                for data in (IndexedDataset(folder / "data"), remote)]
-    faults.latency_s, faults.dropped = 0.02, 5
+    server.latency_s, server.drops = 0.02, 5
     for step in [*range(0, 20), 7, 8, 9, 400, *range(100, 110)]:
         if step == 105:
-            faults.status = 503
-            threading.Timer(1.0, lambda: setattr(faults, "status", 0)).start()
+            server.status = 503
+            threading.Timer(1.0, lambda: setattr(server, "status", 0)).start()
         expected, found = (loader.step(4 * step) for loader in loaders)
         for (tokens, (labels, _)), (remote_tokens, (remote_labels, _)) in zip(expected, found, strict=True):
             assert tokens.equal(remote_tokens)
@@ -131,7 +131,7 @@ def test_a_loader_gives_the_local_batches_at_any_position(served: tuple[str, Fau
         loader.close()
 
 
-def test_threads_and_processes_share_a_cache_of_few_pages(served: tuple[str, Faults], folder: Path,
+def test_threads_and_processes_share_a_cache_of_few_pages(served: tuple[str, Server], folder: Path,
                                                           tmp_path: Path) -> None:
     """Two processes, of which one is killed, and four threads of a third one write the same slots."""
     url, _ = served
@@ -154,13 +154,13 @@ def test_threads_and_processes_share_a_cache_of_few_pages(served: tuple[str, Fau
     assert (processes[0].exitcode, (tmp_path / "few" / "pages").stat().st_size) == (0, 4096 + FEW_PAGES)
 
 
-def test_a_damaged_cache_gives_no_wrong_tokens(served: tuple[str, Faults], folder: Path, tmp_path: Path) -> None:
-    url, faults = served
+def test_a_damaged_cache_gives_no_wrong_tokens(served: tuple[str, Server], folder: Path, tmp_path: Path) -> None:
+    url, server = served
     content = (folder / "data.bin").read_bytes()
     cache = PageCache(tmp_path / "large", 64 * FEW_PAGES)
     file = RemoteTokenFile(f"{url}.bin", cache)
     assert file.read(0, len(content)) == content
-    before = len(faults.requests)
+    before = len(server.sent_of())
     damaged = np.fromfile(cache.path, np.uint8)
     used = np.flatnonzero(damaged[4096:]) + 4096
     flipped = np.random.default_rng(1).choice(used, 3000, replace=False)
@@ -169,14 +169,14 @@ def test_a_damaged_cache_gives_no_wrong_tokens(served: tuple[str, Faults], folde
     with cache.path.open("r+b") as written:
         written.write(damaged.tobytes())
     assert file.read(0, len(content)) == content
-    assert len(faults.requests) > before, "damaged pages are requested again"
+    assert len(server.sent_of()) > before, "damaged pages are requested again"
     with cache.path.open("r+b") as written:
         written.truncate(10_000)
     assert file.read(0, len(content)) == content
     assert PageCache(tmp_path / "large", 64 * FEW_PAGES).get(KEY, 0) is None, "it is made anew"
 
 
-def test_a_full_disk_costs_requests_only(served: tuple[str, Faults], folder: Path, tmp_path: Path,
+def test_a_full_disk_costs_requests_only(served: tuple[str, Server], folder: Path, tmp_path: Path,
                                          capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     url, _ = served
     content = (folder / "data.bin").read_bytes()
@@ -191,10 +191,10 @@ def test_a_full_disk_costs_requests_only(served: tuple[str, Faults], folder: Pat
     assert capfd.readouterr().err.count("cannot be written (No space left on device)") == 1
 
 
-def test_pages_of_another_process_are_not_requested_again(served: tuple[str, Faults], tmp_path: Path) -> None:
+def test_pages_of_another_process_are_not_requested_again(served: tuple[str, Server], tmp_path: Path) -> None:
     """Ranks that read the same samples, such as those of tensor parallelism, share one request."""
-    url, faults = served
-    faults.latency_s = 0.2
+    url, server = served
+    server.latency_s = 0.2
     program = f"""
 import sys
 from pathlib import Path
@@ -215,7 +215,7 @@ file.read(0, 1000)
         process.stdin.write("\n")
         process.stdin.flush()
     assert [process.wait() for process in processes] == [0, 0, 0]
-    assert len(faults.requests) == 1
+    assert len(server.sent_of()) == 1
 
 
 def test_the_oldest_page_of_a_set_is_replaced(tmp_path: Path) -> None:
@@ -229,10 +229,10 @@ def test_the_oldest_page_of_a_set_is_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", ["ETag", "Last-Modified"])
-def test_a_file_that_changes_in_the_store_ends_the_reading(served: tuple[str, Faults], tmp_path: Path,
+def test_a_file_that_changes_in_the_store_ends_the_reading(served: tuple[str, Server], tmp_path: Path,
                                                            version: str) -> None:
-    url, faults = served
-    faults.version = version
+    url, server = served
+    server.versions = (version,)
     data = IndexedDataset(url, settings(tmp_path))
     file = RemoteTokenFile(f"{url}.bin", PageCache(tmp_path / "few", FEW_PAGES))
     file.wait_without_limit(lambda line, waits: None)
@@ -247,31 +247,31 @@ def test_a_file_that_changes_in_the_store_ends_the_reading(served: tuple[str, Fa
     assert data.num_tokens == TOKENS
 
 
-def test_a_store_that_is_silent_is_named_and_waited_for(served: tuple[str, Faults], folder: Path, tmp_path: Path,
+def test_a_store_that_is_silent_is_named_and_waited_for(served: tuple[str, Server], folder: Path, tmp_path: Path,
                                                         monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pretrain.remote._SILENT_S", 0.2)
     monkeypatch.setattr("pretrain.remote._LONGEST_WAIT_S", 0.6)
-    url, faults = served
+    url, server = served
     file = RemoteTokenFile(f"{url}.bin", None)
     lines: list[tuple[str, bool]] = []
     file.wait_without_limit(lambda line, waits: lines.append((line, waits)))
-    faults.status = 503
+    server.status = 503
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(file.read, 100_000, 100)
         while not lines:
             time.sleep(0.05)
-        faults.status = 0
+        server.status = 0
         assert future.result() == (folder / "data.bin").read_bytes()[100_000:100_100]
     assert f"{url}.bin: waits for the store since" in lines[0][0]
     assert "503" in lines[0][0]
     assert ("answers again" in lines[-1][0], lines[-1][1]) == (True, False)
     assert file.remote.last_wait[0] > 0
-    faults.status = 503
+    server.status = 503
     with pytest.raises(StoreError, match="no answer for"):
         RemoteFile(f"{url}.bin", patience_s=0.5)
 
 
-def test_wrong_prefixes_and_uploads(served: tuple[str, Faults], tmp_path: Path) -> None:
+def test_wrong_prefixes_and_uploads(served: tuple[str, Server], tmp_path: Path) -> None:
     url, _ = served
     copy = tmp_path / "served"
     with pytest.raises(ConfigError, match=r"nothing\.idx: there is no such file.*Give the prefix"):
@@ -305,7 +305,7 @@ def test_wrong_prefixes_and_uploads(served: tuple[str, Faults], tmp_path: Path) 
 
 
 @pytest.mark.parametrize("words", [{"packing": "best_fit"}, {"sample_order": "megatron"}])
-def test_other_orders_of_samples(served: tuple[str, Faults], folder: Path, tmp_path: Path,
+def test_other_orders_of_samples(served: tuple[str, Server], folder: Path, tmp_path: Path,
                                  words: dict[str, str]) -> None:
     url, _ = served
     batches = []
@@ -321,7 +321,7 @@ def test_other_orders_of_samples(served: tuple[str, Faults], folder: Path, tmp_p
         assert weights.equal(other_weights)
 
 
-def test_a_blend_of_local_files_and_files_on_a_server(served: tuple[str, Faults], folder: Path,
+def test_a_blend_of_local_files_and_files_on_a_server(served: tuple[str, Server], folder: Path,
                                                       tmp_path: Path) -> None:
     url, _ = served
     with IndexedWriter(tmp_path / "second", np.uint16) as writer:
@@ -338,7 +338,7 @@ def test_a_blend_of_local_files_and_files_on_a_server(served: tuple[str, Faults]
     assert np.array_equal(datasets[0].samples(range(300)), datasets[1].samples(range(300)))
 
 
-def test_commands_read_a_url(served: tuple[str, Faults], folder: Path, tmp_path: Path,
+def test_commands_read_a_url(served: tuple[str, Server], folder: Path, tmp_path: Path,
                              monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     url, _ = served
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))

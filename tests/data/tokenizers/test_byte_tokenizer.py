@@ -1,9 +1,6 @@
 """--tokenizer bytes: from the preparation to a trained run, generated text and an export."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +13,9 @@ from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.data.tokenizers.export_tokenizer import export_tokenizer
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import ConfigError
+from tests.support.launch import ROOT
+from tests.support.programs import run_program, run_programs
 
-ROOT = Path(__file__).resolve().parents[3]
 TEXTS = ["def f():\n    return 1\n", "h\u00e9llo \u4f60\u597d \0 \U0001f600", "<|endoftext|>"]
 
 
@@ -54,16 +52,6 @@ def test_transformers_gives_the_same_tokens(tmp_path: Path) -> None:
     assert load_tokenizer(tmp_path).encode(TEXTS[1]) == list(TEXTS[1].encode())
 
 
-_IN_ONE_PROCESS = """
-import json, runpy, sys
-for sys.argv in json.loads(sys.argv[1]):
-    try:
-        runpy.run_path(sys.argv[0], run_name="__main__")
-    except SystemExit as end:
-        assert not end.code
-"""
-
-
 def test_a_run_with_bytes_and_packing(tmp_path: Path) -> None:
     """Real programs: prepare, train with --packing best_fit, generate, evaluate and export."""
     documents = [{"text": f"number {number} is {number * number}. " * (number % 9 + 1)} for number in range(200)]
@@ -72,26 +60,20 @@ def test_a_run_with_bytes_and_packing(tmp_path: Path) -> None:
         "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}))
 
-    def tool(*words: str) -> str:
-        done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, check=False,
-                              env={**os.environ, "PYTHONPATH": str(ROOT)})
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout + done.stderr
-
-    tool(f"{ROOT}/tools/prepare_data.py", "text.jsonl", "--tokenizer", "bytes", "--out", "data")
+    run_program(tmp_path, f"{ROOT}/tools/prepare_data.py", "text.jsonl", "--tokenizer", "bytes", "--out", "data")
     assert json.loads((tmp_path / "data.meta.json").read_text())["tokenizer"] == "bytes"
     data = IndexedDataset(tmp_path / "data")
     assert bytes(data.tokens(0, data.document_offset(1) - 1).tolist()).decode() == documents[0]["text"]
     train = [f"{ROOT}/pretrain/train.py", "--deepspeed_config", "ds.json", "--model", "tiny", "--model_overrides",
              "vocab_size=258,n_layer=1", "--train_data", "data", "--tokenizer", "bytes", "--packing", "best_fit",
              "--eval_steps", "1", "--save", "run"]
-    printed = tool(*train, "--seq_length", "256", "--train_steps", "2")
+    printed = run_program(tmp_path, *train, "--seq_length", "256", "--train_steps", "2")
     assert "--packing best_fit: positions of the samples that have a token: data 9" in printed
     assert json.loads((tmp_path / "run" / "run.json").read_text())[0]["flags"]["tokenizer"] == "bytes"
-    tool("-c", _IN_ONE_PROCESS, json.dumps([
+    run_programs(tmp_path, [
         [f"{ROOT}/tools/generate.py", "run", "--prompt", "number", "--max_new_tokens", "3"],
         [f"{ROOT}/tools/export_hf.py", "run", "--output", "export"],
-        [f"{ROOT}/tools/evaluate.py", "run", "--json", "losses.json"]]))
+        [f"{ROOT}/tools/evaluate.py", "run", "--json", "losses.json"]])
     assert AutoTokenizer.from_pretrained(tmp_path / "export")("a b")["input_ids"] == [97, 32, 98]
     trained = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     found = json.loads((tmp_path / "losses.json").read_text())

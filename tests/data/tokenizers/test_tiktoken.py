@@ -7,8 +7,6 @@ with the patterns of the published encodings.
 import base64
 import hashlib
 import json
-import os
-import subprocess
 import sys
 import unicodedata
 from dataclasses import replace
@@ -31,8 +29,9 @@ from pretrain.data.tokenizers.export_tokenizer import ORDINARY, RARE, export_tok
 from pretrain.data.tokenizers.special_tokens import TokenIds
 from pretrain.data.tokenizers.tokenizer import Tokenizer, absolute_tokenizer, file_of_tokenizer, load_tokenizer
 from pretrain.errors import ConfigError
+from tests.support.launch import ROOT
+from tests.support.programs import run_program, run_programs
 
-ROOT = Path(__file__).resolve().parents[3]
 ENCODINGS = tiktoken_encodings.ENCODINGS
 TRAINING = ("def train(model, data):\n    for step in range(1000):\n        loss = model(data[step])\n" * 3 +
             "The quick brown fox doesn't jump; it's LAZY, isn't it? \u4f60\u597d\u4e16\u754c \u043f\u0440\u0438 " * 3)
@@ -216,16 +215,6 @@ def test_values_of_the_flag(folder: Path, tmp_path: Path, monkeypatch: pytest.Mo
         load_tokenizer(several)
 
 
-_IN_ONE_PROCESS = """
-import json, runpy, sys
-for sys.argv in json.loads(sys.argv[1]):
-    try:
-        runpy.run_path(sys.argv[0], run_name="__main__")
-    except SystemExit as end:
-        assert not end.code
-"""
-
-
 def test_a_run_with_a_tiktoken_file(folder: Path, tmp_path: Path) -> None:
     """Real programs: prepare with one and two workers, train, generate, evaluate and export."""
     documents = [{"text": f"number {number} is {number * number}. \u4f60 " * (number % 9 + 1)} for number in range(300)]
@@ -234,26 +223,20 @@ def test_a_run_with_a_tiktoken_file(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps({
         "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}))
 
-    def tool(*words: str) -> str:
-        done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, check=False,
-                              env={**os.environ, "PYTHONPATH": str(ROOT)})
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout + done.stderr
-
     value = "cl100k_base:ranks"
-    tool("-c", _IN_ONE_PROCESS, json.dumps([
+    run_programs(tmp_path, [
         [f"{ROOT}/tools/prepare_data.py", "text.jsonl", "--tokenizer", value, "--workers", str(workers), "--out",
-         f"data{workers}"] for workers in (1, 2)]))
+         f"data{workers}"] for workers in (1, 2)])
     assert (tmp_path / "data1.bin").read_bytes() == (tmp_path / "data2.bin").read_bytes()
     assert json.loads((tmp_path / "data1.meta.json").read_text())["tokenizer"] == f"cl100k_base:{tmp_path}/ranks"
     data, tokenizer = IndexedDataset(tmp_path / "data1"), load_tokenizer(f"cl100k_base:{tmp_path}/ranks")
     tokens = data.tokens(0, data.document_offset(2)).tolist()
     assert tokens == [*tokenizer.encode(documents[0]["text"]), 330, *tokenizer.encode(documents[1]["text"]), 330]
-    tool(f"{ROOT}/pretrain/train.py", "--deepspeed_config", "ds.json", "--model", "tiny", "--model_overrides",
-         "vocab_size=331,n_layer=1", "--train_data", "data1", "--tokenizer", value, "--eval_steps", "1",
-         "--save", "run", "--seq_length", "64", "--train_steps", "2")
-    tool("-c", _IN_ONE_PROCESS, json.dumps([
+    run_program(tmp_path, f"{ROOT}/pretrain/train.py", "--deepspeed_config", "ds.json", "--model", "tiny",
+                "--model_overrides", "vocab_size=331,n_layer=1", "--train_data", "data1", "--tokenizer", value,
+                "--eval_steps", "1", "--save", "run", "--seq_length", "64", "--train_steps", "2")
+    run_programs(tmp_path, [
         [f"{ROOT}/tools/generate.py", "run", "--prompt", "number", "--max_new_tokens", "3"],
         [f"{ROOT}/tools/export_hf.py", "run", "--output", "export"],
-        [f"{ROOT}/tools/evaluate.py", "run", "--json", "losses.json"]]))
+        [f"{ROOT}/tools/evaluate.py", "run", "--json", "losses.json"]])
     assert AutoTokenizer.from_pretrained(tmp_path / "export")("a b")["input_ids"] == tokenizer.encode("a b")
