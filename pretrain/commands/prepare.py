@@ -24,8 +24,8 @@ from pretrain.cli import (
 )
 from pretrain.commands.dataset_flags import add_input_flags, named_inputs, words_of
 from pretrain.commands.next_command import after_prepare, after_shard, after_tokenizer
+from pretrain.data.prepare.duplicates.near_duplicates import LOWEST_THRESHOLD
 from pretrain.data.prepare.fill_in_middle import KNOWN_NAMES, FillInMiddle
-from pretrain.data.prepare.near_duplicates import LOWEST_THRESHOLD
 from pretrain.data.prepare.prepare import PrepareSettings, pin_dataset, prepare
 from pretrain.data.prepare.python_corpus import python_corpus
 from pretrain.data.prepare.shards import parse_shard

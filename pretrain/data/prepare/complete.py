@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from pretrain.data.prepare.document_writer import DocumentWriter
-from pretrain.data.prepare.near_duplicates import NearSettings
+from pretrain.data.prepare.duplicates.near_duplicates import NearSettings
 from pretrain.data.prepare.partial_output import PartialOutput
 from pretrain.data.prepare.summary import entropy_nats, make_summary
 from pretrain.data.token_files.writer import complete_files

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pretrain.data.prepare.seen_digests import DIGEST_BYTES, Digests
-from pretrain.data.prepare.signatures import NUM_VALUES
+from pretrain.data.prepare.duplicates.seen_digests import DIGEST_BYTES, Digests
+from pretrain.data.prepare.duplicates.signatures import NUM_VALUES
 
 ORIGIN = np.dtype([("input", "<i4"), ("line", "<i8")])
 """number of a document's input, and its line or row in it"""

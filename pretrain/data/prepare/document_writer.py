@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pretrain.data.prepare.document_rows import ORIGIN, DocumentFacts
-from pretrain.data.prepare.near_duplicates import NearDuplicates, NearSettings, make_records
+from pretrain.data.prepare.duplicates.near_duplicates import NearDuplicates, NearSettings, make_records
+from pretrain.data.prepare.duplicates.seen_digests import DIGEST_BYTES, Digests, SeenDigests
+from pretrain.data.prepare.duplicates.signatures import EMPTY_SIGNATURE
 from pretrain.data.prepare.partial_output import DOCUMENTS, PartialOutput
-from pretrain.data.prepare.seen_digests import DIGEST_BYTES, Digests, SeenDigests
-from pretrain.data.prepare.signatures import EMPTY_SIGNATURE
 from pretrain.data.prepare.sources import InputFile, SourceCounts
 from pretrain.data.prepare.summary import Statistics
 from pretrain.data.prepare.tokenize_batch import TokenizedBatch

@@ -20,8 +20,16 @@ from pretrain.data.prepare.document_rows import row_type
 from pretrain.data.prepare.document_writer import DocumentWriter
 from pretrain.data.prepare.input_record import changed_input
 from pretrain.data.prepare.partial_output import DOCUMENTS, PartialOutput, partial_path, read_state
-from pretrain.data.prepare.shard_files import ShardFiles, check_files
-from pretrain.data.prepare.shards import Shard, ShardRecord, read_records, record_path, shard_of, shards_in_folder
+from pretrain.data.prepare.shards import (
+    Shard,
+    ShardFiles,
+    ShardRecord,
+    check_files,
+    read_records,
+    record_path,
+    shard_of,
+    shards_in_folder,
+)
 from pretrain.data.prepare.sources import InputFile
 from pretrain.data.prepare.summary import Statistics
 from pretrain.data.prepare.tokenize_batch import TokenizedBatch

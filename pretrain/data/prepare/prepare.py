@@ -15,6 +15,7 @@ from typing import Any
 from pretrain.cli import StopRequest, bad_path, say
 from pretrain.data.prepare.complete import DataFacts, PreparedData, check_not_empty, complete_output
 from pretrain.data.prepare.document_writer import DocumentWriter
+from pretrain.data.prepare.duplicates.signatures import signature_version
 from pretrain.data.prepare.fill_in_middle import FillInMiddle, make_arrangement
 from pretrain.data.prepare.input_record import (
     changed_input,
@@ -25,9 +26,15 @@ from pretrain.data.prepare.input_record import (
     save_examined,
 )
 from pretrain.data.prepare.partial_output import DOCUMENTS, PartialOutput, partial_path, read_state
-from pretrain.data.prepare.shard_files import check_files
-from pretrain.data.prepare.shards import Shard, check_count, place_in_inputs, read_record, record_bytes, shard_record
-from pretrain.data.prepare.signatures import signature_version
+from pretrain.data.prepare.shards import (
+    Shard,
+    check_count,
+    check_files,
+    place_in_inputs,
+    read_record,
+    record_bytes,
+    shard_record,
+)
 from pretrain.data.prepare.sources import input_file, sampled_fractions
 from pretrain.data.prepare.tokenize_batch import TokenizeSettings, make_tokenize
 from pretrain.data.prepare.worker_pool import map_in_order

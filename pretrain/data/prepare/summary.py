@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pretrain.data.prepare.near_duplicates import NearSettings
+from pretrain.data.prepare.duplicates.near_duplicates import NearSettings
 from pretrain.data.prepare.sources import SourceCounts, source_lines, source_rows
 from pretrain.stored_json import read_object
 

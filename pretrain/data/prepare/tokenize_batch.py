@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pretrain.data.prepare.document_rows import ORIGIN, DocumentFacts, Origins
+from pretrain.data.prepare.duplicates.seen_digests import DIGEST_BYTES, Digests
+from pretrain.data.prepare.duplicates.signatures import EMPTY_SIGNATURE, NUM_VALUES, Sign, make_sign
 from pretrain.data.prepare.fill_in_middle import Arrangement, FillInMiddleEncoder
-from pretrain.data.prepare.seen_digests import DIGEST_BYTES, Digests
-from pretrain.data.prepare.signatures import EMPTY_SIGNATURE, NUM_VALUES, Sign, make_sign
 from pretrain.data.prepare.text_quality import FIELDS, is_sampled, measure
 from pretrain.data.text_inputs.chunk import ReadSettings
 from pretrain.data.text_inputs.documents import Skipped, documents, line_of

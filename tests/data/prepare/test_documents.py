@@ -11,8 +11,8 @@ import pytest
 import pretrain.data.prepare.tokenize_batch
 import pretrain.data.text_inputs.reader
 from pretrain.data.prepare import seen_digests, slot_table
+from pretrain.data.prepare.duplicates.seen_digests import SeenDigests
 from pretrain.data.prepare.prepare import PrepareSettings, prepare
-from pretrain.data.prepare.seen_digests import SeenDigests
 from pretrain.data.prepare.summary import read_summary, summary_text
 from pretrain.data.token_files.indexed_dataset import IndexedDataset, read_meta
 from pretrain.data.tokenizers.tokenizer import Tokenizer

@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-import pretrain.data.prepare.near_duplicates
+import pretrain.data.prepare.duplicates.near_duplicates
 import pretrain.data.prepare.partial_output
 import pretrain.data.text_inputs.reader
 from pretrain.data.prepare import signatures, slot_table
 from pretrain.data.prepare.document_rows import ORIGIN
+from pretrain.data.prepare.duplicates.near_duplicates import RECORD, NearDuplicates, band_size, make_records
+from pretrain.data.prepare.duplicates.signatures import NUM_VALUES, make_sign, shingles
 from pretrain.data.prepare.merge_shards import merge_shards, open_shards
-from pretrain.data.prepare.near_duplicates import RECORD, NearDuplicates, band_size, make_records
 from pretrain.data.prepare.partial_output import AppendFile
 from pretrain.data.prepare.prepare import PrepareSettings, prepare
 from pretrain.data.prepare.shards import Shard
-from pretrain.data.prepare.signatures import NUM_VALUES, make_sign, shingles
 from pretrain.data.prepare.summary import read_summary, summary_text
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.data.tokenizers.tokenizer import Tokenizer
@@ -182,7 +182,7 @@ def test_the_report(tmp_path: Path, tokenizer: Tokenizer) -> None:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small chunks, batches and tables, and a saved state after each batch."""
     monkeypatch.setattr(pretrain.data.text_inputs.reader, "CHUNK_BYTES", 4096)
-    monkeypatch.setattr(pretrain.data.prepare.near_duplicates, "_BATCH", 3)
+    monkeypatch.setattr(pretrain.data.prepare.duplicates.near_duplicates, "_BATCH", 3)
     monkeypatch.setattr(NearDuplicates.__init__, "__kwdefaults__", {"first_slots": 16})
     monkeypatch.setattr(pretrain.data.prepare.partial_output, "_LARGEST_COST", float("inf"))
 
@@ -332,7 +332,7 @@ _LOOK_UP = """
 import resource, sys
 import numpy as np
 from pathlib import Path
-from pretrain.data.prepare.slot_table import SlotTable
+from pretrain.data.prepare.duplicates.slot_table import SlotTable
 table = SlotTable(Path(sys.argv[1]), 1, 1 << 25)
 before, generator = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, np.random.default_rng(0)
 for _ in range(60):

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from pretrain.data.prepare.slot_table import SlotTable, slots_for
+from pretrain.data.prepare.duplicates.slot_table import SlotTable, slots_for
 
 DIGEST_BYTES = 16
 _FIRST_SLOTS = 1 << 16

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pretrain.data.prepare.document_rows import ORIGIN, SIGNATURE, Origins
+from pretrain.data.prepare.duplicates.signatures import NUM_VALUES, mix
+from pretrain.data.prepare.duplicates.slot_table import SlotTable, slots_for
 from pretrain.data.prepare.partial_output import AppendFile
-from pretrain.data.prepare.signatures import NUM_VALUES, mix
-from pretrain.data.prepare.slot_table import SlotTable, slots_for
 
 LOWEST_THRESHOLD = 0.5  # lower ones need bands of two values, which most documents share with others
 RECORD = np.dtype([("origins", ORIGIN), SIGNATURE])
