@@ -10,7 +10,7 @@ import pytest
 
 import pretrain.data.prepare.tokenize_batch
 import pretrain.data.text_inputs.reader
-from pretrain.data.prepare import seen_digests, slot_table
+from pretrain.data.prepare.duplicates import seen_digests, slot_table
 from pretrain.data.prepare.duplicates.seen_digests import SeenDigests
 from pretrain.data.prepare.prepare import PrepareSettings, prepare
 from pretrain.data.prepare.summary import read_summary, summary_text

@@ -16,8 +16,8 @@ import pytest
 import pretrain.data.prepare.duplicates.near_duplicates
 import pretrain.data.prepare.partial_output
 import pretrain.data.text_inputs.reader
-from pretrain.data.prepare import signatures, slot_table
 from pretrain.data.prepare.document_rows import ORIGIN
+from pretrain.data.prepare.duplicates import signatures, slot_table
 from pretrain.data.prepare.duplicates.near_duplicates import RECORD, NearDuplicates, band_size, make_records
 from pretrain.data.prepare.duplicates.signatures import NUM_VALUES, make_sign, shingles
 from pretrain.data.prepare.merge_shards import merge_shards, open_shards
