@@ -18,6 +18,7 @@ import hashlib
 import os
 import secrets
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -79,6 +80,7 @@ class PageCache:
     def __init__(self, folder: Path, num_bytes: int | None = None) -> None:
         self.folder, self.path = folder, folder / "pages"
         self._failed_at: float | None = None
+        self._lock = threading.Lock()
         check_folder(folder, "--data_cache")
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -116,10 +118,11 @@ class PageCache:
             _write(self._descriptor, data, self._page_offset(number, way))
             _write(self._descriptor, header.ljust(_SLOT.size, b"\0"), self._header_offset(number) + way * _SLOT.size)
         except OSError as error:
-            if self._failed_at is None:
+            with self._lock:  # several threads write at the same time
+                is_first, self._failed_at = self._failed_at is None, time.monotonic()
+            if is_first:
                 say(f"the data cache {self.folder} cannot be written ({error.strerror or error}): what does not fit is "
                     "read from the store again when it is needed again. Nothing is lost")
-            self._failed_at = time.monotonic()
         else:
             self._failed_at = None
 
