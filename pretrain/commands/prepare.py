@@ -50,7 +50,8 @@ def prepare_main() -> int:
     shard = parse_shard(args.shard, os.environ) if args.shard else None
     if args.vocab_size is not None:
         if isinstance(inputs, DatasetName):
-            inputs = pin_dataset(inputs, args.out)  # the tokenizer's commit is the one of the tokens
+            # the tokenizer's commit is the one of the tokens
+            inputs = pin_dataset(inputs, args.out, shard, overwrite=args.overwrite)
         special = () if middle is None else middle.names or KNOWN_NAMES[0]
         _train_missing_tokenizer(inputs, args.tokenizer, read, args.vocab_size, is_shard=shard is not None,
                                  special_tokens=special)

@@ -56,6 +56,8 @@ class DataFacts:
     sources: dict[str, Any]
     filters: dict[str, Any]
     fill_in_middle: dict[str, Any] | None = None
+    commits: dict[str, str] = field(default_factory=dict)
+    """of inputs on the Hub: "hf://REPOSITORY@REVISION" -> the commit that is read"""
 
     @property
     def special_tokens(self) -> int:

@@ -26,7 +26,15 @@ from pretrain.data.prepare.input_record import (
 )
 from pretrain.data.prepare.partial_output import DOCUMENTS, PartialOutput, partial_path, read_state
 from pretrain.data.prepare.shard_files import check_files
-from pretrain.data.prepare.shards import Shard, check_count, place_in_inputs, read_record, record_bytes, shard_record
+from pretrain.data.prepare.shards import (
+    Shard,
+    check_count,
+    facts_of_shards,
+    place_in_inputs,
+    read_record,
+    record_bytes,
+    shard_record,
+)
 from pretrain.data.prepare.signatures import signature_version
 from pretrain.data.prepare.sources import input_file, sampled_fractions
 from pretrain.data.prepare.tokenize_batch import TokenizeSettings, make_tokenize
@@ -75,11 +83,13 @@ def prepare(inputs: Sequence[str] | DatasetName, *, tokenizer: str, out: str, se
         if not isinstance(inputs, DatasetName) and STDIN in inputs:
             raise ConfigError("--shard", problem="standard input cannot be divided", remedy="give files")
         check_count(out, shard)
-        out = shard.prefix(out)
     if isinstance(inputs, DatasetName):
-        inputs = pin_dataset(inputs, out)
+        inputs = pin_dataset(inputs, out, shard, overwrite=overwrite)
+    others = None if shard is None else facts_of_shards(out, shard, overwrite=overwrite)
+    of_shards = None if others is None else Inputs((), (), others.commits)
+    out = out if shard is None else shard.prefix(out)
     earlier = read_examined(partial_path(out)) if read_state(out) is not None else None
-    found = find_inputs(inputs, settings.read, earlier)
+    found = find_inputs(inputs, settings.read, earlier or of_shards)
     if problem := bad_path(f"{out}.summary.json"):
         raise ConfigError("--out", problem=problem)
     check_folder(Path(out).absolute().parent, "--out")
@@ -89,8 +99,9 @@ def prepare(inputs: Sequence[str] | DatasetName, *, tokenizer: str, out: str, se
         return meta
     state = _resumable_state(out, job.facts.record, overwrite=overwrite)
     if state is None and earlier is not None and all(file.can_resume for file in found.files):
-        # A new beginning reads the commits that the revisions name now.
-        job = _Job(find_inputs(inputs, settings.read), load_tokenizer(tokenizer), out, settings, shard, command)
+        # A new beginning reads the commits of the other shards, else those that the revisions name now.
+        found = find_inputs(inputs, settings.read, of_shards)
+        job = _Job(found, load_tokenizer(tokenizer), out, settings, shard, command)
     if state is not None and state.get("finished"):
         output = PartialOutput(out, state)
     else:
@@ -102,9 +113,15 @@ def prepare(inputs: Sequence[str] | DatasetName, *, tokenizer: str, out: str, se
     return PreparedData(**state["meta"])
 
 
-def pin_dataset(dataset: DatasetName, out: str) -> DatasetName:
-    """Return a dataset with the commit that an earlier preparation of it recorded, else with its newest one."""
-    return pinned(dataset, (read_state(out) or {}).get("record", {}))
+def pin_dataset(dataset: DatasetName, out: str, shard: Shard | None = None, *, overwrite: bool = False) -> DatasetName:
+    """Return a dataset with the commit that an earlier preparation of it, or of its shards, recorded, else with its
+    newest one.
+    """
+    state = read_state(out if shard is None else shard.prefix(out))
+    others = None if shard is None else facts_of_shards(out, shard, overwrite=overwrite)
+    if others is not None and (state is None or overwrite):
+        return pinned(dataset, others.record)
+    return pinned(dataset, {} if state is None else state["record"])
 
 
 def _resumable_state(out: str, record: dict[str, Any], *, overwrite: bool) -> dict[str, Any] | None:
@@ -174,7 +191,7 @@ class _Job:
             bos_token=self._tokenize.bos_token, eod_token=self._tokenize.eod_token, unknown_token=tokenizer.ids.unk,
             dtype=self._tokenize.dtype, inputs=inputs.describe(), record=record,
             sources=describe_sources(inputs, record["inputs"]), filters=_filters(settings),
-            fill_in_middle=None if middle is None else middle.facts())
+            fill_in_middle=None if middle is None else middle.facts(), commits=dict(inputs.commits))
         self._part = Part(inputs.files, 0) if shard is None else part_of(inputs.files, read, shard.index, shard.count)
         self._tokenize = replace(self._tokenize, has_signatures=finds_near, first_input=self._part.first_file,
                                  sampled_fractions=sampled_fractions(inputs.files))

@@ -178,7 +178,7 @@ def test_remove_writes_data_without_the_matches(folder: Path, tmp_path: Path, mo
     assert source is not None
     assert [meta[key] for key in ("tokenizer_sha256", "eod_token")] == [source[key] for key in ("tokenizer_sha256",
                                                                                               "eod_token")]
-    note = meta["without_overlap"]
+    (note,) = meta["without_overlap"]
     assert (note["ngram"], note["max_documents"], note["removed_documents"]) == (13, 20, 21)
     assert len(note["source_sha256"]) == len(note["against"][0]["tokens_sha256"]) == 64
     assert {path: path.read_bytes() for path in folder.glob("train.*")} == before

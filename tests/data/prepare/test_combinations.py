@@ -1,5 +1,6 @@
 """Flags of a preparation together: shards, kills and sources change no byte of any file, whatever else is asked for."""
 
+import base64
 import json
 import random
 import signal
@@ -10,6 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tiktoken._educational import bpe_train
 
 import pretrain.data.text_inputs.reader
 from pretrain.data.prepare.fill_in_middle import KNOWN_NAMES, FillInMiddle
@@ -18,6 +20,7 @@ from pretrain.data.prepare.prepare import PrepareSettings, prepare
 from pretrain.data.prepare.shards import Shard
 from pretrain.data.text_inputs.chunk import ReadSettings
 from pretrain.data.text_inputs.hub_dataset import DatasetName
+from pretrain.data.tokenizers.tiktoken_encodings import ENCODINGS
 from pretrain.data.tokenizers.train_tokenizer import train_sentencepiece
 from tests.data.prepare.helpers import SOURCES
 from tests.data.prepare.test_near_duplicates import edited, sentence
@@ -103,3 +106,34 @@ def test_merged_shards_of_any_source(source: str, near: str | None, corpus: Path
     merge_shards(out, shards, overwrite=False, advance=lambda count, note: None)
     merged = content(tmp_path / "out")
     assert [name for name in expected if merged[name] != expected[name]] == []
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "tiktoken"])
+def test_all_flags_and_kills(kind: str, corpus: Path, parquet: Path, fim_tokenizer: str, tmp_path: Path) -> None:
+    """Also with a tiktoken file, which gives the same in shards."""
+    tokenizer, settings = fim_tokenizer, ALL
+    if kind == "tiktoken":
+        text, pattern = "the quick brown fox jumps over a lazy dog " * 3, ENCODINGS["qwen"].export_pattern
+        ranks = bpe_train(text, 270, pattern, visualise=None)
+        names = ("<|extra_0|>", "<|extra_1|>", "<|extra_2|>")
+        settings = replace(ALL, fill_in_middle=FillInMiddle(0.7, 0.5, 3, names))
+        tokenizer = str(tmp_path / "own.qwen.tiktoken")
+        lines = [b"%s %d\n" % (base64.b64encode(text), rank) for text, rank in ranks.items()]
+        Path(tokenizer).write_bytes(b"".join(lines))
+    inputs = [str(corpus), str(parquet)]
+    prepare(inputs, tokenizer=tokenizer, out=str(tmp_path / "single"), settings=settings, workers=2)
+    expected, out = content(tmp_path / "single"), str(tmp_path / "out")
+
+    def make(name: str = out, shard: Shard | None = None) -> None:
+        prepare(inputs, tokenizer=tokenizer, out=name, settings=settings, workers=1, shard=shard,
+                seconds_between_states=0)
+
+    statuses = [in_child(lambda: (kill_at_call(call), make())) for call in (100, 160, 230, 300)]  # noqa: B023
+    assert statuses.count(-signal.SIGKILL) >= 3
+    make()
+    assert content(tmp_path / "out") == expected
+    for index in range(2):
+        make(f"{out}2", Shard(index, 2))
+    merge_shards(f"{out}2", open_shards(named_shards(f"{out}2", []) or []), overwrite=False,
+                 advance=lambda count, note: None)
+    assert content(tmp_path / "out2") == expected
