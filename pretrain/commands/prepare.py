@@ -25,8 +25,9 @@ from pretrain.cli import (
 from pretrain.commands.dataset_flags import add_input_flags, named_inputs, words_of
 from pretrain.commands.next_command import after_prepare, after_shard, after_tokenizer
 from pretrain.data.prepare.fill_in_middle import KNOWN_NAMES, FillInMiddle
+from pretrain.data.prepare.input_record import pin_dataset
 from pretrain.data.prepare.near_duplicates import LOWEST_THRESHOLD
-from pretrain.data.prepare.prepare import PrepareSettings, pin_dataset, prepare
+from pretrain.data.prepare.prepare import PrepareSettings, prepare
 from pretrain.data.prepare.python_corpus import python_corpus
 from pretrain.data.prepare.shards import parse_shard
 from pretrain.data.prepare.summary import summary_text

@@ -20,11 +20,18 @@ from pretrain.data.prepare.input_record import (
     changed_input,
     check_unchanged,
     describe_sources,
+    pin_dataset,
     read_examined,
     record_inputs,
     save_examined,
 )
-from pretrain.data.prepare.partial_output import DOCUMENTS, PartialOutput, partial_path, read_state
+from pretrain.data.prepare.partial_output import (
+    DOCUMENTS,
+    PartialOutput,
+    is_of_other_version,
+    partial_path,
+    read_state,
+)
 from pretrain.data.prepare.shard_files import check_files
 from pretrain.data.prepare.shards import (
     Shard,
@@ -42,7 +49,7 @@ from pretrain.data.prepare.worker_pool import map_in_order
 from pretrain.data.text_inputs.chunk import CHUNK_BYTES, Position, ReadSettings
 from pretrain.data.text_inputs.find import Inputs, find_inputs
 from pretrain.data.text_inputs.formats import STDIN
-from pretrain.data.text_inputs.hub_dataset import DatasetName, pinned
+from pretrain.data.text_inputs.hub_dataset import DatasetName
 from pretrain.data.text_inputs.parts import Part, part_of
 from pretrain.data.text_inputs.reader import FIRST_PLACE, Place, delete_copies, read_batches
 from pretrain.data.token_files.hashes import hash_file
@@ -98,6 +105,8 @@ def prepare(inputs: Sequence[str] | DatasetName, *, tokenizer: str, out: str, se
         say(f"{out} is complete already, with these inputs and settings")
         return meta
     state = _resumable_state(out, job.facts.record, overwrite=overwrite)
+    if is_of_other_version(out):
+        say(f"{partial_path(out)} is of another version of this program: begins again, and replaces it")
     if state is None and earlier is not None and all(file.can_resume for file in found.files):
         # A new beginning reads the commits of the other shards, else those that the revisions name now.
         found = find_inputs(inputs, settings.read, of_shards)
@@ -111,17 +120,6 @@ def prepare(inputs: Sequence[str] | DatasetName, *, tokenizer: str, out: str, se
     rename_files(output.data_files, out, ENDINGS if shard is None else SHARD_ENDINGS)
     output.delete()
     return PreparedData(**state["meta"])
-
-
-def pin_dataset(dataset: DatasetName, out: str, shard: Shard | None = None, *, overwrite: bool = False) -> DatasetName:
-    """Return a dataset with the commit that an earlier preparation of it, or of its shards, recorded, else with its
-    newest one.
-    """
-    state = read_state(out if shard is None else shard.prefix(out))
-    others = None if shard is None else facts_of_shards(out, shard, overwrite=overwrite)
-    if others is not None and (state is None or overwrite):
-        return pinned(dataset, others.record)
-    return pinned(dataset, {} if state is None else state["record"])
 
 
 def _resumable_state(out: str, record: dict[str, Any], *, overwrite: bool) -> dict[str, Any] | None:

@@ -137,3 +137,16 @@ def test_all_flags_and_kills(kind: str, corpus: Path, parquet: Path, fim_tokeniz
     merge_shards(f"{out}2", open_shards(named_shards(f"{out}2", []) or []), overwrite=False,
                  advance=lambda count, note: None)
     assert content(tmp_path / "out2") == expected
+
+
+def test_what_another_version_left_is_replaced_with_a_note(corpus: Path, tmp_path: Path, fim_tokenizer: str,
+                                                           capsys: pytest.CaptureFixture[str]) -> None:
+    partial = tmp_path / "out.partial"
+    partial.mkdir()
+    (partial / "state.json").write_text(json.dumps({"version": 1, "finished": False, "sizes": {"tokens": 4}}))
+    (partial / "tokens").write_bytes(b"1234")
+    for name in ("out", "single"):
+        prepare([str(corpus)], tokenizer=fim_tokenizer, out=str(tmp_path / name), settings=ALL, workers=1)
+        noted = f"{partial} is of another version of this program: begins again" in capsys.readouterr().err
+        assert noted == (name == "out")
+    assert content(tmp_path / "out") == content(tmp_path / "single")
