@@ -102,6 +102,7 @@ def test_merged_shards_of_any_source(source: str, near: str | None, corpus: Path
             assert in_child(lambda: (kill_at_call(120 + 40 * index), make())) in (0, -signal.SIGKILL)  # noqa: B023
         make()
         make()  # it is complete
+        assert json.loads(Path(f"{shard.prefix(out)}.meta.json").read_text())["num_documents"] > 20  # files are divided
     shards = open_shards(named_shards(out, []) or [])
     merge_shards(out, shards, overwrite=False, advance=lambda count, note: None)
     merged = content(tmp_path / "out")
