@@ -18,6 +18,7 @@ from pretrain.data.prepare.fill_in_middle import KNOWN_NAMES, FillInMiddle
 from pretrain.data.prepare.merge_shards import merge_shards, named_shards, open_shards
 from pretrain.data.prepare.prepare import PrepareSettings, prepare
 from pretrain.data.prepare.shards import Shard
+from pretrain.data.prepare.summary import summary_text
 from pretrain.data.text_inputs.chunk import ReadSettings
 from pretrain.data.text_inputs.hub_dataset import DatasetName
 from pretrain.data.tokenizers.tiktoken_encodings import ENCODINGS
@@ -151,3 +152,11 @@ def test_what_another_version_left_is_replaced_with_a_note(corpus: Path, tmp_pat
         noted = f"{partial} is of another version of this program: begins again" in capsys.readouterr().err
         assert noted == (name == "out")
     assert content(tmp_path / "out") == content(tmp_path / "single")
+
+
+def test_an_empty_shard_has_a_summary(fim_tokenizer: str, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("def f(x):\n    return x\n")
+    for index in range(2):
+        prepare([str(tmp_path / "a.txt")], tokenizer=fim_tokenizer, out=str(tmp_path / "out"), settings=ALL, workers=1,
+                shard=Shard(index, 2))
+        assert f"documents          {1 - index}\n" in summary_text(tmp_path / f"out.shard-0000{index}-of-00002")
