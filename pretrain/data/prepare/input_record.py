@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pretrain.daemon_threads import map_in_threads
 from pretrain.data.prepare.partial_output import read_state
 from pretrain.data.prepare.shards import Shard, facts_of_shards
-from pretrain.data.text_inputs.block_reader import map_in_threads
 from pretrain.data.text_inputs.find import Input, Inputs
 from pretrain.data.text_inputs.hub_dataset import DatasetName, pinned
 from pretrain.data.text_inputs.url_files import StoredFile
