@@ -3,11 +3,12 @@
 import itertools
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
+_Item = TypeVar("_Item")
 
 
 class DaemonThreads:
@@ -61,3 +62,12 @@ class DaemonThreads:
             with self._lock:
                 self._unfinished -= 1
             del item, future, call  # hold no result while waiting
+
+
+def map_in_threads(function: Callable[[_Item], _T], items: Iterable[_Item], *, most: int = 16) -> list[_T]:
+    """Return the results of a function that waits for the network, in the order of the items."""
+    threads = DaemonThreads(most, name="store")
+    try:
+        return [future.result() for future in [threads.submit(function, item) for item in items]]
+    finally:
+        threads.shutdown()

@@ -29,7 +29,7 @@ _SILENT_S = 5.0
 """seconds of failures after which a warning names the store"""
 _VERSION_KEYS = ("ETag", "etag", "blob_id", "generation", "Content-MD5", "LastModified", "Last-Modified", "mtime",
                  "modified", "last_modified", "created")
-"""keys of fsspec's facts about a file of which the first one tells versions of the file apart"""
+"""keys of fsspec's facts about a file; the first one that is there identifies the version of the file"""
 _CANNOT_BE_READ = ("NoCredentialsError", "ProfileNotFound", "ParamValidationError", "InvalidURL", "HFValidationError",
                    "HfUriError")
 """names of exceptions of the clients that another attempt would raise again"""
@@ -278,7 +278,7 @@ def changed_error(name: str) -> ConfigError:
 
 
 def version_of(facts: dict[str, Any]) -> str:
-    """Return what tells the versions of a file apart, from fsspec's facts about it: its ETag, else its time; or ""."""
+    """Return what identifies a version of a file, from fsspec's facts about it: its ETag, else its time; or ""."""
     return next((str(facts[key]) for key in _VERSION_KEYS if facts.get(key)), "")
 
 

@@ -26,7 +26,8 @@ from pretrain.commands.dataset_flags import add_input_flags, named_inputs, words
 from pretrain.commands.next_command import after_prepare, after_shard, after_tokenizer
 from pretrain.data.prepare.duplicates.near_duplicates import LOWEST_THRESHOLD
 from pretrain.data.prepare.fill_in_middle import KNOWN_NAMES, FillInMiddle
-from pretrain.data.prepare.prepare import PrepareSettings, pin_dataset, prepare
+from pretrain.data.prepare.input_record import pin_dataset
+from pretrain.data.prepare.prepare import PrepareSettings, prepare
 from pretrain.data.prepare.python_corpus import python_corpus
 from pretrain.data.prepare.shards import parse_shard
 from pretrain.data.prepare.summary import summary_text
@@ -50,7 +51,8 @@ def prepare_main() -> int:
     shard = parse_shard(args.shard, os.environ) if args.shard else None
     if args.vocab_size is not None:
         if isinstance(inputs, DatasetName):
-            inputs = pin_dataset(inputs, args.out)  # the tokenizer's commit is the one of the tokens
+            # the tokenizer's commit is the one of the tokens
+            inputs = pin_dataset(inputs, args.out, shard, overwrite=args.overwrite)
         special = () if middle is None else middle.names or KNOWN_NAMES[0]
         _train_missing_tokenizer(inputs, args.tokenizer, read, args.vocab_size, is_shard=shard is not None,
                                  special_tokens=special)

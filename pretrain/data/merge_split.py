@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from pretrain.data.data_spec import split_documents
 from pretrain.data.prepare.summary import entropy_nats
+from pretrain.data.provenance import merged_provenance, provenance
 from pretrain.data.token_files.index_file import CODES, ranges
 from pretrain.data.token_files.indexed_dataset import IndexedDataset, check_same_tokenizer, open_checked
 from pretrain.data.token_files.inspect_files import Advance
@@ -46,7 +47,7 @@ def merge(output: str, prefixes: Sequence[str], *, overwrite: bool,
         with CopyWriter(output, dtype) as writer:
             for source in sources:
                 writer.copy_range(source, 0, source.num_documents, advance)
-            writer.finalize(meta)
+            writer.finalize({**meta, **merged_provenance(sources)})
     except OSError as error:
         raise ConfigError(output, problem=f"the files cannot be written: {error}") from None
     return writer, [*(note for source in sources for note in source.notes), *notes]
@@ -139,7 +140,7 @@ def _copy(data: IndexedDataset, outputs: Sequence[str], sizes: list[int], seed: 
             for first, choice in choose(data.num_documents, sizes, seed):
                 copy_chosen(data, first, choice, writers, advance)
         for writer in writers:
-            writer.finalize(meta_of(data))
+            writer.finalize({**meta_of(data), **provenance(data)})
     return list(writers)
 
 
@@ -189,7 +190,7 @@ class CopyWriter(IndexedWriter):
             self.end_documents(data.document_index(start, stop)[1:] - low + base)
 
     def finalize(self, meta: Mapping[str, Any] | None = None) -> None:
-        """Complete the files. `meta`: the facts about the tokenizer, to which the counts of the tokens are added."""
+        """Complete the files. `meta`: the facts to which the counts of the tokens are added."""
         counts: dict[str, Any] = {"num_tokens": self.num_tokens, "num_documents": self.num_documents,
                                   "max_token": self._max_token}
         if self._max_token < _LARGEST_COUNTED:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from pretrain.daemon_threads import DaemonThreads
+from pretrain.daemon_threads import map_in_threads
 from pretrain.data.data_spec import DataSpec, parse_split, split_as_megatron_core, split_documents
 from pretrain.data.samples.blend import BlendedSamples
 from pretrain.data.samples.dataset import SampleDataset
@@ -18,7 +18,6 @@ from pretrain.data.token_files.token_file import allow_open_files
 from pretrain.errors import ConfigError
 from pretrain.remote import is_url
 
-_OPENED_AT_ONCE = 16  # token files in object stores
 SPLITS = ("train", "valid", "test")
 
 
@@ -77,13 +76,9 @@ def open_datasets(spec: DataSpec, *, seq_length: int, seed: int,
 
 def _open_files(spec: DataSpec) -> dict[str, IndexedDataset]:
     """Open all token files; those in an object store at the same time, because each waits for several answers."""
-    threads = DaemonThreads(_OPENED_AT_ONCE, name="open")
-    futures = {prefix: threads.submit(IndexedDataset, prefix, spec.cache) for prefix in spec.prefixes if is_url(prefix)}
-    try:
-        return {prefix: futures[prefix].result() if prefix in futures else IndexedDataset(prefix)
-                for prefix in spec.prefixes}
-    finally:
-        threads.shutdown()
+    urls = [prefix for prefix in spec.prefixes if is_url(prefix)]
+    opened = dict(zip(urls, map_in_threads(lambda url: IndexedDataset(url, spec.cache), urls), strict=True))
+    return {prefix: opened[prefix] if prefix in opened else IndexedDataset(prefix) for prefix in spec.prefixes}
 
 
 def _split_sources(sources: list[IndexedDataset], spec: DataSpec) -> dict[str, list[_Part]]:

@@ -83,7 +83,7 @@ def open_run_data(spec: DataSpec, *, seq_length: int, seed: int, tokenizer: str 
 
 def _own_run_data(spec: DataSpec, tokenizer: Tokenizer | None, *, seq_length: int, seed: int, vocab_size: int,
                   needs_ends: Sequence[str]) -> RunData:
-    """Open the datasets of --dataset_module. Only the tokenizer tells their end-of-document token."""
+    """Open the datasets of --dataset_module. Only the tokenizer names their end-of-document token."""
     datasets = open_own_datasets(spec, seq_length=seq_length, seed=seed, vocab_size=vocab_size)
     documents, eod_token = "--document_attention", tokenizer.eod_token if tokenizer is not None else None
     for name, dataset in datasets.items():

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from pretrain.data import merge_split
 from pretrain.data.data_spec import parse_split, split_documents
 from pretrain.data.merge_split import choose, merge, split
+from pretrain.data.provenance import is_rearranged
 from pretrain.data.token_files.hashes import hashes_path, read_hashes
 from pretrain.data.token_files.indexed_dataset import IndexedDataset, read_meta
 from pretrain.data.token_files.writer import IndexedWriter
@@ -275,3 +276,33 @@ def test_a_merge_that_is_killed_or_stopped_leaves_no_files(tmp_path: Path) -> No
     subprocess.run([*command, str(tmp_path / "a")], check=True)
     assert sorted(path.name for path in tmp_path.glob("all*")) == ["all.bin", "all.idx", "all.meta.json",
                                                                    "all.sha256.json"]
+
+
+def test_where_the_documents_come_from_is_kept(tmp_path: Path) -> None:
+    sources = {"files": 1, "list": [{"path": "/a.jsonl", "bytes": 9}]}
+    facts = {**_TOKENIZER, "num_tokens": 5, "sources": sources, "filters": {"deduplicate": True},
+             "fill_in_middle": {"rate": 0.5, "documents": 2}}
+    first = _write(tmp_path / "a", [[[1, 1, 2]], [[7, 2]]], meta=facts)
+    second = _write(tmp_path / "b", [[[9, 2, 2, 2, 2]]], meta={**facts, "sources": {"files": 2}, "fill_in_middle": {}})
+    _split(first, [tmp_path / "x", tmp_path / "y"], documents="1,1")
+    kept = {**facts, "fill_in_middle": {"rate": 0.5}}
+    for part in ("x", "y"):
+        meta = read_meta(tmp_path / part) or {}
+        assert {key: meta.get(key) for key in kept if key != "num_tokens"} == {
+            key: value for key, value in kept.items() if key != "num_tokens"}
+    _merge(tmp_path / "again", [str(tmp_path / "x"), str(tmp_path / "y")])
+    again = read_meta(tmp_path / "again") or {}
+    assert (again["sources"], again["filters"], "merged_from" in again) == (sources, {"deduplicate": True}, False)
+    plain = _write(tmp_path / "c", [[[1, 2]]])
+    _merge(tmp_path / "both", [first, second])
+    meta = read_meta(tmp_path / "both") or {}
+    assert (meta["filters"], "sources" in meta) == ({"deduplicate": True}, False)
+    assert meta["merged_from"] == [
+        {"data": first, "documents": 2, "sources": sources, "fill_in_middle": {"rate": 0.5}},
+        {"data": second, "documents": 1, "sources": {"files": 2}}]
+    assert is_rearranged(IndexedDataset(tmp_path / "both"))
+    assert not is_rearranged(IndexedDataset(second))
+    _merge(tmp_path / "all", [str(tmp_path / "both"), plain])
+    assert [part["data"] for part in (read_meta(tmp_path / "all") or {})["merged_from"]] == [
+        str(tmp_path / "both"), plain]
+    assert is_rearranged(IndexedDataset(tmp_path / "all"))

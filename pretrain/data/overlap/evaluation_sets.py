@@ -14,9 +14,11 @@ from pretrain.data.text_inputs.chunk import ReadSettings
 from pretrain.data.text_inputs.documents import Piece, read_pieces
 from pretrain.data.text_inputs.find import find_inputs
 from pretrain.data.text_inputs.text import divide
+from pretrain.data.text_inputs.url_files import is_remote
 from pretrain.data.token_files.indexed_dataset import IndexedDataset, check_same_tokenizer
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import ConfigError
+from pretrain.remote import open_file_system, with_retries, without_credentials
 
 _FLAG = "--against"
 _GROUP_CHARACTERS = 1 << 20  # of texts that are encoded at once
@@ -63,7 +65,7 @@ def find_tokenizer(train: IndexedDataset, name: str | None) -> Tokenizer | None:
 
 def read_set(word: str, train: IndexedDataset, tokenizer: Tokenizer | None, read: ReadSettings) -> EvaluationSet:
     """Read the documents of a value of --against. Raises ConfigError."""
-    if Path(f"{word}.idx").exists() and not Path(word).exists():
+    if _is_prefix(word):
         found = _token_file(word, train)
     elif tokenizer is None:
         raise ConfigError(f"{_FLAG} {word}", problem=f"to encode it, the tokenizer of {train.prefix} must be known, "
@@ -72,6 +74,17 @@ def read_set(word: str, train: IndexedDataset, tokenizer: Tokenizer | None, read
         found = _text(word, tokenizer, read)
         _check_size(word, len(found.tokens))
     return found
+
+
+def _is_prefix(word: str) -> bool:
+    """Return whether a value of --against is the prefix of token files, on a disk or in a store."""
+    if not is_remote(word):
+        return Path(f"{word}.idx").exists() and not Path(word).exists()
+    if "*" in word or "?" in word:
+        return False
+    name = without_credentials(word)
+    system, path = open_file_system(f"{word}.idx", f"{_FLAG} {name}")
+    return bool(with_retries(lambda: system.exists(path), name))
 
 
 def _check_size(word: str, num_tokens: int) -> None:

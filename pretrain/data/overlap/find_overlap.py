@@ -14,6 +14,7 @@ from pretrain.data.overlap.evaluation_sets import EvaluationSet, find_tokenizer,
 from pretrain.data.overlap.ngrams import index_ngrams
 from pretrain.data.overlap.report import SetReport, report_json, report_lines, report_set
 from pretrain.data.overlap.search import Overlap, search
+from pretrain.data.provenance import is_rearranged, provenance
 from pretrain.data.text_inputs.chunk import ReadSettings
 from pretrain.data.token_files.hashes import hashes_path, read_hashes
 from pretrain.data.token_files.index_file import ranges
@@ -80,7 +81,7 @@ def _notes(train: IndexedDataset, sets: Sequence[EvaluationSet]) -> tuple[str, .
         where = ([] if _names_tokenizer(train) else [str(train.prefix)]) + unknown
         notes.append(f"{', '.join(where)}: no .meta.json names the tokenizer; the comparison is right only if all data "
                      "has the same one")
-    if train.meta.get("fill_in_middle"):
+    if is_rearranged(train):
         notes.append(f"{train.prefix}: its documents were rearranged by --fim_rate: matches across their parts are not "
                      "found")
     return tuple(notes)
@@ -98,11 +99,12 @@ def remove_overlap(result: OverlapResult, output: str, advance: Advance) -> Inde
                           remedy="give a larger --ngram or a smaller --max_documents")
     hashes = read_hashes(hashes_path(train.small_files))
     known = hashes.sha256 if hashes is not None and train.is_described_by(hashes) else None
-    added = {"without_overlap": {
+    earlier = provenance(train)
+    removals = [*earlier.get("without_overlap", []), {
         "source": absolute_words(str(train.prefix)), "source_sha256": known, "ngram": result.n,
         "max_documents": result.overlap.most_documents, "removed_documents": len(removed),
         "against": [{"name": found.name if not Path(found.name).exists() else str(Path(found.name).absolute()),
-                     "documents": len(found.ends), "tokens_sha256": _sha256(found)} for found in result.sets]}}
+                     "documents": len(found.ends), "tokens_sha256": _sha256(found)} for found in result.sets]}]
     try:
         with CopyWriter(output, train.dtype) as writer:
             for first, last in ranges(0, train.num_documents, CHUNK_DOCUMENTS):
@@ -110,7 +112,7 @@ def remove_overlap(result: OverlapResult, output: str, advance: Advance) -> Inde
                 low, high = np.searchsorted(removed, [first, last]).tolist()
                 choice[removed[low:high] - first] = -1
                 copy_chosen(train, first, choice, [writer], advance)
-            writer.finalize(meta_of(train) | added)
+            writer.finalize(meta_of(train) | earlier | {"without_overlap": removals})
     except OSError as error:
         raise ConfigError("--out", problem=f"the files cannot be written: {error}") from None
     return writer

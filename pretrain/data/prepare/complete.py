@@ -34,6 +34,8 @@ class PreparedData:
     """the inputs: paths or URLs, sizes and versions; {} in files of earlier versions of this program"""
     filters: dict[str, Any] = field(default_factory=dict)
     """settings that leave out or change documents; {} in files of earlier versions of this program"""
+    fill_in_middle: dict[str, Any] = field(default_factory=dict)
+    """settings and tokens of --fim_rate, and the number of documents; {} without it"""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class DataFacts:
     sources: dict[str, Any]
     filters: dict[str, Any]
     fill_in_middle: dict[str, Any] | None = None
+    commits: dict[str, str] = field(default_factory=dict)
+    """of inputs on the Hub: "hf://REPOSITORY@REVISION" -> the commit that is read"""
 
     @property
     def special_tokens(self) -> int:
@@ -88,20 +92,21 @@ def complete_output(output: PartialOutput, writer: DocumentWriter, facts: DataFa
                     is_shard: bool = False) -> PreparedData:
     """Complete all files in the partial output, and return the content of the .meta.json. Raises OSError."""
     statistics = writer.statistics
+    middle = dict[str, Any]()
+    if facts.fill_in_middle is not None:
+        # Each rearranged document has each of the tokens once, and no other text has them.
+        number = int(statistics.token_counts[facts.fill_in_middle["tokens"]["middle"]])
+        middle = {**facts.fill_in_middle, "documents": number, "documents_read_in_parts": statistics.divided}
     meta = PreparedData(
         vocab_size=facts.vocab_size, tokenizer=facts.tokenizer, tokenizer_sha256=facts.tokenizer_sha256,
         bos_token=facts.bos_token, eod_token=facts.eod_token, num_tokens=statistics.tokens,
         num_documents=statistics.documents, max_token=int(np.flatnonzero(statistics.token_counts).max(initial=0)),
-        entropy_nats=entropy_nats(statistics.token_counts), sources=facts.sources, filters=facts.filters)
+        entropy_nats=entropy_nats(statistics.token_counts), sources=facts.sources, filters=facts.filters,
+        fill_in_middle=middle)
     summary = make_summary(
         statistics, unknown_token=facts.unknown_token, duplicates_counted=writer.duplicates_are_counted,
         deduplicated=facts.deduplicate, near=None if is_shard else facts.near,
         entropy_nats=meta.entropy_nats, inputs=facts.inputs, settings={**facts.record, "tokenizer": meta.tokenizer})
-    added: dict[str, Any] = {}
-    if (middle := facts.fill_in_middle) is not None:
-        # Each rearranged document has each of the tokens once, and no other text has them.
-        added = {"fill_in_middle": {**middle, "documents": int(statistics.token_counts[middle["tokens"]["middle"]]),
-                                    "documents_read_in_parts": statistics.divided}}
     complete_files(output.data_files, facts.dtype, output.path / "lengths", blocks=writer.finish(),
-                   meta=asdict(meta) | added, summary=summary | added)
+                   meta=asdict(meta), summary=summary | ({"fill_in_middle": middle} if middle else {}))
     return meta

@@ -11,8 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pretrain.data.text_inputs.block_reader import map_in_threads
+from pretrain.daemon_threads import map_in_threads
+from pretrain.data.prepare.partial_output import read_state
+from pretrain.data.prepare.shards import Shard, facts_of_shards
 from pretrain.data.text_inputs.find import Input, Inputs
+from pretrain.data.text_inputs.hub_dataset import DatasetName, pinned
 from pretrain.data.text_inputs.url_files import StoredFile
 from pretrain.errors import ConfigError
 from pretrain.paths import write_synced
@@ -101,3 +104,14 @@ def read_examined(folder: Path) -> Inputs | None:
                             for stored, row in zip(files, content["files"], strict=True)), (), content["commits"])
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         return None
+
+
+def pin_dataset(dataset: DatasetName, out: str, shard: Shard | None = None, *, overwrite: bool = False) -> DatasetName:
+    """Return a dataset with the commit that an earlier preparation of it, or of its shards, recorded, else with its
+    newest one.
+    """
+    state = read_state(out if shard is None else shard.prefix(out))
+    others = None if shard is None else facts_of_shards(out, shard, overwrite=overwrite)
+    if others is not None and (state is None or overwrite):
+        return pinned(dataset, others.record)
+    return pinned(dataset, {} if state is None else state["record"])

@@ -136,6 +136,14 @@ def read_state(out: str) -> dict[str, Any] | None:
     return state if state.get("version") == _VERSION else None
 
 
+def is_of_other_version(out: str) -> bool:
+    """Return whether another version of this program was stopped here, whose state this one cannot resume."""
+    try:
+        return read_object(partial_path(out) / _STATE).get("version") != _VERSION
+    except (OSError, ValueError):
+        return False
+
+
 def _lock_folder(folder: Path) -> int:
     """Return the descriptor of the locked lock file. Raises ConfigError if another process has the lock."""
     descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)

@@ -21,15 +21,23 @@ from pretrain.data.prepare.input_record import (
     changed_input,
     check_unchanged,
     describe_sources,
+    pin_dataset,
     read_examined,
     record_inputs,
     save_examined,
 )
-from pretrain.data.prepare.partial_output import DOCUMENTS, PartialOutput, partial_path, read_state
+from pretrain.data.prepare.partial_output import (
+    DOCUMENTS,
+    PartialOutput,
+    is_of_other_version,
+    partial_path,
+    read_state,
+)
 from pretrain.data.prepare.shards import (
     Shard,
     check_count,
     check_files,
+    facts_of_shards,
     place_in_inputs,
     read_record,
     record_bytes,
@@ -41,7 +49,7 @@ from pretrain.data.prepare.worker_pool import map_in_order
 from pretrain.data.text_inputs.chunk import CHUNK_BYTES, Position, ReadSettings
 from pretrain.data.text_inputs.find import Inputs, find_inputs
 from pretrain.data.text_inputs.formats import STDIN
-from pretrain.data.text_inputs.hub_dataset import DatasetName, pinned
+from pretrain.data.text_inputs.hub_dataset import DatasetName
 from pretrain.data.text_inputs.parts import Part, part_of
 from pretrain.data.text_inputs.reader import FIRST_PLACE, Place, delete_copies, read_batches
 from pretrain.data.token_files.hashes import hash_file
@@ -82,11 +90,13 @@ def prepare(inputs: Sequence[str] | DatasetName, *, tokenizer: str, out: str, se
         if not isinstance(inputs, DatasetName) and STDIN in inputs:
             raise ConfigError("--shard", problem="standard input cannot be divided", remedy="give files")
         check_count(out, shard)
-        out = shard.prefix(out)
     if isinstance(inputs, DatasetName):
-        inputs = pin_dataset(inputs, out)
+        inputs = pin_dataset(inputs, out, shard, overwrite=overwrite)
+    others = None if shard is None else facts_of_shards(out, shard, overwrite=overwrite)
+    of_shards = None if others is None else Inputs((), (), others.commits)
+    out = out if shard is None else shard.prefix(out)
     earlier = read_examined(partial_path(out)) if read_state(out) is not None else None
-    found = find_inputs(inputs, settings.read, earlier)
+    found = find_inputs(inputs, settings.read, earlier or of_shards)
     if problem := bad_path(f"{out}.summary.json"):
         raise ConfigError("--out", problem=problem)
     check_folder(Path(out).absolute().parent, "--out")
@@ -95,9 +105,12 @@ def prepare(inputs: Sequence[str] | DatasetName, *, tokenizer: str, out: str, se
         say(f"{out} is complete already, with these inputs and settings")
         return meta
     state = _resumable_state(out, job.facts.record, overwrite=overwrite)
+    if is_of_other_version(out):
+        say(f"{partial_path(out)} is of another version of this program: begins again, and replaces it")
     if state is None and earlier is not None and all(file.can_resume for file in found.files):
-        # A new beginning reads the commits that the revisions name now.
-        job = _Job(find_inputs(inputs, settings.read), load_tokenizer(tokenizer), out, settings, shard, command)
+        # A new beginning reads the commits of the other shards, else those that the revisions name now.
+        found = find_inputs(inputs, settings.read, of_shards)
+        job = _Job(found, load_tokenizer(tokenizer), out, settings, shard, command)
     if state is not None and state.get("finished"):
         output = PartialOutput(out, state)
     else:
@@ -107,11 +120,6 @@ def prepare(inputs: Sequence[str] | DatasetName, *, tokenizer: str, out: str, se
     rename_files(output.data_files, out, ENDINGS if shard is None else SHARD_ENDINGS)
     output.delete()
     return PreparedData(**state["meta"])
-
-
-def pin_dataset(dataset: DatasetName, out: str) -> DatasetName:
-    """Return a dataset with the commit that an earlier preparation of it recorded, else with its newest one."""
-    return pinned(dataset, (read_state(out) or {}).get("record", {}))
 
 
 def _resumable_state(out: str, record: dict[str, Any], *, overwrite: bool) -> dict[str, Any] | None:
@@ -181,7 +189,7 @@ class _Job:
             bos_token=self._tokenize.bos_token, eod_token=self._tokenize.eod_token, unknown_token=tokenizer.ids.unk,
             dtype=self._tokenize.dtype, inputs=inputs.describe(), record=record,
             sources=describe_sources(inputs, record["inputs"]), filters=_filters(settings),
-            fill_in_middle=None if middle is None else middle.facts())
+            fill_in_middle=None if middle is None else middle.facts(), commits=dict(inputs.commits))
         self._part = Part(inputs.files, 0) if shard is None else part_of(inputs.files, read, shard.index, shard.count)
         self._tokenize = replace(self._tokenize, has_signatures=finds_near, first_input=self._part.first_file,
                                  sampled_fractions=sampled_fractions(inputs.files))

@@ -168,6 +168,20 @@ def shards_in_folder(out: str) -> list[Shard]:
     return sorted(found)
 
 
+def facts_of_shards(out: str, shard: Shard, *, overwrite: bool) -> DataFacts | None:
+    """Return the facts of a complete shard of `out`, so that `shard` reads the same commits; None if there is none.
+
+    overwrite: `shard` itself is made again, and does not count.
+    """
+    for found in shards_in_folder(out):
+        if found != shard or not overwrite:
+            try:
+                return read_record(found.prefix(out)).facts
+            except (OSError, ValueError):
+                continue
+    return None
+
+
 def check_count(out: str, shard: Shard) -> None:
     """Raise ConfigError if there are shards of another division of the same data set."""
     others = [found for found in shards_in_folder(out) if found.count != shard.count]

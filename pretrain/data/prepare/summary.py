@@ -197,7 +197,7 @@ def summary_text(prefix: str | Path) -> str:
 
 def _rearranged(middle: Mapping[str, Any], num_documents: int) -> str:
     count, in_parts = middle["documents"], middle["documents_read_in_parts"]
-    return f"{count:,} documents ({count / num_documents:.1%})" + (
+    return f"{count:,} documents ({count / max(num_documents, 1):.1%})" + (
         f"; {in_parts:,} long ones are read in parts, and not rearranged" if in_parts else "")
 
 

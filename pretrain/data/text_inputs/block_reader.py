@@ -14,14 +14,12 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
 
-from pretrain.daemon_threads import DaemonThreads
 from pretrain.errors import ConfigError
 from pretrain.remote import RemoteFile
 
 BLOCK_BYTES = 2 << 20
 _BLOCKS_AHEAD = 4
 _FRAME = struct.Struct("<II")  # size and CRC-32 of a block of a copy
-_Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 
@@ -37,15 +35,6 @@ def in_thread(function: Callable[[], _Result]) -> "Future[_Result]":
 
     threading.Thread(target=run, daemon=True).start()
     return future
-
-
-def map_in_threads(function: Callable[[_Item], _Result], items: Iterable[_Item], *, most: int = 16) -> list[_Result]:
-    """Return the results of a function that waits for the network, in the order of the items."""
-    threads = DaemonThreads(most, name="store")
-    try:
-        return [future.result() for future in [threads.submit(function, item) for item in items]]
-    finally:
-        threads.shutdown()
 
 
 class BlockReader:

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from pretrain.data.text_inputs.block_reader import BlockReader, map_in_threads
+from pretrain.daemon_threads import map_in_threads
+from pretrain.data.text_inputs.block_reader import BlockReader
 from pretrain.data.text_inputs.chunk import Position, ReadSettings
 from pretrain.data.text_inputs.formats import (
     HEAD_BYTES,

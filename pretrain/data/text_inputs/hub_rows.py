@@ -22,13 +22,17 @@ _COMPRESSION_RATIO = 4  # assumed, for the progress bar
 _Values = list[bytes | memoryview | None]
 
 
-def read_data_file(dataset: HubDataset, path: str, column: str, start: Position, *, chunk_bytes: int,
-                   long_bytes: int) -> Iterator[Chunk]:
-    """Yield the values of a column from the row `start.offset` on in chunks. Raises ConfigError."""
+def read_data_file(dataset: HubDataset, path: str, column: str, start: Position, stop: int | None = None, *,
+                   chunk_bytes: int, long_bytes: int) -> Iterator[Chunk]:
+    """Yield the values of a column from the row `start.offset` on in chunks. Raises ConfigError.
+
+    stop: of Parquet, the row before which reading ends; None: it ends with the file.
+    """
     file = next(file for file in dataset.files if file.path == path)
     if file.kind == "parquet":  # the library would read the file from its beginning, a whole row group at a time
         reader = BlockReader(RemoteFile(path)) if is_url(path) else None
-        yield from read_parquet(path, column, start, chunk_bytes=chunk_bytes, long_bytes=long_bytes, reader=reader)
+        yield from read_parquet(path, column, start, stop, chunk_bytes=chunk_bytes, long_bytes=long_bytes,
+                                reader=reader)
         return
     rows = _Rows(dataset, file, column, start.offset)
     chunk_bytes = max(chunk_bytes, 4)  # the longest UTF-8 character

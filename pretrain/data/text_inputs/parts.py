@@ -10,10 +10,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
+from pretrain.data.text_inputs.block_reader import BlockReader
 from pretrain.data.text_inputs.chunk import BOM, ReadSettings
 from pretrain.data.text_inputs.find import Input
 from pretrain.data.text_inputs.formats import Source, open_source
 from pretrain.data.text_inputs.parquet import num_rows
+from pretrain.remote import RemoteFile, is_url
 
 _BLOCK_BYTES = 1 << 16
 
@@ -54,7 +56,7 @@ def part_of(files: Sequence[Input], settings: ReadSettings, index: int, count: i
 
 
 def _is_divisible(file: Input, settings: ReadSettings) -> bool:
-    if file.dataset is not None:
+    if file.dataset is not None and file.kind != "parquet":
         return False
     if file.kind == "parquet" or file.num_bytes == 0:
         return file.num_bytes > 0
@@ -65,7 +67,7 @@ def _part_of_file(file: Input, settings: ReadSettings, start: int, stop: int) ->
     """Return the part with the documents that begin in the bytes [start, stop) of a file; None if there are none."""
     size = file.num_bytes
     if file.kind == "parquet":
-        whole = num_rows(file.path, file.stored.open() if file.stored is not None else None)
+        whole = num_rows(file.path, _reader(file))
         begin, end = -(-start * whole // size), -(-stop * whole // size)
     else:
         whole, separator = size, b"\n" if file.kind == "jsonl" else settings.document_separator.encode()
@@ -75,6 +77,12 @@ def _part_of_file(file: Input, settings: ReadSettings, start: int, stop: int) ->
     if begin == end:
         return None
     return replace(file, start=begin, stop=end, num_bytes=size * (end - begin) // whole)
+
+
+def _reader(file: Input) -> BlockReader | None:
+    if file.stored is not None:
+        return file.stored.open()
+    return BlockReader(RemoteFile(file.path)) if file.dataset is not None and is_url(file.path) else None
 
 
 def _first_document(file: Input, separator: bytes, byte: int) -> int:

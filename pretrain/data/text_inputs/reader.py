@@ -31,13 +31,13 @@ def read_chunks(found: Input, settings: ReadSettings, *, start: Position = BEGIN
     The chunks from a position on are always the same: whether reading began there or before. Standard input can only
     be read once, from its beginning. Raises ConfigError if the input cannot be read to its end.
     """
+    start = found.beginning if start == BEGINNING else start
     if found.dataset is not None:
-        yield from read_data_file(found.dataset, found.path, settings.jsonl_key, start, chunk_bytes=chunk_bytes,
-                                  long_bytes=long_bytes)
+        yield from read_data_file(found.dataset, found.path, settings.jsonl_key, start, found.stop,
+                                  chunk_bytes=chunk_bytes, long_bytes=long_bytes)
         return
     if found.stored is not None and reader is None:
         reader = found.stored.open()
-    start = found.beginning if start == BEGINNING else start
     if found.kind == "parquet":
         yield from read_parquet(found.path, settings.jsonl_key, start, found.stop, chunk_bytes=chunk_bytes,
                                 long_bytes=long_bytes, reader=reader)

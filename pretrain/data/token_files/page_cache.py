@@ -149,7 +149,7 @@ class PageCache:
                 fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, place)
 
     def _open(self, num_bytes: int | None) -> tuple[int, int]:
-        """Return the descriptor of the cache, made anew if there is none of this size, and its number of sets."""
+        """Return the descriptor of the cache, created if there is none of this size, and its number of sets."""
         wanted = None if num_bytes is None else max(num_bytes // _SET_BYTES, 1)
         with contextlib.suppress(FileNotFoundError):
             descriptor = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)

@@ -24,6 +24,7 @@ from pretrain.data.token_files.writer import IndexedWriter
 from pretrain.data.tokenizers.train_tokenizer import train_sentencepiece
 from pretrain.errors import ConfigError
 from tests.data.prepare.helpers import SOURCES, TEXTS, jsonl
+from tests.support.range_server import range_server
 from tests.wrong_inputs.case import main_of
 
 _documents = st.lists(st.lists(st.integers(0, 2), max_size=14), min_size=1, max_size=8)
@@ -178,7 +179,7 @@ def test_remove_writes_data_without_the_matches(folder: Path, tmp_path: Path, mo
     assert source is not None
     assert [meta[key] for key in ("tokenizer_sha256", "eod_token")] == [source[key] for key in ("tokenizer_sha256",
                                                                                               "eod_token")]
-    note = meta["without_overlap"]
+    (note,) = meta["without_overlap"]
     assert (note["ngram"], note["max_documents"], note["removed_documents"]) == (13, 20, 21)
     assert len(note["source_sha256"]) == len(note["against"][0]["tokens_sha256"]) == 64
     assert {path: path.read_bytes() for path in folder.glob("train.*")} == before
@@ -188,6 +189,14 @@ def test_remove_writes_data_without_the_matches(folder: Path, tmp_path: Path, mo
         _command(monkeypatch, folder / "train", "--against", folder / "eval", "--remove", "--overwrite", "--out",
                  folder / "train")
     assert _search(str(clean), [str(folder / "eval")], 13, 20).reports[0].matched_ngrams == 0
+
+
+def test_token_files_on_a_server_are_evaluation_sets(folder: Path) -> None:
+    with range_server(folder) as server:
+        found = [_search(str(folder / "train"), [f"{where}/eval"], 13) for where in (folder, server.url)]
+    local, remote = ({**report.to_json(), "sets": [{**each, "name": ""} for each in report.to_json()["sets"]]}
+                     for report in found)
+    assert local == remote
 
 
 def test_several_processes_give_the_same_result(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

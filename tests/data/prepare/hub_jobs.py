@@ -27,7 +27,7 @@ class Jobs:
         """Prepare a dataset. Return "" after it was finished, "killed", or the error.
 
         kill_in: number of the data file in which the process is killed; kill_in_parts: only within a long value.
-        options: env (a dict), overwrite, skip_errors, and others of DatasetName and ReadSettings.
+        options: env (a dict), overwrite, skip_errors, shard, and others of DatasetName and ReadSettings.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -75,9 +75,11 @@ def main() -> None:
 
 
 def _prepare(name: str, out: str, kill_in: int | None, kill_in_parts: bool, env: dict[str, str] | None = None,
-             jsonl_key: str = "text", skip_errors: bool = False, overwrite: bool = False, **words: str) -> str:
+             jsonl_key: str = "text", skip_errors: bool = False, overwrite: bool = False,
+             shard: tuple[int, int] | None = None, **words: str) -> str:
     import pretrain.data.prepare.partial_output as partial_output
     from pretrain.data.prepare.prepare import PrepareSettings, prepare
+    from pretrain.data.prepare.shards import Shard
     from pretrain.data.text_inputs.chunk import ReadSettings
     from pretrain.data.text_inputs.hub_dataset import DatasetName
     from pretrain.errors import ConfigError
@@ -96,7 +98,7 @@ def _prepare(name: str, out: str, kill_in: int | None, kill_in_parts: bool, env:
     settings = PrepareSettings(ReadSettings(jsonl_key=jsonl_key, skip_errors=skip_errors))
     try:
         prepare(DatasetName(name, **words), tokenizer="bytes", out=out, settings=settings, workers=1,
-                overwrite=overwrite, seconds_between_states=0)
+                overwrite=overwrite, seconds_between_states=0, shard=Shard(*shard) if shard else None)
     except ConfigError as error:
         return str(error)
     assert "torch" not in sys.modules

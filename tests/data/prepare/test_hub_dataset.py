@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from pretrain.data.prepare.merge_shards import merge_shards, named_shards, open_shards
 from pretrain.data.prepare.prepare import PrepareSettings, prepare
 from pretrain.data.text_inputs.chunk import LONG_BYTES, ReadSettings
 from tests.data.prepare.helpers import TEXTS as SHORT
@@ -165,6 +166,18 @@ def test_the_commit_is_recorded_and_a_resume_uses_it(hub: DatasetHub, jobs: Jobs
         assert jobs.run("org/moving", out, revision=revision) == ""
         assert json.loads(Path(f"{out}.meta.json").read_text())["sources"]["dataset"]["commit"] == commit
         assert tokens(out) == local([moving.commits[commit] / "train.jsonl"], tmp_path / f"local-{revision}")
+
+
+def test_all_shards_read_the_commit_of_the_first_one(hub: DatasetHub, jobs: Jobs, tmp_path: Path) -> None:
+    moving = hub.repositories["org/moving"]
+    moving.refs["main"], out = OLD, tmp_path / "out"
+    assert jobs.run("org/moving", out, shard=(0, 2)) == ""
+    moving.refs["main"] = NEW
+    assert jobs.run("org/moving", out, shard=(0, 2)) == ""  # it is complete
+    assert jobs.run("org/moving", out, shard=(1, 2)) == ""
+    assert jobs.run("org/moving", out, shard=(0, 2), overwrite=True) == ""
+    merge_shards(str(out), open_shards(named_shards(str(out), []) or []), overwrite=False, advance=lambda *_: None)
+    assert tokens(out) == local([moving.commits[OLD] / "train.jsonl"], tmp_path / "local")
 
 
 def test_what_does_not_exist_is_named(jobs: Jobs, hub: DatasetHub, tmp_path: Path) -> None:

@@ -81,6 +81,22 @@ def test_shards_of_a_store_give_the_bytes_of_local_files(corpus: Path, s3: str, 
         assert Path(f"{out}.{ending}").read_bytes() == Path(f"{out}1.{ending}").read_bytes()
 
 
+def test_all_shards_read_the_commit_of_the_first_one(hub: DatasetHub, corpus: Path, tmp_path: Path) -> None:
+    branches, out = hub.repositories["org/books"].refs, str(tmp_path / "out")
+
+    def make(index: int, **flags: Any) -> None:
+        prepare(["hf://datasets/org/books"], tokenizer="bytes", out=out, settings=SEPARATED, workers=1,
+                shard=Shard(index, 2), **flags)
+
+    make(0)
+    branches["main"] = "b" * 40
+    make(0)  # it is complete
+    make(1)
+    make(0, overwrite=True)
+    merge_shards(out, open_shards(named_shards(out, []) or []), overwrite=False, advance=lambda count, note: None)
+    assert hashes(tmp_path / "out") == prepared([str(corpus)], tmp_path / "single")
+
+
 @pytest.mark.parametrize("source", ["s3", "http", "hf", "file"])
 def test_every_source_and_format_gives_the_bytes_of_local_files(source: str, corpus: Path, s3: str, tmp_path: Path,
                                                                 hub: DatasetHub) -> None:
