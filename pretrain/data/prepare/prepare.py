@@ -8,7 +8,7 @@ import functools
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ from pretrain.data.prepare.shards import (
     shard_record,
 )
 from pretrain.data.prepare.sources import input_file, sampled_fractions
+from pretrain.data.prepare.summary import read_summary
 from pretrain.data.prepare.tokenize_batch import TokenizeSettings, make_tokenize
 from pretrain.data.prepare.worker_pool import map_in_order
 from pretrain.data.text_inputs.chunk import CHUNK_BYTES, Position, ReadSettings
@@ -59,7 +60,7 @@ from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import ConfigError, shorten
 from pretrain.paths import check_folder, write_synced
 from pretrain.progress import ProgressBar
-from pretrain.stored_json import build, read_json
+from pretrain.stored_json import build, read_object
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,10 @@ def _complete_shard(prefix: str, shard: Shard, facts: DataFacts) -> PreparedData
         is_same = record.facts.of_all_shards() == facts.of_all_shards() and may_skip
         if not is_same or isinstance(check_files(prefix, shard, record), str):
             return None
-        return build(PreparedData, read_json(Path(f"{prefix}.meta.json")))
+        read_summary(prefix)  # the command prints it
+        known = {field.name for field in fields(PreparedData)}  # --fim_rate adds a key
+        meta = read_object(Path(f"{prefix}.meta.json"))
+        return build(PreparedData, {name: value for name, value in meta.items() if name in known})
     except (OSError, ValueError, KeyError):
         return None
 

@@ -19,6 +19,7 @@ import pretrain.data.prepare.tokenize_batch
 import pretrain.data.text_inputs.reader
 from pretrain.data.prepare.fill_in_middle import KNOWN_NAMES, FillInMiddle, divide_document
 from pretrain.data.prepare.prepare import PrepareSettings, prepare
+from pretrain.data.prepare.shards import Shard
 from pretrain.data.prepare.summary import read_summary, summary_text
 from pretrain.data.source_facts import end_notes, learnable_notes, source_facts
 from pretrain.data.token_files.indexed_dataset import IndexedDataset, read_meta
@@ -156,6 +157,14 @@ def test_documents_do_not_depend_on_workers_order_or_kills(tmp_path: Path, own: 
     summary = read_summary(tmp_path / "one")
     assert summary["duplicate_documents"] == 9  # equal texts are rearranged alike
     assert {documents[0] for documents in map(tuple, _documents(tmp_path / "one")[-9:])} >= {own.token_of(_NAMES[0])}
+
+
+def test_a_complete_shard_is_not_made_again(tmp_path: Path, own: Tokenizer, capsys: pytest.CaptureFixture[str]) -> None:
+    source = jsonl(tmp_path / "a.jsonl", TEXTS)
+    for _ in range(2):
+        prepare([source], tokenizer=str(own.path), out=str(tmp_path / "out"), workers=1, shard=Shard(0, 2),
+                settings=PrepareSettings(fill_in_middle=FillInMiddle(0.5, 0.5, 1)))
+    assert "out.shard-00000-of-00002 is complete already" in capsys.readouterr().err
 
 
 def test_a_resume_with_another_rate_or_none_is_rejected(tmp_path: Path, own: Tokenizer,

@@ -314,6 +314,12 @@ def test_the_commands(tmp_path: Path, complete: Path, tokenizer: Tokenizer,
     captured = capsys.readouterr()
     assert "00001-of-00004 is complete already" in captured.err
     assert captured.out.splitlines()[-1] == f"next: ds-pretrain data merge {complete}/out"
+    summary = complete / f"{SHARD.format(1)}.summary.json"
+    for content_now in (b"{", None):  # damaged, missing
+        summary.unlink() if content_now is None else summary.write_bytes(content_now)
+        with pytest.raises(ConfigError, match=r"00001-of-00004\.bin exists. Give --overwrite"):
+            command(complete, tokenizer, "1/4")
+    assert command(complete, tokenizer, "1/4", "--overwrite") == 0
     assert merge_command(str(tmp_path / "named"), *reversed(names)) == 0  # any order, another OUT
     single([str(complete / "*.jsonl")], tokenizer, tmp_path / "single", PrepareSettings())
     assert content(tmp_path / "named") == content(tmp_path / "single")
