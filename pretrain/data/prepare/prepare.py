@@ -8,7 +8,7 @@ import functools
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -159,9 +159,7 @@ def _complete_shard(prefix: str, shard: Shard, facts: DataFacts) -> PreparedData
         if not is_same or isinstance(check_files(prefix, shard, record), str):
             return None
         read_summary(prefix)  # the command prints it
-        known = {field.name for field in fields(PreparedData)}  # --fim_rate adds a key
-        meta = read_object(Path(f"{prefix}.meta.json"))
-        return build(PreparedData, {name: value for name, value in meta.items() if name in known})
+        return build(PreparedData, read_object(Path(f"{prefix}.meta.json")))
     except (OSError, ValueError, KeyError):
         return None
 
