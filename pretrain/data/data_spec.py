@@ -143,6 +143,9 @@ def parse_data_spec(train_data: Words, *, valid_data: Words = None, test_data: W
     if phases and phases[0].from_tokens == 0 and weights is not None:
         raise ConfigError("--blend_schedule", problem="it has weights from token 0 on, and --train_data has weights "
                           "too", remedy="leave the weights of --train_data out, or begin the schedule later")
+    if data_cache and is_url(data_cache):
+        raise ConfigError("--data_cache", found=shorten(without_credentials(data_cache)),
+                          expected="a folder on a local disk")
     spec = DataSpec(prefixes, weights, valid, test, split, sample_order, packing, phases,
                     cache=CacheSettings(data_cache or "", data_cache_gb))
     if spec.cache != CacheSettings() and prefixes and not any(map(is_url, spec.prefixes)):

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from pretrain.data.text_inputs.block_reader import BlockReader
 from pretrain.errors import ConfigError
@@ -121,6 +122,8 @@ def _web_file(url: str, where: str) -> StoredFile:
     if "*" in url.partition("?")[0]:
         raise ConfigError(where, problem="a web server has no list of its files, so * cannot be used",
                           remedy="give the URL of each file; %2A is the character *")
+    if not urlsplit(url).hostname:
+        raise ConfigError(where, problem="it names no server", remedy="give a URL such as https://host/file")
     return _stored_file(url, {}, "")
 
 

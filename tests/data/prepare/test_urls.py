@@ -446,6 +446,7 @@ WRONG_OF_S3 = {
     "s3://empty": "s3://empty: there are no files to read below it.",
     "s3://bucket/corpus/*.csv": "s3://bucket/corpus/*.csv: no file matches this pattern.",
     "s3://bucket/corpus/part-?.csv": "s3://bucket/corpus/part-?.csv: no file matches this pattern.",
+    "https:///a": "https:///a: it names no server. Give a URL such as https://host/file.",
     "s3://": "s3://: it names no file of a store. Give a URL such as s3://bucket/name.",
     "s4://bucket/x": "s4://bucket/x: found the protocol s4://; expected a URL that fsspec knows such as",
     "abfs://container/x": "abfs://container/x: abfs:// needs a package: Install adlfs",

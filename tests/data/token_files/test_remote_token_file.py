@@ -285,6 +285,8 @@ def test_wrong_prefixes_and_uploads(served: tuple[str, Server], tmp_path: Path) 
     assert absolute_words("https://me:word@host/a") == "https://host/a"
     with pytest.raises(ConfigError, match="has no effect"):
         parse_data_spec("data/corpus", data_cache_gb=1.0)
+    with pytest.raises(ConfigError, match="--data_cache: found s3://bucket/c; expected a folder"):
+        parse_data_spec(url, data_cache="s3://bucket/c")
     blocked = tmp_path / "file"
     blocked.touch()
     with pytest.raises(ConfigError, match="--data_cache"):
