@@ -63,8 +63,8 @@ def _kept(match: "re.Match[str]") -> str:
     return str(match[1] or match[2])
 
 
-def open_file_system(url: str, where: str) -> tuple[Any, str]:
-    """Return fsspec's file system of a URL, and the path on it. No server is contacted.
+def check_protocol(url: str, where: str) -> str:
+    """Return the protocol of a URL. No server is contacted.
 
     Raises ConfigError, which begins with `where`, if the protocol is unknown or its package is not installed.
     """
@@ -74,16 +74,25 @@ def open_file_system(url: str, where: str) -> tuple[Any, str]:
     try:
         for name in protocol.split("::"):  # simplecache::s3://bucket is one URL
             fsspec.get_filesystem_class(name)
-        system, path = fsspec.url_to_fs(url, **_settings(protocol))
     except ImportError as error:
         extra = _EXTRAS.get(protocol.rpartition("::")[2])
         raise ConfigError(where, problem=f"{protocol}:// needs a package: {error}",
                           remedy=f"run `pip install 'ds-pretrain[{extra}]'`" if extra else "install it") from None
-    except ValueError as error:
-        if protocol in fsspec.available_protocols():
-            raise ConfigError(where, problem=f"the URL cannot be used: {_text_of(error)}") from None
+    except ValueError:
         raise ConfigError(where, found=f"the protocol {protocol}://", expected="a URL that fsspec knows such as "
                           "s3://bucket/name", word=protocol, known=fsspec.available_protocols()) from None
+    return protocol
+
+
+def open_file_system(url: str, where: str) -> tuple[Any, str]:
+    """Return fsspec's file system of a URL, and the path on it. Raises ConfigError as `check_protocol`."""
+    import fsspec
+
+    protocol = check_protocol(url, where)
+    try:
+        system, path = fsspec.url_to_fs(url, **_settings(protocol))
+    except ValueError as error:
+        raise ConfigError(where, problem=f"the URL cannot be used: {_text_of(error)}") from None
     except OSError as error:  # clients of some protocols, such as ftp://, connect here
         raise ConfigError(where, problem=f"the server cannot be reached: {_text_of(error)}") from None
     return system, str(path)

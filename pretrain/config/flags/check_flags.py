@@ -10,7 +10,7 @@ from pretrain.config.flags.overrides import named_overrides
 from pretrain.config.schedule import FIELD_OF_FLAG, KINDS
 from pretrain.errors import ConfigError, shorten
 from pretrain.paths import RUN_FILES, check_folder, check_outside_runs
-from pretrain.remote import open_file_system
+from pretrain.remote import check_protocol
 
 
 def check_flags(args: RunArguments) -> None:
@@ -133,7 +133,7 @@ def _check_mirror(mirror: str, save: str) -> None:
     if separator and not protocol:
         raise ConfigError("--checkpoint_mirror", found=mirror, expected="a folder, or a URL such as s3://bucket/run")
     if not local:
-        open_file_system(mirror, "--checkpoint_mirror")
+        check_protocol(mirror, "--checkpoint_mirror")
         return
     folder, run = (Path(os.path.realpath(name)) for name in (mirror.partition("://")[2] if separator else mirror, save))
     if folder == run or run in folder.parents:
