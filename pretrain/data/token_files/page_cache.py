@@ -14,6 +14,7 @@ tokens.
 import contextlib
 import fcntl
 import functools
+import getpass
 import hashlib
 import os
 import secrets
@@ -56,7 +57,8 @@ class CacheSettings:
         """The folder of the cache."""
         if self.folder:
             return Path(os.path.abspath(self.folder))
-        home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        user = "~" if os.environ.get("HOME") != "" else f"~{getpass.getuser()}"  # expanduser takes "" for the folder /
+        home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser(f"{user}/.cache")
         return Path(home, "ds-pretrain", "data").absolute()
 
 
@@ -88,7 +90,8 @@ class PageCache:
                 self._descriptor, self._num_sets = self._open(num_bytes)
         except OSError as error:
             raise ConfigError("--data_cache", problem=f"{shorten(str(folder))} cannot be used "
-                              f"({error.strerror or error})", remedy="name a folder on a local disk") from None
+                              f"({error.strerror or error})", remedy="name a folder on a local disk, or set "
+                              "XDG_CACHE_HOME, where the default folder lies") from None
         self.num_bytes = self._num_sets * WAYS * PAGE_BYTES
 
     def get(self, file_key: bytes, page: int) -> bytes | None:

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import pwd
 import random
 import shutil
 import signal
@@ -356,3 +357,9 @@ def test_commands_read_a_url(served: tuple[str, Server], folder: Path, tmp_path:
     with pytest.raises(ConfigError, match="not written to an object store"):
         data_main()
     assert hashes_path(folder / "data").is_file()
+
+
+def test_an_empty_home_is_that_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "")
+    assert CacheSettings().path == Path(pwd.getpwuid(os.getuid()).pw_dir, ".cache/ds-pretrain/data")
