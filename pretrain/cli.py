@@ -20,6 +20,7 @@ LARGEST_INT = 2**63 - 1
 LONGEST_SECONDS = 31_536_000.0  # a year; threading and select overflow on far longer timeouts
 _LONGEST_PROBLEM = 1000  # characters
 _CURSOR = re.compile(r"(\r|\x1b\[[AK])")  # to the beginning of the line, a line up, and erase the rest of the line
+_URL = re.compile(r"[a-z][a-z0-9+.-]*(?:::[a-z][a-z0-9+.-]*)*://", re.IGNORECASE)
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _TYPE_NAMES = {"int": "a whole number", "float": "a number"}
 
@@ -184,6 +185,11 @@ def bad_path(word: str) -> str:
     return ""
 
 
+def is_url(word: str) -> bool:
+    """Return whether a word of the command line is a URL and not a path."""
+    return _URL.match(word) is not None
+
+
 def prefix(word: str) -> str:
     """Argparse type: the common prefix of a .bin and an .idx file, a path or a URL."""
     if word.endswith(("/", "/.", "/..")) or word in (".", ".."):
@@ -191,12 +197,12 @@ def prefix(word: str) -> str:
                                          "becomes data/corpus.bin and data/corpus.idx")
     if word.endswith((".bin", ".idx")):
         raise argparse.ArgumentTypeError(f"give the prefix without {word[-4:]}: {shorten(word[:-4])!r}")
-    return word if "://" in word else str(path(word))
+    return word if is_url(word) else str(path(word))
 
 
 def new_prefix(word: str) -> str:
     """Argparse type: the prefix of token files that are written: a path."""
-    if "://" in word:
+    if is_url(word):
         raise argparse.ArgumentTypeError(f"{shorten(word)!r} is a URL, and token files are written to a disk; give a "
                                          "path, and upload its files afterwards")
     return prefix(word)

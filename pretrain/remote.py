@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from pretrain.cli import is_url as is_url
 from pretrain.cli import path_text, say, text
 from pretrain.errors import ConfigError, printable, shorten
 
-_URL = re.compile(r"[a-z][a-z0-9+.-]*(?:::[a-z][a-z0-9+.-]*)*://", re.IGNORECASE)
 _CREDENTIALS = re.compile(r"(https?://)[^/\s]*@|(//)[^/\s:@]*:[^/\s]*@", re.IGNORECASE)
 """abfs://container@account has none"""
 _QUERY = re.compile(r"(https?://[^\s?]*)\?\S*|(://[^\s?]*)\?\S*=\S*", re.IGNORECASE)
@@ -42,11 +42,6 @@ _T = TypeVar("_T")
 
 class StoreError(ConfigError):
     """A store does not answer. Another start may succeed."""
-
-
-def is_url(word: str) -> bool:
-    """Return whether a word of the command line is a URL and not a path."""
-    return _URL.match(word) is not None
 
 
 def path_or_url(word: str) -> str:

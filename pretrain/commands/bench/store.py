@@ -29,7 +29,7 @@ _SMALL_CACHE = 2**24  # bytes: 4% of the file, so that nearly each sample is req
 
 @dataclass(frozen=True)
 class StoreFigure:
-    """What was measured with one cache and one length of the step. The field names are the keys of --json."""
+    """Measurement with one cache and one length of the step. The field names are the keys of --json."""
 
     step_seconds: float  # of the computation
     tokens_per_second: float  # of one rank, with the waiting

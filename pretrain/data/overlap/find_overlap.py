@@ -26,7 +26,7 @@ from pretrain.errors import ConfigError
 
 @dataclass(frozen=True)
 class OverlapResult:
-    """What training data and evaluation sets share."""
+    """N-grams that training data and evaluation sets share."""
 
     train: IndexedDataset
     n: int

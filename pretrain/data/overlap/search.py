@@ -34,7 +34,7 @@ class Overlap:
 
     @property
     def matched(self) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
-        """Whether each n-gram is a match."""
+        """True for each n-gram that is a match [number of n-grams]."""
         return (self.documents_with > 0) & (self.documents_with <= self.most_documents)
 
     def contaminated_documents(self) -> Numbers:

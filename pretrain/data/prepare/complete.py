@@ -40,7 +40,7 @@ class PreparedData:
 
 @dataclass(frozen=True)
 class DataFacts:
-    """What is known about a data set before its inputs are read. Each shard stores it for the merge."""
+    """Facts about a data set before its inputs are read. Each shard stores it for the merge."""
 
     vocab_size: int
     tokenizer: str
@@ -54,7 +54,6 @@ class DataFacts:
     record: dict[str, Any]
     """settings and inputs that must be the same for a resume, and for all shards"""
     sources: dict[str, Any]
-    filters: dict[str, Any]
     fill_in_middle: dict[str, Any] | None = None
     commits: dict[str, str] = field(default_factory=dict)
     """of inputs on the Hub: "hf://REPOSITORY@REVISION" -> the commit that is read"""
@@ -66,18 +65,26 @@ class DataFacts:
 
     @property
     def deduplicate(self) -> bool:
-        """Whether exact duplicates are removed. They are near-duplicates, too."""
+        """True if exact duplicates are removed. They are near-duplicates, too."""
         return bool(self.record["--deduplicate"]) or self.record["--near_duplicates"] == "remove"
 
     @property
     def near(self) -> NearSettings | None:
-        """What is done with near-duplicates; None: they are not looked for."""
+        """Settings of near-duplicates; None: they are not looked for."""
         choice = self.record["--near_duplicates"]
         return None if choice is None else NearSettings(float(self.record["--near_threshold"]), choice == "remove")
 
+    @property
+    def filters(self) -> dict[str, Any]:
+        """The settings that leave out or change documents."""
+        record = self.record
+        near = {name: record[f"--{name}"] for name in ("near_duplicates", "near_threshold")}
+        return {"on_error": "skip" if record["skip_errors"] else "stop", "deduplicate": record["--deduplicate"],
+                **(near if record["--near_duplicates"] else {})}
+
     def of_all_shards(self) -> dict[str, Any]:
         """Return what must be the same for all shards. --on_error has no effect on a shard without errors."""
-        other = ("record", "tokenizer", "inputs", "filters")
+        other = ("record", "tokenizer", "inputs")
         facts = {name: value for name, value in asdict(self).items() if name not in other}
         return {**{name: value for name, value in self.record.items() if name != "skip_errors"}, **facts}
 

@@ -1,4 +1,4 @@
-"""What is known about each document besides its tokens; OUT.shard-I-of-N.documents: a row for each document of a shard.
+"""Facts about each document besides its tokens; OUT.shard-I-of-N.documents: a row for each document of a shard.
 
 A merge gives the tokens of the documents and these rows to `DocumentWriter.add`, as fields of a TokenizedBatch. A fact
 that `add` needs for each document is added in three places: a column here, a field of DocumentFacts, and the
@@ -31,7 +31,7 @@ def row_type(*, has_signatures: bool) -> "np.dtype[np.void]":
 
 @dataclass(frozen=True)
 class DocumentFacts:
-    """What is known about each of some documents."""
+    """Facts about some documents, an entry for each."""
 
     text_bytes: npt.NDArray[np.int64]
     """bytes of the texts [n]"""

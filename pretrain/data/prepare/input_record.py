@@ -1,4 +1,4 @@
-"""What a preparation records of its inputs: to compare them at a resume, and to describe the result.
+"""Records of the inputs of a preparation: to compare them at a resume, and to describe the result.
 
 OUT.partial/inputs.json has the commits and formats of files of stores, so that a resume reads the same commits and does
 not examine the files again.

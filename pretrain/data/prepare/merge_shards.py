@@ -139,8 +139,7 @@ def merge_shards(out: str, shards: Sequence[ShardFiles], *, overwrite: bool, adv
     """Write the files of the data set that the shards are parts of. Raises ConfigError."""
     facts = shards[0].record.facts
     skips = any(shard.record.facts.record["skip_errors"] for shard in shards)
-    facts = replace(facts, record={**facts.record, "skip_errors": skips},
-                    filters={**facts.filters, "on_error": "skip" if skips else "stop"})
+    facts = replace(facts, record={**facts.record, "skip_errors": skips})
     if read_state(out) is not None and not overwrite:
         raise ConfigError(str(partial_path(out)), problem="a preparation of the same name was stopped here",
                           remedy="give another OUT, or --overwrite to drop it")

@@ -101,7 +101,8 @@ def prepare(inputs: Sequence[str] | DatasetName, *, tokenizer: str, out: str, se
     if problem := bad_path(f"{out}.summary.json"):
         raise ConfigError("--out", problem=problem)
     check_folder(Path(out).absolute().parent, "--out")
-    job = _Job(found, load_tokenizer(tokenizer), out, settings, shard, command)
+    loaded = load_tokenizer(tokenizer)
+    job = _Job(found, loaded, out, settings, shard, command)
     if shard is not None and not overwrite and (meta := _complete_shard(out, shard, job.facts)):
         say(f"{out} is complete already, with these inputs and settings")
         return meta
@@ -111,7 +112,7 @@ def prepare(inputs: Sequence[str] | DatasetName, *, tokenizer: str, out: str, se
     if state is None and earlier is not None and all(file.can_resume for file in found.files):
         # A new beginning reads the commits of the other shards, else those that the revisions name now.
         found = find_inputs(inputs, settings.read, of_shards)
-        job = _Job(found, load_tokenizer(tokenizer), out, settings, shard, command)
+        job = _Job(found, loaded, out, settings, shard, command)
     if state is not None and state.get("finished"):
         output = PartialOutput(out, state)
     else:
@@ -190,7 +191,7 @@ class _Job:
             vocab_size=tokenizer.ids.vocab_size, tokenizer=tokenizer.name, tokenizer_sha256=tokenizer.fingerprint,
             bos_token=self._tokenize.bos_token, eod_token=self._tokenize.eod_token, unknown_token=tokenizer.ids.unk,
             dtype=self._tokenize.dtype, inputs=inputs.describe(), record=record,
-            sources=describe_sources(inputs, record["inputs"]), filters=_filters(settings),
+            sources=describe_sources(inputs, record["inputs"]),
             fill_in_middle=None if middle is None else middle.facts(), commits=dict(inputs.commits))
         self._part = Part(inputs.files, 0) if shard is None else part_of(inputs.files, read, shard.index, shard.count)
         self._tokenize = replace(self._tokenize, has_signatures=finds_near, first_input=self._part.first_file,
@@ -304,10 +305,3 @@ def _special_tokens(tokenizer: Tokenizer, settings: PrepareSettings) -> tuple[in
                           remedy="choose another tokenizer, or leave out --prepend_bos")
     return (tokenizer.ids.bos if settings.prepend_bos else None,
             tokenizer.eod_token if settings.append_eod else None)
-
-
-def _filters(settings: PrepareSettings) -> dict[str, Any]:
-    """Return the settings that leave out or change documents."""
-    return {"on_error": "skip" if settings.read.skip_errors else "stop", "deduplicate": settings.deduplicate,
-            **({"near_duplicates": settings.near_duplicates, "near_threshold": settings.near_threshold}
-               if settings.near_duplicates else {})}

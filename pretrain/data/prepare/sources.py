@@ -11,7 +11,7 @@ from pretrain.data.text_inputs.find import Input
 
 @dataclass(frozen=True)
 class InputFile:
-    """What the places and counts of documents need to know about an input."""
+    """Name and source of an input, for the places and counts of its documents."""
 
     name: str
     source: str

@@ -90,7 +90,7 @@ class TokenizedBatch:
 
     @property
     def facts(self) -> DocumentFacts:
-        """What is known about the documents that end in this batch."""
+        """Facts about the documents that end in this batch."""
         size = len(self.ends)
         signatures = None if self.signatures is None else self.signatures[:size]
         return DocumentFacts(self.text_bytes[:size], self.digests, self.origins[:size], signatures)

@@ -63,12 +63,12 @@ class OwnSamples:
 
     @property
     def has_weights(self) -> bool:
-        """Whether the items have a weight for each token. All items have the same columns as item 0."""
+        """True if the items have a weight for each token. All items have the same columns as item 0."""
         return "weights" in self._columns
 
     @property
     def has_positions(self) -> bool:
-        """Whether the items have the positions of their tokens inside their documents."""
+        """True if the items have the positions of their tokens inside their documents."""
         return "positions" in self._columns
 
     @property

@@ -24,7 +24,10 @@ _Result = TypeVar("_Result")
 
 
 def in_thread(function: Callable[[], _Result]) -> "Future[_Result]":
-    """Call a function in a thread that does not keep this process alive, unlike those of concurrent.futures."""
+    """Call a function in a thread that does not keep this process alive, unlike those of concurrent.futures.
+
+    Not one of a common DaemonThreads: a forked process would wait for threads that it does not have.
+    """
     future: Future[_Result] = Future()
 
     def run() -> None:

@@ -52,7 +52,7 @@ class FetchedFiles:
 
 @dataclass(frozen=True)
 class _Copy:
-    """What is recorded about a copy."""
+    """Record of a copy."""
 
     version: str  # in the store
     size: int

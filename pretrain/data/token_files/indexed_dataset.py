@@ -221,7 +221,7 @@ class IndexedDataset:
 
     @property
     def is_remote(self) -> bool:
-        """Whether the data is in an object store."""
+        """True if the data is in an object store."""
         return isinstance(self.file, RemoteTokenFile)
 
     def _check_uploaded_hashes(self) -> None:

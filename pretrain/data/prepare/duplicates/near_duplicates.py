@@ -34,7 +34,7 @@ _Rows = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class NearSettings:
-    """What is a near-duplicate, and what is done with it."""
+    """Threshold of near-duplicates, and whether they are removed."""
 
     threshold: float
     """estimated Jaccard similarity from which on a document is one"""

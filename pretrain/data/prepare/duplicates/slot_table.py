@@ -85,7 +85,7 @@ class SlotTable:
 
     @property
     def _is_large(self) -> bool:
-        """Whether the pages would need too much of this process's memory, so that slots are read one by one."""
+        """True if the pages would need too much of this process's memory, so that slots are read one by one."""
         return len(self._map) > _SMALL_TABLE_BYTES
 
     def _first_slots(self, hashes: Words) -> npt.NDArray[np.int64]:
