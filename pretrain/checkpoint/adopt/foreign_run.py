@@ -1,0 +1,72 @@
+"""What a checkpoint of another program holds, in the terms of a transformers model.
+
+Each kind of checkpoint has a module with a function that reads a folder and returns a `ForeignRun`. `adopt.py` writes it
+as a checkpoint of this program, whatever its kind.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Shape = tuple[int, ...]
+ReadState = Callable[[str, str], torch.Tensor]
+
+# Names that --accept_loss_of takes: what a run needs, and what a checkpoint may lack.
+LOSSES = {
+    "optimizer": "the optimizer's states (moments): the optimizer begins anew",
+    "master_weights": "the fp32 master weights: the 16-bit weights are used, rounded",
+    "data_position": "the number of samples that were consumed: the data begins at its first sample",
+    "schedule": "the position in the learning-rate schedule",
+    "loss_scale": "the state of fp16's loss scaler",
+    "rng": "the states of the random number generators: dropout draws other values",
+    "other_states": "values that this program has no counterpart for; the message lists them",
+}
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Something in the source, or missing in it, that the adopted run will not have."""
+
+    name: str  # a key of LOSSES
+    reason: str  # what exactly, and why: one clause for a message
+
+
+@dataclass(frozen=True)
+class ForeignRun:
+    """The state of a run of another program, at one of its checkpoints.
+
+    Parameters have the names of the transformers model (`AutoModelForCausalLM`, keys of its state_dict), whatever the
+    source calls them. A tied head is not listed. Shapes are those of complete parameters without padding: `read` joins
+    the parts of ranks, and removes rows that pad a vocabulary.
+    """
+
+    program: str  # for messages and the record, such as "transformers.Trainer, DeepSpeed ZeRO-2"
+    folder: Path  # of the checkpoint
+    files: tuple[Path, ...]  # all files that `read` uses; they are hashed for the record
+    config: dict[str, Any]  # content of a transformers config.json
+    shapes: Mapping[str, Shape]
+    # (name, state) -> the complete tensor in fp32 on the CPU, in the parameter's shape. The state is "fp32" (master
+    # weights) or one of `states`. Only what is asked for is in memory; files are memory-mapped where possible.
+    read: ReadState
+    states: tuple[str, ...]  # optimizer states that have a number for each weight: ("exp_avg", "exp_avg_sq"); () if none
+    step: int  # optimizer steps, with those that fp16 skipped: DeepSpeed's global_steps
+    optimizer_step: float = 0  # the optimizer's own count, for bias correction
+    skipped_steps: int = 0
+    # as in a DeepSpeed JSON: {"type": "AdamW", "params": {"lr": ..., "betas": [...], "eps": ..., "weight_decay": ...}}
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    weight_decay: Mapping[str, float] = field(default_factory=dict)  # of each parameter, by name
+    learning_rate: float | None = None  # of the last step
+    # what is known of the schedule: "type", "last_step" and whatever the source records
+    schedule: dict[str, Any] = field(default_factory=dict)
+    global_batch_size: int | None = None  # samples
+    consumed_samples: int | None = None  # None: not recorded
+    seq_length: int | None = None  # tokens; None: not recorded
+    precision: str = "fp32"  # "fp32", "bf16" or "fp16"
+    loss_scale: dict[str, float] | None = None  # of fp16: keys as in Manifest.loss_scale
+    seed: int | None = None
+    ds_config: dict[str, Any] | None = None  # the DeepSpeed JSON of the run; None: another engine
+    losses: tuple[Loss, ...] = ()
+    notes: tuple[str, ...] = ()
