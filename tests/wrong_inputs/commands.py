@@ -30,7 +30,8 @@ _PATHS: list[tuple[tuple[str, ...], str, dict[str, str], str]] = [
     ((TRAIN,), "RIGHT --save PATH", {
         **_NO_NEW_FOLDER, "in a run": "{world}/done/x", "checkpoint": _STEP5, "below a checkpoint": f"{_STEP5}/x",
         "checkpoints": "{world}/done/checkpoints", "dots": "{world}/nvme/../done/x/y", "newline": "{world}/a\nb",
-        "shell variable": "${HOME}/run", "HOME": "$HOME/run", "command": "$(pwd)/run"}, "--save"),
+        "shell variable": "${HOME}/run", "HOME": "$HOME/run", "command": "$(pwd)/run",
+        "URL": "s3://bucket/run"}, "--save"),
     ((TRAIN,), "RIGHT --save PATH", {
         f"with {name}": f"{{world}}/run with {name}" for name in ("checkpoints", *RUN_FILES)}, _NAME),
     ((TRAIN,), "RIGHT --checkpoint_mirror PATH", {

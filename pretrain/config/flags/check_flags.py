@@ -10,7 +10,7 @@ from pretrain.config.flags.overrides import named_overrides
 from pretrain.config.schedule import FIELD_OF_FLAG, KINDS
 from pretrain.errors import ConfigError, shorten
 from pretrain.paths import RUN_FILES, check_folder, check_outside_runs
-from pretrain.remote import check_protocol
+from pretrain.remote import check_protocol, is_url
 
 
 def check_flags(args: RunArguments) -> None:
@@ -107,6 +107,9 @@ def check_folders(save: str, mirror: str | None) -> None:
         raise ConfigError("--save", problem="the flag is required: the run folder, which is made if it does not exist")
     if not save.isprintable():
         raise ConfigError("--save", found=repr(save), expected="a path without line breaks and control characters")
+    if is_url(save):
+        raise ConfigError("--save", found=f"the URL {shorten(save)}", expected="a folder on a disk",
+                          remedy="--checkpoint_mirror copies the checkpoints to a URL")
     if re.search(r"\$[{(A-Za-z_]", save):
         raise ConfigError("--save", problem=f"{shorten(save)} has a shell variable that nothing replaces here",
                           remedy="write the path itself")
