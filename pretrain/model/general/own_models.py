@@ -1,8 +1,8 @@
 """Model classes of the user's own code: --model MODULE:CONFIG_CLASS and --model_code MODULE:CONFIG_CLASS.
 
-The module has a subclass of transformers' PreTrainedConfig with a `model_type`, and a PreTrainedModel for it with a head.
-Afterwards every config.json with this model_type belongs to these classes, for as long as the process lives. The flag
-must be given to each program that needs the model: run.json and manifests never make a program import code.
+The module has a subclass of transformers' PreTrainedConfig with a `model_type`, and a PreTrainedModel with a head for
+it. Afterwards every config.json with this model_type belongs to these classes, for as long as the process lives. The
+flag must be given to each program that needs the model: run.json and manifests never make a program import code.
 """
 
 import json
