@@ -40,7 +40,7 @@ class TensorRule:
     @property
     def is_stacked(self) -> bool:
         """True if the parameter stacks the matrices of all experts. Each of them is one of `theirs`."""
-        return len(self.shape) == 3
+        return len(self.shape) == 3 and bool(self.their_rows)  # parameters of described layers can have 3 dimensions
 
     def their_shapes(self) -> tuple[tuple[int, ...], ...]:
         """Return the shape of each tensor in `theirs`."""

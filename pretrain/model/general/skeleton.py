@@ -44,8 +44,12 @@ class _LargeOnMeta(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Move each parameter to the meta device when a module registers it. Tied parameters remain one object."""
+def parameters_on_meta() -> Iterator[None]:
+    """Create parameters without memory, and buffers with their values. Tied parameters remain one object.
+
+    Constructors of transformers compute the frequencies of rotary positions, which are in no checkpoint. Under
+    torch.device("meta") they would be lost.
+    """
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -72,7 +76,7 @@ def create_skeleton(config: Any, model_class: Any = None) -> Any:
     build = AutoModelForCausalLM.from_config if model_class is None else model_class._from_config
     config = copy.deepcopy(config)
     config.use_cache = False
-    with _parameters_on_meta(), _LargeOnMeta(), torch.random.fork_rng(devices=[]):
+    with parameters_on_meta(), _LargeOnMeta(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # of random buffers, if there are any
         try:
             model = build(copy.deepcopy(config), attn_implementation="sdpa", dtype=torch.float32)
