@@ -1,13 +1,14 @@
-"""transformers' own model without memory for parameters, and runs of its forward function in which modules are replaced.
+"""transformers' own model without memory for parameters, and runs of its forward function with other modules.
 
 A skeleton is the complete causal language model of a config: its parameters are on torch's meta device (shapes without
 memory), its buffers (such as rotary frequencies) are real. The forward function of the model computes what lies between
-the modules: positions, masks, rotary tables, scales, the order of the calls. `Runner.run` executes it with a handler for
-each watched module, so that a part of the model can be computed with real modules, and the rest is skipped.
+the modules: positions, masks, rotary tables, scales, the order of the calls. `Runner.run` executes it with a handler
+for each watched module, so that a part of the model can be computed with real modules, and the rest is skipped.
 """
 
 import contextlib
 import copy
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -43,8 +44,12 @@ class _LargeOnMeta(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Move each parameter to the meta device when a module registers it. Tied parameters remain one object."""
+def parameters_on_meta() -> Iterator[None]:
+    """Create parameters without memory, and buffers with their values. Tied parameters remain one object.
+
+    Constructors of transformers compute the frequencies of rotary positions, which are in no checkpoint. Under
+    torch.device("meta") they would be lost.
+    """
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -71,7 +76,7 @@ def create_skeleton(config: Any, model_class: Any = None) -> Any:
     build = AutoModelForCausalLM.from_config if model_class is None else model_class._from_config
     config = copy.deepcopy(config)
     config.use_cache = False
-    with _parameters_on_meta(), _LargeOnMeta(), torch.random.fork_rng(devices=[]):
+    with parameters_on_meta(), _LargeOnMeta(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # of random buffers, if there are any
         try:
             model = build(copy.deepcopy(config), attn_implementation="sdpa", dtype=torch.float32)
@@ -95,6 +100,9 @@ class Runner:
         self._handlers: Mapping[str, Handler] = {}
         self._originals: dict[str, Handler] = {}
         self._device = torch.device("cpu")
+        accepted = inspect.signature(type(model).forward).parameters
+        takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in accepted.values())
+        self._settings = {"use_cache": False} if takes_all or "use_cache" in accepted else {}
         for path in watched:
             module = self.model.get_submodule(path)
             self._originals[path] = module.forward
@@ -115,11 +123,13 @@ class Runner:
             move_buffers(self.model, self._device)
         self._handlers = handlers
         try:
-            output = self.model(input_ids=ids_BT, use_cache=False)
+            output = self.model(input_ids=ids_BT, **self._settings)
         except Stop as stop:
             return stop.value
         finally:
             self._handlers = {}
+        if torch.is_tensor(output):
+            return output
         return output.logits if hasattr(output, "logits") else output[0]
 
     def shapes_of(self, path: str, dtype: torch.dtype, *, random: bool = False) -> Handler:
