@@ -14,11 +14,11 @@ from pretrain.model.general.read import general_config
 from pretrain.model.operator_memory import MicroBatch
 from tests.support.block_memory import measure_block
 
-SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "vocab_size": 96}
+WIDTHS = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
+SMALL = {**WIDTHS, "intermediate_size": 128}
 MODELS: dict[str, dict[str, Any]] = {
     "granite": {**SMALL, "num_key_value_heads": 2},
-    "opt": {**SMALL, "ffn_dim": 128, "word_embed_proj_dim": 64, "dropout": 0.0},
+    "opt": {**WIDTHS, "ffn_dim": 128, "word_embed_proj_dim": 64, "dropout": 0.0},
     "cohere2": {**SMALL, "num_key_value_heads": 2, "sliding_window": 16,
                 "layer_types": ["sliding_attention", "full_attention"]},
     "granitemoe": {**SMALL, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
