@@ -15,6 +15,8 @@ from pretrain.model.general.own_models import own_model
 from pretrain.model.general.parts import Parts, bound_arguments, find_parts
 from pretrain.model.general.skeleton import Handler, Runner, Stop, copied, create_skeleton
 
+# attributes of transformers' configs
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 _KEPT_SHAPES = 4  # batch shapes whose arguments are kept: training, evaluation, a schedule of lengths
 Arguments = dict[str, Any]
 
@@ -37,7 +39,7 @@ class Decoder:
         """Execute the model's forward function: `handlers` for some modules, and only shapes for the others."""
         shapes = {path: self._runner.shapes_of(path, dtype) for path in self.parts.watched}
         shapes.update(dict.fromkeys(self.parts.blocks, self._skipped_block))
-        return self._runner.run(ids_BT, {**shapes, **handlers}, training=training)
+        return self._runner.run(ids_BT, {**shapes, **handlers}, dtype=dtype, training=training)
 
     def _skipped_block(self, *args: Any, **kwargs: Any) -> Any:
         """Return the hidden states that a decoder layer got, in the form in which it returns them."""
@@ -161,10 +163,19 @@ def _layer(model: Any, kind: str, class_name: str, paths: tuple[str, ...], name_
              for path in paths for name, parameter in model.get_submodule(path).named_parameters()]
     buffers = [(f"{name_of(path)}.{name}", tuple(buffer.shape), f"{path}.{name}")
                for path in paths for name, buffer in persistent_buffers(model.get_submodule(path))]
-    return Layer(kind, class_name, tuple(Parameter(name, shape) for name, shape, _ in found),
+    experts = {path: _experts_per_token(model, path, shape) for _, shape, path in found}
+    return Layer(kind, class_name, tuple(Parameter(name, shape, experts_per_token=experts[path], divisible=False)
+                                         for name, shape, path in found),
                  their_names=tuple(theirs for _, _, theirs in found),
                  buffers=tuple(Parameter(name, shape) for name, shape, _ in buffers),
                  their_buffers=tuple(theirs for _, _, theirs in buffers))
+
+
+def _experts_per_token(model: Any, path: str, shape: tuple[int, ...]) -> int:
+    """Return how many experts process a token if a parameter stacks all of them, else 0."""
+    config, module = model.config.get_text_config(decoder=True), model.get_submodule(path.rpartition(".")[0])
+    count = next((getattr(config, name) for name in _EXPERTS_PER_TOKEN if getattr(config, name, None)), 0)
+    return int(count) if len(shape) >= 2 and getattr(module, "num_experts", None) == shape[0] > count else 0
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

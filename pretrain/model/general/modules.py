@@ -110,7 +110,7 @@ class Prologue(GeneralLayer):
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
         parts = self.decoder.parts
-        hidden_BTD: torch.Tensor = self.run(token_ids_like(x_BTD), x_BTD.dtype, {
+        hidden_BTD: torch.Tensor = self.run(token_ids_like(x_BTD), self.dtype or x_BTD.dtype, {
             parts.embedding: lambda *args, **kwargs: x_BTD, parts.blocks[0]: _stop_with_first,
             **{path: self.get_submodule(own_name(path)) for path in parts.prologue}})
         return hidden_BTD
@@ -141,7 +141,7 @@ class Epilogue(GeneralLayer):
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
         parts = self.decoder.parts
-        hidden_BTD: torch.Tensor = self.run(token_ids_like(x_BTD), x_BTD.dtype, {
+        hidden_BTD: torch.Tensor = self.run(token_ids_like(x_BTD), self.dtype or x_BTD.dtype, {
             parts.blocks[-1]: lambda *args, **kwargs: parts.returned(x_BTD), parts.head: _stop_with_first,
             **{path: self.get_submodule(own_name(path)) for path in parts.epilogue}})
         return hidden_BTD

@@ -14,7 +14,7 @@ from pretrain.model.general.parts import UnknownPartsError
 from pretrain.own_code import own_code_failed
 
 # attributes of transformers' configs with the values of fields of ModelConfig
-_HEADS = ("num_attention_heads", "num_heads", "n_head")
+_HEADS = ("num_attention_heads", "n_head")  # not num_heads: the heads of a state space model, without keys
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
 _NO_LIMIT = 2**31 - 1  # tokens
 _OLDER_KEYS = frozenset(("rope_theta", "rope_scaling", "partial_rotary_factor", "auto_map"))  # transformers reads them
