@@ -203,7 +203,7 @@ def test_a_module_without_a_model_is_rejected(tmp_path: Path, monkeypatch: pytes
                                           "class LonelyConfig(PreTrainedConfig):\n    model_type = 'lonely'\n")
     (tmp_path / "broken.py").write_text("from tests.support.own_model import MyForCausalLM, MyConfig\n1 / 0\n")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="found no PreTrainedModel with config_class = LonelyConfig in .*no_model.py"):
+    with pytest.raises(ConfigError, match="found no PreTrainedModel with config_class = LonelyConfig in "):
         import_own_model("no_model:LonelyConfig", None)
     with pytest.raises(ConfigError, match=r"the import of broken failed: ZeroDivisionError: .*broken.py:2"):
         import_own_model("broken:MyConfig", None)
