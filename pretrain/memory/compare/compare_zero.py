@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -61,6 +62,7 @@ def main(argv: list[str] | None = None) -> None:
         if not _write_output(flags.json, lambda: checks_json(checks)):
             print_checks(checks, flags.unit or "MiB")
         return
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, which some models need, would detect it and warn
     if flags.find:
         largest = find_largest(flags.find, _smallest_micro_batches(candidates), workload)
         if not _write_output(flags.json, lambda: largest_json(largest)):

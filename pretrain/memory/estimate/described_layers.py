@@ -6,6 +6,7 @@ parameter, before it is added. The operators are those of a CPU: on CUDA other k
 with equal parameters that get the same arguments are measured once.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -42,6 +43,7 @@ def described_bytes(config: ModelConfig, batch: MicroBatch) -> DescribedBytes:
     from pretrain.model.parameters import DTYPES
     from pretrain.model.recompute import Recompute
 
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # its errors are raised as well
     decoder = decoder_of(config)
     specs = general_specs(config, ends_in_loss=False, loss=None, recompute=Recompute())
     dtype = DTYPES["fp32" if batch.element_bytes == FP32 else "fp16" if batch.fp16 else "bf16"]
