@@ -51,6 +51,8 @@ from pretrain.model.flops import flops_per_token
 def main(argv: list[str] | None = None) -> None:
     """Run the command line. Raises ConfigError."""
     flags = parse_flags(sys.argv[1:] if argv is None else argv)
+    if flags.mode == "estimate":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, which some models need, would detect one and warn
     workload = workload_of(flags)
     kind = _device_kind(flags.mode) if workload.cluster.gpu.kind == "cuda" else "cpu"
     candidates = candidates_of(flags, workload, kind)
@@ -62,7 +64,6 @@ def main(argv: list[str] | None = None) -> None:
         if not _write_output(flags.json, lambda: checks_json(checks)):
             print_checks(checks, flags.unit or "MiB")
         return
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, which some models need, would detect it and warn
     if flags.find:
         largest = find_largest(flags.find, _smallest_micro_batches(candidates), workload)
         if not _write_output(flags.json, lambda: largest_json(largest)):
