@@ -3,6 +3,7 @@
 Exit codes: 0 the run is valid, and its plan is printed; 2 the run is rejected, with one line of explanation.
 """
 
+import os
 import sys
 from dataclasses import replace
 
@@ -136,6 +137,7 @@ def main(argv: list[str] | None = None) -> None:
     prefix = " ".join(args.train_data or [])
     if command := before_check(rest, prefix):
         raise ConfigError("--train_data", problem=f"{prefix} does not exist yet", remedy=f"first: {command}")
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, which some models need, would detect one and warn
     start = check_start(args, world_size=known.world_size, device=device)
     find_run_tasks(args)
     resume, plan = start.resume, start.plan_to_run

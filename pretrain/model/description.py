@@ -40,11 +40,12 @@ class Parameter:
     split_dim: int | None = None  # dimension that tensor-parallel ranks divide; None: each rank has all of it
     segments: tuple[int, ...] = ()  # sizes of the parts of that dimension of which each rank has a range
     experts_per_token: int = 0  # above 0: the first dimension counts experts, and a token passes this many of them
+    divisible: bool = True  # whether expert-parallel ranks can divide the experts: not those of a described layer
 
     @property
     def is_expert(self) -> bool:
         """Return whether the parameter stacks the matrices of all experts, which expert-parallel ranks divide."""
-        return self.experts_per_token > 0
+        return self.experts_per_token > 0 and self.divisible
 
     @property
     def is_matrix(self) -> bool:
@@ -59,7 +60,7 @@ class Parameter:
     @property
     def active_size(self) -> int:
         """Number of elements that process a token: of the experts, only the ones that the router chooses."""
-        return self.size * self.experts_per_token // self.shape[0] if self.is_expert else self.size
+        return self.size * self.experts_per_token // self.shape[0] if self.experts_per_token else self.size
 
 
 Parameters = Mapping[str, Parameter]  # by name
@@ -81,6 +82,10 @@ class Layer:
     tied: bool = False  # whether embedding and head share the matrix
     window: int = 0  # of a block: number of latest tokens that a query sees, with its own; 0: all tokens
     has_experts: bool = False  # of a block: experts instead of an MLP
+    their_names: tuple[str, ...] = ()  # of a described layer: names of its parameters in transformers' model
+    # of a described layer: buffers that belong to the model's state, and their names in transformers' model
+    buffers: tuple[Parameter, ...] = ()
+    their_buffers: tuple[str, ...] = ()
 
     @cached_property
     def size(self) -> int:
@@ -157,6 +162,8 @@ class ModelConfig:
     shared_expert_gate: bool = False  # multiply the shared expert's output by sigmoid(gate(x))
     dense_layers: frozenset[int] = frozenset()  # in a model with experts: indices of the blocks that have an MLP
     router_aux_loss: float = 0.0  # coefficient of the load-balancing loss
+    # layers that were found in transformers' own model (general/); empty for a model of families/
+    described: tuple[Layer, ...] = field(default=(), repr=False)
 
     def key(self, name: str) -> str:
         """Return the config.json key of a field, such as `n_layer` for `num_layers` of gpt2."""
@@ -195,6 +202,18 @@ class ModelConfig:
             prefix = "tied_modules.embed" if layer.tied else str(index)
             yield from ((f"{prefix}.{parameter.name}", parameter) for parameter in layer.parameters)
 
+    def their_names(self) -> Iterator[str]:
+        """Yield the names in transformers' model of the parameters of described layers, as `named_parameters` does."""
+        for layer in self.described:
+            if layer.kind != "head" or not layer.tied:
+                yield from layer.their_names
+
+    def named_buffers(self) -> Iterator[tuple[str, str, Parameter]]:
+        """Yield the buffers of described layers with their names in checkpoints and in transformers' model."""
+        for index, layer in enumerate(self.described):
+            for buffer, theirs in zip(layer.buffers, layer.their_buffers, strict=True):
+                yield f"{index}.{buffer.name}", theirs, buffer
+
     def num_parameters(self, *, active: bool = False) -> int:
         """Return the number of all parameters; `active`: without the experts that a token does not use.
 
@@ -203,14 +222,21 @@ class ModelConfig:
         layers = self.layers()[:-1] if self.tie_word_embeddings else self.layers()
         return sum(layer.active_size if active else layer.size for layer in layers)
 
+    @property
+    def is_sparse(self) -> bool:
+        """Whether a token uses a part of the parameters: those of some experts."""
+        return any(each.experts_per_token for layer in self.layers() for each in layer.parameters)
+
     def parameters_text(self) -> str:
         """Return the number of parameters for a message, with the number of active ones if there are experts."""
-        active = f" ({self.num_parameters(active=True):,} active)" if self.num_experts else ""
+        active = f" ({self.num_parameters(active=True):,} active)" if self.is_sparse else ""
         return f"{self.num_parameters():,} parameters{active}"
 
 
 @lru_cache(maxsize=256)
 def _layers(config: ModelConfig) -> tuple[Layer, ...]:
+    if config.described:
+        return config.described
     tied, vocabulary = config.tie_word_embeddings, (config.vocab_size, config.hidden_size)
     embedding = Parameter("embedding", vocabulary, 0, vocabulary[:1])
     layers = [Layer("embedding", "TokenEmbedding", (embedding,), tied)]

@@ -2,7 +2,7 @@
 
 import torch
 
-from pretrain.memory.measure.observe_steps import StorageTracker
+from pretrain.memory.storage_tracker import StorageTracker
 from pretrain.model.layers.block import Block
 
 

@@ -5,10 +5,7 @@ position for each of them. Each epoch visits the items in another order, which i
 """
 
 import hashlib
-import importlib
-import traceback
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +15,7 @@ from pretrain.data.samples.dataset import PADDING, Indices, LookAhead
 from pretrain.data.samples.shuffled import MASK_64, mix, permute
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.errors import did_you_mean, shorten
+from pretrain.own_code import described
 
 COLUMNS = ("tokens", "weights", "positions")
 _CHECKED_ITEMS = 8  # at the start, and the last one
@@ -183,18 +181,3 @@ def _positions_problem(positions: npt.NDArray[Any] | None) -> str:
 
 def _kind(array: npt.NDArray[Any]) -> str:
     return f"values of type {array.dtype} and shape {list(array.shape)}"
-
-
-def described(error: BaseException) -> str:
-    """Return an exception of the user's code on one line, with the file and the line that raised it."""
-    frames = own_frames(error)
-    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    if isinstance(error, SyntaxError) and error.filename:
-        place = f" ({error.filename}:{error.lineno})"
-    return shorten(f"{type(error).__name__}: {error}".removesuffix(": ")) + place
-
-
-def own_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """Return the frames of the user's code: without those of this program and of the import system."""
-    others = (str(Path(__file__).parents[1]), "<frozen ", str(Path(importlib.__file__ or "-").parent))
-    return [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(others)]

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -50,6 +51,8 @@ from pretrain.model.flops import flops_per_token
 def main(argv: list[str] | None = None) -> None:
     """Run the command line. Raises ConfigError."""
     flags = parse_flags(sys.argv[1:] if argv is None else argv)
+    if flags.mode == "estimate":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, which some models need, would detect one and warn
     workload = workload_of(flags)
     kind = _device_kind(flags.mode) if workload.cluster.gpu.kind == "cuda" else "cpu"
     candidates = candidates_of(flags, workload, kind)

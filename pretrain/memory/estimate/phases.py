@@ -21,21 +21,14 @@ from pretrain.memory.estimate.gradients import (
     gradients_in_reduction,
     reduction_in_backward,
 )
+from pretrain.memory.estimate.layer_bytes import layer_bytes, shared_bytes
 from pretrain.memory.estimate.rank import Rank, optimizer_wrapper, pipeline_stage_layers
 from pretrain.memory.estimate.states import states_of_rank
 from pretrain.memory.estimate.states_zero3 import persistent_elements
 from pretrain.memory.footprint import Footprint
 from pretrain.model.description import Layer, ModelConfig
-from pretrain.model.layer_memory import (
-    block_backward,
-    layer_input_bytes,
-    layer_saved,
-    loss_backward,
-    loss_peak,
-    loss_saved,
-    saved_input_bytes,
-)
-from pretrain.model.operator_memory import INT64, MicroBatch, document_bytes, hidden_states_bytes, shared_mask_bytes
+from pretrain.model.layer_memory import layer_input_bytes
+from pretrain.model.operator_memory import INT64, MicroBatch, document_bytes, hidden_states_bytes
 from pretrain.model.recompute import Recompute
 
 
@@ -75,12 +68,13 @@ def _offloaded(rank: Rank, groups: tuple[LayerGroup, ...]) -> Footprint:
 def _loss_phase(rank: Rank, groups: tuple[LayerGroup, ...]) -> Footprint:
     """Return the memory of the forward pass of head and loss, on the last pipeline stage."""
     model, batch = rank.model, rank.micro_batch
-    activations = rank.in_flight * sum(group.saved for group in groups) - loss_saved(model, batch)
+    head = layer_bytes(model, model.layers()[-1], batch)
+    activations = rank.in_flight * sum(group.saved for group in groups) - head.saved
     if not rank.layout.uses_pipeline_module:  # a PipelineModule's hidden states are counted in _pipeline_slots
         activations += hidden_states_bytes(model, batch)
     if not rank.accumulates:  # the graph of the previous step, which `engine.loss` references
         activations += _remaining_graph(rank)
-    return Footprint.on_device(activations=activations, logits=loss_peak(model, batch)) \
+    return Footprint.on_device(activations=activations, logits=head.forward_peak) \
         + _gathered_parameters(rank) + gradients_in_backward(rank, 0, accumulated=rank.accumulates)
 
 
@@ -108,7 +102,7 @@ def _masks(rank: Rank) -> int:
     if not any(layer.kind == "block" for layer in rank.layers()):
         return 0
     batch = rank.micro_batch
-    return shared_mask_bytes(rank.model, batch) + rank.in_flight * document_bytes(rank.model, batch)
+    return shared_bytes(rank.model, batch) + rank.in_flight * document_bytes(rank.model, batch)
 
 
 def _remaining_graph(rank: Rank) -> int:
@@ -150,7 +144,7 @@ def layer_groups(model: ModelConfig, layers: tuple[Layer, ...], batch: MicroBatc
         part = "blocks" if blocks and recompute.interval else part
         first_block += blocks
         if part != "blocks":
-            groups.append(LayerGroup(sum(layer_saved(model, layer, batch, part) for layer in group), group, part))
+            groups.append(LayerGroup(sum(layer_bytes(model, layer, batch, part).saved for layer in group), group, part))
             continue
         size = layer_input_bytes(model, group[0], batch)
         # token ids, and the input that a pipeline stage receives, are not offloaded (model/run_layers.py)
@@ -200,16 +194,16 @@ def _group_backward(rank: Rank, group: LayerGroup) -> int:
     model, batch, layers = rank.model, rank.micro_batch, group.layers
     recomputed = 0
     if group.part == "blocks":
-        recomputed = sum(layer_saved(model, layer, batch) for layer in layers)
-        recomputed -= 0 if group.offloaded else saved_input_bytes(model, layers[0], batch)
+        recomputed = sum(layer_bytes(model, layer, batch).saved for layer in layers)
+        recomputed -= 0 if group.offloaded else layer_bytes(model, layers[0], batch).saved_input
     if group.offloaded:  # the group's input is there again, and on GPUs also the next group's
-        missing = group.offloaded - saved_input_bytes(model, layers[0], batch)
+        missing = group.offloaded - layer_bytes(model, layers[0], batch).saved_input
         recomputed += missing + (group.offloaded if batch.cuda else 0)
-    windows = {layer.window for layer in layers if layer.kind == "block"}
     part = group.part if group.part != "blocks" else "none"
-    work = max((block_backward(model, batch, window, part) for window in windows), default=0)
+    work = max((layer_bytes(model, layer, batch, part).backward for layer in dict.fromkeys(layers)
+                if layer.kind == "block"), default=0)
     if layers[-1].kind == "head":
-        work += loss_backward(model, batch)
+        work += layer_bytes(model, layers[-1], batch).backward
     return recomputed + work
 
 

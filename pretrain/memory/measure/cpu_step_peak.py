@@ -24,6 +24,8 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from pretrain.memory.storage_tracker import storage_of
+
 
 class StepPeak:
     """Measures the step between `begin` and `end`, on this rank."""
@@ -82,13 +84,6 @@ def held_bytes(engine: DeepSpeedEngine) -> int:
     """Return the bytes of all storages that can be reached from the engine, each counted once."""
     storages = (storage_of(tensor) for _, tensor in walk_tensors(engine))
     return sum({storage._cdata: storage.nbytes() for storage in storages if storage is not None}.values())
-
-
-def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """Return the storage of a tensor or FakeTensor; None for meta tensors and sparse tensors."""
-    if tensor.device.type == "meta" or tensor.layout != torch.strided:
-        return None
-    return tensor.untyped_storage()
 
 
 def walk_tensors(root: object) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:

@@ -36,9 +36,10 @@ from pretrain.distributed.process_group import skip_shared_memory_operator
 from pretrain.engine import build
 from pretrain.engine.build import build_engine, deepspeed_output
 from pretrain.memory.footprint import Footprint
-from pretrain.memory.measure.observe_steps import StorageTracker, observe_steps
+from pretrain.memory.measure.observe_steps import observe_steps
 from pretrain.memory.measure.simulate_ranks import SimulatedRank, SimulationRequest
 from pretrain.memory.measure.tensor_inventory import role_of_file
+from pretrain.memory.storage_tracker import StorageTracker
 from pretrain.model.kernels.cpu.choice import fastest_choice, set_choice
 from pretrain.model.kernels.cpu.library import simulate_calls
 from pretrain.model.parameters import DTYPES

@@ -217,8 +217,9 @@ def measure_engine(plan: Plan, *, tracked_steps: int, timed_steps: int) -> list[
     from pretrain.distributed.collectives import gather
     from pretrain.engine.attachments import attachments
     from pretrain.engine.build import build_engine
-    from pretrain.memory.measure.observe_steps import StorageTracker, observe_steps, time_steps
+    from pretrain.memory.measure.observe_steps import observe_steps, time_steps
     from pretrain.memory.measure.tensor_inventory import nvme_footprint
+    from pretrain.memory.storage_tracker import StorageTracker
 
     tracker = StorageTracker() if detect_device().kind == "cpu" else None
     with tracker or contextlib.nullcontext():

@@ -22,7 +22,8 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from pretrain.memory.footprint import Footprint
-from pretrain.memory.measure.cpu_step_peak import storage_of, walk_tensors
+from pretrain.memory.measure.cpu_step_peak import walk_tensors
+from pretrain.memory.storage_tracker import storage_of
 
 TensorEntry = tuple[str, str, torch.Tensor]  # role, location, tensor
 

@@ -13,7 +13,7 @@ from pretrain.distributed.device import multiplies_bf16_on_x86
 from pretrain.memory.estimate.estimate_memory import estimate_rank
 from pretrain.memory.estimate.phases import layer_groups
 from pretrain.memory.estimate.rank import Rank
-from pretrain.memory.measure.observe_steps import StorageTracker
+from pretrain.memory.storage_tracker import StorageTracker
 from pretrain.model.config import ModelConfig, model_config_from
 from pretrain.model.kernels import torch_attention
 from pretrain.model.kernels.cpu.choice import ALL_IN_C, set_choice

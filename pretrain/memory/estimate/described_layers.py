@@ -1,0 +1,120 @@
+"""Memory of layers that transformers computes (model/general/): measured on fake tensors, not derived from formulas.
+
+A layer runs once forward and backward, with the shapes of the micro-batch and without memory. A StorageTracker counts
+what the forward pass keeps, and the peak of both passes; that of the backward pass includes the gradient of one
+parameter, before it is added. The operators are those of a CPU: on CUDA other kernels may keep other tensors. Layers
+with equal parameters that get the same arguments are measured once.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any
+
+from pretrain.errors import ConfigError
+from pretrain.memory.estimate.layer_bytes import LayerBytes
+from pretrain.model.description import Layer, ModelConfig
+from pretrain.model.operator_memory import FP32, MicroBatch
+
+if TYPE_CHECKING:
+    import torch
+
+    from pretrain.memory.storage_tracker import StorageTracker
+
+
+@dataclass(frozen=True)
+class DescribedBytes:
+    """Memory of all layers of a model for one micro-batch in bytes."""
+
+    layers: dict[Layer, LayerBytes]
+    arguments: int  # masks and rotary tables, which all blocks share
+
+
+@lru_cache(maxsize=64)
+def described_bytes(config: ModelConfig, batch: MicroBatch) -> DescribedBytes:
+    """Measure all layers of a described model. Raises ConfigError if one of them cannot be computed without values."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from pretrain.memory.storage_tracker import StorageTracker
+    from pretrain.model.general.decoder import decoder_of
+    from pretrain.model.general.specs import general_specs
+    from pretrain.model.parameters import DTYPES
+    from pretrain.model.recompute import Recompute
+
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # its errors are raised as well
+    decoder = decoder_of(config)
+    specs = general_specs(config, ends_in_loss=False, loss=None, recompute=Recompute())
+    dtype = DTYPES["fp32" if batch.element_bytes == FP32 else "fp16" if batch.fp16 else "bf16"]
+    # real masks and tables: transformers makes other ones of fake tensors (utils/import_utils.py, is_tracing)
+    tokens_BT = torch.zeros(batch.samples, batch.seq_length, dtype=torch.int64)
+    arguments = [_tensors_in(decoder.arguments(index, tokens_BT, dtype)) for index in range(config.num_layers)]
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, StorageTracker() as tracker:
+        fakes = [mode.from_tensor(tensor) for own in arguments for tensor in own]  # the operators get these, too
+        for fake in fakes:
+            tracker.add(fake)
+        try:
+            layers = _measure_layers(config, specs, mode.from_tensor(tokens_BT), arguments, dtype, tracker)
+        except Exception as error:  # transformers' modules raise many classes where a shape depends on values
+            raise ConfigError(f"model_type {config.architecture}", problem="the memory of its activations cannot be "
+                              f"predicted ({type(error).__name__}: {str(error).splitlines()[0]:.100})",
+                              remedy="--measure trains real steps") from None
+    storages = [tensor.untyped_storage() for own in arguments for tensor in own]
+    return DescribedBytes(layers, sum({storage._cdata: storage.nbytes() for storage in storages}.values()))
+
+
+def _measure_layers(config: ModelConfig, specs: Sequence[Any], x: "torch.Tensor", arguments: list[list["torch.Tensor"]],
+                    dtype: "torch.dtype", tracker: "StorageTracker") -> dict[Layer, LayerBytes]:
+    import torch
+
+    labels = torch.zeros_like(x), torch.zeros(x.shape)
+    found: dict[tuple[Any, ...], tuple[LayerBytes, torch.Tensor]] = {}
+    layers: dict[Layer, LayerBytes] = {}
+    of_blocks = iter(arguments)
+    for layer, spec in zip(config.layers(), specs, strict=True):
+        own = next(of_blocks) if layer.kind == "block" else []
+        key = (layer.kind, layer.class_name, *((each.name, each.shape) for each in layer.parameters), *map(id, own))
+        if key not in found:
+            torch.set_default_dtype(dtype)  # not .to(dtype): the parameters of fake tensors cannot be swapped
+            try:
+                module = spec.build()
+            finally:
+                torch.set_default_dtype(torch.float32)
+            forward = partial(spec.forward_fn, module) if getattr(spec, "forward_fn", None) is not None else module
+            if layer.kind == "head":
+                forward = partial(forward, labels=labels)
+            found[key] = _measure(tracker, list(module.parameters()), forward, x)
+        layers[layer], x = found[key]
+    return layers
+
+
+def _tensors_in(values: Any) -> list["torch.Tensor"]:
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+
+
+def _measure(tracker: "StorageTracker", parameters: Sequence["torch.Tensor"], forward: Any,
+             given: "torch.Tensor") -> tuple[LayerBytes, "torch.Tensor"]:
+    """Run a layer forward and backward. Return its memory, and its output without a graph."""
+    import torch
+
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    x = given.detach()
+    if x.is_floating_point():
+        x = x.requires_grad_() * 1  # the tensor of another layer, which is freed if nothing keeps it
+    key, input_bytes = x.untyped_storage()._cdata, x.nbytes
+    before = tracker.live_bytes - input_bytes
+    tracker.reset_peak()
+    y = forward(x)
+    forward_peak = tracker.peak_bytes - before - input_bytes - y.nbytes
+    del x
+    saved_input = input_bytes if key in tracker.sizes else 0
+    before += y.nbytes
+    saved = tracker.live_bytes - before
+    tracker.reset_peak()
+    y.backward(torch.ones_like(y))
+    return LayerBytes(saved, saved_input, forward_peak, tracker.peak_bytes - before - saved), y.detach()
