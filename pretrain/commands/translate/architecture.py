@@ -127,4 +127,4 @@ def _write(family: str, config: dict[str, Any], model: ModelConfig, result: Resu
                 result.used("no dropout", *names)
         elif names:
             shown = {"rope_theta": next((f"{key}: {config[key]}" for key in _THETA if key in config), "")}.get(name)
-            result.used(f"config.json {shown}" if shown else f"the family {family}", *names)
+            result.used(f"config.json {shown}" if shown else f"family {family}", *names)

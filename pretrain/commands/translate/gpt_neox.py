@@ -52,6 +52,23 @@ def translate_neox(settings: Settings, result: Result, *, vocab_size: int | None
     _data(settings, result)
     _logging(settings, result)
     copy_flags(settings, result)
+    _unused(settings, result)
+
+
+def _unused(settings: Settings, result: Result) -> None:
+    """Say why settings have no effect that another setting would turn on."""
+    result.unused("of the other kind of norm", *settings.only("layernorm_epsilon", "rms_norm_epsilon"))
+    result.unused("there are no rotary positions", *settings.only("rotary_pct", "rotary_emb_base"))
+    result.unused("DeepSpeed reads the block fp16", *settings.only(
+        "loss_scale", "loss_scale_window", "hysteresis", "min_scale", "dynamic_loss_scale"))
+    result.unused("its switch is off", *settings.only(
+        "wandb_project", "wandb_group", "wandb_team", "wandb_run_name", "profile_step_start", "profile_step_stop",
+        "gradient_noise_scale_n_batches", "mup_width_scale"))
+    result.unused("it belongs to generation, or to RWKV", *settings.only("recompute", "head_size"))
+    result.unused("DeepSpeed trains here always", *settings.only("deepspeed"))
+    if settings.is_on("use_mup"):
+        result.none("MATTERS: --mup_base_width is the hidden size of the smaller model that was tuned", "use_mup")
+        result.remaining.append("--mup_base_width: the hidden size of the model whose learning rate was tuned")
 
 
 def _take_blocks(settings: Settings, result: Result) -> None:
@@ -220,14 +237,14 @@ def _batch_and_length(settings: Settings, result: Result) -> None:
         if epochs:
             result.used("see what remains to do", "train_epochs")
     result.set_run("seq_length", settings.whole("seq_length", settings.needed("max_position_embeddings"), low=1),
-                   *(name for name in ["seq_length"] if settings.has(name)))
+                   *settings.only("seq_length"))
 
 
 def _schedule(settings: Settings, result: Result) -> None:
     """Write the schedule (megatron/training.py, get_learning_rate_scheduler; megatron/learning_rates.py)."""
     if "scheduler" in result.json:
-        result.none("the JSON's scheduler is used", *(name for name in (
-            "lr_decay_style", "warmup", "lr_decay_iters", "lr_decay_fraction", "min_lr") if settings.has(name)))
+        result.none("the JSON's scheduler is used", *settings.only(
+            "lr_decay_style", "warmup", "lr_decay_iters", "lr_decay_fraction", "min_lr"))
         return
     length = settings.whole("train_iters", low=1)
     end = settings.whole("lr_decay_iters")
@@ -240,7 +257,7 @@ def _schedule(settings: Settings, result: Result) -> None:
     warmup = None if end is None else round(settings.number("warmup") * end)
     rates = Rates(settings.choice("lr_decay_style", _SCHEDULES), warmup, end,
                   lowest=settings.number("min_lr"), peak=result.json["optimizer"]["params"]["lr"], is_clipped=True)
-    ends = [name for name in ("lr_decay_iters", "lr_decay_fraction") if settings.has(name)]
+    ends = settings.only("lr_decay_iters", "lr_decay_fraction")
     write_schedule(result, rates, kind=["lr_decay_style"], warmup=["warmup"], end=ends, lowest=["min_lr"],
                    length=length)
 
@@ -260,7 +277,7 @@ def _layout(settings: Settings, result: Result) -> None:
         result.set_json("pipeline.partition_method", method, "pipe_partition_method")
     elif settings.has("pipe_partition_method"):
         result.none("there is one pipeline stage", "pipe_partition_method")
-    names = [name for name in ("checkpoint_activations", "checkpoint_num_layers") if settings.has(name)]
+    names = settings.only("checkpoint_activations", "checkpoint_num_layers")
     if settings.is_on("checkpoint_activations"):
         write_recompute(result, settings.whole("checkpoint_num_layers", 1, low=1), *names)
     else:
@@ -277,7 +294,7 @@ def _data(settings: Settings, result: Result) -> None:
     train = settings.words("train_data_paths") or settings.words("data_path")
     if len(train) > 1 and len(weights) == len(train):
         train = [word for pair in zip(weights, train, strict=True) for word in pair]
-    used = [name for name in ("train_data_paths", "train_data_weights", "data_path") if settings.has(name)]
+    used = settings.only("train_data_paths", "train_data_weights", "data_path") if train else []
     write_data(settings, result, "train_data", train, *used)
     if not train:
         no_data(result, "the input names no data")
@@ -290,7 +307,7 @@ def _data(settings: Settings, result: Result) -> None:
         result.differs("the samples are shuffled in another order; `sample_order: neox` is GPT-NeoX's", used[0])
     kind = settings.text("tokenizer_type")
     file = settings.text("vocab_file")
-    chosen = [name for name in ("tokenizer_type", "vocab_file", "merge_file") if settings.has(name)]
+    chosen = settings.only("tokenizer_type", "vocab_file", "merge_file")
     if kind.lower() in ("hftokenizer", "spmtokenizer", "tiktokentokenizer") and file:
         write_tokenizer(settings, result, file, *chosen)
     elif kind.lower() in ("gpt2bpetokenizer", "hfgpt2tokenizer"):
@@ -307,15 +324,14 @@ def _logging(settings: Settings, result: Result) -> None:
     if settings.is_on("use_wandb"):
         keys = {"project": settings.text("wandb_project", "neox"), "group": settings.text("wandb_group"),
                 "team": settings.text("wandb_team")}
-        write_monitor(result, "wandb", keys, *(name for name in (
-            "use_wandb", "wandb_project", "wandb_group", "wandb_team") if settings.has(name)))
+        write_monitor(result, "wandb", keys, *settings.only("use_wandb", "wandb_project", "wandb_group", "wandb_team"))
     scale = settings.text("checkpoint_scale", "linear")
     if scale == "linear":
         result.set_run("save_interval", settings.whole("checkpoint_factor", 0), "checkpoint_factor")
-        result.used("checkpoints at equal intervals", *(name for name in ["checkpoint_scale"] if settings.has(name)))
+        result.used("checkpoints at equal intervals", *settings.only("checkpoint_scale"))
     else:
         result.none("checkpoints are saved at equal intervals here: --save_interval",
-                    *(name for name in ("checkpoint_scale", "checkpoint_factor") if settings.has(name)))
+                    *settings.only("checkpoint_scale", "checkpoint_factor"))
     if settings.is_on("log_gradient_noise_scale"):
         result.set_run("noise_scale_interval", settings.whole("gradient_noise_scale_n_batches", 5, low=1),
                        "log_gradient_noise_scale", "gradient_noise_scale_n_batches")

@@ -45,7 +45,7 @@ def translate_megatron(settings: Settings, result: Result, *, vocab_size: int | 
     _optimizer(settings, result)
     seq_length = settings.whole("seq_length", settings.whole("decoder_seq_length"), low=1) or settings.needed(
         "seq_length")
-    result.set_run("seq_length", seq_length, *_given(settings, "seq_length", "decoder_seq_length"))
+    result.set_run("seq_length", seq_length, *settings.only("seq_length", "decoder_seq_length"))
     _batch(settings, result, seq_length)
     _length_and_schedule(settings, result, seq_length)
     _layout(settings, result, with_json)
@@ -54,10 +54,27 @@ def translate_megatron(settings: Settings, result: Result, *, vocab_size: int | 
     _logging(settings, result)
     of_experts = ("router_aux_loss", "router_z_loss", "expert_capacity_factor")
     copy_flags(settings, result, without=() if _experts(settings) else of_experts)
+    _unused(settings, result)
 
 
-def _given(settings: Settings, *names: str) -> list[str]:
-    return [name for name in names if settings.has(name)]
+def _unused(settings: Settings, result: Result) -> None:
+    """Say why settings have no effect that another setting would turn on."""
+    result.unused("there are no rotary positions", *settings.only(
+        "rotary_percent", "rotary_base", "use_rope_scaling", "rope_scaling_factor", "rope_type",
+        "rotary_scaling_factor"))
+    result.unused("there are no experts", *settings.only(
+        "moe_router_topk", "moe_ffn_hidden_size", "moe_layer_freq", "moe_shared_expert_intermediate_size",
+        "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_expert_capacity_factor", "moe_layer_recompute",
+        "expert_interval", "mlp_type"))
+    result.unused("there is no loss scale without fp16, or the JSON has it", *settings.only(
+        "loss_scale", "initial_loss_scale", "loss_scale_window", "min_loss_scale", "hysteresis"))
+    result.unused("of another schedule", *settings.only(
+        "lr_wsd_decay_iters", "lr_wsd_decay_samples", "lr_wsd_decay_style", "wsd_decay_steps"))
+    result.unused("of another optimizer", *settings.only("lion_beta1", "lion_beta2", "sgd_momentum", "muon_momentum"))
+    result.unused("its switch is off", *settings.only(
+        "wandb_entity", "wandb_exp_name", "profile_step_start", "profile_step_end", "use_pytorch_profiler",
+        "profile_ranks"))
+
 
 
 def _take_json(settings: Settings, result: Result) -> bool:
@@ -145,6 +162,9 @@ def _model(settings: Settings, result: Result, vocab_size: int | None) -> None:
 
 
 def _refuse(settings: Settings) -> None:
+    if settings.has("softmax_scale"):
+        raise ConfigError(settings.where("softmax_scale"), problem="scores are always divided by the square root of "
+                          "the head size here")
     for name in ("quick_geglu", "rotary_interleaved"):
         if settings.is_on(name):
             raise ConfigError(settings.where(name), problem="no family of models here computes it")
@@ -258,7 +278,7 @@ def _batch(settings: Settings, result: Result, seq_length: int) -> None:
                                  ("train_batch_size", total, ("global_batch_size",))):
         found = result.json.get(dotted)
         if value is not None and found in (None, "auto", value):
-            result.set_json(dotted, value, *_given(settings, *names))
+            result.set_json(dotted, value, *settings.only(*names))
         elif value is not None:
             raise ConfigError(settings.where(names[0]), found=value, expected=f"{found}, {dotted} of the JSON")
     result.json.pop("gradient_accumulation_steps", None) if "train_batch_size" in result.json else \
@@ -284,7 +304,7 @@ def _length_and_schedule(settings: Settings, result: Result, seq_length: int) ->
     if length is None:
         result.remaining.append("--train_steps: the input has no --train-iters and no --train-samples")
     else:
-        result.set_run(f"train_{unit}", length, *_given(settings, "train_tokens", "train_samples", "train_iters"))
+        result.set_run(f"train_{unit}", length, *settings.only("train_tokens", "train_samples", "train_iters"))
     if "scheduler" in result.json:
         return
     end = _in_unit(settings, "lr_decay", unit, seq_length)
@@ -297,11 +317,11 @@ def _length_and_schedule(settings: Settings, result: Result, seq_length: int) ->
     wsd: list[str] = []
     if kind == "wsd":
         shape = settings.choice("lr_wsd_decay_style", _SHAPES, "exponential")
-        wsd = _given(settings, "lr_wsd_decay_iters", "lr_wsd_decay_samples", "lr_wsd_decay_style")
+        wsd = settings.only("lr_wsd_decay_iters", "lr_wsd_decay_samples", "lr_wsd_decay_style")
         rates = Rates(**{**vars(rates), "wsd": _in_unit(settings, "lr_wsd_decay", unit, seq_length), "shape": shape})
     write_schedule(result, rates, kind=["lr_decay_style"], lowest=["min_lr"], length=length, wsd=wsd,
-                   end=_given(settings, "lr_decay_iters", "lr_decay_samples", "lr_decay_tokens"),
-                   warmup=_given(settings, "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens",
+                   end=settings.only("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens"),
+                   warmup=settings.only("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens",
                                  "lr_warmup_fraction") or ["lr_warmup_iters"])
 
 
@@ -314,13 +334,13 @@ def _in_unit(settings: Settings, name: str, unit: str, seq_length: int) -> Any:
 
 
 def _layout(settings: Settings, result: Result, with_json: bool) -> None:
-    tensor = next(iter(_given(settings, "tensor_model_parallel_size", "model_parallel_size")), "")
-    pipeline = next(iter(_given(settings, "pipeline_model_parallel_size")), "")
-    sequence = next(iter(_given(settings, "context_parallel_size", "ds_sequence_parallel_size")), "")
-    expert = next(iter(_given(settings, "expert_model_parallel_size", "moe_expert_parallel_size")), "")
+    tensor = next(iter(settings.only("tensor_model_parallel_size", "model_parallel_size")), "")
+    pipeline = next(iter(settings.only("pipeline_model_parallel_size")), "")
+    sequence = next(iter(settings.only("context_parallel_size", "ds_sequence_parallel_size")), "")
+    expert = next(iter(settings.only("expert_model_parallel_size", "moe_expert_parallel_size")), "")
     write_degrees(settings, result, tensor=tensor, pipeline=pipeline, sequence=sequence, expert=expert)
     stages = settings.whole(pipeline, 1) if pipeline else 1
-    names = _given(settings, "zero_stage", "use_distributed_optimizer", "use_torch_fsdp2", "use_megatron_fsdp",
+    names = settings.only("zero_stage", "use_distributed_optimizer", "use_torch_fsdp2", "use_megatron_fsdp",
                    "use_custom_fsdp", "data_parallel_sharding_strategy")
     if not (with_json and "zero_optimization" in result.json):
         result.set_json("zero_optimization.stage", _zero_stage(settings, stages, with_json), *names)
@@ -333,8 +353,8 @@ def _layout(settings: Settings, result: Result, with_json: bool) -> None:
         result.used("tensor-parallel ranks always share the sequences", "sequence_parallel")
     if settings.is_on("optimizer_cpu_offload") or settings.is_on("cpu_optimizer"):
         result.set_json("zero_optimization.offload_optimizer.device", "cpu",
-                        *_given(settings, "optimizer_cpu_offload", "cpu_optimizer"))
-    for name in _given(settings, "overlap_grad_reduce", "overlap_param_gather"):
+                        *settings.only("optimizer_cpu_offload", "cpu_optimizer"))
+    for name in settings.only("overlap_grad_reduce", "overlap_param_gather"):
         result.set_json("zero_optimization.overlap_comm", settings.is_on(name), name)
     _recompute(settings, result)
 
@@ -351,7 +371,7 @@ def _zero_stage(settings: Settings, stages: int, with_json: bool) -> int:
 
 
 def _recompute(settings: Settings, result: Result) -> None:
-    names = _given(settings, "recompute_granularity", "recompute_method", "recompute_num_layers",
+    names = settings.only("recompute_granularity", "recompute_method", "recompute_num_layers",
                    "checkpoint_activations", "checkpoint_num_layers", "recompute_activations",
                    "deepspeed_activation_checkpointing")
     granularity = settings.text("recompute_granularity", "none")
@@ -395,7 +415,7 @@ def _precision(settings: Settings, result: Result) -> None:
 
 
 def _data(settings: Settings, result: Result) -> None:
-    names = _given(settings, "train_data_path", "data_path")
+    names = settings.only("train_data_path", "data_path")
     train = settings.words(names[0]) if names else []
     write_data(settings, result, "train_data", train, *names[:1])
     if train:
@@ -407,7 +427,7 @@ def _data(settings: Settings, result: Result) -> None:
         write_data(settings, result, f"{kind}_data", words, f"{kind}_data_path")
         if len(words) > 1:
             result.differs("several sets are evaluated each by itself, and not as a blend", f"{kind}_data_path")
-    chosen = _given(settings, "tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "tokenizer_name_or_path")
+    chosen = settings.only("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "tokenizer_name_or_path")
     path = next((settings.text(name) for name in ("tokenizer_model", "tokenizer_name_or_path") if settings.has(name)),
                 "")
     if path:
@@ -418,7 +438,7 @@ def _data(settings: Settings, result: Result) -> None:
         result.none("the tokens are read as they are", *chosen)
         no_tokenizer(result)
     if settings.is_on("reset_attention_mask") or settings.is_on("reset_position_ids"):
-        result.set_run("document_attention", True, *_given(settings, "reset_attention_mask", "reset_position_ids"))
+        result.set_run("document_attention", True, *settings.only("reset_attention_mask", "reset_position_ids"))
 
 
 def _logging(settings: Settings, result: Result) -> None:
@@ -428,7 +448,17 @@ def _logging(settings: Settings, result: Result) -> None:
     if settings.get("wandb_project") not in OFF:
         write_monitor(result, "wandb", {"project": settings.text("wandb_project"),
                                         "team": settings.text("wandb_entity")},
-                      *_given(settings, "wandb_project", "wandb_entity"))
+                      *settings.only("wandb_project", "wandb_entity"))
+    if settings.is_on("profile"):
+        steps = [settings.whole(name, default) for name, default in (("profile_step_start", 10),
+                                                                      ("profile_step_end", 12))]
+        result.set_run("profile_steps", ":".join(map(str, steps)), *settings.only(
+            "profile", "profile_step_start", "profile_step_end", "use_pytorch_profiler"))
+    if settings.is_on("use_mup") and settings.has("mup_base_hidden_size"):
+        result.set_run("mup_base_width", settings.needed("mup_base_hidden_size"), "use_mup", "mup_base_hidden_size")
+        result.differs("the factors of muP are those of ds_configs/recipe.md", "use_mup")
+    elif settings.has("mup_base_hidden_size"):
+        result.none("its switch is off", "mup_base_hidden_size")
     if not settings.has("save_interval"):
         result.set_run("save_interval", 0, "save_interval")
     if settings.get("save_retain_interval") not in OFF:

@@ -35,6 +35,10 @@ class Settings:
         """Return whether the input has a setting, with any value but null."""
         return self.given.get(name) is not None
 
+    def only(self, *names: str) -> list[str]:
+        """Return those of the names that the input has."""
+        return [name for name in names if self.has(name)]
+
     def get(self, name: str, default: Any = None) -> Any:
         """Return the value of a setting, or the program's default, or else `default`."""
         if self.has(name):

@@ -8,6 +8,7 @@ from pretrain.commands.translate.parts import (
     copy_flags,
     no_data,
     write_degrees,
+    write_load,
     write_monitor,
     write_optimizer,
     write_schedule,
@@ -21,6 +22,9 @@ from pretrain.model.config import find_config, model_config_from
 
 _OPTIMIZERS = {"AdamW": "AdamW", "Adam": "Adam"}
 _SCHEDULES = {"linear": "linear", "cosine": "cosine", "sqrt": "wsd"}
+# names after v0.2.2
+_SEQ_LENGTH = "training.max_context_length"
+_MICRO_TOKENS, _STEP_TOKENS = "training.num_tokens_per_microbatch_per_dp_rank", "training.num_tokens_per_train_step"
 _SHAPES = {"linear": "linear", "cosine": "cosine", "sqrt": "1-sqrt"}
 
 
@@ -40,9 +44,6 @@ def translate_torchtitan(settings: Settings, result: Result) -> None:
     copy_flags(settings, result, without=("eval_interval", "eval_steps", "save", "save_interval"))
 
 
-def _given(settings: Settings, *names: str) -> list[str]:
-    return [name for name in names if settings.has(name)]
-
 
 def _model(settings: Settings, result: Result) -> None:
     name, flavor = settings.text("model.name"), settings.text("model.flavor")
@@ -57,7 +58,7 @@ def _model(settings: Settings, result: Result) -> None:
     config = json.loads(find_config(str(values.pop("preset"))).read_text(encoding="utf-8"))
     result.model.update({**config, **values})
     model_config_from(result.model, f"{name} {flavor}")
-    names = _given(settings, "model.name", "model.flavor") or ["model.flavor"]
+    names = settings.only("model.name", "model.flavor") or ["model.flavor"]
     result.used(f"config.json: {name} {flavor}", *names)
     result.differs("matrices have the standard deviation 0.02 here; torchtitan divides that of projections into the "
                    "residual stream by sqrt(2 x number of the layer), and has 1 for embeddings", *names)
@@ -66,12 +67,19 @@ def _model(settings: Settings, result: Result) -> None:
 
 
 def _batch(settings: Settings, result: Result) -> None:
-    micro = settings.whole("training.local_batch_size", low=1)
-    total = settings.number("training.global_batch_size", -1)
-    result.set_json("train_micro_batch_size_per_gpu", micro, "training.local_batch_size")
-    names = _given(settings, "training.global_batch_size")
+    seq_name = next(iter(settings.only(_SEQ_LENGTH)), "training.seq_len")
+    seq_length = settings.whole(seq_name, low=1)
+    result.set_run("seq_length", seq_length, seq_name)
+    # versions after v0.2.2 count tokens
+    micro = _samples(settings, _MICRO_TOKENS, seq_length) or settings.whole("training.local_batch_size", low=1)
+    total = _samples(settings, _STEP_TOKENS, seq_length) or settings.number("training.global_batch_size", -1)
+    result.set_json("train_micro_batch_size_per_gpu", micro,
+                    *settings.only("training.local_batch_size", _MICRO_TOKENS) or ["training.local_batch_size"])
+    names = settings.only("training.global_batch_size", _STEP_TOKENS)
     if total > 0:
-        result.set_json("train_batch_size", settings.whole("training.global_batch_size", low=1), *names)
+        if total != int(total):
+            raise settings.wrong("training.global_batch_size", "a whole number")
+        result.set_json("train_batch_size", int(total), *names)
     else:
         result.set_json("gradient_accumulation_steps", 1, *names)
     stages = settings.whole("parallelism.pipeline_parallel_degree", 1)
@@ -82,8 +90,15 @@ def _batch(settings: Settings, result: Result) -> None:
         result.set_json("train_micro_batch_size_per_gpu", size, "parallelism.pipeline_parallel_microbatch_size")
         if total <= 0:
             result.set_json("gradient_accumulation_steps", micro // size, "training.local_batch_size")
-    result.set_run("seq_length", settings.whole("training.seq_len", low=1), "training.seq_len")
     result.set_run("train_steps", settings.whole("training.steps", low=1), "training.steps")
+
+
+def _samples(settings: Settings, name: str, seq_length: int) -> int | None:
+    """Return a number of tokens in samples. Raises ConfigError if they are no whole number of them."""
+    tokens: int | None = settings.whole(name, low=1)
+    if tokens is not None and tokens % seq_length:
+        raise settings.wrong(name, f"a multiple of the sequence length, {seq_length}")
+    return None if tokens is None else tokens // seq_length
 
 
 def _schedule(settings: Settings, result: Result) -> None:
@@ -96,11 +111,11 @@ def _schedule(settings: Settings, result: Result) -> None:
     word = settings.choice("lr_scheduler.decay_type", _SHAPES)
     kind = "wsd" if ratio is not None else settings.choice("lr_scheduler.decay_type", _SCHEDULES)
     peak = float(result.json["optimizer"]["params"]["lr"])
-    shapes = ["lr_scheduler.decay_type", *_given(settings, "lr_scheduler.decay_ratio")]
+    shapes = ["lr_scheduler.decay_type", *settings.only("lr_scheduler.decay_ratio")]
     rates = Rates(kind, warmup, total, lowest=peak * settings.number("lr_scheduler.min_lr_factor"), peak=peak,
                   wsd=decay if kind == "wsd" else None, shape=word)
     write_schedule(result, rates, kind=shapes, warmup=["lr_scheduler.warmup_steps"], length=steps, wsd=shapes,
-                   end=_given(settings, "lr_scheduler.total_steps"), lowest=["lr_scheduler.min_lr_factor"])
+                   end=settings.only("lr_scheduler.total_steps"), lowest=["lr_scheduler.min_lr_factor"])
 
 
 def _layout(settings: Settings, result: Result) -> None:
@@ -112,7 +127,7 @@ def _layout(settings: Settings, result: Result) -> None:
     stages = settings.whole("parallelism.pipeline_parallel_degree", 1)
     reshard = settings.text("parallelism.fsdp_reshard_after_forward", "default")
     stage = 0 if shard == 1 else 1 if stages > 1 else 2 if reshard == "never" else 3
-    names = _given(settings, "parallelism.data_parallel_shard_degree", "parallelism.fsdp_reshard_after_forward") or [
+    names = settings.only("parallelism.data_parallel_shard_degree", "parallelism.fsdp_reshard_after_forward") or [
         "parallelism.data_parallel_shard_degree"]
     result.set_json("zero_optimization.stage", stage, *names)
     if stages > 1 and shard != 1:
@@ -132,7 +147,7 @@ def _layout(settings: Settings, result: Result) -> None:
 
 def _precision(settings: Settings, result: Result, stage: int) -> None:
     dtype, compute = settings.text("training.dtype"), settings.text("training.mixed_precision_param")
-    names = _given(settings, "training.dtype", "training.mixed_precision_param") or ["training.mixed_precision_param"]
+    names = settings.only("training.dtype", "training.mixed_precision_param") or ["training.mixed_precision_param"]
     if "bfloat16" in (dtype, compute) and (stage or dtype == "bfloat16"):
         result.set_json("bf16.enabled", True, *names)
         if stage:
@@ -146,7 +161,7 @@ def _precision(settings: Settings, result: Result, stage: int) -> None:
 def _recompute(settings: Settings, result: Result) -> None:
     mode = settings.text("activation_checkpoint.mode")
     option = settings.text("activation_checkpoint.selective_ac_option")
-    names = _given(settings, "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option") or [
+    names = settings.only("activation_checkpoint.mode", "activation_checkpoint.selective_ac_option") or [
         "activation_checkpoint.mode"]
     if mode == "full":
         result.set_run("recompute", "blocks", *names[:1])
@@ -164,7 +179,7 @@ def _recompute(settings: Settings, result: Result) -> None:
 
 
 def _others(settings: Settings, result: Result) -> None:
-    named = _given(settings, "training.dataset", "training.dataset_path")
+    named = settings.only("training.dataset", "training.dataset_path")
     no_data(result, f"text must be tokenized first ({', '.join(settings.text(name) for name in named)})"
             if named else "the input names no data")
     for name in named:
@@ -174,9 +189,9 @@ def _others(settings: Settings, result: Result) -> None:
     is_on: dict[str, Any] = {"checkpoint.enable": settings.is_on("checkpoint.enable"),
                              "validation.enable": settings.is_on("validation.enable")}
     interval = settings.whole("checkpoint.interval", low=1) if is_on["checkpoint.enable"] else 0
-    names = _given(settings, "checkpoint.enable", "checkpoint.interval") or ["checkpoint.enable"]
+    names = settings.only("checkpoint.enable", "checkpoint.interval") or ["checkpoint.enable"]
     result.set_run("save_interval", interval, *names)
-    validation = _given(settings, "validation.enable", "validation.freq", "validation.steps", "validation.dataset")
+    validation = settings.only("validation.enable", "validation.freq", "validation.steps", "validation.dataset")
     if is_on["validation.enable"]:
         result.set_run("eval_interval", settings.whole("validation.freq", 10, low=1), "validation.freq",
                        "validation.enable")
@@ -187,6 +202,10 @@ def _others(settings: Settings, result: Result) -> None:
                                 "training data is used")
     else:
         result.set_run("eval_interval", 0, *(validation or ["validation.enable"]))
+    write_load(settings, result, "checkpoint.initial_load_path", "checkpoint.folder")
+    result.unused("no checkpoint is loaded, or see what remains to do", *settings.only(
+        "checkpoint.initial_load_in_hf", "checkpoint.initial_load_model_only", "checkpoint.load_step"))
+    result.unused("checkpoints are in the folder `checkpoints` of the run", *settings.only("checkpoint.folder"))
     folder = settings.text("dump_folder", "./outputs")
     result.set_run("save", folder, "dump_folder")
     for name, block in (("metrics.enable_tensorboard", "tensorboard"), ("metrics.enable_wandb", "wandb")):

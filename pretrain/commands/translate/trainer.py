@@ -54,11 +54,14 @@ def translate_trainer(settings: Settings, result: Result, *, dataset_tokens: int
     _evaluation_and_saving(settings, result)
     _data(settings, result)
     _logging(settings, result)
+    result.unused("blocks are recomputed without options", *settings.only(
+        "gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"))
+    result.unused("trackio is off", *settings.only(
+        "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"))
+    if settings.text("train_sampling_strategy", "") == "random":
+        result.used("the samples are shuffled", "train_sampling_strategy")
     copy_flags(settings, result, without=("eval_interval", "eval_steps", "save_interval", "save", "split"))
 
-
-def _given(settings: Settings, *names: str) -> list[str]:
-    return [name for name in names if settings.has(name)]
 
 
 def _take_json(settings: Settings, result: Result) -> bool:
@@ -87,7 +90,7 @@ def _take_json(settings: Settings, result: Result) -> bool:
 
 def _model(settings: Settings, result: Result) -> None:
     """Write the config.json that run_clm.py makes: from --config_name, --model_name_or_path or --model_type."""
-    source = next(iter(_given(settings, "config_name", "model_name_or_path", "model_type")), "")
+    source = next(iter(settings.only("config_name", "model_name_or_path", "model_type")), "")
     overrides = settings.text("config_overrides", "") or None
     if not source:
         result.remaining.append("--model: the input does not name the model; give a preset, a config.json or its "
@@ -109,7 +112,7 @@ def _model(settings: Settings, result: Result) -> None:
         result.used(f"config.json is {'its defaults' if source == 'model_type' else f'that of {name}'}", source)
     if settings.has("model_name_or_path"):
         result.set_run("init_from", settings.text("model_name_or_path"), "model_name_or_path")
-    for name in _given(settings, "model_type", "config_name")[1:]:
+    for name in settings.only("model_type", "config_name")[1:]:
         result.none(f"{source} names the model", name)
 
 
@@ -134,7 +137,7 @@ def _length_and_schedule(settings: Settings, result: Result, dataset_tokens: int
     if steps > 0:
         length = settings.whole("max_steps", low=1)
         result.set_run("train_steps", length, "max_steps")
-        result.none("max_steps has the length", *_given(settings, "num_train_epochs"))
+        result.none("max_steps has the length", *settings.only("num_train_epochs"))
     elif dataset_tokens:
         unit, length = "tokens", max(1, round(epochs * dataset_tokens))
         result.set_run("train_tokens", length, "num_train_epochs")
@@ -143,7 +146,7 @@ def _length_and_schedule(settings: Settings, result: Result, dataset_tokens: int
         result.remaining.append(f"--train_tokens: {epochs:g} times the tokens of the training data (num_train_epochs); "
                                 "--dataset_tokens writes it, and the warm-up")
     if "scheduler" in result.json:
-        result.none("the JSON's scheduler is used", *_given(settings, "lr_scheduler_type"))
+        result.none("the JSON's scheduler is used", *settings.only("lr_scheduler_type"))
         _json_warmup(settings, result)
         return
     _schedule(settings, result, unit, length)
@@ -172,7 +175,7 @@ def _schedule(settings: Settings, result: Result, unit: str, length: int | None)
               "warmup_stable_decay": peak * float(extra.get("min_lr_ratio", 0))}.get(word, 0.0)
     warmup = settings.number("warmup_steps")
     ratio = settings.number("warmup_ratio", 0)
-    names = _given(settings, "warmup_steps", "warmup_ratio") or ["warmup_steps"]
+    names = settings.only("warmup_steps", "warmup_ratio") or ["warmup_steps"]
     if 0 < warmup < 1:  # transformers 5: warmup_steps below 1 are a fraction of the run
         ratio, warmup = warmup, 0
     if word == "constant":
@@ -191,7 +194,7 @@ def _schedule(settings: Settings, result: Result, unit: str, length: int | None)
                           expected=f"one of {', '.join(_WSD_SHAPES)}")
     rates = Rates(kind, count, None, lowest=float(as_number(lowest) or 0), peak=peak, unit=unit,
                   wsd=None if wsd is None else int(wsd), shape=shape)
-    more = _given(settings, "lr_scheduler_kwargs")
+    more = settings.only("lr_scheduler_kwargs")
     write_schedule(result, rates, kind=["lr_scheduler_type"], warmup=names, end=(), lowest=more, wsd=more,
                    length=length)
 
@@ -200,7 +203,7 @@ def _layout(settings: Settings, result: Result, with_json: bool) -> None:
     for name in ("bf16", "fp16"):
         state = result.json.get(name, {}).get("enabled")
         if state == "auto":
-            result.set_json(f"{name}.enabled", settings.is_on(name), *_given(settings, name))
+            result.set_json(f"{name}.enabled", settings.is_on(name), *settings.only(name))
         elif settings.is_on(name) and state is None:
             result.set_json(f"{name}.enabled", True, name)
         elif settings.has(name):
@@ -209,7 +212,7 @@ def _layout(settings: Settings, result: Result, with_json: bool) -> None:
     if not with_json:
         stage = 3 if "full_shard" in words or "hybrid_shard" in words or words == ["True"] else \
             2 if words and words[0].startswith("shard_grad_op") else 0
-        result.set_json("zero_optimization.stage", stage, *_given(settings, "fsdp"))
+        result.set_json("zero_optimization.stage", stage, *settings.only("fsdp"))
         if "offload" in words:
             result.set_json("zero_optimization.offload_param.device", "cpu", "fsdp")
     elif words:
@@ -225,7 +228,7 @@ def _layout(settings: Settings, result: Result, with_json: bool) -> None:
 def _evaluation_and_saving(settings: Settings, result: Result) -> None:
     strategy = settings.text("eval_strategy", "no") if not settings.has("evaluation_strategy") else \
         settings.text("evaluation_strategy")
-    names = _given(settings, "eval_strategy", "evaluation_strategy", "eval_steps")
+    names = settings.only("eval_strategy", "evaluation_strategy", "eval_steps")
     every = {"steps": settings.number("eval_steps", settings.number("logging_steps")), "no": 0}.get(strategy)
     if every is None or 0 < every < 1:
         result.none("CHECK: --eval_interval counts steps", *names)
@@ -234,7 +237,7 @@ def _evaluation_and_saving(settings: Settings, result: Result) -> None:
     if names:
         result.differs("an evaluation has --eval_steps global batches, and not all validation data", *names)
     strategy, steps = settings.text("save_strategy"), settings.number("save_steps")
-    names = _given(settings, "save_strategy", "save_steps") or ["save_steps"]
+    names = settings.only("save_strategy", "save_steps") or ["save_steps"]
     if strategy == "steps" and steps >= 1:
         result.set_run("save_interval", int(steps), *names)
     else:
@@ -246,10 +249,10 @@ def _evaluation_and_saving(settings: Settings, result: Result) -> None:
 
 
 def _data(settings: Settings, result: Result) -> None:
-    named = _given(settings, "train_file", "dataset_name", "train_data_path")
+    named = settings.only("train_file", "dataset_name", "train_data_path")
     no_data(result, f"text must be tokenized first ({', '.join(settings.text(name) for name in named[:2])})"
             if named else "the input names no data")
-    for name in (*named, *_given(settings, "validation_file", "validation_split_percentage")):
+    for name in (*named, *settings.only("validation_file", "validation_split_percentage")):
         result.none("MATTERS: it names text or its division; see what remains to do", name)
     percent = settings.number("validation_split_percentage")
     if settings.has("validation_file"):
@@ -257,7 +260,7 @@ def _data(settings: Settings, result: Result) -> None:
         result.remaining.append(f"--valid_data: prepare {settings.text('validation_file')} as the training data")
     elif settings.has("train_file") or settings.has("dataset_name"):
         result.set_run("split", f"{100 - percent:g},{percent:g},0", "validation_split_percentage")
-    name = next(iter(_given(settings, "tokenizer_name", "tokenizer_name_or_path", "model_name_or_path")), "")
+    name = next(iter(settings.only("tokenizer_name", "tokenizer_name_or_path", "model_name_or_path")), "")
     if name:
         write_tokenizer(settings, result, settings.text(name), name)
     else:
@@ -267,13 +270,13 @@ def _data(settings: Settings, result: Result) -> None:
 def _logging(settings: Settings, result: Result) -> None:
     write_load(settings, result, "resume_from_checkpoint", "output_dir")
     targets = [word.strip("[],'\"") for word in settings.words("report_to")]
-    used = _given(settings, "report_to")
+    used = settings.only("report_to")
     for word in targets:
         if word in ("tensorboard", "wandb"):
             write_monitor(result, word, {}, "report_to")
         elif word == "trackio":
             project = settings.text("project", "huggingface")
-            result.set_run("trackio", project, "report_to", *_given(settings, "project"))
+            result.set_run("trackio", project, "report_to", *settings.only("project"))
         elif word not in ("none", "all"):
             result.none(f"CHECK: there is no monitor {word}", *used)
     if settings.has("run_name") and "wandb" in targets:

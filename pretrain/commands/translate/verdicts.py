@@ -72,5 +72,7 @@ def _reason(name: str, value: Any) -> str:
     if value in OFF:
         return "off"
     hint = hint_for(name) or "a flag has this name"
+    if ": " in hint.partition("--")[2]:  # a hint that says what happens here
+        return hint
     is_here = hint.startswith(("here it is", "write ", "it is a key", "it belongs", "a flag has"))
     return f"CHECK: not taken over; {hint}" if is_here else hint
