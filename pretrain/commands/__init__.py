@@ -33,6 +33,8 @@ COMMANDS = {
     "supervise": Command(_RUN, "start a run again after crashes and lost hosts", f"{_HERE}.supervise"),
     "new": Command(_RUN, "write the settings of a run on your own data, and list the commands that follow",
                    f"{_HERE}.new.main"),
+    "translate": Command(_RUN, "translate settings of GPT-NeoX, Megatron-LM, transformers.Trainer or torchtitan",
+                         f"{_HERE}.translate.main"),
     "quickstart": Command(_RUN, "train a small model on a fresh machine, from corpus to sample",
                           f"{_HERE}.quickstart"),
     "reproduce": Command(_RUN, "train a recipe, and compare its result with the published one",

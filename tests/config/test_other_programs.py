@@ -16,7 +16,7 @@ from pretrain.config.ds_json.read import DsFile
 from pretrain.config.ds_json.schema import TREE
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.flags.parse import parse_arguments
-from pretrain.config.other_programs import hint_for, hints
+from pretrain.config.other_programs import defaults_of, hint_for, hints
 from pretrain.errors import ConfigError
 from tests.support.launch import ROOT
 
@@ -47,6 +47,14 @@ def test_the_trainers_settings_are_complete() -> None:
     trainer = PROGRAMS["transformers.Trainer"]
     listed = {*trainer["known"].split(), *trainer["without_counterpart"].split()}
     assert {field.name for field in dataclasses.fields(TrainingArguments)} <= listed
+
+
+def test_the_trainers_defaults_are_transformers_own() -> None:
+    """`ds-pretrain translate` writes them where the input leaves settings out."""
+    fields = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
+    for name, value in defaults_of("trainer").items():
+        if name in fields and fields[name] is not None:
+            assert value == getattr(fields[name], "value", fields[name]), name
 
 
 def test_hints_name_flags_keys_and_files_that_exist() -> None:

@@ -12,7 +12,7 @@ PAGES = [README, *(ROOT / name for name in (
     "tools/README.md", "tools/data.md", "tools/data_sources.md", "tools/cleaning.md", "tools/tokenizers.md",
     "tools/training_data.md", "tools/weights.md", "tools/memory.md",
     "tools/checkpoints.md", "tools/evaluation.md", "tools/gpu.md", "tools/performance.md", "tools/measurements.md",
-    "tools/metrics.md", "tools/report.md", "tools/sanity_check.md", "tools/ladder.md",
+    "tools/metrics.md", "tools/report.md", "tools/sanity_check.md", "tools/ladder.md", "tools/translate.md",
     "ds_configs/README.md", "ds_configs/recipe.md", "ds_configs/long_sequences.md", "ds_configs/pipelines.md",
     "ds_configs/parallelism.md", "ds_configs/claims.md",
     "launch/README.md", "launch/unattended.md", "launch/right_results.md",
@@ -101,6 +101,8 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "ds-pretrain doctor --save runs/first",
         "ds-pretrain doctor --hostfile HOSTS --config run.yaml",
         "ds-pretrain doctor --hostfile HOSTS --measure --config run.yaml"),
+    "needs a file of GPT-NeoX; tests/commands/test_translate.py translates a short form of it": (
+        "ds-pretrain translate configs/20B.yml --output runs/neox-20b",),
     "needs SLURM: tests/cluster/test_slurm.py": (
         "sbatch -N 4 launch/slurm/pretrain.sbatch run.yaml", "srun ds-pretrain check-cluster --config run.yaml"),
     "needs SLURM: tests/cluster/test_slurm_prepare.py": (

@@ -67,6 +67,9 @@ def make_world(folder: Path) -> None:
     (folder / "target.yaml").write_text(f"deepspeed_config: {folder}/ds.json\nmodel: tiny\n"
                                         f"train_data: {folder}/corpus\nseq_length: 64\n"
                                         f"train_steps: 50\nsave: {folder}/run\n")
+    (folder / "other.yml").write_text(json.dumps({  # of GPT-NeoX
+        "num-layers": 2, "hidden-size": 64, "num-attention-heads": 2, "max-position-embeddings": 64, "train-iters": 10,
+        "pos-emb": "rotary", "train_micro_batch_size_per_gpu": 1}))
     (folder / "text.txt").write_text("Some text. " * 50)
     for suffix in ("bin", "idx"):
         (folder / f"plain.{suffix}").write_bytes((folder / f"corpus.{suffix}").read_bytes())

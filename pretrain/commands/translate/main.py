@@ -1,0 +1,114 @@
+"""Translate the settings of another training program into run.yaml, ds_config.json and config.json.
+
+    ds-pretrain translate pythia-70m.yml --output runs/pythia-70m
+    ds-pretrain translate --output runs/gpt -- --num-layers 24 --hidden-size 1024 ...
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from pretrain.checkpoint.format.hashed_files import write_atomically
+from pretrain.cli import Parser, path, path_text, whole_number
+from pretrain.commands.translate.gpt_neox import translate_neox
+from pretrain.commands.translate.megatron import translate_megatron
+from pretrain.commands.translate.output import check_command, json_text, table_lines, yaml_text
+from pretrain.commands.translate.read_input import read_settings
+from pretrain.commands.translate.result import JSON, MODEL, RUN, Result
+from pretrain.commands.translate.settings import Settings
+from pretrain.commands.translate.torchtitan import translate_torchtitan
+from pretrain.commands.translate.trainer import translate_trainer
+from pretrain.commands.translate.verdicts import check_names, complete_rows
+from pretrain.config.other_programs import PROGRAMS
+from pretrain.errors import ConfigError
+from pretrain.model.config import model_config_from
+from pretrain.paths import check_folder
+
+_MOST = 10**15
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Write the files, and print the table. Raises ConfigError."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    own, others = _divided(words)
+    flags = _parser().parse_args(own)
+    settings = read_settings(flags.files, others, flags.program)
+    result = translate(settings, vocab_size=flags.vocab_size, dataset_tokens=flags.dataset_tokens)
+    _write(settings, result, flags)
+    print("\n".join(_report(settings, result, flags.output)))
+
+
+def _divided(words: list[str]) -> tuple[list[str], list[str]]:
+    """Return the words before and after the first --."""
+    index = words.index("--") if "--" in words else len(words)
+    return words[:index], words[index + 1:]
+
+
+def _parser() -> Parser:
+    parser = Parser(usage="ds-pretrain translate [FILE ...] --output FOLDER [flags] [-- WORDS]", description=(
+        "Translate settings of GPT-NeoX (YAML), Megatron-LM and Megatron-DeepSpeed (arguments), transformers.Trainer "
+        "(a command line or TrainingArguments as JSON) or torchtitan (TOML) into run.yaml, ds_config.json and "
+        "config.json, and list what became of each setting. WORDS are a command line of the other program."))
+    parser.add_argument("files", nargs="*", type=path, metavar="FILE",
+                        help="YAML, TOML or JSON of the other program, or a shell script with its command line")
+    parser.add_argument("--output", type=path_text, required=True, metavar="FOLDER", help="folder to write into")
+    parser.add_argument("--from", dest="program", choices=tuple(PROGRAMS),
+                        help="the other program (default: recognized by its settings)")
+    parser.add_argument("--vocab_size", type=whole_number(1, 2**24), metavar="N",
+                        help="tokens of the tokenizer, before padding, where the input does not say it")
+    parser.add_argument("--dataset_tokens", type=whole_number(1, _MOST), metavar="N",
+                        help="tokens of the training data, for a length in epochs")
+    parser.add_argument("--overwrite", action="store_true", help="replace the files in FOLDER")
+    return parser
+
+
+def translate(settings: Settings, *, vocab_size: int | None = None, dataset_tokens: int | None = None) -> Result:
+    """Return the translation. Raises ConfigError for unknown settings, and for models that nothing here computes."""
+    check_names(settings)
+    result = Result()
+    if settings.program == "neox":
+        translate_neox(settings, result, vocab_size=vocab_size)
+    elif settings.program == "megatron":
+        translate_megatron(settings, result, vocab_size=vocab_size)
+    elif settings.program == "trainer":
+        translate_trainer(settings, result, dataset_tokens=dataset_tokens)
+    else:
+        translate_torchtitan(settings, result)
+    complete_rows(settings, result)
+    if result.model:
+        model_config_from(result.model, MODEL, result.run.get("model_overrides"))
+    return result
+
+
+def _write(settings: Settings, result: Result, flags: argparse.Namespace) -> None:
+    folder = Path(flags.output)
+    result.run["deepspeed_config"] = str(folder / JSON)
+    if result.model:
+        result.run["model"] = str(folder / MODEL)
+    if not result.run.get("save"):
+        result.run["save"] = str(folder / "run")
+    contents = {RUN: yaml_text(settings, result, flags.output), JSON: json_text(result.json)}
+    if result.model:
+        contents[MODEL] = json_text(result.model)
+    check_folder(folder, "--output")
+    for name in contents:
+        if (folder / name).exists() and not flags.overwrite:
+            raise ConfigError("--output", problem=f"{folder / name} exists", remedy="--overwrite replaces it")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in contents.items():
+            write_atomically(folder / name, content)
+    except OSError as error:
+        raise ConfigError("--output", problem=f"{folder} cannot be written ({error.strerror})") from None
+
+
+def _report(settings: Settings, result: Result, folder: str) -> list[str]:
+    """Return the lines to print: the table, the files, and what remains to do."""
+    files = [RUN, JSON, *([MODEL] if result.model else [])]
+    model = model_config_from(result.model, MODEL, result.run.get("model_overrides")) if result.model else None
+    lines = [f"{settings.program_name}: {len(settings.given)} settings", *table_lines(settings, result), "",
+             f"wrote {', '.join(f'{folder}/{name}' for name in files)}"]
+    if model is not None:
+        lines.append(f"model: {model.architecture}, {model.num_parameters():,} parameters")
+    lines += [f"remains to do: {line}" for line in result.remaining]
+    return [*lines, f"next: {check_command(result, folder)}"]

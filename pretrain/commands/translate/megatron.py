@@ -1,0 +1,465 @@
+"""Arguments of Megatron-LM (megatron/training/arguments.py at d98e8a64dd) and of its forks with DeepSpeed."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from pretrain.commands.translate.architecture import write_model
+from pretrain.commands.translate.convert import batch_stages, padded
+from pretrain.commands.translate.deepspeed_json import take_json
+from pretrain.commands.translate.parts import (
+    Rates,
+    copy_flags,
+    no_data,
+    no_tokenizer,
+    write_data,
+    write_degrees,
+    write_load,
+    write_monitor,
+    write_optimizer,
+    write_recompute,
+    write_schedule,
+    write_tokenizer,
+)
+from pretrain.commands.translate.result import Result
+from pretrain.commands.translate.settings import OFF, Settings
+from pretrain.config.ds_json.read import read_ds_config
+from pretrain.errors import ConfigError
+
+_OPTIMIZERS = {"adam": "AdamW", "lion": "Lion", "muon": "Muon", "sgd": "SGD"}
+_SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "WSD": "wsd",
+              "inverse-square-root": "inverse_sqrt"}
+_SHAPES = {"linear": "linear", "cosine": "cosine", "minus_sqrt": "1-sqrt"}
+_POSITIONS = {"learned_absolute": "learned", "absolute": "learned", "rope": "rope", "rotary": "rope",
+              "alibi": "alibi"}
+_NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
+_GATES = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}  # --glu-activation of BigScience's fork
+_SHARDING = {"no_shard": 1, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+_GPT2_TOKENS = 50257
+
+
+def translate_megatron(settings: Settings, result: Result, *, vocab_size: int | None) -> None:
+    """Translate arguments of Megatron-LM. `vocab_size`: tokens of the tokenizer, if the input does not say it."""
+    with_json = _take_json(settings, result)
+    _model(settings, result, vocab_size)
+    _optimizer(settings, result)
+    seq_length = settings.whole("seq_length", settings.whole("decoder_seq_length"), low=1) or settings.needed(
+        "seq_length")
+    result.set_run("seq_length", seq_length, *settings.only("seq_length", "decoder_seq_length"))
+    _batch(settings, result, seq_length)
+    _length_and_schedule(settings, result, seq_length)
+    _layout(settings, result, with_json)
+    _precision(settings, result)
+    _data(settings, result)
+    _logging(settings, result)
+    of_experts = ("router_aux_loss", "router_z_loss", "expert_capacity_factor")
+    copy_flags(settings, result, without=() if _experts(settings) else of_experts)
+    _unused(settings, result)
+
+
+def _unused(settings: Settings, result: Result) -> None:
+    """Say why settings have no effect that another setting would turn on."""
+    result.unused("there are no rotary positions", *settings.only(
+        "rotary_percent", "rotary_base", "use_rope_scaling", "rope_scaling_factor", "rope_type",
+        "rotary_scaling_factor"))
+    result.unused("there are no experts", *settings.only(
+        "moe_router_topk", "moe_ffn_hidden_size", "moe_layer_freq", "moe_shared_expert_intermediate_size",
+        "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_expert_capacity_factor", "moe_layer_recompute",
+        "expert_interval", "mlp_type"))
+    result.unused("there is no loss scale without fp16, or the JSON has it", *settings.only(
+        "loss_scale", "initial_loss_scale", "loss_scale_window", "min_loss_scale", "hysteresis"))
+    result.unused("of another schedule", *settings.only(
+        "lr_wsd_decay_iters", "lr_wsd_decay_samples", "lr_wsd_decay_style", "wsd_decay_steps"))
+    result.unused("of another optimizer", *settings.only("lion_beta1", "lion_beta2", "sgd_momentum", "muon_momentum"))
+    result.unused("its switch is off", *settings.only(
+        "wandb_entity", "wandb_exp_name", "profile_step_start", "profile_step_end", "use_pytorch_profiler",
+        "profile_ranks"))
+
+
+
+def _take_json(settings: Settings, result: Result) -> bool:
+    """Take the JSON of --deepspeed_config. Returns whether there is one."""
+    name = next((name for name in ("deepspeed_config", "deepscale_config") if settings.has(name)), "")
+    if settings.has("deepspeed"):
+        result.used("DeepSpeed trains here always", "deepspeed")
+    if not name:
+        return False
+    path = settings.text(name)
+    if not Path(path).is_file():
+        raise ConfigError(settings.where(name), problem=f"there is no file {path}", remedy="give its path from here")
+    take_json(result, read_ds_config(path), prefix=f"{name}: ")
+    result.used("its keys are listed one by one", name)
+    return True
+
+
+def _model(settings: Settings, result: Result, vocab_size: int | None) -> None:
+    layers = settings.whole("num_layers", settings.whole("decoder_num_layers"), low=1) or settings.needed("num_layers")
+    hidden, heads = settings.needed("hidden_size"), settings.needed("num_attention_heads")
+    head_size = settings.whole("kv_channels", hidden // heads, low=1)
+    activation, gated = _activation(settings)
+    norm = settings.choice("normalization", _NORMS)
+    rope = settings.is_on("use_rotary_position_embeddings")
+    position = "rope" if rope else settings.choice("position_embedding_type", _POSITIONS)
+    bias = not settings.is_on("disable_bias_linear") and (
+        settings.is_on("add_bias_linear") if settings.has("add_bias_linear") else True)
+    dropout = settings.number("hidden_dropout")
+    window = _window(settings)
+    kv_heads = settings.whole("num_kv_heads", low=1) or (
+        settings.whole("num_query_groups", 1, low=1) if settings.is_on("group_query_attention") else heads)
+    positions = settings.whole("max_position_embeddings", low=1) or settings.needed("seq_length")
+    wanted: dict[str, Any] = {
+        "num_layers": layers, "hidden_size": hidden, "num_heads": heads, "num_kv_heads": kv_heads,
+        "head_size": head_size, "intermediate_size": _intermediate_size(settings, gated),
+        "vocab_size": _vocabulary(settings, vocab_size), "max_positions": positions, "norm": norm,
+        "norm_eps": settings.number("layernorm_epsilon"), "activation": activation, "gated_mlp": gated,
+        "position": position, "parallel_residual": False,
+        "tie_word_embeddings": not settings.is_on("untie_embeddings_and_output_weights"),
+        "qkv_bias": bias or settings.is_on("add_qkv_bias"), "attention_out_bias": bias, "mlp_bias": bias,
+        "qk_norm": _qk_norm(settings, norm), "embedding_norm": settings.is_on("embed_layernorm"),
+        "initializer_range": settings.number("init_method_std"), "windows": (window,) * layers if window else (),
+        "attention_dropout": settings.number("attention_dropout"), "residual_dropout": dropout,
+        "embedding_dropout": dropout,
+    }
+    sources: dict[str, tuple[str, ...]] = {
+        "num_layers": ("num_layers", "decoder_num_layers"), "hidden_size": ("hidden_size",),
+        "num_heads": ("num_attention_heads",),
+        "num_kv_heads": ("group_query_attention", "num_query_groups", "num_kv_heads"), "head_size": ("kv_channels",),
+        "intermediate_size": ("ffn_hidden_size",), "max_positions": ("max_position_embeddings",),
+        "norm": ("normalization",), "norm_eps": ("layernorm_epsilon",),
+        "activation": ("swiglu", "openai_gelu", "squared_relu", "gated_linear_unit", "glu_activation"),
+        "position": ("use_rotary_position_embeddings", "position_embedding_type", "no_position_embedding"),
+        "tie_word_embeddings": ("untie_embeddings_and_output_weights",), "qkv_bias": ("add_qkv_bias",),
+        "mlp_bias": ("disable_bias_linear", "add_bias_linear"), "qk_norm": ("qk_layernorm",),
+        "embedding_norm": ("embed_layernorm",), "initializer_range": ("init_method_std",),
+        "windows": ("window_size",), "attention_dropout": ("attention_dropout",),
+        "residual_dropout": ("hidden_dropout",), "rope_theta": ("rotary_base",), "rotary_size": ("rotary_percent",),
+        "rope_scaling": ("use_rope_scaling", "rope_scaling_factor"),
+        "vocab_size": ("vocab_size", "padded_vocab_size", "pad_vocab_size_to", "make_vocab_size_divisible_by"),
+        "num_experts": ("num_experts", "num_moe_experts"), "experts_per_token": ("moe_router_topk",),
+        "moe_intermediate_size": ("moe_ffn_hidden_size",),
+        "shared_expert_size": ("moe_shared_expert_intermediate_size",),
+    }
+    if norm == "layernorm":
+        wanted["norm_bias"] = True
+    if position == "rope":
+        wanted |= {"rope_theta": float(settings.number("rotary_base")), "rope_scaling": _rope_scaling(settings),
+                   "rotary_size": int(head_size * settings.number("rotary_percent"))}
+    wanted |= _experts(settings)
+    _refuse(settings)
+    write_model(settings, result, wanted, {
+        field: tuple(name for name in names if settings.has(name) or (
+            name in ("init_method_std", "hidden_dropout", "attention_dropout") and settings.get(name) is not None))
+        for field, names in sources.items()})
+    if settings.is_on("layernorm_zero_centered_gamma"):
+        result.differs("the weights of norms are stored with 1 added; without weight decay, training is the same",
+                       "layernorm_zero_centered_gamma")
+    if settings.is_on("init_method_xavier_uniform"):
+        result.set_run("init_method", "xavier_uniform", "init_method_xavier_uniform")
+        result.set_run("output_init_method", "xavier_uniform", "init_method_xavier_uniform")
+    else:  # core/transformer/transformer_config.py: init_method_normal, scaled_init_method_normal
+        result.set_run("init_method", "normal", "init_method")
+        result.set_run("output_init_method", "scaled_normal", "output_layer_init_method")
+
+
+def _refuse(settings: Settings) -> None:
+    if settings.has("softmax_scale"):
+        raise ConfigError(settings.where("softmax_scale"), problem="scores are always divided by the square root of "
+                          "the head size here")
+    for name in ("quick_geglu", "rotary_interleaved"):
+        if settings.is_on(name):
+            raise ConfigError(settings.where(name), problem="no family of models here computes it")
+
+
+def _activation(settings: Settings) -> tuple[str, bool]:
+    """Return the activation, and whether the MLP has a gate.
+
+    Fused with the bias (core/fusions/fused_bias_gelu.py), GELU is the tanh approximation.
+    """
+    if settings.is_on("swiglu"):
+        return "silu", True
+    if settings.get("glu_activation") not in OFF:
+        return settings.choice("glu_activation", _GATES), True
+    gated = settings.is_on("gated_linear_unit")
+    if settings.is_on("squared_relu"):
+        return "relu2", gated
+    is_fused = not settings.is_on("no_bias_gelu_fusion") and not settings.is_on("disable_bias_linear")
+    return "gelu_tanh" if settings.is_on("openai_gelu") or is_fused else "gelu", gated
+
+
+def _intermediate_size(settings: Settings, gated: bool) -> int:
+    """Return the inner size of the MLP: 4 h, and with SwiGLU 8/3 h as a multiple of 64 (arguments.py)."""
+    size: int | None = settings.whole("ffn_hidden_size", low=1)
+    hidden = settings.needed("hidden_size")
+    if size is not None:
+        return size
+    return int(4 * hidden * 2 / 3 / 64) * 64 if gated and settings.is_on("swiglu") else 4 * hidden
+
+
+def _qk_norm(settings: Settings, norm: str) -> str:
+    if not settings.is_on("qk_layernorm"):
+        return ""
+    if norm != "rmsnorm":
+        raise ConfigError(settings.where("qk_layernorm"), problem="no family here has a LayerNorm of queries and keys",
+                          remedy="--normalization RMSNorm has a counterpart")
+    return "head"
+
+
+def _window(settings: Settings) -> int:
+    """Return the attention window in tokens with the own one; Megatron's (LEFT, RIGHT) is without it. 0: none."""
+    words = "".join(settings.words("window_size")).strip("()[]").split(",")
+    if words == [""]:
+        return 0
+    if not words[0].lstrip("-").isdigit():
+        raise settings.wrong("window_size", "two numbers such as (4095,0)")
+    return int(words[0]) + 1 if int(words[0]) >= 0 else 0
+
+
+def _rope_scaling(settings: Settings) -> dict[str, Any] | None:
+    """Return the scaling of Llama 3 (core/models/common/embeddings/rotary_pos_embedding.py)."""
+    if not settings.is_on("use_rope_scaling"):
+        return None
+    return {"rope_type": "llama3", "factor": float(settings.number("rope_scaling_factor", 8.0)),
+            "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def _experts(settings: Settings) -> dict[str, Any]:
+    name = "num_experts" if settings.has("num_experts") else "num_moe_experts"
+    count = settings.whole(name) if settings.has(name) else 0
+    if not count or count == 1:
+        return {}
+    if settings.get("moe_layer_freq") not in (None, 1, "1") or settings.get("expert_interval") not in (None, 1, "1"):
+        raise ConfigError(settings.where("moe_layer_freq"), problem="here all layers of such a model have experts")
+    size = settings.whole("moe_ffn_hidden_size", low=1) or _intermediate_size(settings, settings.is_on("swiglu"))
+    return {"num_experts": count, "experts_per_token": settings.whole("moe_router_topk", low=1),
+            "moe_intermediate_size": size, "norm_topk_prob": True, "intermediate_size": size,
+            "shared_expert_size": settings.whole("moe_shared_expert_intermediate_size", 0)}
+
+
+def _vocabulary(settings: Settings, vocab_size: int | None) -> int:
+    """Return the rows of the embedding, padded for the tensor-parallel ranks."""
+    for name in ("padded_vocab_size", "pad_vocab_size_to"):
+        if settings.has(name):
+            return settings.needed(name)
+    degree = settings.whole("tensor_model_parallel_size", settings.whole("model_parallel_size", 1), low=1)
+    multiple = settings.whole("make_vocab_size_divisible_by", low=1) * degree
+    tokens = settings.whole("vocab_size", low=1) or vocab_size
+    if tokens is None and settings.text("tokenizer_type") in ("GPT2BPETokenizer", ""):
+        tokens = _GPT2_TOKENS if settings.has("tokenizer_type") or settings.has("merge_file") else None
+    if tokens is None:
+        raise ConfigError("--vocab_size", problem="the input does not say how many tokens the tokenizer has",
+                          remedy="give their number, before padding")
+    return padded(tokens, multiple)
+
+
+def _optimizer(settings: Settings, result: Result) -> None:
+    kind = settings.choice("optimizer", _OPTIMIZERS)
+    params = {"Lion": (("betas", ("lion_beta1", "lion_beta2"), [0.95, 0.98]),),
+              "SGD": (("momentum", ("sgd_momentum",), [0.9]),),
+              "Muon": (("momentum", ("muon_momentum",), [0.9]),)}.get(kind, ())
+    write_optimizer(settings, result, kind, "optimizer")
+    for key, names, defaults in params:
+        values = [settings.number(name, default) for name, default in zip(names, defaults, strict=True)]
+        result.set_json(f"optimizer.params.{key}", values if len(values) > 1 else values[0], *names)
+    if settings.has("decoupled_weight_decay") and not settings.is_on("decoupled_weight_decay"):
+        result.set_json("optimizer.params.adam_w_mode", False, "decoupled_weight_decay")
+    elif settings.has("decoupled_weight_decay"):
+        result.used("as AdamW does", "decoupled_weight_decay")
+    if "lr" not in result.json["optimizer"].get("params", {}):
+        raise ConfigError(f"{settings.program_name}: lr", problem="there is no learning rate", remedy="give --lr")
+
+
+def _batch(settings: Settings, result: Result, seq_length: int) -> None:
+    micro = settings.whole("micro_batch_size", settings.whole("batch_size"), low=1)
+    total = settings.whole("global_batch_size", low=1)
+    if micro is None and "train_micro_batch_size_per_gpu" not in result.json:
+        raise ConfigError(f"{settings.program_name}: micro_batch_size", problem="it is missing",
+                          remedy="give --micro-batch-size")
+    for dotted, value, names in (("train_micro_batch_size_per_gpu", micro, ("micro_batch_size", "batch_size")),
+                                 ("train_batch_size", total, ("global_batch_size",))):
+        found = result.json.get(dotted)
+        if value is not None and found in (None, "auto", value):
+            result.set_json(dotted, value, *settings.only(*names))
+        elif value is not None:
+            raise ConfigError(settings.where(names[0]), found=value, expected=f"{found}, {dotted} of the JSON")
+    result.json.pop("gradient_accumulation_steps", None) if "train_batch_size" in result.json else \
+        result.json.setdefault("gradient_accumulation_steps", 1)
+    ramp = settings.words("rampup_batch_size")
+    if not ramp:
+        return
+    numbers = [int(word) for word in ramp if word.lstrip("-").replace("_", "").isdigit()]
+    if len(numbers) != 3 or total is None or numbers[1] < 1 or not 0 < numbers[0] <= total or numbers[2] < 1:
+        raise settings.wrong("rampup_batch_size", "START INCREMENT SAMPLES, with a larger --global-batch-size")
+    if numbers[0] < total:
+        result.set_run("batch_schedule", batch_stages(numbers, final=total, seq_length=seq_length), "rampup_batch_size")
+    else:
+        result.used("the global batch from the beginning", "rampup_batch_size")
+
+
+def _length_and_schedule(settings: Settings, result: Result, seq_length: int) -> None:
+    """Write the length, and the schedule: in tokens if the run's length is given in samples or tokens."""
+    samples = settings.whole("train_samples", low=1)
+    tokens = settings.whole("train_tokens", low=1)
+    unit = "tokens" if tokens or samples else "steps"
+    length = tokens or (samples * seq_length if samples else settings.whole("train_iters", low=1))
+    if length is None:
+        result.remaining.append("--train_steps: the input has no --train-iters and no --train-samples")
+    else:
+        result.set_run(f"train_{unit}", length, *settings.only("train_tokens", "train_samples", "train_iters"))
+    if "scheduler" in result.json:
+        return
+    end = _in_unit(settings, "lr_decay", unit, seq_length)
+    warmup = _in_unit(settings, "lr_warmup", unit, seq_length) or 0
+    if settings.has("lr_warmup_fraction"):
+        warmup = math.floor(settings.number("lr_warmup_fraction") * (end or length)) if end or length else None
+    kind = settings.choice("lr_decay_style", _SCHEDULES)
+    rates = Rates(kind, warmup, end, lowest=settings.number("min_lr"), peak=result.json["optimizer"]["params"]["lr"],
+                  unit=unit)
+    wsd: list[str] = []
+    if kind == "wsd":
+        shape = settings.choice("lr_wsd_decay_style", _SHAPES, "exponential")
+        wsd = settings.only("lr_wsd_decay_iters", "lr_wsd_decay_samples", "lr_wsd_decay_style")
+        rates = Rates(**{**vars(rates), "wsd": _in_unit(settings, "lr_wsd_decay", unit, seq_length), "shape": shape})
+    write_schedule(result, rates, kind=["lr_decay_style"], lowest=["min_lr"], length=length, wsd=wsd,
+                   end=settings.only("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens"),
+                   warmup=settings.only("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens",
+                                 "lr_warmup_fraction") or ["lr_warmup_iters"])
+
+
+def _in_unit(settings: Settings, name: str, unit: str, seq_length: int) -> Any:
+    """Return a length in steps or tokens, from NAME_iters, NAME_samples or NAME_tokens; None: not given."""
+    if unit == "steps":
+        return settings.whole(f"{name}_iters")
+    samples = settings.whole(f"{name}_samples")
+    return settings.whole(f"{name}_tokens") or (None if samples is None else samples * seq_length)
+
+
+def _layout(settings: Settings, result: Result, with_json: bool) -> None:
+    tensor = next(iter(settings.only("tensor_model_parallel_size", "model_parallel_size")), "")
+    pipeline = next(iter(settings.only("pipeline_model_parallel_size")), "")
+    sequence = next(iter(settings.only("context_parallel_size", "ds_sequence_parallel_size")), "")
+    expert = next(iter(settings.only("expert_model_parallel_size", "moe_expert_parallel_size")), "")
+    write_degrees(settings, result, tensor=tensor, pipeline=pipeline, sequence=sequence, expert=expert)
+    stages = settings.whole(pipeline, 1) if pipeline else 1
+    names = settings.only("zero_stage", "use_distributed_optimizer", "use_torch_fsdp2", "use_megatron_fsdp",
+                   "use_custom_fsdp", "data_parallel_sharding_strategy")
+    if not (with_json and "zero_optimization" in result.json):
+        result.set_json("zero_optimization.stage", _zero_stage(settings, stages, with_json), *names)
+    if not names and not with_json:
+        result.set_json("zero_optimization.stage", result.json["zero_optimization"]["stage"],
+                        "use_distributed_optimizer")
+        result.differs("the optimizer states are divided among the ranks: less memory, and the same result",
+                       "use_distributed_optimizer")
+    if settings.is_on("sequence_parallel"):
+        result.used("tensor-parallel ranks always share the sequences", "sequence_parallel")
+    if settings.is_on("optimizer_cpu_offload") or settings.is_on("cpu_optimizer"):
+        result.set_json("zero_optimization.offload_optimizer.device", "cpu",
+                        *settings.only("optimizer_cpu_offload", "cpu_optimizer"))
+    for name in settings.only("overlap_grad_reduce", "overlap_param_gather"):
+        result.set_json("zero_optimization.overlap_comm", settings.is_on(name), name)
+    _recompute(settings, result)
+
+
+def _zero_stage(settings: Settings, stages: int, with_json: bool) -> int:
+    if settings.has("zero_stage"):
+        return int(settings.whole("zero_stage"))
+    if settings.is_on("use_torch_fsdp2"):
+        return 3
+    if settings.is_on("use_megatron_fsdp") or settings.is_on("use_custom_fsdp"):
+        stage = settings.choice("data_parallel_sharding_strategy", _SHARDING, "optim_grads_params")
+        return min(int(stage), 1) if stages > 1 else int(stage)
+    return 0 if with_json else 1
+
+
+def _recompute(settings: Settings, result: Result) -> None:
+    names = settings.only("recompute_granularity", "recompute_method", "recompute_num_layers",
+                   "checkpoint_activations", "checkpoint_num_layers", "recompute_activations",
+                   "deepspeed_activation_checkpointing")
+    granularity = settings.text("recompute_granularity", "none")
+    if granularity == "full" or settings.is_on("checkpoint_activations"):
+        count = settings.whole("recompute_num_layers", settings.whole("checkpoint_num_layers", 1), low=1)
+        is_block = settings.text("recompute_method") == "block"
+        write_recompute(result, 1 if is_block else count, *names)
+        if is_block:
+            result.differs("all blocks are recomputed, and not the first ones of each stage", "recompute_method")
+    elif granularity == "selective" or settings.is_on("recompute_activations"):
+        result.set_run("recompute", "attention", *names)
+    else:
+        result.used("off", *names)
+
+
+def _precision(settings: Settings, result: Result) -> None:
+    for name in ("bf16", "fp16"):
+        if settings.is_on(name):
+            result.set_json(f"{name}.enabled", True, name)
+    stage = result.json.get("zero_optimization", {}).get("stage", 0)
+    in_fp32 = settings.is_on("accumulate_allreduce_grads_in_fp32")
+    if settings.is_on("bf16") and stage >= 1 and "data_types" not in result.json:
+        # arguments.py: bf16 accumulates and reduces gradients in fp32
+        result.set_json("data_types.grad_accum_dtype", "fp32", "accumulate_allreduce_grads_in_fp32")
+    elif in_fp32:
+        result.none("MATTERS: ZeRO stage 0 accumulates in the model's precision; stage 1 can accumulate in fp32",
+                    "accumulate_allreduce_grads_in_fp32")
+    if not settings.is_on("fp16") or "loss_scale" in result.json.get("fp16", {}):
+        return
+    if settings.has("loss_scale"):
+        result.set_json("fp16.loss_scale", settings.number("loss_scale"), "loss_scale")
+        return
+    initial = settings.number("initial_loss_scale")
+    if initial < 1:
+        raise settings.wrong("initial_loss_scale", "a number from 1")
+    result.set_json("fp16.loss_scale", 0)
+    result.set_json("fp16.initial_scale_power", min(int(math.log2(initial)), 32), "initial_loss_scale")
+    for name, key in (("loss_scale_window", "loss_scale_window"), ("hysteresis", "hysteresis"),
+                      ("min_loss_scale", "min_loss_scale")):
+        result.set_json(f"fp16.{key}", settings.whole(name), name)
+
+
+def _data(settings: Settings, result: Result) -> None:
+    names = settings.only("train_data_path", "data_path")
+    train = settings.words(names[0]) if names else []
+    write_data(settings, result, "train_data", train, *names[:1])
+    if train:
+        result.differs("the samples are shuffled in another order; `sample_order: megatron` is Megatron-LM's", names[0])
+    else:
+        no_data(result, "the input names no data")
+    for kind in ("valid", "test"):
+        words = [word for word in settings.words(f"{kind}_data_path") if not word.replace(".", "").isdigit()]
+        write_data(settings, result, f"{kind}_data", words, f"{kind}_data_path")
+        if len(words) > 1:
+            result.differs("several sets are evaluated each by itself, and not as a blend", f"{kind}_data_path")
+    chosen = settings.only("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "tokenizer_name_or_path")
+    path = next((settings.text(name) for name in ("tokenizer_model", "tokenizer_name_or_path") if settings.has(name)),
+                "")
+    if path:
+        write_tokenizer(settings, result, path, *chosen)
+    elif settings.text("tokenizer_type") == "GPT2BPETokenizer" or settings.has("merge_file"):
+        write_tokenizer(settings, result, "gpt2", *chosen)
+    else:
+        result.none("the tokens are read as they are", *chosen)
+        no_tokenizer(result)
+    if settings.is_on("reset_attention_mask") or settings.is_on("reset_position_ids"):
+        result.set_run("document_attention", True, *settings.only("reset_attention_mask", "reset_position_ids"))
+
+
+def _logging(settings: Settings, result: Result) -> None:
+    write_load(settings, result, "load", "save")
+    if settings.get("tensorboard_dir") not in OFF:
+        write_monitor(result, "tensorboard", {"output_path": settings.text("tensorboard_dir")}, "tensorboard_dir")
+    if settings.get("wandb_project") not in OFF:
+        write_monitor(result, "wandb", {"project": settings.text("wandb_project"),
+                                        "team": settings.text("wandb_entity")},
+                      *settings.only("wandb_project", "wandb_entity"))
+    if settings.is_on("profile"):
+        steps = [settings.whole(name, default) for name, default in (("profile_step_start", 10),
+                                                                      ("profile_step_end", 12))]
+        result.set_run("profile_steps", ":".join(map(str, steps)), *settings.only(
+            "profile", "profile_step_start", "profile_step_end", "use_pytorch_profiler"))
+    if settings.is_on("use_mup") and settings.has("mup_base_hidden_size"):
+        result.set_run("mup_base_width", settings.needed("mup_base_hidden_size"), "use_mup", "mup_base_hidden_size")
+        result.differs("the factors of muP are those of ds_configs/recipe.md", "use_mup")
+    elif settings.has("mup_base_hidden_size"):
+        result.none("its switch is off", "mup_base_hidden_size")
+    if not settings.has("save_interval"):
+        result.set_run("save_interval", 0, "save_interval")
+    if settings.get("save_retain_interval") not in OFF:
+        result.none("CHECK: --keep_every, with --keep_checkpoints", "save_retain_interval")

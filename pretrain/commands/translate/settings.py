@@ -1,0 +1,125 @@
+"""The settings of another program, as its files and its command line give them, with the program's defaults."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pretrain.config.other_programs import PROGRAMS, defaults_of
+from pretrain.errors import ConfigError, shorten
+
+_TRUE, _FALSE = ("true", "yes", "1", "t", "y"), ("false", "no", "0", "f", "n")
+OFF: tuple[Any, ...] = (None, False, 0, "", "none", "None", "false", "False", "0", [], {})
+"""values that turn a setting off"""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings by their names, with _ instead of -, and a dot before the names inside a block of TOML."""
+
+    program: str  # a key of PROGRAMS
+    given: Mapping[str, Any]
+    places: Mapping[str, str] = field(default_factory=dict)  # name -> the file, and the name as it is spelled there
+    launcher: Mapping[str, Any] = field(default_factory=dict)  # flags before the program on a command line
+
+    @property
+    def program_name(self) -> str:
+        """The program's name in sentences."""
+        return PROGRAMS[self.program]
+
+    def where(self, name: str) -> str:
+        """Return where a setting stands, for errors."""
+        return self.places.get(name, f"{self.program_name}: {name}")
+
+    def has(self, name: str) -> bool:
+        """Return whether the input has a setting, with any value but null."""
+        return self.given.get(name) is not None
+
+    def only(self, *names: str) -> list[str]:
+        """Return those of the names that the input has."""
+        return [name for name in names if self.has(name)]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the value of a setting, or the program's default, or else `default`."""
+        if self.has(name):
+            return self.given[name]
+        value = defaults_of(self.program).get(name)
+        return default if value is None else value
+
+    def is_on(self, name: str) -> bool:
+        """Return the value of a switch. Raises ConfigError."""
+        value = self.get(name, False)
+        if isinstance(value, str) and value.lower() in (*_TRUE, *_FALSE):
+            return value.lower() in _TRUE
+        if not isinstance(value, bool) and value not in (0, 1):
+            raise self.wrong(name, "true or false")
+        return bool(value)
+
+    def number(self, name: str, default: Any = None) -> Any:
+        """Return the value of a number; None if there is none. Raises ConfigError."""
+        value = self.get(name, default)
+        if value is None:
+            return None
+        found = as_number(value)
+        if found is None:
+            raise self.wrong(name, "a number")
+        return found
+
+    def whole(self, name: str, default: int | None = None, *, low: int = 0) -> Any:
+        """Return the value of a whole number; None if there is none. Raises ConfigError."""
+        value = self.number(name, default)
+        if value is None:
+            return None
+        if value != int(value) or value < low:
+            raise self.wrong(name, f"a whole number from {low}")
+        return int(value)
+
+    def needed(self, name: str) -> int:
+        """Return the value of a whole number without which there is no translation. Raises ConfigError."""
+        value: int | None = self.whole(name, low=1)
+        if value is None:
+            raise ConfigError(f"{self.program_name}: {name}", problem="it is missing",
+                              remedy="give all files of the run, or the setting itself")
+        return value
+
+    def text(self, name: str, default: str = "") -> str:
+        """Return the value of a single word. Raises ConfigError."""
+        value = self.get(name, default)
+        if isinstance(value, (list, dict)) or value is True:
+            raise self.wrong(name, "one word")
+        return str(value)
+
+    def words(self, name: str) -> list[str]:
+        """Return a value that may have several words, as a list."""
+        value = self.get(name)
+        items = value if isinstance(value, list) else [] if value is None else str(value).split()
+        return [str(item) for item in items]
+
+    def choice(self, name: str, choices: Mapping[str, Any], default: str = "") -> Any:
+        """Return what a word stands for. Raises ConfigError for a word without a meaning here."""
+        word = self.text(name, default)
+        found = {key.lower(): value for key, value in choices.items()}
+        if word.lower() not in found:
+            raise ConfigError(self.where(name), found=shorten(word), expected=f"one of {', '.join(choices)}, which "
+                              "have a counterpart here", word=word, known=choices)
+        return found[word.lower()]
+
+    def wrong(self, name: str, expected: str) -> ConfigError:
+        """Return the error for a value."""
+        return ConfigError(self.where(name), found=shorten(str(self.get(name))), expected=expected)
+
+
+def as_number(value: Any) -> int | float | None:
+    """Return a finite number, also from a word such as 9_765_625, 6e-5 or 1024; None for other values."""
+    if isinstance(value, str):
+        word = value.strip().replace("_", "")
+        try:
+            value = int(word)
+        except ValueError:
+            try:
+                value = float(word)
+            except ValueError:
+                return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,283 @@
+"""Settings of transformers.Trainer: TrainingArguments of 5.23.0, and run_clm.py of its examples."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from pretrain.commands.translate.deepspeed_json import take_json
+from pretrain.commands.translate.parts import (
+    PLACEHOLDER,
+    Rates,
+    copy_flags,
+    no_data,
+    no_tokenizer,
+    write_degrees,
+    write_load,
+    write_monitor,
+    write_optimizer,
+    write_schedule,
+    write_tokenizer,
+)
+from pretrain.commands.translate.result import Result
+from pretrain.commands.translate.settings import OFF, Settings, as_number
+from pretrain.config.ds_json.read import DsFile, read_ds_config
+from pretrain.errors import ConfigError
+from pretrain.model.config import find_config
+from pretrain.model.config_keys import parse_overrides, read_config_json
+from pretrain.model.families import FAMILIES
+
+_OPTIMIZERS = {"adamw_torch": "AdamW", "adamw_torch_fused": "AdamW", "adamw_hf": "AdamW", "adamw_apex_fused": "AdamW",
+               "adamw_bnb_8bit": "AdamW8bit", "adamw_8bit": "AdamW8bit", "paged_adamw_8bit": "AdamW8bit",
+               "lion_32bit": "Lion", "paged_lion_32bit": "Lion", "sgd": "SGD", "adagrad": "Adagrad",
+               "rmsprop": "RMSprop"}
+# src/transformers/optimization.py; polynomial is a line with the default power of 1
+_SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant",
+              "inverse_sqrt": "inverse_sqrt", "warmup_stable_decay": "wsd", "cosine_with_min_lr": "cosine",
+              "polynomial": "linear"}
+_WSD_SHAPES = {"linear": "linear", "cosine": "cosine", "1-sqrt": "1-sqrt"}
+_POLYNOMIAL_END = 1e-7  # lr_end of get_polynomial_decay_schedule_with_warmup
+_BLOCK_SIZE = 1024  # largest default of run_clm.py
+_MONITORS = ("tensorboard", "wandb", "trackio", "comet_ml")
+
+
+def translate_trainer(settings: Settings, result: Result, *, dataset_tokens: int | None) -> None:
+    """Translate settings of transformers.Trainer. `dataset_tokens`: of the training data, for epochs."""
+    with_json = _take_json(settings, result)
+    _model(settings, result)
+    write_optimizer(settings, result, settings.choice("optim", _OPTIMIZERS), "optim")
+    _batch(settings, result)
+    seq_length = settings.whole("block_size", _BLOCK_SIZE, low=1)
+    result.set_run("seq_length", seq_length, "block_size")
+    _length_and_schedule(settings, result, dataset_tokens)
+    _layout(settings, result, with_json)
+    _evaluation_and_saving(settings, result)
+    _data(settings, result)
+    _logging(settings, result)
+    result.unused("blocks are recomputed without options", *settings.only(
+        "gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"))
+    result.unused("trackio is off", *settings.only(
+        "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"))
+    if settings.text("train_sampling_strategy", "") == "random":
+        result.used("the samples are shuffled", "train_sampling_strategy")
+    copy_flags(settings, result, without=("eval_interval", "eval_steps", "save_interval", "save", "split"))
+
+
+
+def _take_json(settings: Settings, result: Result) -> bool:
+    """Take the JSON of --deepspeed: a file, or a block of the input. Returns whether there is one."""
+    value = settings.get("deepspeed")
+    if value in OFF:
+        return False
+    if isinstance(value, dict):
+        file = DsFile("deepspeed", value)
+    else:
+        path = settings.text("deepspeed")
+        if path.lstrip().startswith("{"):
+            try:
+                file = DsFile("deepspeed", json.loads(path))
+            except ValueError as error:
+                raise ConfigError(settings.where("deepspeed"), problem=f"it is not JSON: {error}") from None
+        elif not Path(path).is_file():
+            raise ConfigError(settings.where("deepspeed"), problem=f"there is no file {path}",
+                              remedy="give its path from here")
+        else:
+            file = read_ds_config(path, flag="--deepspeed")
+    take_json(result, file, prefix="deepspeed: ")
+    result.used("its keys are listed one by one", "deepspeed")
+    return True
+
+
+def _model(settings: Settings, result: Result) -> None:
+    """Write the config.json that run_clm.py makes: from --config_name, --model_name_or_path or --model_type."""
+    source = next(iter(settings.only("config_name", "model_name_or_path", "model_type")), "")
+    overrides = settings.text("config_overrides", "") or None
+    if not source:
+        result.remaining.append("--model: the input does not name the model; give a preset, a config.json or its "
+                                "folder")
+    else:
+        name = settings.text(source)
+        if source == "model_type":
+            if name not in FAMILIES:
+                raise ConfigError(settings.where(source), found=name, expected=f"one of {', '.join(FAMILIES)}",
+                                  word=name, known=FAMILIES)
+            values: dict[str, Any] = {"model_type": name}
+        else:
+            values = read_config_json(find_config(name))
+        if overrides:
+            family = str(values.get("model_type"))
+            values |= parse_overrides(overrides, family, values) if family in FAMILIES else {}
+            result.used(f"config.json {overrides}", "config_overrides")
+        result.model.update(values)
+        result.used(f"config.json is {'its defaults' if source == 'model_type' else f'that of {name}'}", source)
+    if settings.has("model_name_or_path"):
+        result.set_run("init_from", settings.text("model_name_or_path"), "model_name_or_path")
+    for name in settings.only("model_type", "config_name")[1:]:
+        result.none(f"{source} names the model", name)
+
+
+def _batch(settings: Settings, result: Result) -> None:
+    for dotted, name in (("train_micro_batch_size_per_gpu", "per_device_train_batch_size"),
+                         ("gradient_accumulation_steps", "gradient_accumulation_steps")):
+        found = result.json.get(dotted)
+        value = settings.whole(name, low=1)
+        if found in (None, "auto", value):
+            result.set_json(dotted, value, name)
+        else:
+            result.none(f"the JSON has {found}, which is used", name)
+    if result.json.get("train_batch_size") == "auto":
+        del result.json["train_batch_size"]
+        result.rows.pop("deepspeed: train_batch_size", None)
+        result.used("micro-batch x accumulation x data-parallel ranks", "deepspeed: train_batch_size")
+
+
+def _length_and_schedule(settings: Settings, result: Result, dataset_tokens: int | None) -> None:
+    steps, epochs = settings.number("max_steps", -1), settings.number("num_train_epochs")
+    unit, length = "steps", None
+    if steps > 0:
+        length = settings.whole("max_steps", low=1)
+        result.set_run("train_steps", length, "max_steps")
+        result.none("max_steps has the length", *settings.only("num_train_epochs"))
+    elif dataset_tokens:
+        unit, length = "tokens", max(1, round(epochs * dataset_tokens))
+        result.set_run("train_tokens", length, "num_train_epochs")
+    else:
+        result.used("see what remains to do", "num_train_epochs")
+        result.remaining.append(f"--train_tokens: {epochs:g} times the tokens of the training data (num_train_epochs); "
+                                "--dataset_tokens writes it, and the warm-up")
+    if "scheduler" in result.json:
+        result.none("the JSON's scheduler is used", *settings.only("lr_scheduler_type"))
+        _json_warmup(settings, result)
+        return
+    _schedule(settings, result, unit, length)
+
+
+def _json_warmup(settings: Settings, result: Result) -> None:
+    """Fill "auto" of the JSON's warm-up as transformers does."""
+    params = result.json["scheduler"].get("params", {})
+    warmup = settings.number("warmup_steps")
+    if params.get("warmup_num_steps") == "auto" and warmup >= 1:
+        result.set_json("scheduler.params.warmup_num_steps", int(warmup), "warmup_steps")
+
+
+def _schedule(settings: Settings, result: Result, unit: str, length: int | None) -> None:
+    word = settings.text("lr_scheduler_type")
+    kind = settings.choice("lr_scheduler_type", _SCHEDULES)
+    peak = float(result.json["optimizer"]["params"].get("lr") or 0)
+    extra = settings.get("lr_scheduler_kwargs") or {}
+    extra = json.loads(extra) if isinstance(extra, str) and extra.startswith("{") else extra
+    if not isinstance(extra, dict):
+        raise settings.wrong("lr_scheduler_kwargs", "a JSON object")
+    if word == "polynomial" and extra.get("power", 1) != 1:
+        raise ConfigError(settings.where("lr_scheduler_kwargs"), found=f"power {extra['power']}", expected="1, a line")
+    lowest = {"cosine_with_min_lr": extra.get("min_lr", peak * float(extra.get("min_lr_rate", 0))),
+              "polynomial": extra.get("lr_end", _POLYNOMIAL_END),
+              "warmup_stable_decay": peak * float(extra.get("min_lr_ratio", 0))}.get(word, 0.0)
+    warmup = settings.number("warmup_steps")
+    ratio = settings.number("warmup_ratio", 0)
+    names = settings.only("warmup_steps", "warmup_ratio") or ["warmup_steps"]
+    if 0 < warmup < 1:  # transformers 5: warmup_steps below 1 are a fraction of the run
+        ratio, warmup = warmup, 0
+    if word == "constant":
+        warmup = ratio = 0
+    if ratio and length is None:
+        result.remaining.append(f"--lr_warmup_tokens: {ratio:g} times --train_tokens")
+    unit = unit if ratio or length is None or unit == "steps" else "steps"
+    # transformers rounds a fraction of the steps up
+    count = int(warmup) if warmup or not ratio else None if length is None else math.ceil(round(ratio * length, 6))
+    wsd = as_number(extra.get("num_decay_steps"))
+    if kind == "wsd" and wsd is None:
+        raise ConfigError(settings.where("lr_scheduler_kwargs"), problem="num_decay_steps is missing")
+    shape = _WSD_SHAPES.get(str(extra.get("decay_type", "cosine")), "") if kind == "wsd" else "linear"
+    if not shape:
+        raise ConfigError(settings.where("lr_scheduler_kwargs"), found=str(extra.get("decay_type")),
+                          expected=f"one of {', '.join(_WSD_SHAPES)}")
+    rates = Rates(kind, count, None, lowest=float(as_number(lowest) or 0), peak=peak, unit=unit,
+                  wsd=None if wsd is None else int(wsd), shape=shape)
+    more = settings.only("lr_scheduler_kwargs")
+    write_schedule(result, rates, kind=["lr_scheduler_type"], warmup=names, end=(), lowest=more, wsd=more,
+                   length=length)
+
+
+def _layout(settings: Settings, result: Result, with_json: bool) -> None:
+    for name in ("bf16", "fp16"):
+        state = result.json.get(name, {}).get("enabled")
+        if state == "auto":
+            result.set_json(f"{name}.enabled", settings.is_on(name), *settings.only(name))
+        elif settings.is_on(name) and state is None:
+            result.set_json(f"{name}.enabled", True, name)
+        elif settings.has(name):
+            result.used("as the JSON says" if state is not None else "off", name)
+    words = settings.text("fsdp", "").replace(",", " ").split()
+    if not with_json:
+        stage = 3 if "full_shard" in words or "hybrid_shard" in words or words == ["True"] else \
+            2 if words and words[0].startswith("shard_grad_op") else 0
+        result.set_json("zero_optimization.stage", stage, *settings.only("fsdp"))
+        if "offload" in words:
+            result.set_json("zero_optimization.offload_param.device", "cpu", "fsdp")
+    elif words:
+        result.none("the JSON divides the states", "fsdp")
+    for name in ("gradient_checkpointing", "activation_checkpointing"):
+        if settings.is_on(name):
+            result.set_run("recompute", "blocks", name)
+        elif settings.has(name):
+            result.used("off", name)
+    write_degrees(settings, result)
+
+
+def _evaluation_and_saving(settings: Settings, result: Result) -> None:
+    strategy = settings.text("eval_strategy", "no") if not settings.has("evaluation_strategy") else \
+        settings.text("evaluation_strategy")
+    names = settings.only("eval_strategy", "evaluation_strategy", "eval_steps")
+    every = {"steps": settings.number("eval_steps", settings.number("logging_steps")), "no": 0}.get(strategy)
+    if every is None or 0 < every < 1:
+        result.none("CHECK: --eval_interval counts steps", *names)
+        every = 0
+    result.set_run("eval_interval", int(every), *(names or ["eval_strategy"]))
+    if names:
+        result.differs("an evaluation has --eval_steps global batches, and not all validation data", *names)
+    strategy, steps = settings.text("save_strategy"), settings.number("save_steps")
+    names = settings.only("save_strategy", "save_steps") or ["save_steps"]
+    if strategy == "steps" and steps >= 1:
+        result.set_run("save_interval", int(steps), *names)
+    else:
+        result.set_run("save_interval", 0, *names)
+        if strategy in ("epoch", "best") or 0 < steps < 1:
+            result.differs("here a checkpoint is saved at the end; --save_interval counts steps", *names)
+    if settings.has("output_dir"):
+        result.set_run("save", settings.text("output_dir"), "output_dir")
+
+
+def _data(settings: Settings, result: Result) -> None:
+    named = settings.only("train_file", "dataset_name", "train_data_path")
+    no_data(result, f"text must be tokenized first ({', '.join(settings.text(name) for name in named[:2])})"
+            if named else "the input names no data")
+    for name in (*named, *settings.only("validation_file", "validation_split_percentage")):
+        result.none("MATTERS: it names text or its division; see what remains to do", name)
+    percent = settings.number("validation_split_percentage")
+    if settings.has("validation_file"):
+        result.run |= {"valid_data": f"{PLACEHOLDER}/valid", "split": "100,0,0"}
+        result.remaining.append(f"--valid_data: prepare {settings.text('validation_file')} as the training data")
+    elif settings.has("train_file") or settings.has("dataset_name"):
+        result.set_run("split", f"{100 - percent:g},{percent:g},0", "validation_split_percentage")
+    name = next(iter(settings.only("tokenizer_name", "tokenizer_name_or_path", "model_name_or_path")), "")
+    if name:
+        write_tokenizer(settings, result, settings.text(name), name)
+    else:
+        no_tokenizer(result)
+
+
+def _logging(settings: Settings, result: Result) -> None:
+    write_load(settings, result, "resume_from_checkpoint", "output_dir")
+    targets = [word.strip("[],'\"") for word in settings.words("report_to")]
+    used = settings.only("report_to")
+    for word in targets:
+        if word in ("tensorboard", "wandb"):
+            write_monitor(result, word, {}, "report_to")
+        elif word == "trackio":
+            project = settings.text("project", "huggingface")
+            result.set_run("trackio", project, "report_to", *settings.only("project"))
+        elif word not in ("none", "all"):
+            result.none(f"CHECK: there is no monitor {word}", *used)
+    if settings.has("run_name") and "wandb" in targets:
+        result.none("DeepSpeed's monitor names the run itself; --note is a text", "run_name")

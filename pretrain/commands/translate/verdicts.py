@@ -1,0 +1,78 @@
+"""A verdict for each setting of the input: what no part of the translation has used gets it from the tables."""
+
+from typing import Any
+
+from pretrain.commands.translate.deepspeed_json import flat_names
+from pretrain.commands.translate.parts import note_differences, note_variables
+from pretrain.commands.translate.result import Result
+from pretrain.commands.translate.settings import OFF, Settings
+from pretrain.config.flags.arguments import FLAGS
+from pretrain.config.other_programs import (
+    MATTERS,
+    NO_EFFECT,
+    REFUSED,
+    hint_for,
+    is_known,
+    known_names,
+    without_counterpart,
+)
+from pretrain.errors import ConfigError
+
+
+def check_names(settings: Settings) -> None:
+    """Raise ConfigError for a setting that the tables do not know, with the closest name, and for refused ones."""
+    for name, value in settings.given.items():
+        if reason := _refusal(name, value):
+            raise ConfigError(settings.where(name), problem=f"nothing here computes this: {reason}",
+                              remedy="turn it off in the input if the model does not need it")
+        if name not in FLAGS and not is_known(name):
+            raise ConfigError(settings.where(name), problem=f"{settings.program_name} has no setting that is known "
+                              "here by this name", remedy="remove it if it is not one", word=name.replace("-", "_"),
+                              known=known_names())
+
+
+def _refusal(name: str, value: Any) -> str:
+    found = without_counterpart(REFUSED, name)
+    if found is None or value in OFF or str(value).lower() == found[1].lower() != "":
+        return ""
+    return found[0]
+
+
+def complete_rows(settings: Settings, result: Result) -> None:
+    """Give a verdict to each setting of the input that has none yet."""
+    note_differences(settings, result)
+    note_variables(result)
+    for name, value in settings.given.items():
+        nested = [row for row in result.rows if row.startswith(f"{name}.")]
+        if name in result.rows or (nested and isinstance(value, dict)):
+            continue
+        result.none(_reason(name, value), name)
+    for name in settings.launcher:
+        result.none("a flag of the launcher: `ds-pretrain --help` lists those of this one", f"launcher: {name}")
+    for name in list(result.rows):
+        if name not in settings.given and not _is_part(name, settings) and not name.startswith("launcher: "):
+            result.rows[name].texts.insert(0, "not given")
+
+
+def _is_part(name: str, settings: Settings) -> bool:
+    """Return whether a row is about a key inside a block, or inside the JSON, of the input."""
+    return any(name in flat_names({key: value}) for key, value in settings.given.items()) or ": " in name
+
+
+def _reason(name: str, value: Any) -> str:
+    """Return why a setting has no counterpart, and whether this matters."""
+    for table in (MATTERS, NO_EFFECT, REFUSED):
+        found = without_counterpart(table, name)
+        if found is None:
+            continue
+        reason, neutral = found
+        if value in OFF or str(value).lower() == neutral.lower() != "" or table == REFUSED:
+            return "off, as here"
+        return f"MATTERS: {reason}" if table == MATTERS else f"no effect on the result: {reason}"
+    if value in OFF:
+        return "off"
+    hint = hint_for(name) or "a flag has this name"
+    if ": " in hint.partition("--")[2]:  # a hint that says what happens here
+        return hint
+    is_here = hint.startswith(("here it is", "write ", "it is a key", "it belongs", "a flag has"))
+    return f"CHECK: not taken over; {hint}" if is_here else hint

@@ -1,0 +1,280 @@
+"""`ds-pretrain translate`: public runs of other programs, and a verdict for each setting that these programs have."""
+
+import dataclasses
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pretrain.commands.translate.main import main, translate
+from pretrain.commands.translate.read_input import read_settings
+from pretrain.commands.translate.result import BECAME, DIFFERS, NONE, Result
+from pretrain.commands.translate.settings import Settings
+from pretrain.commands.translate.verdicts import check_names
+from pretrain.config.flags.parse import parse_arguments
+from pretrain.config.other_programs import PROGRAMS, current_name, defaults_of
+from pretrain.config.plan import Plan
+from pretrain.config.validate import check_settings
+from pretrain.distributed.device import cuda_device
+from pretrain.errors import ConfigError
+from pretrain.model.config import load_model_config
+from pretrain.model.description import ModelConfig
+from tests.commands.translate_configs import (
+    BLOOM_176B,
+    GPT3_175B,
+    NEOX_20B,
+    PYTHIA_RANKS,
+    PYTHIA_SIZES,
+    RUN_CLM,
+    RUN_CLM_JSON,
+    TINY_LLAMA,
+    pythia,
+    torchtitan_toml,
+)
+from tests.support.launch import ROOT
+
+SETTINGS = json.loads((ROOT / "tests/golden/other_programs.json").read_text(encoding="utf-8"))
+DEVICE = dataclasses.replace(cuda_device(), bf16=True, fp16=True)
+
+
+def translated(folder: Path, words: Sequence[str], world_size: int) -> Plan:
+    """Translate, and return the plan of the run that was written."""
+    out = folder / "out"
+    main(["--output", str(out), *words])
+    args = parse_arguments(["--config", str(out / "run.yaml")])
+    return check_settings(args, world_size=world_size, device=DEVICE)
+
+
+def written(folder: Path, name: str, content: Any) -> str:
+    """Write an input file, and return its path."""
+    path = folder / name
+    path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+    return str(path)
+
+
+def assert_same_model(model: ModelConfig, preset: str, *, without: Sequence[str] = ()) -> None:
+    """Compare all fields of a model with those of a preset, which is the published config.json."""
+    expected = load_model_config(preset)
+    skipped = {"hf_config", "key_names", *without}
+    names = [each.name for each in dataclasses.fields(ModelConfig) if each.name not in skipped]
+    assert {name: getattr(model, name) for name in names} == {name: getattr(expected, name) for name in names}
+    if "vocab_size" not in without:
+        assert model.num_parameters() == expected.num_parameters()
+
+
+@pytest.mark.parametrize("size", PYTHIA_SIZES)
+def test_pythia(tmp_path: Path, size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = pythia(size)
+    plan = translated(tmp_path, [written(tmp_path, "pythia.yml", settings)], PYTHIA_RANKS[size])
+    assert_same_model(plan.model, f"pythia-{size}")
+    rate = settings["optimizer"]["params"]["lr"]
+    assert plan.layout.tokens_per_step == 1024 * 2048
+    assert plan.schedule is not None
+    assert [plan.schedule(step) for step in (1429, 142999)] == pytest.approx([rate, rate / 10])
+    assert (plan.train_steps, plan.schedule.kind, plan.schedule.warmup_steps) == (143000, "cosine", 1430)
+    assert (plan.layout.precision, plan.args.init_method, plan.args.output_init_method) == (
+        "fp16", "small_init", "wang_init")
+    assert "remains to do: --train_data" in capsys.readouterr().out
+
+
+def test_gpt_neox_20b(tmp_path: Path) -> None:
+    plan = translated(tmp_path, [written(tmp_path, "20B.yml", NEOX_20B)], 96)
+    assert (plan.model.num_layers, plan.model.hidden_size, plan.model.vocab_size) == (44, 6144, 50432)
+    assert plan.model.num_parameters() == 20_554_567_680
+    assert (plan.layout.pipeline_stages, plan.layout.tensor_parallel_size, plan.layout.zero_stage) == (4, 2, 1)
+    assert plan.layout.global_batch_size == 4 * 32 * 12
+    assert plan.schedule is not None
+    assert plan.schedule.peak == 0.97e-4
+    assert plan.ds_config["optimizer"]["params"]["weight_decay"] == 0.01
+
+
+def test_bloom_176b(tmp_path: Path) -> None:
+    plan = translated(tmp_path, ["--", *BLOOM_176B.split()], 384)
+    assert (plan.model.architecture, plan.model.position, plan.model.embedding_norm) == ("bloom", "alibi", True)
+    assert plan.model.num_parameters() == 176_247_271_424
+    assert (plan.layout.tensor_parallel_size, plan.layout.pipeline_stages, plan.layout.data_parallel_size) == (4, 12, 8)
+    assert plan.layout.global_batch_size == 2048
+    assert plan.length.tokens_after(plan.train_steps) == pytest.approx(220e6 * 2048, rel=1e-4)
+    assert plan.length.batch_sizes.stages[:2] == ((0, 192), (84187, 208))
+    assert plan.length.batch_sizes.at(9_765_625) == 2048
+    assert plan.schedule is not None
+    assert plan.schedule.peak == 6e-5
+    assert plan.schedule(plan.train_steps - 1) == pytest.approx(6e-6)
+
+
+def test_tiny_llama(tmp_path: Path) -> None:
+    plan = translated(tmp_path, ["--", *TINY_LLAMA.split()], 16)
+    model = plan.model
+    assert model.architecture == "llama"
+    assert model.num_parameters() == 1_100_048_384
+    assert (model.num_kv_heads, model.head_size, model.intermediate_size) == (4, 64, 5632)
+    assert plan.layout.tokens_per_step == 1024 * 2048
+    assert plan.layout.grad_accum_dtype == "fp32"
+    assert plan.data.weights == (0.7, 0.3)
+    assert plan.schedule is not None
+    assert [plan.schedule(step) for step in (1999, 715255)] == pytest.approx([4e-4, 4e-5])
+
+
+def test_gpt3_175b_of_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = translated(tmp_path, [written(tmp_path, "train.sh", GPT3_175B)], 128)
+    assert_same_model(plan.model, "gpt3-175b", without=(
+        "vocab_size", "initializer_range", "attention_dropout", "residual_dropout", "embedding_dropout"))
+    assert plan.model.vocab_size == 51200  # padded to 128 x 8 tensor-parallel ranks
+    # a default of Megatron-LM that its example does not change
+    assert (plan.model.attention_dropout, plan.model.residual_dropout) == (0.1, 0.1)
+    assert (plan.args.lr_warmup_steps, plan.args.lr_decay_steps) == (430, 430000)
+    assert plan.ds_config["fp16"]["initial_scale_power"] == 32
+    out = capsys.readouterr().out
+    assert "launcher: nproc_per_node" in out
+
+
+@pytest.mark.parametrize(("flavor", "preset", "rate", "batch", "tensor", "recompute"), [
+    ("8B", "llama3-8b", 3e-4, 1, 1, "selective"), ("70B", "llama3-70b", 1.5e-4, 8, 8, "full")])
+def test_llama3_of_torchtitan(tmp_path: Path, flavor: str, preset: str, rate: float, batch: int, tensor: int,
+                              recompute: str) -> None:
+    toml = torchtitan_toml(flavor, rate=rate, batch=batch, tensor=tensor, recompute=recompute)
+    plan = translated(tmp_path, [written(tmp_path, "llama3.toml", toml)], 64)
+    assert_same_model(plan.model, preset)
+    assert plan.layout.global_batch_size == batch * 64 // tensor
+    assert (plan.layout.zero_stage, plan.layout.tensor_parallel_size) == (3, tensor)
+    assert plan.ds_config["optimizer"]["params"] == {"lr": rate, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
+    assert plan.schedule is not None
+    assert (plan.schedule.kind, plan.schedule.min_ratio, plan.schedule.warmup_steps) == ("linear", 0.0, 200)
+
+
+def test_the_trainers_run_clm(tmp_path: Path) -> None:
+    ds_json = written(tmp_path, "ds.json", RUN_CLM_JSON)
+    plan = translated(tmp_path, ["--", *RUN_CLM.replace("DS_JSON", ds_json).split()], 4)
+    assert_same_model(plan.model, "gpt2-medium")
+    assert plan.layout.tokens_per_step == 4 * 2 * 4 * 1024
+    assert (plan.layout.zero_stage, plan.layout.precision, plan.layout.recompute) == (2, "bf16", "blocks")
+    assert plan.ds_config["optimizer"]["params"] == {"lr": 6e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
+    assert plan.schedule is not None
+    assert (plan.schedule.kind, plan.schedule.min_ratio, plan.schedule.warmup_steps) == ("cosine", 0.0, 20)
+    assert (plan.args.eval_interval, plan.args.save_interval, plan.args.keep_checkpoints, plan.args.seed) == (
+        100, 200, 2, 7)
+
+
+def test_training_arguments_as_json_with_olmo2(tmp_path: Path) -> None:
+    """Defaults that differ are written: a linear schedule to 0, no weight decay, 3 epochs."""
+    arguments = {"config_name": "olmo2-1b", "output_dir": "out", "learning_rate": 4e-4, "bf16": True,
+                 "per_device_train_batch_size": 2, "block_size": 4096, "warmup_ratio": 0.1, "fsdp": "full_shard"}
+    plan = translated(tmp_path, [written(tmp_path, "args.json", arguments), "--dataset_tokens", "1000000"], 2)
+    assert_same_model(plan.model, "olmo2-1b")
+    assert plan.ds_config["optimizer"]["params"]["weight_decay"] == 0.0
+    assert (plan.args.train_tokens, plan.args.lr_warmup_tokens, plan.args.lr_schedule) == (3_000_000, 300_000, "linear")
+    assert (plan.args.min_lr, plan.args.seed, plan.layout.zero_stage) == (0.0, 42, 3)
+
+
+LLAMA_OF_NEOX = {  # EleutherAI/gpt-neox, configs/llama/7B.yml, with a training section
+    "pipe_parallel_size": 1, "model_parallel_size": 1, "make_vocab_size_divisible_by": 1, "num_layers": 32,
+    "hidden_size": 4096, "intermediate_size": 32768, "num_attention_heads": 32, "seq_length": 2048,
+    "max_position_embeddings": 2048, "pos_emb": "rotary", "rotary_pct": 1, "no_weight_tying": True, "norm": "rmsnorm",
+    "rms_norm_epsilon": 1e-6, "use_bias_in_mlp": False, "use_bias_in_norms": False, "use_bias_in_attn_linear": False,
+    "activation": "swiglu", "mlp_multiple_of": 256, "train_micro_batch_size_per_gpu": 1, "train_iters": 1000,
+}
+
+
+def test_llama_and_the_clipped_line_of_gpt_neox(tmp_path: Path) -> None:
+    settings = {**LLAMA_OF_NEOX, "min_lr": 5e-4}
+    plan = translated(tmp_path, [written(tmp_path, "7B.yml", settings), "--vocab_size", "32000"], 1)
+    assert (plan.model.architecture, plan.model.intermediate_size, plan.model.vocab_size) == ("llama", 11008, 32000)
+    assert plan.model.num_parameters() == 6_738_415_616
+    # without an optimizer: Adam, 1e-3, betas 0.9 and 0.999; the line would reach 0 at step 1000, so 5e-4 at 505
+    assert plan.ds_config["optimizer"]["params"] == {
+        "lr": 0.001, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1}
+    assert plan.schedule is not None
+    assert [plan.schedule(step) for step in (257, 504, 999)] == pytest.approx([1e-3 * (1 - 248 / 990), 5e-4, 5e-4])
+
+
+@pytest.mark.parametrize(("change", "line"), [
+    ({"num-layerz": 2}, 'pythia.yml: num-layerz: .*Did you mean "num_layers"'),
+    ({"pos-emb": "sinusoidal"}, "pythia.yml: pos-emb: found sinusoidal; expected one of learned, rotary, alibi"),
+    ({"norm": "rmsnorm"}, "no family of models here computes it; the most similar one"),
+    ({"lr-decay-style": "exponential"}, "lr-decay-style: found exponential; expected one of linear, cosine, constant"),
+    ({"num-unique-layers": 2}, "pythia.yml: num-unique-layers: nothing here computes this: parameters that several"),
+    ({"zero_optimization": {"stge": 1}}, "zero_optimization.stge: DeepSpeed has no such key"),
+    ({"attention-config": [[["mamba"], 6]]}, "attention-config: found mamba; expected global or flash"),
+    ({"hidden-size": "wide"}, "hidden-size: found wide; expected a number"),
+    ({"vocab-file": "other.json"}, "--vocab_size: the input does not say how many tokens"),
+])
+def test_errors_name_the_setting(tmp_path: Path, change: dict[str, Any], line: str) -> None:
+    file = written(tmp_path, "pythia.yml", {**pythia("70m"), **change})
+    with pytest.raises(ConfigError, match=line):
+        main([file, "--output", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
+
+
+def test_files_are_not_replaced_unless_asked(tmp_path: Path) -> None:
+    words = [written(tmp_path, "pythia.yml", pythia("70m")), "--output", str(tmp_path / "out")]
+    main(words)
+    with pytest.raises(ConfigError, match="--overwrite replaces it"):
+        main(words)
+    main([*words, "--overwrite"])
+
+
+def test_several_files_must_not_repeat_a_setting(tmp_path: Path) -> None:
+    first = written(tmp_path, "model.yml", {"num-layers": 2})
+    with pytest.raises(ConfigError, match=r"num_layers: the same setting is in .*model.yml: num-layers"):
+        read_settings([first, written(tmp_path, "other.yml", {"num_layers": 3})], [], None)
+
+
+# one complete input of each program, to which the property tests add settings
+BASES: dict[str, dict[str, Any]] = {
+    "neox": {name.replace("-", "_"): value for name, value in LLAMA_OF_NEOX.items()},
+    "megatron": {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64, "vocab_size": 512,
+                 "max_position_embeddings": 64, "micro_batch_size": 1, "train_iters": 100, "lr": 1e-3, "bf16": True},
+    "trainer": {"config_name": "tiny", "output_dir": "out", "max_steps": 100},
+    "torchtitan": {"model.flavor": "debugmodel"},
+}
+VALUES = (True, False, 1, 0, 2, 0.5, -1, "", "x", "none", "64", [], [1], {}, {"enabled": True}, None, 10**30, "1e-3")
+
+
+def names_of(program: str) -> list[str]:
+    """List all settings of a program that the golden file has."""
+    golden = SETTINGS[PROGRAMS[program]]
+    return sorted({current_name(name) for name in f"{golden['known']} {golden['without_counterpart']}".split()})
+
+
+def verdict_is_complete(settings: Settings, result: Result) -> None:
+    for name, value in settings.given.items():
+        rows = [row for row in result.rows if row == name or row.startswith(f"{name}.")]
+        assert rows, f"{settings.program}: {name} = {value} has no verdict"
+    assert {row.verdict for row in result.rows.values()} <= {BECAME, DIFFERS, NONE}
+    assert all(row.text for row in result.rows.values())
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_each_setting_of_each_program_is_known(program: str) -> None:
+    for name in names_of(program):
+        check_names(Settings(program, {name: None}))
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_each_setting_alone_and_in_random_subsets_has_a_verdict_or_one_line(program: str) -> None:
+    base, names = BASES[program], names_of(program)
+    random_subset = random.Random(32)
+    default = dict(defaults_of(program))
+    accepted = 0
+    subsets = [[name] for name in names] + [random_subset.sample(names, 6) for _ in range(150)]
+    for subset in subsets:
+        values = {name: default.get(name, random_subset.choice(VALUES)) for name in subset if name not in base}
+        settings = Settings(program, {**base, **values})
+        try:
+            result = translate(settings, vocab_size=512)
+        except ConfigError:  # one line; anything else is a defect
+            continue
+        accepted += 1
+        verdict_is_complete(settings, result)
+    assert accepted > len(names) // 2
+
+
+def test_the_table_says_what_is_not_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main([written(tmp_path, "a.yml", LLAMA_OF_NEOX), "--output", str(tmp_path / "out"), "--vocab_size", "32000"])
+    out = capsys.readouterr().out
+    assert "not given; lr_warmup_steps: 10" in out
+    assert yaml.safe_load((tmp_path / "out/run.yaml").read_text(encoding="utf-8"))["lr_warmup_steps"] == 10
