@@ -81,6 +81,7 @@ class Layer:
     tied: bool = False  # whether embedding and head share the matrix
     window: int = 0  # of a block: number of latest tokens that a query sees, with its own; 0: all tokens
     has_experts: bool = False  # of a block: experts instead of an MLP
+    their_names: tuple[str, ...] = ()  # of a described layer: names of its parameters in transformers' model
 
     @cached_property
     def size(self) -> int:
@@ -157,6 +158,8 @@ class ModelConfig:
     shared_expert_gate: bool = False  # multiply the shared expert's output by sigmoid(gate(x))
     dense_layers: frozenset[int] = frozenset()  # in a model with experts: indices of the blocks that have an MLP
     router_aux_loss: float = 0.0  # coefficient of the load-balancing loss
+    # layers that were found in transformers' own model (general/); empty for a model of families/
+    described: tuple[Layer, ...] = field(default=(), repr=False)
 
     def key(self, name: str) -> str:
         """Return the config.json key of a field, such as `n_layer` for `num_layers` of gpt2."""
@@ -211,6 +214,8 @@ class ModelConfig:
 
 @lru_cache(maxsize=256)
 def _layers(config: ModelConfig) -> tuple[Layer, ...]:
+    if config.described:
+        return config.described
     tied, vocabulary = config.tie_word_embeddings, (config.vocab_size, config.hidden_size)
     embedding = Parameter("embedding", vocabulary, 0, vocabulary[:1])
     layers = [Layer("embedding", "TokenEmbedding", (embedding,), tied)]

@@ -20,8 +20,8 @@ from torch import nn
 from pretrain.distributed.parallel_groups import NO_GROUPS, ParallelGroups
 from pretrain.model.description import Layer as Described
 from pretrain.model.description import ModelConfig
+from pretrain.model.general.specs import general_specs
 from pretrain.model.kernels.documents import Documents
-from pretrain.model.kernels.fused_loss import carry
 from pretrain.model.layers.block import Block
 from pretrain.model.layers.norm import EmbeddingNorm, FinalNorm
 from pretrain.model.layers.rope import Rope
@@ -34,6 +34,8 @@ from pretrain.model.layers.vocabulary import (
     PositionEmbedding,
     TokenEmbedding,
     TrainingLoss,
+    tied_head,
+    tied_loss_head,
 )
 from pretrain.model.parallel.sequence_shards import sum_of_shards
 from pretrain.model.parallel.shared_tensors import own_shard
@@ -42,14 +44,6 @@ from pretrain.model.recompute import Recompute
 from pretrain.model.run_layers import Layer, run_layers
 
 _KEEP_ALL = Recompute()
-
-
-def _tied_head(embedding: nn.Module, x_BTD: torch.Tensor, labels: Labels | None = None) -> torch.Tensor:
-    return embedding(x_BTD, labels)
-
-
-def _tied_loss_head(embedding: TokenEmbedding, x_BTD: torch.Tensor, labels: Labels | None = None) -> torch.Tensor:
-    return carry(x_BTD, embedding.embedding) if labels is None else embedding(x_BTD, labels)
 
 
 def _ropes(config: ModelConfig) -> list[Rope | None]:
@@ -77,6 +71,8 @@ def build_specs(config: ModelConfig, *, ends_in_loss: bool = False, plain_operat
         loss: the loss that the head computes; None: the cross-entropy.
         groups: the ranks that share matrices, sequences and experts.
     """
+    if config.described:
+        return general_specs(config, ends_in_loss=ends_in_loss, loss=loss, recompute=recompute)
     settings: dict[str, Any] = {"plain_operators": plain_operators, "groups": groups}
     specs: list[LayerSpec] = []
     blocks = iter(enumerate(_ropes(config)))
@@ -102,7 +98,7 @@ def _vocabulary_spec(config: ModelConfig, layer: Described, loss: TrainingLoss |
         classes = {"embedding": TokenEmbedding, "head": LossHead if ends_in_loss else Head}
         return LayerSpec(classes[layer.kind], config, layer, loss, groups)
     # with a forward_fn, because a layer that is a module would be written to the checkpoint a second time
-    of_head = _tied_loss_head if ends_in_loss else _tied_head
+    of_head = tied_loss_head if ends_in_loss else tied_head
     return TiedLayerSpec("embed", TokenEmbedding, config, layer, loss, groups, tied_weight_attr="embedding",
                          forward_fn=of_head if layer.kind == "head" else None)
 

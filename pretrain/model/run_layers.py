@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from pretrain.model.general.modules import DecoderLayer
 from pretrain.model.kernels.documents import Documents
 from pretrain.model.layers.block import Block
 from pretrain.model.layers.vocabulary import PositionEmbedding
@@ -44,7 +45,7 @@ def _groups(layers: list[Layer], recompute: Recompute) -> Iterator[tuple[list[La
     size = recompute.interval or (1 if recompute.part == "blocks" else max(1, len(layers)))
     for start in range(0, len(layers), size):
         group = layers[start : start + size]
-        blocks = [layer for layer in group if isinstance(layer, Block)]
+        blocks = [layer for layer in group if isinstance(layer, (Block, DecoderLayer))]
         yield group, bool(blocks) and (recompute.interval > 0 or blocks[0].recompute == "blocks")
 
 

@@ -48,6 +48,14 @@ def token_scores(x_BTD: torch.Tensor, weight_VD: torch.Tensor, labels_BT: torch.
     return TokenScores(torch.cat(log_probs).view_as(labels_BT), torch.cat(top1).view_as(labels_BT))
 
 
+@torch.no_grad()
+def scores_of_logits(logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> TokenScores:
+    """Return the scores for given logits."""
+    chunks = zip(logits_BTV.flatten(0, 1).split(_CHUNK), labels_BT.flatten().split(_CHUNK), strict=True)
+    log_probs, top1 = zip(*(_scores(logits_CV.float(), labels_C) for logits_CV, labels_C in chunks), strict=True)
+    return TokenScores(torch.cat(log_probs).view_as(labels_BT), torch.cat(top1).view_as(labels_BT))
+
+
 def _scores(logits_CV: torch.Tensor, labels_C: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     at_label_C = logits_CV.gather(1, labels_C[:, None])[:, 0]
     return at_label_C - logits_CV.logsumexp(1), logits_CV.argmax(1)

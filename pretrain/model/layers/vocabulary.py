@@ -17,7 +17,8 @@ from pretrain.distributed.parallel_groups import NO_GROUPS, ParallelGroups
 from pretrain.model.description import Layer, ModelConfig, Parameters, inside
 from pretrain.model.kernels.documents import Documents
 from pretrain.model.kernels.fused_loss import CROSS_ENTROPY, LossTerms, carry, fused_linear_cross_entropy
-from pretrain.model.kernels.token_scores import TokenScores, token_scores
+from pretrain.model.kernels.loss_of_logits import loss_of_logits
+from pretrain.model.kernels.token_scores import TokenScores, scores_of_logits, token_scores
 from pretrain.model.kernels.vocabulary_shards import VocabularyShard
 from pretrain.model.parallel.shared_tensors import gather, own_shard, sum_and_scatter, sum_gradient
 from pretrain.model.parameters import create_parameters
@@ -69,10 +70,23 @@ class TrainingLoss:
             return -(self._recorded[-1].log_probs_BT * weights_BT).sum()
         loss, squares = fused_linear_cross_entropy(x_BTD, weight_VD, labels_BT, weights_BT, bias, softcap, self.terms,
                                                    self.plain_operators, shard)
+        self._add_squares(loss, squares)
+        return loss
+
+    def of_logits(self, logits_BTV: torch.Tensor, labels: Labels) -> torch.Tensor:
+        """Return the same sum for given logits, whose softmax is computed in fp32."""
+        labels_BT, weights_BT = labels
+        if self._recorded is not None:
+            self._recorded.append(scores_of_logits(logits_BTV, labels_BT))
+            return -(self._recorded[-1].log_probs_BT * weights_BT).sum()
+        loss, squares = loss_of_logits(logits_BTV, labels_BT, weights_BT, self.terms)
+        self._add_squares(loss, squares)
+        return loss
+
+    def _add_squares(self, loss: torch.Tensor, squares: torch.Tensor) -> None:
         if self.terms.z_loss and loss.requires_grad:
             self._squares = squares if self._squares is None else self._squares + squares
             self._micro_batches += 1
-        return loss
 
     def take_squares(self) -> torch.Tensor | None:
         """Return the mean squared logsumexp of the training micro-batches since the last call; None without any.
@@ -193,3 +207,16 @@ class LossHead(Head):
         if labels is None:
             return carry(x_BTD, self.lm_head.weight, self.lm_head.bias)
         return super().forward(x_BTD, labels)
+
+
+def tied_head(embedding: nn.Module, x_BTD: torch.Tensor, labels: Labels | None = None) -> torch.Tensor:
+    """Compute the head of a tied model: logits, or with labels the loss."""
+    output: torch.Tensor = embedding(x_BTD, labels)
+    return output
+
+
+def tied_loss_head(embedding: nn.Module, x_BTD: torch.Tensor, labels: Labels | None = None) -> torch.Tensor:
+    """Compute the last layer of a pipeline with a tied head; see LossHead."""
+    if labels is None:
+        return carry(x_BTD, embedding.get_parameter("embedding"))
+    return tied_head(embedding, x_BTD, labels)

@@ -1,0 +1,181 @@
+"""A transformers model and its parts, which all layers of a run share: copies of modules, arguments, initial weights."""
+
+import contextlib
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from pretrain.model.description import Layer, ModelConfig, Parameter
+from pretrain.model.general.parts import Parts, bound_arguments, find_parts
+from pretrain.model.general.skeleton import Handler, Runner, Stop, copied, create_skeleton
+
+_KEPT_SHAPES = 4  # batch shapes whose arguments are kept: training, evaluation, a schedule of lengths
+Arguments = dict[str, Any]
+
+
+class Decoder:
+    """A skeleton, its parts, and runs of its forward function."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.parts = model, find_parts(model)
+        self.layers = describe(model, self.parts)
+        self._runner = Runner(model, self.parts.watched)
+        self._arguments: dict[tuple[Any, ...], list[Arguments]] = {}
+
+    def copy(self, path: str) -> nn.Module:
+        """Return a copy of a module, with its buffers, and with parameters on the meta device."""
+        return copied(self.model.get_submodule(path), self.model.config)
+
+    def run(self, ids_BT: torch.Tensor, dtype: torch.dtype, handlers: dict[str, Handler], *,
+            training: bool = False) -> Any:
+        """Execute the model's forward function: `handlers` for some modules, and only shapes for the others."""
+        shapes = {path: self._runner.shapes_of(path, dtype) for path in self.parts.watched}
+        shapes.update({path: self._skipped_block for path in self.parts.blocks})
+        return self._runner.run(ids_BT, {**shapes, **handlers}, training=training)
+
+    def _skipped_block(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the hidden states that a decoder layer got, in the form in which it returns them."""
+        return self.parts.returned(args[0] if args else next(iter(kwargs.values())))
+
+    @torch.no_grad()
+    def arguments(self, block: int, x_BTD: torch.Tensor, dtype: torch.dtype) -> Arguments:
+        """Return the arguments of decoder layer `block` besides the hidden states, by name.
+
+        They depend on shape, dtype and device alone (parts.py), and are computed once for each.
+        """
+        key = (*x_BTD.shape[:2], dtype, x_BTD.device)
+        if key not in self._arguments:
+            while len(self._arguments) >= _KEPT_SHAPES:
+                del self._arguments[next(iter(self._arguments))]
+            self._arguments[key] = self._compute_arguments(x_BTD, dtype)
+        return self._arguments[key][block]
+
+    def _compute_arguments(self, x_BTD: torch.Tensor, dtype: torch.dtype) -> list[Arguments]:
+        found: list[Arguments] = []
+
+        def recorder(path: str) -> Handler:
+            module = self.model.get_submodule(path)
+
+            def handler(*args: Any, **kwargs: Any) -> Any:
+                hidden, named = bound_arguments(module, args, kwargs)
+                found.append(named)
+                if len(found) == len(self.parts.blocks):
+                    raise Stop(None)
+                return self.parts.returned(hidden)
+            return handler
+
+        with torch.random.fork_rng(devices=[]):
+            self.run(token_ids_like(x_BTD), dtype, {path: recorder(path) for path in self.parts.blocks})
+        return found
+
+    @torch.no_grad()
+    def initial_values(self, layer: Layer, index: int, seed: int) -> dict[str, torch.Tensor]:
+        """Return the initial values of a layer's parameters by their names in it: fp32 on the CPU.
+
+        The model's own `_init_weights` draws them, from a generator with a seed for this layer. The other parameters
+        are without memory, so that they draw nothing.
+        """
+        real = {name: torch.full(parameter.shape, torch.nan)
+                for name, parameter in zip(layer.their_names, layer.parameters, strict=True)}
+        with _real_parameters(self.model, real), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(zlib.crc32(f"{seed} layer {index}".encode()))
+            _initialize(self.model, [*real])
+        unset = [name for name, values in real.items() if torch.isnan(values).any()]
+        if unset:
+            raise ValueError(f"{type(self.model).__name__}._init_weights leaves {unset[0]} without initial values")
+        return {parameter.name: real[name] for name, parameter in zip(layer.their_names, layer.parameters, strict=True)}
+
+
+@contextlib.contextmanager
+def _real_parameters(model: Any, values: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Let the named parameters of a model have memory."""
+    before = {name: model.get_parameter(name) for name in values}
+    try:
+        for name, value in values.items():
+            _set_parameter(model, name, nn.Parameter(value))
+        yield
+    finally:
+        for name, parameter in before.items():
+            _set_parameter(model, name, parameter)
+
+
+def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    path, _, own = name.rpartition(".")
+    replace_parameter(model.get_submodule(path), own, parameter)
+
+
+def _initialize(model: Any, names: list[str]) -> None:
+    """Call `_init_weights` for all modules that contain the named parameters, the innermost first, as transformers."""
+    paths = {""}
+    for name in names:
+        path = name
+        while path := path.rpartition(".")[0]:
+            paths.add(path)
+    of_model: dict[str, Any] = {"": model}
+    in_order = sorted(paths, key=lambda path: (path != "", path))
+    for path in in_order:
+        module, parent = model.get_submodule(path), path.rpartition(".")[0]
+        if path:
+            of_model[path] = module if hasattr(module, "_init_weights") else of_model.get(parent, model)
+    for path in sorted(paths, key=lambda path: -(path.count(".") + bool(path))):
+        of_model[path]._init_weights(model.get_submodule(path))
+
+
+def replace_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Let `module` use another parameter object. Under zero.Init it is registered elsewhere already."""
+    module._parameters[name] = parameter
+
+
+def token_ids_like(x_BTD: torch.Tensor) -> torch.Tensor:
+    """Return token ids for hidden states of some shape; no result depends on them."""
+    return torch.ones(x_BTD.shape[:2], dtype=torch.int64, device=x_BTD.device)
+
+
+def describe(model: Any, parts: Parts) -> tuple[Layer, ...]:
+    """List the layers of a skeleton with their parameters."""
+    vocabulary = tuple(model.get_submodule(parts.embedding).weight.shape)
+    matrix = Parameter("embedding", vocabulary)
+    layers = [Layer("embedding", "TokenEmbedding", (matrix,), parts.tied, their_names=(f"{parts.embedding}.weight",))]
+    if parts.changes_embedding:
+        layers.append(_layer(model, "norm", "EmbeddingNorm", parts.prologue, own_name))
+    layers += [_layer(model, "block", "Block", (path,), lambda path: "layer") for path in parts.blocks]
+    layers.append(_layer(model, "norm", "FinalNorm", parts.epilogue, own_name))
+    if parts.tied:
+        return (*layers, Layer("head", "TokenEmbedding", (matrix,), tied=True, their_names=(f"{parts.head}.weight",)))
+    return (*layers, _layer(model, "head", "LossHead", (parts.head,), lambda path: "lm_head"))
+
+
+def own_name(path: str) -> str:
+    """Return the name under which a layer holds the module of a path: without dots, which torch does not allow."""
+    return path.replace(".", "_")
+
+
+def _layer(model: Any, kind: str, class_name: str, paths: tuple[str, ...], name_of: Callable[[str], str]) -> Layer:
+    found = [(f"{name_of(path)}.{name}", tuple(parameter.shape), f"{path}.{name}")
+             for path in paths for name, parameter in model.get_submodule(path).named_parameters()]
+    return Layer(kind, class_name, tuple(Parameter(name, shape) for name, shape, _ in found),
+                 their_names=tuple(theirs for _, _, theirs in found))
+
+
+def decoder_from(values: dict[str, Any], model_code: str = "") -> Decoder:
+    """Return the decoder of a config.json's content. One object is kept for each content."""
+    return _decoder(json.dumps(values, sort_keys=True), model_code)
+
+
+@lru_cache(maxsize=8)
+def _decoder(values_json: str, model_code: str) -> Decoder:
+    from transformers import AutoConfig
+
+    values = json.loads(values_json)
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    return Decoder(create_skeleton(config))
+
+
+def decoder_of(config: ModelConfig) -> Decoder:
+    """Return the decoder of a described config."""
+    return decoder_from(config.hf_config)

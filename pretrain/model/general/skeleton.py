@@ -1,0 +1,144 @@
+"""transformers' own model without memory for parameters, and runs of its forward function in which modules are replaced.
+
+A skeleton is the complete causal language model of a config: its parameters are on torch's meta device (shapes without
+memory), its buffers (such as rotary frequencies) are real. The forward function of the model computes what lies between
+the modules: positions, masks, rotary tables, scales, the order of the calls. `Runner.run` executes it with a handler for
+each watched module, so that a part of the model can be computed with real modules, and the rest is skipped.
+"""
+
+import contextlib
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+Handler = Callable[..., Any]
+_LARGE = 2**26  # elements: larger tensors are parameters, and never have memory
+_CONSTRUCTORS = frozenset((torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn))
+
+
+class Stop(Exception):  # noqa: N818 (no error: it ends a forward pass whose result is known)
+    """Ends a forward pass of the skeleton early, with a value."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """Creates large tensors on the meta device: all experts of a layer can have more elements than fit into memory."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _CONSTRUCTORS and kwargs.get("device") is None:
+            size = args[0] if args and isinstance(args[0], (tuple, list)) else args or kwargs.get("size", ())
+            if math.prod(size) > _LARGE:
+                kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Move each parameter to the meta device when a module registers it. Tied parameters remain one object."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, parameter)
+        if parameter is not None and parameter.device.type != "meta":
+            moved = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+            moved.__dict__.update(parameter.__dict__)
+            module._parameters[name] = moved
+
+    setattr(nn.Module, "register_parameter", on_meta)  # noqa: B010 (mypy forbids to assign a method)
+    try:
+        yield
+    finally:
+        setattr(nn.Module, "register_parameter", register)  # noqa: B010
+
+
+def create_skeleton(config: Any, model_class: Any = None) -> Any:
+    """Build the model of a transformers config, in evaluation mode. `model_class` None: the class of its model_type.
+
+    Attention is torch's scaled_dot_product_attention, or the model's own operators if it does not support that one.
+    """
+    from transformers import AutoModelForCausalLM
+
+    build = AutoModelForCausalLM.from_config if model_class is None else model_class._from_config
+    config = copy.deepcopy(config)
+    config.use_cache = False
+    with _parameters_on_meta(), _LargeOnMeta(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # of random buffers, if there are any
+        try:
+            model = build(copy.deepcopy(config), attn_implementation="sdpa", dtype=torch.float32)
+        except ValueError as error:
+            if "scaled_dot_product_attention" not in str(error):
+                raise
+            model = build(config, attn_implementation="eager", dtype=torch.float32)
+    return model.eval()
+
+
+def copied(module: nn.Module, config: Any) -> nn.Module:
+    """Return a copy of a module of a skeleton. The config is shared, the parameters are on the meta device."""
+    return copy.deepcopy(module, {id(config): config})
+
+
+class Runner:
+    """A skeleton in which every call of the watched modules is passed to a handler."""
+
+    def __init__(self, model: Any, watched: Iterable[str]) -> None:
+        self.model: Any = copied(model, model.config)
+        self._handlers: Mapping[str, Handler] = {}
+        self._originals: dict[str, Handler] = {}
+        self._device = torch.device("cpu")
+        for path in watched:
+            module = self.model.get_submodule(path)
+            self._originals[path] = module.forward
+            module.forward = self._dispatcher(path)
+            move_buffers(module, torch.device("meta"))
+
+    def _dispatcher(self, path: str) -> Handler:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self._handlers[path](*args, **kwargs)
+        return forward
+
+    def run(self, ids_BT: torch.Tensor, handlers: Mapping[str, Handler], *, training: bool = False) -> Any:
+        """Execute the model's forward function. Return what a handler stopped it with, otherwise the logits."""
+        if self.model.training != training:
+            self.model.train(training)
+        if self._device != ids_BT.device:
+            self._device = ids_BT.device
+            move_buffers(self.model, self._device)
+        self._handlers = handlers
+        try:
+            output = self.model(input_ids=ids_BT, use_cache=False)
+        except Stop as stop:
+            return stop.value
+        finally:
+            self._handlers = {}
+        return output.logits if hasattr(output, "logits") else output[0]
+
+    def shapes_of(self, path: str, dtype: torch.dtype, *, random: bool = False) -> Handler:
+        """Return a handler that computes only the shapes of a watched module's outputs: they are zeros, or random."""
+        def handler(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
+            with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+                return tree_map_only(torch.Tensor, real, self._originals[path](*args, **kwargs))
+
+        def real(shape: torch.Tensor) -> torch.Tensor:
+            kind = dtype if shape.is_floating_point() else shape.dtype
+            make = torch.randn if random and shape.is_floating_point() else torch.zeros
+            return make(shape.shape, dtype=kind, device=self._device)
+        return handler
+
+
+def move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Move the buffers that are not on the meta device."""
+    for each in module.modules():
+        for name, buffer in each._buffers.items():
+            if buffer is not None and buffer.device.type != "meta":
+                each._buffers[name] = buffer.to(device)
