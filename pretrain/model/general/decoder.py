@@ -82,13 +82,20 @@ class Decoder:
         """
         real = {name: torch.full(parameter.shape, torch.nan)
                 for name, parameter in zip(layer.their_names, layer.parameters, strict=True)}
+        layer_seed = zlib.crc32(f"{seed} layer {index}".encode())
         with _real_parameters(self.model, real), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(zlib.crc32(f"{seed} layer {index}".encode()))
+            torch.manual_seed(layer_seed)
             _initialize(self.model, [*real])
-        unset = [name for name, values in real.items() if torch.isnan(values).any()]
-        if unset:
-            raise ValueError(f"{type(self.model).__name__}._init_weights leaves {unset[0]} without initial values")
+        if unset := [name for name, values in real.items() if torch.isnan(values).any()]:
+            real.update(self._constructed(unset, layer_seed))
         return {parameter.name: real[name] for name, parameter in zip(layer.their_names, layer.parameters, strict=True)}
+
+
+    def _constructed(self, names: list[str], seed: int) -> dict[str, torch.Tensor]:
+        """Return the values that constructors of modules give to parameters which `_init_weights` leaves alone."""
+        numbers = {self.model.get_parameter(name).registration for name in names}
+        model = create_skeleton(self.model.config, type(self.model), real=numbers, seed=seed)
+        return {name: model.get_parameter(name).detach() for name in names}
 
 
 @contextlib.contextmanager

@@ -91,8 +91,9 @@ class Embedding(nn.Module):
         (module,) = self._hidden_module
         move_buffers(module, x.device)
 
-        def embed(*args: Any, **kwargs: Any) -> Any:
-            raise Stop(module(*args, **kwargs))
+        def embed(ids_BT: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            # code such as `ids.to(embedding.weight.device)` moves them to the skeleton's meta device
+            raise Stop(module(x if ids_BT.is_meta else ids_BT, *args, **kwargs))
         embedded_BTD: torch.Tensor = self.decoder.run(x, self.embedding.dtype, {self.decoder.parts.embedding: embed},
                                                       training=self.training)
         return embedded_BTD

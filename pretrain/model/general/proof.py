@@ -3,9 +3,9 @@
 Compared are the plain module and the layers of a pipeline run in order, with and without recomputation, with
 `model(input_ids=..., labels=...)` of transformers for the same weights.
 
-A gradient differs if the norm of the difference is more than 1e-5 of the gradient's norm. The norm counts as at least
-1/1000 of the norm of the complete gradient: gradients that are zero in exact arithmetic, such as those of the biases of
-keys, consist of rounding errors.
+A gradient differs if the norm of the difference is more than 1e-5 of the gradient's norm, and more than 1e-7 of the norm
+of the complete gradient, which is the precision of fp32: gradients that are zero in exact arithmetic, such as those of
+the biases of keys, consist of rounding errors.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ from pretrain.model.recompute import Recompute
 from pretrain.model.run_layers import run_layers
 
 TOLERANCE = 1e-5
-_SMALLEST_PART = 1e-3  # of the complete gradient's norm
+_PRECISION = 1e-7  # of fp32: a difference that counts is larger than this part of the complete gradient's norm
 _CHANGED_TOKENS = 5  # at the end of the samples, for the test of causality
 Tensors = dict[str, torch.Tensor]
 
@@ -58,10 +58,16 @@ def prove_described(config: ModelConfig) -> Proof:
     """Prove the tiny copy of a described config. Raises ConfigError for a model that differs, and if there is no copy.
     """
     try:
-        return prove(general_config(tiny_copy(decoder_of(config).model.config).to_dict()))
+        return prove(tiny_config(decoder_of(config).model.config))
     except UnprovenError as error:
         raise ConfigError(f"the model_type {config.architecture}", problem=f"on a tiny copy of its config, {error}",
                           remedy="such a model cannot be trained here") from None
+
+
+def tiny_config(config: Any) -> ModelConfig:
+    """Return the described tiny copy of a transformers config. Raises ConfigError."""
+    tiny = tiny_copy(config)
+    return general_config({**tiny.to_dict(), "model_type": config.model_type}, "its tiny copy")
 
 
 def prove(config: ModelConfig) -> Proof:
@@ -98,6 +104,15 @@ def _without_dropout(module: nn.Module) -> None:
             each.p = 0.0
 
 
+def _to_theirs(tensors: Tensors, config: ModelConfig) -> Tensors:
+    """Return tensors of our model under the names in transformers' model."""
+    if not config.described:
+        return to_transformers(tensors, config)
+    names = (name for layer in config.layers() if not (layer.kind == "head" and layer.tied)
+             for name in layer.their_names)
+    return {theirs: tensors[ours] for (ours, _), theirs in zip(config.named_parameters(), names, strict=True)}
+
+
 def _reference(config: ModelConfig, parameters: Tensors) -> Any:
     """Return transformers' model with the weights of ours."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -107,7 +122,7 @@ def _reference(config: ModelConfig, parameters: Tensors) -> Any:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values),
                                              dtype=torch.float32)
     named = dict(model.named_parameters())
-    state = to_transformers({name: value.detach() for name, value in parameters.items()}, config)
+    state = _to_theirs({name: value.detach() for name, value in parameters.items()}, config)
     if missing := named.keys() - state.keys():
         raise UnprovenError(f"the parameter {min(missing)} belongs to no layer")
     with torch.no_grad():
@@ -182,12 +197,12 @@ def _train(config: ModelConfig, module: CausalLM, run: _Run, ids_BT: torch.Tenso
     loss.backward()
     gradients = {name: torch.zeros_like(each) if each.grad is None else each.grad
                  for name, each in module.named_parameters()}
-    return _Results(loss.item(), to_transformers(gradients, config))
+    return _Results(loss.item(), _to_theirs(gradients, config))
 
 
 def _compare(config: ModelConfig, expected: _Results, found: _Results, how: str, where: Callable[[], str]) -> float:
     """Return the largest difference of a gradient. Raises UnprovenError if one is too large. `where`: layer."""
-    floor = _SMALLEST_PART * sum(float(each.square().sum()) for each in expected.gradients.values()) ** 0.5
+    floor = _PRECISION / TOLERANCE * sum(float(each.square().sum()) for each in expected.gradients.values()) ** 0.5
     differences = {name: _difference(each, found.gradients[name], floor) for name, each in expected.gradients.items()}
     if not abs(found.loss - expected.loss) <= TOLERANCE * abs(expected.loss):
         raise UnprovenError(f"the loss {how} is {found.loss:.7g} and transformers' own is {expected.loss:.7g}; "

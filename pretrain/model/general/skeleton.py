@@ -8,8 +8,9 @@ each watched module, so that a part of the model can be computed with real modul
 
 import contextlib
 import copy
+import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -43,13 +44,19 @@ class _LargeOnMeta(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Move each parameter to the meta device when a module registers it. Tied parameters remain one object."""
-    register = nn.Module.register_parameter
+def _parameters_on_meta(real: Container[int] = ()) -> Iterator[None]:
+    """Move each parameter to the meta device when a module registers it. Tied parameters remain one object.
+
+    Each one gets an attribute `registration`, its number in the order of construction. Those of `real` keep memory.
+    """
+    register, number = nn.Module.register_parameter, itertools.count()
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)
-        if parameter is not None and parameter.device.type != "meta":
+        if parameter is None or hasattr(parameter, "registration"):
+            return
+        parameter.registration = next(number)  # type: ignore[attr-defined]
+        if parameter.device.type != "meta" and parameter.registration not in real:  # type: ignore[attr-defined]
             moved = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
             moved.__dict__.update(parameter.__dict__)
             module._parameters[name] = moved
@@ -61,18 +68,23 @@ def _parameters_on_meta() -> Iterator[None]:
         setattr(nn.Module, "register_parameter", register)  # noqa: B010
 
 
-def create_skeleton(config: Any, model_class: Any = None) -> Any:
+def create_skeleton(config: Any, model_class: Any = None, *, real: Container[int] = (), seed: int = 0) -> Any:
     """Build the model of a transformers config, in evaluation mode. `model_class` None: the class of its model_type.
 
     Attention is torch's scaled_dot_product_attention, or the model's own operators if it does not support that one.
+
+    Args:
+        real: registration numbers of the parameters that keep their memory and initial values.
+        seed: of these values, and of random buffers.
     """
     from transformers import AutoModelForCausalLM
 
     build = AutoModelForCausalLM.from_config if model_class is None else model_class._from_config
     config = copy.deepcopy(config)
     config.use_cache = False
-    with _parameters_on_meta(), _LargeOnMeta(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)  # of random buffers, if there are any
+    with _parameters_on_meta(real), contextlib.nullcontext() if real else _LargeOnMeta(), \
+            torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
         try:
             model = build(copy.deepcopy(config), attn_implementation="sdpa", dtype=torch.float32)
         except ValueError as error:

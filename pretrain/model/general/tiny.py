@@ -7,14 +7,14 @@ model, so many that each kind of layer occurs, and occurs twice where that needs
 
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, shorten
+from pretrain.model.general.skeleton import create_skeleton
 
 BATCH, TOKENS = 2, 22  # shape of the samples of the proof; longer than the windows, and no multiple of the chunks
 _VOCABULARY, _HIDDEN, _HEADS, _HEAD, _WINDOW, _POSITIONS, _LARGEST_DEPTH = 100, 64, 4, 16, 8, 64, 16
@@ -164,33 +164,20 @@ _RULES: tuple[tuple[str, _Rule], ...] = (
 _COMPILED = tuple((re.compile(pattern), rule) for pattern, rule in _RULES)
 
 
-def tiny_copy(config: PretrainedConfig) -> PretrainedConfig:
+def tiny_copy(config: PretrainedConfig, model_class: Any = None) -> PretrainedConfig:
     """Return a tiny copy of the config. Raises ConfigError if there is none.
 
-    The copy does not depend on the values of the config's numbers but for the kinds of its layers.
+    `model_class`: of the user's code; None: transformers' class of the model_type.
     """
-    where = f"the model_type {config.model_type}"
-    narrow = _narrow(config)
     try:
-        model = meta_model(narrow)
-    except Exception as error:
-        raise _no_copy(config, error) from error
-    depths = {value for key, value in config.to_dict().items() if _LAYERS.fullmatch(key) and isinstance(value, int)}
-    depth, layers = _depth(model, depths)
-    return narrow if layers == depth else type(config).from_dict(_cut(narrow.to_dict(), depth, layers))
-
-
-def _no_copy(config: PretrainedConfig, error: Exception) -> ConfigError:
-    reason = str(error).strip().splitlines()
-    return ConfigError(f"the model_type {config.model_type}",
-                       problem=f"no tiny copy of its config can be built, on which gradients are compared: "
-                               f"{type(error).__name__}: {reason[0] if reason else ''}",
-                       remedy="train another model_type")
-
-
-def meta_model(config: PretrainedConfig) -> nn.Module:
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        narrow = _narrow(config)
+        model = create_skeleton(narrow, model_class)
+        return type(config).from_dict(_cut(narrow.to_dict(), config.sub_configs, model))
+    except Exception as error:  # of transformers, or of the user's code
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"the model_type {config.model_type}", problem="no tiny copy of its config can be built, on "
+                          f"which gradients are compared: {type(error).__name__}: {shorten(reason)}",
+                          remedy="such a model cannot be trained here") from error
 
 
 def _narrow(config: PretrainedConfig) -> PretrainedConfig:
@@ -267,17 +254,26 @@ def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _cut(values: dict[str, Any], depth: int, layers: int) -> dict[str, Any]:
-    """Return the values of a config with the first `layers` layers."""
+def _cut(values: dict[str, Any], sub_configs: Iterable[str], model: nn.Module) -> dict[str, Any]:
+    """Return the values of a config with the first layers that `_depth` needs."""
+    depth, layers = _depth(model, {value for key, value in values.items() if _LAYERS.fullmatch(key) and value})
     cut = dict(values)
     for key, value in values.items():
-        if _LAYERS.fullmatch(key) and isinstance(value, int):
-            cut[key] = max(1, value * layers // depth)
-        elif isinstance(value, list) and _INDICES.fullmatch(key) and all(isinstance(each, int) for each in value) and (
-                key != "no_rope_layers"):
-            cut[key] = [each for each in value if each < layers]
-        elif isinstance(value, list) and len(value) == depth:
-            cut[key] = value[:layers]
-        elif isinstance(value, dict) and all(str(name).isdigit() for name in value) and key == "per_layer_config":
-            cut[key] = {name: each for name, each in value.items() if int(name) < layers}
+        if key in sub_configs:
+            cut[key] = _cut(value, (), model) if isinstance(value, dict) else value
+        elif layers < depth:
+            cut[key] = _cut_value(key, value, depth, layers)
     return cut
+
+
+def _cut_value(key: str, value: Any, depth: int, layers: int) -> Any:
+    """Return the value of a key in a config with `layers` instead of `depth` layers."""
+    if _LAYERS.fullmatch(key) and isinstance(value, int):
+        return max(1, value * layers // depth)
+    if key == "per_layer_config" and isinstance(value, dict):
+        return {name: each for name, each in value.items() if int(name) < layers}
+    if not isinstance(value, list):
+        return value
+    if _INDICES.fullmatch(key):
+        return [each for each in value if each < layers]
+    return value[:layers] if len(value) == depth else value
