@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812 (torch's own name)
 from torch import nn
 
 from pretrain.errors import ConfigError
@@ -30,6 +31,7 @@ from pretrain.model.run_layers import run_layers
 TOLERANCE = 1e-5
 _PRECISION = 1e-7  # of fp32: a difference that counts is larger than this part of the complete gradient's norm
 _CHANGED_TOKENS = 5  # at the end of the samples, for the test of causality
+_IGNORED = -100  # label without loss, of transformers
 Tensors = dict[str, torch.Tensor]
 
 
@@ -152,10 +154,24 @@ def _check_reference(reference: Any, ids_BT: torch.Tensor) -> None:
 
 
 def _train_reference(reference: Any, ids_BT: torch.Tensor) -> _Results:
-    loss = reference(input_ids=ids_BT, labels=ids_BT).loss
+    """Compute transformers' loss. Its labels are the tokens; a few models expect them shifted by one position."""
+    output = reference(input_ids=ids_BT, labels=ids_BT)
+    next_BT = ids_BT.roll(-1, 1)
+    next_BT[:, -1] = _IGNORED
+    is_loss_of = {name: _is_near(output.loss, F.cross_entropy(output.logits.flatten(0, 1).float(), labels_BT.flatten()))
+                  for name, labels_BT in (("next", next_BT), ("same", ids_BT))}
+    if not is_loss_of["next"]:
+        if not is_loss_of["same"]:
+            raise UnprovenError("the loss of transformers' model is not the mean cross-entropy of the tokens")
+        output = reference(input_ids=ids_BT, labels=next_BT)
+    loss = output.loss
     loss.backward()
     return _Results(loss.item(), {name: torch.zeros_like(each) if each.grad is None else each.grad.clone()
                                   for name, each in reference.named_parameters()})
+
+
+def _is_near(loss: torch.Tensor, other: torch.Tensor) -> bool:
+    return abs(loss.item() - other.item()) <= TOLERANCE * abs(other.item())
 
 
 def _labels(ids_BT: torch.Tensor) -> Labels:
