@@ -26,6 +26,7 @@ from pretrain.distributed.deepspeed_version import untested_version
 from pretrain.distributed.device import Device
 from pretrain.distributed.requirements import check_requirements
 from pretrain.errors import ConfigError
+from pretrain.model.general.own_models import import_own_model
 
 
 def check_run(args: RunArguments, *, world_size: int, device: Device, saved_model: SavedModel | None = None) -> Plan:
@@ -65,6 +66,7 @@ def check_settings(args: RunArguments, *, world_size: int, device: Device,
     check_requirements()
     untested = untested_version()
     check_flags(args)
+    import_own_model(args.model, args.model_code)
     check_initialization_flags(args)
     if world_size < 1:
         raise ConfigError("world size", found=world_size, expected="at least 1 rank")

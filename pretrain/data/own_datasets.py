@@ -1,19 +1,15 @@
 """Datasets of the user's own code: --dataset_module MODULE:FUNCTION.
 
-This is the only place that imports a module whose name the user gives. `DataSpec.module` comes from the command line or
+own_code.py imports the module. `DataSpec.module` comes from the command line or
 the file of --config alone: `recorded_data_spec` rejects a run.json with this flag.
 """
 
-import importlib
-import os
-import sys
-import traceback
-from types import ModuleType
 from typing import Any
 
 from pretrain.data.data_spec import DataSpec
-from pretrain.data.samples.own import ItemError, OwnSamples, described, own_frames
+from pretrain.data.samples.own import ItemError, OwnSamples
 from pretrain.errors import ConfigError, did_you_mean, shorten
+from pretrain.own_code import import_own_module, own_code_failed, traceback_of_own_code
 
 SPLITS = ("train", "valid", "test")
 
@@ -23,7 +19,7 @@ def open_own_datasets(spec: DataSpec, *, seq_length: int, seed: int, vocab_size:
     assert spec.module is not None
     where = f"--dataset_module {spec.module}"
     module_name, _, function_name = spec.module.partition(":")
-    module = _import(module_name, where)
+    module = import_own_module(module_name, where)
     function = getattr(module, function_name, None)
     if not callable(function):
         known = [name for name, value in vars(module).items() if callable(value)]
@@ -42,35 +38,12 @@ def open_own_datasets(spec: DataSpec, *, seq_length: int, seed: int, vocab_size:
     return datasets
 
 
-def _import(name: str, where: str) -> ModuleType:
-    """Import a module from the current folder, PYTHONPATH or an installed package, as `python -m` finds it.
-
-    Afterwards the current folder is the last one that is searched: later imports of the user's code find its modules
-    there, and its files shadow none of the packages that this program imports later.
-    """
-    folder = os.getcwd()
-    sys.path.insert(0, folder)
-    importlib.invalidate_caches()
-    try:
-        return importlib.import_module(name)
-    except (Exception, SystemExit) as error:
-        if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
-            raise ConfigError(where, problem=f"there is no module {name} in {folder}, on PYTHONPATH or among the "
-                              "installed packages", remedy="start the run in the folder of the module, or add it to "
-                              "PYTHONPATH") from None
-        raise _failed(where, f"the import of {name}", error) from error
-    finally:
-        sys.path.remove(folder)
-        if folder not in sys.path:
-            sys.path.append(folder)
-
-
 def _call(where: str, call: str, function: Any, *arguments: Any, **named: Any) -> Any:
     """Call a function of the user's code. Raises ConfigError if it fails."""
     try:
         return function(*arguments, **named)
     except (Exception, SystemExit) as error:
-        raise _failed(where, call, error) from error
+        raise own_code_failed(where, call, error) from error
 
 
 def _samples(items: Any, call: str, where: str, *, seq_length: int, seed: int, vocab_size: int,
@@ -92,20 +65,5 @@ def _samples(items: Any, call: str, where: str, *, seq_length: int, seed: int, v
         return OwnSamples(items, fingerprint, where, seq_length=seq_length, seed=seed, vocab_size=vocab_size, name=name)
     except ItemError as error:
         rejected = ConfigError(where, problem=error.problem)
-        rejected.details = _traceback(error.__cause__) if error.__cause__ else ""
+        rejected.details = traceback_of_own_code(error.__cause__) if error.__cause__ else ""
         raise rejected from error
-
-
-def _failed(where: str, what: str, error: BaseException) -> ConfigError:
-    rejected = ConfigError(where, problem=f"{what} failed: {described(error)}")
-    rejected.details = _traceback(error)
-    return rejected
-
-
-def _traceback(error: BaseException) -> str:
-    """Return the traceback of an exception in the user's code; "" if the line says all about it."""
-    frames = own_frames(error)
-    if not frames and not isinstance(error, SyntaxError):
-        return ""
-    return "".join(["Traceback (most recent call last):\n", *traceback.format_list(frames),
-                    *traceback.format_exception_only(error)])

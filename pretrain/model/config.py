@@ -17,6 +17,7 @@ from pretrain.model.config_keys import check_model_keys, check_model_types, pars
 from pretrain.model.description import ModelConfig
 from pretrain.model.families import FAMILIES
 from pretrain.model.families.family import listing
+from pretrain.model.general.own_models import default_values, is_model_code, own_model
 
 PRESETS = Path(__file__).parent / "presets"
 # Upper limits, far beyond any model. They prevent lists or tables of absurd size.
@@ -81,6 +82,8 @@ def load_model_config(model: str, overrides: str | None = None) -> ModelConfig:
     if not model:
         raise ConfigError("--model", problem="it is required", remedy="give a config.json, its folder, or one of "
                           f"{', '.join(preset_names())}")
+    if is_model_code(model):
+        return model_config_from(default_values(model), f"--model {model}", overrides)
     path = find_config(model)
     where = f"--model {model}" if path.parent == PRESETS else str(path)
     return model_config_from(read_config_json(path), where, overrides)
@@ -89,6 +92,10 @@ def load_model_config(model: str, overrides: str | None = None) -> ModelConfig:
 def model_config_from(values: dict[str, Any], where: str, overrides: str | None = None) -> ModelConfig:
     """Return the model config for a config.json's content. `where` names the file in errors. Raises ConfigError."""
     architecture = values.get("model_type")
+    if own_model(architecture) is not None or _is_in_transformers(architecture):
+        from pretrain.model.general.read import general_config
+
+        return general_config(values, where, overrides)
     if not isinstance(architecture, str) or architecture not in FAMILIES:
         found = "nothing" if architecture is None else json.dumps(architecture)
         raise ConfigError(f"{where}: model_type", found=found, expected=f"one of {listing(FAMILIES)}",
@@ -103,6 +110,15 @@ def model_config_from(values: dict[str, Any], where: str, overrides: str | None 
                          **family.read_fields(values, where))
     _check_sizes(config, where)
     return config
+
+
+def _is_in_transformers(architecture: object) -> bool:
+    """Return whether the general family has the architecture: a causal language model of the installed transformers."""
+    if not isinstance(architecture, str) or architecture in FAMILIES:
+        return False
+    from pretrain.model.general.read import known_model_types
+
+    return architecture in known_model_types()
 
 
 def _architecture_name(word: str) -> str:

@@ -6,6 +6,7 @@ before torch is imported.
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,7 @@ TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "
          list: "a list", type(None): "null"}
 
 
-def _parse_value(text: str, wanted: type) -> Any:
+def parse_value(text: str, wanted: type) -> Any:
     """Parse `text` as a value of type `wanted`. Raises ValueError or KeyError for other text."""
     if wanted is bool:
         return {"true": True, "false": False}[text.lower()]
@@ -146,14 +147,20 @@ def _parse_value(text: str, wanted: type) -> Any:
     raise ValueError
 
 
+def split_overrides(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the keys and values of `key=value,key=value`. Raises ConfigError."""
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        key, equals, value = (part.strip() for part in word.partition("="))
+        if not equals or not key or not value:
+            raise ConfigError("--model_overrides", found=repr(word), expected="key=value, separated by commas")
+        yield key, value
+
+
 def parse_overrides(text: str, architecture: str, current: dict[str, Any]) -> dict[str, Any]:
     """Parse `n_layer=4,vocab_size=8000` into typed values. `current` is the file's content. Raises ConfigError."""
     changed: dict[str, Any] = {}
-    for word in filter(None, (part.strip() for part in text.split(","))):
-        key, equals, value = (part.strip() for part in word.partition("="))
+    for key, value in split_overrides(text):
         where = f"--model_overrides {key}"
-        if not equals or not key or not value:
-            raise ConfigError("--model_overrides", found=repr(word), expected="key=value, separated by commas")
         if key not in known_keys(architecture) or key == "model_type":
             raise ConfigError(shorten(where), problem=f"this is not a key of a {architecture} config.json",
                               word=own_key(key, architecture), known=FAMILIES[architecture].keys)
@@ -172,7 +179,7 @@ def _override_value(key: str, text: str, architecture: str, current: dict[str, A
     else:
         wanted = int if key.endswith("_id") else type(current.get(key, ""))
     try:
-        return _parse_value(text, wanted)
+        return parse_value(text, wanted)
     except (ValueError, KeyError):
         remedy = "Write such a value into a config.json" if wanted not in (bool, int, float) else ""
         raise ConfigError(where, found=repr(text), expected=TYPES[wanted], remedy=remedy) from None

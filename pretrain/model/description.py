@@ -198,6 +198,12 @@ class ModelConfig:
             prefix = "tied_modules.embed" if layer.tied else str(index)
             yield from ((f"{prefix}.{parameter.name}", parameter) for parameter in layer.parameters)
 
+    def their_names(self) -> Iterator[str]:
+        """Yield the names in transformers' model of the parameters of described layers, as `named_parameters` does."""
+        for layer in self.described:
+            if layer.kind != "head" or not layer.tied:
+                yield from layer.their_names
+
     def num_parameters(self, *, active: bool = False) -> int:
         """Return the number of all parameters; `active`: without the experts that a token does not use.
 

@@ -55,6 +55,9 @@ class TensorRule:
 
 def tensor_rules(config: ModelConfig) -> list[TensorRule]:
     """List the rules of all parameters, in the order of layer_specs.py, without a tied head."""
+    if config.described:
+        return [TensorRule(ours, parameter.shape, (theirs,))
+                for (ours, parameter), theirs in zip(config.named_parameters(), config.their_names(), strict=True)]
     names, rules, block = FAMILIES[config.architecture].names, [], 0
     by_layer = {"embedding": names.embedding, "positions": names.positions, "EmbeddingNorm": names.embedding_norm,
                 "FinalNorm": names.final_norm}
@@ -102,8 +105,10 @@ def names_in_model(names: Iterable[str], config: ModelConfig) -> dict[str, str]:
 
     If no name has the family's prefix, the files are the base model's, which has no prefix.
     """
-    family = FAMILIES[config.architecture].names
     names = list(names)
+    if config.described:
+        return {name: name for name in names}
+    family = FAMILIES[config.architecture].names
     prefixed = any(name.startswith(family.prefix) for name in names)
     result = {}
     for name in names:
@@ -118,12 +123,14 @@ def names_in_model(names: Iterable[str], config: ModelConfig) -> dict[str, str]:
 
 def name_in_files(name: str, config: ModelConfig) -> str:
     """Return the name that transformers gives a tensor of a model in weights files."""
-    head = FAMILIES[config.architecture].names.head_in_files
+    head = "" if config.described else FAMILIES[config.architecture].names.head_in_files
     return f"{head}." + name.removeprefix("lm_head.") if head and name.startswith("lm_head.") else name
 
 
 def name_in_module(name: str, config: ModelConfig) -> str:
     """Return the parameter of transformers' model that a tensor of a model becomes, experts excepted."""
+    if config.described:
+        return name
     return _renamed_router(name_in_files(name, config) if _head_is_as_in_files() else name)
 
 

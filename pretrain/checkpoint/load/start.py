@@ -20,6 +20,7 @@ from pretrain.distributed.device import Device
 from pretrain.distributed.process import check_open_files
 from pretrain.errors import ConfigError
 from pretrain.model.config import model_config_from
+from pretrain.model.general.own_models import import_own_model
 from pretrain.paths import check_no_stop_file
 
 
@@ -48,6 +49,7 @@ def check_start(args: RunArguments, *, world_size: int, device: Device) -> Start
     --init_from is read only if the run folder has no checkpoint: the source may be removed after the first one.
     """
     check_open_files()
+    import_own_model(args.model, args.model_code)
     check_folders(args.save, args.checkpoint_mirror)  # before the run folder is searched for checkpoints
     check_no_stop_file(Path(args.save))
     found = choose_checkpoint(args)

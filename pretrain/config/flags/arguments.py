@@ -58,9 +58,13 @@ class RunArguments:
         unset="required")
     model: str = MODEL.flag(
         "", "preset such as gpt2, a transformers config.json, a folder that holds one, or a repository of the Hub "
-        "(org/name)", parse=path_text, metavar="NAME", unset="without --init_from: required")
+        "(org/name); or a config class of your own code, such as my_model:MyConfig", parse=path_text, metavar="NAME",
+        unset="without --init_from: required")
     model_overrides: str | None = MODEL.flag(
         None, "changes to the config.json, under its own keys: n_layer=4,vocab_size=8000", metavar="CHANGES")
+    model_code: str | None = MODEL.flag(
+        None, "your own code for the model_type of --model: a subclass of transformers' PreTrainedConfig in a module "
+        "with its model; --model my_model:MyConfig alone takes the defaults of that class", metavar="my_model:MyConfig")
     init_from: str | None = MODEL.flag(
         None, "start at step 0 from these weights: a transformers folder with safetensors, a repository of the Hub "
         "(org/name), a run folder or a global_stepN folder", parse=path_text, metavar="SOURCE", unset="random weights")

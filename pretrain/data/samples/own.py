@@ -183,18 +183,3 @@ def _positions_problem(positions: npt.NDArray[Any] | None) -> str:
 
 def _kind(array: npt.NDArray[Any]) -> str:
     return f"values of type {array.dtype} and shape {list(array.shape)}"
-
-
-def described(error: BaseException) -> str:
-    """Return an exception of the user's code on one line, with the file and the line that raised it."""
-    frames = own_frames(error)
-    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    if isinstance(error, SyntaxError) and error.filename:
-        place = f" ({error.filename}:{error.lineno})"
-    return shorten(f"{type(error).__name__}: {error}".removesuffix(": ")) + place
-
-
-def own_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """Return the frames of the user's code: without those of this program and of the import system."""
-    others = (str(Path(__file__).parents[1]), "<frozen ", str(Path(importlib.__file__ or "-").parent))
-    return [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(others)]

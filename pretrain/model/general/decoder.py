@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from pretrain.model.description import Layer, ModelConfig, Parameter
+from pretrain.model.general.own_models import own_model
 from pretrain.model.general.parts import Parts, bound_arguments, find_parts
 from pretrain.model.general.skeleton import Handler, Runner, Stop, copied, create_skeleton
 
@@ -120,17 +121,17 @@ def _initialize(model: Any, names: list[str]) -> None:
     """Call `_init_weights` for all modules that contain the named parameters, the innermost first, as transformers."""
     paths = {""}
     for name in names:
-        path = name
-        while path := path.rpartition(".")[0]:
-            paths.add(path)
-    of_model: dict[str, Any] = {"": model}
-    in_order = sorted(paths, key=lambda path: (path != "", path))
-    for path in in_order:
-        module, parent = model.get_submodule(path), path.rpartition(".")[0]
-        if path:
-            of_model[path] = module if hasattr(module, "_init_weights") else of_model.get(parent, model)
-    for path in sorted(paths, key=lambda path: -(path.count(".") + bool(path))):
-        of_model[path]._init_weights(model.get_submodule(path))
+        while name := name.rpartition(".")[0]:
+            paths.add(name)
+    initialize = {"": model._init_weights}  # of the innermost model that contains a module
+    for path in sorted(paths - {""}):
+        initialize[path] = getattr(model.get_submodule(path), "_init_weights", initialize.get(_parent(path)))
+    for path in sorted(paths, key=lambda path: (-len(path.split(".")) if path else 0, path)):
+        initialize[path](model.get_submodule(path))
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
 
 
 def replace_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
@@ -169,18 +170,28 @@ def _layer(model: Any, kind: str, class_name: str, paths: tuple[str, ...], name_
                  their_names=tuple(theirs for _, _, theirs in found))
 
 
-def decoder_from(values: dict[str, Any], model_code: str = "") -> Decoder:
-    """Return the decoder of a config.json's content. One object is kept for each content."""
-    return _decoder(json.dumps(values, sort_keys=True), model_code)
+def config_class_of(model_type: str) -> Any:
+    """Return the config class of a model_type: the user's own, or that of transformers."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    own = own_model(model_type)
+    return CONFIG_MAPPING[model_type] if own is None else own.config_class
+
+
+def decoder_from(values: dict[str, Any]) -> Decoder:
+    """Return the decoder of a config.json's content. One object is kept for each content.
+
+    Raises UnknownPartsError, or what transformers or the user's code raises for these values.
+    """
+    return _decoder(json.dumps(values, sort_keys=True))
 
 
 @lru_cache(maxsize=8)
-def _decoder(values_json: str, model_code: str) -> Decoder:
-    from transformers import AutoConfig
-
+def _decoder(values_json: str) -> Decoder:
     values = json.loads(values_json)
-    config = AutoConfig.for_model(values.pop("model_type"), **values)
-    return Decoder(create_skeleton(config))
+    own = own_model(values["model_type"])
+    config = config_class_of(values["model_type"]).from_dict(values)
+    return Decoder(create_skeleton(config, None if own is None else own.model_class))
 
 
 def decoder_of(config: ModelConfig) -> Decoder:

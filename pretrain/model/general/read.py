@@ -1,31 +1,116 @@
 """Read a config.json without a family of ours into a ModelConfig. Imports transformers and torch, in seconds."""
 
 import copy
+import json
 from typing import Any
 
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, shorten
+from pretrain.model.config_keys import IGNORED, TYPES, parse_value, split_overrides
 from pretrain.model.description import ModelConfig
-from pretrain.model.general.decoder import Decoder, decoder_from
+from pretrain.model.families import FAMILIES
+from pretrain.model.general.decoder import Decoder, config_class_of, decoder_from
+from pretrain.model.general.own_models import own_model
 from pretrain.model.general.parts import UnknownPartsError
+from pretrain.own_code import own_code_failed
 
 # attributes of transformers' configs with the values of fields of ModelConfig
 _HEADS = ("num_attention_heads", "num_heads", "n_head")
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
 _NO_LIMIT = 2**31 - 1  # tokens
+_OLDER_KEYS = frozenset(("rope_theta", "rope_scaling", "partial_rotary_factor", "auto_map"))  # transformers reads them
 
 
-def general_config(values: dict[str, Any], where: str) -> ModelConfig:
+def known_model_types() -> list[str]:
+    """Return the model types for which transformers has a causal language model."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
+
+
+def general_config(values: dict[str, Any], where: str, overrides: str | None = None) -> ModelConfig:
     """Return the config with its layers. `where` names the file in errors. Raises ConfigError."""
+    model_type = values["model_type"]
+    keys = _known_keys(values, where)
+    for key in values:
+        if key not in keys and key not in IGNORED | _OLDER_KEYS and not key.startswith("_"):
+            raise ConfigError(f"{where}: {shorten(key)}", problem=f"this is not a key of a {model_type} config",
+                              remedy="Remove it if it does not change the model", word=key, known=keys)
+    if overrides:
+        values, where = {**values, **_changes(overrides, values, keys)}, "--model_overrides"
+    decoder = _checked_decoder(values, where)
+    config = ModelConfig(
+        architecture=model_type, hf_config=copy.deepcopy(values), key_names=_key_names(decoder),
+        tie_word_embeddings=decoder.parts.tied, described=decoder.layers, **_sizes(decoder),
+        norm="", norm_eps=0.0, activation="", gated_mlp=False, position="", initializer_range=0.0)
+    for key in ("output_router_logits", "layerdrop"):
+        if getattr(decoder.model.config, key, None):
+            raise ConfigError(f"{where}: {key}", found=json.dumps(getattr(decoder.model.config, key)),
+                              expected="false: the loss is the cross-entropy" if key == "output_router_logits" else
+                              "0: each step computes all layers", remedy=f"--model_overrides {key}="
+                              f"{'false' if key == 'output_router_logits' else '0'}")
+    return config
+
+
+def _known_keys(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return the keys that a config.json of this architecture may have, with their defaults."""
+    model_type = values["model_type"]
     try:
-        decoder = decoder_from(values)
+        return {**config_class_of(model_type)().to_dict(), **config_class_of(model_type).attribute_map}
+    except Exception as error:
+        raise _rejected(model_type, where, error) from error
+
+
+def _rejected(model_type: str, where: str, error: Exception) -> ConfigError:
+    """Return the error for an exception of transformers, or of the user's code."""
+    own = own_model(model_type)
+    if own is not None:
+        return own_code_failed(where, f"the model of {own.code}", error)
+    text = " ".join(str(error).split())
+    return ConfigError(f"{where}: {model_type}", problem="transformers cannot build this model: "
+                       f"{type(error).__name__}: {shorten(text)}")
+
+
+def _checked_decoder(values: dict[str, Any], where: str) -> Decoder:
+    try:
+        return decoder_from(values)
     except UnknownPartsError as error:
         raise ConfigError(f"{where}: model_type", problem=f"{values['model_type']} is not a stack of decoder layers "
                           f"that can be trained layer by layer: {error}",
-                          remedy="train a model of another architecture") from None
-    return ModelConfig(
-        architecture=values["model_type"], hf_config=copy.deepcopy(values), key_names=_key_names(decoder),
-        tie_word_embeddings=decoder.parts.tied, described=decoder.layers, **_sizes(decoder),
-        norm="", norm_eps=0.0, activation="", gated_mlp=False, position="", initializer_range=0.0)
+                          remedy=f"the families without this limit are {', '.join(FAMILIES)}") from None
+    except Exception as error:
+        raise _rejected(values["model_type"], where, error) from error
+
+
+def _changes(text: str, current: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
+    """Parse --model_overrides into values with the types of the file's values, or of the defaults."""
+    changed: dict[str, Any] = {}
+    for key, value in split_overrides(text):
+        where = f"--model_overrides {key}"
+        if key == "model_type" or (key not in keys and key not in current):
+            raise ConfigError(shorten(where), problem=f"this is not a key of a {current['model_type']} config.json",
+                              word=key, known=keys)
+        if key in changed:
+            raise ConfigError(where, problem="the key is given twice")
+        before = current.get(key, keys.get(key))
+        changed[key] = _parsed(value, before, where)
+    return changed
+
+
+def _parsed(text: str, before: Any, where: str) -> Any:
+    """Parse a value: JSON of the type that the key has now. If it is null now, any number, true, false or text."""
+    if text.lower() in ("none", "null"):
+        return None
+    if before is None:
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text
+    try:
+        return parse_value(text, type(before))
+    except (ValueError, KeyError):
+        simple = type(before) in (bool, int, float)
+        raise ConfigError(where, found=repr(text), expected=TYPES.get(type(before), type(before).__name__),
+                          remedy="" if simple else "Write such a value into a config.json") from None
 
 
 def _sizes(decoder: Decoder) -> dict[str, Any]:

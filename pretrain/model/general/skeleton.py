@@ -8,6 +8,7 @@ each watched module, so that a part of the model can be computed with real modul
 
 import contextlib
 import copy
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -107,6 +108,9 @@ class Runner:
         self._handlers: Mapping[str, Handler] = {}
         self._originals: dict[str, Handler] = {}
         self._device = torch.device("cpu")
+        accepted = inspect.signature(type(model).forward).parameters
+        takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in accepted.values())
+        self._settings = {"use_cache": False} if takes_all or "use_cache" in accepted else {}
         for path in watched:
             module = self.model.get_submodule(path)
             self._originals[path] = module.forward
@@ -127,11 +131,13 @@ class Runner:
             move_buffers(self.model, self._device)
         self._handlers = handlers
         try:
-            output = self.model(input_ids=ids_BT, use_cache=False)
+            output = self.model(input_ids=ids_BT, **self._settings)
         except Stop as stop:
             return stop.value
         finally:
             self._handlers = {}
+        if torch.is_tensor(output):
+            return output
         return output.logits if hasattr(output, "logits") else output[0]
 
     def shapes_of(self, path: str, dtype: torch.dtype, *, random: bool = False) -> Handler:

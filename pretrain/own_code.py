@@ -1,0 +1,68 @@
+"""Modules of the user's own code: --dataset_module and --model_code. Their import, and errors that they raise.
+
+This is the only place that imports a module whose name the user gives. The name comes from the command line or the file
+of --config alone: no record of a run makes a program import code.
+"""
+
+import importlib
+import os
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+
+from pretrain.errors import ConfigError, shorten
+
+
+def import_own_module(name: str, where: str) -> ModuleType:
+    """Import a module from the current folder, PYTHONPATH or an installed package, as `python -m` finds it.
+
+    Afterwards the current folder is the last one that is searched: later imports of the user's code find its modules
+    there, and its files shadow none of the packages that this program imports later.
+    """
+    folder = os.getcwd()
+    sys.path.insert(0, folder)
+    importlib.invalidate_caches()
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
+            raise ConfigError(where, problem=f"there is no module {name} in {folder}, on PYTHONPATH or among the "
+                              "installed packages", remedy="start the run in the folder of the module, or add it to "
+                              "PYTHONPATH") from None
+        raise own_code_failed(where, f"the import of {name}", error) from error
+    finally:
+        sys.path.remove(folder)
+        if folder not in sys.path:
+            sys.path.append(folder)
+
+
+def own_code_failed(where: str, what: str, error: BaseException) -> ConfigError:
+    """Return the error for an exception of the user's code."""
+    rejected = ConfigError(where, problem=f"{what} failed: {described(error)}")
+    rejected.details = traceback_of_own_code(error)
+    return rejected
+
+
+def traceback_of_own_code(error: BaseException) -> str:
+    """Return the traceback of an exception in the user's code; "" if the line says all about it."""
+    frames = own_frames(error)
+    if not frames and not isinstance(error, SyntaxError):
+        return ""
+    return "".join(["Traceback (most recent call last):\n", *traceback.format_list(frames),
+                    *traceback.format_exception_only(error)])
+
+
+def described(error: BaseException) -> str:
+    """Return an exception of the user's code on one line, with the file and the line that raised it."""
+    frames = own_frames(error)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    if isinstance(error, SyntaxError) and error.filename:
+        place = f" ({error.filename}:{error.lineno})"
+    return shorten(f"{type(error).__name__}: {error}".removesuffix(": ")) + place
+
+
+def own_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """Return the frames of the user's code: without those of this program and of the import system."""
+    others = (str(Path(__file__).parent), "<frozen ", str(Path(importlib.__file__ or "-").parent))
+    return [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(others)]
