@@ -188,10 +188,20 @@ def decoder_from(values: dict[str, Any]) -> Decoder:
 
 @lru_cache(maxsize=8)
 def _decoder(values_json: str) -> Decoder:
-    values = json.loads(values_json)
-    own = own_model(values["model_type"])
-    config = config_class_of(values["model_type"]).from_dict(values)
+    config = transformers_config(json.loads(values_json))
+    own = own_model(config.model_type)
     return Decoder(create_skeleton(config, None if own is None else own.model_class))
+
+
+def transformers_config(values: dict[str, Any]) -> Any:
+    """Return the config object of a config.json's content."""
+    decoded = json.loads(json.dumps(values), object_hook=_special_float)
+    return config_class_of(values["model_type"]).from_dict(decoded)
+
+
+def _special_float(values: dict[str, Any]) -> Any:
+    """Return the float of transformers' form {"__float__": "Infinity"}, and other dicts unchanged."""
+    return float(values["__float__"]) if values.keys() == {"__float__"} else values
 
 
 def decoder_of(config: ModelConfig) -> Decoder:

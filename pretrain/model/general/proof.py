@@ -8,6 +8,7 @@ of the complete gradient, which is the precision of fp32: gradients that are zer
 the biases of keys, consist of rounding errors.
 """
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,8 @@ from torch import nn
 
 from pretrain.errors import ConfigError
 from pretrain.model.description import ModelConfig
-from pretrain.model.general.decoder import decoder_of
+from pretrain.model.general.decoder import decoder_of, transformers_config
+from pretrain.model.general.own_models import own_model
 from pretrain.model.general.read import general_config
 from pretrain.model.general.tiny import BATCH, TOKENS, tiny_copy
 from pretrain.model.hf_weights import to_transformers
@@ -68,8 +70,10 @@ def prove_described(config: ModelConfig) -> Proof:
 
 def tiny_config(config: Any) -> ModelConfig:
     """Return the described tiny copy of a transformers config. Raises ConfigError."""
-    tiny = tiny_copy(config)
-    return general_config({**tiny.to_dict(), "model_type": config.model_type}, "its tiny copy")
+    own = own_model(config.model_type)
+    tiny = tiny_copy(config, None if own is None else own.model_class)
+    values = json.loads(tiny.to_json_string(use_diff=False))
+    return general_config({**values, "model_type": config.model_type}, "its tiny copy")
 
 
 def prove(config: ModelConfig) -> Proof:
@@ -106,27 +110,20 @@ def _without_dropout(module: nn.Module) -> None:
             each.p = 0.0
 
 
-def _to_theirs(tensors: Tensors, config: ModelConfig) -> Tensors:
-    """Return tensors of our model under the names in transformers' model."""
-    if not config.described:
-        return to_transformers(tensors, config)
-    names = (name for layer in config.layers() if not (layer.kind == "head" and layer.tied)
-             for name in layer.their_names)
-    return {theirs: tensors[ours] for (ours, _), theirs in zip(config.named_parameters(), names, strict=True)}
-
-
 def _reference(config: ModelConfig, parameters: Tensors) -> Any:
     """Return transformers' model with the weights of ours."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    values = dict(config.hf_config)
+    own = own_model(config.architecture)
+    build = AutoModelForCausalLM.from_config if own is None else own.model_class._from_config
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values),
-                                             dtype=torch.float32)
+    model = build(transformers_config(config.hf_config), dtype=torch.float32)
     named = dict(model.named_parameters())
-    state = _to_theirs({name: value.detach() for name, value in parameters.items()}, config)
+    state = to_transformers({name: value.detach() for name, value in parameters.items()}, config)
     if missing := named.keys() - state.keys():
         raise UnprovenError(f"the parameter {min(missing)} belongs to no layer")
+    if frozen := [name for name, each in named.items() if not each.requires_grad and each.dim() > 1]:
+        raise UnprovenError(f"the parameter {frozen[0]} is frozen in transformers' model, and here it would decay")
     with torch.no_grad():
         for name, parameter in named.items():
             parameter.copy_(state[name])
@@ -213,7 +210,7 @@ def _train(config: ModelConfig, module: CausalLM, run: _Run, ids_BT: torch.Tenso
     loss.backward()
     gradients = {name: torch.zeros_like(each) if each.grad is None else each.grad
                  for name, each in module.named_parameters()}
-    return _Results(loss.item(), _to_theirs(gradients, config))
+    return _Results(loss.item(), to_transformers(gradients, config))
 
 
 def _compare(config: ModelConfig, expected: _Results, found: _Results, how: str, where: Callable[[], str]) -> float:

@@ -127,7 +127,8 @@ def _sizes(decoder: Decoder) -> dict[str, Any]:
 
 def _first(config: Any, names: tuple[str, ...], default: int) -> int:
     """Return the first attribute that is a positive whole number."""
-    found = (getattr(config, name, None) for name in names)
+    values, own_names = config.to_dict(), config.attribute_map  # getattr fails if layers have values of their own
+    found = (values.get(own_names.get(name, name)) for name in names)
     return next((value for value in found if isinstance(value, int) and value > 0), default)
 
 
