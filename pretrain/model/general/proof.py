@@ -85,6 +85,8 @@ def prove(config: ModelConfig) -> Proof:
         _perturb(module)
         reference = _reference(config, dict(module.named_parameters()))
         ids_BT = torch.randint(config.vocab_size, (BATCH, TOKENS))
+        if not config.described:  # a family of ours trains the embedding of the padding token, transformers does not
+            ids_BT[ids_BT == config.hf_config.get("pad_token_id")] += 1
         _check_reference(reference, ids_BT)
         expected = _train_reference(reference, ids_BT)
         difference = 0.0
@@ -237,7 +239,7 @@ def _difference(one: torch.Tensor, other: torch.Tensor, floor: float = 0.0) -> f
 def _first_difference(config: ModelConfig, reference: Any, module: CausalLM, ids_BT: torch.Tensor) -> str:
     """Name the first layer whose output differs from the one in transformers' model."""
     if not config.described:
-        return "see the gradients"
+        return "the layers of a family of ours have other outputs, which are not compared"
     theirs: dict[str, torch.Tensor] = {}
     blocks = decoder_of(config).parts.blocks
     hooks = [reference.get_submodule(path).register_forward_hook(
