@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pretrain.config import layout_rules
 from pretrain.config.ds_json.optimizers import OPTIMIZERS, REQUIRED_SCHEDULER_PARAMS, Optimizer
+from pretrain.config.general_rules import general_family
 from pretrain.config.layout_rules import OFFLOAD_DEVICE, ZERO, Rule
 from pretrain.config.plan import Plan
 from pretrain.config.profiles import parse_ranks, parse_steps
@@ -263,7 +264,7 @@ def mup(run: Plan) -> Iterator[Rule]:
 
 
 SUBJECTS = (
-    layout_rules.degrees_together, layout_rules.parts_of_matrices, layout_rules.models_with_experts,
+    general_family, layout_rules.degrees_together, layout_rules.parts_of_matrices, layout_rules.models_with_experts,
     layout_rules.expert_parallelism, layout_rules.pipeline_partition, layout_rules.precision_of_device,
     layout_rules.zero_and_offload, layout_rules.gradients_and_master_weights, optimizer_of_device, muon,
     optimizer_params, layout_rules.loss_scale, layout_rules.nvme_here, layout_rules.operators_without_nvcc,

@@ -1,7 +1,7 @@
 """Datasets of the user's own code: --dataset_module MODULE:FUNCTION.
 
-own_code.py imports the module. `DataSpec.module` comes from the command line or
-the file of --config alone: `recorded_data_spec` rejects a run.json with this flag.
+own_code.py imports the module. `DataSpec.module` comes from the command line or the file of --config alone:
+`recorded_data_spec` rejects a run.json with this flag.
 """
 
 from typing import Any

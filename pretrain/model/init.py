@@ -81,7 +81,8 @@ def _initialize_described(module: nn.Module, config: ModelConfig, seed: int) -> 
         if not parameters or (layer.tied and layer.kind == "head"):
             continue
         partitioned = [each for each in parameters.values() if hasattr(each, "ds_id")]
-        first = not partitioned or deepspeed.comm.get_rank(partitioned[0].ds_process_group) == 0
+        first = not partitioned or \
+            deepspeed.comm.get_rank(partitioned[0].ds_process_group) == 0  # type: ignore[attr-defined]
         values = decoder.initial_values(layer, index, seed) if first else {}
         for name, parameter in parameters.items():
             with deepspeed.zero.GatheredParameters([parameter] if partitioned else [], modifier_rank=0), \

@@ -5,10 +5,7 @@ position for each of them. Each epoch visits the items in another order, which i
 """
 
 import hashlib
-import importlib
-import traceback
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +15,7 @@ from pretrain.data.samples.dataset import PADDING, Indices, LookAhead
 from pretrain.data.samples.shuffled import MASK_64, mix, permute
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.errors import did_you_mean, shorten
+from pretrain.own_code import described
 
 COLUMNS = ("tokens", "weights", "positions")
 _CHECKED_ITEMS = 8  # at the start, and the last one

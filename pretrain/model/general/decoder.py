@@ -1,4 +1,4 @@
-"""A transformers model and its parts, which all layers of a run share: copies of modules, arguments, initial weights."""
+"""A transformers model and its parts, which all layers of a run share: copies of modules, arguments, first weights."""
 
 import contextlib
 import json
@@ -36,7 +36,7 @@ class Decoder:
             training: bool = False) -> Any:
         """Execute the model's forward function: `handlers` for some modules, and only shapes for the others."""
         shapes = {path: self._runner.shapes_of(path, dtype) for path in self.parts.watched}
-        shapes.update({path: self._skipped_block for path in self.parts.blocks})
+        shapes.update(dict.fromkeys(self.parts.blocks, self._skipped_block))
         return self._runner.run(ids_BT, {**shapes, **handlers}, training=training)
 
     def _skipped_block(self, *args: Any, **kwargs: Any) -> Any:

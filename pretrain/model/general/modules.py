@@ -117,6 +117,7 @@ class DecoderLayer(GeneralLayer):
     """A decoder layer of transformers, with the arguments that the model passes to it."""
 
     is_compiled = False
+    layer: nn.Module
 
     def __init__(self, decoder: Decoder, layer: Layer, index: int, recompute: str = "none") -> None:
         super().__init__(decoder, layer, {"layer": decoder.parts.blocks[index]})

@@ -1,8 +1,8 @@
 """Model classes of the user's own code: --model MODULE:CONFIG_CLASS and --model_code MODULE:CONFIG_CLASS.
 
-The module has a subclass of transformers' PreTrainedConfig with a `model_type`, and a PreTrainedModel for it with a head.
-Afterwards every config.json with this model_type belongs to these classes, for as long as the process lives. The flag
-must be given to each program that needs the model: run.json and manifests never make a program import code.
+The module has a subclass of transformers' PreTrainedConfig with a `model_type`, and a PreTrainedModel with a head for
+it. Afterwards every config.json with this model_type belongs to these classes, for as long as the process lives. The
+flag must be given to each program that needs the model: run.json and manifests never make a program import code.
 """
 
 import json
@@ -71,13 +71,13 @@ def _import(code: str, where: str) -> None:
 
     module_name, _, name = code.partition(":")
     module = import_own_module(module_name, where)
-    config_class = getattr(module, name, None)
+    config_class: Any = getattr(module, name, None)
     if not isinstance(config_class, type) or not issubclass(config_class, PreTrainedConfig):
         known = [key for key, value in vars(module).items()
                  if isinstance(value, type) and issubclass(value, PreTrainedConfig) and value is not PreTrainedConfig]
         raise ConfigError(where, problem=f"{module.__file__} has no subclass {name} of transformers' PreTrainedConfig",
                           remedy=did_you_mean(name, known) or "name the class of the model's config")
-    model_type = config_class.model_type
+    model_type = getattr(config_class, "model_type", "")
     if not model_type or model_type in CONFIG_MAPPING_NAMES or model_type in FAMILIES:
         raise ConfigError(where, found=f"model_type {json.dumps(model_type)} in {name}",
                           expected="a name that no model of transformers has",
@@ -92,8 +92,9 @@ def _model_class(module: Any, config_class: Any, where: str) -> Any:
 
     if config_class in MODEL_FOR_CAUSAL_LM_MAPPING:
         return MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
-    models = [value for value in vars(module).values() if isinstance(value, type)
-              and issubclass(value, PreTrainedModel) and value.config_class is config_class]
+    models: list[Any] = [value for value in vars(module).values() if isinstance(value, type)
+                         and issubclass(value, PreTrainedModel)
+                         and getattr(value, "config_class", None) is config_class]
     with_head = [model for model in models if _has_head(model, config_class, where, is_only=len(models) == 1)]
     if len(with_head) == 1:
         return with_head[0]

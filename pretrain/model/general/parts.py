@@ -12,6 +12,7 @@ two runs with other random values must give equal ones. Otherwise the layers of 
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -195,7 +196,7 @@ def _problem_with_order(calls: _Calls, blocks: tuple[str, ...]) -> str:
     hidden = calls.entered[blocks[0]]
     if not torch.is_tensor(hidden) or hidden.shape[:2] != (_BATCH, _LENGTH) or hidden.dim() != 3:
         return f"{blocks[0]} must get hidden states [batch, positions, size] as first argument"
-    for before, block in zip(blocks, blocks[1:], strict=False):
+    for before, block in pairwise(blocks):
         if calls.entered[block] is not calls.returned[before]:
             return f"{block} must get the hidden states that {before} returned; it gets something else"
     return ""

@@ -1,9 +1,9 @@
-"""transformers' own model without memory for parameters, and runs of its forward function in which modules are replaced.
+"""transformers' own model without memory for parameters, and runs of its forward function with other modules.
 
 A skeleton is the complete causal language model of a config: its parameters are on torch's meta device (shapes without
 memory), its buffers (such as rotary frequencies) are real. The forward function of the model computes what lies between
-the modules: positions, masks, rotary tables, scales, the order of the calls. `Runner.run` executes it with a handler for
-each watched module, so that a part of the model can be computed with real modules, and the rest is skipped.
+the modules: positions, masks, rotary tables, scales, the order of the calls. `Runner.run` executes it with a handler
+for each watched module, so that a part of the model can be computed with real modules, and the rest is skipped.
 """
 
 import contextlib

@@ -8,7 +8,7 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from pretrain.model.description import ModelConfig
 from pretrain.model.general.decoder import decoder_of
 from pretrain.model.general.modules import DecoderLayer, Embedding, Epilogue, LogitsHead, Prologue, tied_logits_head
-from pretrain.model.layers.vocabulary import LossHead, TrainingLoss, tied_head, tied_loss_head, Head
+from pretrain.model.layers.vocabulary import Head, LossHead, TrainingLoss, tied_head, tied_loss_head
 from pretrain.model.recompute import Recompute
 
 
