@@ -16,6 +16,10 @@ from pretrain.errors import ConfigError, shorten
 from pretrain.model.config import model_config_from
 from pretrain.model.config_keys import known_keys
 from pretrain.model.families import FAMILIES
+from pretrain.model.general.decoder import config_class_of
+from pretrain.model.general.parts import UnknownPartsError
+from pretrain.model.general.proof import Proof, UnprovenError, prove, tiny_config
+from pretrain.model.general.tiny import tiny_copy
 
 PROCESSES = 2
 _SECONDS, _MEMORY_BYTES = 120, 8 * 2**30  # limits of the proof of one model_type
@@ -64,32 +68,36 @@ class Verdict:
 
 def prove_model_type(model_type: str) -> Verdict:
     """Prove the defaults of a config class, as a family of ours if it is one, and as the general family."""
-    from pretrain.model.general.decoder import config_class_of
-    from pretrain.model.general.proof import UnprovenError, prove, tiny_config
-    from pretrain.model.general.tiny import tiny_copy
+    def own() -> Proof:
+        values = json.loads(tiny_copy(config).to_json_string(use_diff=False))
+        known = {key: value for key, value in values.items() if key in known_keys(model_type)}
+        return prove(model_config_from({**known, "model_type": model_type}, model_type))
 
-    reasons, found = [], {}
-    for kind in ("own", "general"):
-        if kind == "own" and model_type not in FAMILIES:
-            continue
+    try:
+        config = config_class_of(model_type)(**_VALUES.get(model_type, {}))
+    except Exception as error:
+        return Verdict(model_type, reason=_reason(error))
+    proofs, reasons = [], []
+    for kind in ((own,) if model_type in FAMILIES else ()) + (lambda: prove(tiny_config(config)),):
         try:
-            config = config_class_of(model_type)(**_VALUES.get(model_type, {}))
-            if kind == "own":
-                values = json.loads(tiny_copy(config).to_json_string(use_diff=False))
-                known = {key: value for key, value in values.items() if key in known_keys(model_type)}
-                tiny = model_config_from({**known, "model_type": model_type}, model_type)
-            else:
-                tiny = tiny_config(config)
-            found[kind] = prove(tiny)
-        except (ConfigError, UnprovenError) as error:
-            reasons.append(str(error))
+            proofs.append(kind())
         except Exception as error:
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            reasons.append(shorten(f"{type(error).__name__}: {' '.join(str(error).split())}") +
-                           f" ({os.path.basename(place.filename)}:{place.lineno})")
-    general = found.get("general")
-    return Verdict(model_type, "own" in found, general is not None, "; ".join(reasons),
+            proofs.append(None)
+            reasons.append(_reason(error))
+    general = proofs[-1]
+    return Verdict(model_type, len(proofs) > 1 and proofs[0] is not None, general is not None, "; ".join(reasons),
                    general.num_layers if general else 0, general.without_gradient if general else ())
+
+
+def _reason(error: BaseException) -> str:
+    """Return the reason of a failed proof in a few words: of a ConfigError, what it was made of."""
+    if isinstance(error, ConfigError) and (source := error.__cause__ or error.__context__):
+        return _reason(source)
+    text = shorten(" ".join(str(error).split()))
+    if isinstance(error, (ConfigError, UnprovenError, UnknownPartsError)):
+        return text
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {text} ({os.path.basename(place.filename)}:{place.lineno})"
 
 
 def prove_all(model_types: Sequence[str], *, processes: int = PROCESSES) -> Iterator[Verdict]:
