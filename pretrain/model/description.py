@@ -82,6 +82,9 @@ class Layer:
     window: int = 0  # of a block: number of latest tokens that a query sees, with its own; 0: all tokens
     has_experts: bool = False  # of a block: experts instead of an MLP
     their_names: tuple[str, ...] = ()  # of a described layer: names of its parameters in transformers' model
+    # of a described layer: buffers that belong to the model's state, and their names in transformers' model
+    buffers: tuple[Parameter, ...] = ()
+    their_buffers: tuple[str, ...] = ()
 
     @cached_property
     def size(self) -> int:
@@ -203,6 +206,12 @@ class ModelConfig:
         for layer in self.described:
             if layer.kind != "head" or not layer.tied:
                 yield from layer.their_names
+
+    def named_buffers(self) -> Iterator[tuple[str, str, Parameter]]:
+        """Yield the buffers of described layers with their names in checkpoints and in transformers' model."""
+        for index, layer in enumerate(self.described):
+            for buffer, theirs in zip(layer.buffers, layer.their_buffers, strict=True):
+                yield f"{index}.{buffer.name}", theirs, buffer
 
     def num_parameters(self, *, active: bool = False) -> int:
         """Return the number of all parameters; `active`: without the experts that a token does not use.

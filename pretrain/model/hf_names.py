@@ -36,7 +36,11 @@ class TensorRule:
     their_rows: tuple[int, ...] = ()  # rows of each of `theirs`, if there is more than one
     transposed: bool = False  # theirs is [in, out]
     row_order: str = ""  # of families/family.py, Names.qkv_row_order
-    is_stacked: bool = False  # the parameter stacks the matrices of all experts; each of them is one of `theirs`
+
+    @property
+    def is_stacked(self) -> bool:
+        """True if the parameter stacks the matrices of all experts. Each of them is one of `theirs`."""
+        return len(self.shape) == 3 and bool(self.their_rows)  # parameters of described layers can have 3 dimensions
 
     def their_shapes(self) -> tuple[tuple[int, ...], ...]:
         """Return the shape of each tensor in `theirs`."""
@@ -80,7 +84,7 @@ def _block_rule(ours: str, parameter: Parameter, names: Names, block: str) -> Te
     if parameter.is_expert:
         experts, rows, _ = parameter.shape
         theirs = tuple(f"{block}.{str(found).replace('*', str(expert))}.weight" for expert in range(experts))
-        return TensorRule(ours, parameter.shape, theirs, their_rows=(rows,) * experts, is_stacked=True)
+        return TensorRule(ours, parameter.shape, theirs, their_rows=(rows,) * experts)
     theirs = tuple(f"{block}.{name}.{kind}" for name in ((found,) if isinstance(found, str) else found))
     return TensorRule(ours, parameter.shape, theirs, their_rows=parameter.segments if len(theirs) > 1 else (),
                       transposed=names.transposed and parameter.is_matrix,

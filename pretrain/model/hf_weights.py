@@ -91,6 +91,6 @@ def to_transformers(state: Mapping[str, torch.Tensor], config: ModelConfig) -> S
             continue
         names = [name_in_module(name, config) for name in rule.theirs]
         result.update(zip(names, to_theirs(rule, state[rule.ours], config), strict=True))
-    if config.tie_word_embeddings:
+    if config.tie_word_embeddings and not config.described:  # transformers ties the head of a described model itself
         result[name_in_module(HEAD, config)] = result[rules[0].theirs[0]]
     return result

@@ -3,10 +3,24 @@
 Equal losses in every layout, resumes with equal bits in the same layout and with equal losses in another one.
 """
 
+import json
+from pathlib import Path
 from typing import Any
 
-from tests.support.cases import CPU, config
-from tests.support.layouts import dp2, pp2
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from pretrain.checkpoint.convert.export_hf import export_hf
+from pretrain.checkpoint.convert.plan_export import plan_export
+from pretrain.checkpoint.load.reader import CheckpointReader
+from pretrain.model.config import load_model_config
+from pretrain.model.layer_specs import as_module
+from tests.conftest import selected_params
+from tests.support.cases import CPU, case, config
+from tests.support.general_models import GENERAL_MODELS
+from tests.support.launch import run_worker
+from tests.support.layouts import SAVED, STEPS, dp2, pp2, relative_difference
 
 TOLERANCE = 1e-6  # relative, fp32
 REFERENCE = (1, config(0, micro=8, accumulation=1), {})
@@ -17,3 +31,100 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "pipeline_zero0": (2, pp2(0), {}), "pipeline_zero1": (2, pp2(1), {}),
     "recompute": (2, dp2(2), {"recompute": "blocks"}), "pipeline_recompute": (2, pp2(1, checkpoint_every=1), {}),
 }
+# layouts of a usual run; the slow tests train the other ones
+EXAMPLES = {"granite": ("pipeline_zero1", "zero3"), "opt": ("pipeline_zero1",),
+            "deepseek_v3": ("pipeline_recompute", "zero3_offload"), "mamba2": ("zero2",)}
+CASES = [pytest.param(name, layout, marks=() if layout in EXAMPLES.get(name, ()) else pytest.mark.slow)
+         for name in GENERAL_MODELS for layout in LAYOUTS]
+# (model, layout that saved, layout that resumes)
+RESUMES = [("granite", "zero3", "zero3"), ("granite", "pipeline_zero1", "pipeline_zero1"),
+           ("granite", "pipeline_zero1", "zero3"), ("granite", "zero3", "pipeline_zero1"),
+           ("deepseek_v3", "pipeline_recompute", "zero3_offload")]
+BIAS = "2.layer.mlp.gate.e_score_correction_bias"
+
+
+def flags(model: Path, corpus: str, **others: Any) -> dict[str, Any]:
+    return {"model": str(model), "train_data": corpus, "split": "1,0,0", "seq_length": 32, "train_steps": STEPS,
+            "eval_steps": 1, **others}
+
+
+@pytest.fixture(scope="module")
+def trained(request: pytest.FixtureRequest, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Train each model in the layouts of the selected tests, save, and resume in the same and in another layout.
+
+    All cases of one number of ranks share a launch.
+    """
+    folder = tmp_path_factory.mktemp("general")
+    selected = {each.values for each in CASES if each.values[0] in selected_params(request, "name")
+                and each.values[1] in selected_params(request, "layout")}
+    selected |= {(name, layout) for name, *layouts in RESUMES for layout in layouts}
+    ones, twos = [], []
+    for name in dict.fromkeys(name for name, _ in sorted(selected)):
+        path = folder / f"{name}.json"
+        path.write_text(json.dumps(GENERAL_MODELS[name]))
+        ones.append(case(f"{name}-reference", "train_and_save", REFERENCE[1], flags(path, corpus), saved_step=SAVED))
+        for layout in (layout for other, layout in sorted(selected) if other == name):
+            _, values, more = LAYOUTS[layout]
+            twos.append(case(f"{name}-{layout}", "train_and_save", values, flags(path, corpus, **more),
+                             saved_step=SAVED))
+    for name, saved, resumed in RESUMES:
+        _, values, more = LAYOUTS[resumed]
+        twos.append(case(f"{name}-{saved}-{resumed}", "resume", values, flags(folder / f"{name}.json", corpus, **more),
+                         saved_step=SAVED, source=f"run-{name}-{saved}/checkpoints/global_step{SAVED}"))
+    states = flags(folder / "deepseek_v3.json", corpus)
+    ones.append(case("state-one", "state", {**REFERENCE[1], "bf16": {"enabled": True}}, states, add=1.0))
+    twos += [case("state-pipeline", "state", pp2(1), states, source="../1/run-state-one/checkpoints/global_step0"),
+             case("state-zero3", "state", dp2(3), states), case("state-bf16", "state", dp2(3, precision="bf16"), states)]
+    return {**run_worker("general_worker.py", ones, 1, folder / "1"),
+            **run_worker("general_worker.py", twos, 2, folder / "2")}
+
+
+def losses(row: dict[str, Any]) -> list[float]:
+    return [*row["before"]["loss"], *row["after"]["loss"]]
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_losses_are_equal_in_every_layout(name: str, layout: str, trained: dict[str, Any]) -> None:
+    expected = losses(trained[f"{name}-reference"])
+    assert relative_difference(losses(trained[f"{name}-{layout}"]), expected) <= TOLERANCE
+    assert expected[-1] < expected[0], "the model learns"
+
+
+@pytest.mark.parametrize(("model", "saved", "resumed"), RESUMES)
+def test_resumes_have_equal_bits_in_the_same_layout_and_equal_losses_in_another_one(
+        model: str, saved: str, resumed: str, trained: dict[str, Any]) -> None:
+    expected, found = trained[f"{model}-{saved}"]["after"]["loss"], trained[f"{model}-{saved}-{resumed}"]["after"]["loss"]
+    if saved == resumed:
+        assert found == expected
+    assert relative_difference(found, expected) <= TOLERANCE
+
+
+def test_initial_weights_are_equal_in_every_layout(trained: dict[str, Any]) -> None:
+    """Only rounding to 16 bits changes them."""
+    expected = trained["state-zero3"]["sums"]
+    assert len(expected) > 20
+    assert trained["state-pipeline"]["sums"] == expected
+    for name in ("state-one", "state-bf16"):
+        assert trained[name]["sums"] == pytest.approx(expected, rel=1e-2)
+
+
+def test_buffers_are_in_checkpoints_and_keep_their_dtype(trained: dict[str, Any]) -> None:
+    """A changed bias of a router comes back in another layout. In 16-bit, biases and rotary frequencies are fp32."""
+    assert trained["state-zero3"]["buffers"][BIAS] == [0.0] * 4
+    assert trained["state-one"]["buffers"][BIAS] == trained["state-pipeline"]["buffers"][BIAS] == [0.0, 1.0, 2.0, 3.0]
+    for name in ("state-one", "state-bf16"):
+        assert trained[name]["dtypes"][BIAS] == "torch.float32"
+
+
+def test_exports_load_in_transformers_with_equal_logits(trained: dict[str, Any], tmp_path: Path) -> None:
+    folder = Path(trained["state-pipeline"]["folder"])
+    export_hf(plan_export(folder, tmp_path / "out"))
+    exported, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values()), info
+    bias = exported.get_buffer("model.layers.1.mlp.gate.e_score_correction_bias")
+    assert bias.tolist() == [0.0, 1.0, 2.0, 3.0]
+    ours = as_module(load_model_config(str(tmp_path / "out"))).eval()
+    reader, tokens = CheckpointReader(folder), torch.arange(24).view(2, 12)
+    ours.load_state_dict({**reader.weights(), **reader.buffers()})
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), exported.eval()(tokens).logits, atol=1e-5, rtol=0)

@@ -1,8 +1,7 @@
 """Build the transformers model of a source: weights converted one tensor at a time, on one device or on several."""
 
-import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,8 @@ from pretrain.analysis.generate.decode import LoadedModel
 from pretrain.analysis.model_source import USABLE_MEMORY, GenerationSource, choose_num_devices, require_accelerate
 from pretrain.cli import say
 from pretrain.errors import ConfigError
+from pretrain.model.general.own_models import own_model
+from pretrain.model.general.skeleton import parameters_on_meta
 from pretrain.model.hf_names import TensorRule, name_in_module, stacked_in_module, tensor_rules
 from pretrain.model.hf_weights import to_theirs
 from pretrain.model.parameters import DTYPES
@@ -62,9 +63,12 @@ def empty_model(source: GenerationSource, dtype: str) -> Any:
             config = AutoConfig.from_pretrained(source.folder, local_files_only=True)
         else:
             values = {key: value for key, value in source.config.hf_config.items() if key != "model_type"}
-            config = AutoConfig.for_model(source.config.hf_config["model_type"], **values)
-        with _parameters_on_meta():
-            model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
+            own = own_model(source.config.architecture)
+            config = AutoConfig.for_model(source.config.hf_config["model_type"], **values) if own is None else \
+                own.config_class(**values)
+        with parameters_on_meta():
+            build = AutoModelForCausalLM.from_config if own is None else own.model_class._from_config
+            model = build(config, dtype=DTYPES[dtype])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _cannot_load(source.folder, error) from None
     return model.eval()
@@ -74,32 +78,12 @@ def _cannot_load(folder: Path, error: Exception) -> ConfigError:
     return ConfigError(str(folder), problem=f"transformers cannot load this model: {error}")
 
 
-@contextlib.contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Create parameters without memory, and buffers with their values.
-
-    Constructors of transformers compute the frequencies of rotary positions, which are in no checkpoint. Under
-    torch.device("meta") they would be lost.
-    """
-    register = nn.Module.register_parameter
-
-    def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        register(self, name, param)
-        if param is not None and not param.is_meta:  # a tied weight already is, and must remain one object
-            self._parameters[name] = nn.Parameter(param.to("meta"), requires_grad=False)
-
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
-
-
 def memory_needed(model: Any, *, rows: int, positions: int) -> int:
     """Return the bytes of the model's weights and of the keys and values of `rows` texts of `positions` tokens."""
     config = model.config
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    attention_heads = getattr(config, "num_attention_heads", None) or 1  # models without attention keep less
+    heads = getattr(config, "num_key_value_heads", None) or attention_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // attention_heads
     cached = 2 * config.num_hidden_layers * heads * head_size * rows * positions
     return int((sum(parameter.numel() for parameter in model.parameters()) + cached) * model.dtype.itemsize)
 
@@ -197,6 +181,9 @@ def _fill(model: Any, source: GenerationSource, placement: torch.device | Device
                 for name, tensor in zip(rule.theirs, theirs, strict=True):
                     _empty_parameter(model, name_in_module(name, source.config), tensor.shape, placement).copy_(tensor)
             progress.advance(4 * ours.numel(), rule.ours)
+    saved = reader.buffers()
+    for name, buffer_name, _ in source.config.named_buffers():
+        model.get_buffer(buffer_name).copy_(saved[name])
     model.tie_weights()
     empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     assert not empty, f"no tensor of the family's rules fills {empty}"

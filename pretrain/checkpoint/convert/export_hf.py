@@ -1,5 +1,6 @@
 """Export a checkpoint of any layout as a folder that transformers loads. At most one tensor is in memory."""
 
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
@@ -121,9 +122,13 @@ def _write_weights(plan: ExportPlan, folder: Path) -> dict[str, FileRecord]:
     reader.check_shapes({rule.ours: rule.shape for rule in rules})
     planned = [PlannedTensor(name_in_files(name, plan.config), plan.dtype, shape) for rule in rules
                for name, shape in zip(rule.theirs, rule.their_shapes(), strict=True)]
+    buffers = {theirs: (buffer, ours) for ours, theirs, buffer in plan.config.named_buffers()}
+    planned += [PlannedTensor(theirs, "fp32", buffer.shape) for theirs, (buffer, _) in buffers.items()]
     shards = shards_of(planned, plan.shard_bytes, "model")
-    converter = _Converter(reader, plan.config, DTYPES[plan.dtype])
-    records = write_shards(folder, shards, (chunk for rule in rules for chunk in converter.chunks(rule)))
+    converter, saved = _Converter(reader, plan.config, DTYPES[plan.dtype]), reader.buffers()
+    chunks = (chunk for rule in rules for chunk in converter.chunks(rule))
+    records = write_shards(folder, shards, itertools.chain(chunks, (saved[ours].float().flatten()
+                                                                   for _, ours in buffers.values())))
     if len(shards) > 1:
         (folder / INDEX).write_text(index_json(shards))
     return records

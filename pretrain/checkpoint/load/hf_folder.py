@@ -97,13 +97,19 @@ def check_hf_folder(folder: Path, config: ModelConfig | None = None) -> HFFolder
     embedding = rules[0].theirs[0]
     shapes = {name: shape for rule in rules for name, shape in zip(rule.theirs, rule.their_shapes(), strict=True)}
     found = {full: stored[name] for name, full in names_in_model(stored, config).items()}
-    head = found.pop(HEAD, None) if config.tie_word_embeddings else None
+    head = found.pop(_their_head(config), None) if config.tie_word_embeddings else None
+    buffers = {theirs: buffer.shape for _, theirs, buffer in config.named_buffers() if theirs in found}
+    shapes |= buffers
     _check_names(folder, set(found), set(shapes))
     for name, shape in shapes.items():
         _check_tensor(folder, found[name], shape, config, is_vocabulary=name in (embedding, HEAD))
     if head is not None:
         _check_tied_head(folder, head, found[embedding])
     return HFFolder(folder, config, files, found)
+
+
+def _their_head(config: ModelConfig) -> str:
+    return config.described[-1].their_names[0] if config.described else HEAD
 
 
 def _read_headers(folder: Path) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:

@@ -21,6 +21,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch._utils import _unflatten_dense_tensors
 from torch.optim.lr_scheduler import LambdaLR
 
+from pretrain.checkpoint.format.buffers import fill_buffers
 from pretrain.checkpoint.format.fragments import FlatTensor, base_optimizer, complete_shape, flat_tensors, group_of
 from pretrain.checkpoint.format.manifest import Manifest
 from pretrain.checkpoint.format.pickles import load_pickle, rng_file, set_rng_state
@@ -114,6 +115,7 @@ def load_weights(engine: DeepSpeedEngine, source: HFFolder | Path) -> None:
     with torch.no_grad(), _rejected_together():
         reader = open_weights(source)
         _check_shapes(engine, reader)
+        fill_buffers(engine.module, reader.buffers())
         _prepare_stage_3(engine)
         flats = flat_tensors(engine)
         total = 4 * sum(flat.numel for flat in flats)
@@ -306,6 +308,7 @@ def _set_groups(engine: DeepSpeedEngine, reader: CheckpointReader) -> None:
 def _set_counters(engine: DeepSpeedEngine, reader: CheckpointReader) -> None:
     """Restore the engine's step and sample counters and the scheduler's state."""
     saved = reader.engine_state()
+    fill_buffers(engine.module, reader.buffers())
     engine.global_steps = saved["global_steps"]
     engine.global_samples = saved["global_samples"]
     engine.skipped_steps = saved["skipped_steps"]

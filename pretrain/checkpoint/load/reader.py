@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from pretrain.checkpoint.format.buffers import BUFFERS
 from pretrain.checkpoint.format.fragments import FileLocation
 from pretrain.checkpoint.format.pickles import load_pickle
 from pretrain.checkpoint.format.shard_index import FP32, StoredFragment, read_shard_indexes
@@ -84,6 +85,10 @@ class WeightsReader(ABC):
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the fp32 weights of all parameters, as a state_dict for the module of `layer_specs.as_module`."""
         return {name: self.tensor(name) for name in self.shapes}
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Return the saved buffers (format/buffers.py) by name."""
+        return {}
 
     def check_shapes(self, expected: Mapping[str, tuple[int, ...]]) -> None:
         """Raise ConfigError unless the parameters have the names and shapes of the model that the source describes."""
@@ -182,11 +187,16 @@ class CheckpointReader(WeightsReader):
             self._files[file] = SafetensorsFile(path) if path.suffix == ".safetensors" else load_pickle(path, mmap=True)
         return self._files[file]
 
+    def buffers(self) -> dict[str, torch.Tensor]:
+        return {} if self._model_states_file() is None else self.engine_state().get(BUFFERS, {})
+
+    def _model_states_file(self) -> str | None:
+        names = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
+        return next((name for name in names if (self.folder / name).is_file()), None)
+
     def engine_state(self) -> dict[str, Any]:
         """Return the content of rank 0's model-states file: global_steps, lr_scheduler, ds_config and others."""
-        names = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
-        name = next((name for name in names if (self.folder / name).is_file()), names[0])
-        state: dict[str, Any] = self._load_file(name)
+        state: dict[str, Any] = self._load_file(self._model_states_file() or "mp_rank_00_model_states.pt")
         return state
 
 
@@ -242,6 +252,10 @@ class HFWeights(WeightsReader):
             self._latest = None  # free it before the next one is converted
             self._latest = name, to_ours(self.rules[name], self.their_tensors(name), self.config)
         return self._latest[1]
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        return {ours: self._part(self.found.tensors[theirs]) for ours, theirs, _ in self.config.named_buffers()
+                if theirs in self.found.tensors}
 
     def their_tensors(self, name: str) -> list[torch.Tensor]:
         """Return the tensors in the files that hold a parameter, as views of the mapped files: do not change them."""

@@ -25,6 +25,7 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
+from pretrain.checkpoint.format.buffers import BUFFERS, gather_buffers
 from pretrain.checkpoint.format.fragments import FlatTensor, flat_tensors
 from pretrain.checkpoint.format.hashed_files import FileGroup
 from pretrain.checkpoint.format.manifest import Manifest
@@ -220,10 +221,13 @@ def write_files(engine: DeepSpeedEngine, temporary: Path, open_file: OpenFile, *
     files = FileEngine(open_file, finite)
     engine.checkpoint_engine = files
     copy_recovery_script = type(engine)._copy_recovery_script
+    client_state: dict[str, Any] = {"step": step, "consumed_samples": consumed_samples}
+    if buffers := gather_buffers(engine.module):
+        client_state[BUFFERS] = buffers
     # on a full disk this method of DeepSpeed raises on rank 0 only, while the other ranks wait in a barrier
     engine._copy_recovery_script = lambda _: None
     engine.save_checkpoint(str(temporary.parent), tag=temporary.name, save_latest=False,
-                           client_state={"step": step, "consumed_samples": consumed_samples})
+                           client_state=client_state)
     rank = dist.get_rank()
     if rank == 0:
         with contextlib.suppress(OSError):

@@ -166,8 +166,20 @@ def own_name(path: str) -> str:
 def _layer(model: Any, kind: str, class_name: str, paths: tuple[str, ...], name_of: Callable[[str], str]) -> Layer:
     found = [(f"{name_of(path)}.{name}", tuple(parameter.shape), f"{path}.{name}")
              for path in paths for name, parameter in model.get_submodule(path).named_parameters()]
+    buffers = [(f"{name_of(path)}.{name}", tuple(buffer.shape), f"{path}.{name}")
+               for path in paths for name, buffer in persistent_buffers(model.get_submodule(path))]
     return Layer(kind, class_name, tuple(Parameter(name, shape) for name, shape, _ in found),
-                 their_names=tuple(theirs for _, _, theirs in found))
+                 their_names=tuple(theirs for _, _, theirs in found),
+                 buffers=tuple(Parameter(name, shape) for name, shape, _ in buffers),
+                 their_buffers=tuple(theirs for _, _, theirs in buffers))
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the floating-point buffers of a module that its state_dict has, by name."""
+    for path, each in module.named_modules():
+        for name, buffer in each._buffers.items():
+            if buffer is not None and buffer.is_floating_point() and name not in each._non_persistent_buffers_set:
+                yield f"{path}.{name}".removeprefix("."), buffer
 
 
 def config_class_of(model_type: str) -> Any:

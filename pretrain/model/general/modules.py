@@ -6,7 +6,7 @@ executed by that function itself, with the modules of this layer in their places
 Shapes: B batch, T positions, D hidden size, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812 (torch's own name)
 from torch import nn
 
 from pretrain.model.description import Layer
-from pretrain.model.general.decoder import Decoder, own_name, replace_parameter, token_ids_like
+from pretrain.model.general.decoder import Decoder, own_name, persistent_buffers, replace_parameter, token_ids_like
 from pretrain.model.general.skeleton import Handler, Stop, move_buffers
 from pretrain.model.layers.vocabulary import Labels, TrainingLoss
 from pretrain.model.parameters import create_parameters
@@ -46,6 +46,10 @@ class GeneralLayer(nn.Module):
     def dtype(self) -> torch.dtype | None:
         """The dtype of the parameters; None without parameters."""
         return next((parameter.dtype for parameter in self.parameters()), None)
+
+    def persistent_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the floating-point buffers that belong to the model's state, by their names in this layer."""
+        return persistent_buffers(self)
 
     def run(self, ids_BT: torch.Tensor, dtype: torch.dtype, handlers: dict[str, Handler]) -> Any:
         """Execute the model's forward function with `handlers` for some modules."""

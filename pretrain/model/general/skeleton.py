@@ -45,10 +45,14 @@ class _LargeOnMeta(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def _parameters_on_meta(real: Container[int] = ()) -> Iterator[None]:
-    """Move each parameter to the meta device when a module registers it. Tied parameters remain one object.
+def parameters_on_meta(real: Container[int] = ()) -> Iterator[None]:
+    """Create parameters without memory, and buffers with their values. Tied parameters remain one object.
 
-    Each one gets an attribute `registration`, its number in the order of construction. Those of `real` keep memory.
+    Constructors of transformers compute the frequencies of rotary positions, which are in no checkpoint. Under
+    torch.device("meta") they would be lost.
+
+    Each parameter gets an attribute `registration`, its number in the order of construction. Those of `real` keep
+    their memory.
     """
     register, number = nn.Module.register_parameter, itertools.count()
 
@@ -83,7 +87,7 @@ def create_skeleton(config: Any, model_class: Any = None, *, real: Container[int
     build = AutoModelForCausalLM.from_config if model_class is None else model_class._from_config
     config = copy.deepcopy(config)
     config.use_cache = False
-    with _parameters_on_meta(real), contextlib.nullcontext() if real else _LargeOnMeta(), \
+    with parameters_on_meta(real), contextlib.nullcontext() if real else _LargeOnMeta(), \
             torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:

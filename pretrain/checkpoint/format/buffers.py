@@ -1,0 +1,34 @@
+"""Buffers of transformers' modules that belong to a model's state, such as the biases by which routers balance experts.
+
+No optimizer changes them. They are small, so that every model-states file of a checkpoint has all of them, under this
+project's names, in DeepSpeed's client state.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from pretrain.distributed.collectives import gather
+from pretrain.model.general.modules import GeneralLayer
+
+BUFFERS = "buffers"  # key in a model-states file
+
+
+def own_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the persistent floating-point buffers of this rank's layers, by name."""
+    return {f"{prefix}.{name}": buffer for prefix, layer in module.named_modules() if isinstance(layer, GeneralLayer)
+            for name, buffer in layer.persistent_buffers()}
+
+
+def gather_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers of all ranks on the CPU; collective."""
+    own = {name: buffer.detach().cpu() for name, buffer in own_buffers(module).items()}
+    return {name: buffer for of_rank in gather(own) for name, buffer in of_rank.items()}
+
+
+def fill_buffers(module: nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
+    """Copy saved values into the buffers of this rank's layers. Those without a saved value keep theirs."""
+    for name, buffer in own_buffers(module).items():
+        if name in saved:
+            buffer.copy_(saved[name])
