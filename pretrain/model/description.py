@@ -40,6 +40,7 @@ class Parameter:
     split_dim: int | None = None  # dimension that tensor-parallel ranks divide; None: each rank has all of it
     segments: tuple[int, ...] = ()  # sizes of the parts of that dimension of which each rank has a range
     experts_per_token: int = 0  # above 0: the first dimension counts experts, and a token passes this many of them
+    is_frozen: bool = False  # no gradient and no weight decay: sinusoidal positions of a described layer
 
     @property
     def is_expert(self) -> bool:

@@ -126,7 +126,7 @@ def _parts_around(model: Any, list_path: str) -> Parts:
     if after[-1:] != [head]:
         raise UnknownPartsError(f"the head {head} must be the last module with parameters that is called; the calls "
                                 f"after the decoder layers are {', '.join(after) or 'none'}")
-    _check_same_arguments(calls, _run(model, blocks, outside, items, seed=1), blocks, before[1:])
+    _check_same_arguments(calls, _run(model, blocks, outside, items, seed=1), blocks)
     tied = _check_vocabulary(model, embedding, head)
     _check_shared(model, (*outside, *blocks), (embedding, head) if tied else ())
     return Parts(embedding, tuple(before[1:]), calls.entered[blocks[0]] is not calls.returned[embedding], blocks,
@@ -239,21 +239,13 @@ def _run(model: Any, blocks: tuple[str, ...], outside: tuple[str, ...], items: i
     return calls
 
 
-def _check_same_arguments(first: _Calls, second: _Calls, blocks: tuple[str, ...], before: list[str]) -> None:
-    """Raise UnknownPartsError if an argument of a decoder layer differs between two runs with other random values.
-
-    Modules `before` the decoder layers may get floating-point values of the embedding, but no token ids.
-    """
+def _check_same_arguments(first: _Calls, second: _Calls, blocks: tuple[str, ...]) -> None:
+    """Raise UnknownPartsError if an argument of a decoder layer differs between two runs with other random values."""
     for path in blocks:
         for name, value in first.arguments[path].items():
             if not _same(value, second.arguments[path].get(name)):
                 raise UnknownPartsError(f"the argument {name} of {path} ({type(value).__name__}) depends on the tokens "
                                         "or hidden states; expected masks, positions and the like")
-    for path in before:
-        ids = [[each for each in tree_leaves(calls.entered[path]) if torch.is_tensor(each)
-                and not each.is_floating_point()] for calls in (first, second)]
-        if not _same(*ids):
-            raise UnknownPartsError(f"{path} gets the token ids, as the embedding does; expected one such module")
 
 
 def _same(one: Any, other: Any) -> bool:
