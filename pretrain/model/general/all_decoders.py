@@ -8,7 +8,7 @@ import os
 import resource
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from pretrain.model.general.parts import UnknownPartsError
 from pretrain.model.general.proof import Proof, UnprovenError, prove, tiny_config
 from pretrain.model.general.tiny import tiny_copy
 
-PROCESSES = 2
+_PROCESSES = 2
 _SECONDS, _MEMORY_BYTES = 120, 8 * 2**30  # limits of the proof of one model_type
 _PRELOADED = ("pretrain.model.general.proof", "torch._dynamo", "transformers.models.gpt2.modeling_gpt2",
               "transformers.models.auto.modeling_auto")
@@ -100,26 +100,31 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {text} ({os.path.basename(place.filename)}:{place.lineno})"
 
 
-def prove_all(model_types: Sequence[str], *, processes: int = PROCESSES) -> Iterator[Verdict]:
-    """Yield the verdict of each model_type, in the order in which they end. A crash or hang of one is its verdict."""
+def prove_all(model_types: Sequence[str], *, seconds: float = _SECONDS,
+              proof: Callable[[str], Verdict] = prove_model_type) -> Iterator[Verdict]:
+    """Yield the verdict of each model_type, in the order in which they end. A crash or hang of one is its verdict.
+
+    Args:
+        seconds: limit of each proof.
+        proof: runs in a process of its own.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*_PRELOADED])  # a proof then takes 0.5 s instead of 6 s
     waiting, running = list(model_types)[::-1], {}
     while waiting or running:
-        while waiting and len(running) < processes:
+        while waiting and len(running) < _PROCESSES:
             receiver, sender = context.Pipe(duplex=False)
             name = waiting.pop()
-            process = context.Process(target=_prove_in_child, args=(name, sender))
+            process = context.Process(target=_prove_in_child, args=(name, sender, proof))
             process.start()
             sender.close()
             running[receiver] = name, process, time.monotonic()
         ready = multiprocessing.connection.wait(list(running), timeout=1.0)
         for receiver, (name, process, start) in list(running.items()):
-            seconds = time.monotonic() - start
-            if receiver not in ready and seconds <= _SECONDS:
-                continue
-            del running[receiver]
-            yield _verdict_of_child(name, process, receiver, has_ended=receiver in ready, seconds=seconds)
+            used = time.monotonic() - start
+            if receiver in ready or used > seconds:
+                del running[receiver]
+                yield _verdict_of_child(name, process, receiver, has_ended=receiver in ready, seconds=used)
 
 
 def _verdict_of_child(name: str, process: Any, receiver: Any, *, has_ended: bool, seconds: float) -> Verdict:
@@ -134,11 +139,11 @@ def _verdict_of_child(name: str, process: Any, receiver: Any, *, has_ended: bool
     receiver.close()
     if verdict is not None:
         return verdict
-    how = f"its process ended with exit code {process.exitcode}" if has_ended else f"no result after {_SECONDS} s"
+    how = f"its process ended with exit code {process.exitcode}" if has_ended else f"no result after {seconds:.0f} s"
     return Verdict(name, reason=f"the proof did not end: {how}", seconds=seconds)
 
 
-def _prove_in_child(model_type: str, sender: Any) -> None:
+def _prove_in_child(model_type: str, sender: Any, proof: Callable[[str], Verdict]) -> None:
     """Send the verdict. Memory is limited, so that a model with a large buffer is a verdict too."""
     from transformers import logging
 
@@ -147,5 +152,5 @@ def _prove_in_child(model_type: str, sender: Any) -> None:
     with open("/proc/self/statm", encoding="ascii") as file:
         limit = int(file.read().split()[0]) * resource.getpagesize() + _MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    verdict = prove_model_type(model_type)
+    verdict = proof(model_type)
     sender.send(Verdict(**{**vars(verdict), "seconds": time.monotonic() - start}))

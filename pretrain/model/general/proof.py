@@ -250,11 +250,15 @@ def _first_difference(config: ModelConfig, reference: Any, module: CausalLM, ids
     """Name the first layer whose output differs from the one in transformers' model."""
     if not config.described:
         return "the layers of a family of ours have other outputs, which are not compared"
-    theirs: dict[str, torch.Tensor] = {}
+    theirs: Tensors = {}
     blocks = decoder_of(config).parts.blocks
-    hooks = [reference.get_submodule(path).register_forward_hook(
-        lambda _, args, output, path=path: theirs.setdefault(path, _hidden(output).detach().clone()))
-        for path in blocks]
+
+    def recorder(path: str) -> Callable[..., None]:
+        def record(module: nn.Module, args: Any, output: Any) -> None:
+            theirs[path] = _hidden(output).detach().clone()
+        return record
+
+    hooks = [reference.get_submodule(path).register_forward_hook(recorder(path)) for path in blocks]
     with torch.no_grad():
         reference(input_ids=ids_BT)
     for hook in hooks:
