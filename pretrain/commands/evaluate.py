@@ -22,6 +22,7 @@ from pretrain.distributed.print_error import run_or_reject
 from pretrain.distributed.world import World
 from pretrain.engine.prepare import prepare_deepspeed
 from pretrain.errors import ConfigError
+from pretrain.model.general.own_models import MODEL_CODE_HELP, imported_model_code
 from pretrain.paths import check_file
 from pretrain.terminal import clear_status, status
 
@@ -37,6 +38,7 @@ def _parser() -> Parser:
         help="prefix of a .bin/.idx pair, or a file with text, JSON lines or Parquet (default: repeat the run's own "
         "evaluation)")
     add("--split", nargs="+", choices=SPLITS, default=(), help="all documents of these parts of the run's data")
+    add("--model_code", type=imported_model_code, metavar="my_model:MyConfig", help=MODEL_CODE_HELP)
     add("--tokenizer", type=path_text, metavar="PATH", help="tokenizer (default: the run's --tokenizer)")
     add("--jsonl_key", type=text, default="text", metavar="KEY",
         help="key of the text in JSON lines, column in a Parquet file (default: %(default)s)")

@@ -17,6 +17,7 @@ from pretrain.cli import Parser, number, path, path_text, say, text, whole_numbe
 from pretrain.distributed.device import detect_device
 from pretrain.engine.prepare import prepare_deepspeed
 from pretrain.errors import ConfigError
+from pretrain.model.general.own_models import MODEL_CODE_HELP, imported_model_code
 
 if TYPE_CHECKING:  # these import torch
     from pretrain.analysis.generate.decode import LoadedModel, Sampling
@@ -56,6 +57,7 @@ def _parser() -> Parser:
              "otherwise fp32)")
     add("--devices", type=whole_number(1, 1024), metavar="N",
         help="number of GPUs over which the layers are spread (default: as few as hold the model)")
+    add("--model_code", type=imported_model_code, metavar="my_model:MyConfig", help=MODEL_CODE_HELP)
     return parser
 
 

@@ -14,6 +14,7 @@ from pretrain.checkpoint.load.hf_folder import check_hf_folder, find_hf_tokenize
 from pretrain.cli import Parser, number, path, path_text, whole_number
 from pretrain.config.layout import DTYPE_BYTES
 from pretrain.hub import find_repository, is_repository, snapshot_in
+from pretrain.model.general.own_models import MODEL_CODE_HELP, imported_model_code
 
 
 def export_main() -> None:
@@ -30,6 +31,7 @@ def export_main() -> None:
                         help="largest size of a weights file in GB (default: %(default)g)")
     parser.add_argument("--tokenizer", type=path_text, metavar="PATH",
                         help="tokenizer to export (default: the run's --tokenizer)")
+    parser.add_argument("--model_code", type=imported_model_code, metavar="my_model:MyConfig", help=MODEL_CODE_HELP)
     args = parser.parse_args()
     # report wrong inputs before torch is imported, which takes seconds
     plan = plan_export(args.run, args.output, step=args.step, dtype=args.dtype, shard_gb=args.shard_size,
@@ -102,6 +104,7 @@ def _average_parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=path, required=True, metavar="OUT",
                         help="new run folder, with the average in OUT/checkpoints/global_step0 and the tokenizer in "
                         "OUT/tokenizer; if OUT's own name is global_step0, only this checkpoint is written")
+    parser.add_argument("--model_code", type=imported_model_code, metavar="my_model:MyConfig", help=MODEL_CODE_HELP)
     return parser
 
 

@@ -69,9 +69,15 @@ def check_same_parameters(saved: ModelConfig, run: ModelConfig, *, folder: Path,
         model, overrides: values of --model and --model_overrides.
     """
     notes = []
+    shapes = [{name: parameter.shape for name, parameter in config.named_parameters()} for config in (saved, run)]
+    if (saved.described or run.described) and shapes[0] != shapes[1]:
+        name = next(name for name in (*shapes[0], *shapes[1]) if shapes[0].get(name) != shapes[1].get(name))
+        raise ConfigError(f"--model {model}" if model else "--model_overrides", found=f"{name} of shape "
+                          f"{shapes[1].get(name, 'none')}", expected=f"{shapes[0].get(name, 'none')}, as in the "
+                          f"weights of {folder}", remedy="leave --model out to use the model of the weights")
     for field, value in vars(saved).items():
         key, current = run.key(field), getattr(run, field)
-        if current == value or field in ("hf_config", "architecture", "key_names"):
+        if current == value or field in ("hf_config", "architecture", "key_names", "described"):
             continue
         if field not in _MAY_DIFFER or (field == "max_positions" and run.position == "learned"):
             flag = f"--model {model}" if model and key not in (overrides or "") else "--model_overrides"

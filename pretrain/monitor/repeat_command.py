@@ -13,10 +13,13 @@ from typing import Any
 
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.errors import printable
+from pretrain.model.general.own_models import is_model_code
 from pretrain.monitor.environment import RECORDED_PREFIXES
 
-# set by the new command, or without effect on the result; dataset_module names code
-_LEFT_OUT = ("dataset_module", "save", "deepspeed_config", "model", "model_overrides", "checkpoint_mirror",
+# flags that name code of the user, and what it has; the record alone never makes a program import code
+_OWN_CODE = {"dataset_module": "Data", "model_code": "Model"}
+# set by the new command, or without effect on the result
+_LEFT_OUT = (*_OWN_CODE, "save", "deepspeed_config", "model", "model_overrides", "checkpoint_mirror",
              "local_rank", "resume", "resume_from")
 _OF_LAUNCHER = ("CUDA_VISIBLE_DEVICES",)  # the launcher sets its own
 _END = "END_OF_FILE"
@@ -35,18 +38,19 @@ def command_of(record: dict[str, Any]) -> str:
     when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(record["time"]))
     config = record.get("given_deepspeed_config") or record["deepspeed_config"]
     remarks = [f"Repeats the start of {old} at {when}.", *_remarks(record, old)]
-    module = flags.get("dataset_module")
-    if module:
-        directory = record.get("command", {}).get("directory", ".")
-        remarks.append(f"Data: --dataset_module {module}, your own code in {directory} or on PYTHONPATH: give it after "
-                       "the run folder.")
+    directory, more = record.get("command", {}).get("directory", "."), ""
+    code = {**flags, "model_code": flags["model"] if is_model_code(flags["model"]) else flags.get("model_code")}
+    for number, name in enumerate((name for name in _OWN_CODE if code.get(name)), start=2):
+        remarks.append(f"{_OWN_CODE[name]}: --{name} {code[name]}, your own code in {directory} or on PYTHONPATH: give "
+                       f"it after {'the run folder' if number == 2 else 'the other one'}.")
+        more += f' --{name} "${{{number}:?the {name} that the first lines name}}"'
     return "\n".join([
         "#!/bin/sh", *(f"# {printable(line)}" for line in remarks), "set -e",
         f"default={shlex.quote(f'{old}-repeat')}", 'run=$(realpath -m -- "${1:-$default}")',
         'files="$run-files"', 'mkdir -p -- "$files"',
         _file("deepspeed.json", config), _file("config.json", record["model_config"]),
         _file("run.yaml", _yaml(record)),  # JSON is YAML
-        *_launch(record, ' --dataset_module "${2:?the dataset_module that the first lines name}"' if module else "")
+        *_launch(record, more)
     ]) + "\n"
 
 

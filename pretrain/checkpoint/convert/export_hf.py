@@ -29,6 +29,7 @@ from pretrain.data.tokenizers.export_tokenizer import export_tokenizer
 from pretrain.data.tokenizers.special_tokens import CONFIG_KEYS, TokenIds
 from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig
+from pretrain.model.general.own_models import own_model
 from pretrain.model.hf_names import TensorRule, name_in_files, tensor_rules
 from pretrain.model.hf_weights import is_concatenation, our_rows_in_their_order
 from pretrain.model.parameters import DTYPES
@@ -88,11 +89,14 @@ def write_config(plan: ExportPlan, folder: Path, ids: TokenIds | None) -> None:
         # Several tokens may end a text. Such a list is kept if it has the tokenizer's own token.
         values |= {key: tokens for key, tokens in known.items() if isinstance(tokens, list) and values[key] in tokens}
     dtype = str(DTYPES[plan.dtype]).removeprefix("torch.")
+    own = own_model(config.architecture)
     _write_json(folder / "config.json", {
-        **values, "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.architecture]],
+        **values, "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.architecture] if own is None else
+                                    own.model_class.__name__],
         "dtype": dtype, "torch_dtype": dtype,  # the second is its name in transformers before 4.56
         "transformers_version": transformers.__version__})
-    transformers.AutoConfig.from_pretrained(folder)  # raises an error now rather than when the user loads the model
+    config_class = transformers.AutoConfig if own is None else own.config_class
+    config_class.from_pretrained(folder)  # raises an error now rather than when the user loads the model
 
 
 def _are_tokens(value: Any, config: ModelConfig) -> bool:

@@ -37,6 +37,9 @@ def family_sizes(target: ModelConfig) -> list[Size]:
 
 
 def _size(target: ModelConfig, heads: int) -> Size:
+    if target.described:
+        raise ConfigError("--target", problem=f"{target.architecture} has no family here whose keys could be scaled",
+                          remedy="use a model of a family: ds-pretrain ladder scales its sizes in proportion")
     ratio, depth = target.num_heads // target.num_kv_heads, target.num_layers * heads / target.num_heads
     layers = max(1, round(depth))
     kv_heads = max(number for number in range(1, heads + 1)

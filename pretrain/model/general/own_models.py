@@ -15,6 +15,8 @@ from pretrain.model.families import FAMILIES
 from pretrain.own_code import import_own_module, own_code_failed
 
 _CODE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+MODEL_CODE_HELP = "your own code for the run's model, as --model_code or --model named it in the run: no record of a " \
+    "run makes this program import code"
 _FORM = "MODULE:CONFIG_CLASS such as my_models.tiny:TinyConfig"
 
 
@@ -51,6 +53,12 @@ def import_own_model(model: str, model_code: str | None) -> None:
         _import(model, f"--model {model}")
     elif model_code is not None:
         _import(model_code, f"--model_code {model_code}")
+
+
+def imported_model_code(text: str) -> str:
+    """Import the classes that a command's flag --model_code names, as argparse parses it. Raises ConfigError."""
+    import_own_model("", text)
+    return text
 
 
 def default_values(code: str) -> dict[str, Any]:
