@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from pretrain.commands import models
+from pretrain.commands.models import main as models
+from pretrain.commands.models.all_decoders import Verdict, prove_all, prove_model_type
 from pretrain.errors import ConfigError
 from pretrain.model.config import model_config_from
-from pretrain.model.general.all_decoders import Verdict, prove_all, prove_model_type
 from pretrain.model.general.own_models import default_values, import_own_model
-from pretrain.model.general.proof import prove_described
 from pretrain.model.general.read import known_model_types
-from pretrain.model.general.tiny import tiny_copy
+from pretrain.model.proof.prove import prove_described
+from pretrain.model.proof.tiny import tiny_copy
 from tests.support.broken_models import crash, hang
 from tests.support.launch import ROOT
 
@@ -38,12 +38,12 @@ EXAMPLES = {
 @pytest.mark.parametrize("model_type", EXAMPLES)
 def test_examples_train_as_in_transformers(model_type: str) -> None:
     verdict = prove_model_type(model_type)
-    assert verdict.general_family and not verdict.reason, verdict.reason
+    assert (verdict.general_family, verdict.reason) == (True, "")
 
 
 def test_a_family_of_ours_is_proved_in_both_ways() -> None:
     verdict = prove_model_type("qwen3_moe")
-    assert verdict.own_family and verdict.general_family, verdict.reason
+    assert (verdict.own_family, verdict.general_family) == (True, True), verdict.reason
 
 
 def _published() -> dict[str, str]:
@@ -117,7 +117,7 @@ def test_models_that_train_in_another_way_are_rejected(fault: str, message: str)
 
 def test_the_first_layer_that_differs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault is between the layers 1 and 2, where a tensor changes in place. The tiny copy needs three layers."""
-    monkeypatch.setattr("pretrain.model.general.tiny._depth", lambda model, depths: (6, 6))
+    monkeypatch.setattr("pretrain.model.proof.tiny._depth", lambda model, depths: (6, 6))
     with pytest.raises(ConfigError, match=r"the loss of the plain module is .* the first layer whose output differs is "
                                           r"layers\.2, by"):
         prove_described(model_config_from(_faulty("between, in place"), "mine"))
@@ -146,7 +146,7 @@ def test_the_command_writes_a_table_and_replaces_it(tmp_path: Path, monkeypatch:
     def without_processes(names: list[str]) -> list[Verdict]:
         return [Verdict(name, general_family=name != "bert", reason="a|b" if name == "bert" else "") for name in names]
 
-    monkeypatch.setattr("pretrain.model.general.all_decoders.prove_all", without_processes)
+    monkeypatch.setattr("pretrain.commands.models.all_decoders.prove_all", without_processes)
     page = tmp_path / "page.md"
     page.write_text("# Title\n\n<!-- table -->\nold\n<!-- end of the table -->\n\nmore\n")
     assert _run("--prove", "opt", "bert", "--output", str(page)) == 2

@@ -1,4 +1,4 @@
-"""Which decoders of the installed transformers can be trained: the proof of each model_type, in a process of its own."""
+"""Which decoders of the installed transformers can be trained: the proof of each one, in a process of its own."""
 
 import contextlib
 import json
@@ -18,12 +18,12 @@ from pretrain.model.config_keys import known_keys
 from pretrain.model.families import FAMILIES
 from pretrain.model.general.decoder import config_class_of
 from pretrain.model.general.parts import UnknownPartsError
-from pretrain.model.general.proof import Proof, UnprovenError, prove, tiny_config
-from pretrain.model.general.tiny import tiny_copy
+from pretrain.model.proof.prove import Proof, UnprovenError, prove, tiny_config
+from pretrain.model.proof.tiny import tiny_copy
 
 _PROCESSES = 2
 _SECONDS, _MEMORY_BYTES = 120, 8 * 2**30  # limits of the proof of one model_type
-_PRELOADED = ("pretrain.model.general.proof", "torch._dynamo", "transformers.models.gpt2.modeling_gpt2",
+_PRELOADED = ("pretrain.model.proof.prove", "torch._dynamo", "transformers.models.gpt2.modeling_gpt2",
               "transformers.models.auto.modeling_auto")
 
 # Values for config classes whose defaults lack them, or that have further kinds of layers with them.
@@ -43,9 +43,10 @@ _VALUES: dict[str, dict[str, Any]] = {
                        "indexer_compress_ratio": 4},
     "xlm": {"causal": True},
     "xmod": {"is_decoder": True, "default_language": "en_XX"},
-    **dict.fromkeys(("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie",
-                     "megatron-bert", "reformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer",
-                     "xlm-roberta", "xlm-roberta-xl"), {"is_decoder": True}),
+    **{name: {"is_decoder": True} for name in (
+        "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert",
+        "reformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta",
+        "xlm-roberta-xl")},
 }
 
 
@@ -77,7 +78,8 @@ def prove_model_type(model_type: str) -> Verdict:
         config = config_class_of(model_type)(**_VALUES.get(model_type, {}))
     except Exception as error:
         return Verdict(model_type, reason=_reason(error))
-    proofs, reasons = [], []
+    proofs: list[Proof | None] = []
+    reasons = []
     for kind in ((own,) if model_type in FAMILIES else ()) + (lambda: prove(tiny_config(config)),):
         try:
             proofs.append(kind())
@@ -110,7 +112,8 @@ def prove_all(model_types: Sequence[str], *, seconds: float = _SECONDS,
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*_PRELOADED])  # a proof then takes 0.5 s instead of 6 s
-    waiting, running = list(model_types)[::-1], {}
+    waiting = list(model_types)[::-1]
+    running: dict[Any, tuple[str, Any, float]] = {}  # receiver -> model_type, process, start
     while waiting or running:
         while waiting and len(running) < _PROCESSES:
             receiver, sender = context.Pipe(duplex=False)

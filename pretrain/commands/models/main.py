@@ -20,7 +20,7 @@ from pretrain.model.families import FAMILIES
 from pretrain.paths import check_file
 
 if TYPE_CHECKING:
-    from pretrain.model.general.all_decoders import Verdict
+    from pretrain.commands.models.all_decoders import Verdict
 
 _BEGIN, _END = "<!-- table -->", "<!-- end of the table -->"
 
@@ -63,7 +63,7 @@ def _lists() -> list[str]:
 
 def _prove(names: list[str]) -> "list[Verdict]":
     """Prove the model types, and print each verdict when it is there. The result is sorted by name."""
-    from pretrain.model.general.all_decoders import prove_all
+    from pretrain.commands.models.all_decoders import prove_all
     from pretrain.model.general.read import known_model_types
 
     known = known_model_types()

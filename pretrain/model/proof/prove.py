@@ -3,14 +3,15 @@
 Compared are the plain module and the layers of a pipeline run in order, with and without recomputation, with
 `model(input_ids=..., labels=...)` of transformers for the same weights.
 
-A gradient differs if the norm of the difference is more than 1e-5 of the gradient's norm, and more than 1e-7 of the norm
-of the complete gradient, which is the precision of fp32: gradients that are zero in exact arithmetic, such as those of
-the biases of keys, consist of rounding errors.
+A gradient differs if the norm of the difference is more than 1e-5 of the gradient's norm, and more than 1e-7 of the
+norm of the complete gradient, which is the precision of fp32: gradients that are zero in exact arithmetic, such as
+those of the biases of keys, consist of rounding errors.
 """
 
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,11 +23,11 @@ from pretrain.model.description import ModelConfig
 from pretrain.model.general.decoder import decoder_of, transformers_config
 from pretrain.model.general.own_models import own_model
 from pretrain.model.general.read import general_config
-from pretrain.model.general.tiny import BATCH, TOKENS, tiny_copy
 from pretrain.model.hf_weights import to_transformers
 from pretrain.model.init import initialize_parameters
 from pretrain.model.layer_specs import CausalLM, as_module, build_specs
 from pretrain.model.layers.vocabulary import Labels
+from pretrain.model.proof.tiny import BATCH, TOKENS, tiny_copy
 from pretrain.model.recompute import Recompute
 from pretrain.model.run_layers import run_layers
 
@@ -90,8 +91,8 @@ def prove(config: ModelConfig) -> Proof:
         difference = 0.0
         for how, (model, run) in _variants(config, module).items():
             found = _train(config, model, run, ids_BT)
-            difference = max(difference, _compare(config, expected, found, how, lambda: _first_difference(
-                config, reference, model, ids_BT)))
+            where = partial(_first_difference, config, reference, model, ids_BT)
+            difference = max(difference, _compare(expected, found, how, where))
     unused = tuple(name for name, gradient in expected.gradients.items() if not gradient.any())
     return Proof(expected.loss, difference, config.num_layers, len(expected.gradients), unused)
 
@@ -225,7 +226,7 @@ def _train(config: ModelConfig, module: CausalLM, run: _Run, ids_BT: torch.Tenso
     return _Results(loss.item(), to_transformers(gradients, config))
 
 
-def _compare(config: ModelConfig, expected: _Results, found: _Results, how: str, where: Callable[[], str]) -> float:
+def _compare(expected: _Results, found: _Results, how: str, where: Callable[[], str]) -> float:
     """Return the largest difference of a gradient. Raises UnprovenError if one is too large. `where`: layer."""
     floor = _PRECISION / TOLERANCE * sum(float(each.square().sum()) for each in expected.gradients.values()) ** 0.5
     differences = {name: _difference(each, found.gradients[name], floor) for name, each in expected.gradients.items()}
