@@ -26,6 +26,8 @@ _SECONDS, _MEMORY_BYTES = 120, 8 * 2**30  # limits of the proof of one model_typ
 _PRELOADED = ("pretrain.model.proof.prove", "torch._dynamo", "transformers.models.gpt2.modeling_gpt2",
               "transformers.models.auto.modeling_auto")
 
+_QWEN4 = {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 2048,
+          "indexer_compress_ratio": 4}
 # Values for config classes whose defaults lack them, or that have further kinds of layers with them.
 _VALUES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [9, 18, 27]},
@@ -39,8 +41,7 @@ _VALUES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 8},
-    "qwen4_exp_text": {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 2048,
-                       "indexer_compress_ratio": 4},
+    "qwen4_exp": {"text_config": _QWEN4}, "qwen4_exp_text": _QWEN4,
     "xlm": {"causal": True},
     "xmod": {"is_decoder": True, "default_language": "en_XX"},
     **{name: {"is_decoder": True} for name in (

@@ -9,16 +9,19 @@ those of the biases of keys, consist of rounding errors.
 """
 
 import json
+import os
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name)
 from torch import nn
 
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, shorten
 from pretrain.model.description import ModelConfig
 from pretrain.model.general.decoder import decoder_of, transformers_config
 from pretrain.model.general.own_models import own_model
@@ -79,6 +82,17 @@ def tiny_config(config: Any) -> ModelConfig:
 
 def prove(config: ModelConfig) -> Proof:
     """Compare the model of a config with transformers' own. Raises UnprovenError."""
+    try:
+        return _prove(config)
+    except (ConfigError, UnprovenError):
+        raise
+    except Exception as error:  # in the code of transformers or of the user
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise UnprovenError(f"it fails with {type(error).__name__}: {shorten(' '.join(str(error).split()))} "
+                            f"({os.path.basename(place.filename)}:{place.lineno})") from error
+
+
+def _prove(config: ModelConfig) -> Proof:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         module = as_module(config)
@@ -285,4 +299,5 @@ def _outputs(config: ModelConfig, module: CausalLM, ids_BT: torch.Tensor) -> Ite
             return
         x = layer(x)
         if described.kind == "block":
-            yield x
+            parts = decoder_of(config).parts
+            yield x[..., :prod(parts.hidden_shape)].unflatten(2, parts.hidden_shape) if parts.carried else x
