@@ -12,6 +12,7 @@ from pretrain.data.run_data import RunData
 from pretrain.data.samples.blend import BlendedSamples
 from pretrain.data.samples.packed import PackedDocuments
 from pretrain.model.config import find_config, preset_names
+from pretrain.model.general.own_models import is_model_code
 from pretrain.model.init_methods import width_multiplier
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "checkpoints/global_step*")
@@ -32,7 +33,7 @@ def run_notes(plan: Plan, data: RunData) -> tuple[str, ...]:
 def _unused_weights_notes(plan: Plan) -> list[str]:
     """Note a --model with weights next to its config.json: the run starts from random weights."""
     model = plan.args.model
-    if plan.args.init_from is not None or not model or model in preset_names():
+    if plan.args.init_from is not None or not model or model in preset_names() or is_model_code(model):
         return []
     folder = find_config(model).parent
     names = sorted(path.name for pattern in _WEIGHTS for path in folder.glob(pattern))
@@ -148,6 +149,10 @@ def _recipe_notes(plan: Plan) -> list[str]:
 def _speed_notes(plan: Plan) -> list[str]:
     """Note which faster operators cannot be used, and why."""
     notes, args, model = [], plan.args, plan.model
+    if model.described:
+        notes.append(f"{model.architecture} is trained with transformers' own modules: without tensor and sequence "
+                     "parallelism and this program's kernels" +
+                     (", so that --plain_operators has no effect" if args.plain_operators else ""))
     layout = plan.layout
     if plan.device.kind == "cuda" and layout.zero_stage == 2 and layout.data_parallel_size > 1 and \
             plan.get("zero_optimization.overlap_comm") is None:

@@ -14,6 +14,7 @@ Initial weights, samples and losses do not depend on the stages.
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -146,8 +147,9 @@ def _layer_nanoseconds(spec: LayerSpec, plan: Plan, inputs: _Inputs, *, is_last:
         inputs.hidden_BTD = module(inputs.tokens_BT).detach()
         return _nanoseconds(lambda: _train(module(inputs.tokens_BT)))
     x = inputs.hidden_BTD.clone().requires_grad_()
-    if is_last:
-        return _nanoseconds(lambda: _train(module(x, inputs.labels)))
+    if is_last:  # the output of the pipeline, and the loss of it
+        head = partial(spec.forward_fn, module) if isinstance(spec, TiedLayerSpec) else module
+        return _nanoseconds(lambda: _train(head(head(x), inputs.labels)))
     assert not isinstance(spec, TiedLayerSpec)
     recompute = plan.layout.recomputation
     return _nanoseconds(lambda: _train(run_layers([module], x, inputs.documents, recompute)))

@@ -24,8 +24,6 @@ PRESETS = Path(__file__).parent / "presets"
 _LARGEST = {"vocab_size": 2**24, "hidden_size": 2**20, "num_layers": 10**5, "num_heads": 2**20, "num_kv_heads": 2**20,
             "head_size": 2**20, "intermediate_size": 2**24, "max_positions": 2**31 - 1, "norm_eps": 1.0}
 _LARGEST_TABLE = 2**24  # learned positions
-# Architectures with a similar name to one in FAMILIES. They are not taken for misspellings of it.
-_OTHER_ARCHITECTURES = ("gpt_neo", "llama4", "olmo", "olmo3", "qwen3_next", "gemma3n")
 
 
 def preset_names() -> list[str]:
@@ -92,14 +90,18 @@ def load_model_config(model: str, overrides: str | None = None) -> ModelConfig:
 def model_config_from(values: dict[str, Any], where: str, overrides: str | None = None) -> ModelConfig:
     """Return the model config for a config.json's content. `where` names the file in errors. Raises ConfigError."""
     architecture = values.get("model_type")
-    if own_model(architecture) is not None or _is_in_transformers(architecture):
+    others = _general_model_types(architecture)
+    if own_model(architecture) is not None or architecture in others:
         from pretrain.model.general.read import general_config
 
         return general_config(values, where, overrides)
     if not isinstance(architecture, str) or architecture not in FAMILIES:
         found = "nothing" if architecture is None else json.dumps(architecture)
-        raise ConfigError(f"{where}: model_type", found=found, expected=f"one of {listing(FAMILIES)}",
-                          word=_architecture_name(str(architecture)), known=FAMILIES)
+        remedy = "--model_code my_model:MyConfig names your own code for this model_type" + \
+            (": the code of the auto_map is never run" if "auto_map" in values else "")
+        raise ConfigError(f"{where}: model_type", found=found, expected=f"one of {listing(FAMILIES)}, or another "
+                          "causal language model of transformers", remedy=remedy if architecture else "",
+                          word=str(architecture).lower().replace("-", "_"), known=[*FAMILIES, *others])
     check_model_keys(values, architecture, where)
     changed = parse_overrides(overrides, architecture, values) if overrides else {}
     values = {**values, **changed}
@@ -112,19 +114,16 @@ def model_config_from(values: dict[str, Any], where: str, overrides: str | None 
     return config
 
 
-def _is_in_transformers(architecture: object) -> bool:
-    """Return whether the general family has the architecture: a causal language model of the installed transformers."""
+def _general_model_types(architecture: object) -> list[str]:
+    """Return the model types of the general family: the causal language models of the installed transformers.
+
+    For a family of this project, or no name, the list is empty, and transformers is not imported.
+    """
     if not isinstance(architecture, str) or architecture in FAMILIES:
-        return False
+        return []
     from pretrain.model.general.read import known_model_types
 
-    return architecture in known_model_types()
-
-
-def _architecture_name(word: str) -> str:
-    """Return "gpt_neox" for GPT-NeoX; "" for the name of another architecture, such as gpt_neo."""
-    name = word.lower().replace("-", "_")
-    return "" if name in _OTHER_ARCHITECTURES else name
+    return known_model_types()
 
 
 def _check_sizes(config: ModelConfig, where: str) -> None:

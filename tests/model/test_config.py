@@ -43,7 +43,9 @@ def test_a_folder_without_config_json_is_rejected(tmp_path):
     ('{"model_type": "gpt2", "n_embd": 8, "n_embd": 16}', 'the key "n_embd" twice'),
     ("{}", "model_type: found nothing"),
     ('{"model_type": "lama"}', 'Did you mean "llama"?'),
-    ('{"model_type": "llama4"}', "gpt2, gpt_neox, gptj, llama, mistral"),
+    ('{"model_type": "t5"}', "gpt2, gpt_neox, gptj, llama, mistral"),
+    ('{"model_type": "lonely", "auto_map": {}}', "--model_code my_model:MyConfig names your own code for this "
+     "model_type: the code of the auto_map is never run"),
 ])
 def test_a_file_that_is_not_a_config_is_rejected(tmp_path, text, words):
     (tmp_path / "config.json").write_text(text)

@@ -20,6 +20,7 @@ from pretrain.data.samples.dataset import PADDING
 from pretrain.data.source_facts import source_facts
 from pretrain.distributed.collectives import gather
 from pretrain.engine.steps import eval_batch, train_batch
+from pretrain.model.general.modules import Embedding, GeneralLayer
 from pretrain.model.init_methods import initial_std
 from pretrain.model.layers.block import Block
 from pretrain.model.layers.norm import NormLayer
@@ -66,6 +67,8 @@ def loss_bounds(plan: Plan, *, repeated: float = 0.0) -> tuple[float, float]:
     log_v, model = math.log(plan.model.vocab_size), plan.model
     if plan.origin is not None:
         return 0.0, log_v
+    if model.described:  # transformers draws its initial weights
+        return log_v / 2, _LARGEST_LOSS * log_v
     how, shape = initialization_of(plan.args), (model.vocab_size, model.hidden_size)
     name = "tied_modules.embed.embedding" if model.tie_word_embeddings else "lm_head.weight"
     std = initial_std(name, shape, model, how)
@@ -155,7 +158,7 @@ def check_activations(checked: CheckedEngine, batches: list[MicroBatch]) -> Resu
 
     handles = [module.register_forward_hook(lambda _, __, output, name=name: record(name, output))
                for name, module in checked.engine.module.named_modules()
-               if isinstance(module, (Block, NormLayer, PositionEmbedding, TokenEmbedding))]
+               if isinstance(module, (Block, NormLayer, PositionEmbedding, TokenEmbedding, GeneralLayer, Embedding))]
     try:
         checked.loss(batches)
     finally:

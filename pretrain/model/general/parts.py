@@ -179,20 +179,20 @@ def _vocabulary_paths(model: Any, outside: tuple[str, ...]) -> tuple[str, str]:
 
 def _observe(model: Any, blocks: tuple[str, ...], outside: tuple[str, ...]) -> tuple[_Calls, int]:
     """Run the model once; return the calls, and how decoder layers return the hidden states (_ITEMS)."""
-    reason = ""
+    failure, reason = "", ""
     for items in _ITEMS:
         try:
             calls = _run(model, blocks, outside, items)
         except UnknownPartsError as error:
-            reason = reason or str(error)
+            failure = failure or str(error)
         except Exception as error:  # the model's code got another kind of value than it expects
-            reason = reason or f"the forward function failed with {type(error).__name__}: {str(error)[:200]}"
+            failure = failure or f"the forward function failed with {type(error).__name__}: {str(error)[:200]}"
         else:
             problem = _problem_with_order(calls, blocks)
             if not problem:
                 return calls, items
             reason = reason or problem
-    raise UnknownPartsError(reason)
+    raise UnknownPartsError(reason or failure)
 
 
 def _problem_with_order(calls: _Calls, blocks: tuple[str, ...]) -> str:
