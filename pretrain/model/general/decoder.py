@@ -37,7 +37,7 @@ class Decoder:
         """Execute the model's forward function: `handlers` for some modules, and only shapes for the others."""
         shapes = {path: self._runner.shapes_of(path, dtype) for path in self.parts.watched}
         shapes.update(dict.fromkeys(self.parts.blocks, self._skipped_block))
-        return self._runner.run(ids_BT, {**shapes, **handlers}, training=training)
+        return self._runner.run(ids_BT, {**shapes, **handlers}, dtype=dtype, training=training)
 
     def _skipped_block(self, *args: Any, **kwargs: Any) -> Any:
         """Return the hidden states that a decoder layer got, in the form in which it returns them."""

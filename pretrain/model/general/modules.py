@@ -120,7 +120,7 @@ class Prologue(GeneralLayer):
         if parts.carried:
             x_BTD, ids_BT = x_BTD[..., :-DIGITS], ids_of(x_BTD[..., -DIGITS:])
             recorders = self._recorders()
-        hidden_BTD: torch.Tensor = self.run(ids_BT, x_BTD.dtype, {
+        hidden_BTD: torch.Tensor = self.run(ids_BT, self.dtype or x_BTD.dtype, {
             parts.embedding: lambda *args, **kwargs: x_BTD, **recorders,
             **{path: self.get_submodule(own_name(path)) for path in parts.prologue}})
         return hidden_BTD
@@ -180,7 +180,7 @@ class Epilogue(GeneralLayer):
         parts = self.decoder.parts
         if parts.carried:
             x_BTD = x_BTD.unflatten(2, parts.hidden_shape)
-        hidden_BTD: torch.Tensor = self.run(token_ids_like(x_BTD), x_BTD.dtype, {
+        hidden_BTD: torch.Tensor = self.run(token_ids_like(x_BTD), self.dtype or x_BTD.dtype, {
             parts.blocks[-1]: lambda *args, **kwargs: parts.returned(x_BTD), parts.head: _stop_with_first,
             **{path: self.get_submodule(own_name(path)) for path in parts.epilogue}})
         return hidden_BTD

@@ -111,7 +111,7 @@ class Runner:
         self.model: Any = copied(model, model.config)
         self._handlers: Mapping[str, Handler] = {}
         self._originals: dict[str, Handler] = {}
-        self._device = torch.device("cpu")
+        self._device, self._dtype = torch.device("cpu"), torch.float32
         accepted = inspect.signature(type(model).forward).parameters
         takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in accepted.values())
         self._settings = {"use_cache": False} if takes_all or "use_cache" in accepted else {}
@@ -126,13 +126,21 @@ class Runner:
             return self._handlers[path](*args, **kwargs)
         return forward
 
-    def run(self, ids_BT: torch.Tensor, handlers: Mapping[str, Handler], *, training: bool = False) -> Any:
-        """Execute the model's forward function. Return what a handler stopped it with, otherwise the logits."""
+    def run(self, ids_BT: torch.Tensor, handlers: Mapping[str, Handler], *, dtype: torch.dtype = torch.float32,
+            training: bool = False) -> Any:
+        """Execute the model's forward function. Return what a handler stopped it with, otherwise the logits.
+
+        `dtype`: of the parameters, for code such as `hidden.to(self.lm_head.weight.dtype)`.
+        """
         if self.model.training != training:
             self.model.train(training)
         if self._device != ids_BT.device:
             self._device = ids_BT.device
             move_buffers(self.model, self._device)
+        if self._dtype != dtype:
+            self._dtype = dtype
+            for parameter in self.model.parameters():
+                parameter.data = parameter.data.to(dtype)
         self._handlers = handlers
         try:
             output = self.model(input_ids=ids_BT, **self._settings)
