@@ -85,13 +85,20 @@ class Decoder:
         """
         real = {name: torch.full(parameter.shape, torch.nan)
                 for name, parameter in zip(layer.their_names, layer.parameters, strict=True)}
+        layer_seed = zlib.crc32(f"{seed} layer {index}".encode())
         with _real_parameters(self.model, real), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(zlib.crc32(f"{seed} layer {index}".encode()))
+            torch.manual_seed(layer_seed)
             _initialize(self.model, [*real])
-        unset = [name for name, values in real.items() if torch.isnan(values).any()]
-        if unset:
-            raise ValueError(f"{type(self.model).__name__}._init_weights leaves {unset[0]} without initial values")
+        if unset := [name for name, values in real.items() if torch.isnan(values).any()]:
+            real.update(self._constructed(unset, layer_seed))
         return {parameter.name: real[name] for name, parameter in zip(layer.their_names, layer.parameters, strict=True)}
+
+
+    def _constructed(self, names: list[str], seed: int) -> dict[str, torch.Tensor]:
+        """Return the values that constructors of modules give to parameters which `_init_weights` leaves alone."""
+        numbers = {self.model.get_parameter(name).registration for name in names}
+        model = create_skeleton(self.model.config, type(self.model), real=numbers, seed=seed)
+        return {name: model.get_parameter(name).detach() for name in names}
 
 
 @contextlib.contextmanager
@@ -159,14 +166,14 @@ def own_name(path: str) -> str:
 
 
 def _layer(model: Any, kind: str, class_name: str, paths: tuple[str, ...], name_of: Callable[[str], str]) -> Layer:
-    found = [(f"{name_of(path)}.{name}", tuple(parameter.shape), f"{path}.{name}")
+    found = [(f"{path}.{name}", Parameter(
+        f"{name_of(path)}.{name}", tuple(parameter.shape), is_frozen=not parameter.requires_grad, divisible=False,
+        experts_per_token=_experts_per_token(model, f"{path}.{name}", tuple(parameter.shape))))
              for path in paths for name, parameter in model.get_submodule(path).named_parameters()]
     buffers = [(f"{name_of(path)}.{name}", tuple(buffer.shape), f"{path}.{name}")
                for path in paths for name, buffer in persistent_buffers(model.get_submodule(path))]
-    experts = {path: _experts_per_token(model, path, shape) for _, shape, path in found}
-    return Layer(kind, class_name, tuple(Parameter(name, shape, experts_per_token=experts[path], divisible=False)
-                                         for name, shape, path in found),
-                 their_names=tuple(theirs for _, _, theirs in found),
+    return Layer(kind, class_name, tuple(parameter for _, parameter in found),
+                 their_names=tuple(theirs for theirs, _ in found),
                  buffers=tuple(Parameter(name, shape) for name, shape, _ in buffers),
                  their_buffers=tuple(theirs for _, _, theirs in buffers))
 
@@ -204,10 +211,20 @@ def decoder_from(values: dict[str, Any]) -> Decoder:
 
 @lru_cache(maxsize=8)
 def _decoder(values_json: str) -> Decoder:
-    values = json.loads(values_json)
-    own = own_model(values["model_type"])
-    config = config_class_of(values["model_type"]).from_dict(values)
+    config = transformers_config(json.loads(values_json))
+    own = own_model(config.model_type)
     return Decoder(create_skeleton(config, None if own is None else own.model_class))
+
+
+def transformers_config(values: dict[str, Any]) -> Any:
+    """Return the config object of a config.json's content."""
+    decoded = json.loads(json.dumps(values), object_hook=_special_float)
+    return config_class_of(values["model_type"]).from_dict(decoded)
+
+
+def _special_float(values: dict[str, Any]) -> Any:
+    """Return the float of transformers' form {"__float__": "Infinity"}, and other dicts unchanged."""
+    return float(values["__float__"]) if values.keys() == {"__float__"} else values
 
 
 def decoder_of(config: ModelConfig) -> Decoder:

@@ -117,6 +117,7 @@ def _sizes(decoder: Decoder) -> dict[str, Any]:
     """Return the sizes that the rest of the program asks for; 0 for those that the architecture does not have."""
     config = decoder.model.config.get_text_config(decoder=True)
     rows, hidden = decoder.model.get_input_embeddings().weight.shape
+    rows = min(rows, decoder.model.get_output_embeddings().weight.shape[0])  # Moshi has one more embedding
     heads = _first(config, _HEADS, 0)
     return {"vocab_size": rows, "hidden_size": hidden, "num_layers": len(decoder.parts.blocks), "num_heads": heads,
             "num_kv_heads": _first(config, ("num_key_value_heads",), heads),
@@ -127,7 +128,8 @@ def _sizes(decoder: Decoder) -> dict[str, Any]:
 
 def _first(config: Any, names: tuple[str, ...], default: int) -> int:
     """Return the first attribute that is a positive whole number."""
-    found = (getattr(config, name, None) for name in names)
+    values, own_names = config.to_dict(), config.attribute_map  # getattr fails if layers have values of their own
+    found = (values.get(own_names.get(name, name)) for name in names)
     return next((value for value in found if isinstance(value, int) and value > 0), default)
 
 
