@@ -1,0 +1,151 @@
+"""Universal checkpoints and exports for transformers.Trainer: other programs continue with equal losses, and back.
+
+A run of this program saves at step 6 and continues to step 12. From its exports, plain DeepSpeed engines of the
+transformers model and the Trainer continue on the same samples. DeepSpeed's own ds_to_universal then converts their
+checkpoints, and `read` returns exactly what their engines hold.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pretrain.checkpoint.adopt.foreign_run import ForeignRun
+from pretrain.checkpoint.adopt.universal import read
+from pretrain.checkpoint.convert.export_trainer import export_trainer
+from pretrain.checkpoint.convert.plan_export import plan_export
+from pretrain.checkpoint.convert.universal import convert, export_universal
+from pretrain.checkpoint.load.reader import CheckpointReader
+from pretrain.model.config import ModelConfig, model_config_from
+from tests.support.cases import case, flags
+from tests.support.launch import run_worker
+from tests.support.layouts import MODEL_WITH_EXPERTS, dp2, pp2, relative_difference, run_layouts
+from tests.support.model_shapes import write_config
+from tests.support.tensors import from_transformers
+
+SAVED, STEPS = 6, 12
+LLAMA = {"model_type": "llama", "vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "intermediate_size": 96, "max_position_embeddings": 72, "rms_norm_eps": 1e-5}
+WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-3,
+                                                       "warmup_num_steps": 9, "warmup_type": "linear"}}}
+LOAD = {"checkpoint": {"load_universal": True}}
+
+
+def json_of(values: dict[str, Any], **others: Any) -> dict[str, Any]:
+    """Return a DeepSpeed JSON with other blocks, and without weight decay if it has a scheduler.
+
+    The Trainer has one group of parameters if the JSON has an optimizer, so that biases and norms decay, too.
+    """
+    values = json.loads(json.dumps({**values, **others}))
+    if "scheduler" in values:
+        values["optimizer"]["params"]["weight_decay"] = 0.0
+    return values
+
+
+SOURCES = {"gpt2": json_of(dp2(1)), "llama": json_of(pp2(1), **WARMUP), "bf16": json_of(pp2(1, precision="bf16")),
+           "experts": json_of(dp2(1))}
+WITHIN = {"bf16": 5e-4}
+
+
+def elsewhere(values: dict[str, Any], *, optimizer: bool = True) -> dict[str, Any]:
+    """Return the JSON of another program."""
+    values = {key: value for key, value in (values | LOAD).items() if key != "pipeline"}
+    return values if optimizer else {key: value for key, value in values.items() if key != "optimizer"}
+
+
+PLAIN = {"gpt2-zero1": dp2(1), "gpt2-zero2": dp2(2), "gpt2-zero3": dp2(3), "llama-zero3": json_of(dp2(3), **WARMUP),
+         "bf16-zero2": dp2(2, precision="bf16")}
+# At ZeRO-3 the Trainer's JSON needs an optimizer: see convert/universal.py.
+TRAINER = {"gpt2-trainer2": dp2(2), "llama-trainer1": json_of(dp2(1), **WARMUP),
+           "llama-trainer3": json_of(dp2(3), **WARMUP), "bf16-trainer1": dp2(1, precision="bf16")}
+
+
+@dataclass(frozen=True)
+class Work:
+    """The folders and losses of all programs."""
+
+    folder: Path
+    ours: dict[str, Any]  # results of train_and_save
+    theirs: dict[str, list[float]]
+    elsewhere: Path  # where the other programs ran
+
+    def checkpoint(self, source: str) -> Path:
+        return Path(self.ours[source]["folder"])
+
+
+def trainer_arguments(name: str, values: dict[str, Any]) -> dict[str, Any]:
+    params = values["optimizer"]["params"]
+    return {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": params["lr"],
+            "adam_beta2": 0.95, "weight_decay": params["weight_decay"], "max_grad_norm": 1.0,
+            "lr_scheduler_type": "constant", "bf16": name.startswith("bf16"),
+            **({"warmup_steps": 9} if "scheduler" in values else {})}
+
+
+@pytest.fixture(scope="module")
+def work(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Work:
+    folder = tmp_path_factory.mktemp("universal")
+    constant = {"lr_schedule": "constant", "lr_warmup_steps": 0}
+    models = {"llama": write_config(folder / "llama", LLAMA), "experts": write_config(folder / "experts",
+                                                                                       MODEL_WITH_EXPERTS)}
+
+    def flags_of(name: str) -> dict[str, Any]:
+        found = flags(corpus, layers=2, steps=STEPS, overrides="n_positions=72", **constant)
+        if name in models:
+            found = {key: value for key, value in found.items() if key != "model_overrides"} | {"model": models[name]}
+        return {key: value for key, value in found.items() if name != "llama" or not key.startswith("lr_")}
+
+    cases = {name: (2, case(name, "train_and_save", values, flags_of(name), saved_step=SAVED))
+             for name, values in SOURCES.items()}
+    cases["samples"] = 2, case("samples", "write_samples", SOURCES["gpt2"], flags_of("gpt2"))
+    ours = run_layouts(cases, folder / "ours")
+    for name in SOURCES:
+        checkpoint = Path(ours[name]["folder"])
+        export_universal(plan_export(checkpoint, folder / name / "theirs", with_tokenizer=False))
+        convert(checkpoint, folder / name / "ours")
+        if name != "experts":
+            export_trainer(plan_export(checkpoint, folder / name / f"checkpoint-{SAVED}"))
+    common = {"samples": str(folder / "ours/2/samples-samples.npy"), "from": SAVED, "to": STEPS}
+    others = [{"name": name, "program": "plain", "export": str(folder / name.split("-")[0] / "theirs"), **common,
+               "config": elsewhere(values), "save": {"universal_checkpoint_info": {}}}
+              for name, values in PLAIN.items()]
+    others += [{"name": name, "program": "trainer", "export": str(folder / name.split("-")[0] / f"checkpoint-{SAVED}"),
+                **common, "arguments": trainer_arguments(name, values),
+                "config": elsewhere(values, optimizer="scheduler" in values)} for name, values in TRAINER.items()]
+    theirs = run_worker("resumed_elsewhere.py", others, 2, folder / "others")
+    return Work(folder, ours, theirs, folder / "others")
+
+
+@pytest.mark.parametrize("name", [*PLAIN, *TRAINER])
+def test_other_programs_continue_with_equal_losses(name: str, work: Work) -> None:
+    source = name.split("-")[0]
+    expected = work.ours[source]["after"]["loss"]
+    distance = relative_difference(work.theirs[name], expected)
+    print(f"{name}: losses within {distance:.1e} of this program's: {expected}")
+    assert distance <= WITHIN.get(source, 1e-5)
+
+
+def ours_of(run: ForeignRun, config: ModelConfig, state: str) -> dict[str, torch.Tensor]:
+    return from_transformers({name: run.read(name, state) for name in run.shapes}, config)
+
+
+@pytest.mark.parametrize("names", ["ours", "theirs"])
+@pytest.mark.parametrize("source", SOURCES)
+def test_an_export_comes_back_bit_for_bit(source: str, names: str, work: Work) -> None:
+    folder, reader = work.folder / source / names, CheckpointReader(work.checkpoint(source))
+    values = json.loads((folder / "config.json").read_text())
+    run, config = read(folder, values), model_config_from(values, "config.json")
+    assert run.states == ("exp_avg", "exp_avg_sq")
+    assert (run.step, run.optimizer_step, run.skipped_steps) == (SAVED, SAVED, 0)
+    assert (run.consumed_samples, run.global_batch_size, run.seq_length) == (SAVED * 8, 8, 64)
+    assert run.precision == ("bf16" if source == "bf16" else "fp32")
+    assert run.optimizer["type"] == "AdamW"
+    assert run.schedule["last_step"] == SAVED
+    assert not run.losses
+    for state in ("fp32", *run.states):
+        found = ours_of(run, config, state)
+        assert found.keys() == reader.shapes.keys()
+        for name, tensor in found.items():
+            assert torch.equal(tensor, reader.tensor(name, state)), (name, state)
