@@ -24,8 +24,8 @@ from pretrain.hub import find_repository, is_repository, snapshot_in
 
 _FORMATS = {
     "transformers": "weights, config, tokenizer and a model card, for from_pretrained",
-    "universal": "weights and optimizer states in DeepSpeed's universal format, under transformers' names, for an engine "
-                 "of the transformers model",
+    "universal": "weights and optimizer states in DeepSpeed's universal format, under transformers' names, for an "
+                 "engine of the transformers model",
     "trainer": "both, and the state of transformers.Trainer: a folder checkpoint-N from which the Trainer resumes"}
 
 

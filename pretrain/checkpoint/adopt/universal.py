@@ -86,8 +86,8 @@ class _Files:
         self.rules = rules_by_module_tensors(self.config)
         found = {path.parent.name for path in self.folder.glob(f"zero/*/{FP32}.pt")}
         if not found:
-            raise ConfigError(str(self.folder), problem=f"there is no zero/NAME/{FP32}.pt", remedy="name the output folder of "
-                              "DeepSpeed's ds_to_universal")
+            raise ConfigError(str(self.folder), problem=f"there is no zero/NAME/{FP32}.pt",
+                              remedy="name the output folder of DeepSpeed's ds_to_universal")
         self.stored_shapes = self._recognize(found)
         first = self.folder / "zero" / next(iter(self.stored_shapes))
         self.states = tuple(sorted(path.stem for path in first.glob("*.pt") if path.stem not in (FP32, *_NO_STATES)))
@@ -176,7 +176,9 @@ class _Files:
             return
         embedding = next(iter(self.stored_shapes))
         self.stored_shapes[name] = self.stored_shapes[embedding]
-        head, master = self._stored(name, FP32), self._stored(embedding, FP32)
+        # without rows that pad the vocabulary
+        found_rows = _tensor_of(self._path(embedding, FP32))[0].numel() // self.stored_shapes[name][1]
+        head, master = self._stored(name, FP32)[:found_rows], self._stored(embedding, FP32)[:found_rows]
         del self.stored_shapes[name]
         if not any(torch.equal(head, master.to(dtype).float()) for dtype in (torch.float32, torch.bfloat16,
                                                                              torch.float16)):

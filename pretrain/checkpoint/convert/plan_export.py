@@ -130,8 +130,8 @@ def check_trainer_name(out: Path, step: int) -> None:
     """Raise ConfigError if the folder has the name of a Trainer's checkpoint of another step."""
     named = re.fullmatch(r"checkpoint-(\d+)", out.name)
     if named and int(named[1]) != step:
-        raise ConfigError("--output", problem=f"{out.name} is the name of step {named[1]}, and the checkpoint is of step "
-                          f"{step}", remedy=f"name it checkpoint-{step}")
+        raise ConfigError("--output", problem=f"{out.name} is the name of step {named[1]}, and the checkpoint is of "
+                          f"step {step}", remedy=f"name it checkpoint-{step}")
 
 
 def _find_tokenizer(folder: Path, manifest: Manifest, path: str | None) -> tuple[Tokenizer | None, tuple[str, ...]]:
