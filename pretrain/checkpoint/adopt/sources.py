@@ -97,8 +97,8 @@ def find_source(path: Path, *, step: int | None, config: dict[str, Any] | None) 
 def _reject_own(path: Path) -> None:
     if any((folder / MANIFEST).is_file() for folder in (path, *path.glob("global_step*"),
                                                         *path.glob("checkpoints/global_step*"))):
-        raise ConfigError(str(path), problem="this program wrote these checkpoints", remedy="a run resumes from its own "
-                          f"run folder (--save), and another run begins with them by --resume_from {path}")
+        raise ConfigError(str(path), problem="this program wrote these checkpoints", remedy="a run resumes from its "
+                          f"own run folder (--save), and another run begins with them by --resume_from {path}")
 
 
 def _children(path: Path) -> Iterable[Path]:
