@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from pretrain.checkpoint.adopt.foreign_run import ForeignRun, Loss, Shape
+from pretrain.checkpoint.adopt.foreign_run import ForeignRun, Shape
 from pretrain.checkpoint.adopt.universal_states import EngineStates, read_engine_states
 from pretrain.checkpoint.format.pickles import load_pickle
 from pretrain.checkpoint.format.shard_index import FP32
@@ -42,28 +42,26 @@ def read(folder: Path, config: Mapping[str, Any] | None) -> ForeignRun:
     model = model_config_from(dict(config), "config.json")
     files = _Files(folder, model)
     engine = read_engine_states(folder, sorted(files.stored_shapes), files.states)
-    losses = [*engine.losses]
-    if any((model.embedding_dropout, model.attention_dropout, model.residual_dropout)):
-        losses.append(Loss("rng", "a universal checkpoint has no states of random number generators"))
     shapes = {name: shape for rules in files.rules for name, shape in module_shapes(rules, model).items()}
     return ForeignRun(
         program=f"DeepSpeed's universal format, {files.naming}", folder=folder,
         files=(*files.paths(), *engine.files), config=dict(config), shapes=shapes, read=files.read, states=files.states,
         step=engine.step, optimizer_step=engine.optimizer_step, skipped_steps=engine.skipped_steps,
-        optimizer=engine.optimizer, weight_decay=_decay_of(engine, files, shapes), learning_rate=engine.learning_rate,
+        optimizer=engine.optimizer, weight_decay=_decay_of(engine, files), learning_rate=engine.learning_rate,
         schedule=engine.schedule, global_batch_size=engine.global_batch_size, consumed_samples=engine.consumed_samples,
         seq_length=engine.seq_length, precision=engine.precision, loss_scale=engine.loss_scale, seed=engine.seed,
-        ds_config=engine.ds_config, losses=tuple(losses), notes=engine.notes)
+        ds_config=engine.ds_config)
 
 
-def _decay_of(engine: EngineStates, files: "_Files", shapes: Mapping[str, Shape]) -> dict[str, float]:
+def _decay_of(engine: EngineStates, files: "_Files") -> dict[str, float]:
     """Return the weight decay of each parameter; {} if the checkpoint does not record it."""
-    if engine.weight_decay is None:
+    names = {name: rules[0].ours if files.ours else files.prefix + name
+             for rules in files.rules for name in module_shapes(rules, files.config)}
+    if not isinstance(engine.weight_decay, Mapping):
+        return {} if engine.weight_decay is None else dict.fromkeys(names, engine.weight_decay)
+    if not {*names.values()} <= engine.weight_decay.keys():
         return {}
-    if isinstance(engine.weight_decay, float):
-        return dict.fromkeys(shapes, engine.weight_decay)
-    found = {name: engine.weight_decay.get(files.stored_name(name)) for name in shapes} if not files.ours else {}
-    return {name: decay for name, decay in found.items() if decay is not None} if None not in found.values() else {}
+    return {name: engine.weight_decay[stored] for name, stored in names.items()}
 
 
 @dataclass
@@ -106,14 +104,10 @@ class _Files:
         """List all files with tensors of the model."""
         return [self._path(name, state) for name in self.stored_shapes for state in (FP32, *self.states)]
 
-    def stored_name(self, name: str) -> str:
-        """Return the name in files that have transformers' names."""
-        return self.prefix + name
-
     def read(self, name: str, state: str) -> torch.Tensor:
         """Return a complete tensor under transformers' name, in fp32."""
         if not self.ours:
-            return self._stored(self.stored_name(name), state)
+            return self._stored(self.prefix + name, state)
         rules = next(rules for rules in self.rules if name in module_shapes(rules, self.config))
         key = rules[0].ours, state
         if self._latest is None or self._latest[0] != key:  # q, k and v are one tensor of this program

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from pretrain.checkpoint.adopt.foreign_run import Loss
+from pretrain.checkpoint.convert.universal import DECAYS
 from pretrain.checkpoint.format.pickles import load_pickle
 from pretrain.errors import ConfigError
 
@@ -27,7 +27,7 @@ class EngineStates:
     skipped_steps: int
     optimizer: dict[str, Any]
     # of all parameters, or of each one by its name in the files; None: not recorded
-    weight_decay: float | dict[str, float] | None
+    weight_decay: float | Mapping[str, float] | None
     learning_rate: float | None
     schedule: dict[str, Any]
     global_batch_size: int | None
@@ -37,8 +37,6 @@ class EngineStates:
     loss_scale: dict[str, float] | None
     seed: int | None
     ds_config: dict[str, Any] | None
-    losses: tuple[Loss, ...]
-    notes: tuple[str, ...]
 
 
 def read_engine_states(folder: Path, names: Sequence[str], states: Sequence[str]) -> EngineStates:
@@ -62,25 +60,14 @@ def read_engine_states(folder: Path, names: Sequence[str], states: Sequence[str]
     step = _count(model, "global_steps", path)
     assert step is not None
     samples = _count(model, "consumed_samples" if "consumed_samples" in model else "global_samples", path, None)
-    schedule, notes = _schedule(model, ds_config), []
-    if not schedule:
-        notes.append("the checkpoint has no state of a learning-rate schedule")
-    decay = _weight_decay(model, optimizer, groups)
-    if decay is None and states:
-        notes.append("the checkpoint does not record which weights decay")
-    losses = [] if states else [Loss("optimizer", "the checkpoint has no optimizer states")]
-    if samples is None:
-        losses.append(Loss("data_position", f"{path.name} has no number of samples"))
-    precision, scale = _precision(ds_config), _loss_scale(optimizer)
-    if precision == "fp16" and scale is None:
-        losses.append(Loss("loss_scale", f"{optimizer_path.name} has no loss scaler"))
     return EngineStates(
         files=(path, optimizer_path), step=step, optimizer_step=_optimizer_step(folder, optimizer, names, states),
         skipped_steps=_count(model, "skipped_steps", path, 0) or 0, optimizer=_optimizer(ds_config, groups, states),
-        weight_decay=decay, learning_rate=_number(groups[0].get("lr")) if groups else None, schedule=schedule,
+        weight_decay=_weight_decay(model, optimizer, groups),
+        learning_rate=_number(groups[0].get("lr")) if groups else None, schedule=_schedule(model, ds_config),
         global_batch_size=_batch_size(ds_config, model), consumed_samples=samples,
-        seq_length=_count(model, "seq_length", path, None), precision=precision, loss_scale=scale,
-        seed=_count(model, "seed", path, None), ds_config=ds_config, losses=tuple(losses), notes=tuple(notes))
+        seq_length=_count(model, "seq_length", path, None), precision=_precision(ds_config),
+        loss_scale=_loss_scale(optimizer), seed=_count(model, "seed", path, None), ds_config=ds_config)
 
 
 def _dict_in(path: Path) -> dict[str, Any]:
@@ -171,9 +158,12 @@ def _weight_decay(model: Mapping[str, Any], optimizer: Mapping[str, Any],
                   groups: Sequence[Mapping[str, Any]]) -> float | dict[str, float] | None:
     """Return the weight decay of all parameters, or of each one by name; None if the checkpoint does not record it.
 
-    `param_shapes` lists the parameters of each group (ZeRO-1 and 2) or sub-group (ZeRO-3). At ZeRO-3, the numbers under
+    This program records it. DeepSpeed's `param_shapes` lists the parameters of each group (ZeRO-1 and 2) or sub-group (ZeRO-3). At ZeRO-3, the numbers under
     "params" of a group are its sub-groups.
     """
+    recorded = model.get(DECAYS)
+    if isinstance(recorded, dict):
+        return {str(name): _number(decay) or 0.0 for name, decay in recorded.items()}
     decays = [_number(group.get("weight_decay")) for group in groups]
     if not decays or None in decays:
         return None

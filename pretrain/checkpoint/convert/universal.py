@@ -24,6 +24,8 @@ from pretrain.model.config import ModelConfig
 from pretrain.model.hf_weights import module_tensors, rules_by_module_tensors
 from pretrain.progress import ProgressBar
 
+# key of the weight decay of each parameter, for an import of the checkpoint
+DECAYS = "ds_pretrain_weight_decay"
 LATEST = "latest_universal"  # the file in which load_checkpoint looks for the folder's name, if it gets no tag
 _UNIVERSAL_VERSION = 0.4  # version of the format that DeepSpeed 0.19.8 writes
 # The parameter groups of another program are unknown. DeepSpeed 0.19.8 loads only as many as the file has
@@ -82,6 +84,7 @@ def write_universal(folder: Path, manifest: Manifest, out: Path, config: ModelCo
     reader = CheckpointReader(folder)
     step = _universal_step(reader, theirs=config is not None)
     total = sum(prod(shape) for shape in reader.shapes.values()) * 4 * len(reader.states)
+    decays: dict[str, float] = {}
     with ProgressBar("converting", total) as progress:
         for names, to_files in _groups(reader, config):
             for state in reader.states:
@@ -89,6 +92,7 @@ def write_universal(folder: Path, manifest: Manifest, out: Path, config: ModelCo
                     (out / "zero" / name).mkdir(parents=True, exist_ok=True)
                     torch.save({"param": tensor}, out / "zero" / name / f"{state}.pt")
                     progress.advance(tensor.nbytes, name)
+                    decays[name] = reader.group(names[0]).get("weight_decay", 0.0)
                     if step is not None:
                         torch.save(step, out / "zero" / name / "step.pt")
     if config is not None and step is not None:
@@ -102,7 +106,8 @@ def write_universal(folder: Path, manifest: Manifest, out: Path, config: ModelCo
     if config is not None:
         model = {key: engine[key] for key in _ENGINE_KEYS if key in engine}
         model["lr_scheduler"] = any_scheduler(engine["global_steps"] - engine["skipped_steps"])
-    model |= {"module": None, "mp_world_size": 1, "seq_length": manifest.seq_length, "seed": manifest.seed,
+    model.setdefault("dp_world_size", 1)  # missing in adopted checkpoints
+    model |= {"module": None, "mp_world_size": 1, "seq_length": manifest.seq_length, "seed": manifest.seed, DECAYS: decays,
               "universal_checkpoint_info": {"universal_checkpoint_version": _UNIVERSAL_VERSION}}
     for file in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
         torch.save(model, out / file)  # ZeRO stage 3 reads the second file, other stages the first
