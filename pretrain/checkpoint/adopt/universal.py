@@ -192,4 +192,6 @@ def _tensor_of(path: Path) -> tuple[torch.Tensor, bool]:
     tensor = facts.get("param")
     if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point() or tensor.layout != torch.strided:
         raise ConfigError(str(path), problem="it holds no tensor of floating-point numbers", remedy=_ANOTHER)
+    if "sub_param_shape" in facts:  # the tensor has this shape, with the same elements in the same order
+        tensor = tensor.reshape(-1)
     return tensor, facts.get("vocab_tensor") is True

@@ -158,8 +158,8 @@ def _weight_decay(model: Mapping[str, Any], optimizer: Mapping[str, Any],
                   groups: Sequence[Mapping[str, Any]]) -> float | dict[str, float] | None:
     """Return the weight decay of all parameters, or of each one by name; None if the checkpoint does not record it.
 
-    This program records it. DeepSpeed's `param_shapes` lists the parameters of each group (ZeRO-1 and 2) or sub-group (ZeRO-3). At ZeRO-3, the numbers under
-    "params" of a group are its sub-groups.
+    This program records it. DeepSpeed's `param_shapes` lists the parameters of each group (ZeRO-1 and 2) or sub-group
+    (ZeRO-3). At ZeRO-3, the numbers under "params" of a group are its sub-groups.
     """
     recorded = model.get(DECAYS)
     if isinstance(recorded, dict):

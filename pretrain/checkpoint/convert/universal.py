@@ -107,8 +107,8 @@ def write_universal(folder: Path, manifest: Manifest, out: Path, config: ModelCo
         model = {key: engine[key] for key in _ENGINE_KEYS if key in engine}
         model["lr_scheduler"] = any_scheduler(engine["global_steps"] - engine["skipped_steps"])
     model.setdefault("dp_world_size", 1)  # missing in adopted checkpoints
-    model |= {"module": None, "mp_world_size": 1, "seq_length": manifest.seq_length, "seed": manifest.seed, DECAYS: decays,
-              "universal_checkpoint_info": {"universal_checkpoint_version": _UNIVERSAL_VERSION}}
+    model |= {"module": None, "mp_world_size": 1, "seq_length": manifest.seq_length, "seed": manifest.seed,
+              DECAYS: decays, "universal_checkpoint_info": {"universal_checkpoint_version": _UNIVERSAL_VERSION}}
     for file in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
         torch.save(model, out / file)  # ZeRO stage 3 reads the second file, other stages the first
 

@@ -47,10 +47,10 @@ def train_and_save(case: Case) -> dict[str, Any]:
 
 
 def write_samples(case: Case) -> dict[str, Any]:
-    """Write the first 100 samples, in the order of training, into samples-NAME.npy: [samples, seq_length + 1]."""
+    """Write the first 200 samples, in the order of training, into samples-NAME.npy: [samples, seq_length + 1]."""
     plan = plan_of(case)
     if dist.get_rank() == 0:
-        np.save(f"samples-{case['name']}.npy", plan.datasets["train"].samples(np.arange(100)))
+        np.save(f"samples-{case['name']}.npy", plan.datasets["train"].samples(np.arange(200)))
     return {}
 
 

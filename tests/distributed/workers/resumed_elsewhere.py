@@ -2,9 +2,9 @@
 
 Program `resumed_elsewhere.py CASES.json RESULTS.json`, which imports nothing of this project. A case: {"name",
 "program" ("plain" or "trainer"), "export" (a folder), "config" (DeepSpeed JSON), "samples" (an .npy file [samples,
-tokens]), "from" and "to" (steps), "arguments" (of TrainingArguments), "save" (client state of a checkpoint of the last
-step in the folder NAME; live.pt has what DeepSpeed reports then)}. The result is the loss of each step, as a mean over
-the ranks.
+tokens]), "from" and "to" (steps), "arguments" (of TrainingArguments), "save_at", "client_state"
+(of a checkpoint of that step in the folder NAME; live.pt has what DeepSpeed reports then)}. The result is the loss of
+each step, as a mean over the ranks.
 """
 
 import gc
@@ -67,7 +67,7 @@ def plain(case: Case) -> list[float]:
     assert engine.global_steps == case["from"]
     rows, micro = Samples(case["samples"]).rows, engine.train_micro_batch_size_per_gpu()
     rank, ranks, position, losses = dist.get_rank(), dist.get_world_size(), client_state["consumed_samples"], []
-    for _ in range(case["from"], case["to"]):
+    for step in range(case["from"] + 1, case["to"] + 1):
         total = torch.zeros((), dtype=torch.float64)
         for _ in range(engine.gradient_accumulation_steps()):
             own = rows[position + rank * micro:position + (rank + 1) * micro]
@@ -78,9 +78,9 @@ def plain(case: Case) -> list[float]:
             position += ranks * micro
         dist.all_reduce(total)
         losses.append(total.item() / ranks)
-    if case.get("save"):
-        engine.save_checkpoint(case["name"], client_state=case["save"])
-        write_live_states(engine, Path(case["name"]) / "live.pt")
+        if step == case["save_at"]:
+            engine.save_checkpoint(case["name"], client_state=case["client_state"])
+            write_live_states(engine, Path(case["name"]) / "live.pt")
     engine.destroy()
     return losses
 
@@ -103,8 +103,7 @@ def trainer(case: Case) -> list[float]:
     """Resume with transformers.Trainer."""
     arguments = transformers.TrainingArguments(
         output_dir=case["name"], deepspeed=case["config"], use_cpu=True, max_steps=case["to"], logging_steps=1,
-        save_strategy="steps" if case.get("save") else "no", save_steps=case["to"], report_to=[],
-        dataloader_pin_memory=False, **case["arguments"])
+        save_strategy="no", report_to=[], dataloader_pin_memory=False, **case["arguments"])
     run = Recorder(model=model_of(case), args=arguments, train_dataset=Samples(case["samples"]))
     run.micro_losses = []
     run.train(resume_from_checkpoint=case["export"])
