@@ -156,8 +156,8 @@ def trainer(case: Case) -> list[float]:
 
 def with_accelerate(case: Case) -> list[float]:
     """Train with a loop that uses accelerate, which makes the engine."""
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"  # as `accelerate launch` does
-    accelerator = accelerate.Accelerator(cpu=True, deepspeed_plugin=accelerate.DeepSpeedPlugin(case["config"]))
+    accelerate.PartialState(cpu=True)  # otherwise it runs one rank, as there is no GPU
+    accelerator = accelerate.Accelerator(deepspeed_plugin=accelerate.DeepSpeedPlugin(case["config"]))
     model = model_of(case)
     optimizer = torch.optim.AdamW(parameter_groups(case, model), lr=1e-2)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
