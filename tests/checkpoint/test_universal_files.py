@@ -28,10 +28,10 @@ def write_universal(folder: Path, name: str = "llama") -> dict[str, dict[str, to
         for parameter, tensor in tensors.items():
             save(folder, parameter, state, {"param": tensor.clone(), "cat_dim": 0})
             save(folder, parameter, "step", torch.tensor(6.0))
-    torch.save({"param_groups": [{"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}],
-                "ds_version": "0.19.8"}, folder / "zero/optimizer_state.pt")
+    group = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "amsgrad": False}
+    torch.save({"param_groups": [group], "ds_version": "0.19.8"}, folder / "zero/optimizer_state.pt")
     torch.save({"global_steps": 6, "global_samples": 48, "skipped_steps": 0, "dp_world_size": 2, "lr_scheduler": None,
-                "ds_config": {"train_micro_batch_size_per_gpu": 4}}, folder / MODEL_STATES)
+                "ds_config": {"optimizer": {"type": "AdamW"}}}, folder / MODEL_STATES)
     return states
 
 
@@ -117,6 +117,10 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "hostile optimizer": (lambda folder: hostile(folder, "zero/optimizer_state.pt"), "found a pickle that needs"),
     "no model states": (lambda folder: (folder / MODEL_STATES).unlink(), "there is neither mp_rank_00_model"),
     "no optimizer state": (lambda folder: (folder / "zero/optimizer_state.pt").unlink(), "this file is missing"),
+    "no groups": (lambda folder: change(folder, "zero/optimizer_state.pt", param_groups=[]),
+                  "param_groups: it is not a list of parameter groups with a learning rate"),
+    "unknown optimizer": (lambda folder: change(folder, MODEL_STATES, ds_config={"optimizer": {"type": "Lamb"}}),
+                          "its optimizer is not one that can be continued here"),
     "a list": (lambda folder: torch.save([1], folder / MODEL_STATES), "found list; expected a dict"),
     "no step": (lambda folder: change(folder, MODEL_STATES, global_steps=None), "global_steps: found nothing"),
     "text as step": (lambda folder: change(folder, MODEL_STATES, global_steps="6"), "global_steps: found '6'"),

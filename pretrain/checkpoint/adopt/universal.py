@@ -15,6 +15,7 @@ import torch
 
 from pretrain.checkpoint.adopt.foreign_run import ForeignRun, Shape
 from pretrain.checkpoint.adopt.universal_states import EngineStates, read_engine_states
+from pretrain.checkpoint.adopt.zero_files import with_schedule
 from pretrain.checkpoint.format.pickles import load_pickle
 from pretrain.checkpoint.format.shard_index import FP32
 from pretrain.errors import ConfigError, shorten
@@ -43,14 +44,16 @@ def read(folder: Path, config: Mapping[str, Any] | None) -> ForeignRun:
     files = _Files(folder, model)
     engine = read_engine_states(folder, sorted(files.stored_shapes), files.states)
     shapes = {name: shape for rules in files.rules for name, shape in module_shapes(rules, model).items()}
-    return ForeignRun(
+    run = ForeignRun(
         program=f"DeepSpeed's universal format, {files.naming}", folder=folder,
-        files=(*files.paths(), *engine.files), config=dict(config), shapes=shapes, read=files.read, states=files.states,
-        step=engine.step, optimizer_step=engine.optimizer_step, skipped_steps=engine.skipped_steps,
-        optimizer=engine.optimizer, weight_decay=_decay_of(engine, files), learning_rate=engine.learning_rate,
-        schedule=engine.schedule, global_batch_size=engine.global_batch_size, consumed_samples=engine.consumed_samples,
-        seq_length=engine.seq_length, precision=engine.precision, loss_scale=engine.loss_scale, seed=engine.seed,
-        ds_config=engine.ds_config)
+        files=(*files.paths(), *engine.files), config=dict(config), shapes=shapes, read=files.read,
+        states=engine.optimizer.states, step=engine.step, optimizer_step=engine.optimizer_step,
+        skipped_steps=engine.skipped_steps,
+        optimizer={"type": engine.optimizer.type, "params": engine.optimizer.params},
+        weight_decay=_decay_of(engine, files), global_batch_size=engine.global_batch_size,
+        consumed_samples=engine.consumed_samples, seq_length=engine.seq_length, precision=engine.precision,
+        loss_scale=engine.loss_scale, seed=engine.seed, ds_config=engine.ds_config, losses=engine.optimizer.losses)
+    return with_schedule(run, engine.scheduler, engine.groups)
 
 
 def _decay_of(engine: EngineStates, files: "_Files") -> dict[str, float]:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from pretrain.checkpoint.adopt.optimizers import Recognized, recognize
+from pretrain.checkpoint.adopt.zero_files import global_batch_size, precision_of
 from pretrain.checkpoint.convert.universal import DECAYS
 from pretrain.checkpoint.format.pickles import load_pickle
 from pretrain.errors import ConfigError
@@ -19,24 +21,24 @@ _ADAM = {"exp_avg", "exp_avg_sq"}
 
 @dataclass(frozen=True)
 class EngineStates:
-    """The states of a universal checkpoint that are no tensors. The fields are those of `ForeignRun`."""
+    """The states of a universal checkpoint that are no tensors. Most fields are those of `ForeignRun`."""
 
     files: tuple[Path, ...]
     step: int
     optimizer_step: float
     skipped_steps: int
-    optimizer: dict[str, Any]
+    optimizer: Recognized
     # of all parameters, or of each one by its name in the files; None: not recorded
     weight_decay: float | Mapping[str, float] | None
-    learning_rate: float | None
-    schedule: dict[str, Any]
+    groups: list[dict[str, Any]]  # settings of the optimizer's parameter groups
+    scheduler: Mapping[str, Any] | None  # state of the learning-rate schedule; None: not recorded
     global_batch_size: int | None
     consumed_samples: int | None
     seq_length: int | None
     precision: str
     loss_scale: dict[str, float] | None
     seed: int | None
-    ds_config: dict[str, Any] | None
+    ds_config: dict[str, Any]
 
 
 def read_engine_states(folder: Path, names: Sequence[str], states: Sequence[str]) -> EngineStates:
@@ -54,20 +56,43 @@ def read_engine_states(folder: Path, names: Sequence[str], states: Sequence[str]
                           remedy="copy the whole output folder of ds_to_universal")
     model, optimizer_path = _dict_in(path), folder / "zero/optimizer_state.pt"
     optimizer = _dict_in(optimizer_path)
-    ds_config = model["ds_config"] if isinstance(model.get("ds_config"), dict) else None
-    groups = optimizer.get("param_groups")
-    groups = [group for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
+    ds_config, scheduler = _dict_or_empty(model.get("ds_config")), model.get("lr_scheduler")
     step = _count(model, "global_steps", path)
     assert step is not None
     samples = _count(model, "consumed_samples" if "consumed_samples" in model else "global_samples", path, None)
+    precision, groups = precision_of(ds_config), _groups(optimizer, optimizer_path)
     return EngineStates(
         files=(path, optimizer_path), step=step, optimizer_step=_optimizer_step(folder, optimizer, names, states),
-        skipped_steps=_count(model, "skipped_steps", path, 0) or 0, optimizer=_optimizer(ds_config, groups, states),
-        weight_decay=_weight_decay(model, optimizer, groups),
-        learning_rate=_number(groups[0].get("lr")) if groups else None, schedule=_schedule(model, ds_config),
-        global_batch_size=_batch_size(ds_config, model), consumed_samples=samples,
-        seq_length=_count(model, "seq_length", path, None), precision=_precision(ds_config),
-        loss_scale=_loss_scale(optimizer), seed=_count(model, "seed", path, None), ds_config=ds_config)
+        skipped_steps=_count(model, "skipped_steps", path, 0) or 0,
+        optimizer=_own_optimizer(ds_config, states) if DECAYS in model else
+        recognize(str(optimizer_path), groups, states, ds_config),
+        weight_decay=_weight_decay(model, optimizer, groups), groups=groups,
+        scheduler=scheduler if isinstance(scheduler, dict) else None,
+        global_batch_size=global_batch_size({**model, "global_steps": step}, ds_config), consumed_samples=samples,
+        seq_length=_count(model, "seq_length", path, None), precision=precision,
+        loss_scale=_loss_scale(optimizer) if precision == "fp16" else None, seed=_count(model, "seed", path, None),
+        ds_config=ds_config)
+
+
+def _dict_or_empty(value: Any) -> dict[str, Any]:
+    return dict(value) if isinstance(value, dict) else {}
+
+
+def _groups(optimizer: Mapping[str, Any], path: Path) -> list[dict[str, Any]]:
+    """Return the settings of the parameter groups. Raises ConfigError if there are none with a learning rate."""
+    groups = optimizer.get("param_groups")
+    rates = [_number(_dict_or_empty(group).get("lr")) for group in groups] if isinstance(groups, list) else []
+    if not rates or None in rates:
+        raise ConfigError(f"{path}: param_groups", problem="it is not a list of parameter groups with a learning rate",
+                          remedy=_ANOTHER)
+    assert isinstance(groups, list)
+    return groups
+
+
+def _own_optimizer(ds_config: Mapping[str, Any], states: Sequence[str]) -> Recognized:
+    """Return the optimizer of a checkpoint that this program wrote. Its groups have only what schedules change."""
+    block = _dict_or_empty(ds_config.get("optimizer"))
+    return Recognized(str(block.get("type", "")), tuple(states), _dict_or_empty(block.get("params")))
 
 
 def _dict_in(path: Path) -> dict[str, Any]:
@@ -130,30 +155,6 @@ def _optimizer_step(folder: Path, optimizer: Mapping[str, Any], names: Iterable[
     return step or 0.0
 
 
-def _optimizer(ds_config: Mapping[str, Any] | None, groups: Sequence[Mapping[str, Any]],
-               states: Sequence[str]) -> dict[str, Any]:
-    """Return type and parameters of the optimizer: of the JSON, and of the group whose weights decay most.
-
-    A client's optimizer has no name in the checkpoint. torch's AdamW records that its weight decay is decoupled.
-    """
-    block = (ds_config or {}).get("optimizer")
-    block = block if isinstance(block, dict) else {}
-    params = dict(block["params"]) if isinstance(block.get("params"), dict) else {}
-    group = max(groups, key=lambda group: _number(group.get("weight_decay")) or 0.0, default={})
-    for key in ("betas", "eps", "weight_decay", "momentum"):
-        value = group.get(key)
-        if isinstance(value, (list, tuple)) and all(_number(item) is not None for item in value):
-            params[key] = [_number(item) for item in value]
-        elif _number(value) is not None:
-            params[key] = _number(value)
-    if "lr" not in params and (rate := _number(group.get("initial_lr", group.get("lr")))) is not None:
-        params["lr"] = rate
-    kind = block.get("type")
-    if kind is None and "decoupled_weight_decay" in group and {*states} == _ADAM:
-        kind = "AdamW" if group["decoupled_weight_decay"] else "Adam"
-    return ({"type": kind} if isinstance(kind, str) else {}) | ({"params": params} if params else {})
-
-
 def _weight_decay(model: Mapping[str, Any], optimizer: Mapping[str, Any],
                   groups: Sequence[Mapping[str, Any]]) -> float | dict[str, float] | None:
     """Return the weight decay of all parameters, or of each one by name; None if the checkpoint does not record it.
@@ -179,44 +180,6 @@ def _weight_decay(model: Mapping[str, Any], optimizer: Mapping[str, Any],
     if {*group_of} != {*range(len(shapes))}:
         return None
     return {name: decays[group_of[number]] or 0.0 for number, names in enumerate(shapes) for name in names}
-
-
-def _schedule(model: Mapping[str, Any], ds_config: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return type and position of the schedule, of DeepSpeed or torch; {} if the checkpoint has none."""
-    state = model.get("lr_scheduler")
-    if not isinstance(state, dict):
-        return {}
-    block = (ds_config or {}).get("scheduler")
-    found: dict[str, Any] = {}
-    if isinstance(block, dict) and isinstance(block.get("type"), str):
-        found = {"type": block["type"], "params": block.get("params")}
-    for key, offset in (("last_epoch", 0), ("last_batch_iteration", 1)):  # DeepSpeed's schedules count from -1
-        if type(state.get(key)) is int:
-            return {**found, "last_step": state[key] + offset}
-    return found
-
-
-def _batch_size(ds_config: Mapping[str, Any] | None, model: Mapping[str, Any]) -> int | None:
-    """Return the samples of a step: of the JSON, or of its micro-batches and the number of data-parallel ranks."""
-    values = ds_config or {}
-    if type(values.get("train_batch_size")) is int:
-        return int(values["train_batch_size"])
-    parts = (values.get("train_micro_batch_size_per_gpu"), values.get("gradient_accumulation_steps", 1),
-             model.get("dp_world_size"))
-    product = 1
-    for part in parts:
-        if type(part) is not int:
-            return None
-        product *= part
-    return product
-
-
-def _precision(ds_config: Mapping[str, Any] | None) -> str:
-    for name in ("bf16", "fp16"):
-        block = (ds_config or {}).get(name)
-        if isinstance(block, dict) and block.get("enabled") is True:
-            return name
-    return "fp32"
 
 
 def _loss_scale(optimizer: Mapping[str, Any]) -> dict[str, float] | None:

@@ -91,7 +91,7 @@ def read(folder: Path, config: dict[str, Any] | None) -> ForeignRun:
         if groups else None
     prefix = _prefix(found.stored.shapes)
     states = _States(files, found, _ForeignReader(files, found), prefix, module_tensors(files))
-    dtype = _precision(ds_config)
+    dtype = precision_of(ds_config)
     run = ForeignRun(
         program=f"DeepSpeed {model.get('ds_version', '')}".strip() + f", ZeRO-{files.stage}", folder=folder,
         files=tuple(sorted({*(folder / name for name in files.contents), *found.files})), config=config,
@@ -102,7 +102,7 @@ def read(folder: Path, config: dict[str, Any] | None) -> ForeignRun:
         weight_decay={name.removeprefix(prefix): float(fragments[0].group["weight_decay"])
                       for name, fragments in found.stored.fragments.items()
                       if "weight_decay" in fragments[0].group},
-        global_batch_size=_global_batch_size(model, ds_config), consumed_samples=model.get("global_samples"),
+        global_batch_size=global_batch_size(model, ds_config), consumed_samples=model.get("global_samples"),
         precision=dtype, loss_scale=_loss_scale(files) if dtype == "fp16" else None, ds_config=ds_config,
         losses=(*(recognized.losses if recognized else ()), *_losses(files, found)), notes=_notes(files))
     return with_schedule(run, model.get("lr_scheduler"), groups)
@@ -155,7 +155,8 @@ def _ds_config(files: EngineFiles) -> dict[str, Any]:
     return dict(found) if isinstance(found, dict) else {}
 
 
-def _precision(ds_config: Mapping[str, Any]) -> str:
+def precision_of(ds_config: Mapping[str, Any]) -> str:
+    """Return "fp32", "bf16" or "fp16": the precision that a DeepSpeed JSON selects."""
     if (ds_config.get("fp16") or {}).get("enabled"):
         return "fp16"
     is_bf16 = any((ds_config.get(key) or {}).get("enabled") for key in ("bf16", "bfloat16"))
@@ -169,7 +170,8 @@ def _optimizer_step(found: FoundParameters, groups: list[dict[str, Any]]) -> flo
     return max(float(count) for count in counts)
 
 
-def _global_batch_size(model: Mapping[str, Any], ds_config: Mapping[str, Any]) -> int | None:
+def global_batch_size(model: Mapping[str, Any], ds_config: Mapping[str, Any]) -> int | None:
+    """Return the samples of a step, from the counters of an engine's model-states file or the DeepSpeed JSON."""
     samples, steps = model.get("global_samples"), model["global_steps"]
     if samples and steps and samples % steps == 0:
         return int(samples // steps)
