@@ -71,6 +71,8 @@ def test_an_export_for_the_trainer(run: Path, tmp_path: Path, command: Command) 
     assert (state["global_step"], state["train_batch_size"]) == (STEPS, 2)
     assert torch.load(out / "scheduler.pt")["last_epoch"] == STEPS
     load_exactly(out)
+    command(import_main, out, "--save", tmp_path / "back")
+    assert diff(run / "checkpoints/global_step3", tmp_path / "back/checkpoints/global_step3") == []
     written = (out / "source.json").stat().st_mtime_ns
     command(export_main, run, "--format", "trainer", "--output", out)
     assert (out / "source.json").stat().st_mtime_ns == written, "exported again"
