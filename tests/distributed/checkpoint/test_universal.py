@@ -22,6 +22,7 @@ from pretrain.checkpoint.convert.export_trainer import export_trainer
 from pretrain.checkpoint.convert.plan_export import plan_export
 from pretrain.checkpoint.convert.universal import convert, export_universal
 from pretrain.checkpoint.load.reader import CheckpointReader
+from pretrain.distributed.deepspeed_version import is_at_least
 from pretrain.model.config import ModelConfig, model_config_from
 from tests.support.cases import case, config, flags
 from tests.support.launch import run_worker
