@@ -123,7 +123,7 @@ def measure(originals: Sequence[Original], corpus: str, folder: Path) -> dict[tu
 
 def adopt_original(original: Original, source: Path, out: Path) -> Path:
     """Adopt the checkpoint of an original program, and return the run folder."""
-    found = find_source(source, step=None, config=MODELS[original.model])
+    found = find_source(source, step=SAVED, config=MODELS[original.model])
     assert found is not None, f"{source}: {sorted(source.rglob('*'))}"
     out.parent.mkdir(exist_ok=True)
     adopt(plan_adoption(found.read(), frozenset(original.accepted)), out)
