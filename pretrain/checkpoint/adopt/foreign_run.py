@@ -1,7 +1,7 @@
 """What a checkpoint of another program holds, in the terms of a transformers model.
 
-Each kind of checkpoint has a module with a function that reads a folder and returns a `ForeignRun`. `adopt.py` writes it
-as a checkpoint of this program, whatever its kind.
+Each kind of checkpoint has a module with a function that reads a folder and returns a `ForeignRun` (`sources.py` lists
+them). `adopt.py` writes it as a checkpoint of this program, whatever its kind.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,6 +22,7 @@ LOSSES = {
     "schedule": "the position in the learning-rate schedule",
     "loss_scale": "the state of fp16's loss scaler",
     "rng": "the states of the random number generators: dropout draws other values",
+    "weight_decay": "weight decay of single parameters that no setting of this program describes",
     "other_states": "values that this program has no counterpart for; the message lists them",
 }
 
@@ -51,7 +52,7 @@ class ForeignRun:
     # (name, state) -> the complete tensor in fp32 on the CPU, in the parameter's shape. The state is "fp32" (master
     # weights) or one of `states`. Only what is asked for is in memory; files are memory-mapped where possible.
     read: ReadState
-    states: tuple[str, ...]  # optimizer states that have a number for each weight: ("exp_avg", "exp_avg_sq"); () if none
+    states: tuple[str, ...]  # optimizer states with a number for each weight: ("exp_avg", "exp_avg_sq"); () if none
     step: int  # optimizer steps, with those that fp16 skipped: DeepSpeed's global_steps
     optimizer_step: float = 0  # the optimizer's own count, for bias correction
     skipped_steps: int = 0
@@ -59,7 +60,9 @@ class ForeignRun:
     optimizer: dict[str, Any] = field(default_factory=dict)
     weight_decay: Mapping[str, float] = field(default_factory=dict)  # of each parameter, by name
     learning_rate: float | None = None  # of the last step
-    # what is known of the schedule: "type", "last_step" and whatever the source records
+    # What is known of the schedule: "type" (a name of transformers such as "cosine", or DeepSpeed's scheduler.type),
+    # "warmup_steps", "total_steps", "last_step" (applied updates), "first_rate_is_0" (the first step of a warm-up has
+    # rate 0, as in transformers), and whatever else the source records. Unknown values are left out.
     schedule: dict[str, Any] = field(default_factory=dict)
     global_batch_size: int | None = None  # samples
     consumed_samples: int | None = None  # None: not recorded
