@@ -30,11 +30,12 @@ class SavedModel:
 
 @dataclass(frozen=True)
 class Origin:
-    """Source of the weights of step 0."""
+    """Source of the weights of step 0, or of an adopted run."""
 
     name: str  # an absolute path, or the name of a repository
     folder: str  # the transformers folder, or the folder of the checkpoint
-    fingerprint: str  # SHA-256 of the manifest, or of config.json and the headers of the weights files
+    # SHA-256 of the manifest, of config.json and the headers of the weights files, or of an adopted run's record
+    fingerprint: str
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from pretrain.checkpoint.load.reader import all_finite, chunks_of
 from pretrain.checkpoint.save.commit import write_latest
 from pretrain.checkpoint.save.save_checkpoint import save_pickle
 from pretrain.config.ds_json.optimizers import OPTIMIZERS
+from pretrain.config.model_of_run import Origin
 from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig, model_config_from
 from pretrain.monitor.environment import versions
@@ -139,7 +140,8 @@ def adopt(plan: Adoption, out: Path) -> Manifest:
             save_pickle(_engine_state(run, ds_config_of(run)[0]), file)
         for name in (index_name(0), SOURCE_RECORD, _ENGINE_STATE):
             records[name] = FileRecord((folder / name).stat().st_size, sha256_of(folder / name))
-        manifest = replace(_manifest(plan), files=records)
+        origin = Origin(str(run.folder.absolute()), str(run.folder.absolute()), records[SOURCE_RECORD].sha256)
+        manifest = replace(_manifest(plan), files=records, origin=asdict(origin))
         (folder / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
         write_latest(folder)
         for name, text in run_files(run, plan.decay, out).items():

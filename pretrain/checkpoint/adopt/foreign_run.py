@@ -1,18 +1,19 @@
 """What a checkpoint of another program holds, in the terms of a transformers model.
 
 Each kind of checkpoint has a module with a function that reads a folder and returns a `ForeignRun` (`sources.py` lists
-them). `adopt.py` writes it as a checkpoint of this program, whatever its kind.
+them). `adopt.py` writes it as a checkpoint of this program, whatever its kind. This module imports no torch.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 Shape = tuple[int, ...]
-ReadState = Callable[[str, str], torch.Tensor]
+ReadState = Callable[[str, str], "torch.Tensor"]
 
 # Names that --accept_loss_of takes: what a run needs, and what a checkpoint may lack.
 LOSSES = {

@@ -18,6 +18,7 @@ RUN_YAML, DS_JSON = "run.yaml", "ds_config.json"
 # a schedule of transformers -> --lr_schedule
 _KINDS = {"linear": "linear", "cosine": "cosine", "cosine_with_min_lr": "cosine", "constant": "constant",
           "constant_with_warmup": "constant"}
+_ZERO_STAGE = 1  # of the JSON for a run of another engine; it changes no result
 _WITHOUT_DECAY = ("constant", "constant_with_warmup")
 # keys of the JSON that depend on the number of ranks, or that `ds_config_of` writes itself
 _OWN_KEYS = ("train_batch_size", "gradient_accumulation_steps", "optimizer", "scheduler", "bf16", "bfloat16", "fp16")
@@ -57,7 +58,7 @@ def ds_config_of(run: ForeignRun) -> tuple[dict[str, Any], list[str]]:
         own["optimizer"] = {**_legal({"optimizer": block})[0].get("optimizer", {}), "type": block["type"]}
     if isinstance(scheduler := given.get("scheduler"), dict) and scheduler.get("type") in SCHEDULERS:
         own["scheduler"] = scheduler
-    return {**kept, **own}, left_out
+    return {"zero_optimization": {"stage": _ZERO_STAGE}, **kept, **own}, left_out
 
 
 def _legal(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:

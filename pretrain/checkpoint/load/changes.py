@@ -164,8 +164,8 @@ def _rate_note(plan: Plan, manifest: Manifest) -> str:
     rates = [plan.schedule(step) for step in (max(applied - 1, 0), applied)]
     if any(abs(rate - recorded) <= _SAME_RATE * max(rate, recorded) for rate in rates):
         return ""
-    return f"{manifest.adopted.get('program')} recorded the learning rate {recorded:.4g} at step {manifest.step}; this " \
-           f"schedule continues with {rates[1]:.4g}: {_text(schedule_record(plan))}"
+    return f"{manifest.adopted.get('program')} recorded the learning rate {recorded:.4g} at step {manifest.step}; " \
+           f"this schedule continues with {rates[1]:.4g}: {_text(schedule_record(plan))}"
 
 
 def _planned_schedule(plan: Plan, length: RunLength, named: frozenset[str]) -> dict[str, Any]:
