@@ -64,6 +64,20 @@ def resume(case: Case) -> dict[str, Any]:
     return result
 
 
+def continue_run(case: Case) -> dict[str, Any]:
+    """Continue from the checkpoint of --resume_from, with the settings that the resume keeps, and train to the end."""
+    start = start_of(case)
+    assert start.resume is not None
+    plan, manifest = start.plan_to_run, start.resume.manifest
+    engine = engine_of(plan)
+    load_checkpoint(engine, plan, start.resume.folder, manifest)
+    after = steps(engine, plan, manifest.step, plan.train_steps)
+    result = {"after": after, "notes": [*plan.notes, *start.warnings],
+              "counters": [engine.global_steps, engine.global_samples, engine.skipped_steps]}
+    end(engine)
+    return result
+
+
 def start_from_weights(case: Case) -> dict[str, Any]:
     """Load the weights of --init_from into a new engine, and train; save at `saved_step` (default: 0)."""
     start, at = start_of(case), case.get("saved_step", 0)
