@@ -6,6 +6,7 @@ few classes that DeepSpeed saves. One of a checkpoint's pickles has the states o
 
 import pickle
 import re
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -34,13 +35,14 @@ def without_enums(value: Any) -> Any:
     return value
 
 
-def load_pickle(path: Path, *, mmap: bool = False) -> Any:
+def load_pickle(path: Path, *, mmap: bool = False, also: Sequence[Any] = ()) -> Any:
     """Load a `torch.save` file into host memory. With `mmap`, tensors are read from disk on first use.
 
-    Raises ConfigError if the file cannot be read, or if it needs a class outside the allow-list.
+    `also` extends the allow-list: classes, or pairs of a stand-in and the name in the file that it stands for. Raises
+    ConfigError if the file cannot be read, or if it needs a class outside the allow-list.
     """
     try:
-        with torch.serialization.safe_globals(_ALLOWED):
+        with torch.serialization.safe_globals([*_ALLOWED, *also]):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
         raise ConfigError(str(path), found=_rejected_class(str(error)),
