@@ -67,6 +67,7 @@ class ForeignRun:
     schedule: dict[str, Any] = field(default_factory=dict)
     global_batch_size: int | None = None  # samples
     consumed_samples: int | None = None  # None: not recorded
+    consumed_tokens: int | None = None  # of a source that counts tokens, and does not record how long a sample is
     seq_length: int | None = None  # tokens; None: not recorded
     precision: str = "fp32"  # "fp32", "bf16" or "fp16"
     loss_scale: dict[str, float] | None = None  # of fp16: keys as in Manifest.loss_scale
