@@ -1,13 +1,13 @@
-"""Runs of other programs that continue here: the original trains 12 steps, and its step 6 is adopted in several layouts.
+"""Runs of other programs that continue here: the original trains 12 steps, and its step 6 is adopted in some layouts.
 
-`python -m tests.support.adopted FOLDER` measures all rows, and prints them as the table of tools/adopt.md.
+`python -m tests.support.adopted` measures all rows, and prints them as the table of tools/adopt.md. With words, it
+measures the rows whose source has one of them: `python -m tests.support.adopted Trainer`.
 """
 
-import dataclasses
 import json
-import platform
 import sys
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -142,3 +142,32 @@ def _case(original: Original, layout: Layout, run: Path, corpus: str) -> Json:
     own = {"train_data": corpus, "split": "80,20,0", "seq_length": SEQ_LENGTH, "train_steps": STEPS, "seed": 1234,
            "resume_from": str(run.absolute()), "override": ["seed"]}
     return case(_name(original, layout), "continue_run", values, {**flags, **original.flags, **own})
+
+
+def table(originals: Sequence[Original], found: Mapping[tuple[str, str], float]) -> str:
+    """Return a row for each source, precision and layout, with the largest difference and the models."""
+    rows: dict[tuple[str, str, str], list[Original]] = {}
+    for each in originals:
+        for number, layout in enumerate(each.layouts):
+            rows.setdefault((each.source, each.precision, layout.name + (" (the same)" if number == 0 else "")),
+                            []).append(each)
+    lines = ["| source | precision | continues here in | models | largest difference |",
+             "| --- | --- | --- | --- | --- |"]
+    for (source, precision, layout), runs in rows.items():
+        largest = max(found[each.name, layout.removesuffix(" (the same)")] for each in runs)
+        models = ", ".join(each.model for each in runs)
+        lines.append(f"| {source} | {precision} | {layout} | {models} | {largest:.1e} |")
+    return "\n".join(lines)
+
+
+def main(words: Sequence[str]) -> None:
+    from tests.conftest import write_corpus
+
+    rows = [each for each in ALL if not words or any(word.lower() in each.source.lower() for word in words)]
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(rows, write_corpus(Path(folder) / "small"), Path(folder) / "work")
+    print(table(rows, found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
