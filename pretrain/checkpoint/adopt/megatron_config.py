@@ -206,3 +206,49 @@ def _llama(common: Values, sizes: Mapping[str, int], inner: int, kv_heads: int |
 def _reject(where: str, what: str) -> Values:
     raise ConfigError(where, problem=f"{what}: no family of transformers that this program trains is known to compute "
                       "the same", remedy=_NEED_MODEL)
+
+
+# arguments of Megatron Core that change the model -> values with which it is a model of transformers
+_CORE_REQUIRED: Values = {
+    "num_experts": (None, 0), "multi_latent_attention": (None, False), "rotary_interleaved": (None, False),
+    "rotary_seq_len_interpolation_factor": (None,), "window_size": (None,), "layernorm_zero_centered_gamma": (None, False),
+    "apply_layernorm_1p": (None, False), "no_rope_freq": (None,), "softmax_type": (None, "vanilla"),
+    "mtp_num_layers": (None, 0), "qk_l2_norm": (None, False), "attention_output_gate": (None, False),
+    "heterogeneous_layers_config_path": (None,), "use_kitchen": (None, False), "glu_linear_offset": (None, 0.0),
+}
+_LLAMA3_SCALING = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                   "original_max_position_embeddings": 8192}  # megatron/core/models/common/embeddings/rotary_pos_embedding.py
+
+
+def megatron_core_config(args: Mapping[str, Any], where: str, *, vocab_size: int) -> Values:
+    """Return a config.json for the arguments of Megatron Core. Raises ConfigError. `vocab_size`: as in `neox_config`."""
+    for name, allowed in _CORE_REQUIRED.items():
+        if args.get(name) not in allowed:
+            _reject(where, f"{name} is {args.get(name)}")
+    sizes = _sizes(args, where, "num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings",
+                   "ffn_hidden_size")
+    inner, heads = sizes.pop("ffn_hidden_size"), sizes["num_attention_heads"]
+    kv_heads = args.get("num_query_groups") if args.get("group_query_attention") else heads
+    head_size = args.get("kv_channels") or sizes["hidden_size"] // heads
+    norm, position, swiglu = args.get("normalization"), args.get("position_embedding_type"), bool(args.get("swiglu"))
+    biases, qkv_bias, qk_norm = (bool(args.get(name)) for name in ("add_bias_linear", "add_qkv_bias", "qk_layernorm"))
+    eps = float(args.get("norm_epsilon", args.get("layernorm_epsilon", 1e-5)))
+    dropouts = float(args.get("hidden_dropout") or 0.0), float(args.get("attention_dropout") or 0.0)
+    common = {"vocab_size": vocab_size, "tie_word_embeddings": not args.get("untie_embeddings_and_output_weights"),
+              "initializer_range": float(args.get("init_method_std", 0.02))}
+    if (norm, position, swiglu, biases) == ("RMSNorm", "rope", True, False) and not dropouts[0] \
+            and args.get("rotary_percent", 1.0) == 1 and not (qkv_bias and qk_norm):
+        theta = {"rope_theta": float(args.get("rotary_base", 10000)), **({"rope_scaling": {
+            **_LLAMA3_SCALING, "factor": float(args.get("rope_scaling_factor", 8.0))}} if args.get("use_rope_scaling")
+            else {})}
+        kind = "qwen3" if qk_norm else "qwen2" if qkv_bias else "llama"
+        if kind == "qwen2" and head_size * heads != sizes["hidden_size"]:
+            _reject(where, f"kv_channels is {head_size} with add_qkv_bias")
+        return {**_llama(common, sizes, inner, kv_heads), **theta, "model_type": kind, "rms_norm_eps": eps,
+                "attention_dropout": dropouts[1], **({} if kind == "qwen2" else {"head_dim": head_size})}
+    if (norm, position, swiglu, biases) == ("LayerNorm", "learned_absolute", False, True) and kv_heads == heads \
+            and not qk_norm and head_size * heads == sizes["hidden_size"]:
+        return _gpt2(common, sizes, inner, dropouts, eps, _megatron_activation(args))
+    return _reject(where, f"normalization {norm}, position_embedding_type {position}, swiglu {swiglu}, add_bias_linear "
+                   f"{biases}, add_qkv_bias {qkv_bias}, qk_layernorm {qk_norm}, num_query_groups {kv_heads}, "
+                   f"hidden_dropout {dropouts[0]} and rotary_percent {args.get('rotary_percent')}")

@@ -86,7 +86,7 @@ def read_states(state: Mapping[str, Any], settings: Settings, groups: Sequence[F
         samples = _count(state, "global_samples", path)
     if samples is None and batch is not None:
         samples = step * batch
-    schedule, notes = _schedule(state.get("lr_scheduler"), batch)
+    schedule, notes = read_schedule(state.get("lr_scheduler"), batch)
     losses = []
     if not groups:
         where = "" if state.get("optimizer") is None else "; ZeRO stage 0 saves it without names of the parameters"
@@ -143,7 +143,7 @@ def _optimizer(groups: Sequence[FlatGroup], values: Mapping[str, Any], schedule:
     return {"type": str(kind), "params": params if rate is None else {"lr": rate, **params}}
 
 
-def _schedule(state: Any, batch: int | None) -> tuple[dict[str, Any], list[str]]:
+def read_schedule(state: Any, batch: int | None) -> tuple[dict[str, Any], list[str]]:
     """Return the schedule, and notes.
 
     GPT-NeoX (megatron/learning_rates.py, AnnealingLR) counts steps; its linear decay ends at 0 and is cut at min_lr.
