@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from pretrain.checkpoint.adopt.foreign_run import LOSSES
+from pretrain.checkpoint.adopt.foreign_run import LOSSES, with_sample_length
 from pretrain.checkpoint.adopt.sources import KINDS, Source, find_source
 from pretrain.checkpoint.convert.new_folder import check_new_folder, check_new_weights, output_summary
 from pretrain.checkpoint.format.manifest import Manifest, step_of
@@ -44,6 +44,8 @@ def _parser() -> argparse.ArgumentParser:
                         help="step of the checkpoint, in a folder with several (default: the newest)")
     parser.add_argument("--model", type=path_text, metavar="CONFIG",
                         help="config.json of the model, a folder with it, or a preset, for a source that has none")
+    parser.add_argument("--seq_length", type=whole_number(1), metavar="N",
+                        help="tokens of a sample, for a source that counts tokens alone (torchtitan)")
     parser.add_argument("--accept_loss_of", type=_names, action="extend", default=[], metavar="NAME,...",
                         help="adopt the run although this is lost: " + ", ".join(LOSSES))
     return parser
@@ -81,7 +83,8 @@ def main() -> None:
 
 
 def _reject_flags_of_runs(args: argparse.Namespace, reason: str) -> None:
-    for flag, value in (("--step", args.step), ("--model", args.model), ("--accept_loss_of", args.accept_loss_of)):
+    for flag, value in (("--step", args.step), ("--model", args.model), ("--seq_length", args.seq_length),
+                        ("--accept_loss_of", args.accept_loss_of)):
         if value not in (None, []):
             raise ConfigError(flag, problem=f"it has no effect: {reason}", remedy="leave it out")
 
@@ -123,7 +126,7 @@ def _adopt(source: Source, args: argparse.Namespace) -> None:
     if step_of(args.save) >= 0:
         raise ConfigError("--save", problem=f"{args.save} names a checkpoint", remedy="name a new run folder")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed detects an accelerator and warns
-    run = source.read()
+    run = source.read() if args.seq_length is None else with_sample_length(source.read(), args.seq_length)
     if args.step not in (None, run.step):
         raise ConfigError(f"--step {args.step}", problem=f"{source.folder} is the checkpoint of step {run.step}",
                           remedy="leave --step out, or name the folder around the checkpoints")

@@ -112,7 +112,7 @@ def measure(originals: Sequence[Original], corpus: str, folder: Path) -> dict[tu
     for each in originals:
         run = adopt_original(each, folder / "originals" / each.name, folder / "runs" / each.name)
         for layout in each.layouts:
-            continued.setdefault(layout.ranks, []).append(_case(each, layout, run, corpus))
+            continued.setdefault(layout.ranks, []).append(continued_case(each, layout, run, corpus))
     found: dict[str, Any] = {}
     for ranks, own in continued.items():
         found |= run_worker("layout_worker.py", own, ranks, folder / f"continued{ranks}")
@@ -123,7 +123,7 @@ def measure(originals: Sequence[Original], corpus: str, folder: Path) -> dict[tu
 
 def adopt_original(original: Original, source: Path, out: Path) -> Path:
     """Adopt the checkpoint of an original program, and return the run folder."""
-    found = find_source(source, step=None, config=MODELS[original.model])
+    found = find_source(source, step=SAVED, config=MODELS[original.model])
     assert found is not None, f"{source}: {sorted(source.rglob('*'))}"
     out.parent.mkdir(exist_ok=True)
     adopt(plan_adoption(found.read(), frozenset(original.accepted)), out)
@@ -134,7 +134,7 @@ def _name(original: Original, layout: Layout) -> str:
     return f"{original.name}-{''.join(filter(str.isalnum, layout.name))}"
 
 
-def _case(original: Original, layout: Layout, run: Path, corpus: str) -> Json:
+def continued_case(original: Original, layout: Layout, run: Path, corpus: str) -> Json:
     """Return the case of layout_worker.py that continues an adopted run with its own run.yaml and ds_config.json."""
     values = {**json.loads((run / DS_JSON).read_text()), **layout.blocks, "train_micro_batch_size_per_gpu": 2}
     flags = {key: value for key, value in yaml.safe_load((run / RUN_YAML).read_text()).items()

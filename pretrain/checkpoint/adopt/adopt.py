@@ -94,8 +94,9 @@ def _losses(run: ForeignRun, config: ModelConfig, decay: WeightDecay) -> list[Lo
     implied = {
         "optimizer": "it has no states of the optimizer" if not run.states else
         f"this program has no optimizer {kind or 'of an unknown type'}" if kind.lower() not in OPTIMIZERS else "",
-        "data_position": "it does not record how many samples the run has consumed" if run.consumed_samples is None
-        else "",
+        "data_position": "" if run.consumed_samples is not None else
+        "it does not record how many samples the run has consumed" if run.consumed_tokens is None else
+        f"it records {run.consumed_tokens} consumed tokens: --seq_length N makes samples of them",
         "loss_scale": "it is a run in fp16 without the state of its loss scaler"
         if run.precision == "fp16" and run.loss_scale is None else "",
         "weight_decay": decay.problem,

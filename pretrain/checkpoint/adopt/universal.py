@@ -6,7 +6,7 @@ engine's model-states files, for each ZeRO stage in a form of its own. This prog
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,10 @@ def read(folder: Path, config: Mapping[str, Any] | None) -> ForeignRun:
         weight_decay=_decay_of(engine, files), global_batch_size=engine.global_batch_size,
         consumed_samples=engine.consumed_samples, seq_length=engine.seq_length, precision=engine.precision,
         loss_scale=engine.loss_scale, seed=engine.seed, ds_config=engine.ds_config, losses=engine.optimizer.losses)
-    return with_schedule(run, engine.scheduler, engine.groups)
+    if engine.groups:
+        rate, has_scheduler = float(engine.groups[0]["lr"]), bool(engine.ds_config.get("scheduler"))
+        run = replace(run, schedule={"next_rate": rate}, learning_rate=None if has_scheduler else rate)
+    return run if engine.scheduler is None else with_schedule(run, engine.scheduler)
 
 
 def _decay_of(engine: EngineStates, files: "_Files") -> dict[str, float]:
