@@ -17,6 +17,7 @@ from deepspeed.checkpoint import ds_to_universal
 
 from pretrain.checkpoint.adopt.adopt import adopt, plan_adoption
 from pretrain.checkpoint.adopt.foreign_run import ForeignRun
+from pretrain.checkpoint.adopt.sources import find_source
 from pretrain.checkpoint.adopt.universal import read
 from pretrain.checkpoint.convert.export_trainer import export_trainer
 from pretrain.checkpoint.convert.plan_export import plan_export
@@ -32,6 +33,9 @@ from tests.support.tensors import from_transformers
 
 SAVED, STEPS, LAST = 6, 12, 18  # the first checkpoint, of this program; the second one, of another program; the end
 MODEL_VOCAB = 256
+FIRST = "first-trainer"  # a run of the Trainer from step 0, which saves at SAVED
+GPT2 = {"model_type": "gpt2", "vocab_size": 256, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 72,
+        "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 LLAMA = {"model_type": "llama", "vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
          "num_key_value_heads": 2, "intermediate_size": 96, "max_position_embeddings": 72, "rms_norm_eps": 1e-5}
 # If the JSON has an optimizer, the Trainer makes one group of all parameters: biases and norms would decay, too.
@@ -136,6 +140,9 @@ def work(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Work:
                 **common, "to": STEPS, "arguments": trainer_arguments(name, values),
                 "config": elsewhere(values, optimizer=name not in WITHOUT_OPTIMIZER)}
                for name, values in TRAINER.items()]
+    others.append({"name": FIRST, "program": "first_trainer", "model": GPT2, "samples": common["samples"],
+                   "save_at": SAVED, "steps": STEPS, "config": elsewhere(dp2(2), optimizer=False) | {"checkpoint": {}},
+                   "arguments": trainer_arguments("gpt2", dp2(2))})
     theirs = run_worker("resumed_elsewhere.py", others, 2, folder / "others")
     return Work(folder, ours, theirs, folder / "others")
 
@@ -245,3 +252,25 @@ def test_converted_checkpoints_continue_here_with_equal_losses(ranks: int, work:
         distance = relative_difference(losses, work.theirs[name][STEPS - SAVED:])
         print(f"{name} in {layout}: losses within {distance:.1e} of the plain loop's: {losses}")
         assert distance <= WITHIN.get(name.split("-")[0], 1e-5), (name, layout)
+
+
+def test_runs_return_to_their_own_programs(work: Work, adopted: dict[str, Path]) -> None:
+    """The Trainer, or a plain loop, then an import, then an export: the same program continues as without them."""
+    source = find_source(work.elsewhere / FIRST, step=None, config=None)
+    assert source is not None
+    adopt(plan_adoption(source.read(), frozenset()), work.folder / "adopted" / FIRST)
+    folder = work.folder / "returned"
+    folder.mkdir()
+    export_trainer(plan_export(work.folder / "adopted" / FIRST, folder / f"checkpoint-{SAVED}"))
+    export_universal(plan_export(adopted["gpt2-zero2"], folder / "universal", with_tokenizer=False))
+    common = {"samples": str(work.folder / "ours/2/samples-samples.npy"), "save_at": None}
+    cases = [{"name": "trainer", "program": "trainer", "export": str(folder / f"checkpoint-{SAVED}"), "from": SAVED,
+              "to": STEPS, **common, "arguments": trainer_arguments("gpt2", dp2(2)),
+              "config": elsewhere(dp2(2), optimizer=False)},
+             {"name": "plain", "program": "plain", "export": str(folder / "universal"), "from": STEPS, "to": LAST,
+              **common, "config": elsewhere(dp2(2))}]
+    found = run_worker("resumed_elsewhere.py", cases, 2, work.folder / "back")
+    for name, expected in (("trainer", work.theirs[FIRST][SAVED:]), ("plain", work.theirs["gpt2-zero2"][STEPS - SAVED:])):
+        distance = relative_difference(found[name], expected)
+        print(f"{name} after import and export: losses within {distance:.1e} of its own: {expected}")
+        assert distance <= 1e-5, name

@@ -1,7 +1,7 @@
 """Other programs that resume from an export: a plain DeepSpeed loop and transformers.Trainer. One rank.
 
-Program `resumed_elsewhere.py CASES.json RESULTS.json`, which imports nothing of this project. A case: {"name",
-"program" ("plain" or "trainer"), "export" (a folder), "config" (DeepSpeed JSON), "samples" (an .npy file [samples,
+Program `resumed_elsewhere.py CASES.json RESULTS.json`, which imports nothing of the package. A case: {"name", "program"
+("plain" or "trainer"; "first_trainer" is a case of adopt_worker.py, which starts at step 0), "export" (a folder), "config" (DeepSpeed JSON), "samples" (an .npy file [samples,
 tokens]), "from" and "to" (steps), "arguments" (of TrainingArguments), "save_at", "client_state"
 (of a checkpoint of that step in the folder NAME; live.pt has what DeepSpeed reports then)}. The result is the loss of
 each step, as a mean over the ranks.
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
+from tests.distributed.workers import adopt_worker
 from tests.distributed.workers.adopt_worker import InOrder, Samples, forget_settings, write_live_states
 
 Case = dict[str, Any]
@@ -71,15 +72,18 @@ def trainer(case: Case) -> list[float]:
     assert run.state.global_step == case["to"]
     losses = torch.stack(run.micro_losses).view(case["to"] - case["from"], -1).sum(1)  # each is divided already
     dist.all_reduce(losses)
-    forget_settings()
     return [float(loss) / dist.get_world_size() for loss in losses]
+
+
+PROGRAMS = {"plain": plain, "trainer": trainer, "first_trainer": adopt_worker.trainer}
 
 
 def main() -> None:
     deepspeed.init_distributed("gloo")
     results = {}
     for case in json.loads(Path(sys.argv[1]).read_text()):
-        results[case["name"]] = {"plain": plain, "trainer": trainer}[case["program"]](case)
+        results[case["name"]] = PROGRAMS[case["program"]](case)
+        forget_settings()
         if dist.get_rank() == 0:
             Path(sys.argv[2]).write_text(json.dumps(results))
         dist.barrier()
