@@ -256,7 +256,7 @@ def test_converted_checkpoints_continue_here_with_equal_losses(ranks: int, work:
 
 def test_runs_return_to_their_own_programs(work: Work, adopted: dict[str, Path]) -> None:
     """The Trainer, or a plain loop, then an import, then an export: the same program continues as without them."""
-    source = find_source(work.elsewhere / FIRST, step=None, config=None)
+    source = find_source(work.elsewhere / FIRST, step=SAVED, config=None)
     assert source is not None
     adopt(plan_adoption(source.read(), frozenset()), work.folder / "adopted" / FIRST)
     folder = work.folder / "returned"
@@ -270,7 +270,8 @@ def test_runs_return_to_their_own_programs(work: Work, adopted: dict[str, Path])
              {"name": "plain", "program": "plain", "export": str(folder / "universal"), "from": STEPS, "to": LAST,
               **common, "config": elsewhere(dp2(2))}]
     found = run_worker("resumed_elsewhere.py", cases, 2, work.folder / "back")
-    for name, expected in (("trainer", work.theirs[FIRST][SAVED:]), ("plain", work.theirs["gpt2-zero2"][STEPS - SAVED:])):
+    own = {"trainer": work.theirs[FIRST][SAVED:], "plain": work.theirs["gpt2-zero2"][STEPS - SAVED:]}
+    for name, expected in own.items():
         distance = relative_difference(found[name], expected)
         print(f"{name} after import and export: losses within {distance:.1e} of its own: {expected}")
         assert distance <= 1e-5, name

@@ -1,10 +1,10 @@
 """Other programs that resume from an export: a plain DeepSpeed loop and transformers.Trainer. One rank.
 
-Program `resumed_elsewhere.py CASES.json RESULTS.json`, which imports nothing of the package. A case: {"name", "program"
-("plain" or "trainer"; "first_trainer" is a case of adopt_worker.py, which starts at step 0), "export" (a folder), "config" (DeepSpeed JSON), "samples" (an .npy file [samples,
-tokens]), "from" and "to" (steps), "arguments" (of TrainingArguments), "save_at", "client_state"
-(of a checkpoint of that step in the folder NAME; live.pt has what DeepSpeed reports then)}. The result is the loss of
-each step, as a mean over the ranks.
+Program `resumed_elsewhere.py CASES.json RESULTS.json`, which imports nothing of the package. A case: {"name",
+"program" ("plain" or "trainer"), "export" (a folder), "config" (DeepSpeed JSON), "samples" (an .npy file [samples,
+tokens]), "from" and "to" (steps), "arguments" (of TrainingArguments), "save_at", "client_state" (of a checkpoint of
+that step in the folder NAME; live.pt has what DeepSpeed reports then)}. The result is the loss of each step, as a mean
+over the ranks. The program "first_trainer" takes a case of adopt_worker.py, and starts at step 0.
 """
 
 import gc
