@@ -40,7 +40,8 @@ def make_schedule(flags: RunArguments, *, peak: float, length: RunLength) -> Sch
         wsd_steps=_wsd_steps(flags, warmup_steps, decay_steps, length) if "lr_wsd_steps" in kind.flags else 0,
         decay_shape=flags.lr_decay_shape or "linear", initial_ratio=kind.initial_ratio or 0.0,
         milestones=_milestones(flags, warmup_steps, length) if has_milestones else (),
-        milestone_factor=flags.lr_milestone_factor or DEFAULT_MILESTONE_FACTOR if has_milestones else 1.0)
+        milestone_factor=flags.lr_milestone_factor or DEFAULT_MILESTONE_FACTOR if has_milestones else 1.0,
+        first_number=0 if flags.lr_counts_from_0 else 1)
 
 
 def _given(flags: RunArguments, name: str) -> str:

@@ -30,11 +30,12 @@ class SavedModel:
 
 @dataclass(frozen=True)
 class Origin:
-    """Source of the weights of step 0."""
+    """Source of the weights of step 0, or of an adopted run."""
 
     name: str  # an absolute path, or the name of a repository
     folder: str  # the transformers folder, or the folder of the checkpoint
-    fingerprint: str  # SHA-256 of the manifest, or of config.json and the headers of the weights files
+    # SHA-256 of the manifest, of config.json and the headers of the weights files, or of an adopted run's record
+    fingerprint: str
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def reject_initial_values(args: RunArguments, reason: str) -> None:
 def undecayed_names(patterns: Sequence[str] | None, model: ModelConfig) -> frozenset[str]:
     """Return the names of all parameters that at least one pattern matches.
 
-    Vectors (norms, biases) have no weight decay in any case, nor have frozen matrices.
+    Vectors (norms, biases) have no weight decay in any case, unless --decay_vectors is given. Frozen matrices have none.
 
     Raises:
         ConfigError: a pattern matches no parameter.

@@ -113,7 +113,7 @@ def _schedule_flags(file: DsFile, args: RunArguments, schedule: Schedule | None)
         given = file.get("scheduler.params", {})
         return {name: value for name, value in given.items() if value != "auto"}
     names = (f.name for f in fields(RunArguments) if "lr" in f.name.split("_"))
-    return {name: value for name in names if (value := getattr(args, name)) is not None}
+    return {name: value for name in names if (value := getattr(args, name)) not in (None, False)}
 
 
 def _resolve_pipeline(file: DsFile, config: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ FIELD_OF_FLAG = {
     "lr_decay_steps": "decay_steps", "lr_decay_tokens": "decay_steps", "lr_wsd_steps": "wsd_steps",
     "lr_wsd_tokens": "wsd_steps", "lr_decay_shape": "decay_shape", "lr_milestones": "milestones",
     "lr_milestone_tokens": "milestones", "lr_milestone_factor": "milestone_factor", "min_lr_ratio": "min_ratio",
-    "min_lr": "min_ratio",
+    "min_lr": "min_ratio", "lr_counts_from_0": "first_number",
 }
 
 
@@ -32,8 +32,8 @@ FIELD_OF_FLAG = {
 class Schedule:
     """Learning-rate schedule of a run; a call returns the rate of one step. Lengths are in applied optimizer updates.
 
-    Steps are numbered from 1. During the warm-up the rate is peak * number / warmup_steps, so the first step has
-    peak / warmup_steps, and step number warmup_steps has the peak.
+    Steps are numbered from `first_number`. During the warm-up the rate is peak * number / warmup_steps: if the first
+    number is 1, the first step has peak / warmup_steps, and step number warmup_steps has the peak.
     """
 
     kind: str  # a key of KINDS
@@ -46,15 +46,16 @@ class Schedule:
     initial_ratio: float = 0.0  # of one_cycle: rate of the first step as a fraction of the peak
     milestones: tuple[int, ...] = ()  # of step: after each of these numbers of steps, the rate is multiplied
     milestone_factor: float = 1.0  # of step: the multiplier
+    first_number: int = 1  # 0: as transformers and Megatron-LM count, each step has the rate of the step before it
 
     def __call__(self, step: int) -> float:
         """Return the learning rate of the next step, after `step` optimizer updates. Skipped updates do not count."""
-        number, kind = step + 1, KINDS[self.kind]
+        number, kind = step + self.first_number, KINDS[self.kind]
         if number >= self.warmup_steps:
             return self.peak * kind.fraction(self, number)
         if kind.initial_ratio is None:
             return self.peak * number / self.warmup_steps
-        progress = (number - 1) / (self.warmup_steps - 1)
+        progress = (number - self.first_number) / (self.warmup_steps - self.first_number)
         return self.peak * (1 + (self.initial_ratio - 1) * _falling("cosine", progress))
 
 
@@ -164,6 +165,8 @@ def schedule_text(schedule: Schedule) -> str:
         parts.append(f"lowest {lowest} from step {schedule.decay_steps:,} on")
     elif kind.flags:
         parts.append(f"lowest {lowest}")
+    if schedule.first_number == 0:
+        parts.append("steps counted from 0")
     return ", ".join(parts)
 
 
@@ -174,7 +177,7 @@ def phases_text(schedule: Schedule) -> str:
         text += f", lowest rate {schedule.peak * schedule.min_ratio:g} from step {schedule.decay_steps} on"
     if _WSD[0] in kind.flags:
         text += f", {schedule.decay_shape} decay in the last {schedule.wsd_steps} steps"
-    return text
+    return text + (", counted from 0" if schedule.first_number == 0 else "")
 
 
 def rates_text(schedule: Schedule, train_steps: int) -> str:

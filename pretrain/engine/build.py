@@ -159,10 +159,11 @@ def _parameter_groups(module: torch.nn.Module, plan: Plan) -> list[dict[str, Any
     parameters, base_width = list(module.named_parameters()), plan.args.mup_base_width
     undecayed = undecayed_names(plan.args.no_weight_decay, plan.model)
     if base_width is None:
-        groups = parameter_groups(parameters, undecayed)
+        groups = parameter_groups(parameters, undecayed, decay_vectors=plan.args.decay_vectors)
     else:
         groups = mup_parameter_groups(parameters, multiplier=width_multiplier(plan.model, base_width),
-                                      learning_rate=plan.ds_config["optimizer"]["params"]["lr"], undecayed=undecayed)
+                                      learning_rate=plan.ds_config["optimizer"]["params"]["lr"], undecayed=undecayed,
+                                      decay_vectors=plan.args.decay_vectors)
     _check_groups([parameter for _, parameter in parameters], groups, plan)
     return with_expert_groups(groups)
 

@@ -20,43 +20,48 @@ _CYCLED = ("betas", "momentum")  # DeepSpeed's OneCycle changes them in each ste
 _ONE_CYCLE = ("onecycle", "1cycle")
 
 
-def parameter_groups(parameters: NamedParameters, undecayed: Set[str] = frozenset()) -> list[dict[str, Any]]:
+def parameter_groups(parameters: NamedParameters, undecayed: Set[str] = frozenset(), *,
+                     decay_vectors: bool = False) -> list[dict[str, Any]]:
     """Return two groups: matrices with the optimizer's weight decay, and vectors (norms, biases) without.
 
     Args:
         parameters: pairs of name and parameter.
-        undecayed: names of matrices that belong to the second group.
+        undecayed: names of parameters that belong to the second group.
+        decay_vectors: vectors belong to the first group, too.
     """
     decayed: list[torch.nn.Parameter] = []
     others: list[torch.nn.Parameter] = []
     for name, parameter in parameters:
-        (decayed if is_matrix(parameter) and name not in undecayed else others).append(parameter)
-    return [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+        has_decay = (decay_vectors or is_matrix(parameter)) and name not in undecayed
+        (decayed if has_decay else others).append(parameter)
+    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    return groups if others or not decay_vectors else groups[:1]
 
 
 def mup_parameter_groups(parameters: NamedParameters, *, learning_rate: float, multiplier: float,
-                         undecayed: Set[str] = frozenset()) -> list[dict[str, Any]]:
+                         undecayed: Set[str] = frozenset(), decay_vectors: bool = False) -> list[dict[str, Any]]:
     """Return the groups for muP: embeddings, vectors, all other matrices and, if there are any, undecayed ones of them.
 
     Embeddings and vectors have the base rate, other matrices the base rate divided by the multiplier (init_methods.py
-    cites the paper). Undecayed embeddings are in the group of the vectors. The logged rate belongs to the first
-    group. Pipeline stages without an embedding drop the first group; their first group then has the same rate.
+    cites the paper). Undecayed embeddings are in the group of the vectors, and with --decay_vectors, vectors are in
+    that of the embeddings. The logged rate belongs to the first group. Pipeline stages without an embedding drop the
+    first group; their first group then has the same rate.
 
     Args:
         parameters: pairs of name and parameter.
         learning_rate: base rate.
         multiplier: width of the model divided by the base model's.
-        undecayed: names of matrices without weight decay.
+        undecayed: names of parameters without weight decay.
+        decay_vectors: vectors have weight decay, too.
     """
     embeddings: list[torch.nn.Parameter] = []
     vectors: list[torch.nn.Parameter] = []
     decayed: list[torch.nn.Parameter] = []
     others: list[torch.nn.Parameter] = []
     for name, parameter in parameters:
-        if not is_matrix(parameter) or (is_embedding(name) and name in undecayed):
-            vectors.append(parameter)
-        elif is_embedding(name):
-            embeddings.append(parameter)
+        if is_embedding(name) or not is_matrix(parameter):
+            has_decay = (decay_vectors or is_matrix(parameter)) and name not in undecayed
+            (embeddings if has_decay else vectors).append(parameter)
         else:
             (others if name in undecayed else decayed).append(parameter)
     groups = [{"params": embeddings, "lr": learning_rate},

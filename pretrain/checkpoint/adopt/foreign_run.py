@@ -1,18 +1,21 @@
 """What a checkpoint of another program holds, in the terms of a transformers model.
 
-Each kind of checkpoint has a module with a function that reads a folder and returns a `ForeignRun`. `adopt.py` writes it
-as a checkpoint of this program, whatever its kind.
+Each kind of checkpoint has a module with a function that reads a folder and returns a `ForeignRun` (`sources.py` lists
+them). `adopt.py` writes it as a checkpoint of this program, whatever its kind. This module imports no torch.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+from pretrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 Shape = tuple[int, ...]
-ReadState = Callable[[str, str], torch.Tensor]
+ReadState = Callable[[str, str], "torch.Tensor"]
 
 # Names that --accept_loss_of takes: what a run needs, and what a checkpoint may lack.
 LOSSES = {
@@ -22,6 +25,7 @@ LOSSES = {
     "schedule": "the position in the learning-rate schedule",
     "loss_scale": "the state of fp16's loss scaler",
     "rng": "the states of the random number generators: dropout draws other values",
+    "weight_decay": "weight decay of single parameters that no setting of this program describes",
     "other_states": "values that this program has no counterpart for; the message lists them",
 }
 
@@ -51,7 +55,7 @@ class ForeignRun:
     # (name, state) -> the complete tensor in fp32 on the CPU, in the parameter's shape. The state is "fp32" (master
     # weights) or one of `states`. Only what is asked for is in memory; files are memory-mapped where possible.
     read: ReadState
-    states: tuple[str, ...]  # optimizer states that have a number for each weight: ("exp_avg", "exp_avg_sq"); () if none
+    states: tuple[str, ...]  # optimizer states with a number for each weight: ("exp_avg", "exp_avg_sq"); () if none
     step: int  # optimizer steps, with those that fp16 skipped: DeepSpeed's global_steps
     optimizer_step: float = 0  # the optimizer's own count, for bias correction
     skipped_steps: int = 0
@@ -59,10 +63,13 @@ class ForeignRun:
     optimizer: dict[str, Any] = field(default_factory=dict)
     weight_decay: Mapping[str, float] = field(default_factory=dict)  # of each parameter, by name
     learning_rate: float | None = None  # of the last step
-    # what is known of the schedule: "type", "last_step" and whatever the source records
+    # What is known of the schedule: "type" (a name of transformers such as "cosine", or DeepSpeed's scheduler.type),
+    # "warmup_steps", "total_steps", "last_step" (applied updates), "first_rate_is_0" (the first step of a warm-up has
+    # rate 0, as in transformers), and whatever else the source records. Unknown values are left out.
     schedule: dict[str, Any] = field(default_factory=dict)
     global_batch_size: int | None = None  # samples
     consumed_samples: int | None = None  # None: not recorded
+    consumed_tokens: int | None = None  # of a source that counts tokens, and does not record how long a sample is
     seq_length: int | None = None  # tokens; None: not recorded
     precision: str = "fp32"  # "fp32", "bf16" or "fp16"
     loss_scale: dict[str, float] | None = None  # of fp16: keys as in Manifest.loss_scale
@@ -70,3 +77,18 @@ class ForeignRun:
     ds_config: dict[str, Any] | None = None  # the DeepSpeed JSON of the run; None: another engine
     losses: tuple[Loss, ...] = ()
     notes: tuple[str, ...] = ()
+
+
+def with_sample_length(run: ForeignRun, seq_length: int) -> ForeignRun:
+    """Return the run with the length of a sample in tokens, by which consumed tokens become samples.
+
+    Raises ConfigError if the run records another length, or consumed no whole number of such samples.
+    """
+    if run.seq_length not in (None, seq_length):
+        raise ConfigError("--seq_length", found=seq_length, expected=f"{run.seq_length}, as {run.folder} records")
+    if run.consumed_tokens is None:
+        return replace(run, seq_length=seq_length)
+    if run.consumed_tokens % seq_length:
+        raise ConfigError("--seq_length", found=seq_length, expected=f"a divisor of {run.consumed_tokens}, the tokens "
+                          f"that {run.folder} has consumed")
+    return replace(run, seq_length=seq_length, consumed_samples=run.consumed_tokens // seq_length)

@@ -84,6 +84,17 @@ class DataRecord(TypedDict, total=False):
     proportions: "list[Proportions]"
 
 
+class AdoptedRecord(TypedDict, total=False):
+    """The run of another program that a checkpoint was adopted from."""
+
+    program: str
+    folder: str
+    unknown: list[str]  # fields of the manifest that the program does not record: they have any value
+    learning_rate: float | None  # of its last step
+    skipped_steps: int  # of fp16, included in the count of steps
+    losses: dict[str, str]  # what was not taken over, by the names of --accept_loss_of, and why
+
+
 class Proportions(TypedDict):
     """Fraction of each source in the samples from this one on."""
 
@@ -131,6 +142,7 @@ class Manifest:
     finite: bool | None = None  # whether weights and optimizer states have neither NaN nor infinity; None: not recorded
     weights_only: bool = False  # the checkpoint has no optimizer states and no data position: imported weights
     origin: Annotated[dict[str, str], Origin] | None = None  # source of the weights at step 0; None: random
+    adopted: AdoptedRecord | None = None  # None: this program has written the checkpoint
     averaged: list[AveragedRecord] = field(default_factory=list)  # checkpoints whose average this is
     data: Annotated[dict[str, Any], DataRecord] | None = None  # None: an older manifest
     schedule: dict[str, Any] | None = None  # fields of Schedule, or the JSON's scheduler; None: an older manifest
@@ -147,6 +159,11 @@ class Manifest:
     def is_good(self) -> bool:
         """False if the checkpoint holds NaN or infinity; then no run resumes from it."""
         return self.finite is not False
+
+    @property
+    def unknown(self) -> frozenset[str]:
+        """Names of the fields that an adopted run did not record: a resume compares them with nothing."""
+        return frozenset((self.adopted or {}).get("unknown", ()))
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -178,6 +195,8 @@ class Manifest:
         """
         if self.weights_only:
             return "weights only"
+        if self.adopted is not None:
+            return f"adopted: {self.adopted.get('program', '')}"
         parts = [counted(self.world_size, "rank"), f"ZeRO-{self.zero_stage}"]
         degrees = [f"{size} {name}" for size, name in (
             (self.pipeline_stages, "stages"), (self.tensor_parallel_size, "tensor-parallel"),

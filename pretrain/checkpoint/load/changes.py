@@ -25,6 +25,7 @@ from pretrain.model.init_methods import Initialization
 _OPTIMIZER_OVERRIDES = {"lr": "lr", "muon_lr": "lr", "adam_lr": "lr", "weight_decay": "weight_decay",
                         "betas": "betas", "momentum": "betas", "eps": "eps"}
 _SAME_UPDATE = ("torch_adam", "fused", "foreach")  # another implementation of the same formula
+_SAME_RATE = 1e-4  # relative difference
 _RATES = ("warmup_max_lr", "warmup_min_lr")  # of the JSON's scheduler: "auto" takes them from the optimizer's lr
 
 
@@ -34,7 +35,7 @@ def changes_of(manifest: Manifest, plan: Plan, folder: Path, named: frozenset[st
     Raises ConfigError for the first one that no name in `named` allows. A larger or smaller global batch needs a name
     only if the run's length is in tokens: its number of steps changes.
     """
-    changes = list(_differences(manifest, plan, folder))
+    changes = [change for field, change in _differences(manifest, plan, folder) if field not in manifest.unknown]
     for change in changes:
         if change.name not in named and not (change.name == "batch" and change.setting == "global batch size"
                                              and plan.args.train_tokens is None):
@@ -49,18 +50,26 @@ def _rejection(change: Change, folder: Path) -> ConfigError:
                        problem=f"{change.before} in the checkpoint and {change.now} in this run")
 
 
-def _differences(manifest: Manifest, plan: Plan, folder: Path) -> Iterator[Change]:
-    yield from _optimizer(manifest, plan)
-    yield from _pairs("seed", {"--seed": (manifest.seed, plan.args.seed)})
+def _differences(manifest: Manifest, plan: Plan, folder: Path) -> Iterator[tuple[str, Change]]:
+    """Yield the field of the manifest, and the change."""
+    layout = plan.layout
     # --seq_length determines the order of the samples: after a change, samples would be repeated or skipped. With
-    # another --document_attention the same weights compute something else.
-    yield from _pairs("", {"--seq_length": (manifest.seq_length, plan.layout.seq_length),
-                           "--document_attention": (manifest.document_attention, plan.layout.document_attention),
-                           # a scheduler cannot load the state of another scheduler
-                           "scheduler of": (manifest.scheduler, scheduler_source(plan))})
-    yield from _model(manifest, plan, folder)
-    yield from _pairs("batch", {"global batch size": (manifest.global_batch_size, plan.layout.global_batch_size)})
-    yield from _recipe(manifest, plan)
+    # another --document_attention the same weights compute something else. A scheduler cannot load the state of another
+    # scheduler.
+    groups = {
+        "optimizer": _optimizer(manifest, plan),
+        "no_weight_decay": _pairs("weight_decay", {"--no_weight_decay": (
+            manifest.no_weight_decay, sorted({*(plan.args.no_weight_decay or ())}))}),
+        "seed": _pairs("seed", {"--seed": (manifest.seed, plan.args.seed)}),
+        "seq_length": _pairs("", {"--seq_length": (manifest.seq_length, layout.seq_length)}),
+        "document_attention": _pairs("", {"--document_attention": (manifest.document_attention,
+                                                                   layout.document_attention)}),
+        "scheduler": _pairs("", {"scheduler of": (manifest.scheduler, scheduler_source(plan))}),
+        "model": _model(manifest, plan, folder),
+        "global_batch_size": _pairs("batch", {"global batch size": (manifest.global_batch_size,
+                                                                    layout.global_batch_size)}),
+        "recipe": _recipe(manifest, plan)}
+    yield from ((field, change) for field, changes in groups.items() for change in changes)
 
 
 def _pairs(name: str, pairs: dict[str, tuple[Any, Any]]) -> Iterator[Change]:
@@ -74,11 +83,9 @@ def _optimizer(manifest: Manifest, plan: Plan) -> Iterator[Change]:
     yield from _pairs("", {"optimizer type": (saved.get("type"), current.get("type"))})
     params = [{name: value for name, value in (optimizer.get("params") or {}).items() if name not in _SAME_UPDATE}
               for optimizer in (saved, current)]
-    for name in dict.fromkeys((*params[0], *params[1])):
+    for name in dict.fromkeys((*params[0], *(params[1] if manifest.adopted is None else ()))):
         yield from _pairs(_OPTIMIZER_OVERRIDES.get(name, ""),
                           {f"optimizer {name}": (params[0].get(name), params[1].get(name))})
-    yield from _pairs("weight_decay", {"--no_weight_decay": (manifest.no_weight_decay,
-                                                             sorted({*(plan.args.no_weight_decay or ())}))})
 
 
 def _model(manifest: Manifest, plan: Plan, folder: Path) -> Iterator[Change]:
@@ -131,6 +138,8 @@ def continued_schedule(plan: Plan, length: RunLength, manifest: Manifest, folder
     """
     saved, planned = manifest.schedule, _planned_schedule(plan, length, named)
     as_planned = ContinuedSchedule(planned, plan.schedule_flags)
+    if manifest.adopted is not None:
+        return replace(as_planned, note=_rate_note(plan, manifest))
     if saved is None:
         if "schedule" in named:
             return as_planned
@@ -147,6 +156,21 @@ def continued_schedule(plan: Plan, length: RunLength, manifest: Manifest, folder
         note += f"; the steps after {end} train at the lowest rate"
     note += f". --override schedule plans it again, for {length.train_steps} steps: {_text(planned)}"
     return ContinuedSchedule(kept, manifest.schedule_flags, note)
+
+
+def _rate_note(plan: Plan, manifest: Manifest) -> str:
+    """Return a note if the rate that an adopted run recorded is on neither side of its last step in this schedule."""
+    assert manifest.adopted is not None
+    recorded = manifest.adopted.get("learning_rate")
+    if plan.schedule is None or recorded is None:
+        return ""
+    applied = manifest.step - manifest.adopted.get("skipped_steps", 0)
+    # programs record the rate of the last step, or that of the next one
+    rates = [plan.schedule(step) for step in (max(applied - 1, 0), applied)]
+    if any(abs(rate - recorded) <= _SAME_RATE * max(rate, recorded) for rate in rates):
+        return ""
+    return f"{manifest.adopted.get('program')} recorded the learning rate {recorded:.4g} at step {manifest.step}; " \
+           f"this schedule continues with {rates[1]:.4g}: {_text(schedule_record(plan))}"
 
 
 def _planned_schedule(plan: Plan, length: RunLength, named: frozenset[str]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from pretrain.checkpoint.format.buffers import BUFFERS
 from pretrain.checkpoint.format.fragments import FileLocation
 from pretrain.checkpoint.format.pickles import load_pickle
-from pretrain.checkpoint.format.shard_index import FP32, StoredFragment, read_shard_indexes
+from pretrain.checkpoint.format.shard_index import FP32, StoredFragment, StoredParameters, read_shard_indexes
 from pretrain.checkpoint.load.hf_folder import WEIGHT_DTYPES, HFFolder, StoredTensor, read_header
 from pretrain.errors import ConfigError
 from pretrain.model.hf_names import TensorRule, tensor_rules
@@ -102,8 +102,8 @@ class WeightsReader(ABC):
 class CheckpointReader(WeightsReader):
     """Reads a checkpoint of any layout, without a process group.
 
-    The constructor reads all shard indexes. A tensor's file is memory-mapped when the tensor is first needed. Before
-    the first step, and in a checkpoint of weights alone, there are no optimizer states.
+    The constructor reads all shard indexes, unless it is given their content. A tensor's file is memory-mapped when the
+    tensor is first needed. Before the first step, and in a checkpoint of weights alone, there are no optimizer states.
 
     Attributes:
         scalars: optimizer states that are a single number ("step" ...).
@@ -112,8 +112,8 @@ class CheckpointReader(WeightsReader):
     Raises ConfigError if an index is missing or the indexes do not cover a parameter.
     """
 
-    def __init__(self, folder: Path) -> None:
-        stored = read_shard_indexes(folder)
+    def __init__(self, folder: Path, stored: StoredParameters | None = None) -> None:
+        stored = stored or read_shard_indexes(folder)
         self.folder, self.shapes, self.scalars = folder, stored.shapes, stored.scalars
         self.optimizer, self.states = stored.optimizer, [*stored.states]
         self._fragments = stored.fragments

@@ -11,6 +11,7 @@ from pretrain.checkpoint.format.run_manifest import tokenizer_fingerprint
 from pretrain.checkpoint.load.changes import changes_of, continued_schedule
 from pretrain.checkpoint.load.init_from import branch_of, check_origin, check_same_branch, find_branch, origin_of
 from pretrain.checkpoint.load.same_data import (
+    adopted_data_note,
     blend_note,
     check_same_data,
     check_same_tokenizer,
@@ -115,7 +116,8 @@ def _continue(folder: Path, manifest: Manifest, warnings: list[str], plan: Plan,
     new_warnings = [nothing_left, other_data, blend_note(manifest, plan, folder), other_tokenizer,
                     *evaluation_data_notes(plan, run), _batch_note(changes, named, folder),
                     *_changed_flag_notes(plan, run)]
-    notes = [schedule.note, *_override_notes(plan, manifest, named, named_changes)]
+    notes = [schedule.note, adopted_data_note(manifest, plan, folder),
+             *_override_notes(plan, manifest, named, named_changes)]
     continued = replace(plan, length=length, **schedule.of_plan(plan), notes=(*plan.notes, *filter(None, notes)),
                         overrides=(*manifest.overrides, *(change.record(manifest.step) for change in named_changes)),
                         lineage=(*manifest.lineage, *([branch.record()] if branch else [])),

@@ -94,8 +94,18 @@ def blend_note(manifest: Manifest, plan: Plan, folder: Path) -> str:
     return f"{folder.name} was trained with the weights {_weights(saved)}; this run continues with {_weights(current)}"
 
 
+def adopted_data_note(manifest: Manifest, plan: Plan, folder: Path) -> str:
+    """Return a note about the data position if an adopted run does not record its data, else ""."""
+    if manifest.adopted is None or "data_fingerprint" not in manifest.unknown:
+        return ""
+    return f"{manifest.adopted.get('program')} did not record its data: this run continues at sample " \
+           f"{position_after(folder.parent, manifest):,} of {plan.data.train_flag}, and pins it from here on"
+
+
 def _difference(manifest: Manifest, plan: Plan, folder: Path) -> str:
     """Return how the training data differs from the checkpoint's; "": it does not, as far as is known."""
+    if "data_fingerprint" in manifest.unknown:
+        return ""
     dataset, saved = plan.datasets["train"], manifest.data or {}
     if "items" in saved or isinstance(dataset, OwnSamples):
         return _other_items(saved, manifest.data_fingerprint, dataset, folder)

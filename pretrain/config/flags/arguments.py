@@ -162,6 +162,9 @@ class RunArguments:
         None, "lowest learning rate, as a fraction of the peak rate", low=0, high=1,
         unset="0.1; inverse_sqrt and step: 0; one_cycle: 4e-06")
     min_lr: float | None = SCHEDULE.flag(None, "the same as a rate", low=0, unset="--min_lr_ratio")
+    lr_counts_from_0: bool = SCHEDULE.flag(
+        False, "number the steps of the schedule from 0, as transformers, Megatron-LM and GPT-NeoX do, so that a "
+        "warm-up begins with the rate 0")
     lr_reference_batch: int | None = SCHEDULE.flag(
         None, "global batch size for which the peak rate was tuned; --lr_scaling scales it to the batch of this run",
         low=1, unset="no scaling")
@@ -188,6 +191,9 @@ class RunArguments:
     no_weight_decay: list[str] | None = RECIPE.flag(  # noqa: RUF009
         None, "parameters without weight decay: names, with * for any text, or the word embeddings", metavar="NAME",
         unset="vectors: norms and biases")
+    decay_vectors: bool = RECIPE.flag(
+        False, "weight decay for vectors (norms, biases) as for matrices, as in an optimizer that was made from all "
+        "parameters of a model; --no_weight_decay then names vectors, too", override="weight_decay")
     gradient_value_clipping: float = RECIPE.flag(
         0.0, "largest absolute value of an element of the gradient, applied before the norm is computed and clipped; "
         "0: no limit", low=0, high=1e6, override="clipping")
@@ -335,7 +341,7 @@ class RunArguments:
         None, 'optimizer.params.lr, the peak rate; required if the JSON has no "optimizer"', above=0, high=1000,
         unset=3e-4)
     weight_decay: float | None = AUTO.flag(
-        None, "optimizer.params.weight_decay, applied to matrices only", low=0, high=1000,
+        None, "optimizer.params.weight_decay, applied to matrices", low=0, high=1000,
         unset=0.1)
     adam_beta1: float | None = AUTO.flag(
         None, "optimizer.params.betas[0]", low=0, below=1, unset=0.9)

@@ -7,7 +7,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.muon import original_muon
 from deepspeed.utils import groups
@@ -44,6 +46,14 @@ def train_and_save(case: Case) -> dict[str, Any]:
     return result
 
 
+def write_samples(case: Case) -> dict[str, Any]:
+    """Write the first 200 samples, in the order of training, into samples-NAME.npy: [samples, seq_length + 1]."""
+    plan = plan_of(case)
+    if dist.get_rank() == 0:
+        np.save(f"samples-{case['name']}.npy", plan.datasets["train"].samples(np.arange(200)))
+    return {}
+
+
 def resume(case: Case) -> dict[str, Any]:
     """Train `used` steps, load a checkpoint of another layout into the same engine, save at once, and train."""
     plan = plan_of(case)
@@ -60,6 +70,20 @@ def resume(case: Case) -> dict[str, Any]:
     result = {"folder": str(folder.absolute()), "after": after, "seconds": seconds, "optimizer": _class(engine),
               "seeds": seeds, "counters": [engine.global_steps, engine.global_samples, engine.skipped_steps],
               "settings": _settings(engine)}
+    end(engine)
+    return result
+
+
+def continue_run(case: Case) -> dict[str, Any]:
+    """Continue from the checkpoint of --resume_from, with the settings that the resume keeps, and train to the end."""
+    start = start_of(case)
+    assert start.resume is not None
+    plan, manifest = start.plan_to_run, start.resume.manifest
+    engine = engine_of(plan)
+    load_checkpoint(engine, plan, start.resume.folder, manifest)
+    after = steps(engine, plan, manifest.step, plan.train_steps)
+    result = {"after": after, "notes": [*plan.notes, *start.warnings],
+              "counters": [engine.global_steps, engine.global_samples, engine.skipped_steps]}
     end(engine)
     return result
 

@@ -1,0 +1,106 @@
+"""The files with which an adopted run continues: run.yaml and ds_config.json, with the settings that are known."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pretrain.checkpoint.adopt.foreign_run import ForeignRun
+from pretrain.checkpoint.adopt.weight_decay import WeightDecay
+from pretrain.config.ds_json.check_keys import check_json_keys
+from pretrain.config.ds_json.optimizers import OPTIMIZERS, SCHEDULERS
+from pretrain.config.ds_json.read import DsFile
+from pretrain.errors import ConfigError
+
+RUN_YAML, DS_JSON = "run.yaml", "ds_config.json"
+# a schedule of transformers -> --lr_schedule
+_KINDS = {"linear": "linear", "cosine": "cosine", "cosine_with_min_lr": "cosine", "constant": "constant",
+          "constant_with_warmup": "constant"}
+_ZERO_STAGE = 1  # of the JSON for a run of another engine; it changes no result
+_WITHOUT_DECAY = ("constant", "constant_with_warmup")
+# keys of the JSON that depend on the number of ranks, or that `ds_config_of` writes itself
+_OWN_KEYS = ("train_batch_size", "gradient_accumulation_steps", "optimizer", "scheduler", "bf16", "bfloat16", "fp16")
+
+
+def adopted_flags(run: ForeignRun) -> dict[str, Any]:
+    """Return the flags of the run that the source records, apart from weight decay."""
+    return {name: value for name, value in {"seq_length": run.seq_length, "seed": run.seed,
+                                            **_schedule_flags(run.schedule)}.items() if value is not None}
+
+
+def _schedule_flags(schedule: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the flags of length and schedule. Without the values that a schedule needs, it is not described."""
+    kind, total = schedule.get("type"), schedule.get("total_steps")
+    flags: dict[str, Any] = {"train_steps": total}
+    if kind not in _KINDS or (kind not in _WITHOUT_DECAY and total is None) or "warmup_steps" not in schedule:
+        return flags
+    flags |= {"lr_schedule": _KINDS[kind], "lr_warmup_steps": schedule["warmup_steps"]}
+    if schedule.get("first_rate_is_0"):
+        flags["lr_counts_from_0"] = True
+    if kind in _WITHOUT_DECAY:
+        return flags
+    lowest = "min_lr" if "min_lr" in schedule else "min_lr_ratio"
+    return {**flags, "lr_decay_steps": total, lowest: schedule.get(lowest, 0.0)}
+
+
+def ds_config_of(run: ForeignRun) -> tuple[dict[str, Any], list[str]]:
+    """Return the DeepSpeed JSON with which the run continues, and the keys of the source's that it does not have."""
+    given = run.ds_config or {}
+    kept, left_out = _legal({name: value for name, value in given.items() if name not in _OWN_KEYS})
+    own: dict[str, Any] = {} if run.global_batch_size is None else {"train_batch_size": run.global_batch_size}
+    own |= {"bf16": {"enabled": run.precision == "bf16"}}
+    own["fp16"] = _legal({"fp16": given.get("fp16", {})})[0].get("fp16", {}) if run.precision == "fp16" else {}
+    own["fp16"] |= {"enabled": run.precision == "fp16"}
+    if str(run.optimizer.get("type", "")).lower() in OPTIMIZERS:
+        block = {"type": run.optimizer["type"], "params": run.optimizer.get("params") or {}}
+        own["optimizer"] = {**_legal({"optimizer": block})[0].get("optimizer", {}), "type": block["type"]}
+    if isinstance(scheduler := given.get("scheduler"), dict) and scheduler.get("type") in SCHEDULERS:
+        own["scheduler"] = scheduler
+    return {"zero_optimization": {"stage": _ZERO_STAGE}, **kept, **own}, left_out
+
+
+def _legal(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the part of a JSON that this program accepts, and the dotted keys of the rest."""
+    kept: dict[str, Any] = {}
+    left_out = []
+    for keys, value in _leaves(values):
+        nested: Any = value
+        for key in reversed(keys):
+            nested = {key: nested}
+        if keys[0] in ("optimizer", "scheduler"):
+            nested[keys[0]] = {"type": values[keys[0]]["type"], **nested[keys[0]]}
+        try:
+            accepted, _ = check_json_keys(DsFile("", nested))
+        except ConfigError:
+            left_out.append(".".join(keys))
+            continue
+        _merge(kept, accepted)
+    return kept, left_out
+
+
+def _leaves(values: dict[str, Any], keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the keys and the value of everything in nested objects that is not an object itself."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, (*keys, str(name)))
+        else:
+            yield (*keys, str(name)), value
+
+
+def _merge(into: dict[str, Any], other: dict[str, Any]) -> None:
+    for name, value in other.items():
+        if isinstance(value, dict) and isinstance(into.get(name), dict):
+            _merge(into[name], value)
+        else:
+            into[name] = value
+
+
+def run_files(run: ForeignRun, decay: WeightDecay, out: Path) -> dict[str, str]:
+    """Return name -> text of the files of the run folder `out`."""
+    values = {"deepspeed_config": str(out / DS_JSON), "save": str(out), **adopted_flags(run), **decay.flags}
+    head = [f"# This run continues {run.folder.absolute()} ({run.program}) after step {run.step}.",
+            "# Add train_data, and train_steps if it is missing. Settings that are not listed were not recorded.", ""]
+    return {RUN_YAML: "\n".join(head) + yaml.safe_dump(values, sort_keys=False, width=2**20),
+            DS_JSON: json.dumps(ds_config_of(run)[0], indent=2) + "\n"}

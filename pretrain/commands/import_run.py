@@ -1,0 +1,180 @@
+"""Models and runs in: `ds-pretrain import` adopts a run of another program, or imports weights of transformers."""
+
+import argparse
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from pretrain.checkpoint.adopt.foreign_run import LOSSES, with_sample_length
+from pretrain.checkpoint.adopt.sources import KINDS, Source, find_source
+from pretrain.checkpoint.convert.new_folder import check_new_folder, check_new_weights, output_summary
+from pretrain.checkpoint.format.manifest import Manifest, step_of
+from pretrain.checkpoint.load.hf_folder import check_hf_folder, find_hf_tokenizer, weight_files
+from pretrain.cli import Parser, next_line, path, path_text, whole_number
+from pretrain.errors import ConfigError
+from pretrain.hub import find_repository, is_repository, snapshot_in
+from pretrain.model.config import load_model_config
+from pretrain.progress import terminal_console
+
+if TYPE_CHECKING:
+    from pretrain.checkpoint.adopt.adopt import Adoption
+
+_LOG_WIDTH = 160  # columns of the table if the output is not a terminal
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(description="Adopt a run of another program: weights, optimizer states, step and data position "
+                                "become a run folder, which resumes in any layout. Or import weights of transformers.")
+    parser.add_argument("source", type=path, metavar="SOURCE",
+                        help=f"checkpoint of {', '.join(kind.name for kind in KINDS)}, or a folder with several; or "
+                        "weights alone: a transformers folder, a folder models--ORG--NAME of the Hub's cache, or the "
+                        "name of a repository, org/name")
+    out = parser.add_mutually_exclusive_group(required=True)
+    out.add_argument("--save", type=path, metavar="RUN", help="new run folder, which also gets a run.yaml and a "
+                     "ds_config.json with the settings that the source records")
+    out.add_argument("--output", type=path, metavar="OUT",
+                     help="import weights alone, also from a checkpoint of transformers that has more: new run folder, "
+                     "with the weights in OUT/checkpoints/global_step0 and the tokenizer in OUT/tokenizer; if OUT's "
+                     "own name is global_step0, only this checkpoint is written")
+    parser.add_argument("--step", type=whole_number(), metavar="N",
+                        help="step of the checkpoint, in a folder with several (default: the newest)")
+    parser.add_argument("--model", type=path_text, metavar="CONFIG",
+                        help="config.json of the model, a folder with it, or a preset, for a source that has none")
+    parser.add_argument("--seq_length", type=whole_number(1), metavar="N",
+                        help="tokens of a sample, for a source that counts tokens alone (torchtitan)")
+    parser.add_argument("--accept_loss_of", type=_names, action="extend", default=[], metavar="NAME,...",
+                        help="adopt the run although this is lost: " + ", ".join(LOSSES))
+    return parser
+
+
+def _names(words: str) -> list[str]:
+    """Argparse type: names in LOSSES, which commas separate."""
+    names = [word.strip() for word in words.split(",")]
+    for name in names:
+        if name not in LOSSES:
+            raise ConfigError("--accept_loss_of", found=name or "an empty name", expected=", ".join(LOSSES), word=name,
+                              known=list(LOSSES))
+    return names
+
+
+def main() -> None:
+    args = _parser().parse_args()
+    if args.output is not None:
+        _reject_flags_of_runs(args, "--output imports weights alone")
+        _import_weights(args.source, args.output)
+        return
+    name = str(args.source)
+    config = None if args.model is None else dict(load_model_config(args.model).hf_config)
+    source = None if is_repository(name) and not args.source.exists() else \
+        find_source(args.source, step=args.step, config=config)
+    if source is not None:
+        _adopt(source, args)
+        return
+    if not is_repository(name):
+        _check_has_weights(args.source)
+    _reject_flags_of_runs(args, f"{args.source} has weights alone")
+    _import_weights(args.source, args.save)
+    for line in next_line(f"ds-pretrain check --save {args.save} ..."):
+        print(line)
+
+
+def _reject_flags_of_runs(args: argparse.Namespace, reason: str) -> None:
+    for flag, value in (("--step", args.step), ("--model", args.model), ("--seq_length", args.seq_length),
+                        ("--accept_loss_of", args.accept_loss_of)):
+        if value not in (None, []):
+            raise ConfigError(flag, problem=f"it has no effect: {reason}", remedy="leave it out")
+
+
+def _check_has_weights(folder: Path) -> None:
+    """Raise ConfigError for a folder in which nothing is recognized."""
+    if folder.is_dir() and not (folder / "config.json").is_file() and not weight_files(folder) and \
+            snapshot_in(folder) == folder:
+        names = sorted(path.name for path in folder.iterdir())
+        raise ConfigError(str(folder), problem="it holds no checkpoint that is recognized (it has "
+                          f"{', '.join(names[:5]) + (' ...' if len(names) > 5 else '') or 'no files'})",
+                          remedy=f"name a checkpoint of {', '.join(kind.name for kind in KINDS)}, or a transformers "
+                          "folder")
+
+
+def _import_weights(source: Path, out: Path) -> None:
+    check_new_weights(out, "imported")
+    # report wrong files before torch is imported, which takes seconds
+    name = str(source)
+    folder = find_repository(name, flag="SOURCE", want="weights") if is_repository(name) else snapshot_in(source)
+    found = check_hf_folder(folder)
+    tokenizer = find_hf_tokenizer(found)
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed detects an accelerator and warns
+    from pretrain.checkpoint.convert.import_hf import import_hf
+
+    import_hf(found, out, tokenizer)
+    print(output_summary(out))
+    print(f"{found.config.parameters_text()}, {found.dtype}, architecture {found.config.architecture}")
+    for note in tokenizer.notes if tokenizer else ():
+        print(f"note: {note}")
+    if tokenizer is None:
+        print("no tokenizer: the folder has neither tokenizer.model nor tokenizer.json")
+    elif step_of(out) == 0:
+        print("the tokenizer is not copied, because the output is a single checkpoint")
+
+
+def _adopt(source: Source, args: argparse.Namespace) -> None:
+    check_new_folder(args.save, or_same_conversion=False)
+    if step_of(args.save) >= 0:
+        raise ConfigError("--save", problem=f"{args.save} names a checkpoint", remedy="name a new run folder")
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed detects an accelerator and warns
+    run = source.read() if args.seq_length is None else with_sample_length(source.read(), args.seq_length)
+    if args.step not in (None, run.step):
+        raise ConfigError(f"--step {args.step}", problem=f"{source.folder} is the checkpoint of step {run.step}",
+                          remedy="leave --step out, or name the folder around the checkpoints")
+    from pretrain.checkpoint.adopt.adopt import adopt, plan_adoption
+    from pretrain.checkpoint.adopt.run_files import RUN_YAML
+
+    plan = plan_adoption(run, frozenset(args.accept_loss_of))
+    manifest = adopt(plan, args.save)
+    print(output_summary(args.save))
+    print(f"{plan.config.parameters_text()}, architecture {plan.config.architecture}, step {run.step} of {run.program}")
+    table = Table("what", "taken over", box=None, pad_edge=False)
+    for what, value in _facts(plan, manifest):
+        table.add_row(what, value)
+    terminal_console(width=_LOG_WIDTH).print(table)
+    for note in (*plan.notes, *(plan.tokenizer.notes if plan.tokenizer else ())):
+        print(f"note: {note}")
+    run_yaml = shlex.quote(str(args.save / RUN_YAML))
+    for line in next_line(f"ds-pretrain check --world_size RANKS --config {run_yaml} --train_data PREFIX"):
+        print(line)
+
+
+def _facts(plan: "Adoption", manifest: Manifest) -> Sequence[tuple[str, str]]:
+    """Return what was taken over, and what was not, as rows of a table."""
+    from pretrain.checkpoint.adopt.run_files import adopted_flags, ds_config_of
+
+    run, losses = plan.run, {loss.name: f"no: {loss.reason}" for loss in plan.losses}
+    flags: dict[str, Any] = {**adopted_flags(run), **plan.decay.flags}
+    params = ", ".join(f"{name} {value}" for name, value in manifest.optimizer.get("params", {}).items())
+    left_out = ds_config_of(run)[1]
+    position = f"{manifest.consumed_samples:,} samples of a batch of {run.global_batch_size or 'unknown size'}"
+    rows = [
+        ("weights", losses.get("master_weights", "fp32")),
+        ("optimizer states", losses.get("optimizer", ", ".join(plan.states))),
+        ("optimizer", f"{manifest.optimizer.get('type', 'not recorded')}: {params or 'no settings are recorded'}"),
+        ("weight decay", losses.get("weight_decay", "not recorded" if plan.decay.value is None else
+                                    f"{plan.decay.value:g} of {'all' if plan.decay.decay_vectors else 'matrices'}"
+                                    + (f" but {', '.join(plan.decay.no_weight_decay)}"
+                                       if plan.decay.no_weight_decay else ""))),
+        ("step", f"{run.step}" + (f", of which {run.skipped_steps} were skipped" if run.skipped_steps else "")),
+        ("learning rate", "not recorded" if run.learning_rate is None else f"{run.learning_rate:g}"),
+        ("schedule", losses.get("schedule", flags.get("lr_schedule") or run.schedule.get("type") or "not recorded: the "
+                                "flags --lr_... or the JSON's scheduler describe it")),
+        ("data position", losses.get("data_position", position)),
+        ("loss scale", losses.get("loss_scale", "none" if run.loss_scale is None else
+                                  f"{run.loss_scale.get('cur_scale', 0):g}")),
+        ("random numbers", losses.get("rng", "not needed: the model has no dropout")),
+        ("other states", losses.get("other_states", "none")),
+        ("tokenizer", "none" if plan.tokenizer is None else ", ".join(path.name for path in plan.tokenizer.files)),
+        ("flags in run.yaml", ", ".join(f"{name} {value}" for name, value in flags.items()) or "none"),
+        ("keys of the DeepSpeed JSON that are left out", ", ".join(left_out) or "none")]
+    return rows

@@ -1,0 +1,131 @@
+"""A run of another program becomes a checkpoint: every tensor in its place, and nothing is lost unnoticed."""
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from pretrain.checkpoint.adopt.adopt import adopt, plan_adoption
+from pretrain.checkpoint.adopt.foreign_run import ForeignRun, Loss
+from pretrain.checkpoint.format.manifest import read_manifest
+from pretrain.checkpoint.format.verify import damage_of
+from pretrain.checkpoint.load.find_checkpoint import find_checkpoint
+from pretrain.checkpoint.load.reader import CheckpointReader
+from pretrain.errors import ConfigError
+from pretrain.model.config import model_config_from
+from pretrain.model.hf_weights import to_transformers
+from tests.support.foreign import STATES, foreign_run, foreign_states
+from tests.support.model_shapes import SHAPES
+
+transformers.logging.set_verbosity_error()
+NO_DROPOUT = ("gpt2", "llama", "neox_parallel")
+
+
+def adopted(run: ForeignRun, out: Path, *accepted: str) -> Path:
+    """Adopt a run, and return its checkpoint."""
+    adopt(plan_adoption(run, frozenset(accepted)), out)
+    return find_checkpoint(out)[0]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_weights_and_moments_follow_the_same_mapping(name: str, tmp_path: Path) -> None:
+    run = foreign_run(tmp_path / "hf", SHAPES[name])
+    theirs = foreign_states(tmp_path / "hf", SHAPES[name])
+    checkpoint = adopted(run, tmp_path / "run", "rng")
+    reader, config = CheckpointReader(checkpoint), model_config_from(run.config, "config.json")
+    assert set(reader.states) == {"fp32", *STATES}
+    assert reader.scalars == {"step": 6}
+    for state in ("fp32", *STATES):
+        back = to_transformers({ours: reader.tensor(ours, state) for ours in reader.shapes}, config)
+        for tensor, expected in theirs[state].items():
+            assert torch.equal(back[tensor], expected), (tensor, state)
+    manifest = read_manifest(checkpoint)
+    assert damage_of(checkpoint, manifest) == []
+    assert (manifest.step, manifest.consumed_samples, manifest.weights_only) == (6, 48, False)
+    source = json.loads((checkpoint / "imported_from.json").read_text())
+    assert source["program"] == "a program"
+    assert source["files"]["config.json"]["sha256"] == hashlib.sha256(run.files[0].read_bytes()).hexdigest()
+
+
+def rejected(run: ForeignRun, *accepted: str) -> str:
+    """Return the message with which a run is rejected."""
+    with pytest.raises(ConfigError) as error:
+        plan_adoption(run, frozenset(accepted))
+    return str(error.value)
+
+
+def test_all_losses_are_listed_in_one_line(tmp_path: Path) -> None:
+    dropout = {**SHAPES["gpt2"], "resid_pdrop": 0.1}
+    run = foreign_run(tmp_path, dropout, consumed_samples=None, precision="fp16",
+                      losses=(Loss("other_states", "an average of the weights"),))
+    line = rejected(run)
+    assert "\n" not in line
+    for part in ("other_states (an average of the weights)", "data_position (", "loss_scale (", "rng (the model has",
+                 "--accept_loss_of other_states,data_position,loss_scale,rng adopts the run without it"):
+        assert part in line, (part, line)
+    assert "--accept_loss_of loss_scale,rng" in rejected(run, "other_states", "data_position")
+    plan = plan_adoption(run, frozenset(("other_states", "data_position", "loss_scale", "rng", "schedule")))
+    assert plan.notes == ("--accept_loss_of schedule has no effect: nothing of it is lost",)
+
+
+def test_a_run_without_states_begins_its_optimizer_anew(tmp_path: Path) -> None:
+    run = foreign_run(tmp_path / "hf", SHAPES["gpt2"], states=())
+    assert "optimizer (it has no states of the optimizer)" in rejected(run)
+    reader = CheckpointReader(adopted(run, tmp_path / "run", "optimizer"))
+    assert (list(reader.states), reader.scalars) == (["fp32"], {})
+
+
+DECAYS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "matrices": (lambda name, dim: 0.1 * (dim > 1), {}),
+    "all": (lambda name, dim: 0.1, {"decay_vectors": True}),
+    "none": (lambda name, dim: 0.0, {}),
+    "no embeddings": (lambda name, dim: 0.1 * (dim > 1 and "wte" not in name and "wpe" not in name),
+                      {"no_weight_decay": ["embeddings"]}),
+    "all but norms": (lambda name, dim: 0.1 * ("ln_" not in name),
+                      {"decay_vectors": True, "no_weight_decay": [
+                          f"*.{norm}.{kind}" for norm in ("norm", "norm1", "norm2") for kind in ("bias", "weight")]}),
+    "one layer": (lambda name, dim: 0.1 * (dim > 1 and ".1.mlp.c_fc" not in name),
+                  {"no_weight_decay": ["3.mlp.up.weight"]})}
+
+
+@pytest.mark.parametrize("name", DECAYS)
+def test_weight_decay_becomes_flags(name: str, tmp_path: Path) -> None:
+    decay, expected = DECAYS[name]
+    run = foreign_run(tmp_path, SHAPES["gpt2"])
+    run = dataclasses.replace(run, weight_decay={key: decay(key, len(shape)) for key, shape in run.shapes.items()})
+    assert plan_adoption(run, frozenset()).decay.flags == expected
+
+
+def test_weight_decay_that_no_flag_describes_is_a_loss(tmp_path: Path) -> None:
+    run = foreign_run(tmp_path, SHAPES["llama"])
+    several = {name: 0.1 if "q_proj" in name else 0.05 for name in run.shapes}
+    assert "weight_decay (the parts of 1.attention.qkv.weight, 2.attention.qkv.weight, 3.attention.qkv.weight" in \
+        rejected(dataclasses.replace(run, weight_decay=several))
+    several = {name: 0.1 if "lm_head" in name else 0.05 for name in run.shapes}
+    assert "weight_decay (parameters have the weight decays 0.05, 0.1)" in \
+        rejected(dataclasses.replace(run, weight_decay=several))
+
+
+def test_parameters_of_another_model_are_rejected(tmp_path: Path) -> None:
+    run = foreign_run(tmp_path, SHAPES["llama"])
+    name = "model.layers.1.mlp.up_proj.weight"
+    others = {key: shape for key, shape in run.shapes.items() if key != name}
+    assert f"{name}: the model of the config.json has this parameter, and the checkpoint does not" in \
+        rejected(dataclasses.replace(run, shapes=others))
+    assert f"{name}: found the shape [3, 4]; expected [80, 48]" in \
+        rejected(dataclasses.replace(run, shapes={**run.shapes, name: (3, 4)}))
+    assert "adapter.weight: the model of the config.json does not have it" in \
+        rejected(dataclasses.replace(run, shapes={**run.shapes, "adapter.weight": (3, 4)}))
+
+
+def test_values_that_are_not_finite_are_rejected(tmp_path: Path) -> None:
+    run = foreign_run(tmp_path / "hf", SHAPES["gpt2"])
+    run.read("transformer.wpe.weight", "exp_avg")[0, 0] = float("nan")
+    with pytest.raises(ConfigError, match=r"transformer.wpe.weight exp_avg: it has values that are NaN or infinite"):
+        adopted(run, tmp_path / "run")
+    assert not (tmp_path / "run").exists()

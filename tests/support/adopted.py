@@ -1,0 +1,173 @@
+"""Runs of other programs that continue here: the original trains 12 steps, and its step 6 is adopted in some layouts.
+
+`python -m tests.support.adopted` measures all rows, and prints them as the table of tools/adopt.md. With words, it
+measures the rows whose source has one of them: `python -m tests.support.adopted Trainer`.
+"""
+
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from pretrain.checkpoint.adopt.adopt import adopt, plan_adoption
+from pretrain.checkpoint.adopt.run_files import DS_JSON, RUN_YAML
+from pretrain.checkpoint.adopt.sources import find_source
+from pretrain.config.flags.arguments import RunArguments, data_spec
+from pretrain.data.run_data import open_run_data
+from tests.support.cases import CPU, case, config
+from tests.support.launch import run_worker
+from tests.support.layouts import relative_difference
+
+SAVED, STEPS, BATCH, SEQ_LENGTH = 6, 12, 8, 64  # steps before the checkpoint, in total; samples; tokens
+RANKS = 2  # of the original program
+TOLERANCES = {"fp32": 1e-5, "bf16": 5e-4}
+
+_SIZES = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+          "num_key_value_heads": 2, "intermediate_size": 96, "max_position_embeddings": 128}
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": {"model_type": "gpt2", "vocab_size": 256, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128,
+             "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "llama": {**_SIZES, "model_type": "llama"},
+    "mistral": {**_SIZES, "model_type": "mistral", "sliding_window": 16},
+    "qwen3": {**_SIZES, "model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True}}
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout in which a run continues: number of ranks, and blocks of the DeepSpeed JSON."""
+
+    name: str
+    ranks: int
+    blocks: Json
+
+
+def zero(stage: int, ranks: int = 2, **others: Any) -> Layout:
+    """Return the layout of a ZeRO stage on data-parallel ranks."""
+    name = f"ZeRO-{stage}, {ranks} rank{'s' * (ranks > 1)}" + (", optimizer on the CPU" if others else "")
+    return Layout(name, ranks, {"zero_optimization": config(stage, **others)["zero_optimization"]})
+
+
+PIPELINE = Layout("2 pipeline stages", 2, {**zero(1).blocks, "pipeline": {"stages": 2}})
+
+
+@dataclass(frozen=True)
+class Original:
+    """A run of another program, as a case of adopt_worker.py, and the layouts in which it continues here."""
+
+    source: str  # for the table
+    model: str
+    precision: str
+    layouts: tuple[Layout, ...]  # the first one is that of the original
+    case: Json  # without name, model and samples
+    accepted: tuple[str, ...] = ()  # losses
+    flags: Json = field(default_factory=dict)  # of the resumed run, besides those of run.yaml
+
+    @property
+    def name(self) -> str:
+        """A name for files."""
+        return "".join(letter if letter.isalnum() else "_" for letter in f"{self.source} {self.model} {self.precision}")
+
+
+def plain(stage: int, model: str, precision: str, *others: Layout, **settings: Any) -> Original:
+    """Return a user's own loop around a DeepSpeed engine with a model of transformers, at a constant rate."""
+    offload = {"offload_optimizer": CPU} if settings.pop("offload", False) else {}
+    values = {"program": "plain", "config": config(stage, precision=precision, micro=2, **offload), **settings}
+    return Original(f"DeepSpeed, ZeRO-{stage}" + (", offload" if offload else ""), model, precision,
+                    (zero(stage, **offload), *others), values,
+                    flags={"lr_schedule": "constant", "lr_warmup_steps": 0})
+
+
+QUICK = (plain(0, "gpt2", "fp32", PIPELINE, zero(3, 1)), plain(2, "qwen3", "bf16", zero(1, 1), PIPELINE))
+ALL = (
+    *(plain(stage, model, precision, *others) for stage, others in (
+        (0, (zero(2), PIPELINE)), (1, (PIPELINE, zero(3, 1))), (2, (zero(0, 1), PIPELINE)), (3, (zero(1), PIPELINE)))
+      for model in MODELS for precision in TOLERANCES),
+    plain(2, "llama", "bf16", zero(1), PIPELINE, offload=True))
+
+
+def write_samples(corpus: str, path: Path) -> None:
+    """Write the first samples of this program's order, which the original program reads in the same order."""
+    args = RunArguments(train_data=corpus, split="80,20,0", seq_length=SEQ_LENGTH)
+    dataset = open_run_data(data_spec(args), seq_length=SEQ_LENGTH, seed=args.seed, tokenizer=None,
+                            vocab_size=256).datasets["train"]
+    np.save(path, dataset.samples(range(STEPS * BATCH)))
+
+
+def measure(originals: Sequence[Original], corpus: str, folder: Path) -> dict[tuple[str, str], float]:
+    """Return the largest relative difference of the losses after the checkpoint, by name of the original and layout."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_samples(corpus, folder / "samples.npy")
+    cases = [{"name": each.name, "model": MODELS[each.model], "samples": "../samples.npy", "save_at": SAVED,
+              "steps": STEPS, **each.case} for each in originals]
+    expected = run_worker("adopt_worker.py", cases, RANKS, folder / "originals")
+    continued: dict[int, list[Json]] = {}
+    for each in originals:
+        run = adopt_original(each, folder / "originals" / each.name, folder / "runs" / each.name)
+        for layout in each.layouts:
+            continued.setdefault(layout.ranks, []).append(continued_case(each, layout, run, corpus))
+    found: dict[str, Any] = {}
+    for ranks, own in continued.items():
+        found |= run_worker("layout_worker.py", own, ranks, folder / f"continued{ranks}")
+    return {(each.name, layout.name): relative_difference(found[_name(each, layout)]["after"]["loss"],
+                                                          expected[each.name][SAVED:])
+            for each in originals for layout in each.layouts}
+
+
+def adopt_original(original: Original, source: Path, out: Path) -> Path:
+    """Adopt the checkpoint of an original program, and return the run folder."""
+    found = find_source(source, step=SAVED, config=MODELS[original.model])
+    assert found is not None, f"{source}: {sorted(source.rglob('*'))}"
+    out.parent.mkdir(exist_ok=True)
+    adopt(plan_adoption(found.read(), frozenset(original.accepted)), out)
+    return out
+
+
+def _name(original: Original, layout: Layout) -> str:
+    return f"{original.name}-{''.join(filter(str.isalnum, layout.name))}"
+
+
+def continued_case(original: Original, layout: Layout, run: Path, corpus: str) -> Json:
+    """Return the case of layout_worker.py that continues an adopted run with its own run.yaml and ds_config.json."""
+    values = {**json.loads((run / DS_JSON).read_text()), **layout.blocks, "train_micro_batch_size_per_gpu": 2}
+    flags = {key: value for key, value in yaml.safe_load((run / RUN_YAML).read_text()).items()
+             if key not in ("save", "deepspeed_config")}
+    own = {"train_data": corpus, "split": "80,20,0", "seq_length": SEQ_LENGTH, "train_steps": STEPS, "seed": 1234,
+           "resume_from": str(run.absolute()), "override": ["seed"]}
+    return case(_name(original, layout), "continue_run", values, {**flags, **original.flags, **own})
+
+
+def table(originals: Sequence[Original], found: Mapping[tuple[str, str], float]) -> str:
+    """Return a row for each source, precision and layout, with the largest difference and the models."""
+    rows: dict[tuple[str, str, str], list[Original]] = {}
+    for each in originals:
+        for number, layout in enumerate(each.layouts):
+            rows.setdefault((each.source, each.precision, layout.name + (" (the same)" if number == 0 else "")),
+                            []).append(each)
+    lines = ["| source | precision | continues here in | models | largest difference |",
+             "| --- | --- | --- | --- | --- |"]
+    for (source, precision, layout), runs in rows.items():
+        largest = max(found[each.name, layout.removesuffix(" (the same)")] for each in runs)
+        models = ", ".join(each.model for each in runs)
+        lines.append(f"| {source} | {precision} | {layout} | {models} | {largest:.1e} |")
+    return "\n".join(lines)
+
+
+def main(words: Sequence[str]) -> None:
+    from tests.conftest import write_corpus
+
+    rows = [each for each in ALL if not words or any(word.lower() in each.source.lower() for word in words)]
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(rows, write_corpus(Path(folder) / "small"), Path(folder) / "work")
+    print(table(rows, found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
