@@ -64,13 +64,14 @@ def read_settings(folder: Path, state: Mapping[str, Any], program: str) -> Setti
                     f"{folder}/mp_rank_00_model_states.pt: args")
 
 
-def read_states(state: Mapping[str, Any], settings: Settings, groups: Sequence[FlatGroup],
-                files: LayerFiles) -> EngineStates:
+def read_states(state: Mapping[str, Any], settings: Settings, groups: Sequence[FlatGroup], files: LayerFiles, *,
+                precision: str) -> EngineStates:
     """Return what the files of mp rank 0 record.
 
     Args:
         state: content of its model-states file.
         groups: its parameter groups; (): the checkpoint has no ZeRO files.
+        precision: of the weights in the layer files.
 
     Raises ConfigError.
     """
@@ -87,16 +88,17 @@ def read_states(state: Mapping[str, Any], settings: Settings, groups: Sequence[F
     if samples is None and batch is not None:
         samples = step * batch
     schedule, notes = read_schedule(state.get("lr_scheduler"), batch)
-    losses = []
+    losses, rate = [], _number(groups[0].settings.get("lr")) if groups else None
     if not groups:
         where = "" if state.get("optimizer") is None else "; ZeRO stage 0 saves it without names of the parameters"
         losses.append(Loss("optimizer", f"the checkpoint has no zero_pp_rank files{where}"))
-        if any("float16" in str(tensor.dtype) for tensor in load(next(iter(files.layers.values()))[0]).values()):
+        if precision != "fp32":
             losses.append(Loss("master_weights", "the checkpoint has no zero_pp_rank files"))
     return EngineStates(
         files=settings.files, step=step, optimizer_step=groups[0].step if groups else 0,
         skipped_steps=_count(state, "skipped_steps", path) or 0, optimizer=_optimizer(groups, values, schedule),
-        learning_rate=_number(groups[0].settings.get("lr")) if groups else None, schedule=schedule,
+        learning_rate=rate if not schedule else None,
+        schedule=schedule if rate is None else {**schedule, "next_rate": rate},
         global_batch_size=batch, consumed_samples=samples, seq_length=_whole(values.get("seq_length")),
         loss_scale=_loss_scale(files), seed=_whole(values.get("seed")), ds_config=ds_config, losses=tuple(losses),
         notes=tuple(notes))
@@ -139,7 +141,7 @@ def _optimizer(groups: Sequence[FlatGroup], values: Mapping[str, Any], schedule:
             params[key] = [float(item) for item in value]
         elif _number(value) is not None:
             params[key] = _number(value)
-    rate = schedule.get("peak", _number(settings.get("lr")))
+    rate = schedule.get("peak_rate", _number(settings.get("lr")))
     return {"type": str(kind), "params": params if rate is None else {"lr": rate, **params}}
 
 
@@ -163,7 +165,7 @@ def read_schedule(state: Any, batch: int | None) -> tuple[dict[str, Any], list[s
                   (("warmup", "warmup_steps"), ("total", "decay_steps"), ("style", "decay_style"))}
         unit = batch or 0
         exact = not any(state.get(f"{prefix}{key}_tokens") for prefix in ("", "lr_") for key in ("warmup", "decay"))
-    known: dict[str, Any] = {"peak": _number(found["peak"]), "min_lr": _number(found["lowest"]),
+    known: dict[str, Any] = {"peak_rate": _number(found["peak"]), "min_lr": _number(found["lowest"]),
                              "first_rate_is_0": True, "last_step": _steps(found["position"], unit)}
     warmup, total, style = _steps(found["warmup"], unit), _steps(found["total"], unit), _STYLES.get(str(found["style"]))
     if exact and None not in (warmup, total, style):

@@ -116,7 +116,7 @@ class Tensors:
         used = {source.place.key for source in self.sources.values()}
         for index, names in self.layout.names.items():
             for name in sorted(names - {key[1] for key in used if key[0] == index}):
-                raise ConfigError(f"{self.files.layers[index][0]}: {shorten(name)}", problem="the checkpoint has this "
+                raise ConfigError(f"{self.files.path(index, 0)}: {shorten(name)}", problem="the checkpoint has this "
                                   "parameter, and the model of the config.json does not", remedy=_OTHER_MODEL)
         for source in self.sources.values():
             self._check_shapes(source)
@@ -124,7 +124,7 @@ class Tensors:
     def _check_shapes(self, source: Source) -> None:
         (index, name), ranks = source.place.key, self.files.tensor_parallel_size
         for rank in range(ranks):
-            where = f"{self.files.layers[index][rank]}: {name}"
+            where = f"{self.files.path(index, rank)}: {name}"
             if name not in self.layers[index][rank]:
                 raise ConfigError(where, problem="the file has no such parameter; the one of rank 0 has it",
                                   remedy="use another checkpoint")
@@ -169,7 +169,7 @@ class Tensors:
 
     def _part(self, source: Source, rank: int, state: str) -> torch.Tensor:
         """Return the part of one tensor-parallel rank. Master weights are compared with the layer file."""
-        (index, name), path = source.place.key, self.files.layers[source.place.key[0]][rank]
+        (index, name), path = source.place.key, self.files.path(source.place.key[0], rank)
         weights = self.layers[index][rank][name]
         if not self._groups:
             return weights.float()

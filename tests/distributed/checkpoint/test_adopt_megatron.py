@@ -81,7 +81,7 @@ def test_transformers_continues_with_the_losses_of_the_original(
         {"type": "cosine", "warmup_steps": 3, "total_steps": STEPS, "last_step": SAVED}
     model, params = model_of(run), run.optimizer["params"]
     groups = [{"params": [tensor], "weight_decay": run.weight_decay[name]} for name, tensor in model.named_parameters()]
-    optimizer = torch.optim.AdamW(groups, lr=run.learning_rate or 0.0, betas=params["betas"], eps=params["eps"])
+    optimizer = torch.optim.AdamW(groups, lr=run.schedule["next_rate"], betas=params["betas"], eps=params["eps"])
     for tensor_name, tensor in model.named_parameters():
         optimizer.state[tensor] = {"step": torch.tensor(run.optimizer_step),
                                    **{state: run.read(tensor_name, state) for state in run.states}}
@@ -260,5 +260,5 @@ def test_the_run_is_recorded(checkpoints: Folders, tmp_path: Path) -> None:
     run = read(checkpoints["megatron"], None)
     adopt(plan_adoption(run, frozenset()), tmp_path / "run")
     source = json.loads((tmp_path / f"run/checkpoints/global_step{SAVED}/imported_from.json").read_text())
-    assert source["program"] == "Megatron-DeepSpeed, 2 pipeline stages, tensor parallelism 2, ZeRO-1 over 1"
+    assert source["program"] == "Megatron-DeepSpeed, 2 pipeline stages, tensor parallelism 2, ZeRO over 1"
     assert set(source["files"]) == {path.name for path in checkpoints["megatron"].iterdir()}
