@@ -16,6 +16,7 @@ import numpy as np
 import yaml
 
 from pretrain.checkpoint.adopt.adopt import adopt, plan_adoption
+from pretrain.checkpoint.adopt.foreign_run import with_sample_length
 from pretrain.checkpoint.adopt.run_files import DS_JSON, RUN_YAML
 from pretrain.checkpoint.adopt.sources import find_source
 from pretrain.config.flags.arguments import RunArguments, data_spec
@@ -69,6 +70,7 @@ class Original:
     case: Json  # without name, model and samples
     accepted: tuple[str, ...] = ()  # losses
     flags: Json = field(default_factory=dict)  # of the resumed run, besides those of run.yaml
+    worker: str = "adopt_worker.py"  # program that trains the original
 
     @property
     def name(self) -> str:
@@ -107,7 +109,16 @@ def measure(originals: Sequence[Original], corpus: str, folder: Path) -> dict[tu
     write_samples(corpus, folder / "samples.npy")
     cases = [{"name": each.name, "model": MODELS[each.model], "samples": "../samples.npy", "save_at": SAVED,
               "steps": STEPS, **each.case} for each in originals]
-    expected = run_worker("adopt_worker.py", cases, RANKS, folder / "originals")
+    expected: dict[str, Any] = {}
+    for worker in dict.fromkeys(each.worker for each in originals):
+        expected |= run_worker(worker, [values for values, each in zip(cases, originals, strict=True)
+                                        if each.worker == worker], RANKS, folder / "originals")
+    return continue_here(originals, expected, corpus, folder)
+
+
+def continue_here(originals: Sequence[Original], expected: Mapping[str, Any], corpus: str,
+                  folder: Path) -> dict[tuple[str, str], float]:
+    """Adopt the checkpoints in folder/originals/NAME and compare the losses: see `measure`."""
     continued: dict[int, list[Json]] = {}
     for each in originals:
         run = adopt_original(each, folder / "originals" / each.name, folder / "runs" / each.name)
@@ -126,7 +137,9 @@ def adopt_original(original: Original, source: Path, out: Path) -> Path:
     found = find_source(source, step=SAVED, config=MODELS[original.model])
     assert found is not None, f"{source}: {sorted(source.rglob('*'))}"
     out.parent.mkdir(exist_ok=True)
-    adopt(plan_adoption(found.read(), frozenset(original.accepted)), out)
+    run = found.read()
+    run = run if run.consumed_tokens is None else with_sample_length(run, SEQ_LENGTH)
+    adopt(plan_adoption(run, frozenset(original.accepted)), out)
     return out
 
 
