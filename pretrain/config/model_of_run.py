@@ -123,7 +123,7 @@ def reject_initial_values(args: RunArguments, reason: str) -> None:
 def undecayed_names(patterns: Sequence[str] | None, model: ModelConfig) -> frozenset[str]:
     """Return the names of all parameters that at least one pattern matches.
 
-    Vectors (norms, biases) have no weight decay in any case, unless --decay_vectors is given. Frozen matrices have none.
+    Vectors (norms, biases) have no weight decay in any case, unless --decay_vectors is given, nor have frozen matrices.
 
     Raises:
         ConfigError: a pattern matches no parameter.
