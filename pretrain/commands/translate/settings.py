@@ -1,6 +1,5 @@
 """The settings of another program, as its files and its command line give them, with the program's defaults."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from pretrain.config.other_programs import PROGRAMS, defaults_of
 from pretrain.errors import ConfigError, shorten
 
+_TOO_LARGE = 2**63
 _TRUE, _FALSE = ("true", "yes", "1", "t", "y"), ("false", "no", "0", "f", "n")
 OFF: tuple[Any, ...] = (None, False, 0, "", "none", "None", "false", "False", "0", [], {})
 """values that turn a setting off"""
@@ -110,7 +110,7 @@ class Settings:
 
 
 def as_number(value: Any) -> int | float | None:
-    """Return a finite number, also from a word such as 9_765_625, 6e-5 or 1024; None for other values."""
+    """Return a number of at most 64 bits, also from a word such as 9_765_625 or 6e-5; None for other values."""
     if isinstance(value, str):
         word = value.strip().replace("_", "")
         try:
@@ -120,6 +120,6 @@ def as_number(value: Any) -> int | float | None:
                 value = float(word)
             except ValueError:
                 return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    return value
+    return value if abs(value) < _TOO_LARGE else None  # false for NaN

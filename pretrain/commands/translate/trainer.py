@@ -2,7 +2,7 @@
 
 import json
 import math
-from pathlib import Path
+import os
 from typing import Any
 
 from pretrain.commands.translate.deepspeed_json import take_json
@@ -78,7 +78,7 @@ def _take_json(settings: Settings, result: Result) -> bool:
                 file = DsFile("deepspeed", json.loads(path))
             except ValueError as error:
                 raise ConfigError(settings.where("deepspeed"), problem=f"it is not JSON: {error}") from None
-        elif not Path(path).is_file():
+        elif not os.path.isfile(path):
             raise ConfigError(settings.where("deepspeed"), problem=f"there is no file {path}",
                               remedy="give its path from here")
         else:
