@@ -60,7 +60,8 @@ def write_neox_model(settings: Settings, result: Result, vocab_size: int | None)
         "parallel_residual": ("gpt_j_residual",), "tie_word_embeddings": ("no_weight_tying",),
         "qkv_bias": ("use_bias_in_attn_linear",), "mlp_bias": ("use_bias_in_mlp",), "qk_norm": ("use_qk_layernorm",),
         "initializer_range": ("init_method_std",), "attention_dropout": ("attention_dropout",),
-        "residual_dropout": ("hidden_dropout",), "rope_theta": ("rotary_emb_base",), "rotary_size": ("rotary_pct",),
+        "residual_dropout": ("hidden_dropout",), "embedding_dropout": ("hidden_dropout",),
+        "rope_theta": ("rotary_emb_base",), "rotary_size": ("rotary_pct",),
         "windows": ("sliding_window_width",),
         "vocab_size": ("padded_vocab_size", "make_vocab_size_divisible_by"),
     }

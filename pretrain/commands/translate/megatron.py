@@ -178,6 +178,9 @@ def _layout(settings: Settings, result: Result, with_json: bool) -> None:
                    "use_custom_fsdp", "data_parallel_sharding_strategy")
     if not (with_json and "zero_optimization" in result.json):
         result.set_json("zero_optimization.stage", _zero_stage(settings, stages, with_json), *names)
+    else:
+        stage = result.json["zero_optimization"].get("stage", 0)
+        result.used(f"the JSON has ZeRO stage {stage}, which is used", *names)
     if not names and not with_json:
         result.set_json("zero_optimization.stage", result.json["zero_optimization"]["stage"],
                         "use_distributed_optimizer")

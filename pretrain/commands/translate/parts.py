@@ -81,9 +81,9 @@ def _value(settings: Settings, name: str, flag: str) -> Any:
 
 def note_differences(settings: Settings, result: Result) -> None:
     """Add to each setting that became something how its meaning differs."""
-    for name in settings.given:
+    for name, value in settings.given.items():
         how = difference_of(name)
-        if how and name in result.rows:
+        if how and name in result.rows and value not in OFF:
             result.differs(how, name)
 
 

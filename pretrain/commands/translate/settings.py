@@ -21,6 +21,7 @@ class Settings:
     given: Mapping[str, Any]
     places: Mapping[str, str] = field(default_factory=dict)  # name -> the file, and the name as it is spelled there
     launcher: Mapping[str, Any] = field(default_factory=dict)  # flags before the program on a command line
+    unset: tuple[str, ...] = ()  # variables of a script for further arguments, which it does not set
 
     @property
     def program_name(self) -> str:
@@ -51,6 +52,8 @@ class Settings:
         value = self.get(name, False)
         if isinstance(value, str) and value.lower() in (*_TRUE, *_FALSE):
             return value.lower() in _TRUE
+        if isinstance(value, str) and value.startswith("$"):  # further arguments, after a switch
+            return True
         if not isinstance(value, bool) and value not in (0, 1):
             raise self.wrong(name, "true or false")
         return bool(value)
