@@ -293,7 +293,7 @@ def _logging(settings: Settings, result: Result) -> None:
             "profile", "profile_step_start", "profile_step_end", "use_pytorch_profiler"))
     if settings.is_on("use_mup") and settings.has("mup_base_hidden_size"):
         result.set_run("mup_base_width", settings.needed("mup_base_hidden_size"), "use_mup", "mup_base_hidden_size")
-        result.differs("the factors of muP are those of ds_configs/recipe.md", "use_mup")
+        result.differs("the factors are those of Tensor Programs V for Adam, without multipliers", "use_mup")
     elif settings.has("mup_base_hidden_size"):
         result.none("its switch is off", "mup_base_hidden_size")
     if not settings.has("save_interval"):
