@@ -183,12 +183,13 @@ deepspeed pretrain_gpt.py ${{options}} --deepspeed --deepspeed_config {ds_json} 
     assert "the script adds ${more_options}, which it does not set" in capsys.readouterr().out
 
 
-def test_training_arguments_as_json_with_olmo2(tmp_path: Path) -> None:
+@pytest.mark.parametrize("preset", ["olmo2-1b", "olmo2-7b"])
+def test_training_arguments_as_json_with_olmo2(tmp_path: Path, preset: str) -> None:
     """Defaults that differ are written: a linear schedule to 0, no weight decay, 3 epochs."""
-    arguments = {"config_name": "olmo2-1b", "output_dir": "out", "learning_rate": 4e-4, "bf16": True,
+    arguments = {"config_name": preset, "output_dir": "out", "learning_rate": 4e-4, "bf16": True,
                  "per_device_train_batch_size": 2, "block_size": 4096, "warmup_ratio": 0.1, "fsdp": "full_shard"}
     plan = translated(tmp_path, [written(tmp_path, "args.json", arguments), "--dataset_tokens", "1000000"], 2)
-    assert_same_model(plan.model, "olmo2-1b")
+    assert_same_model(plan.model, preset)
     assert plan.ds_config["optimizer"]["params"]["weight_decay"] == 0.0
     assert (plan.args.train_tokens, plan.args.lr_warmup_tokens, plan.args.lr_schedule) == (3_000_000, 300_000, "linear")
     assert (plan.args.min_lr, plan.args.seed, plan.layout.zero_stage) == (0.0, 42, 3)
