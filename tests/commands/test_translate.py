@@ -159,12 +159,37 @@ def test_the_trainers_run_clm(tmp_path: Path) -> None:
         100, 200, 2, 7)
 
 
-def test_training_arguments_as_json_with_olmo2(tmp_path: Path) -> None:
+def test_megatron_deepspeed_in_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A string of options, a DeepSpeed JSON, and a variable with further options that the script does not set."""
+    ds_json = written(tmp_path, "ds.json", {
+        "train_batch_size": 512, "train_micro_batch_size_per_gpu": 16, "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 2, "elastic_checkpoint": True}, "fp16": {"enabled": True, "loss_scale": 0}})
+    script = written(tmp_path, "ds_pretrain_gpt_1.3B.sh", f"""
+SEQ_LEN=2048
+options=" \\
+    --adam-beta2 0.95 --init-method-std 0.013 --lr-decay-tokens 260000000000 --lr-warmup-tokens 375000000 \\
+    --micro-batch-size 16 --global-batch-size 512 --num-layers 24 --hidden-size 2048 --num-attention-heads 16 \\
+    --seq-length ${{SEQ_LEN}} --max-position-embeddings $SEQ_LEN --train-tokens 300000000000 --lr 2.0e-4 \\
+    --min-lr 1.0e-6 --lr-decay-style cosine --fp16 --merge-file gpt2-merges.txt --data-path data/pile"
+deepspeed pretrain_gpt.py ${{options}} --deepspeed --deepspeed_config {ds_json} --zero-stage 2 ${{more_options}} $@
+""")
+    plan = translated(tmp_path, [script], 32)
+    assert_same_model(plan.model, "gpt3-1.3b", without=(
+        "vocab_size", "initializer_range", "attention_dropout", "residual_dropout", "embedding_dropout"))
+    assert (plan.layout.zero_stage, plan.layout.global_batch_size, plan.args.train_tokens) == (2, 512, 300 * 10**9)
+    assert plan.schedule is not None
+    assert plan.schedule.warmup_steps == -(-375_000_000 // (512 * 2048))
+    assert plan.schedule.decay_steps == -(-260 * 10**9 // (512 * 2048))
+    assert "the script adds ${more_options}, which it does not set" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("preset", ["olmo2-1b", "olmo2-7b"])
+def test_training_arguments_as_json_with_olmo2(tmp_path: Path, preset: str) -> None:
     """Defaults that differ are written: a linear schedule to 0, no weight decay, 3 epochs."""
-    arguments = {"config_name": "olmo2-1b", "output_dir": "out", "learning_rate": 4e-4, "bf16": True,
+    arguments = {"config_name": preset, "output_dir": "out", "learning_rate": 4e-4, "bf16": True,
                  "per_device_train_batch_size": 2, "block_size": 4096, "warmup_ratio": 0.1, "fsdp": "full_shard"}
     plan = translated(tmp_path, [written(tmp_path, "args.json", arguments), "--dataset_tokens", "1000000"], 2)
-    assert_same_model(plan.model, "olmo2-1b")
+    assert_same_model(plan.model, preset)
     assert plan.ds_config["optimizer"]["params"]["weight_decay"] == 0.0
     assert (plan.args.train_tokens, plan.args.lr_warmup_tokens, plan.args.lr_schedule) == (3_000_000, 300_000, "linear")
     assert (plan.args.min_lr, plan.args.seed, plan.layout.zero_stage) == (0.0, 42, 3)
@@ -204,6 +229,25 @@ def test_llama_and_the_clipped_line_of_gpt_neox(tmp_path: Path) -> None:
 ])
 def test_errors_name_the_setting(tmp_path: Path, change: dict[str, Any], line: str) -> None:
     file = written(tmp_path, "pythia.yml", {**pythia("70m"), **change})
+    with pytest.raises(ConfigError, match=line):
+        main([file, "--output", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("name", "content", "line"), [
+    ("a.yml", "", "a.yml: found a NoneType; expected a mapping"), ("a.yml", "a: [", "a.yml: it is not YAML: line 1"),
+    ("a.yml", "num-layers: 1\nnum_layers: 2", "the key num_layers is there twice"),
+    ("a.json", "[1]", "a.json: found a list; expected a mapping"), ("a.json", "{", "a.json: it is not JSON"),
+    ("a.toml", "[model", "a.toml: it is not TOML"), ("a.sh", "--num-layers 'x", "is not a list of words"),
+    ("a.yml", "seed: 1", "--from: the settings do not show which program"),
+    ("a.sh", "--num-layers $LAYERS --hidden-size 8", r"a.sh: --num-layers: found \$LAYERS; expected a number"),
+    ("a.sh", "--num-layers 2 --hidden-size 64 --num-attention-heads 3 --seq-length 8 --vocab-size 9",
+     "no family of models here computes it"),
+    ("a.toml", '[model]\nname = "llama4"\nflavor = "17Bx16E"', "the model llama4 17Bx16E is not in the table"),
+    ("a.json", {"output_dir": "x", "learning_rate": 1, "deepspeed": {"zero_optimisation": {}}}, "Did you mean"),
+])
+def test_files_that_cannot_be_translated(tmp_path: Path, name: str, content: Any, line: str) -> None:
+    file = written(tmp_path, name, content)
     with pytest.raises(ConfigError, match=line):
         main([file, "--output", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()

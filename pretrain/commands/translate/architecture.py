@@ -54,7 +54,7 @@ def write_model(settings: Settings, result: Result, wanted: Wanted, sources: Sou
             closest = len(problems), f"the most similar one, {family}, differs: {'; '.join(problems)}"
     raise ConfigError(f"{settings.program_name}: model", problem="no family of models here computes it; "
                       f"{closest[1] if closest else ''}",
-                      remedy="ds_configs/README.md lists the families; change the settings that differ")
+                      remedy="change the settings that differ, or give a config.json of another family to --model")
 
 
 def _sizes_fit(wanted: Wanted) -> bool:

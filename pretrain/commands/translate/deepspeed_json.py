@@ -89,7 +89,7 @@ def _parameters(file: DsFile, block: str) -> Tree:
                           remedy='"AdamW" has the same update without compression')
     if tree is None:
         raise ConfigError(file.where("optimizer.type"), problem=f"{kind or 'nothing'} is no optimizer here",
-                          remedy='ds_configs/recipe.md lists them; "AdamW" is the usual one')
+                          remedy='"AdamW" is the usual one')
     return tree
 
 

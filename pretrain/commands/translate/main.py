@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from pretrain.checkpoint.format.hashed_files import write_atomically
-from pretrain.cli import Parser, path, path_text, whole_number
+from pretrain.cli import Parser, path_text, whole_number
 from pretrain.commands.translate.gpt_neox import translate_neox
 from pretrain.commands.translate.megatron import translate_megatron
 from pretrain.commands.translate.output import check_command, json_text, table_lines, yaml_text
@@ -49,7 +49,7 @@ def _parser() -> Parser:
         "Translate settings of GPT-NeoX (YAML), Megatron-LM and Megatron-DeepSpeed (arguments), transformers.Trainer "
         "(a command line or TrainingArguments as JSON) or torchtitan (TOML) into run.yaml, ds_config.json and "
         "config.json, and list what became of each setting. WORDS are a command line of the other program."))
-    parser.add_argument("files", nargs="*", type=path, metavar="FILE",
+    parser.add_argument("files", nargs="*", type=path_text, metavar="FILE",
                         help="YAML, TOML or JSON of the other program, or a shell script with its command line")
     parser.add_argument("--output", type=path_text, required=True, metavar="FOLDER", help="folder to write into")
     parser.add_argument("--from", dest="program", choices=tuple(PROGRAMS),

@@ -1,8 +1,8 @@
 """Parts of a translation that several programs share: copied flags, optimizer, schedule, degrees, monitors, data."""
 
 import dataclasses
+import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, get_args
 
 from pretrain.commands.translate.convert import CONVERSIONS, end_of_clipped_line
@@ -81,9 +81,9 @@ def _value(settings: Settings, name: str, flag: str) -> Any:
 
 def note_differences(settings: Settings, result: Result) -> None:
     """Add to each setting that became something how its meaning differs."""
-    for name in settings.given:
+    for name, value in settings.given.items():
         how = difference_of(name)
-        if how and name in result.rows:
+        if how and name in result.rows and value not in OFF:
             result.differs(how, name)
 
 
@@ -211,7 +211,7 @@ def write_data(settings: Settings, result: Result, flag: str, words: Sequence[st
     value = list(words)
     result.set_run(flag, value if len(value) > 1 else value[0], *names)
     prefixes = [word for word in value if as_number(word) is None]
-    missing = [prefix for prefix in prefixes if not Path(f"{prefix}.idx").exists() and "://" not in prefix]
+    missing = [prefix for prefix in prefixes if not os.path.exists(f"{prefix}.idx") and "://" not in prefix]
     if missing:
         result.remaining.append(f"--{flag}: bring the token files here; they are read as they are (.bin and .idx): "
                                 f"{', '.join(missing[:3])}{', ...' * (len(missing) > 3)}")
@@ -227,7 +227,7 @@ def write_tokenizer(settings: Settings, result: Result, value: str, *names: str)
     """Write the tokenizer."""
     result.set_run("tokenizer", value, *names)
     is_name = value in (*preset_names(), "bytes")
-    if not is_name and not Path(value).exists():
+    if not is_name and not os.path.exists(value):
         result.remaining.append(f"--tokenizer: {value} is not on this machine; bring it here, or name another one")
 
 

@@ -47,16 +47,18 @@ def read_settings(files: Sequence[str], words: Sequence[str], program: str | Non
     given: dict[str, Any] = {}
     places: dict[str, str] = {}
     launcher: dict[str, Any] = {}
-    for name, value, place in _entries(files, words, launcher):
+    unset: list[str] = []
+    for name, value, place in _entries(files, words, launcher, unset):
         if name in given:
             raise ConfigError(place, problem=f"the same setting is in {places[name]}", remedy="keep one of the two")
         given[name], places[name] = value, place
     program = program or _recognize(given)
-    return Settings(program, given, places, launcher)
+    return Settings(program, given, places, launcher, tuple(unset))
 
 
-def _entries(files: Sequence[str], words: Sequence[str], launcher: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """Yield (current name, value, where it stands) of every setting."""
+def _entries(files: Sequence[str], words: Sequence[str], launcher: dict[str, Any],
+             unset: list[str]) -> Iterator[tuple[str, Any, str]]:
+    """Yield (current name, value, where it stands) of every setting. The last two arguments are filled."""
     for file in files:
         text = _read(file)
         suffix = Path(file).suffix
@@ -65,12 +67,12 @@ def _entries(files: Sequence[str], words: Sequence[str], launcher: dict[str, Any
         elif suffix in _YAML or suffix in _JSON:
             values = _parse_mapping(file, text)
         else:
-            yield from _command_line(file, _script_words(file, text), launcher)
+            yield from _command_line(file, _script_words(file, text), launcher, unset)
             continue
         for name, value in values.items():
             yield _name(str(name)), value, f"{file}: {name}"
     if words:
-        yield from _command_line("command line", list(words), launcher)
+        yield from _command_line("command line", list(words), launcher, unset)
 
 
 def _name(word: str) -> str:
@@ -202,8 +204,14 @@ def _split(file: str, text: str) -> list[str]:
         raise ConfigError(file, problem=f"{shorten(text, 60)!r} is not a list of words: {error}") from None
 
 
-def _command_line(place: str, words: list[str], launcher: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
+def _command_line(place: str, words: list[str], launcher: dict[str, Any],
+                  unset: list[str]) -> Iterator[tuple[str, Any, str]]:
     """Yield the flags behind the program's name; those before it belong to its launcher."""
+    bare = [bool(_VARIABLE.fullmatch(word)) for word in words]
+    # a variable behind a value, or behind another one, stands for further arguments
+    further = [is_bare and index > 0 and not _FLAG.match(words[index - 1]) for index, is_bare in enumerate(bare)]
+    unset += [word for word, is_further in zip(words, further, strict=True) if is_further and word[1:] != "@"]
+    words = [word for word, is_further in zip(words, further, strict=True) if not is_further]
     programs = [index for index, word in enumerate(words) if word.endswith(".py")]
     if programs:
         launcher.update({flag.lstrip("-").replace("-", "_"): value for flag, value in _flags(words[:programs[0]])})

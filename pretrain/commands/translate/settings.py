@@ -1,6 +1,5 @@
 """The settings of another program, as its files and its command line give them, with the program's defaults."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from pretrain.config.other_programs import PROGRAMS, defaults_of
 from pretrain.errors import ConfigError, shorten
 
+_TOO_LARGE = 2**63
 _TRUE, _FALSE = ("true", "yes", "1", "t", "y"), ("false", "no", "0", "f", "n")
 OFF: tuple[Any, ...] = (None, False, 0, "", "none", "None", "false", "False", "0", [], {})
 """values that turn a setting off"""
@@ -21,6 +21,7 @@ class Settings:
     given: Mapping[str, Any]
     places: Mapping[str, str] = field(default_factory=dict)  # name -> the file, and the name as it is spelled there
     launcher: Mapping[str, Any] = field(default_factory=dict)  # flags before the program on a command line
+    unset: tuple[str, ...] = ()  # variables of a script for further arguments, which it does not set
 
     @property
     def program_name(self) -> str:
@@ -51,6 +52,8 @@ class Settings:
         value = self.get(name, False)
         if isinstance(value, str) and value.lower() in (*_TRUE, *_FALSE):
             return value.lower() in _TRUE
+        if isinstance(value, str) and value.startswith("$"):  # further arguments, after a switch
+            return True
         if not isinstance(value, bool) and value not in (0, 1):
             raise self.wrong(name, "true or false")
         return bool(value)
@@ -110,7 +113,7 @@ class Settings:
 
 
 def as_number(value: Any) -> int | float | None:
-    """Return a finite number, also from a word such as 9_765_625, 6e-5 or 1024; None for other values."""
+    """Return a number of at most 64 bits, also from a word such as 9_765_625 or 6e-5; None for other values."""
     if isinstance(value, str):
         word = value.strip().replace("_", "")
         try:
@@ -120,6 +123,6 @@ def as_number(value: Any) -> int | float | None:
                 value = float(word)
             except ValueError:
                 return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    return value
+    return value if abs(value) < _TOO_LARGE else None  # false for NaN

@@ -2,7 +2,7 @@
 
 import json
 import math
-from pathlib import Path
+import os
 from typing import Any
 
 from pretrain.commands.translate.deepspeed_json import take_json
@@ -23,7 +23,7 @@ from pretrain.commands.translate.result import Result
 from pretrain.commands.translate.settings import OFF, Settings, as_number
 from pretrain.config.ds_json.read import DsFile, read_ds_config
 from pretrain.errors import ConfigError
-from pretrain.model.config import find_config
+from pretrain.model.config import find_config, model_config_from
 from pretrain.model.config_keys import parse_overrides, read_config_json
 from pretrain.model.families import FAMILIES
 
@@ -47,8 +47,8 @@ def translate_trainer(settings: Settings, result: Result, *, dataset_tokens: int
     _model(settings, result)
     write_optimizer(settings, result, settings.choice("optim", _OPTIMIZERS), "optim")
     _batch(settings, result)
-    seq_length = settings.whole("block_size", _BLOCK_SIZE, low=1)
-    result.set_run("seq_length", seq_length, "block_size")
+    positions = model_config_from(result.model, "config.json").max_positions if result.model else _BLOCK_SIZE
+    result.set_run("seq_length", settings.whole("block_size", min(_BLOCK_SIZE, positions), low=1), "block_size")
     _length_and_schedule(settings, result, dataset_tokens)
     _layout(settings, result, with_json)
     _evaluation_and_saving(settings, result)
@@ -78,7 +78,7 @@ def _take_json(settings: Settings, result: Result) -> bool:
                 file = DsFile("deepspeed", json.loads(path))
             except ValueError as error:
                 raise ConfigError(settings.where("deepspeed"), problem=f"it is not JSON: {error}") from None
-        elif not Path(path).is_file():
+        elif not os.path.isfile(path):
             raise ConfigError(settings.where("deepspeed"), problem=f"there is no file {path}",
                               remedy="give its path from here")
         else:
@@ -208,9 +208,10 @@ def _layout(settings: Settings, result: Result, with_json: bool) -> None:
             result.set_json(f"{name}.enabled", True, name)
         elif settings.has(name):
             result.used("as the JSON says" if state is not None else "off", name)
-    words = settings.text("fsdp", "").replace(",", " ").split()
+    words = ["full_shard"] if settings.get("fsdp") is True else " ".join(settings.words("fsdp")).replace(
+        ",", " ").split()
     if not with_json:
-        stage = 3 if "full_shard" in words or "hybrid_shard" in words or words == ["True"] else \
+        stage = 3 if "full_shard" in words or "hybrid_shard" in words else \
             2 if words and words[0].startswith("shard_grad_op") else 0
         result.set_json("zero_optimization.stage", stage, *settings.only("fsdp"))
         if "offload" in words:
@@ -234,7 +235,7 @@ def _evaluation_and_saving(settings: Settings, result: Result) -> None:
         result.none("CHECK: --eval_interval counts steps", *names)
         every = 0
     result.set_run("eval_interval", int(every), *(names or ["eval_strategy"]))
-    if names:
+    if names and every:
         result.differs("an evaluation has --eval_steps global batches, and not all validation data", *names)
     strategy, steps = settings.text("save_strategy"), settings.number("save_steps")
     names = settings.only("save_strategy", "save_steps") or ["save_steps"]
