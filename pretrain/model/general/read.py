@@ -20,13 +20,6 @@ _NO_LIMIT = 2**31 - 1  # tokens
 _OLDER_KEYS = frozenset(("rope_theta", "rope_scaling", "partial_rotary_factor", "auto_map"))  # transformers reads them
 
 
-def known_model_types() -> list[str]:
-    """Return the model types for which transformers has a causal language model."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    return [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
-
-
 def general_config(values: dict[str, Any], where: str, overrides: str | None = None) -> ModelConfig:
     """Return the config with its layers. `where` names the file in errors. Raises ConfigError."""
     model_type = values["model_type"]
