@@ -14,7 +14,8 @@ import torch.nn.functional as F  # noqa: N812 (torch's own name)
 from torch import nn
 
 from pretrain.model.description import Layer
-from pretrain.model.general.decoder import Decoder, own_name, persistent_buffers, replace_parameter, token_ids_like
+from pretrain.model.general.decoder import Decoder, replace_parameter, token_ids_like
+from pretrain.model.general.described_layers import own_name, persistent_buffers
 from pretrain.model.general.skeleton import Handler, Stop, move_buffers
 from pretrain.model.layers.vocabulary import Labels, TrainingLoss
 from pretrain.model.parameters import create_parameters
