@@ -122,13 +122,14 @@ def reject_initial_values(args: RunArguments, reason: str) -> None:
 def undecayed_names(patterns: Sequence[str] | None, model: ModelConfig) -> frozenset[str]:
     """Return the names of all parameters that at least one pattern matches.
 
-    Vectors (norms, biases) have no weight decay in any case.
+    Vectors (norms, biases) have no weight decay in any case, nor have frozen matrices.
 
     Raises:
         ConfigError: a pattern matches no parameter.
     """
     names = [name for name, _ in model.named_parameters()]
-    return frozenset(name for pattern in patterns or () for name in _matches(pattern, names))
+    frozen = {name for name, parameter in model.named_parameters() if parameter.is_frozen}
+    return frozenset(name for pattern in patterns or () for name in _matches(pattern, names)) | frozen
 
 
 def _matches(pattern: str, names: Sequence[str]) -> list[str]:

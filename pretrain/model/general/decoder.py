@@ -38,7 +38,7 @@ class Decoder:
         """Execute the model's forward function: `handlers` for some modules, and only shapes for the others."""
         shapes = {path: self._runner.shapes_of(path, dtype) for path in self.parts.watched}
         shapes.update(dict.fromkeys(self.parts.blocks, self._skipped_block))
-        return self._runner.run(ids_BT, {**shapes, **handlers}, training=training)
+        return self._runner.run(ids_BT, {**shapes, **handlers}, dtype=dtype, training=training)
 
     def _skipped_block(self, *args: Any, **kwargs: Any) -> Any:
         """Return the hidden states that a decoder layer got, in the form in which it returns them."""
@@ -84,13 +84,20 @@ class Decoder:
         """
         real = {name: torch.full(parameter.shape, torch.nan)
                 for name, parameter in zip(layer.their_names, layer.parameters, strict=True)}
+        layer_seed = zlib.crc32(f"{seed} layer {index}".encode())
         with _real_parameters(self.model, real), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(zlib.crc32(f"{seed} layer {index}".encode()))
+            torch.manual_seed(layer_seed)
             _initialize(self.model, [*real])
-        unset = [name for name, values in real.items() if torch.isnan(values).any()]
-        if unset:
-            raise ValueError(f"{type(self.model).__name__}._init_weights leaves {unset[0]} without initial values")
+        if unset := [name for name, values in real.items() if torch.isnan(values).any()]:
+            real.update(self._constructed(unset, layer_seed))
         return {parameter.name: real[name] for name, parameter in zip(layer.their_names, layer.parameters, strict=True)}
+
+
+    def _constructed(self, names: list[str], seed: int) -> dict[str, torch.Tensor]:
+        """Return the values that constructors of modules give to parameters which `_init_weights` leaves alone."""
+        numbers = {self.model.get_parameter(name).registration for name in names}
+        model = create_skeleton(self.model.config, type(self.model), real=numbers, seed=seed)
+        return {name: model.get_parameter(name).detach() for name in names}
 
 
 @contextlib.contextmanager
@@ -156,10 +163,20 @@ def decoder_from(values: dict[str, Any]) -> Decoder:
 
 @lru_cache(maxsize=8)
 def _decoder(values_json: str) -> Decoder:
-    values = json.loads(values_json)
-    own = own_model(values["model_type"])
-    config = config_class_of(values["model_type"]).from_dict(values)
+    config = transformers_config(json.loads(values_json))
+    own = own_model(config.model_type)
     return Decoder(create_skeleton(config, None if own is None else own.model_class))
+
+
+def transformers_config(values: dict[str, Any]) -> Any:
+    """Return the config object of a config.json's content."""
+    decoded = json.loads(json.dumps(values), object_hook=_special_float)
+    return config_class_of(values["model_type"]).from_dict(decoded)
+
+
+def _special_float(values: dict[str, Any]) -> Any:
+    """Return the float of transformers' form {"__float__": "Infinity"}, and other dicts unchanged."""
+    return float(values["__float__"]) if values.keys() == {"__float__"} else values
 
 
 def decoder_of(config: ModelConfig) -> Decoder:

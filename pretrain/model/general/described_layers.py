@@ -38,13 +38,14 @@ def own_name(path: str) -> str:
 
 
 def _layer(model: Any, kind: str, class_name: str, paths: tuple[str, ...], name_of: Callable[[str], str]) -> Layer:
-    found = [(f"{name_of(path)}.{name}", tuple(parameter.shape), f"{path}.{name}")
+    found = [(f"{path}.{name}", Parameter(f"{name_of(path)}.{name}", tuple(parameter.shape),
+                                          active=_active(model.config, name, tuple(parameter.shape)),
+                                          is_frozen=not parameter.requires_grad))
              for path in paths for name, parameter in model.get_submodule(path).named_parameters()]
     buffers = [(f"{name_of(path)}.{name}", tuple(buffer.shape), f"{path}.{name}")
                for path in paths for name, buffer in persistent_buffers(model.get_submodule(path))]
-    return Layer(kind, class_name, tuple(Parameter(name, shape, active=_active(model.config, name, shape))
-                                         for name, shape, _ in found),
-                 their_names=tuple(theirs for _, _, theirs in found),
+    return Layer(kind, class_name, tuple(parameter for _, parameter in found),
+                 their_names=tuple(theirs for theirs, _ in found),
                  buffers=tuple(Parameter(name, shape) for name, shape, _ in buffers),
                  their_buffers=tuple(theirs for _, _, theirs in buffers))
 
@@ -81,5 +82,6 @@ def _active(config: Any, name: str, shape: tuple[int, ...]) -> int | None:
 
 def first_size(config: Any, names: tuple[str, ...], default: int) -> int:
     """Return the first attribute that is a positive whole number."""
-    found = (getattr(config, name, None) for name in names)
+    values, own_names = config.to_dict(), config.attribute_map  # getattr fails if layers have values of their own
+    found = (values.get(own_names.get(name, name)) for name in names)
     return next((value for value in found if isinstance(value, int) and value > 0), default)

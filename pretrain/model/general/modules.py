@@ -12,10 +12,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name)
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from pretrain.model.description import Layer
+from pretrain.model.general.carried import DIGITS, Carried, digits_of, ids_of, pack, unpack
 from pretrain.model.general.decoder import Decoder, replace_parameter, token_ids_like
 from pretrain.model.general.described_layers import own_name, persistent_buffers
+from pretrain.model.general.parts import bound_arguments
 from pretrain.model.general.skeleton import Handler, Stop, move_buffers
 from pretrain.model.layers.vocabulary import Labels, TrainingLoss
 from pretrain.model.parameters import create_parameters
@@ -96,10 +99,13 @@ class Embedding(nn.Module):
         (module,) = self._hidden_module
         move_buffers(module, x.device)
 
-        def embed(*args: Any, **kwargs: Any) -> Any:
-            raise Stop(module(*args, **kwargs))
+        def embed(ids_BT: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            # code such as `ids.to(embedding.weight.device)` moves them to the skeleton's meta device
+            raise Stop(module(x if ids_BT.is_meta else ids_BT, *args, **kwargs))
         embedded_BTD: torch.Tensor = self.decoder.run(x, self.embedding.dtype, {self.decoder.parts.embedding: embed},
                                                       training=self.training)
+        if self.decoder.parts.carried:  # the prologue needs the ids
+            return torch.cat([embedded_BTD, digits_of(x, embedded_BTD.dtype)], -1)
         return embedded_BTD
 
 
@@ -110,11 +116,35 @@ class Prologue(GeneralLayer):
         super().__init__(decoder, layer, {own_name(path): path for path in decoder.parts.prologue})
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        parts = self.decoder.parts
-        hidden_BTD: torch.Tensor = self.run(token_ids_like(x_BTD), x_BTD.dtype, {
-            parts.embedding: lambda *args, **kwargs: x_BTD, parts.blocks[0]: _stop_with_first,
+        parts, ids_BT = self.decoder.parts, token_ids_like(x_BTD)
+        recorders: dict[str, Handler] = {parts.blocks[0]: _stop_with_first}
+        if parts.carried:
+            x_BTD, ids_BT = x_BTD[..., :-DIGITS], ids_of(x_BTD[..., -DIGITS:])
+            recorders = self._recorders()
+        hidden_BTD: torch.Tensor = self.run(ids_BT, self.dtype or x_BTD.dtype, {
+            parts.embedding: lambda *args, **kwargs: x_BTD, **recorders,
             **{path: self.get_submodule(own_name(path)) for path in parts.prologue}})
         return hidden_BTD
+
+    def _recorders(self) -> dict[str, Handler]:
+        """Return handlers for the decoder layers that collect the carried tensors; the last one packs them."""
+        parts = self.decoder.parts
+        first_uses = {min(each.uses): each for each in parts.carried}
+        found: dict[Carried, torch.Tensor] = {}
+
+        def recorder(index: int, path: str) -> Handler:
+            module = self.decoder.model.get_submodule(path)
+
+            def handler(*args: Any, **kwargs: Any) -> Any:
+                hidden, named = bound_arguments(module, args, kwargs)
+                found.update({first_uses[index, name]: value for name, value in named.items()
+                              if (index, name) in first_uses})
+                if len(found) == len(parts.carried):
+                    raise Stop(pack(hidden, parts.carried, found))
+                return parts.returned(hidden)
+            return handler
+
+        return {path: recorder(index, path) for index, path in enumerate(parts.blocks)}
 
 
 class DecoderLayer(GeneralLayer):
@@ -128,10 +158,17 @@ class DecoderLayer(GeneralLayer):
         self.index, self.recompute = index, recompute
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        parts = self.decoder.parts
         arguments = self.decoder.arguments(self.index, x_BTD, self.dtype or x_BTD.dtype)
-        output = self.layer(x_BTD, **arguments)
-        hidden_BTD: torch.Tensor = output[0] if isinstance(output, (tuple, list)) else output
-        return hidden_BTD
+        # new containers in each call: layers cannot pass values to later ones in them
+        arguments = tree_map(lambda value: value, arguments)
+        if not parts.carried:
+            output = self.layer(x_BTD, **arguments)
+            return output[0] if isinstance(output, (tuple, list)) else output
+        hidden, carried, others = unpack(x_BTD, parts.hidden_shape, parts.carried, self.index)
+        output = self.layer(hidden, **{**arguments, **carried})
+        hidden = output[0] if isinstance(output, (tuple, list)) else output
+        return torch.cat([hidden.flatten(2), others], -1)
 
 
 class Epilogue(GeneralLayer):
@@ -142,7 +179,9 @@ class Epilogue(GeneralLayer):
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
         parts = self.decoder.parts
-        hidden_BTD: torch.Tensor = self.run(token_ids_like(x_BTD), x_BTD.dtype, {
+        if parts.carried:
+            x_BTD = x_BTD.unflatten(2, parts.hidden_shape)
+        hidden_BTD: torch.Tensor = self.run(token_ids_like(x_BTD), self.dtype or x_BTD.dtype, {
             parts.blocks[-1]: lambda *args, **kwargs: parts.returned(x_BTD), parts.head: _stop_with_first,
             **{path: self.get_submodule(own_name(path)) for path in parts.epilogue}})
         return hidden_BTD

@@ -5,8 +5,8 @@ module with parameters outside of a list of modules returns random values of the
 list returns new random hidden states. The list is the one of the decoder layers if each of its modules is called
 exactly once, in order, with the hidden states that the module before it returned.
 
-The other arguments of the decoder layers (masks, rotary tables ...) must depend on neither token ids nor hidden states:
-two runs with other random values must give equal ones. Otherwise the layers of a pipeline would have to pass them on.
+The other arguments of the decoder layers (masks, rotary tables ...) are compared between runs with other random values.
+Those that depend on the token ids are carried from layer to layer (carried.py). None may depend on the hidden states.
 """
 
 import inspect
@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
+from pretrain.model.general.carried import Carried
 from pretrain.model.general.skeleton import Handler, Runner
 
 # How a decoder layer may return the hidden states, in the order in which this is tried.
@@ -43,6 +43,8 @@ class Parts:
     tied: bool  # whether the embedding and the head share their matrix
     returned_items: int  # 0: a decoder layer returns a tensor; otherwise the length of a tuple that begins with it
     plain_head: bool  # whether the logits are what the head returns: no scale, no soft-capping
+    hidden_shape: tuple[int, ...]  # of the hidden states, after batch and positions: several streams have 2 dimensions
+    carried: tuple[Carried, ...]  # the last used one first
 
     @property
     def watched(self) -> tuple[str, ...]:
@@ -117,7 +119,8 @@ def _parts_around(model: Any, list_path: str) -> Parts:
     before, after = calls.order[:first], calls.order[last + 1:]
     for path in outside:
         if calls.order.count(path) != 1:
-            raise UnknownPartsError(f"{path} is called {calls.order.count(path)} times; expected once")
+            raise UnknownPartsError(f"{path} is called {calls.order.count(path)} times; expected once" if
+                                    path in calls.order else f"{path} is not called for text, but has parameters")
     if between := [path for path in calls.order[first:last] if path not in blocks]:
         raise UnknownPartsError(f"{between[0]} is called between decoder layers")
     if before[:1] != [embedding]:
@@ -126,11 +129,14 @@ def _parts_around(model: Any, list_path: str) -> Parts:
     if after[-1:] != [head]:
         raise UnknownPartsError(f"the head {head} must be the last module with parameters that is called; the calls "
                                 f"after the decoder layers are {', '.join(after) or 'none'}")
-    _check_same_arguments(calls, _run(model, blocks, outside, items, seed=1), blocks, before[1:])
+    carried = _find_carried(calls, _run(model, blocks, outside, items, seed=1),
+                            _run(model, blocks, outside, items, block_seed=1), blocks)
     tied = _check_vocabulary(model, embedding, head)
     _check_shared(model, (*outside, *blocks), (embedding, head) if tied else ())
-    return Parts(embedding, tuple(before[1:]), calls.entered[blocks[0]] is not calls.returned[embedding], blocks,
-                 tuple(after[:-1]), head, tied, items, calls.logits is calls.returned[head])
+    hidden = calls.entered[blocks[0]]
+    return Parts(embedding, tuple(before[1:]), bool(carried) or hidden is not calls.returned[embedding], blocks,
+                 tuple(after[:-1]), head, tied, items, calls.logits is calls.returned[head], tuple(hidden.shape[2:]),
+                 carried)
 
 
 def _units(model: Any, list_path: str) -> Iterator[str]:
@@ -157,13 +163,15 @@ def _callable_units(path: str, module: nn.Module) -> Iterator[str]:
 
 def _vocabulary_paths(model: Any, outside: tuple[str, ...]) -> tuple[str, str]:
     """Return the paths of the token embedding and of the head, as the model names them itself."""
-    by_module = {id(model.get_submodule(path)): path for path in outside}
+    paths = {id(module): path for path, module in model.named_modules()}
     found = []
     for what, module in (("token embedding", model.get_input_embeddings()), ("head", model.get_output_embeddings())):
-        if id(module) not in by_module:
-            raise UnknownPartsError(f"a {what} outside of the decoder layers is needed; the model's is "
-                                    f"{'none' if module is None else type(module).__name__}")
-        found.append(by_module[id(module)])
+        path = paths.get(id(module), "")
+        if path not in outside:
+            unit = next((each for each in outside if path.startswith(f"{each}.")), "")
+            raise UnknownPartsError(f"the model has no {what}" if not path else f"the {what} {path} must be a module "
+                                    f"that the model calls by itself; it is a part of {unit or 'another one'}")
+        found.append(path)
     if found[0] == found[1]:
         raise UnknownPartsError(f"the head is the same module as the embedding, {found[0]}")
     return found[0], found[1]
@@ -194,8 +202,9 @@ def _problem_with_order(calls: _Calls, blocks: tuple[str, ...]) -> str:
         return (f"each of the {len(blocks)} modules must be called exactly once, in order; "
                 f"called were {', '.join(called[:8]) or 'none'}{' ...' if len(called) > 8 else ''}")
     hidden = calls.entered[blocks[0]]
-    if not torch.is_tensor(hidden) or hidden.shape[:2] != (_BATCH, _LENGTH) or hidden.dim() != 3:
-        return f"{blocks[0]} must get hidden states [batch, positions, size] as first argument"
+    if not torch.is_tensor(hidden) or hidden.shape[:2] != (_BATCH, _LENGTH) or hidden.dim() < 3:
+        return (f"{blocks[0]} must get hidden states [batch, positions, size] as first argument; it gets "
+                f"{list(hidden.shape)} for {_BATCH} samples of {_LENGTH} tokens")
     for before, block in pairwise(blocks):
         if calls.entered[block] is not calls.returned[before]:
             return f"{block} must get the hidden states that {before} returned; it gets something else"
@@ -203,9 +212,13 @@ def _problem_with_order(calls: _Calls, blocks: tuple[str, ...]) -> str:
 
 
 def _run(model: Any, blocks: tuple[str, ...], outside: tuple[str, ...], items: int, *,
-         seed: int = 0) -> _Calls:
-    """Run the forward function with random token ids, outputs of modules, and hidden states of decoder layers."""
+         seed: int = 0, block_seed: int = 0) -> _Calls:
+    """Run the forward function with random token ids, outputs of modules, and hidden states of decoder layers.
+
+    `block_seed`: of the hidden states. `seed`: of all others.
+    """
     runner, calls = Runner(model, (*blocks, *outside)), _Calls()
+    generator = torch.Generator().manual_seed(seed + 1000 * block_seed)
 
     def unit(path: str) -> Handler:
         shapes = runner.shapes_of(path, torch.float32, random=True)
@@ -227,7 +240,7 @@ def _run(model: Any, blocks: tuple[str, ...], outside: tuple[str, ...], items: i
             if not torch.is_tensor(hidden):
                 raise UnknownPartsError(f"{path} must get hidden states as first argument; it gets "
                                         f"{type(hidden).__name__}")
-            calls.returned[path] = torch.randn_like(hidden)
+            calls.returned[path] = torch.randn(hidden.shape, generator=generator, dtype=hidden.dtype)
             return _returned(calls.returned[path], items)
         return handler
 
@@ -239,21 +252,32 @@ def _run(model: Any, blocks: tuple[str, ...], outside: tuple[str, ...], items: i
     return calls
 
 
-def _check_same_arguments(first: _Calls, second: _Calls, blocks: tuple[str, ...], before: list[str]) -> None:
-    """Raise UnknownPartsError if an argument of a decoder layer differs between two runs with other random values.
+def _find_carried(first: _Calls, other: _Calls, other_blocks: _Calls, blocks: tuple[str, ...]) -> tuple[Carried, ...]:
+    """Return the arguments of decoder layers that depend on the tokens, the last used one first.
 
-    Modules `before` the decoder layers may get floating-point values of the embedding, but no token ids.
+    Raises UnknownPartsError for an argument that depends on hidden states, or that cannot be carried.
+
+    Args:
+        other: run with other token ids and other random values.
+        other_blocks: run in which only the outputs of the decoder layers are others.
     """
-    for path in blocks:
+    uses: dict[int, list[tuple[int, str]]] = {}  # by identity of the tensor
+    tensors: dict[int, torch.Tensor] = {}
+    for layer, path in enumerate(blocks):
         for name, value in first.arguments[path].items():
-            if not _same(value, second.arguments[path].get(name)):
-                raise UnknownPartsError(f"the argument {name} of {path} ({type(value).__name__}) depends on the tokens "
-                                        "or hidden states; expected masks, positions and the like")
-    for path in before:
-        ids = [[each for each in tree_leaves(calls.entered[path]) if torch.is_tensor(each)
-                and not each.is_floating_point()] for calls in (first, second)]
-        if not _same(*ids):
-            raise UnknownPartsError(f"{path} gets the token ids, as the embedding does; expected one such module")
+            if _same(value, other.arguments[path].get(name)):
+                continue
+            what = f"the argument {name} of {path} ({type(value).__name__})"
+            if not _same(value, other_blocks.arguments[path].get(name)):
+                raise UnknownPartsError(f"{what} depends on what decoder layers before it computed; expected masks, "
+                                        "positions, or what depends on the tokens alone")
+            if not torch.is_tensor(value) or value.dim() < 2 or value.shape[:2] != (_BATCH, _LENGTH):
+                raise UnknownPartsError(f"{what} depends on the tokens; expected a tensor [batch, positions, ...]")
+            uses.setdefault(id(value), []).append((layer, name))
+            tensors[id(value)] = value
+    found = [Carried(tuple(tensors[key].shape[2:]), not tensors[key].is_floating_point(), tuple(each))
+             for key, each in uses.items()]
+    return tuple(sorted(found, key=lambda carried: -carried.last_use))
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -111,6 +111,7 @@ def _sizes(decoder: Decoder) -> dict[str, Any]:
     """Return the sizes that the rest of the program asks for; 0 for those that the architecture does not have."""
     config = decoder.model.config.get_text_config(decoder=True)
     rows, columns = decoder.model.get_input_embeddings().weight.shape
+    rows = min(rows, decoder.model.get_output_embeddings().weight.shape[0])  # Moshi has one more embedding
     hidden, heads = first_size(config, ("hidden_size",), columns), first_size(config, _HEADS, 0)
     return {"vocab_size": rows, "hidden_size": hidden, "num_layers": len(decoder.parts.blocks), "num_heads": heads,
             "num_kv_heads": first_size(config, ("num_key_value_heads",), heads),

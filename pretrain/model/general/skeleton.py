@@ -9,8 +9,9 @@ for each watched module, so that a part of the model can be computed with real m
 import contextlib
 import copy
 import inspect
+import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -44,17 +45,23 @@ class _LargeOnMeta(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def parameters_on_meta() -> Iterator[None]:
+def parameters_on_meta(real: Container[int] = ()) -> Iterator[None]:
     """Create parameters without memory, and buffers with their values. Tied parameters remain one object.
 
     Constructors of transformers compute the frequencies of rotary positions, which are in no checkpoint. Under
     torch.device("meta") they would be lost.
+
+    Each parameter gets an attribute `registration`, its number in the order of construction. Those of `real` keep
+    their memory.
     """
-    register = nn.Module.register_parameter
+    register, number = nn.Module.register_parameter, itertools.count()
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)
-        if parameter is not None and parameter.device.type != "meta":
+        if parameter is None or hasattr(parameter, "registration"):
+            return
+        parameter.registration = next(number)  # type: ignore[attr-defined]
+        if parameter.device.type != "meta" and parameter.registration not in real:  # type: ignore[attr-defined]
             moved = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
             moved.__dict__.update(parameter.__dict__)
             module._parameters[name] = moved
@@ -66,18 +73,23 @@ def parameters_on_meta() -> Iterator[None]:
         setattr(nn.Module, "register_parameter", register)  # noqa: B010
 
 
-def create_skeleton(config: Any, model_class: Any = None) -> Any:
+def create_skeleton(config: Any, model_class: Any = None, *, real: Container[int] = (), seed: int = 0) -> Any:
     """Build the model of a transformers config, in evaluation mode. `model_class` None: the class of its model_type.
 
     Attention is torch's scaled_dot_product_attention, or the model's own operators if it does not support that one.
+
+    Args:
+        real: registration numbers of the parameters that keep their memory and initial values.
+        seed: of these values, and of random buffers.
     """
     from transformers import AutoModelForCausalLM
 
     build = AutoModelForCausalLM.from_config if model_class is None else model_class._from_config
     config = copy.deepcopy(config)
     config.use_cache = False
-    with parameters_on_meta(), _LargeOnMeta(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)  # of random buffers, if there are any
+    with parameters_on_meta(real), contextlib.nullcontext() if real else _LargeOnMeta(), \
+            torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
         try:
             model = build(copy.deepcopy(config), attn_implementation="sdpa", dtype=torch.float32)
         except ValueError as error:
@@ -99,7 +111,7 @@ class Runner:
         self.model: Any = copied(model, model.config)
         self._handlers: Mapping[str, Handler] = {}
         self._originals: dict[str, Handler] = {}
-        self._device = torch.device("cpu")
+        self._device, self._dtype = torch.device("cpu"), torch.float32
         accepted = inspect.signature(type(model).forward).parameters
         takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in accepted.values())
         self._settings = {"use_cache": False} if takes_all or "use_cache" in accepted else {}
@@ -114,13 +126,21 @@ class Runner:
             return self._handlers[path](*args, **kwargs)
         return forward
 
-    def run(self, ids_BT: torch.Tensor, handlers: Mapping[str, Handler], *, training: bool = False) -> Any:
-        """Execute the model's forward function. Return what a handler stopped it with, otherwise the logits."""
+    def run(self, ids_BT: torch.Tensor, handlers: Mapping[str, Handler], *, dtype: torch.dtype = torch.float32,
+            training: bool = False) -> Any:
+        """Execute the model's forward function. Return what a handler stopped it with, otherwise the logits.
+
+        `dtype`: of the parameters, for code such as `hidden.to(self.lm_head.weight.dtype)`.
+        """
         if self.model.training != training:
             self.model.train(training)
         if self._device != ids_BT.device:
             self._device = ids_BT.device
             move_buffers(self.model, self._device)
+        if self._dtype != dtype:
+            self._dtype = dtype
+            for parameter in self.model.parameters():
+                parameter.data = parameter.data.to(dtype)
         self._handlers = handlers
         try:
             output = self.model(input_ids=ids_BT, **self._settings)

@@ -1,0 +1,160 @@
+"""Which decoders of the installed transformers can be trained: the proof of each one, in a process of its own."""
+
+import contextlib
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import resource
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pretrain.errors import ConfigError, shorten
+from pretrain.model.config import model_config_from
+from pretrain.model.config_keys import known_keys
+from pretrain.model.families import FAMILIES
+from pretrain.model.general.decoder import config_class_of
+from pretrain.model.general.parts import UnknownPartsError
+from pretrain.model.proof.prove import Proof, UnprovenError, prove, tiny_config
+from pretrain.model.proof.tiny import tiny_copy
+
+_PROCESSES = 2
+_SECONDS, _MEMORY_BYTES = 120, 8 * 2**30  # limits of the proof of one model_type
+_PRELOADED = ("pretrain.model.proof.prove", "torch._dynamo", "transformers.models.gpt2.modeling_gpt2",
+              "transformers.models.auto.modeling_auto")
+
+_QWEN4 = {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 2048,
+          "indexer_compress_ratio": 4}
+# Values for config classes whose defaults lack them, or that have further kinds of layers with them.
+_VALUES: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [9, 18, 27]},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
+    "dbrx": {"attn_config": {"rope_theta": 500000.0, "kv_n_heads": 8, "clip_qkv": 8}},
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1},
+    "granitemoehybrid": {"layer_types": [*["mamba"] * 5, "attention", *["mamba"] * 26]},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 16, "moe_topk": 4},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
+    "ministral": {"head_dim": 128},
+    "nemotron": {"num_key_value_heads": 8},
+    "qwen4_exp": {"text_config": _QWEN4}, "qwen4_exp_text": _QWEN4,
+    "xlm": {"causal": True},
+    "xmod": {"is_decoder": True, "default_language": "en_XX"},
+    **{name: {"is_decoder": True} for name in (
+        "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert",
+        "reformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta",
+        "xlm-roberta-xl")},
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a model_type can be trained."""
+
+    model_type: str
+    own_family: bool = False  # trains as one of FAMILIES
+    general_family: bool = False  # trains with transformers' modules
+    reason: str = ""  # why one of the two does not
+    layers: int = 0  # of the tiny copy
+    without_gradient: tuple[str, ...] = ()  # parameters that the loss does not depend on
+    seconds: float = 0.0
+
+    @property
+    def trains(self) -> bool:
+        return self.own_family or self.general_family
+
+
+def prove_model_type(model_type: str) -> Verdict:
+    """Prove the defaults of a config class, as a family of ours if it is one, and as the general family."""
+    def own() -> Proof:
+        values = json.loads(tiny_copy(config).to_json_string(use_diff=False))
+        known = {key: value for key, value in values.items() if key in known_keys(model_type)}
+        return prove(model_config_from({**known, "model_type": model_type}, model_type))
+
+    try:
+        config = config_class_of(model_type)(**_VALUES.get(model_type, {}))
+    except Exception as error:
+        return Verdict(model_type, reason=_reason(error))
+    proofs: list[Proof | None] = []
+    reasons = []
+    for kind in ((own,) if model_type in FAMILIES else ()) + (lambda: prove(tiny_config(config)),):
+        try:
+            proofs.append(kind())
+        except Exception as error:
+            proofs.append(None)
+            reasons.append(_reason(error))
+    general = proofs[-1]
+    return Verdict(model_type, len(proofs) > 1 and proofs[0] is not None, general is not None, "; ".join(reasons),
+                   general.num_layers if general else 0, general.without_gradient if general else ())
+
+
+def _reason(error: BaseException) -> str:
+    """Return the reason of a failed proof in a few words: of a ConfigError, what it was made of."""
+    if isinstance(error, ConfigError) and (source := error.__cause__ or error.__context__):
+        return _reason(source)
+    text = shorten(" ".join(str(error).split()))
+    if isinstance(error, (ConfigError, UnprovenError, UnknownPartsError)):
+        return text
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {text} ({os.path.basename(place.filename)}:{place.lineno})"
+
+
+def prove_all(model_types: Sequence[str], *, seconds: float = _SECONDS,
+              proof: Callable[[str], Verdict] = prove_model_type) -> Iterator[Verdict]:
+    """Yield the verdict of each model_type, in the order in which they end. A crash or hang of one is its verdict.
+
+    Args:
+        seconds: limit of each proof.
+        proof: runs in a process of its own.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*_PRELOADED])  # a proof then takes 0.5 s instead of 6 s
+    waiting = list(model_types)[::-1]
+    running: dict[Any, tuple[str, Any, float]] = {}  # receiver -> model_type, process, start
+    while waiting or running:
+        while waiting and len(running) < _PROCESSES:
+            receiver, sender = context.Pipe(duplex=False)
+            name = waiting.pop()
+            process = context.Process(target=_prove_in_child, args=(name, sender, proof))
+            process.start()
+            sender.close()
+            running[receiver] = name, process, time.monotonic()
+        ready = multiprocessing.connection.wait(list(running), timeout=1.0)
+        for receiver, (name, process, start) in list(running.items()):
+            used = time.monotonic() - start
+            if receiver in ready or used > seconds:
+                del running[receiver]
+                yield _verdict_of_child(name, process, receiver, has_ended=receiver in ready, seconds=used)
+
+
+def _verdict_of_child(name: str, process: Any, receiver: Any, *, has_ended: bool, seconds: float) -> Verdict:
+    """Return what a process has sent, or how it ended without that."""
+    verdict: Verdict | None = None
+    if has_ended:
+        with contextlib.suppress(EOFError):
+            verdict = receiver.recv()
+    else:
+        process.kill()
+    process.join()
+    receiver.close()
+    if verdict is not None:
+        return verdict
+    how = f"its process ended with exit code {process.exitcode}" if has_ended else f"no result after {seconds:.0f} s"
+    return Verdict(name, reason=f"the proof did not end: {how}", seconds=seconds)
+
+
+def _prove_in_child(model_type: str, sender: Any, proof: Callable[[str], Verdict]) -> None:
+    """Send the verdict. Memory is limited, so that a model with a large buffer is a verdict too."""
+    from transformers import logging
+
+    logging.set_verbosity_error()
+    start = time.monotonic()
+    with open("/proc/self/statm", encoding="ascii") as file:
+        limit = int(file.read().split()[0]) * resource.getpagesize() + _MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    verdict = proof(model_type)
+    sender.send(Verdict(**{**vars(verdict), "seconds": time.monotonic() - start}))
