@@ -87,6 +87,8 @@ def _how(verdict: "Verdict") -> str:
 
 def _remark(verdict: "Verdict") -> str:
     """Return why it does not train, or which parameters get no gradient."""
+    if verdict.bf16_problem:
+        return f"fp32 only; in bf16: {verdict.bf16_problem}"
     if verdict.reason or not verdict.without_gradient:
         return verdict.reason
     names = dict.fromkeys(re.sub(r"\.\d+\.", ".N.", name) for name in verdict.without_gradient)
