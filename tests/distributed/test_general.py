@@ -39,7 +39,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 # layouts of a usual run; the slow tests train the other ones
 EXAMPLES = {"granite": ("pipeline_zero1", "zero3"), "opt": ("pipeline_zero1",),
-            "deepseek_v3": ("pipeline_recompute", "zero3_offload"), "mamba2": ("zero2",)}
+            "deepseek_v3": ("pipeline_recompute", "zero3_offload"), "mamba2": ("zero2",),
+            "gemma4_text": ("pipeline_recompute", "zero3")}
 CASES = [pytest.param(name, layout, marks=() if layout in EXAMPLES.get(name, ()) else pytest.mark.slow)
          for name in GENERAL_MODELS for layout in LAYOUTS]
 # (model, layout that saved, layout that resumes)
