@@ -41,6 +41,7 @@ class Parameter:
     segments: tuple[int, ...] = ()  # sizes of the parts of that dimension of which each rank has a range
     experts_per_token: int = 0  # above 0: the first dimension counts experts, and a token passes this many of them
     is_frozen: bool = False  # no gradient and no weight decay: sinusoidal positions of a described layer
+    active: int | None = None  # of a described layer with experts: elements that process a token
 
     @property
     def is_expert(self) -> bool:
@@ -60,6 +61,8 @@ class Parameter:
     @property
     def active_size(self) -> int:
         """Number of elements that process a token: of the experts, only the ones that the router chooses."""
+        if self.active is not None:
+            return self.active
         return self.size * self.experts_per_token // self.shape[0] if self.is_expert else self.size
 
 
@@ -224,8 +227,13 @@ class ModelConfig:
 
     def parameters_text(self) -> str:
         """Return the number of parameters for a message, with the number of active ones if there are experts."""
-        active = f" ({self.num_parameters(active=True):,} active)" if self.num_experts else ""
+        active = f" ({self.num_parameters(active=True):,} active)" if self.has_active_parameters else ""
         return f"{self.num_parameters():,} parameters{active}"
+
+    @property
+    def has_active_parameters(self) -> bool:
+        """Whether a token passes only some of the parameters: those of the experts that the router chooses."""
+        return any(layer.active_size < layer.size for layer in self.blocks())
 
 
 @lru_cache(maxsize=256)

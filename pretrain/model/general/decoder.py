@@ -3,16 +3,17 @@
 import contextlib
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
 from torch import nn
 
-from pretrain.model.description import Layer, ModelConfig, Parameter
+from pretrain.model.description import Layer, ModelConfig
+from pretrain.model.general.described_layers import describe
 from pretrain.model.general.own_models import own_model
-from pretrain.model.general.parts import Parts, bound_arguments, find_parts
+from pretrain.model.general.parts import bound_arguments, find_parts
 from pretrain.model.general.skeleton import Handler, Runner, Stop, copied, create_skeleton
 
 _KEPT_SHAPES = 4  # batch shapes whose arguments are kept: training, evaluation, a schedule of lengths
@@ -152,45 +153,6 @@ def replace_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> 
 def token_ids_like(x_BTD: torch.Tensor) -> torch.Tensor:
     """Return token ids for hidden states of some shape; no result depends on them."""
     return torch.ones(x_BTD.shape[:2], dtype=torch.int64, device=x_BTD.device)
-
-
-def describe(model: Any, parts: Parts) -> tuple[Layer, ...]:
-    """List the layers of a skeleton with their parameters."""
-    vocabulary = tuple(model.get_submodule(parts.embedding).weight.shape)
-    matrix = Parameter("embedding", vocabulary)
-    layers = [Layer("embedding", "TokenEmbedding", (matrix,), parts.tied, their_names=(f"{parts.embedding}.weight",))]
-    if parts.changes_embedding:
-        layers.append(_layer(model, "norm", "EmbeddingNorm", parts.prologue, own_name))
-    layers += [_layer(model, "block", "Block", (path,), lambda path: "layer") for path in parts.blocks]
-    layers.append(_layer(model, "norm", "FinalNorm", parts.epilogue, own_name))
-    if parts.tied:
-        return (*layers, Layer("head", "TokenEmbedding", (matrix,), tied=True, their_names=(f"{parts.head}.weight",)))
-    return (*layers, _layer(model, "head", "LossHead", (parts.head,), lambda path: "lm_head"))
-
-
-def own_name(path: str) -> str:
-    """Return the name under which a layer holds the module of a path: without dots, which torch does not allow."""
-    return path.replace(".", "_")
-
-
-def _layer(model: Any, kind: str, class_name: str, paths: tuple[str, ...], name_of: Callable[[str], str]) -> Layer:
-    found = [(f"{path}.{name}", Parameter(f"{name_of(path)}.{name}", tuple(parameter.shape),
-                                          is_frozen=not parameter.requires_grad))
-             for path in paths for name, parameter in model.get_submodule(path).named_parameters()]
-    buffers = [(f"{name_of(path)}.{name}", tuple(buffer.shape), f"{path}.{name}")
-               for path in paths for name, buffer in persistent_buffers(model.get_submodule(path))]
-    return Layer(kind, class_name, tuple(parameter for _, parameter in found),
-                 their_names=tuple(theirs for theirs, _ in found),
-                 buffers=tuple(Parameter(name, shape) for name, shape, _ in buffers),
-                 their_buffers=tuple(theirs for _, _, theirs in buffers))
-
-
-def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the floating-point buffers of a module that its state_dict has, by name."""
-    for path, each in module.named_modules():
-        for name, buffer in each._buffers.items():
-            if buffer is not None and buffer.is_floating_point() and name not in each._non_persistent_buffers_set:
-                yield f"{path}.{name}".removeprefix("."), buffer
 
 
 def config_class_of(model_type: str) -> Any:

@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_map
 
 from pretrain.model.description import Layer
 from pretrain.model.general.carried import DIGITS, Carried, digits_of, ids_of, pack, unpack
-from pretrain.model.general.decoder import Decoder, own_name, persistent_buffers, replace_parameter, token_ids_like
+from pretrain.model.general.decoder import Decoder, replace_parameter, token_ids_like
+from pretrain.model.general.described_layers import own_name, persistent_buffers
 from pretrain.model.general.parts import bound_arguments
 from pretrain.model.general.skeleton import Handler, Stop, move_buffers
 from pretrain.model.layers.vocabulary import Labels, TrainingLoss
@@ -59,7 +60,7 @@ class GeneralLayer(nn.Module):
         return self.decoder.run(ids_BT, dtype, handlers, training=self.training)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "GeneralLayer":
-        """Move the layer, or change the dtype of its parameters, and of the buffers whose dtype transformers changes."""
+        """Move the layer, or change the dtype of its parameters and of those buffers that have it in transformers."""
         before = [(module, path, name, buffer) for path, module in self.named_modules()
                   for name, buffer in module._buffers.items()]
         super()._apply(fn, recurse)
