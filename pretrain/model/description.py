@@ -40,8 +40,8 @@ class Parameter:
     split_dim: int | None = None  # dimension that tensor-parallel ranks divide; None: each rank has all of it
     segments: tuple[int, ...] = ()  # sizes of the parts of that dimension of which each rank has a range
     experts_per_token: int = 0  # above 0: the first dimension counts experts, and a token passes this many of them
-    active: int | None = None  # of a described layer with experts: elements that process a token
     is_frozen: bool = False  # no gradient and no weight decay: sinusoidal positions of a described layer
+    active: int | None = None  # of a described layer with experts: elements that process a token
 
     @property
     def is_expert(self) -> bool:

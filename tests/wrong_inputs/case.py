@@ -64,6 +64,7 @@ RUN = {"deepspeed_config": "{world}/ds.json", "model": "tiny", "train_data": "{w
 TOOLS: dict[str, list[str]] = {  # a valid command line of each program
     TRAIN: [word for name, value in RUN.items() for word in (f"--{name}", value)],
     "check": [word for name, value in RUN.items() for word in (f"--{name}", value)],
+    "models": ["--prove", "llama"],
     "sanity": [word for name, value in RUN.items() for word in (f"--{name}", value)],
     "find-lr": [word for name, value in RUN.items() for word in (f"--{name}", value)],
     "check-cluster": [],

@@ -4,7 +4,7 @@ import contextlib
 import json
 import zlib
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -33,12 +33,22 @@ class Decoder:
         """Return a copy of a module, with its buffers, and with parameters on the meta device."""
         return copied(self.model.get_submodule(path), self.model.config)
 
+    @cached_property
+    def cast_buffers(self) -> frozenset[str]:
+        """Names of the buffers that have the dtype of the parameters; transformers computes all others in fp32.
+
+        Rotary frequencies and the biases of routers are fp32 in 16-bit models, sinusoidal positions are not.
+        """
+        model = create_skeleton(self.model.config, type(self.model), dtype=torch.bfloat16)
+        return frozenset(name for name, buffer in model.named_buffers() if buffer.dtype == torch.bfloat16)
+
     def run(self, ids_BT: torch.Tensor, dtype: torch.dtype, handlers: dict[str, Handler], *,
             training: bool = False) -> Any:
         """Execute the model's forward function: `handlers` for some modules, and only shapes for the others."""
         shapes = {path: self._runner.shapes_of(path, dtype) for path in self.parts.watched}
         shapes.update(dict.fromkeys(self.parts.blocks, self._skipped_block))
-        return self._runner.run(ids_BT, {**shapes, **handlers}, dtype=dtype, training=training)
+        cast = self.cast_buffers if dtype != torch.float32 else ()
+        return self._runner.run(ids_BT, {**shapes, **handlers}, dtype=dtype, cast_buffers=cast, training=training)
 
     def _skipped_block(self, *args: Any, **kwargs: Any) -> Any:
         """Return the hidden states that a decoder layer got, in the form in which it returns them."""

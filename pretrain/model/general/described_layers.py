@@ -39,7 +39,7 @@ def own_name(path: str) -> str:
 
 def _layer(model: Any, kind: str, class_name: str, paths: tuple[str, ...], name_of: Callable[[str], str]) -> Layer:
     found = [(f"{path}.{name}", Parameter(f"{name_of(path)}.{name}", tuple(parameter.shape),
-                                          active=_active(model.config, name, tuple(parameter.shape)),
+                                          active=_active(model.config, f"{name_of(path)}.{name}", parameter.shape),
                                           is_frozen=not parameter.requires_grad))
              for path in paths for name, parameter in model.get_submodule(path).named_parameters()]
     buffers = [(f"{name_of(path)}.{name}", tuple(buffer.shape), f"{path}.{name}")
@@ -82,6 +82,7 @@ def _active(config: Any, name: str, shape: tuple[int, ...]) -> int | None:
 
 def first_size(config: Any, names: tuple[str, ...], default: int) -> int:
     """Return the first attribute that is a positive whole number."""
-    values, own_names = config.to_dict(), config.attribute_map  # getattr fails if layers have values of their own
-    found = (values.get(own_names.get(name, name)) for name in names)
+    own = vars(config)  # getattr fails for a key of which layers have values of their own
+    found = (own[key] if (key := config.attribute_map.get(name, name)) in own else getattr(config, name, None)
+             for name in names)
     return next((value for value in found if isinstance(value, int) and value > 0), default)
