@@ -17,7 +17,7 @@ from pretrain.model.config_keys import check_model_keys, check_model_types, pars
 from pretrain.model.description import ModelConfig
 from pretrain.model.families import FAMILIES
 from pretrain.model.families.family import listing
-from pretrain.model.general.own_models import default_values, is_model_code, own_model
+from pretrain.model.general.own_models import default_values, is_model_code, own_model, their_model_types
 
 PRESETS = Path(__file__).parent / "presets"
 # Upper limits, far beyond any model. They prevent lists or tables of absurd size.
@@ -90,7 +90,8 @@ def load_model_config(model: str, overrides: str | None = None) -> ModelConfig:
 def model_config_from(values: dict[str, Any], where: str, overrides: str | None = None) -> ModelConfig:
     """Return the model config for a config.json's content. `where` names the file in errors. Raises ConfigError."""
     architecture = values.get("model_type")
-    others = _general_model_types(architecture)
+    is_other = isinstance(architecture, str) and architecture not in FAMILIES
+    others = their_model_types() if is_other else frozenset()
     if own_model(architecture) is not None or architecture in others:
         from pretrain.model.general.read import general_config
 
@@ -101,7 +102,7 @@ def model_config_from(values: dict[str, Any], where: str, overrides: str | None 
             (": the code of the auto_map is never run" if "auto_map" in values else "")
         raise ConfigError(f"{where}: model_type", found=found, expected=f"one of {listing(FAMILIES)}, or another "
                           "causal language model of transformers", remedy=remedy if architecture else "",
-                          word=str(architecture).lower().replace("-", "_"), known=[*FAMILIES, *others])
+                          word=str(architecture).lower().replace("-", "_"), known=[*FAMILIES, *sorted(others)])
     check_model_keys(values, architecture, where)
     changed = parse_overrides(overrides, architecture, values) if overrides else {}
     values = {**values, **changed}
@@ -112,18 +113,6 @@ def model_config_from(values: dict[str, Any], where: str, overrides: str | None 
                          **family.read_fields(values, where))
     _check_sizes(config, where)
     return config
-
-
-def _general_model_types(architecture: object) -> list[str]:
-    """Return the model types of the general family: the causal language models of the installed transformers.
-
-    For a family of this project, or no name, the list is empty, and transformers is not imported.
-    """
-    if not isinstance(architecture, str) or architecture in FAMILIES:
-        return []
-    from pretrain.model.general.read import known_model_types
-
-    return known_model_types()
 
 
 def _check_sizes(config: ModelConfig, where: str) -> None:

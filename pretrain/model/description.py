@@ -40,13 +40,13 @@ class Parameter:
     split_dim: int | None = None  # dimension that tensor-parallel ranks divide; None: each rank has all of it
     segments: tuple[int, ...] = ()  # sizes of the parts of that dimension of which each rank has a range
     experts_per_token: int = 0  # above 0: the first dimension counts experts, and a token passes this many of them
-    divisible: bool = True  # whether expert-parallel ranks can divide the experts: not those of a described layer
     is_frozen: bool = False  # no gradient and no weight decay: sinusoidal positions of a described layer
+    active: int | None = None  # of a described layer with experts: elements that process a token
 
     @property
     def is_expert(self) -> bool:
         """Return whether the parameter stacks the matrices of all experts, which expert-parallel ranks divide."""
-        return self.experts_per_token > 0 and self.divisible
+        return self.experts_per_token > 0
 
     @property
     def is_matrix(self) -> bool:
@@ -61,7 +61,9 @@ class Parameter:
     @property
     def active_size(self) -> int:
         """Number of elements that process a token: of the experts, only the ones that the router chooses."""
-        return self.size * self.experts_per_token // self.shape[0] if self.experts_per_token else self.size
+        if self.active is not None:
+            return self.active
+        return self.size * self.experts_per_token // self.shape[0] if self.is_expert else self.size
 
 
 Parameters = Mapping[str, Parameter]  # by name
@@ -223,15 +225,15 @@ class ModelConfig:
         layers = self.layers()[:-1] if self.tie_word_embeddings else self.layers()
         return sum(layer.active_size if active else layer.size for layer in layers)
 
-    @property
-    def is_sparse(self) -> bool:
-        """Whether a token uses a part of the parameters: those of some experts."""
-        return any(each.experts_per_token for layer in self.layers() for each in layer.parameters)
-
     def parameters_text(self) -> str:
         """Return the number of parameters for a message, with the number of active ones if there are experts."""
-        active = f" ({self.num_parameters(active=True):,} active)" if self.is_sparse else ""
+        active = f" ({self.num_parameters(active=True):,} active)" if self.has_active_parameters else ""
         return f"{self.num_parameters():,} parameters{active}"
+
+    @property
+    def has_active_parameters(self) -> bool:
+        """Whether a token passes only some of the parameters: those of the experts that the router chooses."""
+        return any(layer.active_size < layer.size for layer in self.blocks())
 
 
 @lru_cache(maxsize=256)

@@ -110,7 +110,7 @@ def run_record(plan: Plan, hosts: Sequence[dict[str, Any]], *, first_step: int,
         "resumed_from": None if resumed_from is None else str(resumed_from.absolute()),
         "lineage": list(plan.lineage), "overrides": list(plan.overrides),
         "model_config": plan.model.hf_config, "num_parameters": plan.model.num_parameters(),
-        **({"active_parameters": plan.model.num_parameters(active=True)} if plan.model.is_sparse else {}),
+        **({"active_parameters": plan.model.num_parameters(active=True)} if plan.model.has_active_parameters else {}),
         "train_steps": plan.train_steps, "seed": plan.args.seed,
         "layout": {name: getattr(layout, name) for name in _LAYOUT},
         "batch": {name: getattr(layout, name) for name in _BATCH},
@@ -136,7 +136,7 @@ def _flags(plan: Plan) -> dict[str, Any]:
 
 
 def _parameters_text(model: ModelConfig) -> str:
-    active = f" ({model.num_parameters(active=True) / 1e6:,.1f} M active)" if model.is_sparse else ""
+    active = f" ({model.num_parameters(active=True) / 1e6:,.1f} M active)" if model.has_active_parameters else ""
     return f"{model.num_parameters() / 1e6:,.1f} M parameters{active}"
 
 

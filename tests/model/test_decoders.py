@@ -17,8 +17,7 @@ from pretrain.commands.models import main as models
 from pretrain.commands.models.all_decoders import Verdict, prove_all, prove_model_type
 from pretrain.errors import ConfigError
 from pretrain.model.config import model_config_from
-from pretrain.model.general.own_models import default_values, import_own_model
-from pretrain.model.general.read import known_model_types
+from pretrain.model.general.own_models import default_values, import_own_model, their_model_types
 from pretrain.model.proof.prove import prove_described
 from pretrain.model.proof.tiny import tiny_copy
 from tests.support.broken_models import crash, hang
@@ -58,13 +57,13 @@ def test_the_published_table_has_all_decoders_and_at_least_60_train() -> None:
     page = (ROOT / "tools/decoders.md").read_text(encoding="utf-8")
     if f"transformers {version('transformers')}," not in page:
         pytest.skip("the table is of another version of transformers")
-    assert set(table) == set(known_model_types())
+    assert set(table) == their_model_types()
 
 
 @pytest.mark.slow
 def test_the_verdicts_are_those_of_the_published_table() -> None:
     """About three minutes."""
-    verdicts = {verdict.model_type: verdict for verdict in prove_all(known_model_types())}
+    verdicts = {verdict.model_type: verdict for verdict in prove_all(sorted(their_model_types()))}
     assert {name: models._how(verdict) for name, verdict in verdicts.items()} == _published()
 
 
@@ -96,7 +95,7 @@ def test_a_model_of_own_code_is_proved() -> None:
 
 @pytest.mark.parametrize(("fault", "message"), [
     ("between", r"layers\.1 must get the hidden states that layers\.0 returned"),
-    ("factor", r"the argument factor of layers\.1 \(Tensor\) depends on the tokens or hidden states"),
+    ("factor", r"the argument factor of layers\.1 \(Tensor\) depends on what decoder layers before it computed"),
     ("twice", r"each of the 6 modules must be called exactly once, in order")])
 def test_models_that_are_no_stack_of_layers_are_rejected(fault: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -10,7 +10,7 @@ README = ROOT / "README.md"
 PAGES = [README, *(ROOT / name for name in (
     "launch/first_run.md",
     "tools/README.md", "tools/data.md", "tools/data_sources.md", "tools/cleaning.md", "tools/tokenizers.md",
-    "tools/training_data.md", "tools/weights.md", "tools/memory.md",
+    "tools/training_data.md", "tools/weights.md", "tools/decoders.md", "tools/memory.md",
     "tools/checkpoints.md", "tools/adopt.md", "tools/evaluation.md", "tools/gpu.md", "tools/performance.md",
     "tools/measurements.md", "tools/metrics.md", "tools/report.md", "tools/sanity_check.md", "tools/ladder.md",
     "tools/translate.md",
@@ -46,6 +46,7 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "ds-pretrain prepare runs/quickstart/corpus/valid.jsonl --tokenizer o200k_base --out data/o200k",),
     "takes minutes: tests/data/tokenizers/test_measure_encoding.py": (
         "python -m tests.data.tokenizers.measure_encoding tinyshakespeare.txt tutor.ja.utf-8 tutor.ru.utf-8",),
+    "takes minutes: tests/model/test_decoders.py": ("ds-pretrain models --prove --output tools/decoders.md",),
     "needs other versions of Python and torch: tests/test_versions.py": ("tests/versions.sh lowest",),
     "takes a minute: tests/distributed/test_reproducers.py": (
         "python -m pretrain.engine.patches.reproduce",),

@@ -57,7 +57,6 @@ LEGAL: dict[str, tuple[str, ...]] = {
     "all layers have a window": ("qwen2 max_window_layers: 0",),
     "Gemma 3 nests these keys": ('gemma3_text rope_parameters: {"full_attention": {"rope_type": "default"}}',),
     "the default": ("gemma hidden_activation: null", "doctor --include=", "doctor --exclude=", "doctor --master_addr="),
-    "an architecture that this tool supports": ('compare_zero model_type: "opt"',),
 }
 TRAIN = "pretrain/train.py"
 RUN = {"deepspeed_config": "{world}/ds.json", "model": "tiny", "train_data": "{world}/corpus", "seq_length": "64",
@@ -65,6 +64,7 @@ RUN = {"deepspeed_config": "{world}/ds.json", "model": "tiny", "train_data": "{w
 TOOLS: dict[str, list[str]] = {  # a valid command line of each program
     TRAIN: [word for name, value in RUN.items() for word in (f"--{name}", value)],
     "check": [word for name, value in RUN.items() for word in (f"--{name}", value)],
+    "models": ["--prove", "llama"],
     "sanity": [word for name, value in RUN.items() for word in (f"--{name}", value)],
     "find-lr": [word for name, value in RUN.items() for word in (f"--{name}", value)],
     "check-cluster": [],

@@ -118,7 +118,7 @@ _LINES: list[tuple[str, str, str, dict[str, bytes]]] = [
     *(("data split", f"{{world}}/corpus {flag} {sizes} --out a b", flag, {})
       for flag in ("--proportions", "--documents") for sizes in ("2", "1,x", "1,1,1")),
     # weights
-    ("import", "RIGHT", "config.json: model_type", {"hf/config.json": b'{"model_type": "mamba"}'}),
+    ("import", "RIGHT", "config.json: model_type", {"hf/config.json": b'{"model_type": "t5"}'}),
     ("import", "RIGHT", "this safetensors file is damaged", {
         _SAFETENSORS: b"\x10" + bytes(7) + b"not a header...."}),
     ("import", "RIGHT", "it has both model.safetensors and", {"hf/model.safetensors.index.json": b"{}"}),
@@ -202,7 +202,7 @@ _INIT_FROM: list[tuple[str, str, dict[str, bytes]]] = [
     ("", "found the shape", {_SAFETENSORS: safetensors_of({**HF_MODEL, "n_embd": 12})}),
     ("", "the model of the config.json does not", {_SAFETENSORS: safetensors_of({**HF_MODEL, "n_layer": 2})}),
     ("", "found 384 rows", {_SAFETENSORS: safetensors_of({**HF_MODEL, "vocab_size": 384})}),
-    ("", "config.json: model_type", {"hf/config.json": b'{"model_type": "mamba"}'}),
+    ("", "config.json: model_type", {"hf/config.json": b'{"model_type": "t5"}'}),
     ("--init_from {world}/pickle", "pickle: the folder has neither a config.json", {"pickle/pytorch_model.bin": b""}),
     ("--init_from {world}/alone", "alone: there is neither model.safetensors", {
         "alone/config.json": json.dumps(HF_MODEL).encode()}),

@@ -237,7 +237,7 @@ def model_cases() -> Iterator[Case]:
             yield _model_case(architecture, own, key, "12345" if fixed != 12345 else "1", key)
         yield _model_case(architecture, own, "no_such_key", "1", "no_such_key")
         seen.update(family.keys)
-    for value in ("5", "null", "[]", "{}", "true", '"opt"', '"x"', '""'):
+    for value in ("5", "null", "[]", "{}", "true", '"t5"', '"x"', '""'):
         yield _model_case("gpt2", {}, "model_type", value, "model_type")
         yield dataclasses.replace(_model_case("gpt2", {}, "model_type", value, "model_type"),
                                   name=f"compare_zero model_type: {value}", program="compare",

@@ -17,6 +17,7 @@ from pretrain.data.tokenizers.tokenizer import file_of_tokenizer
 from pretrain.distributed.requirements import requirements
 from pretrain.distributed.tcp_store import SECRET_VARIABLE, secret_variable
 from pretrain.errors import ConfigError
+from pretrain.model.general.own_models import is_model_code
 from pretrain.shipped import find_layout
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -71,8 +72,9 @@ def preflight_request(args: RunArguments, train_words: Sequence[str], folder: Pa
     names = [f"{prefix}{suffix}" for prefix in prefixes for suffix in (".bin", ".idx")]
     names += [str(find_layout(args.deepspeed_config))] if args.deepspeed_config else []
     names += [file_of_tokenizer(args.tokenizer) or ""] if args.tokenizer else []
-    own = f"{(args.dataset_module or '').partition(':')[0].replace('.', '/')}.py"
-    names += [own] if args.dataset_module and (folder / own).exists() else []
+    model_code = args.model if is_model_code(args.model) else args.model_code
+    own = [f"{code.partition(':')[0].replace('.', '/')}.py" for code in (args.dataset_module, model_code) if code]
+    names += [name for name in own if (folder / name).exists()]
     # otherwise --model is a preset's name, and --init_from a repository or, in a resumed run, no longer needed
     names += [name for name in (args.model, args.init_from) if name and Path(name).exists()]
     names += [word.partition("=")[2] or after for word, after in zip(train_words, [*train_words[1:], ""], strict=True)

@@ -61,6 +61,7 @@ class Verdict:
     reason: str = ""  # why one of the two does not
     layers: int = 0  # of the tiny copy
     without_gradient: tuple[str, ...] = ()  # parameters that the loss does not depend on
+    bf16_problem: str = ""  # of the general family: why it trains in fp32 only
     seconds: float = 0.0
 
     @property
@@ -89,7 +90,8 @@ def prove_model_type(model_type: str) -> Verdict:
             reasons.append(_reason(error))
     general = proofs[-1]
     return Verdict(model_type, len(proofs) > 1 and proofs[0] is not None, general is not None, "; ".join(reasons),
-                   general.num_layers if general else 0, general.without_gradient if general else ())
+                   general.num_layers if general else 0, general.without_gradient if general else (),
+                   general.bf16_problem if general else "")
 
 
 def _reason(error: BaseException) -> str:

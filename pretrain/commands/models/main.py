@@ -17,6 +17,7 @@ from pretrain.cli import Parser, text
 from pretrain.errors import REJECTED, ConfigError
 from pretrain.model.config import load_model_config, preset_names
 from pretrain.model.families import FAMILIES
+from pretrain.model.general.own_models import their_model_types
 from pretrain.paths import check_file
 
 if TYPE_CHECKING:
@@ -64,9 +65,8 @@ def _lists() -> list[str]:
 def _prove(names: list[str]) -> "list[Verdict]":
     """Prove the model types, and print each verdict when it is there. The result is sorted by name."""
     from pretrain.commands.models.all_decoders import prove_all
-    from pretrain.model.general.read import known_model_types
 
-    known = known_model_types()
+    known = sorted(their_model_types())
     for name in names:
         if name not in known:
             raise ConfigError("--prove", problem=f"transformers {version('transformers')} has no causal language model "
@@ -87,6 +87,8 @@ def _how(verdict: "Verdict") -> str:
 
 def _remark(verdict: "Verdict") -> str:
     """Return why it does not train, or which parameters get no gradient."""
+    if verdict.bf16_problem:
+        return f"fp32 only; in bf16: {verdict.bf16_problem}"
     if verdict.reason or not verdict.without_gradient:
         return verdict.reason
     names = dict.fromkeys(re.sub(r"\.\d+\.", ".N.", name) for name in verdict.without_gradient)

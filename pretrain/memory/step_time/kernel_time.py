@@ -143,11 +143,10 @@ def _products(layer: Layer, model: ModelConfig, layout: Layout, rates: KernelRat
             continue
         *experts, n, k = _local_shape(parameter, layout)
         count, m = 1.0, tokens
-        if experts and not parameter.experts_per_token:
+        if experts and parameter.active_size == parameter.size:
             continue  # a convolution of transformers' layers
-        if experts:  # each token passes experts_per_token of them, all on some rank
-            count, m = experts[0], tokens * parameter.experts_per_token * layout.expert_parallel_size / \
-                parameter.shape[0]
+        if experts:  # each token passes some of them, all on some rank
+            count, m = experts[0], tokens * layout.expert_parallel_size * parameter.active_size / parameter.size
         forward += count * rates.product_seconds(m, n, k)
         backward += count * (rates.product_seconds(m, k, n) + rates.product_seconds(n, k, m))
         number += 1

@@ -1,7 +1,8 @@
 """Arguments of decoder layers that depend on the tokens: they travel with the hidden states, as more elements of them.
 
-A pipeline stage gets one tensor. In a model with such arguments it is [B, T, D + C]: the D elements of the hidden states
-(of all streams, if there are several), then the C elements of the carried tensors that this or a later layer needs.
+A pipeline stage gets one tensor. In a model with such arguments it is [B, T, D + C]: the D elements of the hidden
+states (of all streams, if there are several), then the C elements of the carried tensors that this or a later layer
+needs.
 Token ids are carried as three digits of base 256, which 16-bit floating-point numbers hold exactly.
 """
 

@@ -3,20 +3,19 @@
 import contextlib
 import json
 import zlib
-from collections.abc import Callable, Iterator
-from functools import lru_cache
+from collections.abc import Iterator
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
 from torch import nn
 
-from pretrain.model.description import Layer, ModelConfig, Parameter
+from pretrain.model.description import Layer, ModelConfig
+from pretrain.model.general.described_layers import describe
 from pretrain.model.general.own_models import own_model
-from pretrain.model.general.parts import Parts, bound_arguments, find_parts
+from pretrain.model.general.parts import bound_arguments, find_parts
 from pretrain.model.general.skeleton import Handler, Runner, Stop, copied, create_skeleton
 
-# attributes of transformers' configs
-_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 _KEPT_SHAPES = 4  # batch shapes whose arguments are kept: training, evaluation, a schedule of lengths
 Arguments = dict[str, Any]
 
@@ -34,12 +33,22 @@ class Decoder:
         """Return a copy of a module, with its buffers, and with parameters on the meta device."""
         return copied(self.model.get_submodule(path), self.model.config)
 
+    @cached_property
+    def cast_buffers(self) -> frozenset[str]:
+        """Names of the buffers that have the dtype of the parameters; transformers computes all others in fp32.
+
+        Rotary frequencies and the biases of routers are fp32 in 16-bit models, sinusoidal positions are not.
+        """
+        model = create_skeleton(self.model.config, type(self.model), dtype=torch.bfloat16)
+        return frozenset(name for name, buffer in model.named_buffers() if buffer.dtype == torch.bfloat16)
+
     def run(self, ids_BT: torch.Tensor, dtype: torch.dtype, handlers: dict[str, Handler], *,
             training: bool = False) -> Any:
         """Execute the model's forward function: `handlers` for some modules, and only shapes for the others."""
         shapes = {path: self._runner.shapes_of(path, dtype) for path in self.parts.watched}
         shapes.update(dict.fromkeys(self.parts.blocks, self._skipped_block))
-        return self._runner.run(ids_BT, {**shapes, **handlers}, dtype=dtype, training=training)
+        cast = self.cast_buffers if dtype != torch.float32 else ()
+        return self._runner.run(ids_BT, {**shapes, **handlers}, dtype=dtype, cast_buffers=cast, training=training)
 
     def _skipped_block(self, *args: Any, **kwargs: Any) -> Any:
         """Return the hidden states that a decoder layer got, in the form in which it returns them."""
@@ -144,53 +153,6 @@ def replace_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> 
 def token_ids_like(x_BTD: torch.Tensor) -> torch.Tensor:
     """Return token ids for hidden states of some shape; no result depends on them."""
     return torch.ones(x_BTD.shape[:2], dtype=torch.int64, device=x_BTD.device)
-
-
-def describe(model: Any, parts: Parts) -> tuple[Layer, ...]:
-    """List the layers of a skeleton with their parameters."""
-    vocabulary = tuple(model.get_submodule(parts.embedding).weight.shape)
-    matrix = Parameter("embedding", vocabulary)
-    layers = [Layer("embedding", "TokenEmbedding", (matrix,), parts.tied, their_names=(f"{parts.embedding}.weight",))]
-    if parts.changes_embedding:
-        layers.append(_layer(model, "norm", "EmbeddingNorm", parts.prologue, own_name))
-    layers += [_layer(model, "block", "Block", (path,), lambda path: "layer") for path in parts.blocks]
-    layers.append(_layer(model, "norm", "FinalNorm", parts.epilogue, own_name))
-    if parts.tied:
-        return (*layers, Layer("head", "TokenEmbedding", (matrix,), tied=True, their_names=(f"{parts.head}.weight",)))
-    return (*layers, _layer(model, "head", "LossHead", (parts.head,), lambda path: "lm_head"))
-
-
-def own_name(path: str) -> str:
-    """Return the name under which a layer holds the module of a path: without dots, which torch does not allow."""
-    return path.replace(".", "_")
-
-
-def _layer(model: Any, kind: str, class_name: str, paths: tuple[str, ...], name_of: Callable[[str], str]) -> Layer:
-    found = [(f"{path}.{name}", Parameter(
-        f"{name_of(path)}.{name}", tuple(parameter.shape), is_frozen=not parameter.requires_grad, divisible=False,
-        experts_per_token=_experts_per_token(model, f"{path}.{name}", tuple(parameter.shape))))
-             for path in paths for name, parameter in model.get_submodule(path).named_parameters()]
-    buffers = [(f"{name_of(path)}.{name}", tuple(buffer.shape), f"{path}.{name}")
-               for path in paths for name, buffer in persistent_buffers(model.get_submodule(path))]
-    return Layer(kind, class_name, tuple(parameter for _, parameter in found),
-                 their_names=tuple(theirs for theirs, _ in found),
-                 buffers=tuple(Parameter(name, shape) for name, shape, _ in buffers),
-                 their_buffers=tuple(theirs for _, _, theirs in buffers))
-
-
-def _experts_per_token(model: Any, path: str, shape: tuple[int, ...]) -> int:
-    """Return how many experts process a token if a parameter stacks all of them, else 0."""
-    config, module = model.config.get_text_config(decoder=True), model.get_submodule(path.rpartition(".")[0])
-    count = next((getattr(config, name) for name in _EXPERTS_PER_TOKEN if getattr(config, name, None)), 0)
-    return int(count) if len(shape) >= 2 and getattr(module, "num_experts", None) == shape[0] > count else 0
-
-
-def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the floating-point buffers of a module that its state_dict has, by name."""
-    for path, each in module.named_modules():
-        for name, buffer in each._buffers.items():
-            if buffer is not None and buffer.is_floating_point() and name not in each._non_persistent_buffers_set:
-                yield f"{path}.{name}".removeprefix("."), buffer
 
 
 def config_class_of(model_type: str) -> Any:

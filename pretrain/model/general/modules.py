@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_map
 
 from pretrain.model.description import Layer
 from pretrain.model.general.carried import DIGITS, Carried, digits_of, ids_of, pack, unpack
-from pretrain.model.general.decoder import Decoder, own_name, persistent_buffers, replace_parameter, token_ids_like
+from pretrain.model.general.decoder import Decoder, replace_parameter, token_ids_like
+from pretrain.model.general.described_layers import own_name, persistent_buffers
 from pretrain.model.general.parts import bound_arguments
 from pretrain.model.general.skeleton import Handler, Stop, move_buffers
 from pretrain.model.layers.vocabulary import Labels, TrainingLoss
@@ -32,12 +33,12 @@ class _Created(nn.Module):
 
 
 class GeneralLayer(nn.Module):
-    """Copies of transformers' modules as submodules, with new parameters. Their buffers keep their dtypes."""
+    """Copies of transformers' modules as submodules, with new parameters."""
 
     def __init__(self, decoder: Decoder, layer: Layer, paths: dict[str, str]) -> None:
         """`paths`: of the modules in transformers' model, by their names in this layer."""
         super().__init__()
-        self.decoder = decoder
+        self.decoder, self._paths = decoder, paths
         for name, path in paths.items():
             self.add_module(name, decoder.copy(path))
         created = [*_Created(layer).parameters()] if layer.parameters else []
@@ -59,15 +60,16 @@ class GeneralLayer(nn.Module):
         return self.decoder.run(ids_BT, dtype, handlers, training=self.training)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "GeneralLayer":
-        """Move the layer, or change the dtype of its parameters. A change of dtype does not affect buffers.
-
-        transformers keeps rotary frequencies and the biases of routers in fp32 in 16-bit models.
-        """
-        before = [(module, name, buffer) for module in self.modules() for name, buffer in module._buffers.items()]
+        """Move the layer, or change the dtype of its parameters and of those buffers that have it in transformers."""
+        before = [(module, path, name, buffer) for path, module in self.named_modules()
+                  for name, buffer in module._buffers.items()]
         super()._apply(fn, recurse)
-        for module, name, buffer in before:
+        for module, path, name, buffer in before:
             after = module._buffers[name]
-            if buffer is not None and after is not None and after.dtype != buffer.dtype:
+            if buffer is None or after is None or after.dtype == buffer.dtype:
+                continue
+            first, _, inner = path.partition(".")
+            if ".".join(filter(None, (self._paths[first], inner, name))) not in self.decoder.cast_buffers:
                 module._buffers[name] = buffer.to(after.device)
         return self
 

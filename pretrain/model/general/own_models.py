@@ -5,9 +5,13 @@ it. Afterwards every config.json with this model_type belongs to these classes, 
 flag must be given to each program that needs the model: run.json and manifests never make a program import code.
 """
 
+import ast
+import functools
+import importlib.util
 import json
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pretrain.errors import ConfigError, did_you_mean
@@ -17,6 +21,7 @@ from pretrain.own_code import import_own_module, own_code_failed
 _CODE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 MODEL_CODE_HELP = "your own code for the run's model, as --model_code or --model named it in the run: no record of a " \
     "run makes this program import code"
+_MAPPING = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 _FORM = "MODULE:CONFIG_CLASS such as my_models.tiny:TinyConfig"
 
 
@@ -27,6 +32,23 @@ class OwnModel:
     code: str  # MODULE:CONFIG_CLASS
     config_class: Any
     model_class: Any
+
+
+@functools.cache
+def their_model_types() -> frozenset[str]:
+    """Return the model types for which the installed transformers has a causal language model.
+
+    They are read from its source: importing that module would import torch, which takes seconds.
+    """
+    package = importlib.util.find_spec("transformers")
+    assert package is not None
+    assert package.origin is not None
+    source = Path(package.origin).parent / "models" / "auto" / "modeling_auto.py"
+    for node in ast.parse(source.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and \
+                [target.id for target in node.targets if isinstance(target, ast.Name)] == [_MAPPING]:
+            return frozenset(dict(ast.literal_eval(node.value.args[0])))
+    raise AssertionError(f"{source} has no {_MAPPING}")
 
 
 _own_models: dict[str, OwnModel] = {}  # by model_type

@@ -9,6 +9,7 @@ from pretrain.model.config_keys import IGNORED, TYPES, parse_value, split_overri
 from pretrain.model.description import ModelConfig
 from pretrain.model.families import FAMILIES
 from pretrain.model.general.decoder import Decoder, config_class_of, decoder_from
+from pretrain.model.general.described_layers import first_size
 from pretrain.model.general.own_models import own_model
 from pretrain.model.general.parts import UnknownPartsError
 from pretrain.own_code import own_code_failed
@@ -18,13 +19,6 @@ _HEADS = ("num_attention_heads", "n_head")  # not num_heads: the heads of a stat
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
 _NO_LIMIT = 2**31 - 1  # tokens
 _OLDER_KEYS = frozenset(("rope_theta", "rope_scaling", "partial_rotary_factor", "auto_map"))  # transformers reads them
-
-
-def known_model_types() -> list[str]:
-    """Return the model types for which transformers has a causal language model."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    return [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
 
 
 def general_config(values: dict[str, Any], where: str, overrides: str | None = None) -> ModelConfig:
@@ -116,21 +110,14 @@ def _parsed(text: str, before: Any, where: str) -> Any:
 def _sizes(decoder: Decoder) -> dict[str, Any]:
     """Return the sizes that the rest of the program asks for; 0 for those that the architecture does not have."""
     config = decoder.model.config.get_text_config(decoder=True)
-    rows, hidden = decoder.model.get_input_embeddings().weight.shape
+    rows, columns = decoder.model.get_input_embeddings().weight.shape
     rows = min(rows, decoder.model.get_output_embeddings().weight.shape[0])  # Moshi has one more embedding
-    heads = _first(config, _HEADS, 0)
+    hidden, heads = first_size(config, ("hidden_size",), columns), first_size(config, _HEADS, 0)
     return {"vocab_size": rows, "hidden_size": hidden, "num_layers": len(decoder.parts.blocks), "num_heads": heads,
-            "num_kv_heads": _first(config, ("num_key_value_heads",), heads),
-            "head_size": _first(config, ("head_dim",), hidden // heads if heads else 0),
-            "intermediate_size": _first(config, ("intermediate_size", "ffn_dim", "n_inner"), 0),
-            "max_positions": _first(config, _POSITIONS, _NO_LIMIT)}
-
-
-def _first(config: Any, names: tuple[str, ...], default: int) -> int:
-    """Return the first attribute that is a positive whole number."""
-    values, own_names = config.to_dict(), config.attribute_map  # getattr fails if layers have values of their own
-    found = (values.get(own_names.get(name, name)) for name in names)
-    return next((value for value in found if isinstance(value, int) and value > 0), default)
+            "num_kv_heads": first_size(config, ("num_key_value_heads",), heads),
+            "head_size": first_size(config, ("head_dim",), hidden // heads) if heads else 0,
+            "intermediate_size": first_size(config, ("intermediate_size", "ffn_dim", "n_inner"), 0),
+            "max_positions": first_size(config, _POSITIONS, _NO_LIMIT)}
 
 
 def _key_names(decoder: Decoder) -> dict[str, str]:

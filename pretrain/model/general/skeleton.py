@@ -73,7 +73,8 @@ def parameters_on_meta(real: Container[int] = ()) -> Iterator[None]:
         setattr(nn.Module, "register_parameter", register)  # noqa: B010
 
 
-def create_skeleton(config: Any, model_class: Any = None, *, real: Container[int] = (), seed: int = 0) -> Any:
+def create_skeleton(config: Any, model_class: Any = None, *, dtype: torch.dtype = torch.float32,
+                    real: Container[int] = (), seed: int = 0) -> Any:
     """Build the model of a transformers config, in evaluation mode. `model_class` None: the class of its model_type.
 
     Attention is torch's scaled_dot_product_attention, or the model's own operators if it does not support that one.
@@ -91,11 +92,11 @@ def create_skeleton(config: Any, model_class: Any = None, *, real: Container[int
             torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            model = build(copy.deepcopy(config), attn_implementation="sdpa", dtype=torch.float32)
+            model = build(copy.deepcopy(config), attn_implementation="sdpa", dtype=dtype)
         except ValueError as error:
             if "scaled_dot_product_attention" not in str(error):
                 raise
-            model = build(config, attn_implementation="eager", dtype=torch.float32)
+            model = build(config, attn_implementation="eager", dtype=dtype)
     return model.eval()
 
 
@@ -127,10 +128,12 @@ class Runner:
         return forward
 
     def run(self, ids_BT: torch.Tensor, handlers: Mapping[str, Handler], *, dtype: torch.dtype = torch.float32,
-            training: bool = False) -> Any:
+            cast_buffers: Container[str] = (), training: bool = False) -> Any:
         """Execute the model's forward function. Return what a handler stopped it with, otherwise the logits.
 
-        `dtype`: of the parameters, for code such as `hidden.to(self.lm_head.weight.dtype)`.
+        Args:
+            dtype: of the parameters, for code such as `hidden.to(self.lm_head.weight.dtype)`.
+            cast_buffers: names of buffers that have this dtype, too.
         """
         if self.model.training != training:
             self.model.train(training)
@@ -141,6 +144,9 @@ class Runner:
             self._dtype = dtype
             for parameter in self.model.parameters():
                 parameter.data = parameter.data.to(dtype)
+            for name, buffer in self.model.named_buffers():
+                if name in cast_buffers:
+                    buffer.data = buffer.data.to(dtype)
         self._handlers = handlers
         try:
             output = self.model(input_ids=ids_BT, **self._settings)

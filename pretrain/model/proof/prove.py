@@ -36,6 +36,7 @@ from pretrain.model.run_layers import run_layers
 
 TOLERANCE = 1e-5
 _PRECISION = 1e-7  # of fp32: a difference that counts is larger than this part of the complete gradient's norm
+_BF16_TOLERANCE = 0.05  # of the loss in bf16, relative to fp32
 _CHANGED_TOKENS = 5  # at the end of the samples, for the test of causality
 _IGNORED = -100  # label without loss, of transformers
 Tensors = dict[str, torch.Tensor]
@@ -54,6 +55,7 @@ class Proof:
     num_layers: int
     num_gradients: int
     without_gradient: tuple[str, ...]  # transformers' names of parameters that the loss does not depend on
+    bf16_problem: str  # why the model does not train in bf16; "" if it does
 
 
 @dataclass(frozen=True)
@@ -62,14 +64,20 @@ class _Results:
     gradients: Tensors  # under transformers' names
 
 
-def prove_described(config: ModelConfig) -> Proof:
+def prove_described(config: ModelConfig, precision: str = "fp32") -> Proof:
     """Prove the tiny copy of a described config. Raises ConfigError for a model that differs, and if there is no copy.
+
+    `precision`: of the run: fp32, bf16 or fp16.
     """
     try:
-        return prove(tiny_config(decoder_of(config).model.config))
+        proof = prove(tiny_config(decoder_of(config).model.config))
     except UnprovenError as error:
         raise ConfigError(f"the model_type {config.architecture}", problem=f"on a tiny copy of its config, {error}",
                           remedy="such a model cannot be trained here") from None
+    if precision != "fp32" and proof.bf16_problem:
+        raise ConfigError(f"the model_type {config.architecture}", problem="a tiny copy of its config trains in fp32, "
+                          f"and not in bf16: {proof.bf16_problem}", remedy="train it in fp32")
+    return proof
 
 
 def tiny_config(config: Any) -> ModelConfig:
@@ -87,9 +95,13 @@ def prove(config: ModelConfig) -> Proof:
     except (ConfigError, UnprovenError):
         raise
     except Exception as error:  # in the code of transformers or of the user
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        raise UnprovenError(f"it fails with {type(error).__name__}: {shorten(' '.join(str(error).split()))} "
-                            f"({os.path.basename(place.filename)}:{place.lineno})") from error
+        raise UnprovenError(f"it fails with {_described(error)}") from error
+
+
+def _described(error: Exception) -> str:
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {shorten(' '.join(str(error).split()))} " \
+           f"({os.path.basename(place.filename)}:{place.lineno})"
 
 
 def _prove(config: ModelConfig) -> Proof:
@@ -107,8 +119,20 @@ def _prove(config: ModelConfig) -> Proof:
             found = _train(config, model, run, ids_BT)
             where = partial(_first_difference, config, reference, model, ids_BT)
             difference = max(difference, _compare(expected, found, how, where))
+        problem = _bf16_problem(module, ids_BT, expected.loss)
     unused = tuple(name for name, gradient in expected.gradients.items() if not gradient.any())
-    return Proof(expected.loss, difference, config.num_layers, len(expected.gradients), unused)
+    return Proof(expected.loss, difference, config.num_layers, len(expected.gradients), unused, problem)
+
+
+def _bf16_problem(module: CausalLM, ids_BT: torch.Tensor, loss: float) -> str:
+    """Train the plain module in bf16, in which code that mixes dtypes fails. Return what is wrong."""
+    try:
+        found = _run_plain(module.to(torch.bfloat16), ids_BT)
+        found.backward()
+    except Exception as error:
+        return _described(error)
+    near = abs(found.item() - loss) <= _BF16_TOLERANCE * loss
+    return "" if near else f"the loss is {found.item():.4g}, and in fp32 {loss:.4g}"
 
 
 def _token_ids(config: ModelConfig) -> torch.Tensor:
