@@ -64,11 +64,15 @@ def _same_environment() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Write the small corpus, and return its prefix."""
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "small")
+
+
+def write_corpus(prefix: Path) -> str:
     """Write a .bin/.idx pair and return its prefix: 300 documents of 20 to 399 tokens, vocabulary 256.
 
     Each token is 0 to 2 above the previous one (modulo 250), which a small model can learn. Token 0 ends a document.
     """
-    prefix = tmp_path_factory.mktemp("corpus") / "small"
     numbers = np.random.default_rng(0)
     with IndexedWriter(Path(prefix), np.uint16) as writer:
         for _ in range(300):

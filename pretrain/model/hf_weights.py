@@ -83,14 +83,42 @@ def to_transformers(state: Mapping[str, torch.Tensor], config: ModelConfig) -> S
     differing = state.keys() ^ {rule.ours for rule in rules}
     assert not differing, f"missing in the state, or not in this model: {sorted(differing)}"
     result: State = {}
-    for rule in rules:
-        if rule.is_stacked:
-            name, is_second = stacked_in_module(rule.theirs[0])
-            ours = state[rule.ours]
-            result[name] = torch.cat((result[name], ours), 1) if is_second else ours
-            continue
-        names = [name_in_module(name, config) for name in rule.theirs]
-        result.update(zip(names, to_theirs(rule, state[rule.ours], config), strict=True))
+    for together in rules_by_module_tensors(config):
+        result |= module_tensors(together, [state[rule.ours] for rule in together], config)
     if config.tie_word_embeddings:
         result[name_in_module(HEAD, config)] = result[rules[0].theirs[0]]
     return result
+
+
+def rules_by_module_tensors(config: ModelConfig) -> list[tuple[TensorRule, ...]]:
+    """List the rules in groups: those of a group together make tensors of transformers' model, see `module_tensors`.
+
+    A group has one rule, except that one tensor holds the experts' gates and the matrices next to them.
+    """
+    groups: dict[str, tuple[TensorRule, ...]] = {}
+    for rule in tensor_rules(config):
+        key = stacked_in_module(rule.theirs[0])[0] if rule.is_stacked else rule.ours
+        groups[key] = (*groups.get(key, ()), rule)
+    return list(groups.values())
+
+
+def module_tensors(rules: Sequence[TensorRule], ours: Sequence[torch.Tensor], config: ModelConfig) -> State:
+    """Return the tensors of transformers' model, by name in its state_dict, for a group of rules and our tensors.
+
+    They may share memory with ours. Optimizer states that have a number for each weight are converted alike.
+    """
+    if rules[0].is_stacked:
+        ordered = sorted(zip(rules, ours, strict=True), key=lambda pair: stacked_in_module(pair[0].theirs[0])[1])
+        tensors = [tensor for _, tensor in ordered]
+        return {stacked_in_module(rules[0].theirs[0])[0]: tensors[0] if len(tensors) == 1 else torch.cat(tensors, 1)}
+    names = [name_in_module(name, config) for name in rules[0].theirs]
+    return dict(zip(names, to_theirs(rules[0], ours[0], config), strict=True))
+
+
+def module_shapes(rules: Sequence[TensorRule], config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors that `module_tensors` returns for the same rules."""
+    if rules[0].is_stacked:
+        experts, _, columns = rules[0].shape
+        return {stacked_in_module(rules[0].theirs[0])[0]: (experts, sum(rule.shape[1] for rule in rules), columns)}
+    names = [name_in_module(name, config) for name in rules[0].theirs]
+    return dict(zip(names, rules[0].their_shapes(), strict=True))

@@ -5,9 +5,11 @@ them). `adopt.py` writes it as a checkpoint of this program, whatever its kind. 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from pretrain.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -62,11 +64,12 @@ class ForeignRun:
     weight_decay: Mapping[str, float] = field(default_factory=dict)  # of each parameter, by name
     learning_rate: float | None = None  # of the last step
     # What is known of the schedule: "type" (a name of transformers such as "cosine", or DeepSpeed's scheduler.type),
-    # "warmup_steps", "total_steps", "last_step" (applied updates), "first_rate_is_0" (the first step of a warm-up has
-    # rate 0, as in transformers), and whatever else the source records. Unknown values are left out.
+    # "warmup_steps", "total_steps", "last_step" (applied updates), "next_rate" (learning rate of the next step),
+    # "first_rate_is_0" (the first step of a warm-up has rate 0, as in transformers), and whatever else the source records. Unknown values are left out.
     schedule: dict[str, Any] = field(default_factory=dict)
     global_batch_size: int | None = None  # samples
     consumed_samples: int | None = None  # None: not recorded
+    consumed_tokens: int | None = None  # of a source that counts tokens, and does not record how long a sample is
     seq_length: int | None = None  # tokens; None: not recorded
     precision: str = "fp32"  # "fp32", "bf16" or "fp16"
     loss_scale: dict[str, float] | None = None  # of fp16: keys as in Manifest.loss_scale
@@ -74,3 +77,18 @@ class ForeignRun:
     ds_config: dict[str, Any] | None = None  # the DeepSpeed JSON of the run; None: another engine
     losses: tuple[Loss, ...] = ()
     notes: tuple[str, ...] = ()
+
+
+def with_sample_length(run: ForeignRun, seq_length: int) -> ForeignRun:
+    """Return the run with the length of a sample in tokens, by which consumed tokens become samples.
+
+    Raises ConfigError if the run records another length, or consumed no whole number of such samples.
+    """
+    if run.seq_length not in (None, seq_length):
+        raise ConfigError("--seq_length", found=seq_length, expected=f"{run.seq_length}, as {run.folder} records")
+    if run.consumed_tokens is None:
+        return replace(run, seq_length=seq_length)
+    if run.consumed_tokens % seq_length:
+        raise ConfigError("--seq_length", found=seq_length, expected=f"a divisor of {run.consumed_tokens}, the tokens "
+                          f"that {run.folder} has consumed")
+    return replace(run, seq_length=seq_length, consumed_samples=run.consumed_tokens // seq_length)

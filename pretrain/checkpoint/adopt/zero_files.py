@@ -96,14 +96,14 @@ def _read(folder: Path, config: dict[str, Any]) -> ForeignRun:
     found = find_parameters(files)
     model, groups, ds_config = files.model, param_groups(files), _ds_config(files)
     prefix = _prefix(found.stored.shapes)
-    dtype = _precision(ds_config)
+    dtype = precision_of(ds_config)
     run = ForeignRun(
         program=f"DeepSpeed {model.get('ds_version', '')}".strip() + f", ZeRO-{files.stage}", folder=folder,
         files=tuple(sorted({*(folder / name for name in files.contents), *found.files})), config=config,
         shapes={name.removeprefix(prefix): shape for name, shape in found.stored.shapes.items()},
         read=_States(files, found, ForeignReader(files, found), prefix, module_tensors(files)).read, states=(),
         step=int(model["global_steps"]), skipped_steps=int(model.get("skipped_steps") or 0),
-        global_batch_size=_global_batch_size(model, ds_config), consumed_samples=model.get("global_samples"),
+        global_batch_size=global_batch_size(model, ds_config), consumed_samples=model.get("global_samples"),
         precision=dtype, loss_scale=_loss_scale(files) if dtype == "fp16" else None, ds_config=ds_config,
         losses=tuple(_losses(files, found)), notes=_notes(files))
     where = str(folder / (files.optimizer_files or files.model_files)[0])
@@ -178,7 +178,8 @@ def _ds_config(files: EngineFiles) -> dict[str, Any]:
     return dict(found) if isinstance(found, dict) else {}
 
 
-def _precision(ds_config: Mapping[str, Any]) -> str:
+def precision_of(ds_config: Mapping[str, Any]) -> str:
+    """Return "fp32", "bf16" or "fp16": the precision that a DeepSpeed JSON selects."""
     if (ds_config.get("fp16") or {}).get("enabled"):
         return "fp16"
     is_bf16 = any((ds_config.get(key) or {}).get("enabled") for key in ("bf16", "bfloat16"))
@@ -186,7 +187,8 @@ def _precision(ds_config: Mapping[str, Any]) -> str:
     return "bf16" if is_bf16 or (autocast.get("enabled") and "bfloat16" in str(autocast.get("dtype"))) else "fp32"
 
 
-def _global_batch_size(model: Mapping[str, Any], ds_config: Mapping[str, Any]) -> int | None:
+def global_batch_size(model: Mapping[str, Any], ds_config: Mapping[str, Any]) -> int | None:
+    """Return the samples of a step, from the counters of an engine's model-states file or the DeepSpeed JSON."""
     samples, steps = model.get("global_samples"), model["global_steps"]
     if samples and steps and samples % steps == 0:
         return int(samples // steps)

@@ -6,12 +6,14 @@ few classes that DeepSpeed saves. One of a checkpoint's pickles has the states o
 
 import pickle
 import re
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint import SubparamShape
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
@@ -34,14 +36,16 @@ def without_enums(value: Any) -> Any:
     return value
 
 
-def load_pickle(path: Path, *, mmap: bool = False) -> Any:
+def load_pickle(path: Path, *, mmap: bool = False, also: Sequence[Any] = (), content: IO[bytes] | None = None) -> Any:
     """Load a `torch.save` file into host memory. With `mmap`, tensors are read from disk on first use.
 
-    Raises ConfigError if the file cannot be read, or if it needs a class outside the allow-list.
+    `also` extends the allow-list: classes, or pairs of a stand-in and the name in the file that it stands for.
+    `content` is read instead of `path`, which then is a name for messages. Raises ConfigError if the file cannot be
+    read, or if it needs a class outside the allow-list.
     """
     try:
-        with torch.serialization.safe_globals(_ALLOWED):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        with torch.serialization.safe_globals([*_ALLOWED, *also]):
+            return torch.load(path if content is None else content, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
         raise ConfigError(str(path), found=_rejected_class(str(error)),
                           expected="tensors, numbers, strings and containers",
@@ -67,7 +71,7 @@ def _zero_stage(*arguments: Any) -> ZeroStageEnum:
 
 # Classes in checkpoints of DeepSpeed 0.19.8, besides tensors and plain containers, and the stand-in for getattr.
 # Creating them runs no code from the file.
-_ALLOWED: list[Any] = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address,
+_ALLOWED: list[Any] = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address, SubparamShape,
                        (_zero_stage, "builtins.getattr")]
 
 

@@ -1,0 +1,189 @@
+"""Read what GPT-NeoX and Megatron-DeepSpeed record besides tensors: settings, steps, schedule, loss scale."""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pretrain.checkpoint.adopt.flat_groups import FlatGroup
+from pretrain.checkpoint.adopt.foreign_run import Loss
+from pretrain.checkpoint.adopt.layer_files import LayerFiles, load
+from pretrain.checkpoint.adopt.megatron_config import read_neox_settings
+from pretrain.checkpoint.adopt.megatron_names import NEOX
+from pretrain.errors import ConfigError
+
+_ADAM = {"exp_avg", "exp_avg_sq"}
+_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+_STYLES = {"cosine": "cosine", "linear": "linear", "constant": "constant"}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of a run, with underscores in the names."""
+
+    values: Mapping[str, Any] | None  # None: the checkpoint has none
+    where: str  # for errors
+    files: tuple[Path, ...] = ()
+
+
+@dataclass(frozen=True)
+class EngineStates:
+    """The fields of `ForeignRun` of the same names."""
+
+    files: tuple[Path, ...]
+    step: int
+    optimizer_step: float
+    skipped_steps: int
+    optimizer: dict[str, Any]
+    learning_rate: float | None
+    schedule: dict[str, Any]
+    global_batch_size: int | None
+    consumed_samples: int | None
+    seq_length: int | None
+    loss_scale: dict[str, float] | None
+    seed: int | None
+    ds_config: dict[str, Any] | None
+    losses: tuple[Loss, ...]
+    notes: tuple[str, ...]
+
+
+def read_settings(folder: Path, state: Mapping[str, Any], program: str) -> Settings:
+    """Return the settings: of GPT-NeoX in configs/, of Megatron-DeepSpeed under "args" in the file of mp rank 0.
+
+    Raises ConfigError.
+    """
+    if program == NEOX:
+        values = read_neox_settings(folder)
+        files = tuple(sorted((folder / "configs").glob("*"))) if values is not None else ()
+        return Settings(values, f"{folder}/configs", files)
+    args = state.get("args")
+    return Settings(vars(args) if isinstance(args, argparse.Namespace) else None,
+                    f"{folder}/mp_rank_00_model_states.pt: args")
+
+
+def read_states(state: Mapping[str, Any], settings: Settings, groups: Sequence[FlatGroup],
+                files: LayerFiles) -> EngineStates:
+    """Return what the files of mp rank 0 record.
+
+    Args:
+        state: content of its model-states file.
+        groups: its parameter groups; (): the checkpoint has no ZeRO files.
+
+    Raises ConfigError.
+    """
+    path, values = files.mp_ranks[0], settings.values or {}
+    step = _count(state, "global_steps", path)
+    if step is None:
+        raise ConfigError(f"{path}: global_steps", found="nothing", expected="a number of steps",
+                          remedy="use another checkpoint")
+    ds_config = state.get("ds_config") if isinstance(state.get("ds_config"), dict) else None
+    batch = _whole((ds_config or {}).get("train_batch_size")) or _whole(values.get("global_batch_size"))
+    samples = _whole(values.get("consumed_train_samples"))
+    if samples is None:
+        samples = _count(state, "global_samples", path)
+    if samples is None and batch is not None:
+        samples = step * batch
+    schedule, notes = read_schedule(state.get("lr_scheduler"), batch)
+    losses = []
+    if not groups:
+        where = "" if state.get("optimizer") is None else "; ZeRO stage 0 saves it without names of the parameters"
+        losses.append(Loss("optimizer", f"the checkpoint has no zero_pp_rank files{where}"))
+        if any("float16" in str(tensor.dtype) for tensor in load(next(iter(files.layers.values()))[0]).values()):
+            losses.append(Loss("master_weights", "the checkpoint has no zero_pp_rank files"))
+    return EngineStates(
+        files=settings.files, step=step, optimizer_step=groups[0].step if groups else 0,
+        skipped_steps=_count(state, "skipped_steps", path) or 0, optimizer=_optimizer(groups, values, schedule),
+        learning_rate=_number(groups[0].settings.get("lr")) if groups else None, schedule=schedule,
+        global_batch_size=batch, consumed_samples=samples, seq_length=_whole(values.get("seq_length")),
+        loss_scale=_loss_scale(files), seed=_whole(values.get("seed")), ds_config=ds_config, losses=tuple(losses),
+        notes=tuple(notes))
+
+
+def _whole(value: Any) -> int | None:
+    return value if type(value) is int else None
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    return float(value) if type(value) in (int, float) else None
+
+
+def _count(values: Mapping[str, Any], key: str, path: Path) -> int | None:
+    """Return a number of steps or samples; None: it is not there. Raises ConfigError for anything else."""
+    value = values.get(key)
+    if value is not None and (type(value) is not int or value < 0):
+        raise ConfigError(f"{path}: {key}", found=value, expected="a whole number", remedy="use another checkpoint")
+    return value
+
+
+def _optimizer(groups: Sequence[FlatGroup], values: Mapping[str, Any], schedule: Mapping[str, Any]) -> dict[str, Any]:
+    """Return type and parameters. The programs' Adam is AdamW on GPUs: FusedAdam of apex or DeepSpeed."""
+    if not groups:
+        return {}
+    given = values.get("optimizer")
+    kind = given.get("type") if isinstance(given, dict) else values.get("optimizer")
+    settings = max((group.settings for group in groups), key=lambda each: _number(each.get("weight_decay")) or 0.0)
+    params: dict[str, Any] = {}
+    if {*groups[0].partitions} >= _ADAM and str(kind or "adam").lower() in ("adam", "adamw", "cpu_adam"):
+        is_coupled = settings.get("decoupled_weight_decay") is False  # torch.optim.Adam
+        kind = "Adam" if is_coupled else "AdamW"
+        params = {"adam_w_mode": False} if is_coupled else {}
+        params |= {"bias_correction": False} if settings.get("bias_correction") is False else {}
+    for key in ("betas", "eps", "weight_decay"):
+        value = settings.get(key)
+        if isinstance(value, (list, tuple)):
+            params[key] = [float(item) for item in value]
+        elif _number(value) is not None:
+            params[key] = _number(value)
+    rate = schedule.get("peak", _number(settings.get("lr")))
+    return {"type": str(kind), "params": params if rate is None else {"lr": rate, **params}}
+
+
+def read_schedule(state: Any, batch: int | None) -> tuple[dict[str, Any], list[str]]:
+    """Return the schedule, and notes.
+
+    GPT-NeoX (megatron/learning_rates.py, AnnealingLR) counts steps; its linear decay ends at 0 and is cut at min_lr.
+    Megatron-DeepSpeed (megatron/optimizer_param_scheduler.py; AnnealingLR of BigScience) counts samples, and some
+    schedules tokens. In all of them, step k has the rate of position k - 1.
+    """
+    if not isinstance(state, dict):
+        return {}, ["the checkpoint has no state of a learning-rate schedule"]
+    if "num_iters" in state:
+        found = {"peak": state.get("start_lr"), "warmup": state.get("warmup_iter"), "total": state.get("end_iter"),
+                 "position": state.get("num_iters"), "style": state.get("decay_style"), "lowest": state.get("min_lr")}
+        unit = 1
+        exact = found["style"] != "linear" or not found["lowest"]
+    else:
+        found = {"peak": state.get("max_lr"), "position": state.get("num_steps"), "lowest": state.get("min_lr")}
+        found |= {name: state.get(f"lr_{key}", state.get(key)) for name, key in
+                  (("warmup", "warmup_steps"), ("total", "decay_steps"), ("style", "decay_style"))}
+        unit = batch or 0
+        exact = not any(state.get(f"{prefix}{key}_tokens") for prefix in ("", "lr_") for key in ("warmup", "decay"))
+    known: dict[str, Any] = {"peak": _number(found["peak"]), "min_lr": _number(found["lowest"]),
+                             "first_rate_is_0": True, "last_step": _steps(found["position"], unit)}
+    warmup, total, style = _steps(found["warmup"], unit), _steps(found["total"], unit), _STYLES.get(str(found["style"]))
+    if exact and None not in (warmup, total, style):
+        known |= {"type": style, "warmup_steps": warmup, "total_steps": total}
+    notes = [] if "type" in known else [f"the learning-rate schedule ({found['style']}, warm-up {found['warmup']}, end "
+                                        f"{found['total']}) has no counterpart: give the flags of a similar one"]
+    return {name: value for name, value in known.items() if value is not None}, notes
+
+
+def _steps(value: Any, unit: int) -> int | None:
+    """Return a length in steps; None if it is no multiple of the unit."""
+    number = _number(value)
+    return int(number) // unit if number is not None and unit and number % unit == 0 else None
+
+
+def _loss_scale(files: LayerFiles) -> dict[str, float] | None:
+    """Return the state of fp16's dynamic loss scaler; None: there is none."""
+    if not files.zero:
+        return None
+    scaler = load(files.zero[0][0])["optimizer_state_dict"].get("loss_scaler")
+    values = {name: _number(getattr(scaler, name, None)) for name in _SCALER}
+    found = {name: value for name, value in values.items() if value is not None}
+    return found if "cur_iter" in found else None
