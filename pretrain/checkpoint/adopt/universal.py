@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.checkpoint import SubparamShape
 
 from pretrain.checkpoint.adopt.foreign_run import ForeignRun, Loss, Shape
 from pretrain.checkpoint.adopt.universal_states import EngineStates, read_engine_states
@@ -220,7 +221,7 @@ def _tensor_of(path: Path) -> tuple[torch.Tensor, bool]:
     """
     if not path.is_file():
         raise ConfigError(str(path), problem="this file is missing; other parameters have it", remedy=_ANOTHER)
-    value = load_pickle(path, mmap=True)
+    value = load_pickle(path, mmap=True, also=(SubparamShape,))
     facts = value if isinstance(value, dict) else {"param": value}
     tensor = facts.get("param")
     if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point() or tensor.layout != torch.strided:
