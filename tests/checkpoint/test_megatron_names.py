@@ -212,7 +212,7 @@ def test_a_model_without_a_pipeline_is_read(tmp_path: Path) -> None:
         assert torch.equal(run.read(key, "fp32"), expected[key]), key
     module["language_model.weight"] = torch.ones(2)
     torch.save({"global_steps": 7, "module": module}, tmp_path / "mp_rank_01_model_states.pt")
-    with pytest.raises(ConfigError, match="only pipelines, with files layer_LL-model_TT-model_states.pt"):
+    with pytest.raises(ConfigError, match="only pipelines, with files layer_LL"):
         read(tmp_path, None)
 
 

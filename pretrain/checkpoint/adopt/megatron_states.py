@@ -17,6 +17,9 @@ from pretrain.errors import ConfigError
 
 _ADAM = {"exp_avg", "exp_avg_sq"}
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+# runtime/utils.py, clip_grad_norm_: its rank 0 of the "model parallel" ranks of a pipeline is one of the first stage
+_CLIPPING = ("without ZeRO, DeepSpeed clips the gradients of a pipeline by a norm that leaves out norms and biases of "
+             "later stages, and counts a tied embedding twice; here the norm is complete")
 _STYLES = {"cosine": "cosine", "linear": "linear", "constant": "constant"}
 
 
@@ -88,6 +91,8 @@ def read_states(state: Mapping[str, Any], settings: Settings, groups: Sequence[G
     if samples is None and batch is not None:
         samples = step * batch
     schedule, notes = read_schedule(state.get("lr_scheduler"), batch)
+    if groups and not files.zero and len(files.layers) and (ds_config or {}).get("gradient_clipping"):
+        notes.append(_CLIPPING)
     losses, rate = [], _number(groups[0].settings.get("lr")) if groups else None
     if not groups:
         losses.append(Loss("optimizer", "the checkpoint has no optimizer, which is in zero_pp_rank files"))
@@ -175,9 +180,11 @@ def read_schedule(state: Any, batch: int | None) -> tuple[dict[str, Any], list[s
 
 
 def _steps(value: Any, unit: int) -> int | None:
-    """Return a length in steps; None if it is no multiple of the unit."""
+    """Return a length in steps; None if it is no multiple of the unit. GPT-NeoX multiplies a fraction and a number."""
     number = _number(value)
-    return int(number) // unit if number is not None and unit and number % unit == 0 else None
+    if number is None or not unit or abs(number / unit - round(number / unit)) > 1e-6:
+        return None
+    return round(number / unit)
 
 
 def _loss_scale(files: LayerFiles) -> dict[str, float] | None:
