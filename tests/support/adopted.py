@@ -16,6 +16,7 @@ import numpy as np
 import yaml
 
 from pretrain.checkpoint.adopt.adopt import adopt, plan_adoption
+from pretrain.checkpoint.adopt.foreign_run import with_sample_length
 from pretrain.checkpoint.adopt.run_files import DS_JSON, RUN_YAML
 from pretrain.checkpoint.adopt.sources import find_source
 from pretrain.config.flags.arguments import RunArguments, data_spec
@@ -38,6 +39,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {**_SIZES, "model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True}}
 
 Json = dict[str, Any]
+_ZERO = "zero_optimization"
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Layout:
 def zero(stage: int, ranks: int = 2, **others: Any) -> Layout:
     """Return the layout of a ZeRO stage on data-parallel ranks."""
     name = f"ZeRO-{stage}, {ranks} rank{'s' * (ranks > 1)}" + (", optimizer on the CPU" if others else "")
-    return Layout(name, ranks, {"zero_optimization": config(stage, **others)["zero_optimization"]})
+    return Layout(name, ranks, {_ZERO: config(stage, **others)[_ZERO]})
 
 
 PIPELINE = Layout("2 pipeline stages", 2, {**zero(1).blocks, "pipeline": {"stages": 2}})
@@ -69,6 +71,7 @@ class Original:
     case: Json  # without name, model and samples
     accepted: tuple[str, ...] = ()  # losses
     flags: Json = field(default_factory=dict)  # of the resumed run, besides those of run.yaml
+    worker: str = "adopt_worker.py"  # program that trains the original
 
     @property
     def name(self) -> str:
@@ -85,12 +88,29 @@ def plain(stage: int, model: str, precision: str, *others: Layout, **settings: A
                     flags={"lr_schedule": "constant", "lr_warmup_steps": 0})
 
 
-QUICK = (plain(0, "gpt2", "fp32", PIPELINE, zero(3, 1)), plain(2, "qwen3", "bf16", zero(1, 1), PIPELINE))
+def trainer(stage: int | None, model: str, precision: str, *layouts: Layout, schedule: str = "cosine") -> Original:
+    """Return a run of transformers.Trainer with a warm-up and a schedule; stage None: without DeepSpeed."""
+    auto = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")
+    values = None if stage is None else {
+        **dict.fromkeys(auto, "auto"), "bf16": {"enabled": "auto"}, "zero_optimization": zero(stage).blocks[_ZERO],
+        "zero_allow_untested_optimizer": True}
+    arguments = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 1e-3, "seed": 17,
+                 "weight_decay": 0.1, "adam_beta2": 0.95, "warmup_steps": 3, "lr_scheduler_type": schedule,
+                 "max_grad_norm": 1.0, "bf16": precision == "bf16"}
+    source = "transformers.Trainer" + (", without DeepSpeed" if stage is None else f", ZeRO-{stage}")
+    return Original(source, model, precision, layouts, {"program": "trainer", "config": values, "arguments": arguments})
+
+
+QUICK = (plain(0, "gpt2", "fp32", PIPELINE, zero(3, 1)),
+         trainer(2, "qwen3", "bf16", zero(2), PIPELINE, zero(1, 1), schedule="linear"))
+_OTHERS = {0: (zero(2), PIPELINE), 1: (PIPELINE, zero(3, 1)), 2: (zero(0, 1), PIPELINE), 3: (zero(1), PIPELINE)}
 ALL = (
-    *(plain(stage, model, precision, *others) for stage, others in (
-        (0, (zero(2), PIPELINE)), (1, (PIPELINE, zero(3, 1))), (2, (zero(0, 1), PIPELINE)), (3, (zero(1), PIPELINE)))
-      for model in MODELS for precision in TOLERANCES),
-    plain(2, "llama", "bf16", zero(1), PIPELINE, offload=True))
+    *(plain(stage, model, precision, *others)
+      for stage, others in _OTHERS.items() for model in MODELS for precision in TOLERANCES),
+    *(plain(2, model, "bf16", zero(1), PIPELINE, offload=True) for model in MODELS),
+    *(trainer(stage, model, precision, zero(stage), *others)
+      for stage, others in _OTHERS.items() for model in MODELS for precision in TOLERANCES),
+    *(trainer(None, model, "fp32", zero(0), PIPELINE, zero(3, 1), schedule="linear") for model in ("gpt2", "llama")))
 
 
 def write_samples(corpus: str, path: Path) -> None:
@@ -107,7 +127,16 @@ def measure(originals: Sequence[Original], corpus: str, folder: Path) -> dict[tu
     write_samples(corpus, folder / "samples.npy")
     cases = [{"name": each.name, "model": MODELS[each.model], "samples": "../samples.npy", "save_at": SAVED,
               "steps": STEPS, **each.case} for each in originals]
-    expected = run_worker("adopt_worker.py", cases, RANKS, folder / "originals")
+    expected: dict[str, Any] = {}
+    for worker in dict.fromkeys(each.worker for each in originals):
+        expected |= run_worker(worker, [values for values, each in zip(cases, originals, strict=True)
+                                        if each.worker == worker], RANKS, folder / "originals")
+    return continue_here(originals, expected, corpus, folder)
+
+
+def continue_here(originals: Sequence[Original], expected: Mapping[str, Any], corpus: str,
+                  folder: Path) -> dict[tuple[str, str], float]:
+    """Adopt the checkpoints in folder/originals/NAME and compare the losses: see `measure`."""
     continued: dict[int, list[Json]] = {}
     for each in originals:
         run = adopt_original(each, folder / "originals" / each.name, folder / "runs" / each.name)
@@ -126,7 +155,9 @@ def adopt_original(original: Original, source: Path, out: Path) -> Path:
     found = find_source(source, step=SAVED, config=MODELS[original.model])
     assert found is not None, f"{source}: {sorted(source.rglob('*'))}"
     out.parent.mkdir(exist_ok=True)
-    adopt(plan_adoption(found.read(), frozenset(original.accepted)), out)
+    run = found.read()
+    run = run if run.consumed_tokens is None else with_sample_length(run, SEQ_LENGTH)
+    adopt(plan_adoption(run, frozenset(original.accepted)), out)
     return out
 
 
@@ -144,15 +175,17 @@ def continued_case(original: Original, layout: Layout, run: Path, corpus: str) -
     return case(_name(original, layout), "continue_run", values, {**flags, **original.flags, **own})
 
 
+HEAD = ("| source | precision | continues here in | models | largest difference |", "| --- | --- | --- | --- | --- |")
+
+
 def table(originals: Sequence[Original], found: Mapping[tuple[str, str], float]) -> str:
-    """Return a row for each source, precision and layout, with the largest difference and the models."""
+    """Return a row for each source, precision and layout, with the models and the largest difference."""
     rows: dict[tuple[str, str, str], list[Original]] = {}
     for each in originals:
         for number, layout in enumerate(each.layouts):
             rows.setdefault((each.source, each.precision, layout.name + (" (the same)" if number == 0 else "")),
                             []).append(each)
-    lines = ["| source | precision | continues here in | models | largest difference |",
-             "| --- | --- | --- | --- | --- |"]
+    lines = []
     for (source, precision, layout), runs in rows.items():
         largest = max(found[each.name, layout.removesuffix(" (the same)")] for each in runs)
         models = ", ".join(each.model for each in runs)
@@ -164,9 +197,12 @@ def main(words: Sequence[str]) -> None:
     from tests.conftest import write_corpus
 
     rows = [each for each in ALL if not words or any(word.lower() in each.source.lower() for word in words)]
-    with tempfile.TemporaryDirectory() as folder:
-        found = measure(rows, write_corpus(Path(folder) / "small"), Path(folder) / "work")
-    print(table(rows, found))
+    print("\n".join(HEAD))
+    for source in dict.fromkeys(each.source for each in rows):
+        own = [each for each in rows if each.source == source]
+        with tempfile.TemporaryDirectory() as folder:
+            found = measure(own, write_corpus(Path(folder) / "small"), Path(folder) / "work")
+        print(table(own, found), flush=True)
 
 
 if __name__ == "__main__":
