@@ -70,7 +70,8 @@ _has_engine = _any(r"(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt")
 KINDS = (
     SourceKind("transformers.Trainer", "trainer", _is_trainers),
     SourceKind("DeepSpeed's universal format", "universal", lambda names: "zero" in names and _has_engine(names)),
-    SourceKind("GPT-NeoX or Megatron-DeepSpeed", "megatron_layers", _has_layers),
+    SourceKind("GPT-NeoX or Megatron-DeepSpeed", "megatron_layers",
+               lambda names: _has_layers(names) or ("configs" in names and _has_engine(names))),
     SourceKind("a DeepSpeed engine", "zero_files", _has_engine),
     SourceKind("torch.distributed.checkpoint", "dcp", lambda names: ".metadata" in names),
 )
