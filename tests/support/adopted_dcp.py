@@ -67,11 +67,15 @@ _LAYOUTS = {"FSDP2": (zero(3), PIPELINE, zero(1, 1)), "tensor parallelism": (
 
 
 def torchtitan(model: str, precision: str, division: str, **parallelism: int) -> Original:
-    """Return a run of torchtitan. Its schedule is linear, and not recorded."""
+    """Return a run of torchtitan.
+
+    It does not record its schedule: a warm-up, and a decay to 0 in the step after the last one.
+    """
     values = {**_COMMON, "precision": precision, "parallelism": parallelism, "micro": BATCH if parallelism else 2}
     return Original(f"torchtitan 0.2.2, {division}", model, precision,
                     with_blocks(_LAYOUTS[division], precision, gradient_clipping=1.0), values, worker="torchtitan",
-                    flags={"lr_schedule": "linear", "lr_warmup_steps": 3, "lr_decay_steps": STEPS, "min_lr": 0.0})
+                    flags={"lr_schedule": "wsd", "lr_warmup_steps": 3, "lr_decay_steps": STEPS + 1,
+                           "lr_wsd_steps": STEPS - 3, "min_lr": 0.0})
 
 
 def megatron_core(model: str, precision: str, division: str, *, tensor_parallel: int = 1,

@@ -39,9 +39,16 @@ def without_gpus() -> None:
     torch.cuda.current_device = lambda: cpu
     torch.cuda.stream = lambda stream: contextlib.nullcontext()
     torch.cuda.nvtx = SimpleNamespace(range_push=lambda *_: None, range_pop=lambda *_: None)
-    torch.cuda.synchronize = torch.cuda.manual_seed = torch.cuda.set_rng_state = lambda *_, **__: None
+    for name in ("synchronize", "manual_seed", "set_rng_state"):
+        setattr(torch.cuda, name, doing_nothing())
     torch.cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
-    torch.cuda.default_stream = torch.cuda.current_stream = lambda *_: SimpleNamespace(wait_stream=lambda stream: None)
+    for name in ("default_stream", "current_stream"):
+        setattr(torch.cuda, name, doing_nothing(SimpleNamespace(wait_stream=lambda stream: None)))
+
+
+def doing_nothing(result: Any = None) -> Callable[..., Any]:
+    """Return a new function: torch's compiler rejects one that has two names."""
+    return lambda *_, **__: result
 
 
 def stored_arguments(case: dict[str, Any], tensor_parallel: int) -> argparse.Namespace:

@@ -58,6 +58,10 @@ _CLASSES: dict[tuple[str, str], type] = {
 _CLASSES |= {("torch", "Size"): torch.Size, ("collections", "OrderedDict"): OrderedDict}
 
 
+class _RejectedClass(Exception):
+    """A class or function that a pickle names, and that no description of a checkpoint needs."""
+
+
 class _Unpickler(pickle.Unpickler):
     """Creates records, containers and dtypes, and nothing else."""
 
@@ -66,7 +70,7 @@ class _Unpickler(pickle.Unpickler):
         if isinstance(dtype, torch.dtype):
             return dtype
         if (module, name) not in _CLASSES:
-            raise pickle.UnpicklingError(f"{module}.{name}")
+            raise _RejectedClass(f"{module}.{name}")
         return _CLASSES[module, name]
 
 
@@ -173,7 +177,7 @@ def _unpickle(path: Path) -> Any:
             return _Unpickler(file).load()
     except OSError as error:
         raise ConfigError(str(path), problem=f"it cannot be read: {error.strerror or error}") from None
-    except pickle.UnpicklingError as error:
+    except _RejectedClass as error:
         raise ConfigError(str(path), problem=f"the pickle needs {shorten(str(error))}, which no checkpoint of torch "
                           "needs", remedy="nothing in the file was run; a program that loads it without such a check "
                           "may run any code") from None

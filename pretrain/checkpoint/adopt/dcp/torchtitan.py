@@ -65,7 +65,7 @@ def read(files: DcpFiles, config: Mapping[str, Any] | None) -> ForeignRun:
     notes = [*tensors.check_frequencies(), "torchtitan does not record in which precision it computes, nor the "
              "clipping of gradients: set both in the DeepSpeed JSON"]
     states, losses = _states(files, tensors)
-    groups = {name: _settings(files, fqn) for name, fqn in tensors.names.items()} if states else {}
+    groups = {name: _settings(files, tensors.names[name]) for name in tensors.shapes} if states else {}
     optimizer, more = _optimizer(files, groups) if states else ({}, [])
     steps = {float(files.read(key)) for key in files.tensors if key.startswith(_STATE) and key.endswith(".step")}
     if len(steps) > 1:
