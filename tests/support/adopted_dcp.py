@@ -36,8 +36,8 @@ _SIZES = {**MODELS["llama"], "head_dim": 16, "rope_theta": 10000, "rms_norm_eps"
 # torchtitan's Llama 3 always has the scaling of Llama 3.1; its inner size follows from the size of the model
 MODELS |= {
     "llama 3.1": {**_SIZES, "intermediate_size": 192, "rope_theta": 500000, "max_position_embeddings": 16384,
-                  "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                                   "original_max_position_embeddings": 8192}},
+                  "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+                                   "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}},
     "llama, untied": _SIZES, "llama, tied": {**_SIZES, "tie_word_embeddings": True},
     "qwen3, untied": {**_SIZES, "model_type": "qwen3", "rms_norm_eps": 1e-6, "rope_theta": 1000000}}
 
