@@ -7,40 +7,87 @@ from typing import TypeVar
 
 from pretrain.checkpoint.convert.new_folder import output_summary
 from pretrain.checkpoint.convert.plan_average import plan_average
-from pretrain.checkpoint.convert.plan_export import SHARD_GB, plan_export
+from pretrain.checkpoint.convert.plan_export import (
+    SHARD_GB,
+    ExportPlan,
+    check_has_states,
+    check_trainer_name,
+    plan_export,
+)
 from pretrain.checkpoint.format.verify import reject_damaged
 from pretrain.cli import Parser, number, path, path_text, whole_number
 from pretrain.config.layout import DTYPE_BYTES
+from pretrain.errors import ConfigError
+
+_FORMATS = {
+    "transformers": "weights, config, tokenizer and a model card, for from_pretrained",
+    "universal": "weights and optimizer states in DeepSpeed's universal format, under transformers' names, for an "
+                 "engine of the transformers model",
+    "trainer": "both, and the state of transformers.Trainer: a folder checkpoint-N from which the Trainer resumes"}
 
 
-def export_main() -> None:
-    parser = Parser(description="Export a checkpoint of any layout as a folder for transformers: weights, config, "
-                                "tokenizer and a model card.")
+def _export_parser() -> Parser:
+    parser = Parser(description="Export a checkpoint of any layout for another program.",
+                    epilog="Formats: " + "; ".join(f"{name}: {text}" for name, text in _FORMATS.items()) + ".")
     parser.add_argument("run", type=path, metavar="RUN_OR_CKPT",
                         help="run folder (--save of the run), or one of its global_stepN folders")
-    parser.add_argument("--output", type=path, required=True, metavar="FOLDER", help="new folder")
+    parser.add_argument("--output", type=path, required=True, metavar="FOLDER",
+                        help="new folder; with --format trainer, checkpoint-N in the Trainer's output_dir")
+    parser.add_argument("--format", choices=tuple(_FORMATS), default="transformers",
+                        help="format of the output, see below (default: %(default)s). \"ds-pretrain checkpoint "
+                        "convert\" writes the universal format under the names of this program")
     parser.add_argument("--step", type=whole_number(), metavar="N",
                         help="step of the checkpoint (default: the newest complete checkpoint)")
     parser.add_argument("--dtype", choices=tuple(DTYPE_BYTES),
                         help="data type of the weights (default: the precision of the run)")
-    parser.add_argument("--shard_size", type=number(0, 1e6, above=True), default=SHARD_GB, metavar="GB",
-                        help="largest size of a weights file in GB (default: %(default)g)")
+    parser.add_argument("--shard_size", type=number(0, 1e6, above=True), metavar="GB",
+                        help=f"largest size of a weights file in GB (default: {SHARD_GB:g})")
     parser.add_argument("--tokenizer", type=path_text, metavar="PATH",
                         help="tokenizer to export (default: the run's --tokenizer)")
-    args = parser.parse_args()
+    return parser
+
+
+def export_main() -> None:
+    args = _export_parser().parse_args()
+    if args.format == "universal":
+        for flag in ("dtype", "shard_size", "tokenizer"):
+            if getattr(args, flag) is not None:
+                raise ConfigError(f"--{flag}", problem="--format universal has no such choice: it has tensors in fp32, "
+                                  "a file for each, and no tokenizer", remedy=f"leave --{flag} out")
     # report wrong inputs before torch is imported, which takes seconds
-    plan = plan_export(args.run, args.output, step=args.step, dtype=args.dtype, shard_gb=args.shard_size,
-                       tokenizer=args.tokenizer)
+    plan = plan_export(args.run, args.output, step=args.step, dtype=args.dtype,
+                       shard_gb=args.shard_size or SHARD_GB, tokenizer=args.tokenizer,
+                       with_tokenizer=args.format != "universal")
+    if args.format != "transformers":
+        check_has_states(plan.folder, plan.manifest)
+    if args.format == "trainer":
+        check_trainer_name(args.output, plan.manifest.step)
     reject_damaged(plan.folder, plan.manifest)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed detects an accelerator and warns
-    from pretrain.checkpoint.convert.export_hf import export_hf
-
-    notes = export_hf(plan)
+    notes = _export(plan, args.format)
     print(output_summary(args.output))
-    print(f"{plan.config.parameters_text()}, {plan.dtype}, architecture {plan.config.architecture}, "
-          f"from {plan.folder}")
+    dtype = "fp32" if args.format == "universal" else plan.dtype
+    print(f"{plan.config.parameters_text()}, {dtype}, architecture {plan.config.architecture}, from {plan.folder}")
     for note in notes:
         print(note)
+
+
+def _export(plan: ExportPlan, output_format: str) -> list[str]:
+    """Write the output, and return notes for the user. Imports torch."""
+    if output_format == "universal":
+        from pretrain.checkpoint.convert.universal import export_universal
+
+        export_universal(plan)
+        return [f'load_checkpoint("{plan.out.parent}", tag="{plan.out.name}") loads it, with "checkpoint": '
+                '{"load_universal": true} in the DeepSpeed JSON']
+    if output_format == "trainer":
+        from pretrain.checkpoint.convert.export_trainer import export_trainer
+
+        return [*export_trainer(plan), f'train(resume_from_checkpoint="{plan.out}") resumes from it, with '
+                '"checkpoint": {"load_universal": true} in the DeepSpeed JSON']
+    from pretrain.checkpoint.convert.export_hf import export_hf
+
+    return export_hf(plan)
 
 
 T = TypeVar("T")

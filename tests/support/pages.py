@@ -11,7 +11,7 @@ PAGES = [README, *(ROOT / name for name in (
     "launch/first_run.md",
     "tools/README.md", "tools/data.md", "tools/data_sources.md", "tools/cleaning.md", "tools/tokenizers.md",
     "tools/training_data.md", "tools/weights.md", "tools/memory.md",
-    "tools/checkpoints.md", "tools/evaluation.md", "tools/gpu.md", "tools/performance.md", "tools/measurements.md",
+    "tools/checkpoints.md", "tools/adopt.md", "tools/evaluation.md", "tools/gpu.md", "tools/performance.md", "tools/measurements.md",
     "tools/metrics.md", "tools/report.md", "tools/sanity_check.md", "tools/ladder.md",
     "ds_configs/README.md", "ds_configs/recipe.md", "ds_configs/long_sequences.md", "ds_configs/pipelines.md",
     "ds_configs/parallelism.md", "ds_configs/claims.md",

@@ -140,6 +140,11 @@ _LINES: list[tuple[str, str, str, dict[str, bytes]]] = [
         ("{world} --save {world}/out --accept_loss_of rng,", "--accept_loss_of: found an empty name"),
         ("{world} --save {world}/out --model {world}/none", "none"))),
     ("export", "RIGHT", "weights.pt: found SHA-256", {}),
+    ("export", "RIGHT --format torch", "--format", {}),
+    *(("export", f"RIGHT --format universal {flag}", f"{flag.split()[0]}: --format universal has no such choice", {})
+      for flag in ("--dtype bf16", "--shard_size 1", "--tokenizer {world}")),
+    ("export", "{world}/done --format trainer --output {world}/checkpoint-7",
+     "--output: checkpoint-7 is the name of step 7, and the checkpoint is of step 5", {}),
     *((program, "RIGHT --step 7", "--step 7: ", {}) for program in ("export", GENERATE, EVALUATE)),
     # prompts
     (GENERATE, f"RIGHT --prompt '{'w1 ' * 2000}'", "--prompt: the prompt has 2,000 tokens", {}),

@@ -1,8 +1,8 @@
 """Read single parameters out of the flat vectors in which ZeRO stage 1 keeps master weights and optimizer states.
 
 A parameter group is one vector: the group's parameters one after the other, in the order of `param_shapes` in the file
-mp_rank_MM_model_states.pt, then padding. Data-parallel ranks divide it into partitions of equal length. DeepSpeed 0.19.8
-saves it in two forms: runtime/zero/stage_1_and_2.py removes the padding of the master weights, and
+mp_rank_MM_model_states.pt, then padding. Data-parallel ranks divide it into partitions of equal length. DeepSpeed saves
+it in two forms (0.19.8): runtime/zero/stage_1_and_2.py removes the padding of the master weights, and
 runtime/bf16_optimizer.py does not.
 """
 
@@ -50,8 +50,8 @@ def read_groups(paths: Sequence[Path], param_shapes: Any, where: Path) -> list[F
     """
     if not isinstance(param_shapes, list) or not all(isinstance(group, dict) for group in param_shapes):
         raise ConfigError(f"{where}: param_shapes", found=f"a {type(param_shapes).__name__}",
-                          expected="a list with a dict for each parameter group", remedy="use a checkpoint of DeepSpeed "
-                          "0.5.9 or later")
+                          expected="a list with a dict for each parameter group",
+                          remedy="use a checkpoint of DeepSpeed 0.5.9 or later")
     states = [_optimizer_state(path) for path in paths]
     counts = {len(state["single_partition_of_fp32_groups"]) for state in states}
     if counts != {len(param_shapes)}:
@@ -62,9 +62,10 @@ def read_groups(paths: Sequence[Path], param_shapes: Any, where: Path) -> list[F
 
 def _optimizer_state(path: Path) -> dict[str, Any]:
     content = load(path)
-    state = content.get("optimizer_state_dict")
+    found = content.get("optimizer_state_dict")
+    state: dict[str, Any] = found if isinstance(found, dict) else {}
     for key in ("single_partition_of_fp32_groups", "base_optimizer_state"):
-        if not isinstance(state, dict) or key not in state:
+        if key not in state:
             raise ConfigError(f"{path}: optimizer_state_dict", found=f"no {key}",
                               expected="the state of a ZeRO optimizer of stage 1, as DeepSpeed writes")
     zero = content.get("ds_config", {}).get("zero_optimization", {})
@@ -75,7 +76,7 @@ def _optimizer_state(path: Path) -> dict[str, Any]:
     if any(any(paddings) for paddings in state.get("param_alignment_paddings") or () if isinstance(paddings, list)):
         raise ConfigError(f"{path}: param_alignment_paddings", found="padding between parameters", expected="none",
                           remedy="save with DeepSpeed's ds_to_universal.py, and import that folder")
-    return dict(state)
+    return state
 
 
 def _read_group(path: Path, states: Sequence[dict[str, Any]], index: int, shapes: Mapping[str, Any]) -> FlatGroup:

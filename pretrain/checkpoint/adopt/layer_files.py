@@ -5,8 +5,8 @@ DeepSpeed (runtime/pipe/module.py, ckpt_layer_path; runtime/engine.py, _get_ckpt
 - `layer_LL-model_TT-model_states.pt`: part TT of the parameters of layer LL, under their names inside the layer;
 - `mp_rank_MM_model_states.pt`: what else rank MM of a replica has. MM = pipeline stage * tensor-parallel degree + TT,
   because its topology has the axes pipe, data and model (runtime/pipe/topology.py, PipeModelDataParallelTopology);
-- `zero_pp_rank_DD_mp_rank_MM_optim_states.pt`, with the prefix `bf16_` in bf16: the ZeRO partition of data-parallel rank
-  DD.
+- `zero_pp_rank_DD_mp_rank_MM_optim_states.pt`, with the prefix `bf16_` in bf16: the ZeRO partition of data-parallel
+  rank DD.
 
 The programs add values of their own to mp_rank files: arguments, and states of random number generators.
 """
@@ -51,8 +51,8 @@ class EnumValue:
 # an empty Namespace runs none.
 _ALLOWED: tuple[Any, ...] = (
     argparse.Namespace,
-    *((EnumValue, f"megatron.{module}.{name}") for module in ("enums", "model.enums")
-      for name in ("PositionEmbeddingType", "AttnMaskType", "AttnType", "LayerType")),
+    *((EnumValue, f"megatron.{module}.{name}") for module in ("enums", "core.enums", "model.enums")
+      for name in ("ModelType", "PositionEmbeddingType", "AttnMaskType", "AttnType", "LayerType")),
     *((Ignored, name) for name in ("numpy.ndarray", "numpy.dtype", "numpy.core.multiarray._reconstruct",
                                    "numpy._core.multiarray._reconstruct")),
 )

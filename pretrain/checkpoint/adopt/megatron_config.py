@@ -85,18 +85,17 @@ def neox_config(settings: Mapping[str, Any], where: str, *, vocab_size: int, int
                 "use_parallel_residual": bool(values["gpt_j_residual"]),
                 "hidden_act": _neox_activation(values, where, "gelu_fast"), "hidden_dropout": dropouts[0],
                 "attention_dropout": dropouts[1]}
-    if values["gpt_j_residual"]:
-        _reject(where, "gpt_j_residual is true with other settings than those of GPT-NeoX-20B and Pythia")
-    if kind == ("layernorm", "learned", False) and biases == (True, True) and not grouped:
+    parallel = bool(values["gpt_j_residual"])
+    if kind == ("layernorm", "learned", False) and biases == (True, True) and not grouped and not parallel:
         return _gpt2(common, sizes, intermediate_size, dropouts, float(values["layernorm_epsilon"]),
                      _neox_activation(values, where, "gelu_new"))
-    if kind == ("rmsnorm", "rotary", True) and float(values["rotary_pct"]) == 1 and not dropouts[0]:
+    if kind == ("rmsnorm", "rotary", True) and float(values["rotary_pct"]) == 1 and not dropouts[0] and not parallel:
         return {**_llama(common, sizes, intermediate_size, values["num_kv_heads"]),
                 "rope_theta": float(values["rotary_emb_base"]), "rms_norm_eps": float(values["rms_norm_epsilon"]),
                 "attention_bias": biases[0], "mlp_bias": biases[1], "attention_dropout": dropouts[1]}
     return _reject(where, f"norm {kind[0]}, pos_emb {kind[1]}, activation {values['activation']}, biases of attention "
                    f"and MLP {biases[0]} and {biases[1]}, rotary_pct {values['rotary_pct']}, num_kv_heads "
-                   f"{values['num_kv_heads']} and hidden_dropout {dropouts[0]}")
+                   f"{values['num_kv_heads']}, gpt_j_residual {parallel} and hidden_dropout {dropouts[0]}")
 
 
 def _neox_activation(values: Mapping[str, Any], where: str, tanh: str) -> str:

@@ -1,44 +1,25 @@
 """Read a checkpoint of GPT-NeoX or Megatron-DeepSpeed: layers of a pipeline, tensor-parallel parts, ZeRO stage 1.
 
 layer_files.py lists the files, megatron_names.py says where each parameter is, tensor_parallel_parts.py merges its
-parts, flat_groups.py reads master weights and optimizer states, and megatron_states.py reads the rest.
+parts, flat_groups.py reads master weights and optimizer states, megatron_tensors.py has them together, and
+megatron_states.py and megatron_config.py read the rest.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pretrain.checkpoint.adopt.flat_groups import MASTERS, FlatGroup, read_groups
-from pretrain.checkpoint.adopt.foreign_run import ForeignRun, Loss
-from pretrain.checkpoint.adopt.layer_files import LayerFiles, check_counts, find_files, load, load_layer
+from pretrain.checkpoint.adopt.foreign_run import ForeignRun
+from pretrain.checkpoint.adopt.layer_files import check_counts, find_files, load, load_layer
 from pretrain.checkpoint.adopt.megatron_config import megatron_config, neox_config
-from pretrain.checkpoint.adopt.megatron_names import (
-    BY_HEAD,
-    BY_PART,
-    NEOX,
-    Key,
-    PeerLayout,
-    Place,
-    find_layout,
-    key_of,
-)
+from pretrain.checkpoint.adopt.megatron_names import BY_HEAD, BY_PART, NEOX, PeerLayout, find_layout
 from pretrain.checkpoint.adopt.megatron_states import EngineStates, Settings, read_settings, read_states
-from pretrain.checkpoint.adopt.tensor_parallel_parts import merge, merge_qkv, part_shape
-from pretrain.errors import ConfigError, shorten
+from pretrain.checkpoint.adopt.megatron_tensors import Tensors
+from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig, model_config_from
-from pretrain.model.description import Parameter
-from pretrain.model.hf_names import TensorRule
-from pretrain.model.hf_weights import module_shapes, module_tensors, rules_by_module_tensors
-
-_VOCABULARY = ("embedding", "head")
-# biases that GPT-NeoX adds on each tensor-parallel rank before the sum over ranks, if attention and MLP are parallel
-# (megatron/model/transformer.py, gpt_j_residual; mpu/layers.py, RowParallelLinear with parallel_output)
-_SUMMED = ("attention.out.bias", "mlp.down.bias")
-_OTHER_MODEL = "name the config.json of this model by --model"
+from pretrain.model.hf_weights import module_shapes
 
 
 def read(folder: Path, config: Mapping[str, Any] | None) -> ForeignRun:
@@ -56,13 +37,12 @@ def read(folder: Path, config: Mapping[str, Any] | None) -> ForeignRun:
     settings = read_settings(folder, state, layout.program)
     values = dict(config) if config is not None else _config(settings, layout, layers, folder)
     model = model_config_from(values, "config.json" if config is not None else settings.where)
-    tensors = _Tensors(files, layers, layout, model, _qkv_order(layout, settings, model))
-    tensors.check()
+    tensors = Tensors(files, layers, layout, model, _qkv_order(layout, settings, model))
     states = read_states(state, settings, tensors.groups(), files)
     return _run(tensors, states, values)
 
 
-def _run(tensors: "_Tensors", states: EngineStates, values: dict[str, Any]) -> ForeignRun:
+def _run(tensors: Tensors, states: EngineStates, values: dict[str, Any]) -> ForeignRun:
     model, layout = tensors.model, tensors.layout
     shapes = {name: shape for rules in tensors.rules for name, shape in module_shapes(rules, model).items()}
     losses = [*states.losses, *tensors.losses()]
@@ -105,216 +85,6 @@ def _qkv_order(layout: PeerLayout, settings: Settings, model: ModelConfig) -> st
     if layout.program == NEOX:
         return BY_HEAD if model.num_kv_heads == model.num_heads else BY_PART
     if settings.values is None:
-        raise ConfigError(settings.where, problem="the checkpoint has no args, by which the order of query_key_value is "
-                          "known", remedy="convert it with a tool of the program that wrote it, and use --init_from")
+        raise ConfigError(settings.where, problem="the checkpoint has no args, by which the order of query_key_value "
+                          "is known", remedy="convert it with a tool of the program that wrote it, and use --init_from")
     return BY_PART if "ds_sequence_parallel_fpdt" in settings.values else BY_HEAD
-
-
-@dataclass(frozen=True)
-class _Source:
-    """One of our parameters, and where theirs is."""
-
-    parameter: Parameter
-    place: Place
-    kind: str  # of the layer
-
-
-@dataclass(frozen=True)
-class _Tensors:
-    """The tensors of a checkpoint, under transformers' names."""
-
-    files: LayerFiles
-    layers: Mapping[int, Sequence[Mapping[str, torch.Tensor]]]  # index -> content of the file of each rank
-    layout: PeerLayout
-    model: ModelConfig
-    qkv_order: str
-    rules: list[tuple[TensorRule, ...]] = field(init=False)
-    sources: dict[str, _Source] = field(init=False)  # by our name
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "rules", rules_by_module_tensors(self.model))
-        object.__setattr__(self, "sources", dict(self._find_sources()))
-
-    def _find_sources(self) -> Iterable[tuple[str, _Source]]:
-        names, block = self.model.named_parameters(), 0
-        for layer in self.model.layers():
-            if layer.kind == "head" and layer.tied:
-                continue
-            kind = "embedding norm" if layer.class_name == "EmbeddingNorm" else layer.kind
-            for parameter in layer.parameters:
-                ours, _ = next(names)
-                known = kind != "block" or block < self.layout.num_blocks
-                place = self.layout.place(kind, block, parameter.name, gated=self.model.gated_mlp) if known else None
-                if place is None:
-                    what = f"{parameter.name} of block {block}" if kind == "block" else f"the {kind}"
-                    raise ConfigError(f"{self.files.folder}: {what}", problem="the model of the config.json has this "
-                                      "parameter, and the checkpoint does not", remedy=_OTHER_MODEL)
-                yield ours, _Source(parameter, place, kind)
-            block += layer.kind == "block"
-
-    @cached_property
-    def _groups(self) -> tuple[tuple[FlatGroup, ...], ...]:
-        """The parameter groups of each mp rank; () without ZeRO files."""
-        return tuple(tuple(read_groups(paths, load(self.files.mp_ranks[rank]).get("param_shapes"),
-                                       self.files.mp_ranks[rank])) for rank, paths in enumerate(self.files.zero))
-
-    def groups(self) -> tuple[FlatGroup, ...]:
-        """Return the parameter groups of mp rank 0; () without ZeRO files."""
-        return self._groups[0] if self._groups else ()
-
-    @cached_property
-    def _places(self) -> dict[tuple[Key, int], list[tuple[FlatGroup, str]]]:
-        """For a key and a tensor-parallel rank: group and name in it, for each pipeline stage that has a copy."""
-        found: dict[tuple[Key, int], list[tuple[FlatGroup, str]]] = {}
-        for rank, groups in enumerate(self._groups):
-            for group in groups:
-                for name in group.shapes:
-                    key = key_of(name, self.layout)
-                    if key is None or key[1] not in self.layout.names.get(key[0], ()):
-                        raise ConfigError(f"{self.files.mp_ranks[rank]}: param_shapes: {shorten(name)}",
-                                          problem="no layer file has this parameter",
-                                          remedy="copy all files of one checkpoint")
-                    found.setdefault((key, rank % self.files.tensor_parallel_size), []).append((group, name))
-        return found
-
-    @property
-    def states(self) -> tuple[str, ...]:
-        """Optimizer states with a number for each weight."""
-        groups = self.groups()
-        return tuple(sorted(set(groups[0].partitions) - {MASTERS})) if groups else ()
-
-    @property
-    def precision(self) -> str:
-        """Precision of the model's weights."""
-        dtype = self.layers[self.layout.embedding][0]["word_embeddings.weight"].dtype
-        return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "fp32")
-
-    def check(self) -> None:
-        """Compare names and shapes of all parts with the model's. Raises ConfigError."""
-        used = {source.place.key for source in self.sources.values()}
-        for index, names in self.layout.names.items():
-            for name in sorted(names - {key[1] for key in used if key[0] == index}):
-                raise ConfigError(f"{self.files.layers[index][0]}: {shorten(name)}", problem="the checkpoint has this "
-                                  "parameter, and the model of the config.json does not", remedy=_OTHER_MODEL)
-        for source in self.sources.values():
-            self._check_shapes(source)
-
-    def _check_shapes(self, source: _Source) -> None:
-        (index, name), ranks = source.place.key, self.files.tensor_parallel_size
-        for rank in range(ranks):
-            where = f"{self.files.layers[index][rank]}: {name}"
-            if name not in self.layers[index][rank]:
-                raise ConfigError(where, problem="the file has no such parameter; the one of rank 0 has it",
-                                  remedy="use another checkpoint")
-            found = tuple(self.layers[index][rank][name].shape)
-            rows = len(self.layers[index][0][name]) * ranks if source.kind in _VOCABULARY else 0
-            if rows and rows < self.model.vocab_size:
-                raise ConfigError(where, found=f"{rows} rows in the parts of all ranks", expected="at least "
-                                  f"{self.model.key('vocab_size')} {self.model.vocab_size}", remedy=_OTHER_MODEL)
-            expected = part_shape(source.parameter, ranks, is_half=source.place.half is not None, vocab_rows=rows)
-            if found != expected:
-                raise ConfigError(where, found=f"a part of shape {list(found)}", remedy=_OTHER_MODEL,
-                                  expected=f"{list(expected or ())}, of {ranks} parts of {list(source.parameter.shape)}")
-            if self._groups:
-                copies = self._places.get(((index, name), rank), [])
-                if not copies or any(group.shapes[full] != found for group, full in copies):
-                    raise ConfigError(where, problem="the ZeRO files have no master weights of this shape for it",
-                                      remedy="copy all files of one checkpoint")
-
-    def read(self, name: str, state: str) -> torch.Tensor:
-        """Return a complete tensor under transformers' name, in fp32. Raises ConfigError."""
-        rules = next(rules for rules in self.rules if name in module_shapes(rules, self.model))
-        ours = [self._ours(rule.ours, state) for rule in rules]
-        return module_tensors(rules, ours, self.model)[name].contiguous()
-
-    def _ours(self, name: str, state: str) -> torch.Tensor:
-        """Return a complete parameter of ours."""
-        source = self.sources[name]
-        parts = [self._part(source, rank, state) for rank in range(self.files.tensor_parallel_size)]
-        if source.parameter.split_dim is None:
-            total = torch.stack(parts)
-            return total.sum(0) if self._is_summed(source) and state == MASTERS else \
-                parts[0] if self._are_equal(parts) else total.mean(0)
-        if source.parameter.name.startswith("attention.qkv."):
-            return merge_qkv(parts, self.model, self.qkv_order)
-        merged = merge(parts, source.parameter, half=source.place.half)
-        return merged[:self.model.vocab_size] if source.kind in _VOCABULARY else merged
-
-    @staticmethod
-    def _are_equal(parts: Sequence[torch.Tensor]) -> bool:
-        return all(torch.equal(part, parts[0]) for part in parts[1:])
-
-    def _part(self, source: _Source, rank: int, state: str) -> torch.Tensor:
-        """Return the part of one tensor-parallel rank. Master weights are compared with the layer file."""
-        (index, name), path = source.place.key, self.files.layers[source.place.key[0]][rank]
-        weights = self.layers[index][rank][name]
-        if not self._groups:
-            return weights.float()
-        copies = self._places[(index, name), rank]
-        part = copies[0][0].read(copies[0][1], state)
-        if state != MASTERS:
-            return part
-        if not torch.equal(part.to(weights.dtype), weights):
-            raise ConfigError(f"{path}: {name}", problem=f"it is not the rounded master weight in {copies[0][0].path}",
-                              remedy="copy all files of one checkpoint, or use another one")
-        # only this parameter of a tied embedding is synchronized (deepspeed/runtime/pipe/module.py, tied_weight_attr)
-        for group, full in copies[1:] if name == "word_embeddings.weight" else []:
-            if not torch.equal(group.read(full, state), part):
-                raise ConfigError(f"{group.path}: {full}", problem="the tied embedding of this pipeline stage differs "
-                                  f"from the one in {copies[0][0].path}", remedy="use another checkpoint")
-        return part
-
-    def _is_summed(self, source: _Source) -> bool:
-        return self.layout.program == NEOX and self.model.parallel_residual and source.parameter.name in _SUMMED \
-            and self.files.tensor_parallel_size > 1
-
-    def losses(self) -> list[Loss]:
-        """Return what merging the tensor-parallel parts loses."""
-        summed = [name for name, source in self.sources.items() if self._is_summed(source)]
-        found = []
-        ranks = self.files.tensor_parallel_size
-        if summed:
-            found.append(Loss("other_states", f"GPT-NeoX has {ranks} summands of {len(summed)} biases, one on each "
-                              f"tensor-parallel rank, and each is updated: their sum learns {ranks} times as fast as "
-                              "the one bias here"))
-        differing = self._differing_copies()
-        if differing:
-            largest = max(differing.values())
-            found.append(Loss("other_states", f"the copies of {len(differing)} parameters on tensor-parallel ranks "
-                              f"differ by up to {largest:.2g}, and their mean is taken, as GPT-NeoX's "
-                              "convert_neox_to_hf.py does"))
-        return found
-
-    def _differing_copies(self) -> dict[str, float]:
-        """Return name -> largest difference of copies that should be equal on all tensor-parallel ranks."""
-        found = {}
-        for name, source in self.sources.items():
-            if source.parameter.split_dim is None and not self._is_summed(source):
-                parts = [self._part(source, rank, MASTERS) for rank in range(self.files.tensor_parallel_size)]
-                if not self._are_equal(parts):
-                    found[name] = max(float((part - parts[0]).abs().max()) for part in parts)
-        return found
-
-    def notes(self) -> list[str]:
-        """Return what users should know about the tensors."""
-        found = []
-        rows = sum(len(part["word_embeddings.weight"]) for part in self.layers[self.layout.embedding])
-        key, size = self.model.key("vocab_size"), self.model.vocab_size
-        if rows > size:
-            found.append(f"{rows - size} of the {rows} rows of the vocabulary pad it, and are left out; {self.layout.program} "
-                         "has their logits in its loss")
-        elif rows == size:
-            found.append(f"{key} is {size}, with the rows that may pad the vocabulary: their logits are in the loss of "
-                         f"{self.layout.program}")
-        return found
-
-    def weight_decay(self) -> dict[str, float]:
-        """Return the weight decay of each parameter under transformers' name; {} if it is not recorded."""
-        found: dict[str, float] = {}
-        for rules in self.rules if self._groups else []:
-            for name in module_shapes(rules, self.model):
-                group, _ = self._places[self.sources[rules[0].ours].place.key, 0][0]
-                if "weight_decay" not in group.settings:
-                    return {}
-                found[name] = float(group.settings["weight_decay"])
-        return found

@@ -117,8 +117,8 @@ def find_layout(names: Mapping[int, Iterable[str]], where: str) -> PeerLayout:
     if not blocks or len(embedding) != 1:
         some = ", ".join(sorted({name for layer in known.values() for name in layer})[:8])
         raise ConfigError(where, found=f"parameters with names such as {shorten(some)}",
-                          expected="word_embeddings.weight in one layer, and attention.query_key_value.weight (GPT-NeoX) "
-                          "or self_attention.query_key_value.weight (Megatron-DeepSpeed) in each block")
+                          expected="word_embeddings.weight in one layer, and attention.query_key_value.weight "
+                          "(GPT-NeoX) or self_attention.query_key_value.weight (Megatron-DeepSpeed) in each block")
     gaps = sorted({*range(blocks[0], blocks[-1] + 1)} - {*blocks})
     if gaps:
         raise ConfigError(where, problem=f"there is no file of a block in layer {gaps[0]}, between the layers "

@@ -1,4 +1,4 @@
-"""Read what GPT-NeoX and Megatron-DeepSpeed record besides tensors: settings, steps, schedule, optimizer, loss scale."""
+"""Read what GPT-NeoX and Megatron-DeepSpeed record besides tensors: settings, steps, schedule, loss scale."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -121,17 +121,18 @@ def _count(values: Mapping[str, Any], key: str, path: Path) -> int | None:
 
 
 def _optimizer(groups: Sequence[FlatGroup], values: Mapping[str, Any], schedule: Mapping[str, Any]) -> dict[str, Any]:
-    """Return type and parameters. The programs' Adam has decoupled weight decay: apex's and DeepSpeed's FusedAdam."""
+    """Return type and parameters. The programs' Adam is AdamW on GPUs: FusedAdam of apex or DeepSpeed."""
     if not groups:
         return {}
     given = values.get("optimizer")
     kind = given.get("type") if isinstance(given, dict) else values.get("optimizer")
     settings = max((group.settings for group in groups), key=lambda each: _number(each.get("weight_decay")) or 0.0)
-    if {*groups[0].partitions} >= _ADAM and str(kind or "adam").lower() in ("adam", "adamw", "cpu_adam"):
-        kind = "Adam" if settings.get("decoupled_weight_decay") is False else "AdamW"
-        if settings.get("bias_correction") is False:
-            kind = f"{kind} without bias correction"
     params: dict[str, Any] = {}
+    if {*groups[0].partitions} >= _ADAM and str(kind or "adam").lower() in ("adam", "adamw", "cpu_adam"):
+        is_coupled = settings.get("decoupled_weight_decay") is False  # torch.optim.Adam
+        kind = "Adam" if is_coupled else "AdamW"
+        params = {"adam_w_mode": False} if is_coupled else {}
+        params |= {"bias_correction": False} if settings.get("bias_correction") is False else {}
     for key in ("betas", "eps", "weight_decay"):
         value = settings.get(key)
         if isinstance(value, (list, tuple)):
@@ -162,8 +163,8 @@ def read_schedule(state: Any, batch: int | None) -> tuple[dict[str, Any], list[s
                   (("warmup", "warmup_steps"), ("total", "decay_steps"), ("style", "decay_style"))}
         unit = batch or 0
         exact = not any(state.get(f"{prefix}{key}_tokens") for prefix in ("", "lr_") for key in ("warmup", "decay"))
-    known = {"peak": _number(found["peak"]), "min_lr": _number(found["lowest"]), "first_rate_is_0": True,
-             "last_step": _steps(found["position"], unit)}
+    known: dict[str, Any] = {"peak": _number(found["peak"]), "min_lr": _number(found["lowest"]),
+                             "first_rate_is_0": True, "last_step": _steps(found["position"], unit)}
     warmup, total, style = _steps(found["warmup"], unit), _steps(found["total"], unit), _STYLES.get(str(found["style"]))
     if exact and None not in (warmup, total, style):
         known |= {"type": style, "warmup_steps": warmup, "total_steps": total}

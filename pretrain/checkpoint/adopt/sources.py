@@ -108,14 +108,14 @@ def _children(path: Path) -> Iterable[Path]:
 def _chosen(path: Path, found: list[tuple[Path, SourceKind]], step: int | None) -> tuple[Path, SourceKind]:
     """Return the folder of `step`, or the newest one."""
     numbered = [(number, child, kind) for child, kind in found if (number := step_in_name(child)) is not None]
-    if step is not None:
+    if step is not None and numbered:
         chosen = [(child, kind) for number, child, kind in numbered if number == step]
         if len(chosen) == 1:
             return chosen[0]
         problem = f"{path} has no checkpoint of this step" if not chosen else \
             f"{path} has {' and '.join(child.name for child, _ in chosen)}"
         steps = ", ".join(str(number) for number in sorted({number for number, _, _ in numbered}))
-        remedy = "name the folder of one checkpoint" if chosen or not steps else f"it has those of the steps {steps}"
+        remedy = "name the folder of one checkpoint" if chosen else f"it has those of the steps {steps}"
         raise ConfigError(f"--step {step}", problem=problem, remedy=remedy)
     latest = _latest_names(path)
     for child, kind in found:

@@ -19,6 +19,7 @@ from pretrain.checkpoint.adopt.zero_layout import (
     open_files,
     param_groups,
 )
+from pretrain.checkpoint.format.pickles import load_pickle
 from pretrain.checkpoint.format.shard_index import FP32
 from pretrain.checkpoint.load.reader import CheckpointReader
 from pretrain.errors import ConfigError, shorten
@@ -29,12 +30,13 @@ _ENGINE_KEYS = {"module", "buffer_names", "optimizer", "param_shapes", "frozen_p
                 "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names",
                 "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_config",
                 "ds_version", "checkpoint_parallel_dimensions", "universal_checkpoint_info", "csr_tensor_module_names"}
+_ACCELERATE = "pytorch_model"  # folder of the engine's files in a folder of Accelerator.save_state
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 # of a program that wraps the model
 _PREFIXES = ("module.", "_orig_mod.")
 
 
-class _ForeignReader(CheckpointReader):
+class ForeignReader(CheckpointReader):
     """Reads the fragments of another program's files, also of those that were swapped to NVMe."""
 
     def __init__(self, files: EngineFiles, found: FoundParameters) -> None:
@@ -53,7 +55,7 @@ class _States:
 
     files: EngineFiles
     found: FoundParameters
-    reader: _ForeignReader
+    reader: ForeignReader
     prefix: str
     module: Mapping[str, torch.Tensor]
 
@@ -86,58 +88,69 @@ def read(folder: Path, config: dict[str, Any] | None) -> ForeignRun:
     files = open_files(folder)
     found = find_parameters(files)
     model, groups, ds_config = files.model, param_groups(files), _ds_config(files)
-    where = str(folder / (files.optimizer_files or files.model_files)[0])
-    recognized = recognize(where, groups, (state for state in found.stored.states if state != FP32), ds_config) \
-        if groups else None
     prefix = _prefix(found.stored.shapes)
-    states = _States(files, found, _ForeignReader(files, found), prefix, module_tensors(files))
-    dtype = _precision(ds_config)
+    dtype = precision_of(ds_config)
     run = ForeignRun(
         program=f"DeepSpeed {model.get('ds_version', '')}".strip() + f", ZeRO-{files.stage}", folder=folder,
         files=tuple(sorted({*(folder / name for name in files.contents), *found.files})), config=config,
         shapes={name.removeprefix(prefix): shape for name, shape in found.stored.shapes.items()},
-        read=states.read, states=recognized.states if recognized else (), step=int(model["global_steps"]),
-        optimizer_step=_optimizer_step(found, groups), skipped_steps=int(model.get("skipped_steps") or 0),
-        optimizer={"type": recognized.type, "params": recognized.params} if recognized else {},
-        weight_decay={name.removeprefix(prefix): float(fragments[0].group["weight_decay"])
-                      for name, fragments in found.stored.fragments.items()
-                      if "weight_decay" in fragments[0].group},
-        global_batch_size=_global_batch_size(model, ds_config), consumed_samples=model.get("global_samples"),
+        read=_States(files, found, ForeignReader(files, found), prefix, module_tensors(files)).read, states=(),
+        step=int(model["global_steps"]), skipped_steps=int(model.get("skipped_steps") or 0),
+        global_batch_size=global_batch_size(model, ds_config), consumed_samples=model.get("global_samples"),
         precision=dtype, loss_scale=_loss_scale(files) if dtype == "fp16" else None, ds_config=ds_config,
-        losses=(*(recognized.losses if recognized else ()), *_losses(files, found)), notes=_notes(files))
-    return with_schedule(run, model.get("lr_scheduler"), groups)
+        losses=tuple(_losses(files, found)), notes=_notes(files))
+    where = str(folder / (files.optimizer_files or files.model_files)[0])
+    run = with_optimizer(run, where, found, groups, prefix)
+    state, scheduler = model.get("lr_scheduler"), folder.parent / "scheduler.bin"
+    if state is None and folder.name == _ACCELERATE and scheduler.is_file():
+        state = load_pickle(scheduler)
+    return run if state is None else with_schedule(run, state)
 
 
-def with_schedule(run: ForeignRun, state: Mapping[str, Any] | None, groups: list[dict[str, Any]]) -> ForeignRun:
-    """Return the run with what is known of its learning-rate schedule.
+def with_optimizer(run: ForeignRun, where: str, found: FoundParameters, groups: list[dict[str, Any]],
+                   prefix: str = "") -> ForeignRun:
+    """Return the run with its optimizer and the rate of the next step. Raises ConfigError for an unknown optimizer.
 
     Args:
-        state: the state_dict of a scheduler of DeepSpeed or torch; None: it is not recorded.
-        groups: parameter groups of the optimizer. Their "lr" is the rate of the next step.
+        where: the optimizer's file, for messages.
+        groups: its parameter groups; none if the checkpoint has no optimizer.
+        prefix: of the stored names.
     """
-    applied = run.step - run.skipped_steps
-    scheduler = (run.ds_config or {}).get("scheduler") or {}
-    schedule: dict[str, Any] = {}
-    losses = run.losses
-    if groups:
-        schedule["next_rate"] = float(groups[0]["lr"])
+    if not groups:
+        return run
+    recognized = recognize(where, groups, (state for state in found.stored.states if state != FP32), run.ds_config)
+    scheduler, rate = (run.ds_config or {}).get("scheduler") or {}, float(groups[0]["lr"])
+    counts = [found.stored.scalars.get("step", 0.0), *(group["step"] for group in groups if "step" in group)]
+    return replace(
+        run, states=recognized.states, optimizer={"type": recognized.type, "params": recognized.params},
+        # some optimizers count steps for each parameter, others for each group
+        optimizer_step=max(float(count) for count in counts), losses=(*run.losses, *recognized.losses),
+        weight_decay={name.removeprefix(prefix): float(fragments[0].group["weight_decay"])
+                      for name, fragments in found.stored.fragments.items() if "weight_decay" in fragments[0].group},
+        schedule={"next_rate": rate}, learning_rate=None if scheduler.get("type") else rate)
+
+
+def with_schedule(run: ForeignRun, state: Mapping[str, Any]) -> ForeignRun:
+    """Return the run with the position in its learning-rate schedule.
+
+    Args:
+        state: the state_dict of a scheduler of DeepSpeed or torch.
+    """
+    applied, scheduler = run.step - run.skipped_steps, (run.ds_config or {}).get("scheduler") or {}
+    schedule = dict(run.schedule)
     if scheduler.get("type"):
         params = scheduler.get("params") or {}
         known = {"warmup_steps": params.get("warmup_num_steps"), "total_steps": params.get("total_num_steps")}
         schedule |= {"type": scheduler["type"], "params": params,
                      **{key: value for key, value in known.items() if isinstance(value, int)}}
-    if state is None:
-        return replace(run, schedule=schedule, learning_rate=None if scheduler else schedule.get("next_rate"))
     if "base_lrs" in state:
         schedule["peak_rate"] = float(state["base_lrs"][0])
     # DeepSpeed's schedulers count from -1, torch's from 0
     counted = int(state["last_batch_iteration"]) + 1 if "last_batch_iteration" in state else state.get("last_epoch")
     if counted == applied:
-        schedule["last_step"] = applied
-    else:
-        losses += (Loss("schedule", f"the learning-rate scheduler has counted {counted} steps, and the engine {applied} "
-                        "updates"),)
-    return replace(run, schedule=schedule, losses=losses)
+        return replace(run, schedule={**schedule, "last_step": applied}, learning_rate=None)
+    loss = Loss("schedule", f"the learning-rate scheduler has counted {counted} steps, and the engine {applied} updates")
+    return replace(run, schedule=schedule, learning_rate=None, losses=(*run.losses, loss))
 
 
 def _prefix(shapes: Mapping[str, Shape]) -> str:
@@ -155,7 +168,8 @@ def _ds_config(files: EngineFiles) -> dict[str, Any]:
     return dict(found) if isinstance(found, dict) else {}
 
 
-def _precision(ds_config: Mapping[str, Any]) -> str:
+def precision_of(ds_config: Mapping[str, Any]) -> str:
+    """Return "fp32", "bf16" or "fp16": the precision that a DeepSpeed JSON selects."""
     if (ds_config.get("fp16") or {}).get("enabled"):
         return "fp16"
     is_bf16 = any((ds_config.get(key) or {}).get("enabled") for key in ("bf16", "bfloat16"))
@@ -163,13 +177,8 @@ def _precision(ds_config: Mapping[str, Any]) -> str:
     return "bf16" if is_bf16 or (autocast.get("enabled") and "bfloat16" in str(autocast.get("dtype"))) else "fp32"
 
 
-def _optimizer_step(found: FoundParameters, groups: list[dict[str, Any]]) -> float:
-    """Return the optimizer's count of steps, which some have for each parameter and others for each group."""
-    counts = [found.stored.scalars.get("step", 0.0), *(group["step"] for group in groups if "step" in group)]
-    return max(float(count) for count in counts)
-
-
-def _global_batch_size(model: Mapping[str, Any], ds_config: Mapping[str, Any]) -> int | None:
+def global_batch_size(model: Mapping[str, Any], ds_config: Mapping[str, Any]) -> int | None:
+    """Return the samples of a step, from the counters of an engine's model-states file or the DeepSpeed JSON."""
     samples, steps = model.get("global_samples"), model["global_steps"]
     if samples and steps and samples % steps == 0:
         return int(samples // steps)

@@ -6,7 +6,7 @@ size must agree with the files.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
@@ -354,26 +354,30 @@ def _add_stage_0(files: EngineFiles, found: FoundParameters) -> None:
                 _add(found, name, tuple(tensors[name].shape), 0, tensors[name].numel(), offset,
                      _locations(weights, at, keys), groups[number])
         return
-    state = value_at(files, file, *root.keys, "state")
     masters: Sequence[Sequence[torch.Tensor]] | None = optimizer.get("fp32_groups") if wrapped else None
-    add_torch_optimizer(files, found, root, tensors, masters, groups, state)
+
+    def weights_at(group: int, position: int, name: str) -> FileLocation:
+        return FileLocation(file, ("module", name) if masters is None else ("optimizer", "fp32_groups", group, position))
+
+    add_torch_optimizer(files, found, root, tensors, weights_at, masters)
 
 
-def add_torch_optimizer(files: EngineFiles, found: FoundParameters, root: FileLocation, tensors: dict[str, torch.Tensor],
-                        masters: Sequence[Sequence[torch.Tensor]] | None, groups: list[dict[str, Any]],
-                        state: dict[int, dict[str, Any]]) -> None:
+def add_torch_optimizer(files: EngineFiles, found: FoundParameters, root: FileLocation,
+                        tensors: Mapping[str, torch.Tensor], weights_at: Callable[[int, int, str], FileLocation],
+                        masters: Sequence[Sequence[torch.Tensor]] | None = None) -> None:
     """Add the parameters of an optimizer that has each of them as a tensor of its own.
 
     Args:
         root: of the optimizer's state_dict.
-        masters: fp32 weights of each group; None: the weights in the module are updated.
+        tensors: all parameters in the order of the model; they may be on the meta device.
+        weights_at: location of the weights, by number of the group, position in it, and name.
+        masters: fp32 weights of each group, if the optimizer has them.
     """
-    where, weights_file = str(files.folder / root.file), files.model_files[0]
-    names = names_by_shape(where, groups, state, tensors, masters)
-    for number, group in enumerate(groups):
-        for position, (name, index) in enumerate(zip(names[number], group["params"], strict=True)):
+    where, groups = str(files.folder / root.file), list(value_at(files, root.file, *root.keys, "param_groups"))
+    state = value_at(files, root.file, *root.keys, "state")
+    for number, names in enumerate(names_by_shape(where, groups, state, tensors, masters)):
+        for position, (name, index) in enumerate(zip(names, groups[number]["params"], strict=True)):
             shape, at = tuple(tensors[name].shape), root.at("state", index)
-            weights = FileLocation(weights_file, ("module", name)) if masters is None else \
-                FileLocation(root.file, ("optimizer", "fp32_groups", number, position))
             keys = _states(files, found, at, (prod(shape),)) if state else []
-            _add(found, name, shape, 0, prod(shape), 0, _locations(weights, at, keys), group)
+            _add(found, name, shape, 0, prod(shape), 0, _locations(weights_at(number, position, name), at, keys),
+                 groups[number])

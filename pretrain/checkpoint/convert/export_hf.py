@@ -39,21 +39,26 @@ def export_hf(plan: ExportPlan) -> list[str]:
     Do nothing if `plan.out` is already the result of the same export. Return notes for the user. Raises ConfigError.
     """
     notes = list(plan.notes)
-
-    def write(temporary: Path) -> dict[str, FileRecord]:
-        write_config(plan, temporary, None)  # transformers chooses the tokenizer's class by it: see export_tokenizer
-        ids: TokenIds | None = None
-        if plan.tokenizer is not None:
-            ids = export_tokenizer(plan.tokenizer.name, temporary, max_length=plan.config.max_positions)
-            write_config(plan, temporary, ids)
-            notes.extend(ids.notes)
-        _write_json(temporary / "generation_config.json", _generation_config(temporary))
-        (temporary / "README.md").write_text(model_card(plan), encoding="utf-8")
-        return _write_weights(plan, temporary)
-
-    tokenizer = plan.tokenizer.fingerprint if plan.tokenizer else None
-    _fill(plan, f"export {plan.dtype}, files of {plan.shard_bytes} bytes, tokenizer {tokenizer}", write)
+    _fill(plan, f"export {conversion_text(plan)}", lambda temporary: write_hf(plan, temporary, notes))
     return notes
+
+
+def conversion_text(plan: ExportPlan) -> str:
+    """Describe the options of an export, by which its output is recognized."""
+    tokenizer = plan.tokenizer.fingerprint if plan.tokenizer else None
+    return f"{plan.dtype}, files of {plan.shard_bytes} bytes, tokenizer {tokenizer}"
+
+
+def write_hf(plan: ExportPlan, folder: Path, notes: list[str]) -> dict[str, FileRecord]:
+    """Write all files of an export into an existing folder, and add to `notes`. Return the records of the weights."""
+    write_config(plan, folder, None)  # transformers chooses the tokenizer's class by it: see export_tokenizer
+    if plan.tokenizer is not None:
+        ids = export_tokenizer(plan.tokenizer.name, folder, max_length=plan.config.max_positions)
+        write_config(plan, folder, ids)
+        notes.extend(ids.notes)
+    _write_json(folder / "generation_config.json", _generation_config(folder))
+    (folder / "README.md").write_text(model_card(plan), encoding="utf-8")
+    return _write_weights(plan, folder)
 
 
 def consolidate(plan: ExportPlan) -> None:

@@ -1,5 +1,11 @@
-"""Convert a checkpoint to DeepSpeed's universal format. Only one tensor is in memory at a time."""
+"""Write a checkpoint in DeepSpeed's universal format, under this program's names of parameters or transformers'.
 
+Only the tensors of one parameter are in memory at a time.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -7,65 +13,144 @@ from typing import Any
 import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
-from pretrain.checkpoint.convert.new_folder import fill_new_folder
+from pretrain.checkpoint.convert.export_hf import write_config
+from pretrain.checkpoint.convert.new_folder import check_free_space, fill_new_folder
+from pretrain.checkpoint.convert.plan_export import ExportPlan, check_has_states
 from pretrain.checkpoint.format.hashed_files import write_atomically
 from pretrain.checkpoint.format.manifest import Manifest, read_manifest
 from pretrain.checkpoint.load.reader import SCHEDULED_SETTINGS, CheckpointReader
 from pretrain.distributed.deepspeed_version import TESTED
-from pretrain.errors import ConfigError
+from pretrain.model.config import ModelConfig
+from pretrain.model.hf_weights import module_tensors, rules_by_module_tensors
 from pretrain.progress import ProgressBar
 
+# key of the weight decay of each parameter, for an import of the checkpoint
+DECAYS = "ds_pretrain_weight_decay"
+LATEST = "latest_universal"  # the file in which load_checkpoint looks for the folder's name, if it gets no tag
 _UNIVERSAL_VERSION = 0.4  # version of the format that DeepSpeed 0.19.8 writes
+# The parameter groups of another program are unknown. DeepSpeed 0.19.8 loads only as many as the file has
+# (runtime/base_optimizer.py, load_hp_checkpoint_state_from_checkpoint_dir), and ignores the others in it.
+_MANY_GROUPS = 100
+# keys of an engine's model-states file that a universal checkpoint needs, besides those of the client
+_ENGINE_KEYS = ("dp_world_size", "ds_config", "ds_version", "global_samples", "global_steps", "skipped_steps", "step",
+                "consumed_samples")
+_ToFiles = Callable[[Sequence[torch.Tensor]], dict[str, torch.Tensor]]
 
 
 def convert(folder: Path, out: Path) -> None:
-    """Write a universal checkpoint into the new folder `out`.
+    """Write a universal checkpoint, under this program's names of parameters, into the new folder `out`.
 
     Unpatched DeepSpeed 0.19.8 loads it at ZeRO stages 1 to 3 and into pipelines. This needs
     `"checkpoint": {"load_universal": true}` in the JSON and the call load_checkpoint(out.parent, tag=out.name).
     """
     manifest = read_manifest(folder)
-    if manifest.weights_only:
-        raise ConfigError(str(folder), problem="this checkpoint has only weights, and the universal format needs the "
-                          "optimizer's states", remedy="name a checkpoint that a run wrote")
-    if manifest.initialization.get("mup_base_width") is not None:
-        raise ConfigError(str(folder), problem="it was trained with --mup_base_width, and DeepSpeed's universal format "
-                          "has one learning rate for all parameters",
-                          remedy="resume with ds-pretrain, which loads checkpoints of any layout")
+    check_has_states(folder, manifest)
 
     def write(temporary: Path) -> None:
-        reader = CheckpointReader(folder)
-        step = _universal_step(reader)
-        total = sum(prod(shape) for shape in reader.shapes.values()) * 4 * len(reader.states)
-        with ProgressBar("converting", total) as progress:
-            for name, shape in reader.shapes.items():
-                (temporary / "zero" / name).mkdir(parents=True)
-                for state in reader.states:
-                    torch.save({"param": reader.tensor(name, state)}, temporary / "zero" / name / f"{state}.pt")
-                    progress.advance(4 * prod(shape), name)
-                if step is not None:
-                    torch.save(step, temporary / "zero" / name / "step.pt")
-        torch.save(_universal_optimizer(reader, step, manifest), temporary / "zero" / "optimizer_state.pt")
-        model = {key: value for key, value in reader.engine_state().items() if key not in ("optimizer", "param_shapes")}
-        model |= {"module": None, "mp_world_size": 1,
-                  "universal_checkpoint_info": {"universal_checkpoint_version": _UNIVERSAL_VERSION}}
-        for file in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
-            torch.save(model, temporary / file)  # ZeRO stage 3 reads the second file, other stages the first
+        write_universal(folder, manifest, temporary, None)
+        (temporary / "config.json").write_text(json.dumps(manifest.model, indent=2) + "\n", encoding="utf-8")
 
     fill_new_folder(folder, out, "convert", write)
-    write_atomically(out.parent / "latest_universal", out.name)  # for load_checkpoint without a tag
+    write_atomically(out.parent / LATEST, out.name)
 
 
-def _universal_step(reader: CheckpointReader) -> int | torch.Tensor | None:
-    """Return the optimizer's step count in the type that its class uses: a tensor for torch's own optimizers."""
+def export_universal(plan: ExportPlan) -> None:
+    """Write a universal checkpoint, under transformers' names of parameters, into the new folder `plan.out`.
+
+    Plain DeepSpeed loads it into an engine of the transformers model, at ZeRO stages 1 to 3; see `convert`.
+    """
+    def write(temporary: Path) -> None:
+        write_universal(plan.folder, plan.manifest, temporary, plan.config)
+        write_config(plan, temporary, plan.tokenizer.ids if plan.tokenizer else None)
+
+    if not plan.out.exists():
+        check_free_space(plan.out, universal_bytes(plan.config))
+    fill_new_folder(plan.folder, plan.out, "universal, names of transformers", write)
+    write_atomically(plan.out.parent / LATEST, plan.out.name)
+
+
+def universal_bytes(config: ModelConfig) -> int:
+    """Return the size of the master weights and of two optimizer states, in fp32."""
+    return 3 * 4 * config.num_parameters()
+
+
+def write_universal(folder: Path, manifest: Manifest, out: Path, config: ModelConfig | None) -> None:
+    """Write a checkpoint's states into the existing folder `out`.
+
+    Args:
+        folder: of the checkpoint.
+        config: None: the names of the parameters remain. A model: they become those of its module in transformers.
+    """
+    reader = CheckpointReader(folder)
+    step = _universal_step(reader, theirs=config is not None)
+    total = sum(prod(shape) for shape in reader.shapes.values()) * 4 * len(reader.states)
+    decays: dict[str, float] = {}
+    with ProgressBar("converting", total) as progress:
+        for names, to_files in _groups(reader, config):
+            for state in reader.states:
+                for name, tensor in to_files([reader.tensor(ours, state) for ours in names]).items():
+                    (out / "zero" / name).mkdir(parents=True, exist_ok=True)
+                    torch.save({"param": tensor}, out / "zero" / name / f"{state}.pt")
+                    progress.advance(tensor.nbytes, name)
+                    decays[name] = reader.group(names[0]).get("weight_decay", 0.0)
+                    if step is not None:
+                        torch.save(step, out / "zero" / name / "step.pt")
+    if config is not None and step is not None:
+        # For ZeRO-3 no tensor: DeepSpeed 0.19.8 (zero/stage3.py, load_hp_checkpoint_state_from_checkpoint_dir_stage3)
+        # gives the same one to all sub-groups, and each of them then adds 1 to it in a step. torch's AdamW rejects it.
+        step = int(step)
+    num_groups = 2 if config is None else _MANY_GROUPS  # ours: one for matrices and one for vectors
+    torch.save(_universal_optimizer(reader, step, manifest, num_groups), out / "zero" / "optimizer_state.pt")
+    engine = reader.engine_state()
+    model = {key: value for key, value in engine.items() if key not in ("optimizer", "param_shapes")}
+    if config is not None:
+        model = {key: engine[key] for key in _ENGINE_KEYS if key in engine}
+        model["lr_scheduler"] = any_scheduler(engine["global_steps"] - engine["skipped_steps"])
+    model.setdefault("dp_world_size", 1)  # missing in adopted checkpoints
+    model |= {"module": None, "mp_world_size": 1, "seq_length": manifest.seq_length, "seed": manifest.seed,
+              DECAYS: decays, "universal_checkpoint_info": {"universal_checkpoint_version": _UNIVERSAL_VERSION}}
+    for file in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
+        torch.save(model, out / file)  # ZeRO stage 3 reads the second file, other stages the first
+
+
+def any_scheduler(steps: int) -> dict[str, Any]:
+    """Return a state that DeepSpeed's schedules and torch's LambdaLR load, after `steps` steps of the schedule.
+
+    The loading run keeps its own rates. DeepSpeed's schedules count from -1, and ignore torch's keys; torch keeps an
+    unknown key as an attribute.
+    """
+    return {"last_batch_iteration": steps - 1, "last_epoch": steps, "_step_count": steps + 1, "lr_lambdas": []}
+
+
+def _groups(reader: CheckpointReader, config: ModelConfig | None) -> Iterator[tuple[list[str], _ToFiles]]:
+    """Yield names of our parameters, and the function that returns the tensors of the files for theirs."""
+    if config is None:
+        for name in reader.shapes:
+            yield [name], partial(_unchanged, name)
+        return
+    rules_of = rules_by_module_tensors(config)
+    reader.check_shapes({rule.ours: rule.shape for rules in rules_of for rule in rules})
+    for rules in rules_of:
+        yield [rule.ours for rule in rules], partial(module_tensors, rules, config=config)
+
+
+def _unchanged(name: str, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensors[0]}
+
+
+def _universal_step(reader: CheckpointReader, *, theirs: bool) -> int | torch.Tensor | None:
+    """Return the optimizer's step count in the type that its class uses: a tensor for torch's own optimizers.
+
+    If another program will load it (`theirs`), its class is unknown. DeepSpeed's classes take a tensor, too.
+    """
     if "step" not in reader.scalars:
         return None
     step = reader.scalars["step"]
-    return torch.tensor(step) if hasattr(torch.optim, reader.optimizer) else int(step)
+    return torch.tensor(step) if theirs or hasattr(torch.optim, reader.optimizer) else int(step)
 
 
-def _universal_optimizer(reader: CheckpointReader, step: int | torch.Tensor | None,
-                         manifest: Manifest) -> dict[str, Any]:
+def _universal_optimizer(reader: CheckpointReader, step: int | torch.Tensor | None, manifest: Manifest,
+                         num_groups: int) -> dict[str, Any]:
     """Return the content of `zero/optimizer_state.pt`. It has the keys for ZeRO stages 1 and 2 and those for stage 3.
 
     A parameter group has only the settings that schedules change, and the loading run keeps its other settings. At ZeRO
@@ -74,7 +159,7 @@ def _universal_optimizer(reader: CheckpointReader, step: int | torch.Tensor | No
     """
     group = {key: tuple(value) if isinstance(value, list) else value
              for key, value in reader.group(next(iter(reader.shapes))).items() if key in SCHEDULED_SETTINGS}
-    groups = [group, dict(group)]  # one for matrices and one for vectors; DeepSpeed ignores a surplus group
+    groups = [dict(group) for _ in range(num_groups)]  # DeepSpeed ignores surplus groups
     saved = {"ds_version": manifest.versions.get("deepspeed", TESTED[-1]), "param_groups": groups,
              "optimizer_state_dict": {"state": {0: {} if step is None else {"step": step}}, "param_groups": groups}}
     scaler = _loss_scaler(manifest.loss_scale or {}, reader.engine_state()["ds_config"].get("fp16", {}))

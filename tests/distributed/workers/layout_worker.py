@@ -7,7 +7,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.muon import original_muon
 from deepspeed.utils import groups
@@ -42,6 +44,14 @@ def train_and_save(case: Case) -> dict[str, Any]:
               "finite": found_by_each_rank(engine)}
     end(engine)
     return result
+
+
+def write_samples(case: Case) -> dict[str, Any]:
+    """Write the first 200 samples, in the order of training, into samples-NAME.npy: [samples, seq_length + 1]."""
+    plan = plan_of(case)
+    if dist.get_rank() == 0:
+        np.save(f"samples-{case['name']}.npy", plan.datasets["train"].samples(np.arange(200)))
+    return {}
 
 
 def resume(case: Case) -> dict[str, Any]:

@@ -1,0 +1,90 @@
+"""The command `export --format`: files, notes, repetition, and what cannot be exported; `import` reads it again."""
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from pretrain.checkpoint.convert.diff import diff
+from pretrain.checkpoint.convert.plan_export import check_has_states
+from pretrain.checkpoint.format.manifest import read_manifest
+from pretrain.commands.import_run import main as import_main
+from pretrain.commands.weights import export_main
+from pretrain.errors import ConfigError
+from tests.checkpoint.test_export import load_exactly
+from tests.support.checkpoints import STEPS, real_run
+
+Command = Callable[..., str]
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    def run(main: Callable[[], object], *words: str | Path) -> str:
+        monkeypatch.setattr(sys, "argv", ["ds-pretrain", *map(str, words)])
+        main()
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def run(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return real_run("pipeline2", corpus, tmp_path_factory)
+
+
+def test_a_universal_export_is_imported_without_a_difference(run: Path, tmp_path: Path, command: Command) -> None:
+    out = tmp_path / "universal" / f"global_step{STEPS}"
+    text = command(export_main, run, "--format", "universal", "--output", out)
+    assert 'tag="global_step3") loads it, with "checkpoint": {"load_universal": true}' in text
+    assert (out.parent / "latest_universal").read_text() == out.name
+    assert json.loads((out / "config.json").read_text())["architectures"] == ["GPT2LMHeadModel"]
+    assert (out / "zero/transformer.h.0.attn.c_attn.weight/exp_avg.pt").is_file()
+    text = command(import_main, out, "--save", tmp_path / "back")
+    assert "DeepSpeed's universal format, names of transformers" in text
+    back = tmp_path / "back/checkpoints/global_step3"
+    assert diff(run / "checkpoints/global_step3", back) == []
+    before, after = read_manifest(run / "checkpoints/global_step3"), read_manifest(back)
+    for key in ("step", "consumed_samples", "global_batch_size", "seq_length", "seed", "precision"):
+        assert getattr(before, key) == getattr(after, key), key
+    assert after.optimizer["type"] == "AdamW"
+    # an adopted checkpoint is exported, too
+    command(export_main, tmp_path / "back", "--format", "universal", "--output", tmp_path / "again")
+    for path in out.glob("zero/*/*.pt"):
+        first = torch.load(path)
+        again = torch.load(tmp_path / "again" / path.relative_to(out))
+        assert first == again if path.stem == "step" else torch.equal(first["param"], again["param"]), path
+
+
+def test_an_export_for_the_trainer(run: Path, tmp_path: Path, command: Command) -> None:
+    out = tmp_path / f"checkpoint-{STEPS}"
+    text = command(export_main, run, "--format", "trainer", "--output", out)
+    assert f'train(resume_from_checkpoint="{out}") resumes from it' in text
+    assert {*os.listdir(out)} == {
+        "model.safetensors", "config.json", "generation_config.json", "README.md", "source.json", "trainer_state.json",
+        "scheduler.pt", "latest_universal", "global_step3"}
+    state = json.loads((out / "trainer_state.json").read_text())
+    assert (state["global_step"], state["train_batch_size"]) == (STEPS, 2)
+    assert torch.load(out / "scheduler.pt")["last_epoch"] == STEPS
+    load_exactly(out)
+    written = (out / "source.json").stat().st_mtime_ns
+    command(export_main, run, "--format", "trainer", "--output", out)
+    assert (out / "source.json").stat().st_mtime_ns == written, "exported again"
+    with pytest.raises(ConfigError, match=r"the folder exists and is not the output of this conversion"):
+        command(export_main, run, "--output", out)
+
+
+def test_states_that_the_format_cannot_hold_are_rejected(run: Path) -> None:
+    folder = run / "checkpoints/global_step3"
+    manifest = read_manifest(folder)
+    check_has_states(folder, manifest)
+    for changes, message in (({"weights_only": True}, "this checkpoint has only weights"),
+                             ({"initialization": {"mup_base_width": 64}}, "it was trained with --mup_base_width"),
+                             ({"optimizer": {"type": "Muon"}}, "it was trained with Muon, and the universal format"),
+                             ({"optimizer": {"type": "Lamb"}}, "it was trained with Lamb")):
+        with pytest.raises(ConfigError, match=message):
+            check_has_states(folder, dataclasses.replace(manifest, **changes))
