@@ -15,6 +15,7 @@ from typing import Any
 
 from tests.support.adopted import (
     BATCH,
+    HEAD,
     MODELS,
     PIPELINE,
     RANKS,
@@ -137,7 +138,7 @@ def main() -> None:
         expected = {each.name: run_program(each, pythons[each.worker], folder / "originals") for each in originals}
         for path in (folder / "originals").glob(f"*/checkpoint/step-{SAVED}"):  # torchtitan saves the last step, too
             path.rename(path.parent.parent / path.name)
-        print(table(originals, continue_here(originals, expected, corpus, folder)))
+        print(*HEAD, table(originals, continue_here(originals, expected, corpus, folder)), sep="\n")
 
 
 if __name__ == "__main__":
