@@ -46,23 +46,24 @@ def _parser() -> argparse.ArgumentParser:
                         help="config.json of the model, a folder with it, or a preset, for a source that has none")
     parser.add_argument("--seq_length", type=whole_number(1), metavar="N",
                         help="tokens of a sample, for a source that counts tokens alone (torchtitan)")
-    parser.add_argument("--accept_loss_of", type=_names, action="extend", default=[], metavar="NAME,...",
+    parser.add_argument("--accept_loss_of", action="append", default=[], metavar="NAME,...",
                         help="adopt the run although this is lost: " + ", ".join(LOSSES))
     return parser
 
 
-def _names(words: str) -> list[str]:
-    """Argparse type: names in LOSSES, which commas separate."""
-    names = [word.strip() for word in words.split(",")]
+def _accepted(texts: Sequence[str]) -> frozenset[str]:
+    """Return the names of --accept_loss_of. Raises ConfigError for unknown ones."""
+    names = [word.strip() for text in texts for word in text.split(",")]
     for name in names:
         if name not in LOSSES:
             raise ConfigError("--accept_loss_of", found=name or "an empty name", expected=", ".join(LOSSES), word=name,
                               known=list(LOSSES))
-    return names
+    return frozenset(names)
 
 
 def main() -> None:
     args = _parser().parse_args()
+    args.accept_loss_of = _accepted(args.accept_loss_of)
     if args.output is not None:
         _reject_flags_of_runs(args, "--output imports weights alone")
         _import_weights(args.source, args.output)
@@ -85,7 +86,7 @@ def main() -> None:
 def _reject_flags_of_runs(args: argparse.Namespace, reason: str) -> None:
     for flag, value in (("--step", args.step), ("--model", args.model), ("--seq_length", args.seq_length),
                         ("--accept_loss_of", args.accept_loss_of)):
-        if value not in (None, []):
+        if value not in (None, frozenset()):
             raise ConfigError(flag, problem=f"it has no effect: {reason}", remedy="leave it out")
 
 
@@ -133,7 +134,7 @@ def _adopt(source: Source, args: argparse.Namespace) -> None:
     from pretrain.checkpoint.adopt.adopt import adopt, plan_adoption
     from pretrain.checkpoint.adopt.run_files import RUN_YAML
 
-    plan = plan_adoption(run, frozenset(args.accept_loss_of))
+    plan = plan_adoption(run, args.accept_loss_of)
     manifest = adopt(plan, args.save)
     print(output_summary(args.save))
     print(f"{plan.config.parameters_text()}, architecture {plan.config.architecture}, step {run.step} of {run.program}")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.checkpoint import SubparamShape
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
 from pretrain.checkpoint.adopt.foreign_run import ForeignRun
 from pretrain.checkpoint.adopt.universal import read
@@ -89,6 +90,18 @@ def test_a_copy_of_a_tied_head(tmp_path: Path) -> None:
     save(tmp_path, "lm_head.weight", "fp32", {"param": states["fp32"][EMBEDDING] + 1e-3})
     with pytest.raises(ConfigError, match=r"lm_head.weight/fp32.pt: it differs from model.embed_tokens.weight"):
         load(tmp_path)
+
+
+def test_the_loss_scale_of_fp16(tmp_path: Path) -> None:
+    write_universal(tmp_path)
+    change(tmp_path, MODEL_STATES, ds_config={"optimizer": {"type": "AdamW"}, "fp16": {"enabled": True}},
+           skipped_steps=2)
+    assert load(tmp_path).loss_scale is None  # plan_adoption reports it
+    change(tmp_path, "zero/optimizer_state.pt", loss_scaler=DynamicLossScaler(
+        init_scale=512.0, scale_window=4, min_scale=1, delayed_shift=2, consecutive_hysteresis=False))
+    run = load(tmp_path)
+    assert (run.precision, run.step, run.skipped_steps) == ("fp16", 6, 2)
+    assert run.loss_scale == {"cur_scale": 512.0, "cur_iter": 0, "last_overflow_iter": -1, "cur_hysteresis": 2}
 
 
 def test_parameters_without_states_are_a_loss(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {**_SIZES, "model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True}}
 
 Json = dict[str, Any]
+_ZERO = "zero_optimization"
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Layout:
 def zero(stage: int, ranks: int = 2, **others: Any) -> Layout:
     """Return the layout of a ZeRO stage on data-parallel ranks."""
     name = f"ZeRO-{stage}, {ranks} rank{'s' * (ranks > 1)}" + (", optimizer on the CPU" if others else "")
-    return Layout(name, ranks, {"zero_optimization": config(stage, **others)["zero_optimization"]})
+    return Layout(name, ranks, {_ZERO: config(stage, **others)[_ZERO]})
 
 
 PIPELINE = Layout("2 pipeline stages", 2, {**zero(1).blocks, "pipeline": {"stages": 2}})
@@ -87,12 +88,36 @@ def plain(stage: int, model: str, precision: str, *others: Layout, **settings: A
                     flags={"lr_schedule": "constant", "lr_warmup_steps": 0})
 
 
-QUICK = (plain(0, "gpt2", "fp32", PIPELINE, zero(3, 1)), plain(2, "qwen3", "bf16", zero(1, 1), PIPELINE))
+def trainer(stage: int | None, model: str, precision: str, *layouts: Layout, schedule: str = "cosine") -> Original:
+    """Return a run of transformers.Trainer with a warm-up and a schedule; stage None: without DeepSpeed."""
+    auto = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")
+    values = None if stage is None else {
+        **dict.fromkeys(auto, "auto"), "bf16": {"enabled": "auto"}, "zero_optimization": zero(stage).blocks[_ZERO],
+        "zero_allow_untested_optimizer": True}
+    arguments = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 1e-3, "seed": 17,
+                 "weight_decay": 0.1, "adam_beta2": 0.95, "warmup_steps": 3, "lr_scheduler_type": schedule,
+                 "max_grad_norm": 1.0, "bf16": precision == "bf16"}
+    source = "transformers.Trainer" + (", without DeepSpeed" if stage is None else f", ZeRO-{stage}")
+    return Original(source, model, precision, layouts, {"program": "trainer", "config": values, "arguments": arguments})
+
+
+QUICK = (plain(0, "gpt2", "fp32", PIPELINE, zero(3, 1)),
+         trainer(2, "qwen3", "bf16", zero(2), PIPELINE, zero(1, 1), schedule="linear"))
+_OTHERS = {0: (zero(2), PIPELINE), 1: (PIPELINE, zero(3, 1)), 2: (zero(0, 1), PIPELINE), 3: (zero(1), PIPELINE)}
+
+
+def _precision(stage: int, model: str) -> str:
+    """Return the precision of a row: half of the models at each stage, and each model at half of the stages."""
+    return "fp32" if (stage + list(MODELS).index(model)) % 2 == 0 else "bf16"
+
+
 ALL = (
-    *(plain(stage, model, precision, *others) for stage, others in (
-        (0, (zero(2), PIPELINE)), (1, (PIPELINE, zero(3, 1))), (2, (zero(0, 1), PIPELINE)), (3, (zero(1), PIPELINE)))
-      for model in MODELS for precision in TOLERANCES),
-    plain(2, "llama", "bf16", zero(1), PIPELINE, offload=True))
+    *(plain(0, model, precision, *_OTHERS[0]) for model in MODELS for precision in TOLERANCES),
+    *(trainer(stage, model, _precision(stage, model), zero(stage), *_OTHERS[stage])
+      for stage in (3, 2, 1, 0) for model in MODELS),
+    *(plain(stage, model, _precision(stage, model), *_OTHERS[stage]) for stage in (3, 2, 1) for model in MODELS),
+    plain(2, "llama", "bf16", zero(1), PIPELINE, offload=True),
+    trainer(None, "gpt2", "fp32", zero(0), PIPELINE, zero(3, 1), schedule="linear"))
 
 
 def write_samples(corpus: str, path: Path) -> None:
@@ -157,15 +182,17 @@ def continued_case(original: Original, layout: Layout, run: Path, corpus: str) -
     return case(_name(original, layout), "continue_run", values, {**flags, **original.flags, **own})
 
 
+HEAD = ("| source | precision | continues here in | models | largest difference |", "| --- | --- | --- | --- | --- |")
+
+
 def table(originals: Sequence[Original], found: Mapping[tuple[str, str], float]) -> str:
-    """Return a row for each source, precision and layout, with the largest difference and the models."""
+    """Return a row for each source, precision and layout, with the models and the largest difference."""
     rows: dict[tuple[str, str, str], list[Original]] = {}
     for each in originals:
         for number, layout in enumerate(each.layouts):
             rows.setdefault((each.source, each.precision, layout.name + (" (the same)" if number == 0 else "")),
                             []).append(each)
-    lines = ["| source | precision | continues here in | models | largest difference |",
-             "| --- | --- | --- | --- | --- |"]
+    lines = []
     for (source, precision, layout), runs in rows.items():
         largest = max(found[each.name, layout.removesuffix(" (the same)")] for each in runs)
         models = ", ".join(each.model for each in runs)
@@ -176,10 +203,13 @@ def table(originals: Sequence[Original], found: Mapping[tuple[str, str], float])
 def main(words: Sequence[str]) -> None:
     from tests.conftest import write_corpus
 
-    rows = [each for each in ALL if not words or any(word.lower() in each.source.lower() for word in words)]
-    with tempfile.TemporaryDirectory() as folder:
-        found = measure(rows, write_corpus(Path(folder) / "small"), Path(folder) / "work")
-    print(table(rows, found))
+    rows = [each for each in ALL if not words or any(word in each.source for word in words)]
+    print("\n".join(HEAD))
+    for source in dict.fromkeys(each.source for each in rows):
+        own = [each for each in rows if each.source == source]
+        with tempfile.TemporaryDirectory() as folder:
+            found = measure(own, write_corpus(Path(folder) / "small"), Path(folder) / "work")
+        print(table(own, found), flush=True)
 
 
 if __name__ == "__main__":

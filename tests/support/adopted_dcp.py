@@ -15,6 +15,7 @@ from typing import Any
 
 from tests.support.adopted import (
     BATCH,
+    HEAD,
     MODELS,
     PIPELINE,
     RANKS,
@@ -36,8 +37,8 @@ _SIZES = {**MODELS["llama"], "head_dim": 16, "rope_theta": 10000, "rms_norm_eps"
 # torchtitan's Llama 3 always has the scaling of Llama 3.1; its inner size follows from the size of the model
 MODELS |= {
     "llama 3.1": {**_SIZES, "intermediate_size": 192, "rope_theta": 500000, "max_position_embeddings": 16384,
-                  "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                                   "original_max_position_embeddings": 8192}},
+                  "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+                                   "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}},
     "llama, untied": _SIZES, "llama, tied": {**_SIZES, "tie_word_embeddings": True},
     "qwen3, untied": {**_SIZES, "model_type": "qwen3", "rms_norm_eps": 1e-6, "rope_theta": 1000000}}
 
@@ -67,11 +68,15 @@ _LAYOUTS = {"FSDP2": (zero(3), PIPELINE, zero(1, 1)), "tensor parallelism": (
 
 
 def torchtitan(model: str, precision: str, division: str, **parallelism: int) -> Original:
-    """Return a run of torchtitan. Its schedule is linear, and not recorded."""
+    """Return a run of torchtitan.
+
+    It does not record its schedule: a warm-up, and a decay to 0 in the step after the last one.
+    """
     values = {**_COMMON, "precision": precision, "parallelism": parallelism, "micro": BATCH if parallelism else 2}
     return Original(f"torchtitan 0.2.2, {division}", model, precision,
                     with_blocks(_LAYOUTS[division], precision, gradient_clipping=1.0), values, worker="torchtitan",
-                    flags={"lr_schedule": "linear", "lr_warmup_steps": 3, "lr_decay_steps": STEPS, "min_lr": 0.0})
+                    flags={"lr_schedule": "wsd", "lr_warmup_steps": 3, "lr_decay_steps": STEPS + 1,
+                           "lr_wsd_steps": STEPS - 3, "min_lr": 0.0})
 
 
 def megatron_core(model: str, precision: str, division: str, *, tensor_parallel: int = 1,
@@ -133,7 +138,7 @@ def main() -> None:
         expected = {each.name: run_program(each, pythons[each.worker], folder / "originals") for each in originals}
         for path in (folder / "originals").glob(f"*/checkpoint/step-{SAVED}"):  # torchtitan saves the last step, too
             path.rename(path.parent.parent / path.name)
-        print(table(originals, continue_here(originals, expected, corpus, folder)))
+        print(*HEAD, table(originals, continue_here(originals, expected, corpus, folder)), sep="\n")
 
 
 if __name__ == "__main__":

@@ -42,6 +42,11 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "ds-pretrain prepare --dataset HuggingFaceFW/fineweb-edu --dataset_config sample-10BT --tokenizer "
         "data/tokenizer --out data/fineweb",),
     "takes minutes: tests/test_project.py": (".github/release.sh",),
+    "needs a run of another program: tests/distributed/test_adopt.py": (
+        "ds-pretrain import trainer_output --save runs/adopted",
+        "ds-pretrain check --world_size 8 --config runs/adopted/run.yaml --train_data data/corpus",
+        "ds-pretrain --num_gpus 8 --config runs/adopted/run.yaml --train_data data/corpus"),
+    "takes an hour: tests/distributed/test_adopt.py with -m slow": ("python -m tests.support.adopted",),
     "needs the network; tests/data/tokenizers/test_tiktoken.py prepares with a file": (
         "ds-pretrain prepare runs/quickstart/corpus/valid.jsonl --tokenizer o200k_base --out data/o200k",),
     "takes minutes: tests/data/tokenizers/test_measure_encoding.py": (

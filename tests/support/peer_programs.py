@@ -1,10 +1,10 @@
 """Runs of GPT-NeoX and Megatron-DeepSpeed themselves that continue here, on 4 CPU ranks.
 
 `python -m tests.support.peer_programs FOLDER CORPUS CLONES [WORD ...]` trains 12 steps with the programs, adopts step
-6, continues in three layouts, and prints the rows of a table in tools/adopt.md. CORPUS is the prefix of token files with a
-vocabulary of 256. CLONES is a folder with clones of the repositories: gpt-neox, Megatron-DeepSpeed, and
+6, continues in three layouts, and prints the rows of a table in tools/adopt.md. CORPUS is the prefix of token files
+with a vocabulary of 256. CLONES is a folder with clones of the repositories: gpt-neox, Megatron-DeepSpeed, and
 Megatron-DeepSpeed-old, which is the latter at 676a482c^, the commit before the order of query_key_value changed. They
-are not part of this project, and no test needs them.
+are not part of this project, and no test needs them. With words, only runs with one of them in the name are measured.
 """
 
 import json
@@ -56,7 +56,8 @@ _MEGATRON = (
     "--adam-beta1 0.9 --adam-beta2 0.95 --hidden-dropout 0 --attention-dropout 0 --tokenizer-type NullTokenizer "
     "--vocab-size 255 --make-vocab-size-divisible-by 96 --deepspeed --distributed-backend gloo --zero-stage 1 "
     "--no-masked-softmax-fusion --no-bias-dropout-fusion --no-gradient-accumulation-fusion "
-    "--no-async-tensor-model-parallel-allreduce --save-interval 6 --log-interval 1 --eval-iters 0 --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2")
+    "--no-async-tensor-model-parallel-allreduce --save-interval 6 --log-interval 1 --eval-iters 0 "
+    "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2")
 _MEGATRON_LLAMA = ("--swiglu --normalization rmsnorm --use-rotary-position-embeddings --no-position-embedding "
                    "--disable-bias-linear --num-key-value-heads 2 --untie-embeddings-and-output-weights "
                    "--ffn-hidden-size 96")

@@ -16,7 +16,7 @@ import torch
 
 from pretrain.checkpoint.adopt.foreign_run import LOSSES, ForeignRun, Loss
 from pretrain.checkpoint.adopt.mapping import OurRun
-from pretrain.checkpoint.adopt.run_files import ds_config_of, run_files
+from pretrain.checkpoint.adopt.run_files import ds_config_of, optimizer_of, run_files
 from pretrain.checkpoint.adopt.weight_decay import WeightDecay, weight_decay_of
 from pretrain.checkpoint.convert.new_folder import check_free_space, new_folder
 from pretrain.checkpoint.convert.write_weights import CHUNK_NUMEL, PlannedTensor, write_shards
@@ -66,7 +66,8 @@ def plan_adoption(run: ForeignRun, accepted: frozenset[str]) -> Adoption:
     config = model_config_from(run.config, f"{run.folder}: config.json")
     ours = OurRun(run, config)
     is_matrix = {name: parameter.is_matrix for name, parameter in config.named_parameters()}
-    decay = weight_decay_of(run.weight_decay, ours.sources, is_matrix, _params(run).get("weight_decay"))
+    decay = weight_decay_of(run.weight_decay, ours.sources, is_matrix,
+                            optimizer_of(run).get("params", {}).get("weight_decay"))
     losses = _losses(run, config, decay)
     missing = [loss for loss in losses if loss.name not in accepted]
     if missing:
@@ -79,10 +80,6 @@ def plan_adoption(run: ForeignRun, accepted: frozenset[str]) -> Adoption:
     has_states = "optimizer" not in {loss.name for loss in losses}
     return Adoption(run, config, ours, run.states if has_states else (), decay, tuple(losses),
                     _tokenizer(run, config), tuple(_unknown(run)), tuple(notes))
-
-
-def _params(run: ForeignRun) -> dict[str, Any]:
-    return dict(run.optimizer.get("params") or {})
 
 
 def _losses(run: ForeignRun, config: ModelConfig, decay: WeightDecay) -> list[Loss]:
@@ -218,12 +215,13 @@ def _groups(plan: Adoption) -> list[dict[str, Any]]:
     def as_floats(value: Any) -> Any:
         return [float(item) for item in value] if isinstance(value, (list, tuple)) else float(value)
 
-    settings = {name: as_floats(value) for name, value in _params(plan.run).items()
+    settings = {name: as_floats(value) for name, value in optimizer_of(plan.run).get("params", {}).items()
                 if isinstance(value, (int, float, list, tuple)) and not isinstance(value, bool)}
     if "lr" in settings:
         settings["initial_lr"] = settings["lr"]
-    if plan.run.learning_rate is not None:
-        settings["lr"] = plan.run.learning_rate
+    rate = plan.run.schedule.get("next_rate", plan.run.learning_rate)
+    if rate is not None:
+        settings["lr"] = float(rate)
     return [{**settings, "weight_decay": plan.decay.value or 0.0}, {**settings, "weight_decay": 0.0}]
 
 
@@ -234,20 +232,19 @@ def _engine_state(run: ForeignRun, ds_config: dict[str, Any]) -> dict[str, Any]:
     it. They count updates that were applied.
     """
     applied = run.step - run.skipped_steps
-    rates = [] if run.learning_rate is None else [run.learning_rate] * 2
-    scheduler = {"last_epoch": applied, "_step_count": applied + 1, "_last_lr": rates, "lr_lambdas": [],
+    scheduler = {"last_epoch": applied, "_step_count": applied + 1, "_last_lr": [], "lr_lambdas": [],
                  "last_batch_iteration": applied + _FIRST_BATCH}
     return {"global_steps": run.step, "global_samples": run.consumed_samples or 0, "skipped_steps": run.skipped_steps,
             "lr_scheduler": scheduler, "ds_config": ds_config, "module": None}
 
 
 def _manifest(plan: Adoption) -> Manifest:
-    run, params = plan.run, _params(plan.run)
-    optimizer = {} if not run.optimizer else {"type": run.optimizer["type"], "params": params}
+    run, optimizer = plan.run, optimizer_of(plan.run)
     clipping = (run.ds_config or {}).get("gradient_clipping")
     record: AdoptedRecord = {
         "program": run.program, "folder": str(run.folder.absolute()), "unknown": list(plan.unknown),
-        "learning_rate": run.learning_rate, "skipped_steps": run.skipped_steps,
+        "learning_rate": run.learning_rate, "next_rate": run.schedule.get("next_rate"),
+        "skipped_steps": run.skipped_steps,
         "losses": {loss.name: loss.reason for loss in plan.losses}}
     return Manifest(
         step=run.step, consumed_samples=run.consumed_samples or 0, world_size=1, data_parallel_size=1,

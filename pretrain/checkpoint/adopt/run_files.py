@@ -34,7 +34,8 @@ def _schedule_flags(schedule: Mapping[str, Any]) -> dict[str, Any]:
     """Return the flags of length and schedule. Without the values that a schedule needs, it is not described."""
     kind, total = schedule.get("type"), schedule.get("total_steps")
     flags: dict[str, Any] = {"train_steps": total}
-    if kind not in _KINDS or (kind not in _WITHOUT_DECAY and total is None) or "warmup_steps" not in schedule:
+    if kind not in _KINDS or (kind not in _WITHOUT_DECAY and total is None) or "warmup_steps" not in schedule or \
+            schedule.get("params"):
         return flags
     flags |= {"lr_schedule": _KINDS[kind], "lr_warmup_steps": schedule["warmup_steps"]}
     if schedule.get("first_rate_is_0"):
@@ -45,6 +46,18 @@ def _schedule_flags(schedule: Mapping[str, Any]) -> dict[str, Any]:
     return {**flags, "lr_decay_steps": total, lowest: schedule.get(lowest, 0.0)}
 
 
+def optimizer_of(run: ForeignRun) -> dict[str, Any]:
+    """Return the "optimizer" block of a DeepSpeed JSON; {}: it is not recorded.
+
+    Its "lr" is that of the source's JSON, if it has one: a scheduler of DeepSpeed changes the rate in the checkpoint.
+    """
+    if not run.optimizer:
+        return {}
+    given = (((run.ds_config or {}).get("optimizer") or {}).get("params") or {}).get("lr")
+    rate = {"lr": given} if isinstance(given, (int, float)) else {}
+    return {"type": run.optimizer["type"], "params": {**(run.optimizer.get("params") or {}), **rate}}
+
+
 def ds_config_of(run: ForeignRun) -> tuple[dict[str, Any], list[str]]:
     """Return the DeepSpeed JSON with which the run continues, and the keys of the source's that it does not have."""
     given = run.ds_config or {}
@@ -53,8 +66,8 @@ def ds_config_of(run: ForeignRun) -> tuple[dict[str, Any], list[str]]:
     own |= {"bf16": {"enabled": run.precision == "bf16"}}
     own["fp16"] = _legal({"fp16": given.get("fp16", {})})[0].get("fp16", {}) if run.precision == "fp16" else {}
     own["fp16"] |= {"enabled": run.precision == "fp16"}
-    if str(run.optimizer.get("type", "")).lower() in OPTIMIZERS:
-        block = {"type": run.optimizer["type"], "params": run.optimizer.get("params") or {}}
+    block = optimizer_of(run)
+    if str(block.get("type", "")).lower() in OPTIMIZERS:
         own["optimizer"] = {**_legal({"optimizer": block})[0].get("optimizer", {}), "type": block["type"]}
     if isinstance(scheduler := given.get("scheduler"), dict) and scheduler.get("type") in SCHEDULERS:
         own["scheduler"] = scheduler

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.checkpoint import SubparamShape
 
 from pretrain.checkpoint.adopt.foreign_run import ForeignRun, Loss, Shape
 from pretrain.checkpoint.adopt.universal_states import EngineStates, read_engine_states
@@ -56,7 +57,9 @@ def read(folder: Path, config: Mapping[str, Any] | None) -> ForeignRun:
         weight_decay=_decay_of(engine, files), global_batch_size=engine.global_batch_size,
         consumed_samples=engine.consumed_samples, seq_length=engine.seq_length, precision=engine.precision,
         loss_scale=engine.loss_scale, seed=engine.seed, ds_config=engine.ds_config,
-        losses=(*engine.losses, *files.losses()))
+        losses=(*engine.losses, *files.losses()),
+        notes=tuple(f"{rows} rows of {name}, which ds_to_universal has removed as padding of the vocabulary, are zeros"
+                    for name, rows in files.padded.items()))
     if engine.groups:
         rate, has_scheduler = float(engine.groups[0]["lr"]), bool(engine.ds_config.get("scheduler"))
         run = replace(run, schedule={"next_rate": rate}, learning_rate=None if has_scheduler else rate)
@@ -89,6 +92,7 @@ class _Files:
     prefix: str = field(init=False, default="")  # before each of transformers' names, if the model is a part of another
     stored_shapes: dict[str, Shape] = field(init=False)  # name in the files -> shape of the complete parameter
     frozen: tuple[str, ...] = field(init=False)  # parameters in the files without optimizer states
+    padded: dict[str, int] = field(init=False, default_factory=dict)  # name in the files -> rows that were removed
     _latest: tuple[tuple[str, str], dict[str, torch.Tensor]] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -177,6 +181,7 @@ class _Files:
         has_columns = tensor.dim() == 2 == len(shape) and tensor.shape[1] == shape[1]
         if has_columns and is_vocabulary and tensor.shape[0] < shape[0]:
             # ds_to_universal removed rows that pad the vocabulary; DeepSpeed fills them with zeros when it loads them
+            self.padded[name] = shape[0] - tensor.shape[0]
             return torch.nn.functional.pad(tensor.float(), (0, 0, 0, shape[0] - tensor.shape[0]))
         if has_columns and tensor.shape[0] != shape[0] == self.config.vocab_size:
             key = self.config.key("vocab_size")
@@ -216,7 +221,7 @@ def _tensor_of(path: Path) -> tuple[torch.Tensor, bool]:
     """
     if not path.is_file():
         raise ConfigError(str(path), problem="this file is missing; other parameters have it", remedy=_ANOTHER)
-    value = load_pickle(path, mmap=True)
+    value = load_pickle(path, mmap=True, also=(SubparamShape,))
     facts = value if isinstance(value, dict) else {"param": value}
     tensor = facts.get("param")
     if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point() or tensor.layout != torch.strided:

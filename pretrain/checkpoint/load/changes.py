@@ -159,18 +159,19 @@ def continued_schedule(plan: Plan, length: RunLength, manifest: Manifest, folder
 
 
 def _rate_note(plan: Plan, manifest: Manifest) -> str:
-    """Return a note if the rate that an adopted run recorded is on neither side of its last step in this schedule."""
+    """Return a note if an adopted run recorded another learning rate than this run's schedule has at its step."""
     assert manifest.adopted is not None
-    recorded = manifest.adopted.get("learning_rate")
-    if plan.schedule is None or recorded is None:
+    upcoming, recorded = manifest.adopted.get("next_rate"), manifest.adopted.get("learning_rate")
+    if plan.schedule is None or (upcoming is None and recorded is None):
         return ""
     applied = manifest.step - manifest.adopted.get("skipped_steps", 0)
-    # programs record the rate of the last step, or that of the next one
-    rates = [plan.schedule(step) for step in (max(applied - 1, 0), applied)]
-    if any(abs(rate - recorded) <= _SAME_RATE * max(rate, recorded) for rate in rates):
+    last, following = plan.schedule(max(applied - 1, 0)), plan.schedule(applied)
+    # some programs record the rate of the next step as that of the last one
+    wanted, rates = (upcoming, [following]) if upcoming is not None else (recorded or 0.0, [last, following])
+    if any(abs(rate - wanted) <= _SAME_RATE * max(rate, wanted) for rate in rates):
         return ""
-    return f"{manifest.adopted.get('program')} recorded the learning rate {recorded:.4g} at step {manifest.step}; " \
-           f"this schedule continues with {rates[1]:.4g}: {_text(schedule_record(plan))}"
+    return f"{manifest.adopted.get('program')} recorded the learning rate {wanted:.4g} at step {manifest.step}; this " \
+           f"schedule continues with {following:.4g}: {_text(schedule_record(plan))}"
 
 
 def _planned_schedule(plan: Plan, length: RunLength, named: frozenset[str]) -> dict[str, Any]:

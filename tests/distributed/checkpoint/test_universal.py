@@ -213,6 +213,7 @@ def test_what_ds_to_universal_writes_is_read_exactly(name: str, work: Work, conv
             assert not found[REAL_ROWS:].any()
             found, expected = found[:REAL_ROWS], expected[:REAL_ROWS]
         assert torch.equal(found, expected), (key, state)
+    assert len(run.notes) == (2 if name in INFO else 0)
     assert (run.step, run.optimizer_step, run.skipped_steps) == (STEPS, STEPS, 0)
     assert (run.consumed_samples, run.global_batch_size) == (STEPS * 8, 8)
     decay = run.ds_config["optimizer"]["params"]["weight_decay"]  # type: ignore[index]

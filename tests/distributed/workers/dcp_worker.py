@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.nn import functional as F
+from torch.nn import functional
 
 Case = dict[str, Any]
 MICRO, RATE, DECAY = 2, 1e-2, 0.1
@@ -53,8 +53,10 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, _ = x.shape
-        q, k, v = (matrix(x).view(batch, length, -1, self.size).transpose(1, 2) for matrix in (self.wq, self.wk, self.wv))
-        mixed = F.scaled_dot_product_attention(self.rotated(q), self.rotated(k), v, is_causal=True, enable_gqa=True)
+        q, k, v = (matrix(x).view(batch, length, -1, self.size).transpose(1, 2)
+                   for matrix in (self.wq, self.wk, self.wv))
+        mixed = functional.scaled_dot_product_attention(self.rotated(q), self.rotated(k), v, is_causal=True,
+                                                        enable_gqa=True)
         out: torch.Tensor = self.wo(mixed.transpose(1, 2).reshape(batch, length, -1))
         return out
 
@@ -66,7 +68,7 @@ class FeedForward(nn.Module):
         self.w1, self.w2, self.w3 = linear(width, inner), linear(inner, width), linear(width, inner)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
+        out: torch.Tensor = self.w2(functional.silu(self.w1(x)) * self.w3(x))
         return out
 
 
@@ -130,7 +132,7 @@ def train(case: Case) -> list[float]:
         total = torch.zeros((), dtype=torch.float64)
         for _ in range(accumulated):
             micro = rows[position + rank * MICRO:position + (rank + 1) * MICRO]
-            loss = F.cross_entropy(model(micro[:, :-1]).float().flatten(0, 1), micro[:, 1:].flatten())
+            loss = functional.cross_entropy(model(micro[:, :-1]).float().flatten(0, 1), micro[:, 1:].flatten())
             (loss / accumulated).backward()
             total += loss.detach().double() / accumulated
             position += ranks * MICRO
@@ -153,8 +155,9 @@ def save_torchtitan(case: Case, model: Llama, optimizer: torch.optim.Optimizer, 
     """Save with the keys of torchtitan 0.2 (torchtitan/components/checkpoint.py)."""
     tokens = step * case["batch"] * case["seq_length"] // dist.get_world_size()
     data = {f"dp_rank_{dist.get_rank()}": pickle.dumps({"sample": step}), "world_size": dist.get_world_size()}
-    state = {**model.state_dict(), "optimizer": optimizer_values(model, optimizer), "lr_scheduler": schedule.state_dict(),
-             "train_state": {"step": step, "ntokens_seen": tokens}, "dataloader": data}
+    state = {**model.state_dict(), "optimizer": optimizer_values(model, optimizer),
+             "lr_scheduler": schedule.state_dict(), "dataloader": data,
+             "train_state": {"step": step, "ntokens_seen": tokens}}
     dcp.save(state, checkpoint_id=f"{case['name']}/step-{step}")
 
 
@@ -204,7 +207,8 @@ def megatron_tensors(tensors: dict[str, torch.Tensor], config: Case) -> Iterator
     yield "decoder.layers.self_attention.linear_qkv.weight", torch.cat(by_group, 2).flatten(1, 2), 1
     yield "decoder.layers.self_attention.linear_qkv.layer_norm_weight", stacked("attention_norm"), None
     yield "decoder.layers.self_attention.linear_proj.weight", stacked("attention.wo"), 2
-    yield "decoder.layers.mlp.linear_fc1.weight", torch.cat([stacked("feed_forward.w1"), stacked("feed_forward.w3")], 1), 1
+    gated = torch.cat([stacked("feed_forward.w1"), stacked("feed_forward.w3")], 1)
+    yield "decoder.layers.mlp.linear_fc1.weight", gated, 1
     yield "decoder.layers.mlp.linear_fc1.layer_norm_weight", stacked("ffn_norm"), None
     yield "decoder.layers.mlp.linear_fc2.weight", stacked("feed_forward.w2"), 2
 

@@ -37,7 +37,7 @@ def module(name: str, **values: Any) -> types.ModuleType:
 def replace_packages() -> None:
     """Replace what the programs import and do not need here."""
     apex = module("apex", optimizers=module("apex.optimizers", FusedAdam=torch.optim.AdamW, FusedSGD=torch.optim.SGD))
-    apex.normalization = module("apex.normalization")  # type: ignore[attr-defined]
+    apex.normalization = module("apex.normalization")
     module("apex.normalization.fused_layer_norm", FusedLayerNormAffineFunction=None)
     module("apex.multi_tensor_apply", multi_tensor_applier=None)
     module("amp_C")
@@ -84,7 +84,7 @@ def neox(job: Job) -> None:
     cuda.device_count = lambda: 8
     cuda.LongTensor = lambda sizes: torch.tensor(sizes, dtype=torch.long)
     cuda.get_rng_state = torch.get_rng_state
-    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
+    torch.Tensor.cuda = lambda self, *_, **__: self
     initialize, mpu, training, checkpointing, arguments = map(import_module, (
         "megatron.initialize", "megatron.mpu", "megatron.training", "megatron.checkpointing",
         "megatron.neox_arguments"))
@@ -119,7 +119,7 @@ def megatron(job: Job) -> None:
         def __init__(self, size: int, eps: float = 1e-5, *, sequence_parallel: bool = False) -> None:
             super().__init__(size, eps=eps)
 
-    torch.nn.LayerNorm = LayerNorm  # type: ignore[assignment, misc]
+    torch.nn.LayerNorm = LayerNorm
     module("megatron.model.vision.knn_monitor", compute_feature_bank=None)  # needs torchvision
     module("deepspeed.compression")
     module("deepspeed.compression.compress", init_compression=None, redundancy_clean=None)
@@ -135,6 +135,7 @@ def megatron(job: Job) -> None:
     initialize._compile_dependencies = lambda: None
     initialize.initialize_megatron(allow_no_cuda=True)
     args = training.get_args()
+    args.deepspeed_config_dict = job["config"]  # as pretrain() does
     model, own, schedule = training.setup_model_and_optimizer(program.model_provider,
                                                               enums.ModelType.encoder_or_decoder)
     engine = model[0]

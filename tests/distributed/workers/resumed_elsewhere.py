@@ -1,6 +1,6 @@
 """Other programs that resume from an export: a plain DeepSpeed loop and transformers.Trainer. One rank.
 
-Program `resumed_elsewhere.py CASES.json RESULTS.json`, which imports nothing of the package. A case: {"name",
+Program `resumed_elsewhere.py CASES.json RESULTS.json`, which uses nothing of the package to train. A case: {"name",
 "program" ("plain" or "trainer"), "export" (a folder), "config" (DeepSpeed JSON), "samples" (an .npy file [samples,
 tokens]), "from" and "to" (steps), "arguments" (of TrainingArguments), "save_at", "client_state" (of a checkpoint of
 that step in the folder NAME; live.pt has what DeepSpeed reports then)}. The result is the loss of each step, as a mean
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
+from pretrain.distributed.process_group import remove_shared_memory_names
 from tests.distributed.workers import adopt_worker
 from tests.distributed.workers.adopt_worker import InOrder, Samples, forget_settings, write_live_states
 
@@ -80,6 +81,7 @@ PROGRAMS = {"plain": plain, "trainer": trainer, "first_trainer": adopt_worker.tr
 
 def main() -> None:
     deepspeed.init_distributed("gloo")
+    remove_shared_memory_names(dist.get_rank())
     results = {}
     for case in json.loads(Path(sys.argv[1]).read_text()):
         results[case["name"]] = PROGRAMS[case["program"]](case)

@@ -1,4 +1,4 @@
-"""Megatron Core's GPTModel, distributed optimizer and dist_checkpointing on CPUs: `python megatron_core_run.py CASE LOSSES`.
+"""Megatron Core's model, optimizer and dist_checkpointing on CPUs: `python megatron_core_run.py CASE.json LOSSES.json`.
 
 megatron-core 0.16 must be installed. It expects GPUs: tensors for them are made on the CPU here. The loop around it is
 Megatron-LM's order of calls (pretrain_gpt.py is not a part of the package), with the arguments that Megatron-LM stores.
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.nn import functional as F
+from torch.nn import functional
 
 
 def without_gpus() -> None:
@@ -39,9 +39,16 @@ def without_gpus() -> None:
     torch.cuda.current_device = lambda: cpu
     torch.cuda.stream = lambda stream: contextlib.nullcontext()
     torch.cuda.nvtx = SimpleNamespace(range_push=lambda *_: None, range_pop=lambda *_: None)
-    torch.cuda.synchronize = torch.cuda.manual_seed = torch.cuda.set_rng_state = lambda *_, **__: None
+    for name in ("synchronize", "manual_seed", "set_rng_state"):
+        setattr(torch.cuda, name, doing_nothing())
     torch.cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
-    torch.cuda.default_stream = torch.cuda.current_stream = lambda *_: SimpleNamespace(wait_stream=lambda stream: None)
+    for name in ("default_stream", "current_stream"):
+        setattr(torch.cuda, name, doing_nothing(SimpleNamespace(wait_stream=lambda stream: None)))
+
+
+def doing_nothing(result: Any = None) -> Callable[..., Any]:
+    """Return a new function: torch's compiler rejects one that has two names."""
+    return lambda *_, **__: result
 
 
 def stored_arguments(case: dict[str, Any], tensor_parallel: int) -> argparse.Namespace:
@@ -89,7 +96,7 @@ def main() -> None:
     config = TransformerConfig(
         num_layers=args.num_layers, hidden_size=args.hidden_size, num_attention_heads=args.num_attention_heads,
         num_query_groups=args.num_query_groups, ffn_hidden_size=args.ffn_hidden_size, kv_channels=args.kv_channels,
-        gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False, normalization="RMSNorm",
+        gated_linear_unit=True, activation_func=functional.silu, add_bias_linear=False, normalization="RMSNorm",
         layernorm_epsilon=args.norm_epsilon, hidden_dropout=0, attention_dropout=0, use_cpu_initialization=True,
         tensor_model_parallel_size=args.tensor_model_parallel_size, bf16=args.bf16, params_dtype=args.params_dtype,
         bias_activation_fusion=False, masked_softmax_fusion=False, apply_rope_fusion=False, bias_dropout_fusion=False,
