@@ -19,6 +19,7 @@ import yaml
 
 from pretrain.checkpoint.adopt.megatron_config import neox_config
 from pretrain.checkpoint.adopt.megatron_layers import read
+from pretrain.checkpoint.adopt.sources import find_source
 from pretrain.errors import ConfigError
 from pretrain.model.config import model_config_from
 from tests.support.hf_models import hf_model
@@ -151,7 +152,7 @@ SPLITS: dict[str, tuple[Callable[[dict[str, torch.Tensor], int], Layers], Any]] 
 def megatron_enums(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let pickle find the enumeration where the program has it."""
     module = types.ModuleType("megatron.enums")
-    module.PositionEmbeddingType = PositionEmbeddingType  # type: ignore[attr-defined]
+    module.PositionEmbeddingType = PositionEmbeddingType
     monkeypatch.setattr(PositionEmbeddingType, "__module__", "megatron.enums")
     monkeypatch.setitem(sys.modules, "megatron", types.ModuleType("megatron"))
     monkeypatch.setitem(sys.modules, "megatron.enums", module)
@@ -192,6 +193,27 @@ def test_parts_of_all_ranks_make_the_model(name: str, tmp_path: Path) -> None:
         assert torch.equal(run.read(key, "fp32"), expected[key]), key
     assert {key for key in expected if key not in run.shapes} <= {"lm_head.weight", "embed_out.weight"}
     assert [loss.name for loss in run.losses] == ["optimizer"] + ["other_states"] * (name == "gpt_neox")
+
+
+def test_a_model_without_a_pipeline_is_read(tmp_path: Path) -> None:
+    expected = write_layers(tmp_path, "gpt_neox")
+    for rank in range(RANKS):
+        module = {}
+        for path in sorted(tmp_path.glob(f"layer_*-model_{rank:02d}-model_states.pt")):
+            index = int(path.name[6:8])
+            module |= {f"sequential.{index}.{name}": tensor for name, tensor in torch.load(path).items()}
+            path.unlink()
+        torch.save({"global_steps": 7, "module": module}, tmp_path / f"mp_rank_{rank:02d}_model_states.pt")
+    source = find_source(tmp_path, step=None, config=None)
+    assert source is not None
+    run = source.read()
+    assert run.program == "GPT-NeoX, no pipeline, tensor parallelism 2"
+    for key in run.shapes:
+        assert torch.equal(run.read(key, "fp32"), expected[key]), key
+    module["language_model.weight"] = torch.ones(2)
+    torch.save({"global_steps": 7, "module": module}, tmp_path / "mp_rank_01_model_states.pt")
+    with pytest.raises(ConfigError, match="only pipelines, with files layer_LL"):
+        read(tmp_path, None)
 
 
 # settings of published models, and the values of their config.json in transformers

@@ -31,6 +31,11 @@ class FlatGroup:
     settings: Mapping[str, Any]  # of the optimizer: "lr", "betas", "eps", "weight_decay"
     step: float  # the optimizer's own count
 
+    @property
+    def states(self) -> tuple[str, ...]:
+        """States of the optimizer with a number for each weight."""
+        return tuple(sorted({*self.partitions} - {MASTERS}))
+
     def read(self, name: str, state: str) -> torch.Tensor:
         """Return a parameter's values of one state, in fp32 and in the parameter's shape."""
         shape, start = self.shapes[name], self.starts[name]

@@ -8,6 +8,9 @@ DeepSpeed (runtime/pipe/module.py, ckpt_layer_path; runtime/engine.py, _get_ckpt
 - `zero_pp_rank_DD_mp_rank_MM_optim_states.pt`, with the prefix `bf16_` in bf16: the ZeRO partition of data-parallel
   rank DD.
 
+Without a pipeline (GPT-NeoX with pipe_parallel_size 0), the file of mp rank TT has the parameters of all layers, under
+names such as sequential.2.input_layernorm.weight.
+
 The programs add values of their own to mp_rank files: arguments, and states of random number generators.
 """
 
@@ -27,6 +30,7 @@ from pretrain.errors import ConfigError
 _LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 _MP_RANK = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _ZERO = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_SEQUENTIAL = re.compile(r"sequential\.(\d+)\.(.+)")
 _INCOMPLETE = "the checkpoint is incomplete: copy all its files, or name another checkpoint"
 
 
@@ -63,14 +67,18 @@ class LayerFiles:
     """The files of one checkpoint, complete."""
 
     folder: Path
-    layers: Mapping[int, tuple[Path, ...]]  # index of a layer -> the file of each tensor-parallel rank
+    layers: Mapping[int, tuple[Path, ...]]  # index of a layer -> file of each tensor-parallel rank; {}: no pipeline
     mp_ranks: tuple[Path, ...]
     zero: tuple[tuple[Path, ...], ...]  # for each mp rank, the file of each data-parallel rank; (): no such files
 
     @property
     def tensor_parallel_size(self) -> int:
         """Number of tensor-parallel ranks."""
-        return len(next(iter(self.layers.values())))
+        return len(next(iter(self.layers.values()), self.mp_ranks))
+
+    def path(self, index: int, rank: int) -> Path:
+        """Return the file with the part of a layer that a tensor-parallel rank has."""
+        return self.layers[index][rank] if self.layers else self.mp_ranks[rank]
 
     def all(self) -> tuple[Path, ...]:
         """Return all files, sorted."""
@@ -86,9 +94,23 @@ def load(path: Path) -> dict[str, Any]:
     return content
 
 
-def load_layer(path: Path) -> dict[str, torch.Tensor]:
-    """Load the parameters of a layer file. Raises ConfigError."""
-    content = load(path)
+def load_layers(files: LayerFiles) -> dict[int, tuple[dict[str, torch.Tensor], ...]]:
+    """Load the parts of each layer: for each tensor-parallel rank, name in the layer -> tensor. Raises ConfigError."""
+    if files.layers:
+        return {index: tuple(_tensors(path, load(path)) for path in paths) for index, paths in files.layers.items()}
+    parts: dict[int, list[dict[str, torch.Tensor]]] = {}
+    for rank, path in enumerate(files.mp_ranks):
+        module = load(path).get("module")
+        for name, tensor in _tensors(path, module if isinstance(module, dict) else {}).items():
+            found = _SEQUENTIAL.fullmatch(name)
+            if found is None:
+                raise ConfigError(f"{path}: module: {name}", problem="only pipelines, with files "
+                                  "layer_LL-model_TT-model_states.pt, and GPT-NeoX's sequential.N are read")
+            parts.setdefault(int(found[1]), [{} for _ in files.mp_ranks])[rank][found[2]] = tensor
+    return {index: tuple(own) for index, own in parts.items()}
+
+
+def _tensors(path: Path, content: dict[str, Any]) -> dict[str, torch.Tensor]:
     for name, value in content.items():
         if not isinstance(value, torch.Tensor):
             raise ConfigError(f"{path}: {name}", found=f"a {type(value).__name__}", expected="a tensor")
@@ -107,10 +129,10 @@ def find_files(folder: Path) -> LayerFiles:
             mp_ranks[int(found[1])] = path
         elif found := _ZERO.fullmatch(path.name):
             zero[int(found[2])][int(found[1])] = path
-    if not layers:
-        raise ConfigError(str(folder), problem="there is no layer_LL-model_TT-model_states.pt",
-                          remedy="name the folder of one checkpoint, such as global_step1000")
-    degree = 1 + max(rank for parts in layers.values() for rank in parts)
+    if not mp_ranks:
+        raise ConfigError(str(folder), problem="there is no mp_rank_MM_model_states.pt; with ZeRO stage 3, only models "
+                          "of transformers are read", remedy="name the folder of one checkpoint")
+    degree = 1 + max((rank for parts in layers.values() for rank in parts), default=max(mp_ranks))
     complete = {index: _complete(folder, parts, degree, f"layer_{index:02d}-model_{{:02d}}-model_states.pt")
                 for index, parts in sorted(layers.items())}
     ranks = -(-(1 + max(mp_ranks, default=0)) // degree) * degree

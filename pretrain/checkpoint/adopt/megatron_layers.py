@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from pretrain.checkpoint.adopt.foreign_run import ForeignRun
-from pretrain.checkpoint.adopt.layer_files import check_counts, find_files, load, load_layer
+from pretrain.checkpoint.adopt.layer_files import check_counts, find_files, load, load_layers
 from pretrain.checkpoint.adopt.megatron_config import megatron_config, neox_config
 from pretrain.checkpoint.adopt.megatron_names import BY_HEAD, BY_PART, NEOX, PeerLayout, find_layout
 from pretrain.checkpoint.adopt.megatron_states import EngineStates, Settings, read_settings, read_states
@@ -32,13 +32,13 @@ def read(folder: Path, config: Mapping[str, Any] | None) -> ForeignRun:
     files = find_files(folder)
     state = load(files.mp_ranks[0])
     check_counts(files, state)
-    layers = {index: tuple(load_layer(path) for path in paths) for index, paths in files.layers.items()}
+    layers = load_layers(files)
     layout = find_layout({index: parts[0].keys() for index, parts in layers.items()}, str(folder))
     settings = read_settings(folder, state, layout.program)
     values = dict(config) if config is not None else _config(settings, layout, layers, folder)
     model = model_config_from(values, "config.json" if config is not None else settings.where)
     tensors = Tensors(files, layers, layout, model, _qkv_order(layout, settings, model))
-    states = read_states(state, settings, tensors.groups(), files)
+    states = read_states(state, settings, tensors.groups(), files, precision=tensors.precision)
     return _run(tensors, states, values)
 
 
@@ -47,10 +47,10 @@ def _run(tensors: Tensors, states: EngineStates, values: dict[str, Any]) -> Fore
     shapes = {name: shape for rules in tensors.rules for name, shape in module_shapes(rules, model).items()}
     losses = [*states.losses, *tensors.losses()]
     ranks = tensors.files.tensor_parallel_size
-    zero = f", ZeRO-1 over {len(tensors.files.zero[0])}" if tensors.files.zero else ""
-    stages = len(tensors.files.mp_ranks) // ranks
+    zero = f", ZeRO over {len(tensors.files.zero[0])}" if tensors.files.zero else ""
+    stages = f"{len(tensors.files.mp_ranks) // ranks} pipeline stages" if tensors.files.layers else "no pipeline"
     return ForeignRun(
-        program=f"{layout.program}, {stages} pipeline stages, tensor parallelism {ranks}{zero}",
+        program=f"{layout.program}, {stages}, tensor parallelism {ranks}{zero}",
         folder=tensors.files.folder, files=(*tensors.files.all(), *states.files), config=values, shapes=shapes,
         read=tensors.read, states=tensors.states, weight_decay=tensors.weight_decay(), precision=tensors.precision,
         step=states.step, optimizer_step=states.optimizer_step, skipped_steps=states.skipped_steps,

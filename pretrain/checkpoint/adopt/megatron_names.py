@@ -142,5 +142,5 @@ def key_of(name: str, layout: PeerLayout) -> Key | None:
     """Return the key of a name in `param_shapes`; None: it has another form."""
     if name.startswith(TIED):
         return layout.embedding, name.removeprefix(TIED)
-    index, _, rest = name.partition(".")
+    index, _, rest = name.removeprefix("sequential.").partition(".")
     return (int(index), rest) if index.isdecimal() and rest else None

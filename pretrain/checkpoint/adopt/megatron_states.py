@@ -8,15 +8,18 @@ from typing import Any
 
 import torch
 
-from pretrain.checkpoint.adopt.flat_groups import FlatGroup
 from pretrain.checkpoint.adopt.foreign_run import Loss
 from pretrain.checkpoint.adopt.layer_files import LayerFiles, load
 from pretrain.checkpoint.adopt.megatron_config import read_neox_settings
 from pretrain.checkpoint.adopt.megatron_names import NEOX
+from pretrain.checkpoint.adopt.unpartitioned_states import Group
 from pretrain.errors import ConfigError
 
 _ADAM = {"exp_avg", "exp_avg_sq"}
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+# runtime/utils.py, clip_grad_norm_: its rank 0 of the "model parallel" ranks of a pipeline is one of the first stage
+_CLIPPING = ("without ZeRO, DeepSpeed clips the gradients of a pipeline by a norm that leaves out norms and biases of "
+             "later stages, and counts a tied embedding twice; here the norm is complete")
 _STYLES = {"cosine": "cosine", "linear": "linear", "constant": "constant"}
 
 
@@ -64,13 +67,14 @@ def read_settings(folder: Path, state: Mapping[str, Any], program: str) -> Setti
                     f"{folder}/mp_rank_00_model_states.pt: args")
 
 
-def read_states(state: Mapping[str, Any], settings: Settings, groups: Sequence[FlatGroup],
-                files: LayerFiles) -> EngineStates:
+def read_states(state: Mapping[str, Any], settings: Settings, groups: Sequence[Group], files: LayerFiles, *,
+                precision: str) -> EngineStates:
     """Return what the files of mp rank 0 record.
 
     Args:
         state: content of its model-states file.
-        groups: its parameter groups; (): the checkpoint has no ZeRO files.
+        groups: its parameter groups; (): the checkpoint has no optimizer.
+        precision: of the weights in the layer files.
 
     Raises ConfigError.
     """
@@ -87,16 +91,18 @@ def read_states(state: Mapping[str, Any], settings: Settings, groups: Sequence[F
     if samples is None and batch is not None:
         samples = step * batch
     schedule, notes = read_schedule(state.get("lr_scheduler"), batch)
-    losses = []
+    if groups and not files.zero and len(files.layers) and (ds_config or {}).get("gradient_clipping"):
+        notes.append(_CLIPPING)
+    losses, rate = [], _number(groups[0].settings.get("lr")) if groups else None
     if not groups:
-        where = "" if state.get("optimizer") is None else "; ZeRO stage 0 saves it without names of the parameters"
-        losses.append(Loss("optimizer", f"the checkpoint has no zero_pp_rank files{where}"))
-        if any("float16" in str(tensor.dtype) for tensor in load(next(iter(files.layers.values()))[0]).values()):
+        losses.append(Loss("optimizer", "the checkpoint has no optimizer, which is in zero_pp_rank files"))
+        if precision != "fp32":
             losses.append(Loss("master_weights", "the checkpoint has no zero_pp_rank files"))
     return EngineStates(
         files=settings.files, step=step, optimizer_step=groups[0].step if groups else 0,
         skipped_steps=_count(state, "skipped_steps", path) or 0, optimizer=_optimizer(groups, values, schedule),
-        learning_rate=_number(groups[0].settings.get("lr")) if groups else None, schedule=schedule,
+        learning_rate=rate if not schedule else None,
+        schedule=schedule if rate is None else {**schedule, "next_rate": rate},
         global_batch_size=batch, consumed_samples=samples, seq_length=_whole(values.get("seq_length")),
         loss_scale=_loss_scale(files), seed=_whole(values.get("seed")), ds_config=ds_config, losses=tuple(losses),
         notes=tuple(notes))
@@ -120,7 +126,7 @@ def _count(values: Mapping[str, Any], key: str, path: Path) -> int | None:
     return value
 
 
-def _optimizer(groups: Sequence[FlatGroup], values: Mapping[str, Any], schedule: Mapping[str, Any]) -> dict[str, Any]:
+def _optimizer(groups: Sequence[Group], values: Mapping[str, Any], schedule: Mapping[str, Any]) -> dict[str, Any]:
     """Return type and parameters. The programs' Adam is AdamW on GPUs: FusedAdam of apex or DeepSpeed."""
     if not groups:
         return {}
@@ -128,7 +134,7 @@ def _optimizer(groups: Sequence[FlatGroup], values: Mapping[str, Any], schedule:
     kind = given.get("type") if isinstance(given, dict) else values.get("optimizer")
     settings = max((group.settings for group in groups), key=lambda each: _number(each.get("weight_decay")) or 0.0)
     params: dict[str, Any] = {}
-    if {*groups[0].partitions} >= _ADAM and str(kind or "adam").lower() in ("adam", "adamw", "cpu_adam"):
+    if {*groups[0].states} >= _ADAM and str(kind or "adam").lower() in ("adam", "adamw", "cpu_adam"):
         is_coupled = settings.get("decoupled_weight_decay") is False  # torch.optim.Adam
         kind = "Adam" if is_coupled else "AdamW"
         params = {"adam_w_mode": False} if is_coupled else {}
@@ -139,7 +145,7 @@ def _optimizer(groups: Sequence[FlatGroup], values: Mapping[str, Any], schedule:
             params[key] = [float(item) for item in value]
         elif _number(value) is not None:
             params[key] = _number(value)
-    rate = schedule.get("peak", _number(settings.get("lr")))
+    rate = schedule.get("peak_rate", _number(settings.get("lr")))
     return {"type": str(kind), "params": params if rate is None else {"lr": rate, **params}}
 
 
@@ -163,7 +169,7 @@ def read_schedule(state: Any, batch: int | None) -> tuple[dict[str, Any], list[s
                   (("warmup", "warmup_steps"), ("total", "decay_steps"), ("style", "decay_style"))}
         unit = batch or 0
         exact = not any(state.get(f"{prefix}{key}_tokens") for prefix in ("", "lr_") for key in ("warmup", "decay"))
-    known: dict[str, Any] = {"peak": _number(found["peak"]), "min_lr": _number(found["lowest"]),
+    known: dict[str, Any] = {"peak_rate": _number(found["peak"]), "min_lr": _number(found["lowest"]),
                              "first_rate_is_0": True, "last_step": _steps(found["position"], unit)}
     warmup, total, style = _steps(found["warmup"], unit), _steps(found["total"], unit), _STYLES.get(str(found["style"]))
     if exact and None not in (warmup, total, style):
@@ -174,16 +180,21 @@ def read_schedule(state: Any, batch: int | None) -> tuple[dict[str, Any], list[s
 
 
 def _steps(value: Any, unit: int) -> int | None:
-    """Return a length in steps; None if it is no multiple of the unit."""
+    """Return a length in steps; None if it is no multiple of the unit. GPT-NeoX multiplies a fraction and a number."""
     number = _number(value)
-    return int(number) // unit if number is not None and unit and number % unit == 0 else None
+    if number is None or not unit or abs(number / unit - round(number / unit)) > 1e-6:
+        return None
+    return round(number / unit)
 
 
 def _loss_scale(files: LayerFiles) -> dict[str, float] | None:
     """Return the state of fp16's dynamic loss scaler; None: there is none."""
-    if not files.zero:
-        return None
-    scaler = load(files.zero[0][0])["optimizer_state_dict"].get("loss_scaler")
-    values = {name: _number(getattr(scaler, name, None)) for name in _SCALER}
-    found = {name: value for name, value in values.items() if value is not None}
-    return found if "cur_iter" in found else None
+    if files.zero:
+        scaler = load(files.zero[0][0])["optimizer_state_dict"].get("loss_scaler")
+        found = {name: getattr(scaler, name, None) for name in _SCALER}
+    else:
+        state = load(files.mp_ranks[0]).get("optimizer")
+        found = {name: state.get(name) for name in _SCALER} if isinstance(state, dict) else {}
+    values = {name: _number(value) for name, value in found.items()}
+    known = {name: value for name, value in values.items() if value is not None}
+    return known if "cur_iter" in known else None

@@ -1,7 +1,7 @@
 """The parameters of a checkpoint of GPT-NeoX or Megatron-DeepSpeed, complete and under transformers' names.
 
-Master weights and optimizer states are in the ZeRO files, and each master weight is compared with the layer file.
-Without ZeRO files, the layer files have the weights.
+Master weights and optimizer states are in the ZeRO files or, without ZeRO, in the files of the mp ranks. Each master
+weight is compared with the layer file. Without an optimizer, the layer files have the weights.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,11 +10,12 @@ from functools import cached_property
 
 import torch
 
-from pretrain.checkpoint.adopt.flat_groups import MASTERS, FlatGroup, read_groups
+from pretrain.checkpoint.adopt.flat_groups import MASTERS, read_groups
 from pretrain.checkpoint.adopt.foreign_run import Loss
 from pretrain.checkpoint.adopt.layer_files import LayerFiles, load
 from pretrain.checkpoint.adopt.megatron_names import NEOX, Key, PeerLayout, Place, key_of
 from pretrain.checkpoint.adopt.tensor_parallel_parts import merge, merge_qkv, part_shape
+from pretrain.checkpoint.adopt.unpartitioned_states import Group, read_unpartitioned
 from pretrain.errors import ConfigError, shorten
 from pretrain.model.config import ModelConfig
 from pretrain.model.description import Parameter
@@ -75,19 +76,21 @@ class Tensors:
             block += layer.kind == "block"
 
     @cached_property
-    def _groups(self) -> tuple[tuple[FlatGroup, ...], ...]:
-        """The parameter groups of each mp rank; () without ZeRO files."""
+    def _groups(self) -> tuple[tuple[Group, ...], ...]:
+        """The parameter groups of each mp rank; () without an optimizer."""
+        if not self.files.zero:
+            return read_unpartitioned(self.files, self.layers, self.layout)
         return tuple(tuple(read_groups(paths, load(self.files.mp_ranks[rank]).get("param_shapes"),
                                        self.files.mp_ranks[rank])) for rank, paths in enumerate(self.files.zero))
 
-    def groups(self) -> tuple[FlatGroup, ...]:
-        """Return the parameter groups of mp rank 0; () without ZeRO files."""
+    def groups(self) -> tuple[Group, ...]:
+        """Return the parameter groups of mp rank 0; () without an optimizer."""
         return self._groups[0] if self._groups else ()
 
     @cached_property
-    def _places(self) -> dict[tuple[Key, int], list[tuple[FlatGroup, str]]]:
+    def _places(self) -> dict[tuple[Key, int], list[tuple[Group, str]]]:
         """For a key and a tensor-parallel rank: group and name in it, for each pipeline stage that has a copy."""
-        found: dict[tuple[Key, int], list[tuple[FlatGroup, str]]] = {}
+        found: dict[tuple[Key, int], list[tuple[Group, str]]] = {}
         for rank, groups in enumerate(self._groups):
             for group in groups:
                 for name in group.shapes:
@@ -103,7 +106,7 @@ class Tensors:
     def states(self) -> tuple[str, ...]:
         """Optimizer states with a number for each weight."""
         groups = self.groups()
-        return tuple(sorted(set(groups[0].partitions) - {MASTERS})) if groups else ()
+        return groups[0].states if groups else ()
 
     @property
     def precision(self) -> str:
@@ -116,7 +119,7 @@ class Tensors:
         used = {source.place.key for source in self.sources.values()}
         for index, names in self.layout.names.items():
             for name in sorted(names - {key[1] for key in used if key[0] == index}):
-                raise ConfigError(f"{self.files.layers[index][0]}: {shorten(name)}", problem="the checkpoint has this "
+                raise ConfigError(f"{self.files.path(index, 0)}: {shorten(name)}", problem="the checkpoint has this "
                                   "parameter, and the model of the config.json does not", remedy=_OTHER_MODEL)
         for source in self.sources.values():
             self._check_shapes(source)
@@ -124,7 +127,7 @@ class Tensors:
     def _check_shapes(self, source: Source) -> None:
         (index, name), ranks = source.place.key, self.files.tensor_parallel_size
         for rank in range(ranks):
-            where = f"{self.files.layers[index][rank]}: {name}"
+            where = f"{self.files.path(index, rank)}: {name}"
             if name not in self.layers[index][rank]:
                 raise ConfigError(where, problem="the file has no such parameter; the one of rank 0 has it",
                                   remedy="use another checkpoint")
@@ -141,7 +144,7 @@ class Tensors:
             if self._groups:
                 copies = self._places.get(((index, name), rank), [])
                 if not copies or any(group.shapes[full] != found for group, full in copies):
-                    raise ConfigError(where, problem="the ZeRO files have no master weights of this shape for it",
+                    raise ConfigError(where, problem="the optimizer has no parameter of this shape for it",
                                       remedy="copy all files of one checkpoint")
 
     def read(self, name: str, state: str) -> torch.Tensor:
@@ -169,7 +172,7 @@ class Tensors:
 
     def _part(self, source: Source, rank: int, state: str) -> torch.Tensor:
         """Return the part of one tensor-parallel rank. Master weights are compared with the layer file."""
-        (index, name), path = source.place.key, self.files.layers[source.place.key[0]][rank]
+        (index, name), path = source.place.key, self.files.path(source.place.key[0], rank)
         weights = self.layers[index][rank][name]
         if not self._groups:
             return weights.float()

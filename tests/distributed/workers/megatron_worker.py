@@ -5,8 +5,9 @@ tensor-parallel attributes and positions in the pipeline, and compute as they do
 with the programs themselves.
 
 Program `megatron_worker.py CASES.json RESULTS.json`: one of 4 ranks, 2 pipeline stages x 2 tensor-parallel ranks. A
-case: {"name", "program" ("neox" or "megatron"), "precision", "samples" (an .npy file), "save_at", "steps", and sizes of
-the model}. It saves the checkpoint of step `save_at` in the folder NAME. The result is the loss of each step.
+case: {"name", "program" ("neox" or "megatron"), "precision", "stage" (of ZeRO), "clipping", "samples" (an .npy file),
+"save_at", "steps", and sizes of the model}. It saves the checkpoint of step `save_at` in the folder NAME. The result is
+the loss of each step.
 """
 
 import argparse
@@ -84,14 +85,14 @@ class Gathered(torch.autograd.Function):
 
 def parameter(*shape: int, split: bool, std: float = 0.05, ones: bool = False) -> nn.Parameter:
     """Return a parameter; parts differ between ranks, and copies do not."""
-    generator = torch.Generator().manual_seed(parameter.seed * 10 + (Group.rank if split else 0))  # type: ignore[attr-defined]
-    parameter.seed += 1  # type: ignore[attr-defined]
+    generator = torch.Generator().manual_seed(parameter.seed * 10 + (Group.rank if split else 0))
+    parameter.seed += 1
     made = nn.Parameter(torch.randn(shape, generator=generator) * std + ones)
-    made.model_parallel = made.tensor_model_parallel = split  # type: ignore[attr-defined]
+    made.model_parallel = made.tensor_model_parallel = split
     return made
 
 
-parameter.seed = 1  # type: ignore[attr-defined]
+parameter.seed = 1
 
 
 class Linear(nn.Module):
@@ -141,7 +142,7 @@ class Embedding(nn.Module):
 
     @property
     def word_embeddings_weight(self) -> torch.Tensor:
-        return self.word_embeddings.weight  # type: ignore[return-value]
+        return self.word_embeddings.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         local, weight = tokens - self.first, self.word_embeddings_weight
@@ -175,20 +176,20 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         attention = self.attention if self.program == "neox" else self.self_attention
-        q, k, v = self.split(attention.query_key_value(self.input_layernorm(x)))  # type: ignore[operator]
+        q, k, v = self.split(attention.query_key_value(self.input_layernorm(x)))
         if self.program == "neox":
             q, k = self.rotated(q), self.rotated(k)
         k, v = (t.repeat_interleave(self.heads // self.keys, 2) for t in (k, v))
         scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(self.size)
         future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
         weights = scores.float().masked_fill(future, -torch.inf).softmax(-1).to(x.dtype)
-        x = x + attention.dense(torch.einsum("bhqk,bkhd->bqhd", weights, v).flatten(2))  # type: ignore[operator]
+        x = x + attention.dense(torch.einsum("bhqk,bkhd->bqhd", weights, v).flatten(2))
         y = self.post_attention_layernorm(x)
         if self.program == "neox":
-            up, gate = self.mlp.linear1(y).chunk(2, -1)  # type: ignore[operator]
-            return x + self.mlp.linear2(functional.silu(gate) * up)  # type: ignore[operator, no-any-return]
-        inner = functional.gelu(self.mlp.dense_h_to_4h(y), approximate="tanh")  # type: ignore[operator]
-        return x + self.mlp.dense_4h_to_h(inner)  # type: ignore[operator, no-any-return]
+            up, gate = self.mlp.linear1(y).chunk(2, -1)
+            return x + self.mlp.linear2(functional.silu(gate) * up)
+        inner = functional.gelu(self.mlp.dense_h_to_4h(y), approximate="tanh")
+        return x + self.mlp.dense_4h_to_h(inner)
 
     def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries, keys and values [batch, tokens, heads, size]."""
@@ -214,7 +215,7 @@ class Head(nn.Module):
         self.final_linear = Linear(case["hidden"], case["rows"], rows=False, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Gathered.apply(self.final_linear(x))  # type: ignore[no-any-return]
+        return Gathered.apply(self.final_linear(x))
 
 
 class FinalNorm(nn.Module):
@@ -225,12 +226,12 @@ class FinalNorm(nn.Module):
         self.norm = Norm(case["hidden"], case["program"])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(x)  # type: ignore[no-any-return]
+        return self.norm(x)
 
 
 def tied_logits(embedding: Any, x: torch.Tensor) -> torch.Tensor:
     """Return the logits of all ranks with the tied embedding."""
-    return Gathered.apply(functional.linear(Copied.apply(x), embedding.word_embeddings_weight))  # type: ignore[no-any-return]
+    return Gathered.apply(functional.linear(Copied.apply(x), embedding.word_embeddings_weight))
 
 
 def nothing(x: torch.Tensor) -> torch.Tensor:
@@ -311,7 +312,7 @@ def save(engine: Any, case: Case, step: int) -> None:
 
 def train(case: Case) -> list[float]:
     """Train with a pipeline engine, and return the losses."""
-    parameter.seed = 1  # type: ignore[attr-defined]
+    parameter.seed = 1
     topology = PipeModelDataParallelTopology(num_pp=STAGES, num_mp=RANKS, num_dp=1)
     for ranks in topology.get_axis_comm_lists("model"):
         group = dist.new_group(ranks)
@@ -325,8 +326,8 @@ def train(case: Case) -> list[float]:
                                    {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0}],
                                   lr=RATE, betas=(0.9, 0.95))
     config: dict[str, Any] = {
-        "train_batch_size": BATCH, "train_micro_batch_size_per_gpu": MICRO, "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": 1}, "steps_per_print": 10**6}
+        "train_batch_size": BATCH, "train_micro_batch_size_per_gpu": MICRO, "gradient_clipping": case["clipping"],
+        "zero_optimization": {"stage": case["stage"]}, "steps_per_print": 10**6}
     if case["precision"] == "bf16":
         config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config,
