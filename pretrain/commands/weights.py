@@ -14,6 +14,7 @@ from pretrain.checkpoint.convert.plan_export import (
     check_trainer_name,
     plan_export,
 )
+from pretrain.checkpoint.format.manifest import NOT_FINITE
 from pretrain.checkpoint.format.verify import reject_damaged
 from pretrain.cli import Parser, number, path, path_text, whole_number
 from pretrain.config.layout import DTYPE_BYTES
@@ -60,6 +61,8 @@ def export_main() -> None:
                        with_tokenizer=args.format != "universal")
     if args.format != "transformers":
         check_has_states(plan.folder, plan.manifest)
+        if not plan.manifest.is_good:
+            raise ConfigError(str(plan.folder), problem=NOT_FINITE, remedy="use an earlier checkpoint")
     if args.format == "trainer":
         check_trainer_name(args.output, plan.manifest.step)
     reject_damaged(plan.folder, plan.manifest)

@@ -19,11 +19,11 @@ from pretrain.checkpoint.load.reader import CheckpointReader
 from pretrain.errors import ConfigError
 from pretrain.model.config import model_config_from
 from pretrain.model.hf_weights import to_transformers
+from tests.checkpoint.starts import resumed, start_run, write_checkpoint
 from tests.support.foreign import STATES, foreign_run, foreign_states
 from tests.support.model_shapes import SHAPES
 
 transformers.logging.set_verbosity_error()
-NO_DROPOUT = ("gpt2", "llama", "neox_parallel")
 
 
 def adopted(run: ForeignRun, out: Path, *accepted: str) -> Path:
@@ -129,3 +129,34 @@ def test_values_that_are_not_finite_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"transformer.wpe.weight exp_avg: it has values that are NaN or infinite"):
         adopted(run, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_resume_compares_what_the_program_recorded(corpus: str, tmp_path: Path) -> None:
+    flags = ["--train_data", corpus, "--split", "80,20,0", "--seq_length", "64", "--learning_rate", "1e-2"]
+    plan = start_run(tmp_path, *flags, "--lr_schedule=linear", "--lr_counts_from_0").plan
+    assert plan.schedule is not None
+    recorded: dict[str, Any] = {"program": "a program", "folder": "/elsewhere", "losses": {}, "skipped_steps": 2,
+                                "next_rate": plan.schedule(8)}
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-2}}  # without betas: they are not compared
+
+    def resume(unknown: tuple[str, ...], *others: str, **changes: Any) -> list[str]:
+        adopted = {**recorded, "unknown": ["data_fingerprint", "schedule", "scheduler", *unknown]}
+        values = {"data_fingerprint": "", "data": None, "schedule": None, "scheduler": "", "optimizer": optimizer}
+        write_checkpoint(plan, adopted=adopted, **{**values, **changes})
+        return list(resumed(start_run(tmp_path, *flags, "--lr_schedule=linear", *others)).plan.notes)
+
+    notes = resume((), "--lr_counts_from_0")
+    assert [note for note in notes if "a program" in note] == [
+        f"a program did not record its data: this run continues at sample 80 of --train_data {corpus}, and pins it "
+        "from here on"]
+    (note,) = [note for note in resume(()) if "recorded the learning rate" in note]
+    assert note.startswith(f"a program recorded the learning rate {plan.schedule(8):.4g} at step 10; this schedule")
+    for name, wrong in (("seed", 7), ("seq_length", 32), ("global_batch_size", 1)):
+        allowed = resume((name,), "--lr_counts_from_0", **{name: wrong})
+        assert len(allowed) == len(notes)
+    with pytest.raises(ConfigError, match="--seed: 7 in the checkpoint and 1234 in this run"):
+        resume((), seed=7)
+    with pytest.raises(ConfigError, match=r"optimizer lr: 0.01 in the checkpoint and 0.02 in this run"):
+        resume((), "--learning_rate=2e-2")
+    with pytest.raises(ConfigError, match="--decay_vectors: True in the checkpoint and False in this run"):
+        resume((), recipe={"decay_vectors": True})

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 
 from pretrain.checkpoint.convert.diff import diff
 from pretrain.checkpoint.convert.plan_export import check_has_states
-from pretrain.checkpoint.format.manifest import read_manifest
+from pretrain.checkpoint.format.manifest import MANIFEST, read_manifest
 from pretrain.commands.import_run import main as import_main
 from pretrain.commands.weights import export_main
 from pretrain.errors import ConfigError
@@ -71,6 +72,8 @@ def test_an_export_for_the_trainer(run: Path, tmp_path: Path, command: Command) 
     assert (state["global_step"], state["train_batch_size"]) == (STEPS, 2)
     assert torch.load(out / "scheduler.pt")["last_epoch"] == STEPS
     load_exactly(out)
+    command(import_main, out, "--save", tmp_path / "back")
+    assert diff(run / "checkpoints/global_step3", tmp_path / "back/checkpoints/global_step3") == []
     written = (out / "source.json").stat().st_mtime_ns
     command(export_main, run, "--format", "trainer", "--output", out)
     assert (out / "source.json").stat().st_mtime_ns == written, "exported again"
@@ -88,3 +91,10 @@ def test_states_that_the_format_cannot_hold_are_rejected(run: Path) -> None:
                              ({"optimizer": {"type": "Lamb"}}, "it was trained with Lamb")):
         with pytest.raises(ConfigError, match=message):
             check_has_states(folder, dataclasses.replace(manifest, **changes))
+
+
+def test_a_checkpoint_with_nan_is_rejected(run: Path, tmp_path: Path, command: Command) -> None:
+    folder = Path(shutil.copytree(run / "checkpoints/global_step3", tmp_path / "global_step3"))
+    (folder / MANIFEST).write_text(dataclasses.replace(read_manifest(folder), finite=False).to_json())
+    with pytest.raises(ConfigError, match=r"have NaN or infinite values. Use an earlier checkpoint"):
+        command(export_main, folder, "--format", "universal", "--output", tmp_path / "out")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.checkpoint import SubparamShape
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
 from pretrain.checkpoint.adopt.foreign_run import ForeignRun
 from pretrain.checkpoint.adopt.universal import read
@@ -71,6 +72,15 @@ def test_every_form_is_read(wrapped: str, tmp_path: Path) -> None:
     assert run.weight_decay == dict.fromkeys(run.shapes, 0.1)
 
 
+@pytest.mark.parametrize("name", ["neox_parallel", "neox_tied_no_bias", "bloom", "gptj", "mixtral", "qwen2_moe"])
+def test_families(name: str, tmp_path: Path) -> None:
+    states = write_universal(tmp_path, name)
+    run = load(tmp_path)
+    assert run.shapes == {parameter: tuple(tensor.shape) for parameter, tensor in states["fp32"].items()}
+    assert all(torch.equal(run.read(parameter, state), tensor)
+               for state, tensors in states.items() for parameter, tensor in tensors.items())
+
+
 def test_a_copy_of_a_tied_head(tmp_path: Path) -> None:
     """ds_to_universal writes the module's head, in the precision of the module, next to the embedding's fp32."""
     states = write_universal(tmp_path, "llama_tied_llama3_rope")
@@ -80,6 +90,31 @@ def test_a_copy_of_a_tied_head(tmp_path: Path) -> None:
     save(tmp_path, "lm_head.weight", "fp32", {"param": states["fp32"][EMBEDDING] + 1e-3})
     with pytest.raises(ConfigError, match=r"lm_head.weight/fp32.pt: it differs from model.embed_tokens.weight"):
         load(tmp_path)
+
+
+def test_the_loss_scale_of_fp16(tmp_path: Path) -> None:
+    write_universal(tmp_path)
+    change(tmp_path, MODEL_STATES, ds_config={"optimizer": {"type": "AdamW"}, "fp16": {"enabled": True}},
+           skipped_steps=2)
+    assert load(tmp_path).loss_scale is None  # plan_adoption reports it
+    change(tmp_path, "zero/optimizer_state.pt", loss_scaler=DynamicLossScaler(
+        init_scale=512.0, scale_window=4, min_scale=1, delayed_shift=2, consecutive_hysteresis=False))
+    run = load(tmp_path)
+    assert (run.precision, run.step, run.skipped_steps) == ("fp16", 6, 2)
+    assert run.loss_scale == {"cur_scale": 512.0, "cur_iter": 0, "last_overflow_iter": -1, "cur_hysteresis": 2}
+
+
+def test_parameters_without_states_are_a_loss(tmp_path: Path) -> None:
+    """ds_to_universal writes only the weights of parameters that were not trained."""
+    states = write_universal(tmp_path)
+    for state in ("exp_avg", "exp_avg_sq", "step"):
+        (tmp_path / "zero" / NORM / f"{state}.pt").unlink()
+    run = load(tmp_path)
+    assert [loss.name for loss in run.losses] == ["other_states"]
+    assert run.losses[0].reason.startswith("model.norm.weight has no optimizer states")
+    assert torch.equal(run.read(NORM, "fp32"), states["fp32"][NORM])
+    assert not run.read(NORM, "exp_avg").any()
+    assert all(path.is_file() for path in run.files)
 
 
 class Runs:
@@ -102,6 +137,8 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
                           "zero: model.norm.weight: the model of the config.json has this parameter"),
     "unknown parameter": (lambda folder: save(folder, "extra", "fp32", torch.zeros(3)),
                           "zero: extra: the checkpoint has this parameter, and the model of the config.json does not"),
+    "names of Megatron": (lambda folder: save(folder, "2.attention.query_key_value.weight", "fp32", torch.zeros(3)),
+                          "this is a name of Megatron or GPT-NeoX"),
     "missing state": (lambda folder: (folder / "zero" / NORM / "exp_avg.pt").unlink(),
                       "model.norm.weight/exp_avg.pt: this file is missing"),
     "other shape": (lambda folder: save(folder, NORM, "fp32", torch.zeros(7)),

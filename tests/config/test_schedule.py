@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -117,6 +118,9 @@ def test_equals_transformers_one_step_earlier(name: str) -> None:
     assert theirs[0] == pytest.approx(LOWEST if ours.kind == "wsd" else 0, **EXACT)
     first = WARMUP - 1 if ours.kind == "wsd" else 0
     assert rates(ours)[first:count] == pytest.approx(theirs[first + 1:], **EXACT)
+    same_count = rates(replace(ours, first_number=0))  # --lr_counts_from_0
+    first = WARMUP if ours.kind == "wsd" else 0
+    assert same_count[first:count] == pytest.approx(theirs[first:count], **EXACT)
 
 
 def test_one_cycle_equals_torch() -> None:

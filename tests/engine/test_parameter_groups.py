@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pretrain.config.model_of_run import undecayed_names
+from pretrain.engine.optimizer import mup_parameter_groups, parameter_groups
 from pretrain.errors import ConfigError
 from pretrain.model.config import load_model_config
 from tests.support.cases import CPU, case, flags
@@ -85,6 +87,23 @@ def test_the_losses_are_those_of_one_layout(results: dict[str, Any], subtests: p
             assert relative_difference(results[f"{name}-excluded"]["loss"], results["zero0-excluded"]["loss"]) < 1e-6
             assert relative_difference(results[f"{name}-excluded"]["grad_norm"],
                                        results["zero0-excluded"]["grad_norm"]) < 1e-5
+
+
+def test_vectors_decay_if_the_run_says_so() -> None:
+    shapes = {"0.embedding": (4, 2), "1.norm.weight": (2,), "1.mlp.weight": (2, 2), "1.mlp.bias": (2,)}
+    named = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
+    names = {id(parameter): name for name, parameter in named.items()}
+
+    def found(groups: list[dict[str, Any]]) -> list[tuple[list[str], float | None]]:
+        return [([names[id(parameter)] for parameter in group["params"]], group.get("weight_decay"))
+                for group in groups]
+
+    assert found(parameter_groups(named.items(), decay_vectors=True)) == [(list(shapes), None)]
+    assert found(parameter_groups(named.items(), {"1.norm.weight"}, decay_vectors=True)) == [
+        (["0.embedding", "1.mlp.weight", "1.mlp.bias"], None), (["1.norm.weight"], 0.0)]
+    assert found(mup_parameter_groups(named.items(), learning_rate=1.0, multiplier=2.0, decay_vectors=True,
+                                      undecayed={"1.mlp.bias"})) == [
+        (["0.embedding", "1.norm.weight"], None), (["1.mlp.bias"], 0.0), (["1.mlp.weight"], None)]
 
 
 def test_unmatched_names_are_rejected_with_near_ones(tmp_path: Path) -> None:

@@ -66,7 +66,8 @@ def plan_adoption(run: ForeignRun, accepted: frozenset[str]) -> Adoption:
     config = model_config_from(run.config, f"{run.folder}: config.json")
     ours = OurRun(run, config)
     is_matrix = {name: parameter.is_matrix for name, parameter in config.named_parameters()}
-    decay = weight_decay_of(run.weight_decay, ours.sources, is_matrix, optimizer_of(run).get("params", {}).get("weight_decay"))
+    decay = weight_decay_of(run.weight_decay, ours.sources, is_matrix,
+                            optimizer_of(run).get("params", {}).get("weight_decay"))
     losses = _losses(run, config, decay)
     missing = [loss for loss in losses if loss.name not in accepted]
     if missing:

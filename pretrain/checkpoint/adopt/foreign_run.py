@@ -65,7 +65,8 @@ class ForeignRun:
     learning_rate: float | None = None  # of the last step
     # What is known of the schedule: "type" (a name of transformers such as "cosine", or DeepSpeed's scheduler.type),
     # "warmup_steps", "total_steps", "last_step" (applied updates), "next_rate" (learning rate of the next step),
-    # "first_rate_is_0" (the first step of a warm-up has rate 0, as in transformers), and whatever else the source records. Unknown values are left out.
+    # "first_rate_is_0" (the first step of a warm-up has rate 0, as in transformers), and whatever else the source
+    # records. Unknown values are left out.
     schedule: dict[str, Any] = field(default_factory=dict)
     global_batch_size: int | None = None  # samples
     consumed_samples: int | None = None  # None: not recorded

@@ -211,17 +211,19 @@ def _reject(where: str, what: str) -> Values:
 # arguments of Megatron Core that change the model -> values with which it is a model of transformers
 _CORE_REQUIRED: Values = {
     "num_experts": (None, 0), "multi_latent_attention": (None, False), "rotary_interleaved": (None, False),
-    "rotary_seq_len_interpolation_factor": (None,), "window_size": (None,), "layernorm_zero_centered_gamma": (None, False),
+    "rotary_seq_len_interpolation_factor": (None,), "window_size": (None,),
+    "layernorm_zero_centered_gamma": (None, False),
     "apply_layernorm_1p": (None, False), "no_rope_freq": (None,), "softmax_type": (None, "vanilla"),
     "mtp_num_layers": (None, 0), "qk_l2_norm": (None, False), "attention_output_gate": (None, False),
     "heterogeneous_layers_config_path": (None,), "use_kitchen": (None, False), "glu_linear_offset": (None, 0.0),
 }
+# megatron/core/models/common/embeddings/rotary_pos_embedding.py
 _LLAMA3_SCALING = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                   "original_max_position_embeddings": 8192}  # megatron/core/models/common/embeddings/rotary_pos_embedding.py
+                   "original_max_position_embeddings": 8192}
 
 
 def megatron_core_config(args: Mapping[str, Any], where: str, *, vocab_size: int) -> Values:
-    """Return a config.json for the arguments of Megatron Core. Raises ConfigError. `vocab_size`: as in `neox_config`."""
+    """Return a config.json for arguments of Megatron Core. Raises ConfigError. `vocab_size`: as in `neox_config`."""
     for name, allowed in _CORE_REQUIRED.items():
         if args.get(name) not in allowed:
             _reject(where, f"{name} is {args.get(name)}")

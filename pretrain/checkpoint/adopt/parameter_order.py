@@ -86,8 +86,9 @@ def _check_shapes(where: str, groups: Sequence[Mapping[str, Any]], state: Mappin
         for index, name in zip(group["params"], of_group, strict=True):
             found = _shape_of(state.get(index, {}))
             if state and found != tuple(weights[name].shape):
-                raise ConfigError(f"{where}: {name}", found=f"the shape {list(found or ())} of parameter {index} of the "
-                                  "optimizer", expected=f"{list(weights[name].shape)}, as in the module", remedy=_REMEDY)
+                raise ConfigError(f"{where}: {name}", found=f"the shape {list(found or ())} of parameter {index} of "
+                                  "the optimizer", expected=f"{list(weights[name].shape)}, as in the module",
+                                  remedy=_REMEDY)
 
 
 def _divided(where: str, groups: Sequence[Mapping[str, Any]], state: Mapping[int, Mapping[str, Any]],
@@ -111,8 +112,9 @@ def _divided(where: str, groups: Sequence[Mapping[str, Any]], state: Mapping[int
             name = next((name for name, tensor in unused.items() if tuple(tensor.shape) == shape and (
                 masters is None or shape not in ambiguous or is_rounded(masters[number][position], tensor))), None)
             if name is None:
-                raise ConfigError(where, problem=f"parameter {position} of group {number} of the optimizer has the shape "
-                                  f"{list(shape or ())} or values that no remaining parameter has", remedy=_REMEDY)
+                raise ConfigError(where, problem=f"parameter {position} of group {number} of the optimizer has the "
+                                  f"shape {list(shape or ())} or values that no remaining parameter has",
+                                  remedy=_REMEDY)
             del unused[name]
             names[-1].append(name)
     order = {name: index for index, name in enumerate(weights)}

@@ -59,11 +59,16 @@ def _any(pattern: str) -> Callable[[set[str]], bool]:
     return lambda names: any(map(compiled.fullmatch, names))
 
 
+def _is_trainers(names: set[str]) -> bool:
+    """Return whether a folder is a Trainer's own. In `export --format trainer`, the universal checkpoint is read."""
+    return "trainer_state.json" in names and ("latest_universal" not in names or "latest" in names)
+
+
 _has_layers = _any(r"layer_\d+-model_\d+-model_states\.pt")
 _has_engine = _any(r"(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt")
 # The first row that matches is the kind of a folder. A row stands before another one whose files it has, too.
 KINDS = (
-    SourceKind("transformers.Trainer", "trainer", lambda names: "trainer_state.json" in names),
+    SourceKind("transformers.Trainer", "trainer", _is_trainers),
     SourceKind("DeepSpeed's universal format", "universal", lambda names: "zero" in names and _has_engine(names)),
     SourceKind("GPT-NeoX or Megatron-DeepSpeed", "megatron_layers",
                lambda names: _has_layers(names) or ("configs" in names and _has_engine(names))),

@@ -57,7 +57,8 @@ class SwappedFiles:
             size = path.stat().st_size if path.is_file() else -1
             if size < numel * _BYTES:
                 problem = "it is missing" if size < 0 else f"it has {size} bytes, and {numel * _BYTES} are needed"
-                raise ConfigError(str(path), problem=problem, remedy="copy the folder offloaded_tensors of the checkpoint")
+                raise ConfigError(str(path), problem=problem,
+                                  remedy="copy the folder offloaded_tensors of the checkpoint")
             found[state] = FileLocation(str(path.relative_to(self.folder)), ())
         return found
 

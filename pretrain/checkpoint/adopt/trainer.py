@@ -1,7 +1,7 @@
 """Read a folder checkpoint-N of transformers.Trainer, with DeepSpeed or with one optimizer file."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -9,9 +9,10 @@ import torch
 import transformers
 
 from pretrain.checkpoint.adopt import zero_files
+from pretrain.checkpoint.adopt.engine_files import EngineFiles, understood
 from pretrain.checkpoint.adopt.foreign_run import ForeignRun, Loss
 from pretrain.checkpoint.adopt.training_arguments import TRAINING_ARGS, read_training_arguments, schedule_of
-from pretrain.checkpoint.adopt.zero_layout import EngineFiles, FoundParameters, add_torch_optimizer
+from pretrain.checkpoint.adopt.zero_layout import FoundParameters, add_torch_optimizer
 from pretrain.checkpoint.format.fragments import FileLocation
 from pretrain.checkpoint.format.pickles import load_pickle
 from pretrain.checkpoint.format.shard_index import StoredParameters
@@ -39,16 +40,22 @@ def read(folder: Path, config: dict[str, Any] | None) -> ForeignRun:
     Raises ConfigError if a file is missing, damaged or not understood.
     """
     if config is None:
-        raise ConfigError(str(folder), problem="it has no config.json", remedy="name the model's config.json by --model")
+        raise ConfigError(str(folder), problem="it has no config.json",
+                          remedy="name the model's config.json by --model")
     path = folder / _STATE
     try:
         state = build(_TrainerState, read_json(path))
     except (OSError, ValueError) as error:
         raise ConfigError(str(path), problem=f"it cannot be read: {reason_of(error)}",
                           remedy="use another checkpoint") from None
-    arguments, step = read_training_arguments(folder), state["global_step"]
+    with understood(folder):
+        return _read(folder, config, state)
+
+
+def _read(folder: Path, config: dict[str, Any], state: _TrainerState) -> ForeignRun:
+    path, arguments, step = folder / _STATE, read_training_arguments(folder), state["global_step"]
     engine = _engine_folder(folder, step)
-    run = _with_deepspeed(engine, config) if engine else _without_deepspeed(folder, config, state, arguments)
+    run = zero_files.read(engine, config) if engine else _without_deepspeed(folder, config, state, arguments)
     if run.step != step:
         raise ConfigError(str(path), found=f"step {step}", expected=f"{run.step}, as in the other files",
                           remedy="use the files of one checkpoint")
@@ -77,20 +84,6 @@ def _engine_folder(folder: Path, step: int) -> Path | None:
     return None
 
 
-def _with_deepspeed(folder: Path, config: dict[str, Any]) -> ForeignRun:
-    return zero_files.read(folder, config)
-
-
-@dataclass(frozen=True)
-class _TorchStates:
-    """Reads weights from safetensors files and optimizer states from the optimizer's file."""
-
-    reader: zero_files.ForeignReader
-
-    def read(self, name: str, state: str) -> torch.Tensor:
-        return self.reader.tensor(name, state)
-
-
 def _without_deepspeed(folder: Path, config: dict[str, Any], state: _TrainerState,
                        arguments: Mapping[str, Any]) -> ForeignRun:
     """Read a checkpoint of one optimizer file, as the Trainer writes it without DeepSpeed and FSDP."""
@@ -116,7 +109,7 @@ def _without_deepspeed(folder: Path, config: dict[str, Any], state: _TrainerStat
     run = ForeignRun(
         program=f"torch.optim, {weights.dtype} weights", folder=folder,
         files=(path, *(folder / name for name in weights.files)), config=config, shapes=found.stored.shapes,
-        read=_TorchStates(zero_files.ForeignReader(files, found)).read, states=(), step=state["global_step"],
+        read=zero_files.ForeignReader(files, found).tensor, states=(), step=state["global_step"],
         global_batch_size=batch, consumed_samples=batch * state["global_step"] if batch else None,
         precision=precision, losses=rounded)
     return zero_files.with_optimizer(run, str(path), found, files.contents[_OPTIMIZER]["param_groups"])

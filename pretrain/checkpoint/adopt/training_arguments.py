@@ -62,7 +62,7 @@ def schedule_of(arguments: Mapping[str, Any], total_steps: int) -> dict[str, Any
     if not isinstance(kind, str):
         return {}
     warmup, ratio = arguments.get("warmup_steps", 0), arguments.get("warmup_ratio", 0)  # ratio: before transformers 5
-    if not 0 < warmup:
+    if warmup <= 0:
         warmup = ratio if isinstance(ratio, (int, float)) else 0
     steps = int(warmup) if warmup >= 1 else math.ceil(total_steps * warmup)
     given = arguments.get("lr_scheduler_kwargs")
@@ -70,4 +70,5 @@ def schedule_of(arguments: Mapping[str, Any], total_steps: int) -> dict[str, Any
     names = {"min_lr": "min_lr", "min_lr_rate": "min_lr_ratio"}
     lowest = {ours: settings[theirs] for theirs, ours in names.items() if settings.get(theirs) is not None}
     unknown = {"params": settings} if settings.keys() - names.keys() else {}
-    return {"type": kind, "warmup_steps": steps, "total_steps": total_steps, "first_rate_is_0": True, **lowest, **unknown}
+    return {"type": kind, "warmup_steps": steps, "total_steps": total_steps, "first_rate_is_0": True, **lowest,
+            **unknown}

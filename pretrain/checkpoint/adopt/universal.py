@@ -5,6 +5,7 @@ engine's model-states files, for each ZeRO stage in a form of its own. This prog
 (convert/universal.py), under transformers' names or its own.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -12,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.checkpoint import SubparamShape
 
-from pretrain.checkpoint.adopt.foreign_run import ForeignRun, Shape
+from pretrain.checkpoint.adopt.foreign_run import ForeignRun, Loss, Shape
 from pretrain.checkpoint.adopt.universal_states import EngineStates, read_engine_states
 from pretrain.checkpoint.adopt.zero_files import with_schedule
 from pretrain.checkpoint.format.pickles import load_pickle
@@ -24,6 +26,8 @@ from pretrain.model.hf_names import HEAD, TensorRule, name_in_module
 from pretrain.model.hf_weights import module_shapes, module_tensors, rules_by_module_tensors
 
 _NO_STATES = ("step",)  # files of a parameter that have no number for each weight
+# names of GPT-NeoX, Megatron-DeepSpeed and Megatron-LM in pipelines and without
+_MEGATRON = re.compile(r"(\d+|language_model\.\w+\.layers\.\d+)\.(self_)?attention\.query_key_value\.weight")
 _ANOTHER = "use another checkpoint"
 _OTHER_CONFIG = "use the config.json of the model that wrote the checkpoint"
 
@@ -52,7 +56,10 @@ def read(folder: Path, config: Mapping[str, Any] | None) -> ForeignRun:
         optimizer={"type": engine.optimizer.type, "params": engine.optimizer.params},
         weight_decay=_decay_of(engine, files), global_batch_size=engine.global_batch_size,
         consumed_samples=engine.consumed_samples, seq_length=engine.seq_length, precision=engine.precision,
-        loss_scale=engine.loss_scale, seed=engine.seed, ds_config=engine.ds_config, losses=engine.optimizer.losses)
+        loss_scale=engine.loss_scale, seed=engine.seed, ds_config=engine.ds_config,
+        losses=(*engine.losses, *files.losses()),
+        notes=tuple(f"{rows} rows of {name}, which ds_to_universal has removed as padding of the vocabulary, are zeros"
+                    for name, rows in files.padded.items()))
     if engine.groups:
         rate, has_scheduler = float(engine.groups[0]["lr"]), bool(engine.ds_config.get("scheduler"))
         run = replace(run, schedule={"next_rate": rate}, learning_rate=None if has_scheduler else rate)
@@ -84,6 +91,8 @@ class _Files:
     ours: bool = field(init=False, default=False)  # the files have this program's names
     prefix: str = field(init=False, default="")  # before each of transformers' names, if the model is a part of another
     stored_shapes: dict[str, Shape] = field(init=False)  # name in the files -> shape of the complete parameter
+    frozen: tuple[str, ...] = field(init=False)  # parameters in the files without optimizer states
+    padded: dict[str, int] = field(init=False, default_factory=dict)  # name in the files -> rows that were removed
     _latest: tuple[tuple[str, str], dict[str, torch.Tensor]] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -93,8 +102,10 @@ class _Files:
             raise ConfigError(str(self.folder), problem=f"there is no zero/NAME/{FP32}.pt",
                               remedy="name the output folder of DeepSpeed's ds_to_universal")
         self.stored_shapes = self._recognize(found)
-        first = self.folder / "zero" / next(iter(self.stored_shapes))
-        self.states = tuple(sorted(path.stem for path in first.glob("*.pt") if path.stem not in (FP32, *_NO_STATES)))
+        files = {name: {path.stem for path in self._path(name, FP32).parent.glob("*.pt")}
+                 for name in self.stored_shapes}
+        self.states = tuple(sorted(set().union(*files.values()) - {FP32, *_NO_STATES}))
+        self.frozen = tuple(name for name, stems in files.items() if self.states and not stems & {*self.states})
         for name in self.stored_shapes:  # before anything is written
             for state in (FP32, *self.states):
                 self._stored(name, state)
@@ -108,7 +119,17 @@ class _Files:
 
     def paths(self) -> list[Path]:
         """List all files with tensors of the model."""
-        return [self._path(name, state) for name in self.stored_shapes for state in (FP32, *self.states)]
+        return [self._path(name, state) for name in self.stored_shapes
+                for state in (FP32, *(() if name in self.frozen else self.states))]
+
+    def losses(self) -> list[Loss]:
+        """Return what the run loses because this program trains all parameters."""
+        if not self.frozen:
+            return []
+        others = len(self.frozen) - 1
+        names = self.frozen[0] + (f" and {others} other parameters have" if others else " has")
+        return [Loss("other_states", f"{names} no optimizer states, as if not trained; here all parameters are "
+                     "trained, and these begin with states of 0")]
 
     def read(self, name: str, state: str) -> torch.Tensor:
         """Return a complete tensor under transformers' name, in fp32."""
@@ -128,6 +149,10 @@ class _Files:
         if found == set(ours):
             self.ours = True
             return ours
+        if fused := sorted(filter(_MEGATRON.fullmatch, found)):
+            raise ConfigError(f"{self.folder / 'zero'}: {shorten(fused[0])}", problem="this is a name of Megatron or "
+                              "GPT-NeoX, whose universal checkpoints do not record the order of these rows",
+                              remedy="import the checkpoint that ds_to_universal has converted")
         theirs = {name: shape for rules in self.rules for name, shape in module_shapes(rules, self.config).items()}
         embedding, head = next(iter(theirs)), name_in_module(HEAD, self.config)
         ends = [name for name in found if name.endswith(embedding)]
@@ -150,10 +175,13 @@ class _Files:
     def _stored(self, name: str, state: str) -> torch.Tensor:
         """Return a complete tensor under its name in the files, in fp32. Raises ConfigError if it does not fit."""
         path, shape = self._path(name, state), self.stored_shapes[name]
+        if state != FP32 and name in self.frozen:
+            return torch.zeros(shape)
         tensor, is_vocabulary = _tensor_of(path)
         has_columns = tensor.dim() == 2 == len(shape) and tensor.shape[1] == shape[1]
         if has_columns and is_vocabulary and tensor.shape[0] < shape[0]:
             # ds_to_universal removed rows that pad the vocabulary; DeepSpeed fills them with zeros when it loads them
+            self.padded[name] = shape[0] - tensor.shape[0]
             return torch.nn.functional.pad(tensor.float(), (0, 0, 0, shape[0] - tensor.shape[0]))
         if has_columns and tensor.shape[0] != shape[0] == self.config.vocab_size:
             key = self.config.key("vocab_size")
@@ -193,7 +221,7 @@ def _tensor_of(path: Path) -> tuple[torch.Tensor, bool]:
     """
     if not path.is_file():
         raise ConfigError(str(path), problem="this file is missing; other parameters have it", remedy=_ANOTHER)
-    value = load_pickle(path, mmap=True)
+    value = load_pickle(path, mmap=True, also=(SubparamShape,))
     facts = value if isinstance(value, dict) else {"param": value}
     tensor = facts.get("param")
     if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point() or tensor.layout != torch.strided:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from pretrain.checkpoint.adopt.foreign_run import Loss
 from pretrain.checkpoint.adopt.optimizers import Recognized, recognize
 from pretrain.checkpoint.adopt.zero_files import global_batch_size, precision_of
 from pretrain.checkpoint.convert.universal import DECAYS
@@ -16,6 +17,7 @@ from pretrain.errors import ConfigError
 _MODEL_STATES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 _ANOTHER = "use another checkpoint"
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+_LOST = {"data_sampler": "DeepSpeed's curriculum over samples", "random_ltd": "random layer dropping"}
 _ADAM = {"exp_avg", "exp_avg_sq"}
 
 
@@ -39,6 +41,7 @@ class EngineStates:
     loss_scale: dict[str, float] | None
     seed: int | None
     ds_config: dict[str, Any]
+    losses: tuple[Loss, ...]
 
 
 def read_engine_states(folder: Path, names: Sequence[str], states: Sequence[str]) -> EngineStates:
@@ -61,17 +64,19 @@ def read_engine_states(folder: Path, names: Sequence[str], states: Sequence[str]
     assert step is not None
     samples = _count(model, "consumed_samples" if "consumed_samples" in model else "global_samples", path, None)
     precision, groups = precision_of(ds_config), _groups(optimizer, optimizer_path)
+    recognized = _own_optimizer(ds_config, states) if DECAYS in model else \
+        recognize(str(optimizer_path), groups, states, ds_config)
+    lost = [Loss("other_states", f"the state of {what}") for key, what in _LOST.items() if model.get(key) is not None]
     return EngineStates(
         files=(path, optimizer_path), step=step, optimizer_step=_optimizer_step(folder, optimizer, names, states),
         skipped_steps=_count(model, "skipped_steps", path, 0) or 0,
-        optimizer=_own_optimizer(ds_config, states) if DECAYS in model else
-        recognize(str(optimizer_path), groups, states, ds_config),
+        optimizer=recognized,
         weight_decay=_weight_decay(model, optimizer, groups), groups=groups,
         scheduler=scheduler if isinstance(scheduler, dict) else None,
         global_batch_size=global_batch_size({**model, "global_steps": step}, ds_config), consumed_samples=samples,
         seq_length=_count(model, "seq_length", path, None), precision=precision,
         loss_scale=_loss_scale(optimizer) if precision == "fp16" else None, seed=_count(model, "seed", path, None),
-        ds_config=ds_config)
+        ds_config=ds_config, losses=(*recognized.losses, *lost))
 
 
 def _dict_or_empty(value: Any) -> dict[str, Any]:

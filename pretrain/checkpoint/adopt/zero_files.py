@@ -7,18 +7,19 @@ from typing import Any
 
 import torch
 
+from pretrain.checkpoint.adopt.engine_files import (
+    SAME_CHECKPOINT,
+    EngineFiles,
+    module_tensors,
+    open_files,
+    param_groups,
+    understood,
+)
 from pretrain.checkpoint.adopt.foreign_run import ForeignRun, Loss, Shape
 from pretrain.checkpoint.adopt.optimizers import recognize
 from pretrain.checkpoint.adopt.parameter_order import is_rounded
 from pretrain.checkpoint.adopt.swapped_files import SUFFIX, map_numbers
-from pretrain.checkpoint.adopt.zero_layout import (
-    EngineFiles,
-    FoundParameters,
-    find_parameters,
-    module_tensors,
-    open_files,
-    param_groups,
-)
+from pretrain.checkpoint.adopt.zero_layout import FoundParameters, find_parameters
 from pretrain.checkpoint.format.pickles import load_pickle
 from pretrain.checkpoint.format.shard_index import FP32
 from pretrain.checkpoint.load.reader import CheckpointReader
@@ -67,9 +68,10 @@ class _States:
         weights = self.module.get(stored_name)
         if state == FP32 and weights is not None and weights.shape == tensor.shape and \
                 weights.is_floating_point() and not is_rounded(tensor, weights):
-            raise ConfigError(f"{self.files.folder}: {name}", problem="its fp32 weights in the optimizer's files are not "
-                              f"those of the {weights.dtype} weights in {self.files.model_files[0]}".replace("torch.", ""),
-                              remedy="use the files of one checkpoint")
+            dtype = str(weights.dtype).removeprefix("torch.")
+            raise ConfigError(f"{self.files.folder}: {name}", problem=f"the {dtype} weights in "
+                              f"{self.files.model_files[0]} are not its fp32 weights in the optimizer's files, rounded",
+                              remedy=SAME_CHECKPOINT)
         return tensor
 
 
@@ -85,6 +87,11 @@ def read(folder: Path, config: dict[str, Any] | None) -> ForeignRun:
     if config is None:
         raise ConfigError(str(folder), problem="a DeepSpeed checkpoint does not describe its model",
                           remedy="name the model's config.json by --model")
+    with understood(folder):
+        return _read(folder, config)
+
+
+def _read(folder: Path, config: dict[str, Any]) -> ForeignRun:
     files = open_files(folder)
     found = find_parameters(files)
     model, groups, ds_config = files.model, param_groups(files), _ds_config(files)
@@ -117,7 +124,9 @@ def with_optimizer(run: ForeignRun, where: str, found: FoundParameters, groups: 
         prefix: of the stored names.
     """
     if not groups:
-        return run
+        known = found.stored.states.keys() - {FP32}
+        loss = Loss("optimizer", "the checkpoint (elastic) has states without the optimizer's settings")
+        return replace(run, losses=(*run.losses, loss)) if known else run
     recognized = recognize(where, groups, (state for state in found.stored.states if state != FP32), run.ds_config)
     scheduler, rate = (run.ds_config or {}).get("scheduler") or {}, float(groups[0]["lr"])
     counts = [found.stored.scalars.get("step", 0.0), *(group["step"] for group in groups if "step" in group)]
@@ -149,7 +158,8 @@ def with_schedule(run: ForeignRun, state: Mapping[str, Any]) -> ForeignRun:
     counted = int(state["last_batch_iteration"]) + 1 if "last_batch_iteration" in state else state.get("last_epoch")
     if counted == applied:
         return replace(run, schedule={**schedule, "last_step": applied}, learning_rate=None)
-    loss = Loss("schedule", f"the learning-rate scheduler has counted {counted} steps, and the engine {applied} updates")
+    loss = Loss("schedule", f"the learning-rate scheduler has counted {counted} steps, and the optimizer {applied} "
+                "updates")
     return replace(run, schedule=schedule, learning_rate=None, losses=(*run.losses, loss))
 
 

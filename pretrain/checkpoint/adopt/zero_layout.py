@@ -5,7 +5,6 @@ their layout is recomputed from what the files record: names and shapes of each 
 size must agree with the files.
 """
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -15,42 +14,25 @@ from typing import Any
 
 import torch
 
+from pretrain.checkpoint.adopt.engine_files import (
+    OPTIMIZER,
+    SAME_CHECKPOINT,
+    EngineFiles,
+    Shape,
+    base_state,
+    module_tensors,
+    param_groups,
+    param_shapes,
+    value_at,
+)
 from pretrain.checkpoint.adopt.parameter_order import names_by_shape, names_by_values
 from pretrain.checkpoint.adopt.swapped_files import SwappedFiles
 from pretrain.checkpoint.format.fragments import FileLocation
-from pretrain.checkpoint.format.pickles import load_pickle
 from pretrain.checkpoint.format.shard_index import FP32, StoredFragment, StoredParameters
-from pretrain.errors import ConfigError, counted, shorten
+from pretrain.errors import ConfigError, shorten
 
-_MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
-_OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
-_EXPERT_FILE = re.compile(r"(?:expp_rank_\d+_mp_rank_\d+_optim_states|(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states)"
-                          r"\.pt")
-_OPTIMIZER = "optimizer_state_dict"
+_LARGEST_PADDING = 128  # elements a rank; DeepSpeed 0.19.8 pads to a multiple of 2 elements a rank
 _FLATS = {"partitioned": "single_partition_of_fp32_groups", "stage 3": "fp32_flat_groups"}
-Shape = tuple[int, ...]
-
-
-@dataclass
-class EngineFiles:
-    """The files of one checkpoint, memory-mapped."""
-
-    folder: Path
-    model: dict[str, Any]  # content of the first rank's model-states file
-    model_files: tuple[str, ...]  # by rank; one file for all ranks below ZeRO stage 3
-    optimizer_files: tuple[str, ...]  # by rank; none at ZeRO stage 0
-    contents: dict[str, Any]  # file -> its content
-    stage: int = 0  # of ZeRO
-
-    def optimizer(self, rank: int = 0) -> dict[str, Any]:
-        """Return the state of a rank's optimizer wrapper."""
-        found: dict[str, Any] = self.contents[self.optimizer_files[rank]][_OPTIMIZER]
-        return found
-
-    @property
-    def first_optimizer(self) -> dict[str, Any] | None:
-        """The state of the first rank's optimizer, or of the optimizer itself; None: there is none."""
-        return self.optimizer() if self.optimizer_files else self.model["optimizer"]
 
 
 @dataclass
@@ -60,86 +42,7 @@ class FoundParameters:
     stored: StoredParameters
     frozen: dict[str, Shape] = field(default_factory=dict)  # parameters without optimizer states
     files: set[Path] = field(default_factory=set)  # other files than those of EngineFiles
-
-
-def open_files(folder: Path) -> EngineFiles:
-    """Map all files of an engine's checkpoint. Raises ConfigError if one is missing, damaged or of another kind."""
-    names = sorted(path.name for path in folder.iterdir())
-    if experts := [name for name in names if _EXPERT_FILE.fullmatch(name)]:
-        raise ConfigError(str(folder / experts[0]), problem="expert-parallel checkpoints of other programs are not read")
-    models = {int(found[1] or 0): name for name in names if (found := _MODEL_FILE.fullmatch(name))}
-    optimizers = {int(found[1]): name for name in names if (found := _OPTIMIZER_FILE.fullmatch(name))}
-    divided = [name for name in names if (found := _MODEL_FILE.fullmatch(name) or _OPTIMIZER_FILE.fullmatch(name))
-               and int(found[2]) > 0]
-    if divided:
-        raise ConfigError(str(folder / divided[0]), problem="it is one of several tensor-parallel parts, which are read "
-                          "only in checkpoints with files layer_XX-model_YY-model_states.pt")
-    if not models:
-        raise ConfigError(str(folder), problem="there is no file *model_states.pt of a DeepSpeed engine")
-    _check_ranks(folder, [*models], "model_states.pt")
-    contents: dict[str, Any] = {name: load_pickle(folder / name, mmap=True) for name in
-                                (*models.values(), *optimizers.values())}
-    opened = EngineFiles(folder, contents[models[0]], tuple(models[rank] for rank in sorted(models)),
-                        tuple(optimizers[rank] for rank in sorted(optimizers)), contents)
-    _check_contents(opened, [*optimizers])
-    return opened
-
-
-def _check_ranks(folder: Path, ranks: list[int], ending: str, expected: int | None = None) -> None:
-    count = max(max(ranks, default=-1) + 1, expected or 0)
-    if missing := sorted(set(range(count)) - set(ranks)):
-        raise ConfigError(str(folder), problem=f"the file *_rank_{missing[0]}_*{ending} of rank {missing[0]} is missing"
-                          + (f", and those of {counted(len(missing) - 1, 'other rank')}" if len(missing) > 1 else ""),
-                          remedy="copy the files of all ranks into this folder")
-    if expected is not None and count > expected:
-        raise ConfigError(str(folder), problem=f"it has files of {count} ranks, and the checkpoint is of {expected}",
-                          remedy="remove the files of another checkpoint")
-
-
-def _check_contents(files: EngineFiles, ranks: list[int]) -> None:
-    """Raise ConfigError unless the files have the keys that are read, and belong to one run of one number of ranks."""
-    for name in files.model_files:
-        for key in ("module", "global_steps", "dp_world_size"):
-            value_at(files, name, key)
-    world, is_zero = int(files.model["dp_world_size"]), files.model.get("param_shapes") is not None
-    if is_zero or ranks:
-        _check_ranks(files.folder, ranks, "optim_states.pt", world)
-        partitions = {json_like(files.optimizer(rank).get("zero_stage")) for rank in range(world)
-                      if value_at(files, files.optimizer_files[rank], _OPTIMIZER)}
-        if len(partitions) != 1 or not is_zero:
-            raise ConfigError(str(files.folder), problem="its files are of several runs: they have different ZeRO stages")
-        stage = partitions.pop()
-        files.stage = 1 if stage is None else int(stage)  # BF16_Optimizer records none
-        for rank in range(world):
-            counts = files.optimizer(rank).get("partition_count")
-            found = set(counts if isinstance(counts, (list, tuple)) else [counts])
-            if found != {world}:
-                raise ConfigError(str(files.folder / files.optimizer_files[rank]), found=f"partition_count {counts}",
-                                  expected=f"{world}, the number of ranks in {files.model_files[0]}",
-                                  remedy="use the files of one checkpoint")
-    if files.stage == 3:
-        _check_ranks(files.folder, [*range(len(files.model_files))], "model_states.pt", world)
-    steps = {files.contents[name]["global_steps"] for name in files.model_files}
-    if len(steps) > 1:
-        raise ConfigError(str(files.folder), problem=f"its files are of several steps: {', '.join(map(str, steps))}",
-                          remedy="use the files of one checkpoint")
-
-
-def json_like(value: Any) -> Any:
-    """Return the plain number of an enum member."""
-    return getattr(value, "value", value)
-
-
-def value_at(files: EngineFiles, file: str, *keys: str | int) -> Any:
-    """Return `content[keys[0]][keys[1]] ...` of a file. Raises ConfigError if it is not there."""
-    value = files.contents[file]
-    try:
-        for key in keys:
-            value = value[key]
-    except (KeyError, IndexError, TypeError):
-        raise ConfigError(str(files.folder / file), problem=f"there is nothing at {list(keys)}, where DeepSpeed writes "
-                          "its states", remedy="use a checkpoint that engine.save_checkpoint wrote") from None
-    return value
+    steps: dict[str, float] = field(default_factory=dict)  # file -> steps that its optimizer has counted
 
 
 def find_parameters(files: EngineFiles) -> FoundParameters:
@@ -155,32 +58,12 @@ def find_parameters(files: EngineFiles) -> FoundParameters:
         fragments = found.stored.fragments[name]
         fragments.sort(key=lambda fragment: fragment.start)
         assert sum(fragment.length for fragment in fragments) == prod(shape), name
+    if len(set(found.steps.values())) > 1:
+        first, other = (next(file for file, step in found.steps.items() if step == wanted)
+                        for wanted in (min(found.steps.values()), max(found.steps.values())))
+        raise ConfigError(str(files.folder / first), found=f"step {found.steps[first]:g} of the optimizer",
+                          expected=f"{found.steps[other]:g}, as in {other}", remedy=SAME_CHECKPOINT)
     return found
-
-
-def module_tensors(files: EngineFiles) -> dict[str, torch.Tensor]:
-    """Return the parameters of the engine's module in the module's order: no buffers, no second names of a tensor."""
-    buffers, shared = set(files.model.get("buffer_names") or ()), files.model.get("shared_params") or {}
-    found: dict[str, torch.Tensor] = {}
-    seen: set[tuple[Any, ...]] = set()
-    for name, tensor in files.model["module"].items():
-        if name in buffers or name in shared or not torch.is_tensor(tensor):
-            continue
-        place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape))
-        if files.stage == 3 or tensor.numel() == 0 or place not in seen:
-            found[name] = tensor
-            seen.add(place)
-    return found
-
-
-def param_shapes(files: EngineFiles) -> list[dict[str, Shape]]:
-    """Return the names and shapes of each group (at stage 3: sub-group), in the order of the flat tensors."""
-    recorded = files.model["param_shapes"]
-    groups = recorded if isinstance(recorded, list) else [recorded]
-    if not all(isinstance(group, dict) for group in groups):
-        raise ConfigError(str(files.folder / files.model_files[0]), problem="param_shapes is not a list of names and "
-                          "shapes", remedy="use a checkpoint that engine.save_checkpoint wrote")
-    return [{name: tuple(shape) for name, shape in group.items()} for group in groups]
 
 
 def _add(found: FoundParameters, name: str, shape: Shape, start: int, length: int, offset: int,
@@ -204,30 +87,14 @@ def _states(files: EngineFiles, found: FoundParameters, at: FileLocation, numels
         elif isinstance(value, (int, float)) or torch.is_tensor(value):
             # FusedAdam counts the steps of only the last parameter in a group, so the largest count is right
             found.stored.scalars[key] = max(float(value), found.stored.scalars.get(key, float(value)))
+            if key == "step":
+                found.steps[at.file] = max(float(value), found.steps.get(at.file, 0.0))
     found.stored.states |= dict.fromkeys((FP32, *elementwise))
     return elementwise
 
 
 def _locations(weights: FileLocation, states: FileLocation, names: Iterable[str]) -> dict[str, FileLocation]:
     return {FP32: weights, **{name: states.at(name) for name in names}}
-
-
-def base_state(files: EngineFiles, rank: int) -> dict[str, Any] | list[dict[str, Any]] | None:
-    """Return the state_dict of the optimizer inside a rank's wrapper, or its states alone by group (elastic)."""
-    optimizer = files.optimizer(rank)
-    found: dict[str, Any] | list[dict[str, Any]] | None = optimizer.get(
-        _OPTIMIZER if files.stage == 3 else "base_optimizer_state")
-    return found
-
-
-def param_groups(files: EngineFiles) -> list[dict[str, Any]]:
-    """Return the settings of the base optimizer's parameter groups; none if the checkpoint has no optimizer."""
-    if files.optimizer_files:
-        state: Any = base_state(files, 0)
-    else:
-        state = files.model["optimizer"] or {}
-        state = state.get(_OPTIMIZER, state)
-    return list(state["param_groups"]) if isinstance(state, dict) and "param_groups" in state else []
 
 
 def _add_partitioned(files: EngineFiles, found: FoundParameters) -> None:
@@ -239,15 +106,15 @@ def _add_partitioned(files: EngineFiles, found: FoundParameters) -> None:
         offsets = [0, *accumulate(lengths)]
         sizes = [_partition_size(files, rank, number) for rank in range(world)]
         size, end = sizes[0], offsets[-1]
-        if len(set(sizes)) > 1 or not end <= size * world < end + max(size, 1) * world:
+        if len(set(sizes)) > 1 or not end <= size * world < end + _LARGEST_PADDING * world:
             raise ConfigError(str(files.folder), found=f"partitions of {sizes} elements of parameter group {number}",
-                              expected=f"equal ones, of {end} elements in all", remedy="use the files of one checkpoint")
+                              expected=f"equal ones, of {end} elements in all", remedy=SAME_CHECKPOINT)
         for rank, file in enumerate(files.optimizer_files):
-            weights = FileLocation(file, (_OPTIMIZER, _FLATS["partitioned"], number))
+            weights = FileLocation(file, (OPTIMIZER, _FLATS["partitioned"], number))
             lean = value_at(files, file, *weights.keys).numel()
             if lean < max(0, min(size, end - rank * size)):
                 raise ConfigError(str(files.folder / file), found=f"{lean} elements of parameter group {number}",
-                                  expected=f"{min(size, end - rank * size)}", remedy="use the files of one checkpoint")
+                                  expected=f"{min(size, end - rank * size)}", remedy=SAME_CHECKPOINT)
             at = _group_states(files, rank, number)
             names = _states(files, found, at, (size, lean)) if at else []
             states = _locations(weights, at, names) if at else {FP32: weights}
@@ -262,15 +129,15 @@ def _add_partitioned(files: EngineFiles, found: FoundParameters) -> None:
 def _partition_size(files: EngineFiles, rank: int, group: int) -> int:
     """Return the size of a rank's partition of a group, with padding, which ZeRO does not save."""
     file = files.optimizer_files[rank]
-    saved = value_at(files, file, _OPTIMIZER, _FLATS["partitioned"], group)
+    saved = value_at(files, file, OPTIMIZER, _FLATS["partitioned"], group)
     is_bf16_optimizer = files.optimizer(rank).get("zero_stage") is None
-    padding = 0 if is_bf16_optimizer else value_at(files, file, _OPTIMIZER, "group_paddings", group)
+    padding = 0 if is_bf16_optimizer else value_at(files, file, OPTIMIZER, "group_paddings", group)
     return int(saved.numel()) + int(padding)
 
 
 def _group_states(files: EngineFiles, rank: int, group: int) -> FileLocation | None:
     """Return where the states of a rank's partition of a group lie; None: there are none yet."""
-    state, at = base_state(files, rank), FileLocation(files.optimizer_files[rank], (_OPTIMIZER, "base_optimizer_state"))
+    state, at = base_state(files, rank), FileLocation(files.optimizer_files[rank], (OPTIMIZER, "base_optimizer_state"))
     if isinstance(state, list):
         return at.at(group)
     number = value_at(files, at.file, *at.keys, "param_groups", group, "params")[0]
@@ -287,22 +154,23 @@ def _add_stage_3(files: EngineFiles, found: FoundParameters) -> None:
     group_of = [group for group in groups for _ in group["params"]]
     numbers = [number for group in groups for number in group["params"]]
     for rank, file in enumerate(files.optimizer_files):
-        flats = value_at(files, file, _OPTIMIZER, _FLATS["stage 3"])
+        flats = value_at(files, file, OPTIMIZER, _FLATS["stage 3"])
         if not len(flats) == len(shapes) == len(numbers):
             raise ConfigError(str(files.folder / file), found=f"{len(flats)} sub-groups",
                               expected=f"{len(shapes)}, as in {files.model_files[0]}",
-                              remedy="use the files of one checkpoint")
+                              remedy=SAME_CHECKPOINT)
         swapped = SwappedFiles.find(files.folder, rank, shapes, [*module_tensors(files)])
         for index, group in enumerate(shapes):
             parts = [-(-prod(shape) // world) for shape in group.values()]
-            weights = FileLocation(file, (_OPTIMIZER, _FLATS["stage 3"], index))
-            at = FileLocation(file, (_OPTIMIZER, _OPTIMIZER, "state", numbers[index]))
+            weights = FileLocation(file, (OPTIMIZER, _FLATS["stage 3"], index))
+            at = FileLocation(file, (OPTIMIZER, OPTIMIZER, "state", numbers[index]))
             has_states = bool(value_at(files, file, *at.keys[:-1]).get(numbers[index]))
             is_swapped = flats[index].numel() == 0 and sum(parts) > 0
             if not is_swapped and flats[index].numel() != sum(parts):
-                raise ConfigError(str(files.folder / file), found=f"{flats[index].numel()} elements of sub-group {index}",
+                raise ConfigError(str(files.folder / file),
+                                  found=f"{flats[index].numel()} elements of sub-group {index}",
                                   expected=f"{sum(parts)}, the parts of rank {rank} of {world}",
-                                  remedy="use the files of one checkpoint")
+                                  remedy=SAME_CHECKPOINT)
             names = _states(files, found, at, (0 if is_swapped else sum(parts),)) if has_states else []
             states = swapped.locations(index, sum(parts), names) if is_swapped else _locations(weights, at, names)
             found.files |= {files.folder / location.file for location in states.values()} if is_swapped else set()
@@ -339,16 +207,17 @@ def _add_stage_0(files: EngineFiles, found: FoundParameters) -> None:
     where = str(files.folder / file)
     if not optimizer:
         for name, tensor in tensors.items():
-            _add(found, name, tuple(tensor.shape), 0, tensor.numel(), 0, {FP32: FileLocation(file, ("module", name))}, {})
+            states = {FP32: FileLocation(file, ("module", name))}
+            _add(found, name, tuple(tensor.shape), 0, tensor.numel(), 0, states, {})
         return
-    groups, wrapped = param_groups(files), _OPTIMIZER in optimizer
-    root = FileLocation(file, ("optimizer", _OPTIMIZER) if wrapped else ("optimizer",))
+    groups, wrapped = param_groups(files), OPTIMIZER in optimizer
+    root = FileLocation(file, ("optimizer", OPTIMIZER) if wrapped else ("optimizer",))
     if "fp32_groups_flat" in optimizer:
         flats = optimizer["fp32_groups_flat"]
         for number, names in enumerate(names_by_values(where, flats, tensors)):
             at, weights = root.at("state", groups[number]["params"][0]), FileLocation(
                 file, ("optimizer", "fp32_groups_flat", number))
-            keys = _states(files, found, at, (flats[number].numel(),)) if optimizer[_OPTIMIZER]["state"] else []
+            keys = _states(files, found, at, (flats[number].numel(),)) if optimizer[OPTIMIZER]["state"] else []
             offsets = accumulate((tensors[name].numel() for name in names), initial=0)
             for name, offset in zip(names, offsets, strict=False):
                 _add(found, name, tuple(tensors[name].shape), 0, tensors[name].numel(), offset,
@@ -357,7 +226,8 @@ def _add_stage_0(files: EngineFiles, found: FoundParameters) -> None:
     masters: Sequence[Sequence[torch.Tensor]] | None = optimizer.get("fp32_groups") if wrapped else None
 
     def weights_at(group: int, position: int, name: str) -> FileLocation:
-        return FileLocation(file, ("module", name) if masters is None else ("optimizer", "fp32_groups", group, position))
+        keys = ("module", name) if masters is None else ("optimizer", "fp32_groups", group, position)
+        return FileLocation(file, keys)
 
     add_torch_optimizer(files, found, root, tensors, weights_at, masters)
 

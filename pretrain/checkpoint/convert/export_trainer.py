@@ -41,9 +41,10 @@ def export_trainer(plan: ExportPlan) -> list[str]:
 def _write_state(plan: ExportPlan, folder: Path) -> None:
     """Write trainer_state.json, and scheduler.pt, which the Trainer reads if the JSON has no optimizer."""
     manifest, engine = plan.manifest, CheckpointReader(plan.folder).engine_state()
+    micro_batch_size = engine["ds_config"].get("train_micro_batch_size_per_gpu")
     state = TrainerState(
         global_step=manifest.step, max_steps=manifest.step, num_train_epochs=1,
         num_input_tokens_seen=manifest.consumed_samples * manifest.seq_length,
-        train_batch_size=engine["ds_config"].get("train_micro_batch_size_per_gpu", 1), total_flos=0)
+        train_batch_size=micro_batch_size if isinstance(micro_batch_size, int) else 1, total_flos=0)
     state.save_to_json(str(folder / "trainer_state.json"))
     torch.save(any_scheduler(engine["global_steps"] - engine["skipped_steps"]), folder / "scheduler.pt")

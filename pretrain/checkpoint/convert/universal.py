@@ -31,9 +31,8 @@ _UNIVERSAL_VERSION = 0.4  # version of the format that DeepSpeed 0.19.8 writes
 # The parameter groups of another program are unknown. DeepSpeed 0.19.8 loads only as many as the file has
 # (runtime/base_optimizer.py, load_hp_checkpoint_state_from_checkpoint_dir), and ignores the others in it.
 _MANY_GROUPS = 100
-# keys of an engine's model-states file that a universal checkpoint needs, besides those of the client
-_ENGINE_KEYS = ("dp_world_size", "ds_config", "ds_version", "global_samples", "global_steps", "skipped_steps", "step",
-                "consumed_samples")
+# keys of an engine's model-states file that a universal checkpoint needs
+_ENGINE_KEYS = ("dp_world_size", "ds_config", "ds_version", "global_samples", "global_steps", "skipped_steps")
 _ToFiles = Callable[[Sequence[torch.Tensor]], dict[str, torch.Tensor]]
 
 
@@ -107,8 +106,9 @@ def write_universal(folder: Path, manifest: Manifest, out: Path, config: ModelCo
         model = {key: engine[key] for key in _ENGINE_KEYS if key in engine}
         model["lr_scheduler"] = any_scheduler(engine["global_steps"] - engine["skipped_steps"])
     model.setdefault("dp_world_size", 1)  # missing in adopted checkpoints
-    model |= {"module": None, "mp_world_size": 1, "seq_length": manifest.seq_length, "seed": manifest.seed,
-              DECAYS: decays, "universal_checkpoint_info": {"universal_checkpoint_version": _UNIVERSAL_VERSION}}
+    model |= {"module": None, "mp_world_size": 1, "step": manifest.step, "consumed_samples": manifest.consumed_samples,
+              "seq_length": manifest.seq_length, "seed": manifest.seed, DECAYS: decays,
+              "universal_checkpoint_info": {"universal_checkpoint_version": _UNIVERSAL_VERSION}}
     for file in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
         torch.save(model, out / file)  # ZeRO stage 3 reads the second file, other stages the first
 

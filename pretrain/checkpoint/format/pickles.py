@@ -13,7 +13,6 @@ from typing import IO, Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.checkpoint import SubparamShape
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
@@ -71,7 +70,7 @@ def _zero_stage(*arguments: Any) -> ZeroStageEnum:
 
 # Classes in checkpoints of DeepSpeed 0.19.8, besides tensors and plain containers, and the stand-in for getattr.
 # Creating them runs no code from the file.
-_ALLOWED: list[Any] = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address, SubparamShape,
+_ALLOWED: list[Any] = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address,
                        (_zero_stage, "builtins.getattr")]
 
 

@@ -22,10 +22,13 @@ import torch
 import torch.distributed as dist
 import transformers
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 Case = dict[str, Any]
+STATES = ("exp_avg", "exp_avg_sq")
 
 
 class Samples(torch.utils.data.Dataset[dict[str, Any]]):
@@ -65,20 +68,46 @@ def parameter_groups(case: Case, model: torch.nn.Module) -> Any:
             {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0}]
 
 
-def write_live_states(engine: deepspeed.DeepSpeedEngine, path: Path) -> None:
-    """Write the complete fp32 weights and optimizer states of the engine; collective."""
-    live = {}
-    if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
+def flat_tensors(engine: deepspeed.DeepSpeedEngine) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
+    """Return each tensor that an optimizer without ZeRO updates, with the parameters whose values it has."""
+    optimizer = engine.optimizer
+    if isinstance(optimizer, FP16_Optimizer):
+        return [*zip(optimizer.fp32_groups_flat, optimizer.fp16_groups, strict=True)]
+    if isinstance(optimizer, FP16_UnfusedOptimizer):
+        return [(master, [parameter]) for groups in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True)
+                for master, parameter in zip(*groups, strict=True)]
+    return [(parameter, [parameter]) for parameter in engine.module.parameters()]
+
+
+def live_states(engine: deepspeed.DeepSpeedEngine) -> dict[tuple[str, str], torch.Tensor]:
+    """Return the complete fp32 weights and optimizer states of the engine by name and state; collective."""
+    named, optimizer = [*engine.module.named_parameters()], engine.optimizer
+    live: dict[tuple[str, str], torch.Tensor] = {}
+    if engine.zero_optimization_stage() == 0:
+        base, names = getattr(optimizer, "optimizer", optimizer), {id(parameter): name for name, parameter in named}
+        for flat, parameters in flat_tensors(engine):
+            for state in ("fp32", *STATES):
+                values = flat.detach() if state == "fp32" else base.state[flat][state]
+                parts = values.view(-1).split([parameter.numel() for parameter in parameters])
+                live |= {(names[id(parameter)], state): part.view(parameter.shape)
+                         for parameter, part in zip(parameters, parts, strict=True)}
+        return live
+    if hasattr(optimizer, "_hp_optimizer_states_linked"):
         # ZeRO-1 and 2 link torch's optimizers before these have states (DeepSpeed 0.19.8)
-        engine.optimizer._hp_optimizer_states_linked = False
-        engine.optimizer._lazy_init_hp_params_optimizer_state()
-    for name, parameter in engine.module.named_parameters():
+        optimizer._hp_optimizer_states_linked = False
+        optimizer._lazy_init_hp_params_optimizer_state()
+    for name, parameter in named:
         if parameter.requires_grad:
             live[name, "fp32"] = safe_get_full_fp32_param(parameter)
-            for state in ("exp_avg", "exp_avg_sq"):
-                live[name, state] = safe_get_full_optimizer_state(parameter, state)
+            live |= {(name, state): safe_get_full_optimizer_state(parameter, state) for state in STATES}
+    return live
+
+
+def write_live_states(engine: deepspeed.DeepSpeedEngine, path: Path) -> None:
+    """Write the states of the engine; collective."""
+    live = live_states(engine)
     if dist.get_rank() == 0:
-        torch.save({key: value.float().clone() for key, value in live.items() if value is not None}, path)
+        torch.save({key: value.float().clone() for key, value in live.items()}, path)
 
 
 def plain(case: Case) -> list[float]:

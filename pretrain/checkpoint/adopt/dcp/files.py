@@ -58,6 +58,10 @@ _CLASSES: dict[tuple[str, str], type] = {
 _CLASSES |= {("torch", "Size"): torch.Size, ("collections", "OrderedDict"): OrderedDict}
 
 
+class _RejectedClassError(Exception):
+    """A class or function that a pickle names, and that no description of a checkpoint needs."""
+
+
 class _Unpickler(pickle.Unpickler):
     """Creates records, containers and dtypes, and nothing else."""
 
@@ -66,7 +70,7 @@ class _Unpickler(pickle.Unpickler):
         if isinstance(dtype, torch.dtype):
             return dtype
         if (module, name) not in _CLASSES:
-            raise pickle.UnpicklingError(f"{module}.{name}")
+            raise _RejectedClassError(f"{module}.{name}")
         return _CLASSES[module, name]
 
 
@@ -99,8 +103,8 @@ class DcpFiles:
     @cached_property
     def files(self) -> tuple[Path, ...]:
         """All files of the checkpoint that hold something."""
-        locations = [*self.objects.values(), *(place for tensor in self.tensors.values() for *_, place in tensor.chunks)]
-        return (self.folder / METADATA, *(self.folder / name for name in sorted({each.file for each in locations})))
+        names = {place.file for _, place, _ in _all_places(self)}
+        return (self.folder / METADATA, *(self.folder / name for name in sorted(names)))
 
     @cached_property
     def _mapped(self) -> dict[str, mmap.mmap]:
@@ -173,7 +177,7 @@ def _unpickle(path: Path) -> Any:
             return _Unpickler(file).load()
     except OSError as error:
         raise ConfigError(str(path), problem=f"it cannot be read: {error.strerror or error}") from None
-    except pickle.UnpicklingError as error:
+    except _RejectedClassError as error:
         raise ConfigError(str(path), problem=f"the pickle needs {shorten(str(error))}, which no checkpoint of torch "
                           "needs", remedy="nothing in the file was run; a program that loads it without such a check "
                           "may run any code") from None
@@ -214,7 +218,8 @@ def _locations(metadata: Any) -> dict[tuple[str, Shape | None], _Location]:
     return found
 
 
-def _stored(name: str, values: Mapping[str, Any], storage: Mapping[tuple[str, Shape | None], _Location]) -> StoredTensor:
+def _stored(name: str, values: Mapping[str, Any],
+            storage: Mapping[tuple[str, Shape | None], _Location]) -> StoredTensor:
     dtype = _values(values["properties"], "TensorProperties")[0]
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"the dtype {shorten(str(dtype))} of {name}")

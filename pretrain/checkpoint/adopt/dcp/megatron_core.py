@@ -1,10 +1,10 @@
 """Read a checkpoint of Megatron Core in its format torch_dist: iter_NNNNNNN/ with .metadata, common.pt, __R_N.distcp.
 
 Weights have the names of Megatron Core's GPTModel. All layers of a parameter are stacked in one tensor, [layers, ...],
-or, with `singleton_local_shards` or different layers, have a tensor each. `linear_qkv` has for each key head its queries,
-its key and its value; `linear_fc1` of a gated MLP has the gate first. Optimizer states have the shape of their weight in
-the formats `fully_reshardable` (`optimizer.state.param...` are the master weights) and of an optimizer that is not
-distributed (`fp32_param`). In the format `dp_reshardable` they are buckets without names, and cannot be adopted.
+or, with `singleton_local_shards` or different layers, have a tensor each. `linear_qkv` has for each key head its
+queries, its key and its value; `linear_fc1` of a gated MLP has the gate first. Optimizer states have the shape of their
+weight in the format `fully_reshardable` (`optimizer.state.param...` are the master weights), and those of an optimizer
+that is not distributed, too (`fp32_param`). In the format `dp_reshardable` they are buckets without names, and cannot be adopted.
 """
 
 import argparse
@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,10 +33,11 @@ from pretrain.model.hf_weights import module_shapes, module_tensors, rules_by_mo
 _EMBEDDING = "embedding.word_embeddings.weight"
 _COMMON = "common.pt"
 _PREFIXES = ("", "module.", "model.")
+_SAVE_AGAIN = "let Megatron-LM load it, and save it with --dist-ckpt-optim-fully-reshardable"
 _OTHER_MODEL = "name the config.json of this model by --model"
 _OUTSIDE = {"embedding": "embedding.word_embeddings", "positions": "embedding.position_embeddings",
             "norm": "decoder.final_layernorm", "head": "output_layer"}
-# our module in a block -> theirs; {} is weight or bias. A norm is a part of the matrix that follows it, or has a module.
+# our module in a block -> theirs; {} is weight or bias. A norm is a part of the matrix that follows it, or a module
 _IN_LAYER = {
     "norm1": ("self_attention.linear_qkv.layer_norm_{}", "input_layernorm.{}"),
     "norm2": ("mlp.linear_fc1.layer_norm_{}", "pre_mlp_layernorm.{}"),
@@ -199,7 +199,7 @@ class _Tensors:
             if found != expected or (source.layer is not None and stored[0] != self.model.num_layers):
                 raise ConfigError(f"{self.files.folder}: {source.key}", found=f"the shape {list(stored)}",
                                   expected=f"{list(expected)}, as the config.json says"
-                                  + (f", for each of {self.model.num_layers} layers" if source.layer is not None else ""),
+                                  + ("" if source.layer is None else f", for each of {self.model.num_layers} layers"),
                                   remedy=_OTHER_MODEL)
 
     def read(self, name: str, state: str) -> torch.Tensor:
@@ -227,15 +227,14 @@ class _Tensors:
 
 
 def _states(tensors: _Tensors) -> tuple[tuple[str, ...], list[Loss]]:
-    """Return the optimizer states that can be read, and what is lost. Raises ConfigError for a missing or strange one."""
+    """Return the optimizer states that can be read, and what is lost. Raises ConfigError for a missing one."""
     stored = tensors.files.tensors
     kinds = {key.removeprefix(_STATE).partition(".")[0] for key in stored if key.startswith(_STATE)}
     reason = ""
     if not any(key.startswith("optimizer") for key in stored):
         reason = "the checkpoint has weights alone"
     elif any(".gbuf_idx_" in key for key in stored):
-        reason = ("its states are in buckets without names, as in the format dp_reshardable: let Megatron-LM load it, and "
-                  "save it with --dist-ckpt-optim-fully-reshardable")
+        reason = f"its states are in buckets without names, as in the format dp_reshardable: {_SAVE_AGAIN}"
     elif not {*_ADAM} <= kinds or kinds - {*_ADAM, *_MASTERS}:
         reason = f"its states are {', '.join(sorted(kinds)) or 'not under optimizer.state'}, and not those of Adam"
     losses = [] if not reason else [Loss("optimizer", reason)]
@@ -248,8 +247,7 @@ def _states(tensors: _Tensors) -> tuple[tuple[str, ...], list[Loss]]:
             if found is None or found.shape != stored[source.key].shape:
                 raise ConfigError(f"{tensors.files.folder / METADATA}: {shorten(beginning + source.key)}",
                                   found="nothing" if found is None else f"the shape {list(found.shape)}",
-                                  expected=f"{list(stored[source.key].shape)}, as of the weight", remedy="let Megatron-LM "
-                                  "load it, and save it with --dist-ckpt-optim-fully-reshardable")
+                                  expected=f"{list(stored[source.key].shape)}, as of the weight", remedy=_SAVE_AGAIN)
     return _ADAM if not reason else (), losses
 
 
@@ -283,12 +281,12 @@ def _optimizer(args: Mapping[str, Any], groups: list[Mapping[str, Any]], schedul
         if any(group.get("bias_correction") is False for group in groups):
             kind += " without bias correction"
     first: Mapping[str, Any] = groups[0] if groups else {}
-    betas = first.get("betas") or (args.get("adam_beta1"), args.get("adam_beta2"))
+    betas = first.get("betas") or [args[name] for name in ("adam_beta1", "adam_beta2") if args.get(name) is not None]
     params = {"lr": schedule.get("peak", args.get("lr")), "eps": first.get("eps", args.get("adam_eps")),
               "weight_decay": max((group["weight_decay"] for group in groups if "weight_decay" in group),
                                   default=args.get("weight_decay"))}
     known = {name: float(value) for name, value in params.items() if isinstance(value, (int, float))}
-    return {"type": kind, "params": {**known, **({"betas": [float(beta) for beta in betas]} if None not in betas else {})}}
+    return {"type": kind, "params": {**known, **({"betas": [float(beta) for beta in betas]} if betas else {})}}
 
 
 def _whole(value: Any) -> int | None:

@@ -3,13 +3,13 @@
 | what | torchtitan 0.1 | 0.2 | 0.3 |
 | --- | --- | --- | --- |
 | weights | `model.` before the names | no prefix | no prefix |
-| queries | `attention.wq` | `attention.wq` | `attention.qkv_linear.wq`; its states may be those of `wqkv`, by key head |
+| queries | `attention.wq` | `attention.wq` | `attention.qkv_linear.wq`; its states may be in `wqkv`, by key head |
 | head | `output` | `output` | `lm_head` |
 | `train_state` | step | step, ntokens_seen | step, ntokens_seen |
 
-Optimizer states are `optimizer.state.NAME.exp_avg` in all of them, and settings `optimizer.param_groups.NAME.lr`. Llama 3
-rotates the pairs (0, 1), (2, 3) ... of a head, and transformers pairs the halves of a head; Qwen 3 does as transformers
-(torchtitan/models/*/state_dict_adapter.py). The checkpoint has neither the model's settings nor the precision.
+Optimizer states are `optimizer.state.NAME.exp_avg` in all of them, and settings `optimizer.param_groups.NAME.lr`. Llama
+3 rotates the pairs (0, 1), (2, 3) ... of a head, and transformers pairs the halves of a head; Qwen 3 does as
+transformers (torchtitan/models/*/state_dict_adapter.py). The checkpoint has neither the model's settings nor the precision.
 """
 
 import re
@@ -65,7 +65,7 @@ def read(files: DcpFiles, config: Mapping[str, Any] | None) -> ForeignRun:
     notes = [*tensors.check_frequencies(), "torchtitan does not record in which precision it computes, nor the "
              "clipping of gradients: set both in the DeepSpeed JSON"]
     states, losses = _states(files, tensors)
-    groups = {name: _settings(files, fqn) for name, fqn in tensors.names.items()} if states else {}
+    groups = {name: _settings(files, tensors.names[name]) for name in tensors.shapes} if states else {}
     optimizer, more = _optimizer(files, groups) if states else ({}, [])
     steps = {float(files.read(key)) for key in files.tensors if key.startswith(_STATE) and key.endswith(".step")}
     if len(steps) > 1:
@@ -73,8 +73,8 @@ def read(files: DcpFiles, config: Mapping[str, Any] | None) -> ForeignRun:
                           expected="one number of steps for all parameters")
     step = _value(files, "train_state.step", None)
     if type(step) is not int or step < 0:
-        raise ConfigError(f"{files.folder}: train_state.step", found=step, expected="a number of steps; a last checkpoint "
-                          "of weights alone has none", remedy="use a checkpoint with all states "
+        raise ConfigError(f"{files.folder}: train_state.step", found=step, expected="a number of steps; a last "
+                          "checkpoint of weights alone has none", remedy="use a checkpoint with all states "
                           "(last_save_model_only = false)")
     tokens, ranks = _value(files, "train_state.ntokens_seen", None), _value(files, "dataloader.world_size", None)
     counted = type(tokens) is int and type(ranks) is int and tokens > 0 and ranks > 0
@@ -104,8 +104,8 @@ def _names(files: DcpFiles, model: ModelConfig) -> dict[str, str]:
         if theirs is not None:
             found[theirs] = name
         elif name != _FREQUENCIES:
-            raise ConfigError(f"{files.folder / METADATA}: {shorten(key)}", problem="this program does not know what it "
-                              f"is in a {model.architecture} model of transformers",
+            raise ConfigError(f"{files.folder / METADATA}: {shorten(key)}", problem="this program does not know what "
+                              f"it is in a {model.architecture} model of transformers",
                               remedy="export the weights for transformers, and use --init_from")
     if others := [key for key in files.objects if not key.startswith(_OTHERS)]:
         raise ConfigError(f"{files.folder / METADATA}: {shorten(others[0])}", problem="this program does not know this "
@@ -136,10 +136,7 @@ class _Tensors:
     def read(self, name: str, state: str) -> torch.Tensor:
         """Return a state of a parameter: see ForeignRun."""
         fqn = self.names[name]
-        if state == "fp32":
-            tensor = self.files.read(self._key(fqn)).float()
-        else:
-            tensor = self._state(fqn, state).float()
+        tensor = (self.files.read(self._key(fqn)) if state == "fp32" else self._state(fqn, state)).float()
         if _INTERLEAVED[self.model.architecture] and _PAIRED.fullmatch(name):
             size, rest = self.model.head_size, tensor.shape[1:]
             tensor = tensor.view(-1, size // 2, 2, *rest).transpose(1, 2).reshape(tensor.shape)
@@ -180,8 +177,8 @@ class _Tensors:
         """Raise ConfigError if the model ties the head, and the checkpoint has another one."""
         if self.model.tie_word_embeddings and "lm_head.weight" in self.names and not torch.equal(
                 self.read("lm_head.weight", "fp32"), self.read("model.embed_tokens.weight", "fp32")):
-            raise ConfigError("--model: tie_word_embeddings", problem=f"it is true, and {self.names['lm_head.weight']} of "
-                              f"{self.files.folder} differs from tok_embeddings.weight", remedy="set it to false")
+            raise ConfigError("--model: tie_word_embeddings", problem=f"it is true, and {self.names['lm_head.weight']} "
+                              f"of {self.files.folder} differs from tok_embeddings.weight", remedy="set it to false")
 
     def check_frequencies(self) -> list[str]:
         """Compare the rotary frequencies of the checkpoint with the config.json's; without any, return a note.
@@ -196,7 +193,8 @@ class _Tensors:
         if ours.shape != theirs.shape or not torch.allclose(ours, theirs, rtol=_SAME):
             raise ConfigError(f"{self.files.folder}: {key}", found=f"rotary frequencies from {theirs[0]:.4g} to "
                               f"{theirs[-1]:.4g}", expected=f"{ours[0]:.4g} to {ours[-1]:.4g}, as rope_theta and "
-                              "rope_scaling of the config.json say", remedy="name the config.json of this run by --model")
+                              "rope_scaling of the config.json say",
+                              remedy="name the config.json of this run by --model")
         return []
 
 
@@ -212,7 +210,8 @@ def _states(files: DcpFiles, tensors: _Tensors) -> tuple[tuple[str, ...], list[L
                      if key.startswith(_STATE) and not key.endswith(".step") and key not in expected)
     if unknown and not (tensors.model.tie_word_embeddings and all(
             key.startswith(f"{_STATE}{tensors.names.get('lm_head.weight')}.") for key in unknown)):
-        raise ConfigError(f"{files.folder / METADATA}: {shorten(unknown[0])}", problem="it belongs to none of the weights")
+        raise ConfigError(f"{files.folder / METADATA}: {shorten(unknown[0])}",
+                          problem="it belongs to none of the weights")
     return _ADAM, []
 
 
@@ -240,7 +239,8 @@ def _optimizer(files: DcpFiles, groups: Mapping[str, dict[str, Any]]) -> tuple[d
         first = first or same
     rates = {float(values.get("initial_lr", values.get("lr", 0.0))) for values in groups.values()}
     if len(rates) > 1 or not first.get("betas") or "eps" not in first:
-        raise ConfigError(f"{files.folder}: {_GROUPS}lr", found=f"the rates {sorted(rates)[:3]}, and {shorten(str(first))}",
+        raise ConfigError(f"{files.folder}: {_GROUPS}lr",
+                          found=f"the rates {sorted(rates)[:3]}, and {shorten(str(first))}",
                           expected="one learning rate, betas and eps for all parameters")
     decoupled = first.get("decoupled_weight_decay")
     decays = [float(values["weight_decay"]) for values in groups.values() if "weight_decay" in values]
