@@ -4,7 +4,8 @@ Weights have the names of Megatron Core's GPTModel. All layers of a parameter ar
 or, with `singleton_local_shards` or different layers, have a tensor each. `linear_qkv` has for each key head its
 queries, its key and its value; `linear_fc1` of a gated MLP has the gate first. Optimizer states have the shape of their
 weight in the format `fully_reshardable` (`optimizer.state.param...` are the master weights), and those of an optimizer
-that is not distributed, too (`fp32_param`). In the format `dp_reshardable` they are buckets without names, and cannot be adopted.
+that is not distributed, too (`fp32_param`). In the format `dp_reshardable` they are buckets without names, and cannot
+be adopted.
 """
 
 import argparse

@@ -9,7 +9,8 @@
 
 Optimizer states are `optimizer.state.NAME.exp_avg` in all of them, and settings `optimizer.param_groups.NAME.lr`. Llama
 3 rotates the pairs (0, 1), (2, 3) ... of a head, and transformers pairs the halves of a head; Qwen 3 does as
-transformers (torchtitan/models/*/state_dict_adapter.py). The checkpoint has neither the model's settings nor the precision.
+transformers (torchtitan/models/*/state_dict_adapter.py). The checkpoint has neither the model's settings nor the
+precision.
 """
 
 import re
