@@ -182,21 +182,21 @@ def continued_case(original: Original, layout: Layout, run: Path, corpus: str) -
     return case(_name(original, layout), "continue_run", values, {**flags, **original.flags, **own})
 
 
-HEAD = ("| source | precision | continues here in | models | largest difference |", "| --- | --- | --- | --- | --- |")
+HEAD = ("| source | precision | models | continues here in | largest difference |", "| --- | --- | --- | --- | --- |")
 
 
 def table(originals: Sequence[Original], found: Mapping[tuple[str, str], float]) -> str:
-    """Return a row for each source, precision and layout, with the models and the largest difference."""
-    rows: dict[tuple[str, str, str], list[Original]] = {}
+    """Return a row for each source and precision: the models, the layouts, and the largest difference in each."""
+    rows: dict[tuple[str, str, tuple[str, ...]], list[Original]] = {}
     for each in originals:
-        for number, layout in enumerate(each.layouts):
-            rows.setdefault((each.source, each.precision, layout.name + (" (the same)" if number == 0 else "")),
-                            []).append(each)
+        layouts = tuple(layout.name for layout in each.layouts)
+        rows.setdefault((each.source, each.precision, layouts), []).append(each)
     lines = []
-    for (source, precision, layout), runs in rows.items():
-        largest = max(found[each.name, layout.removesuffix(" (the same)")] for each in runs)
-        models = ", ".join(each.model for each in runs)
-        lines.append(f"| {source} | {precision} | {layout} | {models} | {largest:.1e} |")
+    for (source, precision, layouts), runs in rows.items():
+        largest = [max(found[each.name, layout] for each in runs) for layout in layouts]
+        lines.append(f"| {source} | {precision} | {', '.join(each.model for each in runs)} | "
+                     f"{'; '.join(layouts)} | "
+                     f"{'; '.join(f'{value:.1e}' for value in largest)} |")
     return "\n".join(lines)
 
 

@@ -11,8 +11,9 @@ PAGES = [README, *(ROOT / name for name in (
     "launch/first_run.md",
     "tools/README.md", "tools/data.md", "tools/data_sources.md", "tools/cleaning.md", "tools/tokenizers.md",
     "tools/training_data.md", "tools/weights.md", "tools/memory.md",
-    "tools/checkpoints.md", "tools/adopt.md", "tools/evaluation.md", "tools/gpu.md", "tools/performance.md",
-    "tools/measurements.md", "tools/metrics.md", "tools/report.md", "tools/sanity_check.md", "tools/ladder.md",
+    "tools/checkpoints.md", "tools/adopt.md", "tools/adopt_megatron.md", "tools/evaluation.md", "tools/gpu.md",
+    "tools/performance.md", "tools/measurements.md", "tools/metrics.md", "tools/report.md", "tools/sanity_check.md",
+    "tools/ladder.md",
     "ds_configs/README.md", "ds_configs/recipe.md", "ds_configs/long_sequences.md", "ds_configs/pipelines.md",
     "ds_configs/parallelism.md", "ds_configs/claims.md",
     "launch/README.md", "launch/unattended.md", "launch/right_results.md",
@@ -45,6 +46,10 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "ds-pretrain import trainer_output --save runs/adopted",
         "ds-pretrain check --world_size 8 --config runs/adopted/run.yaml --train_data data/corpus",
         "ds-pretrain --num_gpus 8 --config runs/adopted/run.yaml --train_data data/corpus"),
+    "needs a run of another program: tests/distributed/checkpoint/test_adopt_dcp.py": (
+        "ds-pretrain import outputs/checkpoint --step 6000 --model CONFIG --seq_length 8192 --save "
+        "runs/from-torchtitan",
+        "ds-pretrain import megatron-checkpoints --save runs/from-megatron"),
     "takes an hour: tests/distributed/test_adopt.py with -m slow": ("python -m tests.support.adopted",),
     "needs the network; tests/data/tokenizers/test_tiktoken.py prepares with a file": (
         "ds-pretrain prepare runs/quickstart/corpus/valid.jsonl --tokenizer o200k_base --out data/o200k",),
