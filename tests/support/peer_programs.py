@@ -148,10 +148,9 @@ def measure(peers: Sequence[Peer], folder: Path, corpus: str, clones: Path) -> l
                             folder / f"continued{ranks}")
     rows = []
     for peer in peers:
-        own = [(layout.name, relative_difference(found[case["name"]]["after"]["loss"], losses[peer.name][SAVED:]))
-               for each, layout, case in cases if each is peer]
-        rows.append(f"| {peer.source}, {peer.precision} | " + " | ".join(
-            f"{name}: {value:.1e}" for name, value in own) + " |")
+        own = [relative_difference(found[case["name"]]["after"]["loss"], losses[peer.name][SAVED:])
+               for each, _, case in cases if each is peer]
+        rows.append(f"| {peer.source}, {peer.precision} | " + " | ".join(f"{value:.1e}" for value in own) + " |")
     return rows
 
 
