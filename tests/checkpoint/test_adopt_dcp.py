@@ -261,7 +261,8 @@ def test_torchtitan(version: str, name: str, fused: bool, tmp_path: Path) -> Non
     assert source is not None
     run = source.read()
     is_equal(run, theirs)
-    assert (run.step, run.optimizer_step, run.learning_rate, run.folder) == (6, 6.0, 2e-3, folder)
+    assert (run.step, run.optimizer_step, run.schedule, run.folder) == (
+        6, 6.0, {"last_step": 6, "next_rate": 2e-3}, folder)
     assert run.optimizer == {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.95], "eps": 1e-8,
                                                          "weight_decay": 0.1}}
     assert any("rope_theta" in note for note in run.notes) == (version != "0.1")
@@ -438,9 +439,9 @@ def test_megatron_core(name: str, settings: dict[str, Any], tmp_path: Path) -> N
     is_equal(run, theirs)
     assert (run.step, run.optimizer_step, run.consumed_samples) == (6, 6, 48)
     assert (run.seq_length, run.global_batch_size) == (64, 8)
-    assert (run.learning_rate, run.precision) == (5e-4, "bf16" if "params_dtype" in settings else "fp32")
-    assert run.schedule == {"type": "cosine", "peak": 1e-3, "min_lr": 1e-4, "warmup_steps": 2, "total_steps": 12,
-                            "last_step": 6, "first_rate_is_0": True}
+    assert run.precision == ("bf16" if "params_dtype" in settings else "fp32")
+    assert run.schedule == {"type": "cosine", "peak_rate": 1e-3, "next_rate": 5e-4, "min_lr": 1e-4, "warmup_steps": 2,
+                            "total_steps": 12, "last_step": 6, "first_rate_is_0": True}
     plan = plan_adoption(run, frozenset())
     assert plan.decay.value == 0.1
     assert plan.config.architecture == MODELS[name]["model_type"]
