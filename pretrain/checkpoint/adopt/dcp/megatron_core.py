@@ -89,6 +89,7 @@ def read(files: DcpFiles, config: Mapping[str, Any] | None) -> ForeignRun:
     batch = _whole(args.get("global_batch_size")) if args.get("rampup_batch_size") is None else None
     schedule, notes = read_schedule(common.get("opt_param_scheduler"), batch)
     rates = [float(group["lr"]) for group in groups if "lr" in group]  # the schedule was advanced before the save
+    clipping = args.get("clip_grad") if isinstance(args.get("clip_grad"), (int, float)) else None
     step, updates = _whole(common.get("iteration")), _updates(common, groups)
     if step is None or step < 0:
         raise ConfigError(f"{path}: iteration", found=common.get("iteration"), expected="a number of steps")
@@ -104,7 +105,8 @@ def read(files: DcpFiles, config: Mapping[str, Any] | None) -> ForeignRun:
         schedule={**schedule, **({"next_rate": max(rates)} if rates else {})},
         global_batch_size=batch, consumed_samples=_whole(args.get("consumed_train_samples")),
         seq_length=_whole(args.get("seq_length")), precision=tensors.precision, seed=_whole(args.get("seed")),
-        losses=tuple(losses), notes=(*notes, *tensors.notes()))
+        ds_config={"gradient_clipping": float(clipping)} if clipping else None,  # the rest of a JSON has no counterpart
+        losses=(*losses, *_growing_decay(common)), notes=(*notes, *tensors.notes()))
 
 
 @dataclass(frozen=True)
@@ -289,6 +291,14 @@ def _optimizer(args: Mapping[str, Any], groups: list[Mapping[str, Any]], schedul
                                   default=args.get("weight_decay"))}
     known = {name: float(value) for name, value in params.items() if isinstance(value, (int, float))}
     return {"type": kind, "params": {**known, **({"betas": [float(beta) for beta in betas]} if betas else {})}}
+
+
+def _growing_decay(common: Mapping[str, Any]) -> list[Loss]:
+    """Return a loss if the schedule changes the weight decay, which is constant here."""
+    state = common.get("opt_param_scheduler")
+    ends = [state.get(name) for name in ("start_wd", "end_wd")] if isinstance(state, dict) else []
+    return [Loss("weight_decay", f"it changes from {ends[0]} to {ends[1]}, and remains that of the last step")] \
+        if len({*ends}) > 1 else []
 
 
 def _whole(value: Any) -> int | None:
