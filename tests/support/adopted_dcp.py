@@ -1,21 +1,20 @@
 """Runs whose checkpoints torch.distributed.checkpoint has written: rows for adopted.py.
 
-`python -m tests.support.adopted_dcp --torchtitan PYTHON --megatron_core PYTHON` measures torchtitan and Megatron Core
+`python -m tests.support.adopted_dcp torchtitan=PYTHON megatron_core=PYTHON` measures torchtitan and Megatron Core
 themselves, which the two interpreters have installed, and prints the table of tools/adopt.md. The default tests have
 files that torch's own saving code has written with their names.
 """
 
-import argparse
 import json
 import subprocess
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.support.adopted import (
     BATCH,
-    HEAD,
     MODELS,
     PIPELINE,
     RANKS,
@@ -25,7 +24,6 @@ from tests.support.adopted import (
     Layout,
     Original,
     continue_here,
-    table,
     write_samples,
     zero,
 )
@@ -123,14 +121,20 @@ def run_program(original: Original, python: str, folder: Path) -> list[float]:
     return losses
 
 
+def rows(originals: Sequence[Original], found: Mapping[tuple[str, str], float]) -> Iterator[str]:
+    """Yield a row for each source and precision, with the largest difference in each layout."""
+    for source, precision in dict.fromkeys((each.source, each.precision) for each in originals):
+        own = [each for each in originals if (each.source, each.precision) == (source, precision)]
+        layouts = "; ".join(f"{layout.name}: {max(found[each.name, layout.name] for each in own):.1e}"
+                            for layout in own[0].layouts)
+        yield f"| {source} | {precision} | {'; '.join(each.model for each in own)} | {layouts} |"
+
+
 def main() -> None:
     from tests.conftest import write_corpus
 
-    parser = argparse.ArgumentParser(description="Measure torchtitan and Megatron Core themselves.")
-    parser.add_argument("--torchtitan", help="interpreter that has torchtitan 0.2.2")
-    parser.add_argument("--megatron_core", help="interpreter that has megatron-core 0.16.1")
-    pythons = vars(parser.parse_args())
-    originals = [each for each in REAL if pythons[each.worker]]
+    pythons = dict(word.split("=", 1) for word in sys.argv[1:])  # name of a program -> interpreter
+    originals = [each for each in REAL if each.worker in pythons]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         corpus = write_corpus(folder / "small")
@@ -138,7 +142,8 @@ def main() -> None:
         expected = {each.name: run_program(each, pythons[each.worker], folder / "originals") for each in originals}
         for path in (folder / "originals").glob(f"*/checkpoint/step-{SAVED}"):  # torchtitan saves the last step, too
             path.rename(path.parent.parent / path.name)
-        print(*HEAD, table(originals, continue_here(originals, expected, corpus, folder)), sep="\n")
+        print("| source | precision | models | continues here in: largest difference |", "| --- | --- | --- | --- |",
+              *rows(originals, continue_here(originals, expected, corpus, folder)), sep="\n")
 
 
 if __name__ == "__main__":

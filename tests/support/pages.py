@@ -46,10 +46,12 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "ds-pretrain import trainer_output --save runs/adopted",
         "ds-pretrain check --world_size 8 --config runs/adopted/run.yaml --train_data data/corpus",
         "ds-pretrain --num_gpus 8 --config runs/adopted/run.yaml --train_data data/corpus"),
-    "needs a run of another program: tests/distributed/checkpoint/test_adopt_dcp.py": (
+    "needs a run of another program: tests/checkpoint/test_adopt_dcp.py": (
         "ds-pretrain import outputs/checkpoint --step 6000 --model CONFIG --seq_length 8192 --save "
         "runs/from-torchtitan",
         "ds-pretrain import megatron-checkpoints --save runs/from-megatron"),
+    "needs torchtitan and Megatron Core: tests/distributed/checkpoint/test_adopt_dcp.py stands for them": (
+        "python -m tests.support.adopted_dcp torchtitan=PYTHON megatron_core=PYTHON",),
     "takes an hour: tests/distributed/test_adopt.py with -m slow": ("python -m tests.support.adopted",),
     "needs the network; tests/data/tokenizers/test_tiktoken.py prepares with a file": (
         "ds-pretrain prepare runs/quickstart/corpus/valid.jsonl --tokenizer o200k_base --out data/o200k",),
