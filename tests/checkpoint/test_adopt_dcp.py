@@ -261,7 +261,8 @@ def test_torchtitan(version: str, name: str, fused: bool, tmp_path: Path) -> Non
     assert source is not None
     run = source.read()
     is_equal(run, theirs)
-    assert (run.step, run.optimizer_step, run.learning_rate, run.folder) == (6, 6.0, 2e-3, folder)
+    assert (run.step, run.optimizer_step, run.schedule, run.folder) == (
+        6, 6.0, {"last_step": 6, "next_rate": 2e-3}, folder)
     assert run.optimizer == {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.95], "eps": 1e-8,
                                                          "weight_decay": 0.1}}
     assert any("rope_theta" in note for note in run.notes) == (version != "0.1")
@@ -399,6 +400,7 @@ def common(model: dict[str, Any], **changes: Any) -> dict[str, Any]:
             "position_embedding_type": "learned_absolute" if gpt2 else "rope", "rotary_base": 10000,
             "untie_embeddings_and_output_weights": not (gpt2 or model.get("tie_word_embeddings")),
             "max_position_embeddings": 64, "seq_length": 64, "global_batch_size": 8, "consumed_train_samples": 48,
+            "clip_grad": 1.0,
             "seed": 5, "optimizer": "adam", "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-8, "lr": 1e-3,
             "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "params_dtype": torch.float32,
             **changes}
@@ -438,11 +440,11 @@ def test_megatron_core(name: str, settings: dict[str, Any], tmp_path: Path) -> N
     is_equal(run, theirs)
     assert (run.step, run.optimizer_step, run.consumed_samples) == (6, 6, 48)
     assert (run.seq_length, run.global_batch_size) == (64, 8)
-    assert (run.learning_rate, run.precision) == (5e-4, "bf16" if "params_dtype" in settings else "fp32")
-    assert run.schedule == {"type": "cosine", "peak": 1e-3, "min_lr": 1e-4, "warmup_steps": 2, "total_steps": 12,
-                            "last_step": 6, "first_rate_is_0": True}
+    assert run.precision == ("bf16" if "params_dtype" in settings else "fp32")
+    assert run.schedule == {"type": "cosine", "peak_rate": 1e-3, "next_rate": 5e-4, "min_lr": 1e-4, "warmup_steps": 2,
+                            "total_steps": 12, "last_step": 6, "first_rate_is_0": True}
     plan = plan_adoption(run, frozenset())
-    assert plan.decay.value == 0.1
+    assert (plan.decay.value, run.ds_config) == (0.1, {"gradient_clipping": 1.0})
     assert plan.config.architecture == MODELS[name]["model_type"]
     assert plan.config.tie_word_embeddings == (name in ("tied", "gpt2"))
 
@@ -454,6 +456,16 @@ def test_rows_that_pad_the_vocabulary_are_left_out(tmp_path: Path) -> None:
     is_equal(run, theirs)
     assert any("32 of the 128 rows of the vocabulary pad it" in note for note in run.notes)
     assert read(folder, None).config["vocab_size"] == 128
+
+
+def test_a_weight_decay_that_grows_is_a_loss(tmp_path: Path) -> None:
+    folder = megatron_checkpoint(tmp_path / "iter_0000006", foreign_states(tmp_path / "hf", MODELS["llama"]),
+                                 MODELS["llama"])
+    content = common(MODELS["llama"])
+    content["opt_param_scheduler"] |= {"start_wd": 0.01, "end_wd": 0.1}
+    torch.save(content, folder / "common.pt")
+    assert "weight_decay (it changes from 0.01 to 0.1" in message(
+        lambda: plan_adoption(read(folder, None), frozenset()))
 
 
 def buckets(tensors: dict[str, torch.Tensor]) -> None:

@@ -175,8 +175,7 @@ def test_the_trainer_records_the_schedule(saved: Saved) -> None:
         assert run.schedule.items() >= {"type": "cosine", "warmup_steps": 2, "total_steps": STEPS, "last_step": STEPS,
                                         "first_rate_is_0": True}.items()
         assert run.losses == run.notes == ()
-    (loss,) = saved.read("accelerate").losses
-    assert loss.name == "schedule", "accelerate steps the scheduler once for each rank"
+    assert "schedule" in {loss.name for loss in saved.read("accelerate").losses}, "it is stepped once for each rank"
 
 
 def test_the_trainer_without_deepspeed(saved: Saved) -> None:

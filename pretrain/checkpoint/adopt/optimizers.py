@@ -8,6 +8,9 @@ from pretrain.checkpoint.adopt.foreign_run import Loss
 from pretrain.errors import ConfigError
 
 _SETTINGS = ("betas", "eps", "momentum", "dampening", "nesterov", "lr_decay")  # of a DeepSpeed JSON, besides "lr"
+# older versions of torch do not record it for Adam and AdamW, and no checkpoint has the optimizer's class
+UNKNOWN_DECAY = Loss("weight_decay", "the checkpoint does not record whether weight decay is decoupled from the "
+                     "gradient; it is taken as decoupled (AdamW)")
 
 
 @dataclass(frozen=True)
@@ -46,8 +49,7 @@ def recognize(where: str, groups: Sequence[Mapping[str, Any]], states: Iterable[
         name, used = "AdamW", ("exp_avg", "exp_avg_sq")
         decoupled = _is_decoupled(group, kind, in_json.get("params") or {})
         if decoupled is None and any(each.get("weight_decay") for each in groups):
-            losses = (Loss("weight_decay", "the checkpoint does not record whether weight decay is decoupled from the "
-                           "gradient; it is taken as decoupled (AdamW)"),)
+            losses = (UNKNOWN_DECAY,)
         name = "Adam" if decoupled is False else name
     elif "lr_decay" in group and kind in ("", "adagrad") and found <= {"sum"}:
         name, used = "Adagrad", ("sum",)
@@ -72,7 +74,7 @@ def _is_adam(group: Mapping[str, Any]) -> bool:
 
 def _is_decoupled(group: Mapping[str, Any], kind: str, params: Mapping[str, Any]) -> bool | None:
     """Return whether Adam's weight decay is that of AdamW; None: it is not recorded."""
-    if "decoupled_weight_decay" in group:  # torch from 2.7 on
+    if "decoupled_weight_decay" in group:
         return bool(group["decoupled_weight_decay"])
     if kind:
         return kind == "adamw" or bool(params.get("adam_w_mode", True))  # DeepSpeed's default

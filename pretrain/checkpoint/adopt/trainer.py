@@ -11,6 +11,7 @@ import transformers
 from pretrain.checkpoint.adopt import zero_files
 from pretrain.checkpoint.adopt.engine_files import EngineFiles, understood
 from pretrain.checkpoint.adopt.foreign_run import ForeignRun, Loss
+from pretrain.checkpoint.adopt.optimizers import UNKNOWN_DECAY
 from pretrain.checkpoint.adopt.training_arguments import TRAINING_ARGS, read_training_arguments, schedule_of
 from pretrain.checkpoint.adopt.zero_layout import FoundParameters, add_torch_optimizer
 from pretrain.checkpoint.format.fragments import FileLocation
@@ -59,6 +60,8 @@ def _read(folder: Path, config: dict[str, Any], state: _TrainerState) -> Foreign
     if run.step != step:
         raise ConfigError(str(path), found=f"step {step}", expected=f"{run.step}, as in the other files",
                           remedy="use the files of one checkpoint")
+    if str(arguments.get("optim", "")).startswith("adamw"):
+        run = replace(run, losses=tuple(loss for loss in run.losses if loss != UNKNOWN_DECAY))
     used = [path, *(folder / name for name in (_SCHEDULER, TRAINING_ARGS) if (folder / name).is_file())]
     run = replace(run, program=f"transformers.Trainer, {run.program}", folder=folder,
                   files=(*used, *run.files), seed=_seed(arguments),

@@ -63,7 +63,8 @@ def stored_arguments(case: dict[str, Any], tensor_parallel: int) -> argparse.Nam
         rotary_percent=1.0, kv_channels=model["head_dim"], qk_layernorm=model["model_type"] == "qwen3",
         untie_embeddings_and_output_weights=not model["tie_word_embeddings"], seq_length=case["seq_length"],
         max_position_embeddings=model["max_position_embeddings"], global_batch_size=case["batch"], optimizer="adam",
-        consumed_train_samples=0, seed=1, tensor_model_parallel_size=tensor_parallel, pipeline_model_parallel_size=1,
+        consumed_train_samples=0, seed=1,
+        clip_grad=case["clipping"], tensor_model_parallel_size=tensor_parallel, pipeline_model_parallel_size=1,
         bf16=half, fp16=False, params_dtype=torch.bfloat16 if half else torch.float32, num_experts=None,
         hidden_dropout=0.0, attention_dropout=0.0, use_distributed_optimizer=case["distributed"])
 

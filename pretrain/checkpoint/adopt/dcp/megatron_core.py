@@ -88,6 +88,8 @@ def read(files: DcpFiles, config: Mapping[str, Any] | None) -> ForeignRun:
     groups = _groups(common)
     batch = _whole(args.get("global_batch_size")) if args.get("rampup_batch_size") is None else None
     schedule, notes = read_schedule(common.get("opt_param_scheduler"), batch)
+    rates = [float(group["lr"]) for group in groups if "lr" in group]  # the schedule was advanced before the save
+    clipping = args.get("clip_grad") if isinstance(args.get("clip_grad"), (int, float)) else None
     step, updates = _whole(common.get("iteration")), _updates(common, groups)
     if step is None or step < 0:
         raise ConfigError(f"{path}: iteration", found=common.get("iteration"), expected="a number of steps")
@@ -100,10 +102,11 @@ def read(files: DcpFiles, config: Mapping[str, Any] | None) -> ForeignRun:
         states=states, step=step, optimizer_step=updates or 0.0,
         skipped_steps=int(step - updates) if args.get("fp16") and updates is not None else 0,
         optimizer=_optimizer(args, groups, schedule) if states else {},
-        learning_rate=max((float(group["lr"]) for group in groups if "lr" in group), default=None), schedule=schedule,
+        schedule={**schedule, **({"next_rate": max(rates)} if rates else {})},
         global_batch_size=batch, consumed_samples=_whole(args.get("consumed_train_samples")),
         seq_length=_whole(args.get("seq_length")), precision=tensors.precision, seed=_whole(args.get("seed")),
-        losses=tuple(losses), notes=(*notes, *tensors.notes()))
+        ds_config={"gradient_clipping": float(clipping)} if clipping else None,  # the rest of a JSON has no counterpart
+        losses=(*losses, *_growing_decay(common)), notes=(*notes, *tensors.notes()))
 
 
 @dataclass(frozen=True)
@@ -283,11 +286,19 @@ def _optimizer(args: Mapping[str, Any], groups: list[Mapping[str, Any]], schedul
             kind += " without bias correction"
     first: Mapping[str, Any] = groups[0] if groups else {}
     betas = first.get("betas") or [args[name] for name in ("adam_beta1", "adam_beta2") if args.get(name) is not None]
-    params = {"lr": schedule.get("peak", args.get("lr")), "eps": first.get("eps", args.get("adam_eps")),
+    params = {"lr": schedule.get("peak_rate", args.get("lr")), "eps": first.get("eps", args.get("adam_eps")),
               "weight_decay": max((group["weight_decay"] for group in groups if "weight_decay" in group),
                                   default=args.get("weight_decay"))}
     known = {name: float(value) for name, value in params.items() if isinstance(value, (int, float))}
     return {"type": kind, "params": {**known, **({"betas": [float(beta) for beta in betas]} if betas else {})}}
+
+
+def _growing_decay(common: Mapping[str, Any]) -> list[Loss]:
+    """Return a loss if the schedule changes the weight decay, which is constant here."""
+    state = common.get("opt_param_scheduler")
+    ends = [state.get(name) for name in ("start_wd", "end_wd")] if isinstance(state, dict) else []
+    return [Loss("weight_decay", f"it changes from {ends[0]} to {ends[1]}, and remains that of the last step")] \
+        if len({*ends}) > 1 else []
 
 
 def _whole(value: Any) -> int | None:

@@ -79,14 +79,12 @@ def read(files: DcpFiles, config: Mapping[str, Any] | None) -> ForeignRun:
                           "(last_save_model_only = false)")
     tokens, ranks = _value(files, "train_state.ntokens_seen", None), _value(files, "dataloader.world_size", None)
     counted = type(tokens) is int and type(ranks) is int and tokens > 0 and ranks > 0
-    epoch = _value(files, "lr_scheduler.last_epoch", None)
     return ForeignRun(
         program="torchtitan", folder=files.folder, files=files.files, config=dict(config), shapes=tensors.shapes,
         read=tensors.read, states=states, step=step, optimizer_step=max(steps, default=0.0), optimizer=optimizer,
         weight_decay={name: float(values["weight_decay"]) for name, values in groups.items()
                       if "weight_decay" in values},
-        learning_rate=max((float(values["lr"]) for values in groups.values() if "lr" in values), default=None),
-        schedule={"last_step": epoch} if type(epoch) is int else {},
+        schedule=_schedule(files, groups),
         consumed_tokens=tokens * ranks if counted else None, precision=tensors.precision,
         losses=tuple(losses), notes=(*notes, *more))
 
@@ -250,6 +248,13 @@ def _optimizer(files: DcpFiles, groups: Mapping[str, dict[str, Any]]) -> tuple[d
     notes = ["torch before 2.7 does not record whether weight decay is decoupled: it is taken for AdamW, torchtitan's "
              "default"] if decoupled is None and params["weight_decay"] else []
     return {"type": "Adam" if decoupled is False else "AdamW", "params": params}, notes
+
+
+def _schedule(files: DcpFiles, groups: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return what is recorded of the schedule. It was advanced before the save, so that the rate is the next one."""
+    epoch = _value(files, "lr_scheduler.last_epoch", None)
+    rates = [float(values["lr"]) for values in groups.values() if "lr" in values]
+    return {**({"last_step": epoch} if type(epoch) is int else {}), **({"next_rate": max(rates)} if rates else {})}
 
 
 def _value(files: DcpFiles, name: str, default: Any) -> Any:
