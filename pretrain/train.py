@@ -93,6 +93,10 @@ def _train(start: Start, world: World, device: Device, guards: RankGuards, tasks
         from pretrain.memory.memory_watch import MemoryWatch, advice, print_advice
         from pretrain.step_loop import StepCallbacks  # imports torch and deepspeed
         from pretrain.trainer import train
+        if world.rank == 0 and plan.model.described:
+            status("comparing a tiny copy of the model with transformers")
+            from pretrain.model.proof.prove import prove_described
+            prove_described(plan.model, plan.layout.precision)
 
     watch = MemoryWatch.start(plan, world)
     try:

@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from pretrain.commands.models import main as models
 from pretrain.commands.models.all_decoders import Verdict, prove_all, prove_model_type
 from pretrain.errors import ConfigError
 from pretrain.model.config import model_config_from
+from pretrain.model.general.carried import digits_of, ids_of
 from pretrain.model.general.own_models import default_values, import_own_model, their_model_types
-from pretrain.model.proof.prove import prove_described
+from pretrain.model.proof.prove import prove_described, tiny_config
 from pretrain.model.proof.tiny import tiny_copy
 from tests.support.broken_models import crash, hang
 from tests.support.launch import ROOT
@@ -31,6 +33,8 @@ EXAMPLES = {
     "cohere2": "tied head, layers without positions", "falcon": "one key head, parallel residual",
     "opt": "learned positions with an offset", "codegen": "layers that return tuples",
     "qwen3_next": "gated delta rule", "lfm2_moe": "short convolutions", "mamba2": "no attention",
+    "gemma4_text": "inputs of each layer that depend on the tokens",
+    "deepseek_v4": "streams of hidden states, experts that the token ids choose",
     "llama4_text": "ids that the model moves", "gpt_neo": "masks inside the layers", "apertus": "trained activations"}
 
 
@@ -38,6 +42,20 @@ EXAMPLES = {
 def test_examples_train_as_in_transformers(model_type: str) -> None:
     verdict = prove_model_type(model_type)
     assert (verdict.general_family, verdict.reason) == (True, "")
+
+
+def test_a_model_that_mixes_dtypes_trains_in_fp32_only() -> None:
+    """xLSTM of transformers 5.23 multiplies an fp32 matrix and a bf16 one."""
+    config = tiny_config(CONFIG_MAPPING["xlstm"]())
+    with pytest.raises(ConfigError, match="trains in fp32, and not in bf16: RuntimeError"):
+        prove_described(config, "bf16")
+    assert prove_described(config).difference < 1e-5
+
+
+def test_token_ids_survive_in_16_bits() -> None:
+    ids = torch.tensor([[0, 1, 255, 256, 65_535, 65_536, 262_143, 2**24 - 1]])
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        assert torch.equal(ids_of(digits_of(ids, dtype)), ids)
 
 
 def test_a_family_of_ours_is_proved_in_both_ways() -> None:
@@ -95,7 +113,7 @@ def test_a_model_of_own_code_is_proved() -> None:
 
 @pytest.mark.parametrize(("fault", "message"), [
     ("between", r"layers\.1 must get the hidden states that layers\.0 returned"),
-    ("factor", r"the argument factor of layers\.1 \(Tensor\) depends on what decoder layers before it computed"),
+    ("factor", r"the argument factor of layers\.1 \(Tensor\) depends on what decoder layers before it"),
     ("twice", r"each of the 6 modules must be called exactly once, in order")])
 def test_models_that_are_no_stack_of_layers_are_rejected(fault: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -17,6 +17,7 @@ from pretrain.model.config import model_config_from
 from pretrain.model.config_keys import known_keys
 from pretrain.model.families import FAMILIES
 from pretrain.model.general.decoder import config_class_of
+from pretrain.model.general.own_models import their_model_types
 from pretrain.model.general.parts import UnknownPartsError
 from pretrain.model.proof.prove import Proof, UnprovenError, prove, tiny_config
 from pretrain.model.proof.tiny import tiny_copy
@@ -89,6 +90,9 @@ def prove_model_type(model_type: str) -> Verdict:
             proofs.append(None)
             reasons.append(_reason(error))
     general = proofs[-1]
+    text_type = getattr(getattr(config, "text_config", None), "model_type", None)
+    if general is None and text_type in their_model_types():
+        reasons[-1] += f" (its text model is {text_type})"
     return Verdict(model_type, len(proofs) > 1 and proofs[0] is not None, general is not None, "; ".join(reasons),
                    general.num_layers if general else 0, general.without_gradient if general else (),
                    general.bf16_problem if general else "")

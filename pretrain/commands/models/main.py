@@ -115,5 +115,5 @@ def _write(path: Path, verdicts: "list[Verdict]") -> None:
 
 
 def _escaped(text: str) -> str:
-    """Return a text for a cell of a table: no bars, tags or links."""
-    return re.sub(r"([|<\[\]*_])", r"\\\1", text)
+    """Return a text for a cell of a table: no bars, tags, links or code."""
+    return re.sub(r"([|<\[\]*_])", r"\\\1", text.replace("`", "'"))
