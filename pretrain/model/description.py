@@ -20,6 +20,9 @@ These are queries on the description:
 | what a layer keeps for the backward pass | operator_memory.py: each operator; layer_memory.py: their sum for a layer |
 | memory and predicted time of a layout | pretrain/memory/, which has no other description of a model |
 
+The layers of a model without a family are found in transformers' own model (general/) and given to ModelConfig
+(`described`); the queries are the same.
+
 A new kind of block: its choice is a field of ModelConfig, its parameters stand in `_block_parameters`, layers/ computes
 it, and layer_memory.py says what it keeps.
 """

@@ -10,6 +10,8 @@ import torch.nn.functional as F  # noqa: N812 (torch's own name)
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from pretrain.checkpoint.load.hf_folder import check_hf_folder
+from pretrain.checkpoint.load.reader import HFWeights
 from pretrain.errors import ConfigError
 from pretrain.model.config import load_model_config, model_config_from
 from pretrain.model.general import own_models
@@ -83,6 +85,17 @@ def test_loss_and_gradients_are_those_of_transformers(name: str) -> None:
     loss.backward()
     theirs.zero_grad()
     assert_equal(pipeline, loss, theirs)
+
+
+@pytest.mark.parametrize("name", ["opt", "mamba2"])
+def test_weights_of_a_transformers_folder_are_read(name: str, tmp_path: Path) -> None:
+    values = dict(GENERAL_MODELS[name])
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values),
+                                              dtype=torch.float32)
+    theirs.save_pretrained(tmp_path)
+    weights = HFWeights(check_hf_folder(tmp_path))
+    for (ours, _), name in zip(weights.config.named_parameters(), weights.config.their_names(), strict=True):
+        assert torch.equal(weights.tensor(ours), theirs.get_parameter(name)), name
 
 
 def test_initial_weights_depend_on_the_seed_and_the_layer_alone() -> None:

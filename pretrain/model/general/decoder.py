@@ -40,7 +40,9 @@ class Decoder:
         Rotary frequencies and the biases of routers are fp32 in 16-bit models, sinusoidal positions are not.
         """
         model = create_skeleton(self.model.config, type(self.model), dtype=torch.bfloat16)
-        return frozenset(name for name, buffer in model.named_buffers() if buffer.dtype == torch.bfloat16)
+        kept = {*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}  # transformers keeps them when it loads
+        return frozenset(name for name, buffer in model.named_buffers()
+                         if buffer.dtype == torch.bfloat16 and not kept & {*name.split(".")})
 
     def run(self, ids_BT: torch.Tensor, dtype: torch.dtype, handlers: dict[str, Handler], *,
             training: bool = False) -> Any:
