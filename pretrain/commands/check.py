@@ -118,8 +118,8 @@ def _proof_text(plan: Plan) -> str:
     from pretrain.model.proof.prove import prove_described
 
     proof = prove_described(plan.model, plan.layout.precision)
-    return f"on a tiny copy of {counted(proof.num_layers, 'layer')}, the loss and {proof.num_gradients} gradients are " \
-           "those of transformers"
+    return f"on a tiny copy of {counted(proof.num_layers, 'layer')}, the loss and {proof.num_gradients} gradients " \
+           "are those of transformers"
 
 
 def device_of(kind: str | None, gpu: str | None) -> Device:

@@ -44,8 +44,9 @@ EXAMPLES = {"granite": ("pipeline_zero1", "zero3"), "opt": ("pipeline_zero1",),
 CASES = [pytest.param(name, layout, marks=() if layout in EXAMPLES.get(name, ()) else pytest.mark.slow)
          for name in GENERAL_MODELS for layout in LAYOUTS]
 # (model, layout that saved, layout that resumes)
-RESUMES = [("granite", "zero3", "zero3"), ("granite", "pipeline_zero1", "pipeline_zero1"),
-           ("granite", "pipeline_zero1", "zero3"), ("deepseek_v3", "pipeline_recompute", "zero3_offload")]
+RESUMES = [pytest.param("granite", "zero3", "zero3"), pytest.param("granite", "pipeline_zero1", "zero3"),
+           pytest.param("deepseek_v3", "pipeline_recompute", "zero3_offload"),
+           pytest.param("granite", "pipeline_zero1", "pipeline_zero1", marks=pytest.mark.slow)]
 BIAS = "2.layer.mlp.gate.e_score_correction_bias"
 
 
@@ -63,17 +64,20 @@ def trained(request: pytest.FixtureRequest, corpus: str, tmp_path_factory: pytes
     folder = tmp_path_factory.mktemp("general")
     selected = {each.values for each in CASES if each.values[0] in selected_params(request, "name")
                 and each.values[1] in selected_params(request, "layout")}
-    selected |= {(name, saved) for name, saved, _ in RESUMES}
+    resumes = [each.values for each in RESUMES if all(value in selected_params(request, which) for which, value in
+                                                      zip(("model", "saved", "resumed"), each.values, strict=True))]
+    selected |= {(name, saved) for name, saved, _ in resumes}
     ones, twos = [], []
+    for name, values in GENERAL_MODELS.items():
+        (folder / f"{name}.json").write_text(json.dumps(values))
     for name in dict.fromkeys(name for name, _ in sorted(selected)):
         path = folder / f"{name}.json"
-        path.write_text(json.dumps(GENERAL_MODELS[name]))
         ones.append(case(f"{name}-reference", "train_and_save", REFERENCE[1], flags(path, corpus), saved_step=SAVED))
         for layout in (layout for other, layout in sorted(selected) if other == name):
             _, values, more = LAYOUTS[layout]
             twos.append(case(f"{name}-{layout}", "train_and_save", values, flags(path, corpus, **more),
                              saved_step=SAVED))
-    for name, saved, resumed in RESUMES:
+    for name, saved, resumed in resumes:
         _, values, more = LAYOUTS[resumed]
         twos.append(case(f"{name}-{saved}-{resumed}", "resume", values, flags(folder / f"{name}.json", corpus, **more),
                          saved_step=SAVED, source=f"run-{name}-{saved}/checkpoints/global_step{SAVED}"))

@@ -39,6 +39,7 @@ class Case:
 
 # Generated inputs that are valid: reason -> names of the cases
 LEGAL: dict[str, tuple[str, ...]] = {
+    "all decoders": ("models --prove (no value)",),
     "any text is valid": ("generate --prompt=", "generate --prompt=~/x",
                             "generate --stop=~/x", "generate --jsonl_key=~/x",
                             "prepare --jsonl_key=~/x",

@@ -64,13 +64,13 @@ def _lists() -> list[str]:
 
 def _prove(names: list[str]) -> "list[Verdict]":
     """Prove the model types, and print each verdict when it is there. The result is sorted by name."""
-    from pretrain.commands.models.all_decoders import prove_all
-
     known = sorted(their_model_types())
     for name in names:
         if name not in known:
             raise ConfigError("--prove", problem=f"transformers {version('transformers')} has no causal language model "
                               f"of the model_type {name}", word=name, known=known)
+    from pretrain.commands.models.all_decoders import prove_all  # imports torch
+
     verdicts = []
     for verdict in prove_all(list(dict.fromkeys(names)) or known):
         verdicts.append(verdict)

@@ -8,6 +8,7 @@ norm of the complete gradient, which is the precision of fp32: gradients that ar
 those of the biases of keys, consist of rounding errors.
 """
 
+import inspect
 import json
 import os
 import traceback
@@ -202,17 +203,26 @@ def _check_reference(reference: Any, ids_BT: torch.Tensor) -> None:
 
 
 def _train_reference(reference: Any, ids_BT: torch.Tensor) -> _Results:
-    """Compute transformers' loss. Its labels are the tokens; a few models expect them shifted by one position."""
-    output = reference(input_ids=ids_BT, labels=ids_BT)
+    """Compute transformers' loss. Its labels are the tokens; a few models expect them shifted by one position.
+
+    The forward function of the user's own model may take no labels: then the loss is the cross-entropy of its logits.
+    """
     next_BT = ids_BT.roll(-1, 1)
     next_BT[:, -1] = _IGNORED
+    if not {"labels", "kwargs"} & inspect.signature(type(reference).forward).parameters.keys():
+        logits_BTV = reference(input_ids=ids_BT).logits
+        return _backward(reference, F.cross_entropy(logits_BTV.flatten(0, 1).float(), next_BT.flatten()))
+    output = reference(input_ids=ids_BT, labels=ids_BT)
     is_loss_of = {name: _is_near(output.loss, F.cross_entropy(output.logits.flatten(0, 1).float(), labels_BT.flatten()))
                   for name, labels_BT in (("next", next_BT), ("same", ids_BT))}
     if not is_loss_of["next"]:
         if not is_loss_of["same"]:
             raise UnprovenError("the loss of transformers' model is not the mean cross-entropy of the tokens")
         output = reference(input_ids=ids_BT, labels=next_BT)
-    loss = output.loss
+    return _backward(reference, output.loss)
+
+
+def _backward(reference: Any, loss: torch.Tensor) -> _Results:
     loss.backward()
     return _Results(loss.item(), {name: torch.zeros_like(each) if each.grad is None else each.grad.clone()
                                   for name, each in reference.named_parameters()})
