@@ -17,8 +17,8 @@ import pytest
 import torch
 import yaml
 
-from pretrain.checkpoint.adopt.megatron_config import neox_config
-from pretrain.checkpoint.adopt.megatron_layers import read
+from pretrain.checkpoint.adopt.megatron.config import neox_config
+from pretrain.checkpoint.adopt.megatron.layers import read
 from pretrain.checkpoint.adopt.sources import find_source
 from pretrain.errors import ConfigError
 from pretrain.model.config import model_config_from

@@ -12,8 +12,8 @@ import torch
 from deepspeed.checkpoint import SubparamShape
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
+from pretrain.checkpoint.adopt.deepspeed.universal import read
 from pretrain.checkpoint.adopt.foreign_run import ForeignRun
-from pretrain.checkpoint.adopt.universal import read
 from pretrain.errors import ConfigError
 from tests.support.foreign import foreign_states
 from tests.support.model_shapes import SHAPES

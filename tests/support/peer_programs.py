@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from pretrain.checkpoint.adopt.adopt import adopt, plan_adoption
-from pretrain.checkpoint.adopt.megatron_layers import read
+from pretrain.checkpoint.adopt.megatron.layers import read
 from tests.support.adopted import (
     BATCH,
     SAVED,

@@ -32,7 +32,7 @@ class SourceKind:
     """
 
     name: str  # for messages
-    module: str
+    module: str  # in this package
     matches: Callable[[set[str]], bool]  # by the names in the folder
 
     def read(self, folder: Path, config: dict[str, Any] | None) -> "ForeignRun":
@@ -68,11 +68,12 @@ _has_layers = _any(r"layer_\d+-model_\d+-model_states\.pt")
 _has_engine = _any(r"(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt")
 # The first row that matches is the kind of a folder. A row stands before another one whose files it has, too.
 KINDS = (
-    SourceKind("transformers.Trainer", "trainer", _is_trainers),
-    SourceKind("DeepSpeed's universal format", "universal", lambda names: "zero" in names and _has_engine(names)),
-    SourceKind("GPT-NeoX or Megatron-DeepSpeed", "megatron_layers",
+    SourceKind("transformers.Trainer", "deepspeed.trainer", _is_trainers),
+    SourceKind("DeepSpeed's universal format", "deepspeed.universal",
+               lambda names: "zero" in names and _has_engine(names)),
+    SourceKind("GPT-NeoX or Megatron-DeepSpeed", "megatron.layers",
                lambda names: _has_layers(names) or ("configs" in names and _has_engine(names))),
-    SourceKind("a DeepSpeed engine", "zero_files", _has_engine),
+    SourceKind("a DeepSpeed engine", "deepspeed.zero_files", _has_engine),
     SourceKind("torch.distributed.checkpoint", "dcp", lambda names: ".metadata" in names),
 )
 

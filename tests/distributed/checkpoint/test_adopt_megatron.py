@@ -18,7 +18,7 @@ import transformers
 
 from pretrain.checkpoint.adopt.adopt import adopt, plan_adoption
 from pretrain.checkpoint.adopt.foreign_run import ForeignRun
-from pretrain.checkpoint.adopt.megatron_layers import read
+from pretrain.checkpoint.adopt.megatron.layers import read
 from pretrain.errors import ConfigError
 from tests.support.adopted import (
     PIPELINE,
@@ -40,7 +40,7 @@ SIZES: dict[str, Any] = {"layers": 4, "hidden": 64, "heads": 4, "kv_heads": 2, "
                          "rows": 288, "seq_length": SEQ_LENGTH, "stage": 1, "clipping": 1.0}
 GPT = {**SIZES, "program": "megatron", "kv_heads": 4, "inner": 256}
 CASES = {"neox": {**SIZES, "program": "neox", "precision": "fp32"}, "megatron": {**GPT, "precision": "bf16"},
-         # without clipping, because DeepSpeed's norm is wrong without ZeRO: see megatron_states.py
+         # without clipping, because DeepSpeed's norm is wrong without ZeRO: see states.py
          "stage0": {**GPT, "precision": "fp32", "stage": 0, "clipping": 0.0}}
 SAME = Layout("2 pipeline stages x 2 tensor-parallel ranks", 4,
               {**PIPELINE.blocks, "tensor_parallel": {"autotp_size": 2}})

@@ -16,9 +16,9 @@ import torch
 from deepspeed.checkpoint import ds_to_universal
 
 from pretrain.checkpoint.adopt.adopt import adopt, plan_adoption
+from pretrain.checkpoint.adopt.deepspeed.universal import read
 from pretrain.checkpoint.adopt.foreign_run import ForeignRun
 from pretrain.checkpoint.adopt.sources import find_source
-from pretrain.checkpoint.adopt.universal import read
 from pretrain.checkpoint.convert.export_trainer import export_trainer
 from pretrain.checkpoint.convert.plan_export import plan_export
 from pretrain.checkpoint.convert.universal import convert, export_universal

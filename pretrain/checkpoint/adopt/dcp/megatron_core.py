@@ -19,11 +19,11 @@ import torch
 
 from pretrain.checkpoint.adopt.dcp.files import METADATA, DcpFiles
 from pretrain.checkpoint.adopt.foreign_run import ForeignRun, Loss, Shape
-from pretrain.checkpoint.adopt.layer_files import EnumValue, Ignored
-from pretrain.checkpoint.adopt.megatron_config import megatron_core_config
-from pretrain.checkpoint.adopt.megatron_names import BY_HEAD
-from pretrain.checkpoint.adopt.megatron_states import read_schedule
-from pretrain.checkpoint.adopt.tensor_parallel_parts import merge_qkv
+from pretrain.checkpoint.adopt.megatron.config import megatron_core_config
+from pretrain.checkpoint.adopt.megatron.layer_files import EnumValue, Ignored
+from pretrain.checkpoint.adopt.megatron.names import BY_HEAD
+from pretrain.checkpoint.adopt.megatron.states import read_schedule
+from pretrain.checkpoint.adopt.megatron.tensor_parallel_parts import merge_qkv
 from pretrain.checkpoint.format.pickles import load_pickle
 from pretrain.errors import ConfigError, shorten
 from pretrain.model.config import ModelConfig, model_config_from

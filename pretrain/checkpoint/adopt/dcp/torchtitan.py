@@ -22,8 +22,8 @@ import torch
 
 from pretrain.checkpoint.adopt.dcp.files import METADATA, DcpFiles
 from pretrain.checkpoint.adopt.foreign_run import ForeignRun, Loss, Shape
-from pretrain.checkpoint.adopt.megatron_names import BY_HEAD
-from pretrain.checkpoint.adopt.tensor_parallel_parts import merge_qkv
+from pretrain.checkpoint.adopt.megatron.names import BY_HEAD
+from pretrain.checkpoint.adopt.megatron.tensor_parallel_parts import merge_qkv
 from pretrain.errors import ConfigError, shorten
 from pretrain.model.config import ModelConfig, model_config_from
 from pretrain.model.layers.rope import inverse_frequencies

@@ -10,12 +10,12 @@ from functools import cached_property
 
 import torch
 
-from pretrain.checkpoint.adopt.flat_groups import MASTERS, read_groups
 from pretrain.checkpoint.adopt.foreign_run import Loss
-from pretrain.checkpoint.adopt.layer_files import LayerFiles, load
-from pretrain.checkpoint.adopt.megatron_names import NEOX, Key, PeerLayout, Place, key_of
-from pretrain.checkpoint.adopt.tensor_parallel_parts import merge, merge_qkv, part_shape
-from pretrain.checkpoint.adopt.unpartitioned_states import Group, read_unpartitioned
+from pretrain.checkpoint.adopt.megatron.flat_groups import MASTERS, read_groups
+from pretrain.checkpoint.adopt.megatron.layer_files import LayerFiles, load
+from pretrain.checkpoint.adopt.megatron.names import NEOX, Key, PeerLayout, Place, key_of
+from pretrain.checkpoint.adopt.megatron.tensor_parallel_parts import merge, merge_qkv, part_shape
+from pretrain.checkpoint.adopt.megatron.unpartitioned_states import Group, read_unpartitioned
 from pretrain.errors import ConfigError, shorten
 from pretrain.model.config import ModelConfig
 from pretrain.model.description import Parameter

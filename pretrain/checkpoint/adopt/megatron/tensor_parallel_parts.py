@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pretrain.checkpoint.adopt.megatron_names import BY_HEAD
+from pretrain.checkpoint.adopt.megatron.names import BY_HEAD
 from pretrain.model.description import ModelConfig, Parameter
 
 

@@ -1,8 +1,8 @@
 """Read a checkpoint of GPT-NeoX or Megatron-DeepSpeed: layers of a pipeline, tensor-parallel parts, ZeRO stage 1.
 
-layer_files.py lists the files, megatron_names.py says where each parameter is, tensor_parallel_parts.py merges its
-parts, flat_groups.py reads master weights and optimizer states, megatron_tensors.py has them together, and
-megatron_states.py and megatron_config.py read the rest.
+layer_files.py lists the files, names.py says where each parameter is, tensor_parallel_parts.py merges its
+parts, flat_groups.py reads master weights and optimizer states, tensors.py has them together, and
+states.py and config.py read the rest.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from pretrain.checkpoint.adopt.foreign_run import ForeignRun
-from pretrain.checkpoint.adopt.layer_files import check_counts, find_files, load, load_layers
-from pretrain.checkpoint.adopt.megatron_config import megatron_config, neox_config
-from pretrain.checkpoint.adopt.megatron_names import BY_HEAD, BY_PART, NEOX, PeerLayout, find_layout
-from pretrain.checkpoint.adopt.megatron_states import EngineStates, Settings, read_settings, read_states
-from pretrain.checkpoint.adopt.megatron_tensors import Tensors
+from pretrain.checkpoint.adopt.megatron.config import megatron_config, neox_config
+from pretrain.checkpoint.adopt.megatron.layer_files import check_counts, find_files, load, load_layers
+from pretrain.checkpoint.adopt.megatron.names import BY_HEAD, BY_PART, NEOX, PeerLayout, find_layout
+from pretrain.checkpoint.adopt.megatron.states import EngineStates, Settings, read_settings, read_states
+from pretrain.checkpoint.adopt.megatron.tensors import Tensors
 from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig, model_config_from
 from pretrain.model.hf_weights import module_shapes
@@ -81,7 +81,7 @@ def _config(settings: Settings, layout: PeerLayout, layers: Mapping[int, Sequenc
 
 
 def _qkv_order(layout: PeerLayout, settings: Settings, model: ModelConfig) -> str:
-    """Return the order of the rows of query_key_value, see megatron_names.py. Raises ConfigError if it is unknown."""
+    """Return the order of the rows of query_key_value, see names.py. Raises ConfigError if it is unknown."""
     if layout.program == NEOX:
         return BY_HEAD if model.num_kv_heads == model.num_heads else BY_PART
     if settings.values is None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from pretrain.checkpoint.adopt.engine_files import (
+from pretrain.checkpoint.adopt.deepspeed.engine_files import (
     SAME_CHECKPOINT,
     EngineFiles,
     module_tensors,
@@ -15,11 +15,11 @@ from pretrain.checkpoint.adopt.engine_files import (
     param_groups,
     understood,
 )
+from pretrain.checkpoint.adopt.deepspeed.swapped_files import SUFFIX, map_numbers
+from pretrain.checkpoint.adopt.deepspeed.zero_layout import FoundParameters, find_parameters
 from pretrain.checkpoint.adopt.foreign_run import ForeignRun, Loss, Shape
 from pretrain.checkpoint.adopt.optimizers import recognize
 from pretrain.checkpoint.adopt.parameter_order import is_rounded
-from pretrain.checkpoint.adopt.swapped_files import SUFFIX, map_numbers
-from pretrain.checkpoint.adopt.zero_layout import FoundParameters, find_parameters
 from pretrain.checkpoint.format.pickles import load_pickle
 from pretrain.checkpoint.format.shard_index import FP32
 from pretrain.checkpoint.load.reader import CheckpointReader

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from pretrain.checkpoint.adopt.deepspeed.zero_files import global_batch_size, precision_of
 from pretrain.checkpoint.adopt.foreign_run import Loss
 from pretrain.checkpoint.adopt.optimizers import Recognized, recognize
-from pretrain.checkpoint.adopt.zero_files import global_batch_size, precision_of
 from pretrain.checkpoint.convert.universal import DECAYS
 from pretrain.checkpoint.format.pickles import load_pickle
 from pretrain.errors import ConfigError

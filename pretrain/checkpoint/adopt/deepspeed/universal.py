@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from deepspeed.checkpoint import SubparamShape
 
+from pretrain.checkpoint.adopt.deepspeed.universal_states import EngineStates, read_engine_states
+from pretrain.checkpoint.adopt.deepspeed.zero_files import with_schedule
 from pretrain.checkpoint.adopt.foreign_run import ForeignRun, Loss, Shape
-from pretrain.checkpoint.adopt.universal_states import EngineStates, read_engine_states
-from pretrain.checkpoint.adopt.zero_files import with_schedule
 from pretrain.checkpoint.format.pickles import load_pickle
 from pretrain.checkpoint.format.shard_index import FP32
 from pretrain.errors import ConfigError, shorten

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from pretrain.checkpoint.adopt.layer_files import EnumValue
+from pretrain.checkpoint.adopt.megatron.layer_files import EnumValue
 from pretrain.errors import ConfigError, shorten
 
 Values = dict[str, Any]

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from pretrain.checkpoint.adopt.flat_groups import MASTERS, FlatGroup
-from pretrain.checkpoint.adopt.layer_files import LayerFiles, load
-from pretrain.checkpoint.adopt.megatron_names import PeerLayout
+from pretrain.checkpoint.adopt.megatron.flat_groups import MASTERS, FlatGroup
+from pretrain.checkpoint.adopt.megatron.layer_files import LayerFiles, load
+from pretrain.checkpoint.adopt.megatron.names import PeerLayout
 from pretrain.checkpoint.adopt.parameter_order import names_by_shape, names_by_values
 from pretrain.errors import ConfigError
 

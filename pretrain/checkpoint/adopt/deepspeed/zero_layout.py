@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from pretrain.checkpoint.adopt.engine_files import (
+from pretrain.checkpoint.adopt.deepspeed.engine_files import (
     OPTIMIZER,
     SAME_CHECKPOINT,
     EngineFiles,
@@ -25,8 +25,8 @@ from pretrain.checkpoint.adopt.engine_files import (
     param_shapes,
     value_at,
 )
+from pretrain.checkpoint.adopt.deepspeed.swapped_files import SwappedFiles
 from pretrain.checkpoint.adopt.parameter_order import names_by_shape, names_by_values
-from pretrain.checkpoint.adopt.swapped_files import SwappedFiles
 from pretrain.checkpoint.format.fragments import FileLocation
 from pretrain.checkpoint.format.shard_index import FP32, StoredFragment, StoredParameters
 from pretrain.errors import ConfigError, shorten

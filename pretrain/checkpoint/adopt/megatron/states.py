@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from pretrain.checkpoint.adopt.foreign_run import Loss
-from pretrain.checkpoint.adopt.layer_files import LayerFiles, load
-from pretrain.checkpoint.adopt.megatron_config import read_neox_settings
-from pretrain.checkpoint.adopt.megatron_names import NEOX
-from pretrain.checkpoint.adopt.unpartitioned_states import Group
+from pretrain.checkpoint.adopt.megatron.config import read_neox_settings
+from pretrain.checkpoint.adopt.megatron.layer_files import LayerFiles, load
+from pretrain.checkpoint.adopt.megatron.names import NEOX
+from pretrain.checkpoint.adopt.megatron.unpartitioned_states import Group
 from pretrain.errors import ConfigError
 
 _ADAM = {"exp_avg", "exp_avg_sq"}

@@ -8,12 +8,12 @@ from typing import Any, TypedDict
 import torch
 import transformers
 
-from pretrain.checkpoint.adopt import zero_files
-from pretrain.checkpoint.adopt.engine_files import EngineFiles, understood
+from pretrain.checkpoint.adopt.deepspeed import zero_files
+from pretrain.checkpoint.adopt.deepspeed.engine_files import EngineFiles, understood
+from pretrain.checkpoint.adopt.deepspeed.training_arguments import TRAINING_ARGS, read_training_arguments, schedule_of
+from pretrain.checkpoint.adopt.deepspeed.zero_layout import FoundParameters, add_torch_optimizer
 from pretrain.checkpoint.adopt.foreign_run import ForeignRun, Loss
 from pretrain.checkpoint.adopt.optimizers import UNKNOWN_DECAY
-from pretrain.checkpoint.adopt.training_arguments import TRAINING_ARGS, read_training_arguments, schedule_of
-from pretrain.checkpoint.adopt.zero_layout import FoundParameters, add_torch_optimizer
 from pretrain.checkpoint.format.fragments import FileLocation
 from pretrain.checkpoint.format.pickles import load_pickle
 from pretrain.checkpoint.format.shard_index import StoredParameters

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from pretrain.checkpoint.adopt.layer_files import load
+from pretrain.checkpoint.adopt.megatron.layer_files import load
 from pretrain.errors import ConfigError
 
 MASTERS = "fp32"
