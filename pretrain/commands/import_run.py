@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from pretrain.checkpoint.adopt.foreign_run import LOSSES, with_sample_length
+from pretrain.checkpoint.adopt.foreign_run import LOSSES, ForeignRun, with_sample_length
 from pretrain.checkpoint.adopt.sources import KINDS, Source, find_source
 from pretrain.checkpoint.convert.new_folder import check_new_folder, check_new_weights, output_summary
 from pretrain.checkpoint.format.manifest import Manifest, step_of
@@ -149,6 +149,13 @@ def _adopt(source: Source, args: argparse.Namespace) -> None:
         print(line)
 
 
+def _rate(run: ForeignRun) -> str:
+    """Return the learning rate of the last step or, if only that is recorded, of the next one."""
+    if run.learning_rate is not None:
+        return f"{run.learning_rate:g}"
+    return f"{run.schedule['next_rate']:g} in the next step" if "next_rate" in run.schedule else "not recorded"
+
+
 def _facts(plan: "Adoption", manifest: Manifest) -> Sequence[tuple[str, str]]:
     """Return what was taken over, and what was not, as rows of a table."""
     from pretrain.checkpoint.adopt.run_files import adopted_flags, ds_config_of
@@ -167,7 +174,7 @@ def _facts(plan: "Adoption", manifest: Manifest) -> Sequence[tuple[str, str]]:
                                     + (f" but {', '.join(plan.decay.no_weight_decay)}"
                                        if plan.decay.no_weight_decay else ""))),
         ("step", f"{run.step}" + (f", of which {run.skipped_steps} were skipped" if run.skipped_steps else "")),
-        ("learning rate", "not recorded" if run.learning_rate is None else f"{run.learning_rate:g}"),
+        ("learning rate", _rate(run)),
         ("schedule", losses.get("schedule", flags.get("lr_schedule") or run.schedule.get("type") or "not recorded: the "
                                 "flags --lr_... or the JSON's scheduler describe it")),
         ("data position", losses.get("data_position", position)),

@@ -495,3 +495,9 @@ def test_names_of_other_programs_are_rejected(tmp_path: Path) -> None:
     folder = write_dcp(tmp_path / "step-1", {"encoder.weight": torch.zeros(3)}, {})
     assert "found tensors with names such as encoder.weight; expected names of torchtitan" in message(
         lambda: read(folder, None))
+    shards = tmp_path / "other/step-2"
+    shards.mkdir(parents=True)
+    (shards / "shard-00001-model-00001-of-00001.safetensors").touch()
+    for path in (shards, shards.parent):
+        assert f"{shards}: shards that torch's HuggingFaceStorageWriter wrote are not read" in message(
+            lambda path=path: find_source(path, step=None, config=None))

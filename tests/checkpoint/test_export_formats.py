@@ -46,9 +46,11 @@ def test_a_universal_export_is_imported_without_a_difference(run: Path, tmp_path
     assert json.loads((out / "config.json").read_text())["architectures"] == ["GPT2LMHeadModel"]
     assert (out / "zero/transformer.h.0.attn.c_attn.weight/exp_avg.pt").is_file()
     # a tensor for ZeRO-1 and 2, as torch's optimizers need it; none for ZeRO-3, where several groups would share it
-    assert torch.load(out / "zero/transformer.wte.weight/step.pt") == torch.tensor(float(STEPS))
-    state = torch.load(out / "zero/optimizer_state.pt", weights_only=False)
-    assert type(state["optimizer_state_dict"]["state"][0]["step"]) is int
+    convert(run / "checkpoints/global_step3", tmp_path / "ours")
+    for folder, name in ((out, "transformer.wte.weight"), (tmp_path / "ours", "0.tokens.weight")):
+        assert torch.load(folder / "zero" / name / "step.pt") == torch.tensor(float(STEPS))
+        state = torch.load(folder / "zero/optimizer_state.pt", weights_only=False)
+        assert type(state["optimizer_state_dict"]["state"][0]["step"]) is int
     text = command(import_main, out, "--save", tmp_path / "back")
     assert "DeepSpeed's universal format, names of transformers" in text
     back = tmp_path / "back/checkpoints/global_step3"

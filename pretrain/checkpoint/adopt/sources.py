@@ -21,6 +21,7 @@ _NUMBERED = re.compile(r"(?:global_step|checkpoint-|checkpoint_|step-|step_|iter
 # files in which a program names its newest checkpoint
 _LATEST = ("latest", "latest_universal", "latest_checkpointed_iteration.txt")
 _LONGEST_NAME = 255
+_SHARD = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")  # torch/distributed/checkpoint/_hf_utils.py
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ def find_source(path: Path, *, step: int | None, config: dict[str, Any] | None) 
         return Source(kind, path, config or _config_near(path))
     found = [(child, kind) for child in _children(path) if (kind := kind_of(child)) is not None]
     if not found:
+        _reject_shards(path)
         return None
     folder, kind = _chosen(path, found, step)
     return Source(kind, folder, config or _config_near(folder))
@@ -106,6 +108,15 @@ def _reject_own(path: Path) -> None:
                                                         *path.glob("checkpoints/global_step*"))):
         raise ConfigError(str(path), problem="this program wrote these checkpoints", remedy="a run resumes from its "
                           f"own run folder (--save), and another run begins with them by --resume_from {path}")
+
+
+def _reject_shards(path: Path) -> None:
+    """Raise ConfigError for a checkpoint that torch's HuggingFaceStorageWriter wrote and did not consolidate."""
+    for folder in (path, *(child for child in _children(path) if step_in_name(child) is not None)):
+        if folder.is_dir() and any(_SHARD.fullmatch(file.name) for file in folder.iterdir()):
+            raise ConfigError(str(folder), problem="shards that torch's HuggingFaceStorageWriter wrote are not read",
+                              remedy="save the run with torch's FileSystemWriter, or save the weights with "
+                              "enable_consolidation=True and import them alone")
 
 
 def _children(path: Path) -> Iterable[Path]:

@@ -81,7 +81,7 @@ def write_universal(folder: Path, manifest: Manifest, out: Path, config: ModelCo
         config: None: the names of the parameters remain. A model: they become those of its module in transformers.
     """
     reader = CheckpointReader(folder)
-    step = _universal_step(reader, theirs=config is not None)
+    step = int(reader.scalars["step"]) if "step" in reader.scalars else None
     total = sum(prod(shape) for shape in reader.shapes.values()) * 4 * len(reader.states)
     decays: dict[str, float] = {}
     with ProgressBar("converting", total) as progress:
@@ -92,12 +92,8 @@ def write_universal(folder: Path, manifest: Manifest, out: Path, config: ModelCo
                     torch.save({"param": tensor}, out / "zero" / name / f"{state}.pt")
                     progress.advance(tensor.nbytes, name)
                     decays[name] = reader.group(names[0]).get("weight_decay", 0.0)
-                    if step is not None:
-                        torch.save(step, out / "zero" / name / "step.pt")
-    if config is not None and step is not None:
-        # For ZeRO-3 no tensor: DeepSpeed 0.19.8 (zero/stage3.py, load_hp_checkpoint_state_from_checkpoint_dir_stage3)
-        # gives the same one to all sub-groups, and each of them then adds 1 to it in a step. torch's AdamW rejects it.
-        step = int(step)
+                    if step is not None:  # torch's optimizers need a tensor; those of DeepSpeed take one, too
+                        torch.save(torch.tensor(float(step)), out / "zero" / name / "step.pt")
     num_groups = 2 if config is None else _MANY_GROUPS  # ours: one for matrices and one for vectors
     torch.save(_universal_optimizer(reader, step, manifest, num_groups), out / "zero" / "optimizer_state.pt")
     engine = reader.engine_state()
@@ -138,20 +134,13 @@ def _unchanged(name: str, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Te
     return {name: tensors[0]}
 
 
-def _universal_step(reader: CheckpointReader, *, theirs: bool) -> int | torch.Tensor | None:
-    """Return the optimizer's step count in the type that its class uses: a tensor for torch's own optimizers.
-
-    If another program will load it (`theirs`), its class is unknown. DeepSpeed's classes take a tensor, too.
-    """
-    if "step" not in reader.scalars:
-        return None
-    step = reader.scalars["step"]
-    return torch.tensor(step) if theirs or hasattr(torch.optim, reader.optimizer) else int(step)
-
-
-def _universal_optimizer(reader: CheckpointReader, step: int | torch.Tensor | None, manifest: Manifest,
+def _universal_optimizer(reader: CheckpointReader, step: int | None, manifest: Manifest,
                          num_groups: int) -> dict[str, Any]:
     """Return the content of `zero/optimizer_state.pt`. It has the keys for ZeRO stages 1 and 2 and those for stage 3.
+
+    The step count of stage 3 is no tensor: DeepSpeed 0.19.8 (zero/stage3.py,
+    load_hp_checkpoint_state_from_checkpoint_dir_stage3) gives the same one to all sub-groups, and each of them would
+    add 1 to it in a step. torch's optimizers reject the number, where a tensor would give a wrong bias correction.
 
     A parameter group has only the settings that schedules change, and the loading run keeps its other settings. At ZeRO
     stage 3 DeepSpeed 0.19.8 copies all values of the first group, weight decay included, to every group. In a pipeline
