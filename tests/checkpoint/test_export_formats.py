@@ -13,6 +13,7 @@ import torch
 
 from pretrain.checkpoint.convert.diff import diff
 from pretrain.checkpoint.convert.plan_export import check_has_states
+from pretrain.checkpoint.convert.universal import convert
 from pretrain.checkpoint.format.manifest import MANIFEST, read_manifest
 from pretrain.commands.import_run import main as import_main
 from pretrain.commands.weights import export_main
@@ -47,8 +48,8 @@ def test_a_universal_export_is_imported_without_a_difference(run: Path, tmp_path
     assert (out / "zero/transformer.h.0.attn.c_attn.weight/exp_avg.pt").is_file()
     # a tensor for ZeRO-1 and 2, as torch's optimizers need it; none for ZeRO-3, where several groups would share it
     convert(run / "checkpoints/global_step3", tmp_path / "ours")
-    for folder, name in ((out, "transformer.wte.weight"), (tmp_path / "ours", "0.tokens.weight")):
-        assert torch.load(folder / "zero" / name / "step.pt") == torch.tensor(float(STEPS))
+    for folder in (out, tmp_path / "ours"):
+        assert all(torch.equal(torch.load(path), torch.tensor(float(STEPS))) for path in folder.glob("zero/*/step.pt"))
         state = torch.load(folder / "zero/optimizer_state.pt", weights_only=False)
         assert type(state["optimizer_state_dict"]["state"][0]["step"]) is int
     text = command(import_main, out, "--save", tmp_path / "back")
