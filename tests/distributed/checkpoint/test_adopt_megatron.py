@@ -208,9 +208,9 @@ DAMAGE: dict[str, tuple[str, str, Callable[[Any], Any] | None, str]] = {
                   masters(lambda group: group * (1 + 2**-20) if len(group) > 10**4 else group),  # matrices
                   "the tied embedding of this pipeline stage differs"),
     "short partition": ("neox", "zero_pp_rank_0_mp_rank_01_optim_states.pt", masters(lambda group: group[:7]),
-                        "fp32 of parameter group 0: found partitions of 7 elements"),
+                        " elements of parameter group 0; expected "),
     "another optimizer": ("neox", "zero_pp_rank_0_mp_rank_01_optim_states.pt", with_value("optimizer_state_dict", {}),
-                          "optimizer_state_dict: found no single_partition_of_fp32_groups"),
+                          "optim_states.pt: there is nothing at ['optimizer_state_dict', 'single_partition_of_fp32_groups', 0]"),
     "unknown step": ("neox", "mp_rank_00_model_states.pt", with_value("global_steps", "six"),
                      "global_steps: found six; expected a whole number"),
     "no args": ("megatron", "mp_rank_00_model_states.pt", without("args"),

@@ -1,8 +1,8 @@
 """Read a checkpoint of GPT-NeoX or Megatron-DeepSpeed: layers of a pipeline, tensor-parallel parts, ZeRO stage 1.
 
-layer_files.py lists the files, names.py says where each parameter is, tensor_parallel_parts.py merges its
-parts, flat_groups.py reads master weights and optimizer states, tensors.py has them together, and
-states.py and config.py read the rest.
+layer_files.py lists the files, names.py says where each parameter is, tensor_parallel_parts.py merges its parts,
+rank_states.py reads master weights and optimizer states, tensors.py has them together, and states.py and config.py read
+the rest.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,7 @@ def read(folder: Path, config: Mapping[str, Any] | None) -> ForeignRun:
     values = dict(config) if config is not None else _config(settings, layout, layers, folder)
     model = model_config_from(values, "config.json" if config is not None else settings.where)
     tensors = Tensors(files, layers, layout, model, _qkv_order(layout, settings, model))
-    states = read_states(state, settings, tensors.groups(), files, precision=tensors.precision)
+    states = read_states(state, settings, next(iter(tensors.ranks), None), files, precision=tensors.precision)
     return _run(tensors, states, values)
 
 

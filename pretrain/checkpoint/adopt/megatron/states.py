@@ -1,7 +1,7 @@
 """Read what GPT-NeoX and Megatron-DeepSpeed record besides tensors: settings, steps, schedule, loss scale."""
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from pretrain.checkpoint.adopt.foreign_run import Loss
 from pretrain.checkpoint.adopt.megatron.config import read_neox_settings
 from pretrain.checkpoint.adopt.megatron.layer_files import LayerFiles, load
 from pretrain.checkpoint.adopt.megatron.names import NEOX
-from pretrain.checkpoint.adopt.megatron.unpartitioned_states import Group
+from pretrain.checkpoint.adopt.megatron.rank_states import RankStates
 from pretrain.errors import ConfigError
 
 _ADAM = {"exp_avg", "exp_avg_sq"}
@@ -67,13 +67,13 @@ def read_settings(folder: Path, state: Mapping[str, Any], program: str) -> Setti
                     f"{folder}/mp_rank_00_model_states.pt: args")
 
 
-def read_states(state: Mapping[str, Any], settings: Settings, groups: Sequence[Group], files: LayerFiles, *,
+def read_states(state: Mapping[str, Any], settings: Settings, rank: RankStates | None, files: LayerFiles, *,
                 precision: str) -> EngineStates:
     """Return what the files of mp rank 0 record.
 
     Args:
         state: content of its model-states file.
-        groups: its parameter groups; (): the checkpoint has no optimizer.
+        rank: its optimizer; None: the checkpoint has none.
         precision: of the weights in the layer files.
 
     Raises ConfigError.
@@ -91,16 +91,16 @@ def read_states(state: Mapping[str, Any], settings: Settings, groups: Sequence[G
     if samples is None and batch is not None:
         samples = step * batch
     schedule, notes = read_schedule(state.get("lr_scheduler"), batch)
-    if groups and not files.zero and len(files.layers) and (ds_config or {}).get("gradient_clipping"):
+    if rank and not files.zero and len(files.layers) and (ds_config or {}).get("gradient_clipping"):
         notes.append(_CLIPPING)
-    losses, rate = [], _number(groups[0].settings.get("lr")) if groups else None
-    if not groups:
+    losses, rate = [], _number(rank.groups[0].get("lr")) if rank and rank.groups else None
+    if not rank:
         losses.append(Loss("optimizer", "the checkpoint has no optimizer, which is in zero_pp_rank files"))
         if precision != "fp32":
             losses.append(Loss("master_weights", "the checkpoint has no zero_pp_rank files"))
     return EngineStates(
-        files=settings.files, step=step, optimizer_step=groups[0].step if groups else 0,
-        skipped_steps=_count(state, "skipped_steps", path) or 0, optimizer=_optimizer(groups, values, schedule),
+        files=settings.files, step=step, optimizer_step=rank.step if rank else 0,
+        skipped_steps=_count(state, "skipped_steps", path) or 0, optimizer=_optimizer(rank, values, schedule),
         learning_rate=rate if not schedule else None,
         schedule=schedule if rate is None else {**schedule, "next_rate": rate},
         global_batch_size=batch, consumed_samples=samples, seq_length=_whole(values.get("seq_length")),
@@ -126,15 +126,15 @@ def _count(values: Mapping[str, Any], key: str, path: Path) -> int | None:
     return value
 
 
-def _optimizer(groups: Sequence[Group], values: Mapping[str, Any], schedule: Mapping[str, Any]) -> dict[str, Any]:
+def _optimizer(rank: RankStates | None, values: Mapping[str, Any], schedule: Mapping[str, Any]) -> dict[str, Any]:
     """Return type and parameters. The programs' Adam is AdamW on GPUs: FusedAdam of apex or DeepSpeed."""
-    if not groups:
+    if not rank:
         return {}
     given = values.get("optimizer")
     kind = given.get("type") if isinstance(given, dict) else values.get("optimizer")
-    settings = max((group.settings for group in groups), key=lambda each: _number(each.get("weight_decay")) or 0.0)
+    settings = max(rank.groups, key=lambda each: _number(each.get("weight_decay")) or 0.0, default={})
     params: dict[str, Any] = {}
-    if {*groups[0].states} >= _ADAM and str(kind or "adam").lower() in ("adam", "adamw", "cpu_adam"):
+    if {*rank.states} >= _ADAM and str(kind or "adam").lower() in ("adam", "adamw", "cpu_adam"):
         is_coupled = settings.get("decoupled_weight_decay") is False  # torch.optim.Adam
         kind = "Adam" if is_coupled else "AdamW"
         params = {"adam_w_mode": False} if is_coupled else {}

@@ -11,11 +11,11 @@ from functools import cached_property
 import torch
 
 from pretrain.checkpoint.adopt.foreign_run import Loss
-from pretrain.checkpoint.adopt.megatron.flat_groups import MASTERS, read_groups
-from pretrain.checkpoint.adopt.megatron.layer_files import LayerFiles, load
+from pretrain.checkpoint.adopt.megatron.layer_files import LayerFiles
 from pretrain.checkpoint.adopt.megatron.names import NEOX, Key, PeerLayout, Place, key_of
+from pretrain.checkpoint.adopt.megatron.rank_states import RankStates, read_ranks
 from pretrain.checkpoint.adopt.megatron.tensor_parallel_parts import merge, merge_qkv, part_shape
-from pretrain.checkpoint.adopt.megatron.unpartitioned_states import Group, read_unpartitioned
+from pretrain.checkpoint.format.shard_index import FP32
 from pretrain.errors import ConfigError, shorten
 from pretrain.model.config import ModelConfig
 from pretrain.model.description import Parameter
@@ -76,37 +76,28 @@ class Tensors:
             block += layer.kind == "block"
 
     @cached_property
-    def _groups(self) -> tuple[tuple[Group, ...], ...]:
-        """The parameter groups of each mp rank; () without an optimizer."""
-        if not self.files.zero:
-            return read_unpartitioned(self.files, self.layers, self.layout)
-        return tuple(tuple(read_groups(paths, load(self.files.mp_ranks[rank]).get("param_shapes"),
-                                       self.files.mp_ranks[rank])) for rank, paths in enumerate(self.files.zero))
-
-    def groups(self) -> tuple[Group, ...]:
-        """Return the parameter groups of mp rank 0; () without an optimizer."""
-        return self._groups[0] if self._groups else ()
+    def ranks(self) -> tuple[RankStates, ...]:
+        """The optimizer's part of each mp rank; () without an optimizer."""
+        return read_ranks(self.files, self.layers, self.layout)
 
     @cached_property
-    def _places(self) -> dict[tuple[Key, int], list[tuple[Group, str]]]:
-        """For a key and a tensor-parallel rank: group and name in it, for each pipeline stage that has a copy."""
-        found: dict[tuple[Key, int], list[tuple[Group, str]]] = {}
-        for rank, groups in enumerate(self._groups):
-            for group in groups:
-                for name in group.shapes:
-                    key = key_of(name, self.layout)
-                    if key is None or key[1] not in self.layout.names.get(key[0], ()):
-                        raise ConfigError(f"{self.files.mp_ranks[rank]}: param_shapes: {shorten(name)}",
-                                          problem="no layer file has this parameter",
-                                          remedy="copy all files of one checkpoint")
-                    found.setdefault((key, rank % self.files.tensor_parallel_size), []).append((group, name))
+    def _places(self) -> dict[tuple[Key, int], list[tuple[RankStates, str]]]:
+        """For a key and a tensor-parallel rank: mp rank and name in it, for each pipeline stage that has a copy."""
+        found: dict[tuple[Key, int], list[tuple[RankStates, str]]] = {}
+        for number, rank in enumerate(self.ranks):
+            for name in rank.shapes:
+                key = key_of(name, self.layout)
+                if key is None or key[1] not in self.layout.names.get(key[0], ()):
+                    raise ConfigError(f"{self.files.mp_ranks[number]}: param_shapes: {shorten(name)}",
+                                      problem="no layer file has this parameter",
+                                      remedy="copy all files of one checkpoint")
+                found.setdefault((key, number % self.files.tensor_parallel_size), []).append((rank, name))
         return found
 
     @property
     def states(self) -> tuple[str, ...]:
         """Optimizer states with a number for each weight."""
-        groups = self.groups()
-        return groups[0].states if groups else ()
+        return self.ranks[0].states if self.ranks else ()
 
     @property
     def precision(self) -> str:
@@ -141,9 +132,9 @@ class Tensors:
                 parts = f"{ranks} parts of {list(source.parameter.shape)}"
                 raise ConfigError(where, found=f"a part of shape {list(found)}", remedy=_OTHER_MODEL, expected=parts
                                   if expected is None else f"{list(expected)}, of {parts}")
-            if self._groups:
+            if self.ranks:
                 copies = self._places.get(((index, name), rank), [])
-                if not copies or any(group.shapes[full] != found for group, full in copies):
+                if not copies or any(other.shapes[full] != found for other, full in copies):
                     raise ConfigError(where, problem="the optimizer has no parameter of this shape for it",
                                       remedy="copy all files of one checkpoint")
 
@@ -159,7 +150,7 @@ class Tensors:
         parts = [self._part(source, rank, state) for rank in range(self.files.tensor_parallel_size)]
         if source.parameter.split_dim is None:
             total = torch.stack(parts)
-            return total.sum(0) if self._is_summed(source) and state == MASTERS else \
+            return total.sum(0) if self._is_summed(source) and state == FP32 else \
                 parts[0] if self._are_equal(parts) else total.mean(0)
         if source.parameter.name.startswith("attention.qkv."):
             return merge_qkv(parts, self.model, self.qkv_order)
@@ -174,19 +165,19 @@ class Tensors:
         """Return the part of one tensor-parallel rank. Master weights are compared with the layer file."""
         (index, name), path = source.place.key, self.files.path(source.place.key[0], rank)
         weights = self.layers[index][rank][name]
-        if not self._groups:
+        if not self.ranks:
             return weights.float()
         copies = self._places[(index, name), rank]
         part = copies[0][0].read(copies[0][1], state)
-        if state != MASTERS:
+        if state != FP32:
             return part
         if not torch.equal(part.to(weights.dtype), weights):
             raise ConfigError(f"{path}: {name}", problem=f"it is not the rounded master weight in {copies[0][0].path}",
                               remedy="copy all files of one checkpoint, or use another one")
         # only this parameter of a tied embedding is synchronized (deepspeed/runtime/pipe/module.py, tied_weight_attr)
-        for group, full in copies[1:] if name == "word_embeddings.weight" else []:
-            if not torch.equal(group.read(full, state), part):
-                raise ConfigError(f"{group.path}: {full}", problem="the tied embedding of this pipeline stage differs "
+        for other, full in copies[1:] if name == "word_embeddings.weight" else []:
+            if not torch.equal(other.read(full, state), part):
+                raise ConfigError(f"{other.path}: {full}", problem="the tied embedding of this pipeline stage differs "
                                   f"from the one in {copies[0][0].path}", remedy="use another checkpoint")
         return part
 
@@ -216,7 +207,7 @@ class Tensors:
         found = {}
         for name, source in self.sources.items():
             if source.parameter.split_dim is None and not self._is_summed(source):
-                parts = [self._part(source, rank, MASTERS) for rank in range(self.files.tensor_parallel_size)]
+                parts = [self._part(source, rank, FP32) for rank in range(self.files.tensor_parallel_size)]
                 if not self._are_equal(parts):
                     found[name] = max(float((part - parts[0]).abs().max()) for part in parts)
         return found
@@ -237,10 +228,10 @@ class Tensors:
     def weight_decay(self) -> dict[str, float]:
         """Return the weight decay of each parameter under transformers' name; {} if it is not recorded."""
         found: dict[str, float] = {}
-        for rules in self.rules if self._groups else []:
+        for rules in self.rules if self.ranks else []:
             for name in module_shapes(rules, self.model):
-                group, _ = self._places[self.sources[rules[0].ours].place.key, 0][0]
-                if "weight_decay" not in group.settings:
+                states, full = self._places[self.sources[rules[0].ours].place.key, 0][0]
+                if "weight_decay" not in states.group(full):
                     return {}
-                found[name] = float(group.settings["weight_decay"])
+                found[name] = float(states.group(full)["weight_decay"])
         return found
