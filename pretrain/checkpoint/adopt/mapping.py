@@ -1,15 +1,19 @@
-"""Read a run of another program under this project's names: weights and optimizer states follow the same rules."""
+"""Read a run of another program under this project's names: weights and optimizer states follow the same rules.
 
+`read_in_module` is the other direction, for sources whose tensors are similar to ours and not to those of transformers.
+"""
+
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from pretrain.checkpoint.adopt.foreign_run import ForeignRun
+from pretrain.checkpoint.adopt.foreign_run import ForeignRun, Shape
 from pretrain.errors import ConfigError, shorten
 from pretrain.model.config import ModelConfig
 from pretrain.model.hf_names import TensorRule, name_in_module, stacked_in_module, tensor_rules
-from pretrain.model.hf_weights import to_ours
+from pretrain.model.hf_weights import module_shapes, module_tensors, to_ours
 
 
 @dataclass(frozen=True)
@@ -84,3 +88,15 @@ def _check_shape(run: ForeignRun, name: str, expected: tuple[int, ...]) -> None:
         raise ConfigError(f"{run.folder}: {shorten(name)}", found=f"the shape {list(found)}",
                           expected=f"{list(expected)}, as the config.json says",
                           remedy="name the config.json of this run by --model")
+
+
+def shapes_in_module(rules_of: Iterable[tuple[TensorRule, ...]], config: ModelConfig) -> dict[str, Shape]:
+    """Return name -> shape of all tensors of the transformers module. `rules_of`: see rules_by_module_tensors."""
+    return {name: shape for rules in rules_of for name, shape in module_shapes(rules, config).items()}
+
+
+def read_in_module(name: str, rules_of: Iterable[tuple[TensorRule, ...]], config: ModelConfig,
+                   read: Callable[[str], torch.Tensor]) -> torch.Tensor:
+    """Return a tensor of the transformers module. `read` returns a parameter of ours by name."""
+    rules = next(rules for rules in rules_of if name in module_shapes(rules, config))
+    return module_tensors(rules, [read(rule.ours) for rule in rules], config)[name].contiguous()

@@ -210,7 +210,7 @@ DAMAGE: dict[str, tuple[str, str, Callable[[Any], Any] | None, str]] = {
     "short partition": ("neox", "zero_pp_rank_0_mp_rank_01_optim_states.pt", masters(lambda group: group[:7]),
                         " elements of parameter group 0; expected "),
     "another optimizer": ("neox", "zero_pp_rank_0_mp_rank_01_optim_states.pt", with_value("optimizer_state_dict", {}),
-                          "optim_states.pt: there is nothing at ['optimizer_state_dict', 'single_partition_of_fp32_groups', 0]"),
+                          "optim_states.pt: there is nothing at ['optimizer_state_dict', 'single_partition_of_fp32_"),
     "unknown step": ("neox", "mp_rank_00_model_states.pt", with_value("global_steps", "six"),
                      "global_steps: found six; expected a whole number"),
     "no args": ("megatron", "mp_rank_00_model_states.pt", without("args"),

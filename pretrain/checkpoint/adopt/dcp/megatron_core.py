@@ -19,17 +19,19 @@ import torch
 
 from pretrain.checkpoint.adopt.dcp.files import METADATA, DcpFiles
 from pretrain.checkpoint.adopt.foreign_run import ForeignRun, Loss, Shape
+from pretrain.checkpoint.adopt.mapping import read_in_module, shapes_in_module
 from pretrain.checkpoint.adopt.megatron.config import megatron_core_config
 from pretrain.checkpoint.adopt.megatron.layer_files import EnumValue, Ignored
 from pretrain.checkpoint.adopt.megatron.names import BY_HEAD
 from pretrain.checkpoint.adopt.megatron.states import read_schedule
 from pretrain.checkpoint.adopt.megatron.tensor_parallel_parts import merge_qkv
+from pretrain.checkpoint.adopt.values import precision_of_dtype, whole_number
 from pretrain.checkpoint.format.pickles import load_pickle
 from pretrain.errors import ConfigError, shorten
 from pretrain.model.config import ModelConfig, model_config_from
 from pretrain.model.description import Parameter
 from pretrain.model.hf_names import TensorRule
-from pretrain.model.hf_weights import module_shapes, module_tensors, rules_by_module_tensors
+from pretrain.model.hf_weights import rules_by_module_tensors
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _COMMON = "common.pt"
@@ -86,11 +88,11 @@ def read(files: DcpFiles, config: Mapping[str, Any] | None) -> ForeignRun:
     tensors.check()
     states, losses = _states(tensors)
     groups = _groups(common)
-    batch = _whole(args.get("global_batch_size")) if args.get("rampup_batch_size") is None else None
+    batch = whole_number(args.get("global_batch_size")) if args.get("rampup_batch_size") is None else None
     schedule, notes = read_schedule(common.get("opt_param_scheduler"), batch)
     rates = [float(group["lr"]) for group in groups if "lr" in group]  # the schedule was advanced before the save
     clipping = args.get("clip_grad") if isinstance(args.get("clip_grad"), (int, float)) else None
-    step, updates = _whole(common.get("iteration")), _updates(common, groups)
+    step, updates = whole_number(common.get("iteration")), _updates(common, groups)
     if step is None or step < 0:
         raise ConfigError(f"{path}: iteration", found=common.get("iteration"), expected="a number of steps")
     if args.get("fp16") and updates is not None and updates > step:
@@ -103,8 +105,9 @@ def read(files: DcpFiles, config: Mapping[str, Any] | None) -> ForeignRun:
         skipped_steps=int(step - updates) if args.get("fp16") and updates is not None else 0,
         optimizer=_optimizer(args, groups, schedule) if states else {},
         schedule={**schedule, **({"next_rate": max(rates)} if rates else {})},
-        global_batch_size=batch, consumed_samples=_whole(args.get("consumed_train_samples")),
-        seq_length=_whole(args.get("seq_length")), precision=tensors.precision, seed=_whole(args.get("seed")),
+        global_batch_size=batch, consumed_samples=whole_number(args.get("consumed_train_samples")),
+        seq_length=whole_number(args.get("seq_length")), precision=tensors.precision,
+        seed=whole_number(args.get("seed")),
         ds_config={"gradient_clipping": float(clipping)} if clipping else None,  # the rest of a JSON has no counterpart
         losses=(*losses, *_growing_decay(common)), notes=(*notes, *tensors.notes()))
 
@@ -172,13 +175,12 @@ class _Tensors:
     @cached_property
     def shapes(self) -> dict[str, Shape]:
         """Shape of each parameter of transformers."""
-        return {name: shape for rules in self.rules for name, shape in module_shapes(rules, self.model).items()}
+        return shapes_in_module(self.rules, self.model)
 
     @property
     def precision(self) -> str:
         """Precision of the model's weights."""
-        dtype = self.files.tensors[self.prefix + _EMBEDDING].dtype
-        return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "fp32")
+        return precision_of_dtype(self.files.tensors[self.prefix + _EMBEDDING].dtype)
 
     @property
     def masters(self) -> str:
@@ -208,9 +210,7 @@ class _Tensors:
 
     def read(self, name: str, state: str) -> torch.Tensor:
         """Return a complete tensor under transformers' name, in fp32. Raises ConfigError."""
-        rules = next(rules for rules in self.rules if name in module_shapes(rules, self.model))
-        ours = [self._ours(rule.ours, state) for rule in rules]
-        return module_tensors(rules, ours, self.model)[name].contiguous()
+        return read_in_module(name, self.rules, self.model, lambda ours: self._ours(ours, state))
 
     def _ours(self, name: str, state: str) -> torch.Tensor:
         """Return a complete parameter of ours, in fp32."""
@@ -299,7 +299,3 @@ def _growing_decay(common: Mapping[str, Any]) -> list[Loss]:
     ends = [state.get(name) for name in ("start_wd", "end_wd")] if isinstance(state, dict) else []
     return [Loss("weight_decay", f"it changes from {ends[0]} to {ends[1]}, and remains that of the last step")] \
         if len({*ends}) > 1 else []
-
-
-def _whole(value: Any) -> int | None:
-    return value if type(value) is int else None

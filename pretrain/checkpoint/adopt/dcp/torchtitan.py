@@ -24,6 +24,7 @@ from pretrain.checkpoint.adopt.dcp.files import METADATA, DcpFiles
 from pretrain.checkpoint.adopt.foreign_run import ForeignRun, Loss, Shape
 from pretrain.checkpoint.adopt.megatron.names import BY_HEAD
 from pretrain.checkpoint.adopt.megatron.tensor_parallel_parts import merge_qkv
+from pretrain.checkpoint.adopt.values import precision_of_dtype
 from pretrain.errors import ConfigError, shorten
 from pretrain.model.config import ModelConfig, model_config_from
 from pretrain.model.layers.rope import inverse_frequencies
@@ -130,7 +131,7 @@ class _Tensors:
     def precision(self) -> str:
         """The dtype of the weights."""
         dtypes = {self.files.tensors[self._key(fqn)].dtype for fqn in self.names.values()}
-        return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtypes.pop(), "fp32") if len(dtypes) == 1 else "fp32"
+        return precision_of_dtype(dtypes.pop()) if len(dtypes) == 1 else "fp32"
 
     def read(self, name: str, state: str) -> torch.Tensor:
         """Return a state of a parameter: see ForeignRun."""

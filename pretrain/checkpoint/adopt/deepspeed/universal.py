@@ -18,6 +18,7 @@ from deepspeed.checkpoint import SubparamShape
 from pretrain.checkpoint.adopt.deepspeed.universal_states import EngineStates, read_engine_states
 from pretrain.checkpoint.adopt.deepspeed.zero_files import with_schedule
 from pretrain.checkpoint.adopt.foreign_run import ForeignRun, Loss, Shape
+from pretrain.checkpoint.adopt.mapping import shapes_in_module
 from pretrain.checkpoint.format.pickles import load_pickle
 from pretrain.checkpoint.format.shard_index import FP32
 from pretrain.errors import ConfigError, shorten
@@ -47,10 +48,10 @@ def read(folder: Path, config: Mapping[str, Any] | None) -> ForeignRun:
     model = model_config_from(dict(config), "config.json")
     files = _Files(folder, model)
     engine = read_engine_states(folder, sorted(files.stored_shapes), files.states)
-    shapes = {name: shape for rules in files.rules for name, shape in module_shapes(rules, model).items()}
     run = ForeignRun(
         program=f"DeepSpeed's universal format, {files.naming}", folder=folder,
-        files=(*files.paths(), *engine.files), config=dict(config), shapes=shapes, read=files.read,
+        files=(*files.paths(), *engine.files), config=dict(config),
+        shapes=shapes_in_module(files.rules, model), read=files.read,
         states=engine.optimizer.states, step=engine.step, optimizer_step=engine.optimizer_step,
         skipped_steps=engine.skipped_steps,
         optimizer={"type": engine.optimizer.type, "params": engine.optimizer.params},
@@ -153,7 +154,7 @@ class _Files:
             raise ConfigError(f"{self.folder / 'zero'}: {shorten(fused[0])}", problem="this is a name of Megatron or "
                               "GPT-NeoX, whose universal checkpoints do not record the order of these rows",
                               remedy="import the checkpoint that ds_to_universal has converted")
-        theirs = {name: shape for rules in self.rules for name, shape in module_shapes(rules, self.config).items()}
+        theirs = shapes_in_module(self.rules, self.config)
         embedding, head = next(iter(theirs)), name_in_module(HEAD, self.config)
         ends = [name for name in found if name.endswith(embedding)]
         self.prefix = ends[0].removesuffix(embedding) if len(ends) == 1 else ""

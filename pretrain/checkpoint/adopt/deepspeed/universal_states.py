@@ -5,18 +5,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from pretrain.checkpoint.adopt.deepspeed.zero_files import global_batch_size, precision_of
 from pretrain.checkpoint.adopt.foreign_run import Loss
 from pretrain.checkpoint.adopt.optimizers import Recognized, recognize
+from pretrain.checkpoint.adopt.values import loss_scale_of, number
 from pretrain.checkpoint.convert.universal import DECAYS
 from pretrain.checkpoint.format.pickles import load_pickle
 from pretrain.errors import ConfigError
 
 _MODEL_STATES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 _ANOTHER = "use another checkpoint"
-_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 _LOST = {"data_sampler": "DeepSpeed's curriculum over samples", "random_ltd": "random layer dropping"}
 _ADAM = {"exp_avg", "exp_avg_sq"}
 
@@ -75,7 +73,8 @@ def read_engine_states(folder: Path, names: Sequence[str], states: Sequence[str]
         scheduler=scheduler if isinstance(scheduler, dict) else None,
         global_batch_size=global_batch_size({**model, "global_steps": step}, ds_config), consumed_samples=samples,
         seq_length=_count(model, "seq_length", path, None), precision=precision,
-        loss_scale=_loss_scale(optimizer) if precision == "fp16" else None, seed=_count(model, "seed", path, None),
+        loss_scale=loss_scale_of(optimizer.get("loss_scaler")) if precision == "fp16" else None,
+        seed=_count(model, "seed", path, None),
         ds_config=ds_config, losses=(*recognized.losses, *lost))
 
 
@@ -86,7 +85,7 @@ def _dict_or_empty(value: Any) -> dict[str, Any]:
 def _groups(optimizer: Mapping[str, Any], path: Path) -> list[dict[str, Any]]:
     """Return the settings of the parameter groups. Raises ConfigError if there are none with a learning rate."""
     groups = optimizer.get("param_groups")
-    rates = [_number(_dict_or_empty(group).get("lr")) for group in groups] if isinstance(groups, list) else []
+    rates = [number(_dict_or_empty(group).get("lr")) for group in groups] if isinstance(groups, list) else []
     if not rates or None in rates:
         raise ConfigError(f"{path}: param_groups", problem="it is not a list of parameter groups with a learning rate",
                           remedy=_ANOTHER)
@@ -125,13 +124,6 @@ def _count(values: Mapping[str, Any], key: str, path: Path, default: Any = _REQU
     return value
 
 
-def _number(value: Any) -> float | None:
-    """Return a number, or the number of a tensor with one element; None for other values."""
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        value = value.item()
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
-
-
 def _optimizer_step(folder: Path, optimizer: Mapping[str, Any], names: Iterable[str], states: Sequence[str]) -> float:
     """Return the optimizer's step count: of the parameters (ZeRO-1 and 2), or of the optimizer's state (ZeRO-3).
 
@@ -140,7 +132,7 @@ def _optimizer_step(folder: Path, optimizer: Mapping[str, Any], names: Iterable[
     found: dict[float, Path] = {}
     for path in (folder / "zero" / name / "step.pt" for name in names):
         if path.is_file():
-            step = _number(load_pickle(path))
+            step = number(load_pickle(path))
             if step is None:
                 raise ConfigError(str(path), problem="it holds no number", remedy=_ANOTHER)
             found.setdefault(step, path)
@@ -151,7 +143,7 @@ def _optimizer_step(folder: Path, optimizer: Mapping[str, Any], names: Iterable[
     if found:
         return next(iter(found))
     try:
-        step = _number(optimizer["optimizer_state_dict"]["state"][0]["step"])
+        step = number(optimizer["optimizer_state_dict"]["state"][0]["step"])
     except (KeyError, TypeError, IndexError):
         step = None
     if step is None and {*states} >= _ADAM:
@@ -169,8 +161,8 @@ def _weight_decay(model: Mapping[str, Any], optimizer: Mapping[str, Any],
     """
     recorded = model.get(DECAYS)
     if isinstance(recorded, dict):
-        return {str(name): _number(decay) or 0.0 for name, decay in recorded.items()}
-    decays = [_number(group.get("weight_decay")) for group in groups]
+        return {str(name): number(decay) or 0.0 for name, decay in recorded.items()}
+    decays = [number(group.get("weight_decay")) for group in groups]
     if not decays or None in decays:
         return None
     if len({*decays}) == 1:
@@ -185,11 +177,3 @@ def _weight_decay(model: Mapping[str, Any], optimizer: Mapping[str, Any],
     if {*group_of} != {*range(len(shapes))}:
         return None
     return {name: decays[group_of[number]] or 0.0 for number, names in enumerate(shapes) for name in names}
-
-
-def _loss_scale(optimizer: Mapping[str, Any]) -> dict[str, float] | None:
-    """Return the state of fp16's loss scaler, with the keys of our manifest; None without a dynamic scaler."""
-    scaler = optimizer.get("loss_scaler")
-    values = {name: _number(getattr(scaler, name, None)) for name in _SCALER}
-    found = {name: value for name, value in values.items() if value is not None}
-    return found if "cur_iter" in found else None

@@ -20,6 +20,7 @@ from pretrain.checkpoint.adopt.deepspeed.zero_layout import FoundParameters, fin
 from pretrain.checkpoint.adopt.foreign_run import ForeignRun, Loss, Shape
 from pretrain.checkpoint.adopt.optimizers import recognize
 from pretrain.checkpoint.adopt.parameter_order import is_rounded
+from pretrain.checkpoint.adopt.values import loss_scale_of
 from pretrain.checkpoint.format.pickles import load_pickle
 from pretrain.checkpoint.format.shard_index import FP32
 from pretrain.checkpoint.load.reader import CheckpointReader
@@ -32,7 +33,6 @@ _ENGINE_KEYS = {"module", "buffer_names", "optimizer", "param_shapes", "frozen_p
                 "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_config",
                 "ds_version", "checkpoint_parallel_dimensions", "universal_checkpoint_info", "csr_tensor_module_names"}
 _ACCELERATE = "pytorch_model"  # folder of the engine's files in a folder of Accelerator.save_state
-_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 # of a program that wraps the model
 _PREFIXES = ("module.", "_orig_mod.")
 
@@ -199,9 +199,7 @@ def global_batch_size(model: Mapping[str, Any], ds_config: Mapping[str, Any]) ->
 def _loss_scale(files: EngineFiles) -> dict[str, float] | None:
     """Return the state of fp16's loss scaler, an object with ZeRO and a few values without."""
     optimizer = files.first_optimizer or {}
-    scaler = optimizer.get("loss_scaler", optimizer)
-    values = scaler if isinstance(scaler, dict) else vars(scaler)
-    return {key: float(values[key]) for key in _SCALER if values.get(key) is not None} or None
+    return loss_scale_of(optimizer.get("loss_scaler", optimizer))
 
 
 def _losses(files: EngineFiles, found: FoundParameters) -> list[Loss]:

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 from pretrain.checkpoint.adopt.foreign_run import ForeignRun
+from pretrain.checkpoint.adopt.mapping import shapes_in_module
 from pretrain.checkpoint.adopt.megatron.config import megatron_config, neox_config
 from pretrain.checkpoint.adopt.megatron.layer_files import check_counts, find_files, load, load_layers
 from pretrain.checkpoint.adopt.megatron.names import BY_HEAD, BY_PART, NEOX, PeerLayout, find_layout
-from pretrain.checkpoint.adopt.megatron.states import EngineStates, Settings, read_settings, read_states
+from pretrain.checkpoint.adopt.megatron.states import Settings, read_settings, read_step, with_states
 from pretrain.checkpoint.adopt.megatron.tensors import Tensors
 from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig, model_config_from
-from pretrain.model.hf_weights import module_shapes
 
 
 def read(folder: Path, config: Mapping[str, Any] | None) -> ForeignRun:
@@ -38,26 +38,19 @@ def read(folder: Path, config: Mapping[str, Any] | None) -> ForeignRun:
     values = dict(config) if config is not None else _config(settings, layout, layers, folder)
     model = model_config_from(values, "config.json" if config is not None else settings.where)
     tensors = Tensors(files, layers, layout, model, _qkv_order(layout, settings, model))
-    states = read_states(state, settings, next(iter(tensors.ranks), None), files, precision=tensors.precision)
-    return _run(tensors, states, values)
+    run = _run(tensors, read_step(state, files.mp_ranks[0]), values)
+    return with_states(run, state, settings, next(iter(tensors.ranks), None), files)
 
 
-def _run(tensors: Tensors, states: EngineStates, values: dict[str, Any]) -> ForeignRun:
-    model, layout = tensors.model, tensors.layout
-    shapes = {name: shape for rules in tensors.rules for name, shape in module_shapes(rules, model).items()}
-    losses = [*states.losses, *tensors.losses()]
-    ranks = tensors.files.tensor_parallel_size
-    zero = f", ZeRO over {len(tensors.files.zero[0])}" if tensors.files.zero else ""
-    stages = f"{len(tensors.files.mp_ranks) // ranks} pipeline stages" if tensors.files.layers else "no pipeline"
+def _run(tensors: Tensors, step: int, values: dict[str, Any]) -> ForeignRun:
+    files, ranks = tensors.files, tensors.files.tensor_parallel_size
+    zero = f", ZeRO over {len(files.zero[0])}" if files.zero else ""
+    stages = f"{len(files.mp_ranks) // ranks} pipeline stages" if files.layers else "no pipeline"
     return ForeignRun(
-        program=f"{layout.program}, {stages}, tensor parallelism {ranks}{zero}",
-        folder=tensors.files.folder, files=(*tensors.files.all(), *states.files), config=values, shapes=shapes,
-        read=tensors.read, states=tensors.states, weight_decay=tensors.weight_decay(), precision=tensors.precision,
-        step=states.step, optimizer_step=states.optimizer_step, skipped_steps=states.skipped_steps,
-        optimizer=states.optimizer, learning_rate=states.learning_rate, schedule=states.schedule,
-        global_batch_size=states.global_batch_size, consumed_samples=states.consumed_samples,
-        seq_length=states.seq_length, loss_scale=states.loss_scale, seed=states.seed, ds_config=states.ds_config,
-        losses=tuple(losses), notes=(*states.notes, *tensors.notes()))
+        program=f"{tensors.layout.program}, {stages}, tensor parallelism {ranks}{zero}",
+        folder=files.folder, files=files.all(), config=values, shapes=shapes_in_module(tensors.rules, tensors.model),
+        read=tensors.read, states=tensors.states, step=step, weight_decay=tensors.weight_decay(),
+        precision=tensors.precision, losses=tuple(tensors.losses()), notes=tuple(tensors.notes()))
 
 
 def _config(settings: Settings, layout: PeerLayout, layers: Mapping[int, Sequence[Mapping[str, torch.Tensor]]],

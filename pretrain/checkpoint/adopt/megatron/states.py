@@ -2,21 +2,19 @@
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from pretrain.checkpoint.adopt.foreign_run import Loss
+from pretrain.checkpoint.adopt.foreign_run import ForeignRun, Loss
 from pretrain.checkpoint.adopt.megatron.config import read_neox_settings
 from pretrain.checkpoint.adopt.megatron.layer_files import LayerFiles, load
 from pretrain.checkpoint.adopt.megatron.names import NEOX
 from pretrain.checkpoint.adopt.megatron.rank_states import RankStates
+from pretrain.checkpoint.adopt.values import loss_scale_of, number, whole_number
 from pretrain.errors import ConfigError
 
 _ADAM = {"exp_avg", "exp_avg_sq"}
-_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 # runtime/utils.py, clip_grad_norm_: its rank 0 of the "model parallel" ranks of a pipeline is one of the first stage
 _CLIPPING = ("without ZeRO, DeepSpeed clips the gradients of a pipeline by a norm that leaves out norms and biases of "
              "later stages, and counts a tied embedding twice; here the norm is complete")
@@ -30,27 +28,6 @@ class Settings:
     values: Mapping[str, Any] | None  # None: the checkpoint has none
     where: str  # for errors
     files: tuple[Path, ...] = ()
-
-
-@dataclass(frozen=True)
-class EngineStates:
-    """The fields of `ForeignRun` of the same names."""
-
-    files: tuple[Path, ...]
-    step: int
-    optimizer_step: float
-    skipped_steps: int
-    optimizer: dict[str, Any]
-    learning_rate: float | None
-    schedule: dict[str, Any]
-    global_batch_size: int | None
-    consumed_samples: int | None
-    seq_length: int | None
-    loss_scale: dict[str, float] | None
-    seed: int | None
-    ds_config: dict[str, Any] | None
-    losses: tuple[Loss, ...]
-    notes: tuple[str, ...]
 
 
 def read_settings(folder: Path, state: Mapping[str, Any], program: str) -> Settings:
@@ -67,55 +44,49 @@ def read_settings(folder: Path, state: Mapping[str, Any], program: str) -> Setti
                     f"{folder}/mp_rank_00_model_states.pt: args")
 
 
-def read_states(state: Mapping[str, Any], settings: Settings, rank: RankStates | None, files: LayerFiles, *,
-                precision: str) -> EngineStates:
-    """Return what the files of mp rank 0 record.
-
-    Args:
-        state: content of its model-states file.
-        rank: its optimizer; None: the checkpoint has none.
-        precision: of the weights in the layer files.
-
-    Raises ConfigError.
-    """
-    path, values = files.mp_ranks[0], settings.values or {}
+def read_step(state: Mapping[str, Any], path: Path) -> int:
+    """Return the number of steps that a model-states file records. Raises ConfigError."""
     step = _count(state, "global_steps", path)
     if step is None:
         raise ConfigError(f"{path}: global_steps", found="nothing", expected="a number of steps",
                           remedy="use another checkpoint")
+    return step
+
+
+def with_states(run: ForeignRun, state: Mapping[str, Any], settings: Settings, rank: RankStates | None,
+                files: LayerFiles) -> ForeignRun:
+    """Return the run with what the files of mp rank 0 record.
+
+    Args:
+        state: content of its model-states file.
+        rank: its optimizer; None: the checkpoint has none.
+
+    Raises ConfigError.
+    """
+    path, values = files.mp_ranks[0], settings.values or {}
     ds_config = state.get("ds_config") if isinstance(state.get("ds_config"), dict) else None
-    batch = _whole((ds_config or {}).get("train_batch_size")) or _whole(values.get("global_batch_size"))
-    samples = _whole(values.get("consumed_train_samples"))
+    batch = whole_number((ds_config or {}).get("train_batch_size")) or whole_number(values.get("global_batch_size"))
+    samples = whole_number(values.get("consumed_train_samples"))
     if samples is None:
         samples = _count(state, "global_samples", path)
     if samples is None and batch is not None:
-        samples = step * batch
+        samples = run.step * batch
     schedule, notes = read_schedule(state.get("lr_scheduler"), batch)
     if rank and not files.zero and len(files.layers) and (ds_config or {}).get("gradient_clipping"):
         notes.append(_CLIPPING)
-    losses, rate = [], _number(rank.groups[0].get("lr")) if rank and rank.groups else None
+    losses, rate = [], number(rank.groups[0].get("lr")) if rank and rank.groups else None
     if not rank:
         losses.append(Loss("optimizer", "the checkpoint has no optimizer, which is in zero_pp_rank files"))
-        if precision != "fp32":
+        if run.precision != "fp32":
             losses.append(Loss("master_weights", "the checkpoint has no zero_pp_rank files"))
-    return EngineStates(
-        files=settings.files, step=step, optimizer_step=rank.step if rank else 0,
+    return replace(
+        run, files=(*run.files, *settings.files), optimizer_step=rank.step if rank else 0,
         skipped_steps=_count(state, "skipped_steps", path) or 0, optimizer=_optimizer(rank, values, schedule),
         learning_rate=rate if not schedule else None,
         schedule=schedule if rate is None else {**schedule, "next_rate": rate},
-        global_batch_size=batch, consumed_samples=samples, seq_length=_whole(values.get("seq_length")),
-        loss_scale=_loss_scale(files), seed=_whole(values.get("seed")), ds_config=ds_config, losses=tuple(losses),
-        notes=tuple(notes))
-
-
-def _whole(value: Any) -> int | None:
-    return value if type(value) is int else None
-
-
-def _number(value: Any) -> float | None:
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        value = value.item()
-    return float(value) if type(value) in (int, float) else None
+        global_batch_size=batch, consumed_samples=samples, seq_length=whole_number(values.get("seq_length")),
+        loss_scale=_loss_scale(files), seed=whole_number(values.get("seed")), ds_config=ds_config,
+        losses=(*losses, *run.losses), notes=(*notes, *run.notes))
 
 
 def _count(values: Mapping[str, Any], key: str, path: Path) -> int | None:
@@ -132,7 +103,7 @@ def _optimizer(rank: RankStates | None, values: Mapping[str, Any], schedule: Map
         return {}
     given = values.get("optimizer")
     kind = given.get("type") if isinstance(given, dict) else values.get("optimizer")
-    settings = max(rank.groups, key=lambda each: _number(each.get("weight_decay")) or 0.0, default={})
+    settings = max(rank.groups, key=lambda each: number(each.get("weight_decay")) or 0.0, default={})
     params: dict[str, Any] = {}
     if {*rank.states} >= _ADAM and str(kind or "adam").lower() in ("adam", "adamw", "cpu_adam"):
         is_coupled = settings.get("decoupled_weight_decay") is False  # torch.optim.Adam
@@ -143,9 +114,9 @@ def _optimizer(rank: RankStates | None, values: Mapping[str, Any], schedule: Map
         value = settings.get(key)
         if isinstance(value, (list, tuple)):
             params[key] = [float(item) for item in value]
-        elif _number(value) is not None:
-            params[key] = _number(value)
-    rate = schedule.get("peak_rate", _number(settings.get("lr")))
+        elif number(value) is not None:
+            params[key] = number(value)
+    rate = schedule.get("peak_rate", number(settings.get("lr")))
     return {"type": str(kind), "params": params if rate is None else {"lr": rate, **params}}
 
 
@@ -169,7 +140,7 @@ def read_schedule(state: Any, batch: int | None) -> tuple[dict[str, Any], list[s
                   (("warmup", "warmup_steps"), ("total", "decay_steps"), ("style", "decay_style"))}
         unit = batch or 0
         exact = not any(state.get(f"{prefix}{key}_tokens") for prefix in ("", "lr_") for key in ("warmup", "decay"))
-    known: dict[str, Any] = {"peak_rate": _number(found["peak"]), "min_lr": _number(found["lowest"]),
+    known: dict[str, Any] = {"peak_rate": number(found["peak"]), "min_lr": number(found["lowest"]),
                              "first_rate_is_0": True, "last_step": _steps(found["position"], unit)}
     warmup, total, style = _steps(found["warmup"], unit), _steps(found["total"], unit), _STYLES.get(str(found["style"]))
     if exact and None not in (warmup, total, style):
@@ -181,20 +152,14 @@ def read_schedule(state: Any, batch: int | None) -> tuple[dict[str, Any], list[s
 
 def _steps(value: Any, unit: int) -> int | None:
     """Return a length in steps; None if it is no multiple of the unit. GPT-NeoX multiplies a fraction and a number."""
-    number = _number(value)
-    if number is None or not unit or abs(number / unit - round(number / unit)) > 1e-6:
+    length = number(value)
+    if length is None or not unit or abs(length / unit - round(length / unit)) > 1e-6:
         return None
-    return round(number / unit)
+    return round(length / unit)
 
 
 def _loss_scale(files: LayerFiles) -> dict[str, float] | None:
     """Return the state of fp16's dynamic loss scaler; None: there is none."""
     if files.zero:
-        scaler = load(files.zero[0][0])["optimizer_state_dict"].get("loss_scaler")
-        found = {name: getattr(scaler, name, None) for name in _SCALER}
-    else:
-        state = load(files.mp_ranks[0]).get("optimizer")
-        found = {name: state.get(name) for name in _SCALER} if isinstance(state, dict) else {}
-    values = {name: _number(value) for name, value in found.items()}
-    known = {name: value for name, value in values.items() if value is not None}
-    return known if "cur_iter" in known else None
+        return loss_scale_of(load(files.zero[0][0])["optimizer_state_dict"].get("loss_scaler"))
+    return loss_scale_of(load(files.mp_ranks[0]).get("optimizer"))

@@ -11,16 +11,18 @@ from functools import cached_property
 import torch
 
 from pretrain.checkpoint.adopt.foreign_run import Loss
+from pretrain.checkpoint.adopt.mapping import read_in_module
 from pretrain.checkpoint.adopt.megatron.layer_files import LayerFiles
 from pretrain.checkpoint.adopt.megatron.names import NEOX, Key, PeerLayout, Place, key_of
 from pretrain.checkpoint.adopt.megatron.rank_states import RankStates, read_ranks
 from pretrain.checkpoint.adopt.megatron.tensor_parallel_parts import merge, merge_qkv, part_shape
+from pretrain.checkpoint.adopt.values import precision_of_dtype
 from pretrain.checkpoint.format.shard_index import FP32
 from pretrain.errors import ConfigError, shorten
 from pretrain.model.config import ModelConfig
 from pretrain.model.description import Parameter
 from pretrain.model.hf_names import TensorRule
-from pretrain.model.hf_weights import module_shapes, module_tensors, rules_by_module_tensors
+from pretrain.model.hf_weights import module_shapes, rules_by_module_tensors
 
 _VOCABULARY = ("embedding", "head")
 # biases that GPT-NeoX adds on each tensor-parallel rank before the sum over ranks, if attention and MLP are parallel
@@ -103,7 +105,7 @@ class Tensors:
     def precision(self) -> str:
         """Precision of the model's weights."""
         dtype = self.layers[self.layout.embedding][0]["word_embeddings.weight"].dtype
-        return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "fp32")
+        return precision_of_dtype(dtype)
 
     def _check(self) -> None:
         """Compare names and shapes of all parts with the model's. Raises ConfigError."""
@@ -140,9 +142,7 @@ class Tensors:
 
     def read(self, name: str, state: str) -> torch.Tensor:
         """Return a complete tensor under transformers' name, in fp32. Raises ConfigError."""
-        rules = next(rules for rules in self.rules if name in module_shapes(rules, self.model))
-        ours = [self._ours(rule.ours, state) for rule in rules]
-        return module_tensors(rules, ours, self.model)[name].contiguous()
+        return read_in_module(name, self.rules, self.model, lambda ours: self._ours(ours, state))
 
     def _ours(self, name: str, state: str) -> torch.Tensor:
         """Return a complete parameter of ours."""
