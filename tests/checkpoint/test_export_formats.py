@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -54,6 +55,7 @@ def test_a_universal_export_is_imported_without_a_difference(run: Path, tmp_path
         assert type(state["optimizer_state_dict"]["state"][0]["step"]) is int
     text = command(import_main, out, "--save", tmp_path / "back")
     assert "DeepSpeed's universal format, names of transformers" in text
+    assert re.search(r"learning rate +[\d.e-]+ in the next step", text)
     back = tmp_path / "back/checkpoints/global_step3"
     assert diff(run / "checkpoints/global_step3", back) == []
     before, after = read_manifest(run / "checkpoints/global_step3"), read_manifest(back)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pretrain.checkpoint.format.manifest import MANIFEST
-from pretrain.checkpoint.load.hf_folder import INDEX, SINGLE
 from pretrain.config.ds_json.read import get_value
 from pretrain.errors import ConfigError, shorten
 from pretrain.stored_json import read_object
@@ -179,8 +178,3 @@ def _config_near(folder: Path) -> dict[str, Any] | None:
             if get_value(values, "model_type") is not None:
                 return values
     return None
-
-
-def has_weights_alone(path: Path) -> bool:
-    """Return whether a folder has weights as transformers writes them."""
-    return any((path / name).is_file() for name in (SINGLE, INDEX))

@@ -103,6 +103,20 @@ def live_states(engine: deepspeed.DeepSpeedEngine) -> dict[tuple[str, str], torc
     return live
 
 
+def train_step(engine: deepspeed.DeepSpeedEngine, rows: torch.Tensor) -> float:
+    """Train a step on the first samples of `rows`, and return the mean loss over the ranks; collective."""
+    micro, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
+    total = torch.zeros((), dtype=torch.float64)
+    for number in range(accumulation):
+        own = rows[(number * dist.get_world_size() + dist.get_rank()) * micro:][:micro]
+        loss = engine(input_ids=own, labels=own).loss
+        engine.backward(loss)
+        engine.step()
+        total += loss.detach().double() / accumulation
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
+
+
 def write_live_states(engine: deepspeed.DeepSpeedEngine, path: Path) -> None:
     """Write the states of the engine; collective."""
     live = live_states(engine)
@@ -120,19 +134,9 @@ def plain(case: Case) -> list[float]:
             return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=case["config"], lr_scheduler=schedule,
                                       model_parameters=None if optimizer else parameter_groups(case, model))
-    samples, micro = Samples(case["samples"]), engine.train_micro_batch_size_per_gpu()
-    rank, ranks, position, losses = dist.get_rank(), dist.get_world_size(), 0, []
+    rows, losses = Samples(case["samples"]).rows, []
     for step in range(1, case["steps"] + 1):
-        total = torch.zeros((), dtype=torch.float64)
-        for _ in range(engine.gradient_accumulation_steps()):
-            rows = samples.rows[position + rank * micro:position + (rank + 1) * micro]
-            loss = engine(input_ids=rows, labels=rows).loss
-            engine.backward(loss)
-            engine.step()
-            total += loss.detach().double() / engine.gradient_accumulation_steps()
-            position += ranks * micro
-        dist.all_reduce(total)
-        losses.append(total.item() / ranks)
+        losses.append(train_step(engine, rows[len(losses) * engine.train_batch_size():]))
         if step == case["save_at"]:
             engine.save_checkpoint(case["name"], tag=case.get("tag"))
             write_live_states(engine, Path(case["name"]) / "live.pt")

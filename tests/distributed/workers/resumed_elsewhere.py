@@ -20,7 +20,7 @@ import transformers
 
 from pretrain.distributed.process_group import remove_shared_memory_names
 from tests.distributed.workers import adopt_worker
-from tests.distributed.workers.adopt_worker import InOrder, Samples, forget_settings, write_live_states
+from tests.distributed.workers.adopt_worker import InOrder, Samples, forget_settings, train_step, write_live_states
 
 Case = dict[str, Any]
 
@@ -42,19 +42,9 @@ def plain(case: Case) -> list[float]:
     path, client_state = engine.load_checkpoint(str(folder.parent), tag=folder.name)
     assert path is not None
     assert engine.global_steps == case["from"]
-    rows, micro = Samples(case["samples"]).rows, engine.train_micro_batch_size_per_gpu()
-    rank, ranks, position, losses = dist.get_rank(), dist.get_world_size(), client_state["consumed_samples"], []
+    rows, losses = Samples(case["samples"]).rows[client_state["consumed_samples"]:], []
     for step in range(case["from"] + 1, case["to"] + 1):
-        total = torch.zeros((), dtype=torch.float64)
-        for _ in range(engine.gradient_accumulation_steps()):
-            own = rows[position + rank * micro:position + (rank + 1) * micro]
-            loss = engine(input_ids=own, labels=own).loss
-            engine.backward(loss)
-            engine.step()
-            total += loss.detach().double() / engine.gradient_accumulation_steps()
-            position += ranks * micro
-        dist.all_reduce(total)
-        losses.append(total.item() / ranks)
+        losses.append(train_step(engine, rows[len(losses) * engine.train_batch_size():]))
         if step == case["save_at"]:
             engine.save_checkpoint(case["name"], client_state=case["client_state"])
             write_live_states(engine, Path(case["name"]) / "live.pt")
