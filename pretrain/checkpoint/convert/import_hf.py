@@ -45,7 +45,8 @@ def import_hf(found: HFFolder, out: Path, tokenizer: HFTokenizer | None) -> None
         precision=found.dtype, seq_length=found.config.max_positions, model=found.config.hf_config,
         tokenizer_fingerprint=tokenizer.fingerprint if tokenizer else None,
         origin=asdict(origin_of_folder(found, str(found.folder.absolute()))))
-    write_weights_run(out, planned, _chunks(weights, planned), manifest, others={_SOURCE: record}, buffers=weights.buffers(),
+    write_weights_run(out, planned, _chunks(weights, planned), manifest, others={_SOURCE: record},
+                      buffers=weights.buffers(),
                       tokenizer={path.name: path for path in tokenizer.files} if tokenizer else {})
 
 

@@ -110,6 +110,8 @@ def check_hf_folder(folder: Path, config: ModelConfig | None = None) -> HFFolder
         found = {full: stored[name] for name, full in names_in_model(stored, config).items()}
     head = found.pop(_their_head(config), None) if config.tie_word_embeddings else None
     shapes |= {theirs: buffer.shape for _, theirs, buffer in config.named_buffers()}
+    if config.described:  # buffers of whole numbers belong to no parameter: `_check_tensor` rejects their dtype
+        shapes |= {name: tensor.shape for name, tensor in found.items() if tensor.dtype not in WEIGHT_DTYPES}
     _check_names(folder, set(found), set(shapes))
     for name, shape in shapes.items():
         _check_tensor(folder, found[name], shape, config, is_vocabulary=name in (embedding, HEAD))
@@ -144,7 +146,7 @@ def _described_tensors(folder: Path, stored: Mapping[str, StoredTensor], config:
 
 
 def _common_dtype(tensors: Sequence[StoredTensor]) -> str:
-    """Return the dtype of a tensor made of others: theirs, or fp32 if they have several. One that is unknown remains."""
+    """Return the dtype of a tensor made of others: theirs; fp32 if they have several; or one that is unknown."""
     dtypes = {tensor.dtype for tensor in tensors}
     unknown = sorted(dtypes - WEIGHT_DTYPES.keys())
     return unknown[0] if unknown else dtypes.pop() if len(dtypes) == 1 else "F32"
@@ -284,7 +286,7 @@ def _check_tensor(folder: Path, tensor: StoredTensor, shape: tuple[int, ...], co
     if tensor.dtype not in WEIGHT_DTYPES:
         raise ConfigError(where, found=f"the dtype {shorten(tensor.dtype)}",
                           expected=f"one of {', '.join(sorted(WEIGHT_DTYPES))}",
-                          remedy="use weights that are not quantized")
+                          remedy="use weights that are not quantized, and without buffers of whole numbers")
     if is_vocabulary and len(tensor.shape) == 2 and tensor.shape[1:] == shape[1:] and tensor.shape != shape:
         key = config.key("vocab_size")
         raise ConfigError(where, found=f"{tensor.shape[0]} rows", expected=f"{key} of the config.json ({shape[0]})",

@@ -37,8 +37,8 @@ class Conversion:
 def conversions_from_files(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Conversion]:
     """Yield the conversions of all tensors of some files, as `from_pretrained` finds them, by names and shapes alone.
 
-    Left out are tensors that the model ignores (such as layers that predict further tokens), and its buffers of whole
-    numbers. A tensor that the model does not have becomes a target under its own name.
+    Tensors that the model ignores are left out, such as layers that predict further tokens. A tensor that the model
+    does not have becomes a target under its own name.
 
     Raises ValueError with the name of a tensor that cannot be converted.
     """
@@ -55,7 +55,7 @@ def conversions_from_files(config: ModelConfig, shapes: Mapping[str, tuple[int, 
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
         if target not in state and name in state:
             target, pattern = name, None
-        if target not in state and _is_ignored(model, target) or target in state and not _is_number(state[target]):
+        if target not in state and _is_ignored(model, target):
             continue
         transform = WeightRenaming(name, target) if pattern is None else by_pattern[pattern]
         _, sources, patterns = found.setdefault(target, (transform, [], []))
@@ -88,10 +88,6 @@ def _convert(transform: Any, model: Any, first: str, sources: Sequence[str], pat
 def _is_ignored(model: Any, name: str) -> bool:
     patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     return any(re.search(pattern, name) for pattern in patterns)
-
-
-def _is_number(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point()
 
 
 @dataclass(frozen=True)
