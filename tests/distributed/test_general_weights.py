@@ -70,7 +70,7 @@ def test_exports_averages_and_comparisons(run: Path, tmp_path: Path) -> None:
     buffers = {name: tensor for name, tensor in expected.items() if "e_score_correction_bias" in name}
     consolidate(plan_export(run / "run", tmp_path / "consolidated", dtype="fp32", with_tokenizer=False))
     average(plan_average(run / "run", tmp_path / "average", steps=[1, 2]))
-    export_hf(plan_export(tmp_path / "average", tmp_path / "exported", dtype="fp32"))
+    export_hf(plan_export(tmp_path / "average", tmp_path / "exported", dtype="fp32", tokenizer="bytes"))
     for name in ("consolidated", "exported"):
         found = load_file(tmp_path / name / "model.safetensors")
         assert found.keys() == expected.keys()
@@ -99,9 +99,9 @@ def test_generation_and_evaluation_are_those_of_the_export(run: Path, corpus: st
         done = run_tool("generate.py", source, *words)
         assert done.returncode == 0, done.stderr
         texts.append(done.stdout)
-        done = run_tool("evaluate.py", source, "--data", corpus, "--max_samples", "4", "--seq_length", SEQ_LENGTH,
-                        "--output", tmp_path / f"{source.name}.json")
+        done = run_tool("evaluate.py", source, "--data", corpus, "--max_samples", "4", "--seq_length", str(SEQ_LENGTH),
+                        "--dtype", "fp32", "--json", tmp_path / "scores.json")
         assert done.returncode == 0, done.stderr
-        losses.append(done.stdout)
+        losses.append(json.loads((tmp_path / "scores.json").read_text())["data"][0]["loss"])
     assert texts[0] == texts[1]
-    print(losses)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
