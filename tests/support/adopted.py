@@ -22,6 +22,7 @@ from pretrain.checkpoint.adopt.sources import find_source
 from pretrain.config.flags.arguments import RunArguments, data_spec
 from pretrain.data.run_data import open_run_data
 from tests.support.cases import CPU, case, config
+from tests.support.general_models import GENERAL_MODELS
 from tests.support.launch import run_worker
 from tests.support.layouts import relative_difference
 
@@ -37,6 +38,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {**_SIZES, "model_type": "llama"},
     "mistral": {**_SIZES, "model_type": "mistral", "sliding_window": 16},
     "qwen3": {**_SIZES, "model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True}}
+# of the general family
+DESCRIBED: dict[str, dict[str, Any]] = {
+    "granite": {**_SIZES, "model_type": "granite", "embedding_multiplier": 3.0, "logits_scaling": 2.0},
+    "granitemoe": {**_SIZES, "model_type": "granitemoe", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v3": {**GENERAL_MODELS["deepseek_v3"], "max_position_embeddings": 128}}
 
 Json = dict[str, Any]
 _ZERO = "zero_optimization"
@@ -102,7 +108,8 @@ def trainer(stage: int | None, model: str, precision: str, *layouts: Layout, sch
 
 
 QUICK = (plain(0, "gpt2", "fp32", PIPELINE, zero(3, 1)),
-         trainer(2, "qwen3", "bf16", zero(2), PIPELINE, zero(1, 1), schedule="linear"))
+         trainer(2, "qwen3", "bf16", zero(2), PIPELINE, zero(1, 1), schedule="linear"),
+         plain(1, "deepseek_v3", "fp32", PIPELINE, zero(3, 1)))
 _OTHERS = {0: (zero(2), PIPELINE), 1: (PIPELINE, zero(3, 1)), 2: (zero(0, 1), PIPELINE), 3: (zero(1), PIPELINE)}
 
 
@@ -117,7 +124,9 @@ ALL = (
       for stage in (3, 2, 1, 0) for model in MODELS),
     *(plain(stage, model, _precision(stage, model), *_OTHERS[stage]) for stage in (3, 2, 1) for model in MODELS),
     plain(2, "llama", "bf16", zero(1), PIPELINE, offload=True),
-    trainer(None, "gpt2", "fp32", zero(0), PIPELINE, zero(3, 1), schedule="linear"))
+    trainer(None, "gpt2", "fp32", zero(0), PIPELINE, zero(3, 1), schedule="linear"),
+    *(plain(1, model, "fp32", *_OTHERS[1]) for model in DESCRIBED),
+    *(trainer(2, model, "fp32", zero(2), PIPELINE) for model in ("granitemoe", "deepseek_v3")))
 
 
 def write_samples(corpus: str, path: Path) -> None:
@@ -132,7 +141,8 @@ def measure(originals: Sequence[Original], corpus: str, folder: Path) -> dict[tu
     """Return the largest relative difference of the losses after the checkpoint, by name of the original and layout."""
     folder.mkdir(parents=True, exist_ok=True)
     write_samples(corpus, folder / "samples.npy")
-    cases = [{"name": each.name, "model": MODELS[each.model], "samples": "../samples.npy", "save_at": SAVED,
+    models = MODELS | DESCRIBED
+    cases = [{"name": each.name, "model": models[each.model], "samples": "../samples.npy", "save_at": SAVED,
               "steps": STEPS, **each.case} for each in originals]
     expected: dict[str, Any] = {}
     for worker in dict.fromkeys(each.worker for each in originals):
@@ -159,7 +169,7 @@ def continue_here(originals: Sequence[Original], expected: Mapping[str, Any], co
 
 def adopt_original(original: Original, source: Path, out: Path) -> Path:
     """Adopt the checkpoint of an original program, and return the run folder."""
-    found = find_source(source, step=SAVED, config=MODELS[original.model])
+    found = find_source(source, step=SAVED, config=(MODELS | DESCRIBED)[original.model])
     assert found is not None, f"{source}: {sorted(source.rglob('*'))}"
     out.parent.mkdir(exist_ok=True)
     run = found.read()

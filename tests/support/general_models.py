@@ -1,6 +1,12 @@
 """Tiny config.jsons of architectures that have no family here: the general family builds them."""
 
+from pathlib import Path
 from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from pretrain.model.general.decoder import transformers_config
 
 _SIZES = {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
           "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -31,3 +37,15 @@ GENERAL_MODELS: dict[str, dict[str, Any]] = {
                "num_heads": 8, "head_dim": 8, "expand": 2, "n_groups": 2, "chunk_size": 16, "bos_token_id": 1,
                "eos_token_id": 2, "pad_token_id": 0},
 }
+
+
+def published(values: dict[str, Any], folder: Path) -> Any:
+    """Write a folder as `save_pretrained` does, with random weights and buffers, and return the model in fp32."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(transformers_config(values), dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name in model.state_dict() and buffer.is_floating_point():
+                buffer.add_(torch.rand_like(buffer))
+    model.save_pretrained(folder)
+    return model

@@ -58,12 +58,12 @@ def empty_model(source: GenerationSource, dtype: str) -> Any:
     """Return the transformers model with parameters on the meta device and buffers on the CPU. Raises ConfigError."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    own = None if source.config is None else own_model(source.config.architecture)
     try:
         if source.config is None:
             config = AutoConfig.from_pretrained(source.folder, local_files_only=True)
         else:
             values = {key: value for key, value in source.config.hf_config.items() if key != "model_type"}
-            own = own_model(source.config.architecture)
             config = AutoConfig.for_model(source.config.hf_config["model_type"], **values) if own is None else \
                 own.config_class(**values)
         with parameters_on_meta():

@@ -20,6 +20,7 @@ from pretrain.checkpoint.adopt.run_files import ds_config_of, optimizer_of, run_
 from pretrain.checkpoint.adopt.weight_decay import WeightDecay, weight_decay_of
 from pretrain.checkpoint.convert.new_folder import check_free_space, new_folder
 from pretrain.checkpoint.convert.write_weights import CHUNK_NUMEL, PlannedTensor, write_shards
+from pretrain.checkpoint.format.buffers import BUFFERS
 from pretrain.checkpoint.format.fragments import FileLocation, Fragment
 from pretrain.checkpoint.format.hashed_files import FileRecord, sha256_of
 from pretrain.checkpoint.format.manifest import MANIFEST, AdoptedRecord, Manifest
@@ -30,7 +31,7 @@ from pretrain.checkpoint.save.commit import write_latest
 from pretrain.checkpoint.save.save_checkpoint import save_pickle
 from pretrain.config.ds_json.optimizers import OPTIMIZERS
 from pretrain.config.model_of_run import Origin
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, shorten
 from pretrain.model.config import ModelConfig, model_config_from
 from pretrain.monitor.environment import versions
 from pretrain.progress import ProgressBar
@@ -85,6 +86,7 @@ def plan_adoption(run: ForeignRun, accepted: frozenset[str]) -> Adoption:
 def _losses(run: ForeignRun, config: ModelConfig, decay: WeightDecay) -> list[Loss]:
     """Return what the source has and lacks that the reader has reported, and what follows from its values."""
     found = [loss for loss in run.losses if loss.name != "rng"]
+    found += _losses_of_buffers(run, config)
     named = {loss.name for loss in found}
     assert named <= LOSSES.keys(), named
     kind = str(run.optimizer.get("type", ""))
@@ -100,6 +102,26 @@ def _losses(run: ForeignRun, config: ModelConfig, decay: WeightDecay) -> list[Lo
         "rng": "the model has dropout, and continues with other random numbers"
         if max(config.embedding_dropout, config.attention_dropout, config.residual_dropout) > 0 else ""}
     return found + [Loss(name, reason) for name, reason in implied.items() if reason and name not in named]
+
+
+def _losses_of_buffers(run: ForeignRun, config: ModelConfig) -> list[Loss]:
+    """Return the buffers that the model does not have, and those that the source does not have."""
+    expected = {theirs for _, theirs, _ in config.named_buffers()}
+    cases = (run.buffers.keys() - expected, "the buffers {}, which are not parameters"), \
+        (expected - run.buffers.keys(), "the source does not have the buffers {}, which begin with their first values")
+    return [Loss("other_states", text.format(shorten(", ".join(sorted(names))))) for names, text in cases if names]
+
+
+def _buffers(run: ForeignRun, config: ModelConfig) -> dict[str, torch.Tensor]:
+    """Return the buffers under our names. Raises ConfigError for one of another shape, or that is not finite."""
+    result = {}
+    for ours, theirs, buffer in config.named_buffers():
+        if theirs in run.buffers:
+            result[ours] = run.buffers[theirs].float().clone()
+            if tuple(result[ours].shape) != buffer.shape or not all_finite(result[ours].flatten()):
+                raise ConfigError(f"{run.folder}: {theirs}", problem="this buffer has another shape than the model's, "
+                                  "or values that are NaN or infinite", remedy="adopt another checkpoint of the run")
+    return result
 
 
 def _unknown(run: ForeignRun) -> Iterator[str]:
@@ -135,7 +157,7 @@ def adopt(plan: Adoption, out: Path) -> Manifest:
         for name, text in ((index_name(0), _index(plan, shards)), (SOURCE_RECORD, json.dumps(source, indent=1))):
             (folder / name).write_text(text, encoding="utf-8")
         with open(folder / _ENGINE_STATE, "wb") as file:
-            save_pickle(_engine_state(run, ds_config_of(run)[0]), file)
+            save_pickle({**_engine_state(run, ds_config_of(run)[0]), BUFFERS: _buffers(run, plan.config)}, file)
         for name in (index_name(0), SOURCE_RECORD, _ENGINE_STATE):
             records[name] = FileRecord((folder / name).stat().st_size, sha256_of(folder / name))
         origin = Origin(str(run.folder.absolute()), str(run.folder.absolute()), records[SOURCE_RECORD].sha256)

@@ -76,6 +76,7 @@ class ForeignRun:
     loss_scale: dict[str, float] | None = None  # of fp16: keys as in Manifest.loss_scale
     seed: int | None = None
     ds_config: dict[str, Any] | None = None  # the DeepSpeed JSON of the run; None: another engine
+    buffers: Mapping[str, Any] = field(default_factory=dict)  # tensors of the model's state that are no parameters
     losses: tuple[Loss, ...] = ()
     notes: tuple[str, ...] = ()
 

@@ -15,6 +15,7 @@ from pretrain.checkpoint.format.shard_index import FP32
 from pretrain.checkpoint.load.reader import CheckpointReader, all_finite, chunks_of
 from pretrain.data.tokenizers.tokenizer import TOKENIZER_FILES, Tokenizer
 from pretrain.errors import ConfigError
+from pretrain.model.description import ModelConfig
 
 
 def average(plan: AveragePlan) -> None:
@@ -29,8 +30,9 @@ def average(plan: AveragePlan) -> None:
     manifest = weights_manifest(
         precision="fp32", seq_length=newest.seq_length, model=newest.model, origin=newest.origin,
         tokenizer_fingerprint=newest.tokenizer_fingerprint, averaged=[source.record() for source in plan.sources])
-    chunks = _averaged_chunks(readers, [source.weight for source in plan.sources], planned)
-    write_weights_run(plan.out, planned, chunks, manifest,
+    weights = [source.weight for source in plan.sources]
+    chunks = _averaged_chunks(readers, weights, planned)
+    write_weights_run(plan.out, planned, chunks, manifest, buffers=_averaged_buffers(readers, weights, plan.config),
                       tokenizer={} if plan.tokenizer is None else _files_of(plan.tokenizer))
 
 
@@ -57,6 +59,14 @@ def _averaged_chunks(readers: Sequence[CheckpointReader], weights: Sequence[floa
                                       remedy="leave this checkpoint out")
                 total.add_(value, alpha=weight)
             yield value.copy_(total)
+
+
+def _averaged_buffers(readers: Sequence[CheckpointReader], weights: Sequence[float],
+                      config: ModelConfig) -> dict[str, torch.Tensor]:
+    """Return the averages of the model's buffers, such as the biases by which routers balance experts."""
+    saved = [reader.buffers() for reader in readers] if any(config.named_buffers()) else []
+    return {ours: sum((each[ours].double() * weight for each, weight in zip(saved, weights, strict=True)),
+                      start=torch.zeros((), dtype=torch.float64)).float() for ours, _, _ in config.named_buffers()}
 
 
 def _files_of(tokenizer: Tokenizer) -> dict[str, Path]:

@@ -1,5 +1,6 @@
 """Compare the weights and optimizer states of two checkpoints, which may have different layouts."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -15,7 +16,7 @@ class Difference:
     """One weight or optimizer state in which two checkpoints differ."""
 
     name: str  # of the parameter; "optimizer" for a difference that no single parameter has
-    state: str  # "fp32" (the weights), "exp_avg" ...; "" if the parameter's shapes differ
+    state: str  # "fp32" (the weights), "exp_avg" ..., "buffer"; "" if the parameter's shapes differ
     max_abs: float | None  # largest absolute difference; None: it cannot be computed, and `reason` says why
     reason: str = ""
 
@@ -24,7 +25,7 @@ class Difference:
 
 
 def diff(a: Path, b: Path) -> list[Difference]:
-    """List every weight and optimizer state in which the checkpoints in folders `a` and `b` differ."""
+    """List every weight, optimizer state and buffer in which the checkpoints in folders `a` and `b` differ."""
     first, second = CheckpointReader(a), CheckpointReader(b)
     found = [Difference("optimizer", key, abs(first.scalars.get(key, 0) - second.scalars.get(key, 0)))
              for key in sorted(first.scalars.keys() | second.scalars.keys())
@@ -46,6 +47,17 @@ def diff(a: Path, b: Path) -> list[Difference]:
                 if difference > 0:
                     found.append(Difference(name, state, difference))
                 progress.advance(4 * prod(first.shapes[name]), name)
+    return found + _different_buffers(first.buffers(), second.buffers())
+
+
+def _different_buffers(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> list[Difference]:
+    """List the buffers of the model that differ."""
+    found = [Difference(name, "buffer", None, "only in one of them") for name in sorted(first.keys() ^ second.keys())]
+    for name in sorted(first.keys() & second.keys()):
+        x, y = first[name].float(), second[name].float()
+        if not torch.equal(x, y):
+            found.append(Difference(name, "buffer", (x - y).abs().max().item() if x.shape == y.shape else None,
+                                    "" if x.shape == y.shape else "its shapes differ"))
     return found
 
 

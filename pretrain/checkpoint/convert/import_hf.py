@@ -38,9 +38,6 @@ def import_hf(found: HFFolder, out: Path, tokenizer: HFTokenizer | None) -> None
     with ProgressBar("hashing", sum(map(found.bytes_of, found.files))) as progress:
         source = hash_files(found, progress.advance)
     weights = HFWeights(found)
-    if buffers := [theirs for _, theirs, _ in found.config.named_buffers() if theirs in found.tensors]:
-        raise ConfigError(f"{found.folder}: {buffers[0]}", problem="a checkpoint of weights alone does not have this "
-                          "buffer", remedy="--init_from starts a run from the folder itself")
     planned = [PlannedTensor(name, weights.dtype(name), shape) for name, shape in weights.shapes.items()]
     record = json.dumps({"folder": str(found.folder.absolute()),
                          "files": {name: asdict(file) for name, file in source.items()}}, indent=1)
@@ -49,6 +46,7 @@ def import_hf(found: HFFolder, out: Path, tokenizer: HFTokenizer | None) -> None
         tokenizer_fingerprint=tokenizer.fingerprint if tokenizer else None,
         origin=asdict(origin_of_folder(found, str(found.folder.absolute()))))
     write_weights_run(out, planned, _chunks(weights, planned), manifest, others={_SOURCE: record},
+                      buffers=weights.buffers(),
                       tokenizer={path.name: path for path in tokenizer.files} if tokenizer else {})
 
 

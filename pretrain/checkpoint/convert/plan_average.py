@@ -122,9 +122,6 @@ def _same_model(sources: Sequence[AveragedCheckpoint]) -> ModelConfig:
     """Return the model of all checkpoints. Raises ConfigError if they differ in the model or the tokenizer."""
     newest = sources[-1]
     config = model_config_from(newest.manifest.model, str(newest.folder / MANIFEST))
-    if name := next((theirs for _, theirs, _ in config.named_buffers()), None):
-        raise ConfigError(str(newest.folder), problem=f"a checkpoint of weights alone does not have the buffer {name}",
-                          remedy="export a single checkpoint")
     for source in sources[:-1]:
         if source.manifest.model != newest.manifest.model:
             keys = [key for key in source.manifest.model.keys() | newest.manifest.model.keys()

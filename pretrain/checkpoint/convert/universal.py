@@ -20,7 +20,9 @@ from pretrain.checkpoint.format.hashed_files import write_atomically
 from pretrain.checkpoint.format.manifest import Manifest, read_manifest
 from pretrain.checkpoint.load.reader import SCHEDULED_SETTINGS, CheckpointReader
 from pretrain.distributed.deepspeed_version import TESTED
+from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig
+from pretrain.model.general.decoder import decoder_of
 from pretrain.model.hf_weights import module_tensors, rules_by_module_tensors
 from pretrain.progress import ProgressBar
 
@@ -81,6 +83,8 @@ def write_universal(folder: Path, manifest: Manifest, out: Path, config: ModelCo
         config: None: the names of the parameters remain. A model: they become those of its module in transformers.
     """
     reader = CheckpointReader(folder)
+    if config is not None:
+        _check_buffers(reader, config)
     step = int(reader.scalars["step"]) if "step" in reader.scalars else None
     total = sum(prod(shape) for shape in reader.shapes.values()) * 4 * len(reader.states)
     decays: dict[str, float] = {}
@@ -107,6 +111,16 @@ def write_universal(folder: Path, manifest: Manifest, out: Path, config: ModelCo
               "universal_checkpoint_info": {"universal_checkpoint_version": _UNIVERSAL_VERSION}}
     for file in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
         torch.save(model, out / file)  # ZeRO stage 3 reads the second file, other stages the first
+
+
+def _check_buffers(reader: CheckpointReader, config: ModelConfig) -> None:
+    """Raise ConfigError if a buffer of the model has changed: DeepSpeed loads none from a universal checkpoint."""
+    saved = reader.buffers()
+    for ours, theirs, _ in config.named_buffers():
+        if not torch.equal(saved[ours].float(), decoder_of(config).model.get_buffer(theirs).float()):
+            raise ConfigError(f"{reader.folder}: {theirs}", problem="this buffer of the model has other values than at "
+                              "the start, and DeepSpeed loads no buffers from a universal checkpoint",
+                              remedy="--format transformers exports the weights with it")
 
 
 def any_scheduler(steps: int) -> dict[str, Any]:

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from pretrain.checkpoint.convert.new_folder import new_folder
+from pretrain.checkpoint.format.buffers import BUFFERS_FILE
 from pretrain.checkpoint.format.fragments import FileLocation, Fragment
 from pretrain.checkpoint.format.hashed_files import FileRecord, HashedFile, sha256_of
 from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, step_of
@@ -139,7 +141,8 @@ def weights_manifest(**facts: Any) -> Manifest:
 
 
 def write_weights_run(out: Path, planned: Sequence[PlannedTensor], chunks: Iterator[torch.Tensor], manifest: Manifest,
-                      *, tokenizer: Mapping[str, Path], others: Mapping[str, str] | None = None) -> None:
+                      *, tokenizer: Mapping[str, Path], others: Mapping[str, str] | None = None,
+                      buffers: Mapping[str, torch.Tensor]) -> None:
     """Write weights as the checkpoint of step 0 of the new run folder `out`, and the tokenizer next to it.
 
     If the name of `out` is global_step0, write only this checkpoint.
@@ -150,6 +153,7 @@ def write_weights_run(out: Path, planned: Sequence[PlannedTensor], chunks: Itera
         manifest: without files.
         tokenizer: name -> path of the tokenizer's files.
         others: name -> text of further files of the checkpoint.
+        buffers: values of the model's buffers, under our names.
     """
     with new_folder(out) as temporary:
         folder = temporary
@@ -165,8 +169,15 @@ def write_weights_run(out: Path, planned: Sequence[PlannedTensor], chunks: Itera
         records = write_shards(folder, shards, chunks)
         for name, text in {index_name(0): _shard_index(shards), **(others or {})}.items():
             (folder / name).write_text(text, encoding="utf-8")
-            records[name] = FileRecord((folder / name).stat().st_size, sha256_of(folder / name))
+            records[name] = _record(folder / name)
+        if buffers:
+            save_file({name: buffer.float().contiguous() for name, buffer in buffers.items()}, folder / BUFFERS_FILE)
+            records[BUFFERS_FILE] = _record(folder / BUFFERS_FILE)
         (folder / MANIFEST).write_text(replace(manifest, files=records).to_json())
+
+
+def _record(path: Path) -> FileRecord:
+    return FileRecord(path.stat().st_size, sha256_of(path))
 
 
 def _shard_index(shards: Mapping[str, Sequence[PlannedTensor]]) -> str:

@@ -1,7 +1,7 @@
 """Buffers of transformers' modules that belong to a model's state, such as the biases by which routers balance experts.
 
 No optimizer changes them. They are small, so that every model-states file of a checkpoint has all of them, under this
-project's names, in DeepSpeed's client state.
+project's names, in DeepSpeed's client state. A checkpoint of weights alone has them in a file of their own.
 """
 
 from collections.abc import Mapping
@@ -13,6 +13,7 @@ from pretrain.distributed.collectives import gather
 from pretrain.model.general.modules import GeneralLayer
 
 BUFFERS = "buffers"  # key in a model-states file
+BUFFERS_FILE = "buffers.safetensors"  # of a checkpoint of weights alone, which has no model-states file
 
 
 def own_buffers(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -4,12 +4,12 @@ import json
 import mmap
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from safetensors import SafetensorError, safe_open
 
@@ -22,6 +22,12 @@ from pretrain.model.config import ModelConfig, load_model_config
 from pretrain.model.hf_names import HEAD, names_in_model, tensor_rules
 from pretrain.progress import ProgressBar
 from pretrain.stored_json import build, read_json
+
+if TYPE_CHECKING:
+    from pretrain.model.general.file_format import Conversion
+
+    # tensors that transformers makes of others in the files, by their names in its model
+    Converted = dict[str, tuple[Conversion, list["StoredTensor"]]]
 
 Shape = tuple[int, ...]
 # dtypes that weights may have: name in the header of a safetensors file -> our name
@@ -52,6 +58,7 @@ class HFFolder:
     config: ModelConfig
     files: tuple[str, ...]  # the safetensors files that are read
     tensors: dict[str, StoredTensor] = field(repr=False)  # by the complete name in transformers, without a tied head
+    converted: "Converted" = field(default_factory=dict, repr=False)
 
     @cached_property
     def dtype(self) -> str:
@@ -96,16 +103,53 @@ def check_hf_folder(folder: Path, config: ModelConfig | None = None) -> HFFolder
     rules = tensor_rules(config)
     embedding = rules[0].theirs[0]
     shapes = {name: shape for rule in rules for name, shape in zip(rule.theirs, rule.their_shapes(), strict=True)}
-    found = {full: stored[name] for name, full in names_in_model(stored, config).items()}
+    converted: Converted = {}
+    if config.described:
+        found = _described_tensors(folder, stored, config, converted)
+    else:
+        found = {full: stored[name] for name, full in names_in_model(stored, config).items()}
     head = found.pop(_their_head(config), None) if config.tie_word_embeddings else None
-    buffers = {theirs: buffer.shape for _, theirs, buffer in config.named_buffers() if theirs in found}
-    shapes |= buffers
+    shapes |= {theirs: buffer.shape for _, theirs, buffer in config.named_buffers()}
+    if config.described:  # buffers of whole numbers belong to no parameter: `_check_tensor` rejects their dtype
+        shapes |= {name: tensor.shape for name, tensor in found.items() if tensor.dtype not in WEIGHT_DTYPES}
     _check_names(folder, set(found), set(shapes))
     for name, shape in shapes.items():
         _check_tensor(folder, found[name], shape, config, is_vocabulary=name in (embedding, HEAD))
     if head is not None:
         _check_tied_head(folder, head, found[embedding])
-    return HFFolder(folder, config, files, found)
+    return HFFolder(folder, config, files, found, converted)
+
+
+def _described_tensors(folder: Path, stored: Mapping[str, StoredTensor], config: ModelConfig,
+                       converted: "Converted") -> dict[str, StoredTensor]:
+    """Return the tensors of transformers' model that the files hold, and add to `converted` those that are converted.
+
+    A converted tensor has the file of the first tensor that it is made of.
+    """
+    from pretrain.model.general.file_format import conversions_from_files  # torch: a described config needs it, too
+
+    result: dict[str, StoredTensor] = {}
+    try:
+        for each in conversions_from_files(config, {name: tensor.shape for name, tensor in stored.items()}):
+            sources = [stored[name] for name in each.sources]
+            for target, shape in each.targets.items():
+                result[target] = replace(sources[0], name=target, shape=shape, dtype=_common_dtype(sources))
+                if not each.is_renaming:
+                    converted[target] = each, sources
+                else:
+                    result[target] = sources[0]
+    except ValueError as error:
+        raise ConfigError(f"{folder / stored[str(error)].file}: {shorten(str(error))}",
+                          problem="transformers cannot convert this tensor together with those that belong to it",
+                          remedy="use the config.json that belongs to the weights, and complete files") from None
+    return result
+
+
+def _common_dtype(tensors: Sequence[StoredTensor]) -> str:
+    """Return the dtype of a tensor made of others: theirs; fp32 if they have several; or one that is unknown."""
+    dtypes = {tensor.dtype for tensor in tensors}
+    unknown = sorted(dtypes - WEIGHT_DTYPES.keys())
+    return unknown[0] if unknown else dtypes.pop() if len(dtypes) == 1 else "F32"
 
 
 def _their_head(config: ModelConfig) -> str:
@@ -242,7 +286,7 @@ def _check_tensor(folder: Path, tensor: StoredTensor, shape: tuple[int, ...], co
     if tensor.dtype not in WEIGHT_DTYPES:
         raise ConfigError(where, found=f"the dtype {shorten(tensor.dtype)}",
                           expected=f"one of {', '.join(sorted(WEIGHT_DTYPES))}",
-                          remedy="use weights that are not quantized")
+                          remedy="use weights that are not quantized, and without buffers of whole numbers")
     if is_vocabulary and len(tensor.shape) == 2 and tensor.shape[1:] == shape[1:] and tensor.shape != shape:
         key = config.key("vocab_size")
         raise ConfigError(where, found=f"{tensor.shape[0]} rows", expected=f"{key} of the config.json ({shape[0]})",

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 
-from pretrain.checkpoint.format.buffers import BUFFERS
+from pretrain.checkpoint.format.buffers import BUFFERS, BUFFERS_FILE
 from pretrain.checkpoint.format.fragments import FileLocation
 from pretrain.checkpoint.format.pickles import load_pickle
 from pretrain.checkpoint.format.shard_index import FP32, StoredFragment, StoredParameters, read_shard_indexes
@@ -188,7 +189,10 @@ class CheckpointReader(WeightsReader):
         return self._files[file]
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        return {} if self._model_states_file() is None else self.engine_state().get(BUFFERS, {})
+        if self._model_states_file() is not None:
+            saved: dict[str, torch.Tensor] = self.engine_state().get(BUFFERS, {})
+            return saved
+        return load_file(self.folder / BUFFERS_FILE) if (self.folder / BUFFERS_FILE).is_file() else {}
 
     def _model_states_file(self) -> str | None:
         names = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
@@ -213,6 +217,7 @@ class HFWeights(WeightsReader):
         self.shapes = {name: rule.shape for name, rule in self.rules.items()}
         self._files: dict[str, SafetensorsFile] = {}
         self._latest: tuple[str, torch.Tensor] | None = None
+        self._converted: dict[str, torch.Tensor] = {}
 
     def dtype(self, name: str) -> str:
         """Return the stored dtype of a parameter. If its parts have several, return fp32."""
@@ -229,7 +234,7 @@ class HFWeights(WeightsReader):
             out.copy_(self.stored(name).view(-1).narrow(0, start, out.numel()))
             return
         for theirs in rule.theirs:  # read only the wanted elements of each tensor
-            tensor = self._part(self.found.tensors[theirs]).view(-1)
+            tensor = self._part(theirs).view(-1)
             low, high = max(start, first), min(start + out.numel(), first + tensor.numel())
             if low < high:
                 out.narrow(0, low - start, high - low).copy_(tensor.narrow(0, low - first, high - low))
@@ -254,14 +259,23 @@ class HFWeights(WeightsReader):
         return self._latest[1]
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        return {ours: self._part(self.found.tensors[theirs]) for ours, theirs, _ in self.config.named_buffers()
-                if theirs in self.found.tensors}
+        return {ours: self._part(theirs) for ours, theirs, _ in self.config.named_buffers()}
 
     def their_tensors(self, name: str) -> list[torch.Tensor]:
         """Return the tensors in the files that hold a parameter, as views of the mapped files: do not change them."""
-        return [self._part(self.found.tensors[part]) for part in self.rules[name].theirs]
+        return [self._part(part) for part in self.rules[name].theirs]
 
-    def _part(self, tensor: StoredTensor) -> torch.Tensor:
+    def _part(self, theirs: str) -> torch.Tensor:
+        """Return a tensor of transformers' model. Of those that are converted, only the latest ones are kept."""
+        if theirs not in self.found.converted:
+            return self._in_file(self.found.tensors[theirs])
+        if theirs not in self._converted:
+            self._converted = {}  # free them before the next ones are converted
+            conversion, sources = self.found.converted[theirs]
+            self._converted = conversion.convert([self._in_file(each) for each in sources])
+        return self._converted[theirs]
+
+    def _in_file(self, tensor: StoredTensor) -> torch.Tensor:
         if tensor.file not in self._files:
             self._files[tensor.file] = SafetensorsFile(self.folder / tensor.file)
         return self._files[tensor.file][tensor.name]

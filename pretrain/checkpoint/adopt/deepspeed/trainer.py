@@ -126,8 +126,9 @@ def _parameters_in_order(weights: HFFolder) -> dict[str, torch.Tensor]:
     found = dict(model.named_parameters())
     if weights.config.tie_word_embeddings:
         found.pop(HEAD, None)
-    if found.keys() != weights.tensors.keys():
-        name = sorted(found.keys() ^ weights.tensors.keys())[0]
+    in_files = weights.tensors.keys() - weights.converted.keys()
+    if found.keys() != in_files:
+        name = sorted(found.keys() ^ in_files)[0]
         raise ConfigError(f"{weights.folder}: {name}", problem="transformers names this parameter differently in its "
                           "module and in its files, so that the optimizer's order is not known",
                           remedy="only checkpoints with DeepSpeed are read for this model")

@@ -105,6 +105,8 @@ def _read(folder: Path, config: dict[str, Any]) -> ForeignRun:
         step=int(model["global_steps"]), skipped_steps=int(model.get("skipped_steps") or 0),
         global_batch_size=global_batch_size(model, ds_config), consumed_samples=model.get("global_samples"),
         precision=dtype, loss_scale=_loss_scale(files) if dtype == "fp16" else None, ds_config=ds_config,
+        buffers={name.removeprefix(prefix): tensor for name, tensor in model["module"].items()
+                 if name in (model.get("buffer_names") or ()) and not is_buffer(name)},
         losses=tuple(_losses(files, found)), notes=_notes(files))
     where = str(folder / (files.optimizer_files or files.model_files)[0])
     run = with_optimizer(run, where, found, groups, prefix)
@@ -209,10 +211,6 @@ def _losses(files: EngineFiles, found: FoundParameters) -> list[Loss]:
         losses.append(Loss("other_states", f"{shorten(first)}" + (f" and {others} other parameters were" if others else
                            " was") + " not trained; here all parameters are trained, and these begin with optimizer "
                            "states of 0"))
-    buffers = [name for name in files.model.get("buffer_names") or () if not is_buffer(name)
-               and name in files.model["module"]]
-    if buffers:
-        losses.append(Loss("other_states", f"the buffers {shorten(', '.join(buffers))}, which are not parameters"))
     for key, what in (("data_sampler", "DeepSpeed's curriculum over samples"), ("random_ltd", "random layer dropping")):
         if files.model.get(key) is not None:
             losses.append(Loss("other_states", f"the state of {what}"))
