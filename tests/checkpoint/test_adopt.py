@@ -147,8 +147,8 @@ def test_a_resume_compares_what_the_program_recorded(corpus: str, tmp_path: Path
 
     notes = resume((), "--lr_counts_from_0")
     assert [note for note in notes if "a program" in note] == [
-        f"a program did not record its data: this run continues at sample 80 of --train_data {corpus}, and pins it "
-        "from here on"]
+        "the checkpoint of a program does not record its data: this run continues at sample 80 of --train_data "
+        f"{corpus}, and pins it from here on"]
     (note,) = [note for note in resume(()) if "recorded the learning rate" in note]
     assert note.startswith(f"a program recorded the learning rate {plan.schedule(8):.4g} at step 10; this schedule")
     for name, wrong in (("seed", 7), ("seq_length", 32), ("global_batch_size", 1)):
