@@ -21,7 +21,7 @@ from pretrain.commands import COMMANDS
 from pretrain.errors import ConfigError, shorten
 
 _USAGE = """usage: ds-pretrain [train] [flags of the launcher] [flags of the run]
-       ds-pretrain SUBCOMMAND [flags]      (--help after a subcommand lists its flags)
+       ds-pretrain SUBCOMMAND [flags] (its --help lists the flags)
 """
 
 

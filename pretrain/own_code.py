@@ -28,8 +28,8 @@ def import_own_module(name: str, where: str) -> ModuleType:
     except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
             raise ConfigError(where, problem=f"there is no module {name} in {folder}, on PYTHONPATH or among the "
-                              "installed packages", remedy="start the run in the folder of the module, or add it to "
-                              "PYTHONPATH") from None
+                              "installed packages", remedy="leave out .py" if name.endswith(".py") else
+                              "start the run in the folder of the module, or add it to PYTHONPATH") from None
         raise own_code_failed(where, f"the import of {name}", error) from error
     finally:
         sys.path.remove(folder)

@@ -1,5 +1,6 @@
 """Exit codes and one-line errors of every program, and suggestions for misspelt words."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -142,3 +143,12 @@ def test_words_with_little_in_common_and_numbers_are_not_suggested(word: str, kn
 ])
 def test_suggested_words(word: str, meant: str) -> None:
     assert closest(word, iter(KNOWN)) == meant
+
+
+@pytest.mark.parametrize("words", [["--help"], ["models"], ["import", "--help"], ["translate", "--help"],
+                                   ["models", "--help"], ["export", "--help"]], ids=" ".join)
+def test_lists_and_help_fit_80_columns(words: list[str]) -> None:
+    done = subprocess.run([sys.executable, "-m", "pretrain", *words], capture_output=True, text=True, timeout=900,
+                          env={**os.environ, "COLUMNS": "80"})
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stdout.splitlines() if len(line) > 80] == []

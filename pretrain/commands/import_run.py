@@ -45,7 +45,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", type=path_text, metavar="CONFIG",
                         help="config.json of the model, a folder with it, or a preset, for a source that has none")
     parser.add_argument("--seq_length", type=whole_number(1), metavar="N",
-                        help="tokens of a sample, for a source that counts tokens alone (torchtitan)")
+                        help="tokens of a sample, if the source does not record it; needed for torchtitan, which "
+                        "counts tokens")
     parser.add_argument("--accept_loss_of", action="append", default=[], metavar="NAME,...",
                         help="adopt the run although this is lost: " + ", ".join(LOSSES))
     return parser
@@ -91,14 +92,17 @@ def _reject_flags_of_runs(args: argparse.Namespace, reason: str) -> None:
 
 
 def _check_has_weights(folder: Path) -> None:
-    """Raise ConfigError for a folder in which nothing is recognized."""
-    if folder.is_dir() and not (folder / "config.json").is_file() and not weight_files(folder) and \
-            snapshot_in(folder) == folder:
+    """Raise ConfigError for a path at which nothing is recognized."""
+    if folder.is_dir():
+        if (folder / "config.json").is_file() or weight_files(folder) or snapshot_in(folder) != folder:
+            return
         names = sorted(path.name for path in folder.iterdir())
-        raise ConfigError(str(folder), problem="it holds no checkpoint that is recognized (it has "
-                          f"{', '.join(names[:5]) + (' ...' if len(names) > 5 else '') or 'no files'})",
-                          remedy=f"name a checkpoint of {', '.join(kind.name for kind in KINDS)}, or a transformers "
-                          "folder")
+        problem = "it holds no checkpoint that is recognized (it has " \
+                  f"{', '.join(names[:5]) + (' ...' if len(names) > 5 else '') or 'no files'})"
+    else:
+        problem = "this is a file, and not a folder" if folder.exists() else "there is no such folder"
+    raise ConfigError(str(folder), problem=problem, remedy="name the folder of a checkpoint of "
+                      f"{', '.join(kind.name for kind in KINDS)}, or a transformers folder")
 
 
 def _import_weights(source: Path, out: Path) -> None:
@@ -132,7 +136,7 @@ def _adopt(source: Source, args: argparse.Namespace) -> None:
         raise ConfigError(f"--step {args.step}", problem=f"{source.folder} is the checkpoint of step {run.step}",
                           remedy="leave --step out, or name the folder around the checkpoints")
     from pretrain.checkpoint.adopt.adopt import adopt, plan_adoption
-    from pretrain.checkpoint.adopt.run_files import RUN_YAML
+    from pretrain.checkpoint.adopt.run_files import RUN_YAML, missing_flags
 
     plan = plan_adoption(run, args.accept_loss_of)
     manifest = adopt(plan, args.save)
@@ -144,8 +148,9 @@ def _adopt(source: Source, args: argparse.Namespace) -> None:
     terminal_console(width=_LOG_WIDTH).print(table)
     for note in (*plan.notes, *(plan.tokenizer.notes if plan.tokenizer else ())):
         print(f"note: {note}")
-    run_yaml = shlex.quote(str(args.save / RUN_YAML))
-    for line in next_line(f"ds-pretrain check --world_size RANKS --config {run_yaml} --train_data PREFIX"):
+    missing = " ".join(f"--{flag} {'PREFIX' if flag == 'train_data' else 'N'}" for flag in missing_flags(run))
+    for line in next_line(f"ds-pretrain check --world_size RANKS --config {shlex.quote(str(args.save / RUN_YAML))} "
+                          f"{missing}"):
         print(line)
 
 
@@ -184,5 +189,5 @@ def _facts(plan: "Adoption", manifest: Manifest) -> Sequence[tuple[str, str]]:
         ("other states", losses.get("other_states", "none")),
         ("tokenizer", "none" if plan.tokenizer is None else ", ".join(path.name for path in plan.tokenizer.files)),
         ("flags in run.yaml", ", ".join(f"{name} {value}" for name, value in flags.items()) or "none"),
-        ("keys of the DeepSpeed JSON that are left out", ", ".join(left_out) or "none")]
+        ("JSON keys left out", ", ".join(left_out) or "none")]
     return rows

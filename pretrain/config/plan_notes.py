@@ -150,7 +150,7 @@ def _speed_notes(plan: Plan) -> list[str]:
     """Note which faster operators cannot be used, and why."""
     notes, args, model = [], plan.args, plan.model
     if model.described:
-        notes.append(f"{model.architecture} is trained with transformers' own modules: without tensor and sequence "
+        notes.append(f"{model.architecture} is trained with the model's own modules: without tensor and sequence "
                      "parallelism and this program's kernels" +
                      (", so that --plain_operators has no effect" if args.plain_operators else ""))
     layout = plan.layout

@@ -57,7 +57,8 @@ def find_config(model: str) -> Path:
         raise ConfigError("--model", problem=problem, word=model, known=names,
                           remedy=f"the presets with a similar name are {', '.join(similar)}")
     raise ConfigError("--model", problem=problem, word=model, known=names,
-                      remedy=f"give a config.json, its folder, a repository (org/name) or one of {', '.join(names)}")
+                      remedy="give a config.json, its folder, a repository (org/name), a class of your own "
+                      f"(module:Class) or one of {', '.join(names)}")
 
 
 def _beginning(name: str) -> str:

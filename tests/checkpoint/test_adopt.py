@@ -12,6 +12,8 @@ import transformers
 
 from pretrain.checkpoint.adopt.adopt import adopt, plan_adoption
 from pretrain.checkpoint.adopt.foreign_run import ForeignRun, Loss
+from pretrain.checkpoint.adopt.run_files import RUN_YAML, run_files
+from pretrain.checkpoint.adopt.weight_decay import WeightDecay
 from pretrain.checkpoint.format.manifest import read_manifest
 from pretrain.checkpoint.format.verify import damage_of
 from pretrain.checkpoint.load.find_checkpoint import find_checkpoint
@@ -147,8 +149,8 @@ def test_a_resume_compares_what_the_program_recorded(corpus: str, tmp_path: Path
 
     notes = resume((), "--lr_counts_from_0")
     assert [note for note in notes if "a program" in note] == [
-        f"a program did not record its data: this run continues at sample 80 of --train_data {corpus}, and pins it "
-        "from here on"]
+        "the checkpoint of a program does not record its data: this run continues at sample 80 of --train_data "
+        f"{corpus}, and pins it from here on"]
     (note,) = [note for note in resume(()) if "recorded the learning rate" in note]
     assert note.startswith(f"a program recorded the learning rate {plan.schedule(8):.4g} at step 10; this schedule")
     for name, wrong in (("seed", 7), ("seq_length", 32), ("global_batch_size", 1)):
@@ -160,3 +162,10 @@ def test_a_resume_compares_what_the_program_recorded(corpus: str, tmp_path: Path
         resume((), "--learning_rate=2e-2")
     with pytest.raises(ConfigError, match="--decay_vectors: True in the checkpoint and False in this run"):
         resume((), recipe={"decay_vectors": True})
+
+
+def test_the_files_of_a_run_name_the_flags_that_are_missing(tmp_path: Path) -> None:
+    for name, changes, missing in (("nothing", {}, "train_data, seq_length, train_steps"),
+                                   ("all", {"seq_length": 64, "schedule": {"total_steps": 9}}, "train_data")):
+        run = foreign_run(tmp_path / name, SHAPES["llama"], **{"seq_length": None, "schedule": {}, **changes})
+        assert f"# Add {missing}. " in run_files(run, WeightDecay(), tmp_path)[RUN_YAML]

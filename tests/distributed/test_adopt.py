@@ -63,7 +63,7 @@ def test_the_command_its_run_and_all_tools(measured: Measured, corpus: str, tmp_
              "--eval_steps=1"]
     ranks = train_ranks(2, words, tmp_path)
     assert [rank.returncode for rank in ranks] == [0, 0], ranks[0].stdout
-    assert "did not record its data: this run continues at sample 48 of --train_data" in ranks[0].stdout
+    assert "does not record its data: this run continues at sample 48 of --train_data" in ranks[0].stdout
     run, checkpoints = tmp_path / "run", tmp_path / "run" / "checkpoints"
     assert [row["step"] for row in read_rows(run / "metrics.jsonl") if "grad_norm" in row] == [SAVED + 1, SAVED + 2]
     assert newest_start(run)["resumed_from"] == str(checkpoints / f"global_step{SAVED}")

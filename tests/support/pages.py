@@ -45,8 +45,8 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
     "takes minutes: tests/test_project.py": (".github/release.sh",),
     "needs a run of another program: tests/distributed/test_adopt.py": (
         "ds-pretrain import trainer_output --save runs/adopted",
-        "ds-pretrain check --world_size 8 --config runs/adopted/run.yaml --train_data data/corpus",
-        "ds-pretrain --num_gpus 8 --config runs/adopted/run.yaml --train_data data/corpus"),
+        "ds-pretrain check --world_size 8 --config runs/adopted/run.yaml --train_data data/corpus --seq_length 2048",
+        "ds-pretrain --num_gpus 8 --config runs/adopted/run.yaml --train_data data/corpus --seq_length 2048"),
     "needs a run of another program: tests/checkpoint/test_adopt_dcp.py": (
         "ds-pretrain import outputs/checkpoint --step 6000 --model CONFIG --seq_length 8192 --save "
         "runs/from-torchtitan",

@@ -30,6 +30,11 @@ def adopted_flags(run: ForeignRun) -> dict[str, Any]:
                                             **_schedule_flags(run.schedule)}.items() if value is not None}
 
 
+def missing_flags(run: ForeignRun) -> list[str]:
+    """Return the flags without which the run has no data or length, or would have the default length of a sample."""
+    return ["train_data", *(name for name in ("seq_length", "train_steps") if name not in adopted_flags(run))]
+
+
 def _schedule_flags(schedule: Mapping[str, Any]) -> dict[str, Any]:
     """Return the flags of length and schedule. Without the values that a schedule needs, it is not described."""
     kind, total = schedule.get("type"), schedule.get("total_steps")
@@ -114,6 +119,6 @@ def run_files(run: ForeignRun, decay: WeightDecay, out: Path) -> dict[str, str]:
     """Return name -> text of the files of the run folder `out`."""
     values = {"deepspeed_config": str(out / DS_JSON), "save": str(out), **adopted_flags(run), **decay.flags}
     head = [f"# This run continues {run.folder.absolute()} ({run.program}) after step {run.step}.",
-            "# Add train_data, and train_steps if it is missing. Settings that are not listed were not recorded.", ""]
+            f"# Add {', '.join(missing_flags(run))}. Settings that are not listed were not recorded.", ""]
     return {RUN_YAML: "\n".join(head) + yaml.safe_dump(values, sort_keys=False, width=2**20),
             DS_JSON: json.dumps(ds_config_of(run)[0], indent=2) + "\n"}

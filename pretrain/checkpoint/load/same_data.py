@@ -98,8 +98,8 @@ def adopted_data_note(manifest: Manifest, plan: Plan, folder: Path) -> str:
     """Return a note about the data position if an adopted run does not record its data, else ""."""
     if manifest.adopted is None or "data_fingerprint" not in manifest.unknown:
         return ""
-    return f"{manifest.adopted.get('program')} did not record its data: this run continues at sample " \
-           f"{position_after(folder.parent, manifest):,} of {plan.data.train_flag}, and pins it from here on"
+    return f"the checkpoint of {manifest.adopted.get('program')} does not record its data: this run continues at " \
+           f"sample {position_after(folder.parent, manifest):,} of {plan.data.train_flag}, and pins it from here on"
 
 
 def _difference(manifest: Manifest, plan: Plan, folder: Path) -> str:

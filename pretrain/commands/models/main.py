@@ -6,8 +6,10 @@
 """
 
 import datetime
+import os
 import re
 import sys
+import textwrap
 from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
@@ -23,6 +25,7 @@ from pretrain.paths import check_file
 if TYPE_CHECKING:
     from pretrain.commands.models.all_decoders import Verdict
 
+_WIDTH = 80
 _BEGIN, _END = "<!-- table -->", "<!-- end of the table -->"
 
 
@@ -52,14 +55,16 @@ def main() -> int:
 
 def _lists() -> list[str]:
     """Return the families, and the presets with their sizes."""
-    lines = [f"families    {', '.join(sorted(FAMILIES))}", "", f"{'preset':<16}{'model_type':<14}"
+    families = textwrap.fill(", ".join(sorted(FAMILIES)), _WIDTH, initial_indent="families    ",
+                             subsequent_indent=" " * 12)
+    lines = [families, "", f"{'preset':<15}{'model_type':<14}"
              f"{'parameters':>18}{'layers':>8}{'hidden size':>13}{'vocabulary':>12}"]
     for name in preset_names():
         config = load_model_config(name)
-        lines.append(f"{name:<16}{config.architecture:<14}{config.num_parameters():>18,}{config.num_layers:>8}"
+        lines.append(f"{name:<15}{config.architecture:<14}{config.num_parameters():>18,}{config.num_layers:>8}"
                      f"{config.hidden_size:>13,}{config.vocab_size:>12,}")
-    return [*lines, "", "Other decoders of transformers train with transformers' own modules: "
-                        "`ds-pretrain models --prove MODEL_TYPE`"]
+    return [*lines, "", "Other decoders of transformers train with transformers' own modules:",
+            "`ds-pretrain models --prove MODEL_TYPE`"]
 
 
 def _prove(names: list[str]) -> "list[Verdict]":
@@ -69,12 +74,13 @@ def _prove(names: list[str]) -> "list[Verdict]":
         if name not in known:
             raise ConfigError("--prove", problem=f"transformers {version('transformers')} has no causal language model "
                               f"of the model_type {name}", word=name, known=known)
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed detects an accelerator and warns
     from pretrain.commands.models.all_decoders import prove_all  # imports torch
 
     verdicts = []
     for verdict in prove_all(list(dict.fromkeys(names)) or known):
         verdicts.append(verdict)
-        print(f"{verdict.model_type:<26}{_how(verdict):<24}{_remark(verdict)}", flush=True)
+        print(f"{verdict.model_type:<26}{_how(verdict):<24}{_remark(verdict)}".rstrip(), flush=True)
     print(_summary(verdicts))
     return sorted(verdicts, key=lambda verdict: verdict.model_type)
 
