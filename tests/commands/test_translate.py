@@ -2,12 +2,15 @@
 
 import dataclasses
 import json
+import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 import yaml
 
 from pretrain.commands.translate.main import main, translate
@@ -74,7 +77,8 @@ def test_pythia(tmp_path: Path, size: str, capsys: pytest.CaptureFixture[str]) -
     rate = settings["optimizer"]["params"]["lr"]
     assert plan.layout.tokens_per_step == 1024 * 2048
     assert plan.schedule is not None
-    assert [plan.schedule(step) for step in (1429, 142999)] == pytest.approx([rate, rate / 10])
+    # steps counted from 0: step 1430 of the program is the 1431st
+    assert [plan.schedule(step) for step in (1430, 143000)] == pytest.approx([rate, rate / 10])
     assert (plan.train_steps, plan.schedule.kind, plan.schedule.warmup_steps) == (143000, "cosine", 1430)
     assert (plan.layout.precision, plan.args.init_method, plan.args.output_init_method) == (
         "fp16", "small_init", "wang_init")
@@ -116,7 +120,7 @@ def test_tiny_llama(tmp_path: Path) -> None:
     assert plan.layout.grad_accum_dtype == "fp32"
     assert plan.data.weights == (0.7, 0.3)
     assert plan.schedule is not None
-    assert [plan.schedule(step) for step in (1999, 715255)] == pytest.approx([4e-4, 4e-5])
+    assert [plan.schedule(step) for step in (2000, 715256)] == pytest.approx([4e-4, 4e-5])
 
 
 def test_gpt3_175b_of_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,8 +146,9 @@ def test_llama3_of_torchtitan(tmp_path: Path, flavor: str, preset: str, rate: fl
     assert plan.layout.global_batch_size == batch * 64 // tensor
     assert (plan.layout.zero_stage, plan.layout.tensor_parallel_size) == (3, tensor)
     assert plan.ds_config["optimizer"]["params"] == {"lr": rate, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
+    assert plan.args.decay_vectors
     assert plan.schedule is not None
-    assert (plan.schedule.kind, plan.schedule.min_ratio, plan.schedule.warmup_steps) == ("linear", 0.0, 200)
+    assert (plan.schedule.kind, plan.schedule.min_ratio, plan.schedule.warmup_steps) == ("wsd", 0.0, 200)
 
 
 def test_the_trainers_run_clm(tmp_path: Path) -> None:
@@ -213,12 +218,13 @@ def test_llama_and_the_clipped_line_of_gpt_neox(tmp_path: Path) -> None:
     assert plan.ds_config["optimizer"]["params"] == {
         "lr": 0.001, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1}
     assert plan.schedule is not None
-    assert [plan.schedule(step) for step in (257, 504, 999)] == pytest.approx([1e-3 * (1 - 248 / 990), 5e-4, 5e-4])
+    assert [plan.schedule(step) for step in (258, 505, 999)] == pytest.approx([1e-3 * (1 - 248 / 990), 5e-4, 5e-4])
 
 
 @pytest.mark.parametrize(("change", "line"), [
     ({"num-layerz": 2}, 'pythia.yml: num-layerz: .*Did you mean "num_layers"'),
     ({"pos-emb": "sinusoidal"}, "pythia.yml: pos-emb: found sinusoidal; expected one of learned, rotary, alibi"),
+    ({"moe_num_experts": 8}, "moe_num_experts: nothing here computes this: the router and the experts of GPT-NeoX"),
     ({"norm": "rmsnorm"}, "no family of models here computes it; the most similar one"),
     ({"lr-decay-style": "exponential"}, "lr-decay-style: found exponential; expected one of linear, cosine, constant"),
     ({"num-unique-layers": 2}, "pythia.yml: num-unique-layers: nothing here computes this: parameters that several"),
@@ -234,6 +240,110 @@ def test_errors_name_the_setting(tmp_path: Path, change: dict[str, Any], line: s
     assert not (tmp_path / "out").exists()
 
 
+def neox_rate(number: int, *, style: str, warmup: int, end: int, lowest: float) -> float:
+    """Return the rate of GPT-NeoX with the peak 1 (megatron/learning_rates.py)."""
+    if warmup and number <= warmup:
+        return max(1, number) / warmup
+    progress = (number - warmup) / (end - warmup)
+    return max(1 - progress if style == "linear" else lowest + (1 - lowest) / 2 * (math.cos(math.pi * progress) + 1),
+               lowest)
+
+
+def megatron_rate(number: int, *, style: str, warmup: int, end: int, lowest: float) -> float:
+    """Return the rate of Megatron-LM with the peak 1 (megatron/core/optimizer_param_scheduler.py); WSD decays 20."""
+    if warmup and number <= warmup:
+        return number / warmup
+    if number > end:
+        return lowest
+    progress = (number - warmup) / (end - warmup)
+    after = (number - (end - 20)) / 20
+    return lowest + (1 - lowest) * {
+        "linear": 1 - progress, "cosine": (math.cos(math.pi * progress) + 1) / 2,
+        "WSD": 1.0 if after <= 0 else 1 - math.sqrt(after)}[style]
+
+
+def torchtitan_rate(step: int, *, shape: str, warmup: int, end: int, decay: int, lowest: float) -> float:
+    """Return the rate of torchtitan with the peak 1 (torchtitan/components/optimizer/lr_scheduler.py)."""
+    stable = end + 1 - decay
+    if step < warmup:
+        return (step + 1) / warmup
+    if step < stable:
+        return 1.0
+    progress = (step + 1 - stable) / decay
+    fall = {"linear": 1 - progress, "sqrt": 1 - math.sqrt(progress), "cosine": (1 + math.cos(math.pi * progress)) / 2}
+    return lowest + (1 - lowest) * fall[shape]
+
+
+def rates_of(folder: Path, file: str) -> list[float]:
+    """Translate a run of 100 steps with the peak 1, and return all its rates."""
+    plan = translated(folder, [file, "--overwrite"], 1)
+    assert plan.schedule is not None
+    return [plan.schedule(step) for step in range(plan.train_steps)]
+
+
+def test_each_rate_is_that_of_the_program(tmp_path: Path) -> None:
+    """GPT-NeoX's first step alone differs: it has the rate of the second one there, and 0 here."""
+    common = {"warmup": 10, "end": 100, "lowest": 0.125}
+    for style in ("linear", "cosine"):
+        neox = {**LLAMA_OF_NEOX, "train_iters": 100, "warmup": 0.1, "lr_decay_style": style, "min_lr": 0.125,
+                "optimizer": {"type": "Adam", "params": {"lr": 1.0}}, "padded_vocab_size": 512}
+        assert rates_of(tmp_path, written(tmp_path, "a.yml", neox))[1:] == pytest.approx(
+            [neox_rate(number, style=style, **common) for number in range(1, 100)], abs=1e-2 / 3)
+    for style in ("linear", "cosine", "WSD"):
+        script = ("--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 512 --lr 1 "
+                  "--max-position-embeddings 64 --micro-batch-size 1 --train-iters 110 --lr-decay-iters 100 "
+                  f"--min-lr 0.125 --lr-warmup-iters 10 --lr-decay-style {style} --lr-wsd-decay-iters 20 "
+                  "--lr-wsd-decay-style minus_sqrt")
+        assert rates_of(tmp_path, written(tmp_path, "a.sh", script)) == pytest.approx(
+            [megatron_rate(number, style=style, **common) for number in range(110)])
+    for shape, ratio in (("linear", None), ("cosine", None), ("sqrt", 0.25)):
+        toml = (f'[model]\nflavor = "debugmodel"\n[optimizer]\nlr = 1.0\n[training]\nsteps = 100\n[lr_scheduler]\n'
+                f'warmup_steps = 10\nmin_lr_factor = 0.125\ndecay_type = "{shape}"\n'
+                + (f"decay_ratio = {ratio}\n" if ratio else ""))
+        assert rates_of(tmp_path, written(tmp_path, "a.toml", toml)) == pytest.approx(
+            [torchtitan_rate(step, shape=shape, decay=25 if ratio else 90, **common) for step in range(100)])
+
+
+@pytest.mark.parametrize(("name", "extra"), [
+    ("linear", {}), ("cosine", {}), ("constant_with_warmup", {}), ("inverse_sqrt", {}), ("polynomial", {"lr_end": 0.25}),
+    ("cosine_with_min_lr", {"min_lr": 0.125}), ("warmup_stable_decay", {"num_decay_steps": 20})])
+def test_each_rate_is_that_of_transformers(tmp_path: Path, name: str, extra: dict[str, Any]) -> None:
+    arguments = {"config_name": "tiny", "output_dir": "out", "max_steps": 100, "warmup_steps": 10, "learning_rate": 1.0,
+                 "lr_scheduler_type": name, "lr_scheduler_kwargs": extra}
+    found = rates_of(tmp_path, written(tmp_path, "a.json", arguments))
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    scheduler = transformers.get_scheduler(name, optimizer, 10, 100, scheduler_specific_kwargs=extra)
+    for rate in found:
+        assert rate == pytest.approx(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+
+
+SCRIPT = """
+#!/bin/bash
+tokens=$(( 300 * 1000 ))
+num_gpus=$(nvidia-smi --query-gpu=name --format=csv,noheader | wc -l)
+options=" --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64"
+if [ "${checkpoint}" = "true" ]; then
+options="${options} --checkpoint-activations"
+fi
+ARGS=("--vocab-size 512" "--lr 1e-3")
+python tools/report.sh --verbose
+echo pretrain_gpt.py ${options}
+deepspeed pretrain_gpt.py ${options} ${ARGS[@]} --lr 2e-3 --micro-batch-size $((8/2)) \\
+    --train-tokens ${tokens} &>> log_${num_gpus}.txt
+"""
+
+
+def test_only_the_command_that_starts_the_program_is_read(tmp_path: Path) -> None:
+    settings = read_settings([written(tmp_path, "train.sh", SCRIPT)], [], None)
+    assert (settings.given["train_tokens"], settings.given["micro_batch_size"], settings.given["lr"]) == (
+        "300000", "4", "2e-3")
+    assert {"query_gpu", "verbose", "format"}.isdisjoint(settings.given)
+    assert [note.split(" is ")[-1] for note in settings.notes] == [
+        "taken as true", "given several times: the last value is used"]
+
+
 @pytest.mark.parametrize(("name", "content", "line"), [
     ("a.yml", "", "a.yml: found a NoneType; expected a mapping"), ("a.yml", "a: [", "a.yml: it is not YAML: line 1"),
     ("a.yml", "num-layers: 1\nnum_layers: 2", "the key num_layers is there twice"),
@@ -243,6 +353,9 @@ def test_errors_name_the_setting(tmp_path: Path, change: dict[str, Any], line: s
     ("a.sh", "--num-layers $LAYERS --hidden-size 8", r"a.sh: --num-layers: found \$LAYERS; expected a number"),
     ("a.sh", "--num-layers 2 --hidden-size 64 --num-attention-heads 3 --seq-length 8 --vocab-size 9",
      "no family of models here computes it"),
+    ("a.sh", "python pretrain_bert.py --num-layers 2", "pretrain_bert.py trains no GPT-style model on text"),
+    ("a.json", {"output_dir": "x", "max_steps": 9, "config_name": "tiny", "lr_scheduler_type": "cosine",
+                "lr_scheduler_kwargs": {"num_cycles": 2}}, "nothing here computes num_cycles of cosine"),
     ("a.toml", '[model]\nname = "llama4"\nflavor = "17Bx16E"', "the model llama4 17Bx16E is not in the table"),
     ("a.json", {"output_dir": "x", "learning_rate": 1, "deepspeed": {"zero_optimisation": {}}}, "Did you mean"),
 ])

@@ -109,6 +109,8 @@ def _dropouts(name: str, wanted: Wanted) -> dict[str, Any]:
 def _problem(name: str, wanted: Any, found: Any) -> str:
     if isinstance(wanted, bool) and name in _WORDS:
         return f"it has {'no ' if wanted else ''}{_WORDS[name]}"
+    if name == "windows":
+        found, wanted = (max(each) if each else "no limit" for each in (found, wanted))
     return f"{name} is {found}, and not {wanted}"
 
 

@@ -3,7 +3,7 @@
 import math
 
 from pretrain.commands.translate.deepspeed_json import take_json
-from pretrain.commands.translate.gpt_neox_model import write_neox_model
+from pretrain.commands.translate.gpt_neox_model import check_attention, write_neox_model
 from pretrain.commands.translate.parts import (
     Rates,
     copy_flags,
@@ -31,6 +31,7 @@ _JSON_KEYS = frozenset(TREE)
 
 def translate_neox(settings: Settings, result: Result, *, vocab_size: int | None) -> None:
     """Translate a configuration of GPT-NeoX. `vocab_size`: tokens of the tokenizer, if the input does not say it."""
+    check_attention(settings, result)
     _take_blocks(settings, result)
     write_neox_model(settings, result, vocab_size)
     _optimizer(settings, result)

@@ -67,7 +67,6 @@ def write_neox_model(settings: Settings, result: Result, vocab_size: int | None)
     }
     sources = {field: tuple(name for name in names if settings.get(name) is not None)
                for field, names in sources.items()}
-    _check_attention(settings, result)
     write_model(settings, result, wanted, sources)
     if activation == "gelu" and settings.is_on("bias_gelu_fusion"):
         result.differs("the fused operator computes GELU's tanh approximation; config.json has the exact one, as in "
@@ -110,7 +109,7 @@ def _vocabulary(settings: Settings, result: Result, vocab_size: int | None) -> i
     return padded(tokens, multiple)
 
 
-def _check_attention(settings: Settings, result: Result) -> None:
+def check_attention(settings: Settings, result: Result) -> None:
     """Accept dense attention of every kernel. Raises ConfigError for other kinds."""
     value = settings.get("attention_config")
     if value is None:

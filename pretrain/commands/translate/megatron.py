@@ -31,6 +31,8 @@ _SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "W
               "inverse-square-root": "inverse_sqrt"}
 _SHAPES = {"linear": "linear", "cosine": "cosine", "minus_sqrt": "1-sqrt"}
 _SHARDING = {"no_shard": 1, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+
+
 def translate_megatron(settings: Settings, result: Result, *, vocab_size: int | None) -> None:
     """Translate arguments of Megatron-LM. `vocab_size`: tokens of the tokenizer, if the input does not say it."""
     with_json = _take_json(settings, result)
@@ -125,6 +127,8 @@ def _batch(settings: Settings, result: Result, seq_length: int) -> None:
         raise settings.wrong("rampup_batch_size", "START INCREMENT SAMPLES, with a larger --global-batch-size")
     if numbers[0] < total:
         result.set_run("batch_schedule", batch_stages(numbers, final=total, seq_length=seq_length), "rampup_batch_size")
+        result.differs("rates follow the optimizer steps between the ends of warm-up and decay, and there the samples: "
+                       "they fall faster while the batch is smaller", "rampup_batch_size")
     else:
         result.used("the global batch from the beginning", "rampup_batch_size")
 

@@ -24,6 +24,9 @@ def write_megatron_model(settings: Settings, result: Result, vocab_size: int | N
     norm = settings.choice("normalization", _NORMS)
     rope = settings.is_on("use_rotary_position_embeddings")
     position = "rope" if rope else settings.choice("position_embedding_type", _POSITIONS)
+    if settings.is_on("no_position_embedding") and position != "rope":
+        raise ConfigError(settings.where("no_position_embedding"), problem="no family here has no positions at all",
+                          remedy="--position-embedding-type rope has a counterpart")
     bias = not settings.is_on("disable_bias_linear") and (
         settings.is_on("add_bias_linear") if settings.has("add_bias_linear") else True)
     dropout = settings.number("hidden_dropout")

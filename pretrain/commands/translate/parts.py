@@ -25,7 +25,7 @@ _COMPUTED = frozenset("""
     checkpoint_mirror recompute recompute_every precision micro_batch_size gradient_accumulation_steps
     global_batch_size learning_rate adam_beta1 adam_beta2 adam_epsilon weight_decay gradient_clipping
     noise_scale_interval early_stopping_patience keep_best keep_every local_rank spike_policy eval_tasks
-    document_attention
+    document_attention decay_vectors lr_counts_from_0
     """.split())  # noqa: SIM905 (readable)
 _COPIED = tuple(name for name in FLAGS if name not in _COMPUTED)
 PLACEHOLDER = "TO-DO"  # beginning of values that the user has to replace
@@ -135,6 +135,7 @@ class Rates:
     lowest: float  # a rate
     peak: float
     unit: str = "steps"
+    counts_from_0: bool = True  # as all programs do but torchtitan: each step has the rate of the one before it
     is_clipped: bool = False  # the line falls to 0 and is clipped at the lowest rate
     wsd: int | None = None  # length of the final decay of wsd
     shape: str = "linear"
@@ -152,6 +153,8 @@ def write_schedule(result: Result, rates: Rates, *, kind: Sequence[str], warmup:
         result.used("see what remains to do", *warmup)
     else:
         result.set_run(f"lr_warmup_{rates.unit}", max(rates.warmup, least), *warmup)
+    if rates.counts_from_0 and (rates.kind != "constant" or rates.warmup != 0):
+        result.set_run("lr_counts_from_0", True)
     if rates.kind == "constant":
         result.used("no effect: the rate is constant", *end, *lowest)
         return
@@ -162,7 +165,8 @@ def write_schedule(result: Result, rates: Rates, *, kind: Sequence[str], warmup:
         result.differs("the line to 0 is clipped at the lowest rate there; here it ends there, with the same rates",
                        *lowest)
     if rates.kind == "inverse_sqrt":
-        result.used("no effect on this schedule", *end)
+        result.differs("MATTERS: here the rate falls until the run ends; there it is the lowest one from this step on",
+                       *end)
     elif stop is not None and stop != length:
         result.set_run(f"lr_decay_{rates.unit}", max(stop, start, 1), *end)
     else:

@@ -31,6 +31,12 @@ _LARGEST = 2**22  # bytes
 _VARIABLE = re.compile(r"\$(\w+)|\$\{(\w+)(?:\[[@*]\])?(?::-([^}]*))?\}")
 _ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)\+?=(.*)", re.DOTALL)
 _FLAG = re.compile(r"--?[A-Za-z]")
+_IF, _FI = re.compile(r"(?:^|;\s*)(?:if|case)\b"), re.compile(r"(?:^|;\s*)(?:fi|esac)\b")
+_NO_PROGRAM = re.compile(r"(?:if|elif|for|while|echo|printf|mkdir|cp|rm|cat|sed|\[)\b|\[")  # beginning of a command
+_REDIRECTION = re.compile(r"\d?>|&>|\||&|;")
+_ARITHMETIC = re.compile(r"\$\(\(([\d\s+*/%-]{1,200})\)\)")
+# parts of the names of Megatron-LM's programs that train other models than GPT, or generate
+_OTHER_MODELS = re.compile(r"(?:^|_)(?:bert|t5|ict|retro|vision|vlm|mimo|mamba|hybrid|mlm|generate|generation|evaluate)(?=[_.])")
 _YAML, _TOML, _JSON = (".yaml", ".yml"), (".toml",), (".json",)
 
 
@@ -47,17 +53,25 @@ def read_settings(files: Sequence[str], words: Sequence[str], program: str | Non
     given: dict[str, Any] = {}
     places: dict[str, str] = {}
     launcher: dict[str, Any] = {}
-    unset: list[str] = []
-    for name, value, place in _entries(files, words, launcher, unset):
-        if name in given:
+    notes: list[str] = []
+    for name, value, place in _entries(files, words, launcher, notes):
+        if name in given and _source(place) == _source(places[name]):
+            if value != given[name]:
+                notes.append(f"{place} is given several times: the last value is used")
+        elif name in given:
             raise ConfigError(place, problem=f"the same setting is in {places[name]}", remedy="keep one of the two")
         given[name], places[name] = value, place
     program = program or _recognize(given)
-    return Settings(program, given, places, launcher, tuple(unset))
+    return Settings(program, given, places, launcher, tuple(dict.fromkeys(notes)))
+
+
+def _source(place: str) -> str:
+    """Return the file of a place, or the command line."""
+    return place.rpartition(": ")[0]
 
 
 def _entries(files: Sequence[str], words: Sequence[str], launcher: dict[str, Any],
-             unset: list[str]) -> Iterator[tuple[str, Any, str]]:
+             notes: list[str]) -> Iterator[tuple[str, Any, str]]:
     """Yield (current name, value, where it stands) of every setting. The last two arguments are filled."""
     for file in files:
         text = _read(file)
@@ -67,12 +81,12 @@ def _entries(files: Sequence[str], words: Sequence[str], launcher: dict[str, Any
         elif suffix in _YAML or suffix in _JSON:
             values = _parse_mapping(file, text)
         else:
-            yield from _command_line(file, _script_words(file, text), launcher, unset)
+            yield from _command_line(file, _script_words(file, text, notes), launcher, notes)
             continue
         for name, value in values.items():
             yield _name(str(name)), value, f"{file}: {name}"
     if words:
-        yield from _command_line("command line", list(words), launcher, unset)
+        yield from _command_line("command line", list(words), launcher, notes)
 
 
 def _name(word: str) -> str:
@@ -149,23 +163,64 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]
                               list("-+0123456789"))
 
 
-def _script_words(file: str, text: str) -> list[str]:
-    """Return the words of a shell script that are flags and their values, with its own variables filled in."""
+def _script_words(file: str, text: str, notes: list[str]) -> list[str]:
+    """Return the words of the command that starts the program, with the script's own variables filled in.
+
+    Without such a command: the words of all commands, or of variables such as GPT_ARGS. Conditions are not evaluated;
+    `notes` gets what they decide.
+    """
     variables: dict[str, str] = {}
-    words: list[str] = []
+    commands: list[str] = []
+    conditional: dict[str, str] = {}
+    depth = 0  # of conditions
     for line in _logical_lines(text):
+        depth += len(_IF.findall(line)) - len(_FI.findall(line))
         found = _ASSIGNMENT.fullmatch(line)
         if found and not line.startswith("-"):
             value = found[2].strip()
             value = value[1:-1] if value[:1] == "(" and value[-1:] == ")" else value
             previous = f"{variables.get(found[1], '')} " if f"{found[1]}+=" in line else ""
-            variables[found[1]] = previous + _fill(_unquoted(value), variables)
-        else:
-            words += _split(file, _fill(line, variables))
+            value = _computed(previous + _fill(_unquoted(value), variables))
+            if "$(" not in value and "`" not in value:  # the output of a command remains a variable
+                variables[found[1]] = value
+            if depth > 0:
+                conditional[line] = value
+        elif not _NO_PROGRAM.match(line):
+            commands.append(_computed(_fill(line, variables)))
+    commands = [command for command in commands if ".py" in command] or commands
+    if sum(".py" in command for command in commands) > 1:
+        raise ConfigError(file, problem="it starts several programs", remedy="keep the command of one of them")
+    used = " ".join(commands)
+    notes += [f"the script has `{shorten(line, 100)}` under a condition, which is taken as true"
+              for line, value in conditional.items() if value and value in used]
+    words = [word for command in commands for word in _until_redirection(_split(file, command))]
     if not any(_FLAG.match(word) for word in words):  # a fragment that only sets variables such as GPT_ARGS
         values = [value for value in variables.values() if value.lstrip().startswith("--")]
         words = [word for value in values for word in _split(file, value)]
-    return words
+    # a quoted flag with its value, in an array that is expanded without quotes, and sh -c "COMMAND"
+    return [part for word in words for part in (word.split() if word.startswith("--") or ".py " in word else [word])]
+
+
+def _until_redirection(words: list[str]) -> list[str]:
+    """Return the words of the first command of a line."""
+    return words[:next((index for index, word in enumerate(words) if _REDIRECTION.match(word)), len(words))]
+
+
+def _computed(text: str) -> str:
+    """Replace $((3 * 10 / 2)), without inner parentheses, by its value: / is a division of whole numbers."""
+    def value(found: re.Match[str]) -> str:
+        inner = found[1]
+        for signs in ("*/%", "+-"):
+            pattern = re.compile(rf"(\d+)\s*([{signs}])\s*(\d+)")
+            while part := pattern.search(inner):
+                left, sign, right = int(part[1]), part[2], int(part[3])
+                if not right and sign in "/%":
+                    return found[0]
+                results = {"*": left * right, "/": left // (right or 1), "%": left % (right or 1),
+                           "+": left + right, "-": left - right}
+                inner = f"{inner[:part.start()]}{results[sign]}{inner[part.end():]}"
+        return inner.strip()
+    return _ARITHMETIC.sub(value, text)
 
 
 def _unquoted(text: str) -> str:
@@ -205,15 +260,18 @@ def _split(file: str, text: str) -> list[str]:
 
 
 def _command_line(place: str, words: list[str], launcher: dict[str, Any],
-                  unset: list[str]) -> Iterator[tuple[str, Any, str]]:
+                  notes: list[str]) -> Iterator[tuple[str, Any, str]]:
     """Yield the flags behind the program's name; those before it belong to its launcher."""
     bare = [bool(_VARIABLE.fullmatch(word)) for word in words]
     # a variable behind a value, or behind another one, stands for further arguments
     further = [is_bare and index > 0 and not _FLAG.match(words[index - 1]) for index, is_bare in enumerate(bare)]
-    unset += [word for word, is_further in zip(words, further, strict=True) if is_further and word[1:] != "@"]
+    notes += [f"the script adds {word}, which it does not set: give these arguments too" for word, is_further in zip(words, further, strict=True) if is_further and word[1:] != "@"]
     words = [word for word, is_further in zip(words, further, strict=True) if not is_further]
     programs = [index for index, word in enumerate(words) if word.endswith(".py")]
     if programs:
+        if _OTHER_MODELS.search(program := Path(words[programs[0]]).name):
+            raise ConfigError(place, problem=f"{program} trains no GPT-style model on text",
+                              remedy="settings of pretrain_gpt.py or run_clm.py can be translated")
         launcher.update({flag.lstrip("-").replace("-", "_"): value for flag, value in _flags(words[:programs[0]])})
         words = words[programs[0] + 1:]
     for flag, value in _flags(words):

@@ -21,7 +21,7 @@ class Settings:
     given: Mapping[str, Any]
     places: Mapping[str, str] = field(default_factory=dict)  # name -> the file, and the name as it is spelled there
     launcher: Mapping[str, Any] = field(default_factory=dict)  # flags before the program on a command line
-    unset: tuple[str, ...] = ()  # variables of a script for further arguments, which it does not set
+    notes: tuple[str, ...] = ()  # what reading a script has left open
 
     @property
     def program_name(self) -> str:

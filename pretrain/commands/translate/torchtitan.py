@@ -21,7 +21,6 @@ from pretrain.errors import ConfigError
 from pretrain.model.config import find_config, model_config_from
 
 _OPTIMIZERS = {"AdamW": "AdamW", "Adam": "Adam"}
-_SCHEDULES = {"linear": "linear", "cosine": "cosine", "sqrt": "wsd"}
 # names after v0.2.2
 _SEQ_LENGTH = "training.max_context_length"
 _MICRO_TOKENS, _STEP_TOKENS = "training.num_tokens_per_microbatch_per_dp_rank", "training.num_tokens_per_train_step"
@@ -35,7 +34,8 @@ def translate_torchtitan(settings: Settings, result: Result) -> None:
     write_optimizer(settings, result, kind, "optimizer.name")
     if kind == "Adam":
         result.set_json("optimizer.params.adam_w_mode", False, "optimizer.name")
-    result.differs("vectors, such as the weights of norms, have no weight decay here", "optimizer.weight_decay")
+    if result.json["optimizer"]["params"]["weight_decay"]:
+        result.set_run("decay_vectors", True, "optimizer.weight_decay")
     _batch(settings, result)
     _schedule(settings, result)
     _layout(settings, result)
@@ -102,19 +102,21 @@ def _samples(settings: Settings, name: str, seq_length: int) -> int | None:
 
 
 def _schedule(settings: Settings, result: Result) -> None:
-    """Write the schedule (torchtitan/components/lr_scheduler.py, build_lr_schedulers)."""
+    """Write the schedule (build_lr_schedulers in torchtitan/components/optimizer/lr_scheduler.py).
+
+    The peak lasts one step at least, and the lowest rate would be reached one step after the last one.
+    """
     steps = settings.whole("training.steps", low=1)
     total = settings.whole("lr_scheduler.total_steps", steps, low=1)
     warmup = min(settings.whole("lr_scheduler.warmup_steps"), total)
     ratio = settings.number("lr_scheduler.decay_ratio")
     decay = min(round(total * ratio), total - warmup) if ratio is not None else total - warmup
-    word = settings.choice("lr_scheduler.decay_type", _SHAPES)
-    kind = "wsd" if ratio is not None else settings.choice("lr_scheduler.decay_type", _SCHEDULES)
+    shape = settings.choice("lr_scheduler.decay_type", _SHAPES)
     peak = float(result.json["optimizer"]["params"]["lr"])
-    shapes = ["lr_scheduler.decay_type", *settings.only("lr_scheduler.decay_ratio")]
-    rates = Rates(kind, warmup, total, lowest=peak * settings.number("lr_scheduler.min_lr_factor"), peak=peak,
-                  wsd=decay if kind == "wsd" else None, shape=word)
-    write_schedule(result, rates, kind=shapes, warmup=["lr_scheduler.warmup_steps"], length=steps, wsd=shapes,
+    names = ["lr_scheduler.decay_type", *settings.only("lr_scheduler.decay_ratio")]
+    rates = Rates("wsd", warmup, total + 1, lowest=peak * settings.number("lr_scheduler.min_lr_factor"), peak=peak,
+                  counts_from_0=False, wsd=decay, shape=shape)
+    write_schedule(result, rates, kind=names, warmup=["lr_scheduler.warmup_steps"], length=steps, wsd=names,
                    end=settings.only("lr_scheduler.total_steps"), lowest=["lr_scheduler.min_lr_factor"])
 
 

@@ -36,6 +36,9 @@ _SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "c
               "inverse_sqrt": "inverse_sqrt", "warmup_stable_decay": "wsd", "cosine_with_min_lr": "cosine",
               "polynomial": "linear"}
 _WSD_SHAPES = {"linear": "linear", "cosine": "cosine", "1-sqrt": "1-sqrt"}
+# keys of lr_scheduler_kwargs that are read
+_SCHEDULE_KEYS = {"cosine_with_min_lr": ("min_lr", "min_lr_rate"), "polynomial": ("lr_end", "power"),
+                  "warmup_stable_decay": ("num_decay_steps", "decay_type", "min_lr_ratio")}
 _POLYNOMIAL_END = 1e-7  # lr_end of get_polynomial_decay_schedule_with_warmup
 _BLOCK_SIZE = 1024  # largest default of run_clm.py
 _MONITORS = ("tensorboard", "wandb", "trackio", "comet_ml")
@@ -168,6 +171,8 @@ def _schedule(settings: Settings, result: Result, unit: str, length: int | None)
     extra = json.loads(extra) if isinstance(extra, str) and extra.startswith("{") else extra
     if not isinstance(extra, dict):
         raise settings.wrong("lr_scheduler_kwargs", "a JSON object")
+    if unknown := sorted(set(extra) - set(_SCHEDULE_KEYS.get(word, ()))):
+        raise ConfigError(settings.where("lr_scheduler_kwargs"), problem=f"nothing here computes {unknown[0]} of {word}")
     if word == "polynomial" and extra.get("power", 1) != 1:
         raise ConfigError(settings.where("lr_scheduler_kwargs"), found=f"power {extra['power']}", expected="1, a line")
     lowest = {"cosine_with_min_lr": extra.get("min_lr", peak * float(extra.get("min_lr_rate", 0))),
@@ -180,6 +185,9 @@ def _schedule(settings: Settings, result: Result, unit: str, length: int | None)
         ratio, warmup = warmup, 0
     if word == "constant":
         warmup = ratio = 0
+    if kind == "inverse_sqrt" and not warmup and not ratio:
+        raise ConfigError(settings.where("lr_scheduler_type"), problem="without a warm-up, inverse_sqrt falls from step "
+                          "10000 there, which has no counterpart here", remedy="give --warmup_steps")
     if ratio and length is None:
         result.remaining.append(f"--lr_warmup_tokens: {ratio:g} times --train_tokens")
     unit = unit if ratio or length is None or unit == "steps" else "steps"

@@ -47,8 +47,7 @@ def complete_rows(settings: Settings, result: Result) -> None:
         if name in result.rows or (nested and isinstance(value, dict)):
             continue
         result.none(_reason(name, value), name)
-    result.remaining += [f"the script adds {word}, which it does not set: give these arguments too"
-                         for word in dict.fromkeys(settings.unset)]
+    result.remaining += settings.notes
     for name in settings.launcher:
         result.none("a flag of the launcher: `ds-pretrain --help` lists those of this one", f"launcher: {name}")
     for name in list(result.rows):
