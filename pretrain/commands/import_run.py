@@ -145,7 +145,8 @@ def _adopt(source: Source, args: argparse.Namespace) -> None:
     for note in (*plan.notes, *(plan.tokenizer.notes if plan.tokenizer else ())):
         print(f"note: {note}")
     run_yaml = shlex.quote(str(args.save / RUN_YAML))
-    for line in next_line(f"ds-pretrain check --world_size RANKS --config {run_yaml} --train_data PREFIX"):
+    unknown = " --seq_length TOKENS" if run.seq_length is None else ""
+    for line in next_line(f"ds-pretrain check --world_size RANKS --config {run_yaml} --train_data PREFIX{unknown}"):
         print(line)
 
 
@@ -156,7 +157,7 @@ def _facts(plan: "Adoption", manifest: Manifest) -> Sequence[tuple[str, str]]:
     run, losses = plan.run, {loss.name: f"no: {loss.reason}" for loss in plan.losses}
     flags: dict[str, Any] = {**adopted_flags(run), **plan.decay.flags}
     params = ", ".join(f"{name} {value}" for name, value in manifest.optimizer.get("params", {}).items())
-    left_out = ds_config_of(run)[1]
+    left_out, clipping = ds_config_of(run)[1], manifest.recipe.get("gradient_clipping")
     position = f"{manifest.consumed_samples:,} samples of a batch of {run.global_batch_size or 'unknown size'}"
     rows = [
         ("weights", losses.get("master_weights", "fp32")),
@@ -166,6 +167,7 @@ def _facts(plan: "Adoption", manifest: Manifest) -> Sequence[tuple[str, str]]:
                                     f"{plan.decay.value:g} of {'all' if plan.decay.decay_vectors else 'matrices'}"
                                     + (f" but {', '.join(plan.decay.no_weight_decay)}"
                                        if plan.decay.no_weight_decay else ""))),
+        ("gradient clipping", "not recorded" if clipping is None else f"{clipping:g}" if clipping else "none"),
         ("step", f"{run.step}" + (f", of which {run.skipped_steps} were skipped" if run.skipped_steps else "")),
         ("learning rate", "not recorded" if run.learning_rate is None else f"{run.learning_rate:g}"),
         ("schedule", losses.get("schedule", flags.get("lr_schedule") or run.schedule.get("type") or "not recorded: the "
