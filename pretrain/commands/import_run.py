@@ -77,6 +77,9 @@ def main() -> None:
         return
     if not is_repository(name):
         _check_has_weights(args.source)
+        if (args.source / "optimizer.pt").is_file():
+            raise ConfigError(str(args.source), problem="it has an optimizer.pt, but no trainer_state.json with the "
+                              "step", remedy="copy the complete checkpoint; --output imports the weights alone")
     _reject_flags_of_runs(args, f"{args.source} has weights alone")
     _import_weights(args.source, args.save)
     for line in next_line(f"ds-pretrain check --save {args.save} ..."):
