@@ -78,6 +78,9 @@ def main() -> None:
         return
     if not is_repository(name):
         _check_has_weights(args.source)
+        if (args.source / "optimizer.pt").is_file():
+            raise ConfigError(str(args.source), problem="it has an optimizer.pt, but no trainer_state.json with the "
+                              "step", remedy="copy the complete checkpoint; --output imports the weights alone")
     _reject_flags_of_runs(args, f"{args.source} has weights alone")
     _import_weights(args.source, args.save)
     for line in next_line(f"ds-pretrain check --save {args.save} ..."):
@@ -168,7 +171,7 @@ def _facts(plan: "Adoption", manifest: Manifest) -> Sequence[tuple[str, str]]:
     run, losses = plan.run, {loss.name: f"no: {loss.reason}" for loss in plan.losses}
     flags: dict[str, Any] = {**adopted_flags(run), **plan.decay.flags}
     params = ", ".join(f"{name} {value}" for name, value in manifest.optimizer.get("params", {}).items())
-    left_out = ds_config_of(run)[1]
+    left_out, clipping = ds_config_of(run)[1], manifest.recipe.get("gradient_clipping")
     position = f"{manifest.consumed_samples:,} samples of a batch of {run.global_batch_size or 'unknown size'}"
     rows = [
         ("weights", losses.get("master_weights", "fp32")),
@@ -178,6 +181,7 @@ def _facts(plan: "Adoption", manifest: Manifest) -> Sequence[tuple[str, str]]:
                                     f"{plan.decay.value:g} of {'all' if plan.decay.decay_vectors else 'matrices'}"
                                     + (f" but {', '.join(plan.decay.no_weight_decay)}"
                                        if plan.decay.no_weight_decay else ""))),
+        ("gradient clipping", "not recorded" if clipping is None else f"{clipping:g}" if clipping else "none"),
         ("step", f"{run.step}" + (f", of which {run.skipped_steps} were skipped" if run.skipped_steps else "")),
         ("learning rate", _rate(run)),
         ("schedule", losses.get("schedule", flags.get("lr_schedule") or run.schedule.get("type") or "not recorded: the "

@@ -14,6 +14,7 @@ from pretrain.checkpoint.adopt.adopt import adopt, plan_adoption
 from pretrain.checkpoint.adopt.foreign_run import ForeignRun, Loss
 from pretrain.checkpoint.adopt.run_files import RUN_YAML, run_files
 from pretrain.checkpoint.adopt.weight_decay import WeightDecay
+from pretrain.checkpoint.adopt.sources import find_source
 from pretrain.checkpoint.format.manifest import read_manifest
 from pretrain.checkpoint.format.verify import damage_of
 from pretrain.checkpoint.load.find_checkpoint import find_checkpoint
@@ -111,6 +112,43 @@ def test_weight_decay_that_no_flag_describes_is_a_loss(tmp_path: Path) -> None:
     several = {name: 0.1 if "lm_head" in name else 0.05 for name in run.shapes}
     assert "weight_decay (parameters have the weight decays 0.05, 0.1)" in \
         rejected(dataclasses.replace(run, weight_decay=several))
+
+
+def test_parameters_without_a_recorded_weight_decay_get_that_of_the_others(tmp_path: Path) -> None:
+    """Parameters that were not trained are in no group of the optimizer."""
+    run = foreign_run(tmp_path, SHAPES["llama"])
+    for decays, flags in ((lambda dim: 0.1, {"decay_vectors": True}), (lambda dim: 0.1 * (dim > 1), {})):
+        trained = {name: decays(len(shape)) for name, shape in run.shapes.items() if ".layers.0." not in name}
+        decay = plan_adoption(dataclasses.replace(run, weight_decay=trained), frozenset()).decay
+        assert (decay.flags, decay.problem) == (flags, "")
+
+
+def test_damaged_bytes_that_torch_does_not_notice(tmp_path: Path) -> None:
+    path = tmp_path / "states.pt"
+    run = dataclasses.replace(foreign_run(tmp_path / "hf", SHAPES["gpt2"]), files=(path,))
+    for has_crc in (False, True):
+        torch.serialization.set_crc32_options(has_crc)
+        torch.save({"a": torch.zeros(5000)}, path)
+        adopted(run, tmp_path / f"run{has_crc}")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    torch.load(path, weights_only=True)
+    with pytest.raises(ConfigError, match=r"states\.pt: its part states/data/0 is damaged"):
+        adopted(run, tmp_path / "damaged")
+    assert not (tmp_path / "damaged").exists()
+
+
+def test_a_newest_checkpoint_that_is_missing(tmp_path: Path) -> None:
+    for step in (3, 6):
+        (tmp_path / f"global_step{step}").mkdir()
+        (tmp_path / f"global_step{step}" / "mp_rank_00_model_states.pt").touch()
+    (tmp_path / "latest").write_text("global_step9")
+    with pytest.raises(ConfigError, match=r"the newest checkpoint is global_step9, .*by --step \(3, 6\)"):
+        find_source(tmp_path, step=None, config={})
+    source = find_source(tmp_path, step=3, config={})
+    assert source is not None
+    assert source.folder.name == "global_step3"
 
 
 def test_parameters_of_another_model_are_rejected(tmp_path: Path) -> None:

@@ -79,6 +79,7 @@ def test_an_export_for_the_trainer(run: Path, tmp_path: Path, command: Command) 
         "scheduler.pt", "latest_universal", "global_step3"}
     state = json.loads((out / "trainer_state.json").read_text())
     assert (state["global_step"], state["train_batch_size"]) == (STEPS, 2)
+    assert "TrainerControl" in state["stateful_callbacks"], "the Trainer cannot save without it"
     assert torch.load(out / "scheduler.pt")["last_epoch"] == STEPS
     load_exactly(out)
     command(import_main, out, "--save", tmp_path / "back")

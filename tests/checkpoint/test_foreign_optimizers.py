@@ -46,6 +46,17 @@ def test_adam_with_decay_in_the_gradient() -> None:
     assert recognize("file", [lion], states, {}).states == ("exp_avg",), "DeepSpeedCPULion has an unused state"
 
 
+def test_settings_in_which_groups_differ_are_a_loss() -> None:
+    group = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "decoupled_weight_decay": True,
+             "amsgrad": False}
+    states = ("exp_avg", "exp_avg_sq")
+    assert recognize("file", [group, {**group, "weight_decay": 0.0}], states, {}).losses == ()
+    warm = [{**group, "initial_lr": 0.2}, {**group, "lr": 0.05, "initial_lr": 0.1, "betas": (0.9, 0.99)}]
+    (loss,) = recognize("file", warm, states, {}).losses
+    assert loss.name == "other_states"
+    assert "lr 0.2 and 0.1, betas (0.9, 0.95) and (0.9, 0.99); here" in loss.reason
+
+
 @pytest.mark.parametrize(("name", "settings"), [
     ("RAdam", {}), ("NAdam", {}), ("Adamax", {}), ("RMSprop", {}), ("Adadelta", {}), ("AdamW", {"amsgrad": True}),
     ("AdamW", {"maximize": True})])

@@ -178,9 +178,23 @@ def test_the_trainer_records_the_schedule(saved: Saved) -> None:
     assert "schedule" in {loss.name for loss in saved.read("accelerate").losses}, "it is stepped once for each rank"
 
 
+def test_the_engine_has_the_scheduler_if_the_json_has_the_optimizer(saved: Saved, tmp_path: Path) -> None:
+    """Then the Trainer writes no scheduler.pt."""
+    shutil.copytree(saved.path("Trainer"), tmp_path / "run")
+    folder = tmp_path / "run" / "checkpoint-3"
+    scheduler = torch.load(folder / "scheduler.pt")
+    edit(MODEL, lambda file: file.update(lr_scheduler=scheduler))(folder)
+    (folder / "scheduler.pt").unlink()
+    run = saved.read("Trainer", tmp_path / "run")
+    assert (run.schedule, run.losses) == (saved.read("Trainer").schedule, ())
+    edit(MODEL, lambda file: file.update(lr_scheduler=None))(folder)
+    assert [loss.name for loss in saved.read("Trainer", tmp_path / "run").losses] == ["schedule"]
+
+
 def test_the_trainer_without_deepspeed(saved: Saved) -> None:
     """Its files have no names of moments: they follow from the order of the parameters."""
     run = saved.read("Trainer without DeepSpeed")
+    assert run.ds_config == {"gradient_clipping": ARGUMENTS["max_grad_norm"]}
     assert (run.consumed_samples, run.precision, run.optimizer_step) == (STEPS * BATCH, "fp32", STEPS)
     assert_near(values_of(run), values_of(saved.read("Trainer")), 0.3)
 

@@ -6,6 +6,7 @@ have the same settings in the optimizer. The shard index locates them, so that a
 
 import json
 import shutil
+import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import prod
@@ -25,6 +26,7 @@ from pretrain.checkpoint.format.fragments import FileLocation, Fragment
 from pretrain.checkpoint.format.hashed_files import FileRecord, sha256_of
 from pretrain.checkpoint.format.manifest import MANIFEST, AdoptedRecord, Manifest
 from pretrain.checkpoint.format.shard_index import FP32, index_name, index_text, tensor_entry
+from pretrain.checkpoint.format.verify import damaged_entry
 from pretrain.checkpoint.load.hf_folder import HFFolder, HFTokenizer, find_hf_tokenizer
 from pretrain.checkpoint.load.reader import all_finite, chunks_of
 from pretrain.checkpoint.save.commit import write_latest
@@ -39,6 +41,7 @@ from pretrain.progress import ProgressBar
 SOURCE_RECORD = "imported_from.json"  # program and folder; size and SHA-256 of each file that was read
 _ENGINE_STATE = "mp_rank_00_model_states.pt"  # read by `CheckpointReader.engine_state`
 _SHARD_BYTES = 5 * 10**9
+_TORCH_SAVE = (".pt", ".pth", ".bin")  # endings of files that torch.save writes
 _ADAM = OPTIMIZERS["adamw"].family  # of whose classes torch's AdamW is one
 _FIRST_BATCH = -1  # `last_batch_iteration` of DeepSpeed's schedulers before the first step
 
@@ -262,7 +265,8 @@ def _engine_state(run: ForeignRun, ds_config: dict[str, Any]) -> dict[str, Any]:
 
 def _manifest(plan: Adoption) -> Manifest:
     run, optimizer = plan.run, optimizer_of(plan.run)
-    clipping = (run.ds_config or {}).get("gradient_clipping")
+    # DeepSpeed does not clip if its JSON does not name a norm
+    clipping = run.ds_config.get("gradient_clipping", 0.0) if run.ds_config else None
     record: AdoptedRecord = {
         "program": run.program, "folder": str(run.folder.absolute()), "unknown": list(plan.unknown),
         "learning_rate": run.learning_rate, "next_rate": run.schedule.get("next_rate"),
@@ -281,14 +285,22 @@ def _manifest(plan: Adoption) -> Manifest:
 
 
 def _hash_sources(run: ForeignRun) -> dict[str, Any]:
-    """Return the record of the source: program, folder, and size and SHA-256 of each file."""
+    """Return the record of the source: program, folder, and size and SHA-256 of each file.
+
+    Raises ConfigError for files of `torch.save` with damaged bytes.
+    """
     total, files = sum(path.stat().st_size for path in run.files), {}
     with ProgressBar("hashing", total) as progress:
         for path in run.files:
             try:
                 record = FileRecord(path.stat().st_size, sha256_of(path))
-            except OSError as error:
-                raise ConfigError(str(path), problem=f"it cannot be read: {error.strerror or error}") from None
+                damaged = damaged_entry(path) if path.suffix in _TORCH_SAVE else None
+            except (OSError, zipfile.BadZipFile) as error:
+                reason = getattr(error, "strerror", error)
+                raise ConfigError(str(path), problem=f"it cannot be read: {reason}") from None
+            if damaged is not None:
+                raise ConfigError(str(path), problem=f"its part {shorten(damaged)} is damaged: it has not its recorded "
+                                  "CRC-32", remedy="copy the file again, or adopt another checkpoint")
             name = str(path.relative_to(run.folder)) if path.is_relative_to(run.folder) else str(path)
             files[name] = asdict(record)
             progress.advance(record.bytes, path.name)

@@ -64,7 +64,17 @@ def recognize(where: str, groups: Sequence[Mapping[str, Any]], states: Iterable[
         params["adam_w_mode"] = False
     if group.get("bias_correction") is False:
         params["bias_correction"] = False
-    return Recognized(name, used if found else (), params, losses)
+    return Recognized(name, used if found else (), params, (*losses, *_several(groups)))
+
+
+def _several(groups: Sequence[Mapping[str, Any]]) -> list[Loss]:
+    """Return the loss of settings in which the parameter groups differ, apart from weight decay; none if all agree."""
+    own = [{**group, "lr": group.get("initial_lr", group.get("lr"))} for group in groups]
+    found = {key: list(dict.fromkeys(str(group[key]) for group in own if group.get(key) is not None))
+             for key in ("lr", *_SETTINGS)}
+    texts = [f"{key} {' and '.join(values)}" for key, values in found.items() if len(values) > 1]
+    return [Loss("other_states", f"the optimizer's parameter groups have {', '.join(texts)}; here all parameters have "
+                 "those of the first group")] if texts else []
 
 
 def _is_adam(group: Mapping[str, Any]) -> bool:

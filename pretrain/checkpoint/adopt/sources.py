@@ -138,6 +138,12 @@ def _chosen(path: Path, found: list[tuple[Path, SourceKind]], step: int | None) 
     for child, kind in found:
         if child.name in latest:
             return child, kind
+    if latest:
+        steps = ", ".join(str(number) for number, _, _ in sorted(numbered, key=lambda each: each[0]))
+        raise ConfigError(str(path), problem=f"the newest checkpoint is {shorten(min(latest))}, as a file there "
+                          "says, and it is missing",
+                          remedy=f"copy it, or select another one by --step ({steps})" if numbered else
+                          "copy it, or name the folder of another one")
     if numbered:
         _, folder, kind = max(numbered, key=lambda each: each[0])
         return folder, kind
@@ -163,7 +169,7 @@ def _latest_names(path: Path) -> set[str]:
         except (OSError, ValueError):
             continue
         names |= {name, f"iter_{int(name):07d}"} if name.isdecimal() else {name}
-    return names
+    return names - {""}
 
 
 def _config_near(folder: Path) -> dict[str, Any] | None:

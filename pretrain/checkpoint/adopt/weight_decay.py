@@ -41,7 +41,7 @@ def weight_decay_of(found: Mapping[str, float], sources: Mapping[str, tuple[str,
     if not found:
         return WeightDecay(default, decays=is_matrix)
     values = {ours: {found[name] for name in names if name in found} for ours, names in sources.items()}
-    mixed = sorted(ours for ours, decays in values.items() if len(decays) != 1)
+    mixed = sorted(ours for ours, decays in values.items() if len(decays) > 1)
     used = sorted({decay for decays in values.values() for decay in decays if decay != 0})
     if mixed or len(used) > 1:
         problem = f"the parts of {_listed(mixed)} have several" if mixed else \
@@ -49,8 +49,9 @@ def weight_decay_of(found: Mapping[str, float], sources: Mapping[str, tuple[str,
         return WeightDecay(used[-1] if used else 0.0, problem=problem, decays=is_matrix)
     if not used:
         return WeightDecay(0.0, decays=is_matrix)
-    decays = {ours: values[ours] != {0.0} for ours in values}
-    decay_vectors = any(decays[ours] for ours in decays if not is_matrix[ours])
+    decay_vectors = any(used[0] in values[ours] for ours in values if not is_matrix[ours])
+    # parameters that were not trained have no recorded value, and get the usual one
+    decays = {ours: values[ours] != {0.0} if values[ours] else is_matrix[ours] or decay_vectors for ours in values}
     without = [ours for ours, decayed in decays.items() if not decayed and (is_matrix[ours] or decay_vectors)]
     return WeightDecay(used[0], decay_vectors, _patterns(without, decays), decays=decays)
 

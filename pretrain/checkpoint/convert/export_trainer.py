@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from transformers import TrainerState
+from transformers import TrainerControl, TrainerState
 
 from pretrain.checkpoint.convert.export_hf import conversion_text, write_hf
 from pretrain.checkpoint.convert.new_folder import check_free_space, fill_new_folder
@@ -45,6 +45,8 @@ def _write_state(plan: ExportPlan, folder: Path) -> None:
     state = TrainerState(
         global_step=manifest.step, max_steps=manifest.step, num_train_epochs=1,
         num_input_tokens_seen=manifest.consumed_samples * manifest.seq_length,
-        train_batch_size=micro_batch_size if isinstance(micro_batch_size, int) else 1, total_flos=0)
+        train_batch_size=micro_batch_size if isinstance(micro_batch_size, int) else 1, total_flos=0,
+        # without its entry, the first save after the resume ends with a KeyError (transformers 5.23, _save_checkpoint)
+        stateful_callbacks=[TrainerControl()])
     state.save_to_json(str(folder / "trainer_state.json"))
     torch.save(any_scheduler(engine["global_steps"] - engine["skipped_steps"]), folder / "scheduler.pt")

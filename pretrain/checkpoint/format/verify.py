@@ -17,6 +17,7 @@ from pretrain.errors import ConfigError
 from pretrain.progress import ProgressBar
 
 _THREADS = 4  # hashing releases Python's GIL; few disks are fast enough for more threads
+_CRC_BYTES = 2**22  # that are read at a time to check a CRC-32
 
 Advance = Callable[[int, str], None]  # signature of ProgressBar.advance: bytes since the last call, file name
 _STORAGES = ("BFloat16", "Bool", "Byte", "Double", "Float", "Half", "Int", "Long", "Short")
@@ -161,3 +162,21 @@ def _data_pkl(path: Path) -> bytes:
         name_length, extra_length = struct.unpack("<HH", file.read(4))
         file.seek(name_length + extra_length, 1)
         return file.read(entry.file_size)
+
+
+def damaged_entry(path: Path) -> str | None:
+    """Return the first part of a `torch.save` file that has not its recorded CRC-32; None: there is none.
+
+    torch itself does not check them, and records 0 after `torch.serialization.set_crc32_options(False)` (torch 2.13).
+    """
+    if not zipfile.is_zipfile(path):
+        return None
+    with zipfile.ZipFile(path) as archive:
+        for entry in archive.infolist():
+            try:
+                with archive.open(entry) as part:
+                    while entry.CRC and part.read(_CRC_BYTES):
+                        pass
+            except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError):
+                return entry.filename
+    return None

@@ -68,7 +68,7 @@ def _read(folder: Path, config: dict[str, Any], state: _TrainerState) -> Foreign
                   notes=(*run.notes, *_notes(folder, arguments)))
     if (folder / _SCHEDULER).is_file():
         run = zero_files.with_schedule(run, load_pickle(folder / _SCHEDULER))
-    elif "type" not in run.schedule:
+    elif "last_step" not in run.schedule and not any(loss.name == "schedule" for loss in run.losses):
         run = replace(run, losses=(*run.losses, Loss("schedule", f"there is no file {_SCHEDULER}")))
     if "type" not in run.schedule:
         run = replace(run, schedule={**run.schedule, **schedule_of(arguments, state["max_steps"])})
@@ -109,12 +109,14 @@ def _without_deepspeed(folder: Path, config: dict[str, Any], state: _TrainerStat
     precision = next((name for name in ("bf16", "fp16") if arguments.get(name)), weights.dtype)
     rounded = () if weights.dtype == "fp32" else (Loss(
         "master_weights", f"the run has trained weights in {weights.dtype}; they become fp32 master weights"),)
+    clipping = arguments.get("max_grad_norm")
     run = ForeignRun(
         program=f"torch.optim, {weights.dtype} weights", folder=folder,
         files=(path, *(folder / name for name in weights.files)), config=config, shapes=found.stored.shapes,
         read=zero_files.ForeignReader(files, found).tensor, states=(), step=state["global_step"],
         global_batch_size=batch, consumed_samples=batch * state["global_step"] if batch else None,
-        precision=precision, losses=rounded)
+        precision=precision, losses=rounded,
+        ds_config={"gradient_clipping": clipping} if isinstance(clipping, (int, float)) else None)
     return zero_files.with_optimizer(run, str(path), found, files.contents[_OPTIMIZER]["param_groups"])
 
 
