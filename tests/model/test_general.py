@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pretrain.checkpoint.load.hf_folder import check_hf_folder
 from pretrain.checkpoint.load.reader import HFWeights
 from pretrain.errors import ConfigError
-from pretrain.model.config import load_model_config, model_config_from
+from pretrain.model.config import load_model_config, model_config_from, unread_keys
 from pretrain.model.general import own_models
 from pretrain.model.general.own_models import import_own_model
 from pretrain.model.general.parts import UnknownPartsError, find_parts
@@ -136,6 +136,32 @@ def test_16_bit_layers_keep_the_dtype_of_their_buffers() -> None:
     assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}
     assert {buffer.dtype for buffer in module.buffers()} == {torch.float32}
     assert module(batch()[0]).dtype == torch.bfloat16
+
+
+def test_dropout_between_the_embedding_and_the_first_layer_is_applied_once() -> None:
+    """CodeGen has nothing else there, and in evaluation mode nothing at all."""
+    values = {"model_type": "codegen", "vocab_size": 256, "n_embd": 32, "n_layer": 1, "n_head": 4, "rotary_dim": 4,
+              "n_positions": 32, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
+    assert all(layer.class_name != "EmbeddingNorm" for layer in
+               model_config_from({**values, "embd_pdrop": 0.0}, "test").layers())
+    config = model_config_from({**values, "embd_pdrop": 0.5}, "test")
+    module = as_module(config)
+    initialize_parameters(module, config, seed=3)
+    embedded = module.layers[1](module.layers[0](batch()[0]))
+    assert float((embedded == 0).float().mean()) == pytest.approx(0.5, abs=0.1)
+    module.eval()
+    assert not (module.layers[1](module.layers[0](batch()[0])) == 0).any()
+
+
+def test_published_configs_with_keys_of_other_programs_are_read() -> None:
+    """Transformers ignores them. Other names of known keys, and keys that older versions wrote, are read."""
+    published = {"layer_switch": 2, "use_parallel_block": True, "sliding_window_pattern": 2, "num_heads": 4,
+                 "quantization_config": {"quant_method": "fp8"}, "torch_dtype": "float16", "pretraining_tp": 1}
+    values = {**GENERAL_MODELS["cohere"], **published, "model_type": "cohere2"}
+    config = model_config_from(values, "test")
+    assert unread_keys(config) == ["layer_switch", "use_parallel_block", "num_heads", "pretraining_tp"]
+    assert [layer.window for layer in config.layers() if layer.kind == "block"][1] == 0
+    assert "quantization_config" not in config.hf_config  # the weights of a run are not quantized
 
 
 class TokenDependentLayers(own_model.MyForCausalLM):
