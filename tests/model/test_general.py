@@ -188,6 +188,11 @@ class LayersTwice(own_model.MyForCausalLM):
         return self.lm_head(self.norm(hidden)),
 
 
+class FailingForward(own_model.MyForCausalLM):
+    def forward(self, input_ids: torch.Tensor) -> Any:
+        return self.config.missing
+
+
 class UnusedModule(own_model.MyForCausalLM):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -204,6 +209,7 @@ class DirectParameter(own_model.MyForCausalLM):
     (TokenDependentLayers, "the argument decay of layers.1 (Tensor) depends on what decoder layers before it"),
     (ScaledBetweenLayers, "layers.1 must get the hidden states that layers.0 returned; it gets something else"),
     (LayersTwice, "each of the 3 modules must be called exactly once, in order; called were layers.0, layers.1"),
+    (FailingForward, "the forward function failed with AttributeError: .*missing.* (test_general.py:"),
     (UnusedModule, "extra is not called for text, but has parameters"),
     (DirectParameter, "the parameter gain belongs to the module that contains the decoder layers")])
 def test_other_models_are_rejected_with_what_was_found(model_class: Any, problem: str) -> None:

@@ -10,6 +10,8 @@ Those that depend on the token ids are carried from layer to layer (carried.py).
 """
 
 import inspect
+import os
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -189,13 +191,21 @@ def _observe(model: Any, blocks: tuple[str, ...], outside: tuple[str, ...]) -> t
         except UnknownPartsError as error:
             failure = failure or str(error)
         except Exception as error:  # the model's code got another kind of value than it expects
-            failure = failure or f"the forward function failed with {type(error).__name__}: {str(error)[:200]}"
+            failure = failure or (f"the forward function failed with {type(error).__name__}: {str(error)[:200]}"
+                                  f"{_place(model, error)}")
         else:
             problem = _problem_with_order(calls, blocks)
             if not problem:
                 return calls, items
             reason = reason or problem
     raise UnknownPartsError(reason or failure)
+
+
+def _place(model: Any, error: Exception) -> str:
+    """Return the latest line of the model's own file that the exception passed."""
+    file = inspect.getfile(type(model))
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f" ({os.path.basename(file)}:{lines[-1]})" if lines else ""
 
 
 def _problem_with_order(calls: _Calls, blocks: tuple[str, ...]) -> str:
