@@ -11,7 +11,7 @@ from pretrain.data.data_spec import names_of_split
 from pretrain.data.run_data import RunData
 from pretrain.data.samples.blend import BlendedSamples
 from pretrain.data.samples.packed import PackedDocuments
-from pretrain.model.config import find_config, preset_names
+from pretrain.model.config import find_config, preset_names, unread_keys
 from pretrain.model.general.own_models import is_model_code
 from pretrain.model.init_methods import width_multiplier
 
@@ -153,6 +153,8 @@ def _speed_notes(plan: Plan) -> list[str]:
         notes.append(f"{model.architecture} is trained with the model's own modules: without tensor and sequence "
                      "parallelism and this program's kernels" +
                      (", so that --plain_operators has no effect" if args.plain_operators else ""))
+        if unread := unread_keys(model):
+            notes.append(f"{model.architecture} of transformers has no such key, and ignores it: {', '.join(unread)}")
     layout = plan.layout
     if plan.device.kind == "cuda" and layout.zero_stage == 2 and layout.data_parallel_size > 1 and \
             plan.get("zero_optimization.overlap_comm") is None:

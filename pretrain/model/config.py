@@ -50,7 +50,8 @@ def find_config(model: str) -> Path:
                           remedy=f"--init_from {shorten(model)} takes the model and the weights of that run")
     if folder or "/" in model or model.endswith(".json"):
         raise ConfigError(f"--model {shorten(model)}", problem=f"there is no file {shorten(str(path))}",
-                          remedy="give a preset's name, a transformers config.json, or the folder that holds one")
+                          remedy="give a preset's name, a transformers config.json, or the folder that holds one" +
+                          ("; a class of your own code is MODULE:CONFIG_CLASS" if ":" in model else ""))
     names = preset_names()
     problem = f"there is no preset, file or folder {shorten(model)!r}"
     if similar := [name for name in names if _beginning(name) == _beginning(model)]:
@@ -114,6 +115,13 @@ def model_config_from(values: dict[str, Any], where: str, overrides: str | None 
                          **family.read_fields(values, where))
     _check_sizes(config, where)
     return config
+
+
+def unread_keys(config: ModelConfig) -> list[str]:
+    """Return the keys of a described model's config.json that neither this program nor transformers reads."""
+    from pretrain.model.general.read import unread_keys
+
+    return unread_keys(config.hf_config)
 
 
 def _check_sizes(config: ModelConfig, where: str) -> None:

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pretrain.checkpoint.load.hf_folder import check_hf_folder
 from pretrain.checkpoint.load.reader import HFWeights
 from pretrain.errors import ConfigError
-from pretrain.model.config import load_model_config, model_config_from
+from pretrain.model.config import load_model_config, model_config_from, unread_keys
 from pretrain.model.general import own_models
 from pretrain.model.general.own_models import import_own_model
 from pretrain.model.general.parts import UnknownPartsError, find_parts
@@ -138,6 +138,32 @@ def test_16_bit_layers_keep_the_dtype_of_their_buffers() -> None:
     assert module(batch()[0]).dtype == torch.bfloat16
 
 
+def test_dropout_between_the_embedding_and_the_first_layer_is_applied_once() -> None:
+    """CodeGen has nothing else there, and in evaluation mode nothing at all."""
+    values = {"model_type": "codegen", "vocab_size": 256, "n_embd": 32, "n_layer": 1, "n_head": 4, "rotary_dim": 4,
+              "n_positions": 32, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
+    assert all(layer.class_name != "EmbeddingNorm" for layer in
+               model_config_from({**values, "embd_pdrop": 0.0}, "test").layers())
+    config = model_config_from({**values, "embd_pdrop": 0.5}, "test")
+    module = as_module(config)
+    initialize_parameters(module, config, seed=3)
+    embedded = module.layers[1](module.layers[0](batch()[0]))
+    assert float((embedded == 0).float().mean()) == pytest.approx(0.5, abs=0.1)
+    module.eval()
+    assert not (module.layers[1](module.layers[0](batch()[0])) == 0).any()
+
+
+def test_published_configs_with_keys_of_other_programs_are_read() -> None:
+    """Transformers ignores them. Other names of known keys, and keys that older versions wrote, are read."""
+    published = {"layer_switch": 2, "use_parallel_block": True, "sliding_window_pattern": 2, "num_heads": 4,
+                 "quantization_config": {"quant_method": "fp8"}, "torch_dtype": "float16", "pretraining_tp": 1}
+    values = {**GENERAL_MODELS["cohere"], **published, "model_type": "cohere2"}
+    config = model_config_from(values, "test")
+    assert unread_keys(config) == ["layer_switch", "use_parallel_block", "num_heads", "pretraining_tp"]
+    assert [layer.window for layer in config.layers() if layer.kind == "block"][1] == 0
+    assert "quantization_config" not in config.hf_config  # the weights of a run are not quantized
+
+
 class TokenDependentLayers(own_model.MyForCausalLM):
     def forward(self, input_ids: torch.Tensor) -> Any:
         hidden = self.embed(input_ids)
@@ -162,6 +188,11 @@ class LayersTwice(own_model.MyForCausalLM):
         return self.lm_head(self.norm(hidden)),
 
 
+class FailingForward(own_model.MyForCausalLM):
+    def forward(self, input_ids: torch.Tensor) -> Any:
+        return self.config.missing
+
+
 class UnusedModule(own_model.MyForCausalLM):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -178,6 +209,7 @@ class DirectParameter(own_model.MyForCausalLM):
     (TokenDependentLayers, "the argument decay of layers.1 (Tensor) depends on what decoder layers before it"),
     (ScaledBetweenLayers, "layers.1 must get the hidden states that layers.0 returned; it gets something else"),
     (LayersTwice, "each of the 3 modules must be called exactly once, in order; called were layers.0, layers.1"),
+    (FailingForward, "the forward function failed with AttributeError: .*missing.* (test_general.py:"),
     (UnusedModule, "extra is not called for text, but has parameters"),
     (DirectParameter, "the parameter gain belongs to the module that contains the decoder layers")])
 def test_other_models_are_rejected_with_what_was_found(model_class: Any, problem: str) -> None:

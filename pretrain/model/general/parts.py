@@ -10,6 +10,8 @@ Those that depend on the token ids are carried from layer to layer (carried.py).
 """
 
 import inspect
+import os
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -115,6 +117,9 @@ def _parts_around(model: Any, list_path: str) -> Parts:
     outside = tuple(_units(model, list_path))
     embedding, head = _vocabulary_paths(model, outside)
     calls, items = _observe(model, blocks, outside)
+    in_training = _run(model, blocks, outside, items, training=True)
+    if problem := _problem_with_order(in_training, blocks):
+        raise UnknownPartsError(f"with dropout, {problem}")
     first, last = calls.order.index(blocks[0]), calls.order.index(blocks[-1])
     before, after = calls.order[:first], calls.order[last + 1:]
     for path in outside:
@@ -133,8 +138,8 @@ def _parts_around(model: Any, list_path: str) -> Parts:
                             _run(model, blocks, outside, items, block_seed=1), blocks)
     tied = _check_vocabulary(model, embedding, head)
     _check_shared(model, (*outside, *blocks), (embedding, head) if tied else ())
-    hidden = calls.entered[blocks[0]]
-    return Parts(embedding, tuple(before[1:]), bool(carried) or hidden is not calls.returned[embedding], blocks,
+    hidden = in_training.entered[blocks[0]]  # dropout changes it in training only
+    return Parts(embedding, tuple(before[1:]), bool(carried) or hidden is not in_training.returned[embedding], blocks,
                  tuple(after[:-1]), head, tied, items, calls.logits is calls.returned[head], tuple(hidden.shape[2:]),
                  carried)
 
@@ -186,13 +191,21 @@ def _observe(model: Any, blocks: tuple[str, ...], outside: tuple[str, ...]) -> t
         except UnknownPartsError as error:
             failure = failure or str(error)
         except Exception as error:  # the model's code got another kind of value than it expects
-            failure = failure or f"the forward function failed with {type(error).__name__}: {str(error)[:200]}"
+            failure = failure or (f"the forward function failed with {type(error).__name__}: {str(error)[:200]}"
+                                  f"{_place(model, error)}")
         else:
             problem = _problem_with_order(calls, blocks)
             if not problem:
                 return calls, items
             reason = reason or problem
     raise UnknownPartsError(reason or failure)
+
+
+def _place(model: Any, error: Exception) -> str:
+    """Return the latest line of the model's own file that the exception passed."""
+    file = inspect.getfile(type(model))
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f" ({os.path.basename(file)}:{lines[-1]})" if lines else ""
 
 
 def _problem_with_order(calls: _Calls, blocks: tuple[str, ...]) -> str:
@@ -212,7 +225,7 @@ def _problem_with_order(calls: _Calls, blocks: tuple[str, ...]) -> str:
 
 
 def _run(model: Any, blocks: tuple[str, ...], outside: tuple[str, ...], items: int, *,
-         seed: int = 0, block_seed: int = 0) -> _Calls:
+         seed: int = 0, block_seed: int = 0, training: bool = False) -> _Calls:
     """Run the forward function with random token ids, outputs of modules, and hidden states of decoder layers.
 
     `block_seed`: of the hidden states. `seed`: of all others.
@@ -247,8 +260,8 @@ def _run(model: Any, blocks: tuple[str, ...], outside: tuple[str, ...], items: i
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         ids_BT = torch.randint(1, model.get_input_embeddings().weight.shape[0], (_BATCH, _LENGTH))
-        calls.logits = runner.run(ids_BT, {path: unit(path) for path in outside} | {path: block(path)
-                                                                                  for path in blocks})
+        handlers = {path: unit(path) for path in outside} | {path: block(path) for path in blocks}
+        calls.logits = runner.run(ids_BT, handlers, training=training)
     return calls
 
 

@@ -1,10 +1,13 @@
 """Read a config.json without a family of ours into a ModelConfig. Imports transformers and torch, in seconds."""
 
 import copy
+import inspect
 import json
+import re
+from pathlib import Path
 from typing import Any
 
-from pretrain.errors import ConfigError, shorten
+from pretrain.errors import ConfigError, closest, shorten
 from pretrain.model.config_keys import IGNORED, TYPES, parse_value, split_overrides
 from pretrain.model.description import ModelConfig
 from pretrain.model.families import FAMILIES
@@ -19,16 +22,19 @@ _HEADS = ("num_attention_heads", "n_head")  # not num_heads: the heads of a stat
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
 _NO_LIMIT = 2**31 - 1  # tokens
 _OLDER_KEYS = frozenset(("rope_theta", "rope_scaling", "partial_rotary_factor", "auto_map"))  # transformers reads them
+_OF_STORED_WEIGHTS = "quantization_config"  # how published weights are stored; those of a run are not quantized
 
 
 def general_config(values: dict[str, Any], where: str, overrides: str | None = None) -> ModelConfig:
     """Return the config with its layers. `where` names the file in errors. Raises ConfigError."""
     model_type = values["model_type"]
+    values = {key: value for key, value in values.items() if key != _OF_STORED_WEIGHTS}
     keys = _known_keys(values, where)
-    for key in values:
-        if key not in keys and key not in IGNORED | _OLDER_KEYS and not key.startswith("_"):
+    for key in unread_keys(values, keys):
+        meant = closest(key, keys)
+        if meant and values.get(meant) != values[key]:  # no second name of a key that is given
             raise ConfigError(f"{where}: {shorten(key)}", problem=f"this is not a key of a {model_type} config",
-                              remedy="Remove it if it does not change the model", word=key, known=keys)
+                              remedy="Remove it if it does not change the model", word=key, known=[meant])
     if overrides:
         values, where = {**values, **_changes(overrides, values, keys)}, "--model_overrides"
     decoder = _checked_decoder(values, where)
@@ -52,6 +58,20 @@ def _known_keys(values: dict[str, Any], where: str) -> dict[str, Any]:
         return {**config_class_of(model_type)().to_dict(), **config_class_of(model_type).attribute_map}
     except Exception as error:
         raise _rejected(model_type, where, error) from error
+
+
+def unread_keys(values: dict[str, Any], known: dict[str, Any] | None = None) -> list[str]:
+    """Return the keys of a config.json that neither this program nor the code of its model reads.
+
+    Published files have such keys of other programs. `known`: of `_known_keys`.
+    """
+    known = _known_keys(values, "config.json") if known is None else known
+    others = [key for key in values if key not in known and key not in IGNORED | _OLDER_KEYS and key[:1] != "_"]
+    if not others:
+        return []
+    source = Path(inspect.getfile(config_class_of(values["model_type"])))
+    code = "".join(path.read_text(encoding="utf-8") for path in {source, *source.parent.glob("modeling_*.py")})
+    return [key for key in others if not re.search(rf"""["'.]{re.escape(key)}\b""", code)]
 
 
 def _rejected(model_type: str, where: str, error: Exception) -> ConfigError:
