@@ -10,6 +10,7 @@ from typing import Any
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig, load_model_config, model_config_from
+from pretrain.model.config_keys import IGNORED
 from pretrain.model.init_methods import METHODS_WITH_STD, Initialization, is_embedding
 
 DROPOUTS = ("embedding_dropout", "attention_dropout", "residual_dropout")  # flags, and fields of ModelConfig
@@ -70,12 +71,11 @@ def check_same_parameters(saved: ModelConfig, run: ModelConfig, *, folder: Path,
         model, overrides: values of --model and --model_overrides.
     """
     notes = []
-    shapes = [{name: parameter.shape for name, parameter in config.named_parameters()} for config in (saved, run)]
-    if (saved.described or run.described) and shapes[0] != shapes[1]:
-        name = next(name for name in (*shapes[0], *shapes[1]) if shapes[0].get(name) != shapes[1].get(name))
-        raise ConfigError(f"--model {model}" if model else "--model_overrides", found=f"{name} of shape "
-                          f"{shapes[1].get(name, 'none')}", expected=f"{shapes[0].get(name, 'none')}, as in the "
-                          f"weights of {folder}", remedy="leave --model out to use the model of the weights")
+    if saved.described or run.described:
+        _check_same_shapes(saved, run, folder=folder, model=model)
+        keys = sorted({*saved.hf_config, *run.hf_config} - IGNORED)  # not all of them are fields
+        notes += [f"{key}: {run.hf_config.get(key)} in this run, {saved.hf_config.get(key)} in the model of {folder}"
+                  for key in keys if run.hf_config.get(key) != saved.hf_config.get(key)]
     for field, value in vars(saved).items():
         key, current = run.key(field), getattr(run, field)
         if current == value or field in ("hf_config", "architecture", "key_names", "described"):
@@ -85,8 +85,19 @@ def check_same_parameters(saved: ModelConfig, run: ModelConfig, *, folder: Path,
             raise ConfigError(f"{flag}: {key}", found=current, expected=f"{value}, as in the weights of {folder}",
                               remedy="leave --model out to use the model of the weights, and override only settings "
                               "that fit the same weights")
-        notes.append(f"{key}: {current} in this run, {value} in the model of {folder}")
+        if not run.described:
+            notes.append(f"{key}: {current} in this run, {value} in the model of {folder}")
     return notes
+
+
+def _check_same_shapes(saved: ModelConfig, run: ModelConfig, *, folder: Path, model: str) -> None:
+    theirs, own = ({name: parameter.shape for name, parameter in config.named_parameters()} for config in (saved, run))
+    for name in (*theirs, *own):
+        if theirs.get(name) != own.get(name):
+            raise ConfigError(f"--model {model}" if model else "--model_overrides",
+                              found=f"{name} of shape {own.get(name, 'none')}",
+                              expected=f"{theirs.get(name, 'none')}, as in the weights of {folder}",
+                              remedy="leave --model out to use the model of the weights")
 
 
 def initialization_of(args: RunArguments) -> Initialization:

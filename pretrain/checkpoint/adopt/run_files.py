@@ -1,6 +1,7 @@
 """The files with which an adopted run continues: run.yaml and ds_config.json, with the settings that are known."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,8 @@ def optimizer_of(run: ForeignRun) -> dict[str, Any]:
 def ds_config_of(run: ForeignRun) -> tuple[dict[str, Any], list[str]]:
     """Return the DeepSpeed JSON with which the run continues, and the keys of the source's that it does not have."""
     given = run.ds_config or {}
-    kept, left_out = _legal({name: value for name, value in given.items() if name not in _OWN_KEYS})
+    kept, left_out = _legal({name: value for name, value in given.items()
+                             if name not in _OWN_KEYS and value != math.inf})  # steps_per_print of accelerate: no JSON
     own: dict[str, Any] = {} if run.global_batch_size is None else {"train_batch_size": run.global_batch_size}
     own |= {"bf16": {"enabled": run.precision == "bf16"}}
     own["fp16"] = _legal({"fp16": given.get("fp16", {})})[0].get("fp16", {}) if run.precision == "fp16" else {}
