@@ -76,6 +76,17 @@ def test_all_losses_are_listed_in_one_line(tmp_path: Path) -> None:
     assert plan.notes == ("--accept_loss_of schedule has no effect: nothing of it is lost",)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_dropout_of_a_model_without_a_family_needs_random_states(dropout: float, tmp_path: Path) -> None:
+    opt = {"model_type": "opt", "hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 48, "num_hidden_layers": 1,
+           "num_attention_heads": 2, "vocab_size": 96, "max_position_embeddings": 32, "dropout": dropout}
+    run = foreign_run(tmp_path, opt)
+    if dropout:
+        assert "rng (the model has dropout" in rejected(run)
+    else:
+        assert plan_adoption(run, frozenset()).losses == ()
+
+
 def test_a_run_without_states_begins_its_optimizer_anew(tmp_path: Path) -> None:
     run = foreign_run(tmp_path / "hf", SHAPES["gpt2"], states=())
     assert "optimizer (it has no states of the optimizer)" in rejected(run)
