@@ -283,7 +283,7 @@ def rates_of(folder: Path, file: str) -> list[float]:
 
 def test_each_rate_is_that_of_the_program(tmp_path: Path) -> None:
     """GPT-NeoX's first step alone differs: it has the rate of the second one there, and 0 here."""
-    common = {"warmup": 10, "end": 100, "lowest": 0.125}
+    common: dict[str, Any] = {"warmup": 10, "end": 100, "lowest": 0.125}
     for style in ("linear", "cosine"):
         neox = {**LLAMA_OF_NEOX, "train_iters": 100, "warmup": 0.1, "lr_decay_style": style, "min_lr": 0.125,
                 "optimizer": {"type": "Adam", "params": {"lr": 1.0}}, "padded_vocab_size": 512}
@@ -305,8 +305,9 @@ def test_each_rate_is_that_of_the_program(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "extra"), [
-    ("linear", {}), ("cosine", {}), ("constant_with_warmup", {}), ("inverse_sqrt", {}), ("polynomial", {"lr_end": 0.25}),
-    ("cosine_with_min_lr", {"min_lr": 0.125}), ("warmup_stable_decay", {"num_decay_steps": 20})])
+    ("linear", {}), ("cosine", {}), ("constant_with_warmup", {}), ("inverse_sqrt", {}),
+    ("polynomial", {"lr_end": 0.25}), ("cosine_with_min_lr", {"min_lr": 0.125}),
+    ("warmup_stable_decay", {"num_decay_steps": 20})])
 def test_each_rate_is_that_of_transformers(tmp_path: Path, name: str, extra: dict[str, Any]) -> None:
     arguments = {"config_name": "tiny", "output_dir": "out", "max_steps": 100, "warmup_steps": 10, "learning_rate": 1.0,
                  "lr_scheduler_type": name, "lr_scheduler_kwargs": extra}
@@ -340,8 +341,8 @@ def test_only_the_command_that_starts_the_program_is_read(tmp_path: Path) -> Non
     assert (settings.given["train_tokens"], settings.given["micro_batch_size"], settings.given["lr"]) == (
         "300000", "4", "2e-3")
     assert {"query_gpu", "verbose", "format"}.isdisjoint(settings.given)
-    assert [note.split(" is ")[-1] for note in settings.notes] == [
-        "taken as true", "given several times: the last value is used"]
+    assert [note.rpartition(", ")[2] for note in settings.notes[:1]] == ["which is taken as true"]
+    assert settings.notes[1:] == (f"{tmp_path / 'train.sh'}: --lr is given several times: the last value is used",)
 
 
 @pytest.mark.parametrize(("name", "content", "line"), [

@@ -36,7 +36,8 @@ _NO_PROGRAM = re.compile(r"(?:if|elif|for|while|echo|printf|mkdir|cp|rm|cat|sed|
 _REDIRECTION = re.compile(r"\d?>|&>|\||&|;")
 _ARITHMETIC = re.compile(r"\$\(\(([\d\s+*/%-]{1,200})\)\)")
 # parts of the names of Megatron-LM's programs that train other models than GPT, or generate
-_OTHER_MODELS = re.compile(r"(?:^|_)(?:bert|t5|ict|retro|vision|vlm|mimo|mamba|hybrid|mlm|generate|generation|evaluate)(?=[_.])")
+_OTHER_MODELS = re.compile(r"(?:^|_)(?:bert|t5|ict|retro|vision|vlm|mimo|mamba|hybrid|mlm|generate|generation|"
+                           r"evaluate)(?=[_.])")
 _YAML, _TOML, _JSON = (".yaml", ".yml"), (".toml",), (".json",)
 
 
@@ -265,7 +266,8 @@ def _command_line(place: str, words: list[str], launcher: dict[str, Any],
     bare = [bool(_VARIABLE.fullmatch(word)) for word in words]
     # a variable behind a value, or behind another one, stands for further arguments
     further = [is_bare and index > 0 and not _FLAG.match(words[index - 1]) for index, is_bare in enumerate(bare)]
-    notes += [f"the script adds {word}, which it does not set: give these arguments too" for word, is_further in zip(words, further, strict=True) if is_further and word[1:] != "@"]
+    notes += [f"the script adds {word}, which it does not set: give these arguments too"
+              for word, is_further in zip(words, further, strict=True) if is_further and word[1:] != "@"]
     words = [word for word, is_further in zip(words, further, strict=True) if not is_further]
     programs = [index for index, word in enumerate(words) if word.endswith(".py")]
     if programs:

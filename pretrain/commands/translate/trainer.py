@@ -172,7 +172,8 @@ def _schedule(settings: Settings, result: Result, unit: str, length: int | None)
     if not isinstance(extra, dict):
         raise settings.wrong("lr_scheduler_kwargs", "a JSON object")
     if unknown := sorted(set(extra) - set(_SCHEDULE_KEYS.get(word, ()))):
-        raise ConfigError(settings.where("lr_scheduler_kwargs"), problem=f"nothing here computes {unknown[0]} of {word}")
+        raise ConfigError(settings.where("lr_scheduler_kwargs"),
+                          problem=f"nothing here computes {unknown[0]} of {word}")
     if word == "polynomial" and extra.get("power", 1) != 1:
         raise ConfigError(settings.where("lr_scheduler_kwargs"), found=f"power {extra['power']}", expected="1, a line")
     lowest = {"cosine_with_min_lr": extra.get("min_lr", peak * float(extra.get("min_lr_rate", 0))),
@@ -186,8 +187,8 @@ def _schedule(settings: Settings, result: Result, unit: str, length: int | None)
     if word == "constant":
         warmup = ratio = 0
     if kind == "inverse_sqrt" and not warmup and not ratio:
-        raise ConfigError(settings.where("lr_scheduler_type"), problem="without a warm-up, inverse_sqrt falls from step "
-                          "10000 there, which has no counterpart here", remedy="give --warmup_steps")
+        raise ConfigError(settings.where("lr_scheduler_type"), remedy="give --warmup_steps",
+                          problem="without a warm-up, inverse_sqrt falls as from step 10000 there, and not here")
     if ratio and length is None:
         result.remaining.append(f"--lr_warmup_tokens: {ratio:g} times --train_tokens")
     unit = unit if ratio or length is None or unit == "steps" else "steps"
