@@ -16,7 +16,9 @@ def build_wheel(source: Path, out: Path) -> Path:
     _hatchling(source, "sdist", out)
     (sdist,) = out.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
-        archive.extractall(out / "source", filter="data")
+        # Python before 3.10.12 and 3.11.4, such as Debian 12's, has no filters
+        archive.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
+        archive.extractall(out / "source")
     (unpacked,) = (out / "source").iterdir()
     _hatchling(unpacked, "wheel", out)
     (wheel,) = out.glob("*.whl")
