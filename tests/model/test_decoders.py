@@ -23,6 +23,7 @@ from pretrain.model.general.own_models import default_values, import_own_model, 
 from pretrain.model.proof.prove import prove_described, tiny_config
 from pretrain.model.proof.tiny import tiny_copy
 from tests.support.broken_models import crash, hang
+from tests.support.hf_models import needs_transformers
 from tests.support.launch import ROOT
 
 FAULTY = "tests.support.broken_models:FaultyConfig"
@@ -38,12 +39,19 @@ EXAMPLES = {
     "llama4_text": "ids that the model moves", "gpt_neo": "masks inside the layers", "apertus": "trained activations"}
 
 
-@pytest.mark.parametrize("model_type", EXAMPLES)
+# not in older versions of transformers, or with other configs there
+NEWER = {"gemma4_text", "deepseek_v4", "gpt_neo"}
+
+
+@pytest.mark.parametrize("model_type", [
+    pytest.param(name, marks=needs_transformers("5.20", "it does not have this model") if name in NEWER else ())
+    for name in EXAMPLES])
 def test_examples_train_as_in_transformers(model_type: str) -> None:
     verdict = prove_model_type(model_type)
     assert (verdict.general_family, verdict.reason) == (True, "")
 
 
+@needs_transformers("5.20", "its xLSTM fails in another way")
 def test_a_model_that_mixes_dtypes_trains_in_fp32_only() -> None:
     """xLSTM of transformers 5.23 multiplies an fp32 matrix and a bf16 one."""
     config = tiny_config(CONFIG_MAPPING["xlstm"]())
@@ -155,7 +163,8 @@ def test_the_command_lists_families_and_presets(capsys: pytest.CaptureFixture[st
     assert _run() == 0
     printed = capsys.readouterr().out
     assert re.search(r"^llama3-8b +llama +8,030,261,248 +32 +4,096 +128,256$", printed, re.MULTILINE)
-    assert "qwen3_moe" in printed.splitlines()[0]
+    families, _, _ = printed.partition("\n\n")
+    assert "qwen3_moe" in families and max(map(len, printed.splitlines())) <= 80
 
 
 def test_the_command_writes_a_table_and_replaces_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
