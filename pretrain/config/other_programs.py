@@ -76,7 +76,7 @@ def current_name(name: str) -> str:
 
 
 def conversion_for(name: str) -> str:
-    """Return the function of commands/translate/convert.py that converts the value of a setting, or ""."""
+    """Return the conversion in commands/translate/copied_flags.py for the value of a setting, or ""."""
     return _group_of("convert").get(name, "")
 
 

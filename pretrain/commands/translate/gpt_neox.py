@@ -2,24 +2,24 @@
 
 import math
 
+from pretrain.commands.translate.copied_flags import copy_flags
 from pretrain.commands.translate.deepspeed_json import take_json
-from pretrain.commands.translate.gpt_neox_model import check_attention, write_neox_model
+from pretrain.commands.translate.gpt_neox_model import GPT2_TOKENIZERS, check_attention, write_neox_model
 from pretrain.commands.translate.parts import (
-    Rates,
-    copy_flags,
-    no_data,
-    no_tokenizer,
-    write_data,
     write_degrees,
+    write_evaluation_data,
     write_load,
     write_monitor,
     write_optimizer,
+    write_profile,
     write_recompute,
-    write_schedule,
+    write_tensorboard,
     write_tokenizer,
+    write_train_data,
 )
 from pretrain.commands.translate.result import Result
-from pretrain.commands.translate.settings import OFF, Settings
+from pretrain.commands.translate.schedules import Rates, write_schedule
+from pretrain.commands.translate.settings import Settings
 from pretrain.config.ds_json.read import DsFile, get_value
 from pretrain.config.ds_json.schema import TREE
 from pretrain.errors import ConfigError
@@ -177,38 +177,23 @@ def _layout(settings: Settings, result: Result) -> None:
 
 
 def _data(settings: Settings, result: Result) -> None:
-    names = ("train_data_paths", "valid_data_paths", "test_data_paths")
     weights = settings.words("train_data_weights")
     train = settings.words("train_data_paths") or settings.words("data_path")
     if len(train) > 1 and len(weights) == len(train):
         train = [word for pair in zip(weights, train, strict=True) for word in pair]
-    used = settings.only("train_data_paths", "train_data_weights", "data_path") if train else []
-    write_data(settings, result, "train_data", train, *used)
-    if not train:
-        no_data(result, "the input names no data")
-    for name in names[1:]:
-        flag = name.removesuffix("_paths")
-        write_data(settings, result, flag, list(dict.fromkeys(settings.words(name))), name)
-        if len(settings.words(name)) > 1:
-            result.differs("several sets are evaluated each by itself, and not as a blend", name)
-    if train and used:
-        result.differs("the samples are shuffled in another order; `sample_order: neox` is GPT-NeoX's", used[0])
-    kind = settings.text("tokenizer_type")
-    file = settings.text("vocab_file")
-    chosen = settings.only("tokenizer_type", "vocab_file", "merge_file")
-    if kind.lower() in ("hftokenizer", "spmtokenizer", "tiktokentokenizer") and file:
-        write_tokenizer(settings, result, file, *chosen)
-    elif kind.lower() in ("gpt2bpetokenizer", "hfgpt2tokenizer"):
-        write_tokenizer(settings, result, "gpt2", *chosen)
-    else:
-        result.none("its tokens are not read here", *chosen)
-        no_tokenizer(result)
+    write_train_data(settings, result, train, *settings.only("train_data_paths", "train_data_weights", "data_path"))
+    for name in ("valid_data_paths", "test_data_paths"):
+        words = settings.words(name)
+        write_evaluation_data(result, name.removesuffix("_paths"), list(dict.fromkeys(words)), len(words), name)
+    kind, file = settings.text("tokenizer_type").lower(), settings.text("vocab_file")
+    is_file = kind in ("hftokenizer", "spmtokenizer", "tiktokentokenizer")
+    write_tokenizer(result, file if is_file else "gpt2" if kind in GPT2_TOKENIZERS else "",
+                    *settings.only("tokenizer_type", "vocab_file", "merge_file"), why="its tokens are not read here")
 
 
 def _logging(settings: Settings, result: Result) -> None:
     write_load(settings, result, "load", "save")
-    if settings.get("tensorboard_dir") not in OFF:
-        write_monitor(result, "tensorboard", {"output_path": settings.text("tensorboard_dir")}, "tensorboard_dir")
+    write_tensorboard(settings, result)
     if settings.is_on("use_wandb"):
         keys = {"project": settings.text("wandb_project", "neox"), "group": settings.text("wandb_group"),
                 "team": settings.text("wandb_team")}
@@ -223,8 +208,5 @@ def _logging(settings: Settings, result: Result) -> None:
     if settings.is_on("log_gradient_noise_scale"):
         result.set_run("noise_scale_interval", settings.whole("gradient_noise_scale_n_batches", 5, low=1),
                        "log_gradient_noise_scale", "gradient_noise_scale_n_batches")
-    if settings.is_on("profile"):
-        steps = [settings.whole(name, default) for name, default in (("profile_step_start", 10),
-                                                                      ("profile_step_stop", 12))]
-        result.set_run("profile_steps", ":".join(map(str, steps)), "profile", "profile_step_start",
-                       "profile_step_stop")
+    write_profile(settings, result, "profile_step_start", "profile_step_stop",
+                  "profile", "profile_step_start", "profile_step_stop")

@@ -3,18 +3,17 @@
 import json
 from typing import Any
 
+from pretrain.commands.translate.copied_flags import copy_flags
 from pretrain.commands.translate.parts import (
-    Rates,
-    copy_flags,
     no_data,
     write_degrees,
     write_load,
     write_monitor,
     write_optimizer,
-    write_schedule,
     write_tokenizer,
 )
 from pretrain.commands.translate.result import Result
+from pretrain.commands.translate.schedules import Rates, write_schedule
 from pretrain.commands.translate.settings import OFF, Settings
 from pretrain.config.other_programs import flavor_of
 from pretrain.errors import ConfigError
@@ -44,7 +43,6 @@ def translate_torchtitan(settings: Settings, result: Result) -> None:
     copy_flags(settings, result, without=("eval_interval", "eval_steps", "save", "save_interval"))
 
 
-
 def _model(settings: Settings, result: Result) -> None:
     name, flavor = settings.text("model.name"), settings.text("model.flavor")
     # flavors that only choose the kernel of attention
@@ -67,7 +65,7 @@ def _model(settings: Settings, result: Result) -> None:
 
 
 def _batch(settings: Settings, result: Result) -> None:
-    seq_name = next(iter(settings.only(_SEQ_LENGTH)), "training.seq_len")
+    seq_name = settings.first(_SEQ_LENGTH) or "training.seq_len"
     seq_length = settings.whole(seq_name, low=1)
     result.set_run("seq_length", seq_length, seq_name)
     # versions after v0.2.2 count tokens
@@ -182,12 +180,11 @@ def _recompute(settings: Settings, result: Result) -> None:
 
 def _others(settings: Settings, result: Result) -> None:
     named = settings.only("training.dataset", "training.dataset_path")
-    no_data(result, f"text must be tokenized first ({', '.join(settings.text(name) for name in named)})"
-            if named else "the input names no data")
+    no_data(settings, result, *named)
     for name in named:
         result.none("MATTERS: it names text; see what remains to do", name)
     if settings.has("hf_assets_path"):
-        write_tokenizer(settings, result, settings.text("hf_assets_path"), "hf_assets_path")
+        write_tokenizer(result, settings.text("hf_assets_path"), "hf_assets_path")
     is_on: dict[str, Any] = {"checkpoint.enable": settings.is_on("checkpoint.enable"),
                              "validation.enable": settings.is_on("validation.enable")}
     interval = settings.whole("checkpoint.interval", low=1) if is_on["checkpoint.enable"] else 0
