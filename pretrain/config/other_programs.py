@@ -85,6 +85,11 @@ def difference_of(name: str) -> str:
     return _group_of("differs").get(name, "")
 
 
+def reason_if_unused(program: str, name: str) -> str:
+    """Return why a setting of a program of PROGRAMS has no effect if no part of the translation uses it, or ""."""
+    return next((why for why, names in _tables()["unused"][program].items() if name in names.split()), "")
+
+
 @cache
 def _group_of(table: str) -> dict[str, str]:
     """Return name -> the key of its group in a table."""

@@ -4,21 +4,10 @@ import dataclasses
 import math
 from typing import Any
 
+from pretrain.commands.translate import parts
 from pretrain.commands.translate.copied_flags import copy_flags
 from pretrain.commands.translate.deepspeed_json import take_json_file
 from pretrain.commands.translate.megatron_model import experts_of, write_megatron_model
-from pretrain.commands.translate.parts import (
-    write_degrees,
-    write_evaluation_data,
-    write_load,
-    write_monitor,
-    write_optimizer,
-    write_profile,
-    write_recompute,
-    write_tensorboard,
-    write_tokenizer,
-    write_train_data,
-)
 from pretrain.commands.translate.result import Result
 from pretrain.commands.translate.schedules import Rates, batch_stages, write_schedule
 from pretrain.commands.translate.settings import OFF, Settings
@@ -47,26 +36,6 @@ def translate_megatron(settings: Settings, result: Result, *, vocab_size: int | 
     _logging(settings, result)
     of_experts = ("router_aux_loss", "router_z_loss", "expert_capacity_factor")
     copy_flags(settings, result, without=() if experts_of(settings) else of_experts)
-    _unused(settings, result)
-
-
-def _unused(settings: Settings, result: Result) -> None:
-    """Say why settings have no effect that another setting would turn on."""
-    result.unused("there are no rotary positions", *settings.only(
-        "rotary_percent", "rotary_base", "use_rope_scaling", "rope_scaling_factor", "rope_type",
-        "rotary_scaling_factor"))
-    result.unused("there are no experts", *settings.only(
-        "moe_router_topk", "moe_ffn_hidden_size", "moe_layer_freq", "moe_shared_expert_intermediate_size",
-        "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_expert_capacity_factor", "moe_layer_recompute",
-        "expert_interval", "mlp_type"))
-    result.unused("there is no loss scale without fp16, or the JSON has it", *settings.only(
-        "loss_scale", "initial_loss_scale", "loss_scale_window", "min_loss_scale", "hysteresis"))
-    result.unused("of another schedule", *settings.only(
-        "lr_wsd_decay_iters", "lr_wsd_decay_samples", "lr_wsd_decay_style", "wsd_decay_steps"))
-    result.unused("of another optimizer", *settings.only("lion_beta1", "lion_beta2", "sgd_momentum", "muon_momentum"))
-    result.unused("its switch is off", *settings.only(
-        "wandb_entity", "wandb_exp_name", "profile_step_start", "profile_step_end", "use_pytorch_profiler",
-        "profile_ranks"))
 
 
 def _take_json(settings: Settings, result: Result) -> bool:
@@ -85,7 +54,7 @@ def _optimizer(settings: Settings, result: Result) -> None:
     params = {"Lion": (("betas", ("lion_beta1", "lion_beta2"), [0.95, 0.98]),),
               "SGD": (("momentum", ("sgd_momentum",), [0.9]),),
               "Muon": (("momentum", ("muon_momentum",), [0.9]),)}.get(kind, ())
-    write_optimizer(settings, result, kind, "optimizer")
+    parts.write_optimizer(settings, result, kind, "optimizer")
     for key, names, defaults in params:
         values = [settings.number(name, default) for name, default in zip(names, defaults, strict=True)]
         result.set_json(f"optimizer.params.{key}", values if len(values) > 1 else values[0], *names)
@@ -165,7 +134,7 @@ def _in_unit(settings: Settings, name: str, unit: str, seq_length: int) -> Any:
 
 def _layout(settings: Settings, result: Result, with_json: bool) -> None:
     pipeline = settings.first("pipeline_model_parallel_size")
-    write_degrees(settings, result, pipeline=pipeline,
+    parts.write_degrees(settings, result, pipeline=pipeline,
                   tensor=settings.first("tensor_model_parallel_size", "model_parallel_size"),
                   sequence=settings.first("context_parallel_size", "ds_sequence_parallel_size"),
                   expert=settings.first("expert_model_parallel_size", "moe_expert_parallel_size"))
@@ -211,7 +180,7 @@ def _recompute(settings: Settings, result: Result) -> None:
     if granularity == "full" or settings.is_on("checkpoint_activations"):
         count = settings.whole("recompute_num_layers", settings.whole("checkpoint_num_layers", 1), low=1)
         is_block = settings.text("recompute_method") == "block"
-        write_recompute(result, 1 if is_block else count, *names)
+        parts.write_recompute(result, 1 if is_block else count, *names)
         if is_block:
             result.differs("all blocks are recomputed, and not the first ones of each stage", "recompute_method")
     elif granularity == "selective" or settings.is_on("recompute_activations"):
@@ -242,34 +211,33 @@ def _precision(settings: Settings, result: Result) -> None:
         raise settings.wrong("initial_loss_scale", "a number from 1")
     result.set_json("fp16.loss_scale", 0)
     result.set_json("fp16.initial_scale_power", min(int(math.log2(initial)), 32), "initial_loss_scale")
-    for name, key in (("loss_scale_window", "loss_scale_window"), ("hysteresis", "hysteresis"),
-                      ("min_loss_scale", "min_loss_scale")):
-        result.set_json(f"fp16.{key}", settings.whole(name), name)
+    for name in ("loss_scale_window", "hysteresis", "min_loss_scale"):
+        result.set_json(f"fp16.{name}", settings.whole(name), name)
 
 
 def _data(settings: Settings, result: Result) -> None:
     name = settings.first("train_data_path", "data_path")
-    write_train_data(settings, result, settings.words(name) if name else [], name)
+    parts.write_train_data(settings, result, settings.words(name) if name else [], name)
     for kind in ("valid", "test"):
         words = [word for word in settings.words(f"{kind}_data_path") if not word.replace(".", "").isdigit()]
-        write_evaluation_data(result, f"{kind}_data", words, len(words), f"{kind}_data_path")
+        parts.write_evaluation_data(result, f"{kind}_data", words, len(words), f"{kind}_data_path")
     chosen = settings.only("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "tokenizer_name_or_path")
     path = settings.first("tokenizer_model", "tokenizer_name_or_path")
     is_gpt2 = settings.text("tokenizer_type") == "GPT2BPETokenizer" or settings.has("merge_file")
-    write_tokenizer(result, (settings.text(path) if path else "") or ("gpt2" if is_gpt2 else ""), *chosen,
+    parts.write_tokenizer(result, (settings.text(path) if path else "") or ("gpt2" if is_gpt2 else ""), *chosen,
                     why="the tokens are read as they are")
     if settings.is_on("reset_attention_mask") or settings.is_on("reset_position_ids"):
         result.set_run("document_attention", True, *settings.only("reset_attention_mask", "reset_position_ids"))
 
 
 def _logging(settings: Settings, result: Result) -> None:
-    write_load(settings, result, "load", "save")
-    write_tensorboard(settings, result)
+    parts.write_load(settings, result, "load", "save")
+    parts.write_tensorboard(settings, result)
     if settings.get("wandb_project") not in OFF:
-        write_monitor(result, "wandb", {"project": settings.text("wandb_project"),
+        parts.write_monitor(result, "wandb", {"project": settings.text("wandb_project"),
                                         "team": settings.text("wandb_entity")},
                       *settings.only("wandb_project", "wandb_entity"))
-    write_profile(settings, result, "profile_step_start", "profile_step_end", *settings.only(
+    parts.write_profile(settings, result, "profile_step_start", "profile_step_end", *settings.only(
         "profile", "profile_step_start", "profile_step_end", "use_pytorch_profiler"))
     if settings.is_on("use_mup") and settings.has("mup_base_hidden_size"):
         result.set_run("mup_base_width", settings.needed("mup_base_hidden_size"), "use_mup", "mup_base_hidden_size")

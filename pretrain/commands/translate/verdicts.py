@@ -14,6 +14,7 @@ from pretrain.config.other_programs import (
     hint_for,
     is_known,
     known_names,
+    reason_if_unused,
     without_counterpart,
 )
 from pretrain.errors import ConfigError
@@ -46,7 +47,8 @@ def complete_rows(settings: Settings, result: Result) -> None:
         nested = [row for row in result.rows if row.startswith(f"{name}.")]
         if name in result.rows or (nested and isinstance(value, dict)):
             continue
-        result.none(_reason(name, value), name)
+        unused = reason_if_unused(settings.program, name) if value is not None else ""
+        result.none(unused or _reason(name, value), name)
     result.remaining += settings.notes
     for name in settings.launcher:
         result.none("a flag of the launcher: `ds-pretrain --help` lists those of this one", f"launcher: {name}")
