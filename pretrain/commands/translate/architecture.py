@@ -14,16 +14,15 @@ Wanted = dict[str, tuple[Any, str]]  # field of ModelConfig -> its value, and th
 Fields = Mapping[str, Any]  # field of ModelConfig -> value
 
 GPT2_TOKENS = 50257
-# several families compute some models: the first one that does is chosen
-_FIRST = ("gpt_neox", "llama", "gpt2", "bloom", "mistral", "qwen2", "qwen3", "starcoder2", "stablelm", "mpt", "mixtral")
 _ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "silu": "silu", "relu": "relu", "relu2": "relu2"}
 _DROPOUTS = ("attention_dropout", "residual_dropout", "embedding_dropout")
 # keys of a config.json whose values are no fields of ModelConfig; a family has one theta key and one fraction key
 _THETA, _FRACTION = ("rotary_emb_base", "rope_theta"), ("rotary_pct", "partial_rotary_factor")
+# several families compute some models: the first one that does is chosen, in this order, and then others
 _ARCHITECTURES = {"gpt_neox": "GPTNeoXForCausalLM", "llama": "LlamaForCausalLM", "gpt2": "GPT2LMHeadModel",
                   "bloom": "BloomForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
-                  "qwen3": "Qwen3ForCausalLM", "starcoder2": "Starcoder2ForCausalLM", "mpt": "MptForCausalLM",
-                  "stablelm": "StableLmForCausalLM", "mixtral": "MixtralForCausalLM"}
+                  "qwen3": "Qwen3ForCausalLM", "starcoder2": "Starcoder2ForCausalLM",
+                  "stablelm": "StableLmForCausalLM", "mpt": "MptForCausalLM", "mixtral": "MixtralForCausalLM"}
 _WORDS = {"norm_bias": "biases of norms", "qkv_bias": "biases of queries, keys and values",
           "attention_out_bias": "a bias of the attention's output", "mlp_bias": "biases of the MLP",
           "gated_mlp": "a gated MLP", "parallel_residual": "attention and MLP side by side",
@@ -39,13 +38,13 @@ def write_model(settings: Settings, result: Result, wanted: Wanted, is_listed: C
     fields = {name: value for name, (value, _) in wanted.items() if name not in _DROPOUTS}
     dropouts = {name: value for name, (value, _) in wanted.items() if name in _DROPOUTS}
     closest: tuple[int, str] | None = None
-    for family in (*_FIRST, *(name for name in FAMILIES if name not in _FIRST)):
+    for family in dict.fromkeys((*_ARCHITECTURES, *FAMILIES)):
         config = {**_config(family, fields), **_dropouts(family, dropouts)}
         try:
             model = model_config_from(config, f"{settings.program_name}: model")
         except ConfigError as error:
             problems = [str(error)]
-            if family == _FIRST[0] and not _sizes_fit(fields):
+            if closest is None and not _sizes_fit(fields):
                 raise
         else:
             problems = [_problem(name, value, getattr(model, name)) for name, value in fields.items()

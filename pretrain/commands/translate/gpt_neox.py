@@ -161,7 +161,8 @@ def _data(settings: Settings, result: Result) -> None:
     kind, file = settings.text("tokenizer_type").lower(), settings.text("vocab_file")
     is_file = kind in ("hftokenizer", "spmtokenizer", "tiktokentokenizer")
     parts.write_tokenizer(result, file if is_file else "gpt2" if kind in GPT2_TOKENIZERS else "",
-                    *settings.only("tokenizer_type", "vocab_file", "merge_file"), why="its tokens are not read here")
+                          *settings.only("tokenizer_type", "vocab_file", "merge_file"),
+                          why="its tokens are not read here")
 
 
 def _logging(settings: Settings, result: Result) -> None:
@@ -183,4 +184,4 @@ def _logging(settings: Settings, result: Result) -> None:
         result.set_run("noise_scale_interval", settings.whole("gradient_noise_scale_n_batches", 5, low=1),
                        "log_gradient_noise_scale", "gradient_noise_scale_n_batches")
     parts.write_profile(settings, result, "profile_step_start", "profile_step_stop",
-                  "profile", "profile_step_start", "profile_step_stop")
+                        "profile", "profile_step_start", "profile_step_stop")

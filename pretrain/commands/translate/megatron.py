@@ -135,9 +135,9 @@ def _in_unit(settings: Settings, name: str, unit: str, seq_length: int) -> Any:
 def _layout(settings: Settings, result: Result, with_json: bool) -> None:
     pipeline = settings.first("pipeline_model_parallel_size")
     parts.write_degrees(settings, result, pipeline=pipeline,
-                  tensor=settings.first("tensor_model_parallel_size", "model_parallel_size"),
-                  sequence=settings.first("context_parallel_size", "ds_sequence_parallel_size"),
-                  expert=settings.first("expert_model_parallel_size", "moe_expert_parallel_size"))
+                        tensor=settings.first("tensor_model_parallel_size", "model_parallel_size"),
+                        sequence=settings.first("context_parallel_size", "ds_sequence_parallel_size"),
+                        expert=settings.first("expert_model_parallel_size", "moe_expert_parallel_size"))
     stages = settings.whole(pipeline, 1) if pipeline else 1
     names = settings.only("zero_stage", "use_distributed_optimizer", "use_torch_fsdp2", "use_megatron_fsdp",
                    "use_custom_fsdp", "data_parallel_sharding_strategy")
@@ -225,7 +225,7 @@ def _data(settings: Settings, result: Result) -> None:
     path = settings.first("tokenizer_model", "tokenizer_name_or_path")
     is_gpt2 = settings.text("tokenizer_type") == "GPT2BPETokenizer" or settings.has("merge_file")
     parts.write_tokenizer(result, (settings.text(path) if path else "") or ("gpt2" if is_gpt2 else ""), *chosen,
-                    why="the tokens are read as they are")
+                          why="the tokens are read as they are")
     if settings.is_on("reset_attention_mask") or settings.is_on("reset_position_ids"):
         result.set_run("document_attention", True, *settings.only("reset_attention_mask", "reset_position_ids"))
 
@@ -235,8 +235,8 @@ def _logging(settings: Settings, result: Result) -> None:
     parts.write_tensorboard(settings, result)
     if settings.get("wandb_project") not in OFF:
         parts.write_monitor(result, "wandb", {"project": settings.text("wandb_project"),
-                                        "team": settings.text("wandb_entity")},
-                      *settings.only("wandb_project", "wandb_entity"))
+                                              "team": settings.text("wandb_entity")},
+                            *settings.only("wandb_project", "wandb_entity"))
     parts.write_profile(settings, result, "profile_step_start", "profile_step_end", *settings.only(
         "profile", "profile_step_start", "profile_step_end", "use_pytorch_profiler"))
     if settings.is_on("use_mup") and settings.has("mup_base_hidden_size"):

@@ -246,7 +246,7 @@ def _data(settings: Settings, result: Result) -> None:
     elif settings.has("train_file") or settings.has("dataset_name"):
         result.set_run("split", f"{100 - percent:g},{percent:g},0", "validation_split_percentage")
     name = settings.first("tokenizer_name", "tokenizer_name_or_path", "model_name_or_path")
-    parts.write_tokenizer(result, settings.text(name) if name else "", *([name] if name else []))
+    parts.write_tokenizer(result, settings.text(name) if name else "", *settings.only(name))
 
 
 def _logging(settings: Settings, result: Result) -> None:
