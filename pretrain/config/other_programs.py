@@ -76,13 +76,18 @@ def current_name(name: str) -> str:
 
 
 def conversion_for(name: str) -> str:
-    """Return the function of commands/translate/convert.py that converts the value of a setting, or ""."""
+    """Return the conversion in commands/translate/copied_flags.py for the value of a setting, or ""."""
     return _group_of("convert").get(name, "")
 
 
 def difference_of(name: str) -> str:
     """Return how the meaning of a setting differs here, or ""."""
     return _group_of("differs").get(name, "")
+
+
+def reason_if_unused(program: str, name: str) -> str:
+    """Return why a setting of a program of PROGRAMS has no effect if no part of the translation uses it, or ""."""
+    return next((why for why, names in _tables()["unused"][program].items() if name in names.split()), "")
 
 
 @cache

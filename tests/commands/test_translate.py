@@ -389,7 +389,8 @@ BASES: dict[str, dict[str, Any]] = {
     "trainer": {"config_name": "tiny", "output_dir": "out", "max_steps": 100},
     "torchtitan": {"model.flavor": "debugmodel"},
 }
-VALUES = (True, False, 1, 0, 2, 0.5, -1, "", "x", "none", "64", [], [1], {}, {"enabled": True}, None, 10**30, "1e-3")
+VALUES: tuple[Any, ...] = (True, False, 1, 0, 2, 0.5, -1, "", "x", "none", "64", [], [1], {},
+                            {"enabled": True}, None, 10**30, "1e-3")
 
 
 def names_of(program: str) -> list[str]:

@@ -1,6 +1,6 @@
 """Find the family of models that computes what another program's settings describe, and write its config.json."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pretrain.commands.translate.result import Result
@@ -10,46 +10,49 @@ from pretrain.model.config import model_config_from
 from pretrain.model.description import ModelConfig
 from pretrain.model.families import FAMILIES
 
-Wanted = dict[str, Any]  # field of ModelConfig -> value
-Sources = Mapping[str, tuple[str, ...]]  # field -> the settings that give it
+Wanted = dict[str, tuple[Any, str]]  # field of ModelConfig -> its value, and the settings that give it
+Fields = Mapping[str, Any]  # field of ModelConfig -> value
 
-# several families compute some models: the first one that does is chosen
-_FIRST = ("gpt_neox", "llama", "gpt2", "bloom", "mistral", "qwen2", "qwen3", "starcoder2", "stablelm", "mpt", "mixtral")
+GPT2_TOKENS = 50257
 _ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "silu": "silu", "relu": "relu", "relu2": "relu2"}
 _DROPOUTS = ("attention_dropout", "residual_dropout", "embedding_dropout")
 # keys of a config.json whose values are no fields of ModelConfig; a family has one theta key and one fraction key
 _THETA, _FRACTION = ("rotary_emb_base", "rope_theta"), ("rotary_pct", "partial_rotary_factor")
+# several families compute some models: the first one that does is chosen, in this order, and then others
 _ARCHITECTURES = {"gpt_neox": "GPTNeoXForCausalLM", "llama": "LlamaForCausalLM", "gpt2": "GPT2LMHeadModel",
                   "bloom": "BloomForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
-                  "qwen3": "Qwen3ForCausalLM", "starcoder2": "Starcoder2ForCausalLM", "mpt": "MptForCausalLM",
-                  "stablelm": "StableLmForCausalLM", "mixtral": "MixtralForCausalLM"}
+                  "qwen3": "Qwen3ForCausalLM", "starcoder2": "Starcoder2ForCausalLM",
+                  "stablelm": "StableLmForCausalLM", "mpt": "MptForCausalLM", "mixtral": "MixtralForCausalLM"}
 _WORDS = {"norm_bias": "biases of norms", "qkv_bias": "biases of queries, keys and values",
           "attention_out_bias": "a bias of the attention's output", "mlp_bias": "biases of the MLP",
           "gated_mlp": "a gated MLP", "parallel_residual": "attention and MLP side by side",
           "tie_word_embeddings": "tied embeddings", "embedding_norm": "a norm of the embeddings"}
 
 
-def write_model(settings: Settings, result: Result, wanted: Wanted, sources: Sources) -> ModelConfig:
+def write_model(settings: Settings, result: Result, wanted: Wanted, is_listed: Callable[[str], bool]) -> None:
     """Write the config.json of the first family that computes the wanted model.
 
-    Dropouts for which the family has no key become flags. Raises ConfigError if no family computes the model.
+    is_listed: whether a setting of `wanted` gets a verdict. Dropouts for which the family has no key become flags.
+    Raises ConfigError if no family computes the model.
     """
-    fields = {name: value for name, value in wanted.items() if name not in _DROPOUTS}
+    fields = {name: value for name, (value, _) in wanted.items() if name not in _DROPOUTS}
+    dropouts = {name: value for name, (value, _) in wanted.items() if name in _DROPOUTS}
     closest: tuple[int, str] | None = None
-    for family in (*_FIRST, *(name for name in FAMILIES if name not in _FIRST)):
-        config = {**_config(family, fields), **_dropouts(family, wanted)}
+    for family in dict.fromkeys((*_ARCHITECTURES, *FAMILIES)):
+        config = {**_config(family, fields), **_dropouts(family, dropouts)}
         try:
             model = model_config_from(config, f"{settings.program_name}: model")
         except ConfigError as error:
             problems = [str(error)]
-            if family == _FIRST[0] and not _sizes_fit(wanted):
+            if closest is None and not _sizes_fit(fields):
                 raise
         else:
             problems = [_problem(name, value, getattr(model, name)) for name, value in fields.items()
                         if getattr(model, name) != value]
         if not problems:
-            _write(family, config, model, result, wanted, sources)
-            return model
+            _write(family, config, model, result, {field: (value, [name for name in names.split() if is_listed(name)])
+                                                   for field, (value, names) in wanted.items()})
+            return
         if closest is None or len(problems) < closest[0]:
             closest = len(problems), f"the most similar one, {family}, differs: {'; '.join(problems)}"
     raise ConfigError(f"{settings.program_name}: model", problem="no family of models here computes it; "
@@ -57,13 +60,13 @@ def write_model(settings: Settings, result: Result, wanted: Wanted, sources: Sou
                       remedy="change the settings that differ, or give a config.json of another family to --model")
 
 
-def _sizes_fit(wanted: Wanted) -> bool:
+def _sizes_fit(fields: Fields) -> bool:
     """Return whether the heads divide the hidden size: if not, every family fails in the same way."""
-    heads, kv_heads = wanted["num_heads"], wanted["num_kv_heads"]
-    return bool(heads and kv_heads and wanted["head_size"] and heads % kv_heads == 0)
+    heads, kv_heads = fields["num_heads"], fields["num_kv_heads"]
+    return bool(heads and kv_heads and fields["head_size"] and heads % kv_heads == 0)
 
 
-def _config(name: str, fields: Wanted) -> dict[str, Any]:
+def _config(name: str, fields: Fields) -> dict[str, Any]:
     """Return a config.json of a family with as many of the wanted fields as its keys can say."""
     family = FAMILIES[name]
     config: dict[str, Any] = {"model_type": name}
@@ -85,7 +88,7 @@ def _config(name: str, fields: Wanted) -> dict[str, Any]:
     return {"architectures": [_ARCHITECTURES[name]], **config} if name in _ARCHITECTURES else config
 
 
-def _rotary(name: str, fields: Wanted) -> dict[str, Any]:
+def _rotary(name: str, fields: Fields) -> dict[str, Any]:
     family = FAMILIES[name]
     config = {key: fields["rope_theta"] for key in _THETA if key in family.keys and family.keys[key] is not None}
     fraction = fields["rotary_size"] / fields["head_size"] if fields["head_size"] else 1.0
@@ -99,7 +102,7 @@ def _rotary(name: str, fields: Wanted) -> dict[str, Any]:
     return config
 
 
-def _dropouts(name: str, wanted: Wanted) -> dict[str, Any]:
+def _dropouts(name: str, wanted: Fields) -> dict[str, Any]:
     """Return the dropouts that a family has as keys."""
     family = FAMILIES[name]
     keys = {field: family.key_names.get(field, field) for field in _DROPOUTS}
@@ -114,12 +117,12 @@ def _problem(name: str, wanted: Any, found: Any) -> str:
     return f"{name} is {found}, and not {wanted}"
 
 
-def _write(family: str, config: dict[str, Any], model: ModelConfig, result: Result, wanted: Wanted,
-           sources: Sources) -> None:
+def _write(family: str, config: dict[str, Any], model: ModelConfig, result: Result,
+           wanted: Mapping[str, tuple[Any, list[str]]]) -> None:
     """Write the config.json, and the flags of dropouts that it has no key for."""
     result.model.update(config)
-    for name, value in wanted.items():
-        key, names = model.key(name), sources.get(name, ())
+    for name, (value, names) in wanted.items():
+        key = model.key(name)
         if key in config:
             result.set_model(key, config[key], *names)
         elif name in _DROPOUTS:
@@ -130,3 +133,24 @@ def _write(family: str, config: dict[str, Any], model: ModelConfig, result: Resu
         elif names:
             shown = {"rope_theta": next((f"{key}: {config[key]}" for key in _THETA if key in config), "")}.get(name)
             result.used(f"config.json {shown}" if shown else f"family {family}", *names)
+
+
+def padded(size: int, multiple: int) -> int:
+    """Return the smallest multiple that is at least `size`."""
+    return -(-size // multiple) * multiple
+
+
+def padded_vocabulary(tokens: int | None, multiple: int, tokenizer: str = "") -> int:
+    """Return the rows of the embedding. `tokenizer`: its name in the error if `tokens` is None."""
+    if tokens is None:
+        raise ConfigError("--vocab_size", problem="the input does not say how many tokens the tokenizer has"
+                          f"{tokenizer}", remedy="give their number, before padding")
+    return padded(tokens, multiple)
+
+
+def qk_norm(settings: Settings, name: str, norm: str, remedy: str) -> str:
+    """Return the kind of the norm of queries and keys that a switch turns on. Raises ConfigError for a LayerNorm."""
+    if settings.is_on(name) and norm != "rmsnorm":
+        raise ConfigError(settings.where(name), problem="no family here has a LayerNorm of queries and keys",
+                          remedy=f"{remedy} has a counterpart")
+    return "head" if settings.is_on(name) else ""

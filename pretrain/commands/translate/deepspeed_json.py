@@ -1,12 +1,14 @@
 """Take over the DeepSpeed JSON, or the blocks of one, that another program's settings contain."""
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from pretrain.commands.translate.result import Result
+from pretrain.commands.translate.settings import Settings
 from pretrain.config.ds_json.check_keys import check_value, is_comment, requests_nothing, suggest_key, takes_default
 from pretrain.config.ds_json.optimizers import SCHEDULERS, optimizer_params
-from pretrain.config.ds_json.read import DsFile
+from pretrain.config.ds_json.read import DsFile, read_ds_config
 from pretrain.config.ds_json.schema import OLD_OFFLOAD, REMOVED, TREE, UNREAD, Key, Tree
 from pretrain.errors import ConfigError
 
@@ -23,6 +25,20 @@ def take_json(result: Result, file: DsFile, *, prefix: str = "") -> None:
     `prefix` is written before the names of the rows. Raises ConfigError for unknown keys and wrong values.
     """
     _take(result, file, file.values, {**UNREAD, **TREE}, "", prefix)
+
+
+def take_json_file(settings: Settings, result: Result, name: str, *, flag: str) -> None:
+    """Take the JSON whose path a setting gives. `flag`: names the file in errors about its text."""
+    path = settings.text(name)
+    if not os.path.isfile(path):
+        raise ConfigError(settings.where(name), problem=f"there is no file {path}", remedy="give its path from here")
+    take_named_json(result, read_ds_config(path, flag=flag), name)
+
+
+def take_named_json(result: Result, file: DsFile, name: str) -> None:
+    """Take the JSON that a setting contains or names."""
+    take_json(result, file, prefix=f"{name}: ")
+    result.used("its keys are listed one by one", name)
 
 
 def _take(result: Result, file: DsFile, values: Mapping[str, Any], tree: Tree, block: str, prefix: str) -> None:

@@ -2,24 +2,13 @@
 
 import math
 
+from pretrain.commands.translate import parts
+from pretrain.commands.translate.copied_flags import copy_flags
 from pretrain.commands.translate.deepspeed_json import take_json
-from pretrain.commands.translate.gpt_neox_model import check_attention, write_neox_model
-from pretrain.commands.translate.parts import (
-    Rates,
-    copy_flags,
-    no_data,
-    no_tokenizer,
-    write_data,
-    write_degrees,
-    write_load,
-    write_monitor,
-    write_optimizer,
-    write_recompute,
-    write_schedule,
-    write_tokenizer,
-)
+from pretrain.commands.translate.gpt_neox_model import GPT2_TOKENIZERS, check_attention, write_neox_model
 from pretrain.commands.translate.result import Result
-from pretrain.commands.translate.settings import OFF, Settings
+from pretrain.commands.translate.schedules import Rates, write_schedule
+from pretrain.commands.translate.settings import Settings
 from pretrain.config.ds_json.read import DsFile, get_value
 from pretrain.config.ds_json.schema import TREE
 from pretrain.errors import ConfigError
@@ -41,20 +30,6 @@ def translate_neox(settings: Settings, result: Result, *, vocab_size: int | None
     _data(settings, result)
     _logging(settings, result)
     copy_flags(settings, result)
-    _unused(settings, result)
-
-
-def _unused(settings: Settings, result: Result) -> None:
-    """Say why settings have no effect that another setting would turn on."""
-    result.unused("of the other kind of norm", *settings.only("layernorm_epsilon", "rms_norm_epsilon"))
-    result.unused("there are no rotary positions", *settings.only("rotary_pct", "rotary_emb_base"))
-    result.unused("DeepSpeed reads the block fp16", *settings.only(
-        "loss_scale", "loss_scale_window", "hysteresis", "min_scale", "dynamic_loss_scale"))
-    result.unused("its switch is off", *settings.only(
-        "wandb_project", "wandb_group", "wandb_team", "wandb_run_name", "profile_step_start", "profile_step_stop",
-        "gradient_noise_scale_n_batches", "mup_width_scale"))
-    result.unused("it belongs to generation, or to RWKV", *settings.only("recompute", "head_size"))
-    result.unused("DeepSpeed trains here always", *settings.only("deepspeed"))
     if settings.is_on("use_mup"):
         result.none("MATTERS: --mup_base_width is the hidden size of the smaller model that was tuned", "use_mup")
         result.remaining.append("--mup_base_width: the hidden size of the model whose learning rate was tuned")
@@ -100,7 +75,7 @@ def _optimizer(settings: Settings, result: Result) -> None:
     if settings.is_on("use_bnb_optimizer"):
         result.json["optimizer"]["type"] = "AdamW8bit"
         result.used('ds_config.json optimizer.type: AdamW8bit', "use_bnb_optimizer")
-    write_optimizer(settings, result, "Adam")
+    parts.write_optimizer(settings, result, "Adam")
 
 
 def _batch_and_length(settings: Settings, result: Result) -> None:
@@ -151,15 +126,12 @@ def _schedule(settings: Settings, result: Result) -> None:
 
 
 def _layout(settings: Settings, result: Result) -> None:
-    write_degrees(settings, result, tensor="model_parallel_size", pipeline="pipe_parallel_size")
+    parts.write_degrees(settings, result, tensor="model_parallel_size", pipeline="pipe_parallel_size")
     if "zero_optimization" not in result.json:
         result.set_json("zero_optimization.stage", settings.whole("zero_stage", 0), "zero_stage")
-    for name, key in (("zero_stage", "stage"), ("zero_reduce_scatter", "reduce_scatter"),
-                      ("zero_contiguous_gradients", "contiguous_gradients"),
-                      ("zero_reduce_bucket_size", "reduce_bucket_size"),
-                      ("zero_allgather_bucket_size", "allgather_bucket_size")):
-        if settings.has(name):
-            result.none(f"GPT-NeoX sets it from zero_optimization.{key} itself", name)
+    for name in settings.only("zero_stage", "zero_reduce_scatter", "zero_contiguous_gradients",
+                              "zero_reduce_bucket_size", "zero_allgather_bucket_size"):
+        result.none(f"GPT-NeoX sets it from zero_optimization.{name.removeprefix('zero_')} itself", name)
     if settings.has("pipe_partition_method") and "stages" in result.json.get("pipeline", {}):
         method = settings.text("pipe_partition_method").replace("transformer|mlp", "block")
         result.set_json("pipeline.partition_method", method, "pipe_partition_method")
@@ -167,7 +139,7 @@ def _layout(settings: Settings, result: Result) -> None:
         result.none("there is one pipeline stage", "pipe_partition_method")
     names = settings.only("checkpoint_activations", "checkpoint_num_layers")
     if settings.is_on("checkpoint_activations"):
-        write_recompute(result, settings.whole("checkpoint_num_layers", 1, low=1), *names)
+        parts.write_recompute(result, settings.whole("checkpoint_num_layers", 1, low=1), *names)
     else:
         result.used("off", *names)
     if settings.is_on("checkpoint_in_cpu"):
@@ -177,42 +149,30 @@ def _layout(settings: Settings, result: Result) -> None:
 
 
 def _data(settings: Settings, result: Result) -> None:
-    names = ("train_data_paths", "valid_data_paths", "test_data_paths")
     weights = settings.words("train_data_weights")
     train = settings.words("train_data_paths") or settings.words("data_path")
     if len(train) > 1 and len(weights) == len(train):
         train = [word for pair in zip(weights, train, strict=True) for word in pair]
-    used = settings.only("train_data_paths", "train_data_weights", "data_path") if train else []
-    write_data(settings, result, "train_data", train, *used)
-    if not train:
-        no_data(result, "the input names no data")
-    for name in names[1:]:
-        flag = name.removesuffix("_paths")
-        write_data(settings, result, flag, list(dict.fromkeys(settings.words(name))), name)
-        if len(settings.words(name)) > 1:
-            result.differs("several sets are evaluated each by itself, and not as a blend", name)
-    if train and used:
-        result.differs("the samples are shuffled in another order; `sample_order: neox` is GPT-NeoX's", used[0])
-    kind = settings.text("tokenizer_type")
-    file = settings.text("vocab_file")
-    chosen = settings.only("tokenizer_type", "vocab_file", "merge_file")
-    if kind.lower() in ("hftokenizer", "spmtokenizer", "tiktokentokenizer") and file:
-        write_tokenizer(settings, result, file, *chosen)
-    elif kind.lower() in ("gpt2bpetokenizer", "hfgpt2tokenizer"):
-        write_tokenizer(settings, result, "gpt2", *chosen)
-    else:
-        result.none("its tokens are not read here", *chosen)
-        no_tokenizer(result)
+    parts.write_train_data(settings, result, train, *settings.only(
+        "train_data_paths", "train_data_weights", "data_path"))
+    for name in ("valid_data_paths", "test_data_paths"):
+        words = settings.words(name)
+        parts.write_evaluation_data(result, name.removesuffix("_paths"), list(dict.fromkeys(words)), len(words), name)
+    kind, file = settings.text("tokenizer_type").lower(), settings.text("vocab_file")
+    is_file = kind in ("hftokenizer", "spmtokenizer", "tiktokentokenizer")
+    parts.write_tokenizer(result, file if is_file else "gpt2" if kind in GPT2_TOKENIZERS else "",
+                          *settings.only("tokenizer_type", "vocab_file", "merge_file"),
+                          why="its tokens are not read here")
 
 
 def _logging(settings: Settings, result: Result) -> None:
-    write_load(settings, result, "load", "save")
-    if settings.get("tensorboard_dir") not in OFF:
-        write_monitor(result, "tensorboard", {"output_path": settings.text("tensorboard_dir")}, "tensorboard_dir")
+    parts.write_load(settings, result, "load", "save")
+    parts.write_tensorboard(settings, result)
     if settings.is_on("use_wandb"):
         keys = {"project": settings.text("wandb_project", "neox"), "group": settings.text("wandb_group"),
                 "team": settings.text("wandb_team")}
-        write_monitor(result, "wandb", keys, *settings.only("use_wandb", "wandb_project", "wandb_group", "wandb_team"))
+        parts.write_monitor(result, "wandb", keys, *settings.only(
+            "use_wandb", "wandb_project", "wandb_group", "wandb_team"))
     scale = settings.text("checkpoint_scale", "linear")
     if scale == "linear":
         result.set_run("save_interval", settings.whole("checkpoint_factor", 0), "checkpoint_factor")
@@ -223,8 +183,5 @@ def _logging(settings: Settings, result: Result) -> None:
     if settings.is_on("log_gradient_noise_scale"):
         result.set_run("noise_scale_interval", settings.whole("gradient_noise_scale_n_batches", 5, low=1),
                        "log_gradient_noise_scale", "gradient_noise_scale_n_batches")
-    if settings.is_on("profile"):
-        steps = [settings.whole(name, default) for name, default in (("profile_step_start", 10),
-                                                                      ("profile_step_stop", 12))]
-        result.set_run("profile_steps", ":".join(map(str, steps)), "profile", "profile_step_start",
-                       "profile_step_stop")
+    parts.write_profile(settings, result, "profile_step_start", "profile_step_stop",
+                        "profile", "profile_step_start", "profile_step_stop")

@@ -1,10 +1,15 @@
 """The model that settings of GPT-NeoX describe."""
 
 from pathlib import Path
-from typing import Any
 
-from pretrain.commands.translate.architecture import write_model
-from pretrain.commands.translate.convert import padded
+from pretrain.commands.translate.architecture import (
+    GPT2_TOKENS,
+    Wanted,
+    padded,
+    padded_vocabulary,
+    qk_norm,
+    write_model,
+)
 from pretrain.commands.translate.result import Result
 from pretrain.commands.translate.settings import Settings
 from pretrain.errors import ConfigError
@@ -17,7 +22,7 @@ _POSITIONS = {"learned": "learned", "rotary": "rope", "alibi": "alibi"}
 _INIT = ("normal", "scaled_normal", "small_init", "wang_init", "xavier_normal", "xavier_uniform")
 # file name of a tokenizer -> its tokens
 _VOCABULARIES = {"20B_tokenizer.json": 50277}
-_GPT2_TOKENS = 50257
+GPT2_TOKENIZERS = ("gpt2bpetokenizer", "hfgpt2tokenizer")
 
 
 def write_neox_model(settings: Settings, result: Result, vocab_size: int | None) -> None:
@@ -26,53 +31,53 @@ def write_neox_model(settings: Settings, result: Result, vocab_size: int | None)
     norm = settings.choice("norm", _NORMS)
     hidden, heads = settings.needed("hidden_size"), settings.needed("num_attention_heads")
     head_size = hidden // heads
-    attention_bias, mlp_bias = (settings.is_on(name) if settings.has(name) else True
-                                for name in ("use_bias_in_attn_linear", "use_bias_in_mlp"))
-    position = settings.choice("pos_emb", _POSITIONS)
     eps = "rms_norm_epsilon" if norm == "rmsnorm" else "layernorm_epsilon"
-    parallel = settings.is_on("gpt_j_residual")
-    window = settings.whole("sliding_window_width")
+    attention_bias, mlp_bias = (_has_bias(settings, name) for name in ("use_bias_in_attn_linear", "use_bias_in_mlp"))
+    position = settings.choice("pos_emb", _POSITIONS)
+    window, layers = settings.whole("sliding_window_width"), settings.needed("num_layers")
     dropout = settings.number("hidden_dropout")
-    wanted: dict[str, Any] = {
-        "num_layers": settings.needed("num_layers"), "hidden_size": hidden, "num_heads": heads,
-        "num_kv_heads": settings.whole("num_kv_heads", heads, low=1), "head_size": head_size,
-        "intermediate_size": _intermediate_size(settings, gated),
-        "vocab_size": _vocabulary(settings, result, vocab_size),
-        "max_positions": settings.needed("max_position_embeddings"), "norm": norm, "norm_eps": settings.number(eps),
-        "activation": activation, "gated_mlp": gated, "position": position, "parallel_residual": parallel,
-        "tie_word_embeddings": not settings.is_on("no_weight_tying"), "qkv_bias": attention_bias,
-        "attention_out_bias": attention_bias, "mlp_bias": mlp_bias,
-        "qk_norm": _qk_norm(settings, norm), "initializer_range": settings.number("init_method_std"),
-        "attention_dropout": settings.number("attention_dropout"), "residual_dropout": dropout,
-        "embedding_dropout": dropout, "embedding_norm": False,
-        "windows": (window,) * settings.needed("num_layers") if window else (),
+    wanted: Wanted = {
+        "num_layers": (layers, "num_layers"),
+        "hidden_size": (hidden, "hidden_size"),
+        "num_heads": (heads, "num_attention_heads"),
+        "num_kv_heads": (settings.whole("num_kv_heads", heads, low=1), "num_kv_heads"),
+        "head_size": (head_size, ""),
+        "intermediate_size": (_intermediate_size(settings, gated), "intermediate_size mlp_multiple_of"),
+        "vocab_size": (_vocabulary(settings, vocab_size), "padded_vocab_size make_vocab_size_divisible_by"),
+        "max_positions": (settings.needed("max_position_embeddings"), "max_position_embeddings"),
+        "norm": (norm, "norm"),
+        "norm_eps": (settings.number(eps), eps),
+        "activation": (activation, "activation"),
+        "gated_mlp": (gated, ""),
+        "position": (position, "pos_emb"),
+        "parallel_residual": (settings.is_on("gpt_j_residual"), "gpt_j_residual"),
+        "tie_word_embeddings": (not settings.is_on("no_weight_tying"), "no_weight_tying"),
+        "qkv_bias": (attention_bias, "use_bias_in_attn_linear"),
+        "attention_out_bias": (attention_bias, ""),
+        "mlp_bias": (mlp_bias, "use_bias_in_mlp"),
+        "qk_norm": (qk_norm(settings, "use_qk_layernorm", norm, '"norm": "rmsnorm"'), "use_qk_layernorm"),
+        "initializer_range": (settings.number("init_method_std"), "init_method_std"),
+        "attention_dropout": (settings.number("attention_dropout"), "attention_dropout"),
+        "residual_dropout": (dropout, "hidden_dropout"),
+        "embedding_dropout": (dropout, "hidden_dropout"),
+        "embedding_norm": (False, ""),
+        "windows": ((window,) * layers if window else (), "sliding_window_width"),
     }
     if norm == "layernorm":
-        wanted["norm_bias"] = settings.is_on("use_bias_in_norms") if settings.has("use_bias_in_norms") else True
+        wanted["norm_bias"] = _has_bias(settings, "use_bias_in_norms"), "use_bias_in_norms"
     if position == "rope":
-        wanted |= {"rope_theta": float(settings.number("rotary_emb_base")),
-                   "rotary_size": int(head_size * settings.number("rotary_pct"))}
-    sources = {
-        "num_layers": ("num_layers",), "hidden_size": ("hidden_size",), "num_heads": ("num_attention_heads",),
-        "num_kv_heads": ("num_kv_heads",), "intermediate_size": ("intermediate_size", "mlp_multiple_of"),
-        "max_positions": ("max_position_embeddings",), "norm": ("norm",), "norm_eps": (eps,),
-        "norm_bias": ("use_bias_in_norms",), "activation": ("activation",), "position": ("pos_emb",),
-        "parallel_residual": ("gpt_j_residual",), "tie_word_embeddings": ("no_weight_tying",),
-        "qkv_bias": ("use_bias_in_attn_linear",), "mlp_bias": ("use_bias_in_mlp",), "qk_norm": ("use_qk_layernorm",),
-        "initializer_range": ("init_method_std",), "attention_dropout": ("attention_dropout",),
-        "residual_dropout": ("hidden_dropout",), "embedding_dropout": ("hidden_dropout",),
-        "rope_theta": ("rotary_emb_base",), "rotary_size": ("rotary_pct",),
-        "windows": ("sliding_window_width",),
-        "vocab_size": ("padded_vocab_size", "make_vocab_size_divisible_by"),
-    }
-    sources = {field: tuple(name for name in names if settings.get(name) is not None)
-               for field, names in sources.items()}
-    write_model(settings, result, wanted, sources)
+        wanted["rope_theta"] = float(settings.number("rotary_emb_base")), "rotary_emb_base"
+        wanted["rotary_size"] = int(head_size * settings.number("rotary_pct")), "rotary_pct"
+    write_model(settings, result, wanted, lambda name: settings.get(name) is not None)
     if activation == "gelu" and settings.is_on("bias_gelu_fusion"):
         result.differs("the fused operator computes GELU's tanh approximation; config.json has the exact one, as in "
                        'the published conversions. "hidden_act": "gelu_fast" is the approximation', "bias_gelu_fusion")
     for name, flag in (("init_method", "init_method"), ("output_layer_init_method", "output_init_method")):
         result.set_run(flag, settings.choice(name, dict(zip(_INIT, _INIT, strict=True))), name)
+
+
+def _has_bias(settings: Settings, name: str) -> bool:
+    return settings.is_on(name) if settings.has(name) else True
 
 
 def _intermediate_size(settings: Settings, gated: bool) -> int:
@@ -84,29 +89,15 @@ def _intermediate_size(settings: Settings, gated: bool) -> int:
     return padded(size, multiple)
 
 
-def _qk_norm(settings: Settings, norm: str) -> str:
-    if not settings.is_on("use_qk_layernorm"):
-        return ""
-    if norm != "rmsnorm":
-        raise ConfigError(settings.where("use_qk_layernorm"), problem="no family here has a LayerNorm of queries and "
-                          "keys", remedy='"norm": "rmsnorm" has a counterpart')
-    return "head"
-
-
-def _vocabulary(settings: Settings, result: Result, vocab_size: int | None) -> int:
+def _vocabulary(settings: Settings, vocab_size: int | None) -> int:
     """Return the rows of the embedding: the tokens, padded to a multiple that the tensor-parallel ranks share."""
     multiple = settings.whole("make_vocab_size_divisible_by", low=1) * max(settings.whole("model_parallel_size", 1), 1)
     if settings.has("padded_vocab_size"):
         return settings.needed("padded_vocab_size")
-    file = Path(settings.text("vocab_file")).name
-    tokens = vocab_size or _VOCABULARIES.get(file)
     kind = settings.text("tokenizer_type")
-    if tokens is None and kind.lower() in ("gpt2bpetokenizer", "hfgpt2tokenizer"):
-        tokens = _GPT2_TOKENS
-    if tokens is None:
-        raise ConfigError("--vocab_size", problem=f"the input does not say how many tokens the tokenizer has ({kind})",
-                          remedy="give their number, before padding")
-    return padded(tokens, multiple)
+    tokens = vocab_size or _VOCABULARIES.get(Path(settings.text("vocab_file")).name) or (
+        GPT2_TOKENS if kind.lower() in GPT2_TOKENIZERS else None)
+    return padded_vocabulary(tokens, multiple, f" ({kind})")
 
 
 def check_attention(settings: Settings, result: Result) -> None:

@@ -4,25 +4,20 @@
     ds-pretrain translate --output runs/gpt -- --num-layers 24 --hidden-size 1024 ...
 """
 
-import argparse
 import sys
-from pathlib import Path
 
-from pretrain.checkpoint.format.hashed_files import write_atomically
 from pretrain.cli import Parser, path_text, whole_number
 from pretrain.commands.translate.gpt_neox import translate_neox
 from pretrain.commands.translate.megatron import translate_megatron
-from pretrain.commands.translate.output import check_command, json_text, table_lines, yaml_text
+from pretrain.commands.translate.output import report, write_files
 from pretrain.commands.translate.read_input import read_settings
-from pretrain.commands.translate.result import JSON, MODEL, RUN, Result
+from pretrain.commands.translate.result import MODEL, Result
 from pretrain.commands.translate.settings import Settings
 from pretrain.commands.translate.torchtitan import translate_torchtitan
 from pretrain.commands.translate.trainer import translate_trainer
 from pretrain.commands.translate.verdicts import check_names, complete_rows
 from pretrain.config.other_programs import PROGRAMS
-from pretrain.errors import ConfigError
 from pretrain.model.config import model_config_from
-from pretrain.paths import check_folder
 
 _MOST = 10**15
 
@@ -34,8 +29,8 @@ def main(argv: list[str] | None = None) -> None:
     flags = _parser().parse_args(own)
     settings = read_settings(flags.files, others, flags.program)
     result = translate(settings, vocab_size=flags.vocab_size, dataset_tokens=flags.dataset_tokens)
-    _write(settings, result, flags)
-    print("\n".join(_report(settings, result, flags.output)))
+    write_files(settings, result, flags.output, overwrite=flags.overwrite)
+    print("\n".join(report(settings, result, flags.output)))
 
 
 def _divided(words: list[str]) -> tuple[list[str], list[str]]:
@@ -78,37 +73,3 @@ def translate(settings: Settings, *, vocab_size: int | None = None, dataset_toke
     if result.model:
         model_config_from(result.model, MODEL, result.run.get("model_overrides"))
     return result
-
-
-def _write(settings: Settings, result: Result, flags: argparse.Namespace) -> None:
-    folder = Path(flags.output)
-    result.run["deepspeed_config"] = str(folder / JSON)
-    if result.model:
-        result.run["model"] = str(folder / MODEL)
-    if not result.run.get("save"):
-        result.run["save"] = str(folder / "run")
-    contents = {RUN: yaml_text(settings, result, flags.output), JSON: json_text(result.json)}
-    if result.model:
-        contents[MODEL] = json_text(result.model)
-    check_folder(folder, "--output")
-    for name in contents:
-        if (folder / name).exists() and not flags.overwrite:
-            raise ConfigError("--output", problem=f"{folder / name} exists", remedy="--overwrite replaces it")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, content in contents.items():
-            write_atomically(folder / name, content)
-    except OSError as error:
-        raise ConfigError("--output", problem=f"{folder} cannot be written ({error.strerror})") from None
-
-
-def _report(settings: Settings, result: Result, folder: str) -> list[str]:
-    """Return the lines to print: the table, the files, and what remains to do."""
-    files = [RUN, JSON, *([MODEL] if result.model else [])]
-    model = model_config_from(result.model, MODEL, result.run.get("model_overrides")) if result.model else None
-    lines = [f"{settings.program_name}: {len(settings.given)} settings", *table_lines(settings, result), "",
-             f"wrote {', '.join(f'{folder}/{name}' for name in files)}"]
-    if model is not None:
-        lines.append(f"model: {model.architecture}, {model.num_parameters():,} parameters")
-    lines += [f"remains to do: {line}" for line in result.remaining]
-    return [*lines, f"next: {check_command(result, folder)}"]

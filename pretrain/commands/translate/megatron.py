@@ -1,29 +1,16 @@
 """Arguments of Megatron-LM (megatron/training/arguments.py at d98e8a64dd) and of its forks with DeepSpeed."""
 
+import dataclasses
 import math
-import os
 from typing import Any
 
-from pretrain.commands.translate.convert import batch_stages
-from pretrain.commands.translate.deepspeed_json import take_json
+from pretrain.commands.translate import parts
+from pretrain.commands.translate.copied_flags import copy_flags
+from pretrain.commands.translate.deepspeed_json import take_json_file
 from pretrain.commands.translate.megatron_model import experts_of, write_megatron_model
-from pretrain.commands.translate.parts import (
-    Rates,
-    copy_flags,
-    no_data,
-    no_tokenizer,
-    write_data,
-    write_degrees,
-    write_load,
-    write_monitor,
-    write_optimizer,
-    write_recompute,
-    write_schedule,
-    write_tokenizer,
-)
 from pretrain.commands.translate.result import Result
+from pretrain.commands.translate.schedules import Rates, batch_stages, write_schedule
 from pretrain.commands.translate.settings import OFF, Settings
-from pretrain.config.ds_json.read import read_ds_config
 from pretrain.errors import ConfigError
 
 _OPTIMIZERS = {"adam": "AdamW", "lion": "Lion", "muon": "Muon", "sgd": "SGD"}
@@ -49,41 +36,16 @@ def translate_megatron(settings: Settings, result: Result, *, vocab_size: int | 
     _logging(settings, result)
     of_experts = ("router_aux_loss", "router_z_loss", "expert_capacity_factor")
     copy_flags(settings, result, without=() if experts_of(settings) else of_experts)
-    _unused(settings, result)
-
-
-def _unused(settings: Settings, result: Result) -> None:
-    """Say why settings have no effect that another setting would turn on."""
-    result.unused("there are no rotary positions", *settings.only(
-        "rotary_percent", "rotary_base", "use_rope_scaling", "rope_scaling_factor", "rope_type",
-        "rotary_scaling_factor"))
-    result.unused("there are no experts", *settings.only(
-        "moe_router_topk", "moe_ffn_hidden_size", "moe_layer_freq", "moe_shared_expert_intermediate_size",
-        "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_expert_capacity_factor", "moe_layer_recompute",
-        "expert_interval", "mlp_type"))
-    result.unused("there is no loss scale without fp16, or the JSON has it", *settings.only(
-        "loss_scale", "initial_loss_scale", "loss_scale_window", "min_loss_scale", "hysteresis"))
-    result.unused("of another schedule", *settings.only(
-        "lr_wsd_decay_iters", "lr_wsd_decay_samples", "lr_wsd_decay_style", "wsd_decay_steps"))
-    result.unused("of another optimizer", *settings.only("lion_beta1", "lion_beta2", "sgd_momentum", "muon_momentum"))
-    result.unused("its switch is off", *settings.only(
-        "wandb_entity", "wandb_exp_name", "profile_step_start", "profile_step_end", "use_pytorch_profiler",
-        "profile_ranks"))
-
 
 
 def _take_json(settings: Settings, result: Result) -> bool:
     """Take the JSON of --deepspeed_config. Returns whether there is one."""
-    name = next((name for name in ("deepspeed_config", "deepscale_config") if settings.has(name)), "")
+    name = settings.first("deepspeed_config", "deepscale_config")
     if settings.has("deepspeed"):
         result.used("DeepSpeed trains here always", "deepspeed")
     if not name:
         return False
-    path = settings.text(name)
-    if not os.path.isfile(path):
-        raise ConfigError(settings.where(name), problem=f"there is no file {path}", remedy="give its path from here")
-    take_json(result, read_ds_config(path), prefix=f"{name}: ")
-    result.used("its keys are listed one by one", name)
+    take_json_file(settings, result, name, flag="--deepspeed_config")
     return True
 
 
@@ -92,7 +54,7 @@ def _optimizer(settings: Settings, result: Result) -> None:
     params = {"Lion": (("betas", ("lion_beta1", "lion_beta2"), [0.95, 0.98]),),
               "SGD": (("momentum", ("sgd_momentum",), [0.9]),),
               "Muon": (("momentum", ("muon_momentum",), [0.9]),)}.get(kind, ())
-    write_optimizer(settings, result, kind, "optimizer")
+    parts.write_optimizer(settings, result, kind, "optimizer")
     for key, names, defaults in params:
         values = [settings.number(name, default) for name, default in zip(names, defaults, strict=True)]
         result.set_json(f"optimizer.params.{key}", values if len(values) > 1 else values[0], *names)
@@ -152,12 +114,11 @@ def _length_and_schedule(settings: Settings, result: Result, seq_length: int) ->
     kind = settings.choice("lr_decay_style", _SCHEDULES)
     rates = Rates(kind, warmup, end, lowest=settings.number("min_lr"), peak=result.json["optimizer"]["params"]["lr"],
                   unit=unit)
-    wsd: list[str] = []
     if kind == "wsd":
-        shape = settings.choice("lr_wsd_decay_style", _SHAPES, "exponential")
-        wsd = settings.only("lr_wsd_decay_iters", "lr_wsd_decay_samples", "lr_wsd_decay_style")
-        rates = Rates(**{**vars(rates), "wsd": _in_unit(settings, "lr_wsd_decay", unit, seq_length), "shape": shape})
-    write_schedule(result, rates, kind=["lr_decay_style"], lowest=["min_lr"], length=length, wsd=wsd,
+        rates = dataclasses.replace(rates, wsd=_in_unit(settings, "lr_wsd_decay", unit, seq_length),
+                                    shape=settings.choice("lr_wsd_decay_style", _SHAPES, "exponential"))
+    write_schedule(result, rates, kind=["lr_decay_style"], lowest=["min_lr"], length=length,
+                   wsd=settings.only("lr_wsd_decay_iters", "lr_wsd_decay_samples", "lr_wsd_decay_style"),
                    end=settings.only("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens"),
                    warmup=settings.only("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens",
                                  "lr_warmup_fraction") or ["lr_warmup_iters"])
@@ -172,11 +133,11 @@ def _in_unit(settings: Settings, name: str, unit: str, seq_length: int) -> Any:
 
 
 def _layout(settings: Settings, result: Result, with_json: bool) -> None:
-    tensor = next(iter(settings.only("tensor_model_parallel_size", "model_parallel_size")), "")
-    pipeline = next(iter(settings.only("pipeline_model_parallel_size")), "")
-    sequence = next(iter(settings.only("context_parallel_size", "ds_sequence_parallel_size")), "")
-    expert = next(iter(settings.only("expert_model_parallel_size", "moe_expert_parallel_size")), "")
-    write_degrees(settings, result, tensor=tensor, pipeline=pipeline, sequence=sequence, expert=expert)
+    pipeline = settings.first("pipeline_model_parallel_size")
+    parts.write_degrees(settings, result, pipeline=pipeline,
+                        tensor=settings.first("tensor_model_parallel_size", "model_parallel_size"),
+                        sequence=settings.first("context_parallel_size", "ds_sequence_parallel_size"),
+                        expert=settings.first("expert_model_parallel_size", "moe_expert_parallel_size"))
     stages = settings.whole(pipeline, 1) if pipeline else 1
     names = settings.only("zero_stage", "use_distributed_optimizer", "use_torch_fsdp2", "use_megatron_fsdp",
                    "use_custom_fsdp", "data_parallel_sharding_strategy")
@@ -219,7 +180,7 @@ def _recompute(settings: Settings, result: Result) -> None:
     if granularity == "full" or settings.is_on("checkpoint_activations"):
         count = settings.whole("recompute_num_layers", settings.whole("checkpoint_num_layers", 1), low=1)
         is_block = settings.text("recompute_method") == "block"
-        write_recompute(result, 1 if is_block else count, *names)
+        parts.write_recompute(result, 1 if is_block else count, *names)
         if is_block:
             result.differs("all blocks are recomputed, and not the first ones of each stage", "recompute_method")
     elif granularity == "selective" or settings.is_on("recompute_activations"):
@@ -250,51 +211,34 @@ def _precision(settings: Settings, result: Result) -> None:
         raise settings.wrong("initial_loss_scale", "a number from 1")
     result.set_json("fp16.loss_scale", 0)
     result.set_json("fp16.initial_scale_power", min(int(math.log2(initial)), 32), "initial_loss_scale")
-    for name, key in (("loss_scale_window", "loss_scale_window"), ("hysteresis", "hysteresis"),
-                      ("min_loss_scale", "min_loss_scale")):
-        result.set_json(f"fp16.{key}", settings.whole(name), name)
+    for name in ("loss_scale_window", "hysteresis", "min_loss_scale"):
+        result.set_json(f"fp16.{name}", settings.whole(name), name)
 
 
 def _data(settings: Settings, result: Result) -> None:
-    names = settings.only("train_data_path", "data_path")
-    train = settings.words(names[0]) if names else []
-    write_data(settings, result, "train_data", train, *names[:1])
-    if train:
-        result.differs("the samples are shuffled in another order; `sample_order: megatron` is Megatron-LM's", names[0])
-    else:
-        no_data(result, "the input names no data")
+    name = settings.first("train_data_path", "data_path")
+    parts.write_train_data(settings, result, settings.words(name) if name else [], name)
     for kind in ("valid", "test"):
         words = [word for word in settings.words(f"{kind}_data_path") if not word.replace(".", "").isdigit()]
-        write_data(settings, result, f"{kind}_data", words, f"{kind}_data_path")
-        if len(words) > 1:
-            result.differs("several sets are evaluated each by itself, and not as a blend", f"{kind}_data_path")
+        parts.write_evaluation_data(result, f"{kind}_data", words, len(words), f"{kind}_data_path")
     chosen = settings.only("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "tokenizer_name_or_path")
-    path = next((settings.text(name) for name in ("tokenizer_model", "tokenizer_name_or_path") if settings.has(name)),
-                "")
-    if path:
-        write_tokenizer(settings, result, path, *chosen)
-    elif settings.text("tokenizer_type") == "GPT2BPETokenizer" or settings.has("merge_file"):
-        write_tokenizer(settings, result, "gpt2", *chosen)
-    else:
-        result.none("the tokens are read as they are", *chosen)
-        no_tokenizer(result)
+    path = settings.first("tokenizer_model", "tokenizer_name_or_path")
+    is_gpt2 = settings.text("tokenizer_type") == "GPT2BPETokenizer" or settings.has("merge_file")
+    parts.write_tokenizer(result, (settings.text(path) if path else "") or ("gpt2" if is_gpt2 else ""), *chosen,
+                          why="the tokens are read as they are")
     if settings.is_on("reset_attention_mask") or settings.is_on("reset_position_ids"):
         result.set_run("document_attention", True, *settings.only("reset_attention_mask", "reset_position_ids"))
 
 
 def _logging(settings: Settings, result: Result) -> None:
-    write_load(settings, result, "load", "save")
-    if settings.get("tensorboard_dir") not in OFF:
-        write_monitor(result, "tensorboard", {"output_path": settings.text("tensorboard_dir")}, "tensorboard_dir")
+    parts.write_load(settings, result, "load", "save")
+    parts.write_tensorboard(settings, result)
     if settings.get("wandb_project") not in OFF:
-        write_monitor(result, "wandb", {"project": settings.text("wandb_project"),
-                                        "team": settings.text("wandb_entity")},
-                      *settings.only("wandb_project", "wandb_entity"))
-    if settings.is_on("profile"):
-        steps = [settings.whole(name, default) for name, default in (("profile_step_start", 10),
-                                                                      ("profile_step_end", 12))]
-        result.set_run("profile_steps", ":".join(map(str, steps)), *settings.only(
-            "profile", "profile_step_start", "profile_step_end", "use_pytorch_profiler"))
+        parts.write_monitor(result, "wandb", {"project": settings.text("wandb_project"),
+                                              "team": settings.text("wandb_entity")},
+                            *settings.only("wandb_project", "wandb_entity"))
+    parts.write_profile(settings, result, "profile_step_start", "profile_step_end", *settings.only(
+        "profile", "profile_step_start", "profile_step_end", "use_pytorch_profiler"))
     if settings.is_on("use_mup") and settings.has("mup_base_hidden_size"):
         result.set_run("mup_base_width", settings.needed("mup_base_hidden_size"), "use_mup", "mup_base_hidden_size")
         result.differs("the factors are those of Tensor Programs V for Adam, without multipliers", "use_mup")

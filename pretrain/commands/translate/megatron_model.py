@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from pretrain.commands.translate.architecture import write_model
-from pretrain.commands.translate.convert import padded
+from pretrain.commands.translate.architecture import GPT2_TOKENS, Wanted, padded_vocabulary, qk_norm, write_model
 from pretrain.commands.translate.result import Result
 from pretrain.commands.translate.settings import OFF, Settings
 from pretrain.errors import ConfigError
@@ -12,7 +11,8 @@ _POSITIONS = {"learned_absolute": "learned", "absolute": "learned", "rope": "rop
               "alibi": "alibi"}
 _NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 _GATES = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}  # --glu-activation of BigScience's fork
-_GPT2_TOKENS = 50257
+# settings that the table lists with their defaults
+_LISTED_DEFAULTS = ("init_method_std", "hidden_dropout", "attention_dropout")
 
 
 def write_megatron_model(settings: Settings, result: Result, vocab_size: int | None) -> None:
@@ -34,50 +34,45 @@ def write_megatron_model(settings: Settings, result: Result, vocab_size: int | N
     kv_heads = settings.whole("num_kv_heads", low=1) or (
         settings.whole("num_query_groups", 1, low=1) if settings.is_on("group_query_attention") else heads)
     positions = settings.whole("max_position_embeddings", low=1) or settings.needed("seq_length")
-    wanted: dict[str, Any] = {
-        "num_layers": layers, "hidden_size": hidden, "num_heads": heads, "num_kv_heads": kv_heads,
-        "head_size": head_size, "intermediate_size": _intermediate_size(settings, gated),
-        "vocab_size": _vocabulary(settings, vocab_size), "max_positions": positions, "norm": norm,
-        "norm_eps": settings.number("layernorm_epsilon"), "activation": activation, "gated_mlp": gated,
-        "position": position, "parallel_residual": False,
-        "tie_word_embeddings": not settings.is_on("untie_embeddings_and_output_weights"),
-        "qkv_bias": bias or settings.is_on("add_qkv_bias"), "attention_out_bias": bias, "mlp_bias": bias,
-        "qk_norm": _qk_norm(settings, norm), "embedding_norm": settings.is_on("embed_layernorm"),
-        "initializer_range": settings.number("init_method_std"), "windows": (window,) * layers if window else (),
-        "attention_dropout": settings.number("attention_dropout"), "residual_dropout": dropout,
-        "embedding_dropout": dropout,
-    }
-    sources: dict[str, tuple[str, ...]] = {
-        "num_layers": ("num_layers", "decoder_num_layers"), "hidden_size": ("hidden_size",),
-        "num_heads": ("num_attention_heads",),
-        "num_kv_heads": ("group_query_attention", "num_query_groups", "num_kv_heads"), "head_size": ("kv_channels",),
-        "intermediate_size": ("ffn_hidden_size",), "max_positions": ("max_position_embeddings",),
-        "norm": ("normalization",), "norm_eps": ("layernorm_epsilon",),
-        "activation": ("swiglu", "openai_gelu", "squared_relu", "gated_linear_unit", "glu_activation"),
-        "position": ("use_rotary_position_embeddings", "position_embedding_type", "no_position_embedding"),
-        "tie_word_embeddings": ("untie_embeddings_and_output_weights",), "qkv_bias": ("add_qkv_bias",),
-        "mlp_bias": ("disable_bias_linear", "add_bias_linear"), "qk_norm": ("qk_layernorm",),
-        "embedding_norm": ("embed_layernorm",), "initializer_range": ("init_method_std",),
-        "windows": ("window_size",), "attention_dropout": ("attention_dropout",),
-        "residual_dropout": ("hidden_dropout",), "embedding_dropout": ("hidden_dropout",),
-        "rope_theta": ("rotary_base",), "rotary_size": ("rotary_percent",),
-        "rope_scaling": ("use_rope_scaling", "rope_scaling_factor"),
-        "vocab_size": ("vocab_size", "padded_vocab_size", "pad_vocab_size_to", "make_vocab_size_divisible_by"),
-        "num_experts": ("num_experts", "num_moe_experts"), "experts_per_token": ("moe_router_topk",),
-        "moe_intermediate_size": ("moe_ffn_hidden_size",),
-        "shared_expert_size": ("moe_shared_expert_intermediate_size",),
+    wanted: Wanted = {
+        "num_layers": (layers, "num_layers decoder_num_layers"),
+        "hidden_size": (hidden, "hidden_size"),
+        "num_heads": (heads, "num_attention_heads"),
+        "num_kv_heads": (kv_heads, "group_query_attention num_query_groups num_kv_heads"),
+        "head_size": (head_size, "kv_channels"),
+        "intermediate_size": (_intermediate_size(settings, gated), "ffn_hidden_size"),
+        "vocab_size": (_vocabulary(settings, vocab_size),
+                       "vocab_size padded_vocab_size pad_vocab_size_to make_vocab_size_divisible_by"),
+        "max_positions": (positions, "max_position_embeddings"),
+        "norm": (norm, "normalization"),
+        "norm_eps": (settings.number("layernorm_epsilon"), "layernorm_epsilon"),
+        "activation": (activation, "swiglu openai_gelu squared_relu gated_linear_unit glu_activation"),
+        "gated_mlp": (gated, ""),
+        "position": (position, "use_rotary_position_embeddings position_embedding_type no_position_embedding"),
+        "parallel_residual": (False, ""),
+        "tie_word_embeddings": (not settings.is_on("untie_embeddings_and_output_weights"),
+                                "untie_embeddings_and_output_weights"),
+        "qkv_bias": (bias or settings.is_on("add_qkv_bias"), "add_qkv_bias"),
+        "attention_out_bias": (bias, ""),
+        "mlp_bias": (bias, "disable_bias_linear add_bias_linear"),
+        "qk_norm": (qk_norm(settings, "qk_layernorm", norm, "--normalization RMSNorm"), "qk_layernorm"),
+        "embedding_norm": (settings.is_on("embed_layernorm"), "embed_layernorm"),
+        "initializer_range": (settings.number("init_method_std"), "init_method_std"),
+        "windows": ((window,) * layers if window else (), "window_size"),
+        "attention_dropout": (settings.number("attention_dropout"), "attention_dropout"),
+        "residual_dropout": (dropout, "hidden_dropout"),
+        "embedding_dropout": (dropout, "hidden_dropout"),
     }
     if norm == "layernorm":
-        wanted["norm_bias"] = True
+        wanted["norm_bias"] = True, ""
     if position == "rope":
-        wanted |= {"rope_theta": float(settings.number("rotary_base")), "rope_scaling": _rope_scaling(settings),
-                   "rotary_size": int(head_size * settings.number("rotary_percent"))}
+        wanted["rope_theta"] = float(settings.number("rotary_base")), "rotary_base"
+        wanted["rope_scaling"] = _rope_scaling(settings), "use_rope_scaling rope_scaling_factor"
+        wanted["rotary_size"] = int(head_size * settings.number("rotary_percent")), "rotary_percent"
     wanted |= experts_of(settings)
     _refuse(settings)
-    write_model(settings, result, wanted, {
-        field: tuple(name for name in names if settings.has(name) or (
-            name in ("init_method_std", "hidden_dropout", "attention_dropout") and settings.get(name) is not None))
-        for field, names in sources.items()})
+    write_model(settings, result, wanted, lambda name: settings.has(name) or (
+        name in _LISTED_DEFAULTS and settings.get(name) is not None))
     if settings.is_on("layernorm_zero_centered_gamma"):
         result.differs("the weights of norms are stored with 1 added; without weight decay, training is the same",
                        "layernorm_zero_centered_gamma")
@@ -123,15 +118,6 @@ def _intermediate_size(settings: Settings, gated: bool) -> int:
     return int(4 * hidden * 2 / 3 / 64) * 64 if gated and settings.is_on("swiglu") else 4 * hidden
 
 
-def _qk_norm(settings: Settings, norm: str) -> str:
-    if not settings.is_on("qk_layernorm"):
-        return ""
-    if norm != "rmsnorm":
-        raise ConfigError(settings.where("qk_layernorm"), problem="no family here has a LayerNorm of queries and keys",
-                          remedy="--normalization RMSNorm has a counterpart")
-    return "head"
-
-
 def _window(settings: Settings) -> int:
     """Return the attention window in tokens with the own one; Megatron's (LEFT, RIGHT) is without it. 0: none."""
     words = "".join(settings.words("window_size")).strip("()[]").split(",")
@@ -150,7 +136,7 @@ def _rope_scaling(settings: Settings) -> dict[str, Any] | None:
             "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-def experts_of(settings: Settings) -> dict[str, Any]:
+def experts_of(settings: Settings) -> Wanted:
     """Return the fields of a mixture of experts; {} for a model without."""
     name = "num_experts" if settings.has("num_experts") else "num_moe_experts"
     count = settings.whole(name) if settings.has(name) else 0
@@ -159,9 +145,15 @@ def experts_of(settings: Settings) -> dict[str, Any]:
     if settings.get("moe_layer_freq") not in (None, 1, "1") or settings.get("expert_interval") not in (None, 1, "1"):
         raise ConfigError(settings.where("moe_layer_freq"), problem="here all layers of such a model have experts")
     size = settings.whole("moe_ffn_hidden_size", low=1) or _intermediate_size(settings, settings.is_on("swiglu"))
-    return {"num_experts": count, "experts_per_token": settings.whole("moe_router_topk", low=1),
-            "moe_intermediate_size": size, "norm_topk_prob": True, "intermediate_size": size,
-            "shared_expert_size": settings.whole("moe_shared_expert_intermediate_size", 0)}
+    shared = "moe_shared_expert_intermediate_size"
+    return {
+        "num_experts": (count, "num_experts num_moe_experts"),
+        "experts_per_token": (settings.whole("moe_router_topk", low=1), "moe_router_topk"),
+        "moe_intermediate_size": (size, "moe_ffn_hidden_size"),
+        "norm_topk_prob": (True, ""),
+        "intermediate_size": (size, "ffn_hidden_size"),
+        "shared_expert_size": (settings.whole(shared, 0), shared),
+    }
 
 
 def _vocabulary(settings: Settings, vocab_size: int | None) -> int:
@@ -173,8 +165,5 @@ def _vocabulary(settings: Settings, vocab_size: int | None) -> int:
     multiple = settings.whole("make_vocab_size_divisible_by", low=1) * degree
     tokens = settings.whole("vocab_size", low=1) or vocab_size
     if tokens is None and settings.text("tokenizer_type") in ("GPT2BPETokenizer", ""):
-        tokens = _GPT2_TOKENS if settings.has("tokenizer_type") or settings.has("merge_file") else None
-    if tokens is None:
-        raise ConfigError("--vocab_size", problem="the input does not say how many tokens the tokenizer has",
-                          remedy="give their number, before padding")
-    return padded(tokens, multiple)
+        tokens = GPT2_TOKENS if settings.has("tokenizer_type") or settings.has("merge_file") else None
+    return padded_vocabulary(tokens, multiple)

@@ -62,12 +62,6 @@ class Result:
         for name in names:
             self._row(name, NONE).texts.append(why)
 
-    def unused(self, why: str, *names: str) -> None:
-        """Record why settings have no effect, unless they became something or have another reason."""
-        for name in names:
-            if name not in self.rows:
-                self.none(why, name)
-
     def _row(self, name: str, verdict: str) -> Row:
         return self.rows.setdefault(name, Row(verdict))
 

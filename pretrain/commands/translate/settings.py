@@ -40,6 +40,10 @@ class Settings:
         """Return those of the names that the input has."""
         return [name for name in names if self.has(name)]
 
+    def first(self, *names: str) -> str:
+        """Return the first of the names that the input has; "": none."""
+        return next((name for name in names if self.has(name)), "")
+
     def get(self, name: str, default: Any = None) -> Any:
         """Return the value of a setting, or the program's default, or else `default`."""
         if self.has(name):

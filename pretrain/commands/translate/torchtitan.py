@@ -1,20 +1,11 @@
 """Settings of torchtitan: TOML files of v0.2.2 (torchtitan/config/job_config.py), and names of later versions."""
 
 import json
-from typing import Any
 
-from pretrain.commands.translate.parts import (
-    Rates,
-    copy_flags,
-    no_data,
-    write_degrees,
-    write_load,
-    write_monitor,
-    write_optimizer,
-    write_schedule,
-    write_tokenizer,
-)
+from pretrain.commands.translate import parts
+from pretrain.commands.translate.copied_flags import copy_flags
 from pretrain.commands.translate.result import Result
+from pretrain.commands.translate.schedules import Rates, write_schedule
 from pretrain.commands.translate.settings import OFF, Settings
 from pretrain.config.other_programs import flavor_of
 from pretrain.errors import ConfigError
@@ -31,7 +22,7 @@ def translate_torchtitan(settings: Settings, result: Result) -> None:
     """Translate a TOML of torchtitan."""
     _model(settings, result)
     kind = settings.choice("optimizer.name", _OPTIMIZERS)
-    write_optimizer(settings, result, kind, "optimizer.name")
+    parts.write_optimizer(settings, result, kind, "optimizer.name")
     if kind == "Adam":
         result.set_json("optimizer.params.adam_w_mode", False, "optimizer.name")
     if result.json["optimizer"]["params"]["weight_decay"]:
@@ -42,7 +33,6 @@ def translate_torchtitan(settings: Settings, result: Result) -> None:
     _recompute(settings, result)
     _others(settings, result)
     copy_flags(settings, result, without=("eval_interval", "eval_steps", "save", "save_interval"))
-
 
 
 def _model(settings: Settings, result: Result) -> None:
@@ -67,7 +57,7 @@ def _model(settings: Settings, result: Result) -> None:
 
 
 def _batch(settings: Settings, result: Result) -> None:
-    seq_name = next(iter(settings.only(_SEQ_LENGTH)), "training.seq_len")
+    seq_name = settings.first(_SEQ_LENGTH) or "training.seq_len"
     seq_length = settings.whole(seq_name, low=1)
     result.set_run("seq_length", seq_length, seq_name)
     # versions after v0.2.2 count tokens
@@ -121,10 +111,9 @@ def _schedule(settings: Settings, result: Result) -> None:
 
 
 def _layout(settings: Settings, result: Result) -> None:
-    write_degrees(settings, result, **{kind: name for kind, name in (
-        ("tensor", "parallelism.tensor_parallel_degree"), ("pipeline", "parallelism.pipeline_parallel_degree"),
-        ("sequence", "parallelism.context_parallel_degree"), ("expert", "parallelism.expert_parallel_degree"))
-        if settings.has(name)})
+    parts.write_degrees(
+        settings, result, tensor="parallelism.tensor_parallel_degree", pipeline="parallelism.pipeline_parallel_degree",
+        sequence="parallelism.context_parallel_degree", expert="parallelism.expert_parallel_degree")
     shard = settings.number("parallelism.data_parallel_shard_degree")
     stages = settings.whole("parallelism.pipeline_parallel_degree", 1)
     reshard = settings.text("parallelism.fsdp_reshard_after_forward", "default")
@@ -182,19 +171,16 @@ def _recompute(settings: Settings, result: Result) -> None:
 
 def _others(settings: Settings, result: Result) -> None:
     named = settings.only("training.dataset", "training.dataset_path")
-    no_data(result, f"text must be tokenized first ({', '.join(settings.text(name) for name in named)})"
-            if named else "the input names no data")
+    parts.no_data(settings, result, *named)
     for name in named:
         result.none("MATTERS: it names text; see what remains to do", name)
     if settings.has("hf_assets_path"):
-        write_tokenizer(settings, result, settings.text("hf_assets_path"), "hf_assets_path")
-    is_on: dict[str, Any] = {"checkpoint.enable": settings.is_on("checkpoint.enable"),
-                             "validation.enable": settings.is_on("validation.enable")}
-    interval = settings.whole("checkpoint.interval", low=1) if is_on["checkpoint.enable"] else 0
+        parts.write_tokenizer(result, settings.text("hf_assets_path"), "hf_assets_path")
+    interval = settings.whole("checkpoint.interval", low=1) if settings.is_on("checkpoint.enable") else 0
     names = settings.only("checkpoint.enable", "checkpoint.interval") or ["checkpoint.enable"]
     result.set_run("save_interval", interval, *names)
     validation = settings.only("validation.enable", "validation.freq", "validation.steps", "validation.dataset")
-    if is_on["validation.enable"]:
+    if settings.is_on("validation.enable"):
         result.set_run("eval_interval", settings.whole("validation.freq", 10, low=1), "validation.freq",
                        "validation.enable")
         steps = settings.number("validation.steps", -1)
@@ -204,15 +190,11 @@ def _others(settings: Settings, result: Result) -> None:
                                 "training data is used")
     else:
         result.set_run("eval_interval", 0, *(validation or ["validation.enable"]))
-    write_load(settings, result, "checkpoint.initial_load_path", "checkpoint.folder")
-    result.unused("no checkpoint is loaded, or see what remains to do", *settings.only(
-        "checkpoint.initial_load_in_hf", "checkpoint.initial_load_model_only", "checkpoint.load_step"))
-    result.unused("checkpoints are in the folder `checkpoints` of the run", *settings.only("checkpoint.folder"))
-    folder = settings.text("dump_folder", "./outputs")
-    result.set_run("save", folder, "dump_folder")
+    parts.write_load(settings, result, "checkpoint.initial_load_path", "checkpoint.folder")
+    result.set_run("save", settings.text("dump_folder", "./outputs"), "dump_folder")
     for name, block in (("metrics.enable_tensorboard", "tensorboard"), ("metrics.enable_wandb", "wandb")):
         if settings.get(name) not in OFF and settings.is_on(name):
-            write_monitor(result, block, {}, name)
+            parts.write_monitor(result, block, {}, name)
     if settings.is_on("profiler.enable_profiling"):
         every = settings.whole("profiler.profile_freq", 10, low=1)
         result.set_run("profile_steps", f"{every}:{every}", "profiler.enable_profiling", "profiler.profile_freq")

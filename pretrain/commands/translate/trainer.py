@@ -2,26 +2,15 @@
 
 import json
 import math
-import os
 from typing import Any
 
-from pretrain.commands.translate.deepspeed_json import take_json
-from pretrain.commands.translate.parts import (
-    PLACEHOLDER,
-    Rates,
-    copy_flags,
-    no_data,
-    no_tokenizer,
-    write_degrees,
-    write_load,
-    write_monitor,
-    write_optimizer,
-    write_schedule,
-    write_tokenizer,
-)
+from pretrain.commands.translate import parts
+from pretrain.commands.translate.copied_flags import copy_flags
+from pretrain.commands.translate.deepspeed_json import take_json_file, take_named_json
 from pretrain.commands.translate.result import Result
+from pretrain.commands.translate.schedules import Rates, write_schedule
 from pretrain.commands.translate.settings import OFF, Settings, as_number
-from pretrain.config.ds_json.read import DsFile, read_ds_config
+from pretrain.config.ds_json.read import DsFile
 from pretrain.errors import ConfigError
 from pretrain.model.config import find_config, model_config_from
 from pretrain.model.config_keys import parse_overrides, read_config_json
@@ -48,7 +37,7 @@ def translate_trainer(settings: Settings, result: Result, *, dataset_tokens: int
     """Translate settings of transformers.Trainer. `dataset_tokens`: of the training data, for epochs."""
     with_json = _take_json(settings, result)
     _model(settings, result)
-    write_optimizer(settings, result, settings.choice("optim", _OPTIMIZERS), "optim")
+    parts.write_optimizer(settings, result, settings.choice("optim", _OPTIMIZERS), "optim")
     _batch(settings, result)
     positions = model_config_from(result.model, "config.json").max_positions if result.model else _BLOCK_SIZE
     result.set_run("seq_length", settings.whole("block_size", min(_BLOCK_SIZE, positions), low=1), "block_size")
@@ -57,14 +46,9 @@ def translate_trainer(settings: Settings, result: Result, *, dataset_tokens: int
     _evaluation_and_saving(settings, result)
     _data(settings, result)
     _logging(settings, result)
-    result.unused("blocks are recomputed without options", *settings.only(
-        "gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"))
-    result.unused("trackio is off", *settings.only(
-        "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"))
     if settings.text("train_sampling_strategy", "") == "random":
         result.used("the samples are shuffled", "train_sampling_strategy")
     copy_flags(settings, result, without=("eval_interval", "eval_steps", "save_interval", "save", "split"))
-
 
 
 def _take_json(settings: Settings, result: Result) -> bool:
@@ -72,28 +56,21 @@ def _take_json(settings: Settings, result: Result) -> bool:
     value = settings.get("deepspeed")
     if value in OFF:
         return False
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ConfigError(settings.where("deepspeed"), problem=f"it is not JSON: {error}") from None
     if isinstance(value, dict):
-        file = DsFile("deepspeed", value)
+        take_named_json(result, DsFile("deepspeed", value), "deepspeed")
     else:
-        path = settings.text("deepspeed")
-        if path.lstrip().startswith("{"):
-            try:
-                file = DsFile("deepspeed", json.loads(path))
-            except ValueError as error:
-                raise ConfigError(settings.where("deepspeed"), problem=f"it is not JSON: {error}") from None
-        elif not os.path.isfile(path):
-            raise ConfigError(settings.where("deepspeed"), problem=f"there is no file {path}",
-                              remedy="give its path from here")
-        else:
-            file = read_ds_config(path, flag="--deepspeed")
-    take_json(result, file, prefix="deepspeed: ")
-    result.used("its keys are listed one by one", "deepspeed")
+        take_json_file(settings, result, "deepspeed", flag="--deepspeed")
     return True
 
 
 def _model(settings: Settings, result: Result) -> None:
     """Write the config.json that run_clm.py makes: from --config_name, --model_name_or_path or --model_type."""
-    source = next(iter(settings.only("config_name", "model_name_or_path", "model_type")), "")
+    source = settings.first("config_name", "model_name_or_path", "model_type")
     overrides = settings.text("config_overrides", "") or None
     if not source:
         result.remaining.append("--model: the input does not name the model; give a preset, a config.json or its "
@@ -232,7 +209,6 @@ def _layout(settings: Settings, result: Result, with_json: bool) -> None:
             result.set_run("recompute", "blocks", name)
         elif settings.has(name):
             result.used("off", name)
-    write_degrees(settings, result)
 
 
 def _evaluation_and_saving(settings: Settings, result: Result) -> None:
@@ -260,30 +236,26 @@ def _evaluation_and_saving(settings: Settings, result: Result) -> None:
 
 def _data(settings: Settings, result: Result) -> None:
     named = settings.only("train_file", "dataset_name", "train_data_path")
-    no_data(result, f"text must be tokenized first ({', '.join(settings.text(name) for name in named[:2])})"
-            if named else "the input names no data")
+    parts.no_data(settings, result, *named[:2])
     for name in (*named, *settings.only("validation_file", "validation_split_percentage")):
         result.none("MATTERS: it names text or its division; see what remains to do", name)
     percent = settings.number("validation_split_percentage")
     if settings.has("validation_file"):
-        result.run |= {"valid_data": f"{PLACEHOLDER}/valid", "split": "100,0,0"}
+        result.run |= {"valid_data": f"{parts.PLACEHOLDER}/valid", "split": "100,0,0"}
         result.remaining.append(f"--valid_data: prepare {settings.text('validation_file')} as the training data")
     elif settings.has("train_file") or settings.has("dataset_name"):
         result.set_run("split", f"{100 - percent:g},{percent:g},0", "validation_split_percentage")
-    name = next(iter(settings.only("tokenizer_name", "tokenizer_name_or_path", "model_name_or_path")), "")
-    if name:
-        write_tokenizer(settings, result, settings.text(name), name)
-    else:
-        no_tokenizer(result)
+    name = settings.first("tokenizer_name", "tokenizer_name_or_path", "model_name_or_path")
+    parts.write_tokenizer(result, settings.text(name) if name else "", *settings.only(name))
 
 
 def _logging(settings: Settings, result: Result) -> None:
-    write_load(settings, result, "resume_from_checkpoint", "output_dir")
+    parts.write_load(settings, result, "resume_from_checkpoint", "output_dir")
     targets = [word.strip("[],'\"") for word in settings.words("report_to")]
     used = settings.only("report_to")
     for word in targets:
         if word in ("tensorboard", "wandb"):
-            write_monitor(result, word, {}, "report_to")
+            parts.write_monitor(result, word, {}, "report_to")
         elif word == "trackio":
             project = settings.text("project", "huggingface")
             result.set_run("trackio", project, "report_to", *settings.only("project"))

@@ -3,7 +3,6 @@
 from typing import Any
 
 from pretrain.commands.translate.deepspeed_json import flat_names
-from pretrain.commands.translate.parts import note_differences, note_variables
 from pretrain.commands.translate.result import Result
 from pretrain.commands.translate.settings import OFF, Settings
 from pretrain.config.flags.arguments import FLAGS
@@ -11,9 +10,11 @@ from pretrain.config.other_programs import (
     MATTERS,
     NO_EFFECT,
     REFUSED,
+    difference_of,
     hint_for,
     is_known,
     known_names,
+    reason_if_unused,
     without_counterpart,
 )
 from pretrain.errors import ConfigError
@@ -40,19 +41,35 @@ def _refusal(name: str, value: Any) -> str:
 
 def complete_rows(settings: Settings, result: Result) -> None:
     """Give a verdict to each setting of the input that has none yet."""
-    note_differences(settings, result)
-    note_variables(result)
+    _note_differences(settings, result)
+    _note_variables(result)
     for name, value in settings.given.items():
         nested = [row for row in result.rows if row.startswith(f"{name}.")]
         if name in result.rows or (nested and isinstance(value, dict)):
             continue
-        result.none(_reason(name, value), name)
+        unused = reason_if_unused(settings.program, name) if value is not None else ""
+        result.none(unused or _reason(name, value), name)
     result.remaining += settings.notes
     for name in settings.launcher:
         result.none("a flag of the launcher: `ds-pretrain --help` lists those of this one", f"launcher: {name}")
     for name in list(result.rows):
         if name not in settings.given and not _is_part(name, settings) and not name.startswith("launcher: "):
             result.rows[name].texts.insert(0, "not given")
+
+
+def _note_differences(settings: Settings, result: Result) -> None:
+    """Add to each setting that became something how its meaning differs."""
+    for name, value in settings.given.items():
+        how = difference_of(name)
+        if how and name in result.rows and value not in OFF:
+            result.differs(how, name)
+
+
+def _note_variables(result: Result) -> None:
+    """List the values in which a variable of a script remains, that the script does not set."""
+    for name, value in result.run.items():
+        if "$" in str(value):
+            result.remaining.append(f"--{name}: {value} has a variable that the script does not set")
 
 
 def _is_part(name: str, settings: Settings) -> bool:
