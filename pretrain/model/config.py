@@ -94,7 +94,7 @@ def model_config_from(values: dict[str, Any], where: str, overrides: str | None 
     architecture = values.get("model_type")
     is_other = isinstance(architecture, str) and architecture not in FAMILIES
     others = their_model_types() if is_other else frozenset()
-    if own_model(architecture) is not None or architecture in others:
+    if is_other and (own_model(architecture) is not None or architecture in others):
         from pretrain.model.general.read import general_config
 
         return general_config(values, where, overrides)

@@ -39,7 +39,8 @@ def command_of(record: dict[str, Any]) -> str:
     config = record.get("given_deepspeed_config") or record["deepspeed_config"]
     remarks = [f"Repeats the start of {old} at {when}.", *_remarks(record, old)]
     directory, more = record.get("command", {}).get("directory", "."), ""
-    code = {**flags, "model_code": flags["model"] if is_model_code(flags["model"]) else flags.get("model_code")}
+    model = str(flags.get("model", ""))
+    code = {**flags, "model_code": model if is_model_code(model) else flags.get("model_code")}
     for number, name in enumerate((name for name in _OWN_CODE if code.get(name)), start=2):
         remarks.append(f"{_OWN_CODE[name]}: --{name} {code[name]}, your own code in {directory} or on PYTHONPATH: give "
                        f"it after {'the run folder' if number == 2 else 'the other one'}.")

@@ -105,7 +105,7 @@ def run_program(original: Original, python: str, folder: Path) -> list[float]:
     case = {"name": original.name, "model": MODELS[original.model], "samples": "../samples.npy", "save_at": SAVED,
             "steps": STEPS, **original.case}
     (folder / "case.json").write_text(json.dumps(case))
-    program, port = ROOT / "tests" / "support" / "programs" / f"{original.worker}_run.py", free_port()
+    program, port = ROOT / "tests" / "support" / "peers" / f"{original.worker}_run.py", free_port()
     ranks = []
     for rank in range(RANKS):
         with open(folder / f"{original.name}.rank{rank}.log", "wb") as log:

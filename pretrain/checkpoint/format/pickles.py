@@ -56,22 +56,25 @@ def load_pickle(path: Path, *, mmap: bool = False, also: Sequence[Any] = (), con
                           expected="a file that torch.save wrote", remedy="use another checkpoint") from None
 
 
-def _zero_stage(*arguments: Any) -> ZeroStageEnum:
+def _member(*arguments: Any) -> Any:
     """Stand in for `getattr` while a pickle is loaded.
 
-    Python 3.11.0 to 3.11.3 pickle a member as `getattr(ZeroStageEnum, NAME)`: return this member. Raises
-    UnpicklingError for any other arguments.
+    Python 3.11.0 to 3.11.3 pickle a member of an enum as `getattr(CLASS, NAME)`: return it for ZeroStageEnum, and for a
+    stand-in with the method `member_named`. Raises UnpicklingError for any other arguments.
     """
-    for member in ZeroStageEnum:
-        if arguments == (ZeroStageEnum, member.name):
-            return member
+    owner: Any
+    owner, name = arguments if len(arguments) == 2 else (None, None)
+    if owner is ZeroStageEnum and name in ZeroStageEnum.__members__:
+        return ZeroStageEnum[name]
+    if isinstance(owner, type) and "member_named" in vars(owner) and isinstance(name, str):
+        return vars(owner)["member_named"].__get__(None, owner)(name)
     raise pickle.UnpicklingError(f"GLOBAL builtins.getattr called with {arguments!r:.150}")
 
 
 # Classes in checkpoints of DeepSpeed 0.19.8, besides tensors and plain containers, and the stand-in for getattr.
 # Creating them runs no code from the file.
 _ALLOWED: list[Any] = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address,
-                       (_zero_stage, "builtins.getattr")]
+                       (_member, "builtins.getattr")]
 
 
 def _rejected_class(message: str) -> str:

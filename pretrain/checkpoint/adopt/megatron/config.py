@@ -160,8 +160,8 @@ def _position(args: Mapping[str, Any], where: str) -> str:
     """Return "learned", "rotary" or "alibi". BigScience's version has an enumeration of them, and others two flags."""
     given = args.get("position_embedding_type")
     if isinstance(given, EnumValue):
-        return {1: "rotary", 2: "learned", 3: "alibi"}.get(given.value) or str(
-            _reject(where, f"position_embedding_type is {given.value}"))
+        positions = {1: "rotary", 2: "learned", 3: "alibi", "rotary": "rotary", "absolute": "learned", "alibi": "alibi"}
+        return positions.get(given.value) or str(_reject(where, f"position_embedding_type is {given.value}"))
     if args.get("use_rotary_position_embeddings"):
         return "rotary"
     return "learned" if args.get("add_position_embedding", True) else "none"

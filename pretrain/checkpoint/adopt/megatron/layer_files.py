@@ -45,10 +45,15 @@ class Ignored:
 
 
 class EnumValue:
-    """Stand in for a member of an enumeration of Megatron."""
+    """Stand in for a member of an enumeration of Megatron, by its value or, from Python 3.11.0 to 3.11.3, its name."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
+
+    @classmethod
+    def member_named(cls, name: str) -> "EnumValue":
+        """Return what stands for `getattr(CLASS, NAME)`; see format/pickles.py."""
+        return cls(name)
 
 
 # Classes of the values that GPT-NeoX and Megatron-DeepSpeed add. Instances of the stand-ins hold no code, and creating
