@@ -1,5 +1,6 @@
 """Inputs that tools/generate.py accepts and rejects: checkpoints, transformers folders, devices and data types."""
 
+import math
 import re
 import shutil
 from pathlib import Path
@@ -9,11 +10,20 @@ import torch
 
 from pretrain.analysis import model_source
 from pretrain.analysis.generate.load_model import empty_model, load_model, memory_needed, spread
-from pretrain.analysis.model_source import check_devices, choose_num_devices, generation_dtype, generation_source
+from pretrain.analysis.model_source import (
+    GenerationSource,
+    check_devices,
+    choose_num_devices,
+    generation_dtype,
+    generation_source,
+)
 from pretrain.checkpoint.convert.import_hf import import_hf
 from pretrain.checkpoint.load.hf_folder import check_hf_folder, find_hf_tokenizer
+from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.distributed.device import Device
 from pretrain.errors import ConfigError
+from pretrain.model.config import model_config_from
+from tests.support.general_models import GENERAL_MODELS
 from tests.support.generation import LETTERS, GenerateTool, text_of, write_letters
 from tests.support.hf_models import save_hf_model
 from tests.support.launch import ROOT
@@ -123,6 +133,14 @@ def test_host_memory_holds_the_model_and_one_tensor(tmp_path: Path) -> None:
     print(f"model {size / 1e6:.0f} MB, peak {(watch.peak - watch.before) / 1e6:.0f} MB")
     assert 60e6 < size < 80e6
     assert watch.peak - watch.before < size + 2.5 * 16.8e6
+
+
+def test_infinity_in_a_config_json_is_read(tmp_path: Path) -> None:
+    """Transformers writes it as an object (configuration_utils.py); a run's record has what the file had."""
+    values = {**GENERAL_MODELS["mamba2"], "time_step_limit": [0.0, {"__float__": "Infinity"}]}
+    source = GenerationSource(folder=tmp_path, precision="fp32", config=model_config_from(values, "config.json"),
+                              max_positions=64, tokenizer=load_tokenizer("bytes"), leading=())
+    assert list(empty_model(source, "fp32").config.time_step_limit) == [0.0, math.inf]
 
 
 def test_layers_are_spread_over_the_memory_of_several_devices(tmp_path: Path) -> None:

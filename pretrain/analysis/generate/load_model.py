@@ -14,6 +14,7 @@ from pretrain.analysis.generate.decode import LoadedModel
 from pretrain.analysis.model_source import USABLE_MEMORY, GenerationSource, choose_num_devices, require_accelerate
 from pretrain.cli import say
 from pretrain.errors import ConfigError
+from pretrain.model.general.decoder import transformers_config
 from pretrain.model.general.own_models import own_model
 from pretrain.model.general.skeleton import parameters_on_meta
 from pretrain.model.hf_names import TensorRule, name_in_module, stacked_in_module, tensor_rules
@@ -60,12 +61,8 @@ def empty_model(source: GenerationSource, dtype: str) -> Any:
 
     own = None if source.config is None else own_model(source.config.architecture)
     try:
-        if source.config is None:
-            config = AutoConfig.from_pretrained(source.folder, local_files_only=True)
-        else:
-            values = {key: value for key, value in source.config.hf_config.items() if key != "model_type"}
-            config = AutoConfig.for_model(source.config.hf_config["model_type"], **values) if own is None else \
-                own.config_class(**values)
+        config = AutoConfig.from_pretrained(source.folder, local_files_only=True) if source.config is None else \
+            transformers_config(source.config.hf_config)
         with parameters_on_meta():
             build = AutoModelForCausalLM.from_config if own is None else own.model_class._from_config
             model = build(config, dtype=DTYPES[dtype])

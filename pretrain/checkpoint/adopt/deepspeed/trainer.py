@@ -19,6 +19,7 @@ from pretrain.checkpoint.format.pickles import load_pickle
 from pretrain.checkpoint.format.shard_index import StoredParameters
 from pretrain.checkpoint.load.hf_folder import HFFolder, check_hf_folder
 from pretrain.errors import ConfigError
+from pretrain.model.general.decoder import transformers_config
 from pretrain.model.hf_names import HEAD
 from pretrain.stored_json import build, read_json, reason_of
 
@@ -124,7 +125,7 @@ def _parameters_in_order(weights: HFFolder) -> dict[str, torch.Tensor]:
     """Return the parameters of the transformers model in the order in which its optimizer has them, without memory."""
     values = {key: value for key, value in weights.config.hf_config.items() if key != "auto_map"}
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**values))
+        model = transformers.AutoModelForCausalLM.from_config(transformers_config(values))
     found = dict(model.named_parameters())
     if weights.config.tie_word_embeddings:
         found.pop(HEAD, None)
