@@ -1,6 +1,7 @@
 """Memory of a layer for one micro-batch: of our layers by formulas, of transformers' layers measured."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from pretrain.model.description import Layer, ModelConfig
 from pretrain.model.layer_memory import block_backward, layer_saved, loss_backward, loss_peak, saved_input_bytes
@@ -17,6 +18,7 @@ class LayerBytes:
     backward: int = 0  # what the backward pass of a block or head allocates at its peak beyond `saved`
 
 
+@lru_cache(maxsize=4096)  # most blocks of a model are one object, and the phases of a step ask for the same layers
 def layer_bytes(config: ModelConfig, layer: Layer, batch: MicroBatch, part: str = "none") -> LayerBytes:
     """Return the memory of a layer. Raises ConfigError if a layer of transformers cannot be measured.
 
