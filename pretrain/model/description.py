@@ -235,7 +235,7 @@ class ModelConfig:
 
     @property
     def has_active_parameters(self) -> bool:
-        """Whether a token passes only some of the parameters: those of the experts that the router chooses."""
+        """Return whether a token passes only some of the parameters: those of the experts that the router chooses."""
         return any(layer.active_size < layer.size for layer in self.blocks())
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint of another program holds, in the terms of a transformers model.
+"""The content of a checkpoint of another program, in the terms of a transformers model.
 
 Each kind of checkpoint has a module with a function that reads a folder and returns a `ForeignRun` (`sources.py` lists
 them). `adopt.py` writes it as a checkpoint of this program, whatever its kind. This module imports no torch.
@@ -19,7 +19,7 @@ ReadState = Callable[[str, str], "torch.Tensor"]
 
 # Names that --accept_loss_of takes: what a run needs, and what a checkpoint may lack.
 LOSSES = {
-    "optimizer": "the optimizer's states (moments): the optimizer begins anew",
+    "optimizer": "the optimizer's states: the optimizer starts without them",
     "master_weights": "the fp32 master weights: the 16-bit weights are used, rounded",
     "data_position": "the number of samples that were consumed: the data begins at its first sample",
     "schedule": "the position in the learning-rate schedule",

@@ -54,7 +54,7 @@ _VALUES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a model_type can be trained."""
+    """The result of the proof of a model_type, or why it cannot be trained."""
 
     model_type: str
     own_family: bool = False  # trains as one of FAMILIES

@@ -11,14 +11,14 @@ RUN, JSON, MODEL = "run.yaml", "ds_config.json", "config.json"
 
 @dataclass
 class Row:
-    """What became of one setting."""
+    """One setting of the other program, and its counterpart here."""
 
     verdict: str
     texts: list[str] = field(default_factory=list)
 
     @property
     def text(self) -> str:
-        """What it became, or why it has no counterpart, and how it differs."""
+        """Text of the counterpart, or why there is none, and how it differs."""
         return "; ".join(dict.fromkeys(self.texts))
 
 

@@ -104,7 +104,6 @@ class Decoder:
             real.update(self._constructed(unset, layer_seed))
         return {parameter.name: real[name] for name, parameter in zip(layer.their_names, layer.parameters, strict=True)}
 
-
     def _constructed(self, names: list[str], seed: int) -> dict[str, torch.Tensor]:
         """Return the values that constructors of modules give to parameters which `_init_weights` leaves alone."""
         numbers = {self.model.get_parameter(name).registration for name in names}

@@ -111,7 +111,7 @@ class Embedding(nn.Module):
 
 
 class Prologue(GeneralLayer):
-    """What lies between the token embedding and the first decoder layer: learned positions, norms, scales."""
+    """The modules between the token embedding and the first decoder layer: learned positions, norms, scales."""
 
     def __init__(self, decoder: Decoder, layer: Layer) -> None:
         super().__init__(decoder, layer, {own_name(path): path for path in decoder.parts.prologue})
@@ -173,7 +173,7 @@ class DecoderLayer(GeneralLayer):
 
 
 class Epilogue(GeneralLayer):
-    """What lies between the last decoder layer and the head: the final norm."""
+    """The modules between the last decoder layer and the head: the final norm."""
 
     def __init__(self, decoder: Decoder, layer: Layer) -> None:
         super().__init__(decoder, layer, {own_name(path): path for path in decoder.parts.epilogue})

@@ -64,7 +64,7 @@ def _returned(hidden_BTD: torch.Tensor, items: int) -> Any:
 
 @dataclass
 class _Calls:
-    """What happened in one run of the forward function."""
+    """The calls of modules in one run of the forward function."""
 
     order: list[str] = field(default_factory=list)  # paths of the called modules
     # of decoder layers: the hidden states; of other modules: all arguments

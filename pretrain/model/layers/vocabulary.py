@@ -16,8 +16,13 @@ from torch import nn
 from pretrain.distributed.parallel_groups import NO_GROUPS, ParallelGroups
 from pretrain.model.description import Layer, ModelConfig, Parameters, inside
 from pretrain.model.kernels.documents import Documents
-from pretrain.model.kernels.fused_loss import CROSS_ENTROPY, LossTerms, carry, fused_linear_cross_entropy
-from pretrain.model.kernels.loss_of_logits import loss_of_logits
+from pretrain.model.kernels.fused_loss import (
+    CROSS_ENTROPY,
+    LossTerms,
+    carry,
+    fused_linear_cross_entropy,
+    loss_of_logits,
+)
 from pretrain.model.kernels.token_scores import TokenScores, scores_of_logits, token_scores
 from pretrain.model.kernels.vocabulary_shards import VocabularyShard
 from pretrain.model.parallel.shared_tensors import gather, own_shard, sum_and_scatter, sum_gradient

@@ -49,7 +49,7 @@ class UnprovenError(Exception):
 
 @dataclass(frozen=True)
 class Proof:
-    """What was compared."""
+    """The result of a proof that succeeded."""
 
     loss: float  # of transformers' model
     difference: float  # largest relative difference of a gradient

@@ -76,7 +76,7 @@ class _Unpickler(pickle.Unpickler):
 
 @dataclass(frozen=True)
 class _Location:
-    """Where a file that torch.save wrote lies inside a file of the checkpoint."""
+    """The position of a file that torch.save wrote inside a file of the checkpoint."""
 
     file: str
     start: int  # bytes

@@ -114,7 +114,7 @@ def read(files: DcpFiles, config: Mapping[str, Any] | None) -> ForeignRun:
 
 @dataclass(frozen=True)
 class _Source:
-    """Where Megatron Core has one of our parameters."""
+    """The tensor of Megatron Core, or the part of it, that holds one of our parameters."""
 
     parameter: Parameter
     key: str  # of the weight

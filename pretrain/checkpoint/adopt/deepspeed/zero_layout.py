@@ -37,7 +37,7 @@ _FLATS = {"partitioned": "single_partition_of_fp32_groups", "stage 3": "fp32_fla
 
 @dataclass
 class FoundParameters:
-    """Where each parameter lies, and the states of each flat tensor."""
+    """The fragments of each parameter, and the states of each flat tensor."""
 
     stored: StoredParameters
     frozen: dict[str, Shape] = field(default_factory=dict)  # parameters without optimizer states

@@ -1,4 +1,4 @@
-"""Where GPT-NeoX and Megatron-DeepSpeed have each parameter: layer, name inside the layer, and order of the rows.
+"""The place of each parameter in GPT-NeoX and Megatron-DeepSpeed: layer, name inside the layer, and order of the rows.
 
 Positions in the pipeline (GPT-NeoX megatron/model/gpt2_model.py, init_specs; Megatron-DeepSpeed
 megatron/model/gpt_model.py, GPTModelPipe): functions without parameters are counted as layers, so that there are gaps.

@@ -37,7 +37,7 @@ class RankStates:
 
     @cached_property
     def found(self) -> FoundParameters:
-        """Where each parameter lies."""
+        """The fragments of each parameter."""
         with understood(self.path):
             return find_parameters(self.files)
 
