@@ -1,0 +1,60 @@
+"""The row that the flight recorder of one rank keeps for one step. Imports no torch.
+
+A step is a chain of stages, and each stage computes its results from those of the stages before it. Two recordings of
+the same step, on the same rank in the same layout, are compared in this order: the first key that differs names the
+stage in which they part. All checksums and all floats are compared bit by bit.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+DATA, SETTINGS, RANDOM, WEIGHTS, FORWARD, BACKWARD, REDUCTION, UPDATE = STAGES = (
+    "data", "settings", "random", "weights", "forward", "backward", "reduction", "update")
+
+# key -> (stage, definition); a row has the keys of its step only: those of the intervals are missing in other steps
+DIGEST = {
+    "samples": (DATA, "[first, end): positions of the step's global batch in the order of the training data"),
+    "tokens": (DATA, "CRC-32 of the tokens, labels and loss weights that this rank was given"),
+    "lr": (SETTINGS, "learning rate of this step"),
+    "loss_scale": (SETTINGS, "of fp16, before this step; otherwise 1"),
+    "random": (RANDOM, "CRC-32 of the states of this rank's random number generators before the step"),
+    "weights": (WEIGHTS, "checksum of the parameters with which this rank computes, before the step; in steps of "
+                         "--flight_interval"),
+    "states": (WEIGHTS, "checksum of this rank's optimizer states and master weights before the step; in the same "
+                        "steps"),
+    "layers_forward": (FORWARD, "for each layer of the rank, a checksum of its output at the last position of the "
+                                "sequences, over the micro-batches; in the same steps"),
+    "rank_loss": (FORWARD, "mean loss of this data-parallel rank's tokens"),
+    "layers_backward": (BACKWARD, "for each layer of the rank, a checksum of the gradient of its output at the first "
+                                  "position of the sequences, over the micro-batches; in the same steps"),
+    "gradients": (BACKWARD, "for each layer of the rank, 2-norm of its gradients before the reduction, over the "
+                            "micro-batches; in the same steps"),
+    "loss": (REDUCTION, "mean loss of the global batch"),
+    "grad_norm": (REDUCTION, "2-norm of the reduced gradient of all parameters before clipping"),
+    "skipped": (UPDATE, "why the update was skipped; empty: it was made"),
+    "weights_after": (UPDATE, "checksum of the parameters after the update; in steps of --flight_interval"),
+    "states_after": (UPDATE, "the same of optimizer states and master weights"),
+}
+# keys that are recorded, but differ between two recordings of equal steps
+UNCOMPARED = {
+    "step": "number of the step, from 1",
+    "time": "seconds since 1970, at the end of the step",
+    "ms": "milliseconds of the step and of its phases on this rank",
+}
+
+
+def stage_of(key: str) -> str:
+    """Return the stage of a step that a key of a row shows."""
+    return DIGEST[key][0]
+
+
+def differing_keys(row: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return the keys that both rows have with different values, in the order of the stages. NaN equals NaN."""
+    shared = [key for key in DIGEST if key in row and key in other]
+    return [key for key in shared if not _equal(row[key], other[key])]
+
+
+def _equal(value: Any, other: Any) -> bool:
+    if isinstance(value, list) and isinstance(other, list):
+        return len(value) == len(other) and all(map(_equal, value, other))
+    return bool(value == other or (value != value and other != other))
