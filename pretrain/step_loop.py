@@ -15,6 +15,7 @@ from pretrain.engine.attachments import attachments
 from pretrain.engine.build import DeepSpeedEngine
 from pretrain.engine.steps import eval_batch, learning_rate, train_batch
 from pretrain.monitor.announce import EARLY_STOP, BatchRamp, announce_end, early_end_line
+from pretrain.monitor.flight.recorder import REQUEST, FlightRecorder
 from pretrain.monitor.meter import Meter
 from pretrain.monitor.predictions import Predictions
 from pretrain.monitor.profiler import Profiler
@@ -49,6 +50,7 @@ class StepLoop:
     predictions: Predictions
     tasks: RunTasks
     meter: Meter
+    recorder: FlightRecorder
     profiler: Profiler
     timeline: PipelineTimeline
     saver: Saver
@@ -77,8 +79,10 @@ class StepLoop:
             self.watchdog.enter("step", step)
             lr = learning_rate(self.engine)
             self.callbacks.before_step(steps_here, self.engine)
+            self.recorder.before_step(step, micro_batches, lr, consumed_samples)
             loss = train_batch(self.engine, micro_batches)
             consumed_samples += self.batch_ramp.size_at(step, consumed_samples)
+            self.recorder.after_step(loss, consumed_samples)
             self.meter.log(step, loss, lr, consumed_samples)
             self.callbacks.after_step(steps_here, self.meter.screen.line)
             bad_steps = self.guard.observe(step, loss, consumed_samples)
@@ -92,6 +96,8 @@ class StepLoop:
             self.data_watch.poll(step)
             request = self._or_early_stop(self.requests.poll(step), step)
             self.profiler.request(request.profile_steps)
+            if request.record:
+                self.recorder.keep(step, REQUEST)
             if self._is_due(step, self.plan.args.save_interval) or request.needs_checkpoint:
                 self._save(step, consumed_samples, eval_loss,
                            wait=step == self.plan.last_step or request.needs_checkpoint)
@@ -113,6 +119,7 @@ class StepLoop:
         self.saver.close(wait_for_copies=stopped_by in ("", EARLY_STOP))
         self.requests.close()
         self.data_watch.close()
+        self.recorder.close()
         self.profiler.close()
         self.timeline.close()
         self.meter.close()
