@@ -79,7 +79,7 @@ class StepLoop:
             self.watchdog.enter("step", step)
             lr = learning_rate(self.engine)
             self.callbacks.before_step(steps_here, self.engine)
-            self.recorder.before_step(step, micro_batches, lr, consumed_samples)
+            self.recorder.before_step(step, micro_batches, consumed_samples)
             loss = train_batch(self.engine, micro_batches)
             consumed_samples += self.batch_ramp.size_at(step, consumed_samples)
             self.recorder.after_step(loss, consumed_samples)

@@ -20,7 +20,7 @@ from pretrain.data.loader import MicroBatch
 from pretrain.engine.attachments import attachments
 from pretrain.engine.checksums import combined_checksum, held_parameters
 from pretrain.engine.layer_digests import CostTimer, LayerDigests, ReducedDigest, layer_of
-from pretrain.engine.steps import global_grad_norm, loss_scale, rank_loss
+from pretrain.engine.steps import global_grad_norm, learning_rate, loss_scale, rank_loss
 from pretrain.engine.update_guard import skipped_update
 from pretrain.monitor.flight.interval import FlightInterval
 from pretrain.monitor.flight.record_files import RecordFile, kept_folder
@@ -93,15 +93,15 @@ class FlightRecorder:
         with self._warns():
             self._file = make_file()
 
-    def before_step(self, step: int, micro_batches: list[MicroBatch], lr: float, consumed_samples: int) -> None:
+    def before_step(self, step: int, micro_batches: list[MicroBatch], consumed_samples: int) -> None:
         """Take the digests of everything that the step depends on. `consumed_samples`: before the step."""
         if not self._is_on:
             return
         began = time.perf_counter()
         self._is_full = self.interval.is_full(step)
         self._row: dict[str, Any] = {
-            "step": step, "samples": [consumed_samples], "tokens": _crc(_tensors_of(micro_batches)), "lr": lr,
-            "loss_scale": loss_scale(self._engine), "random": _crc(_random_states())}
+            "step": step, "samples": [consumed_samples], "tokens": _crc(_tensors_of(micro_batches)),
+            "lr": learning_rate(self._engine), "loss_scale": loss_scale(self._engine), "random": _crc(_random_states())}
         self._sums: dict[str, torch.Tensor] = {}
         self._names: dict[str, list[str] | None] = {}
         self._cost.take_ms()
