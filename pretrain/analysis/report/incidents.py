@@ -4,10 +4,12 @@ Incidents of one kind that follow each other are one entry. `summary` and the pa
 """
 
 import math
+import textwrap
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -33,13 +35,13 @@ _KINDS: dict[str, tuple[str, str, tuple[str, ...] | None]] = {
                   ("slow_rank_over", "start", "stop")),
     "corruption": ("copies of a parameter differ between ranks: {reason}", f"do not trust the machine. {_REPLAY}",
                    ("start",)),
-    "recomputation": ("two ranks computed the same micro-batch differently: {reason}",
+    "recomputation": ("a rank computes wrongly: {reason}",
                       f"do not trust the machine. {_REPLAY}", ("start",)),
     "spike": ("{reason}", _SAMPLES, None),
     "skip": ("an update was skipped: {reason}", _SAMPLES, None),
     "not_finite": ("the loss is NaN or infinite", _SAMPLES, ()),
     "rollback": ("the run returned to an earlier checkpoint: {reason}", _SAMPLES, None),
-    "hang": ("the run hung: {reason}", "read the stacks of all ranks in {run}/hangs; look at the machine of the rank "
+    "hang": ("the run hung: {reason}", "read the stacks of all ranks in {path}; look at the machine of the rank "
              "that is named", ("start",)),
     "crash": ("the run crashed: {reason}", "read the last lines of the launcher's output; start the run again, or use "
               "`ds-pretrain supervise`", ("start",)),
@@ -84,6 +86,8 @@ class Incident:
     def steps_text(self) -> str:
         if self.step is None:
             return ""
+        if self.is_open and self.count == 1:
+            return f"since step {self.step:,}"
         if self.last_step in (None, self.step):
             return f"step {self.step:,}"
         return f"steps {self.step:,} to {self.last_step:,}"
@@ -106,7 +110,7 @@ def incidents_of(table: RunTable, *, now: float | None = None) -> list[Incident]
 
 
 def incident_lines(incidents: Sequence[Incident], *, limit: int = 8, width: int = 80) -> list[str]:
-    """Return the list for a terminal, one line each, of at most `width` characters; [] if nothing went wrong."""
+    """Return the list for a terminal, two lines of `width` characters each at most; [] if nothing went wrong."""
     if not incidents:
         return []
     lines = ["what went wrong (! = still wrong)"]
@@ -114,7 +118,8 @@ def incident_lines(incidents: Sequence[Incident], *, limit: int = 8, width: int 
         when = time.strftime("%m-%d %H:%M", time.localtime(one.time)) if one.time is not None else ""
         parts = [part for part in (when, one.steps_text, one.machine, one.headline) if part]
         line = f"{'!' if one.is_open else ' '} {': '.join((', '.join(parts[:-1]), parts[-1]))}"
-        lines.append(line if len(line) <= width else f"{line[:width - 3]}...")
+        lines += textwrap.wrap(line, width, subsequent_indent="    ", max_lines=2, placeholder=" ...",
+                               drop_whitespace=True, break_on_hyphens=False)
     more = len(incidents) - limit
     return [*lines, *([f"  and {more} more, in the page of `ds-pretrain report`"] if more > 0 else [])]
 
@@ -142,20 +147,25 @@ def _incident(table: RunTable, rows: list[dict[str, Any]], number: int) -> Incid
     step = _step(row.get("since") if kind == "slow_rank" else row.get("step"))
     machine, reason = _machine(row), printable(str(row.get("reason") or ""))
     if kind == "slow_rank":
-        what = _slow_text(row, end, machine)
+        what = reason or _slow_text(row, end, machine)
         machine = ""
     else:
         what = what.format(reason=reason)
     ended = end is not None and end.get("event") == "slow_rank_over"
     last, when = (_step(end.get("step")), _time(end)) if end is not None and ended else (_step(row.get("step")), None)
     subject = f"{row.get('ranks')} {row.get('hosts')}" if kind == "slow_rank" else str(row.get("name"))
-    return Incident(kind, shorten(what, _LONGEST_TEXT).rstrip(": "), _advice(advice, table, step), step, last,
+    if end is not None and end.get("event") != "start":  # it has ended by itself
+        advice = ""
+    return Incident(kind, shorten(what, _LONGEST_TEXT).rstrip(": "), _advice(advice, table, step, row), step, last,
                     _time(row), when or _time(row), is_open=over is not None and end is None, subject=subject,
                     machine=machine)
 
 
-def _advice(text: str, table: RunTable, step: int | None) -> str:
-    return text.format(run=shorten(printable(str(table.run)), 200), step="STEP" if step is None else step)
+def _advice(text: str, table: RunTable, step: int | None, row: Mapping[str, Any] = MappingProxyType({})) -> str:
+    run = shorten(printable(str(table.run)), 200)
+    path = row.get("path")
+    return text.format(run=run, step="STEP" if step is None else step,
+                       path=shorten(printable(path), 200) if isinstance(path, str) else f"{run}/hangs")
 
 
 def _ends(kind: str, row: dict[str, Any], after: dict[str, Any], over: tuple[str, ...]) -> bool:
@@ -198,7 +208,8 @@ def _of_the_end(table: RunTable, now: float) -> Iterable[Incident]:
     first_bad = int(finite[-1]) + 1 if len(finite) else 0
     if first_bad < len(losses):
         yield _at_the_end("not_finite", table, int(steps[first_bad]), int(steps[-1]), _finite(times[first_bad]))
-    newest: dict[str, Any] = next((event for event in reversed(table.events) if event.get("event") in ("start", "stop", "hang")), {})
+    ends = ("start", "stop", "hang")
+    newest: dict[str, Any] = next((event for event in reversed(table.events) if event.get("event") in ends), {})
     reported = [as_float(row.get("time")) + as_float(row.get("wall_seconds")) for row in table.restarts]
     began = as_float(newest.get("time"))
     if newest.get("event") != "start" or any(end >= began for end in reported):

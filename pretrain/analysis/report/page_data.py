@@ -221,6 +221,7 @@ def overview(table: RunTable) -> dict[str, Any]:
     peak, compared = training.column("peak_memory_bytes"), newest_comparison(table)
     return {
         "step": _last(steps), "train_steps": _finite(record.get("train_steps")), "status": _status(table),
+        "newest_time": _last(training.column("time")),
         "parameters": _finite(record.get("num_parameters")), "tokens": _last(training.column("consumed_tokens")),
         "loss": _last(losses), "valid_loss": _last(valid_losses),
         "expected_loss": None if compared is None else compared.expected.loss,

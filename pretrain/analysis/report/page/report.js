@@ -48,7 +48,7 @@ class Report {
     const old = runs.reduce((sum, run) => sum + run.abandoned_rows, 0);
     const reduced = runs.some((run) => run.reduced) ? "; reduced: a line is the mean of several rows, its band their range" : "";
     byId("title").textContent = runs.length === 1 ? runs[0].name : `${runs.length} runs`;
-    byId("subtitle").textContent = `${plain(total, 9)} logged steps${reduced}`
+    byId("subtitle").textContent = `${runs.length === 1 ? progressText(runs[0].overview, this.data.time) : ""}${plain(total, 9)} logged steps${reduced}`
       + (old ? `; ${plain(old, 9)} of them abandoned after a resume or a rollback (dotted)` : "") + `; read ${dateTime(this.data.time)}`;
     byId("notes").replaceChildren(...runs.filter((run) => run.note).map((run) => make("p", {class: "note"},
       runs.length > 1 ? `${run.name}: ${run.note}` : run.note)));
@@ -63,6 +63,8 @@ class Report {
     this.buildCharts();
     const maps = runs.filter((run) => run.heat_map);
     byId("heat").hidden = maps.length === 0;
+    // a run with slow ranks shows them before its curves
+    byId(runs.some((run) => run.incidents.some(({kind}) => kind === "slow_rank")) ? "controls" : "constants").before(byId("heat"));
     this.fill("heat", maps.map((run) => run.heat_map), () => {
       this.heatMaps = maps.map((run) => new HeatMap(run.heat_map, `Ranks${runs.length > 1 ? ` of ${run.name}` : ""}`, this));
       return this.heatMaps.map((map) => map.element);
@@ -238,6 +240,13 @@ class Report {
       }
     }
   }
+}
+
+/** How far a run is, and since when there is no newer row. */
+function progressText({step, train_steps: last, newest_time: time, status}, now) {
+  if (!isNumber(step)) return "";
+  const age = status ? `; ${status}` : isNumber(time) ? `; newest row ${duration(now - time)} before this page` : "";
+  return `Step ${plain(step, 12)}${isNumber(last) ? ` of ${plain(last, 12)}` : ""}${age}; `;
 }
 
 /** Tiles for one run, a table for several. Values that no run has are left out. */
