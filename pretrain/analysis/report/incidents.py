@@ -4,6 +4,7 @@ Incidents of one kind that follow each other are one entry. `summary` and the pa
 """
 
 import math
+import re
 import textwrap
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -153,7 +154,8 @@ def _incident(table: RunTable, rows: list[dict[str, Any]], number: int) -> Incid
         what = what.format(reason=reason)
     ended = end is not None and end.get("event") == "slow_rank_over"
     last, when = (_step(end.get("step")), _time(end)) if end is not None and ended else (_step(row.get("step")), None)
-    subject = f"{row.get('ranks')} {row.get('hosts')}" if kind == "slow_rank" else str(row.get("name"))
+    subject = (f"{row.get('ranks')} {row.get('hosts')}" if kind == "slow_rank" else
+               str(row.get("name") or re.sub(r"\d+", "", reason)))
     if end is not None and end.get("event") != "start":  # it has ended by itself
         advice = ""
     return Incident(kind, shorten(what, _LONGEST_TEXT).rstrip(": "), _advice(advice, table, step, row), step, last,
@@ -234,11 +236,11 @@ def _at_the_end(kind: str, table: RunTable, step: int | None, last_step: int | N
 
 
 def _joined(incidents: list[Incident], *, gap: int) -> list[Incident]:
-    """Join incidents of one kind and subject that are at most `gap` steps apart."""
+    """Join incidents of one kind and subject that are at most `gap` steps apart, those that are over by themselves."""
     joined: list[Incident] = []
-    newest: dict[tuple[str, str, str], int] = {}  # -> index in `joined`
+    newest: dict[tuple[str, str, str, bool], int] = {}  # -> index in `joined`
     for one in incidents:
-        key = (one.kind, one.subject, one.machine)
+        key = (one.kind, one.subject, one.machine, one.is_open)
         at = newest.get(key)
         last = joined[at].last_step if at is not None else None
         if at is not None and last is not None and one.step is not None and abs(one.step - last) <= gap:

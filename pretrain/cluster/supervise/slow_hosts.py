@@ -131,8 +131,8 @@ def choose_without(hosts: Mapping[str, int], slow: Mapping[str, LeftOut], *, min
             try:
                 check(rest)
                 break
-            except ConfigError as error:
-                why = str(error)
+            except ConfigError:
+                why = f"the other {counted(sum(rest.values()), 'rank')} cannot divide the global batch"
         else:
             why = f"at least {counted(min_hosts, 'host')} must remain"
         chosen.popitem()
