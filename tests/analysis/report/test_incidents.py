@@ -141,7 +141,10 @@ def test_a_row_of_the_heat_map_is_a_machine(tmp_path: Path) -> None:
 def test_a_thousand_ranks_and_many_rows_fit_a_page(tmp_path: Path) -> None:
     """The slow rank remains visible, with its number; the rows are read as they are appended."""
     hosts = [f"node-{rank // 8}" for rank in range(1000)]
-    data = heat_map(tmp_path, rank_rows(hosts, range(0, 9000, 20), {333: 3.0}))
+    rows = rank_rows(hosts, range(0, 9000, 20), {333: 3.0})
+    for row in rows[1:]:
+        row["ms"] = {key: row["ms"][key] for key in ("own", "backward")}
+    data = heat_map(tmp_path, rows)
     assert len(data["rows"]) <= ROWS
     assert COLUMNS // 4 < len(data["columns"]) <= COLUMNS
     assert len(json.dumps(data)) < 500_000

@@ -16,7 +16,7 @@ class HeatMap {
       onpointermove: (event) => this.show(this.cellAt(event)), onpointerdown: (event) => this.show(this.cellAt(event)),
       onpointerleave: () => this.show(null), ondblclick: (event) => this.zoomTo(this.cellAt(event))}, this.canvas, this.mark, this.tip);
     const slowest = map.slowest.map(([rank, host, ratio, phase]) => make("li", {}, make("b", {}, `rank ${rank} on ${host}`),
-      ` ${plain(ratio, 3)} × the median, mostly in ${phase}`));
+      ` ${plain(ratio, 2)} × the median, mostly in ${phase}`));
     this.element = make("article", {class: "panel wide"}, make("header", {}, make("h3", {}, title, " ",
       make("span", {class: "unit"}, "own time relative to the median of the ranks")), make("span", {class: "tools"}, heatLegend())),
       slowest.length ? make("div", {class: "slowest"}, "Slowest in the newest steps:", make("ul", {}, ...slowest)) : null, this.box);
@@ -106,12 +106,12 @@ class HeatMap {
     this.tip.replaceChildren(...(cell ? [
       make("b", {}, `rank ${cell.rank} on ${cell.host}`),
       make("span", {}, cell.first === cell.last ? `step ${plain(cell.first, 12)}` : `steps ${plain(cell.first, 12)} to ${plain(cell.last, 12)}`),
-      make("div", {}, `${plain(cell.ratio, 3)} × the median${cell.highest > cell.ratio * 1.05 ? `, at most ${plain(cell.highest, 3)} ×` : ""}`),
+      make("div", {}, `${plain(cell.ratio, 2)} × the median${cell.highest > cell.ratio * 1.05 ? `, at most ${plain(cell.highest, 2)} ×` : ""}`),
       ...(cell.ratio > 1.1 || cell.highest > 1.5 ? [make("div", {}, `above the median mostly in: ${cell.phase}`)] : [])]
       : [make("b", {}, this.map.rows[at.row][2]), "no rank in this start"]));
     const isRight = left > size.width / 2;
     Object.assign(this.tip.style, {left: isRight ? "" : `${left + width + 8}px`, right: isRight ? `${size.width - left + 8}px` : "",
-                                   top: `${Math.min(top + 4, Math.max(size.height - 70, 4))}px`});
+                                   top: `${top + size.rowHeight + 6}px`});
   }
 
   onKey(event) {

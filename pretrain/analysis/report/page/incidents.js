@@ -17,7 +17,7 @@ function incidentsElements(runs, report) {
 
 function incidentElement(run, one, isNamed, report) {
   const [from, to] = one.times, now = report.data.time, words = [one.machine, one.steps];
-  if (isNumber(from)) words.push(`${one.open ? "since " : ""}${dateTime(from)}${isNumber(to) && to - from >= 60 ? ` to ${clockTime(from, to)}` : ""}`, `${duration(now - to)} ago`);
+  if (isNumber(from)) words.push(`${one.open && !one.steps ? "since " : ""}${dateTime(from)}${isNumber(to) && to - from >= 60 ? ` to ${clockTime(from, to)}` : ""}`, `${duration(now - to)} ago`);
   const answers = run.replays.filter((replay) => isNumber(replay.step) && replay.step >= one.begin[1] && replay.step <= one.end[1]);
   const button = isNumber(one.begin[1]) ? make("button", {type: "button", onclick: () => report.showPlace(one.begin, one.end)}, "show") : null;
   return make("li", {class: one.open ? "incident open" : "incident"},
