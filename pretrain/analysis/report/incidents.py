@@ -148,7 +148,7 @@ def _incident(table: RunTable, rows: list[dict[str, Any]], number: int) -> Incid
     step = _step(row.get("since") if kind == "slow_rank" else row.get("step"))
     machine, reason = _machine(row), printable(str(row.get("reason") or ""))
     if kind == "slow_rank":
-        what = reason or _slow_text(row, end, machine)
+        what = (f"{reason}{'' if end is None else '; this is over'}" if reason else _slow_text(row, end, machine))
         machine = ""
     else:
         what = what.format(reason=reason)

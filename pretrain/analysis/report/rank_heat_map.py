@@ -47,6 +47,7 @@ class _Start:
     """The rows of one start, whose ranks are on these hosts."""
 
     hosts: list[str]
+    peers: list[np.ndarray]  # ranks that are compared with one another
     columns: list[_Column] = field(default_factory=list)
 
 
@@ -78,15 +79,13 @@ class RankTimes:
         hosts = row.get("hosts")
         if isinstance(hosts, list) and 0 < len(hosts) <= _LARGEST_WORLD:
             self._starts = [*self._starts[1 - _MAX_STARTS:],
-                            _Start([escape_controls(shorten(str(host), _LONGEST_NAME)) for host in hosts])]
+                            _Start([escape_controls(shorten(str(host), _LONGEST_NAME)) for host in hosts],
+                                   _peers(row.get("coordinates"), len(hosts)))]
             return
-        column = _column_of(row)
-        if column is None:
-            return
-        if not self._starts or len(self._starts[-1].hosts) != len(column.ratios):
-            if self._starts:  # a damaged row
-                return
-            self._starts = [_Start(["host not known"] * len(column.ratios))]
+        if self._starts and (column := _column_of(row, self._starts[-1].peers)) is not None:
+            self._append(column)
+
+    def _append(self, column: _Column) -> None:
         columns = self._starts[-1].columns
         is_full = not columns or columns[-1].count >= self._rows_per_column or column.first < columns[-1].last
         columns.append(column if is_full else columns.pop().merge(column))
@@ -119,24 +118,43 @@ class RankTimes:
                 "member": _encoded(member) if len(groups) < len(places) else None}
 
 
-def _column_of(row: dict[str, Any]) -> _Column | None:
-    """Return the values of one row, or None if it has no valid ones."""
+def _peers(coordinates: object, num_ranks: int) -> list[np.ndarray]:
+    """Return the ranks of each pipeline stage; all ranks if a stage has only one, or the coordinates are not known."""
+    stages = [each.get("pipeline") if isinstance(each, dict) else None
+              for each in (coordinates if isinstance(coordinates, list) else [])]
+    names = np.array([str(stage) for stage in stages])
+    found = [np.flatnonzero(names == name) for name in np.unique(names)] if len(names) == num_ranks else []
+    return found if found and min(map(len, found)) > 1 else [np.arange(num_ranks)]
+
+
+def _column_of(row: dict[str, Any], peers: list[np.ndarray]) -> _Column | None:
+    """Return the values of one row, or None if it has no valid ones for these ranks."""
     step, times = row.get("step"), row.get("ms")
     if not isinstance(times, dict) or not is_number(step):
         return None
     own = _numbers(times.get("own"))
-    if own is None:
+    if own is None or len(own) != sum(map(len, peers)):
         return None
-    median = float(np.nanmedian(own)) if np.any(np.isfinite(own)) else 0.0
-    if not median > 0:
+    medians = _lower_medians(own, peers)
+    if not np.all(medians > 0):  # also for NaN
         return None
-    ratios = np.nan_to_num(own / median, nan=1.0)
+    ratios = np.nan_to_num(own / medians, nan=1.0)
     excess = np.zeros((len(PHASES), len(own)), dtype=np.float32)
     for number, name in enumerate(PHASES):
         values = _numbers(times.get(name))
-        if values is not None and len(values) == len(own) and np.any(np.isfinite(values)):
-            excess[number] = np.nan_to_num(values - np.nanmedian(values))
+        if values is not None and len(values) == len(own):
+            excess[number] = np.nan_to_num(values - _lower_medians(values, peers))
     return _Column(int(step), int(step), 1, ratios, ratios, excess)
+
+
+def _lower_medians(values: np.ndarray, peers: list[np.ndarray]) -> np.ndarray:
+    """Return the median of the peers of each rank; of an even number the lower one, as the events on slow ranks do."""
+    medians = np.full(len(values), np.nan)
+    for ranks in peers:
+        known = np.sort(values[ranks][np.isfinite(values[ranks])])
+        if len(known):
+            medians[ranks] = known[(len(known) - 1) // 2]
+    return medians
 
 
 def _numbers(values: object) -> np.ndarray | None:

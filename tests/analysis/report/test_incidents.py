@@ -138,6 +138,16 @@ def test_a_row_of_the_heat_map_is_a_machine(tmp_path: Path) -> None:
     assert data["member"] is None
 
 
+def test_a_rank_is_compared_with_those_of_its_pipeline_stage(tmp_path: Path) -> None:
+    header, *rows = rank_rows(["a", "a", "b", "b"], [1], {2: 2.0, 3: 3.0})
+    stages = [{"pipeline": stage, "data": rank} for stage in (0, 1) for rank in (0, 1)]
+    assert cells(heat_map(tmp_path / "run", [header | {"coordinates": stages}, *rows]))[:, 0] == pytest.approx(
+        [1, 1, 1, 220 / 160], rel=0.02)
+    alone = [{"pipeline": stage} for stage in range(4)]
+    assert cells(heat_map(tmp_path / "alone", [header | {"coordinates": alone}, *rows]))[:, 0] == pytest.approx(
+        [1, 1, 1.6, 2.2], rel=0.02)
+
+
 def test_a_thousand_ranks_and_many_rows_fit_a_page(tmp_path: Path) -> None:
     """The slow rank remains visible, with its number; the rows are read as they are appended."""
     hosts = [f"node-{rank // 8}" for rank in range(1000)]
@@ -162,14 +172,15 @@ def test_a_file_without_several_ranks_or_with_damaged_rows_has_no_map(tmp_path: 
     assert heat_map(tmp_path / "none", []) is None
     assert heat_map(tmp_path / "one", rank_rows(["a"], [1, 2], {})) is None
     own = {"step": 1, "ms": {"own": [1, 2]}}
-    damaged: list[Any] = [own | {"ms": 1}, own | {"step": "x"}, {"hosts": []}, own | {"ms": {"own": [1, "x"]}},
+    damaged: list[Any] = [own, {"hosts": ["a", "b"], "coordinates": "x"}, own | {"ms": 1},
+                          own | {"step": "x"}, {"hosts": []}, own | {"ms": {"own": [1, "x"]}},
                           own | {"ms": {"own": [None, None]}}, own | {"ms": {"own": [0, 0]}}, {"hosts": "x"}, own,
                           own | {"ms": {"own": [1]}}, own | {"ms": {"own": [[1], [2]]}},
                           own | {"ms": {"own": [1, 10**400]}},
                           own | {"step": 2, "ms": {"own": [1, None], "data": "x"}}]
     data = heat_map(tmp_path / "damaged", damaged)
     assert [column[:2] for column in data["columns"]] == [[1, 1], [2, 2]]
-    assert data["rows"][0][2] == "host not known"
+    assert [row[2] for row in data["rows"]] == ["a", "b"]
 
 
 def test_the_page_of_a_healthy_run_stays_small(tmp_path: Path) -> None:

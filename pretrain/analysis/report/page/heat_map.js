@@ -18,7 +18,7 @@ class HeatMap {
     const slowest = map.slowest.map(([rank, host, ratio, phase]) => make("li", {}, make("b", {}, `rank ${rank} on ${host}`),
       ` ${plain(ratio, 2)} × the median, mostly in ${phase}`));
     this.element = make("article", {class: "panel wide"}, make("header", {}, make("h3", {}, title, " ",
-      make("span", {class: "unit"}, "own time relative to the median of the ranks")), make("span", {class: "tools"}, heatLegend())),
+      make("span", {class: "unit"}, "own time relative to the median")), make("span", {class: "tools"}, heatLegend())),
       slowest.length ? make("div", {class: "slowest"}, "Slowest in the newest steps:", make("ul", {}, ...slowest)) : null, this.box);
     new ResizeObserver(() => this.draw()).observe(this.box);
   }
