@@ -4,6 +4,8 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,11 +14,13 @@ import pytest
 
 from pretrain.cluster.supervise.slow_hosts import SLOW_HOSTS
 from pretrain.monitor.read_run_folder import read_events
-from tests.cluster.test_supervised_hosts import start_supervised
-from tests.cluster.workers.ssh_hosts import Host, two_hosts
+from tests.cluster.test_supervised_hosts import flags, start_supervised
+from tests.cluster.workers.ssh_hosts import Host, Hosts, two_hosts
+from tests.support.launch import LIMIT_S, ROOT, free_port
 from tests.support.supervised import kill_tree, read_restart_log, rows, wait_for_end, wait_for_rows, wait_until
 
 pytestmark = [pytest.mark.root, pytest.mark.slow]
+MORE = ["--train_steps", "100000", "--save_interval", "20"]
 _CPU = Path("/sys/fs/cgroup/cpu")  # version 1
 _UNIFIED = Path("/sys/fs/cgroup")  # version 2
 
@@ -49,13 +53,21 @@ def throttled(pids: list[int], *, percent: int) -> Iterator[None]:
             group.rmdir()
 
 
+def start_again(pair: Hosts, corpus: str, folder: Path, *, last_step: int) -> "subprocess.CompletedProcess[str]":
+    """Start the run without a supervisor, up to a step, with the flag of `ds-pretrain` itself."""
+    (folder / "run" / "STOP").unlink()
+    command = [sys.executable, "-m", "pretrain", "--exclude_stragglers", "--hostfile", str(folder / "hosts"),
+               "--master_port", str(free_port()), "--", *flags(corpus, folder), *MORE, "--exit_step", str(last_step)]
+    return subprocess.run(command, env={**pair.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+                          timeout=LIMIT_S, check=False)
+
+
 def test_a_throttled_host_is_named_and_the_next_start_leaves_it_out(corpus: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     (tmp_path / "ssh").mkdir()
     with two_hosts(tmp_path / "ssh", own_names=True) as pair:
         supervisor = start_supervised(["--min_hosts", "1", "--exclude_stragglers", "--max_restarts", "2"], corpus,
-                                      tmp_path, pair, slots=2,
-                                      more=["--train_steps", "100000", "--save_interval", "20"])
+                                      tmp_path, pair, slots=2, more=MORE)
         try:
             wait_for_rows(supervisor, run, 40)
             pids = rank_pids(pair.b)
@@ -74,15 +86,19 @@ def test_a_throttled_host_is_named_and_the_next_start_leaves_it_out(corpus: str,
         finally:
             kill_tree(supervisor)
             print((tmp_path / "log").read_text()[-6000:])
-    event = next(event for event in read_events(run) if event["event"] == "slow_rank")
-    starts, _ = read_restart_log(run)
-    print(f"named after {named_s:.1f} s: {event}", *starts, sep="\n")
-    assert code in (0, 75)
-    assert event["hosts"] == [pair.b.namespace]
-    assert set(event["ranks"]) <= {2, 3}
-    assert [row["hosts"] for row in starts] == [[pair.a.address, pair.b.address], [pair.a.address]]
-    assert list(starts[1]["left_out"]) == [pair.b.address]
-    assert f"host {pair.b.address} is left out of 3 starts from now on" in (tmp_path / "log").read_text()
-    assert json.loads((run / SLOW_HOSTS).read_text())["left_out"][pair.b.address]["starts"] == 3
-    batches = [start["batch"]["global_batch_size"] for start in json.loads((run / "run.json").read_text())]
-    assert batches == [8, 8]
+        event = next(event for event in read_events(run) if event["event"] == "slow_rank")
+        starts, _ = read_restart_log(run)
+        print(f"named after {named_s:.1f} s: {event}", *starts, sep="\n")
+        assert code in (0, 75)
+        assert event["hosts"] == [pair.b.namespace]
+        assert set(event["ranks"]) <= {2, 3}
+        assert [row["hosts"] for row in starts] == [[pair.a.address, pair.b.address], [pair.a.address]]
+        assert list(starts[1]["left_out"]) == [pair.b.address]
+        assert f"host {pair.b.address} is left out of 3 starts from now on" in (tmp_path / "log").read_text()
+        assert json.loads((run / SLOW_HOSTS).read_text())["left_out"][pair.b.address]["starts"] == 3
+        done = start_again(pair, corpus, tmp_path, last_step=rows(run)[-1]["step"] + 2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"host {pair.b.address} is left out of 2 starts from now on" in done.stdout + done.stderr
+    starts = json.loads((run / "run.json").read_text())
+    assert [start["layout"]["world_size"] for start in starts] == [4, 2, 2]
+    assert [start["batch"]["global_batch_size"] for start in starts] == [8, 8, 8]
