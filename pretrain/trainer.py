@@ -27,6 +27,7 @@ from pretrain.distributed.process_group import init_process_group, leave_process
 from pretrain.distributed.world import World
 from pretrain.engine.attachments import attachments
 from pretrain.engine.build import DeepSpeedEngine, build_engine, deepspeed_output, remove_swap_files
+from pretrain.engine.collective_waits import measure_waits
 from pretrain.engine.layer_times import plan_as_built
 from pretrain.engine.phases import time_phases
 from pretrain.engine.recipe import EarlyStopping
@@ -39,6 +40,7 @@ from pretrain.monitor.meter import Meter
 from pretrain.monitor.predictions import Predictions
 from pretrain.monitor.profiler import Profiler
 from pretrain.monitor.read_run_folder import is_evaluated, newest_recorded
+from pretrain.monitor.slow_rank_watch import SlowRankWatch
 from pretrain.monitor.timeline import PipelineTimeline
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.resilience.data_watch import DataWatch, wait_for_stores
@@ -142,8 +144,10 @@ def _begin_loop(plan: Plan, world: World, start: _StartPoint, callbacks: StepCal
                        warn=screen.line)
     own = attachments(engine)
     own.phase_timers = time_phases(engine)
+    measure_waits(own.phase_timers)
     meter = Meter(plan, engine, folder, screen, rank=world.rank, first_step=start.step, phases=own.phase_timers,
-                  update_size=measure_updates(engine, functools.partial(owned_weights, engine)))
+                  update_size=measure_updates(engine, functools.partial(owned_weights, engine)),
+                  slow_ranks=SlowRankWatch(plan, folder, screen, first_step=start.step))
     profiler = Profiler(plan, folder, rank=world.rank, report=screen.line, after_write=meter.restart_timing,
                         before_write=functools.partial(guards.watchdog.enter, "save"))
     timeline = PipelineTimeline(plan, engine, folder, rank=world.rank, report=screen.line)

@@ -43,9 +43,19 @@ class RankOrder:
     sequence: int = 1
     tensor: int = 1
 
+    def _sizes(self) -> dict[str, int]:
+        return {"pipeline": self.pipeline, "data": self.data, "sequence": self.sequence, "tensor": self.tensor}
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Return the place of a rank on each axis."""
+        found = {}
+        for axis, size in reversed(self._sizes().items()):
+            rank, found[axis] = divmod(rank, size)
+        return dict(reversed(found.items()))
+
     def groups_along(self, axis: str) -> list[list[int]]:
         """Return all groups of ranks that differ only in their coordinate on `axis`."""
-        sizes = {"pipeline": self.pipeline, "data": self.data, "sequence": self.sequence, "tensor": self.tensor}
+        sizes = self._sizes()
         names = list(sizes)
         step = 1
         for name in names[names.index(axis) + 1:]:

@@ -1,7 +1,8 @@
 """Time of the phases of a training step: forward, backward, reduction of gradients, optimizer, waiting in a pipeline.
 
 On a device the times are those between events of its current stream, which are read in logged steps only. On a CPU they
-are wall-clock times.
+are wall-clock times. Of each phase, the time in which this rank waits in collective operations for others is known too
+(collective_waits.py).
 """
 
 import contextlib
@@ -70,11 +71,14 @@ class PhaseTimers:
 
     def __init__(self, new_event: Callable[[], _Event]) -> None:
         self._new_event = new_event
-        self._marks: deque[tuple[str, _Event]] = deque()  # (phase that begins here, time), not yet added up
+        # (phase that begins or continues here, whether the rank waits from here on, time), not yet added up
+        self._marks: deque[tuple[str, bool, _Event]] = deque()
         self._free: list[_Event] = []
         self._milliseconds = dict.fromkeys(PHASES, 0.0)
+        self._waited = dict.fromkeys(PHASES, 0.0)
+        self.waited_ms = dict.fromkeys(PHASES, 0.0)  # of the times that take_ms has returned last, waiting for others
         self.current = ""  # "": no phase
-        self._in_step = False
+        self._in_step = self._waits = False
 
     @contextlib.contextmanager
     def training_step(self) -> Iterator[None]:
@@ -84,21 +88,38 @@ class PhaseTimers:
             yield
             self.enter("")
         finally:
-            self._in_step, self.current = False, ""
+            self._in_step, self.current, self._waits = False, "", False
         self._add_up(wait=False)
 
     def enter(self, phase: str) -> None:
         """Begin a phase. Does not wait for the device."""
         if not self._in_step or phase == self.current:
             return
+        self.current = phase
+        self._mark()
+
+    def begin_wait(self) -> bool:
+        """Begin to wait for other ranks, inside of a phase. Returns False if there is no phase, or if it waits."""
+        if not self.current or self._waits:
+            return False
+        self._waits = True
+        self._mark()
+        return True
+
+    def end_wait(self) -> None:
+        """Continue the phase. Called once after each call of begin_wait that returned True."""
+        self._waits = False
+        self._mark()
+
+    def _mark(self) -> None:
         event = self._free.pop() if self._free else self._new_event()
         event.record()
-        self._marks.append((phase, event))
-        self.current = phase
+        self._marks.append((self.current, self._waits, event))
 
     def take_ms(self) -> dict[str, float]:
         """Return the milliseconds of each phase since the last call. Waits for the device."""
         self._add_up(wait=True)
+        self.waited_ms, self._waited = self._waited, dict.fromkeys(PHASES, 0.0)
         taken, self._milliseconds = self._milliseconds, dict.fromkeys(PHASES, 0.0)
         return taken
 
@@ -108,13 +129,16 @@ class PhaseTimers:
         The last mark remains: a later one ends its phase.
         """
         while len(self._marks) > 1:
-            (phase, start), (_, end) = self._marks[0], self._marks[1]
+            (phase, waits, start), (_, _, end) = self._marks[0], self._marks[1]
             if wait:
                 end.synchronize()
             elif not end.query():
                 return
             if phase:
-                self._milliseconds[phase] += start.elapsed_time(end)
+                elapsed = start.elapsed_time(end)
+                self._milliseconds[phase] += elapsed
+                if waits:
+                    self._waited[phase] += elapsed
             self._free.append(start)
             self._marks.popleft()
 

@@ -12,13 +12,16 @@ from deepspeed.accelerator import get_accelerator
 
 from pretrain.config.plan import Plan
 from pretrain.data.loader import MicroBatch
+from pretrain.engine.collective_waits import waited_outside_steps
 from pretrain.engine.phases import PhaseTimers
 from pretrain.engine.update_statistics import GradientStats, UpdateSize
 from pretrain.monitor.expected.causes import Evidence, likely_causes
 from pretrain.monitor.expected.curve_watch import OFF_CURVE, ON_CURVE, Change, CurveWatch
 from pretrain.monitor.hints.hint_log import HintLog
+from pretrain.monitor.rank_times import NUM_VALUES, OwnTimes, rank_times
 from pretrain.monitor.read_run_folder import Goodput, read_events
 from pretrain.monitor.sinks import Sinks
+from pretrain.monitor.slow_rank_watch import SlowRankWatch
 from pretrain.monitor.training_row import (
     HighestLoss,
     Interval,
@@ -26,6 +29,7 @@ from pretrain.monitor.training_row import (
     eta_seconds,
     evaluation_line,
     format_duration,
+    gather_ranks,
     perplexity,
     power_watts,
     row_line,
@@ -55,7 +59,7 @@ class Meter:
     """
 
     def __init__(self, plan: Plan, engine: DeepSpeedEngine, folder: RunFolder, screen: Screen, *, rank: int,
-                 first_step: int, phases: PhaseTimers, update_size: UpdateSize) -> None:
+                 first_step: int, phases: PhaseTimers, update_size: UpdateSize, slow_ranks: SlowRankWatch) -> None:
         self.plan, self.engine, self.folder, self.screen = plan, engine, folder, screen
         self.losses: dict[str, float] = {}  # last value of "loss", "valid loss", "test loss"
         self._last_row: Interval | None = None  # the steps of the last row
@@ -69,26 +73,30 @@ class Meter:
         self._curve_watch = CurveWatch(
             folder.path, plan.expected, first_step=first_step, seq_length=plan.args.seq_length,
             first_tokens=plan.args.first_sample * plan.args.seq_length) if rank == 0 and plan.expected else None
-        self._phases, self._update_size = phases, update_size
+        self._phases, self._update_size, self._slow_ranks = phases, update_size, slow_ranks
+        self._own_times = OwnTimes()
         self._highest_loss = HighestLoss(engine)
         self._gradients = GradientStats(engine)
 
     def timed_data(self, load: Callable[[int], list[MicroBatch]], consumed_samples: int) -> list[MicroBatch]:
         """Call `load(consumed_samples)`, and add its time to the waiting time for data."""
-        start = time.perf_counter()
+        start, waited = time.perf_counter(), waited_outside_steps()
         micro_batches = load(consumed_samples)
-        self._since.data_seconds += time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        self._since.data_seconds += seconds
+        self._own_times.add_data(seconds, waited)
         return micro_batches
 
     @contextlib.contextmanager
     def outside_steps(self, kind: str) -> Iterator[None]:
         """Exclude the time of a "save" or an "eval" from the step time. It has its own key in the next row."""
         get_accelerator().synchronize()  # the steps until now count as steps
-        start = time.perf_counter()
+        start, load = time.perf_counter(), self._own_times.load_now()
         try:
             yield
         finally:
             self._since.excluded_seconds[kind] += time.perf_counter() - start
+            self._own_times.exclude_since(load)
 
     def restart(self, step: int, consumed_samples: int) -> None:
         """Begin to measure after `step`, at the start or after a rollback. Everything since the last row is dropped."""
@@ -99,6 +107,8 @@ class Meter:
         if self._curve_watch is not None:
             self._curve_watch.return_to(step)
         self._phases.take_ms()
+        self._own_times.restart()
+        self._slow_ranks.leave_out_next()
         self._highest_loss.take()
         self._gradients.take()
         self._step, self._consumed_samples, self._since = step, consumed_samples, _SinceRow(step, consumed_samples)
@@ -107,6 +117,8 @@ class Meter:
     def restart_timing(self, step: int) -> None:
         """Exclude the time until now from the next row, for example the time of a profile: `step` is the last one."""
         self._phases.take_ms()
+        self._own_times.restart()
+        self._slow_ranks.leave_out_next()
         self._since = _SinceRow(step, self._consumed_samples)
 
     def due(self, step: int) -> bool:
@@ -126,10 +138,16 @@ class Meter:
     def _log_row(self, loss: torch.Tensor, lr: float) -> None:
         loss_now = float(loss)  # waits for the device: the time until now consists of complete steps
         interval = self._interval()
-        phase_ms = {phase: total / interval.steps for phase, total in self._phases.take_ms().items()}
-        ranks = combine_ranks(self._highest_loss.take(), data_seconds=self._since.data_seconds / interval.steps,
-                              phase_ms=phase_ms, power_watts=power_watts(), squares=self._update_size.take_squares())
-        row = training_row(self.plan, self.engine, interval, ranks, loss=loss_now, lr=lr,
+        total_ms = self._phases.take_ms()
+        own_times = self._own_times.take(total_ms, self._phases.waited_ms, interval.steps)
+        ranks = gather_ranks(
+            self._highest_loss.take(), data_seconds=self._since.data_seconds / interval.steps,
+            phase_ms={phase: total / interval.steps for phase, total in total_ms.items()}, power_watts=power_watts(),
+            squares=self._update_size.take_squares(), own_times=own_times)
+        times = rank_times(ranks[:, -NUM_VALUES:], step=interval.step, steps=interval.steps,
+                           step_ms=interval.step_seconds * 1e3)
+        row = training_row(self.plan, self.engine, interval,
+                           {**combine_ranks(ranks), **self._slow_ranks.slowest(times)}, loss=loss_now, lr=lr,
                            gradients=self._gradients.take())
         row["goodput"] = self._add_goodput(interval)
         self._since = _SinceRow(self._step, self._consumed_samples)
@@ -139,6 +157,7 @@ class Meter:
         self.screen.line(row_line(row, train_steps=self.plan.train_steps, fp16=self.plan.layout.precision == "fp16",
                                   columns=self.screen.columns))
         self._show_hints(row)
+        self._slow_ranks.observe(times)
 
     def _show_hints(self, row: dict[str, Any]) -> None:
         """Report what the curve shows with this row of training or of an evaluation: hints, and the expected curve."""

@@ -32,6 +32,9 @@ TRAINING_ROW = {
     "reduce_time_ms": ("ms", "reduction of gradients: the same mean; `null` if it overlaps with the backward pass"),
     "save_time_ms": ("ms", "time in which training waited for saves since the last row"),
     "eval_time_ms": ("ms", "the same for evaluations"),
+    "slowest_rank": ("rank", "number of the rank with the most time of its own, in which it does not wait for others, "
+                             "relative to the ranks of its pipeline stage; mean over the steps"),
+    "slowest_rank_ratio": ("ratio", "its own time relative to their median"),
     "pipeline_bubble": ("fraction", "of the time of a step in which a pipeline stage computes nothing; `null` without "
                                     "pipeline stages"),
     "tokens_per_second": ("1/s", "of all ranks, over the steps"),
@@ -125,6 +128,10 @@ EVENTS = {
     "store_wait": ("seconds name", "the object store with this file of the data answers again after this time"),
     "other_data": ("", "the data is not that of the checkpoint, which `--override data` allows"),
     "corruption": ("", "copies of a parameter differ between ranks"),
+    "slow_rank": ("ranks hosts stage kind ratio since steps evidence",
+                  "these ranks, the ranks of a host or of a pipeline stage are slower than the others, for longer than "
+                  "the spread of their times explains; `kind` is the likely cause"),
+    "slow_rank_over": ("ranks hosts stage kind ratio since steps", "they are as fast as the others again"),
     "hang": ("ranks path", "a rank made no progress within its time-out"),
     "early_stop": ("best best_step", "`--early_stopping_patience` ended the run"),
     "signal": ("", "a signal, a file such as `RUN/STOP` or a time limit asks the run to save or to stop"),

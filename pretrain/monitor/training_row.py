@@ -4,10 +4,11 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
@@ -20,6 +21,7 @@ from pretrain.engine.phases import BACKWARD, FORWARD, OPTIMIZER, PHASES, REDUCE,
 from pretrain.engine.recipe import recipe_values, router_values
 from pretrain.engine.steps import grad_norm, loss_scale, rank_loss
 from pretrain.model.flops import exact_flops_per_token, flops_per_token
+from pretrain.monitor.rank_times import NUM_VALUES
 
 
 class HighestLoss:
@@ -39,35 +41,44 @@ class HighestLoss:
         return highest
 
 
-def combine_ranks(loss_max: torch.Tensor, *, data_seconds: float, phase_ms: dict[str, float],
-                  power_watts: float | None, squares: torch.Tensor) -> dict[str, float | None]:
-    """Combine the values of all ranks, and return them by their keys in a row. Collective; waits for the device.
+def gather_ranks(loss_max: torch.Tensor, *, data_seconds: float, phase_ms: dict[str, float],
+                 power_watts: float | None, squares: torch.Tensor, own_times: Sequence[float]) -> np.ndarray:
+    """Return the values of all ranks, one row a rank, in the order of the arguments. Collective; waits for the device.
 
-    Phase times are means over the ranks. The waiting time for data is the slowest rank's. The pipeline bubble is the
-    fraction of the forward and backward pass in which a stage computes nothing, mean over the ranks.
+    A rank sends 8 bytes for each value, in one operation.
 
     Args:
         loss_max: result of HighestLoss.take.
         squares: result of UpdateSize.take_squares.
+        own_times: result of OwnTimes.take.
     """
-    before_update = phase_ms[FORWARD] + phase_ms[BACKWARD] + phase_ms[WAIT]
-    own = [*(phase_ms[phase] for phase in PHASES), power_watts or 0.0, float(power_watts is not None)]
-    sums = torch.cat([squares, torch.tensor(own, dtype=torch.float64, device=squares.device)])
-    times = torch.tensor([data_seconds, before_update], dtype=torch.float64, device=squares.device)
-    maxima = torch.cat([loss_max.double().reshape(1), times])
-    dist.all_reduce(sums)
-    dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
-    parameters, changed, sampled, *phases, watts, devices = sums.tolist()
-    highest, slowest_data, longest = maxima.tolist()
-    ranks = dist.get_world_size()
-    mean_ms = {phase: total / ranks for phase, total in zip(PHASES, phases, strict=True)}
+    host = [data_seconds, *(phase_ms[phase] for phase in PHASES), power_watts or 0.0, float(power_watts is not None)]
+    own = torch.cat([loss_max.double().reshape(1), squares.double(),
+                     torch.tensor([*host, *own_times], dtype=torch.float64, device=squares.device)])
+    everyone = own.new_empty(dist.get_world_size(), len(own))
+    dist.all_gather(list(everyone.unbind(0)), own)
+    return everyone.cpu().numpy()
+
+
+def combine_ranks(values: np.ndarray) -> dict[str, float | None]:
+    """Combine the values of all ranks (gather_ranks), and return them by their keys in a row.
+
+    Phase times are means over the ranks. The waiting time for data is the slowest rank's. The pipeline bubble is the
+    fraction of the forward and backward pass in which a stage computes nothing, mean over the ranks.
+    """
+    loss_max, parameters, changed, sampled, data_seconds, *phases, watts, has_watts = values.T[:-NUM_VALUES]
+    phase_ms = dict(zip(PHASES, phases, strict=True))
+    mean_ms = {phase: float(each.mean()) for phase, each in phase_ms.items()}
+    longest = float((phase_ms[FORWARD] + phase_ms[BACKWARD] + phase_ms[WAIT]).max())
+    devices, total = float(has_watts.sum()), float(sampled.sum())
     return {
-        "loss_max": highest, "data_time_ms": slowest_data * 1e3, "forward_time_ms": mean_ms[FORWARD],
-        "backward_time_ms": mean_ms[BACKWARD], "reduce_time_ms": mean_ms[REDUCE],
+        "loss_max": float(loss_max.max()), "data_time_ms": float(data_seconds.max()) * 1e3,
+        "forward_time_ms": mean_ms[FORWARD], "backward_time_ms": mean_ms[BACKWARD], "reduce_time_ms": mean_ms[REDUCE],
         "optimizer_time_ms": mean_ms[OPTIMIZER],
         "pipeline_bubble": 1 - (mean_ms[FORWARD] + mean_ms[BACKWARD]) / longest if longest > 0 else None,
-        "power_watts": watts / devices if devices else None, "param_norm": math.sqrt(parameters),
-        "update_ratio": math.sqrt(changed / sampled) if sampled else math.nan}
+        "power_watts": float(watts.sum()) / devices if devices else None,
+        "param_norm": math.sqrt(float(parameters.sum())),
+        "update_ratio": math.sqrt(float(changed.sum()) / total) if total else math.nan}
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""RunFolder: rank 0 appends to run.json, events.jsonl, metrics.jsonl and predictions.jsonl of a run folder."""
+"""RunFolder: rank 0 appends to run.json, events.jsonl, metrics.jsonl ... of a run folder."""
 
 import contextlib
 import errno
@@ -31,6 +31,11 @@ class RunFolder:
         if active:
             with contextlib.suppress(OSError):  # the first row reports it
                 path.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def is_active(self) -> bool:
+        """Whether this process writes the files."""
+        return self._active
 
     def start(self, record: dict[str, Any]) -> None:
         """Append a record to run.json, the list of all starts."""
@@ -70,6 +75,10 @@ class RunFolder:
     def prediction(self, row: dict[str, Any]) -> None:
         """Append a row to predictions.jsonl."""
         self._append("predictions.jsonl", row)
+
+    def rank_times(self, row: dict[str, Any]) -> None:
+        """Append a row to rank_times.jsonl."""
+        self._append("rank_times.jsonl", row)
 
     def _append(self, name: str, row: dict[str, Any]) -> None:
         if not self._active:

@@ -1,0 +1,201 @@
+"""The times of each rank in the steps between two logged ones: measured, gathered, and kept in RUN/rank_times.jsonl.
+
+The times of a rank are those in which it did not wait for other ranks, and `reduce_wait`, in which it waited inside of
+collective operations: reductions, all-gathers, and transfers between pipeline stages. Of ranks that train together, the
+slowest one has the largest `own` and the smallest `reduce_wait`; the others wait for it.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pretrain.distributed.host_load import HostLoad, HostLoadReader
+from pretrain.engine.collective_waits import waited_outside_steps
+from pretrain.engine.phases import BACKWARD, FORWARD, OPTIMIZER, REDUCE, WAIT
+from pretrain.errors import ConfigError
+from pretrain.monitor.read_run_folder import read_rows, read_starts
+
+RANK_TIMES = "rank_times.jsonl"
+# the keys of "ms", each a list by rank: milliseconds of a step, mean over the steps of the row
+TIMES = {
+    "data": "waiting for data",
+    "forward": "forward pass, without waiting for other ranks",
+    "backward": "backward pass, without waiting for other ranks",
+    "reduce_wait": "waiting in collective operations and in transfers between pipeline stages",
+    "optimizer": "clipping and update, without waiting for other ranks",
+    "own": "all of it but `reduce_wait`",
+}
+# the keys of "load": what the kernel counted for the thread that trains, of a step, mean over the steps of the row
+LOAD = {
+    "cpu": "ms in which it computed",
+    "run_delay": "ms in which it was ready to run, while others had the CPU",
+    "throttled": "ms in which its control group was over its CPU quota",
+    "read_bytes": "bytes that its process read from a disk",
+    "gpu_slowed": "fraction of the readings at which its GPU ran below its clock because of heat or power",
+    "link": "ms in which a message from the previous rank arrives; NaN: not measured",
+}
+_KEYS = (*TIMES, *LOAD)
+_MOST_NUMBERS = 64  # ranks that each logged step gets a row for; with more ranks, a row has the mean of several
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """The times of all ranks in the steps since the last logged one."""
+
+    step: int  # the last of the steps
+    steps: int
+    step_ms: float  # mean time of a step
+    ms: Mapping[str, np.ndarray]  # keys of TIMES -> [ranks]
+    load: Mapping[str, np.ndarray]  # keys of LOAD -> [ranks]
+
+    def row(self) -> dict[str, Any]:
+        """Return the row of rank_times.jsonl."""
+        return {"step": self.step, "steps": self.steps, "time": time.time(), "step_ms": round(self.step_ms, 2),
+                "ms": {key: _rounded(self.ms[key]) for key in TIMES},
+                "load": {key: _rounded(self.load[key]) for key in LOAD if np.any(self.load[key] > 0)}}
+
+    @classmethod
+    def of_row(cls, row: Mapping[str, Any]) -> "RankTimes":
+        """Return the times of a row of rank_times.jsonl. Raises KeyError, TypeError or ValueError on other values."""
+        ms = {key: np.asarray(row["ms"][key], dtype=float) for key in TIMES}
+        missing = [None] * len(ms["own"])
+        load = {key: np.asarray(row["load"].get(key, [0] * len(missing)), dtype=float) for key in LOAD}
+        return cls(int(row["step"]), int(row["steps"]), float(row["step_ms"]), ms, load)
+
+
+def _rounded(values: np.ndarray) -> list[float | None]:
+    return [round(value, 2) if np.isfinite(value) else None for value in values.tolist()]
+
+
+class OwnTimes:
+    """Measures the times of this rank since the last logged step."""
+
+    def __init__(self) -> None:
+        self._reader = HostLoadReader()
+        self.link_ms = float("nan")
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget everything since the last logged step."""
+        self._data_s = self._data_waited_s = 0.0
+        self._excluded = HostLoad()
+        self._start = self._reader.read()
+
+    def add_data(self, seconds: float, waited_before_s: float) -> None:
+        """Add the time of loading data. `waited_before_s`: result of waited_outside_steps before it."""
+        self._data_s += seconds
+        self._data_waited_s += waited_outside_steps() - waited_before_s
+
+    def load_now(self) -> HostLoad:
+        return self._reader.read()
+
+    def exclude_since(self, start: HostLoad) -> None:
+        """Exclude an evaluation or a save, before which `load_now` returned `start`."""
+        self._excluded = self._excluded.plus(self._reader.read().since(start))
+
+    def take(self, phase_ms: Mapping[str, float], waited_ms: Mapping[str, float], steps: int) -> list[float]:
+        """Return the values of TIMES and LOAD of a step, and restart.
+
+        Args:
+            phase_ms: result of PhaseTimers.take_ms.
+            waited_ms: PhaseTimers.waited_ms.
+            steps: number of steps since the last logged one.
+        """
+        own = {phase: phase_ms[phase] - waited_ms[phase] for phase in phase_ms}
+        data, data_waited = self._data_s * 1e3, self._data_waited_s * 1e3
+        times = {
+            "data": data - data_waited, "forward": own[FORWARD] + own[WAIT], "backward": own[BACKWARD] + own[REDUCE],
+            "reduce_wait": sum(waited_ms.values()) + data_waited, "optimizer": own[OPTIMIZER]}
+        times["own"] = sum(times.values()) - times["reduce_wait"]
+        load = self._reader.read().since(self._start).since(self._excluded)
+        link, self.link_ms = self.link_ms * steps, float("nan")
+        values = [*(times[key] for key in TIMES), *load, link]
+        self.restart()
+        return [value / steps for value in values]
+
+
+NUM_VALUES = len(_KEYS)  # of a rank, in the order of TIMES and LOAD
+
+
+def rank_times(values: np.ndarray, *, step: int, steps: int, step_ms: float) -> RankTimes:
+    """Return the times of all ranks. `values`: [ranks, NUM_VALUES], the results of OwnTimes.take."""
+    columns = dict(zip(_KEYS, values.T, strict=True))
+    return RankTimes(step, steps, step_ms, {key: columns[key] for key in TIMES}, {key: columns[key] for key in LOAD})
+
+
+def mean_times(parts: Sequence[RankTimes]) -> RankTimes:
+    """Return the times of consecutive rows as one row: means over their steps."""
+    steps = sum(part.steps for part in parts)
+    weights = [part.steps / steps for part in parts]
+
+    def mean(values: Sequence[Any]) -> Any:
+        return sum(weight * value for weight, value in zip(weights, values, strict=True))
+
+    links = np.stack([part.load["link"] for part in parts])
+    load = {key: mean([part.load[key] for part in parts]) for key in LOAD if key != "link"}
+    load["link"] = np.fmin.reduce(links)
+    return RankTimes(parts[-1].step, steps, mean([part.step_ms for part in parts]),
+                     {key: mean([part.ms[key] for part in parts]) for key in TIMES}, load)
+
+
+class RankTimesLog:
+    """Makes the rows of rank_times.jsonl: first the header of this start, then rows.
+
+    With many ranks, a row has the mean of several logged steps, so that the file does not become larger.
+    """
+
+    def __init__(self, run: Path, hosts: Sequence[str], coordinates: Sequence[Mapping[str, int]], *,
+                 first_step: int) -> None:
+        self._run, self._first_step = run, first_step
+        self._hosts, self._coordinates = list(hosts), [dict(each) for each in coordinates]
+        self._parts: list[RankTimes] = []
+        self._every = -(-len(self._hosts) // _MOST_NUMBERS)
+        self._has_header = False
+
+    def rows(self, times: RankTimes) -> list[dict[str, Any]]:
+        """Add the times of a logged step. Returns the rows to append to the file."""
+        self._parts.append(times)
+        if len(self._parts) < self._every:
+            return []
+        row, self._parts = mean_times(self._parts).row(), []
+        header = [] if self._has_header else [self._header()]
+        self._has_header = True
+        return [*header, row]
+
+    def _header(self) -> dict[str, Any]:
+        try:
+            start = len(read_starts(self._run)) - 1
+        except (ConfigError, OSError):
+            start = 0
+        return {"start": max(start, 0), "time": time.time(), "step": self._first_step, "hosts": self._hosts,
+                "coordinates": self._coordinates}
+
+
+@dataclass(frozen=True)
+class StartTimes:
+    """The rows of one start."""
+
+    start: int  # index of its record in run.json
+    hosts: list[str]  # by rank
+    coordinates: list[dict[str, int]]  # by rank: {"pipeline": 0, "data": 1, "sequence": 0, "tensor": 0}
+    times: list[RankTimes]
+
+
+def read_rank_times(run: Path) -> list[StartTimes]:
+    """Return the rows of each start of a run, in their order; damaged rows are left out."""
+    starts: list[StartTimes] = []
+    for row in read_rows(run / RANK_TIMES):
+        try:
+            if "hosts" in row:
+                starts.append(StartTimes(int(row["start"]), list(row["hosts"]), list(row["coordinates"]), []))
+            elif starts:
+                times = RankTimes.of_row(row)
+                if all(len(values) == len(starts[-1].hosts) for values in times.ms.values()):
+                    starts[-1].times.append(times)
+        except (KeyError, TypeError, ValueError, AttributeError):
+            continue
+    return starts

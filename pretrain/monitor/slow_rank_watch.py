@@ -1,0 +1,51 @@
+"""Rank 0's watch over the times of all ranks: rows of rank_times.jsonl, events and lines for slow ranks."""
+
+import socket
+from typing import Any
+
+import numpy as np
+from deepspeed.accelerator import get_accelerator
+
+from pretrain.config.plan import Plan
+from pretrain.distributed.collectives import gather
+from pretrain.engine.parallelism import rank_order
+from pretrain.monitor.rank_times import RankTimes, RankTimesLog
+from pretrain.monitor.slow_ranks import Place, SlowRanks, peers_of
+from pretrain.monitor.write_run_folder import RunFolder
+from pretrain.terminal import Screen
+
+
+class SlowRankWatch:
+    """Writes the times of the ranks, and reports which ranks are slow. Constructing it is collective."""
+
+    def __init__(self, plan: Plan, folder: RunFolder, screen: Screen, *, first_step: int) -> None:
+        self._folder, self._screen = folder, screen
+        hosts, order = gather(socket.gethostname()), rank_order(plan.layout)
+        coordinates = [order.coordinates(rank) for rank in range(len(hosts))]
+        self._log = RankTimesLog(folder.path, hosts, coordinates, first_step=first_step)
+        self._places = [Place(host, place["pipeline"]) for host, place in zip(hosts, coordinates, strict=True)]
+        self._slow = SlowRanks(self._places, on_cpu=get_accelerator().device_name() == "cpu")
+
+    def leave_out_next(self) -> None:
+        """Leave the next row out: it does not have only complete steps of training."""
+        self._slow.leave_out_next()
+
+    def slowest(self, times: RankTimes) -> dict[str, Any]:
+        """Return the keys of the slowest rank in a row of metrics.jsonl."""
+        if len(self._places) == 1:
+            return {"slowest_rank": None, "slowest_rank_ratio": None}
+        own = times.ms["own"]
+        ratios = np.array([own[rank] / max(float(np.median(own[peers])), 1e-9)
+                           for rank, peers in enumerate(peers_of(self._places))])
+        slowest = int(ratios.argmax())
+        return {"slowest_rank": slowest, "slowest_rank_ratio": float(ratios[slowest])}
+
+    def observe(self, times: RankTimes) -> None:
+        """Add the times of a logged step."""
+        if len(self._places) == 1 or not self._folder.is_active:
+            return
+        for row in self._log.rows(times):
+            self._folder.rank_times(row)
+        for change in self._slow.observe(times):
+            self._screen.line(f"{change.event}: {change}")
+            self._folder.event(change.event, reason=str(change), **change.record())

@@ -1,0 +1,232 @@
+"""Plant slow ranks in real runs of 4 ranks, and count what the runs name: python -m tests.support.slow_ranks --help.
+
+A tiny GPT-2-style model is trained on CPUs. All runs keep the first 15 s healthy, unless --from_start.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from pretrain.monitor.read_run_folder import read_events
+from pretrain.monitor.slow_ranks import SLOW_RANK
+from pretrain.paths import STOP_FILE
+from tests.conftest import write_corpus
+from tests.support.cases import config, flags
+from tests.support.launch import ROOT, free_port, rank_environment
+
+HEALTHY_S = 15.0
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "zero1": config(1, precision="bf16"), "zero0": config(0, precision="bf16"), "zero2": config(2, precision="bf16"),
+    "zero3": config(3, precision="bf16"), "pipeline2": config(1, precision="bf16", stages=2, accumulation=4),
+    "pipeline4": config(0, precision="bf16", stages=4, accumulation=8)}
+CPU_GROUPS = Path("/sys/fs/cgroup/cpu")  # version 1
+# a module that the ranks import: it delays the reads of data of one rank, once the file "slow" exists
+SLOW_READS = """
+import os, time
+from pathlib import Path
+if os.environ.get("RANK") == os.environ.get("SLOW_READS_RANK"):
+    from pretrain.data.loader import Loader
+    step = Loader.step
+    def slow(self, *args):
+        if Path(os.environ["SLOW_READS_FILE"]).exists():
+            time.sleep(float(os.environ["SLOW_READS_S"]))
+        return step(self, *args)
+    Loader.step = slow
+"""
+
+
+class Ranks:
+    """Processes of one run, with the output of each in `folder`."""
+
+    def __init__(self, folder: Path, layout: str, *, ranks: int = 4, hidden: int = 64,
+                 environ: dict[str, str] | None = None, **more: Any) -> None:
+        self.folder, self.run = folder, folder / "run"
+        folder.mkdir(parents=True, exist_ok=True)
+        values = flags(write_corpus(folder / "corpus"), hidden=hidden, steps=10**6, **more)
+        (folder / "ds.json").write_text(json.dumps(LAYOUTS[layout]))
+        words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
+        command = [sys.executable, str(ROOT / "pretrain/train.py"), "--deepspeed_config", "ds.json", *words,
+                   "--log_interval", "5", "--save", "run", "--save_interval", "0", "--eval_interval", "0"]
+        port = free_port()
+        self.processes = []
+        for rank in range(ranks):
+            with (folder / f"rank{rank}.log").open("w") as log:
+                self.processes.append(subprocess.Popen(
+                    command, cwd=folder, stdout=log, stderr=subprocess.STDOUT,
+                    env={**rank_environment(rank, ranks, port), **(environ or {})}))
+
+    def pid(self, rank: int) -> int:
+        return self.processes[rank].pid
+
+    def wait_for_steps(self) -> None:
+        """Return when the run has logged a step."""
+        while not (self.run / "metrics.jsonl").exists():
+            if any(process.poll() is not None for process in self.processes):
+                raise RuntimeError((self.folder / "rank0.log").read_text()[-3000:])
+            time.sleep(0.2)
+
+    def stop_after(self, seconds: float) -> list[dict[str, Any]]:
+        """Let the run train for this time, stop it, and return the events of slow ranks."""
+        time.sleep(seconds)
+        (self.run / STOP_FILE).touch()
+        for process in self.processes:
+            process.wait()
+        return [event for event in read_events(self.run) if event["event"].startswith(SLOW_RANK)]
+
+    def kill(self) -> None:
+        for process in self.processes:
+            with contextlib.suppress(OSError):
+                process.send_signal(signal.SIGCONT)
+                process.kill()
+            process.wait()
+
+
+@contextlib.contextmanager
+def stopped(ranks: Ranks, rank: int, *, share: float = 0.5, period_s: float = 0.2) -> Iterator[None]:
+    """Stop a rank for a share of the time."""
+    over = threading.Event()
+
+    def pulse() -> None:
+        while not over.is_set():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(ranks.pid(rank), signal.SIGSTOP)
+                over.wait(share * period_s)
+                os.kill(ranks.pid(rank), signal.SIGCONT)
+            over.wait((1 - share) * period_s)
+
+    thread = threading.Thread(target=pulse)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@contextlib.contextmanager
+def niced(ranks: Ranks, rank: int) -> Iterator[None]:
+    """Give a rank the lowest priority, on one CPU with a busy loop."""
+    pid = ranks.pid(rank)
+    with _busy(1, cpu=0):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            os.sched_setaffinity(int(task.name), {0})
+            os.setpriority(os.PRIO_PROCESS, int(task.name), 19)
+        yield
+
+
+@contextlib.contextmanager
+def throttled(ranks: Ranks, rank: int, *, cpus: float = 0.25) -> Iterator[None]:
+    """Limit a rank to a share of a CPU by its control group; without version 1 of these groups, stop it instead."""
+    group = CPU_GROUPS / f"slow-rank-{os.getpid()}"
+    try:
+        (group / "cpu.cfs_period_us").write_text("100000")
+        (group / "cpu.cfs_quota_us").write_text(str(int(cpus * 1e5)))
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            (group / "cpu.cfs_quota_us").write_text("-1")
+
+
+@contextlib.contextmanager
+def slow_reads(ranks: Ranks, rank: int) -> Iterator[None]:
+    """Let each read of data take longer, in a rank with the module SLOW_READS."""
+    (ranks.folder / "slow").touch()
+    yield
+
+
+@contextlib.contextmanager
+def _busy(processes: int, *, cpu: int | None = None) -> Iterator[None]:
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
+    try:
+        for loop in loops:
+            if cpu is not None:
+                os.sched_setaffinity(loop.pid, {cpu})
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+PLANTS: dict[str, Callable[[Ranks, int], contextlib.AbstractContextManager[None]]] = {
+    "stopped": stopped, "niced": niced, "throttled": throttled, "slow_reads": slow_reads}
+EXPECTED = {"stopped": "stopped", "niced": "other load", "throttled": "throttling", "slow_reads": "data"}
+
+
+def plant(folder: Path, kind: str, layout: str, rank: int, *, seconds: float, from_start: bool) -> list[dict[str, Any]]:
+    """Train with a slow rank, and return the events."""
+    environ = {}
+    if kind == "slow_reads":
+        (folder / "modules").mkdir(parents=True, exist_ok=True)
+        (folder / "modules" / "sitecustomize.py").write_text(SLOW_READS)
+        environ = {"PYTHONPATH": f"{folder / 'modules'}{os.pathsep}{ROOT}", "SLOW_READS_RANK": str(rank),
+                   "SLOW_READS_FILE": str(folder / "slow"), "SLOW_READS_S": "0.1"}
+    ranks = Ranks(folder, layout, environ=environ)
+    if kind == "throttled":  # before the rank has started: it looks for its group once
+        group = CPU_GROUPS / f"slow-rank-{os.getpid()}"
+        group.mkdir(exist_ok=True)
+        (group / "cgroup.procs").write_text(str(ranks.pid(rank)))
+    try:
+        ranks.wait_for_steps()
+        if not from_start:
+            time.sleep(HEALTHY_S)
+        with PLANTS[kind](ranks, rank):
+            return ranks.stop_after(seconds)
+    finally:
+        ranks.kill()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--healthy", type=int, default=0, help="number of runs without a slow rank")
+    parser.add_argument("--plant", nargs="*", default=[], choices=list(PLANTS), help="kinds of slow ranks")
+    parser.add_argument("--layouts", nargs="*", default=["zero1"], choices=list(LAYOUTS))
+    parser.add_argument("--load", type=int, default=2, help="busy loops on this machine during healthy runs")
+    parser.add_argument("--seconds", type=float, default=60.0, help="length of a run")
+    parser.add_argument("--from_start", action="store_true", help="the rank is slow from the first logged step on")
+    parser.add_argument("--folder", type=Path, default=None, help="where the runs remain")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.folder or Path(temporary)
+        alarms = 0
+        for number in range(arguments.healthy):
+            layout = arguments.layouts[number % len(arguments.layouts)]
+            with _busy(arguments.load):
+                ranks = Ranks(folder / f"healthy{number}", layout)
+                try:
+                    ranks.wait_for_steps()
+                    events = ranks.stop_after(arguments.seconds)
+                finally:
+                    ranks.kill()
+            alarms += len(events)
+            print(f"healthy {number + 1:2} {layout}: {_text(events)}", flush=True)
+        if arguments.healthy:
+            print(f"{alarms} alarms in {arguments.healthy} healthy runs")
+        for kind in arguments.plant:
+            for number, layout in enumerate(arguments.layouts):
+                rank = (number + 1) % 4
+                events = plant(folder / f"{kind}_{layout}", kind, layout, rank, seconds=arguments.seconds,
+                               from_start=arguments.from_start)
+                first = next(iter(events), None)
+                right = first is not None and first["ranks"] == [rank]
+                named = right and first is not None and first["kind"] == EXPECTED[kind]
+                print(f"{kind} rank {rank} {layout}: {'found' if right else 'NOT FOUND'}"
+                      f"{'' if not right or named else ', OTHER KIND'}: {_text(events)}", flush=True)
+
+
+def _text(events: list[dict[str, Any]]) -> str:
+    return "; ".join(f"{event['event']} step {event['step']} {event['reason']}" for event in events) or "nothing"
+
+
+if __name__ == "__main__":
+    main()
