@@ -25,7 +25,7 @@ from pretrain.distributed.world import world_from_environment
 from pretrain.errors import ConfigError
 
 _MULTIHOST_FLAGS = ("master_addr", "launcher", "launcher_args", "ssh_port", "no_ssh", "node_rank", "force_multi",
-                    "venv_script", "meet", "grace")
+                    "venv_script", "meet", "grace", "exclude_stragglers")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -75,6 +75,9 @@ def add_host_flags(parser: Parser) -> None:
     hosts.add_argument("--include", "-i", default="", help="HOST[:SLOT,SLOT][@HOST...]: use only these hosts or slots")
     hosts.add_argument("--exclude", "-e", default="",
                        help="HOST[:SLOT,SLOT][@HOST...]: use all hosts and slots but these")
+    hosts.add_argument("--exclude_stragglers", action="store_true",
+                       help="leave out the hosts that the last start of the run named as slow, for 3 starts, at the "
+                            "same global batch")
     hosts.add_argument("--num_nodes", type=_COUNT, default=-1, help="use only the first N hosts")
     hosts.add_argument("--num_gpus", "--num_accelerators", type=_COUNT, default=-1,
                        help="ranks on each host, one per GPU (default: one per slot; without a hostfile one per GPU, "

@@ -37,6 +37,8 @@ from pretrain.cluster.hosts.rank_environment import (
 from pretrain.cluster.hosts.remote import Transport, local_transport, srun_transport, ssh_options, ssh_transport
 from pretrain.cluster.hosts.rendezvous import PORT_OFFSET, join_rendezvous
 from pretrain.cluster.launcher_flags import LAUNCHER_PROGRAMS, launcher_parser, split_command_line
+from pretrain.cluster.supervise.launch_command import HOST_FILTERS, batch_flags, check_batch, is_one_of
+from pretrain.cluster.supervise.slow_hosts import LeftOut, choose_without, hosts_to_leave_out, record_start
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.distributed.device import Device, cpu_device, detect_device
@@ -44,6 +46,7 @@ from pretrain.distributed.process import PROGRAM
 from pretrain.distributed.world import DEFAULT_MASTER_PORT
 from pretrain.errors import REJECTED, ConfigError, counted
 from pretrain.memory.memory_watch import plan_remarks
+from pretrain.monitor.read_run_folder import newest_start
 from pretrain.resilience.launcher_watch import launcher_variable
 from pretrain.resilience.run_lock import reject_second_start
 
@@ -66,10 +69,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def launch_on_hosts(flags: argparse.Namespace, train: Sequence[str]) -> int:
     """Check the hosts and the run, then run it on all hosts. Returns its exit code. Raises ConfigError."""
+    args, left_out = parse_arguments(list(train)), dict[str, LeftOut]()
+    if flags.exclude_stragglers:
+        left_out = _without_slow_hosts(flags, Path(args.save))
     slots = hosts_from_flags(flags)
+    if left_out:
+        train = [*train, *batch_flags(sum(map(len, slots.values())), newest_start(Path(args.save)))]
+        args = parse_arguments(list(train))
     _check_launcher(flags, slots)
     flags.master_port = flags.master_port or int(DEFAULT_MASTER_PORT)
-    args = parse_arguments(list(train))
     if not flags.check_only:
         reject_second_start(Path(args.save))
     folder = Path.cwd()
@@ -87,13 +95,34 @@ def launch_on_hosts(flags: argparse.Namespace, train: Sequence[str]) -> int:
     if flags.check_only:
         _say_remarks(start, facts, ranks)
         return 0
+    if flags.exclude_stragglers:
+        record_start(Path(args.save), ranks, left_out)
     job = MultihostJob(secrets.token_hex(8), ranks, list(slots), transport, flags.grace)
     return _run_from_this_host(flags, [_TRAIN, *train], facts, user, job, folder / args.save)
 
 
+def _without_slow_hosts(flags: argparse.Namespace, run: Path) -> dict[str, LeftOut]:
+    """Exclude the slow hosts from the flags, as long as most hosts remain. Returns them. Raises ConfigError."""
+    for name in ("no_ssh", *HOST_FILTERS):
+        if name != "exclude_stragglers" and getattr(flags, name) not in ("", -1, False):
+            raise ConfigError(f"--{name}", problem="this flag cannot be combined with --exclude_stragglers",
+                              remedy="list in the hostfile exactly the hosts and slots to use")
+    hosts = {host: len(numbers) for host, numbers in hosts_from_flags(flags).items()}
+    slow = hosts_to_leave_out(run, hosts)
+    if not slow:
+        return {}
+    previous = newest_start(run)
+    left_out = choose_without(hosts, slow, min_hosts=len(hosts) // 2 + 1, print_line=say,
+                              check=lambda rest: check_batch(rest, previous))
+    flags.exclude = "@".join(left_out)
+    if is_one_of(flags.master_addr, left_out):
+        flags.master_addr = ""  # the first remaining host
+    return left_out
+
+
 def launch_command_on_hosts(flags: argparse.Namespace, name: str, words: Sequence[str]) -> int:
     """Check the hosts, then run a subcommand with its flags on all hosts. Returns its exit code. Raises ConfigError."""
-    for flag in ("check_only", "no_ssh"):
+    for flag in ("check_only", "no_ssh", "exclude_stragglers"):
         if getattr(flags, flag):
             raise ConfigError(f"--{flag}", problem=f"it is for runs, not for {name}", remedy=f"leave --{flag} out")
     slots, folder = hosts_from_flags(flags), Path.cwd()

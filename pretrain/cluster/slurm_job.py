@@ -18,6 +18,7 @@ from pretrain.checkpoint.load.resume import checkpoints_folder
 from pretrain.checkpoint.load.start import check_start
 from pretrain.checkpoint.save.commit import next_checkpoint_bytes
 from pretrain.cli import Parser, run_main, say
+from pretrain.cluster.supervise.slow_hosts import slow_hosts_of
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.config.plan import Plan
 from pretrain.distributed.device import detect_device
@@ -93,7 +94,10 @@ def before(plan: Plan, environ: Mapping[str, str], *, signal_s: int) -> None:
 
 
 def after(run: Path, environ: Mapping[str, str], *, exit_code: int) -> int:
-    """Return 0 if the job should be requeued, otherwise 1. Prints the decision. `before` names lost nodes."""
+    """Return 0 if the job should be requeued, otherwise 1. Prints the decision, and slow nodes.
+
+    `before` names lost nodes.
+    """
     starts = read_record(run, environ["SLURM_JOB_ID"])
     step = newest_step(run / "checkpoints")
     reason = NO_RESTART.get(exit_code)
@@ -104,6 +108,12 @@ def after(run: Path, environ: Mapping[str, str], *, exit_code: int) -> int:
         reason = f"{MAX_STARTS_WITHOUT_PROGRESS} starts in a row made no progress beyond step {step}"
     decision = f"the job is not requeued, because {reason}" if reason else "the job goes back to the queue"
     say(f"exit code {exit_code}, step {step}: {decision}")
+    slow = slow_hosts_of(read_events(run), {})
+    for node, why in slow.items():
+        say(f"node {node} was slow: {why}")
+    if slow and not reason:
+        say(f"to leave it out, run this while the job is pending: scontrol update JobId={environ['SLURM_JOB_ID']} "
+            f"ExcNodeList={','.join(slow)}")
     return 1 if reason else 0
 
 

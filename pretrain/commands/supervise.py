@@ -11,7 +11,8 @@ from typing import Any
 from pretrain.cli import LONGEST_SECONDS, Parser, number, path_text, text, whole_number
 from pretrain.cluster.hosts.remote import default_transport
 from pretrain.cluster.supervise import launch_command
-from pretrain.cluster.supervise.supervisor import SupervisorSettings, supervise
+from pretrain.cluster.supervise.choose_hosts import SupervisorSettings
+from pretrain.cluster.supervise.supervisor import supervise
 from pretrain.errors import ConfigError
 from pretrain.terminal import print_line
 
@@ -47,6 +48,9 @@ def main() -> int:
     parser.add_argument("--save", type=path_text, help="run folder (default: --save of COMMAND or of its YAML)")
     parser.add_argument("--hostfile", type=path_text,
                         help="hosts to check before each start (default: --hostfile of COMMAND)")
+    parser.add_argument("--exclude_stragglers", action="store_true",
+                        help="with --min_hosts: also leave out the hosts that the last start named as slow, for 3 "
+                             "starts")
     for name, (parse, about) in _FLAGS.items():
         default = _DEFAULTS[name]
         shown = "" if "default" in about else f" (default: {default:g})"
@@ -63,6 +67,7 @@ def main() -> int:
         launch_command.hosts_of(command, hostfile)  # validate the hostfile before the run folder is created and locked
     settings = SupervisorSettings(command=command, run=launch_command.run_folder(command, args.save), hostfile=hostfile,
                                   transport=default_transport(launch_command.launcher_host_flags(command).ssh_port),
+                                  exclude_stragglers=args.exclude_stragglers,
                                   **{name: getattr(args, name) for name in _FLAGS})
     return supervise(settings, _print_line)
 

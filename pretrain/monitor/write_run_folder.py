@@ -63,7 +63,7 @@ class RunFolder:
             self._warn(f"warning: {error} It is now {damaged}.")
             return []
 
-    def event(self, kind: str, *, step: int, reason: str = "", **details: Any) -> None:
+    def event(self, kind: str, /, *, step: int, reason: str = "", **details: Any) -> None:
         """Append a row to events.jsonl. `kind` is start, resume, save, skip, stop ..."""
         self._append("events.jsonl", {"time": time.time(), "event": kind, "step": step, "reason": reason, **details})
 

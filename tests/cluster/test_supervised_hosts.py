@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -78,14 +78,15 @@ def test_ranks_on_another_host_are_listed_signalled_and_ended(pair: Hosts, tmp_p
     assert unhealthy_hosts([pair.a.address, address], command, transport, LIMIT_S) == {pair.a.address: "no netb"}
 
 
-def start_supervised(words: list[str], corpus: str, folder: Path, pair: Hosts) -> subprocess.Popen[str]:
-    """Start a supervised run on both hosts, with its output in FOLDER/log."""
+def start_supervised(words: list[str], corpus: str, folder: Path, pair: Hosts, *, slots: int = 1,
+                     more: Sequence[str] = ()) -> subprocess.Popen[str]:
+    """Start a supervised run on both hosts, with its output in FOLDER/log. `more`: further flags of the run."""
     (folder / "zero2.json").write_text(json.dumps(JSON))
-    hostfile = pair.hostfile(folder / "hosts")
+    hostfile = pair.hostfile(folder / "hosts", slots)
     with open(folder / "log", "w", encoding="utf-8") as log:
         return supervise([*words, "--health_command", "true", "--", str(ROOT / "launch" / "cluster.sh"), "--hostfile",
                           str(hostfile), "--master_port", str(free_port()), "--grace", "1", "--",
-                          *flags(corpus, folder)],
+                          *flags(corpus, folder), *more],
                          environ=pair.environ, stdout=log, stderr=log)
 
 

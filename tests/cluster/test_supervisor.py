@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+from pretrain.cluster.supervise.choose_hosts import SupervisorSettings
 from pretrain.cluster.supervise.launch_command import (
     check_can_lose_hosts,
     hostfile_of,
@@ -24,7 +25,7 @@ from pretrain.cluster.supervise.launch_command import (
     with_separator,
 )
 from pretrain.cluster.supervise.outcome import RunProgress, classify_exit
-from pretrain.cluster.supervise.supervisor import SupervisorSettings, backoff
+from pretrain.cluster.supervise.supervisor import backoff
 from pretrain.cluster.supervise.supervisor_files import RestartLog
 from pretrain.errors import ConfigError
 from pretrain.resilience.lease_file import Owner

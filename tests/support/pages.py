@@ -19,6 +19,7 @@ PAGES = [README, *(ROOT / name for name in (
     "ds_configs/README.md", "ds_configs/recipe.md", "ds_configs/long_sequences.md", "ds_configs/pipelines.md",
     "ds_configs/parallelism.md", "ds_configs/claims.md",
     "launch/README.md", "launch/unattended.md", "launch/right_results.md",
+    "launch/slow_ranks.md",
     "pretrain/README.md", "tests/README.md",
     ".github/CONTRIBUTING.md", ".github/SECURITY.md", ".github/CHANGELOG.md"))]
 
@@ -113,6 +114,8 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "ds-pretrain --hostfile HOSTS --config run.yaml", "launch/cluster.sh --hostfile HOSTS -- --config run.yaml",
         "launch/mpi.sh -np 16 --hostfile HOSTS -- --config run.yaml",
         "ds-pretrain supervise --hostfile HOSTS --min_hosts 6 -- ds-pretrain --hostfile HOSTS --config run.yaml",
+        "ds-pretrain supervise --min_hosts 6 --exclude_stragglers -- ds-pretrain --hostfile HOSTS --config run.yaml",
+        "ds-pretrain --exclude_stragglers --hostfile HOSTS --config run.yaml",
         "ds-pretrain check-cluster --hostfile HOSTS --config run.yaml"),
     "tests/cluster/test_doctor.py runs it; its exit code depends on the machine": (
         "ds-pretrain doctor --save runs/first",

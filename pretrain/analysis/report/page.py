@@ -21,7 +21,7 @@ from pretrain.analysis.report.run_table import RunTable
 from pretrain.errors import ConfigError
 
 _LIBRARY = "vendor/uPlot"
-_SCRIPTS = ("format.js", "series.js", "chart.js", "report.js")
+_SCRIPTS = ("format.js", "series.js", "chart.js", "heat_map.js", "incidents.js", "report.js")
 ADDRESS = "127.0.0.1"
 # A page of another site may let its own name resolve to 127.0.0.1 (DNS rebinding); its requests carry this name.
 # The port is not compared: it differs at the near end of an ssh tunnel.

@@ -2,15 +2,16 @@
 
 import math
 import time
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from pretrain.analysis.report.compare import as_text, changes_between, differences, run_names, settings
+from pretrain.analysis.report.crashes import crashes_of
 from pretrain.analysis.report.expected import expected_curve, newest_comparison
 from pretrain.analysis.report.hints import hints_of
+from pretrain.analysis.report.incidents import incidents_of
 from pretrain.analysis.report.predictions import predictions_data
 from pretrain.analysis.report.reduce import (
     Curves,
@@ -20,6 +21,7 @@ from pretrain.analysis.report.reduce import (
     reduce_rows,
     reduce_segments,
 )
+from pretrain.analysis.report.replays import kept_records, replays_data, state_of_folders
 from pretrain.analysis.report.run_table import Columns, RunTable, as_float
 from pretrain.errors import escape_controls
 
@@ -27,6 +29,7 @@ MAX_POINTS = 6000  # of each curve, over all runs: the page remains below a few 
 _MIN_POINTS = 400
 _MAX_EVENTS = 200  # of a kind
 _MAX_STARTS = 200
+_MAX_INCIDENTS = 200
 _LONGEST_REASON = 300  # characters
 _NEWEST_ROWS = 50  # of which the overview shows the speed
 _EVENT_KEYS = {"time", "event", "step", "reason"}
@@ -44,7 +47,7 @@ def page_data(tables: Sequence[RunTable], *, watch: bool) -> dict[str, Any]:
 def state_of(tables: Sequence[RunTable]) -> str:
     """Return a text that changes when any file of the runs has changed."""
     return "-".join(f"{table.generation}.{table.num_lines}.{len(table.events)}.{len(table.predictions)}"
-                    for table in tables)
+                    f".{len(table.restarts)}.{state_of_folders(table.run)}" for table in tables)
 
 
 def points_per_run(num_runs: int) -> int:
@@ -72,7 +75,8 @@ def run_data(table: RunTable, limit: int) -> dict[str, Any]:
         "abandoned_evaluations": abandoned_evaluations, "expected": curves_data(expected_curve(table, curves)),
         "time_is_estimated": _start_time(table) is None,
         "predictions": predictions_data(table.predictions),
-        "events": _events_data(table), "event_counts": dict(Counter(map(_kind, table.events))),
+        **_events(table), "incidents": _incidents_data(table), "heat_map": _heat_map(table),
+        "replays": replays_data(table.run), "kept_records": kept_records(table.run),
         "problem": table.problem, "hints": list(map(str, hints_of(table))), "starts": _starts_data(table),
         "settings": [[section, key, value] for (section, key), value in settings(_newest_record(table)).items()],
     }
@@ -148,25 +152,49 @@ def _kind(event: dict[str, Any]) -> str:
     return str(event.get("event"))[:40]
 
 
-def _events_data(table: RunTable) -> list[list[Any]]:
-    """Return [seconds since the start, step, tokens, kind, text] of the events; null for a number that is not known.
+def _events(table: RunTable) -> dict[str, Any]:
+    """Return [seconds since the start, step, tokens, kind, text] of events and crashes, and how many of each kind.
 
-    Of a kind with very many events, evenly spaced ones are returned.
+    A number that is not known is null. Of a kind with very many events, evenly spaced ones are returned.
     """
-    start, by_kind = _start_time(table), dict[str, list[int]]()
-    for number, event in enumerate(table.events):
+    every, by_kind = table.events, dict[str, list[int]]()
+    if crashes := crashes_of(table):
+        every = sorted([*every, *crashes], key=lambda event: np.nan_to_num(as_float(event.get("time"))))
+    for number, event in enumerate(every):
         by_kind.setdefault(_kind(event), []).append(number)
-    events = [table.events[number] for number in sorted(number for numbers in by_kind.values()
-                                                        for number in _evenly(numbers))]
-    steps = np.array([as_float(event.get("step")) for event in events])
-    times = np.array([as_float(event.get("time")) for event in events])
-    if start is None:
-        elapsed = _at_steps(table, steps, _with_positions(table, table.training)["elapsed"])
-    else:
-        elapsed = times - start
-    tokens = _at_steps(table, steps, table.training.column("consumed_tokens"))
-    numbers = zip(*(as_numbers(column, rounded=False) for column in (elapsed, steps, tokens)), strict=True)
-    return [[*row, _kind(event), _event_text(event)] for row, event in zip(numbers, events, strict=True)]
+    events = [every[number] for number in sorted(number for numbers in by_kind.values() for number in _evenly(numbers))]
+    rows = _places(table, [event.get("step") for event in events], [event.get("time") for event in events])
+    return {"events": [[*row, _kind(event), _event_text(event)] for row, event in zip(rows, events, strict=True)],
+            "event_counts": {kind: len(numbers) for kind, numbers in by_kind.items()}}
+
+
+def _places(table: RunTable, steps: Sequence[object], times: Sequence[object]) -> list[list[float | int | None]]:
+    """Return [seconds since the start, step, tokens] of events at these steps and times."""
+    start = _start_time(table)
+    at, when = (np.array([as_float(value) for value in values]) for values in (steps, times))
+    elapsed = (_at_steps(table, at, _with_positions(table, table.training)["elapsed"]) if start is None
+               else when - start)
+    tokens = _at_steps(table, at, table.training.column("consumed_tokens"))
+    columns = (as_numbers(column, rounded=False) for column in (elapsed, at, tokens))
+    return [list(row) for row in zip(*columns, strict=True)]
+
+
+def _incidents_data(table: RunTable) -> list[dict[str, Any]]:
+    """Return what went wrong, first what is wrong now, with the places on the curves where it begins and ends."""
+    found = incidents_of(table)[:_MAX_INCIDENTS]
+    begin = _places(table, [one.step for one in found], [one.time for one in found])
+    end = _places(table, [one.last_step for one in found], [one.last_time for one in found])
+    return [{"kind": one.kind, "text": one.headline, "advice": one.advice, "steps": one.steps_text, "open": one.is_open,
+             "machine": one.machine, "times": [one.time, one.last_time], "begin": first, "end": last}
+            for one, first, last in zip(found, begin, end, strict=True)]
+
+
+def _heat_map(table: RunTable) -> dict[str, Any] | None:
+    try:
+        table.rank_times.update()
+    except OSError:  # the other files of the run are shown without it
+        return None
+    return table.rank_times.data()
 
 
 def _evenly(numbers: list[int]) -> list[int]:
@@ -193,6 +221,7 @@ def overview(table: RunTable) -> dict[str, Any]:
     peak, compared = training.column("peak_memory_bytes"), newest_comparison(table)
     return {
         "step": _last(steps), "train_steps": _finite(record.get("train_steps")), "status": _status(table),
+        "newest_time": _last(training.column("time")),
         "parameters": _finite(record.get("num_parameters")), "tokens": _last(training.column("consumed_tokens")),
         "loss": _last(losses), "valid_loss": _last(valid_losses),
         "expected_loss": None if compared is None else compared.expected.loss,

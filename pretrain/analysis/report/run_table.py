@@ -1,11 +1,8 @@
-"""RunTable: the rows of metrics.jsonl as columns, events and predictions of a run. It reads only what was appended."""
+"""RunTable: the rows of metrics.jsonl as columns, events, predictions and restarts. It reads only what was appended."""
 
 import contextlib
-import json
 import math
-import os
 from array import array
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
@@ -13,12 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from pretrain.analysis.report.rank_heat_map import RankTimes
+from pretrain.analysis.report.tail import Tail
 from pretrain.errors import ConfigError
 from pretrain.monitor.read_run_folder import read_starts
 
-_BLOCK_BYTES = 8 * 2**20
 _MAX_KEYS = 100  # columns; the rows of a damaged or foreign file may have any number of keys
 _MAX_SPLITS = 50
+_LISTS = ("events", "predictions", "restarts")  # files whose rows are kept as they are
 _LARGEST_STEP = 2.0**53  # larger whole numbers are not exact as float64, in Python and in a browser
 
 
@@ -78,59 +77,8 @@ def as_float(value: object) -> float:
 
 
 @dataclass
-class _Tail:
-    """Reads the complete lines of a file that grows. After a replacement or a cut it begins again."""
-
-    path: Path
-    offset: int = 0
-    inode: int | None = None
-    lines: int = 0  # number of lines read
-
-    def was_replaced(self) -> bool:
-        """Return whether the file is another one than the one that was read, or shorter."""
-        try:
-            status = os.stat(self.path)
-        except OSError:
-            return self.offset > 0
-        return self.offset > 0 and (status.st_size < self.offset or status.st_ino != self.inode)
-
-    def blocks(self) -> Iterator[list[tuple[int, dict[str, Any]]]]:
-        """Yield lists of (number of the line, row). Lines that are not JSON objects are skipped."""
-        if not self.path.is_file():
-            return
-        with open(self.path, "rb") as file:
-            self.inode = os.fstat(file.fileno()).st_ino
-            file.seek(self.offset)
-            while block := file.readlines(_BLOCK_BYTES):
-                rows = _parse(block)
-                if rows[-1] is None and not block[-1].endswith(b"\n"):  # incomplete: the rest may follow
-                    rows.pop()
-                    block.pop()
-                first, self.lines = self.lines, self.lines + len(rows)
-                self.offset += sum(map(len, block))
-                yield [(line, row) for line, row in enumerate(rows, first) if row is not None]
-
-
-def _parse(lines: list[bytes]) -> list[dict[str, Any] | None]:
-    """Return the row of each line; None for a line that is not a JSON object."""
-    with contextlib.suppress(ValueError, RecursionError):
-        rows = json.loads(b"[" + b",".join(lines) + b"]")  # one call is twice as fast as one call per line
-        if len(rows) == len(lines) and set(map(type, rows)) == {dict}:
-            return rows
-    return [_parse_line(line) for line in lines]
-
-
-def _parse_line(line: bytes) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) else None
-
-
-@dataclass
 class RunTable:
-    """Contents of a run folder: training rows, evaluation rows by split, events, predictions, the records of run.json.
+    """Contents of a run folder: training and evaluation rows, events, predictions, restarts, records of run.json.
 
     Raises ConfigError if the folder has neither a run.json nor a metrics.jsonl, or if a file cannot be read.
     """
@@ -141,6 +89,7 @@ class RunTable:
     evaluations: dict[str, Columns] = field(default_factory=dict)
     events: list[dict[str, Any]] = field(default_factory=list)
     predictions: list[dict[str, Any]] = field(default_factory=list)
+    restarts: list[dict[str, Any]] = field(default_factory=list)  # of a supervisor
     starts: list[dict[str, Any]] = field(default_factory=list)
     problem: str = ""  # why `starts` is empty
 
@@ -148,8 +97,8 @@ class RunTable:
         if not any((self.run / name).is_file() for name in ("run.json", "metrics.jsonl")):
             raise ConfigError(str(self.run), problem="this is not a run folder: it has no run.json and no "
                               "metrics.jsonl", remedy="Name the folder that the run has in --save")
-        self._metrics, self._events, self._predictions = (
-            _Tail(self.run / f"{name}.jsonl") for name in ("metrics", "events", "predictions"))
+        self._metrics, *self._others = (Tail(self.run / f"{name}.jsonl") for name in ("metrics", *_LISTS))
+        self.rank_times = RankTimes(self.run)  # large: read for the page only
         self._record: tuple[int, int] | None = None  # time and size of run.json when it was read
         self.update()
         self.generation = 0
@@ -162,23 +111,22 @@ class RunTable:
     def update(self) -> None:
         """Read what was appended since the last call."""
         try:
-            if any(file.was_replaced() for file in (self._metrics, self._events, self._predictions)):
+            if any(file.was_replaced() for file in (self._metrics, *self._others)):
                 self._begin_again()
             for block in self._metrics.blocks():
                 self._add(block)
-            for block in self._events.blocks():
-                self.events += [row for _, row in block]
-            for block in self._predictions.blocks():
-                self.predictions += [row for _, row in block]
+            for name, file in zip(_LISTS, self._others, strict=True):
+                for block in file.blocks():
+                    getattr(self, name).extend(row for _, row in block)
         except OSError as error:
             raise ConfigError(str(error.filename or self.run),
                               problem=f"the file cannot be read ({error.strerror})") from None
         self._read_starts()
 
     def _begin_again(self) -> None:
-        self._metrics, self._events, self._predictions = (
-            _Tail(file.path) for file in (self._metrics, self._events, self._predictions))
-        self.training, self.evaluations, self.events, self.predictions = Columns(), {}, [], []
+        self._metrics, *self._others = (Tail(file.path) for file in (self._metrics, *self._others))
+        self.training, self.evaluations = Columns(), {}
+        self.events, self.predictions, self.restarts = [], [], []
         self.generation += 1
 
     def _add(self, block: list[tuple[int, dict[str, Any]]]) -> None:

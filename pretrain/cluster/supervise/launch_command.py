@@ -10,7 +10,7 @@ A launch command is any command that starts pretrain/train.py, for example:
 
 import argparse
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from pretrain.errors import ConfigError
 
 _OWN_LAUNCHERS = ("ds-pretrain", "pretrain", "cluster.sh")  # they find train.py's flags without a separator
 _HOSTFILE_LAUNCHERS = (*_OWN_LAUNCHERS, "deepspeed", "mpirun", "mpiexec")  # accept --hostfile
-_HOST_FILTERS = ("include", "exclude", "num_nodes", "num_gpus")
+HOST_FILTERS = ("include", "exclude", "num_nodes", "num_gpus", "exclude_stragglers")
 
 
 def with_separator(command: Sequence[str]) -> list[str]:
@@ -131,10 +131,11 @@ def check_can_lose_hosts(command: Sequence[str]) -> None:
     """
     with_hostfile(command, Path("hosts"))
     flags, default = launcher_host_flags(command), host_flags([])
-    for name in _HOST_FILTERS:
+    for name in HOST_FILTERS:
         if getattr(flags, name) != getattr(default, name):
             raise ConfigError(f"--{name}", problem="this flag cannot be combined with --min_hosts",
-                              remedy="list in the hostfile exactly the hosts and slots to use")
+                              remedy="give it to the supervisor instead" if name == "exclude_stragglers" else
+                              "list in the hostfile exactly the hosts and slots to use")
 
 
 def for_fewer_hosts(command: Sequence[str], hosts: Mapping[str, int], dropped: Sequence[str], hostfile: Path,
@@ -150,13 +151,26 @@ def for_fewer_hosts(command: Sequence[str], hosts: Mapping[str, int], dropped: S
         hostfile: path of the hostfile to write.
         previous: record of run.json, with the global batch size.
     """
-    accumulation = accumulation_steps(sum(hosts.values()), previous)
+    flags = batch_flags(sum(hosts.values()), previous)
     hostfile.write_text("".join(f"{host} slots={slots}\n" for host, slots in hosts.items()), encoding="utf-8")
     words = _with_master(with_hostfile(command, hostfile), dropped, next(iter(hosts)))
     if len(hosts) == 1:
         words = _with_force_multi(words)
-    return [*words, f"--gradient_accumulation_steps={accumulation}",
+    return [*words, *flags]
+
+
+def batch_flags(ranks: int, previous: Mapping[str, Any]) -> list[str]:
+    """Return the flags of train.py with which `ranks` ranks keep the global batch size of `previous`.
+
+    `previous`: record of run.json. Raises ConfigError if the global batch cannot be divided.
+    """
+    return [f"--gradient_accumulation_steps={accumulation_steps(ranks, previous)}",
             f"--global_batch_size={previous['batch']['global_batch_size']}"]
+
+
+def check_batch(hosts: Mapping[str, int], previous: Mapping[str, Any]) -> None:
+    """Raise ConfigError if the global batch of `previous` cannot be divided among the ranks of these hosts."""
+    accumulation_steps(sum(hosts.values()), previous)
 
 
 def accumulation_steps(ranks: int, previous: Mapping[str, Any]) -> int:
@@ -181,12 +195,17 @@ def accumulation_steps(ranks: int, previous: Mapping[str, Any]) -> int:
 def _with_master(command: list[str], dropped: Sequence[str], first: str) -> list[str]:
     """If --master_addr is a dropped host, replace it by `first`, the first remaining host. Returns the command."""
     master = launcher_host_flags(command).master_addr
-    if not master or _address(master) not in {_address(host) for host in dropped}:
+    if not is_one_of(master, dropped):
         return command
     end = _train_flags_index(command)
     head = [word.replace(master, first) if word == master or word.endswith(f"={master}") else word
             for word in command[:end]]
     return head + command[end:]
+
+
+def is_one_of(host: str, hosts: Iterable[str]) -> bool:
+    """Return whether `host` has the address of one of the hosts; False for ""."""
+    return bool(host) and _address(host) in {_address(other) for other in hosts}
 
 
 def _with_force_multi(command: list[str]) -> list[str]:

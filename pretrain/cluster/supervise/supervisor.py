@@ -3,10 +3,7 @@
 import contextlib
 import subprocess
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 from pretrain.checkpoint.format.run_checkpoints import newest_step
 from pretrain.cluster.hosts.launcher_process import (
@@ -18,23 +15,26 @@ from pretrain.cluster.hosts.launcher_process import (
 )
 from pretrain.cluster.hosts.probe import ask_to_save, end, end_all
 from pretrain.cluster.hosts.remote import (
-    DEFAULT_HEALTH_COMMAND,
     LOCAL,
-    Transport,
-    default_transport,
     ranks_on,
-    unhealthy_hosts,
 )
 from pretrain.cluster.supervise import launch_command
+from pretrain.cluster.supervise.choose_hosts import (
+    HostChoice,
+    PrintLine,
+    SupervisorSettings,
+    choose_hosts,
+    newest_run_record,
+)
 from pretrain.cluster.supervise.outcome import (
     classify_exit,
     file_sizes,
     read_progress,
     shell_exit_code,
 )
+from pretrain.cluster.supervise.slow_hosts import record_start
 from pretrain.cluster.supervise.supervisor_files import RestartLog, StartRecord, SupervisorLock, rank_0_on_this_host
 from pretrain.errors import CRASHED, FINISHED, NO_RESTART, STOPPED, ConfigError, counted
-from pretrain.monitor.read_run_folder import read_starts
 from pretrain.paths import STOP_FILE
 from pretrain.resilience.run_lock import find_owner, reject_second_start, release_of_dead_owner
 from pretrain.resilience.signals import describe
@@ -42,25 +42,6 @@ from pretrain.resilience.signals import describe
 _POLL_S = 0.2
 _ASK_TO_SAVE_AGAIN_S = 1.0  # time until the ranks are asked again, if none of them handled SIGUSR1 yet
 _SIGTERM_GRACE_S = 10.0  # time between SIGTERM and SIGKILL
-PrintLine = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class SupervisorSettings:
-    """The command to run, the checks before each start, and the limits of restarts."""
-
-    command: list[str]
-    run: Path  # run folder
-    hostfile: Path | None = None  # None: the supervisor does not know the hosts and does not check them
-    max_restarts: int = 5  # restarts in a row without a new step; after these the supervisor gives up
-    min_hosts: int | None = None  # run without unhealthy hosts if this many are healthy; None: wait for all hosts
-    backoff_s: float = 10.0  # pause before a restart; doubled for each restart without a new step
-    backoff_max_s: float = 600.0
-    grace_s: float = 1800.0  # time that the run has to save and stop after a signal to the supervisor
-    health_command: str = DEFAULT_HEALTH_COMMAND  # shell command that succeeds on a healthy host
-    health_timeout_s: float = 60.0
-    transport: Transport = field(default_factory=default_transport)
-    before_start: Callable[[int], None] = lambda number: None  # called before each start, with its number from 1
 
 
 def supervise(settings: SupervisorSettings, print_line: PrintLine) -> int:
@@ -69,6 +50,9 @@ def supervise(settings: SupervisorSettings, print_line: PrintLine) -> int:
     Returns the exit code that train.py would have returned for the last start, or 75 if a signal stopped the
     supervisor. Raises ConfigError.
     """
+    if settings.exclude_stragglers and settings.min_hosts is None:
+        raise ConfigError("--exclude_stragglers", problem="this flag needs --min_hosts",
+                          remedy="give --min_hosts N: the fewest hosts on which the run may continue")
     if settings.min_hosts is not None:
         if settings.hostfile is None:
             raise ConfigError("--min_hosts", problem="this flag needs a --hostfile")
@@ -148,7 +132,8 @@ def _start_once(settings: SupervisorSettings, log: RestartLog, signals: SignalRe
     """
     began, began_monotonic, sizes_before = time.time(), time.monotonic(), file_sizes(settings.run)
     number = len(log.starts) + 1
-    command, hosts, obstacle = _choose_hosts(settings, print_line) if adopted is None else ([], [], "")
+    choice = choose_hosts(settings, print_line) if adopted is None else HostChoice([])
+    obstacle = choice.obstacle
     if number > 1 and not obstacle:
         _end_remaining_ranks(settings)
         # For example, the previous start still trains on a host that cannot be reached: wait as for a bad host.
@@ -160,37 +145,19 @@ def _start_once(settings: SupervisorSettings, log: RestartLog, signals: SignalRe
         code, reason = None, obstacle or "not started"
     else:
         step = newest_step(settings.run / "checkpoints")
-        print_line(f"start {number} from step {step}" + (f" on {', '.join(hosts)}" if hosts else ""))
+        print_line(f"start {number} from step {step}" + (f" on {', '.join(choice.hosts)}" if choice.hosts else ""))
         settings.before_start(number)
-        code = _run_command(command, settings, sizes_before, signals, print_line)
+        if settings.exclude_stragglers:
+            record_start(settings.run, choice.hosts, choice.left_out)
+        code = _run_command(choice.command, settings, sizes_before, signals, print_line)
     progress = read_progress(settings.run, sizes_before)
     if code is not None:
         code, reason = classify_exit(code, progress, last_step=_planned_steps(settings))
     return StartRecord(time=began, start=number, exit_code=code, reason=reason, first_step=progress.first_step,
-                       last_step=progress.last_step, kept_step=progress.kept_step, hosts=hosts,
+                       last_step=progress.last_step, kept_step=progress.kept_step, hosts=list(choice.hosts),
+                       left_out={host: left_out.reason for host, left_out in choice.left_out.items()},
                        productive_seconds=log.productive_seconds(progress),
                        wall_seconds=time.monotonic() - began_monotonic)
-
-
-def _choose_hosts(settings: SupervisorSettings, print_line: PrintLine) -> tuple[list[str], list[str], str]:
-    """Check the hosts. Returns (command, hosts to use, why the run cannot start now or ""). Raises ConfigError."""
-    if settings.hostfile is None:
-        return settings.command, [], ""
-    hosts = launch_command.hosts_of(settings.command, settings.hostfile)
-    unhealthy = unhealthy_hosts(hosts, settings.health_command, settings.transport, settings.health_timeout_s)
-    healthy = {host: slots for host, slots in hosts.items() if host not in unhealthy}
-    for host, problem in unhealthy.items():
-        print_line(f"host {host} is unhealthy: {problem}")
-    command = launch_command.with_hostfile(settings.command, settings.hostfile)
-    if not unhealthy:
-        return command, list(healthy), ""
-    previous = _newest_run_record(settings.run)  # None before the first start: the global batch size is unknown
-    if settings.min_hosts is None or len(healthy) < settings.min_hosts or previous is None:
-        return command, list(healthy), "host " + ", ".join(f"{host}: {text}" for host, text in unhealthy.items())
-    print_line(f"continuing without {', '.join(unhealthy)}")
-    command = launch_command.for_fewer_hosts(settings.command, healthy, list(unhealthy),
-                                             settings.run / "hostfile.supervised", previous)
-    return command, list(healthy), ""
 
 
 def _run_command(command: Sequence[str], settings: SupervisorSettings, sizes_before: dict[str, int],
@@ -271,18 +238,11 @@ def _planned_steps(settings: SupervisorSettings) -> int | None:
 
     The step comes from --train_steps or, if the flags give tokens instead, from run.json. --exit_step can lower it.
     """
-    record = _newest_run_record(settings.run) or {}
+    record = newest_run_record(settings.run) or {}
     steps = launch_command.run_setting(settings.command, "train_steps") or record.get("train_steps")
     limits = [int(str(value)) for value in (steps, launch_command.run_setting(settings.command, "exit_step"))
               if str(value).isdecimal()]
     return min(limits) if limits else None
-
-
-def _newest_run_record(run: Path) -> dict[str, Any] | None:
-    """Return the last record of run.json, or None if the run has never started."""
-    with contextlib.suppress(ConfigError, LookupError):
-        return read_starts(run)[-1]
-    return None
 
 
 def _ranks_on_hosts(settings: SupervisorSettings, action: str) -> dict[str, list[int]]:

@@ -11,7 +11,7 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,7 @@ class StartRecord:
     productive_seconds: float  # time of the steps up to kept_step; the next start repeats all later steps
     wall_seconds: float
     hosts: list[str]  # hosts of this start; [] if the supervisor has no hostfile
+    left_out: dict[str, str] = field(default_factory=dict)  # slow host -> why it was left out (--exclude_stragglers)
 
 
 class RestartLog:

@@ -23,6 +23,7 @@ from tests.analysis.report.runs import (
     watching,
     write_run,
 )
+from tests.analysis.report.test_incidents import rank_rows
 from tests.support.browser import Browser, Page
 
 STEPS = [*range(1, 61), *range(41, 101)]  # steps 41 to 60 were trained twice
@@ -214,11 +215,30 @@ def test_text_of_a_run_folder_cannot_inject_anything(browser: Browser, tmp_path:
     events = [event(attack, 2, attack, **{attack: attack}) for attack in ATTACKS]
     starts = [record(**{attack: {attack: attack} for attack in ATTACKS}, flags={"note": "\n".join(ATTACKS)})]
     evil = write_run(tmp_path / "<img src=x onerror=window.hit=1>", rows, events, starts)
+    append_rows(evil / "events.jsonl", [
+        event("slow_rank", 2, attack) | {"kind": attack, "ranks": [attack], "hosts": [attack]} for attack in ATTACKS])
+    append_rows(evil / "rank_times.jsonl", [{"start": 0, "hosts": list(ATTACKS)}, *(
+        {"step": step, "ms": {"own": [*[1.0] * (len(ATTACKS) - 1), 3.0]}} for step in (1, 2, 3))])
+    append_rows(evil / "restarts.jsonl", [{"start": 1, "time": START + number, "wall_seconds": 1, "exit_code": 1,
+                                           "reason": attack} for number, attack in enumerate(ATTACKS)])
+    for number, attack in enumerate(ATTACKS):
+        (evil / "replays" / str(number)).mkdir(parents=True)
+        verdict = dict.fromkeys(("kind", "certainty", "host", "layer", "remedy", "reason"), attack)
+        (evil / "replays" / str(number) / "verdict.json").write_text(json.dumps(
+            verdict | {"evidence": [attack], "ranks": [attack], "step": 2}))
+    (evil / "replays" / "damaged").mkdir()
+    (evil / "replays" / "damaged" / "verdict.json").write_text('{"kind": ')
+    (evil / "flight" / "kept" / "step_2_<img src=x>").mkdir(parents=True)
     append_rows(evil / "predictions.jsonl", [
         *(prediction(2, number, attack) for number, attack in enumerate(ATTACKS)), {"sequence": 0}, {"step": 1},
         {"step": 10**400, "sequence": 0}, {"step": 1, "sequence": 0, "prompt": 1, "prompt_tokens": 1}])
     page = open_report(browser, tmp_path, evil, write_run(tmp_path / "plain", rows_of([1, 2, 3])))
     page.run("report.setCursor(2, report.charts[0])")
+    page.run("report.heatMaps[0].show({row: 1, column: 0})")
+    assert page.run("report.heatMaps[0].tip.textContent").startswith(f"rank 1 on {ATTACKS[1]}")
+    for name in ("incidents", "replays"):
+        shown = page.run(f"document.getElementById('{name}').textContent")
+        assert all(attack in shown for attack in ATTACKS[:-1])
     page.run("document.querySelectorAll('details').forEach((element) => { element.open = true; })")
     assert page.run("window.hit === undefined && ({}).hit === undefined && Array.isArray(({}).__proto__) === false")
     assert page.run("document.querySelectorAll('img, #curves script, #events script, table script, b b').length") == 0
@@ -229,6 +249,49 @@ def test_text_of_a_run_folder_cannot_inject_anything(browser: Browser, tmp_path:
     assert r"\ud800 \u2028" in note
     assert page.run("document.querySelectorAll('#notes *').length") == 1
     assert all(attack in text for attack in ATTACKS[:-1])
+    assert page.errors() == []
+
+
+def test_a_person_on_call_finds_the_machine_and_the_place_in_the_curve(browser: Browser, tmp_path: Path) -> None:
+    """What is wrong now is on top, with the answer of a replay; the heat map reads the slow rank; also on a phone."""
+    slow = {"ranks": [3], "hosts": ["node-b"], "kind": "compute", "ratio": 2.2, "since": 70}
+    run = write_run(tmp_path / "run", rows_of(list(range(1, 101))), [
+        event("start", 0), event("spike", 20, "a spike of the loss"), event("slow_rank", 80) | slow])
+    append_rows(run / "rank_times.jsonl", rank_rows(["node-a", "node-a", "node-b", "node-b"], range(1, 101), {3: 3.0}))
+    (run / "replays" / "step_20").mkdir(parents=True)
+    (run / "replays" / "step_20" / "verdict.json").write_text(json.dumps(
+        {"kind": "reproducible", "certainty": "sure", "step": 20, "evidence": ["all keys are equal"], "unknown": {}}))
+    (run / "flight" / "kept" / "step_20_spike").mkdir(parents=True)
+    page = open_report(browser, tmp_path, run)
+    items = page.run("[...document.querySelectorAll('.incident')].map((item) => [item.className, item.textContent])")
+    assert [name for name, _ in items] == ["incident open", "incident open", "incident"]
+    assert "no row for" in items[0][1]
+    assert "rank 3 on node-b is slow: 2.2 times the median" in items[1][1]
+    (spike,) = (text for _, text in items if "a spike of the loss" in text)
+    assert "Replay: the step is reproducible: the data or the recipe is the cause (sure)" in spike
+    assert f"ds-pretrain replay {run}@20" in page.run("document.getElementById('replays').textContent")
+    page.run("document.querySelectorAll('.incident.open button')[1].click()")
+    low, high = page.run("report.xRange()")
+    assert 60 < low < 70 < 80 < high < 90
+    page.run("report.heatMaps[0].box.focus()")
+    for key in ("ArrowUp", "ArrowDown", "ArrowDown", "ArrowDown", "Home"):
+        page.press(key)
+    tip = page.run("report.heatMaps[0].tip.textContent")
+    assert tip == "rank 3 on node-bstep 1002.2 \u00d7 the medianabove the median mostly in: backward"
+    red, green, _ = page.run("""(() => {
+        const {canvas, map} = report.heatMaps[0], size = report.heatMaps[0].layout(), ratio = canvas.width / size.width;
+        const at = [size.gutter + size.plotWidth / 2, 3.5 * size.rowHeight].map((value) => Math.round(value * ratio));
+        return [...canvas.getContext("2d").getImageData(...at, 1, 1).data].slice(0, 3);
+    })()""")
+    assert red > 2 * green, "the row of the slow rank is red"
+    page.press("Enter")
+    assert page.run("report.xRange()") == pytest.approx([96, 100], abs=0.1)
+    for width in (390, 1280):
+        browser.send("Emulation.setDeviceMetricsOverride",
+                     {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 400}, page.session)
+        page.run(DRAWN)
+        assert page.run("document.documentElement.scrollWidth") <= width
+        assert page.run("report.heatMaps[0].canvas.clientWidth") <= width
     assert page.errors() == []
 
 

@@ -138,7 +138,7 @@ def end_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-def _start(name: str, number: int, pair: int, folder: Path, stack: contextlib.ExitStack) -> Host:
+def _start(name: str, number: int, pair: int, folder: Path, stack: contextlib.ExitStack, *, own_name: bool) -> Host:
     namespace, link, address = f"ds{pair}{name}", f"dv{pair}{name}", f"{_network(pair)}.{number}"
     add_host(namespace, f"net{name}", address, link=link, bridge=_bridge(pair), stack=stack)
     stack.callback(_end_all, namespace)
@@ -146,6 +146,7 @@ def _start(name: str, number: int, pair: int, folder: Path, stack: contextlib.Ex
     config.write_text(_SSHD.format(folder=folder, name=name))
     # The host also has its own mount and PID namespaces: its processes end with sshd, and sshd ends with `unshare`.
     command = ["ip", "netns", "exec", namespace, "unshare", "--pid", "--fork", "--kill-child", "--mount-proc",
+               *(["--uts", "sh", "-c", f'hostname {namespace}; exec "$0" "$@"'] if own_name else []),
                shutil.which("sshd", path=PATH) or "sshd", "-D", "-e", "-f", str(config)]
     with (folder / f"sshd_{name}.log").open("wb") as log:
         sshd = subprocess.Popen(command, stderr=log, preexec_fn=end_with_parent)
@@ -180,8 +181,11 @@ def _network(pair: int) -> str:
 
 
 @contextlib.contextmanager
-def two_hosts(folder: Path) -> Iterator[Hosts]:
-    """Start two hosts that accept ssh, and remove the hosts at the end. Needs root. Skips without namespaces."""
+def two_hosts(folder: Path, *, own_names: bool = False) -> Iterator[Hosts]:
+    """Start two hosts that accept ssh, and remove the hosts at the end. Needs root. Skips without namespaces.
+
+    `own_names`: each host is named as its namespace, instead of as this machine.
+    """
     need_packages("simulated ssh hosts", PACKAGES)
     pair = _free_pair()
     with contextlib.ExitStack() as stack:
@@ -192,7 +196,8 @@ def two_hosts(folder: Path) -> Iterator[Hosts]:
             _run("ip", "link", "set", _bridge(pair), "up")
             Path("/run/sshd").mkdir(exist_ok=True)
             _write_keys(folder)
-            hosts = [_start(name, number, pair, folder, stack) for number, name in enumerate("ab", 1)]
+            hosts = [_start(name, number, pair, folder, stack, own_name=own_names)
+                     for number, name in enumerate("ab", 1)]
         except subprocess.CalledProcessError as error:
             pytest.skip(f"this machine cannot create network namespaces: {error.cmd}: {error.stderr.strip()}")
         scripts = [str(folder / "bin"), str(Path(sys.executable).parent)]

@@ -27,7 +27,7 @@ class Report {
     const smoothing = data.runs.some((run) => run.rows >= 100) ? 0.6 : 0;  // it would distort a short curve
     this.view = {axis: "step", logX: false, smoothing, raw: true, clip: false, abandoned: true, zoom: null, cursor: null, cursorChart: null,
                  runs: new Set(data.runs.map((run) => run.name)), hidden: new Set(HIDDEN_KINDS), timeUnit: timeUnit(data.runs)};
-    Object.assign(this, {charts: [], pollMs: 2000});
+    Object.assign(this, {charts: [], heatMaps: [], pollMs: 2000});
     this.filled = {};  // id of an element -> what it shows
     this.bindControls();
     this.build();
@@ -48,15 +48,27 @@ class Report {
     const old = runs.reduce((sum, run) => sum + run.abandoned_rows, 0);
     const reduced = runs.some((run) => run.reduced) ? "; reduced: a line is the mean of several rows, its band their range" : "";
     byId("title").textContent = runs.length === 1 ? runs[0].name : `${runs.length} runs`;
-    byId("subtitle").textContent = `${plain(total, 9)} logged steps${reduced}`
+    byId("subtitle").textContent = `${runs.length === 1 ? progressText(runs[0].overview, this.data.time) : ""}${plain(total, 9)} logged steps${reduced}`
       + (old ? `; ${plain(old, 9)} of them abandoned after a resume or a rollback (dotted)` : "") + `; read ${dateTime(this.data.time)}`;
     byId("notes").replaceChildren(...runs.filter((run) => run.note).map((run) => make("p", {class: "note"},
       runs.length > 1 ? `${run.name}: ${run.note}` : run.note)));
     byId("notices").replaceChildren(...runs.flatMap((run) => [...(run.problem ? [run.problem] : []), ...run.hints.map((hint) => `hint: ${hint}`)]
       .map((text) => make("p", {class: "notice"}, `${run.name}: ${text}`))));
+    // the ages of the incidents are of the time of the newest rows
+    byId("incidents").replaceChildren(...incidentsElements(runs, this));
+    byId("replays").hidden = runs.every((run) => run.replays.length + run.kept_records.length === 0);
+    this.fill("replays", runs.map((run) => [run.replays, run.kept_records]), () => replaysElements(runs));
     byId("overview").replaceChildren(overviewElement(runs));
     this.fill("chips", runs.map((run) => run.event_counts), () => this.chipRows());
     this.buildCharts();
+    const maps = runs.filter((run) => run.heat_map);
+    byId("heat").hidden = maps.length === 0;
+    // a run with slow ranks shows them before its curves
+    byId(runs.some((run) => run.incidents.some(({kind}) => kind === "slow_rank")) ? "controls" : "constants").before(byId("heat"));
+    this.fill("heat", maps.map((run) => run.heat_map), () => {
+      this.heatMaps = maps.map((run) => new HeatMap(run.heat_map, `Ranks${runs.length > 1 ? ` of ${run.name}` : ""}`, this));
+      return this.heatMaps.map((map) => map.element);
+    });
     const predictions = runs.flatMap((run) => run.predictions.map((sample, number) => [run, number, sample]));
     byId("predictions").hidden = predictions.length === 0;
     this.fill("predictions", predictions.map(([run, number, sample]) => [run.name, number, sample]), () => [
@@ -129,7 +141,7 @@ class Report {
       this.view.timeUnit = timeUnit(this.data.runs);
       byId("whole").disabled = this.view.zoom === null;
       byId("smoothing").textContent = this.view.smoothing.toFixed(2);
-      for (const chart of this.charts) chart.draw();
+      for (const chart of [...this.charts, ...this.heatMaps]) chart.draw();
       this.showEvents();
     });
   }
@@ -159,6 +171,26 @@ class Report {
   setZoom(zoom) {
     this.view.zoom = zoom && zoom[1] > zoom[0] ? zoom : null;
     this.schedule();
+  }
+
+  /** Zoom the curves to a place between [elapsed, step, tokens] and another, with some space around it, and go there. */
+  showPlace(begin, end) {
+    if (!this.charts.length) return;
+    this.setZoom(null);
+    const [low, high] = positions({elapsed: [begin[0], end[0]], step: [begin[1], end[1]], consumed_tokens: [begin[2], end[2]]}, this.view);
+    const range = this.xRange();
+    if (isNumber(low) && isNumber(high) && range) {
+      const space = Math.max((high - low) * 0.5, (range[1] - range[0]) * 0.04);
+      this.setZoom([Math.max(low - space, range[0]), Math.min(high + space, range[1])]);
+      this.setCursor(low, this.charts[0]);
+    }
+    this.charts[0].element.scrollIntoView({block: "center"});
+  }
+
+  /** The same for steps, for which the curves are by step. */
+  showSteps(first, last) {
+    document.querySelector("#controls input[value=step]").click();
+    this.showPlace([null, first, null], [null, last, null]);
   }
 
   /** The range of the x axis: the zoomed one, or the range of all runs; null without rows. */
@@ -208,6 +240,13 @@ class Report {
       }
     }
   }
+}
+
+/** How far a run is, and since when there is no newer row. */
+function progressText({step, train_steps: last, newest_time: time, status}, now) {
+  if (!isNumber(step)) return "";
+  const age = status ? `; ${status}` : isNumber(time) ? `; newest row ${duration(now - time)} before this page` : "";
+  return `Step ${plain(step, 12)}${isNumber(last) ? ` of ${plain(last, 12)}` : ""}${age}; `;
 }
 
 /** Tiles for one run, a table for several. Values that no run has are left out. */

@@ -5,8 +5,10 @@ const DASHES = [[], [6, 3], [2, 2], [8, 3, 2, 3]];
 
 // [colour, shape, whether a line crosses the plot, kinds of events]
 const EVENT_STYLES = [
-  ["--bad", "▼", true, ["skip", "spike", "off_curve", "rollback", "corruption", "hang", "data_changed", "data_replaced"]],
-  ["--accent", "●", true, ["resume", "on_curve", "finished"]],
+  ["--bad", "▼", true, ["skip", "spike", "off_curve", "rollback", "corruption", "recomputation", "hang", "crash", "silent", "guard",
+                         "not_finite", "not_started", "rejected", "slow_rank", "save_failed", "data_changed", "data_replaced"]],
+  ["--end", "▼", false, ["store_wait", "after_save_failed", "tasks_failed"]],
+  ["--accent", "●", true, ["resume", "on_curve", "slow_rank_over", "finished"]],
   ["--accent", "●", false, ["start", "init"]],
   ["--change", "◆", true, ["override", "branch", "batch", "other_data"]],
   ["--end", "■", true, ["stop", "early_stop", "signal"]],

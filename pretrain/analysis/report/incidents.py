@@ -1,0 +1,278 @@
+"""What went wrong in a run, in plain words and the newest first: events, crashes, and loss curves that end in NaN.
+
+Incidents of one kind that follow each other are one entry. `summary` and the page show the same list.
+"""
+
+import math
+import re
+import textwrap
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from pretrain.analysis.report.crashes import crashes_of
+from pretrain.analysis.report.reduce import kept_rows
+from pretrain.analysis.report.run_table import RunTable, as_float
+from pretrain.errors import GUARD, printable, shorten
+from pretrain.resilience.lease_file import read_lease
+from pretrain.resilience.run_lock import LOCK
+
+_LONGEST_TEXT = 400  # characters
+_MAX_NAMES = 6  # ranks or hosts in a text
+_SILENT_S = 600.0  # a run that writes no row for this long, and for 20 times the usual interval, is reported
+_REPLAY = "`ds-pretrain replay {run}@{step}` finds the cause"
+_SAMPLES = "`ds-pretrain replay {run}@{step}` names the samples, and what skipping them gives"
+
+# kind -> (what happened, what to do, events after which it is over; None: it is over at once). {run}, {step}, {ranks}
+# and {reason} are replaced.
+_KINDS: dict[str, tuple[str, str, tuple[str, ...] | None]] = {
+    "slow_rank": ("{ranks} slower than the others", "look at the machine: other processes, temperature and clocks, "
+                  "disk, network; `--exclude_stragglers` leaves its host out at the next start",
+                  ("slow_rank_over", "start", "stop")),
+    "corruption": ("copies of a parameter differ between ranks: {reason}", f"do not trust the machine. {_REPLAY}",
+                   ("start",)),
+    "recomputation": ("a rank computes wrongly: {reason}",
+                      f"do not trust the machine. {_REPLAY}", ("start",)),
+    "spike": ("{reason}", _SAMPLES, None),
+    "skip": ("an update was skipped: {reason}", _SAMPLES, None),
+    "not_finite": ("the loss is NaN or infinite", _SAMPLES, ()),
+    "rollback": ("the run returned to an earlier checkpoint: {reason}", _SAMPLES, None),
+    "hang": ("the run hung: {reason}", "read the stacks of all ranks in {path}; look at the machine of the rank "
+             "that is named", ("start",)),
+    "crash": ("the run crashed: {reason}", "read the last lines of the launcher's output; start the run again, or use "
+              "`ds-pretrain supervise`", ("start",)),
+    "not_started": ("the run could not start: {reason}", "repair the host, or give the supervisor --min_hosts",
+                    ("start",)),
+    "rejected": ("the run was rejected: {reason}", "correct the flag that the launcher's output names", ("start",)),
+    "silent": ("{reason}", "look at the launcher's output, and at the machine of rank 0", ("start",)),
+    "guard": ("the guard against bad steps stopped the run: {reason}", f"{_SAMPLES}; another start alone does not help",
+              ("start",)),
+    "off_curve": ("the loss left the expected curve: {reason}", "go through the likely causes that the event names",
+                  ("on_curve", "finished")),
+    "save_failed": ("a checkpoint was not written: {reason}", "make space, or repair the storage", ("save", "start")),
+    "after_save_failed": ("a checkpoint was not mirrored, or older ones not removed: {reason}", "look at the storage",
+                          ("mirror", "prune", "start", "finished")),
+    "store_wait": ("the run waited for the object store of the data: {reason}", "look at the network and the store",
+                   None),
+    "data_changed": ("a file of the data was changed: {reason}", "do not write to the data of a run", None),
+    "data_replaced": ("a file of the data was replaced or removed: {reason}", "restore the file before the next start",
+                      ("start", "finished")),
+    "tasks_failed": ("lm-eval could not score the tasks: {reason}", "look at the terminal's output", None),
+    "verify": ("{reason}", "", None),
+}
+
+
+@dataclass(frozen=True)
+class Incident:
+    """One thing that went wrong, or several of one kind that follow each other."""
+
+    kind: str
+    text: str  # what happened, on one line
+    advice: str
+    step: int | None
+    last_step: int | None
+    time: float | None  # seconds since 1970
+    last_time: float | None
+    count: int = 1
+    is_open: bool = False  # it is wrong now, as far as the files know
+    subject: str = ""  # what it is about: incidents with another subject are not joined
+    machine: str = ""  # ranks and hosts, if known
+
+    @property
+    def steps_text(self) -> str:
+        if self.step is None:
+            return ""
+        if self.is_open and self.count == 1:
+            return f"since step {self.step:,}"
+        if self.last_step in (None, self.step):
+            return f"step {self.step:,}"
+        return f"steps {self.step:,} to {self.last_step:,}"
+
+    @property
+    def headline(self) -> str:
+        """What happened; of several ones how many, and the newest."""
+        if self.count == 1:
+            return self.text
+        return f"{self.count:,} times, most recently: {self.text}"
+
+
+def incidents_of(table: RunTable, *, now: float | None = None) -> list[Incident]:
+    """Return what went wrong: first what is wrong now, then the rest, each the newest first."""
+    rows = _with_crashes(table)
+    found = [incident for number, row in enumerate(rows) if (incident := _incident(table, rows, number))]
+    found += _of_the_end(table, time.time() if now is None else now)
+    joined = _joined(found, gap=max(100, _last_step(table) // 20))
+    return sorted(joined, key=lambda one: (not one.is_open, -(one.last_time or one.time or 0.0), -(one.step or 0)))
+
+
+def incident_lines(incidents: Sequence[Incident], *, limit: int = 8, width: int = 80) -> list[str]:
+    """Return the list for a terminal, two lines of `width` characters each at most; [] if nothing went wrong."""
+    if not incidents:
+        return []
+    lines = ["what went wrong (! = still wrong)"]
+    for one in incidents[:limit]:
+        when = time.strftime("%m-%d %H:%M", time.localtime(one.time)) if one.time is not None else ""
+        parts = [part for part in (when, one.steps_text, one.machine, one.headline) if part]
+        line = f"{'!' if one.is_open else ' '} {': '.join((', '.join(parts[:-1]), parts[-1]))}"
+        lines += textwrap.wrap(line, width, subsequent_indent="    ", max_lines=2, placeholder=" ...",
+                               drop_whitespace=True, break_on_hyphens=False)
+    more = len(incidents) - limit
+    return [*lines, *([f"  and {more} more, in the page of `ds-pretrain report`"] if more > 0 else [])]
+
+
+def _with_crashes(table: RunTable) -> list[dict[str, Any]]:
+    """Return events and crashes in the order of their times; an event without a time follows its predecessor."""
+    rows, latest = [], -math.inf
+    for event in table.events:
+        latest = max(latest, as_float(event.get("time"))) if math.isfinite(as_float(event.get("time"))) else latest
+        rows.append((latest, event))
+    return [row for _, row in sorted([*rows, *((as_float(row["time"]), row) for row in crashes_of(table))],
+                                     key=lambda pair: pair[0])]
+
+
+def _incident(table: RunTable, rows: list[dict[str, Any]], number: int) -> Incident | None:
+    row = rows[number]
+    kind = str(row.get("event"))
+    if kind == "stop" and row.get("exit_code") == GUARD:
+        kind = "guard"
+    if kind not in _KINDS or (kind == "recomputation" and row.get("equal") is True):
+        return None
+    what, advice, over = _KINDS[kind]
+    end = None if over is None else next((after for after in islice(rows, number + 1, None)
+                                          if _ends(kind, row, after, over)), None)
+    step = _step(row.get("since") if kind == "slow_rank" else row.get("step"))
+    machine, reason = _machine(row), printable(str(row.get("reason") or ""))
+    if kind == "slow_rank":
+        what = (f"{reason}{'' if end is None else '; this is over'}" if reason else _slow_text(row, end, machine))
+        machine = ""
+    else:
+        what = what.format(reason=reason)
+    ended = end is not None and end.get("event") == "slow_rank_over"
+    last, when = (_step(end.get("step")), _time(end)) if end is not None and ended else (_step(row.get("step")), None)
+    subject = (f"{row.get('ranks')} {row.get('hosts')}" if kind == "slow_rank" else
+               str(row.get("name") or re.sub(r"\d+", "", reason)))
+    if end is not None and end.get("event") != "start":  # it has ended by itself
+        advice = ""
+    return Incident(kind, shorten(what, _LONGEST_TEXT).rstrip(": "), _advice(advice, table, step, row), step, last,
+                    _time(row), when or _time(row), is_open=over is not None and end is None, subject=subject,
+                    machine=machine)
+
+
+def _advice(text: str, table: RunTable, step: int | None, row: Mapping[str, Any] = MappingProxyType({})) -> str:
+    run = shorten(printable(str(table.run)), 200)
+    path = row.get("path")
+    return text.format(run=run, step="STEP" if step is None else step,
+                       path=shorten(printable(path), 200) if isinstance(path, str) else f"{run}/hangs")
+
+
+def _ends(kind: str, row: dict[str, Any], after: dict[str, Any], over: tuple[str, ...]) -> bool:
+    """Return whether the later event `after` says that an incident is over."""
+    name = after.get("event")
+    if name == "stop" and after.get("reason") == "finished" and "finished" in over:
+        return True
+    if name == "slow_rank_over" and kind == "slow_rank":
+        ranks, recovered = row.get("ranks"), after.get("ranks")
+        return not (isinstance(ranks, list) and isinstance(recovered, list)) or any(each in recovered for each in ranks)
+    return name in over
+
+
+def _slow_text(row: dict[str, Any], end: dict[str, Any] | None, machine: str) -> str:
+    ratio, kind, stage = as_float(row.get("ratio")), row.get("kind"), row.get("stage")
+    times = f": {ratio:.3g} times the median" if math.isfinite(ratio) else ""
+    cause = f", probably {printable(str(kind))}" if isinstance(kind, str) and kind else ""
+    where = f", pipeline stage {stage}" if isinstance(stage, int) else ""
+    verb = "is" if end is None else "was"
+    return f"{machine or 'a rank'} {verb} slow{times}{where}{cause}"
+
+
+def _machine(row: dict[str, Any]) -> str:
+    """Return the ranks and hosts of an event as text, or ""."""
+    def names(values: object) -> str:
+        values = list(dict.fromkeys(map(str, values))) if isinstance(values, list) else []
+        more = f" and {len(values) - _MAX_NAMES} more" if len(values) > _MAX_NAMES else ""
+        return ", ".join(printable(shorten(value, 60)) for value in values[:_MAX_NAMES]) + more
+
+    ranks, hosts = names(row.get("ranks")), names(row.get("hosts"))
+    text = f"rank{'s' if ',' in ranks else ''} {ranks}" if ranks else ""
+    return f"{text} on {hosts}" if text and hosts else text or hosts
+
+
+def _of_the_end(table: RunTable, now: float) -> Iterable[Incident]:
+    """Yield what the end of the files shows: a loss that is not finite, a process that is dead or silent."""
+    kept = kept_rows(table.training)
+    steps, losses, times = (table.training.column(key)[kept] for key in ("step", "loss", "time"))
+    finite = np.flatnonzero(np.isfinite(losses))
+    first_bad = int(finite[-1]) + 1 if len(finite) else 0
+    if first_bad < len(losses):
+        yield _at_the_end("not_finite", table, int(steps[first_bad]), int(steps[-1]), _finite(times[first_bad]))
+    ends = ("start", "stop", "hang")
+    newest: dict[str, Any] = next((event for event in reversed(table.events) if event.get("event") in ends), {})
+    reported = [as_float(row.get("time")) + as_float(row.get("wall_seconds")) for row in table.restarts]
+    began = as_float(newest.get("time"))
+    if newest.get("event") != "start" or any(end >= began for end in reported):
+        return
+    times = times[np.isfinite(times)]
+    last, step = max([began, *times[-1:]]), int(steps[-1]) if len(steps) else _step(newest.get("step"))
+    lease = read_lease(table.run / LOCK)
+    runs = lease.owner.runs() if lease is not None and not lease.released else None
+    age = now - last
+    interval = float(np.median(np.diff(times[-50:]))) if len(times) > 2 else 0.0
+    if runs is False:
+        reason = "the run is dead: its process on this host ended without a report (killed, or out of memory)"
+        yield replace(_at_the_end("crash", table, step, step, last), text=reason)
+    elif age > max(_SILENT_S, 20 * interval):
+        reason = f"no row for {_duration(age)}: the run hangs, or ended without a report"
+        yield replace(_at_the_end("silent", table, step, step, last), text=reason)
+
+
+def _at_the_end(kind: str, table: RunTable, step: int | None, last_step: int | None, when: float | None) -> Incident:
+    what, advice, _ = _KINDS[kind]
+    return Incident(kind, what, _advice(advice, table, step), step, last_step, when, when, is_open=True)
+
+
+def _joined(incidents: list[Incident], *, gap: int) -> list[Incident]:
+    """Join incidents of one kind and subject that are at most `gap` steps apart, those that are over by themselves."""
+    joined: list[Incident] = []
+    newest: dict[tuple[str, str, str, bool], int] = {}  # -> index in `joined`
+    for one in incidents:
+        key = (one.kind, one.subject, one.machine, one.is_open)
+        at = newest.get(key)
+        last = joined[at].last_step if at is not None else None
+        if at is not None and last is not None and one.step is not None and abs(one.step - last) <= gap:
+            before = joined[at]
+            steps = [step for step in (before.step, before.last_step, one.step, one.last_step) if step is not None]
+            joined[at] = replace(one, step=min(steps), last_step=max(steps), time=before.time, count=before.count + 1)
+            continue
+        newest[key] = len(joined)
+        joined.append(one)
+    return joined
+
+
+def _last_step(table: RunTable) -> int:
+    steps = table.training.column("step")
+    return int(steps[-1]) if len(steps) else 0
+
+
+def _step(value: object) -> int | None:
+    number = as_float(value)
+    return int(number) if 0 <= number <= 2.0**53 else None
+
+
+def _time(row: dict[str, Any]) -> float | None:
+    return _finite(as_float(row.get("time")))
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def _duration(seconds: float) -> str:
+    for size, name in ((86400, "days"), (3600, "hours"), (60, "minutes")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {name}"
+    return f"{seconds:.0f} seconds"
