@@ -375,6 +375,8 @@ class RunArguments:
         None, "peak TFLOP/s of one device in this precision, for MFU", above=0, high=1e6,
         unset="known from the GPU's name")
 
+    replay: str | None = dataclasses.field(  # written by `ds-pretrain replay`: see pretrain/analysis/replay/order.py
+        default=None, metadata={"flag": Flag(CHANGES, argparse.SUPPRESS, parse=path_text)})
     local_rank: int = dataclasses.field(  # set by DeepSpeed's launcher
         default=-1, metadata={"flag": Flag(SPEED, argparse.SUPPRESS)})
 
