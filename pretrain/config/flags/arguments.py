@@ -328,6 +328,12 @@ class RunArguments:
         "before the first step: connecting, verifying the checkpoint, building the engine", low=0, high=LONGEST_SECONDS)
     replica_check_interval: int = FAILURES.flag(
         100, "steps between two comparisons of the copies of the parameters on different ranks; 0: never", low=0)
+    flight_steps: int = FAILURES.flag(
+        512, "keep a small record of at least the last N steps of each rank in RUN/flight, from which a step can be "
+        "questioned; 0: off", low=0, high=1_000_000)
+    flight_interval: int | None = FAILURES.flag(
+        None, "steps between two steps whose record also has checksums of weights, states and gradients, and of each "
+        "layer", low=1, unset="chosen at the start, so that the record costs at most 0.2% of the time")
     allow_other_data: bool = FAILURES.flag(
         False, "the same as --override data: resume although --train_data or --tokenizer is not that of the checkpoint")
 
