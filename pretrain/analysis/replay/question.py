@@ -60,7 +60,12 @@ def order_of(target: Target) -> ReplayOrder:
 
 def question(target: Target, train: Train, *, repeats: int, is_other_layout: bool = False) -> Answer:
     """Replay a step, once more if the first replay differs from the run, and return the answer. Raises ConfigError."""
-    order, notes = order_of(target), list(target.notes)
+    notes = list(target.notes)
+    if target.data_problem and not target.start["flags"].get("allow_other_data"):
+        found = Verdict("data_changed", SURE, evidence=[target.data_problem], remedy=CAUSES["data_changed"].remedy)
+        return Answer(found, notes, [], None)
+    notes += [target.data_problem] if target.data_problem else []
+    order = order_of(target)
     recorded = target.recorded or recorded_in_metrics(target)
     if not target.recorded:
         notes.append("the run has no flight record of these steps: only what metrics.jsonl has is compared (loss, "
