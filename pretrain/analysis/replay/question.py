@@ -81,10 +81,18 @@ def question(target: Target, train: Train, *, repeats: int, is_other_layout: boo
     while run.step is not None and len(replays) < repeats and not any(each.step for each in between):
         replays.append(train(len(replays) + 1, order))
         between.append(compare(replays[0].recorded, replays[-1].recorded, first, target.step))
-    found = judge(run, between, other_machine=machine_differences(target, replays[0]),
-                  recomputed=[event for each in replays for event in read_events(each.run)
-                              if event["event"] == RECOMPUTATION])
+    recomputed: list[dict[str, Any]] | None = None
+    if run.step is None and _num_data_ranks(target) > 1:
+        replays.append(train(len(replays) + 1, replace(order, cross_check=True)))
+        recomputed = [event for event in read_events(replays[-1].run) if event["event"] == RECOMPUTATION
+                      and event.get("kind") != "off"]
+    found = judge(run, between, other_machine=machine_differences(target, replays[0]), recomputed=recomputed)
     return Answer(found, notes, replays, run)
+
+
+def _num_data_ranks(target: Target) -> int:
+    found = target.start["layout"].get("data_parallel_size")
+    return found if isinstance(found, int) else 1
 
 
 def recorded_in_metrics(target: Target) -> dict[int, RankRecord]:
