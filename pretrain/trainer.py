@@ -172,8 +172,9 @@ def _begin_loop(plan: Plan, world: World, start: _StartPoint, callbacks: StepCal
                     tasks=RunTasks(plan, engine, tasks), meter=meter, recorder=recorder, profiler=profiler,
                     timeline=timeline, saver=saver, requests=requests, data_watch=data_watch, guard=guard,
                     replicas=ReplicaCheck(plan, engine, folder),
-                    recomputation=Recomputation(plan, engine, folder, screen), watchdog=guards.watchdog, lock=guards.lock,
-                    batch_ramp=BatchRamp(plan.length.batch_sizes, folder, screen), callbacks=callbacks)
+                    recomputation=Recomputation(plan, engine, folder, screen), watchdog=guards.watchdog,
+                    lock=guards.lock, batch_ramp=BatchRamp(plan.length.batch_sizes, folder, screen),
+                    callbacks=callbacks)
 
 
 def _report_complete(plan: Plan, resume: Resume) -> int:

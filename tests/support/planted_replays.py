@@ -2,8 +2,8 @@
 
     python -m tests.support.planted_replays FOLDER [LAYOUT ...]
 
-Each layout is one launch: a healthy run to step 4, with a checkpoint at step 2; then each case continues a copy of it to
-step 6 with a fault in step 4 to 6, and is questioned. The faults stand in tests/support/plants.py.
+Each layout is one launch: a healthy run to step 2, with a checkpoint; then each case continues a copy of it to step 6
+with a fault in step 4 or 5, and is questioned. The faults stand in tests/support/plants.py.
 """
 
 import json
@@ -51,8 +51,6 @@ def planted_cases(layout: str) -> list[Planted]:
     """Return the 25 cases of a layout."""
     ranks = LAYOUTS[layout][0]
     last = ranks - 1
-    has_states = layout != "none"
-    layer = "1" if layout != "pipeline" else None
     blocks = {rank: ("1" if layout != "pipeline" or rank < 2 else "3") for rank in range(ranks)}
 
     def weight(rank: int, bit: int) -> dict[str, Any]:
@@ -64,7 +62,6 @@ def planted_cases(layout: str) -> list[Planted]:
     def state(rank: int, name: str, bit: int) -> dict[str, Any]:
         return {"kind": "state", "rank": rank, "step": FAULT, "name": name, "bit": bit}
 
-    del has_states, layer
     top = 15 if layout in ("pipeline", "zero3_offload") else 30  # of the 16-bit weights
     found = [Planted(f"poison_{number}", f"poisoned documents: {poison}", None, ("reproducible",), step=4 + number)
              for number, poison in enumerate(POISONS)]
@@ -128,7 +125,7 @@ def cases_of(layout: str, folder: Path, planted: list[Planted]) -> list[dict[str
     """Return the cases of replay_worker.py."""
     values = LAYOUTS[layout][1]
     common = flags("", layers=2, steps=LAST, save_interval=FROM, eval_interval=0, log_interval=1, flight_interval=1,
-                   replica_check_interval=0, max_bad_steps=100)
+                   replica_check_interval=0, max_bad_steps=100, step_timeout=0, first_step_timeout=0)
     common["train_data"] = ["0.7", str(folder / "a"), "0.3", str(folder / "b")]
     base = case("base", "train", values, {**common, "exit_step": FROM})
     found = [base]
@@ -179,7 +176,10 @@ def main() -> int:
         print(f"{layout}: {len(planted)} cases in {time.monotonic() - began:.0f} s", flush=True)
     columns = ("right", "unsure", "unsure, cause not named", "wrong")
     print(f"| fault | {' | '.join(columns)} |\n| --- {'| --- ' * len(columns)}|")
-    for group, found in sorted(counts.items(), key=lambda each: (each[0] == "all", each[0].startswith("layout"), each[0])):
+    def order(row: tuple[str, Any]) -> tuple[bool, bool, str]:
+        return row[0] == "all", row[0].startswith("layout"), row[0]
+
+    for group, found in sorted(counts.items(), key=order):
         print(f"| {group} | {' | '.join(str(found[name]) for name in columns)} |")
     return int(counts["all"]["wrong"] > 0)
 

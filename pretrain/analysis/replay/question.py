@@ -145,7 +145,7 @@ def _in_other_layout(target: Target, recorded: dict[int, RankRecord], replay: Re
     notes += [f"another layout than the run's: not bits are compared, but loss (to {tolerance:g}, relative), gradient "
               f"norm (to {10 * tolerance:g}) and settings", *_not_compared(run)]
     if run.step is None:
-        found = judge(run)
+        found = judge(run, recomputed=())
         lines = [f"step {run.first} to {run.last}: losses, gradient norms and learning rates are equal within the "
                  "tolerance"]
         return Answer(replace(found, evidence=lines), notes, [replay], run)

@@ -183,8 +183,7 @@ def _forward(found: Comparison) -> Verdict:
     verdict = _start(found, "forward", ranks, layer=layer, direction=FORWARD)
     if not found.has("weights"):
         return verdict.doubt("the step has no checksums of weights and states: a change of them in memory, or a wrong "
-                             "update before this step, looks the same", "memory_weights", "memory_states", "update",
-                             "backward", "reduction")
+                             "update before this step, looks the same", "memory_weights", "memory_states", "update")
     if layer is not None:
         return replace(verdict, evidence=[f"weights, states, data and random numbers were equal; the output of layer "
                                           f"{layer} is the first that differs"])

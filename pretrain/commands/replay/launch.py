@@ -78,9 +78,13 @@ def replay_flags(target: Target, layout: Layout, order: ReplayOrder) -> dict[str
 
 
 def replay_config(target: Target, layout: Layout) -> dict[str, Any]:
-    """Return the DeepSpeed JSON of the run, without monitors."""
+    """Return the DeepSpeed JSON of the run, without monitors. On another number of ranks, the steps are as large."""
     config = target.start.get("given_deepspeed_config") or target.start["deepspeed_config"]
-    return {name: value for name, value in config.items() if name not in _MONITORS}
+    kept = {name: value for name, value in config.items() if name not in _MONITORS}
+    if layout.is_other:
+        kept.pop("gradient_accumulation_steps", None)
+        kept["train_batch_size"] = target.start.get("batch", {}).get("global_batch_size", "auto")
+    return kept
 
 
 def prepare(folder: Path, target: Target, layout: Layout, order: ReplayOrder) -> list[str]:
