@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from pretrain.analysis.evaluate.run_tasks import RunTasks
+from pretrain.analysis.replay.order import ReplayOrder
 from pretrain.checkpoint.save.saver import Saver
 from pretrain.config.plan import Plan
 from pretrain.data.data_spec import names_of_split
@@ -14,7 +15,7 @@ from pretrain.distributed.collectives import from_rank_0
 from pretrain.engine.attachments import attachments
 from pretrain.engine.build import DeepSpeedEngine
 from pretrain.engine.steps import eval_batch, learning_rate, train_batch
-from pretrain.monitor.announce import EARLY_STOP, BatchRamp, announce_end, early_end_line
+from pretrain.monitor.announce import EARLY_STOP, REPLAYED, BatchRamp, announce_end, early_end_line
 from pretrain.monitor.flight.recorder import REQUEST, FlightRecorder
 from pretrain.monitor.meter import Meter
 from pretrain.monitor.predictions import Predictions
@@ -22,6 +23,7 @@ from pretrain.monitor.profiler import Profiler
 from pretrain.monitor.timeline import PipelineTimeline
 from pretrain.resilience.data_watch import DataWatch
 from pretrain.resilience.guard import BadSteps, Guard
+from pretrain.resilience.recompute import Recomputation
 from pretrain.resilience.replicas import ReplicaCheck
 from pretrain.resilience.requests import Request, Requests
 from pretrain.resilience.rollback import roll_back
@@ -38,6 +40,7 @@ class StepCallbacks:
 
     before_step: Callable[[int, DeepSpeedEngine], None]
     after_step: Callable[[int, Callable[[str], None]], None]  # the second argument prints a line on rank 0
+    replay: ReplayOrder | None = None  # the process trains some steps of a run again
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class StepLoop:
     data_watch: DataWatch
     guard: Guard  # against bad steps
     replicas: ReplicaCheck
+    recomputation: Recomputation
     watchdog: Watchdog
     lock: RunLock
     batch_ramp: BatchRamp
@@ -80,11 +84,14 @@ class StepLoop:
             lr = learning_rate(self.engine)
             self.callbacks.before_step(steps_here, self.engine)
             self.recorder.before_step(step, micro_batches, consumed_samples)
+            self.recomputation.before_step(step, is_saved=self._is_due(step, self.plan.args.save_interval))
             loss = train_batch(self.engine, micro_batches)
             consumed_samples += self.batch_ramp.size_at(step, consumed_samples)
             self.recorder.after_step(loss, consumed_samples)
             self.meter.log(step, loss, lr, consumed_samples)
             self.callbacks.after_step(steps_here, self.meter.screen.line)
+            if self.callbacks.replay is not None and step == self.callbacks.replay.step:
+                return step, REPLAYED
             bad_steps = self.guard.observe(step, loss, consumed_samples)
             if bad_steps is not None:
                 step, consumed_samples = self._roll_back(bad_steps)

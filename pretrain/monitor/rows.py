@@ -132,6 +132,9 @@ EVENTS = {
                   "these ranks, the ranks of a host or of a pipeline stage are slower than the others, for longer than "
                   "the spread of their times explains; `kind` is the likely cause"),
     "slow_rank_over": ("ranks hosts stage kind ratio since steps", "they are as fast as the others again"),
+    "recomputation": ("finding ranks hosts layer direction value",
+                      "`--recompute_interval` found different results for a micro-batch: `finding` is `flaky`, "
+                      "`wrong`, `undecided`, or `off` if no comparison is possible here"),
     "hang": ("ranks path", "a rank made no progress within its time-out"),
     "early_stop": ("best best_step", "`--early_stopping_patience` ended the run"),
     "signal": ("", "a signal, a file such as `RUN/STOP` or a time limit asks the run to save or to stop"),
