@@ -13,6 +13,7 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 
 from pretrain.config.plan import Plan
 from pretrain.data.loader import Loader, MicroBatch
+from pretrain.data.samples.read_order import DEFAULT_ORDER
 from pretrain.engine.attachments import attachments
 from pretrain.engine.phases import BACKWARD, FORWARD, NO_TIMERS, OPTIMIZER
 
@@ -32,7 +33,7 @@ def open_loader(engine: DeepSpeedEngine, plan: Plan, name: str) -> Loader:
                   batch_size_at=plan.length.batch_sizes.at if is_training else None,
                   seq_length_at=plan.seq_lengths.at if is_training and plan.seq_lengths.stages else None,
                   document_end=plan.eod_token if plan.args.document_attention else None,
-                  pin_memory=engine.device.type == "cuda")
+                  pin_memory=engine.device.type == "cuda", order=plan.read_order if is_training else DEFAULT_ORDER)
 
 
 def train_batch(engine: DeepSpeedEngine, micro_batches: list[MicroBatch]) -> torch.Tensor:
