@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from pretrain.analysis.evaluate.run_tasks import RunTasks
+from pretrain.analysis.replay.order import ReplayOrder
 from pretrain.checkpoint.save.saver import Saver
 from pretrain.config.plan import Plan
 from pretrain.data.data_spec import names_of_split
@@ -14,7 +15,8 @@ from pretrain.distributed.collectives import from_rank_0
 from pretrain.engine.attachments import attachments
 from pretrain.engine.build import DeepSpeedEngine
 from pretrain.engine.steps import eval_batch, learning_rate, train_batch
-from pretrain.monitor.announce import EARLY_STOP, BatchRamp, announce_end, early_end_line
+from pretrain.monitor.announce import EARLY_STOP, REPLAYED, BatchRamp, announce_end, early_end_line
+from pretrain.monitor.flight.recorder import REQUEST, FlightRecorder
 from pretrain.monitor.meter import Meter
 from pretrain.monitor.predictions import Predictions
 from pretrain.monitor.profiler import Profiler
@@ -37,6 +39,7 @@ class StepCallbacks:
 
     before_step: Callable[[int, DeepSpeedEngine], None]
     after_step: Callable[[int, Callable[[str], None]], None]  # the second argument prints a line on rank 0
+    replay: ReplayOrder | None = None  # the process trains some steps of a run again
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class StepLoop:
     predictions: Predictions
     tasks: RunTasks
     meter: Meter
+    recorder: FlightRecorder
     profiler: Profiler
     timeline: PipelineTimeline
     saver: Saver
@@ -77,10 +81,14 @@ class StepLoop:
             self.watchdog.enter("step", step)
             lr = learning_rate(self.engine)
             self.callbacks.before_step(steps_here, self.engine)
+            self.recorder.before_step(step, micro_batches, consumed_samples)
             loss = train_batch(self.engine, micro_batches)
             consumed_samples += self.batch_ramp.size_at(step, consumed_samples)
+            self.recorder.after_step(loss, consumed_samples)
             self.meter.log(step, loss, lr, consumed_samples)
             self.callbacks.after_step(steps_here, self.meter.screen.line)
+            if self.callbacks.replay is not None and step == self.callbacks.replay.step:
+                return step, REPLAYED
             bad_steps = self.guard.observe(step, loss, consumed_samples)
             if bad_steps is not None:
                 step, consumed_samples = self._roll_back(bad_steps)
@@ -92,6 +100,8 @@ class StepLoop:
             self.data_watch.poll(step)
             request = self._or_early_stop(self.requests.poll(step), step)
             self.profiler.request(request.profile_steps)
+            if request.record:
+                self.recorder.keep(step, REQUEST)
             if self._is_due(step, self.plan.args.save_interval) or request.needs_checkpoint:
                 self._save(step, consumed_samples, eval_loss,
                            wait=step == self.plan.last_step or request.needs_checkpoint)
@@ -113,6 +123,7 @@ class StepLoop:
         self.saver.close(wait_for_copies=stopped_by in ("", EARLY_STOP))
         self.requests.close()
         self.data_watch.close()
+        self.recorder.close()
         self.profiler.close()
         self.timeline.close()
         self.meter.close()

@@ -97,11 +97,17 @@ def _train(start: Start, world: World, device: Device, guards: RankGuards, tasks
             status("comparing a tiny copy of the model with transformers")
             from pretrain.model.proof.prove import prove_described
             prove_described(plan.model, plan.layout.precision)
+        replay = None
+        if plan.args.replay is not None:
+            from pretrain.analysis.replay.in_run import begin_replay
+            replay = begin_replay(Path(plan.args.replay))
 
     watch = MemoryWatch.start(plan, world)
     try:
-        return train(plan, world, StepCallbacks(watch.before_step, watch.after_step), guards, start.weights,
-                     tasks)
+        callbacks = StepCallbacks(watch.before_step, watch.after_step)
+        if replay is not None:
+            callbacks = StepCallbacks(replay.before_step, replay.after_step, replay.order)
+        return train(plan, world, callbacks, guards, start.weights, tasks)
     except (MemoryError, RuntimeError, OSError) as error:
         lines = advice(watch, error)
         if not lines:

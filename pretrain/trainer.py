@@ -5,7 +5,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from pretrain.analysis.evaluate.run_tasks import LoadedTasks, RunTasks, load_run_tasks
 from pretrain.analysis.sanity.run_checks import check_before_start
-from pretrain.checkpoint.format.fragments import owned_weights
+from pretrain.checkpoint.format.fragments import held_states, owned_weights
 from pretrain.checkpoint.load.agree_on_checkpoint import agree_on_checkpoint, agree_on_data, verify_weights
 from pretrain.checkpoint.load.init_from import InitialWeights
 from pretrain.checkpoint.load.load_checkpoint import load_checkpoint, load_weights
@@ -34,7 +34,8 @@ from pretrain.engine.steps import open_loader
 from pretrain.engine.update_guard import guard_updates
 from pretrain.engine.update_statistics import measure_updates
 from pretrain.errors import FINISHED, STOPPED, counted
-from pretrain.monitor.announce import EARLY_STOP, BatchRamp, announce_start, early_end_line
+from pretrain.monitor.announce import EARLY_STOP, REPLAYED, BatchRamp, announce_start, early_end_line
+from pretrain.monitor.flight.begin import begin_record
 from pretrain.monitor.meter import Meter
 from pretrain.monitor.predictions import Predictions
 from pretrain.monitor.profiler import Profiler
@@ -70,6 +71,8 @@ def train(plan: Plan, world: World, callbacks: StepCallbacks, guards: RankGuards
         _check_sanity(plan, world, guards, lambda plan: _build(plan, resume, weights, guards.watchdog).engine)
     start = _build(plan, resume, weights, guards.watchdog)
     plan = plan_as_built(plan, start.engine)
+    if callbacks.replay is not None and callbacks.replay.consumed_samples is not None:
+        start = replace(start, consumed_samples=callbacks.replay.consumed_samples)
     with Screen(active=world.rank == 0) as screen:
         loop = _begin_loop(plan, world, start, callbacks, guards, screen, loaded)
         if missing:
@@ -81,7 +84,7 @@ def train(plan: Plan, world: World, callbacks: StepCallbacks, guards: RankGuards
     if world.local_rank == 0:
         remove_swap_files(plan)
     leave_process_group()
-    return STOPPED if step < plan.last_step and stopped_by != EARLY_STOP else FINISHED
+    return STOPPED if step < plan.last_step and stopped_by not in (EARLY_STOP, REPLAYED) else FINISHED
 
 
 def _check_sanity(plan: Plan, world: World, guards: RankGuards, build: Callable[[Plan], DeepSpeedEngine]) -> None:
@@ -157,13 +160,17 @@ def _begin_loop(plan: Plan, world: World, start: _StartPoint, callbacks: StepCal
                    resumed_from=resume.folder if resume and not resume.manifest.weights_only else None,
                    is_branch=resume is not None and resume.branch is not None,
                    warnings=resume.warnings if resume else (), operators=own.operators)
-    guard = Guard(plan, engine, folder, screen)
-    guard_updates(engine, guard.veto if plan.args.spike_policy == "skip" else None)
+    recorder = begin_record(plan, world, engine, screen, functools.partial(held_states, engine), first_step=start.step,
+                            set_path=guards.watchdog.set_record)
+    guard = Guard(plan, engine, folder, screen, keep_record=recorder.keep)
+    replay = callbacks.replay
+    guard_updates(engine, guard.veto if plan.args.spike_policy == "skip" else
+                  (lambda loss, norm: engine.global_steps + 1 in replay.vetoed) if replay and replay.vetoed else None)
     data_watch = DataWatch(plan, resume, reject=requests.reject, folder=folder, screen=screen, active=world.rank == 0)
     return StepLoop(plan, engine, loaders, predictions=Predictions(plan, engine, folder),
-                    tasks=RunTasks(plan, engine, tasks), meter=meter, profiler=profiler, timeline=timeline, saver=saver,
-                    requests=requests, data_watch=data_watch, guard=guard, replicas=ReplicaCheck(plan, engine, folder),
-                    watchdog=guards.watchdog, lock=guards.lock,
+                    tasks=RunTasks(plan, engine, tasks), meter=meter, recorder=recorder, profiler=profiler,
+                    timeline=timeline, saver=saver, requests=requests, data_watch=data_watch, guard=guard,
+                    replicas=ReplicaCheck(plan, engine, folder), watchdog=guards.watchdog, lock=guards.lock,
                     batch_ramp=BatchRamp(plan.length.batch_sizes, folder, screen), callbacks=callbacks)
 
 

@@ -11,6 +11,7 @@ from pretrain.engine.patches.skip import also_skip_if
 
 if TYPE_CHECKING:
     from pretrain.engine.clipping import AdaptiveClipping, ValueClipping
+    from pretrain.engine.layer_digests import ReducedDigest
     from pretrain.engine.patches.fp16 import GrowingScale, UnscaledNorm
     from pretrain.engine.update_guard import UpdateGuard
     from pretrain.engine.update_statistics import NoiseScale, UpdateSize
@@ -46,6 +47,7 @@ class Update:
         self._engine = engine
         self.guard: UpdateGuard | None = None
         self.size: UpdateSize | None = None
+        self.reduced: ReducedDigest | None = None
         self.noise_scale: NoiseScale | None = None
         self.adaptive_clipping: AdaptiveClipping | None = None
         self.value_clipping: ValueClipping | None = None
@@ -61,6 +63,7 @@ class Update:
         ordered = (
             self.guard,  # reports what the others have left: why the update was skipped
             self.size,  # compares the weights before and after everything else
+            self.reduced,  # reads the gradients before anything changes them
             self.noise_scale,  # reads the loss scale before the step, and the norm after it
             self.adaptive_clipping,  # records the norm only if the guard has not rejected it
             self.value_clipping,  # before the norm

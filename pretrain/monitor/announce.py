@@ -40,6 +40,7 @@ from pretrain.remote import without_credentials as plain
 from pretrain.terminal import Screen
 
 EARLY_STOP = "early_stop"  # the event, and the reason of the event "stop"
+REPLAYED = "replay"  # reason of the event "stop": the last step of a replay is done
 _LAYOUT = ("world_size", "data_parallel_size", "pipeline_stages", "tensor_parallel_size", "sequence_parallel_size",
            "expert_parallel_size", "zero_stage", "precision")
 _BATCH = ("micro_batch_size", "gradient_accumulation_steps", "global_batch_size")
@@ -178,13 +179,15 @@ def early_end_line(plan: Plan, step: int, reason: str) -> str:
 def announce_end(plan: Plan, step: int, stopped_by: str, losses: dict[str, float], screen: Screen,
                  folder: RunFolder) -> None:
     """Report why the run ends after `step`. `stopped_by`: the name of a signal, another reason, or ""."""
-    is_finished = step == plan.train_steps
+    is_finished = step == plan.train_steps and stopped_by != REPLAYED
     folder.event("stop", step=step, reason="finished" if is_finished else stopped_by or "--exit_step")
     if is_finished:
         last = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
         screen.line(f"finished {step} steps in {plan.args.save}: {last}")
         for line in next_line(shlex.join(["ds-pretrain", "report", plan.args.save])):
             screen.line(line)
+    elif stopped_by == REPLAYED:
+        screen.line(f"step {step} is trained again")
     elif stopped_by == EARLY_STOP:
         screen.line(f"saved global_step{step} in {plan.args.save}")
     elif stopped_by:

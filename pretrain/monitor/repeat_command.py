@@ -17,10 +17,10 @@ from pretrain.model.general.own_models import is_model_code
 from pretrain.monitor.environment import RECORDED_PREFIXES
 
 # flags that name code of the user, and what it has; the record alone never makes a program import code
-_OWN_CODE = {"dataset_module": "Data", "model_code": "Model"}
+OWN_CODE = {"dataset_module": "Data", "model_code": "Model"}
 # set by the new command, or without effect on the result
-_LEFT_OUT = (*_OWN_CODE, "save", "deepspeed_config", "model", "model_overrides", "checkpoint_mirror",
-             "local_rank", "resume", "resume_from")
+_LEFT_OUT = (*OWN_CODE, "save", "deepspeed_config", "model", "model_overrides", "checkpoint_mirror",
+             "local_rank", "resume", "resume_from", "replay")
 _OF_LAUNCHER = ("CUDA_VISIBLE_DEVICES",)  # the launcher sets its own
 _END = "END_OF_FILE"
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -41,8 +41,8 @@ def command_of(record: dict[str, Any]) -> str:
     directory, more = record.get("command", {}).get("directory", "."), ""
     model = str(flags.get("model", ""))
     code = {**flags, "model_code": model if is_model_code(model) else flags.get("model_code")}
-    for number, name in enumerate((name for name in _OWN_CODE if code.get(name)), start=2):
-        remarks.append(f"{_OWN_CODE[name]}: --{name} {code[name]}, your own code in {directory} or on PYTHONPATH: give "
+    for number, name in enumerate((name for name in OWN_CODE if code.get(name)), start=2):
+        remarks.append(f"{OWN_CODE[name]}: --{name} {code[name]}, your own code in {directory} or on PYTHONPATH: give "
                        f"it after {'the run folder' if number == 2 else 'the other one'}.")
         more += f' --{name} "${{{number}:?the {name} that the first lines name}}"'
     return "\n".join([
@@ -50,7 +50,7 @@ def command_of(record: dict[str, Any]) -> str:
         f"default={shlex.quote(f'{old}-repeat')}", 'run=$(realpath -m -- "${1:-$default}")',
         'files="$run-files"', 'mkdir -p -- "$files"',
         _file("deepspeed.json", config), _file("config.json", record["model_config"]),
-        _file("run.yaml", _yaml(record)),  # JSON is YAML
+        _file("run.yaml", repeated_flags(record)),  # JSON is YAML
         *_launch(record, more)
     ]) + "\n"
 
@@ -70,7 +70,7 @@ def _devices(host: dict[str, Any]) -> str:
     return f"{len(names)} x {names[0]}" if names else f"{host['cores']} cores of {host['cpu']}"
 
 
-def _yaml(record: dict[str, Any]) -> dict[str, Any]:
+def repeated_flags(record: dict[str, Any]) -> dict[str, Any]:
     """Return the flags that differ from their defaults, and the checkpoint that the start continued from."""
     flags = record["flags"]
     given = {f.name: flags[f.name] for f in fields(RunArguments)
@@ -83,6 +83,12 @@ def _yaml(record: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
+def repeated_variables(record: dict[str, Any]) -> dict[str, str]:
+    """Return the environment variables of a start that change results or speed, without those of the launcher."""
+    return {name: value for name, value in record.get("environment", {}).items()
+            if name not in _OF_LAUNCHER and _VARIABLE.fullmatch(name) and name.startswith(RECORDED_PREFIXES)}
+
+
 def _file(name: str, values: dict[str, Any]) -> str:
     """Return the shell command that writes a JSON file."""
     return f"cat > \"$files/{name}\" <<'{_END}'\n{json.dumps(values, indent=1)}\n{_END}"
@@ -90,8 +96,7 @@ def _file(name: str, values: dict[str, Any]) -> str:
 
 def _launch(record: dict[str, Any], more: str) -> list[str]:
     """Return the lines that set the environment and start the ranks. `more`: further flags."""
-    variables = [f"export {name}={shlex.quote(value)}" for name, value in record.get("environment", {}).items()
-                 if name not in _OF_LAUNCHER and _VARIABLE.fullmatch(name) and name.startswith(RECORDED_PREFIXES)]
+    variables = [f"export {name}={shlex.quote(value)}" for name, value in repeated_variables(record).items()]
     hosts, ranks = record.get("hardware", []), int(record["layout"]["world_size"])
     slots = shlex.join(f"{host['host']} slots={host['ranks']}" for host in hosts)
     hostfile = [f"printf '%s\\n' {slots} > \"$files/hostfile\""] if len(hosts) > 1 else []

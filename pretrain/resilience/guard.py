@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,6 +17,7 @@ from pretrain.engine.steps import global_grad_norm, loss_scale
 from pretrain.engine.update_guard import FP16_OVERFLOW, SkippedUpdate, skipped_update
 from pretrain.errors import GuardError
 from pretrain.monitor.announce import stopped_by_guard
+from pretrain.monitor.flight.recorder import SPIKE
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.terminal import Screen
 
@@ -121,10 +122,15 @@ class Guard:
 
     All ranks have the same bits of loss, gradient norm and reason of a skipped update, so they need no communication.
     On a GPU the values of a step are copied asynchronously, and read after the next step.
+
+    Args:
+        keep_record: called with each bad step or spike, and SPIKE: keeps a copy of the flight record.
     """
 
-    def __init__(self, plan: Plan, engine: DeepSpeedEngine, folder: RunFolder, screen: Screen) -> None:
+    def __init__(self, plan: Plan, engine: DeepSpeedEngine, folder: RunFolder, screen: Screen, *,
+                 keep_record: Callable[[int, str], None] = lambda step, reason: None) -> None:
         self._plan, self._engine, self._folder, self._screen = plan, engine, folder, screen
+        self._keep_record = keep_record
         args, on_cpu = plan.args, engine.device.type == "cpu"
         self._windows = [SpikeWindow(name, length=args.spike_window, threshold=args.spike_threshold)
                          for name in ("loss", "grad_norm")]
@@ -197,6 +203,8 @@ class Guard:
                  for window, value in zip(self._windows, (step.loss, step.grad_norm), strict=True)]
         spikes = [spike for spike in added if spike is not None]
         reason = _reason(step, spikes)
+        if spikes or step.is_bad:
+            self._keep_record(step.step, SPIKE)
         if step.skipped is not None:
             self._report_skip(step, reason)
         elif reason:

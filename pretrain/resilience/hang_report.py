@@ -21,6 +21,7 @@ _WAIT_S = 4.0  # for the files of other ranks
 _REPORT_WAIT_S = 1.5  # for the report of a lower rank
 _POLL_S = 0.1
 _REPORT = "report.txt"
+_RECORDED_ROWS = 64  # of the flight record
 _LONGEST_NOTES = 2000  # characters
 _STATES = {"R": "running", "S": "waiting", "D": "waiting for a disk or device", "T": "stopped", "t": "stopped",
            "Z": "ended", "X": "ended", "": "ended"}  # state letters of proc(5)
@@ -41,6 +42,7 @@ class RankRecord:
     flag: str  # the flag that sets the limit
     state: str  # a value of _STATES
     note: str = ""  # what its data waits for
+    recorded: int = 0  # last step in its flight record; 0: none
 
     @classmethod
     def of_process(cls, pid: int, **values: Any) -> "RankRecord":
@@ -91,6 +93,34 @@ def write_record(folder: Path, record: RankRecord, stacks: str) -> None:
     temporary.rename(path)
 
 
+def copy_record(record: Path | None, folder: Path) -> int:
+    """Copy the end of a rank's flight record into the hang's folder. Return the last recorded step; 0 without any.
+
+    The header is the first line of the copy. A rank that has just begun a new file has few rows there.
+    """
+    if record is None:
+        return 0
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        folder.mkdir(parents=True, exist_ok=True)
+        header, *rows = record.read_text(encoding="utf-8").splitlines()
+        copied = [header, *rows[-_RECORDED_ROWS:]]
+        folder.joinpath(f"{record.stem}_flight.jsonl").write_text("\n".join(copied) + "\n", encoding="utf-8")
+        return int(json.loads(rows[-1])["step"]) if rows else 0
+    return 0
+
+
+def _recorded_text(records: Mapping[int, RankRecord]) -> str:
+    """Return a line about the last step that each rank has recorded; "" without any."""
+    ranks: dict[int, list[int]] = {}
+    for rank, record in sorted(records.items()):
+        ranks.setdefault(record.recorded, []).append(rank)
+    if set(ranks) == {0}:
+        return ""
+    shown = [f"step {step}: rank{'s' if len(those) > 1 else ''} {', '.join(map(str, those[:8]))}"
+             f"{', ...' if len(those) > 8 else ''}" for step, those in sorted(ranks.items())]
+    return f"Last recorded {'; '.join(shown)}. The last rows: rank_N_flight.jsonl.\n"
+
+
 def ranks_with_file(folder: Path) -> set[int]:
     """Return the ranks that have written their file."""
     return {int(name[5:-4]) for name in os.listdir(folder) if name.endswith(".txt") and name[5:-4].isdecimal()}
@@ -132,7 +162,7 @@ def report_hang(run: Path, folder: Path, records: Mapping[int, RankRecord], worl
                     if record.note)[:_LONGEST_NOTES]
     try:
         with open(folder / _REPORT, "x", encoding="utf-8") as file:
-            file.write(text + "\n")
+            file.write(text + "\n" + _recorded_text(records))
     except FileExistsError:
         return
     print(f"ds-pretrain: hang: {text}. Stacks of all threads: {folder}. Exit code 77.", file=sys.stderr, flush=True)

@@ -3,7 +3,6 @@
 import socket
 from collections import Counter, defaultdict
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,11 +10,11 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe.module import PipelineModule
-from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_group
 
 from pretrain.config.plan import Plan
 from pretrain.distributed.collectives import gather
+from pretrain.engine.checksums import checksum, is_complete, partition_of
 from pretrain.engine.expert_parallelism import expert_data_group
 from pretrain.engine.steps import tensor_parallel_size
 from pretrain.errors import CorruptionError
@@ -23,9 +22,6 @@ from pretrain.model.parameters import part_of
 from pretrain.monitor.write_run_folder import RunFolder
 
 _MOST_RANKS_NAMED = 8
-_WORD_BYTES = 8  # of int64
-_CHUNK_WORDS = 2**20  # a tensor whose first byte is not aligned is copied in pieces of this size: 8 MiB
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of an element
 
 
 class ReplicaCheck:
@@ -123,7 +119,7 @@ def replicated_tensors(engine: DeepSpeedEngine) -> list[Copies]:
       those that ZeRO-3 partitions, the partition.
     - Pipelines: tied parameters, on the stages that use them.
     """
-    whole = [(name, parameter) for name, parameter in engine.module.named_parameters() if _is_whole(parameter)]
+    whole = [(name, parameter) for name, parameter in engine.module.named_parameters() if is_complete(parameter)]
     experts = {name: parameter.data for name, parameter in whole if is_moe_param(parameter)}
     parameters = {name: parameter.data for name, parameter in whole if name not in experts}
     states = _optimizer_states(engine)
@@ -142,17 +138,10 @@ def replicated_tensors(engine: DeepSpeedEngine) -> list[Copies]:
     return [copies for copies in found if copies.tensors and dist.get_world_size(copies.group) > 1]
 
 
-def _is_whole(parameter: Any) -> bool:
-    """Return whether each rank holds the whole parameter between two steps."""
-    if not hasattr(parameter, "ds_tensor"):
-        return True
-    return bool(parameter.ds_persist and parameter.numel() == parameter.ds_numel)
-
-
 def _partitions(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
     """Return this rank's partitions of the parameters under ZeRO-3, by name; not those that are on NVMe."""
-    return {name: parameter.ds_tensor.data for name, parameter in engine.module.named_parameters()
-            if not _is_whole(parameter) and parameter.ds_tensor.status == PartitionedParamStatus.AVAILABLE}
+    return {name: partition for name, parameter in engine.module.named_parameters()
+            if not is_complete(parameter) and (partition := partition_of(parameter)) is not None}
 
 
 def _optimizer_states(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
@@ -170,20 +159,3 @@ def _optimizer_states(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
         found |= {f"{name} ({key})": value for key, value in optimizer.state.get(weight, {}).items()
                   if torch.is_tensor(value) and value.dim() > 0}
     return found
-
-
-def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum, modulo 2^64, of the tensor's bytes as 8-byte integers: a scalar on its device.
-
-    A flipped bit changes the sum by a power of two below 2^64, so that it always shows. The tensor is read once,
-    without a copy: a sum of smaller integers would first convert the whole tensor to int64.
-    """
-    flat = tensor.detach().reshape(-1)
-    per_word = _WORD_BYTES // flat.element_size()
-    whole = flat.numel() // per_word * per_word
-    is_aligned = flat.storage_offset() % per_word == 0
-    pieces = [flat[:whole]] if is_aligned else [piece.clone() for piece in flat[:whole].split(_CHUNK_WORDS * per_word)]
-    sums = [piece.view(torch.int64).sum() for piece in pieces]
-    if whole < flat.numel():
-        sums.append(flat[whole:].view(_INTEGERS[flat.element_size()]).sum(dtype=torch.int64))
-    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()

@@ -18,7 +18,7 @@ from pretrain.config.profiles import DEFAULT_PROFILE_STEPS, MOST_STEPS
 from pretrain.distributed.host import state_and_start
 from pretrain.errors import ConfigError
 from pretrain.monitor.write_run_folder import RunFolder
-from pretrain.paths import PROFILE_FILE, SAVE_FILE, STOP_FILE
+from pretrain.paths import PROFILE_FILE, RECORD_FILE, SAVE_FILE, STOP_FILE
 from pretrain.resilience.launcher_watch import LauncherWatch
 from pretrain.resilience.signals import SignalListener
 from pretrain.stored_json import read_text
@@ -36,6 +36,7 @@ class Request:
     stop: str = ""  # why the run saves and stops, such as "SIGTERM"; "": it continues
     save: bool = False  # save a checkpoint, and continue
     profile_steps: int = 0  # profile this number of steps
+    record: bool = False  # keep a copy of the flight record
 
     @property
     def needs_checkpoint(self) -> bool:
@@ -54,7 +55,7 @@ class Requests:
 
     Args:
         device: device of the run; on GPUs the exchange gets a process group of its own.
-        folder: run folder. Rank 0 looks there for the files STOP, SAVE and PROFILE.
+        folder: run folder. Rank 0 looks there for the files STOP, SAVE, PROFILE and RECORD.
         launcher: notices that the launcher of this rank has died.
         exit_after_minutes: time limit since the start of rank 0's process; None: no limit.
         committed_step: returns the step of the newest checkpoint that this process has committed; called on rank 0.
@@ -88,7 +89,7 @@ class Requests:
         All ranks must call this after each step (a collective), and all get the same result. Raises ConfigError on all
         ranks if some rank has called `reject`.
         """
-        stop, save, profile_steps, rejected = self._exchange()
+        stop, save, profile_steps, record, rejected = self._exchange()
         if rejected:
             raise ConfigError.from_line(self._rejection or "another rank has stopped the run: its output says why")
         if save and self._files is not None:
@@ -96,21 +97,23 @@ class Requests:
             self._announce(step, str(self._files.save_path), "saving")
         if stop:
             self._announce_stop(step, stop)
-        return Request(self._reason(stop), save=bool(save), profile_steps=profile_steps)
+        return Request(self._reason(stop), save=bool(save), profile_steps=profile_steps, record=bool(record))
 
     def _exchange(self) -> list[int]:
-        """Return the maxima over all ranks: reason to stop, 1 to save, steps to profile, 1 if a rank rejects the run.
+        """Return the maxima over all ranks: reason to stop, 1 to save, steps to profile, 1 to keep the record, 1 if
+        a rank rejects the run.
         """
-        stop, save = self._signals.first or (_LAUNCHER_DIED if self._launcher.lost else 0), False
+        stop, save, record = self._signals.first or (_LAUNCHER_DIED if self._launcher.lost else 0), False, False
         profile_steps, now = self._signals.take_profile_steps(), time.monotonic()
         stop = _TIME_IS_OVER if now >= self._time_limit else stop
         if self._files is not None and now >= self._look_at:
             stop = _STOP_FILE if self._files.stop_requested() else stop
             save = self._files.save_requested()
             profile_steps = profile_steps or self._files.take_profile_steps()
+            record = self._files.take_record_request()
             ended = time.monotonic()
             self._look_at = ended + min((ended - now) / _LOOKING_FRACTION, _LONGEST_LOOK_S)
-        values = torch.tensor([stop, save, profile_steps, self._rejection != ""], dtype=torch.int32)
+        values = torch.tensor([stop, save, profile_steps, record, self._rejection != ""], dtype=torch.int32)
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._group)
         return list(values.tolist())
 
@@ -146,7 +149,7 @@ def process_age_s() -> float:
 
 
 class ControlFiles:
-    """Looks for the files STOP, SAVE and PROFILE in the run folder, on rank 0.
+    """Looks for the files STOP, SAVE, PROFILE and RECORD in the run folder, on rank 0.
 
     A SAVE file is removed after the commit of its checkpoint.
 
@@ -157,6 +160,7 @@ class ControlFiles:
 
     def __init__(self, run: Path, committed_step: Callable[[], int]) -> None:
         self.stop_path, self.save_path, self.profile_path = run / STOP_FILE, run / SAVE_FILE, run / PROFILE_FILE
+        self.record_path, self._record_remains = run / RECORD_FILE, False
         self._committed_step = committed_step
         self._profile_remains = False  # PROFILE cannot be removed: it has requested a profile once
         self._seen = 0  # modification time of the SAVE file that was requested last, in ns; 0: none yet
@@ -194,6 +198,16 @@ class ControlFiles:
         except OSError:
             self._profile_remains = True
         return min(max(int(text), 1), MOST_STEPS) if text.isdecimal() else DEFAULT_PROFILE_STEPS
+
+    def take_record_request(self) -> bool:
+        """Remove RECORD if there is this file, and return whether there was. If it cannot be removed, it acts once."""
+        if self._record_remains or not os.path.exists(self.record_path):
+            return False
+        try:
+            self.record_path.unlink()
+        except OSError:
+            self._record_remains = True
+        return True
 
     def close(self) -> None:
         """Remove SAVE: the last step of this process has been saved."""

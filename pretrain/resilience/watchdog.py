@@ -33,6 +33,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.distributed.process import ROOT
@@ -137,9 +138,16 @@ class Watchdog:
 
     def set_ranks(self, ranks: Sequence[tuple[str, int]]) -> None:
         """Give the watcher the host and process id of each rank, for a rank whose host is lost later."""
+        self._send({"ranks": ranks})
+
+    def set_record(self, path: Path) -> None:
+        """Give the watcher the path of this rank's flight record, whose end it copies after a hang."""
+        self._send({"record": str(path.absolute())})
+
+    def _send(self, values: dict[str, Any]) -> None:
         if self._watcher is not None and self._watcher.stdin is not None:
             with contextlib.suppress(OSError):  # the watcher has ended
-                self._watcher.stdin.write(json.dumps(ranks) + "\n")
+                self._watcher.stdin.write(json.dumps(values) + "\n")
                 self._watcher.stdin.flush()
 
     def __enter__(self) -> "Watchdog":

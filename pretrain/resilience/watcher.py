@@ -22,6 +22,7 @@ from typing import Any
 from pretrain.distributed.host import STOPPED, process_state, start_time
 from pretrain.resilience.hang_report import (
     RankRecord,
+    copy_record,
     hang_folder,
     read_records,
     report_hang,
@@ -82,6 +83,8 @@ class Watcher:
     folder: Path  # becomes the folder of the next hang of this run
     born: int | None  # start time of the rank; a later process with the same id has another one
     ranks: list[tuple[str, int]] = field(default_factory=list)  # host and process id of each rank, once connected
+    record: Path | None = None  # the rank's flight record, once it has begun
+    received: bytes = b""  # an incomplete line from the rank
 
     @classmethod
     def from_request(cls, request: dict[str, Any]) -> "Watcher":
@@ -129,11 +132,18 @@ class Watcher:
         deadline = time.monotonic() + seconds
         while (rest := deadline - time.monotonic()) > 0 and os.getppid() == self.pid:
             if poll.poll(max(rest * 1000, 1)):
-                line = sys.stdin.readline()
-                if not line:  # the rank has closed the pipe, or has ended
+                data = os.read(0, 2**16)
+                if not data:  # the rank has closed the pipe, or has ended
                     return False
-                self.ranks = [(host, pid) for host, pid in json.loads(line)]
+                *lines, self.received = (self.received + data).split(b"\n")
+                for line in lines:
+                    self._receive(**json.loads(line))
         return os.getppid() == self.pid
+
+    def _receive(self, ranks: list[tuple[str, int]] | None = None, record: str = "") -> None:
+        """Keep what the rank has sent: see `Watchdog.set_ranks` and `set_record`."""
+        self.ranks = self.ranks if ranks is None else [(host, pid) for host, pid in ranks]
+        self.record = Path(record) if record else self.record
 
     def _look_for_folder(self, look: threading.Event, declared: threading.Event) -> None:
         """Look for a hang that another rank has declared. A thread, because storage may hang, too."""
@@ -149,7 +159,8 @@ class Watcher:
         state = self.state
         record = RankRecord.of_process(self.pid, rank=self.rank, phase=PHASES[state.phase], step=state.step,
                                        entered=state.entered, seconds=round(seconds, 1), limit_s=state.limit_ms / 1000,
-                                       flag=FLAGS[state.flag], note=self._note())
+                                       flag=FLAGS[state.flag], note=self._note(),
+                                       recorded=copy_record(self.record, self.folder))
         stacks = "" if stopped else self._read_stacks()
         collectives = self.folder / f"rank_{self.rank}_collectives.json"
         try:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from pretrain.resilience import replicas
-from pretrain.resilience.replicas import checksum
+from pretrain.engine import checksums
+from pretrain.engine.checksums import checksum
 
 INTEGERS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 
@@ -29,7 +29,7 @@ def test_every_flipped_bit_changes_the_checksum(size: int, offset: int, dtype: t
 
 @pytest.mark.parametrize("dtype", INTEGERS)
 def test_the_checksum_does_not_depend_on_the_address(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicas, "_CHUNK_WORDS", 2)
+    monkeypatch.setattr(checksums, "_CHUNK_WORDS", 2)
     values = torch.randn(8, 5).to(dtype)
     moved = torch.empty(41, dtype=dtype)[1:].view(8, 5).copy_(values)
     assert moved.storage_offset() == 1

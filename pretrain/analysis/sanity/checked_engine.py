@@ -21,12 +21,12 @@ from pretrain.config.plan import Plan
 from pretrain.data.loader import MicroBatch
 from pretrain.distributed.collectives import gather
 from pretrain.engine.build import remove_swap_files
+from pretrain.engine.checksums import checksum
 from pretrain.engine.optimizer import set_learning_rate
 from pretrain.engine.patches.pipeline import is_counted
 from pretrain.engine.steps import eval_batch, grad_norm, loss_scale, open_loader, tensor_parallel_size, train_batch
 from pretrain.engine.update_guard import FP16_OVERFLOW, SkippedUpdate, guard_updates, skipped_update
 from pretrain.engine.update_statistics import measure_updates
-from pretrain.resilience.replicas import checksum
 
 _MOST_OVERFLOWS = 30  # of fp16's loss scale, which is halved after each
 _OWN_OUTPUT = ("tensorboard", "csv_monitor", "wandb", "comet", "flops_profiler", "comms_logger", "wall_clock_breakdown")

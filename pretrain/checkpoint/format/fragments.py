@@ -261,6 +261,25 @@ def owned_weights(engine: DeepSpeedEngine) -> list[torch.Tensor] | None:
     return found
 
 
+def held_states(engine: DeepSpeedEngine) -> dict[str, list[torch.Tensor]] | None:
+    """Return flat views of this rank's fp32 master weights and optimizer states, by their names, without padding.
+
+    Parameters that the optimizer updates itself are no master weights. None while the states are on NVMe.
+    """
+    own = {id(parameter) for parameter in engine.module.parameters()}
+    states, found = base_optimizer(engine).state, dict[str, list[torch.Tensor]]()
+    for flat in flat_tensors(engine):
+        if flat.parameter.numel() < flat.numel:
+            return None
+        held = {} if id(flat.parameter) in own else {"master": flat.parameter}
+        for name, tensor in {**held, **states.get(flat.parameter, {})}.items():
+            if torch.is_tensor(tensor):
+                view = tensor.detach().reshape(-1)
+                runs = _runs(flat, set()) if view.numel() == flat.numel else [(0, view.numel())]
+                found.setdefault(name, []).extend(view[start:stop] for start, stop in runs)
+    return found
+
+
 def _runs(flat: FlatTensor, replicated: set[str]) -> list[tuple[int, int]]:
     """Return the parts of a flat tensor that have weights to count, without padding: (first element, end)."""
     runs: list[tuple[int, int]] = []

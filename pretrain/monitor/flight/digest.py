@@ -11,35 +11,38 @@ from typing import Any
 DATA, SETTINGS, RANDOM, WEIGHTS, FORWARD, BACKWARD, REDUCTION, UPDATE = STAGES = (
     "data", "settings", "random", "weights", "forward", "backward", "reduction", "update")
 
-# key -> (stage, definition); a row has the keys of its step only: those of the intervals are missing in other steps
+# key -> (stage, definition); a row has the keys of its step only. Those of the intervals are in rows of the steps of
+# --flight_interval; there, "layer" is a layer of this rank, in the order of the header's `layers`.
 DIGEST = {
     "samples": (DATA, "[first, end): positions of the step's global batch in the order of the training data"),
     "tokens": (DATA, "CRC-32 of the tokens, labels and loss weights that this rank was given"),
     "lr": (SETTINGS, "learning rate of this step"),
     "loss_scale": (SETTINGS, "of fp16, before this step; otherwise 1"),
-    "random": (RANDOM, "CRC-32 of the states of this rank's random number generators before the step"),
-    "weights": (WEIGHTS, "checksum of the parameters with which this rank computes, before the step; in steps of "
-                         "--flight_interval"),
-    "states": (WEIGHTS, "checksum of this rank's optimizer states and master weights before the step; in the same "
-                        "steps"),
-    "layers_forward": (FORWARD, "for each layer of the rank, a checksum of its output at the last position of the "
-                                "sequences, over the micro-batches; in the same steps"),
+    "random": (RANDOM, "CRC-32 of the states of torch's random number generators, of host and device, before the step"),
+    "weights": (WEIGHTS, "interval: for each layer, checksum of what this rank holds of its parameters, before the "
+                         "step"),
+    "states": (WEIGHTS, "interval: {name: checksum} of this rank's optimizer states, and of its fp32 master weights "
+                        "under `master`, before the step; not with offload to NVMe"),
+    "layers_forward": (FORWARD, "interval: for each layer, checksum of its outputs, over the micro-batches; 0 for a "
+                                "layer without an output of its own"),
     "rank_loss": (FORWARD, "mean loss of this data-parallel rank's tokens"),
-    "layers_backward": (BACKWARD, "for each layer of the rank, a checksum of the gradient of its output at the first "
-                                  "position of the sequences, over the micro-batches; in the same steps"),
-    "gradients": (BACKWARD, "for each layer of the rank, 2-norm of its gradients before the reduction, over the "
-                            "micro-batches; in the same steps"),
+    "layers_backward": (BACKWARD, "interval: for each layer, checksum of the gradients of its outputs, over the "
+                                  "micro-batches"),
+    "gradient_bits": (BACKWARD, "interval: for each layer, checksum of the gradients of its parameters before the "
+                                "reduction, over the micro-batches"),
+    "gradients": (BACKWARD, "interval: for each layer, 2-norm of the same gradients, with fp16's loss scale"),
     "loss": (REDUCTION, "mean loss of the global batch"),
+    "reduced": (REDUCTION, "interval: checksum of this rank's part of the reduced gradients, before clipping"),
     "grad_norm": (REDUCTION, "2-norm of the reduced gradient of all parameters before clipping"),
     "skipped": (UPDATE, "why the update was skipped; empty: it was made"),
-    "weights_after": (UPDATE, "checksum of the parameters after the update; in steps of --flight_interval"),
-    "states_after": (UPDATE, "the same of optimizer states and master weights"),
+    "weights_after": (UPDATE, "interval: `weights`, after the update"),
+    "states_after": (UPDATE, "interval: `states`, after the update"),
 }
 # keys that are recorded, but differ between two recordings of equal steps
 UNCOMPARED = {
     "step": "number of the step, from 1",
     "time": "seconds since 1970, at the end of the step",
-    "ms": "milliseconds of the step and of its phases on this rank",
+    "ms": "milliseconds of this rank's host in the step: without loading data, saves and evaluations",
 }
 
 

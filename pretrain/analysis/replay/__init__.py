@@ -1,0 +1,9 @@
+"""A replay trains some steps of a run again, and compares them with what the flight recorder of the run wrote.
+
+- `target.py`: the start that trained the step, the checkpoint to begin with, and the data position.
+- `order.py`: the file that tells the ranks of a replay what to do.
+- `in_run.py`: what a rank does during the replay, besides training.
+- `compare.py`: the first difference between two recordings of the same steps.
+- `causes.py`: the kinds of a verdict: what each means, and its remedy.
+- `verdict.py`: the verdict, from the differences between the run and its replays, and between the replays.
+"""

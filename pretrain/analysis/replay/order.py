@@ -1,0 +1,33 @@
+"""The order for the ranks of a replay: a JSON file that `ds-pretrain replay` writes. Imports no torch."""
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pretrain.errors import ConfigError
+from pretrain.stored_json import build, read_json, reason_of
+
+
+@dataclass(frozen=True)
+class ReplayOrder:
+    """What a replay trains. It ends after `step`, and neither evaluates nor saves."""
+
+    step: int
+    consumed_samples: int | None = None  # data position of its first step; None: that of the checkpoint
+    vetoed: list[int] = field(default_factory=list)  # steps whose update the run skipped because of a spike
+    operators_of: list[str] = field(default_factory=list)  # layers whose operators are recorded at `operators_step`
+    operators_step: int = 0
+    more: dict[str, Any] = field(default_factory=dict)  # of the questions about samples
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+
+def read_order(path: Path) -> ReplayOrder:
+    """Read the file. Raises ConfigError."""
+    try:
+        return build(ReplayOrder, read_json(path))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--replay {path}", problem=f"it cannot be read ({reason_of(error)})",
+                          remedy="`ds-pretrain replay` writes this file, and gives this flag itself") from None

@@ -1,0 +1,168 @@
+"""Train some steps of a run again: write flags, JSON, model and order into a folder, and launch the ranks."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from pretrain.analysis.replay.order import ReplayOrder
+from pretrain.analysis.replay.target import Target
+from pretrain.checkpoint.format.hashed_files import write_atomically
+from pretrain.config.flags.arguments import FLAGS
+from pretrain.distributed.process import PROGRAM
+from pretrain.errors import ConfigError, printable
+from pretrain.model.general.own_models import is_model_code
+from pretrain.monitor.flight.record_files import FLIGHT, RankRecord, read_start
+from pretrain.monitor.repeat_command import OWN_CODE, repeated_flags, repeated_variables
+
+# Flags that neither change the steps nor belong to a replay: it measures, evaluates, saves and reports nothing. The
+# guard must not end or roll back a replay whose steps are bad.
+_CHANGED: dict[str, Any] = {
+    "eval_interval": 0, "save_interval": 0, "log_interval": 1, "spike_policy": "warn", "max_bad_steps": 10**9,
+    "replica_check_interval": 0, "early_stopping_patience": 0, "flight_interval": 1, "flight_steps": 10**6}
+_REMOVED = ("eval_tasks", "eval_tasks_folder", "eval_tasks_fewshot", "eval_tasks_limit", "eval_tasks_interval",
+            "show_predictions", "trackio", "note", "expected_curve", "sanity_check", "profile_steps", "profile_ranks",
+            "pipeline_timeline", "memory_snapshot", "async_save", "save_busy", "keep_checkpoints", "keep_every",
+            "keep_best", "exit_step", "exit_after_minutes", "early_stopping_min_delta", "notify", "notify_command",
+            "metrics_port", "metrics_address", "recompute_interval")
+_OF_LAYOUT = ("micro_batch_size", "gradient_accumulation_steps", "global_batch_size", "precision", "nvme_path")
+_MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler")
+_NEVER_SET = ("PATH", "DIR", "FILE", "HOME", "LIB", "PLUGIN", "PRELOAD", "CMD", "CC", "CXX")  # parts of variables
+_LINES_OF_LOG = 12
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How to launch a replay, where this differs from the run."""
+
+    deepspeed_config: Path | None = None
+    ranks: int | None = None
+    hostfile: Path | None = None
+    more: Mapping[str, str] = field(default_factory=dict)  # flags of own code: --dataset_module, --model_code
+
+    @property
+    def is_other(self) -> bool:
+        """Whether ranks compute other parts of the step than in the run."""
+        return self.deepspeed_config is not None or self.ranks is not None
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A finished replay."""
+
+    folder: Path
+    recorded: dict[int, RankRecord]  # by rank
+
+
+def replay_flags(target: Target, layout: Layout) -> dict[str, Any]:
+    """Return the flags of the replay. Raises ConfigError if they name own code that the user has not named."""
+    flags = {name: value for name, value in repeated_flags(target.start).items() if name not in _REMOVED}
+    flags |= {name: value for name, value in _CHANGED.items() if name in FLAGS}
+    recorded = target.start["flags"]
+    for name in OWN_CODE:
+        used = recorded.get(name) or (name == "model_code" and is_model_code(str(recorded.get("model", ""))))
+        if used and name not in layout.more:
+            raise ConfigError(f"--{name}", problem="the run used your own code, which a record alone never imports",
+                              remedy=f"give --{name} {printable(str(recorded.get(name) or recorded.get('model')))}")
+    flags.pop("resume_from", None)
+    if target.checkpoint is not None:
+        flags.pop("init_from", None)
+        flags["resume_from"] = str(target.checkpoint.absolute())
+    else:
+        flags.pop("override", None)
+    if layout.is_other:
+        for name in _OF_LAYOUT:
+            flags.pop(name, None)
+        flags["global_batch_size"] = target.start.get("batch", {}).get("global_batch_size")
+    return {**flags, **layout.more}
+
+
+def replay_config(target: Target, layout: Layout) -> dict[str, Any]:
+    """Return the DeepSpeed JSON of the run, without monitors."""
+    config = target.start.get("given_deepspeed_config") or target.start["deepspeed_config"]
+    return {name: value for name, value in config.items() if name not in _MONITORS}
+
+
+def prepare(folder: Path, target: Target, layout: Layout, order: ReplayOrder) -> list[str]:
+    """Write the files of a replay into its folder. Returns the command. Raises ConfigError."""
+    run = folder / "run"
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        run.mkdir(parents=True)
+        files = {"run.yaml": replay_flags(target, layout), "config.json": target.start["model_config"],
+                 # the operators that the run's trials chose are read from here; a new trial may choose others
+                 "run/run.json": [target.start]}
+        if layout.deepspeed_config is None:
+            files["deepspeed.json"] = replay_config(target, layout)
+        for name, values in files.items():
+            write_atomically(folder / name, json.dumps(values, indent=1) + "\n")
+        order.write(folder / "order.json")
+        hosts = target.start.get("hardware") or []
+        if layout.hostfile is None and layout.ranks is None and len(hosts) > 1:
+            lines = "".join(f"{host['host']} slots={host['ranks']}\n" for host in hosts)
+            write_atomically(folder / "hostfile", lines)
+            layout = replace(layout, hostfile=folder / "hostfile")
+    except OSError as error:
+        raise ConfigError(f"--output {folder.parent}", problem=f"it cannot be written ({error.strerror})",
+                          remedy="name another folder") from None
+    where = ["--hostfile", str(layout.hostfile)] if layout.hostfile is not None else \
+        ["--num_accelerators", str(layout.ranks or target.world_size)]
+    config = layout.deepspeed_config or folder / "deepspeed.json"
+    return [*where, "--config", str(folder / "run.yaml"), "--deepspeed_config", str(config.absolute()),
+            "--model", str(folder / "config.json"), "--save", str(run), "--replay", str(folder / "order.json")]
+
+
+def train_again(folder: Path, target: Target, layout: Layout, order: ReplayOrder) -> Replay:
+    """Train the steps of a target again, and return the recording. Raises ConfigError."""
+    command = prepare(folder, target, layout, order)
+    log = folder / "log"
+    with open(log, "w", encoding="utf-8") as output:
+        code = subprocess.run([sys.executable, PROGRAM, *command], env=_environment(target), stdout=output,
+                              stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, check=False,
+                              cwd=_directory(target)).returncode
+    if code != 0:
+        raise _failure(log, code)
+    return read_replay(folder)
+
+
+def read_replay(folder: Path) -> Replay:
+    """Return the recording of a replay that has ended. Raises ConfigError if there is none."""
+    starts = sorted((folder / "run" / FLIGHT).glob("start_*"), key=lambda path: int(path.name[6:]))
+    recorded = read_start(starts[-1]) if starts else {}
+    if not recorded:
+        raise ConfigError(str(folder), problem="the replay has recorded no step", remedy=f"see {folder / 'log'}")
+    return Replay(folder, recorded)
+
+
+def _environment(target: Target) -> dict[str, str]:
+    """Return the variables of this process and those of the run that change results, such as OMP_NUM_THREADS.
+
+    A record may be from an untrusted source: variables that name files or code are not taken from it.
+    """
+    recorded = {name: value for name, value in repeated_variables(target.start).items()
+                if not any(part in name for part in _NEVER_SET)}
+    return {**os.environ, **recorded, "DS_PRETRAIN_NEXT": "0"}
+
+
+def _directory(target: Target) -> Path | None:
+    recorded = (target.start.get("command") or {}).get("directory")
+    return Path(recorded) if isinstance(recorded, str) and Path(recorded).is_dir() else None
+
+
+def _failure(log: Path, code: int) -> ConfigError:
+    """Return the error of a replay that failed: its own line, if it has one."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    own = [line.partition("error: ")[2] for line in lines if "ds-pretrain: error: " in line]
+    if own:
+        return ConfigError.from_line(f"the replay was rejected: {printable(own[-1])}")
+    return ConfigError(str(log), problem=f"the replay ended with exit code {code}: "
+                       f"{printable(' | '.join(_last(lines)))}", remedy="read this log")
+
+
+def _last(lines: Sequence[str]) -> list[str]:
+    return [line for line in lines if line.strip()][-_LINES_OF_LOG:][-2:]

@@ -1,0 +1,135 @@
+"""Digests of what one training step computes, by layer: outputs, gradients of outputs and of parameters, before the
+reduction; and of the reduced gradients.
+
+They are taken by hooks that exist in the recorded steps only, change no value, and do not wait for the device.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from deepspeed import DeepSpeedEngine
+from deepspeed.runtime.pipe.module import PipelineModule
+from torch import nn
+
+from pretrain.engine.checksums import checksum, combined_checksum, reduced_gradients
+from pretrain.engine.phases import new_event
+from pretrain.engine.update import UpdatePart
+
+_PREVIOUS = 3  # factor of the checksum of the micro-batches before: odd, so that no bit is lost modulo 2^64
+
+
+class CostTimer:
+    """Adds up the time that a part of the step takes: the longer one of the host's and the device's time."""
+
+    def __init__(self) -> None:
+        self._host_ms = 0.0
+        self._marks: list[tuple[Any, Any]] = []
+
+    @contextlib.contextmanager
+    def measured(self) -> Iterator[None]:
+        """Measure the block. Does not wait for the device."""
+        start, end, began = new_event(), new_event(), time.perf_counter()
+        start.record()
+        yield
+        end.record()
+        self._marks.append((start, end))
+        self._host_ms += (time.perf_counter() - began) * 1e3
+
+    def take_ms(self) -> float:
+        """Return the milliseconds since the last call. Waits for the device."""
+        for _, end in self._marks[-1:]:
+            end.synchronize()
+        device_ms = sum(start.elapsed_time(end) for start, end in self._marks)
+        host_ms, self._host_ms, self._marks = self._host_ms, 0.0, []
+        return max(host_ms, device_ms)
+
+
+def layer_of(parameter: str) -> str:
+    """Return the name of the layer that a parameter belongs to: "3", or "tied_modules.embed"."""
+    parts = parameter.split(".")
+    return ".".join(parts[:2] if parts[0] == "tied_modules" else parts[:1])
+
+
+class LayerDigests:
+    """Takes the digests of this rank's layers in the steps between `begin` and `end`.
+
+    A layer that is recomputed in the backward pass is digested when it is computed for the first time. A function that
+    is no module, such as a tied head, has no digest of its own: its result is the loss.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine, cost: CostTimer) -> None:
+        self._engine, self._cost = engine, cost
+        module = engine.module
+        functions = module.forward_funcs if isinstance(module, PipelineModule) else module.layers
+        names = {id(each): name for name, each in module.named_modules()}
+        self._layers = {names[id(layer)]: layer for layer in functions if isinstance(layer, nn.Module)}
+        parameters = [layer_of(name) for name, _ in module.named_parameters()]
+        self.names = list(dict.fromkeys([*self._layers, *parameters]))  # of this rank's layers, in their order
+        self._hooks: list[Any] = []
+
+    def begin(self) -> None:
+        """Add the hooks for the next step."""
+        device, count = self._engine.device, len(self.names)
+        self._sums = {key: list(torch.zeros(count, dtype=torch.int64, device=device).unbind())
+                      for key in ("layers_forward", "layers_backward", "gradient_bits")}
+        self._squares = list(torch.zeros(count, dtype=torch.float64, device=device).unbind())
+        index = {name: number for number, name in enumerate(self.names)}
+        self._hooks = [layer.register_forward_hook(self._of_output(index[name]))
+                       for name, layer in self._layers.items()]
+        self._hooks += [parameter.register_hook(self._of_gradient(index[layer_of(name)]))
+                        for name, parameter in self._engine.module.named_parameters() if parameter.requires_grad]
+
+    def end(self) -> dict[str, torch.Tensor]:
+        """Remove the hooks. Return the digests by their keys in a row, one value a layer, on the device."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        return {**{key: torch.stack(values) for key, values in self._sums.items()},
+                "gradients": torch.stack(self._squares).sqrt()}
+
+    def _add(self, key: str, index: int, tensor: torch.Tensor) -> None:
+        with self._cost.measured(), torch.no_grad():
+            sums = self._sums[key]
+            sums[index] = sums[index] * _PREVIOUS + checksum(tensor)
+
+    def _of_output(self, index: int) -> Any:
+        def hook(layer: nn.Module, inputs: Any, output: Any) -> None:
+            is_recomputed = torch._C._current_graph_task_id() != -1  # inside a backward pass
+            if is_recomputed or not layer.training or not torch.is_tensor(output) or not output.is_floating_point():
+                return
+            self._add("layers_forward", index, output)
+            if output.requires_grad:
+                output.register_hook(lambda gradient: self._add("layers_backward", index, gradient))
+
+        return hook
+
+    def _of_gradient(self, index: int) -> Any:
+        def hook(gradient: torch.Tensor) -> None:
+            self._add("gradient_bits", index, gradient)
+            with self._cost.measured(), torch.no_grad():
+                norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+                self._squares[index] = self._squares[index] + norm.double().square()
+
+        return hook
+
+
+class ReducedDigest(UpdatePart):
+    """Takes the checksum of this rank's part of the reduced gradients, before clipping, in steps that are due."""
+
+    def __init__(self, engine: DeepSpeedEngine, cost: CostTimer) -> None:
+        self._engine, self._cost = engine, cost
+        self.is_due = False
+        self._sum: torch.Tensor | None = None
+
+    def before(self) -> None:
+        if self.is_due:
+            with self._cost.measured(), torch.no_grad():
+                self._sum = combined_checksum(reduced_gradients(self._engine), self._engine.device)
+
+    def take(self) -> torch.Tensor | None:
+        """Return the checksum of the last step: a scalar on the device; None if there was no update."""
+        taken, self._sum, self.is_due = self._sum, None, False
+        return taken
