@@ -194,7 +194,7 @@ def unlike_source(tokens: npt.NDArray[np.int64], source: IndexedDataset, documen
         others.append(source.tokens(first, min(last, first + _EXAMINED_TOKENS)))
     if not others:
         return None
-    counts = np.bincount(np.concatenate([*others, tokens[:0]]), minlength=int(max(map(_largest, [*others, tokens]))) + 1)
+    counts = np.bincount(np.concatenate(others), minlength=max(map(_largest, [*others, tokens])) + 1)
     costs = -np.log((counts + 0.5) / (counts.sum() + 0.5 * len(counts)))
     usual = np.array([costs[other].mean() for other in others if len(other) >= _FEWEST_TOKENS])
     if len(usual) < 4:

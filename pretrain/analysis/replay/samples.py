@@ -24,7 +24,7 @@ _FEWEST_DIVIDED = 32  # samples of a step that is divided into halves
 _REFERENCE_GRADIENTS = 8  # samples of each neighbouring step
 _MOST_FOUND = 8  # samples that are found by halves
 _MOST_REPORTED = 32
-_SURE_Z, _UNSURE_Z = 10.0, 6.0  # spreads from the median
+_SURE, _UNSURE = 12.0, 9.0  # see `strength`
 _SMALLEST_SPREAD = 0.04  # of the logarithm of a loss, or of a gradient norm: 4%
 
 
@@ -135,7 +135,7 @@ class _Examination:
                           np.array(reference))
         odd = [self._odd(number, loss_z[number], norms.get(number, math.nan), grad_z[number])
                for number in range(len(self.batch.ids)) if certainty(loss_z[number], grad_z[number])]
-        odd.sort(key=lambda each: (each.certainty != SURE, -_strength(each.loss_z, each.grad_z)))
+        odd.sort(key=lambda each: (each.certainty != SURE, -strength(each.loss_z, each.grad_z)))
         tensors = {name: [norm, float(np.median([other.norms[name] for other in others]))]
                    for name, norm in whole.norms.items()}
         layers = {name: [norm, float(np.median([by_layer(other.norms)[name] for other in others]))]
@@ -201,13 +201,18 @@ def robust_z(values: Any, reference: Any) -> Any:
 
 def certainty(loss_z: float, grad_z: float) -> str:
     """Return whether a sample stands out: SURE, UNSURE, or "" if it does not. NaN: not measured."""
-    strength = _strength(loss_z, grad_z)
-    return SURE if strength >= _SURE_Z else UNSURE if strength >= _UNSURE_Z else ""
+    found = strength(loss_z, grad_z)
+    return SURE if found >= _SURE else UNSURE if found >= _UNSURE else ""
 
 
-def _strength(loss_z: float, grad_z: float) -> float:
-    """Return the larger distance. A small gradient is no fault: that of a repeated token can be small, its loss not."""
-    return max((abs(loss_z) if not math.isnan(loss_z) else 0.0), (grad_z if not math.isnan(grad_z) else 0.0))
+def strength(loss_z: float, grad_z: float) -> float:
+    """Return how far a sample is from the others, in both distances together.
+
+    A low loss counts half: tables and lists, of which each text has some, are easy to predict. A small gradient does
+    not count.
+    """
+    loss_z, grad_z = (0.0 if math.isnan(value) else value for value in (loss_z, grad_z))
+    return math.hypot(max(loss_z, -loss_z / 2), max(grad_z, 0.0))
 
 
 def _spread(number: int, most: int) -> list[int]:
