@@ -85,6 +85,7 @@ TOOLS: dict[str, list[str]] = {  # a valid command line of each program
     "evaluate": ["{world}/done", "--data", "{world}/plain"],
     "summary": ["{world}/done"],
     "report": ["{world}/done"],
+    "replay": ["{world}/done@1"],
     "corpus": ["{world}/out"],
     "prepare": ["{world}/text.txt", "--tokenizer", "{world}", "--out", "{world}/out"],
     "data hash": ["{world}/foreign"],

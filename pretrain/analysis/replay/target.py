@@ -1,4 +1,4 @@
-"""Find what a replay of a step begins with: the start that trained it, a checkpoint, and the data position. No torch."""
+"""Find what a replay begins with: the start that trained the step, a checkpoint, and the data position. No torch."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path

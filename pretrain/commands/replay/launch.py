@@ -11,25 +11,27 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.analysis.replay.order import ReplayOrder
+from pretrain.analysis.replay.question import RECOMPUTATION, Replay, read_replay
 from pretrain.analysis.replay.target import Target
 from pretrain.checkpoint.format.hashed_files import write_atomically
 from pretrain.config.flags.arguments import FLAGS
 from pretrain.distributed.process import PROGRAM
 from pretrain.errors import ConfigError, printable
 from pretrain.model.general.own_models import is_model_code
-from pretrain.monitor.flight.record_files import FLIGHT, RankRecord, read_start
+from pretrain.monitor.read_run_folder import read_events
 from pretrain.monitor.repeat_command import OWN_CODE, repeated_flags, repeated_variables
 
 # Flags that neither change the steps nor belong to a replay: it measures, evaluates, saves and reports nothing. The
 # guard must not end or roll back a replay whose steps are bad.
 _CHANGED: dict[str, Any] = {
     "eval_interval": 0, "save_interval": 0, "log_interval": 1, "spike_policy": "warn", "max_bad_steps": 10**9,
-    "replica_check_interval": 0, "early_stopping_patience": 0, "flight_interval": 1, "flight_steps": 10**6}
+    "replica_check_interval": 0, "early_stopping_patience": 0, "flight_interval": 1, "flight_steps": 10**6,
+    "recompute_interval": 1}  # a rank that always computes wrong in the same way is reproduced, too
 _REMOVED = ("eval_tasks", "eval_tasks_folder", "eval_tasks_fewshot", "eval_tasks_limit", "eval_tasks_interval",
             "show_predictions", "trackio", "note", "expected_curve", "sanity_check", "profile_steps", "profile_ranks",
             "pipeline_timeline", "memory_snapshot", "async_save", "save_busy", "keep_checkpoints", "keep_every",
             "keep_best", "exit_step", "exit_after_minutes", "early_stopping_min_delta", "notify", "notify_command",
-            "metrics_port", "metrics_address", "recompute_interval")
+            "metrics_port", "metrics_address")
 _OF_LAYOUT = ("micro_batch_size", "gradient_accumulation_steps", "global_batch_size", "precision", "nvme_path")
 _MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler")
 _NEVER_SET = ("PATH", "DIR", "FILE", "HOME", "LIB", "PLUGIN", "PRELOAD", "CMD", "CC", "CXX")  # parts of variables
@@ -49,14 +51,6 @@ class Layout:
     def is_other(self) -> bool:
         """Whether ranks compute other parts of the step than in the run."""
         return self.deepspeed_config is not None or self.ranks is not None
-
-
-@dataclass(frozen=True)
-class Replay:
-    """A finished replay."""
-
-    folder: Path
-    recorded: dict[int, RankRecord]  # by rank
 
 
 def replay_flags(target: Target, layout: Layout) -> dict[str, Any]:
@@ -101,6 +95,7 @@ def prepare(folder: Path, target: Target, layout: Layout, order: ReplayOrder) ->
             files["deepspeed.json"] = replay_config(target, layout)
         for name, values in files.items():
             write_atomically(folder / name, json.dumps(values, indent=1) + "\n")
+        (run / "events.jsonl").touch()  # only an existing run may lie inside of another one
         order.write(folder / "order.json")
         hosts = target.start.get("hardware") or []
         if layout.hostfile is None and layout.ranks is None and len(hosts) > 1:
@@ -125,18 +120,9 @@ def train_again(folder: Path, target: Target, layout: Layout, order: ReplayOrder
         code = subprocess.run([sys.executable, PROGRAM, *command], env=_environment(target), stdout=output,
                               stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, check=False,
                               cwd=_directory(target)).returncode
-    if code != 0:
+    if code != 0 and not any(row["event"] == RECOMPUTATION for row in read_events(folder / "run")):
         raise _failure(log, code)
-    return read_replay(folder)
-
-
-def read_replay(folder: Path) -> Replay:
-    """Return the recording of a replay that has ended. Raises ConfigError if there is none."""
-    starts = sorted((folder / "run" / FLIGHT).glob("start_*"), key=lambda path: int(path.name[6:]))
-    recorded = read_start(starts[-1]) if starts else {}
-    if not recorded:
-        raise ConfigError(str(folder), problem="the replay has recorded no step", remedy=f"see {folder / 'log'}")
-    return Replay(folder, recorded)
+    return read_replay(folder / "run")
 
 
 def _environment(target: Target) -> dict[str, str]:

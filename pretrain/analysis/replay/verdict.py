@@ -1,0 +1,307 @@
+"""The verdict of a replay, from the differences between the run and its replays, and between the replays. No torch."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from pretrain.analysis.replay.causes import CAUSES, KIND_OF_STAGE
+from pretrain.analysis.replay.compare import Comparison
+from pretrain.errors import counted
+from pretrain.monitor.flight.digest import BACKWARD, FORWARD, REDUCTION, SETTINGS, STAGES, UPDATE, WEIGHTS
+
+SURE, UNSURE = "sure", "unsure"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why a step was as it was."""
+
+    kind: str  # key of CAUSES
+    certainty: str  # sure or unsure
+    reasons: list[str] = field(default_factory=list)  # why it is unsure
+    also: list[str] = field(default_factory=list)  # other kinds that the record cannot tell from this one
+    step: int | None = None  # where the run and the replay part
+    stage: str | None = None
+    direction: str | None = None  # forward, backward, reduction or update
+    ranks: list[int] = field(default_factory=list)  # where it begins: one of them
+    hosts: list[str] = field(default_factory=list)
+    pipeline_stage: int | None = None
+    layer: str | None = None
+    operator: str | None = None
+    now: bool = False  # it happens again in the replays
+    evidence: list[str] = field(default_factory=list)
+    remedy: str = ""
+
+    @property
+    def text(self) -> str:
+        return CAUSES[self.kind].text
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "text": self.text}
+
+    def doubt(self, reason: str, *also: str) -> "Verdict":
+        """Return the verdict, with a reason why it is unsure."""
+        return replace(self, certainty=UNSURE, reasons=[*self.reasons, reason],
+                       also=[*self.also, *(kind for kind in also if kind not in (self.kind, *self.also))])
+
+
+def judge(run: Comparison, replays: Sequence[Comparison] = (), *, other_machine: Sequence[str] = (),
+          recomputed: Sequence[dict[str, Any]] = ()) -> Verdict:
+    """Return the verdict.
+
+    Args:
+        run: the run compared with the first replay.
+        replays: the first replay compared with each further one.
+        other_machine: how versions or hardware differ from the recorded ones, a line each.
+        recomputed: events of the replays about micro-batches that another rank computed with another result.
+    """
+    if not run.compared:
+        return Verdict("reproducible", SURE, remedy="The flight recorder writes what is compared (--flight_steps)."
+                       ).doubt("no recorded step can be compared", *(set(CAUSES) - {"reproducible"}))
+    differing = next((each for each in replays if each.step is not None), None)
+    if differing is not None:
+        return _of_replays(differing)
+    if run.step is None:
+        return _equal(run, recomputed, other_machine)
+    found = _of_difference(run)
+    found = replace(found, evidence=[*found.evidence, *_of_repeats(len(replays))])
+    if other_machine and found.kind not in ("data_changed", "settings_changed"):
+        found = found.doubt(f"the replay is not bit-exact on other hardware or versions: {'; '.join(other_machine)}")
+    elif found.direction == FORWARD and _is_everywhere(run, found.ranks) and len(_data_ranks(run)) > 1:
+        found = found.doubt("all data-parallel ranks differ, and no fault of one rank does that; another number of "
+                            "threads or another choice of kernels does", "nondeterministic")
+    if not replays and found.kind not in ("data_changed", "settings_changed"):
+        found = found.doubt("it was replayed once: a second replay would show whether the kernels are deterministic",
+                            "nondeterministic")
+    return found
+
+
+def _equal(run: Comparison, recomputed: Sequence[dict[str, Any]], other_machine: Sequence[str]) -> Verdict:
+    """Return the verdict if the replay equals the run."""
+    steps = f"steps {run.compared[0]} to {run.compared[-1]}" if len(run.compared) > 1 else f"step {run.compared[0]}"
+    lines = [f"{steps}: all recorded values of {counted(len(run.headers), 'rank')} are equal, bit by bit",
+             f"{counted(len(run.complete), 'step')} of these with checksums of weights, states and gradients"]
+    if recomputed:
+        return _wrong_rank(run, recomputed, lines)
+    found = Verdict("reproducible", SURE, step=None, evidence=lines, remedy=CAUSES["reproducible"].remedy)
+    if run.last not in run.compared:
+        return found.doubt(f"step {run.last} itself is not recorded", *KIND_OF_STAGE.values())
+    if run.missing_ranks:
+        return found.doubt(f"no record of {_ranks(run.missing_ranks)}", "forward", "backward")
+    return found
+
+
+def _wrong_rank(run: Comparison, recomputed: Sequence[dict[str, Any]], lines: list[str]) -> Verdict:
+    """Return the verdict if ranks compute the same micro-batch with different results."""
+    event = recomputed[0]
+    suspects = [rank for rank in event.get("ranks") or [] if isinstance(rank, int)]
+    found = Verdict("wrong_rank", SURE, step=event.get("step"), stage=event.get("direction"),
+                    direction=event.get("direction"), layer=event.get("layer"), ranks=suspects,
+                    hosts=_hosts(run, suspects), now=True, remedy=CAUSES["wrong_rank"].remedy,
+                    evidence=[*lines, str(event.get("reason"))])
+    if event.get("kind") != "undecided":
+        return found
+    return found.doubt("two ranks disagree, and a third data-parallel rank is needed to tell which one is wrong")
+
+
+def _of_replays(differing: Comparison) -> Verdict:
+    """Return the verdict if two replays differ from each other."""
+    found = replace(_of_difference(differing), now=True)
+    lines = ["two replays differ from each other: it happens now, not only in the past", *found.evidence]
+    if found.stage == WEIGHTS or not _is_everywhere(differing, found.ranks) or found.stage in (REDUCTION, UPDATE):
+        return replace(found, evidence=lines)
+    if len(_data_ranks(differing)) == 1:
+        return replace(found, evidence=lines).doubt(
+            "there is one data-parallel rank: a flaky device and kernels that are not deterministic look the same",
+            "nondeterministic")
+    return replace(found, kind="nondeterministic", evidence=lines, remedy=CAUSES["nondeterministic"].remedy)
+
+
+def _of_difference(found: Comparison) -> Verdict:
+    """Return the verdict about the first difference alone."""
+    stage = found.stage
+    assert stage is not None
+    rules = {WEIGHTS: _memory, FORWARD: _forward, BACKWARD: _backward, REDUCTION: _reduction, UPDATE: _update}
+    if stage in rules:
+        verdict = rules[stage](found)
+    else:
+        verdict = _start(found, KIND_OF_STAGE[stage], found.ranks_with(_keys_of(stage)))
+    verdict = replace(verdict, step=found.step, stage=stage, evidence=[_where(found, stage), *verdict.evidence])
+    if found.missing_ranks and stage not in ("data", SETTINGS):
+        verdict = verdict.doubt(f"no record of {_ranks(found.missing_ranks)}, where it may have begun")
+    gap = _gap(found)
+    if gap:
+        verdict = verdict.doubt(gap, *(() if stage in ("data", SETTINGS) else ("memory_states", "update")))
+    return verdict
+
+
+def _start(found: Comparison, kind: str, ranks: list[int], **others: Any) -> Verdict:
+    return Verdict(kind, SURE, ranks=ranks, hosts=_hosts(found, ranks),
+                   pipeline_stage=_pipeline_stage(found, ranks), remedy=CAUSES[kind].remedy, **others)
+
+
+def _memory(found: Comparison) -> Verdict:
+    """Parameters or states differ before the step."""
+    by_weights = found.ranks_with(["weights"])
+    key = "weights" if by_weights else "states"
+    ranks = by_weights or found.ranks_with(["states"])
+    layer, names = None, []
+    if by_weights:
+        positions = found.positions(ranks[0], "weights")
+        layer = _layer(found, ranks[0], positions[0]) if positions else None
+        names = [f"layer {layer}"] if layer is not None else []
+    else:
+        one, other = found.one[ranks[0]]["states"], found.other[ranks[0]]["states"]
+        names = [name for name in one if one[name] != other.get(name)] if isinstance(one, dict) else []
+    verdict = _start(found, f"memory_{key}", ranks, layer=layer,
+                     evidence=[f"the {key} before the step differ on {_ranks(ranks)}"
+                               + (f": {', '.join(names)}" if names else "")])
+    if found.step == found.first or all(f"{key}_after" in found.before.get(rank, {}) for rank in ranks):
+        after = "the checkpoint" if found.step == found.first else f"the end of step {(found.step or 1) - 1}"
+        return replace(verdict, evidence=[*verdict.evidence, f"they were equal at {after}"])
+    return verdict.doubt(f"step {(found.step or 1) - 1} has no checksums of its results: an update before this step "
+                         "may have been wrong", "update", *(["memory_states"] if by_weights else []))
+
+
+def _forward(found: Comparison) -> Verdict:
+    """Outputs or losses of ranks differ."""
+    ranks = found.ranks_with(_keys_of(FORWARD))
+    begins: dict[int, tuple[int, float]] = {}  # rank -> (pipeline stage, index of its first layer that differs)
+    for rank in ranks:
+        positions = found.positions(rank, "layers_forward")
+        begins[rank] = (_coordinate(found, rank, "pipe"), min(positions) if positions else float("inf"))
+    if not any(index < float("inf") for _, index in begins.values()):  # the loss alone: computed by the last stage
+        last = max(stage for stage, _ in begins.values())
+        begins = {rank: where for rank, where in begins.items() if where[0] == last or not found.has("layers_forward")}
+    ranks, layer = _earliest(found, begins)
+    # a layer at which all begin, with equal inputs, is where each of them was computed
+    verdict = _start(found, "forward", ranks, layer=layer, direction=FORWARD)
+    if not found.has("weights"):
+        return verdict.doubt("the step has no checksums of weights and states: a change of them in memory, or a wrong "
+                             "update before this step, looks the same", "memory_weights", "memory_states", "update",
+                             "backward", "reduction")
+    if layer is not None:
+        return replace(verdict, evidence=[f"weights, states, data and random numbers were equal; the output of layer "
+                                          f"{layer} is the first that differs"])
+    return replace(verdict, evidence=["weights, states, data and the outputs of all layers were equal; the loss of "
+                                      f"{_ranks(ranks)} differs: the output layer or the loss"])
+
+
+def _earliest(found: Comparison, begins: dict[int, tuple[int, float]]) -> tuple[list[int], str | None]:
+    """Return the ranks at which a difference begins, and the name of its layer."""
+    earliest = min(begins.values())
+    ranks = [rank for rank, where in begins.items() if where == earliest]
+    return ranks, None if earliest[1] == float("inf") else _layer(found, ranks[0], int(earliest[1]))
+
+
+def _backward(found: Comparison) -> Verdict:
+    """Gradients before the reduction differ."""
+    keys = ("layers_backward", "gradient_bits", "gradients")
+    ranks = found.ranks_with(keys)
+    begins: dict[int, tuple[int, float]] = {}  # rank -> (minus the pipeline stage, minus the index of the last layer)
+    for rank in ranks:
+        num_layers = len(found.headers[rank].layers)
+        # the gradient of a layer's output is computed by the layer after it
+        outputs = [min(number + 1, num_layers - 1) for number in found.positions(rank, "layers_backward")]
+        own = [*found.positions(rank, "gradient_bits"), *found.positions(rank, "gradients")]
+        begins[rank] = (-_coordinate(found, rank, "pipe"), -max([*outputs, *own], default=0))
+    earliest = min(begins.values())
+    ranks = [rank for rank, where in begins.items() if where == earliest]
+    layer = _layer(found, ranks[0], int(-earliest[1]))
+    verdict = _start(found, "backward", ranks, layer=layer, direction=BACKWARD)
+    return replace(verdict, evidence=[f"losses and outputs of all layers were equal; the gradients of layer {layer} "
+                                      f"are the first that differ, on {_ranks(ranks)}"])
+
+
+def _reduction(found: Comparison) -> Verdict:
+    """Losses or gradients differ after the reduction."""
+    ranks = found.ranks_with(["reduced"]) or found.ranks_with(_keys_of(REDUCTION))
+    verdict = _start(found, "reduction", ranks, direction=REDUCTION)
+    if not found.ranks_with(["reduced", "grad_norm"]):
+        return replace(verdict, evidence=["the losses of all ranks were equal, and their mean differs"])
+    if not found.has("gradient_bits"):
+        return verdict.doubt("the step has no checksums of gradients: a wrong backward pass looks the same", "backward",
+                             "memory_weights", "memory_states")
+    after = f"; after it those on {_ranks(ranks)} differ" if found.has("reduced") else ""
+    return replace(verdict, evidence=[f"the gradients of all ranks were equal before the reduction{after}"])
+
+
+def _update(found: Comparison) -> Verdict:
+    """Gradients are equal, and the results of the update differ."""
+    skipped = found.ranks_with(["skipped"])
+    ranks = skipped or found.ranks_with(["states_after"]) or found.ranks_with(["weights_after"])
+    verdict = _start(found, "update", ranks, direction=UPDATE)
+    if skipped:
+        one, other = found.one[ranks[0]].get("skipped"), found.other[ranks[0]].get("skipped")
+        return replace(verdict, evidence=[f"the run skipped the update for {one or 'no'} reason, the replay for "
+                                          f"{other or 'no'} reason"])
+    if not found.has("reduced"):
+        return verdict.doubt("the step has no checksum of the reduced gradients: a change of them that the gradient "
+                             "norm does not show looks the same", "reduction")
+    return replace(verdict, evidence=[f"the reduced gradients were equal; the results of the update differ on "
+                                      f"{_ranks(ranks)}"])
+
+
+def _where(found: Comparison, stage: str) -> str:
+    """Say where run and replay part."""
+    keys = [key for key in dict.fromkeys(key for keys in found.differing.values() for key in keys)
+            if key in _keys_of(stage)]
+    rank = found.ranks_with(keys)[0]
+    values = [f"{key} {found.one[rank][key]!s} and {found.other[rank][key]!s}" for key in keys
+              if not isinstance(found.one[rank][key], (list, dict)) or key == "samples"]
+    shown = f" ({'; '.join(values[:2])} on rank {rank})" if values else ""
+    return f"step {found.step}, {stage}: the first values that differ are {', '.join(keys)}{shown}"
+
+
+def _gap(found: Comparison) -> str:
+    """Return a reason if steps before the differing one are not recorded, otherwise ""."""
+    step = found.step or 0
+    lost = [number for number in range(found.first, step) if number not in found.compared]
+    if not lost:
+        return ""
+    return f"{counted(len(lost), 'step')} before it, {lost[0]} to {lost[-1]}, cannot be compared: not recorded"
+
+
+def _of_repeats(number: int) -> list[str]:
+    return [f"{counted(number + 1, 'replay')} agree with each other: it was a fault in the past"] if number else []
+
+
+def _keys_of(stage: str) -> list[str]:
+    from pretrain.monitor.flight.digest import DIGEST
+
+    return [key for key, (of, _) in DIGEST.items() if of == stage]
+
+
+def _coordinate(found: Comparison, rank: int, name: str) -> int:
+    return int(found.headers[rank].coordinates.get(name, 0))
+
+
+def _data_ranks(found: Comparison) -> set[int]:
+    return {_coordinate(found, rank, "data") for rank in found.headers}
+
+
+def _is_everywhere(found: Comparison, ranks: Sequence[int]) -> bool:
+    """Return whether the ranks are of all data-parallel ranks."""
+    return {_coordinate(found, rank, "data") for rank in ranks} == _data_ranks(found)
+
+
+def _pipeline_stage(found: Comparison, ranks: Sequence[int]) -> int | None:
+    stages = {_coordinate(found, rank, "pipe") for rank in found.headers}
+    own = {_coordinate(found, rank, "pipe") for rank in ranks}
+    return own.pop() if len(stages) > 1 and len(own) == 1 else None
+
+
+def _layer(found: Comparison, rank: int, position: int) -> str:
+    layers = found.headers[rank].layers
+    return layers[position] if position < len(layers) else str(position)
+
+
+def _hosts(found: Comparison, ranks: Sequence[int]) -> list[str]:
+    return list(dict.fromkeys(found.headers[rank].host for rank in ranks if rank in found.headers))
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{', ...' * (len(ranks) > 8)}"
+
+
+assert set(KIND_OF_STAGE) | {WEIGHTS} == set(STAGES)

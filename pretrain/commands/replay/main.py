@@ -1,0 +1,117 @@
+"""Train the steps before a step of a run again, compare them with the flight record, and say what the cause is.
+
+    ds-pretrain replay runs/gpt2@41203
+    ds-pretrain replay runs/gpt2@41203 --deepspeed_config zero3_offload.json --num_accelerators 1
+
+The run folder is only read; all files are in --output. Exit codes: 0 there is a verdict; 2 bad input.
+"""
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pretrain.analysis.recorded_data import open_data_of_step
+from pretrain.analysis.replay.causes import CAUSES
+from pretrain.analysis.replay.order import ReplayOrder
+from pretrain.analysis.replay.question import Answer, Replay, question
+from pretrain.analysis.replay.target import Target, find_target, parse_target
+from pretrain.analysis.replay.verdict import SURE, Verdict
+from pretrain.checkpoint.format.hashed_files import write_atomically
+from pretrain.cli import Parser, path, text, whole_number
+from pretrain.commands.replay.launch import Layout, train_again
+from pretrain.commands.replay.output import verdict_lines
+from pretrain.errors import ConfigError
+from pretrain.monitor.repeat_command import OWN_CODE
+from pretrain.paths import check_file, check_folder
+from pretrain.terminal import clear_status, status
+
+VERDICT = "verdict.json"  # in the output folder
+
+
+def main() -> int:
+    """Run the program and return its exit code. Raises ConfigError."""
+    parser = Parser(description="Train the steps before a step of a run again, compare them with what the flight "
+                                "recorder wrote, and say what the cause of a bad step is.",
+                    epilog="Exit code 0: there is a verdict; 2: bad input, or the step cannot be trained again.")
+    add = parser.add_argument
+    add("target", metavar="RUN@STEP", type=text, help="run folder (the value of --save) and the step in question")
+    add("--output", type=path, metavar="FOLDER", help="folder for the replays (default: RUN/replays/step_STEP)")
+    add("--repeats", type=whole_number(1, 100), default=2, metavar="N",
+        help="replays of a step that is not reproduced (default: %(default)s)")
+    add("--json", type=path, metavar="FILE", help="also write the verdict to this file")
+    add("--deepspeed_config", type=path, metavar="FILE", help="another layout, for example ZeRO-3 with offload on one "
+                                                              "machine: values are then compared with a tolerance")
+    add("--num_accelerators", "--num_gpus", dest="ranks", type=whole_number(1, 100_000), metavar="N",
+        help="ranks on this host (default: the hosts and ranks of the run)")
+    add("--hostfile", type=path, metavar="FILE", help="hosts for the ranks of the run (default: its own hosts)")
+    for name in OWN_CODE:
+        add(f"--{name}", type=text, metavar="NAME", help="the run's own code, if it has any: a record alone never "
+                                                         "imports code")
+    args = parser.parse_args()
+    run, step = parse_target(args.target)
+    if args.deepspeed_config is not None and not args.deepspeed_config.is_file():
+        raise ConfigError("--deepspeed_config", problem=f"there is no file {args.deepspeed_config}",
+                          remedy="name a DeepSpeed JSON")
+    if args.json is not None:
+        check_file(args.json, "--json")
+    target = find_target(run, step)
+    output = args.output or run / "replays" / f"step_{step}"
+    check_folder(output, "--output")
+    if args.output is not None and output.is_dir() and any(output.iterdir()) and not (output / VERDICT).is_file():
+        raise ConfigError(f"--output {output}", problem="the folder is not empty, and holds no replay",
+                          remedy="name a new folder")
+    ranks = None if args.ranks == target.world_size and args.deepspeed_config is None else args.ranks
+    layout = Layout(args.deepspeed_config, ranks, args.hostfile,
+                    {name: getattr(args, name) for name in OWN_CODE if getattr(args, name)})
+    answer = _answer(target, layout, output, repeats=args.repeats)
+    values = _record(target, answer)
+    output.mkdir(parents=True, exist_ok=True)
+    write_atomically(output / VERDICT, values)
+    if args.json is not None:
+        args.json.write_text(values, encoding="utf-8")
+    clear_status()
+    print("\n".join([*verdict_lines(target, answer.verdict, answer.notes), f"written:  {output / VERDICT}"]))
+    return 0
+
+
+def _answer(target: Target, layout: Layout, output: Path, *, repeats: int) -> Answer:
+    """Train the replays, unless the data cannot be opened any more."""
+    changed = _data_problem(target)
+    if changed is not None and "has changed" not in str(changed):
+        lines = [str(changed)]
+        return Answer(Verdict("data_changed", SURE, evidence=lines, remedy=CAUSES["data_changed"].remedy), [], [], None)
+    if changed is not None:
+        target = replace(target, start={**target.start, "flags": {**target.start["flags"], "allow_other_data": True}},
+                         notes=(*target.notes, str(changed)))
+
+    def train(number: int, order: ReplayOrder) -> Replay:
+        folder = output / f"replay_{number}"
+        status(f"replay {number}: steps {target.first_step + 1} to {target.step}, log {folder / 'log'}")
+        return train_again(folder, target, layout, order)
+
+    return question(target, train, repeats=repeats, is_other_layout=layout.is_other)
+
+
+def _data_problem(target: Target) -> ConfigError | None:
+    """Return why the training data is not that of the start; None if it is, or if code of the user reads it."""
+    if target.start["flags"].get("dataset_module"):
+        return None
+    try:
+        open_data_of_step(target.run, target.start)
+    except ConfigError as error:
+        return error
+    return None
+
+
+def _record(target: Target, answer: Answer) -> str:
+    """Return the text of verdict.json."""
+    values: dict[str, Any] = {
+        "run": str(target.run.absolute()), "step": target.step, "time": time.time(), "start": target.number,
+        "checkpoint": None if target.checkpoint is None else str(target.checkpoint.absolute()),
+        "first_step": target.first_step + 1, "replays": [str(each.run) for each in answer.replays],
+        "compared_steps": len(answer.run.compared) if answer.run else 0,
+        "complete_steps": len(answer.run.complete) if answer.run else 0,
+        "verdict": answer.verdict.to_json(), "notes": answer.notes}
+    return json.dumps(values, indent=1) + "\n"
