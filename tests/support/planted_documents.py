@@ -14,6 +14,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,11 @@ from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.data.token_files.writer import IndexedWriter
 from tests.support.byte_tokenizer import EOD, write_byte_tokenizer
 from tests.support.cases import CPU, config, flags
-from tests.support.launch import ROOT, run_worker
+from tests.support.launch import run_worker
 
 SEED, SEQ_LENGTH, BATCH, STEPS, VOCAB = 1234, 128, 16, 150, 320
 KINDS = ("repeated", "binary", "tokenizer", "healthy")
+REMARKS = {"repeated": "one token repeated", "binary": "random bytes", "tokenizer": "text of another tokenizer"}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero1_dp2": (2, config(1, micro=4, accumulation=2, lr=3e-3)),
     "zero3_offload_dp2": (2, config(3, micro=4, accumulation=2, lr=3e-3, offload_optimizer=CPU, offload_param=CPU)),
@@ -42,10 +44,18 @@ _SHORTEST_DOCUMENT = 300  # bytes
 _FEWEST_PLANTED = 40  # tokens of the planted document in the sample
 
 
-def text_of_pages() -> str:
-    """Return the text of the project's pages."""
-    return "\n\n".join(path.read_text() for folder in ("tools", "launch", "ds_configs")
-                       for path in sorted((ROOT / folder).glob("*.md")))
+def made_text() -> str:
+    """Return 400 kB of paragraphs of sentences of 400 words, the same ones on each machine and at any time."""
+    random = np.random.RandomState(0)  # NumPy guarantees its numbers
+    syllables = [first + vowel + last for first in "bdfgklmnprst" for vowel in "aeiou" for last in ("", "n", "r", "s")]
+    words = ["".join(random.choice(syllables, size)) for size in random.randint(1, 4, 400)]
+    frequencies = 1 / np.arange(2, 402)
+    paragraphs = []
+    for _ in range(1200):
+        sentences = [" ".join(random.choice(words, random.randint(4, 12), p=frequencies / frequencies.sum()))
+                     for _ in range(random.randint(4, 9))]
+        paragraphs.append(" ".join(sentence.capitalize() + "." for sentence in sentences))
+    return "\n\n".join(paragraphs)
 
 
 def write_documents(prefix: Path, text: str) -> None:
@@ -107,8 +117,12 @@ def open_data(prefix: Path, tokenizer: Path) -> RunData:
                          tokenizer=str(tokenizer), vocab_size=VOCAB)
 
 
-def run_planted(folder: Path, text: str, names: list[str], cases: int, **more: Any) -> list[dict[str, Any]]:
-    """Train and examine `cases` cases of each layout. Returns a row for each: layout, kind, answer, ..."""
+def run_planted(folder: Path, text: str, names: Sequence[str], kinds: Sequence[str], **more: Any
+                ) -> list[dict[str, Any]]:
+    """Train and examine a case of each kind in each layout. Returns a row for each: layout, kind, answer, ...
+
+    A case "plain" trains the same steps as case 0, without the examination. `more`: further flags.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer, other = write_byte_tokenizer(folder), other_tokenizer(text)
     write_documents(folder / "clean", text)
@@ -116,18 +130,17 @@ def run_planted(folder: Path, text: str, names: list[str], cases: int, **more: A
     rows: list[dict[str, Any]] = []
     for name in names:
         ranks, values = LAYOUTS[name]
-        common = {**flags("", layers=2, hidden=64, overrides=f"vocab_size={VOCAB}", steps=400), "split": "1,0,0",
-                  "seq_length": SEQ_LENGTH, "seed": SEED, "log_interval": 1, "tokenizer": str(tokenizer),
-                  "model_overrides": f"vocab_size={VOCAB},n_layer=2,n_embd=64", "flight_interval": 1, **more}
+        common = {**flags("", steps=400), "split": "1,0,0", "seq_length": SEQ_LENGTH, "seed": SEED, "log_interval": 1,
+                  "tokenizer": str(tokenizer), "model_overrides": f"vocab_size={VOCAB},n_layer=2,n_embd=64",
+                  "flight_interval": 1, **more}
         work = [{"name": "base", "config": values, "flags": {**common, "train_data": str(folder / "clean"),
                                                              "save_interval": STEPS, "exit_step": STEPS}}]
         own: list[dict[str, Any]] = []
-        for number in range(cases):
-            kind, prefix = KINDS[number % len(KINDS)], folder / f"{name}-{number}"
-            document, seed = choose(data.datasets["train"], random), number // len(KINDS)
+        for number, kind in enumerate(kinds):
+            prefix, document = folder / f"{name}-{number}", choose(data.datasets["train"], random)
             source, last_step = data.datasets["train"].sources[0], STEPS + 1
-            if kind == "healthy":  # of other steps, which differ
-                prefix, last_step = folder / "clean", STEPS + 1 + 3 * seed
+            if kind == "healthy":  # another step each time
+                prefix, last_step = folder / "clean", STEPS + 1 + 3 * kinds[:number].count(kind)
             else:
                 plant(source, prefix, document, planted_tokens(kind, text, other, random))
             own.append({"layout": name, "kind": kind, "document": document, "prefix": str(prefix), "step": last_step,
@@ -135,6 +148,7 @@ def run_planted(folder: Path, text: str, names: list[str], cases: int, **more: A
             work.append({"name": str(number), "config": values, "examine": True, "last_step": last_step, "flags": {
                 **common, "train_data": str(prefix), "resume_from": f"{folder / name}/run-base@{STEPS}",
                 **({} if kind == "healthy" else {"override": "data"})}})
+        work.append({**work[1], "name": "plain", "examine": False})
         (folder / name).mkdir(exist_ok=True)
         results = run_worker("examine_worker.py", work, ranks, folder / name)
         for number, row in enumerate(own):
@@ -142,6 +156,8 @@ def run_planted(folder: Path, text: str, names: list[str], cases: int, **more: A
             row["report"] = json.loads((Path(row["run"]) / "samples.json").read_text())
             row["documents"] = odd_documents(open_data(Path(row["prefix"]), tokenizer), row["report"])
             row["answer"] = answer(row)
+            row["is_kind_named"] = any(REMARKS.get(row["kind"], "?") in line for document in row["documents"][:1]
+                                       for line in document.odd)
         rows += own
     return rows
 
@@ -159,19 +175,22 @@ def answer(row: dict[str, Any]) -> str:
 def main() -> None:
     """Print a line for each case, and the counts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", type=Path, help="text file to train on (default: the project's pages)")
+    parser.add_argument("--text", type=Path, help="text file to train on (default: made-up sentences)")
     parser.add_argument("--cases", type=int, default=9, help="cases of each layout (default: 9)")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=[*LAYOUTS])
     args = parser.parse_args()
     folder, began = Path(tempfile.mkdtemp(prefix="planted-documents-")), time.perf_counter()
-    rows = run_planted(folder, args.text.read_text() if args.text else text_of_pages(), args.layouts, args.cases)
+    kinds = [KINDS[number % len(KINDS)] for number in range(args.cases)]
+    rows = run_planted(folder, args.text.read_text() if args.text else made_text(), args.layouts, kinds)
     for row in rows:
         odd = row["report"]["odd"][:1]
         strongest = f"loss z {odd[0]['loss_z']:.1f}, gradient z {odd[0]['grad_z']:.1f}" if odd else "nothing"
         print(f"{row['layout']:<18} {row['kind']:<10} {row['answer']:<7} document {row['document']}: {strongest}; "
               f"{len(row['report']['odd'])} samples; {[line for each in row['documents'][:1] for line in each.odd]}")
     for kind in KINDS:
-        print(f"{kind:<10}", dict(Counter(row["answer"] for row in rows if row["kind"] == kind)))
+        own = [row for row in rows if row["kind"] == kind]
+        print(f"{kind:<10}", dict(Counter(row["answer"] for row in own)),
+              f"what was planted is named in {sum(row['is_kind_named'] for row in own)}")
     print(dict(Counter(row["answer"] for row in rows)), f"of {len(rows)} cases; {time.perf_counter() - began:.0f} s")
     shutil.rmtree(folder)
 

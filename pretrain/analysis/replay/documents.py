@@ -30,6 +30,8 @@ _PROBE = 48  # characters that are searched for
 _ONE_TOKEN = 0.6  # fraction of a document
 _NO_TEXT = 0.08  # fraction of its characters
 _UNLIKE_Z = 8.0
+_EVEN = 0.96  # random bytes have 0.97 to 0.98, text of a byte-level BPE with 256 tokens 0.90 to 0.94
+_FEWEST_TOLD_APART = 250  # tokens
 
 
 @dataclass(frozen=True)
@@ -180,8 +182,21 @@ def oddities(tokens: npt.NDArray[np.int64], text: str | None, source: IndexedDat
     unlike = unlike_source(tokens, source, document)
     if unlike is not None:
         lines.append(f"token statistics unlike the source's: {unlike[0]:.2f} nats a token by the source's frequencies, "
-                     f"and {unlike[1]:.2f} usually" + ("" if lines else "; text of another tokenizer looks like this"))
+                     f"and {unlike[1]:.2f} usually" + ("" if share >= _ONE_TOKEN else f"; {_likely(counts)}"))
     return lines
+
+
+def _likely(counts: npt.NDArray[np.int64]) -> str:
+    """Return what usually has tokens of these numbers of occurrences, if the tokens are not those of the source."""
+    if counts.sum() < _FEWEST_TOLD_APART:
+        return "random bytes and text of another tokenizer look like this"
+    return "random bytes look like this" if evenness(counts) >= _EVEN else "text of another tokenizer looks like this"
+
+
+def evenness(counts: npt.NDArray[np.int64]) -> float:
+    """Return the entropy of these numbers of occurrences relative to its maximum: 1 if all tokens are as frequent."""
+    fractions = counts[counts > 0] / counts.sum()
+    return float(-(fractions * np.log(fractions)).sum() / np.log(max(len(fractions), 2)))
 
 
 def unlike_source(tokens: npt.NDArray[np.int64], source: IndexedDataset, document: int) -> tuple[float, float] | None:
@@ -250,8 +265,8 @@ def find_in_inputs(source: IndexedDataset, text: str) -> str:
     return ""
 
 
-def answer_lines(report: dict[str, Any], documents: Sequence[OddDocument], command: str) -> list[str]:
-    """Return the lines about the samples of a step. `command`: see `skip_command`."""
+def answer_lines(report: dict[str, Any], documents: Sequence[OddDocument]) -> list[str]:
+    """Return the lines about the samples of a step."""
     if not report["odd"]:
         return [f"samples:  none of the {len(report['ids'])} samples of step {report['step']} stands out from those of "
                 "the neighbouring steps, by loss or gradient norm"]
@@ -265,11 +280,11 @@ def answer_lines(report: dict[str, Any], documents: Sequence[OddDocument], comma
         for document in (each for each in documents if each.sample == odd["id"]):
             lines += _document_lines(document)
     lines += _layer_lines(report)
-    lines += [f"  {'step':>8}  {'loss':>8} without {'':>2}{'gradient norm':>14} without"]
+    lines.append("without:  loss and gradient norm with these samples, and with them left out")
     for after, (whole, without) in enumerate(zip(report["with_all"], report["without_odd"], strict=True)):
-        lines.append(f"  {report['step'] + after:>8}  {whole[0]:>8.4f} {without[0]:>8.4f}  {whole[1]:>14.4g} "
-                     f"{without[1]:>7.4g}")
-    return [*lines, f"skip:     {command}"]
+        lines.append(f"  step {report['step'] + after}: loss {whole[0]:.4f}, {without[0]:.4f} without; gradient norm "
+                     f"{whole[1]:.4g}, {without[1]:.4g} without")
+    return lines
 
 
 def _document_lines(document: OddDocument) -> list[str]:

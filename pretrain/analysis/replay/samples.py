@@ -103,11 +103,6 @@ def with_skipped(plan: Plan, skip: str) -> ReadOrder:
     return read_order(",".join(filter(None, [plan.args.skip_samples, skip])), plan.args.reorder_samples)
 
 
-def with_recorded(recorded: str | None, skip: str) -> str:
-    """Return a value of --skip_samples that adds samples to those that a run left out already."""
-    return ",".join(filter(None, [recorded, skip]))
-
-
 class _Examination:
     """The measurements of a step and its neighbours."""
 
