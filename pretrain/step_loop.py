@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -41,6 +42,8 @@ class StepCallbacks:
     before_step: Callable[[int, DeepSpeedEngine], None]
     after_step: Callable[[int, Callable[[str], None]], None]  # the second argument prints a line on rank 0
     replay: ReplayOrder | None = None  # the process trains some steps of a run again
+    # (engine, plan, step of the run, data position before it, function that reports progress); leaves all as it was
+    examine: Callable[[DeepSpeedEngine, Plan, int, int, Callable[[], None]], None] = lambda *_: None
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,8 @@ class StepLoop:
             self.timeline.before_step(step)
             self.watchdog.enter("data", step)
             micro_batches = self.meter.timed_data(self.loaders["train"].step, consumed_samples)
+            self.callbacks.examine(self.engine, self.plan, step, consumed_samples,
+                                   partial(self.watchdog.enter, "eval", step))
             self.watchdog.enter("step", step)
             lr = learning_rate(self.engine)
             self.callbacks.before_step(steps_here, self.engine)

@@ -106,7 +106,7 @@ def _train(start: Start, world: World, device: Device, guards: RankGuards, tasks
     try:
         callbacks = StepCallbacks(watch.before_step, watch.after_step)
         if replay is not None:
-            callbacks = StepCallbacks(replay.before_step, replay.after_step, replay.order)
+            callbacks = StepCallbacks(replay.before_step, replay.after_step, replay.order, replay.examine)
         return train(plan, world, callbacks, guards, start.weights, tasks)
     except (MemoryError, RuntimeError, OSError) as error:
         lines = advice(watch, error)

@@ -140,9 +140,13 @@ def _compare(report: DocumentReport, content: bytes, document: int, seen: set[by
     if digest in seen:
         report.add("duplicate", document)
     seen.add(digest)
-    if len(content) >= _FEWEST_TOKENS * report.token_bytes and \
-            len(zlib.compress(content, 1)) < _REPETITIVE * len(content):
+    if len(content) >= _FEWEST_TOKENS * report.token_bytes and is_degenerate(content):
         report.add("degenerate", document)
+
+
+def is_degenerate(content: bytes) -> bool:
+    """Return whether the bytes of a document's tokens are hardly anything but repetitions."""
+    return len(zlib.compress(content, 1)) < _REPETITIVE * len(content)
 
 
 def report_lines(report: DocumentReport) -> list[str]:

@@ -9,6 +9,7 @@ from pretrain.analysis.recorded_data import StepPosition
 from pretrain.analysis.sanity.batches import tokens_of, wrong_labels
 from pretrain.data.loader import Loader, MicroBatch
 from pretrain.data.run_data import RunData
+from pretrain.data.samples.read_order import ranges_text, recorded_read_order
 from pretrain.data.token_schedules import parse_seq_lengths, recorded_batch_sizes
 from pretrain.errors import counted
 
@@ -22,6 +23,7 @@ class StepTensors:
     position: StepPosition
     data: RunData
     batches: list[MicroBatch]
+    ids: list[int]  # of the samples: their places in the order of the data
     ranks: int  # data-parallel
     micro_batch_size: int  # in samples
 
@@ -36,10 +38,13 @@ def read_step(found: StepPosition, data: RunData) -> StepTensors:
                     gradient_accumulation_steps=sizes["gradient_accumulation_steps"] * ranks,
                     batch_size_at=recorded_batch_sizes(found.start).at,
                     eod_token=data.eod_token if flags.get("eod_mask_loss") else None, seq_length_at=lengths.at,
-                    document_end=data.eod_token if flags.get("document_attention") else None)
+                    document_end=data.eod_token if flags.get("document_attention") else None,
+                    order=recorded_read_order(flags))
     batches = loader.step(found.consumed_samples)
     loader.close()
-    return StepTensors(found, data, batches, ranks, sizes["micro_batch_size"])
+    first, number = found.consumed_samples, len(batches) * sizes["micro_batch_size"]
+    return StepTensors(found, data, batches, recorded_read_order(flags).ids(range(first, first + number)).tolist(),
+                       ranks, sizes["micro_batch_size"])
 
 
 def step_lines(found: StepTensors, problems: Sequence[str], *, samples: int, tokens: int) -> list[str]:
@@ -50,12 +55,13 @@ def step_lines(found: StepTensors, problems: Sequence[str], *, samples: int, tok
         samples: number of samples to show.
         tokens: positions of each of their sequences to show.
     """
-    first, batches = found.position.consumed_samples, found.batches
+    ids, batches = found.ids, found.batches
     labels = sum(batch[1][0].numel() for batch in batches)
     num_counted = sum(int((batch[1][1] > 0).sum()) for batch in batches)
     sequences, length = batches[0][1][0].shape
     number = len(batches) // found.ranks
-    lines = [f"step {found.position.step}: samples {first} to {first + len(batches) * found.micro_batch_size - 1}; "
+    is_range = ids == [*range(ids[0], ids[0] + len(ids))]
+    lines = [f"step {found.position.step}: samples {f'{ids[0]} to {ids[-1]}' if is_range else ranges_text(ids)}; "
              f"{counted(found.ranks, 'data-parallel rank')}, each {number} "
              f"micro-batch{'es' * (number > 1)} of {sequences} sequences of {length} tokens",
              f"{num_counted:,} of {labels:,} labels count; each of them is "
@@ -64,7 +70,7 @@ def step_lines(found: StepTensors, problems: Sequence[str], *, samples: int, tok
     for sample in range(min(samples, len(batches) * found.micro_batch_size)):
         number, row = divmod(sample, found.micro_batch_size)
         for sequence in range(row * parts, (row + 1) * parts):
-            lines += ["", f"sample {first + sample}: rank {number % found.ranks}, micro-batch "
+            lines += ["", f"sample {ids[sample]}: rank {number % found.ranks}, micro-batch "
                       f"{number // found.ranks}, sequence {sequence}"]
             lines += _sequence_lines(batches[number], sequence, tokens, found.data)
     return lines

@@ -18,6 +18,7 @@ from pretrain.model.config import ModelConfig
 
 if TYPE_CHECKING:  # tools that only read JSONs import neither numpy nor tokenizers
     from pretrain.data.samples.dataset import SampleDataset
+    from pretrain.data.samples.read_order import ReadOrder
     from pretrain.data.tokenizers.tokenizer import Tokenizer
 
 
@@ -58,6 +59,13 @@ class Plan:
     def data(self) -> DataSpec:
         """The data as the flags name it."""
         return data_spec(self.args)
+
+    @property
+    def read_order(self) -> "ReadOrder":
+        """The samples of the training data at each data position."""
+        from pretrain.data.samples.read_order import read_order
+
+        return read_order(self.args.skip_samples, self.args.reorder_samples, self.args.first_sample)
 
     @property
     def train_steps(self) -> int:

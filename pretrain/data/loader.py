@@ -17,6 +17,7 @@ from torch import Tensor
 from pretrain.daemon_threads import DaemonThreads
 from pretrain.data.samples.dataset import PADDING, SampleDataset
 from pretrain.data.samples.own import OwnSamples
+from pretrain.data.samples.read_order import DEFAULT_ORDER, ReadOrder
 
 MicroBatch = tuple[Tensor | tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(tokens_BT int64, (labels_BT int64, weights_BT float32)); with document attention the first element is
@@ -61,6 +62,8 @@ class Loader:
     With `document_end`, the token that ends a document, the model also gets the positions of the tokens inside their
     documents. A dataset with positions of its own (`OwnSamples`) needs no such token.
 
+    With `order`, samples are left out or reordered: a data position then is no index of the dataset (`ReadOrder`).
+
     If the dataset has weights of its own, the loss is the mean that is weighted by them: the sum of weight * loss over
     the labels of the global batch, divided by the sum of their weights.
 
@@ -73,7 +76,7 @@ class Loader:
                  sum_over_data_parallel: Callable[[float], Tensor] = torch.tensor,
                  batch_size_at: Callable[[int], int] | None = None,
                  seq_length_at: Callable[[int], int] | None = None, document_end: int | None = None,
-                 pin_memory: bool = False) -> None:
+                 pin_memory: bool = False, order: ReadOrder = DEFAULT_ORDER) -> None:
         assert 0 <= data_parallel_rank < data_parallel_size
         self.dataset = dataset
         self.micro_batch_size = micro_batch_size
@@ -83,6 +86,7 @@ class Loader:
         self._batch_size_at = batch_size_at or (lambda consumed_samples: self.global_batch_size)
         self._seq_length_at = seq_length_at
         self._document_end = document_end
+        self._order = order
         self._is_masked = eod_token is not None or dataset.has_padding
         known = [token for token in (eod_token, document_end) if token is not None]
         self._padding_token = known[0] if known else 0
@@ -183,7 +187,8 @@ class Loader:
     def _own_samples(self, consumed_samples: int, steps: int) -> npt.NDArray[np.int64]:
         """Return the indices of this rank's samples in `steps` micro-batches, one micro-batch after the other."""
         own = np.arange(steps) * self.data_parallel_size + self.data_parallel_rank
-        return (consumed_samples + own[:, None] * self.micro_batch_size + np.arange(self.micro_batch_size)).reshape(-1)
+        positions = consumed_samples + own[:, None] * self.micro_batch_size + np.arange(self.micro_batch_size)
+        return self._order.ids(positions.reshape(-1))
 
     def _scale(self, total_weight: Tensor, steps: int) -> Tensor:
         """Return the factor of the weights, whose sum is `total_weight` for `steps` micro-batches on all ranks.

@@ -4,6 +4,7 @@ Only this file and build.py distinguish between PipelineModule and plain module.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,26 +14,31 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 
 from pretrain.config.plan import Plan
 from pretrain.data.loader import Loader, MicroBatch
+from pretrain.data.samples.read_order import DEFAULT_ORDER, ReadOrder
 from pretrain.engine.attachments import attachments
 from pretrain.engine.phases import BACKWARD, FORWARD, NO_TIMERS, OPTIMIZER
 
 
-def open_loader(engine: DeepSpeedEngine, plan: Plan, name: str) -> Loader:
+def open_loader(engine: DeepSpeedEngine, plan: Plan, name: str, *, is_divided: bool = True,
+                order: ReadOrder | None = None) -> Loader:
     """Return the loader of the dataset `name` of the plan, such as "train" or "valid".
 
-    Each rank reads the samples of its place in the engine's layout.
-    --batch_schedule and --seq_length_schedule apply to "train" only.
+    Each rank reads the samples of its place in the engine's layout; if not `is_divided`, those of all ranks.
+    --batch_schedule, --seq_length_schedule, and the order of the samples apply to "train" only.
+    `order`: another one than the plan's.
     """
-    is_training = name == "train"
+    is_training, ranks = name == "train", data_parallel_size(engine)
     return Loader(plan.datasets[name], micro_batch_size=plan.layout.micro_batch_size,
-                  gradient_accumulation_steps=plan.layout.gradient_accumulation_steps,
-                  data_parallel_rank=data_parallel_rank(engine), data_parallel_size=data_parallel_size(engine),
+                  gradient_accumulation_steps=plan.layout.gradient_accumulation_steps * (1 if is_divided else ranks),
+                  data_parallel_rank=data_parallel_rank(engine) if is_divided else 0,
+                  data_parallel_size=ranks if is_divided else 1,
                   eod_token=plan.eod_token if plan.args.eod_mask_loss else None,
-                  sum_over_data_parallel=lambda value: sum_over_data_parallel(engine, value),
+                  sum_over_data_parallel=partial(sum_over_data_parallel, engine) if is_divided else torch.tensor,
                   batch_size_at=plan.length.batch_sizes.at if is_training else None,
                   seq_length_at=plan.seq_lengths.at if is_training and plan.seq_lengths.stages else None,
                   document_end=plan.eod_token if plan.args.document_attention else None,
-                  pin_memory=engine.device.type == "cuda")
+                  pin_memory=engine.device.type == "cuda",
+                  order=(order or plan.read_order) if is_training else DEFAULT_ORDER)
 
 
 def train_batch(engine: DeepSpeedEngine, micro_batches: list[MicroBatch]) -> torch.Tensor:

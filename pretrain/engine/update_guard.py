@@ -5,7 +5,8 @@ are, clears the gradients, and increments `engine.skipped_steps` on every rank. 
 after an fp16 overflow; patches/skip.py uses this code in all other cases.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +65,16 @@ class UpdateGuard(UpdatePart):
         self._reset()
         self._watch_losses()
         update_loss_scale_if(self._counts_for_loss_scale, engine.optimizer)
+
+    @contextlib.contextmanager
+    def rejecting_all(self) -> Iterator[None]:
+        """Reject every update in the block."""
+        before = self._veto, self.reads_norm
+        self._veto, self.reads_norm = lambda loss, norm: True, True
+        try:
+            yield
+        finally:
+            self._veto, self.reads_norm = before
 
     def _reset(self) -> None:
         self._losses.clear()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
@@ -246,27 +247,30 @@ class Guard:
     def _samples(self, step: _Step) -> dict[str, object]:
         """Return the samples [first, last) of the global batch, and where the first one is in its epoch.
 
-        A blend has these numbers for each source that gave samples.
+        A blend has these numbers for each source that gave samples. With samples that are left out or reordered, the
+        range may have others between those of the batch.
         """
-        first, dataset = self._first_sample(step), self._plan.datasets["train"]
-        found: dict[str, object] = {"samples": [first, step.consumed_samples]}
+        ids, dataset = self._ids(step), self._plan.datasets["train"]
+        first, end = int(ids.min()), int(ids.max()) + 1
+        found: dict[str, object] = {"samples": [first, end]}
         if not isinstance(dataset, BlendedSamples):
             epoch, position = divmod(first, dataset.samples_per_epoch)
             return {**found, "epoch": epoch, "position": position}
         sources = []
-        for source, start, end in zip(dataset.datasets, dataset.counts(first), dataset.counts(step.consumed_samples),
-                                      strict=True):
-            if end > start:
+        for source, start, stop in zip(dataset.datasets, dataset.counts(first), dataset.counts(end), strict=True):
+            if stop > start:
                 epoch, position = divmod(start, source.samples_per_epoch)
-                sources.append({"source": str(source.sources[0].prefix), "samples": [start, end], "epoch": epoch,
+                sources.append({"source": str(source.sources[0].prefix), "samples": [start, stop], "epoch": epoch,
                                 "position": position})
         return {**found, "sources": sources}
 
     def _samples_text(self, step: _Step) -> str:
-        return f"samples {self._first_sample(step)} to {step.consumed_samples - 1}"
+        ids = self._ids(step)
+        return f"samples {ids.min()} to {ids.max()}"
 
-    def _first_sample(self, step: _Step) -> int:
-        return step.consumed_samples - self._plan.length.batch_sizes.ending_at(step.consumed_samples)
+    def _ids(self, step: _Step) -> npt.NDArray[np.int64]:
+        size = self._plan.length.batch_sizes.ending_at(step.consumed_samples)
+        return self._plan.read_order.ids(range(step.consumed_samples - size, step.consumed_samples))
 
 
 def _bad_steps(reason: str, steps: Sequence[_Step]) -> BadSteps:

@@ -123,7 +123,7 @@ def _record(plan: Plan, checkpoints: Path, rollback: Rollback, screen: Screen) -
 
 
 def _report(plan: Plan, rollback: Rollback, folder: RunFolder, screen: Screen, *, number: int) -> None:
-    skipped = [rollback.first_sample, rollback.consumed_samples]
+    skipped = [plan.read_order.end_of(position) for position in (rollback.first_sample, rollback.consumed_samples)]
     folder.event("rollback", step=rollback.last_step, reason=rollback.reason, number=number, to_step=rollback.to_step,
                  skipped_samples=skipped, abandoned=sorted(rollback.abandoned))
     screen.line(f"rollback {number} of at most {plan.args.max_rollbacks}, because of {rollback.reason}: back to step "

@@ -20,18 +20,20 @@ from tests.support.launch import ROOT, WORKERS, run_ranks
 def folder(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 6 steps on two ranks that was resumed after step 4, with another micro-batch size.
 
-    The first two steps have 8 samples, the others 16.
+    The first two steps have 8 samples, the others 16. Some samples are left out, and the second start reads some in
+    another order.
     """
     folder = tmp_path_factory.mktemp("inspect")
     (folder / "batches").mkdir()
     run_flags = {**flags(corpus, steps=6, log_interval=4), "seq_length_schedule": "0:16,2048:64",
+                 "skip_samples": "11,26:29,80",
                  "batch_schedule": "0:8,1e3:16",
                  "save": folder / "run"}
-    for micro, exit_step in ((4, 4), (2, 6)):
+    for micro, exit_step, more in ((4, 4, []), (2, 6, ["--reorder_samples=52:90", "--override=samples"])):
         path = folder / f"{micro}.json"
         path.write_text(json.dumps(config(1, micro=micro, accumulation=8 // micro)))
         words = [f"--{name}={value}" for name, value in {**run_flags, "deepspeed_config": path,
-                                                         "exit_step": exit_step}.items()]
+                                                         "exit_step": exit_step}.items()] + more
         done = run_ranks([str(WORKERS / "recorded_batches.py"), str(folder / "batches"), *words], 2, cwd=folder)
         assert [rank.returncode for rank in done] == [0, 0], done[0].stdout
     return folder
@@ -63,7 +65,7 @@ def test_the_tool_shows_every_position(folder: Path) -> None:
                            "--samples", "1", "--tokens", "16"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0] == "step 2: samples 8 to 15; 2 data-parallel ranks, each 1 micro-batch of 16 sequences of " \
+    assert lines[0] == "step 2: samples 8:11,12:17; 2 data-parallel ranks, each 1 micro-batch of 16 sequences of " \
         "16 tokens"
     assert lines[1] == "512 of 512 labels count; each of them is the next token of its sequence"
     tokens_BT, (labels_BT, _) = torch.load(folder / "batches" / "2_0.pt")[0]

@@ -8,6 +8,10 @@ from typing import Any
 from pretrain.errors import ConfigError
 from pretrain.stored_json import build, read_json, reason_of
 
+SAMPLES = "samples"  # in `ReplayOrder.more`: {"steps_after": N} asks about the samples of the step
+SAMPLES_FILE = "samples.json"  # in the run folder of the replay: SampleReport
+STEPS_AFTER = 3  # steps after the one in question that are trained with and without its odd samples
+
 
 @dataclass(frozen=True)
 class ReplayOrder:

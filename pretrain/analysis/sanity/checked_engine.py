@@ -140,7 +140,8 @@ class CheckedEngine:
             scale = loss_scale(self.engine)
             for name, parameter in self.parameters():
                 gradient = safe_get_full_grad(parameter) if parameter.requires_grad else None
-                norms[name] = math.nan if gradient is None else self._norm_of_all_parts(parameter, gradient) / scale
+                norms[name] = math.nan if gradient is None else \
+                    norm_of_all_parts(self.engine, parameter, gradient) / scale
                 if name in keep and gradient is not None:
                     kept[name] = gradient.detach().float() / scale
 
@@ -151,13 +152,6 @@ class CheckedEngine:
             self._before_update = lambda: None
         merged = {name: value for of_rank in gather(norms) for name, value in of_rank.items()}
         return Gradients(loss, grad_norm(self.engine), merged, kept)
-
-    def _norm_of_all_parts(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> float:
-        """Return the norm of the complete gradient, of which each tensor-parallel rank may hold a part; collective."""
-        square = gradient.detach().float().square().sum()
-        if is_model_parallel_parameter(parameter) and tensor_parallel_size(self.engine) > 1:
-            dist.all_reduce(square, group=bwc_tensor_model_parallel_group(self.engine.mpu))
-        return math.sqrt(square)
 
     def train(self, batches: list[MicroBatch], lr: float) -> float:
         """Run a training step with this learning rate. Returns the loss before the update."""
@@ -215,3 +209,11 @@ def _whole(parameter: torch.nn.Parameter) -> Any:
     if hasattr(parameter, "ds_id"):
         return zero.GatheredParameters([parameter], modifier_rank=0)
     return contextlib.nullcontext()
+
+
+def norm_of_all_parts(engine: DeepSpeedEngine, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> float:
+    """Return the norm of the complete gradient, of which each tensor-parallel rank may hold a part; collective."""
+    square = gradient.detach().float().square().sum()
+    if is_model_parallel_parameter(parameter) and tensor_parallel_size(engine) > 1:
+        dist.all_reduce(square, group=bwc_tensor_model_parallel_group(engine.mpu))
+    return math.sqrt(square)

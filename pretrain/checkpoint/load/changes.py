@@ -16,6 +16,7 @@ from pretrain.config.model_of_run import DROPOUTS, initialization_of
 from pretrain.config.plan import Plan
 from pretrain.config.run_length import RunLength
 from pretrain.config.schedule import FIELD_OF_FLAG, KINDS, phases_text, schedule_from_json
+from pretrain.data.samples.read_order import recorded_read_order
 from pretrain.errors import ConfigError
 from pretrain.model.config import model_config_from
 from pretrain.model.config_keys import IGNORED
@@ -108,7 +109,10 @@ def _recipe(manifest: Manifest, plan: Plan) -> Iterator[Change]:
     if "gradient_clipping" in manifest.recipe:
         yield from _pairs("clipping", {"gradient_clipping": (manifest.recipe["gradient_clipping"],
                                                              current["gradient_clipping"])})
+    is_same_order = recorded_read_order(manifest.recipe) == plan.read_order
     for flag, name in RECIPE_FLAGS.items():
+        if name == "samples" and is_same_order:  # however its flags write it
+            continue
         default = getattr(type(plan.args), flag, None)  # of a flag that is newer than the checkpoint
         yield from _pairs(name, {f"--{flag}": (manifest.recipe.get(flag, default), current[flag])})
 

@@ -13,6 +13,7 @@ from pretrain.checkpoint.load.init_from import branch_of, check_origin, check_sa
 from pretrain.checkpoint.load.same_data import (
     adopted_data_note,
     blend_note,
+    check_read_order,
     check_same_data,
     check_same_tokenizer,
     evaluation_data_notes,
@@ -101,7 +102,9 @@ def make_resume(folder: Path, manifest: Manifest, warnings: list[str], plan: Pla
 def _continue(folder: Path, manifest: Manifest, warnings: list[str], plan: Plan, branch: Branch | None) -> Resume:
     """Compare the run with a checkpoint that has its state."""
     run, named = folder.parent.parent, named_overrides(plan.args)
-    changes = changes_of(manifest, plan, folder, named)
+    check_read_order(manifest, plan, folder)
+    allowed = named | ({"samples"} if branch is not None else set())  # a branch is a decision of its own
+    changes = changes_of(manifest, plan, folder, allowed)
     length = _continued_length(plan, manifest, changes)
     schedule = continued_schedule(plan, length, manifest, folder, named)
     nothing_left = _check_steps_left(plan, length, manifest, folder, branch)
@@ -112,7 +115,7 @@ def _continue(folder: Path, manifest: Manifest, warnings: list[str], plan: Plan,
     other_tokenizer = check_same_tokenizer(manifest, plan, folder)
     if other_tokenizer and "data" in named:
         changes.append(Change("data", "--tokenizer", manifest.tokenizer_fingerprint, tokenizer_fingerprint(plan)))
-    named_changes = tuple(change for change in (*changes, *schedule.changes) if change.name in named)
+    named_changes = tuple(change for change in (*changes, *schedule.changes) if change.name in allowed)
     new_warnings = [nothing_left, other_data, blend_note(manifest, plan, folder), other_tokenizer,
                     *evaluation_data_notes(plan, run), _batch_note(changes, named, folder),
                     *_changed_flag_notes(plan, run)]
@@ -159,8 +162,8 @@ def _override_notes(plan: Plan, manifest: Manifest, named: frozenset[str],
 
     A requeued job repeats its command: its checkpoint has the new values then, and there is nothing to say.
     """
-    notes = [f"--override {change.name}: from step {manifest.step + 1} on, {change.setting} is {change.now}; it was "
-             f"{change.before}" for change in changes if change.name != "data"]
+    notes = [f"{f'--override {change.name}: ' if change.name in named else ''}from step {manifest.step + 1} on, "
+             f"{change.setting} is {change.now}; it was {change.before}" for change in changes if change.name != "data"]
     idle = named - {change.name for change in changes} - {each["name"] for each in manifest.overrides}
     if plan.args.allow_other_data and not any("data" in text.split(",") for text in plan.args.override or []):
         idle -= {"data"}

@@ -16,6 +16,7 @@ from pretrain.config.plan import Plan
 from pretrain.data.samples.blend import BlendedSamples
 from pretrain.data.samples.dataset import SampleDataset, source_records
 from pretrain.data.samples.own import OwnSamples
+from pretrain.data.samples.read_order import REORDER, SKIP, recorded_read_order
 from pretrain.data.samples.shuffled import ShuffledWindows
 from pretrain.data.token_files.check_hashes import CHECK_S, FoundHashes, check_blocks, find_hashes, hash_if_fast
 from pretrain.data.token_files.hashes import BLOCK_BYTES
@@ -86,6 +87,21 @@ def check_same_data(manifest: Manifest, plan: Plan, folder: Path) -> str:
                       remedy="give the data of the checkpoint, or continue with this data by --override data")
 
 
+def check_read_order(manifest: Manifest, plan: Plan, folder: Path) -> None:
+    """Raise ConfigError if the run up to the checkpoint would have read other samples with the flags of this run."""
+    before, now = recorded_read_order(manifest.recipe), plan.read_order
+    consumed = position_after(folder.parent, manifest)
+    if before.is_same_before(now, consumed):
+        return
+    for flag, earlier, given in ((SKIP, before.skipped, now.skipped), (REORDER, before.reordered, now.reordered)):
+        if earlier != given:
+            recorded = manifest.recipe.get(flag.removeprefix("--"))
+            raise ConfigError(flag, problem=f"it would change samples before {before.end_of(consumed):,}, which the "
+                              f"run has read or left out when {folder} was saved", remedy="name samples from there on, "
+                              f"{f'besides the recorded {recorded}, ' if recorded else ''}or begin with a checkpoint "
+                              "from before the samples")
+
+
 def blend_note(manifest: Manifest, plan: Plan, folder: Path) -> str:
     """Return a note if the weights of the blend change after the data position of the checkpoint, else ""."""
     saved, current = (facts.get("proportions") for facts in (manifest.data or {}, plan.datasets["train"].record()))
@@ -109,7 +125,7 @@ def _difference(manifest: Manifest, plan: Plan, folder: Path) -> str:
     dataset, saved = plan.datasets["train"], manifest.data or {}
     if "items" in saved or isinstance(dataset, OwnSamples):
         return _other_items(saved, manifest.data_fingerprint, dataset, folder)
-    position = position_after(folder.parent, manifest)
+    position = recorded_read_order(manifest.recipe).end_of(position_after(folder.parent, manifest))
     problem = _other_sources(saved, dataset, folder, position) if manifest.data is not None else ""
     if problem:
         return problem

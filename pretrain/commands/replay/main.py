@@ -11,12 +11,13 @@ import time
 from typing import Any
 
 from pretrain.analysis.replay.order import ReplayOrder
-from pretrain.analysis.replay.question import Answer, Replay, question
+from pretrain.analysis.replay.question import Answer, Replay, order_of, question
 from pretrain.analysis.replay.target import Target, find_target, parse_target
 from pretrain.checkpoint.format.hashed_files import write_atomically
 from pretrain.cli import Parser, path, text, whole_number
 from pretrain.commands.replay.launch import Layout, train_again
 from pretrain.commands.replay.output import verdict_lines
+from pretrain.commands.replay.samples import SampleAnswer, ask_about_samples
 from pretrain.errors import ConfigError
 from pretrain.monitor.repeat_command import OWN_CODE
 from pretrain.paths import check_file, check_folder
@@ -67,17 +68,22 @@ def main() -> int:
         return train_again(folder, target, layout, order)
 
     answer = question(target, train, repeats=args.repeats, is_other_layout=layout.is_other)
-    values = _record(target, answer)
+    samples = None
+    if answer.verdict.kind == "reproducible":
+        status(f"examining the samples of step {step}")
+        samples = ask_about_samples(target, layout, output, order_of(target))
+    values = _record(target, answer, samples)
     output.mkdir(parents=True, exist_ok=True)
     write_atomically(output / VERDICT, values)
     if args.json is not None:
         args.json.write_text(values, encoding="utf-8")
     clear_status()
-    print("\n".join([*verdict_lines(target, answer.verdict, answer.notes), f"written:  {output / VERDICT}"]))
+    print("\n".join([*verdict_lines(target, answer.verdict, answer.notes),
+                     *(samples.lines() if samples is not None else []), f"written:  {output / VERDICT}"]))
     return 0
 
 
-def _record(target: Target, answer: Answer) -> str:
+def _record(target: Target, answer: Answer, samples: SampleAnswer | None) -> str:
     """Return the text of verdict.json."""
     values: dict[str, Any] = {
         "run": str(target.run.absolute()), "step": target.step, "time": time.time(), "start": target.number,
@@ -85,5 +91,6 @@ def _record(target: Target, answer: Answer) -> str:
         "first_step": target.first_step + 1, "replays": [str(each.run) for each in answer.replays],
         "compared_steps": len(answer.run.compared) if answer.run else 0,
         "complete_steps": len(answer.run.complete) if answer.run else 0,
-        "verdict": answer.verdict.to_json(), "notes": answer.notes}
+        "verdict": answer.verdict.to_json(), "notes": answer.notes,
+        "samples": None if samples is None else samples.to_json()}
     return json.dumps(values, indent=1) + "\n"

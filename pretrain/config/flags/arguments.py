@@ -27,6 +27,7 @@ OVERRIDES = {
     "dropout": "dropout",
     "batch": "the global batch size",
     "data": "training data, its blend and order, and the tokenizer",
+    "samples": "which samples are left out, or read in another order",
     "seed": "the seed of data order and dropout",
 }
 LONGEST_NOTE = 2000  # characters
@@ -112,6 +113,13 @@ class RunArguments:
     order_samples: int | None = DATA.flag(
         None, "total number of samples for which Megatron-LM or GPT-NeoX made the order; only with --sample_order "
         "megatron or neox", low=1, high=2**48, unset="--first_sample and the samples of --train_steps")
+    skip_samples: str | None = DATA.flag(
+        None, "leave these samples of the training data out, by their places in its order: 41200,51000:51016 are one "
+        "sample and 16; a branch (--resume_from) or a resume with --override samples may begin with it",
+        override="samples", metavar="ID,FIRST:LAST,...")
+    reorder_samples: str | None = DATA.flag(
+        None, "read the samples of this range of places among one another in another order, such as 41200:51000; "
+        "another seed gives another order", override="samples", metavar="FIRST:LAST[:SEED],...")
     tokenizer: str | None = DATA.flag(
         None, "SentencePiece .model file, a folder with it or with tokenizer.json, a .tiktoken file or its encoding "
         "such as o200k_base, a repository (org/name), a preset's name such as gpt2, or the word bytes; checked against "

@@ -28,6 +28,10 @@ def check_flags(args: RunArguments) -> None:
     _check_checkpoint_flags(args)
     _check_steering_flags(args)
     _check_task_flags(args)
+    if args.skip_samples is not None or args.reorder_samples is not None:
+        from pretrain.data.samples.read_order import read_order  # imports numpy
+
+        read_order(args.skip_samples, args.reorder_samples, args.first_sample)
     if args.order_samples is not None and args.sample_order == "shuffled":
         raise ConfigError("--order_samples", found=f"{args.order_samples} with --sample_order shuffled",
                           expected="no value", remedy="the default order does not depend on a number of samples")

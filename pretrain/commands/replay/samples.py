@@ -1,0 +1,89 @@
+"""The second question about a reproducible step: which of its samples stand out, and how a branch leaves them out."""
+
+import json
+import shlex
+import textwrap
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pretrain.analysis.recorded_data import open_data_of_step
+from pretrain.analysis.replay.documents import OddDocument, answer_lines, odd_documents
+from pretrain.analysis.replay.order import SAMPLES, SAMPLES_FILE, STEPS_AFTER, ReplayOrder
+from pretrain.analysis.replay.target import Target
+from pretrain.checkpoint.format.hashed_files import write_atomically
+from pretrain.commands.replay.launch import Layout, replay_config, train_again
+from pretrain.errors import ConfigError, printable
+from pretrain.monitor.repeat_command import OWN_CODE, repeated_flags
+from pretrain.stored_json import read_object, reason_of
+
+FOLDER = "samples"  # in the output folder: the replay that examines the samples, and the files of the branch
+_COLUMNS = 79
+
+
+@dataclass(frozen=True)
+class SampleAnswer:
+    """What the examination found."""
+
+    report: dict[str, Any]  # samples.json
+    documents: list[OddDocument]
+    command: str  # of a branch without the samples; "": none stands out
+
+    def lines(self) -> list[str]:
+        """Return the lines to print. The command is one line, to be copied."""
+        lines = answer_lines(self.report, self.documents)
+        wrapped = [part for line in lines for part in textwrap.wrap(
+            printable(line), _COLUMNS, break_on_hyphens=False,
+            subsequent_indent=" " * (len(line) - len(line.lstrip()) + 2) if line.startswith(" ") else " " * 10)]
+        return [*wrapped, *(["skip:     the next line trains a branch without them", self.command]
+                            if self.command else [])]
+
+    def to_json(self) -> dict[str, Any]:
+        return {**{key: value for key, value in self.report.items() if key not in ("tensors", "ids")},
+                "odd": [{key: value for key, value in odd.items() if key != "token_losses"}
+                        for odd in self.report["odd"]],
+                "documents": [asdict(document) for document in self.documents], "command": self.command}
+
+
+def ask_about_samples(target: Target, layout: Layout, output: Path, order: ReplayOrder, *,
+                      steps_after: int = STEPS_AFTER) -> SampleAnswer:
+    """Train up to the step once more, and examine its samples before it. Raises ConfigError."""
+    folder = output / FOLDER
+    train_again(folder, target, layout, replace(order, more={**order.more, SAMPLES: {"steps_after": steps_after}}))
+    path = folder / "run" / SAMPLES_FILE
+    try:
+        report = read_object(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(path), problem=f"it cannot be read ({reason_of(error)})",
+                          remedy=f"see {folder / 'log'}") from None
+    if not report["odd"]:
+        return SampleAnswer(report, [], "")
+    documents = [] if target.start["flags"].get("dataset_module") else \
+        odd_documents(open_data_of_step(target.run, target.start), report)
+    return SampleAnswer(report, documents, branch_command(folder / "branch", target, layout, report["skip"]))
+
+
+def branch_command(folder: Path, target: Target, layout: Layout, skip: str) -> str:
+    """Write flags, DeepSpeed JSON and model of the run into a folder, and return the command of a branch.
+
+    It trains from the checkpoint of the replay on, with the run's own flags, and leaves these samples out.
+    """
+    flags = repeated_flags(target.start)
+    for name in ("resume_from", "skip_samples"):
+        flags.pop(name, None)
+    recorded = target.start["flags"].get("skip_samples")
+    own: dict[str, Any] = {"skip_samples": ",".join(filter(None, [recorded, skip]))}
+    if target.checkpoint is not None:
+        flags.pop("init_from", None)
+        own = {"resume_from": str(target.checkpoint.absolute()), **own}
+    folder.mkdir(parents=True, exist_ok=True)
+    config = target.start.get("given_deepspeed_config") or replay_config(target, layout)
+    files = {"run.yaml": flags, "deepspeed.json": config, "config.json": target.start["model_config"]}
+    for name, values in files.items():
+        write_atomically(folder / name, json.dumps(values, indent=1) + "\n")
+    words = ["ds-pretrain", "--num_accelerators", str(target.world_size), "--config", str(folder / "run.yaml"),
+             "--deepspeed_config", str(folder / "deepspeed.json"), "--model", str(folder / "config.json"),
+             *(word for name in OWN_CODE if name in layout.more for word in (f"--{name}", layout.more[name])),
+             *(word for name, value in own.items() for word in (f"--{name}", value)),
+             "--save", f"{target.run}-without-{target.step}"]
+    return shlex.join(words)

@@ -1,0 +1,128 @@
+"""Which samples of a step stand out: planted documents are named, and the examination changes no bit of the run."""
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pretrain.analysis.replay.documents import documents_of, pieces_of
+from pretrain.analysis.replay.samples import certainty, robust_z
+from pretrain.data.samples.blend import BlendedSamples
+from pretrain.data.samples.dataset import PADDING
+from pretrain.data.samples.megatron import MegatronSamples
+from pretrain.data.samples.packed import PackedDocuments
+from pretrain.data.samples.shuffled import ShuffledWindows
+from tests.data.counting import write_counting
+from tests.support.cases import DROPOUT
+from tests.support.launch import ROOT
+from tests.support.planted_documents import KINDS, LAYOUTS, STEPS, VOCAB, made_text, run_planted
+
+SEQ_LENGTH = 12
+_TIMES = ("time", "ms")
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "packed", "megatron", "blend"])
+def test_the_documents_of_a_sample(kind: str, tmp_path: Path) -> None:
+    lengths = [3, 30, 7, 60, 5, 11, 25, 40]
+    indexed = [write_counting(tmp_path / f"source{number}", lengths, first=number * 1000) for number in range(2)]
+    made: dict[str, Any] = {
+        "shuffled": ShuffledWindows(indexed[0], seq_length=SEQ_LENGTH, seed=1),
+        "packed": PackedDocuments(indexed[0], seq_length=SEQ_LENGTH, seed=1),
+        "megatron": MegatronSamples(indexed[0], order="megatron", seq_length=SEQ_LENGTH, seed=1, num_samples=30)}
+    dataset = made.get(kind) or BlendedSamples([ShuffledWindows(source, seq_length=SEQ_LENGTH, seed=1)
+                                                for source in indexed], [1, 2])
+    bounds = np.cumsum([0, *lengths])
+    for sample in range(25):
+        tokens = dataset.samples([sample])[0]
+        tokens = tokens[tokens != PADDING]
+        read = np.concatenate([piece.source.tokens(piece.start, piece.start + piece.length)
+                               for piece in pieces_of(dataset, sample)])
+        assert read.tolist() == tokens.tolist()
+        documents = documents_of(dataset, sample, np.arange(1.0, SEQ_LENGTH + 1), 0.0)
+        assert sum(document.excess for document in documents) == sum(range(1, len(tokens)))
+        for document in documents:
+            first = document.first_token + 1000 * document.prefix.endswith("source1")
+            place = tokens.tolist().index(first)
+            assert bounds[document.document] <= document.first_token < bounds[document.document + 1]
+            assert tokens[place:place + document.tokens].tolist() == [*range(first, first + document.tokens)]
+            assert document.document_tokens == lengths[document.document]
+    assert "pieces" not in vars(indexed[0])
+
+
+def test_samples_that_stand_out() -> None:
+    usual = np.exp(np.random.default_rng(0).normal(1, 0.1, 200))
+    values = robust_z(np.array([np.exp(1.0), np.exp(2.5), np.inf, np.nan, np.exp(0.0)]), usual)
+    assert abs(values[0]) < 1
+    assert 12 < values[1] < 18
+    assert (values[2], np.isnan(values[3])) == (np.inf, True)
+    assert [certainty(value, np.nan) for value in values.tolist()] == ["", "sure", "sure", "", ""]
+    assert [certainty(np.nan, value) for value in (8.0, 10.0, 13.0, -90.0)] == ["", "unsure", "sure", ""]
+    assert certainty(9.0, 9.0) == "sure"
+
+
+def _recorded(run: Path, step: int) -> list[dict[str, Any]]:
+    """Return the rows of the flight record about a step, of all ranks, without times."""
+    rows = []
+    for path in sorted((run / "flight").glob("start_*/rank_*.jsonl")):
+        row = next(row for row in map(json.loads, path.read_text().splitlines()) if row.get("step") == step)
+        rows.append({key: value for key, value in row.items() if key not in _TIMES})
+    return rows
+
+
+def _check_equal(folder: Path) -> None:
+    """The step after an examination is that of a run without it, by each digest of each rank."""
+    plain = _recorded(folder / "run-plain", STEPS + 1)
+    assert plain
+    assert "states_after" in plain[0]
+    assert _recorded(folder / "run-0", STEPS + 1) == plain
+
+
+def test_planted_documents_are_named_and_the_step_remains_the_same(tmp_path: Path) -> None:
+    rows = run_planted(tmp_path, made_text(), ["zero1_dp2"], ["repeated", "healthy"],
+                       model_overrides=f"vocab_size={VOCAB},n_layer=2,n_embd=64,{DROPOUT}")
+    assert [row["answer"] for row in rows] == ["right", "right"], rows
+    planted = rows[0]["report"]
+    first = planted["odd"][0]
+    assert first["id"] in planted["ids"]
+    assert "one token repeated" in rows[0]["documents"][0].odd[0]
+    assert str(first["id"]) in planted["skip"].split(",")
+    assert planted["without_odd"][0] != planted["with_all"][0]
+    assert planted["without_odd"][0][1] < planted["with_all"][0][1], "the gradient without the sample is smaller"
+    assert max(norm / usual for norm, usual in planted["layers"].values()) > 1
+    _check_equal(tmp_path / "zero1_dp2")
+
+
+@pytest.mark.slow
+def test_planted_documents_in_all_layouts(tmp_path: Path) -> None:
+    rows = run_planted(tmp_path, made_text(), [*LAYOUTS], [*KINDS, *KINDS, "healthy"])
+    answers = [row["answer"] for row in rows]
+    assert "wrong" not in answers
+    assert answers.count("right") >= 0.95 * len(answers)
+    for layout in LAYOUTS:
+        _check_equal(tmp_path / layout)
+
+
+@pytest.mark.slow
+def test_the_command_proposes_a_branch_that_works(tmp_path: Path) -> None:
+    """A run that trains on a planted document: `ds-pretrain replay` names it, and the proposed branch leaves it out."""
+    rows = run_planted(tmp_path, made_text(), ["zero1_dp2"], ["binary"])
+    run = Path(rows[0]["run"])  # a branch of the checkpoint before the step
+    done = subprocess.run([sys.executable, str(ROOT / "tools" / "replay.py"), f"{run}@{STEPS + 1}"],
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"document {rows[0]['document']} of {rows[0]['prefix']}" in " ".join(done.stdout.split())
+    assert "bytes that are no text" in done.stdout
+    command = shlex.split(next(line for line in done.stdout.splitlines() if line.startswith("ds-pretrain ")))
+    assert command[command.index("--skip_samples") + 1] == rows[0]["report"]["skip"]
+    branch = subprocess.run([sys.executable, str(ROOT / "tools" / "ds_pretrain.py"), *command[1:], "--exit_step",
+                             str(STEPS + 2)], capture_output=True, text=True)
+    assert branch.returncode == 0, branch.stdout + branch.stderr
+    without = json.loads((run / "replays" / f"step_{STEPS + 1}" / "verdict.json").read_text())["samples"]["without_odd"]
+    trained = [row["loss"] for row in map(json.loads, (Path(command[command.index("--save") + 1]) / "metrics.jsonl")
+                                          .read_text().splitlines()) if "grad_norm" in row]
+    assert trained == pytest.approx([loss for loss, _ in without[:2]], rel=1e-6)
