@@ -64,7 +64,8 @@ def test_crashes_are_those_of_the_supervisor_and_starts_without_an_end(tmp_path:
     assert [(one.kind, one.step, one.is_open) for one in found] == [
         ("crash", 59, False), ("hang", 40, False), ("crash", 22, False)]
     assert "resumed from step 60" in found[0].text
-    assert (found[1].machine, found[2].text) == ("rank 1", "the run crashed: SIGKILL (exit code 247)")
+    assert (found[1].machine, found[2].text) == ("rank 1", "the run crashed: SIGKILL (exit code 247); newest "
+                                                   "checkpoint: step 20")
     assert "h/1" in found[1].advice
     assert kinds(run, now=END + 3600)[0] == ("silent", True, 1)
     write_lease(run / LOCK, Owner(pid=2**22 - 1))  # a process that does not run
