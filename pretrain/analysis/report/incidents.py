@@ -36,8 +36,7 @@ _KINDS: dict[str, tuple[str, str, tuple[str, ...] | None]] = {
                   ("slow_rank_over", "start", "stop")),
     "corruption": ("copies of a parameter differ between ranks: {reason}", f"do not trust the machine. {_REPLAY}",
                    ("start",)),
-    "recomputation": ("a rank computes wrongly: {reason}",
-                      f"do not trust the machine. {_REPLAY}", ("start",)),
+    "recomputation": ("{reason}", f"do not trust the machine. {_REPLAY}", ("start",)),
     "spike": ("{reason}", _SAMPLES, None),
     "skip": ("an update was skipped: {reason}", _SAMPLES, None),
     "not_finite": ("the loss is NaN or infinite", _SAMPLES, ()),
@@ -140,7 +139,7 @@ def _incident(table: RunTable, rows: list[dict[str, Any]], number: int) -> Incid
     kind = str(row.get("event"))
     if kind == "stop" and row.get("exit_code") == GUARD:
         kind = "guard"
-    if kind not in _KINDS or (kind == "recomputation" and row.get("equal") is True):
+    if kind not in _KINDS or (kind == "recomputation" and row.get("finding") == "off"):
         return None
     what, advice, over = _KINDS[kind]
     end = None if over is None else next((after for after in islice(rows, number + 1, None)
