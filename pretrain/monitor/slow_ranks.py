@@ -6,8 +6,8 @@ their times, the lower one of an even number, so that half of the ranks may be s
 and a rank that is alone in its stage, is compared with its own past, relative to the other stages.
 
 Times are noisy, the more so on a machine with other programs, and their noise does not average out from step to step.
-Rows are joined to blocks of at least BLOCK_S seconds, and the median of 8, 16 or 32 blocks is compared with the spread
-of such medians: between the ranks that are not slow, between earlier and later ones, and between the blocks.
+Rows are joined to blocks of at least BLOCK_S seconds. The median of the newest 8, 16 or 32 blocks is compared with the
+spread of the blocks, and with the lasting differences between the ranks that are not slow.
 """
 
 import math
@@ -27,7 +27,10 @@ BLOCK_S = 1.0
 _WINDOWS = (8, 16, 32)  # blocks whose median is compared; a short blip does not reach the shortest
 _LONGEST = 256  # newest blocks that are kept
 _LEFT_OUT = 2  # first rows of a start, with compilation and warm-up
-_LIMIT = 5.0  # spreads
+# spreads of blocks that the median of a window must exceed: noise that lasts for some blocks, as on a machine with other
+# programs, moves the median of 8 blocks nearly as much as one block
+_LIMITS = {8: 4.0, 16: 3.2, 32: 2.5}
+_FEWEST_BLOCKS = 24  # before the first report
 _SMALLEST_RATIO = math.log(1.1)
 _SMALLEST_COST = 0.05  # of a step, that the others wait for the rank
 
@@ -139,6 +142,7 @@ class SlowRanks:
         self._returns = np.zeros(len(self._places), dtype=int)  # by rank: after each one, slowness must last longer
         stages = np.array([place.stage for place in places])
         self._stage_ranks = [np.flatnonzero(stages == stage) for stage in range(int(stages.max()) + 1)]
+        self._peer_groups = [ranks for ranks in self._stage_ranks if len(ranks) > 1]
 
     def leave_out_next(self) -> None:
         """Leave the next row out: it has more than steps of training, or few of them."""
@@ -153,7 +157,7 @@ class SlowRanks:
         if self._left_out or not np.isfinite(times.ms["own"]).all() or times.step_ms <= 0:
             self._left_out = max(self._left_out - 1, 0)
             return []
-        if not self._blocks.add(times) or self._blocks.count < 2 * _WINDOWS[0]:
+        if not self._blocks.add(times) or self._blocks.count < _FEWEST_BLOCKS:
             return []
         excess = excesses(np.array([block.ms["own"] for block in self._blocks.blocks]), self._stage_ranks)
         return [*self._ended(excess), *self._begun(excess, math.log(max(imbalance, 1.0)))]
@@ -161,15 +165,15 @@ class SlowRanks:
     def _begun(self, excess: "Excess", imbalance: float) -> list[Change]:
         known = {rank for slow in self._slow for rank in slow.change.ranks}
         found: dict[int, tuple[float, int]] = {}  # rank -> (level, blocks)
-        stages: list[int] = []
         for window in _WINDOWS:
             for stage, level in significant(excess.stages, window, imbalance):
-                stages.append(stage)
                 for rank in self._stage_ranks[stage].tolist():
                     found.setdefault(rank, (level, window))
-            for rank, level in significant(excess.ranks, window, imbalance):
-                if window >= _WINDOWS[0] * 2 ** min(self._returns[rank], 2):
-                    found.setdefault(rank, (level, window))
+            for group in self._peer_groups:
+                for column, level in significant(excess.ranks[:, group], window, imbalance):
+                    rank = int(group[column])
+                    if window >= _WINDOWS[0] * 2 ** min(self._returns[rank], 2):
+                        found.setdefault(rank, (level, window))
         new = [rank for rank in sorted(found) if rank not in known and self._costs(rank, *found[rank])]
         return [self._report(group, found, excess) for group in self._groups(new)]
 
@@ -261,17 +265,22 @@ def excesses(own: np.ndarray, stage_ranks: Sequence[np.ndarray]) -> Excess:
     for stage, ranks in enumerate(stage_ranks):
         by_stage[:, stage] = np.median(logs[:, ranks], axis=1)
         if len(ranks) > 1:
-            by_rank[:, ranks] = logs[:, ranks] - lower_median(logs[:, ranks])[:, None]
+            by_rank[:, ranks] = _relative(logs[:, ranks])
     if len(stage_ranks) == 1:
         return Excess(by_rank, np.zeros_like(by_stage))
     # the earliest blocks show how the stages differ by design; the newest ones may be slow
     past = np.median(by_stage[:max(len(logs) - _WINDOWS[0], _WINDOWS[0])][:_LONGEST // 4], axis=0)
-    by_stage = by_stage - past
-    by_stage = by_stage - lower_median(by_stage)[:, None]
+    by_stage = _relative(by_stage - past)
     for stage, ranks in enumerate(stage_ranks):
         if len(ranks) == 1:
             by_rank[:, ranks[0]] = by_stage[:, stage]
     return Excess(by_rank, by_stage)
+
+
+def _relative(logs: np.ndarray) -> np.ndarray:
+    """Return the difference of each column from the lower median of the others, by row."""
+    ordered, middle = np.sort(logs, axis=1), (logs.shape[1] - 2) // 2
+    return logs - np.where(logs <= ordered[:, [middle]], ordered[:, [middle + 1]], ordered[:, [middle]])
 
 
 def significant(excess: np.ndarray, window: int, imbalance: float = 0.0) -> list[tuple[int, float]]:
@@ -281,36 +290,39 @@ def significant(excess: np.ndarray, window: int, imbalance: float = 0.0) -> list
         excess: [blocks, columns].
         imbalance: logarithm of the ratio that is no sign of a slow rank.
     """
-    if len(excess) < max(window, 2 * _WINDOWS[0]) or not excess.any():
+    fewest = _FEWEST_BLOCKS * (1 if excess.shape[1] > 2 else 2)  # of two columns, only time shows the spread
+    if len(excess) < max(window, fewest) or not excess.any():
         return []
-    count = len(excess) // window
-    newest = excess[len(excess) - count * window:]
-    medians = np.median(newest.reshape(count, window, -1), axis=1)  # [windows, columns]
-    levels, blocks = medians[-1], excess[-window:]
-    spread = np.sqrt(_between_columns(medians) ** 2 + _within(blocks, levels) ** 2)
-    spread = np.maximum(spread, _between_windows(medians))
-    limits = np.maximum(_LIMIT * spread, _SMALLEST_RATIO) + imbalance
-    lasting = (blocks > 0.5 * levels).mean(axis=0) >= 0.75
+    blocks, newest = excess[-window:], np.median(excess[-_WINDOWS[0]:], axis=0)
+    levels = np.median(blocks, axis=0)
+    limits = np.maximum(np.hypot(_LIMITS[window] * _spread(excess, window), _LIMITS[max(_WINDOWS)] * _offsets(excess)),
+                        _SMALLEST_RATIO) + imbalance
+    lasting = ((blocks > 0.5 * levels).mean(axis=0) >= 0.75) & (newest > 0.7 * levels)
     return [(int(column), float(levels[column])) for column in np.flatnonzero((levels > limits) & lasting)]
 
 
-def _between_columns(medians: np.ndarray) -> float:
-    """Return the spread of the columns that are not slow: slow ones lie above the reference, so it is that below."""
-    below = medians[medians < 0]
-    return float(np.sqrt(np.mean(below ** 2))) if below.size else 0.0
+def _spread(excess: np.ndarray, window: int) -> np.ndarray:
+    """Return the spread of blocks, by column: that of most columns, or its own before the newest window if larger.
+
+    Few blocks in a row, whose noise lasts, show less than the spread of many.
+    """
+    def of(blocks: np.ndarray) -> np.ndarray:
+        deviation: np.ndarray = 1.4826 * np.median(np.abs(blocks - np.median(blocks, axis=0)), axis=0)
+        return deviation * (1 + _WINDOWS[0] / len(blocks))
+
+    everyone = of(excess)
+    if excess.shape[1] > 2:
+        everyone = np.full_like(everyone, np.median(everyone))
+    earlier = excess[:-window]
+    return np.maximum(everyone, of(earlier)) if len(earlier) >= _WINDOWS[0] else everyone
 
 
-def _within(blocks: np.ndarray, levels: np.ndarray) -> np.ndarray:
-    """Return the standard error of the medians of the newest blocks, by column."""
-    deviation: np.ndarray = 1.4826 * np.median(np.abs(blocks - levels), axis=0)
-    return 1.25 * deviation / math.sqrt(len(blocks))
-
-
-def _between_windows(medians: np.ndarray) -> float:
-    """Return the spread of the changes from one window to the next: their median, so that few onsets do not count."""
-    changes = np.abs(np.diff(medians, axis=0))
-    changes = changes[changes > 0]
-    return float(1.05 * np.median(changes)) if len(medians) > 2 and changes.size else 0.0
+def _offsets(excess: np.ndarray) -> float:
+    """Return the lasting differences of the columns that are not slow: slow ones lie above the reference."""
+    medians = np.median(excess, axis=0)
+    below = medians - lower_median(medians)
+    below = below[below < 0]
+    return float(np.sqrt(np.mean(below ** 2))) if below.size and excess.shape[1] > 2 else 0.0
 
 
 def change_point(values: np.ndarray, window: int) -> int:
