@@ -38,7 +38,7 @@ def test_what_is_wrong_now_stands_before_what_is_over(tmp_path: Path) -> None:
     assert kinds(run) == [("slow_rank", True, 1), ("off_curve", True, 1), ("store_wait", False, 1),
                           ("slow_rank", False, 1), ("save_failed", False, 1), ("spike", False, 37)]
     newest, *_, older, saved, spike = incidents_of(RunTable(run), now=END)
-    assert (newest.text, newest.steps_text) == ("rank 3 on node-b is slow: 1.9 times the median, probably compute",
+    assert (newest.text, newest.steps_text) == ("rank 3 on node-b is slow: 1.9 times the others, probably compute",
                                                 "since step 88")
     assert (older.text[:24], older.steps_text) == ("rank 3 on node-b was slo", "steps 62 to 80")
     assert spike.headline == "37 times, most recently: a spike of the loss: 46"
