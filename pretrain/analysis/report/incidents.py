@@ -231,8 +231,9 @@ def _of_the_end(table: RunTable, now: float) -> Iterable[Incident]:
     runs = lease.owner.runs() if lease is not None and not lease.released else None
     age = now - last
     interval = float(np.median(np.diff(times[-50:]))) if len(times) > 2 else 0.0
-    if runs is False:
-        reason = "the run is dead: its process on this host ended without a report (killed, or out of memory)"
+    if lease is not None and runs is False:
+        reason = (f"the run is dead: its process {lease.owner.pid} on {printable(lease.owner.host)} ended without a "
+                  "report (killed, or out of memory)")
         yield replace(_at_the_end("crash", table, step, step, last), text=reason)
     elif age > max(_SILENT_S, 20 * interval):
         reason = f"no row for {_duration(age)}: the run hangs, or ended without a report"
