@@ -102,7 +102,7 @@ def launch_on_hosts(flags: argparse.Namespace, train: Sequence[str]) -> int:
 
 
 def _without_slow_hosts(flags: argparse.Namespace, run: Path) -> dict[str, LeftOut]:
-    """Exclude the slow hosts from the flags, as long as most hosts remain. Returns them. Raises ConfigError."""
+    """Exclude the slow hosts from the flags, as long as half of the hosts remain. Returns them. Raises ConfigError."""
     for name in ("no_ssh", *HOST_FILTERS):
         if name != "exclude_stragglers" and getattr(flags, name) not in ("", -1, False):
             raise ConfigError(f"--{name}", problem="this flag cannot be combined with --exclude_stragglers",
@@ -112,7 +112,7 @@ def _without_slow_hosts(flags: argparse.Namespace, run: Path) -> dict[str, LeftO
     if not slow:
         return {}
     previous = newest_start(run)
-    left_out = choose_without(hosts, slow, min_hosts=len(hosts) // 2 + 1, print_line=say,
+    left_out = choose_without(hosts, slow, min_hosts=(len(hosts) + 1) // 2, print_line=say,
                               check=lambda rest: check_batch(rest, previous))
     flags.exclude = "@".join(left_out)
     if is_one_of(flags.master_addr, left_out):

@@ -73,7 +73,7 @@ def test_a_throttled_host_is_named_and_the_next_start_leaves_it_out(corpus: str,
             pids = rank_pids(pair.b)
             assert len(pids) == 2, pair.b.processes()
             began = time.monotonic()
-            with throttled(pids, percent=25):
+            with throttled(pids, percent=10):
                 wait_until(lambda: "slow_rank" in [event["event"] for event in read_events(run)],
                            lambda: (len(rows(run)), (tmp_path / "log").read_text()[-2000:]))
                 named_s = time.monotonic() - began

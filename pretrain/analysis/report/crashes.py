@@ -28,8 +28,10 @@ def _supervised(table: RunTable) -> Iterable[dict[str, Any]]:
         if kind in ("hang", "guard") and any(event.get("event") in ("hang", "stop") and as_float(row["time"])
                                              <= as_float(event.get("time")) <= end for event in table.events):
             continue
+        kept = as_float(row.get("kept_step"))
+        saved = f"; newest checkpoint: step {int(kept):,}" if kind in ("crash", "hang") and kept >= 0 else ""
         yield {"event": kind, "step": row.get("last_step"), "time": end,
-               "reason": reason.removeprefix("crash: ").removeprefix("hang: ")}
+               "reason": reason.removeprefix("crash: ").removeprefix("hang: ") + saved}
 
 
 def _unreported(table: RunTable) -> Iterable[dict[str, Any]]:

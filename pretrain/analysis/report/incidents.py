@@ -7,10 +7,9 @@ import math
 import re
 import textwrap
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -31,13 +30,10 @@ _SAMPLES = "`ds-pretrain replay {run}@{step}` names the samples, and what skippi
 # kind -> (what happened, what to do, events after which it is over; None: it is over at once). {run}, {step}, {ranks}
 # and {reason} are replaced.
 _KINDS: dict[str, tuple[str, str, tuple[str, ...] | None]] = {
-    "slow_rank": ("{ranks} slower than the others", "look at the machine: other processes, temperature and clocks, "
-                  "disk, network; `--exclude_stragglers` leaves its host out at the next start",
-                  ("slow_rank_over", "start", "stop")),
+    "slow_rank": ("", "", ("slow_rank_over", "start", "stop")),
     "corruption": ("copies of a parameter differ between ranks: {reason}", f"do not trust the machine. {_REPLAY}",
                    ("start",)),
-    "recomputation": ("a rank computes wrongly: {reason}",
-                      f"do not trust the machine. {_REPLAY}", ("start",)),
+    "recomputation": ("{reason}", f"do not trust the machine. {_REPLAY}", ("start",)),
     "spike": ("{reason}", _SAMPLES, None),
     "skip": ("an update was skipped: {reason}", _SAMPLES, None),
     "not_finite": ("the loss is NaN or infinite", _SAMPLES, ()),
@@ -67,6 +63,17 @@ _KINDS: dict[str, tuple[str, str, tuple[str, ...] | None]] = {
 }
 
 
+# kind of slow rank -> what to do
+_SLOW_KINDS = {
+    "data": "look at the storage of its data", "slow disk": "look at the storage of its data",
+    "compute": "compare its clocks, power limit and number of threads with another host",
+    "other load": "end the other programs on the host (`top`, `nvidia-smi`)",
+    "throttling": "look at temperatures, power limits, and the CPU limit of its container",
+    "stopped": "find out who stops the process (SIGSTOP, a debugger, a frozen virtual machine)",
+    "network link": "look at its network link (`ds-pretrain check-cluster`)"}
+_LEAVE_OUT = "`--exclude_stragglers` leaves the host out at the next start"
+
+
 @dataclass(frozen=True)
 class Incident:
     """One thing that went wrong, or several of one kind that follow each other."""
@@ -82,6 +89,7 @@ class Incident:
     is_open: bool = False  # it is wrong now, as far as the files know
     subject: str = ""  # what it is about: incidents with another subject are not joined
     machine: str = ""  # ranks and hosts, if known
+    detail: str = ""  # what shows it
 
     @property
     def steps_text(self) -> str:
@@ -140,16 +148,17 @@ def _incident(table: RunTable, rows: list[dict[str, Any]], number: int) -> Incid
     kind = str(row.get("event"))
     if kind == "stop" and row.get("exit_code") == GUARD:
         kind = "guard"
-    if kind not in _KINDS or (kind == "recomputation" and row.get("equal") is True):
+    if kind not in _KINDS or (kind == "recomputation" and row.get("finding") == "off"):
         return None
     what, advice, over = _KINDS[kind]
     end = None if over is None else next((after for after in islice(rows, number + 1, None)
                                           if _ends(kind, row, after, over)), None)
     step = _step(row.get("since") if kind == "slow_rank" else row.get("step"))
     machine, reason = _machine(row), printable(str(row.get("reason") or ""))
+    detail = ""
     if kind == "slow_rank":
-        what = (f"{reason}{'' if end is None else '; this is over'}" if reason else _slow_text(row, end, machine))
-        machine = ""
+        what, detail, machine = _slow_text(row, end, machine), printable(str(row.get("evidence") or "")), ""
+        advice = f"{_SLOW_KINDS.get(str(row.get('kind')), 'look at the machine')}; {_LEAVE_OUT}"
     else:
         what = what.format(reason=reason)
     ended = end is not None and end.get("event") == "slow_rank_over"
@@ -158,14 +167,14 @@ def _incident(table: RunTable, rows: list[dict[str, Any]], number: int) -> Incid
                str(row.get("name") or re.sub(r"\d+", "", reason)))
     if end is not None and end.get("event") != "start":  # it has ended by itself
         advice = ""
-    return Incident(kind, shorten(what, _LONGEST_TEXT).rstrip(": "), _advice(advice, table, step, row), step, last,
-                    _time(row), when or _time(row), is_open=over is not None and end is None, subject=subject,
-                    machine=machine)
+    advice = _advice(advice, table, step, row.get("path"))
+    return Incident(kind, shorten(what, _LONGEST_TEXT).rstrip(": "), advice, step, last, _time(row), when or _time(row),
+                    is_open=over is not None and end is None, subject=subject,
+                    machine=machine, detail=shorten(detail, _LONGEST_TEXT))
 
 
-def _advice(text: str, table: RunTable, step: int | None, row: Mapping[str, Any] = MappingProxyType({})) -> str:
+def _advice(text: str, table: RunTable, step: int | None, path: object = None) -> str:
     run = shorten(printable(str(table.run)), 200)
-    path = row.get("path")
     return text.format(run=run, step="STEP" if step is None else step,
                        path=shorten(printable(path), 200) if isinstance(path, str) else f"{run}/hangs")
 
@@ -183,7 +192,7 @@ def _ends(kind: str, row: dict[str, Any], after: dict[str, Any], over: tuple[str
 
 def _slow_text(row: dict[str, Any], end: dict[str, Any] | None, machine: str) -> str:
     ratio, kind, stage = as_float(row.get("ratio")), row.get("kind"), row.get("stage")
-    times = f": {ratio:.3g} times the median" if math.isfinite(ratio) else ""
+    times = f": {ratio:.3g} times the others" if math.isfinite(ratio) else ""
     cause = f", probably {printable(str(kind))}" if isinstance(kind, str) and kind else ""
     where = f", pipeline stage {stage}" if isinstance(stage, int) else ""
     verb = "is" if end is None else "was"
@@ -222,8 +231,9 @@ def _of_the_end(table: RunTable, now: float) -> Iterable[Incident]:
     runs = lease.owner.runs() if lease is not None and not lease.released else None
     age = now - last
     interval = float(np.median(np.diff(times[-50:]))) if len(times) > 2 else 0.0
-    if runs is False:
-        reason = "the run is dead: its process on this host ended without a report (killed, or out of memory)"
+    if lease is not None and runs is False:
+        reason = (f"the run is dead: its process {lease.owner.pid} on {printable(lease.owner.host)} ended without a "
+                  "report (killed, or out of memory)")
         yield replace(_at_the_end("crash", table, step, step, last), text=reason)
     elif age > max(_SILENT_S, 20 * interval):
         reason = f"no row for {_duration(age)}: the run hangs, or ended without a report"
@@ -236,14 +246,14 @@ def _at_the_end(kind: str, table: RunTable, step: int | None, last_step: int | N
 
 
 def _joined(incidents: list[Incident], *, gap: int) -> list[Incident]:
-    """Join incidents of one kind and subject that are at most `gap` steps apart, those that are over by themselves."""
+    """Join incidents of one kind and subject of which each begins at most `gap` steps after another."""
     joined: list[Incident] = []
     newest: dict[tuple[str, str, str, bool], int] = {}  # -> index in `joined`
     for one in incidents:
         key = (one.kind, one.subject, one.machine, one.is_open)
         at = newest.get(key)
         last = joined[at].last_step if at is not None else None
-        if at is not None and last is not None and one.step is not None and abs(one.step - last) <= gap:
+        if at is not None and last is not None and one.step is not None and one.step - last <= gap:
             before = joined[at]
             steps = [step for step in (before.step, before.last_step, one.step, one.last_step) if step is not None]
             joined[at] = replace(one, step=min(steps), last_step=max(steps), time=before.time, count=before.count + 1)

@@ -185,7 +185,8 @@ def _incidents_data(table: RunTable) -> list[dict[str, Any]]:
     begin = _places(table, [one.step for one in found], [one.time for one in found])
     end = _places(table, [one.last_step for one in found], [one.last_time for one in found])
     return [{"kind": one.kind, "text": one.headline, "advice": one.advice, "steps": one.steps_text, "open": one.is_open,
-             "machine": one.machine, "times": [one.time, one.last_time], "begin": first, "end": last}
+             "machine": one.machine, "detail": one.detail, "times": [one.time, one.last_time], "begin": first,
+             "end": last}
             for one, first, last in zip(found, begin, end, strict=True)]
 
 

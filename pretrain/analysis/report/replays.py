@@ -12,21 +12,8 @@ from pretrain.stored_json import read_object
 _MOST = 50  # results and records; the newest
 _MAX_LINES = 20  # of the evidence
 _LONGEST = 300  # characters of a text
-_KINDS = {
-    "reproducible": "the step is reproducible: the data or the recipe is the cause",
-    "data_changed": "the step read other tokens than before",
-    "settings_changed": "the step had other settings, such as the learning rate",
-    "random_state": "the step had another random state",
-    "memory_weights": "weights changed in memory between two steps",
-    "memory_states": "optimizer states changed in memory between two steps",
-    "forward": "the forward pass computed something else",
-    "backward": "the backward pass computed something else",
-    "reduction": "the reduction of the gradients gave something else",
-    "update": "the update computed something else",
-    "nondeterministic": "replays differ from one another on the same hardware",
-}
-_PLACES = (("step", "step"), ("rank", "rank"), ("ranks", "rank"), ("host", "host"), ("hosts", "host"),
-           ("layer", "layer"), ("stage", "stage of the step"))
+_PLACES = (("step", "step"), ("ranks", "rank"), ("hosts", "host"), ("layer", "layer"), ("operator", "operator"),
+           ("stage", "stage of the step"))
 _KEPT = re.compile(r"step_(\d{1,16})_(\w{1,40})")
 
 
@@ -40,15 +27,21 @@ def replays_data(run: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _verdict(folder: str, verdict: dict[str, Any]) -> dict[str, Any]:
-    kind, step = _text(verdict.get("kind")), as_float(verdict.get("step"))
-    lines = verdict.get("evidence")
+def _verdict(folder: str, record: dict[str, Any]) -> dict[str, Any]:
+    inner = record.get("verdict")
+    verdict: dict[str, Any] = inner if isinstance(inner, dict) else record
+    step = as_float(record.get("step"))  # that was replayed; the verdict names the one where the replay differs
     places = {label: text for key, label in _PLACES if (text := _text(verdict.get(key)))}
     return {"folder": _text(folder), "step": int(step) if step >= 0 else None,
-            "what": _KINDS.get(kind, kind or "no result"), "certainty": _text(verdict.get("certainty")) or "unsure",
-            "reason": _text(verdict.get("reason")), "places": list(places.items()),
-            "evidence": [_text(line) for line in (lines if isinstance(lines, list) else [lines])[:_MAX_LINES] if line],
+            "what": _text(verdict.get("text")) or _text(verdict.get("kind")) or "no result",
+            "certainty": _text(verdict.get("certainty")) or "unsure", "places": list(places.items()),
+            "reason": "; ".join(_lines(verdict.get("reasons"))),
+            "evidence": [*_lines(verdict.get("evidence")), *_lines(record.get("notes"))],
             "remedy": _text(verdict.get("remedy"))}
+
+
+def _lines(values: object) -> list[str]:
+    return [_text(line) for line in values[:_MAX_LINES] if line] if isinstance(values, list) else []
 
 
 def kept_records(run: Path) -> list[dict[str, Any]]:

@@ -223,9 +223,9 @@ def test_text_of_a_run_folder_cannot_inject_anything(browser: Browser, tmp_path:
                                            "reason": attack} for number, attack in enumerate(ATTACKS)])
     for number, attack in enumerate(ATTACKS):
         (evil / "replays" / str(number)).mkdir(parents=True)
-        verdict = dict.fromkeys(("kind", "certainty", "host", "layer", "remedy", "reason"), attack)
+        verdict = dict.fromkeys(("kind", "certainty", "layer", "remedy", "text"), attack)
         (evil / "replays" / str(number) / "verdict.json").write_text(json.dumps(
-            verdict | {"evidence": [attack], "ranks": [attack], "step": 2}))
+            {"step": 2, "verdict": verdict | {"evidence": [attack], "hosts": [attack], "reasons": [attack]}}))
     (evil / "replays" / "damaged").mkdir()
     (evil / "replays" / "damaged" / "verdict.json").write_text('{"kind": ')
     (evil / "flight" / "kept" / "step_2_<img src=x>").mkdir(parents=True)
@@ -260,15 +260,16 @@ def test_a_person_on_call_finds_the_machine_and_the_place_in_the_curve(browser: 
     append_rows(run / "rank_times.jsonl", rank_rows(["node-a", "node-a", "node-b", "node-b"], range(1, 101), {3: 3.0}))
     (run / "replays" / "step_20").mkdir(parents=True)
     (run / "replays" / "step_20" / "verdict.json").write_text(json.dumps(
-        {"kind": "reproducible", "certainty": "sure", "step": 20, "evidence": ["all keys are equal"], "unknown": {}}))
+        {"step": 20, "unknown": {}, "verdict": {"text": "it is the data or the recipe", "certainty": "sure",
+                                                "step": None, "evidence": ["all keys are equal"]}}))
     (run / "flight" / "kept" / "step_20_spike").mkdir(parents=True)
     page = open_report(browser, tmp_path, run)
     items = page.run("[...document.querySelectorAll('.incident')].map((item) => [item.className, item.textContent])")
     assert [name for name, _ in items] == ["incident open", "incident open", "incident"]
     assert "no row for" in items[0][1]
-    assert "rank 3 on node-b is slow: 2.2 times the median" in items[1][1]
+    assert "rank 3 on node-b is slow: 2.2 times the others" in items[1][1]
     (spike,) = (text for _, text in items if "a spike of the loss" in text)
-    assert "Replay: the step is reproducible: the data or the recipe is the cause (sure)" in spike
+    assert "Replay: it is the data or the recipe (sure)" in spike
     assert f"ds-pretrain replay {run}@20" in page.run("document.getElementById('replays').textContent")
     page.run("document.querySelectorAll('.incident.open button')[1].click()")
     low, high = page.run("report.xRange()")

@@ -38,7 +38,7 @@ def test_what_is_wrong_now_stands_before_what_is_over(tmp_path: Path) -> None:
     assert kinds(run) == [("slow_rank", True, 1), ("off_curve", True, 1), ("store_wait", False, 1),
                           ("slow_rank", False, 1), ("save_failed", False, 1), ("spike", False, 37)]
     newest, *_, older, saved, spike = incidents_of(RunTable(run), now=END)
-    assert (newest.text, newest.steps_text) == ("rank 3 on node-b is slow: 1.9 times the median, probably compute",
+    assert (newest.text, newest.steps_text) == ("rank 3 on node-b is slow: 1.9 times the others, probably compute",
                                                 "since step 88")
     assert (older.text[:24], older.steps_text) == ("rank 3 on node-b was slo", "steps 62 to 80")
     assert spike.headline == "37 times, most recently: a spike of the loss: 46"
@@ -64,7 +64,8 @@ def test_crashes_are_those_of_the_supervisor_and_starts_without_an_end(tmp_path:
     assert [(one.kind, one.step, one.is_open) for one in found] == [
         ("crash", 59, False), ("hang", 40, False), ("crash", 22, False)]
     assert "resumed from step 60" in found[0].text
-    assert (found[1].machine, found[2].text) == ("rank 1", "the run crashed: SIGKILL (exit code 247)")
+    assert (found[1].machine, found[2].text) == ("rank 1", "the run crashed: SIGKILL (exit code 247); newest "
+                                                   "checkpoint: step 20")
     assert "h/1" in found[1].advice
     assert kinds(run, now=END + 3600)[0] == ("silent", True, 1)
     write_lease(run / LOCK, Owner(pid=2**22 - 1))  # a process that does not run

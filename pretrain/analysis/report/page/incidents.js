@@ -24,6 +24,7 @@ function incidentElement(run, one, isNamed, report) {
     make("div", {class: "what"}, make("span", {class: "kind"}, shapePicture(one.kind), ` ${one.kind.replaceAll("_", " ")}`),
       make("b", {}, `${isNamed ? `${run.name}: ` : ""}${one.text}`), button),
     make("div", {class: "quiet"}, words.filter((word) => word).join(" · ")),
+    one.detail && one.open ? make("div", {class: "quiet"}, one.detail) : null,
     ...answers.map((replay) => make("div", {class: "answer"}, `Replay: ${replay.what} (${replay.certainty})${placesText(replay)}`)),
     one.advice ? make("div", {class: "advice"}, "→ ", ...withCode(one.advice)) : null);
 }

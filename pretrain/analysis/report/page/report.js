@@ -1,6 +1,6 @@
 // The report: its state, the controls, the tables, and the updates of a page that tools/report.py --watch serves.
 
-const HIDDEN_KINDS = new Set(["start", "verify", "snapshot", "hashed", "data_hashed", "init"]);
+const HIDDEN_KINDS = new Set(["start", "verify", "snapshot", "hashed", "data_hashed", "init", "prune"]);
 const OVERVIEW = [  // [label, text of the value, small text below it]
   ["Steps", (o) => plain(o.step), (o) => (isNumber(o.train_steps) ? `of ${plain(o.train_steps)}` : "")],
   ["Training loss", (o) => plain(o.loss), (o) => (o.not_finite ? `${plain(o.not_finite)} rows not finite` : "")],
