@@ -119,8 +119,8 @@ def test_the_command_proposes_a_branch_that_works(tmp_path: Path) -> None:
     assert "bytes that are no text" in done.stdout
     command = shlex.split(next(line for line in done.stdout.splitlines() if line.startswith("ds-pretrain ")))
     assert command[command.index("--skip_samples") + 1] == rows[0]["report"]["skip"]
-    branch = subprocess.run([sys.executable, str(ROOT / "tools" / "ds_pretrain.py"), *command[1:], "--exit_step",
-                             str(STEPS + 2)], capture_output=True, text=True)
+    branch = subprocess.run([sys.executable, "-m", "pretrain", *command[1:], "--exit_step", str(STEPS + 2)],
+                            capture_output=True, text=True, cwd=ROOT)
     assert branch.returncode == 0, branch.stdout + branch.stderr
     without = json.loads((run / "replays" / f"step_{STEPS + 1}" / "verdict.json").read_text())["samples"]["without_odd"]
     trained = [row["loss"] for row in map(json.loads, (Path(command[command.index("--save") + 1]) / "metrics.jsonl")
