@@ -20,7 +20,8 @@ INTERRUPTED = 130  # shells report the same code for a program that SIGINT kille
 EXIT_CODES = {
     FINISHED: "finished",
     CRASHED: "out of memory, an object store that does not answer, a last checkpoint that could not be written, copies "
-             "of a parameter that differ, a run folder that another start took over, or a crash; the log says which",
+             "of a parameter that differ, a device that computes wrongly, a run folder that another start took over, "
+             "or a crash; the log says which",
     REJECTED: "bad input: the run was rejected, and another start would end in the same way",
     STOPPED: "the run has saved and stopped on request: a signal, `RUN/STOP` or a time limit; start it again",
     GUARD: "stopped by the guard against bad steps, or a last checkpoint with NaN; another start would not help",
@@ -74,7 +75,7 @@ class GuardError(Exception):
 
 
 class CorruptionError(Exception):
-    """Copies of a parameter differ between ranks. The message names the rank."""
+    """Copies of a parameter differ between ranks, or a rank computes wrongly. The message names the rank."""
 
 
 class SaveError(Exception):

@@ -24,6 +24,7 @@ from pretrain.monitor.profiler import Profiler
 from pretrain.monitor.timeline import PipelineTimeline
 from pretrain.resilience.data_watch import DataWatch
 from pretrain.resilience.guard import BadSteps, Guard
+from pretrain.resilience.recompute import Recomputation
 from pretrain.resilience.replicas import ReplicaCheck
 from pretrain.resilience.requests import Request, Requests
 from pretrain.resilience.rollback import roll_back
@@ -63,6 +64,7 @@ class StepLoop:
     data_watch: DataWatch
     guard: Guard  # against bad steps
     replicas: ReplicaCheck
+    recomputation: Recomputation
     watchdog: Watchdog
     lock: RunLock
     batch_ramp: BatchRamp
@@ -87,6 +89,7 @@ class StepLoop:
             lr = learning_rate(self.engine)
             self.callbacks.before_step(steps_here, self.engine)
             self.recorder.before_step(step, micro_batches, consumed_samples)
+            self.recomputation.before_step(step, is_saved=self._is_due(step, self.plan.args.save_interval))
             loss = train_batch(self.engine, micro_batches)
             consumed_samples += self.batch_ramp.size_at(step, consumed_samples)
             self.recorder.after_step(loss, consumed_samples)

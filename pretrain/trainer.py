@@ -44,6 +44,7 @@ from pretrain.monitor.timeline import PipelineTimeline
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.resilience.data_watch import DataWatch, wait_for_stores
 from pretrain.resilience.guard import Guard
+from pretrain.resilience.recompute import Recomputation
 from pretrain.resilience.replicas import ReplicaCheck
 from pretrain.resilience.requests import Requests
 from pretrain.resilience.watchdog import RankGuards, Watchdog
@@ -170,8 +171,10 @@ def _begin_loop(plan: Plan, world: World, start: _StartPoint, callbacks: StepCal
     return StepLoop(plan, engine, loaders, predictions=Predictions(plan, engine, folder),
                     tasks=RunTasks(plan, engine, tasks), meter=meter, recorder=recorder, profiler=profiler,
                     timeline=timeline, saver=saver, requests=requests, data_watch=data_watch, guard=guard,
-                    replicas=ReplicaCheck(plan, engine, folder), watchdog=guards.watchdog, lock=guards.lock,
-                    batch_ramp=BatchRamp(plan.length.batch_sizes, folder, screen), callbacks=callbacks)
+                    replicas=ReplicaCheck(plan, engine, folder),
+                    recomputation=Recomputation(plan, engine, folder, screen), watchdog=guards.watchdog,
+                    lock=guards.lock, batch_ramp=BatchRamp(plan.length.batch_sizes, folder, screen),
+                    callbacks=callbacks)
 
 
 def _report_complete(plan: Plan, resume: Resume) -> int:

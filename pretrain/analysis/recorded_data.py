@@ -11,6 +11,7 @@ from pretrain.errors import ConfigError
 from pretrain.model.config import model_config_from
 from pretrain.monitor.read_run_folder import newest_path, read_events, read_metrics, read_starts
 
+OTHER_DATA = "its training data has changed since the step was trained"
 _MOST_UNLOGGED = 1_000_000  # steps between two rows: a larger distance comes from a damaged row
 
 
@@ -99,6 +100,6 @@ def open_data_of_step(run: Path, start: dict[str, Any]) -> RunData:
     data = open_recorded_data(start, seq_length=flags["seq_length"], vocab_size=model.vocab_size,
                               tokenizer=flags.get("tokenizer"))
     if start.get("data", {}).get("train") != data.datasets["train"].fingerprint:
-        raise ConfigError(str(run), problem="its training data has changed since the step was trained",
+        raise ConfigError(str(run), problem=OTHER_DATA,
                           remedy="restore the data")
     return data

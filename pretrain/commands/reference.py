@@ -20,6 +20,7 @@ from pretrain.config.ds_json.schema import REMOVED, TREE, Key, Tree
 from pretrain.config.flags.arguments import OVERRIDES
 from pretrain.config.flags.parse import run_parser
 from pretrain.errors import EXIT_CODES
+from pretrain.monitor.flight.digest import DIGEST, UNCOMPARED
 from pretrain.monitor.rows import EVALUATION_ROW, EVENTS, OPTIONAL_KEYS, PREDICTION_ROW, TASK_ROW, TRAINING_ROW
 
 _KEY_HEADER = ("key", "value, or why it is rejected or has no effect")
@@ -149,6 +150,14 @@ def _events() -> str:
         ((_code(name), ", ".join(map(_code, keys.split())), meaning) for name, (keys, meaning) in EVENTS.items()))
 
 
+def _flight() -> str:
+    stages = [("", key, text) for key, text in UNCOMPARED.items()]
+    stages += [(stage, key, text) for key, (stage, text) in DIGEST.items()]
+    return "Each row of `RUN/flight/start_N/rank_R.jsonl` is of one step of a rank. Keys of the same stage of a step " \
+        'are computed together. "interval": the key is in the rows of each `--flight_interval`-th step only.\n\n' + \
+        _table(["key", "stage", "definition"], ((_code(key), stage, _prose(text)) for stage, key, text in stages))
+
+
 def _exit_codes() -> str:
     return _table(["exit code", "meaning"], ((str(code), meaning) for code, meaning in EXIT_CODES.items()))
 
@@ -169,6 +178,7 @@ TOPICS: dict[str, tuple[str, Callable[[], Any]]] = {
     "json": ("Keys of a DeepSpeed JSON", _json_keys),
     "metrics": ("Keys of metrics.jsonl", _metrics),
     "events": ("Events of events.jsonl", _events),
+    "flight": ("Keys of the flight record", _flight),
     "exit-codes": ("Exit codes", _exit_codes),
     "manifest": ("Fields of a checkpoint's manifest", _manifest),
 }

@@ -56,8 +56,8 @@ def layer_of(parameter: str) -> str:
 class LayerDigests:
     """Takes the digests of this rank's layers in the steps between `begin` and `end`.
 
-    A layer that is recomputed in the backward pass is digested when it is computed for the first time. A function that
-    is no module, such as a tied head, has no digest of its own: its result is the loss.
+    A layer that is recomputed in the backward pass is digested when it is computed for the first time. The loss, which
+    the head returns, is no output here: of the module of a tied head, the output as an embedding counts.
     """
 
     def __init__(self, engine: DeepSpeedEngine, cost: CostTimer) -> None:
@@ -98,7 +98,7 @@ class LayerDigests:
     def _of_output(self, index: int) -> Any:
         def hook(layer: nn.Module, inputs: Any, output: Any) -> None:
             is_recomputed = torch._C._current_graph_task_id() != -1  # inside a backward pass
-            if is_recomputed or not layer.training or not torch.is_tensor(output) or not output.is_floating_point():
+            if is_recomputed or not layer.training or not torch.is_tensor(output) or output.dim() == 0:
                 return
             self._add("layers_forward", index, output)
             if output.requires_grad:

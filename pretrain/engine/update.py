@@ -45,6 +45,7 @@ class Update:
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
         self._engine = engine
+        self.recomputation: UpdatePart | None = None  # resilience/recompute.py
         self.guard: UpdateGuard | None = None
         self.size: UpdateSize | None = None
         self.reduced: ReducedDigest | None = None
@@ -61,6 +62,7 @@ class Update:
     def parts(self) -> list[UpdatePart]:
         """The parts, from the outermost one to the one next to DeepSpeed's step."""
         ordered = (
+            self.recomputation,  # before anything changes: it computes with the weights of this step
             self.guard,  # reports what the others have left: why the update was skipped
             self.size,  # compares the weights before and after everything else
             self.reduced,  # reads the gradients before anything changes them

@@ -2,6 +2,7 @@
 
 import socket
 from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -87,12 +88,13 @@ def _describe(name: str, values: dict[int, int], hosts: list[str]) -> str:
     """Describe one tensor with different copies. The most frequent copy counts as right, unless two are as frequent."""
     (right, count), (_, next_count) = Counter(values.values()).most_common(2)
     if count == next_count:
-        return f"the copies of {name} differ between {_list_ranks(list(values), hosts)}, and none has the majority"
+        return f"the copies of {name} differ between {list_ranks(list(values), hosts)}, and none has the majority"
     wrong = [rank for rank, value in values.items() if value != right]
-    return f"the copy of {name} on {_list_ranks(wrong, hosts)} differs from those of {count} other ranks"
+    return f"the copy of {name} on {list_ranks(wrong, hosts)} differs from those of {count} other ranks"
 
 
-def _list_ranks(ranks: list[int], hosts: list[str]) -> str:
+def list_ranks(ranks: Sequence[int], hosts: Sequence[str] | Mapping[int, str]) -> str:
+    """Name ranks with their hosts, in words."""
     named = [f"rank {rank} on {hosts[rank]}" for rank in ranks[:_MOST_RANKS_NAMED]]
     if len(ranks) > len(named):
         named.append(f"{len(ranks) - len(named)} more ranks")

@@ -12,6 +12,7 @@ from pretrain.commands.reference import TOPICS, main
 from pretrain.config.ds_json.schema import TREE, Key, Tree
 from pretrain.config.flags.arguments import FLAGS
 from pretrain.errors import EXIT_CODES
+from pretrain.monitor.flight.digest import DIGEST, UNCOMPARED
 from pretrain.monitor.rows import EVENTS, OPTIONAL_KEYS, TRAINING_ROW
 
 
@@ -25,6 +26,7 @@ DEFINED = {
     "json": set(paths(TREE)),
     "metrics": {*TRAINING_ROW, *OPTIONAL_KEYS},
     "events": set(EVENTS),
+    "flight": {*DIGEST, *UNCOMPARED},
     "exit-codes": {str(code) for code in EXIT_CODES},
     "manifest": {field.name for field in dataclasses.fields(Manifest)},
     "commands": {"--world_size", "--overfit_steps", "--hostfile", "--keep_checkpoints", "TOPIC"},

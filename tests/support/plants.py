@@ -1,8 +1,8 @@
 """Faults that are planted into a training run on real engines, and the run of many cases in one launch.
 
-A case of workers/plant_worker.py is a run of `trainer.train`: {"name", "config" (DeepSpeed JSON), "flags", "after" (name
-of a case, whose run folder is copied first, so that training continues from its newest checkpoint), "plant"}. The run
-folder is `run-NAME`.
+A case of workers/plant_worker.py is a run of `trainer.train`: {"name", "config" (DeepSpeed JSON), "flags", "after",
+"plant"}. `after` is the name of a case, whose run folder is copied first, so that training continues from its newest
+checkpoint. The run folder is `run-NAME`.
 
 A plant is {"kind", "rank", "step", ...}:
 
@@ -16,12 +16,14 @@ A plant is {"kind", "rank", "step", ...}:
     lr        multiplies the learning rate by `value`, on all ranks
     random    draws a random number that no other run draws
     nan       the loss is NaN, on all ranks
+    request   the file RECORD appears in the run folder `run`
     kill      SIGKILL, after the step
 """
 
 import os
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -35,6 +37,7 @@ from pretrain.engine.attachments import attachments
 from pretrain.engine.checksums import held_parameters, reduced_gradients
 from pretrain.engine.optimizer import set_learning_rate
 from pretrain.engine.steps import learning_rate
+from pretrain.paths import RECORD_FILE
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of an element
 
@@ -107,6 +110,8 @@ class Planter:
             set_learning_rate(engine, learning_rate(engine) * plant["value"])
         elif plant["kind"] == "random":
             torch.rand(1)
+        elif plant["kind"] == "request":
+            (Path(plant["run"]) / RECORD_FILE).touch()
 
     def _flip_reduced(self, engine: DeepSpeedEngine) -> None:
         """Flip the bit in the next update only, before anything reads the gradients."""

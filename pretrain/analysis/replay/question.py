@@ -60,7 +60,12 @@ def order_of(target: Target) -> ReplayOrder:
 
 def question(target: Target, train: Train, *, repeats: int, is_other_layout: bool = False) -> Answer:
     """Replay a step, once more if the first replay differs from the run, and return the answer. Raises ConfigError."""
-    order, notes = order_of(target), list(target.notes)
+    notes = list(target.notes)
+    if target.data_problem and not target.start["flags"].get("allow_other_data"):
+        found = Verdict("data_changed", SURE, evidence=[target.data_problem], remedy=CAUSES["data_changed"].remedy)
+        return Answer(found, notes, [], None)
+    notes += [target.data_problem] if target.data_problem else []
+    order = order_of(target)
     recorded = target.recorded or recorded_in_metrics(target)
     if not target.recorded:
         notes.append("the run has no flight record of these steps: only what metrics.jsonl has is compared (loss, "
@@ -76,10 +81,18 @@ def question(target: Target, train: Train, *, repeats: int, is_other_layout: boo
     while run.step is not None and len(replays) < repeats and not any(each.step for each in between):
         replays.append(train(len(replays) + 1, order))
         between.append(compare(replays[0].recorded, replays[-1].recorded, first, target.step))
-    found = judge(run, between, other_machine=machine_differences(target, replays[0]),
-                  recomputed=[event for each in replays for event in read_events(each.run)
-                              if event["event"] == RECOMPUTATION])
+    recomputed: list[dict[str, Any]] | None = None
+    if run.step is None and _num_data_ranks(target) > 1:
+        replays.append(train(len(replays) + 1, replace(order, cross_check=True)))
+        recomputed = [event for event in read_events(replays[-1].run) if event["event"] == RECOMPUTATION
+                      and event.get("kind") != "off"]
+    found = judge(run, between, other_machine=machine_differences(target, replays[0]), recomputed=recomputed)
     return Answer(found, notes, replays, run)
+
+
+def _num_data_ranks(target: Target) -> int:
+    found = target.start["layout"].get("data_parallel_size")
+    return found if isinstance(found, int) else 1
 
 
 def recorded_in_metrics(target: Target) -> dict[int, RankRecord]:
@@ -132,7 +145,7 @@ def _in_other_layout(target: Target, recorded: dict[int, RankRecord], replay: Re
     notes += [f"another layout than the run's: not bits are compared, but loss (to {tolerance:g}, relative), gradient "
               f"norm (to {10 * tolerance:g}) and settings", *_not_compared(run)]
     if run.step is None:
-        found = judge(run)
+        found = judge(run, recomputed=())
         lines = [f"step {run.first} to {run.last}: losses, gradient norms and learning rates are equal within the "
                  "tolerance"]
         return Answer(replace(found, evidence=lines), notes, [replay], run)

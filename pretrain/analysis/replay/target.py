@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from pretrain.analysis.recorded_data import OTHER_DATA, open_data_of_step
 from pretrain.checkpoint.format.manifest import NOT_FINITE, Manifest, step_of
 from pretrain.checkpoint.format.run_checkpoints import manifest_or_error, manifests_or_errors
 from pretrain.checkpoint.save.retention import ABANDONED, Rollback, read_rollbacks
@@ -30,6 +31,7 @@ class Target:
     recorded: dict[int, RankRecord] = field(default_factory=dict)  # by rank
     rows: dict[int, dict[str, Any]] = field(default_factory=dict)  # of metrics.jsonl, by step
     notes: tuple[str, ...] = ()
+    data_problem: str = ""  # why the training data is not that of the start
 
     @property
     def world_size(self) -> int:
@@ -46,7 +48,23 @@ def parse_target(text: str) -> tuple[Path, int]:
 
 
 def find_target(run: Path, step: int) -> Target:
-    """Find start, checkpoint and data position for a step. Raises ConfigError if the step cannot be trained again."""
+    """Find start, checkpoint and data position for a step. Raises ConfigError if the step cannot be trained again.
+
+    If the data is another one now and can be read, its start allows that (--allow_other_data).
+    """
+    target = _find_target(run, step)
+    if target.start["flags"].get("dataset_module"):  # code of the user, which a record alone never imports
+        return target
+    try:
+        open_data_of_step(run, target.start)
+    except ConfigError as error:
+        is_readable = OTHER_DATA in str(error)
+        flags = {**target.start["flags"], **({"allow_other_data": True} if is_readable else {})}
+        return replace(target, start={**target.start, "flags": flags}, data_problem=str(error))
+    return target
+
+
+def _find_target(run: Path, step: int) -> Target:
     if not run.is_dir():
         problem = "this is a file, and not a folder" if run.exists() else "there is no such folder"
         raise ConfigError(str(run), problem=problem, remedy="name a run folder: the value of --save")

@@ -46,14 +46,15 @@ class Verdict:
 
 
 def judge(run: Comparison, replays: Sequence[Comparison] = (), *, other_machine: Sequence[str] = (),
-          recomputed: Sequence[dict[str, Any]] = ()) -> Verdict:
+          recomputed: Sequence[dict[str, Any]] | None = None) -> Verdict:
     """Return the verdict.
 
     Args:
         run: the run compared with the first replay.
         replays: the first replay compared with each further one.
         other_machine: how versions or hardware differ from the recorded ones, a line each.
-        recomputed: events of the replays about micro-batches that another rank computed with another result.
+        recomputed: events of a replay about micro-batches that another rank computed with another result; None: no
+            other rank has computed them.
     """
     if not run.compared:
         return Verdict("reproducible", SURE, remedy="The flight recorder writes what is compared (--flight_steps)."
@@ -62,7 +63,7 @@ def judge(run: Comparison, replays: Sequence[Comparison] = (), *, other_machine:
     if differing is not None:
         return _of_replays(differing)
     if run.step is None:
-        return _equal(run, recomputed, other_machine)
+        return _equal(run, recomputed)
     found = _of_difference(run)
     found = replace(found, evidence=[*found.evidence, *_of_repeats(len(replays))])
     if other_machine and found.kind not in ("data_changed", "settings_changed"):
@@ -76,7 +77,7 @@ def judge(run: Comparison, replays: Sequence[Comparison] = (), *, other_machine:
     return found
 
 
-def _equal(run: Comparison, recomputed: Sequence[dict[str, Any]], other_machine: Sequence[str]) -> Verdict:
+def _equal(run: Comparison, recomputed: Sequence[dict[str, Any]] | None) -> Verdict:
     """Return the verdict if the replay equals the run."""
     steps = f"steps {run.compared[0]} to {run.compared[-1]}" if len(run.compared) > 1 else f"step {run.compared[0]}"
     lines = [f"{steps}: all recorded values of {counted(len(run.headers), 'rank')} are equal, bit by bit",
@@ -88,7 +89,11 @@ def _equal(run: Comparison, recomputed: Sequence[dict[str, Any]], other_machine:
         return found.doubt(f"step {run.last} itself is not recorded", *KIND_OF_STAGE.values())
     if run.missing_ranks:
         return found.doubt(f"no record of {_ranks(run.missing_ranks)}", "forward", "backward")
-    return found
+    if recomputed is None:
+        return found.doubt("there is one data-parallel rank: a device that always computes wrong in the same way would "
+                           "give the same values again", "wrong_rank")
+    return replace(found, evidence=[*lines, "other data-parallel ranks computed a micro-batch of each rank with the "
+                                    "same bits"])
 
 
 def _wrong_rank(run: Comparison, recomputed: Sequence[dict[str, Any]], lines: list[str]) -> Verdict:
@@ -178,8 +183,7 @@ def _forward(found: Comparison) -> Verdict:
     verdict = _start(found, "forward", ranks, layer=layer, direction=FORWARD)
     if not found.has("weights"):
         return verdict.doubt("the step has no checksums of weights and states: a change of them in memory, or a wrong "
-                             "update before this step, looks the same", "memory_weights", "memory_states", "update",
-                             "backward", "reduction")
+                             "update before this step, looks the same", "memory_weights", "memory_states", "update")
     if layer is not None:
         return replace(verdict, evidence=[f"weights, states, data and random numbers were equal; the output of layer "
                                           f"{layer} is the first that differs"])

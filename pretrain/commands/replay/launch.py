@@ -25,13 +25,12 @@ from pretrain.monitor.repeat_command import OWN_CODE, repeated_flags, repeated_v
 # guard must not end or roll back a replay whose steps are bad.
 _CHANGED: dict[str, Any] = {
     "eval_interval": 0, "save_interval": 0, "log_interval": 1, "spike_policy": "warn", "max_bad_steps": 10**9,
-    "replica_check_interval": 0, "early_stopping_patience": 0, "flight_interval": 1, "flight_steps": 10**6,
-    "recompute_interval": 1}  # a rank that always computes wrong in the same way is reproduced, too
+    "replica_check_interval": 0, "early_stopping_patience": 0, "flight_interval": 1, "flight_steps": 10**6}
 _REMOVED = ("eval_tasks", "eval_tasks_folder", "eval_tasks_fewshot", "eval_tasks_limit", "eval_tasks_interval",
             "show_predictions", "trackio", "note", "expected_curve", "sanity_check", "profile_steps", "profile_ranks",
             "pipeline_timeline", "memory_snapshot", "async_save", "save_busy", "keep_checkpoints", "keep_every",
             "keep_best", "exit_step", "exit_after_minutes", "early_stopping_min_delta", "notify", "notify_command",
-            "metrics_port", "metrics_address")
+            "metrics_port", "metrics_address", "recompute_interval")
 _OF_LAYOUT = ("micro_batch_size", "gradient_accumulation_steps", "global_batch_size", "precision", "nvme_path")
 _MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler")
 _NEVER_SET = ("PATH", "DIR", "FILE", "HOME", "LIB", "PLUGIN", "PRELOAD", "CMD", "CC", "CXX")  # parts of variables
@@ -53,10 +52,12 @@ class Layout:
         return self.deepspeed_config is not None or self.ranks is not None
 
 
-def replay_flags(target: Target, layout: Layout) -> dict[str, Any]:
+def replay_flags(target: Target, layout: Layout, order: ReplayOrder) -> dict[str, Any]:
     """Return the flags of the replay. Raises ConfigError if they name own code that the user has not named."""
     flags = {name: value for name, value in repeated_flags(target.start).items() if name not in _REMOVED}
     flags |= {name: value for name, value in _CHANGED.items() if name in FLAGS}
+    if order.cross_check:
+        flags["recompute_interval"] = 1
     recorded = target.start["flags"]
     for name in OWN_CODE:
         used = recorded.get(name) or (name == "model_code" and is_model_code(str(recorded.get("model", ""))))
@@ -77,9 +78,13 @@ def replay_flags(target: Target, layout: Layout) -> dict[str, Any]:
 
 
 def replay_config(target: Target, layout: Layout) -> dict[str, Any]:
-    """Return the DeepSpeed JSON of the run, without monitors."""
+    """Return the DeepSpeed JSON of the run, without monitors. On another number of ranks, the steps are as large."""
     config = target.start.get("given_deepspeed_config") or target.start["deepspeed_config"]
-    return {name: value for name, value in config.items() if name not in _MONITORS}
+    kept = {name: value for name, value in config.items() if name not in _MONITORS}
+    if layout.is_other:
+        kept.pop("gradient_accumulation_steps", None)
+        kept["train_batch_size"] = target.start.get("batch", {}).get("global_batch_size", "auto")
+    return kept
 
 
 def prepare(folder: Path, target: Target, layout: Layout, order: ReplayOrder) -> list[str]:
@@ -88,7 +93,7 @@ def prepare(folder: Path, target: Target, layout: Layout, order: ReplayOrder) ->
     try:
         shutil.rmtree(folder, ignore_errors=True)
         run.mkdir(parents=True)
-        files = {"run.yaml": replay_flags(target, layout), "config.json": target.start["model_config"],
+        files = {"run.yaml": replay_flags(target, layout, order), "config.json": target.start["model_config"],
                  # the operators that the run's trials chose are read from here; a new trial may choose others
                  "run/run.json": [target.start]}
         if layout.deepspeed_config is None:

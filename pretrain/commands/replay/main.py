@@ -8,16 +8,11 @@ The run folder is only read; all files are in --output. Exit codes: 0 there is a
 
 import json
 import time
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from pretrain.analysis.recorded_data import open_data_of_step
-from pretrain.analysis.replay.causes import CAUSES
-from pretrain.analysis.replay.order import ReplayOrder
+from pretrain.analysis.replay.order import SAMPLES, ReplayOrder
 from pretrain.analysis.replay.question import Answer, Replay, order_of, question
 from pretrain.analysis.replay.target import Target, find_target, parse_target
-from pretrain.analysis.replay.verdict import SURE, Verdict
 from pretrain.checkpoint.format.hashed_files import write_atomically
 from pretrain.cli import Parser, path, text, whole_number
 from pretrain.commands.replay.launch import Layout, train_again
@@ -66,10 +61,16 @@ def main() -> int:
     ranks = None if args.ranks == target.world_size and args.deepspeed_config is None else args.ranks
     layout = Layout(args.deepspeed_config, ranks, args.hostfile,
                     {name: getattr(args, name) for name in OWN_CODE if getattr(args, name)})
-    answer = _answer(target, layout, output, repeats=args.repeats)
+
+    def train(number: int, order: ReplayOrder) -> Replay:
+        folder = output / f"replay_{number}"
+        status(f"replay {number}: steps {target.first_step + 1} to {step}, log {folder / 'log'}")
+        return train_again(folder, target, layout, order)
+
+    answer = question(target, train, repeats=args.repeats, is_other_layout=layout.is_other)
     samples = None
     if answer.verdict.kind == "reproducible":
-        status(f"examining the samples of step {step}")
+        status(f"examining the samples of step {step}, log {output / SAMPLES / 'log'}")
         samples = ask_about_samples(target, layout, output, order_of(target))
     values = _record(target, answer, samples)
     output.mkdir(parents=True, exist_ok=True)
@@ -80,35 +81,6 @@ def main() -> int:
     print("\n".join([*verdict_lines(target, answer.verdict, answer.notes),
                      *(samples.lines() if samples is not None else []), f"written:  {output / VERDICT}"]))
     return 0
-
-
-def _answer(target: Target, layout: Layout, output: Path, *, repeats: int) -> Answer:
-    """Train the replays, unless the data cannot be opened any more."""
-    changed = _data_problem(target)
-    if changed is not None and "has changed" not in str(changed):
-        lines = [str(changed)]
-        return Answer(Verdict("data_changed", SURE, evidence=lines, remedy=CAUSES["data_changed"].remedy), [], [], None)
-    if changed is not None:
-        target = replace(target, start={**target.start, "flags": {**target.start["flags"], "allow_other_data": True}},
-                         notes=(*target.notes, str(changed)))
-
-    def train(number: int, order: ReplayOrder) -> Replay:
-        folder = output / f"replay_{number}"
-        status(f"replay {number}: steps {target.first_step + 1} to {target.step}, log {folder / 'log'}")
-        return train_again(folder, target, layout, order)
-
-    return question(target, train, repeats=repeats, is_other_layout=layout.is_other)
-
-
-def _data_problem(target: Target) -> ConfigError | None:
-    """Return why the training data is not that of the start; None if it is, or if code of the user reads it."""
-    if target.start["flags"].get("dataset_module"):
-        return None
-    try:
-        open_data_of_step(target.run, target.start)
-    except ConfigError as error:
-        return error
-    return None
 
 
 def _record(target: Target, answer: Answer, samples: SampleAnswer | None) -> str:

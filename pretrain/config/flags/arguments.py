@@ -342,6 +342,9 @@ class RunArguments:
     flight_interval: int | None = FAILURES.flag(
         None, "steps between two steps whose record also has checksums of weights, states and gradients, and of each "
         "layer", low=1, unset="chosen at the start, so that the record costs at most 0.2% of the time")
+    recompute_interval: int = FAILURES.flag(
+        0, "steps between two comparisons of what devices compute: a micro-batch of each data-parallel rank is "
+        "computed again on the next one, and compared bit by bit; also before each save; 0: never", low=0)
     allow_other_data: bool = FAILURES.flag(
         False, "the same as --override data: resume although --train_data or --tokenizer is not that of the checkpoint")
 
@@ -384,6 +387,9 @@ class RunArguments:
     tf32: bool = SPEED.flag(False, "multiply fp32 matrices in TF32 (fp32 runs on cuda): faster, 10 bits of mantissa")
     plain_operators: bool = SPEED.flag(
         False, "disable the custom kernels for attention and MLP: slower, and more memory than is predicted")
+    deterministic: bool = SPEED.flag(
+        False, "make a run on GPUs bit-reproducible: only operators that give the same bits each time, which are "
+        "slower; runs on CPUs are so without the flag, except for the choice of C kernels")
     emulate_fp16: bool = SPEED.flag(False, "run fp16 on a device that has none: very slow, for tests and debugging")
     peak_tflops: float | None = SPEED.flag(
         None, "peak TFLOP/s of one device in this precision, for MFU", above=0, high=1e6,

@@ -23,7 +23,8 @@ class FlightInterval:
 
     def __init__(self, given: int | None, device: torch.device) -> None:
         self.steps = given  # None: not chosen yet
-        self.cost_ms = 0.0  # of the keys of the interval, in a step that has them
+        self.measured_ms: dict[str, float] = {}  # see Header.measured_ms
+        self._cost_ms = 0.0  # of the keys of the interval, in a step that has them
         self._device = device
         self._trained = 0
         self._cheap_ms: list[float] = []  # cost of the other keys
@@ -44,17 +45,18 @@ class FlightInterval:
         if self.steps is not None:
             return False
         if self.is_measured:
-            self.cost_ms = cost_ms
+            self._cost_ms = cost_ms
         elif self._trained > _FULL[0] and not is_full:
             self._step_ms.append(step_ms)
             self._cheap_ms.append(cost_ms)
         if self._trained < _DECIDED_AFTER:
             return False
-        own = [self.cost_ms, median(self._cheap_ms), -median(self._step_ms)]
+        own = [self._cost_ms, median(self._cheap_ms), -median(self._step_ms)]
         worst = torch.tensor(own, dtype=torch.float64, device=self._device)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-        self.cost_ms, cheap_ms, negative_step_ms = worst.tolist()
-        self.steps = interval_for(self.cost_ms, cheap_ms, -negative_step_ms)
+        cost_ms, cheap_ms, negative_step_ms = (round(value, 3) for value in worst.tolist())
+        self.measured_ms = {"step": -negative_step_ms, "each_step": cheap_ms, "interval": cost_ms}
+        self.steps = interval_for(cost_ms, cheap_ms, -negative_step_ms)
         return True
 
 

@@ -33,7 +33,8 @@ class Header:
     layers: list[str] = field(default_factory=list)  # names of this rank's layers, in the order of the lists of a row
     interval: int = 1  # steps between two rows with all keys; 0: not chosen yet
     start: int = 0  # number of the start
-    cost_ms: float | None = None  # of the keys of the interval in one step, if it was measured
+    # if the interval was chosen here: milliseconds of a "step", of the keys of "each_step", of those of the "interval"
+    measured_ms: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -183,7 +183,7 @@ class FlightRecorder:
         if self.interval.observe(step_ms=self._row["ms"], cost_ms=cost_ms, is_full=self._is_full) \
                 and self._file is not None:
             with self._warns():
-                self._file.change_header(interval=self.interval.steps or 1, cost_ms=round(self.interval.cost_ms, 3))
+                self._file.change_header(interval=self.interval.steps or 1, measured_ms=self.interval.measured_ms)
 
     @contextlib.contextmanager
     def _warns(self) -> Any:

@@ -86,6 +86,15 @@ def test_the_stacks_show_where_each_rank_was(runs: dict[str, Any]) -> None:
     assert collectives["entries"]
 
 
+def test_the_end_of_each_ranks_flight_record_is_copied(runs: dict[str, Any]) -> None:
+    folder = runs["folder"] / "step_stopped" / "hangs" / "1"
+    assert (folder / "report.txt").read_text().splitlines()[1] == \
+        "Last recorded step 2: ranks 0, 1. The last rows: rank_N_flight.jsonl."
+    for rank in range(2):
+        header, *rows = map(json.loads, (folder / f"rank_{rank}_flight.jsonl").read_text().splitlines())
+        assert (header["rank"], [row["step"] for row in rows]) == (rank, [1, 2])
+
+
 def test_the_other_ranks_end_soon_after_an_exception_and_only_the_first_cause_has_a_traceback(
         runs: dict[str, Any]) -> None:
     result = runs["raises"]

@@ -1,0 +1,107 @@
+"""Micro-batches that are computed again change nothing in training, and name a rank that computes wrongly."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.cases import CPU, DROPOUT, case, config, flags
+from tests.support.launch import run_worker
+
+EXPERTS = {"model_type": "qwen2_moe", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48,
+           "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+           "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+DESCRIBED = {"model_type": "olmo2", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48,
+             "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+TENSOR = {"tensor_parallel": {"autotp_size": 2}}
+FP16 = {"emulate_fp16": True}
+# name -> (ranks, DeepSpeed JSON, flags); all with dropout
+LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "zero0": (2, config(0), {"z_loss": 1e-3}),
+    "zero1_bf16": (2, config(1, precision="bf16"), {}),
+    "zero2_documents": (2, config(2), {"document_attention": True}),
+    "zero2_offload": (2, config(2, precision="bf16", offload_optimizer=CPU), {"recompute": "mlp"}),
+    "zero3": (2, config(3, param_persistence_threshold=0), {"recompute": "blocks"}),
+    "zero3_fp16": (2, config(3, precision="fp16", offload_param=CPU, offload_optimizer=CPU), FP16),
+    "one_pipeline": (2, config(1, stages=2, accumulation=3), {}),
+    "experts_zero1": (2, config(1), {"model": EXPERTS, "router_z_loss": 0.05}),
+    "experts_shared": (2, {**config(2), "expert_parallel": {"enabled": True, "autoep_size": 2}}, {"model": EXPERTS}),
+    "described_zero3": (2, config(3), {"model": DESCRIBED}),
+    "sequence_zero2": (4, {**config(2, precision="bf16"), "sequence_parallel_size": 2}, {}),
+    "pipeline_data": (4, config(1, precision="bf16", stages=2, accumulation=3), {"recompute": "blocks"}),
+    "pipeline_data_fp16": (4, config(0, precision="fp16", stages=2), FP16),
+    "tensor_data_zero1": (4, {**config(1, precision="bf16"), **TENSOR}, {}),
+    "tensor_data_zero3": (4, {**config(3), **TENSOR}, {}),
+}
+FORWARD, BACKWARD = "forward", "backward"
+# name -> (ranks, DeepSpeed JSON, fault (rank, direction, one wrong call in N, layer), kind, ranks that are named)
+LIES: dict[str, tuple[int, dict[str, Any], tuple[int, str, int, int], str, list[int]]] = {
+    "two_constantly": (2, config(2), (1, FORWARD, 1, 3), "undecided", [0, 1]),
+    "two_flaky": (2, config(3), (1, BACKWARD, 2, 3), "flaky", [1]),
+    "zero1_forward": (3, config(1), (2, FORWARD, 1, 3), "wrong", [2]),
+    "zero2_backward": (3, config(2), (0, BACKWARD, 1, 3), "wrong", [0]),
+    "zero3_forward": (3, config(3, param_persistence_threshold=0), (1, FORWARD, 1, 3), "wrong", [1]),
+    "zero3_flaky": (3, config(3), (1, BACKWARD, 7, 3), "flaky", [1]),
+    "offload_backward": (3, config(2, precision="bf16", offload_optimizer=CPU), (1, BACKWARD, 1, 3), "wrong", [1]),
+    "pipeline_forward": (6, config(1, stages=2), (4, FORWARD, 1, 4), "wrong", [4]),
+    "pipeline_flaky": (6, config(1, stages=2), (2, BACKWARD, 5, 2), "flaky", [2]),
+    "tensor_backward": (6, {**config(1), **TENSOR}, (3, BACKWARD, 1, 3), "wrong", [3]),
+}
+
+
+def _flags(corpus: str, folder: Path, given: dict[str, Any], steps: int) -> dict[str, Any]:
+    own = flags(corpus, layers=3, hidden=32, overrides=DROPOUT, steps=steps, **given)
+    if isinstance(given.get("model"), dict):
+        path = folder / f"{given['model']['model_type']}.json"
+        path.write_text(json.dumps(given["model"]))
+        own |= {"model": str(path), "model_overrides": "attention_dropout=0.1"}
+    return own
+
+
+def _run(cases: dict[int, list[dict[str, Any]]], folder: Path) -> dict[str, Any]:
+    return {name: result for ranks, some in cases.items()
+            for name, result in run_worker("recompute_worker.py", some, ranks, folder / str(ranks)).items()}
+
+
+@pytest.fixture(scope="module")
+def equal(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder, cases = tmp_path_factory.mktemp("equal"), dict[int, list[dict[str, Any]]]()
+    for name, (ranks, values, given) in LAYOUTS.items():
+        cases.setdefault(ranks, []).append(case(name, "equal", values, _flags(corpus, folder, given, 4)))
+    return _run(cases, folder)
+
+
+@pytest.fixture(scope="module")
+def lies(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder, cases = tmp_path_factory.mktemp("lies"), dict[int, list[dict[str, Any]]]()
+    for name, (ranks, values, (rank, direction, every, layer), _, _) in LIES.items():
+        fault = {"rank": rank, "direction": direction, "every": every, "layer": str(layer)}
+        cases.setdefault(ranks, []).append(case(name, "fault", values, _flags(corpus, folder, {}, 8), fault=fault))
+    return _run(cases, folder)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_training_has_the_same_bits(equal: dict[str, Any], name: str) -> None:
+    """On each rank: losses, norms, weights, optimizer states, random states, statistics of routers."""
+    for without, compared in zip(equal[name]["without"], equal[name]["with"], strict=True):
+        assert compared["error"] == ""
+        assert (without["compared"], compared["compared"]) == (0, 4)
+        for key in ("loss", "grad_norm", "state", "random", "routers"):
+            assert compared[key] == without[key], key
+    print(f"{name}: step {equal[name]['without'][0]['step_s']:.4f} s, comparison "
+          f"{equal[name]['with'][0]['compare_s']:.4f} s")
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_a_rank_that_computes_wrongly_is_named_with_its_layer(lies: dict[str, Any], name: str) -> None:
+    _, _, (_, direction, _, layer), kind, ranks = LIES[name]
+    result, block = lies[name], f"layer {layer} (Block)"
+    assert len(set(result["errors"])) == 1, "the ranks disagree"
+    assert len(result["events"]) == 1, result["error"]
+    event = result["events"][0]
+    assert (event["finding"], event["ranks"]) == (kind, ranks), event
+    assert (event["direction"], event["layer"]) == (direction, block), event
+    assert len(event["hosts"]) == len(ranks)
+    assert f"rank {ranks[0]} on {event['hosts'][0]}" in result["error"]
+    assert f"the {direction} pass of {block}" in result["error"]

@@ -1,0 +1,60 @@
+"""Replays on real engines: planted faults get the right verdict, and steps are repeated bit by bit in each layout."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pretrain.monitor.read_run_folder import read_events
+from tests.support.cases import case, config, flags
+from tests.support.launch import run_worker
+from tests.support.planted_replays import LAYOUTS, grade, planted_cases, run_planted
+
+FEW = ("weight_low", "operator_late")
+
+
+def test_faults_of_a_weight_and_of_an_operator_are_named_with_rank_and_layer(tmp_path: Path) -> None:
+    planted = [each for each in planted_cases("zero1") if each.name in FEW]
+    verdicts = run_planted("zero1", tmp_path, planted)
+    for each in planted:
+        assert grade("zero1", each, verdicts[each.name]) == "right", verdicts[each.name]
+    weight, operator = (verdicts[name] for name in FEW)
+    assert (weight["kind"], weight["step"], weight["ranks"], weight["layer"]) == ("memory_weights", 4, [1],
+                                                                                  "tied_modules.embed")
+    assert (operator["kind"], operator["step"], operator["ranks"], operator["layer"]) == ("forward", 5, [1], "1")
+    assert operator["hosts"] != []
+    assert "2 replays agree with each other" in operator["evidence"][-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_of_100_planted_faults_none_gets_a_wrong_verdict(layout: str, tmp_path: Path) -> None:
+    planted = planted_cases(layout)
+    verdicts = run_planted(layout, tmp_path, planted)
+    found = {each.name: grade(layout, each, verdicts[each.name]) for each in planted}
+    assert "wrong" not in found.values(), found
+    assert list(found.values()).count("right") >= 22, found
+
+
+def steps_of(corpus: str, **others: Any) -> dict[str, Any]:
+    return flags(corpus, layers=2, steps=8, eval_interval=0, log_interval=1, flight_interval=1, save_interval=2,
+                 **others)
+
+
+@pytest.mark.slow
+def test_a_step_is_repeated_after_a_rollback_inside_a_ramp_and_of_a_branch(corpus: str, tmp_path: Path) -> None:
+    values = config(1, micro=2, accumulation=2)
+    runs = [
+        case("ramp", "train", values, steps_of(corpus, batch_schedule="0:4,1024:8")),
+        case("rollback", "train", values, steps_of(corpus, max_bad_steps=1),
+             plant={"kind": "nan", "step": 5, "consumed_samples": 32}),
+        case("branch", "train", values, steps_of(corpus, resume_from="run-ramp@4", batch_schedule="0:4,1024:8")),
+    ]
+    asked = {"ramp": 6, "rollback": 6, "branch": 5}
+    cases = [*runs, *({"name": f"{name}_verdict", "job": "replay", "run": f"run-{name}", "step": step}
+                      for name, step in asked.items())]
+    results = run_worker("replay_worker.py", cases, 2, tmp_path)
+    assert any(row["event"] == "rollback" for row in read_events(tmp_path / "run-rollback"))
+    for name in asked:
+        verdict = results[f"{name}_verdict"]
+        assert (verdict["kind"], verdict["certainty"]) == ("reproducible", "sure"), (name, verdict)
