@@ -1,9 +1,11 @@
 """Which samples of a step stand out: planted documents are named, and the examination changes no bit of the run."""
 
 import json
+import math
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 
 from pretrain.analysis.replay.documents import documents_of, pieces_of
-from pretrain.analysis.replay.samples import certainty, robust_z
+from pretrain.analysis.replay.samples import certainty, robust_z, sample_norms
 from pretrain.data.samples.blend import BlendedSamples
 from pretrain.data.samples.dataset import PADDING
 from pretrain.data.samples.megatron import MegatronSamples
@@ -63,6 +65,26 @@ def test_samples_that_stand_out() -> None:
     assert [certainty(value, np.nan) for value in values.tolist()] == ["", "sure", "sure", "", ""]
     assert [certainty(np.nan, value) for value in (8.0, 10.0, 13.0, -90.0)] == ["", "unsure", "sure", ""]
     assert certainty(9.0, 9.0) == "sure"
+
+
+@pytest.mark.parametrize("number", [33, 1024])
+def test_halves_find_samples_with_large_gradients(number: int) -> None:
+    """Gradients of random directions. Two samples have a usual loss and 60 times the gradient of the others."""
+    random = np.random.default_rng(number)
+    gradients = random.normal(size=(number, 50)) / np.sqrt(50)
+    planted = random.choice(number, 2, replace=False).tolist()
+    gradients[planted] *= 60
+    passes = []
+
+    def norm_of(samples: Sequence[int]) -> float:
+        passes.append(len(samples))
+        return float(np.linalg.norm(gradients[[*samples]].mean(0)))
+
+    norms = sample_norms(np.zeros(number), np.linalg.norm(random.normal(size=(16, 50)), axis=1) / np.sqrt(50), norm_of)
+    assert {sample for sample, norm in norms.items() if norm > 10} == {*planted}
+    assert len(norms) == 3
+    assert len(passes) <= 3 * (2 * math.ceil(math.log2(number)) + 1)
+    assert sum(passes) <= 3 * 2.2 * number
 
 
 def _recorded(run: Path, step: int) -> list[dict[str, Any]]:
@@ -119,8 +141,8 @@ def test_the_command_proposes_a_branch_that_works(tmp_path: Path) -> None:
     assert "bytes that are no text" in done.stdout
     command = shlex.split(next(line for line in done.stdout.splitlines() if line.startswith("ds-pretrain ")))
     assert command[command.index("--skip_samples") + 1] == rows[0]["report"]["skip"]
-    branch = subprocess.run([sys.executable, str(ROOT / "tools" / "ds_pretrain.py"), *command[1:], "--exit_step",
-                             str(STEPS + 2)], capture_output=True, text=True)
+    branch = subprocess.run([sys.executable, "-m", "pretrain", *command[1:], "--exit_step", str(STEPS + 2)],
+                            capture_output=True, text=True, cwd=ROOT)
     assert branch.returncode == 0, branch.stdout + branch.stderr
     without = json.loads((run / "replays" / f"step_{STEPS + 1}" / "verdict.json").read_text())["samples"]["without_odd"]
     trained = [row["loss"] for row in map(json.loads, (Path(command[command.index("--save") + 1]) / "metrics.jsonl")

@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from tests.support.byte_tokenizer import EOD, write_byte_tokenizer
 from tests.support.cases import CPU, config, flags
 from tests.support.launch import run_worker
 
-SEED, SEQ_LENGTH, BATCH, STEPS, VOCAB = 1234, 128, 16, 150, 320
+SEED, SEQ_LENGTH, BATCH, STEPS, VOCAB = 1234, 128, 16, 80, 320
 KINDS = ("repeated", "binary", "tokenizer", "healthy")
 REMARKS = {"repeated": "one token repeated", "binary": "random bytes", "tokenizer": "text of another tokenizer"}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -117,11 +117,13 @@ def open_data(prefix: Path, tokenizer: Path) -> RunData:
                          tokenizer=str(tokenizer), vocab_size=VOCAB)
 
 
-def run_planted(folder: Path, text: str, names: Sequence[str], kinds: Sequence[str], **more: Any
+def run_planted(folder: Path, text: str, names: Sequence[str], kinds: Sequence[str], *,
+                report: Callable[[list[dict[str, Any]]], None] = lambda rows: None, **more: Any
                 ) -> list[dict[str, Any]]:
     """Train and examine a case of each kind in each layout. Returns a row for each: layout, kind, answer, ...
 
-    A case "plain" trains the same steps as case 0, without the examination. `more`: further flags.
+    A case "plain" trains the same steps as case 0, without the examination. `report` is called with the rows of each
+    layout. `more`: further flags.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer, other = write_byte_tokenizer(folder), other_tokenizer(text)
@@ -158,6 +160,7 @@ def run_planted(folder: Path, text: str, names: Sequence[str], kinds: Sequence[s
             row["answer"] = answer(row)
             row["is_kind_named"] = any(REMARKS.get(row["kind"], "?") in line for document in row["documents"][:1]
                                        for line in document.odd)
+        report(own)
         rows += own
     return rows
 
@@ -181,18 +184,23 @@ def main() -> None:
     args = parser.parse_args()
     folder, began = Path(tempfile.mkdtemp(prefix="planted-documents-")), time.perf_counter()
     kinds = [KINDS[number % len(KINDS)] for number in range(args.cases)]
-    rows = run_planted(folder, args.text.read_text() if args.text else made_text(), args.layouts, kinds)
-    for row in rows:
-        odd = row["report"]["odd"][:1]
-        strongest = f"loss z {odd[0]['loss_z']:.1f}, gradient z {odd[0]['grad_z']:.1f}" if odd else "nothing"
-        print(f"{row['layout']:<18} {row['kind']:<10} {row['answer']:<7} document {row['document']}: {strongest}; "
-              f"{len(row['report']['odd'])} samples; {[line for each in row['documents'][:1] for line in each.odd]}")
+    rows = run_planted(folder, args.text.read_text() if args.text else made_text(), args.layouts, kinds,
+                       report=_print_rows)
     for kind in KINDS:
         own = [row for row in rows if row["kind"] == kind]
         print(f"{kind:<10}", dict(Counter(row["answer"] for row in own)),
               f"what was planted is named in {sum(row['is_kind_named'] for row in own)}")
     print(dict(Counter(row["answer"] for row in rows)), f"of {len(rows)} cases; {time.perf_counter() - began:.0f} s")
     shutil.rmtree(folder)
+
+
+def _print_rows(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        odd = row["report"]["odd"][:1]
+        strongest = f"loss z {odd[0]['loss_z']:.1f}, gradient z {odd[0]['grad_z']:.1f}" if odd else "nothing"
+        remarks = [line for each in row["documents"][:1] for line in each.odd]
+        print(f"{row['layout']:<18} {row['kind']:<10} {row['answer']:<7} document {row['document']}: {strongest}; "
+              f"{len(row['report']['odd'])} samples; {remarks}", flush=True)
 
 
 if __name__ == "__main__":

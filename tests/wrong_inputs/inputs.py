@@ -294,6 +294,9 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"seq_length_schedule": "0:48"}, "a divisor of --seq_length, 64"),
     ({}, {"seq_length_schedule": "1e9:32"}, "rise from 0"),
     ({}, {"order_samples": 1000}, "--order_samples: found 1000 with --sample_order shuffled"),
+    ({}, {"skip_samples": "7:3"}, "--skip_samples: found '7:3'"),
+    ({}, {"skip_samples": "5", "first_sample": 6}, "--skip_samples: sample 5 comes before --first_sample 6"),
+    ({}, {"reorder_samples": "0:9,8:12"}, "--reorder_samples: the ranges 0:9 and 8:12 overlap"),
     ({}, {"order_samples": 1, "first_sample": 10**7, "sample_order": "neox"}, "an order of"),
     # data
     ({}, {"train_data": NOTHING}, "--train_data"),

@@ -5,5 +5,7 @@
 - `in_run.py`: what a rank does during the replay, besides training.
 - `compare.py`: the first difference between two recordings of the same steps.
 - `causes.py`: the kinds of a verdict: what each means, and its remedy.
+- `samples.py`: the samples of a reproducible step that stand out; `sample_passes.py`: the passes over samples.
+- `documents.py`: the documents of these samples, and what is odd about them.
 - `verdict.py`: the verdict, from the differences between the run and its replays, and between the replays.
 """

@@ -125,7 +125,8 @@ class _Examination:
         reference = [self._passes.gradient(other, [sample]).norm for other in self.neighbours
                      for sample in _spread(len(other.ids), _REFERENCE_GRADIENTS)]
         loss_z = robust_z(self.losses, self.other_losses)
-        norms = self._norms(loss_z, np.array(reference))
+        norms = sample_norms(loss_z, np.array(reference),
+                             lambda samples: self._passes.gradient(self.batch, samples).norm)
         grad_z = robust_z(np.array([norms.get(number, math.nan) for number in range(len(self.batch.ids))]),
                           np.array(reference))
         odd = [self._odd(number, loss_z[number], norms.get(number, math.nan), grad_z[number])
@@ -145,32 +146,34 @@ class _Examination:
                          certainty(loss_z, grad_z), [round(loss, 4) for loss in
                                                      self.token_losses_NT[rows].flatten().tolist()])
 
-    def _norms(self, loss_z: Any, reference: Any) -> dict[int, float]:
-        """Return gradient norms of single samples: of all, or of those that stand out by their loss or by halves."""
-        number = len(self.batch.ids)
-        if number < _FEWEST_DIVIDED:
-            return {sample: self._single(sample) for sample in range(number)}
-        strongest = np.argsort(-np.abs(np.nan_to_num(loss_z, nan=np.inf)))[:_MOST_FOUND].tolist()
-        norms = {sample: self._single(sample) for sample in strongest if certainty(loss_z[sample], math.nan)}
-        left = [sample for sample in range(number) if sample not in norms]
-        for _ in range(_MOST_FOUND):
-            sample = self._largest(left)
-            norms[sample] = self._single(sample)
-            if not certainty(0.0, float(robust_z(np.array([norms[sample]]), reference)[0])):
-                break
-            left.remove(sample)
-        return norms
 
-    def _single(self, sample: int) -> float:
-        return self._passes.gradient(self.batch, [sample]).norm
+def sample_norms(loss_z: Any, reference: Any, norm_of: Callable[[Sequence[int]], float]) -> dict[int, float]:
+    """Return gradient norms of single samples: of all, or of those that stand out by their loss or by halves.
 
-    def _largest(self, samples: Sequence[int]) -> int:
-        """Return a sample that makes its half, the half of that half, ... have the larger gradient norm."""
-        while len(samples) > 1:
-            halves = samples[:len(samples) // 2], samples[len(samples) // 2:]
-            norms = [self._passes.gradient(self.batch, half).norm * len(half) for half in halves]
-            samples = halves[0] if not norms[0] < norms[1] else halves[1]
-        return samples[0]
+    `norm_of`: returns the gradient norm of the mean loss of samples. `reference`: norms of single other samples.
+    """
+    number = len(loss_z)
+    if number < _FEWEST_DIVIDED:
+        return {sample: norm_of([sample]) for sample in range(number)}
+    strongest = np.argsort(-np.abs(np.nan_to_num(loss_z, nan=0.0)))[:_MOST_FOUND].tolist()
+    norms = {sample: norm_of([sample]) for sample in strongest if certainty(loss_z[sample], math.nan)}
+    left = [sample for sample in range(number) if sample not in norms]
+    for _ in range(_MOST_FOUND):
+        sample = _largest(left, norm_of)
+        norms[sample] = norm_of([sample])
+        if not certainty(float(loss_z[sample]), float(robust_z(np.array([norms[sample]]), reference)[0])):
+            break
+        left.remove(sample)
+    return norms
+
+
+def _largest(samples: Sequence[int], norm_of: Callable[[Sequence[int]], float]) -> int:
+    """Return a sample that makes its half, the half of that half, ... have the larger gradient."""
+    while len(samples) > 1:
+        halves = samples[:len(samples) // 2], samples[len(samples) // 2:]
+        norms = [norm_of(half) * len(half) for half in halves]
+        samples = halves[0] if not norms[0] < norms[1] else halves[1]
+    return samples[0]
 
 
 def sample_losses(batch: Batch, token_losses_NT: torch.Tensor) -> Any:

@@ -17,7 +17,6 @@ from pretrain.errors import ConfigError, printable
 from pretrain.monitor.repeat_command import OWN_CODE, repeated_flags
 from pretrain.stored_json import read_object, reason_of
 
-FOLDER = "samples"  # in the output folder: the replay that examines the samples, and the files of the branch
 _COLUMNS = 79
 
 
@@ -48,7 +47,7 @@ class SampleAnswer:
 def ask_about_samples(target: Target, layout: Layout, output: Path, order: ReplayOrder, *,
                       steps_after: int = STEPS_AFTER) -> SampleAnswer:
     """Train up to the step once more, and examine its samples before it. Raises ConfigError."""
-    folder = output / FOLDER
+    folder = output / SAMPLES
     train_again(folder, target, layout, replace(order, more={**order.more, SAMPLES: {"steps_after": steps_after}}))
     path = folder / "run" / SAMPLES_FILE
     try:
