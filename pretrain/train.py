@@ -25,6 +25,7 @@ from pretrain.distributed.print_error import is_lost_connection, print_error, re
 from pretrain.distributed.process import end_process, importing
 from pretrain.distributed.process_group import collective_timeout_s
 from pretrain.distributed.world import ALONE, World, running_environment
+from pretrain.engine.deterministic import operator_without_variant
 from pretrain.engine.prepare import avoid_compiler_imports, prepare_deepspeed
 from pretrain.errors import CRASHED, GUARD, INTERRUPTED, REJECTED, ConfigError, CorruptionError, GuardError, SaveError
 from pretrain.remote import StoreError
@@ -87,7 +88,7 @@ def _train(start: Start, world: World, device: Device, guards: RankGuards, tasks
     plan = start.plan
     status("loading torch and DeepSpeed")
     with importing(), workarounds():
-        prepare_deepspeed(device)
+        prepare_deepspeed(device, deterministic=plan.args.deterministic)
         if not _uses_compiler(plan, device):
             avoid_compiler_imports()
         from pretrain.memory.memory_watch import MemoryWatch, advice, print_advice
@@ -109,6 +110,9 @@ def _train(start: Start, world: World, device: Device, guards: RankGuards, tasks
             callbacks = StepCallbacks(replay.before_step, replay.after_step, replay.order, replay.examine)
         return train(plan, world, callbacks, guards, start.weights, tasks)
     except (MemoryError, RuntimeError, OSError) as error:
+        if operator := operator_without_variant(error):
+            raise ConfigError("--deterministic", problem=f"torch has no deterministic variant of {operator}, which the "
+                              "model needs", remedy="leave the flag out") from None
         lines = advice(watch, error)
         if not lines:
             raise

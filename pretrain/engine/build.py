@@ -24,6 +24,7 @@ from pretrain.distributed.parallel_groups import ParallelGroups
 from pretrain.distributed.process import keep_freed_memory
 from pretrain.engine.attachments import Attachments, attach
 from pretrain.engine.chosen_operators import choose_kernels, operators_on_cuda
+from pretrain.engine.deterministic import set_deterministic
 from pretrain.engine.expert_parallelism import (
     announced_experts,
     mark_experts,
@@ -109,7 +110,8 @@ def build_engine(plan: Plan, *, initialize: bool = True,
     """
     if plan.args.emulate_fp16:
         emulate_fp16()
-    choose_kernels(recorded_kernels)
+    set_deterministic(plan.args.deterministic)
+    choose_kernels(recorded_kernels, measured=not plan.args.deterministic)
     torch.backends.cuda.matmul.allow_tf32 = plan.args.tf32
     forget_group_of_earlier_engine()
     with workarounds():

@@ -26,7 +26,7 @@ _NAMES = {SDPBackend.FLASH_ATTENTION: "flash", SDPBackend.CUDNN_ATTENTION: "cuDN
 _TOLERANCE = 0.02  # of outputs and gradients in 16 bits, relative to their norm
 
 
-def choose_kernels(recorded: dict[str, bool] | None) -> None:
+def choose_kernels(recorded: dict[str, bool] | None, *, measured: bool = True) -> None:
     """Choose at the start of a run which families of operators are computed in C. Collective; on GPUs, do nothing.
 
     The order of preference is: the choice that the run folder records, because a resume must be bit-exact; the choice
@@ -35,10 +35,12 @@ def choose_kernels(recorded: dict[str, bool] | None) -> None:
 
     Args:
         recorded: the choice of the run's newest start, as run.json has it; only rank 0's value is used.
+        measured: whether a family is in C only if it is faster. Two runs may measure different times.
     """
     if get_accelerator().device_name() != "cpu":
         return
-    wanted: list[Any] = [(parse_choice(recorded), fastest_choice()) if dist.get_rank() == 0 else None]
+    wanted: list[Any] = [(parse_choice(recorded), fastest_choice() if measured else right_in_c())
+                         if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(wanted, src=0)
     earlier, fastest = wanted[0]
     possible = frozenset.intersection(*gather(right_in_c()))

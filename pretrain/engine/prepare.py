@@ -17,6 +17,7 @@ from typing import Any
 from pretrain.distributed.deepspeed_version import shortcut
 from pretrain.distributed.device import Device
 from pretrain.distributed.device import cpuinfo as proc_cpuinfo
+from pretrain.engine.deterministic import set_variables
 
 # torch 2.13 renamed these collectives and warns at the first call of each old name, on every rank. DeepSpeed 0.19.8
 # calls the old names in comm/torch.py, and users cannot change this.
@@ -25,9 +26,10 @@ _ARCHITECTURES = {"x86_64": "X86_64", "aarch64": "ARM_8"}  # platform.machine() 
 _FEATURES = ("flags", "Features")  # the keys of x86 and Arm
 
 
-def prepare_deepspeed(device: Device) -> None:
+def prepare_deepspeed(device: Device, *, deterministic: bool = False) -> None:
     """Prepare this process for DeepSpeed. Imports torch.
 
+    - With `deterministic`, set the variables that CUDA's libraries read.
     - Let CUDA's allocator extend its segments, so that tensors of changing sizes leave fewer unusable gaps.
     - Set the accelerator; otherwise DeepSpeed guesses it and prints a warning.
     - Put this environment's `ninja` first in PATH.
@@ -39,6 +41,8 @@ def prepare_deepspeed(device: Device) -> None:
     """
     if device.kind == "cuda" and not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # read at the first allocation
+    if device.kind == "cuda" and deterministic:
+        set_variables()
     if device.kind == "cpu":
         silence_missing_cuda()
     import torch

@@ -58,7 +58,8 @@ def announce_start(plan: Plan, world: World, screen: Screen, folder: RunFolder, 
     """
     hosts = gather(host_record())
     if world.rank == 0:
-        folder.start(run_record(plan, hosts, first_step=first_step, resumed_from=resumed_from))
+        record = run_record(plan, hosts, first_step=first_step, resumed_from=resumed_from)
+        folder.start({**record, "operators": dict(operators)})
     folder.event("start", step=first_step, world_size=world.size, **operators)
     stages = plan.length.batch_sizes.stages
     batch = f"{stages[0][1]} to {stages[-1][1]}" if len(stages) > 1 else f"{stages[0][1]}"

@@ -66,3 +66,20 @@ def test_a_resume_uses_the_recorded_choice(run: Callable[..., tuple[dict[int, fl
     [line] = [line for line in output.splitlines() if "C kernels" in line]
     assert line.startswith("warning: the C kernels for activation")
     assert read_starts(tmp_path / "resumed")[2]["cpu_kernels"] == NONE
+
+
+def test_deterministic_runs_measure_nothing(run: Callable[..., tuple[dict[int, float], str]], tmp_path: Path) -> None:
+    """Their choice depends neither on the cache nor on times, and a resume in the other mode is named."""
+    run("usual")
+    [cached] = (tmp_path / "built").glob("ds_pretrain_choice_*.json")
+    first, _ = run("first", deterministic="true")
+    cached.write_text(json.dumps({"in_c": NONE}))
+    run("second", deterministic="true", exit_step=2)
+    second, output = run("second", deterministic="true")
+    assert second == first
+    assert read_starts(tmp_path / "second")[0]["flags"]["deterministic"] is True
+    assert "--deterministic was" not in output
+    _, output = run("second", train_steps=6)
+    assert "warning: --deterministic was True at the run's last start, and is not given now; the next losses" in output
+    third, _ = run("third")
+    assert third != first

@@ -58,11 +58,28 @@ def test_losses_in_fp32_equal_those_of_the_cpu(stage: int, corpus: str, tmp_path
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_resumed_run_has_the_same_bits(stage: int, corpus: str, tmp_path: Path, write) -> None:
     path, own = write(config(stage, precision="bf16")), flags(corpus, steps=8, overrides="resid_pdrop=0.1")
-    program = "tests/gpu/deterministic_train.py"
-    complete = start(tmp_path / "complete", path, own, program=program)
-    start(tmp_path / "parts", path, {**own, "exit_step": 4}, program=program)
-    parts = start(tmp_path / "parts", path, {**own, "resume": "required"}, program=program)
+    own["deterministic"] = "true"
+    complete = start(tmp_path / "complete", path, own)
+    start(tmp_path / "parts", path, {**own, "exit_step": 4})
+    parts = start(tmp_path / "parts", path, {**own, "resume": "required"})
     assert parts.losses == complete.losses
+
+
+@pytest.mark.parametrize(("stage", "extra"), [
+    (1, {}), (2, {"document_attention": "true"}), (3, {"compile_blocks": "true"}), (0, {"plain_operators": "true"}),
+    (2, EXPERTS), (3, {"recompute": "blocks"}),
+], ids=["flash", "documents", "compiled", "plain", "experts", "recompute"])
+def test_two_deterministic_starts_have_the_same_bits(stage: int, extra: dict[str, str], corpus: str, tmp_path: Path,
+                                                     write) -> None:
+    """Also each micro-batch that is computed again has the same bits."""
+    ranks = min(2, torch.cuda.device_count())
+    own = {**flags(corpus, steps=8, seq_length=128, overrides="" if extra is EXPERTS else "resid_pdrop=0.1"), **extra,
+           "deterministic": "true", "recompute_interval": 2}
+    path = write(config(stage, precision="bf16", micro=2))
+    runs = [start(tmp_path / name, path, own, ranks=ranks) for name in ("first", "second")]
+    assert runs[0].losses == runs[1].losses
+    assert [row["grad_norm"] for row in runs[0].rows] == [row["grad_norm"] for row in runs[1].rows]
+    assert "cuDNN" not in runs[0].output
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

@@ -220,7 +220,9 @@ def _changed_flag_notes(plan: Plan, run: Path) -> list[str]:
     with contextlib.suppress(ConfigError):
         saved, current = newest_start(run)["flags"], plan.args
         for name, effect in (("seq_length_schedule", ""),
-                             ("first_sample", "; it has no effect: the run continues after its checkpoint's samples")):
+                             ("first_sample", "; it has no effect: the run continues after its checkpoint's samples"),
+                             ("deterministic", "; the next losses differ in the last bits from those of a run without "
+                                               "this change")):
             values = [saved.get(name) or None, getattr(current, name) or None]
             if values[0] != values[1]:
                 notes.append(f"--{name} was {values[0] or 'not given'} at the run's last start, and is "

@@ -3,6 +3,7 @@
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,8 @@ _STEPS_BEFORE_SAVE = 3  # timed
 def run_sections(settings: BenchSettings, report: ReportProgress) -> Iterator[BenchSection]:
     """Yield each section as soon as it is measured. Raises ConfigError before the first measurement."""
     measure: dict[str, Callable[[BenchContext, ReportProgress], BenchSection]] = {
-        "step": training_step, "profile": profile, "overhead": overhead, "checkpoint": checkpoint, "startup": startup,
-        "data": data, "store": store}
+        "step": training_step, "profile": profile, "overhead": overhead,
+        "determinism": determinism, "checkpoint": checkpoint, "startup": startup, "data": data, "store": store}
     with tempfile.TemporaryDirectory(prefix="ds-pretrain-bench-") as folder:
         context = BenchContext(settings, Path(folder))
         context.job("validated", "project.project").plan()  # raises ConfigError
@@ -64,6 +65,19 @@ def overhead(context: BenchContext, report: ReportProgress) -> BenchSection:
     jobs = [context.job(LOOP, "project.loop"), context.job(BARE, "project.bare_engine")]
     results = run_interleaved(jobs, context, report, steps=steps)
     return compare("overhead", "Overhead of the step loop", LOOP, context, results, steps=steps)
+
+
+def determinism(context: BenchContext, report: ReportProgress) -> BenchSection:
+    """Compare the step loop with the same one under --deterministic, and with a recomputed micro-batch in each step.
+
+    On one rank the micro-batch is recomputed on the same device. A step has one micro-batch.
+    """
+    steps = max(context.settings.preset.steps, LOG_INTERVAL)
+    jobs = [context.job(LOOP, "project.loop"), *(
+        replace(job, flags=(*job.flags, *flags)) for flags in (("--deterministic",), ("--recompute_interval=1",))
+        for job in [context.job(" ".join(flags).replace("=", " "), "project.loop")])]
+    results = run_interleaved(jobs, context, report, steps=steps)
+    return compare("determinism", "Reproducible bits", LOOP, context, results, steps=steps)
 
 
 def compare(name: str, title: str, reference: str, context: BenchContext, results: InterleavedResults, *,

@@ -142,7 +142,7 @@ def main() -> None:
     connection, code = Connection(int(sys.argv[1])), 0
     job: BaselineJob = connection.recv()
     if job.is_project:  # other programs import DeepSpeed without this preparation
-        prepare_deepspeed(job.device)
+        prepare_deepspeed(job.device, deterministic=job.plan().args.deterministic)
     try:
         _run(job, connection)
     except NoMoreRequests:

@@ -1,6 +1,8 @@
 """Micro-batches that are computed again change nothing in training, and name a rank that computes wrongly."""
 
 import json
+from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,15 @@ LIES: dict[str, tuple[int, dict[str, Any], tuple[int, str, int, int], str, list[
 }
 
 
+# the others are slow
+QUICK = ("zero1_bf16", "zero3", "experts_shared", "pipeline_data", "tensor_data_zero3", "zero2_backward",
+         "zero3_forward", "zero3_flaky")
+
+
+def _marked(names: Iterable[str]) -> list[Any]:
+    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
 def _flags(corpus: str, folder: Path, given: dict[str, Any], steps: int) -> dict[str, Any]:
     own = flags(corpus, layers=3, hidden=32, overrides=DROPOUT, steps=steps, **given)
     if isinstance(given.get("model"), dict):
@@ -65,38 +76,50 @@ def _run(cases: dict[int, list[dict[str, Any]]], folder: Path) -> dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def equal(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder, cases = tmp_path_factory.mktemp("equal"), dict[int, list[dict[str, Any]]]()
-    for name, (ranks, values, given) in LAYOUTS.items():
-        cases.setdefault(ranks, []).append(case(name, "equal", values, _flags(corpus, folder, given, 4)))
-    return _run(cases, folder)
+def equal(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], dict[str, Any]]:
+    """Return a function that runs the quick layouts, or the others, in one launch for each number of ranks."""
+    @cache
+    def results(is_quick: bool) -> dict[str, Any]:
+        folder, cases = tmp_path_factory.mktemp("equal"), dict[int, list[dict[str, Any]]]()
+        for name, (ranks, values, given) in LAYOUTS.items():
+            if (name in QUICK) == is_quick:
+                cases.setdefault(ranks, []).append(case(name, "equal", values, _flags(corpus, folder, given, 3)))
+        return _run(cases, folder)
+
+    return results
 
 
 @pytest.fixture(scope="module")
-def lies(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder, cases = tmp_path_factory.mktemp("lies"), dict[int, list[dict[str, Any]]]()
-    for name, (ranks, values, (rank, direction, every, layer), _, _) in LIES.items():
-        fault = {"rank": rank, "direction": direction, "every": every, "layer": str(layer)}
-        cases.setdefault(ranks, []).append(case(name, "fault", values, _flags(corpus, folder, {}, 8), fault=fault))
-    return _run(cases, folder)
+def lies(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], dict[str, Any]]:
+    @cache
+    def results(is_quick: bool) -> dict[str, Any]:
+        folder, cases = tmp_path_factory.mktemp("lies"), dict[int, list[dict[str, Any]]]()
+        for name, (ranks, values, (rank, direction, every, layer), _, _) in LIES.items():
+            if (name in QUICK) == is_quick:
+                fault = {"rank": rank, "direction": direction, "every": every, "layer": str(layer)}
+                cases.setdefault(ranks, []).append(
+                    case(name, "fault", values, _flags(corpus, folder, {}, 8), fault=fault))
+        return _run(cases, folder)
+
+    return results
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_training_has_the_same_bits(equal: dict[str, Any], name: str) -> None:
+@pytest.mark.parametrize("name", _marked(LAYOUTS))
+def test_training_has_the_same_bits(equal: Callable[[bool], dict[str, Any]], name: str) -> None:
     """On each rank: losses, norms, weights, optimizer states, random states, statistics of routers."""
-    for without, compared in zip(equal[name]["without"], equal[name]["with"], strict=True):
+    result = equal(name in QUICK)[name]
+    for without, compared in zip(result["without"], result["with"], strict=True):
         assert compared["error"] == ""
-        assert (without["compared"], compared["compared"]) == (0, 4)
+        assert (without["compared"], compared["compared"]) == (0, 3)
         for key in ("loss", "grad_norm", "state", "random", "routers"):
             assert compared[key] == without[key], key
-    print(f"{name}: step {equal[name]['without'][0]['step_s']:.4f} s, comparison "
-          f"{equal[name]['with'][0]['compare_s']:.4f} s")
 
 
-@pytest.mark.parametrize("name", LIES)
-def test_a_rank_that_computes_wrongly_is_named_with_its_layer(lies: dict[str, Any], name: str) -> None:
+@pytest.mark.parametrize("name", _marked(LIES))
+def test_a_rank_that_computes_wrongly_is_named_with_its_layer(lies: Callable[[bool], dict[str, Any]],
+                                                              name: str) -> None:
     _, _, (_, direction, _, layer), kind, ranks = LIES[name]
-    result, block = lies[name], f"layer {layer} (Block)"
+    result, block = lies(name in QUICK)[name], f"layer {layer} (Block)"
     assert len(set(result["errors"])) == 1, "the ranks disagree"
     assert len(result["events"]) == 1, result["error"]
     event = result["events"][0]
@@ -105,3 +128,14 @@ def test_a_rank_that_computes_wrongly_is_named_with_its_layer(lies: dict[str, An
     assert len(event["hosts"]) == len(ranks)
     assert f"rank {ranks[0]} on {event['hosts'][0]}" in result["error"]
     assert f"the {direction} pass of {block}" in result["error"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "values"), [(2, config(1, precision="bf16")), (3, config(3)),
+                                               (4, config(1, precision="bf16", stages=2))],
+                         ids=["zero1", "zero3", "pipeline"])
+def test_100_healthy_comparisons_find_nothing(ranks: int, values: dict[str, Any], corpus: str, tmp_path: Path) -> None:
+    own = _flags(corpus, tmp_path, {}, 100)
+    result = run_worker("recompute_worker.py", [case("healthy", "healthy", values, own)], ranks, tmp_path)["healthy"]
+    assert (result["error"], result["compared"]) == ("", 100)
+    print(f"step {result['step_s'] - result['compare_s']:.4f} s, comparison {result['compare_s']:.4f} s")

@@ -71,6 +71,15 @@ def equal(case: Case) -> dict[str, Any]:
     return {"without": results[0], "with": results[1]}
 
 
+def healthy(case: Case) -> dict[str, Any]:
+    """Train with a comparison in each step."""
+    plan = plan_of(case)
+    engine = engine_of(plan)
+    result = train(engine, plan, plan.train_steps, 1)
+    end(engine)
+    return result
+
+
 class _WrongGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, is_wrong: bool) -> torch.Tensor:
