@@ -39,11 +39,13 @@ from pretrain.cluster.hosts.rendezvous import PORT_OFFSET, join_rendezvous
 from pretrain.cluster.launcher_flags import LAUNCHER_PROGRAMS, launcher_parser, split_command_line
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.flags.parse import parse_arguments
+from pretrain.config.flags.receivers import FOLLOWED
 from pretrain.distributed.device import Device, cpu_device, detect_device
 from pretrain.distributed.process import PROGRAM
 from pretrain.distributed.world import DEFAULT_MASTER_PORT
 from pretrain.errors import REJECTED, ConfigError, counted
 from pretrain.memory.memory_watch import plan_remarks
+from pretrain.monitor.follow.start import LAUNCHER, followed, without_receivers
 from pretrain.resilience.launcher_watch import launcher_variable
 from pretrain.resilience.run_lock import reject_second_start
 
@@ -72,8 +74,19 @@ def launch_on_hosts(flags: argparse.Namespace, train: Sequence[str]) -> int:
     args = parse_arguments(list(train))
     if not flags.check_only:
         reject_second_start(Path(args.save))
+    if flags.no_ssh and flags.node_rank > 0:
+        os.environ[FOLLOWED] = "1"  # the first host's command follows the run
+    with followed(None if flags.check_only else args, LAUNCHER) as follower:
+        code = _launch_run(flags, train, args, slots)
+        follower.report("", code)
+    return code
+
+
+def _launch_run(flags: argparse.Namespace, train: Sequence[str], args: RunArguments,
+                slots: Mapping[str, list[int]]) -> int:
+    """Check the hosts and the run, then run it unless --check_only is given. Returns its exit code."""
     folder = Path.cwd()
-    user = user_variables(os.environ, [Path.home(), folder], flags.launcher)
+    user = without_receivers(user_variables(os.environ, [Path.home(), folder], flags.launcher), args)
     if not flags.no_ssh:
         _check_shell_words(flags, folder)
     transport = host_transport(flags)
