@@ -34,7 +34,7 @@ from pretrain.monitor.follow.send import (
     now,
     print_warning,
 )
-from pretrain.monitor.follow.start import CLOSE_S, SUPERVISOR, FollowRequest
+from pretrain.monitor.follow.start import CLOSE_S, FILES, SUPERVISOR, FollowRequest
 
 _POLL_S = 0.5
 _END_BYTES = 2**18  # of an existing metrics.jsonl: they hold the newest rows
@@ -49,17 +49,12 @@ class NewRows:
     path: Path
     offset: int = 0
 
-    @classmethod
-    def at_end(cls, path: Path) -> "NewRows":
-        """Begin after the rows that the file has now."""
-        return cls(path, path.stat().st_size if path.is_file() else 0)
-
-    def take(self) -> list[dict[str, Any]]:
-        """Return the new complete rows. Lines that are no JSON object are skipped."""
+    def take(self, end: int | None = None) -> list[dict[str, Any]]:
+        """Return the new complete rows before byte `end`. Lines that are no JSON object are skipped."""
         rows: list[dict[str, Any]] = []
         with contextlib.suppress(OSError), open(self.path, "rb") as file:
             file.seek(self.offset)
-            data = file.read()
+            data = file.read() if end is None else file.read(max(end - self.offset, 0))
             data = data[:data.rfind(b"\n") + 1]
             self.offset += len(data)
             for line in data.splitlines():
@@ -81,12 +76,12 @@ class Follower:
     def __post_init__(self) -> None:
         run = Path(self.request.run)
         self.facts = RunFacts(run)
-        self._events, self._restarts = (NewRows.at_end(run / name) for name in ("events.jsonl", "restarts.jsonl"))
-        self._metrics = NewRows.at_end(run / "metrics.jsonl")
-        for row in NewRows(run / "events.jsonl").take():  # earlier starts: counted, and not sent
+        self._metrics, self._events, self._restarts = (NewRows(run / name, self.request.sizes[name]) for name in FILES)
+        for row in NewRows(run / "events.jsonl").take(self._events.offset):  # earlier starts: counted, and not sent
             if isinstance(row.get("event"), str):
                 self.values.see_event(row)
-        for row in NewRows(run / "metrics.jsonl", max(self._metrics.offset - _END_BYTES, 0)).take():
+        end = self._metrics.offset
+        for row in NewRows(run / "metrics.jsonl", max(end - _END_BYTES, 0)).take(end):
             self.values.see_row(row)
         self._last_row, self._is_silent, self._told_end = now(), False, False
         self._read_record()

@@ -26,6 +26,7 @@ from pretrain.remote import without_credentials
 FOLLOWER_MODULE = "pretrain.monitor.follow.follower"
 CLOSE_S = 5.0  # longest time for the last messages, by which a dead receiver delays the exit
 SUPERVISOR, LAUNCHER, RANK_0 = "the supervisor", "ds-pretrain", "rank 0"
+FILES = ("metrics.jsonl", "events.jsonl", "restarts.jsonl")
 _SILENCE_MINUTES = 30.0
 
 
@@ -34,6 +35,7 @@ class FollowRequest:
     """What the follower needs. The URLs are not here: it reads them from its environment."""
 
     run: str
+    sizes: dict[str, int]  # file of FILES -> bytes before this start
     owner: str  # SUPERVISOR, LAUNCHER or RANK_0
     variables: list[str]  # names of environment variables with URLs
     command: str | None
@@ -94,8 +96,11 @@ def followed(args: RunArguments | None, owner: str, *, active: bool = True) -> I
 
 
 def _start(args: RunArguments, owner: str) -> "subprocess.Popen[str] | None":
+    run = Path(args.save).absolute()
     request = FollowRequest(
-        run=str(Path(args.save).absolute()), owner=owner, variables=variable_names(args.notify),
+        run=str(run), owner=owner,
+        sizes={name: (run / name).stat().st_size if (run / name).is_file() else 0 for name in FILES},
+        variables=variable_names(args.notify),
         command=args.notify_command, directory=os.getcwd(), kinds=kinds_to_send(args),
         silence_s=(args.notify_silence or _SILENCE_MINUTES) * 60, port=args.metrics_port,
         address=socket_address(args)[1] if args.metrics_port else "")
