@@ -161,8 +161,8 @@ def test_metrics(address: str | None, run: Path) -> None:
     with followed(args, RANK_0):
         append(run, "metrics.jsonl", training(50, 2.5), {"step": 50, "time": 2, "split": "valid/code", "eval_loss": 2.0},
                {"step": 50, "time": 2, "split": "tasks/arc", "acc": 0.5, "questions": 9})
-        append(run, "events.jsonl", event("spike", 50), event("slow_rank", 50, ranks=[1, 2], hosts=["a", "b"], ratio=1.7,
-                                                              stage="data", kind="disk"),
+        slow = event("slow_rank", 50, ranks=[1, 2], hosts=["a", "b"], ratio=1.7, stage="data")
+        append(run, "events.jsonl", event("spike", 50), {**slow, "kind": "disk"},
                event("slow_rank_over", 50, ranks=[1], hosts=["a"]))
         found: dict[tuple[str, ...], float] = {}
 

@@ -84,6 +84,7 @@ class Follower:
         for row in NewRows(run / "metrics.jsonl", max(end - _END_BYTES, 0)).take(end):
             self.values.see_row(row)
         self._last_row, self._is_silent, self._told_end = now(), False, False
+        self._spike_step: object = None
         self._read_record()
 
     def poll(self) -> None:
@@ -119,7 +120,9 @@ class Follower:
             self._read_record()
         if not supervised:
             self._told_end = row["event"] in ("stop", "hang") or (self._told_end and row["event"] != "start")
-        self._add(message_of_event(row, self.facts, supervised=supervised))
+        if row["event"] != "spike" or row.get("step") != self._spike_step:  # one message for loss and gradient norm
+            self._add(message_of_event(row, self.facts, supervised=supervised))
+        self._spike_step = row.get("step") if row["event"] == "spike" else self._spike_step
 
     def _add(self, message: Message | None) -> None:
         if message is not None and message.kind in self.request.kinds:

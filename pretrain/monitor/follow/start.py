@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ CLOSE_S = 5.0  # longest time for the last messages, by which a dead receiver de
 SUPERVISOR, LAUNCHER, RANK_0 = "the supervisor", "ds-pretrain", "rank 0"
 FILES = ("metrics.jsonl", "events.jsonl", "restarts.jsonl")
 _SILENCE_MINUTES = 30.0
+_START_S = 20.0  # time that the follower may need to start, on a busy machine
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Follower:
     """The follower of this process's run; or nothing, if the flags ask for none."""
 
     def __init__(self, process: "subprocess.Popen[str] | None" = None) -> None:
-        self._process = process
+        self._process, self._started = process, time.monotonic()
 
     def report(self, reason: str, exit_code: int | None = None) -> None:
         """Report how the run ended, if its events do not: only the first report counts."""
@@ -66,7 +68,7 @@ class Follower:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(CLOSE_S + 1)
+                self._process.wait(max(CLOSE_S + 1, self._started + _START_S - time.monotonic()))
 
 
 @contextlib.contextmanager
