@@ -1,4 +1,4 @@
-"""A run under the supervisor with a planted spike, a kill and receivers that fail: its messages, metrics and secrets."""
+"""A run under the supervisor with a spike, a kill and receivers that fail: its messages, metrics and secrets."""
 
 import json
 import sys
