@@ -83,7 +83,8 @@ def followed(args: RunArguments | None, owner: str, *, active: bool = True) -> I
     check_receivers(args)
     check_port(args)
     follower = Follower(_start(args, owner))
-    os.environ[FOLLOWED] = "1"  # the ranks start none
+    os.environ[FOLLOWED] = "1"  # the ranks start none, and get no URL
+    hidden = {name: os.environ.pop(name) for name in variable_names(args.notify) if name in os.environ}
     try:
         yield follower
     except ConfigError as error:
@@ -94,6 +95,7 @@ def followed(args: RunArguments | None, owner: str, *, active: bool = True) -> I
         raise
     finally:
         del os.environ[FOLLOWED]
+        os.environ.update(hidden)
         follower.close()
 
 
