@@ -13,7 +13,7 @@ from tests.support.launch import WORKERS, free_port, rank_environment
 from tests.support.receivers import SECRET, receivers
 from tests.support.supervised import read_restart_log, rows, supervise, wait_for_end, wait_until
 
-STEPS, SPIKE_AT = 120, 14
+STEPS, SPIKE_AT = 60, 14
 BATCH = 4
 
 
