@@ -18,6 +18,7 @@ TEMPLATES = {
     "mpi": "mpi.sh",
     "k8s-indexed-job": "k8s/indexed-job.yaml",
     "k8s-pytorchjob": "k8s/pytorchjob.yaml",
+    "grafana": "grafana.json",
 }
 
 

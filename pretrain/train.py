@@ -28,6 +28,7 @@ from pretrain.distributed.world import ALONE, World, running_environment
 from pretrain.engine.deterministic import operator_without_variant
 from pretrain.engine.prepare import avoid_compiler_imports, prepare_deepspeed
 from pretrain.errors import CRASHED, GUARD, INTERRUPTED, REJECTED, ConfigError, CorruptionError, GuardError, SaveError
+from pretrain.monitor.follow.start import RANK_0, followed
 from pretrain.remote import StoreError
 from pretrain.resilience.launcher_watch import LauncherWatch
 from pretrain.resilience.watchdog import RankGuards, TimeOuts, rank_guards
@@ -76,8 +77,11 @@ def run(args: RunArguments, world: World) -> int:
     tasks = find_run_tasks(args) if world.rank == 0 else None
     time_outs = TimeOuts.from_flags(args)
     collective_timeout_s(time_outs.longest_s, os.environ)  # rejects a wrong DEEPSPEED_TIMEOUT; DeepSpeed would crash
-    with rank_guards(Path(args.save), world, time_outs, launcher) as guards:
-        return _train(start, world, device, guards, tasks)
+    with followed(args, RANK_0, active=world.rank == 0) as follower, \
+            rank_guards(Path(args.save), world, time_outs, launcher) as guards:
+        code = _train(start, world, device, guards, tasks)
+        follower.report("", code)
+        return code
 
 
 def _train(start: Start, world: World, device: Device, guards: RankGuards, tasks: Any) -> int:

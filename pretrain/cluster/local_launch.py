@@ -24,6 +24,7 @@ from pretrain.distributed.process import PROGRAM, ROOT, free_port, port_is_free
 from pretrain.distributed.tcp_store import secret_variable
 from pretrain.errors import CRASHED, ConfigError, counted
 from pretrain.memory.memory_watch import plan_remarks
+from pretrain.monitor.follow.start import LAUNCHER, followed
 from pretrain.resilience.launcher_watch import launcher_variable
 from pretrain.resilience.run_lock import reject_second_start, release_of_dead_owner
 
@@ -46,7 +47,10 @@ def launch_locally(flags: argparse.Namespace, train: Sequence[str]) -> int:
     for kind, remark in plan_remarks(start.plan_to_run, device):
         if kind == "warning":  # the ranks print the others
             say(f"{kind}: {remark}")
-    return _start(flags, device, slots, [str(ROOT / "pretrain" / "train.py"), *train], Path(args.save))
+    with followed(args, LAUNCHER) as follower:
+        code = _start(flags, device, slots, [str(ROOT / "pretrain" / "train.py"), *train], Path(args.save))
+        follower.report("", code)
+    return code
 
 
 def launch_command(flags: argparse.Namespace, name: str, words: Sequence[str]) -> int:

@@ -41,11 +41,13 @@ from pretrain.cluster.supervise.launch_command import HOST_FILTERS, batch_flags,
 from pretrain.cluster.supervise.slow_hosts import LeftOut, choose_without, hosts_to_leave_out, record_start
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.flags.parse import parse_arguments
+from pretrain.config.flags.receivers import FOLLOWED
 from pretrain.distributed.device import Device, cpu_device, detect_device
 from pretrain.distributed.process import PROGRAM
 from pretrain.distributed.world import DEFAULT_MASTER_PORT
 from pretrain.errors import REJECTED, ConfigError, counted
 from pretrain.memory.memory_watch import plan_remarks
+from pretrain.monitor.follow.start import LAUNCHER, followed, without_receivers
 from pretrain.monitor.read_run_folder import newest_start
 from pretrain.resilience.launcher_watch import launcher_variable
 from pretrain.resilience.run_lock import reject_second_start
@@ -80,8 +82,19 @@ def launch_on_hosts(flags: argparse.Namespace, train: Sequence[str]) -> int:
     flags.master_port = flags.master_port or int(DEFAULT_MASTER_PORT)
     if not flags.check_only:
         reject_second_start(Path(args.save))
+    if flags.no_ssh and flags.node_rank > 0:
+        os.environ[FOLLOWED] = "1"  # the first host's command follows the run
+    with followed(None if flags.check_only else args, LAUNCHER) as follower:
+        code = _launch_run(flags, train, args, slots, left_out)
+        follower.report("", code)
+    return code
+
+
+def _launch_run(flags: argparse.Namespace, train: Sequence[str], args: RunArguments,
+                slots: Mapping[str, list[int]], left_out: Mapping[str, LeftOut]) -> int:
+    """Check the hosts and the run, then run it unless --check_only is given. Returns its exit code."""
     folder = Path.cwd()
-    user = user_variables(os.environ, [Path.home(), folder], flags.launcher)
+    user = without_receivers(user_variables(os.environ, [Path.home(), folder], flags.launcher), args)
     if not flags.no_ssh:
         _check_shell_words(flags, folder)
     transport = host_transport(flags)

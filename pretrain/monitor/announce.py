@@ -14,6 +14,7 @@ from deepspeed.accelerator import get_accelerator
 
 from pretrain.cli import next_line
 from pretrain.config.expected_curve import target_record
+from pretrain.config.flags.arguments import FLAGS, NOTIFICATIONS
 from pretrain.config.layout import Layout
 from pretrain.config.plan import Plan
 from pretrain.data.data_spec import absolute_words
@@ -34,6 +35,7 @@ from pretrain.monitor.environment import (
     software,
     versions,
 )
+from pretrain.monitor.follow.start import without_receivers
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.paths import STOP_FILE
 from pretrain.remote import without_credentials as plain
@@ -104,7 +106,7 @@ def run_record(plan: Plan, hosts: Sequence[dict[str, Any]], *, first_step: int,
     different_hosts = {host["host"]: host for host in hosts}.values()
     return {
         "time": time.time(), "first_step": first_step,
-        "command": command(), "environment": environment_variables(os.environ),
+        "command": command(), "environment": environment_variables(without_receivers(os.environ, plan.args)),
         "flags": _flags(plan),
         "deepspeed_config": plan.ds_config, "given_deepspeed_config": plan.file.values,
         "schedule": asdict(plan.schedule) if plan.schedule else None,
@@ -130,11 +132,15 @@ def run_record(plan: Plan, hosts: Sequence[dict[str, Any]], *, first_step: int,
 
 
 def _flags(plan: Plan) -> dict[str, Any]:
-    """Return all flags, with absolute paths of data and tokenizer: tools read these files in any working directory."""
+    """Return all flags, with absolute paths of data and tokenizer: tools read these files in any working directory.
+
+    Those that say who hears of the run are left out: a command may hold secrets, and repetitions must not send.
+    """
     args = plan.args
     flags = {**asdict(args), "tokenizer": args.tokenizer and absolute_tokenizer(args.tokenizer),
              **{name: absolute_words(getattr(args, name)) for name in _DATA_FLAGS}}
-    return {name: plain(value) if isinstance(value, str) else value for name, value in flags.items()}
+    return {name: plain(value) if isinstance(value, str) else value for name, value in flags.items()
+            if FLAGS[name].group is not NOTIFICATIONS}
 
 
 def _parameters_text(model: ModelConfig) -> str:

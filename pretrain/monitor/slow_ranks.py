@@ -27,8 +27,8 @@ BLOCK_S = 1.0
 _WINDOWS = (8, 16, 32)  # blocks whose median is compared; a short blip does not reach the shortest
 _LONGEST = 256  # newest blocks that are kept
 _LEFT_OUT = 2  # first rows of a start, with compilation and warm-up
-# spreads of blocks that the median of a window must exceed: noise that lasts for some blocks, as on a machine with other
-# programs, moves the median of 8 blocks nearly as much as one block
+# spreads of blocks that the median of a window must exceed: noise that lasts for some blocks, as on a busy
+# machine, moves the median of 8 blocks nearly as much as one block
 _LIMITS = {8: 4.0, 16: 3.2, 32: 2.5}
 _FEWEST_BLOCKS = 24  # before the first report
 _SMALLEST_RATIO = math.log(1.1)

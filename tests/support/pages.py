@@ -18,8 +18,7 @@ PAGES = [README, *(ROOT / name for name in (
     "tools/translate.md",
     "ds_configs/README.md", "ds_configs/recipe.md", "ds_configs/long_sequences.md", "ds_configs/pipelines.md",
     "ds_configs/parallelism.md", "ds_configs/claims.md",
-    "launch/README.md", "launch/unattended.md", "launch/right_results.md",
-    "launch/slow_ranks.md",
+    "launch/README.md", "launch/unattended.md", "launch/slow_ranks.md", "launch/notify.md", "launch/right_results.md",
     "pretrain/README.md", "tests/README.md",
     ".github/CONTRIBUTING.md", ".github/SECURITY.md", ".github/CHANGELOG.md"))]
 
@@ -41,6 +40,9 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "> points.csv",
         "ds-pretrain ladder --points points.csv",
         "CHINCHILLA_POINTS=$PWD/points.csv pytest tests/analysis/scaling"),
+    "needs receivers and GPUs: tests/distributed/test_follow_run.py": (
+        "ds-pretrain supervise -- ds-pretrain --num_gpus 8 --config run.yaml --notify SLACK_URL MAIL_URL",
+        "ds-pretrain --num_gpus 8 --config run.yaml --metrics_port 9100"),
     "needs the Hub: tests/data/prepare/test_hub_dataset.py": (
         "ds-pretrain prepare --dataset HuggingFaceFW/fineweb-edu --dataset_config sample-10BT --tokenizer "
         "data/tokenizer --out data/fineweb",),

@@ -41,7 +41,7 @@ def _wrong_values(program: str, action: argparse.Action, number: int) -> Iterato
         words = [*NUMBERS[number % 3::3], *(str(value + step) for value in limits for step in (-1, 1))]
         yield from (word for word in dict.fromkeys(words) if not _accepts(program, action, word))
     else:
-        yield from ("",) if action.dest == "note" else ("", "~/x")  # a note is any text
+        yield from ("",) if action.dest in ("note", "notify_command") else ("", "~/x")  # these are any text
 
 
 def _accepts(program: str, action: argparse.Action, word: str) -> bool:

@@ -9,6 +9,7 @@ A launch command is any command that starts pretrain/train.py, for example:
 """
 
 import argparse
+import dataclasses
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,8 @@ from typing import Any
 
 from pretrain.cluster.hosts.hostfile import hosts_from_flags
 from pretrain.cluster.launcher_flags import host_flags, split_command_line
-from pretrain.config.flags.parse import flag_name, read_yaml
+from pretrain.config.flags.arguments import RunArguments
+from pretrain.config.flags.parse import flag_name, parse_arguments, read_yaml
 from pretrain.data.token_schedules import recorded_batch_sizes
 from pretrain.errors import ConfigError
 
@@ -74,6 +76,14 @@ def run_setting(command: Sequence[str], name: str) -> str | None:
         return value
     found = read_yaml(path).get(name, (0, None))[1]
     return found if isinstance(found, str) else None
+
+
+def run_arguments(command: Sequence[str], run: Path) -> RunArguments | None:
+    """Return the flags of the run in `run`, or None if the command does not have them: a script may give them."""
+    try:
+        return dataclasses.replace(parse_arguments(train_flags(command)), save=str(run))
+    except ConfigError:
+        return None
 
 
 def run_folder(command: Sequence[str], override: str | None) -> Path:

@@ -35,6 +35,7 @@ from pretrain.cluster.supervise.outcome import (
 from pretrain.cluster.supervise.slow_hosts import record_start
 from pretrain.cluster.supervise.supervisor_files import RestartLog, StartRecord, SupervisorLock, rank_0_on_this_host
 from pretrain.errors import CRASHED, FINISHED, NO_RESTART, STOPPED, ConfigError, counted
+from pretrain.monitor.follow.start import SUPERVISOR, followed
 from pretrain.paths import STOP_FILE
 from pretrain.resilience.run_lock import find_owner, reject_second_start, release_of_dead_owner
 from pretrain.resilience.signals import describe
@@ -63,7 +64,8 @@ def supervise(settings: SupervisorSettings, print_line: PrintLine) -> int:
         _reject_running_ranks(settings)
     log = RestartLog(settings.run)
     become_subreaper()
-    with SignalRecorder() as signals:
+    with followed(launch_command.run_arguments(settings.command, settings.run), SUPERVISOR), \
+            SignalRecorder() as signals:
         try:
             code, outcome = _restart_until_done(settings, lock, log, signals, print_line)
         except ConfigError as error:

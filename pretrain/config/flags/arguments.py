@@ -30,6 +30,21 @@ OVERRIDES = {
     "samples": "which samples are left out, or read in another order",
     "seed": "the seed of data order and dropout",
 }
+# kinds of messages of --notify -> when they are sent
+NOTIFY_KINDS = {
+    "start": "the first start trains",
+    "restart": "a later start trains",
+    "end": "the run has finished, was stopped, or gave up",
+    "crash": "a start ended without a save on request",
+    "hang": "a rank made no progress, and the start was ended",
+    "no_progress": "no new row for --notify_silence minutes, whatever the ranks do",
+    "spike": "a spike of the loss or the gradient norm",
+    "rollback": "the run returned to an earlier checkpoint",
+    "off_curve": "the loss left the band of --expected_curve",
+    "slow_rank": "a rank or a host is slower than the others",
+    "corruption": "ranks computed or hold different values",
+    "save_failed": "a checkpoint could not be written, mirrored or removed",
+}
 LONGEST_NOTE = 2000  # characters
 TASK_FLAGS = ("eval_tasks", "eval_tasks_folder", "eval_tasks_fewshot", "eval_tasks_limit", "eval_tasks_interval")
 _SHORTEST_SPIKE_WINDOW = 16  # steps; fewer give no standard deviation
@@ -45,6 +60,7 @@ MEASUREMENTS = Group("checks, measurements and profiles")
 CHECKPOINTS = Group("checkpoints")
 CHANGES = Group("changes of a run")
 FAILURES = Group("when something goes wrong")
+NOTIFICATIONS = Group("messages and metrics for others")
 AUTO = Group('values for "auto"', 'Each fills a key that the DeepSpeed JSON leaves out or at "auto", and is rejected '
                                   'where the JSON has another value. The default is that of "auto".')
 SPEED = Group("speed, memory and debugging")
@@ -347,6 +363,25 @@ class RunArguments:
         "computed again on the next one, and compared bit by bit; also before each save; 0: never", low=0)
     allow_other_data: bool = FAILURES.flag(
         False, "the same as --override data: resume although --train_data or --tokenizer is not that of the checkpoint")
+
+    notify: list[str] | None = NOTIFICATIONS.flag(  # noqa: RUF009
+        None, "send messages about the run: names of environment variables that hold URLs of apprise, such as slack:// "
+        "or mailto://, several in one separated by spaces; needs the package apprise", metavar="VARIABLE")
+    notify_command: str | None = NOTIFICATIONS.flag(
+        None, "shell command that gets each message on stdin, and DS_PRETRAIN_EVENT, DS_PRETRAIN_RUN and "
+        "DS_PRETRAIN_STEP in its environment", metavar="COMMAND")
+    notify_on: list[str] | None = NOTIFICATIONS.flag(  # noqa: RUF009
+        None, f"kinds of messages: {', '.join(NOTIFY_KINDS)}; several are separated by commas", metavar="KIND,...",
+        unset="all")
+    notify_silence: float | None = NOTIFICATIONS.flag(
+        None, "minutes without a new row of metrics.jsonl or events.jsonl until no_progress is sent", above=0,
+        high=LONGEST_SECONDS / 60, unset="30")
+    metrics_port: int | None = NOTIFICATIONS.flag(
+        None, "serve the metrics of the run for Prometheus at http://127.0.0.1:PORT/metrics; needs the package "
+        "prometheus-client", low=1, high=2**16 - 1, metavar="PORT")
+    metrics_address: str | None = NOTIFICATIONS.flag(
+        None, "address of this host at which other hosts reach --metrics_port, such as 0.0.0.0 or ::, for all "
+        "addresses; there is no password", metavar="ADDRESS", unset="127.0.0.1")
 
     micro_batch_size: int | None = AUTO.flag(
         None, "train_micro_batch_size_per_gpu, samples", low=1, unset=1)

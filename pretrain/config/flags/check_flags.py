@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pretrain.config.flags.arguments import FLAGS, LONGEST_NOTE, TASK_FLAGS, RunArguments
 from pretrain.config.flags.overrides import named_overrides
+from pretrain.config.flags.receivers import check_receivers
 from pretrain.config.schedule import FIELD_OF_FLAG, KINDS
 from pretrain.errors import ConfigError, shorten
 from pretrain.paths import RUN_FILES, check_folder, check_outside_runs
@@ -32,6 +33,7 @@ def check_flags(args: RunArguments) -> None:
         from pretrain.data.samples.read_order import read_order  # imports numpy
 
         read_order(args.skip_samples, args.reorder_samples, args.first_sample)
+    check_receivers(args)
     if args.order_samples is not None and args.sample_order == "shuffled":
         raise ConfigError("--order_samples", found=f"{args.order_samples} with --sample_order shuffled",
                           expected="no value", remedy="the default order does not depend on a number of samples")

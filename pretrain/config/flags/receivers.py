@@ -1,0 +1,121 @@
+"""Who hears of a run (--notify and its companions), and where its metrics are served. URLs of receivers hold secrets:
+they are read from environment variables, and only by the process that sends.
+"""
+
+import logging
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+
+from pretrain.config.flags.arguments import NOTIFY_KINDS, RunArguments
+from pretrain.distributed.world import world_from_environment
+from pretrain.errors import ConfigError
+
+FOLLOWED = "DS_PRETRAIN_FOLLOWED"  # environment variable: the process that started this one follows the run
+_NEEDED = (("notify_on", "notify or --notify_command"), ("notify_silence", "notify or --notify_command"),
+           ("metrics_address", "metrics_port"))
+
+
+def check_receivers(args: RunArguments) -> None:
+    """Raise ConfigError for receivers and addresses that cannot be used, and for flags without an effect.
+
+    URLs are read only where they are used: by the launcher, or without one by rank 0.
+    """
+    for name, other in _NEEDED:
+        if getattr(args, name) is not None and not (args.metrics_port if other == "metrics_port" else notifies(args)):
+            raise ConfigError(f"--{name}", problem=f"it has no effect without --{other}", remedy=f"give --{other}, too")
+    kinds_to_send(args)
+    if os.environ.get(FOLLOWED) or world_from_environment(os.environ).rank != 0:
+        return
+    read_urls(args.notify or (), os.environ)
+    if args.metrics_port is not None:
+        _require("prometheus_client", "--metrics_port", "metrics")
+        socket_address(args)
+
+
+def notifies(args: RunArguments) -> bool:
+    """Return whether somebody hears of the run."""
+    return bool(args.notify or args.notify_command)
+
+
+def kinds_to_send(args: RunArguments) -> list[str]:
+    """Return the kinds of messages that --notify_on selects. Raises ConfigError for an unknown kind."""
+    words = [word.strip() for text in args.notify_on or [] for word in text.split(",")]
+    for word in words:
+        if word not in NOTIFY_KINDS:
+            raise ConfigError("--notify_on", found=word or "an empty name", expected=", ".join(NOTIFY_KINDS), word=word,
+                              known=NOTIFY_KINDS)
+    return words or list(NOTIFY_KINDS)
+
+
+def variable_names(words: Sequence[str] | None) -> list[str]:
+    """Return the names of the variables in the value of --notify: NAME, $NAME, ${NAME} or env:NAME."""
+    return [word.removeprefix("env:").removeprefix("$").strip("{}") for word in words or ()]
+
+
+def read_urls(words: Sequence[str], environ: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return name of the variable -> the URLs that it holds. Raises ConfigError, which never has a part of a URL."""
+    found: dict[str, list[str]] = {}
+    for name in variable_names(words):
+        if not name.isidentifier():
+            raise ConfigError("--notify", problem="it takes the name of an environment variable, not a URL, which "
+                              "other users could read in the list of processes",
+                              remedy="run `export NOTIFY_URL='...'` with the URL, and give --notify NOTIFY_URL")
+        found[name] = environ.get(name, "").split()
+        if not found[name]:
+            raise ConfigError("--notify", problem=f"the environment variable {name} is empty or not set",
+                              remedy=f"run `export {name}='...'` with a URL such as slack://... before this command")
+    if found:
+        _require("apprise", "--notify", "notify")
+        import apprise
+
+        silence_apprise()
+        for name, urls in found.items():
+            if not all(apprise.Apprise.instantiate(url, suppress_exceptions=True) for url in urls):
+                raise ConfigError("--notify", problem=f"the variable {name} holds no URL that apprise knows",
+                                  remedy="it begins with the name of a service, such as slack://, mailto:// or "
+                                  "json://; `apprise --details` lists them")
+    return found
+
+
+def silence_apprise() -> None:
+    """Print nothing that apprise logs: its lines may hold the URL."""
+    logger = logging.getLogger("apprise")
+    logger.addHandler(logging.NullHandler())
+    logger.propagate = False
+
+
+def _require(module: str, flag: str, extra: str) -> None:
+    if find_spec(module) is None:
+        raise ConfigError(flag, problem=f"the package {module.replace('_', '-')} is not installed",
+                          remedy=f"run `pip install 'ds-pretrain[{extra}]'`")
+
+
+def socket_address(args: RunArguments) -> tuple[socket.AddressFamily, str]:
+    """Return family and address of --metrics_address. Raises ConfigError for an address that no host has."""
+    address = args.metrics_address or "127.0.0.1"
+    try:
+        family, _, _, _, place = socket.getaddrinfo(address, args.metrics_port, type=socket.SOCK_STREAM,
+                                                    flags=socket.AI_PASSIVE)[0]
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not a host name"
+        raise ConfigError("--metrics_address", problem=f"{address!r} is no address: {reason}",
+                          remedy="give an address of this host, or 0.0.0.0 or :: for all of them") from None
+    return family, str(place[0])
+
+
+def check_port(args: RunArguments) -> None:
+    """Raise ConfigError if no server can listen on --metrics_port."""
+    if args.metrics_port is None:
+        return
+    family, address = socket_address(args)
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, args.metrics_port))
+            probe.listen()
+        except OSError as error:
+            raise ConfigError("--metrics_port", problem=f"port {args.metrics_port} of {address} cannot be used: "
+                              f"{error.strerror}", remedy="choose another port, or an address of this host as "
+                              "--metrics_address") from None

@@ -1,0 +1,242 @@
+"""The process that follows a run, with folders whose rows the tests write: messages, groups, receivers that fail."""
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from pretrain.config.flags.arguments import NOTIFY_KINDS, RunArguments
+from pretrain.config.flags.receivers import check_port, check_receivers
+from pretrain.errors import ConfigError
+from pretrain.monitor.follow.messages import _ADVICE, RunFacts, message_of_event
+from pretrain.monitor.follow.metrics_server import metric_names
+from pretrain.monitor.follow.send import GROUPED_S, Grouping
+from pretrain.monitor.follow.start import LAUNCHER, RANK_0, SUPERVISOR, followed
+from pretrain.monitor.rows import EVENTS
+from pretrain.shipped import find_template
+from tests.support.launch import ROOT, free_port
+from tests.support.receivers import SECRET, Receivers, receivers
+from tests.support.supervised import wait_until
+
+RECORD = {"hardware": [{"host": "node1"}], "train_steps": 100, "flags": {"model": "gpt2"},
+          "layout": {"world_size": 8, "zero_stage": 2, "precision": "bf16"}}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Receivers]:
+    with receivers() as server:
+        yield server
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: Receivers) -> Path:
+    """Return a run folder; the variable GOOD has the URL of the receiver that records messages."""
+    server.messages.clear()
+    monkeypatch.setenv("GOOD", server.url("good"))
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "run.json").write_text(json.dumps([RECORD]))
+    return tmp_path / "first"
+
+
+def append(run: Path, name: str, *rows: dict[str, Any]) -> None:
+    with open(run / name, "a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def event(kind: str, step: int = 0, reason: str = "", **more: Any) -> dict[str, Any]:
+    return {"time": 1.0, "event": kind, "step": step, "reason": reason, **more}
+
+
+def training(step: int, loss: float) -> dict[str, Any]:
+    return {"step": step, "time": 1234.5, "loss": loss, "lr": 1e-3, "grad_norm": None}
+
+
+def test_the_first_message_of_a_kind_is_sent_at_once_and_later_ones_in_groups() -> None:
+    facts, grouping = RunFacts(Path("runs/first")), Grouping()
+    spikes = [facts.message("spike", f"spike at step {step}", step=step) for step in range(20)]
+    assert grouping.add(spikes[0], 0.0) == [spikes[0]]
+    assert [grouping.add(spike, float(at)) for at, spike in enumerate(spikes[1:15], 1)] == [[]] * 14
+    hang = facts.message("hang", "hang at step 3")
+    assert grouping.add(hang, 20.0) == [hang]
+    assert grouping.take_due(GROUPED_S - 1) == []
+    (group,) = grouping.take_due(GROUPED_S)
+    assert (group.title, group.lines[0]) == ("first: 14 more spike in 10 minutes", "The last: spike at step 14")
+    assert grouping.add(spikes[15], GROUPED_S + 1) == []  # the next group has begun
+    assert grouping.take_due(GROUPED_S + 2, everything=True) == [spikes[15]]  # the end of the run
+    assert grouping.add(spikes[16], 9 * GROUPED_S) == []
+    grouping.take_due(10 * GROUPED_S)
+    grouping.take_due(11 * GROUPED_S)
+    assert grouping.add(spikes[17], 12 * GROUPED_S) == [spikes[17]]
+
+
+def test_kinds_and_events_exist() -> None:
+    assert _ADVICE.keys() <= NOTIFY_KINDS.keys()
+    facts = RunFacts(Path("runs/first"))
+    for name in EVENTS:
+        message = message_of_event(event(name, 7, ranks=[3], hosts=["node2"]), facts, supervised=False)
+        assert message is None or message.kind in NOTIFY_KINDS
+    slow = message_of_event(event("slow_rank", 7, ranks=[3, 4], hosts=["node2", "node2"]), facts, supervised=False)
+    assert slow is not None
+    assert slow.title == "first: rank 3, 4 on node2 is slow"
+    off = event("recomputation", 7, finding="off")
+    assert message_of_event(off, facts, supervised=False) is None
+
+
+def test_a_run_that_crashes(run: Path, server: Receivers, capfd: pytest.CaptureFixture[str],
+                            monkeypatch: pytest.MonkeyPatch) -> None:
+    """Receivers that fail are one warning each, and the good one gets everything in its order."""
+    monkeypatch.setenv("BAD", " ".join(server.url(name) for name in ("error", "close", "refused")))
+    args = RunArguments(save=str(run), notify=["GOOD", "$BAD"],
+                        notify_command=f"cat > {run}/$DS_PRETRAIN_EVENT; exit 3")
+    append(run, "events.jsonl", event("spike", 1))  # of an earlier start
+    with contextlib.suppress(RuntimeError), followed(args, RANK_0):
+        append(run, "events.jsonl", event("start", 0, world_size=8))
+        append(run, "metrics.jsonl", training(41, 3.25))
+        wait_until(lambda: len(server.messages) == 1)
+        append(run, "events.jsonl", event("spike", 41, "loss 9.1, 7.2 standard deviations above 3.2"))
+        raise RuntimeError("boom")
+    assert server.titles() == ["first: trains", "first: spike at step 41", "first: crashed"]
+    assert [message["type"] for message in server.messages] == ["info", "warning", "failure"]
+    assert server.messages[1]["message"].splitlines()[:2] == ["loss 9.1, 7.2 standard deviations above 3.2",
+                                                              "step 41/100, loss 3.2500, host node1"]
+    assert server.messages[2]["message"].startswith("RuntimeError: boom\n")
+    assert (run / "crash").read_text().startswith("first: crashed\nRuntimeError: boom\n")
+    stderr = capfd.readouterr().err
+    assert SECRET not in stderr
+    assert sorted(line.split(": ")[2] for line in stderr.splitlines()) == ["--notify BAD", "--notify_command"]
+
+
+@pytest.mark.parametrize(("owner", "rows", "report", "titles"), [
+    (LAUNCHER, [event("start"), event("hang", 5, "rank 1 is stopped"), event("start", 4), event("stop", 9, "finished")],
+     ("", 0), ["trains", "hang at step 5", "trains again from step 4", "finished"]),
+    (LAUNCHER, [event("start")], ("", 137), ["trains", "crashed"]),
+    (LAUNCHER, [], ("", 2), ["ended"]),
+    (SUPERVISOR, [event("start"), event("stop", 9, "finished")], None, ["trains", "the supervisor has ended"]),
+])
+def test_how_a_run_ends(owner: str, rows: list[dict[str, Any]], report: tuple[str, int] | None, titles: list[str],
+                        run: Path, server: Receivers) -> None:
+    with followed(RunArguments(save=str(run), notify=["env:GOOD"]), owner) as follower:
+        append(run, "events.jsonl", *rows)
+        if report is not None:
+            follower.report(*report)
+    assert server.titles() == [f"first: {title}" for title in titles]
+
+
+def test_the_owner_is_killed_and_before_that_nothing_happens_for_long(run: Path, server: Receivers) -> None:
+    script = ("import sys, time; from pretrain.config.flags.arguments import RunArguments; "
+              "from pretrain.monitor.follow.start import followed\n"
+              f"with followed(RunArguments(save={str(run)!r}, notify=['GOOD'], notify_silence=0.01, "
+              "notify_on=['no_progress,crash']), 'ds-pretrain'): time.sleep(900)")
+    owner = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": str(ROOT)})
+    wait_until(lambda: len(server.messages) == 1)
+    append(run, "events.jsonl", event("start"))  # a kind that is not sent
+    time.sleep(0.6)
+    owner.kill()
+    owner.wait()
+    wait_until(lambda: server.titles()[-1] == "first: ds-pretrain has ended")
+    assert "first: no progress for 0.0" in server.titles()[0]
+
+
+def scrape(port: int, address: str = "127.0.0.1") -> dict[tuple[str, ...], float]:
+    """Return (name, values of the labels in the order of their names) -> value."""
+    with urllib.request.urlopen(f"http://{address}:{port}/metrics") as answer:
+        text = answer.read().decode()
+    return {(sample.name, *(value for _, value in sorted(sample.labels.items()))): sample.value
+            for family in text_string_to_metric_families(text) for sample in family.samples}
+
+
+@pytest.mark.parametrize("address", [None, "::1"])
+def test_metrics(address: str | None, run: Path) -> None:
+    port, host = free_port(), f"[{address}]" if address else "127.0.0.1"
+    append(run, "metrics.jsonl", *(training(step, 5.0) for step in range(1, 4)))
+    append(run, "events.jsonl", event("start"), event("spike", 2))
+    args = RunArguments(save=str(run), metrics_port=port, metrics_address=address)
+    with followed(args, RANK_0):
+        append(run, "metrics.jsonl", training(50, 2.5),
+               {"step": 50, "time": 2, "split": "valid/code", "eval_loss": 2.0},
+               {"step": 50, "time": 2, "split": "tasks/arc", "acc": 0.5, "questions": 9})
+        slow = event("slow_rank", 50, ranks=[1, 2], hosts=["a", "b"], ratio=1.7, stage="data")
+        append(run, "events.jsonl", event("spike", 50), {**slow, "kind": "disk"},
+               event("slow_rank_over", 50, ranks=[1], hosts=["a"]))
+        found: dict[tuple[str, ...], float] = {}
+
+        def is_complete() -> bool:
+            try:
+                found.update(scrape(port, host))
+            except OSError:
+                return False
+            return found.get(("ds_pretrain_events_total", "slow_rank_over")) == 1
+
+        wait_until(is_complete, lambda: found)
+        found = scrape(port, host)
+    assert {name for name, *_ in found} <= metric_names().keys()
+    expected = {("ds_pretrain_step",): 50, ("ds_pretrain_loss",): 2.5, ("ds_pretrain_lr",): 1e-3,
+                ("ds_pretrain_last_step_time_seconds",): 1234.5, ("ds_pretrain_train_steps",): 100,
+                ("ds_pretrain_eval_loss", "valid/code"): 2, ("ds_pretrain_task_score", "acc", "arc"): 0.5,
+                ("ds_pretrain_events_total", "spike"): 2, ("ds_pretrain_events_total", "hang"): 0,
+                ("ds_pretrain_slow_rank_ratio", "b", "disk", "2", "data"): 1.7}
+    assert {key: found.get(key) for key in expected} == expected
+    assert [name for name, *_ in found].count("ds_pretrain_slow_rank_ratio") == 1
+    assert ("ds_pretrain_grad_norm",) not in found  # null
+    assert ("ds_pretrain_run_info", str(run), "node1", "gpt2", "bf16", "first", "8", "2") in found
+
+
+def test_every_query_of_the_dashboard_and_of_the_alerts_names_a_metric() -> None:
+    dashboard = json.loads(find_template("grafana").read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
+    alerts = (ROOT / "launch" / "notify.md").read_text()
+    names = re.findall(r"ds_pretrain_\w+", "\n".join([*queries, alerts]))
+    assert len(queries) >= 10
+    assert set(names) <= metric_names().keys()
+
+
+@pytest.mark.parametrize(("flags", "words"), [
+    ({"notify": [f"slack://{SECRET}/x"]}, "--notify: it takes the name of an environment variable, not a URL"),
+    ({"notify": ["EMPTY"]}, "--notify: the environment variable EMPTY is empty or not set"),
+    ({"notify": ["WRONG"]}, "--notify: the variable WRONG holds no URL that apprise knows"),
+    ({"notify": ["GOOD"], "notify_on": ["spike,hnag"]}, '--notify_on: found hnag; expected'),
+    ({"notify_on": ["spike"]}, "--notify_on: it has no effect without --notify or --notify_command"),
+    ({"metrics_address": "::"}, "--metrics_address: it has no effect without --metrics_port"),
+    ({"metrics_port": 9, "metrics_address": "no.such.host.invalid"}, "--metrics_address: 'no.such.host.invalid' is no"),
+])
+def test_wrong_receivers(flags: dict[str, Any], words: str, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EMPTY", "")
+    monkeypatch.setenv("WRONG", f"slcak://{SECRET}")
+    with pytest.raises(ConfigError) as caught:
+        check_receivers(RunArguments(save=str(run), **flags))
+    assert str(caught.value).startswith(words)
+    assert SECRET not in str(caught.value)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    if "notify" in flags and "notify_on" not in flags:
+        check_receivers(RunArguments(save=str(run), **flags))  # other ranks need no variable
+
+
+@pytest.mark.parametrize(("flags", "module", "words"), [
+    ({"notify": ["GOOD"]}, "apprise", "the package apprise is not installed. Run `pip install 'ds-pretrain[notify]'`"),
+    ({"metrics_port": 9100}, "prometheus_client", "the package prometheus-client is not installed. Run `pip"),
+])
+def test_a_missing_package(flags: dict[str, Any], module: str, words: str, run: Path,
+                           monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pretrain.config.flags.receivers.find_spec", lambda name: None if name == module else 1)
+    with pytest.raises(ConfigError, match="not installed") as caught:
+        check_receivers(RunArguments(save=str(run), **flags))
+    assert words in str(caught.value)
+
+
+def test_a_port_that_is_in_use(server: Receivers, run: Path) -> None:
+    port = int(server.url("good").split(":")[-1].split("/")[0])
+    with pytest.raises(ConfigError, match=rf"--metrics_port: port {port} of 127.0.0.1 cannot be used: Address already"):
+        check_port(RunArguments(save=str(run), metrics_port=port))
+    with pytest.raises(ConfigError, match="Cannot assign requested address"):
+        check_port(RunArguments(save=str(run), metrics_port=free_port(), metrics_address="192.0.2.1"))
