@@ -50,20 +50,21 @@ PLANTED: dict[str, tuple[list[dict[str, Any]], str, str, set[str]]] = {
     "rate_too_low": ([config(2, lr=1e-7)], "update size", "an update at the peak rate 1e-07 has ", set()),
     "labels_shifted_twice": ([ZERO, PIPELINE], "label positions", "change by the own label 0.0e+00, by other", set()),
     "mean_of_micro_batch": ([ZERO, PIPELINE], "layout", "1.0e+00 (halves of the labels)", set()),
-    "batch_norm": ([ZERO, PIPELINE], "layout", "(micro-batches of one sample)", set()),
+    "batch_norm": ([ZERO, PIPELINE], "layout", "(micro-batches of one sample)", {"gradient scale"}),
     "unit_matrices": ([ZERO, PIPELINE], "activations", "; wrong: ", set()),
     "norms_from_zero": ([PIPELINE, ZERO], "activations", "rms 0 (", {
         "causal mask", "label positions", "gradients reach"}),
     "layer_scale": ([PIPELINE, ZERO], "gradient sizes", "norms of layers ", set()),
     "local_norm": ([ZERO, PIPELINE], "gradient norm", "reported ", set()),
-    "norm_with_loss_scale": ([fp16(config(0, stages=2)), fp16(config(0))], "gradient norm", "reported ", set()),
+    "norm_with_loss_scale": ([fp16(config(0, stages=2)), fp16(config(1))], "gradient norm", "reported ", set()),
     "wrong_sign": ([PIPELINE, ZERO], "one batch is learned", "to ", set()),
     "dropout_without_mode": ([ZERO, PIPELINE], "one batch is learned", "to ", {
         "causal mask", "label positions", "layout", "gradient scale", "determinism"}),
     "positions_instead_of_tokens": ([PIPELINE, ZERO], "one batch is learned", "to ", {"causal mask"}),
-    "label_in_head": ([ZERO, PIPELINE], "zeroed inputs are worse", "loss 0.", {"shuffled inputs are worse"}),
-    "positions_of_batch": ([PIPELINE, ZERO], "shuffled inputs are worse", "loss ", {
-        "zeroed inputs are worse", "layout"}),
+    "label_in_head": ([ZERO, PIPELINE], "shuffled inputs are worse", "loss ", {
+        "zeroed inputs are worse", "initial loss"}),
+    "positions_of_batch": ([PIPELINE, ZERO], "zeroed inputs are worse", "loss ", {
+        "shuffled inputs are worse", "layout"}),
     "unseeded_weights": ([ZERO, PIPELINE], "determinism", "different weights", set()),
     "unseeded_order": ([PIPELINE, ZERO], "determinism", "different weights", {"layout"}),
 }

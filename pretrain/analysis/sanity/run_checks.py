@@ -88,9 +88,10 @@ def without_false_trails(results: list[Result]) -> list[Result]:
 
     With far too large initial weights, the loss is so steep that a finite difference says nothing about its gradient.
     """
-    passed = {result.check: result.passed for result in results}
-    return [not_made(result.check, "not compared, because the initial loss is wrong")
-            if result.check == "gradient scale" and passed["initial loss"] is False else result for result in results]
+    wrong = next((result.check for result in results
+                  if result.check in ("initial loss", "activations") and result.passed is False), None)
+    return [not_made(result.check, f"not compared, because of the failed check: {wrong}")
+            if result.check == "gradient scale" and wrong is not None else result for result in results]
 
 
 def _check_again(plan: Plan, build: Callable[[Plan], DeepSpeedEngine], learned: training_checks.OneBatch,

@@ -24,7 +24,7 @@ from pretrain.analysis.sanity.result import table_lines
 from pretrain.analysis.sanity.run_checks import run_checks
 from pretrain.data.loader import Loader
 from pretrain.engine import build
-from pretrain.engine.patches.fp16 import UnscaledNorm
+from pretrain.engine.steps import loss_scale
 from pretrain.model.layers.block import Block
 from pretrain.model.layers.vocabulary import PositionEmbedding, TokenEmbedding, TrainingLoss
 from tests.distributed.workers.worker import Case, plan_of
@@ -134,7 +134,8 @@ def local_norm() -> Any:
 
 def norm_with_loss_scale() -> Any:
     """The gradients are clipped by the norm of the scaled ones."""
-    return mock.patch.object(UnscaledNorm, "after", lambda self: None)
+    right = DeepSpeedEngine.get_global_grad_norm
+    return mock.patch.object(DeepSpeedEngine, "get_global_grad_norm", lambda self: right(self) * loss_scale(self))
 
 
 def wrong_sign() -> Any:
@@ -162,23 +163,19 @@ def positions_instead_of_tokens() -> Any:
 def label_in_head() -> Any:
     """The output layer adds the embedding of the label, which a model may do for scheduled sampling."""
     def loss(self: TrainingLoss, x: torch.Tensor, weight: torch.Tensor, labels: Any, **others: Any) -> torch.Tensor:
-        return right(self, x + F.embedding(labels[0], weight), weight, labels, **others)
+        label_BTD = F.rms_norm(F.embedding(labels[0], weight), x.shape[-1:])
+        return right(self, x + label_BTD, weight, labels, **others)
 
     right = TrainingLoss.__call__
     return mock.patch.object(TrainingLoss, "__call__", loss)
 
 
 def positions_of_batch() -> Any:
-    """Positions are counted through all rows of the micro-batch: each row has learned vectors of its own."""
-    def add(self: PositionEmbedding, x_BTD: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        joined = right(self, x_BTD.flatten(0, 1)[None, :limit(self)], *args, **kwargs)
-        return torch.cat([joined, right(self, x_BTD.flatten(0, 1)[None, limit(self):], *args, **kwargs)],
-                         1).view_as(x_BTD) if x_BTD.shape[0] * x_BTD.shape[1] > limit(self) else joined.view_as(x_BTD)
+    """Positions are counted through the rows of the micro-batch: the rows have learned vectors of their own."""
+    def add(self: PositionEmbedding, x_BTD: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(x_BTD.shape[0] * x_BTD.shape[1]) % len(self.embedding)
+        return x_BTD + F.embedding(positions.view(x_BTD.shape[:2]), self.embedding)
 
-    def limit(layer: PositionEmbedding) -> int:
-        return 64  # positions of the tiny model
-
-    right = PositionEmbedding.forward
     return mock.patch.object(PositionEmbedding, "forward", add)
 
 
