@@ -27,7 +27,7 @@ from pretrain.terminal import clear_status, status
 def _sanity_run(words: list[str], world: World) -> int:
     """Validate the run, then import torch and run the checks. Raises ConfigError."""
     own = Parser(add_help=False, usage="ds-pretrain sanity [flags] [flags of a run]")
-    own.add_argument("--overfit_steps", type=whole_number(2, 10**6), default=100, metavar="N",
+    own.add_argument("--overfit_steps", type=whole_number(2, 10**6), default=1000, metavar="N",
                      help="largest number of steps in which one small batch must be learned (default: %(default)s)")
     own.add_argument("--json", type=path, metavar="FILE", help="also write the results to this file")
     known, rest = parse_before_run(own, words)

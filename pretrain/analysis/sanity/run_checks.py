@@ -11,18 +11,17 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import groups
 
 from pretrain.analysis.sanity import forward_checks, training_checks
-from pretrain.analysis.sanity.batches import small_batch
+from pretrain.analysis.sanity.batches import SmallBatch, small_batch
 from pretrain.analysis.sanity.checked_engine import CheckedEngine, plan_of_checks, remove_trial_files, trial_plan
 from pretrain.analysis.sanity.result import Result, as_json, failed_checks, not_made, print_table
 from pretrain.config.plan import Plan
-from pretrain.data.loader import MicroBatch
 from pretrain.engine.build import deepspeed_output
-from pretrain.engine.steps import data_parallel_size
+from pretrain.engine.steps import data_parallel_rank, data_parallel_size
 from pretrain.errors import ConfigError
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.terminal import clear_status
 
-DEFAULT_STEPS = 100  # at most, to learn one batch
+DEFAULT_STEPS = 1000  # at most, to learn one batch; 30 to 100 are usual
 Report = Callable[[str], None]
 """called on every rank with a line about the progress"""
 
@@ -62,24 +61,25 @@ def _check_first(checked: CheckedEngine, steps: int,
                 forward_checks.check_activations(checked, batches)]
     report("gradients")
     small = small_batch(lambda step: checked.batches(consumed_samples + step * checked.plan.layout.global_batch_size),
-                        data_parallel_size(checked.engine))
+                        rank=data_parallel_rank(checked.engine), ranks=data_parallel_size(checked.engine))
     results += _check_gradients(checked, small)
     results = without_false_trails(results)
     if not all(math.isfinite(result.value) for result in results if result.value is not None):
         return [*results, not_made("training", "a loss or gradient is not finite")], None
-    update, rate = training_checks.check_update_size(checked, small)
+    update, rate = training_checks.check_update_size(checked, small.micro_batches)
     training_checks.first_steps(checked, consumed_samples, rate)
     learned = training_checks.learn_one_batch(checked, small, steps, rate, report)
     return [*results, update, training_checks.check_one_batch(learned)], learned
 
 
-def _check_gradients(checked: CheckedEngine, small: list[MicroBatch]) -> list[Result]:
-    gradients = checked.gradients(small)
-    return [forward_checks.check_modes(checked, small),
+def _check_gradients(checked: CheckedEngine, small: SmallBatch) -> list[Result]:
+    batches = small.micro_batches
+    gradients = checked.gradients(batches)
+    return [forward_checks.check_modes(checked, batches),
             training_checks.check_gradients_reach(checked, gradients),
             training_checks.check_gradient_scale_of_layers(gradients),
             training_checks.check_gradient_norm(checked, gradients),
-            training_checks.check_gradient_scale(checked, small, gradients),
+            training_checks.check_gradient_scale(checked, batches, gradients),
             training_checks.check_weight_decay(checked)]
 
 
@@ -88,9 +88,10 @@ def without_false_trails(results: list[Result]) -> list[Result]:
 
     With far too large initial weights, the loss is so steep that a finite difference says nothing about its gradient.
     """
-    passed = {result.check: result.passed for result in results}
-    return [not_made(result.check, "not compared, because the initial loss is wrong")
-            if result.check == "gradient scale" and passed["initial loss"] is False else result for result in results]
+    wrong = next((result.check for result in results
+                  if result.check in ("initial loss", "activations") and result.passed is False), None)
+    return [not_made(result.check, f"not compared, because of the failed check: {wrong}")
+            if result.check == "gradient scale" and wrong is not None else result for result in results]
 
 
 def _check_again(plan: Plan, build: Callable[[Plan], DeepSpeedEngine], learned: training_checks.OneBatch,
