@@ -31,6 +31,7 @@ _LEFT_OUT = 2  # first rows of a start, with compilation and warm-up
 # machine, moves the median of 8 blocks nearly as much as one block
 _LIMITS = {8: 4.0, 16: 3.2, 32: 2.5}
 _FEWEST_BLOCKS = 24  # before the first report
+_MOST_EACH_BLOCK = 64  # ranks that are looked at after each block; with more, every second or later one: it costs time
 _SMALLEST_RATIO = math.log(1.1)
 _SMALLEST_COST = 0.05  # of a step, that the others wait for the rank
 
@@ -138,6 +139,7 @@ class SlowRanks:
         self._places, self._on_cpu = list(places), on_cpu
         self._blocks = _Blocks(block_s)
         self._left_out = _LEFT_OUT
+        self._every = -(-len(self._places) // _MOST_EACH_BLOCK)
         self._slow: list[_Slow] = []
         self._returns = np.zeros(len(self._places), dtype=int)  # by rank: after each one, slowness must last longer
         stages = np.array([place.stage for place in places])
@@ -157,7 +159,7 @@ class SlowRanks:
         if self._left_out or not np.isfinite(times.ms["own"]).all() or times.step_ms <= 0:
             self._left_out = max(self._left_out - 1, 0)
             return []
-        if not self._blocks.add(times) or self._blocks.count < _FEWEST_BLOCKS:
+        if not self._blocks.add(times) or self._blocks.count < _FEWEST_BLOCKS or self._blocks.count % self._every:
             return []
         excess = excesses(np.array([block.ms["own"] for block in self._blocks.blocks]), self._stage_ranks)
         return [*self._ended(excess), *self._begun(excess, math.log(max(imbalance, 1.0)))]
@@ -220,7 +222,7 @@ class SlowRanks:
         """Compare the times of the ranks since the change with those of their peers, or with their own before it."""
         def medians(of: Sequence[RankTimes]) -> dict[str, np.ndarray]:
             return {key: np.median([{**row.ms, **row.load}[key] for row in of], axis=0)
-                    for key in (*of[0].ms, *of[0].load) if key != "link"}
+                    for key in (*of[0].ms, *of[0].load)}
 
         now = medians(rows)
         slow = {key: float(np.median(values[ranks])) for key, values in now.items()}

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pretrain.monitor.rank_times import LOAD, NUM_VALUES, TIMES, RankTimes, RankTimesLog, rank_times, read_rank_times
+from pretrain.monitor.rows import EVENTS
 from pretrain.monitor.slow_ranks import SLOW_RANK, SLOW_RANK_OVER, Change, Place, SlowRanks, lower_median
 
 STEP_MS, STEPS = 400.0, 10  # a row takes 4 s
@@ -95,6 +96,8 @@ def test_a_slow_rank_is_named_with_its_kind(layout: str, kind: str) -> None:
     assert begun.ratio > 1.5
     assert (ended.event, ended.ranks) == (SLOW_RANK_OVER, [rank])
     assert begun.step < 1 + 100 * STEPS < ended.step
+    assert begun.record().keys() == {*EVENTS[SLOW_RANK][0].split(), "step"}
+    assert ended.record().keys() == {*EVENTS[SLOW_RANK_OVER][0].split(), "step"}
 
 
 @pytest.mark.parametrize("layout", [name for name in CLUSTERS if CLUSTERS[name].stages != 4 or "8x8" in name])

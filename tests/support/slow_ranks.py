@@ -26,9 +26,9 @@ from tests.support.launch import ROOT, free_port, rank_environment
 
 HEALTHY_S = 15.0
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "zero1": config(1, precision="bf16"), "zero0": config(0, precision="bf16"), "zero2": config(2, precision="bf16"),
-    "zero3": config(3, precision="bf16"), "pipeline2": config(1, precision="bf16", stages=2, accumulation=4),
-    "pipeline4": config(0, precision="bf16", stages=4, accumulation=8)}
+    **{f"zero{stage}": config(stage, precision="bf16", accumulation=1) for stage in range(4)},
+    "pipeline2": config(1, precision="bf16", stages=2, accumulation=2),
+    "pipeline4": config(0, precision="bf16", stages=4, accumulation=4)}
 CPU_GROUPS = Path("/sys/fs/cgroup/cpu")  # version 1
 # a module that the ranks import: it delays the reads of data of one rank, once the file "slow" exists
 SLOW_READS = """
@@ -48,15 +48,15 @@ if os.environ.get("RANK") == os.environ.get("SLOW_READS_RANK"):
 class Ranks:
     """Processes of one run, with the output of each in `folder`."""
 
-    def __init__(self, folder: Path, layout: str, *, ranks: int = 4, hidden: int = 64,
+    def __init__(self, folder: Path, layout: str, *, ranks: int = 4, log_interval: int = 2,
                  environ: dict[str, str] | None = None, **more: Any) -> None:
         self.folder, self.run = folder, folder / "run"
         folder.mkdir(parents=True, exist_ok=True)
-        values = flags(write_corpus(folder / "corpus"), hidden=hidden, steps=10**6, **more)
+        values = flags(write_corpus(folder / "corpus"), hidden=32, layers=4, steps=10**6, **more)
         (folder / "ds.json").write_text(json.dumps(LAYOUTS[layout]))
         words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
         command = [sys.executable, str(ROOT / "pretrain/train.py"), "--deepspeed_config", "ds.json", *words,
-                   "--log_interval", "5", "--save", "run", "--save_interval", "0", "--eval_interval", "0"]
+                   "--log_interval", str(log_interval), "--save", "run", "--save_interval", "0", "--eval_interval", "0"]
         port = free_port()
         self.processes = []
         for rank in range(ranks):
@@ -75,12 +75,17 @@ class Ranks:
                 raise RuntimeError((self.folder / "rank0.log").read_text()[-3000:])
             time.sleep(0.2)
 
-    def stop_after(self, seconds: float) -> list[dict[str, Any]]:
-        """Let the run train for this time, stop it, and return the events of slow ranks."""
-        time.sleep(seconds)
+    def stop_after(self, seconds: float, *, until_found: bool = False) -> list[dict[str, Any]]:
+        """Let the run train for this time, or until it names a slow rank, and stop it. Returns these events."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not (until_found and self._events()):
+            time.sleep(1)
         (self.run / STOP_FILE).touch()
         for process in self.processes:
             process.wait()
+        return self._events()
+
+    def _events(self) -> list[dict[str, Any]]:
         return [event for event in read_events(self.run) if event["event"].startswith(SLOW_RANK)]
 
     def kill(self) -> None:
@@ -181,7 +186,7 @@ def plant(folder: Path, kind: str, layout: str, rank: int, *, seconds: float, fr
         if not from_start:
             time.sleep(HEALTHY_S)
         with PLANTS[kind](ranks, rank):
-            return ranks.stop_after(seconds)
+            return ranks.stop_after(seconds, until_found=True)
     finally:
         ranks.kill()
 
