@@ -84,15 +84,6 @@ def launch_on_hosts(flags: argparse.Namespace, train: Sequence[str]) -> int:
         reject_second_start(Path(args.save))
     if flags.no_ssh and flags.node_rank > 0:
         os.environ[FOLLOWED] = "1"  # the first host's command follows the run
-    with followed(None if flags.check_only else args, LAUNCHER) as follower:
-        code = _launch_run(flags, train, args, slots, left_out)
-        follower.report("", code)
-    return code
-
-
-def _launch_run(flags: argparse.Namespace, train: Sequence[str], args: RunArguments,
-                slots: Mapping[str, list[int]], left_out: Mapping[str, LeftOut]) -> int:
-    """Check the hosts and the run, then run it unless --check_only is given. Returns its exit code."""
     folder = Path.cwd()
     user = without_receivers(user_variables(os.environ, [Path.home(), folder], flags.launcher), args)
     if not flags.no_ssh:
@@ -111,7 +102,11 @@ def _launch_run(flags: argparse.Namespace, train: Sequence[str], args: RunArgume
     if flags.exclude_stragglers:
         record_start(Path(args.save), ranks, left_out)
     job = MultihostJob(secrets.token_hex(8), ranks, list(slots), transport, flags.grace)
-    return _run_from_this_host(flags, [_TRAIN, *train], facts, user, job, folder / args.save)
+    with followed(args, LAUNCHER) as follower:
+        user |= {name: os.environ[name] for name in (FOLLOWED,) if name in os.environ}
+        code = _run_from_this_host(flags, [_TRAIN, *train], facts, user, job, folder / args.save)
+        follower.report("", code)
+    return code
 
 
 def _without_slow_hosts(flags: argparse.Namespace, run: Path) -> dict[str, LeftOut]:
@@ -260,10 +255,11 @@ def _run_without_ssh(flags: argparse.Namespace, train: Sequence[str], ranks: Map
         if not flags.check_only:
             job = MultihostJob(job_name, ranks, [host], local_transport, flags.grace)
             variables = {**rank_variables({host: facts[host]}, ranks, user, job_name), **launcher_variable()}
-            environ = launcher_environment(variables)
             command = deepspeed_command(flags, [_TRAIN, *train], hostfile=Path(flags.hostfile).absolute(),
                                         master_addr=flags.master_addr, interface="")
-            code = run_job(command, environ, job, rendezvous.listen)
+            with followed(args, LAUNCHER) as follower:
+                code = run_job(command, launcher_environment(variables), job, rendezvous.listen)
+                follower.report("", code)
     finally:
         rendezvous.leave(code, flags.grace)
     return code
