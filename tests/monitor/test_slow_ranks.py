@@ -77,7 +77,7 @@ def changes(cluster: Cluster, rows: list[RankTimes], **settings: Any) -> list[Ch
     return [change for row in rows for change in slow.observe(row, **settings)]
 
 
-FAULTS = {
+FAULTS: dict[str, dict[str, float]] = {
     "compute": {"forward": 60, "backward": 120, "cpu": 180}, "other load": {"backward": 180, "run_delay": 180},
     "throttling": {"backward": 180, "run_delay": 180, "throttled": 180}, "stopped": {"forward": 60, "backward": 120},
     "data": {"data": 180}, "slow disk": {"data": 180, "read_bytes": 3e6}}
