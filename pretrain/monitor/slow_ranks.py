@@ -176,8 +176,19 @@ class SlowRanks:
                     rank = int(group[column])
                     if window >= _WINDOWS[0] * 2 ** min(self._returns[rank], 2):
                         found.setdefault(rank, (level, window))
+        self._add_rest_of_hosts(found, excess)
         new = [rank for rank in sorted(found) if rank not in known and self._costs(rank, *found[rank])]
         return [self._report(group, found, excess) for group in self._groups(new)]
+
+    def _add_rest_of_hosts(self, found: dict[int, tuple[float, int]], excess: "Excess") -> None:
+        """Add the other ranks of a host if all are nearly as slow: not all become significant with the same block."""
+        newest = np.median(excess.ranks[-_WINDOWS[0]:], axis=0)
+        for host in {self._places[rank].host for rank in found}:
+            on_host = [rank for rank, place in enumerate(self._places) if place.host == host]
+            known = [rank for rank in on_host if rank in found]
+            level, window = min(found[rank] for rank in known)
+            if all(newest[rank] > 0.6 * level for rank in on_host if rank not in found):
+                found.update({rank: (float(newest[rank]), window) for rank in on_host if rank not in found})
 
     def _costs(self, rank: int, level: float, window: int) -> bool:
         """Return whether the others wait for the rank for a part of the step that is worth a report."""

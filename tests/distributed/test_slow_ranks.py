@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,15 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pretrain.monitor.rank_times import RANK_TIMES, RankTimes, StartTimes, read_rank_times
+from pretrain.monitor.rank_times import RANK_TIMES
 from pretrain.monitor.read_run_folder import read_metrics
 from pretrain.paths import STOP_FILE
 from tests.support.cases import config, flags
 from tests.support.launch import train_ranks
-from tests.support.slow_ranks import EXPECTED, LAYOUTS, PLANTS, plant
+from tests.support.slow_ranks import EXPECTED, LAYOUTS, PLANTS, plant, rows_of, stop_in_each_row
 
-SLOW, HEALTHY_ROWS, ROWS = 2, 6, 18
-STOPPED_S, RUNNING_S = 0.4, 0.1
+SLOW, HEALTHY_ROWS, ROWS = 2, 5, 10
 
 
 def pid_of_rank(folder: Path, rank: int) -> int:
@@ -31,11 +29,6 @@ def pid_of_rank(folder: Path, rank: int) -> int:
             if process.name.isdigit() and os.readlink(process / "fd" / "1") == log:
                 return int(process.name)
     raise AssertionError(f"no process writes to {log}")
-
-
-def times_of(run: Path) -> list[RankTimes]:
-    starts: list[StartTimes] = read_rank_times(run)
-    return starts[-1].times if starts else []
 
 
 @contextlib.contextmanager
@@ -55,17 +48,13 @@ def test_the_others_wait_for_a_rank_that_is_stopped(corpus: str, tmp_path: Path)
     run = tmp_path / "run"
     with ThreadPoolExecutor(1) as pool, ended(run):
         future = pool.submit(train_ranks, 4, words, tmp_path)
-        while len(times_of(run)) < HEALTHY_ROWS and not future.done():
+        while len(rows_of(run)) < HEALTHY_ROWS and not future.done():
             time.sleep(0.2)
         assert not future.done(), future.result()[0].stdout
         pid = pid_of_rank(tmp_path, SLOW)
-        while len(times_of(run)) < HEALTHY_ROWS + ROWS and not future.done():
-            os.kill(pid, signal.SIGSTOP)
-            time.sleep(STOPPED_S)
-            os.kill(pid, signal.SIGCONT)
-            time.sleep(RUNNING_S)
+        stop_in_each_row(run, pid, lambda: len(rows_of(run)) >= HEALTHY_ROWS + ROWS or future.done())
     assert [process.returncode for process in future.result()] == [75] * 4
-    times = times_of(run)[HEALTHY_ROWS + 1:]
+    times = rows_of(run)[HEALTHY_ROWS + 1:]
     own, waits = (np.median([row.ms[key] for row in times], axis=0) for key in ("own", "reduce_wait"))
     assert int(own.argmax()) == SLOW
     assert int(waits.argmin()) == SLOW

@@ -17,6 +17,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from pretrain.monitor.rank_times import RankTimes, read_rank_times
 from pretrain.monitor.read_run_folder import read_events
 from pretrain.monitor.slow_ranks import SLOW_RANK
 from pretrain.paths import STOP_FILE
@@ -96,20 +99,30 @@ class Ranks:
             process.wait()
 
 
+def rows_of(run: Path) -> list[RankTimes]:
+    """Return the rows of rank_times.jsonl of a run that has one start."""
+    starts = read_rank_times(run)
+    return starts[-1].times if starts else []
+
+
+def stop_in_each_row(run: Path, pid: int, is_over: Callable[[], bool], *, steps: float = 2.0) -> None:
+    """Stop a process once in each row, for the time of some steps before: on a busy machine steps are longer."""
+    healthy_s = float(np.median([row.step_ms for row in rows_of(run)[1:]] or [1000])) / 1e3
+    while not is_over():
+        rows = len(rows_of(run))
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(steps * healthy_s)
+            os.kill(pid, signal.SIGCONT)
+        while len(rows_of(run)) == rows and not is_over():
+            time.sleep(0.05)
+
+
 @contextlib.contextmanager
-def stopped(ranks: Ranks, rank: int, *, share: float = 0.5, period_s: float = 0.2) -> Iterator[None]:
-    """Stop a rank for a share of the time."""
+def stopped(ranks: Ranks, rank: int) -> Iterator[None]:
+    """Stop a rank for a part of the time."""
     over = threading.Event()
-
-    def pulse() -> None:
-        while not over.is_set():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(ranks.pid(rank), signal.SIGSTOP)
-                over.wait(share * period_s)
-                os.kill(ranks.pid(rank), signal.SIGCONT)
-            over.wait((1 - share) * period_s)
-
-    thread = threading.Thread(target=pulse)
+    thread = threading.Thread(target=stop_in_each_row, args=(ranks.run, ranks.pid(rank), over.is_set))
     thread.start()
     try:
         yield
