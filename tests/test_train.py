@@ -20,7 +20,8 @@ METRICS = {"step", "consumed_samples", "consumed_tokens", "seq_length", "loss", 
            "memory_bytes", "peak_memory_bytes", "eta_seconds", "global_batch_size", "loss_max", "grad_norm_max",
            "clip_rate", "clip_norm", "param_norm", "update_ratio", "tflops_exact_per_device", "mfu_exact",
            "forward_time_ms", "backward_time_ms", "reduce_time_ms", "optimizer_time_ms", "save_time_ms",
-           "eval_time_ms", "pipeline_bubble", "host_memory_bytes", "power_watts", "goodput"}
+           "eval_time_ms", "pipeline_bubble", "host_memory_bytes", "power_watts", "goodput", "slowest_rank",
+           "slowest_rank_ratio"}
 CONFIG = ROOT / "ds_configs" / "pipeline2_zero1_bf16.json"
 
 

@@ -157,7 +157,7 @@ class Meter:
         self.screen.line(row_line(row, train_steps=self.plan.train_steps, fp16=self.plan.layout.precision == "fp16",
                                   columns=self.screen.columns))
         self._show_hints(row)
-        self._slow_ranks.observe(times)
+        self._slow_ranks.observe(times, expert_load=row.get("expert_load_max") or 1.0)
 
     def _show_hints(self, row: dict[str, Any]) -> None:
         """Report what the curve shows with this row of training or of an evaluation: hints, and the expected curve."""

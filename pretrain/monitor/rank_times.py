@@ -36,7 +36,6 @@ LOAD = {
     "throttled": "ms in which its control group was over its CPU quota",
     "read_bytes": "bytes that its process read from a disk",
     "gpu_slowed": "fraction of the readings at which its GPU ran below its clock because of heat or power",
-    "link": "ms in which a message from the previous rank arrives; NaN: not measured",
 }
 _KEYS = (*TIMES, *LOAD)
 _MOST_NUMBERS = 64  # ranks that each logged step gets a row for; with more ranks, a row has the mean of several
@@ -62,8 +61,8 @@ class RankTimes:
     def of_row(cls, row: Mapping[str, Any]) -> "RankTimes":
         """Return the times of a row of rank_times.jsonl. Raises KeyError, TypeError or ValueError on other values."""
         ms = {key: np.asarray(row["ms"][key], dtype=float) for key in TIMES}
-        missing = [None] * len(ms["own"])
-        load = {key: np.asarray(row["load"].get(key, [0] * len(missing)), dtype=float) for key in LOAD}
+        zeros = [0.0] * len(ms["own"])
+        load = {key: np.asarray(row["load"].get(key, zeros), dtype=float) for key in LOAD}
         return cls(int(row["step"]), int(row["steps"]), float(row["step_ms"]), ms, load)
 
 
@@ -76,7 +75,6 @@ class OwnTimes:
 
     def __init__(self) -> None:
         self._reader = HostLoadReader()
-        self.link_ms = float("nan")
         self.restart()
 
     def restart(self) -> None:
@@ -112,8 +110,7 @@ class OwnTimes:
             "reduce_wait": sum(waited_ms.values()) + data_waited, "optimizer": own[OPTIMIZER]}
         times["own"] = sum(times.values()) - times["reduce_wait"]
         load = self._reader.read().since(self._start).since(self._excluded)
-        link, self.link_ms = self.link_ms * steps, float("nan")
-        values = [*(times[key] for key in TIMES), *load, link]
+        values = [*(times[key] for key in TIMES), *load]
         self.restart()
         return [value / steps for value in values]
 
@@ -135,11 +132,9 @@ def mean_times(parts: Sequence[RankTimes]) -> RankTimes:
     def mean(values: Sequence[Any]) -> Any:
         return sum(weight * value for weight, value in zip(weights, values, strict=True))
 
-    links = np.stack([part.load["link"] for part in parts])
-    load = {key: mean([part.load[key] for part in parts]) for key in LOAD if key != "link"}
-    load["link"] = np.fmin.reduce(links)
     return RankTimes(parts[-1].step, steps, mean([part.step_ms for part in parts]),
-                     {key: mean([part.ms[key] for part in parts]) for key in TIMES}, load)
+                     {key: mean([part.ms[key] for part in parts]) for key in TIMES},
+                     {key: mean([part.load[key] for part in parts]) for key in LOAD})
 
 
 class RankTimesLog:

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-DATA, DISK, COMPUTE, OTHER_LOAD, THROTTLING, STOPPED, LINK, UNKNOWN = KINDS = (
-    "data", "slow disk", "compute", "other load", "throttling", "stopped", "network link", "unknown")
+DATA, DISK, COMPUTE, OTHER_LOAD, THROTTLING, STOPPED, UNKNOWN = KINDS = (
+    "data", "slow disk", "compute", "other load", "throttling", "stopped", "unknown")
 _MOST = 0.5  # of the additional time, that a cause must explain
 
 
@@ -33,7 +33,6 @@ def explain(evidence: Evidence) -> tuple[str, str]:
         return UNKNOWN, text
     if evidence.more("gpu_slowed") >= _MOST:
         return THROTTLING, f"{text}; the GPU runs below its clock because of heat or power"
-    # of threads that wait for others, wake-ups are delayed too: the difference is at most about the own time's
     if throttled > 0.3 * own:
         return THROTTLING, text
     if delay > _MOST * own:

@@ -40,12 +40,12 @@ class SlowRankWatch:
         slowest = int(ratios.argmax())
         return {"slowest_rank": slowest, "slowest_rank_ratio": float(ratios[slowest])}
 
-    def observe(self, times: RankTimes) -> None:
-        """Add the times of a logged step."""
+    def observe(self, times: RankTimes, *, expert_load: float) -> None:
+        """Add the times of a logged step. `expert_load`: of the busiest expert, relative to the mean."""
         if len(self._places) == 1 or not self._folder.is_active:
             return
         for row in self._log.rows(times):
             self._folder.rank_times(row)
-        for change in self._slow.observe(times):
+        for change in self._slow.observe(times, imbalance=expert_load):
             self._screen.line(f"{change.event}: {change}")
             self._folder.event(change.event, reason=str(change), **change.record())

@@ -27,10 +27,11 @@ BLOCK_S = 1.0
 _WINDOWS = (8, 16, 32)  # blocks whose median is compared; a short blip does not reach the shortest
 _LONGEST = 256  # newest blocks that are kept
 _LEFT_OUT = 2  # first rows of a start, with compilation and warm-up
-# spreads of blocks that the median of a window must exceed: noise that lasts for some blocks, as on a machine with other
-# programs, moves the median of 8 blocks nearly as much as one block
+# spreads of blocks that the median of a window must exceed: noise that lasts for some blocks, as on a machine with
+# other programs, moves the median of 8 blocks nearly as much as one block
 _LIMITS = {8: 4.0, 16: 3.2, 32: 2.5}
 _FEWEST_BLOCKS = 24  # before the first report
+_MOST_EACH_BLOCK = 64  # ranks that are looked at after each block; with more, every second or later one: it costs time
 _SMALLEST_RATIO = math.log(1.1)
 _SMALLEST_COST = 0.05  # of a step, that the others wait for the rank
 
@@ -138,6 +139,7 @@ class SlowRanks:
         self._places, self._on_cpu = list(places), on_cpu
         self._blocks = _Blocks(block_s)
         self._left_out = _LEFT_OUT
+        self._every = -(-len(self._places) // _MOST_EACH_BLOCK)
         self._slow: list[_Slow] = []
         self._returns = np.zeros(len(self._places), dtype=int)  # by rank: after each one, slowness must last longer
         stages = np.array([place.stage for place in places])
@@ -157,7 +159,7 @@ class SlowRanks:
         if self._left_out or not np.isfinite(times.ms["own"]).all() or times.step_ms <= 0:
             self._left_out = max(self._left_out - 1, 0)
             return []
-        if not self._blocks.add(times) or self._blocks.count < _FEWEST_BLOCKS:
+        if not self._blocks.add(times) or self._blocks.count < _FEWEST_BLOCKS or self._blocks.count % self._every:
             return []
         excess = excesses(np.array([block.ms["own"] for block in self._blocks.blocks]), self._stage_ranks)
         return [*self._ended(excess), *self._begun(excess, math.log(max(imbalance, 1.0)))]
@@ -174,8 +176,19 @@ class SlowRanks:
                     rank = int(group[column])
                     if window >= _WINDOWS[0] * 2 ** min(self._returns[rank], 2):
                         found.setdefault(rank, (level, window))
+        self._add_rest_of_hosts(found, excess)
         new = [rank for rank in sorted(found) if rank not in known and self._costs(rank, *found[rank])]
         return [self._report(group, found, excess) for group in self._groups(new)]
+
+    def _add_rest_of_hosts(self, found: dict[int, tuple[float, int]], excess: "Excess") -> None:
+        """Add the other ranks of a host if all are nearly as slow: not all become significant with the same block."""
+        newest = np.median(excess.ranks[-_WINDOWS[0]:], axis=0)
+        for host in {self._places[rank].host for rank in found}:
+            on_host = [rank for rank, place in enumerate(self._places) if place.host == host]
+            known = [rank for rank in on_host if rank in found]
+            level, window = min(found[rank] for rank in known)
+            if all(newest[rank] > 0.6 * level for rank in on_host if rank not in found):
+                found.update({rank: (float(newest[rank]), window) for rank in on_host if rank not in found})
 
     def _costs(self, rank: int, level: float, window: int) -> bool:
         """Return whether the others wait for the rank for a part of the step that is worth a report."""
@@ -220,7 +233,7 @@ class SlowRanks:
         """Compare the times of the ranks since the change with those of their peers, or with their own before it."""
         def medians(of: Sequence[RankTimes]) -> dict[str, np.ndarray]:
             return {key: np.median([{**row.ms, **row.load}[key] for row in of], axis=0)
-                    for key in (*of[0].ms, *of[0].load) if key != "link"}
+                    for key in (*of[0].ms, *of[0].load)}
 
         now = medians(rows)
         slow = {key: float(np.median(values[ranks])) for key, values in now.items()}

@@ -1,7 +1,8 @@
 """Phase timers with events of a device that lags behind."""
 
+import pytest
 
-
+from pretrain.engine import collective_waits
 from pretrain.engine.phases import BACKWARD, FORWARD, OPTIMIZER, REDUCE, PhaseTimers
 
 
@@ -64,3 +65,35 @@ def test_events_are_used_again() -> None:
     assert device.made < 40
     assert timers.take_ms()["forward"] == 100 * 3 * 10
     assert device.waits <= 4
+
+
+def test_waiting_for_others_is_a_part_of_its_phase() -> None:
+    device = Device()
+    timers = PhaseTimers(device.event)
+    assert not timers.begin_wait()  # no phase
+    with timers.training_step():
+        timers.enter(FORWARD)
+        assert timers.begin_wait()
+        assert not timers.begin_wait()  # an operation inside of another
+        timers.end_wait()
+        timers.enter(OPTIMIZER)
+    assert timers.take_ms()["forward"] == 30
+    assert timers.waited_ms == {"forward": 10, "backward": 0, "reduce": 0, "optimizer": 0, "wait": 0}
+    timers.take_ms()
+    assert set(timers.waited_ms.values()) == {0}
+
+
+def test_each_wait_of_an_operation_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device()
+    timers = PhaseTimers(device.event)
+    monkeypatch.setattr(collective_waits._Measured, "timers", timers)
+    wait = collective_waits._measured(lambda: "done")
+    before = collective_waits.waited_outside_steps()
+    assert wait() == "done"
+    assert collective_waits.waited_outside_steps() > before
+    outside = collective_waits.waited_outside_steps()
+    with timers.training_step():
+        timers.enter(BACKWARD)
+        assert [wait(), wait()] == ["done", "done"]
+    assert (timers.take_ms()["backward"], timers.waited_ms["backward"]) == (50, 20)
+    assert collective_waits.waited_outside_steps() == outside

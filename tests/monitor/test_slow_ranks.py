@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pretrain.monitor.rank_times import LOAD, NUM_VALUES, TIMES, RankTimes, RankTimesLog, rank_times, read_rank_times
+from pretrain.monitor.rows import EVENTS
 from pretrain.monitor.slow_ranks import SLOW_RANK, SLOW_RANK_OVER, Change, Place, SlowRanks, lower_median
 
 STEP_MS, STEPS = 400.0, 10  # a row takes 4 s
@@ -76,13 +77,13 @@ def changes(cluster: Cluster, rows: list[RankTimes], **settings: Any) -> list[Ch
     return [change for row in rows for change in slow.observe(row, **settings)]
 
 
-FAULTS = {
+FAULTS: dict[str, dict[str, float]] = {
     "compute": {"forward": 60, "backward": 120, "cpu": 180}, "other load": {"backward": 180, "run_delay": 180},
     "throttling": {"backward": 180, "run_delay": 180, "throttled": 180}, "stopped": {"forward": 60, "backward": 120},
     "data": {"data": 180}, "slow disk": {"data": 180, "read_bytes": 3e6}}
 
 
-@pytest.mark.parametrize("layout", CLUSTERS)
+@pytest.mark.parametrize("layout", [name for name in CLUSTERS if not name.startswith("8x8")])
 @pytest.mark.parametrize("kind", FAULTS)
 def test_a_slow_rank_is_named_with_its_kind(layout: str, kind: str) -> None:
     cluster = CLUSTERS[layout]
@@ -95,6 +96,8 @@ def test_a_slow_rank_is_named_with_its_kind(layout: str, kind: str) -> None:
     assert begun.ratio > 1.5
     assert (ended.event, ended.ranks) == (SLOW_RANK_OVER, [rank])
     assert begun.step < 1 + 100 * STEPS < ended.step
+    assert begun.record().keys() == {*EVENTS[SLOW_RANK][0].split(), "step"}
+    assert ended.record().keys() == {*EVENTS[SLOW_RANK_OVER][0].split(), "step"}
 
 
 @pytest.mark.parametrize("layout", [name for name in CLUSTERS if CLUSTERS[name].stages != 4 or "8x8" in name])
@@ -126,7 +129,7 @@ def test_a_slow_pipeline_stage_is_named_as_a_stage() -> None:
 @pytest.mark.parametrize("layout", CLUSTERS)
 def test_noise_gives_no_alarm(layout: str, noise: float) -> None:
     cluster = Cluster(**{**vars(CLUSTERS[layout]), "noise": noise})
-    alarms = [change for seed in range(4) for change in changes(cluster, series(cluster, 150, seed=seed))]
+    alarms = [change for seed in range(3) for change in changes(cluster, series(cluster, 100, seed=seed))]
     assert not alarms
 
 

@@ -56,6 +56,7 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "python -m tests.support.adopted_dcp torchtitan=PYTHON megatron_core=PYTHON",),
     "needs clones of two programs: tests/distributed/checkpoint/test_adopt_megatron.py stands for them":
         ("python -m tests.support.peer_programs OUT CORPUS CLONES",),
+    "a measurement, of no result that a test could check": ("python -m tests.support.slow_rank_cost",),
     "takes an hour: tests/distributed/test_adopt.py with -m slow": ("python -m tests.support.adopted",),
     "needs the network; tests/data/tokenizers/test_tiktoken.py prepares with a file": (
         "ds-pretrain prepare runs/quickstart/corpus/valid.jsonl --tokenizer o200k_base --out data/o200k",),

@@ -17,6 +17,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from pretrain.monitor.rank_times import RankTimes, read_rank_times
 from pretrain.monitor.read_run_folder import read_events
 from pretrain.monitor.slow_ranks import SLOW_RANK
 from pretrain.paths import STOP_FILE
@@ -26,9 +29,9 @@ from tests.support.launch import ROOT, free_port, rank_environment
 
 HEALTHY_S = 15.0
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "zero1": config(1, precision="bf16"), "zero0": config(0, precision="bf16"), "zero2": config(2, precision="bf16"),
-    "zero3": config(3, precision="bf16"), "pipeline2": config(1, precision="bf16", stages=2, accumulation=4),
-    "pipeline4": config(0, precision="bf16", stages=4, accumulation=8)}
+    **{f"zero{stage}": config(stage, precision="bf16", accumulation=1) for stage in range(4)},
+    "pipeline2": config(1, precision="bf16", stages=2, accumulation=2),
+    "pipeline4": config(0, precision="bf16", stages=4, accumulation=4)}
 CPU_GROUPS = Path("/sys/fs/cgroup/cpu")  # version 1
 # a module that the ranks import: it delays the reads of data of one rank, once the file "slow" exists
 SLOW_READS = """
@@ -48,15 +51,15 @@ if os.environ.get("RANK") == os.environ.get("SLOW_READS_RANK"):
 class Ranks:
     """Processes of one run, with the output of each in `folder`."""
 
-    def __init__(self, folder: Path, layout: str, *, ranks: int = 4, hidden: int = 64,
+    def __init__(self, folder: Path, layout: str, *, ranks: int = 4, log_interval: int = 2,
                  environ: dict[str, str] | None = None, **more: Any) -> None:
         self.folder, self.run = folder, folder / "run"
         folder.mkdir(parents=True, exist_ok=True)
-        values = flags(write_corpus(folder / "corpus"), hidden=hidden, steps=10**6, **more)
+        values = flags(write_corpus(folder / "corpus"), hidden=32, layers=4, steps=10**6, **more)
         (folder / "ds.json").write_text(json.dumps(LAYOUTS[layout]))
         words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
         command = [sys.executable, str(ROOT / "pretrain/train.py"), "--deepspeed_config", "ds.json", *words,
-                   "--log_interval", "5", "--save", "run", "--save_interval", "0", "--eval_interval", "0"]
+                   "--log_interval", str(log_interval), "--save", "run", "--save_interval", "0", "--eval_interval", "0"]
         port = free_port()
         self.processes = []
         for rank in range(ranks):
@@ -75,12 +78,17 @@ class Ranks:
                 raise RuntimeError((self.folder / "rank0.log").read_text()[-3000:])
             time.sleep(0.2)
 
-    def stop_after(self, seconds: float) -> list[dict[str, Any]]:
-        """Let the run train for this time, stop it, and return the events of slow ranks."""
-        time.sleep(seconds)
+    def stop_after(self, seconds: float, *, until_found: bool = False) -> list[dict[str, Any]]:
+        """Let the run train for this time, or until it names a slow rank, and stop it. Returns these events."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not (until_found and self._events()):
+            time.sleep(1)
         (self.run / STOP_FILE).touch()
         for process in self.processes:
             process.wait()
+        return self._events()
+
+    def _events(self) -> list[dict[str, Any]]:
         return [event for event in read_events(self.run) if event["event"].startswith(SLOW_RANK)]
 
     def kill(self) -> None:
@@ -91,20 +99,30 @@ class Ranks:
             process.wait()
 
 
+def rows_of(run: Path) -> list[RankTimes]:
+    """Return the rows of rank_times.jsonl of a run that has one start."""
+    starts = read_rank_times(run)
+    return starts[-1].times if starts else []
+
+
+def stop_in_each_row(run: Path, pid: int, is_over: Callable[[], bool], *, steps: float = 2.0) -> None:
+    """Stop a process once in each row, for the time of some steps before: on a busy machine steps are longer."""
+    healthy_s = float(np.median([row.step_ms for row in rows_of(run)[1:]] or [1000])) / 1e3
+    while not is_over():
+        rows = len(rows_of(run))
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(steps * healthy_s)
+            os.kill(pid, signal.SIGCONT)
+        while len(rows_of(run)) == rows and not is_over():
+            time.sleep(0.05)
+
+
 @contextlib.contextmanager
-def stopped(ranks: Ranks, rank: int, *, share: float = 0.5, period_s: float = 0.2) -> Iterator[None]:
-    """Stop a rank for a share of the time."""
+def stopped(ranks: Ranks, rank: int) -> Iterator[None]:
+    """Stop a rank for a part of the time."""
     over = threading.Event()
-
-    def pulse() -> None:
-        while not over.is_set():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(ranks.pid(rank), signal.SIGSTOP)
-                over.wait(share * period_s)
-                os.kill(ranks.pid(rank), signal.SIGCONT)
-            over.wait((1 - share) * period_s)
-
-    thread = threading.Thread(target=pulse)
+    thread = threading.Thread(target=stop_in_each_row, args=(ranks.run, ranks.pid(rank), over.is_set))
     thread.start()
     try:
         yield
@@ -181,7 +199,7 @@ def plant(folder: Path, kind: str, layout: str, rank: int, *, seconds: float, fr
         if not from_start:
             time.sleep(HEALTHY_S)
         with PLANTS[kind](ranks, rank):
-            return ranks.stop_after(seconds)
+            return ranks.stop_after(seconds, until_found=True)
     finally:
         ranks.kill()
 

@@ -1,0 +1,52 @@
+"""Counters of the kernel that show why a thread was slow."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from pretrain.distributed import host_load
+from pretrain.distributed.host_load import HostLoad, HostLoadReader
+
+
+def test_cpu_time_is_that_of_this_thread() -> None:
+    reader = HostLoadReader()
+    start = reader.read()
+    while time.thread_time() * 1e3 < start.cpu_ms + 50:
+        pass
+    assert reader.read().since(start).cpu_ms >= 50
+
+
+def test_waiting_for_a_cpu_is_counted() -> None:
+    """A child process computes on the same CPU."""
+    reader, cpus = HostLoadReader(), os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cpus)})
+    child = os.fork()
+    if child == 0:
+        end = time.monotonic() + 20
+        while time.monotonic() < end:
+            pass
+        os._exit(0)
+    try:
+        start = reader.read()
+        while reader.read().since(start).cpu_ms < 100:
+            pass
+        assert reader.read().since(start).run_delay_ms > 10
+    finally:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+        os.sched_setaffinity(0, cpus)
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    ("usage_usec 5\nnr_throttled 2\nthrottled_usec 3000\n", 3.0), ("nr_throttled 1\nthrottled_time 4000000\n", 4.0),
+    ("", 0.0), ("x", 0.0)])
+def test_quotas_of_both_versions_of_control_groups(text: str, expected: float, tmp_path: Path) -> None:
+    (tmp_path / "cpu.stat").write_text(text)
+    assert host_load._throttled_ms(tmp_path / "cpu.stat") == expected
+
+
+def test_missing_counters_are_0(tmp_path: Path) -> None:
+    assert host_load._throttled_ms(None) == host_load._throttled_ms(tmp_path / "none") == 0
+    assert HostLoad(1, 2).plus(HostLoad(1, 1)).since(HostLoad(2, 0)) == HostLoad(0, 3)
