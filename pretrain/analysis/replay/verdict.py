@@ -7,7 +7,7 @@ from typing import Any
 from pretrain.analysis.replay.causes import CAUSES, KIND_OF_STAGE
 from pretrain.analysis.replay.compare import Comparison
 from pretrain.errors import counted
-from pretrain.monitor.flight.digest import BACKWARD, FORWARD, REDUCTION, SETTINGS, STAGES, UPDATE, WEIGHTS
+from pretrain.monitor.flight.digest import BACKWARD, DIGEST, FORWARD, REDUCTION, SETTINGS, STAGES, UPDATE, WEIGHTS
 
 SURE, UNSURE = "sure", "unsure"
 
@@ -27,7 +27,6 @@ class Verdict:
     hosts: list[str] = field(default_factory=list)
     pipeline_stage: int | None = None
     layer: str | None = None
-    operator: str | None = None
     now: bool = False  # it happens again in the replays
     evidence: list[str] = field(default_factory=list)
     remedy: str = ""
@@ -271,8 +270,6 @@ def _of_repeats(number: int) -> list[str]:
 
 
 def _keys_of(stage: str) -> list[str]:
-    from pretrain.monitor.flight.digest import DIGEST
-
     return [key for key, (of, _) in DIGEST.items() if of == stage]
 
 
