@@ -155,7 +155,8 @@ def run_planted(layout: str, folder: Path, planted: list[Planted]) -> dict[str, 
     """Train and question the cases of a layout in one launch. Returns the verdicts by name."""
     folder.mkdir(parents=True, exist_ok=True)
     write_sources(folder)
-    results = run_worker("replay_worker.py", cases_of(layout, folder, planted), LAYOUTS[layout][0], folder, timeout=_LIMIT_S)
+    results = run_worker("replay_worker.py", cases_of(layout, folder, planted), LAYOUTS[layout][0], folder,
+                         timeout=_LIMIT_S)
     return {each.name: results.get(f"{each.name}_verdict", {"kind": "none", "certainty": "sure", "ranks": []})
             for each in planted}
 
