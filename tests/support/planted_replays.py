@@ -1,6 +1,6 @@
 """Plant faults into training runs, question them by replays, and count the right verdicts, by kind and layout.
 
-    python -m tests.support.planted_replays FOLDER [LAYOUT ...]
+    python -m tests.support.planted_replays FOLDER [LAYOUT ...] [CASE ...]
 
 Each layout is one launch: a healthy run to step 2, with a checkpoint; then each case continues a copy of it to step 6
 with a fault in step 4 or 5, and is questioned. The faults stand in tests/support/plants.py.
@@ -27,6 +27,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks, DeepSpeed JSON
     "pipeline": (4, config(1, precision="bf16", micro=1, accumulation=4, stages=2)),
     "tensor": (4, {**config(1, micro=2, accumulation=2), "tensor_parallel": {"autotp_size": 2}}),
 }
+_LIMIT_S = 4 * 3600.0
 POISONS = ("repeated token", "binary garbage", "wrong tokenizer")
 PARTNERS = {"tensor": {0: [0, 1], 1: [0, 1], 2: [2, 3], 3: [2, 3]}}  # ranks whose outputs are one sum
 
@@ -154,16 +155,20 @@ def run_planted(layout: str, folder: Path, planted: list[Planted]) -> dict[str, 
     """Train and question the cases of a layout in one launch. Returns the verdicts by name."""
     folder.mkdir(parents=True, exist_ok=True)
     write_sources(folder)
-    results = run_worker("replay_worker.py", cases_of(layout, folder, planted), LAYOUTS[layout][0], folder)
+    results = run_worker("replay_worker.py", cases_of(layout, folder, planted), LAYOUTS[layout][0], folder,
+                         timeout=_LIMIT_S)
     return {each.name: results.get(f"{each.name}_verdict", {"kind": "none", "certainty": "sure", "ranks": []})
             for each in planted}
 
 
 def main() -> int:
-    folder, names = Path(sys.argv[1]).absolute(), sys.argv[2:] or list(LAYOUTS)
+    folder, words = Path(sys.argv[1]).absolute(), sys.argv[2:]
+    names = [word for word in words if word in LAYOUTS] or list(LAYOUTS)
+    only = {*words} - {*LAYOUTS}
     counts: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for layout in names:
-        began, planted = time.monotonic(), planted_cases(layout)
+        began = time.monotonic()
+        planted = [each for each in planted_cases(layout) if not only or each.name in only]
         verdicts = run_planted(layout, folder / layout, planted)
         for each in planted:
             verdict = verdicts[each.name]
