@@ -130,6 +130,7 @@ EVENTS = {
                       "`wrong`, `undecided`, or `off` if no comparison is possible here"),
     "hang": ("ranks path", "a rank made no progress within its time-out"),
     "early_stop": ("best best_step", "`--early_stopping_patience` ended the run"),
-    "signal": ("", "a signal, a file such as `RUN/STOP` or a time limit asks the run to save or to stop"),
+    "signal": ("", "a signal, a file such as `RUN/STOP` or a time limit asks the run to save, to stop or to keep its "
+                   "flight record"),
     "stop": ("exit_code", "the run has ended: finished, stopped, or stopped by the guard with exit code 76"),
 }

@@ -95,6 +95,8 @@ class Requests:
         if save and self._files is not None:
             self._files.save_begins(step)
             self._announce(step, str(self._files.save_path), "saving")
+        if record:
+            self._announce(step, str(self._folder.path / RECORD_FILE), "keeping the flight record")
         if stop:
             self._announce_stop(step, stop)
         return Request(self._reason(stop), save=bool(save), profile_steps=profile_steps, record=bool(record))

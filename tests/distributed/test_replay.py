@@ -19,8 +19,7 @@ def test_faults_of_a_weight_and_of_an_operator_are_named_with_rank_and_layer(tmp
     for each in planted:
         assert grade("zero1", each, verdicts[each.name]) == "right", verdicts[each.name]
     weight, operator = (verdicts[name] for name in FEW)
-    assert (weight["kind"], weight["step"], weight["ranks"], weight["layer"]) == ("memory_weights", 4, [1],
-                                                                                  "tied_modules.embed")
+    assert (weight["kind"], weight["step"], weight["ranks"], weight["layer"]) == ("memory_weights", 4, [1], "2")
     assert (operator["kind"], operator["step"], operator["ranks"], operator["layer"]) == ("forward", 5, [1], "1")
     assert operator["hosts"] != []
     assert "2 replays agree with each other" in operator["evidence"][-1]

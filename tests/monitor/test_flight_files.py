@@ -49,9 +49,10 @@ def test_a_row_that_was_trained_again_replaces_the_first_one_and_half_a_line_is_
 
 def test_a_full_disk_leaves_no_part_of_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, write = RecordFile(tmp_path, HEADER, steps=10), os.write
-    with monkeypatch.context() as full, pytest.raises(OSError, match="No space left"):
+    with monkeypatch.context() as full:
         full.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:5]))
-        file.append({"step": 1})
+        with pytest.raises(OSError, match="No space left"):
+            file.append({"step": 1})
     file.append({"step": 2})
     assert [*read_start(tmp_path)[0].rows] == [2]
     assert all(json.loads(line) for line in file.path.read_text().splitlines())

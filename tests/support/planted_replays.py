@@ -1,6 +1,6 @@
 """Plant faults into training runs, question them by replays, and count the right verdicts, by kind and layout.
 
-    python -m tests.support.planted_replays FOLDER [LAYOUT ...]
+    python -m tests.support.planted_replays FOLDER [LAYOUT ...] [CASE ...]
 
 Each layout is one launch: a healthy run to step 2, with a checkpoint; then each case continues a copy of it to step 6
 with a fault in step 4 or 5, and is questioned. The faults stand in tests/support/plants.py.
@@ -160,10 +160,13 @@ def run_planted(layout: str, folder: Path, planted: list[Planted]) -> dict[str, 
 
 
 def main() -> int:
-    folder, names = Path(sys.argv[1]).absolute(), sys.argv[2:] or list(LAYOUTS)
+    folder, words = Path(sys.argv[1]).absolute(), sys.argv[2:]
+    names = [word for word in words if word in LAYOUTS] or list(LAYOUTS)
+    only = {*words} - {*LAYOUTS}
     counts: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for layout in names:
-        began, planted = time.monotonic(), planted_cases(layout)
+        began = time.monotonic()
+        planted = [each for each in planted_cases(layout) if not only or each.name in only]
         verdicts = run_planted(layout, folder / layout, planted)
         for each in planted:
             verdict = verdicts[each.name]

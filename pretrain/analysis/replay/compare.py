@@ -51,6 +51,34 @@ class Comparison:
             return []
         return [number for number, (a, b) in enumerate(zip(one, other, strict=False)) if a != b and (a == a or b == b)]
 
+    def coordinate(self, rank: int, name: str) -> int:
+        """Return the place of a rank along a dimension of the layout: data, pipe, tensor or sequence."""
+        return self.headers[rank].coordinates.get(name, 0)
+
+    @property
+    def data_ranks(self) -> set[int]:
+        """The data-parallel ranks."""
+        return {self.coordinate(rank, "data") for rank in self.headers}
+
+    def is_everywhere(self, ranks: Iterable[int]) -> bool:
+        """Return whether the ranks are of all data-parallel ranks."""
+        return {self.coordinate(rank, "data") for rank in ranks} == self.data_ranks
+
+    def pipeline_stage(self, ranks: Iterable[int]) -> int | None:
+        """Return the pipeline stage of the ranks; None if they are of several ones, or if there is only one."""
+        stages = {self.coordinate(rank, "pipe") for rank in self.headers}
+        own = {self.coordinate(rank, "pipe") for rank in ranks}
+        return own.pop() if len(stages) > 1 and len(own) == 1 else None
+
+    def layer(self, rank: int, position: int) -> str:
+        """Return the name of a layer of a rank."""
+        layers = self.headers[rank].layers
+        return layers[position] if position < len(layers) else str(position)
+
+    def hosts(self, ranks: Iterable[int]) -> list[str]:
+        """Return the hosts of the ranks."""
+        return list(dict.fromkeys(self.headers[rank].host for rank in ranks if rank in self.headers))
+
 
 def compare(one: Mapping[int, RankRecord], other: Mapping[int, RankRecord], first: int, last: int, *,
             world_size: int = 0) -> Comparison:

@@ -21,8 +21,6 @@ class ReplayOrder:
     consumed_samples: int | None = None  # data position of its first step; None: that of the checkpoint
     vetoed: list[int] = field(default_factory=list)  # steps whose update the run skipped because of a spike
     cross_check: bool = False  # a micro-batch of each data-parallel rank is computed on the next one, too
-    operators_of: list[str] = field(default_factory=list)  # layers whose operators are recorded at `operators_step`
-    operators_step: int = 0
     more: dict[str, Any] = field(default_factory=dict)  # of the questions about samples
 
     def write(self, path: Path) -> None:

@@ -1,6 +1,7 @@
 """Find what a replay begins with: the start that trained the step, a checkpoint, and the data position. No torch."""
 
-from dataclasses import dataclass, field, replace
+import contextlib
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,10 @@ from pretrain.checkpoint.format.manifest import NOT_FINITE, Manifest, step_of
 from pretrain.checkpoint.format.run_checkpoints import manifest_or_error, manifests_or_errors
 from pretrain.checkpoint.save.retention import ABANDONED, Rollback, read_rollbacks
 from pretrain.errors import ConfigError
-from pretrain.monitor.flight.record_files import RankRecord, read_start, start_folder
+from pretrain.monitor.flight.record_files import Header, RankRecord, read_start, start_folder
 from pretrain.monitor.read_run_folder import read_metrics, read_starts
 from pretrain.resilience.run_lock import find_owner
+from pretrain.stored_json import build
 
 # parts of run.json that must be equal for a checkpoint of an earlier start to lead to the same bits
 _SAME = ("layout", "batch", "given_deepspeed_config", "model_config", "seed", "versions")
@@ -106,6 +108,9 @@ def _checked(run: Path, start: dict[str, Any]) -> dict[str, Any]:
     parts = {"flags": start.get("flags"), "layout": layout, "deepspeed_config": config,
              "model_config": start.get("model_config")}
     wrong = [name for name, value in parts.items() if not isinstance(value, dict)]
+    types = {"command": dict, "environment": dict, "hardware": list, "batch": dict, "versions": dict}
+    wrong += [name for name, kind in types.items() if not isinstance(start.get(name, kind()), kind)]
+    wrong += ["hardware"] * (not wrong and not all(isinstance(host, dict) for host in start.get("hardware", [])))
     if not wrong and not (isinstance(layout, dict) and isinstance(layout.get("world_size"), int)
                           and 0 < layout["world_size"] < 100_000):
         wrong = ["layout: world_size"]
@@ -121,7 +126,7 @@ def _start_of_step(run: Path, starts: list[dict[str, Any]], step: int,
     last_logged = max(metrics, default=0)
     reached = 0
     for number in range(len(starts) - 1, -1, -1):
-        recorded = read_start(start_folder(run, number))
+        recorded = _valid(read_start(start_folder(run, number)))
         last = max((max(each.rows, default=0) for each in recorded.values()), default=0)
         if number == len(starts) - 1 or not recorded:
             last = max(last, last_logged)
@@ -131,6 +136,16 @@ def _start_of_step(run: Path, starts: list[dict[str, Any]], step: int,
     first = 1 + min((int(start.get("first_step") or 0) for start in starts), default=0)
     raise ConfigError(f"{run}@{step}", problem=f"the run has trained the steps {first} to {reached}" if reached else
                       "the run has recorded no step", remedy="give a step that it has trained")
+
+
+def _valid(recorded: dict[int, RankRecord]) -> dict[int, RankRecord]:
+    """Return the records whose headers have values of the right types."""
+    found = {}
+    for rank, record in recorded.items():
+        with contextlib.suppress(ValueError):
+            build(Header, asdict(record.header))
+            found[rank] = record
+    return found
 
 
 def _moment(recorded: dict[int, RankRecord], metrics: dict[int, dict[str, Any]], step: int) -> float | None:
@@ -154,7 +169,7 @@ def _with_earlier_rows(run: Path, starts: list[dict[str, Any]], lowest: int, num
     found = dict(recorded)
     for earlier in range(number - 1, lowest - 1, -1):
         last = int(starts[earlier + 1].get("first_step") or 0)
-        for rank, record in read_start(start_folder(run, earlier)).items():
+        for rank, record in _valid(read_start(start_folder(run, earlier))).items():
             if rank in found:
                 rows = {step: row for step, row in record.rows.items() if step <= last}
                 found[rank] = replace(found[rank], rows={**rows, **found[rank].rows})

@@ -7,7 +7,7 @@ from typing import Any
 from pretrain.analysis.replay.causes import CAUSES, KIND_OF_STAGE
 from pretrain.analysis.replay.compare import Comparison
 from pretrain.errors import counted
-from pretrain.monitor.flight.digest import BACKWARD, FORWARD, REDUCTION, SETTINGS, STAGES, UPDATE, WEIGHTS
+from pretrain.monitor.flight.digest import BACKWARD, DIGEST, FORWARD, REDUCTION, SETTINGS, STAGES, UPDATE, WEIGHTS
 
 SURE, UNSURE = "sure", "unsure"
 
@@ -27,7 +27,6 @@ class Verdict:
     hosts: list[str] = field(default_factory=list)
     pipeline_stage: int | None = None
     layer: str | None = None
-    operator: str | None = None
     now: bool = False  # it happens again in the replays
     evidence: list[str] = field(default_factory=list)
     remedy: str = ""
@@ -68,7 +67,7 @@ def judge(run: Comparison, replays: Sequence[Comparison] = (), *, other_machine:
     found = replace(found, evidence=[*found.evidence, *_of_repeats(len(replays))])
     if other_machine and found.kind not in ("data_changed", "settings_changed"):
         found = found.doubt(f"the replay is not bit-exact on other hardware or versions: {'; '.join(other_machine)}")
-    elif found.direction == FORWARD and _is_everywhere(run, found.ranks) and len(_data_ranks(run)) > 1:
+    elif found.direction == FORWARD and run.is_everywhere(found.ranks) and len(run.data_ranks) > 1:
         found = found.doubt("all data-parallel ranks differ, and no fault of one rank does that; another number of "
                             "threads or another choice of kernels does", "nondeterministic")
     if not replays and found.kind not in ("data_changed", "settings_changed"):
@@ -102,7 +101,7 @@ def _wrong_rank(run: Comparison, recomputed: Sequence[dict[str, Any]], lines: li
     suspects = [rank for rank in event.get("ranks") or [] if isinstance(rank, int)]
     found = Verdict("wrong_rank", SURE, step=event.get("step"), stage=event.get("direction"),
                     direction=event.get("direction"), layer=event.get("layer"), ranks=suspects,
-                    hosts=_hosts(run, suspects), now=True, remedy=CAUSES["wrong_rank"].remedy,
+                    hosts=run.hosts(suspects), now=True, remedy=CAUSES["wrong_rank"].remedy,
                     evidence=[*lines, str(event.get("reason"))])
     if event.get("kind") != "undecided":
         return found
@@ -113,9 +112,9 @@ def _of_replays(differing: Comparison) -> Verdict:
     """Return the verdict if two replays differ from each other."""
     found = replace(_of_difference(differing), now=True)
     lines = ["two replays differ from each other: it happens now, not only in the past", *found.evidence]
-    if found.stage == WEIGHTS or not _is_everywhere(differing, found.ranks) or found.stage in (REDUCTION, UPDATE):
+    if found.stage == WEIGHTS or not differing.is_everywhere(found.ranks) or found.stage in (REDUCTION, UPDATE):
         return replace(found, evidence=lines)
-    if len(_data_ranks(differing)) == 1:
+    if len(differing.data_ranks) == 1:
         return replace(found, evidence=lines).doubt(
             "there is one data-parallel rank: a flaky device and kernels that are not deterministic look the same",
             "nondeterministic")
@@ -141,8 +140,8 @@ def _of_difference(found: Comparison) -> Verdict:
 
 
 def _start(found: Comparison, kind: str, ranks: list[int], **others: Any) -> Verdict:
-    return Verdict(kind, SURE, ranks=ranks, hosts=_hosts(found, ranks),
-                   pipeline_stage=_pipeline_stage(found, ranks), remedy=CAUSES[kind].remedy, **others)
+    return Verdict(kind, SURE, ranks=ranks, hosts=found.hosts(ranks),
+                   pipeline_stage=found.pipeline_stage(ranks), remedy=CAUSES[kind].remedy, **others)
 
 
 def _memory(found: Comparison) -> Verdict:
@@ -153,7 +152,7 @@ def _memory(found: Comparison) -> Verdict:
     layer, names = None, []
     if by_weights:
         positions = found.positions(ranks[0], "weights")
-        layer = _layer(found, ranks[0], positions[0]) if positions else None
+        layer = found.layer(ranks[0], positions[0]) if positions else None
         names = [f"layer {layer}"] if layer is not None else []
     else:
         one, other = found.one[ranks[0]]["states"], found.other[ranks[0]]["states"]
@@ -174,7 +173,7 @@ def _forward(found: Comparison) -> Verdict:
     begins: dict[int, tuple[int, float]] = {}  # rank -> (pipeline stage, index of its first layer that differs)
     for rank in ranks:
         positions = found.positions(rank, "layers_forward")
-        begins[rank] = (_coordinate(found, rank, "pipe"), min(positions) if positions else float("inf"))
+        begins[rank] = (found.coordinate(rank, "pipe"), min(positions) if positions else float("inf"))
     if not any(index < float("inf") for _, index in begins.values()):  # the loss alone: computed by the last stage
         last = max(stage for stage, _ in begins.values())
         begins = {rank: where for rank, where in begins.items() if where[0] == last or not found.has("layers_forward")}
@@ -195,7 +194,7 @@ def _earliest(found: Comparison, begins: dict[int, tuple[int, float]]) -> tuple[
     """Return the ranks at which a difference begins, and the name of its layer."""
     earliest = min(begins.values())
     ranks = [rank for rank, where in begins.items() if where == earliest]
-    return ranks, None if earliest[1] == float("inf") else _layer(found, ranks[0], int(earliest[1]))
+    return ranks, None if earliest[1] == float("inf") else found.layer(ranks[0], int(earliest[1]))
 
 
 def _backward(found: Comparison) -> Verdict:
@@ -208,10 +207,10 @@ def _backward(found: Comparison) -> Verdict:
         # the gradient of a layer's output is computed by the layer after it
         outputs = [min(number + 1, num_layers - 1) for number in found.positions(rank, "layers_backward")]
         own = [*found.positions(rank, "gradient_bits"), *found.positions(rank, "gradients")]
-        begins[rank] = (-_coordinate(found, rank, "pipe"), -max([*outputs, *own], default=0))
+        begins[rank] = (-found.coordinate(rank, "pipe"), -max([*outputs, *own], default=0))
     earliest = min(begins.values())
     ranks = [rank for rank, where in begins.items() if where == earliest]
-    layer = _layer(found, ranks[0], int(-earliest[1]))
+    layer = found.layer(ranks[0], int(-earliest[1]))
     verdict = _start(found, "backward", ranks, layer=layer, direction=BACKWARD)
     return replace(verdict, evidence=[f"losses and outputs of all layers were equal; the gradients of layer {layer} "
                                       f"are the first that differ, on {_ranks(ranks)}"])
@@ -271,37 +270,7 @@ def _of_repeats(number: int) -> list[str]:
 
 
 def _keys_of(stage: str) -> list[str]:
-    from pretrain.monitor.flight.digest import DIGEST
-
     return [key for key, (of, _) in DIGEST.items() if of == stage]
-
-
-def _coordinate(found: Comparison, rank: int, name: str) -> int:
-    return int(found.headers[rank].coordinates.get(name, 0))
-
-
-def _data_ranks(found: Comparison) -> set[int]:
-    return {_coordinate(found, rank, "data") for rank in found.headers}
-
-
-def _is_everywhere(found: Comparison, ranks: Sequence[int]) -> bool:
-    """Return whether the ranks are of all data-parallel ranks."""
-    return {_coordinate(found, rank, "data") for rank in ranks} == _data_ranks(found)
-
-
-def _pipeline_stage(found: Comparison, ranks: Sequence[int]) -> int | None:
-    stages = {_coordinate(found, rank, "pipe") for rank in found.headers}
-    own = {_coordinate(found, rank, "pipe") for rank in ranks}
-    return own.pop() if len(stages) > 1 and len(own) == 1 else None
-
-
-def _layer(found: Comparison, rank: int, position: int) -> str:
-    layers = found.headers[rank].layers
-    return layers[position] if position < len(layers) else str(position)
-
-
-def _hosts(found: Comparison, ranks: Sequence[int]) -> list[str]:
-    return list(dict.fromkeys(found.headers[rank].host for rank in ranks if rank in found.headers))
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -61,6 +61,8 @@ def replay_flags(target: Target, layout: Layout, order: ReplayOrder) -> dict[str
     recorded = target.start["flags"]
     for name in OWN_CODE:
         used = recorded.get(name) or (name == "model_code" and is_model_code(str(recorded.get("model", ""))))
+        if not used and name in layout.more:
+            raise ConfigError(f"--{name}", problem="the run used no code of your own", remedy="leave it out")
         if used and name not in layout.more:
             raise ConfigError(f"--{name}", problem="the run used your own code, which a record alone never imports",
                               remedy=f"give --{name} {printable(str(recorded.get(name) or recorded.get('model')))}")
@@ -89,6 +91,7 @@ def replay_config(target: Target, layout: Layout) -> dict[str, Any]:
 
 def prepare(folder: Path, target: Target, layout: Layout, order: ReplayOrder) -> list[str]:
     """Write the files of a replay into its folder. Returns the command. Raises ConfigError."""
+    folder = folder.absolute()  # the ranks start in the working directory of the run
     run = folder / "run"
     try:
         shutil.rmtree(folder, ignore_errors=True)
@@ -102,15 +105,14 @@ def prepare(folder: Path, target: Target, layout: Layout, order: ReplayOrder) ->
             write_atomically(folder / name, json.dumps(values, indent=1) + "\n")
         (run / "events.jsonl").touch()  # only an existing run may lie inside of another one
         order.write(folder / "order.json")
-        hosts = target.start.get("hardware") or []
-        if layout.hostfile is None and layout.ranks is None and len(hosts) > 1:
-            lines = "".join(f"{host['host']} slots={host['ranks']}\n" for host in hosts)
-            write_atomically(folder / "hostfile", lines)
+        lines = [f"{host.get('host')} slots={host.get('ranks')}\n" for host in target.start.get("hardware") or []]
+        if layout.hostfile is None and layout.ranks is None and len(lines) > 1:
+            write_atomically(folder / "hostfile", "".join(lines))
             layout = replace(layout, hostfile=folder / "hostfile")
     except OSError as error:
         raise ConfigError(f"--output {folder.parent}", problem=f"it cannot be written ({error.strerror})",
                           remedy="name another folder") from None
-    where = ["--hostfile", str(layout.hostfile)] if layout.hostfile is not None else \
+    where = ["--hostfile", str(layout.hostfile.absolute())] if layout.hostfile is not None else \
         ["--num_accelerators", str(layout.ranks or target.world_size)]
     config = layout.deepspeed_config or folder / "deepspeed.json"
     return [*where, "--config", str(folder / "run.yaml"), "--deepspeed_config", str(config.absolute()),
@@ -136,7 +138,7 @@ def _environment(target: Target) -> dict[str, str]:
     A record may be from an untrusted source: variables that name files or code are not taken from it.
     """
     recorded = {name: value for name, value in repeated_variables(target.start).items()
-                if not any(part in name for part in _NEVER_SET)}
+                if isinstance(value, str) and "\0" not in value and not any(part in name for part in _NEVER_SET)}
     return {**os.environ, **recorded, "DS_PRETRAIN_NEXT": "0"}
 
 

@@ -40,8 +40,6 @@ def _headline(verdict: Verdict) -> str:
         where.append(f"pipeline stage {verdict.pipeline_stage}")
     if verdict.layer is not None:
         where.append(f"layer {verdict.layer}")
-    if verdict.operator is not None:
-        where.append(f"operator {verdict.operator}")
     again = ", and it happens again in the replays" if verdict.now and verdict.kind != "nondeterministic" else ""
     begin = "" if verdict.certainty == SURE else "probably, "
     return begin + verdict.text + (f" ({'; '.join(where)})" if where else "") + again
