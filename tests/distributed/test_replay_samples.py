@@ -12,14 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pretrain.analysis.replay.documents import documents_of, pieces_of
+from pretrain.analysis.replay.documents import documents_of, odd_documents, pieces_of
 from pretrain.analysis.replay.samples import certainty, robust_z, sample_norms
+from pretrain.data.data_spec import parse_data_spec
+from pretrain.data.prepare.prepare import prepare
+from pretrain.data.run_data import open_run_data
 from pretrain.data.samples.blend import BlendedSamples
 from pretrain.data.samples.dataset import PADDING
 from pretrain.data.samples.megatron import MegatronSamples
 from pretrain.data.samples.packed import PackedDocuments
 from pretrain.data.samples.shuffled import ShuffledWindows
 from tests.data.counting import write_counting
+from tests.data.prepare.helpers import jsonl
 from tests.support.cases import DROPOUT
 from tests.support.launch import ROOT
 from tests.support.planted_documents import KINDS, LAYOUTS, STEPS, VOCAB, made_text, run_planted
@@ -54,6 +58,27 @@ def test_the_documents_of_a_sample(kind: str, tmp_path: Path) -> None:
             assert tokens[place:place + document.tokens].tolist() == [*range(first, first + document.tokens)]
             assert document.document_tokens == lengths[document.document]
     assert "pieces" not in vars(indexed[0])
+
+
+def test_the_input_of_a_document_and_what_is_odd_about_it(tmp_path: Path) -> None:
+    """Documents that `ds-pretrain prepare` has read from two files: the file, the line, and the remarks."""
+    texts = [text for text in made_text().split("\n\n") if len(text) >= 200][:160]
+    texts[30], texts[150] = "=" * 300, "\u0007\ufffd\u0001a" * 90
+    inputs = [jsonl(tmp_path / f"{half}.jsonl", texts[start:start + 100]) for half, start in (("a", 0), ("b", 100))]
+    prepare(inputs, tokenizer="bytes", out=str(tmp_path / "data"), workers=1)
+    data = open_run_data(parse_data_spec(str(tmp_path / "data"), split="1,0,0"), seq_length=64, seed=1,
+                         tokenizer="bytes", vocab_size=320)
+    bounds = data.datasets["train"].sources[0].document_offsets()
+    expected = {30: ("a.jsonl, line 31,", "one token repeated: token 61 is 100% of its 300 tokens"),
+                150: ("b.jsonl, line 51,", "bytes that are no text"), 140: ("b.jsonl, line 41,", "")}
+    for document, (place, remark) in expected.items():
+        sample = next(sample for sample in range(10**4) if any(
+            bounds[document] <= piece.start and piece.start + piece.length < bounds[document + 1]
+            for piece in pieces_of(data.datasets["train"], sample)))
+        found, = odd_documents(data, {"odd": [{"id": sample, "token_losses": [9.0] * 64}], "usual_loss": 3.0})
+        assert found.document == document
+        assert place in found.position
+        assert any(remark in line for line in found.odd) if remark else not found.odd
 
 
 def test_samples_that_stand_out() -> None:

@@ -4,7 +4,7 @@ import json
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -59,9 +59,6 @@ class OddDocument:
     excerpt: str = ""
     inputs: list[str] = field(default_factory=list)  # where its source comes from
     position: str = ""  # in an input; "": not found
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def odd_documents(data: RunData, report: dict[str, Any]) -> list[OddDocument]:
@@ -263,50 +260,3 @@ def find_in_inputs(source: IndexedDataset, text: str) -> str:
             if place >= 0:
                 return f"{path}, line {1 + content[:place].count(bytes([10])):,}, byte {place:,}"
     return ""
-
-
-def answer_lines(report: dict[str, Any], documents: Sequence[OddDocument]) -> list[str]:
-    """Return the lines about the samples of a step."""
-    if not report["odd"]:
-        return [f"samples:  none of the {len(report['ids'])} samples of step {report['step']} stands out from those of "
-                "the neighbouring steps, by loss or gradient norm"]
-    number = len(report["odd"])
-    unsure = all(odd["certainty"] != "sure" for odd in report["odd"])
-    lines = [f"samples:  {'unsure: ' if unsure else ''}{number} of {len(report['ids'])} samples of step "
-             f"{report['step']} stand{'s' if number == 1 else ''} out"]
-    for odd in report["odd"]:
-        lines.append(f"  sample {odd['id']}: loss {odd['loss']:.3f} (usual {report['usual_loss']:.3f}), gradient norm "
-                     f"{odd['grad_norm']:.3g} (usual {report['usual_sample_norm']:.3g})")
-        for document in (each for each in documents if each.sample == odd["id"]):
-            lines += _document_lines(document)
-    lines += _layer_lines(report)
-    lines.append("without:  loss and gradient norm with these samples, and with them left out")
-    for after, (whole, without) in enumerate(zip(report["with_all"], report["without_odd"], strict=True)):
-        lines.append(f"  step {report['step'] + after}: loss {whole[0]:.4f}, {without[0]:.4f} without; gradient norm "
-                     f"{whole[1]:.4g}, {without[1]:.4g} without")
-    return lines
-
-
-def _document_lines(document: OddDocument) -> list[str]:
-    lines = [f"    document {document.document} of {document.prefix}: {document.document_tokens:,} tokens, "
-             f"{document.tokens:,} of them in the sample, from token {document.first_token:,} of the .bin on; loss "
-             f"{document.loss:.3f}"]
-    where = document.position or ", ".join(document.inputs[:3]) + (", ..." if len(document.inputs) > 3 else "")
-    lines += [f"    from {where}"] if where else []
-    lines += [f"    {line}" for line in document.odd]
-    return [*lines, f"    {document.excerpt!r}"]
-
-
-def _layer_lines(report: dict[str, Any]) -> list[str]:
-    """Return where the gradient of the step is larger than those of the neighbouring steps."""
-    def ratios(norms: dict[str, list[float]]) -> list[tuple[str, float]]:
-        return [(name, step / usual) for name, (step, usual) in norms.items() if usual > 0]
-
-    layers, tensors = ratios(report["layers"]), ratios(report["tensors"])
-    larger = [f"{name} ({ratio:.1f} times)" for name, ratio in sorted(layers, key=lambda row: -row[1]) if ratio >= 1.5]
-    if not larger:
-        return []
-    worst = ", ".join(f"{name} ({ratio:.1f} times)" for name, ratio in sorted(tensors, key=lambda row: -row[1])[:3])
-    return [f"layers:   {len(larger)} of {len(layers)} have a larger gradient than in the neighbouring steps, most of "
-            f"all {', '.join(larger[:3])}; tensors: {worst}"]
-

@@ -73,7 +73,10 @@ def main() -> int:
     samples = None
     if answer.verdict.kind == "reproducible":
         status(f"examining the samples of step {step}, log {output / SAMPLES / 'log'}")
-        samples = ask_about_samples(target, layout, output, order_of(target))
+        try:
+            samples = ask_about_samples(target, layout, output, order_of(target))
+        except ConfigError as error:  # the verdict is known
+            answer.notes.append(f"the samples of the step were not examined: {error}")
     values = _record(target, answer, samples)
     output.mkdir(parents=True, exist_ok=True)
     write_atomically(output / VERDICT, values)

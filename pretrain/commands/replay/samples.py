@@ -3,12 +3,13 @@
 import json
 import shlex
 import textwrap
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pretrain.analysis.recorded_data import open_data_of_step
-from pretrain.analysis.replay.documents import OddDocument, answer_lines, odd_documents
+from pretrain.analysis.replay.documents import OddDocument, odd_documents
 from pretrain.analysis.replay.order import SAMPLES, SAMPLES_FILE, STEPS_AFTER, ReplayOrder
 from pretrain.analysis.replay.target import Target
 from pretrain.checkpoint.format.hashed_files import write_atomically
@@ -86,3 +87,49 @@ def branch_command(folder: Path, target: Target, layout: Layout, skip: str) -> s
              *(word for name, value in own.items() for word in (f"--{name}", value)),
              "--save", f"{target.run}-without-{target.step}"]
     return shlex.join(words)
+
+
+def answer_lines(report: dict[str, Any], documents: Sequence[OddDocument]) -> list[str]:
+    """Return the lines about the samples of a step."""
+    if not report["odd"]:
+        return [f"samples:  none of the {len(report['ids'])} samples of step {report['step']} stands out from those of "
+                "the neighbouring steps, by loss or gradient norm"]
+    number = len(report["odd"])
+    unsure = all(odd["certainty"] != "sure" for odd in report["odd"])
+    lines = [f"samples:  {'unsure: ' if unsure else ''}{number} of {len(report['ids'])} samples of step "
+             f"{report['step']} stand{'s' if number == 1 else ''} out"]
+    for odd in report["odd"]:
+        lines.append(f"  sample {odd['id']}: loss {odd['loss']:.3f} (usual {report['usual_loss']:.3f}), gradient norm "
+                     f"{odd['grad_norm']:.3g} (usual {report['usual_sample_norm']:.3g})")
+        for document in (each for each in documents if each.sample == odd["id"]):
+            lines += _document_lines(document)
+    lines += _layer_lines(report)
+    lines.append("without:  loss and gradient norm with these samples, and with them left out")
+    for after, (whole, without) in enumerate(zip(report["with_all"], report["without_odd"], strict=True)):
+        lines.append(f"  step {report['step'] + after}: loss {whole[0]:.4f}, {without[0]:.4f} without; gradient norm "
+                     f"{whole[1]:.4g}, {without[1]:.4g} without")
+    return lines
+
+
+def _document_lines(document: OddDocument) -> list[str]:
+    lines = [f"    document {document.document} of {document.prefix}: {document.document_tokens:,} tokens, "
+             f"{document.tokens:,} of them in the sample, from token {document.first_token:,} of the .bin on; loss "
+             f"{document.loss:.3f}"]
+    where = document.position or ", ".join(document.inputs[:3]) + (", ..." if len(document.inputs) > 3 else "")
+    lines += [f"    from {where}"] if where else []
+    lines += [f"    {line}" for line in document.odd]
+    return [*lines, f"    {document.excerpt!r}"]
+
+
+def _layer_lines(report: dict[str, Any]) -> list[str]:
+    """Return where the gradient of the step is larger than those of the neighbouring steps."""
+    def ratios(norms: dict[str, list[float]]) -> list[tuple[str, float]]:
+        return [(name, step / usual) for name, (step, usual) in norms.items() if usual > 0]
+
+    layers, tensors = ratios(report["layers"]), ratios(report["tensors"])
+    larger = [f"{name} ({ratio:.1f} times)" for name, ratio in sorted(layers, key=lambda row: -row[1]) if ratio >= 1.5]
+    if not larger:
+        return []
+    worst = ", ".join(f"{name} ({ratio:.1f} times)" for name, ratio in sorted(tensors, key=lambda row: -row[1])[:3])
+    return [f"layers:   {len(larger)} of {len(layers)} have a larger gradient than in the neighbouring steps, most of "
+            f"all {', '.join(larger[:3])}; tensors: {worst}"]
