@@ -1,6 +1,7 @@
 """Micro-batches that are computed again change nothing in training, and name a rank that computes wrongly."""
 
 import json
+import re
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
@@ -8,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from pretrain.monitor.read_run_folder import read_rows
 from tests.support.cases import CPU, DROPOUT, case, config, flags
-from tests.support.launch import run_worker
+from tests.support.launch import WORKERS, run_ranks, run_worker
 
 EXPERTS = {"model_type": "qwen2_moe", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48,
            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
@@ -128,6 +130,28 @@ def test_a_rank_that_computes_wrongly_is_named_with_its_layer(lies: Callable[[bo
     assert len(event["hosts"]) == len(ranks)
     assert f"rank {ranks[0]} on {event['hosts'][0]}" in result["error"]
     assert f"the {direction} pass of {block}" in result["error"]
+
+
+def test_a_run_with_a_flaky_rank_ends_before_it_updates_or_saves(corpus: str, tmp_path: Path) -> None:
+    """Of the calls of the layer on rank 1, two in a step are the training's. Steps 1, 3 (saved) and 5 are compared."""
+    run, values = tmp_path / "run", tmp_path / "zero2.json"
+    values.write_text(json.dumps(config(2)))
+    given = {**_flags(corpus, tmp_path, {}, 8), "recompute_interval": 5, "save_interval": 3, "eval_interval": 0,
+             "deepspeed_config": values, "save": run}
+    (tmp_path / "faults.json").write_text(json.dumps(
+        {"lie": {"rank": 1, "layer": "3", "direction": "backward", "every": 12}}))
+    ranks = run_ranks([str(WORKERS / "faulty_train.py"), "faults.json",
+                       *(f"--{key}={value}" for key, value in given.items())], 2, cwd=tmp_path)
+    output = "".join(rank.stdout for rank in ranks)
+    lines = [line for line in output.splitlines() if line.startswith("ds-pretrain: error")]
+    assert 1 in [rank.returncode for rank in ranks], output
+    assert len(lines) == 1, output
+    assert re.search(r"step 5: rank 1 on \S+ computed the same micro-batch twice with different results, first in the "
+                     r"backward pass of layer 3 \(Block\), in the gradient of its input\. The update of this step was "
+                     r"not made\. Nothing was saved since step 3, when the results were last equal: start", lines[0])
+    assert "Traceback" not in output
+    assert [row["step"] for row in read_rows(run / "events.jsonl") if row["event"] == "recomputation"] == [5]
+    assert [folder.name for folder in (run / "checkpoints").glob("global_step*")] == ["global_step3"]
 
 
 @pytest.mark.slow

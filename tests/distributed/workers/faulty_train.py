@@ -7,6 +7,7 @@ Keys of FAULTS.json, all optional:
     set          {"module:name": value of this variable}
     flip_bit_at  step before which the last rank flips a bit of a weight's copy. At ZeRO-0 nothing overwrites the copy:
                  each rank updates its own
+    lie          a layer of one rank that computes wrongly; see recompute_worker.py
     signal_at    [number of a signal, step before which the last rank sends it to itself]
 """
 
@@ -22,6 +23,7 @@ from pretrain import step_loop
 from pretrain.data.loader import Loader, MicroBatch
 from pretrain.distributed.process import end_process
 from pretrain.train import main
+from tests.distributed.workers.recompute_worker import lie
 from tests.distributed.workers.worker import flip_bit
 
 LAST_RANK = int(os.environ["WORLD_SIZE"]) - 1
@@ -46,8 +48,8 @@ def spoil(factors: dict[int, float], rank: int | None) -> None:
     Loader.step = spoiled  # type: ignore[method-assign]
 
 
-def disturb_steps(flip_bit_at: int | None, signal_at: tuple[int, int] | None) -> None:
-    """Flip a bit, or send a signal, before a step."""
+def disturb_steps(flip_bit_at: int | None, signal_at: tuple[int, int] | None, fault: dict[str, Any] | None) -> None:
+    """Flip a bit, or send a signal, before a step; or let a layer compute wrongly from the first step on."""
     train_batch = step_loop.train_batch
 
     def disturbed(engine: Any, micro_batches: list[MicroBatch]) -> Any:
@@ -55,6 +57,8 @@ def disturb_steps(flip_bit_at: int | None, signal_at: tuple[int, int] | None) ->
             flip_bit(engine, "mlp.up.weight", bit=20)
         if signal_at and engine.global_steps + 1 == signal_at[1] and int(os.environ["RANK"]) == LAST_RANK:
             os.kill(os.getpid(), signal_at[0])
+        if fault and engine.global_steps == 0:
+            lie(engine, fault)
         return train_batch(engine, micro_batches)
 
     step_loop.train_batch = disturbed
@@ -63,7 +67,7 @@ def disturb_steps(flip_bit_at: int | None, signal_at: tuple[int, int] | None) ->
 if __name__ == "__main__":
     faults = json.loads(Path(sys.argv[1]).read_text())
     spoil({int(first): float(factor) for first, factor in faults.get("factors", {}).items()}, faults.get("rank"))
-    disturb_steps(faults.get("flip_bit_at"), faults.get("signal_at"))
+    disturb_steps(faults.get("flip_bit_at"), faults.get("signal_at"), faults.get("lie"))
     for path, value in faults.get("set", {}).items():
         set_variable(path, value)
     if faults.get("kill_in"):
