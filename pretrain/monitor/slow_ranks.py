@@ -276,7 +276,7 @@ def excesses(own: np.ndarray, stage_ranks: Sequence[np.ndarray]) -> Excess:
     logs = np.log(np.maximum(own, 1e-6))
     by_rank, by_stage = np.zeros_like(logs), np.zeros((len(logs), len(stage_ranks)))
     for stage, ranks in enumerate(stage_ranks):
-        by_stage[:, stage] = np.median(logs[:, ranks], axis=1)
+        by_stage[:, stage] = lower_median(logs[:, ranks])
         if len(ranks) > 1:
             by_rank[:, ranks] = _relative(logs[:, ranks])
     if len(stage_ranks) == 1:
@@ -308,8 +308,9 @@ def significant(excess: np.ndarray, window: int, imbalance: float = 0.0) -> list
         return []
     blocks, newest = excess[-window:], np.median(excess[-_WINDOWS[0]:], axis=0)
     levels = np.median(blocks, axis=0)
-    limits = np.maximum(np.hypot(_LIMITS[window] * _spread(excess, window), _LIMITS[max(_WINDOWS)] * _offsets(excess)),
-                        _SMALLEST_RATIO) + imbalance
+    limits = np.hypot(_LIMITS[window] * _spread(excess, window), _LIMITS[max(_WINDOWS)] * _offsets(excess))
+    limits *= 1 + 0.1 * math.log(max(excess.shape[1] / 4, 1))  # the largest noise of many columns is larger
+    limits = np.maximum(limits, _SMALLEST_RATIO) + imbalance
     lasting = ((blocks > 0.5 * levels).mean(axis=0) >= 0.75) & (newest > 0.7 * levels)
     return [(int(column), float(levels[column])) for column in np.flatnonzero((levels > limits) & lasting)]
 
