@@ -30,6 +30,13 @@ def rank_pids(host: Host) -> list[int]:
     return [pid for pid, command in host.processes().items() if "--local_rank" in command and "launcher" not in command]
 
 
+def _removed(group: Path) -> bool:
+    """Remove the group. Returns False while a process of it has not ended."""
+    with contextlib.suppress(OSError):
+        group.rmdir()
+    return not group.exists()
+
+
 @contextlib.contextmanager
 def throttled(pids: list[int], *, percent: int) -> Iterator[None]:
     """Give the processes together this part of one CPU, as a container's CPU limit does."""
@@ -49,8 +56,7 @@ def throttled(pids: list[int], *, percent: int) -> Iterator[None]:
         for word in (group / "cgroup.procs").read_text().split():
             with contextlib.suppress(OSError):
                 (group.parent / "cgroup.procs").write_text(word)
-        with contextlib.suppress(OSError):
-            group.rmdir()
+        wait_until(lambda: _removed(group))
 
 
 def start_again(pair: Hosts, corpus: str, folder: Path, *, last_step: int) -> "subprocess.CompletedProcess[str]":
