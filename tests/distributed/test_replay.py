@@ -49,9 +49,11 @@ def test_a_step_is_repeated_after_a_rollback_inside_a_ramp_and_of_a_branch(corpu
              plant={"kind": "nan", "step": 5, "consumed_samples": 32}),
         case("branch", "train", values, steps_of(corpus, resume_from="run-ramp@4", batch_schedule="0:4,1024:8")),
     ]
-    asked = {"ramp": 6, "rollback": 6, "branch": 5}
-    cases = [*runs, *({"name": f"{name}_verdict", "job": "replay", "run": f"run-{name}", "step": step}
-                      for name, step in asked.items())]
+    asked: dict[str, dict[str, Any]] = {
+        "ramp": {"step": 6}, "rollback": {"step": 6}, "branch": {"step": 5},
+        "before": {"run": "run-rollback", "step": 5, "before_rollback": 1, "plant": runs[1]["plant"]}}
+    cases = [*runs, *({"name": f"{name}_verdict", "job": "replay", "run": f"run-{name}", **question}
+                      for name, question in asked.items())]
     results = run_worker("replay_worker.py", cases, 2, tmp_path)
     assert any(row["event"] == "rollback" for row in read_events(tmp_path / "run-rollback"))
     for name in asked:

@@ -44,6 +44,8 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "ds-pretrain prepare --dataset HuggingFaceFW/fineweb-edu --dataset_config sample-10BT --tokenizer "
         "data/tokenizer --out data/fineweb",),
     "takes minutes: tests/test_project.py": (".github/release.sh",),
+    "takes an hour: tests/distributed/test_replay.py with -m slow": (
+        "python -m tests.support.planted_replays OUT",),
     "needs a bad step: tests/distributed/test_replay.py": ("ds-pretrain replay runs/gpt2@41203",),
     "needs a run of another program: tests/distributed/test_adopt.py": (
         "ds-pretrain import trainer_output --save runs/adopted",

@@ -27,6 +27,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks, DeepSpeed JSON
     "pipeline": (4, config(1, precision="bf16", micro=1, accumulation=4, stages=2)),
     "tensor": (4, {**config(1, micro=2, accumulation=2), "tensor_parallel": {"autotp_size": 2}}),
 }
+_LIMIT_S = 4 * 3600.0
 POISONS = ("repeated token", "binary garbage", "wrong tokenizer")
 PARTNERS = {"tensor": {0: [0, 1], 1: [0, 1], 2: [2, 3], 3: [2, 3]}}  # ranks whose outputs are one sum
 
@@ -154,7 +155,8 @@ def run_planted(layout: str, folder: Path, planted: list[Planted]) -> dict[str, 
     """Train and question the cases of a layout in one launch. Returns the verdicts by name."""
     folder.mkdir(parents=True, exist_ok=True)
     write_sources(folder)
-    results = run_worker("replay_worker.py", cases_of(layout, folder, planted), LAYOUTS[layout][0], folder)
+    results = run_worker("replay_worker.py", cases_of(layout, folder, planted), LAYOUTS[layout][0], folder,
+                         timeout=_LIMIT_S)
     return {each.name: results.get(f"{each.name}_verdict", {"kind": "none", "certainty": "sure", "ranks": []})
             for each in planted}
 

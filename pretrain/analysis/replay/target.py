@@ -1,6 +1,7 @@
 """Find what a replay begins with: the start that trained the step, a checkpoint, and the data position. No torch."""
 
 import contextlib
+import math
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,10 @@ from typing import Any
 from pretrain.analysis.recorded_data import OTHER_DATA, open_data_of_step
 from pretrain.checkpoint.format.manifest import NOT_FINITE, Manifest, step_of
 from pretrain.checkpoint.format.run_checkpoints import manifest_or_error, manifests_or_errors
-from pretrain.checkpoint.save.retention import ABANDONED, Rollback, read_rollbacks
-from pretrain.errors import ConfigError
+from pretrain.checkpoint.save.retention import ABANDONED, ROLLBACKS, Rollback, read_rollbacks
+from pretrain.errors import ConfigError, counted
 from pretrain.monitor.flight.record_files import Header, RankRecord, read_start, start_folder
-from pretrain.monitor.read_run_folder import read_metrics, read_starts
+from pretrain.monitor.read_run_folder import is_number, read_metrics, read_starts
 from pretrain.resilience.run_lock import find_owner
 from pretrain.stored_json import build
 
@@ -49,12 +50,15 @@ def parse_target(text: str) -> tuple[Path, int]:
     return Path(run), int(step)
 
 
-def find_target(run: Path, step: int) -> Target:
+def find_target(run: Path, step: int, before_rollback: int | None = None) -> Target:
     """Find start, checkpoint and data position for a step. Raises ConfigError if the step cannot be trained again.
+
+    Of a step that was trained several times, the last time counts, or the last one before rollback number
+    `before_rollback`, from 1.
 
     If the data is another one now and can be read, its start allows that (--allow_other_data).
     """
-    target = _find_target(run, step)
+    target = _find_target(run, step, before_rollback)
     if target.start["flags"].get("dataset_module"):  # code of the user, which a record alone never imports
         return target
     try:
@@ -66,7 +70,7 @@ def find_target(run: Path, step: int) -> Target:
     return target
 
 
-def _find_target(run: Path, step: int) -> Target:
+def _find_target(run: Path, step: int, before_rollback: int | None) -> Target:
     if not run.is_dir():
         problem = "this is a file, and not a folder" if run.exists() else "there is no such folder"
         raise ConfigError(str(run), problem=problem, remedy="name a run folder: the value of --save")
@@ -75,8 +79,9 @@ def _find_target(run: Path, step: int) -> Target:
     if owner is not None:
         raise ConfigError(str(run), problem=f"the run is still training ({owner})",
                           remedy="stop it, or wait until it ends: the replay needs its machines and its checkpoints")
-    metrics = {row["step"]: row for row in read_metrics(run) if "loss" in row}
-    number, recorded = _start_of_step(run, starts, step, metrics)
+    until = _time_of_rollback(run, before_rollback)
+    metrics = {row["step"]: row for row in read_metrics(run) if "loss" in row and not _time(row) >= until}
+    number, recorded = _start_of_step(run, starts, step, metrics, until)
     checked = _checked(run, starts[number])
     before, after = _rollbacks(run, _moment(recorded, metrics, step))
     lowest = _lowest_start(starts, number)
@@ -84,19 +89,22 @@ def _find_target(run: Path, step: int) -> Target:
     # a rollback continues at another data position: only checkpoints from after it lead to the step
     earliest = max([int(starts[lowest].get("first_step") or 0), *(each.to_step for each in before
                                                                   if each.to_step < step)])
-    notes: list[str] = []
+    notes = [f"step {step} was trained again after rollback {each}; this is about the last time: --before_rollback "
+             f"{each} is about the time before" for each, rollback in enumerate(before, 1)
+             if rollback.to_step < step <= rollback.last_step][-1:]
+    problems: list[str] = []
     for folder, manifest in _candidates(run, starts[lowest]):
         if isinstance(manifest, ConfigError):
-            notes.append(f"not used: {manifest}")
+            problems.append(f"not used: {manifest}")
         elif earliest <= manifest.step < step and not manifest.weights_only and _is_on_path(manifest, before, after):
             if manifest.is_good:
                 own = folder.absolute().is_relative_to(run.absolute())
                 return Target(run, step, number, checked, folder, manifest.step,
-                              _position(manifest, before) if own else None, recorded, metrics, tuple(notes))
-            notes.append(f"not used: {folder}: {NOT_FINITE}")
+                              _position(manifest, before) if own else None, recorded, metrics, (*notes, *problems))
+            problems.append(f"not used: {folder}: {NOT_FINITE}")
     if earliest == 0 and not starts[lowest].get("resumed_from"):
-        return Target(run, step, number, checked, None, 0, None, recorded, metrics, tuple(notes))
-    because = f" ({notes[0].rstrip('.')})" if notes else ""
+        return Target(run, step, number, checked, None, 0, None, recorded, metrics, (*notes, *problems))
+    because = f" ({problems[0].rstrip('.')})" if problems else ""
     raise ConfigError(f"{run}@{step}", problem=f"no checkpoint of the steps {earliest} to {step - 1} remains, from "
                       f"which the run trained this step{because}",
                       remedy="give a later step; --keep_every keeps more checkpoints of the next run")
@@ -120,15 +128,30 @@ def _checked(run: Path, start: dict[str, Any]) -> dict[str, Any]:
     return start
 
 
-def _start_of_step(run: Path, starts: list[dict[str, Any]], step: int,
-                   metrics: dict[int, dict[str, Any]]) -> tuple[int, dict[int, RankRecord]]:
-    """Return the last start that trained the step, and its flight records. Raises ConfigError."""
+def _time_of_rollback(run: Path, number: int | None) -> float:
+    """Return when a rollback was, in seconds since 1970; without a number, the end of time. Raises ConfigError."""
+    found = read_rollbacks(run / "checkpoints")
+    if number is not None and number > len(found):
+        raise ConfigError(f"--before_rollback {number}", problem=f"the run has had {counted(len(found), 'rollback')}",
+                          remedy=f"see {run / ROLLBACKS}")
+    return math.inf if number is None else found[number - 1].time
+
+
+def _time(row: dict[str, Any]) -> float:
+    found = row.get("time")
+    return float(found) if is_number(found) else 0.0
+
+
+def _start_of_step(run: Path, starts: list[dict[str, Any]], step: int, metrics: dict[int, dict[str, Any]],
+                   until: float) -> tuple[int, dict[int, RankRecord]]:
+    """Return the last start that trained the step before a time, and its flight records. Raises ConfigError."""
     last_logged = max(metrics, default=0)
     reached = 0
-    for number in range(len(starts) - 1, -1, -1):
-        recorded = _valid(read_start(start_folder(run, number)))
+    newest = max((number for number, start in enumerate(starts) if _time(start) < until), default=-1)
+    for number in range(newest, -1, -1):
+        recorded = _valid(read_start(start_folder(run, number), before=until))
         last = max((max(each.rows, default=0) for each in recorded.values()), default=0)
-        if number == len(starts) - 1 or not recorded:
+        if number == newest or not recorded:
             last = max(last, last_logged)
         reached = max(reached, last)
         if int(starts[number].get("first_step") or 0) < step <= last:
@@ -151,7 +174,7 @@ def _valid(recorded: dict[int, RankRecord]) -> dict[int, RankRecord]:
 def _moment(recorded: dict[int, RankRecord], metrics: dict[int, dict[str, Any]], step: int) -> float | None:
     """Return when the step was trained, in seconds since 1970; None if no row has it."""
     rows = [each.rows.get(step, {}) for each in recorded.values()] + [metrics.get(step, {})]
-    return next((float(row["time"]) for row in rows if isinstance(row.get("time"), (int, float))), None)
+    return next((_time(row) for row in rows if _time(row)), None)
 
 
 def _lowest_start(starts: list[dict[str, Any]], number: int) -> int:

@@ -36,6 +36,8 @@ def main() -> int:
     add("--output", type=path, metavar="FOLDER", help="folder for the replays (default: RUN/replays/step_STEP)")
     add("--repeats", type=whole_number(1, 100), default=2, metavar="N",
         help="replays of a step that is not reproduced (default: %(default)s)")
+    add("--before_rollback", type=whole_number(1, 10**6), metavar="N",
+        help="the step as it was before the N-th rollback of the run (default: its last time)")
     add("--json", type=path, metavar="FILE", help="also write the verdict to this file")
     add("--deepspeed_config", type=path, metavar="FILE", help="another layout, for example ZeRO-3 with offload on one "
                                                               "machine: values are then compared with a tolerance")
@@ -52,7 +54,7 @@ def main() -> int:
                           remedy="name a DeepSpeed JSON")
     if args.json is not None:
         check_file(args.json, "--json")
-    target = find_target(run, step)
+    target = find_target(run, step, args.before_rollback)
     output = args.output or run / "replays" / f"step_{step}"
     check_folder(output, "--output")
     if args.output is not None and output.is_dir() and any(output.iterdir()) and not (output / VERDICT).is_file():

@@ -8,6 +8,7 @@ least the last N steps. A row is one `write`: after a kill the kernel still has 
 import contextlib
 import errno
 import json
+import math
 import os
 import shutil
 from dataclasses import asdict, dataclass, field, replace
@@ -140,8 +141,11 @@ def _starts_with_a_stop(run: Path) -> set[int]:
     return found
 
 
-def read_start(folder: Path) -> dict[int, RankRecord]:
-    """Return the recordings of a start by rank; files without a valid header are left out."""
+def read_start(folder: Path, *, before: float = math.inf) -> dict[int, RankRecord]:
+    """Return the recordings of a start by rank; files without a valid header are left out.
+
+    `before`: leave out rows from this time on, in seconds since 1970.
+    """
     found = {}
     for path in sorted(folder.glob("rank_*.jsonl")):
         if path.name.endswith(".previous.jsonl"):
@@ -153,8 +157,13 @@ def read_start(folder: Path) -> dict[int, RankRecord]:
             continue
         earlier = read_rows(_previous(path))[1:]
         found[known.rank] = RankRecord(known, {row["step"]: row for row in [*earlier, *rows]
-                                               if isinstance(row.get("step"), int)})
+                                               if isinstance(row.get("step"), int) and _time_of(row) < before})
     return found
+
+
+def _time_of(row: dict[str, Any]) -> float:
+    found = row.get("time")
+    return found if isinstance(found, float) else 0.0
 
 
 def _previous(path: Path) -> Path:

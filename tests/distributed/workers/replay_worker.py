@@ -73,7 +73,7 @@ def replay_in_process(case: dict[str, Any]) -> dict[str, Any]:
         return read_replay(folder / "run")
 
     try:
-        target = find_target(run, case["step"])
+        target = find_target(run, case["step"], case.get("before_rollback"))
         dist.barrier()
         return question(target, train, repeats=case.get("repeats", 2)).verdict.to_json()
     except ConfigError as error:
