@@ -68,6 +68,8 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "ds-pretrain prepare runs/quickstart/corpus/valid.jsonl --tokenizer o200k_base --out data/o200k",),
     "takes minutes: tests/data/tokenizers/test_measure_encoding.py": (
         "python -m tests.data.tokenizers.measure_encoding tinyshakespeare.txt tutor.ja.utf-8 tutor.ru.utf-8",),
+    "takes minutes: tests/distributed/test_replay_samples.py with -m slow": (
+        "python -m tests.support.planted_documents",),
     "takes minutes: tests/model/test_decoders.py": ("ds-pretrain models --prove --output tools/decoders.md",),
     "needs other versions of Python and torch: tests/test_versions.py": ("tests/versions.sh lowest",),
     "takes a minute: tests/distributed/test_reproducers.py": (

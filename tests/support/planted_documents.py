@@ -152,7 +152,7 @@ def run_planted(folder: Path, text: str, names: Sequence[str], kinds: Sequence[s
                 **({} if kind == "healthy" else {"override": "data"})}})
         work.append({**work[1], "name": "plain", "examine": False})
         (folder / name).mkdir(exist_ok=True)
-        results = run_worker("examine_worker.py", work, ranks, folder / name)
+        results = run_worker("examine_worker.py", work, ranks, folder / name, timeout=3600)
         for number, row in enumerate(own):
             assert results[str(number)]["code"] == 0, results[str(number)]
             row["report"] = json.loads((Path(row["run"]) / "samples.json").read_text())
