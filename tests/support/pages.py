@@ -77,6 +77,12 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "ds-pretrain bench --what step --preset cpu --write tools/measurements.md",
         "ds-pretrain bench --what step --preset cpu-llama-2048 --write tools/measurements.md",
         "ds-pretrain bench --what overhead,checkpoint,startup --rounds 3 --write tools/measurements.md"),
+    "takes a minute; tests/distributed/resilience/test_flight_record.py records smaller runs": (
+        "ds-pretrain --deepspeed_config zero1_bf16 --model gpt2 --model_overrides n_layer=8,n_embd=512,n_head=8,"
+        "vocab_size=16384,n_positions=512,resid_pdrop=0,attn_pdrop=0,embd_pdrop=0 --train_data "
+        "runs/quickstart/data/train --seq_length 512 --micro_batch_size 8 --train_steps 9 --save_interval 0 "
+        "--save runs/record_cost",
+        "head -n 1 runs/record_cost/flight/start_0/rank_0.jsonl"),
     "takes an hour; tests/commands/test_ladder.py trains smaller ones": (
         "tools/ladder_grades/grade.sh python", "tools/ladder_grades/grade.sh gcide", "tools/ladder_grades/mixture.sh",
         "ds-pretrain ladder --target run.yaml --budget 2h",
