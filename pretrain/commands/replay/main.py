@@ -46,8 +46,8 @@ def main() -> int:
         help="ranks on this host (default: the hosts and ranks of the run)")
     add("--hostfile", type=path, metavar="FILE", help="hosts for the ranks of the run (default: its own hosts)")
     for name in OWN_CODE:
-        add(f"--{name}", type=_own_code, metavar="MODULE:NAME", help="the run's own code, if it has any: a record alone never "
-                                                         "imports code")
+        add(f"--{name}", type=_own_code, metavar="MODULE:NAME",
+            help="the run's own code, if it has any: a record alone never imports code")
     args = parser.parse_args()
     run, step = parse_target(args.target)
     if args.deepspeed_config is not None and not args.deepspeed_config.is_file():
@@ -84,7 +84,7 @@ def main() -> int:
 def _own_code(word: str) -> str:
     """Argparse type: a module and a name in it."""
     if not re.fullmatch(r"[\w.]+:\w+", text(word)):
-        raise argparse.ArgumentTypeError(f"found {shorten(word)!r}; expected a module and a name, such as my_data:build")
+        raise argparse.ArgumentTypeError(f"found {shorten(word)!r}; expected MODULE:NAME, such as my_data:build")
     return word
 
 
