@@ -24,6 +24,7 @@ from pretrain.resilience.run_lock import LOCK
 _LONGEST_TEXT = 400  # characters
 _MAX_NAMES = 6  # ranks or hosts in a text
 _SILENT_S = 600.0  # a run that writes no row for this long, and for 20 times the usual interval, is reported
+_START_AGAIN = "; start the run again, or use `ds-pretrain supervise`"
 _REPLAY = "`ds-pretrain replay {run}@{step}` finds the cause"
 _SAMPLES = "`ds-pretrain replay {run}@{step}` names the samples, and what skipping them gives"
 
@@ -40,8 +41,7 @@ _KINDS: dict[str, tuple[str, str, tuple[str, ...] | None]] = {
     "rollback": ("the run returned to an earlier checkpoint: {reason}", _SAMPLES, None),
     "hang": ("the run hung: {reason}", "read the stacks of all ranks in {path}; look at the machine of the rank "
              "that is named", ("start",)),
-    "crash": ("the run crashed: {reason}", "read the last lines of the launcher's output; start the run again, or use "
-              "`ds-pretrain supervise`", ("start",)),
+    "crash": ("the run crashed: {reason}", f"read the last lines of the launcher's output{_START_AGAIN}", ("start",)),
     "not_started": ("the run could not start: {reason}", "repair the host, or give the supervisor --min_hosts",
                     ("start",)),
     "rejected": ("the run was rejected: {reason}", "correct the flag that the launcher's output names", ("start",)),
@@ -165,8 +165,8 @@ def _incident(table: RunTable, rows: list[dict[str, Any]], number: int) -> Incid
     last, when = (_step(end.get("step")), _time(end)) if end is not None and ended else (_step(row.get("step")), None)
     subject = (f"{row.get('ranks')} {row.get('hosts')}" if kind == "slow_rank" else
                str(row.get("name") or re.sub(r"\d+", "", reason)))
-    if end is not None and end.get("event") != "start":  # it has ended by itself
-        advice = ""
+    if end is not None:  # it has ended by itself, or the run was started again
+        advice = "" if end.get("event") != "start" else advice.replace(_START_AGAIN, "")
     advice = _advice(advice, table, step, row.get("path"))
     return Incident(kind, shorten(what, _LONGEST_TEXT).rstrip(": "), advice, step, last, _time(row), when or _time(row),
                     is_open=over is not None and end is None, subject=subject,

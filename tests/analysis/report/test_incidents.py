@@ -64,6 +64,7 @@ def test_crashes_are_those_of_the_supervisor_and_starts_without_an_end(tmp_path:
     assert [(one.kind, one.step, one.is_open) for one in found] == [
         ("crash", 59, False), ("hang", 40, False), ("crash", 22, False)]
     assert "resumed from step 60" in found[0].text
+    assert "start the run again" not in found[0].advice  # it was
     assert (found[1].machine, found[2].text) == ("rank 1", "the run crashed: SIGKILL (exit code 247); newest "
                                                    "checkpoint: step 20")
     assert "h/1" in found[1].advice
@@ -71,6 +72,7 @@ def test_crashes_are_those_of_the_supervisor_and_starts_without_an_end(tmp_path:
     write_lease(run / LOCK, Owner(pid=2**22 - 1))  # a process that does not run
     (newest, *_) = incidents_of(RunTable(run), now=END)
     assert (newest.kind, newest.is_open, "the run is dead" in newest.text) == ("crash", True, True)
+    assert "start the run again" in newest.advice
 
 
 def test_a_loss_that_ends_in_nan_is_wrong_now(tmp_path: Path) -> None:
