@@ -118,8 +118,11 @@ def incidents_of(table: RunTable, *, now: float | None = None) -> list[Incident]
     return sorted(joined, key=lambda one: (not one.is_open, -(one.last_time or one.time or 0.0), -(one.step or 0)))
 
 
-def incident_lines(incidents: Sequence[Incident], *, limit: int = 8, width: int = 80) -> list[str]:
-    """Return the list for a terminal, two lines of `width` characters each at most; [] if nothing went wrong."""
+def incident_lines(incidents: Sequence[Incident], replays: Sequence[dict[str, Any]] = (), *, limit: int = 8,
+                   width: int = 80) -> list[str]:
+    """Return the list for a terminal: what happened and what to do, or what a replay says, in two lines of `width`
+    characters each at most; [] if nothing went wrong.
+    """
     if not incidents:
         return []
     lines = ["what went wrong (! = still wrong)"]
@@ -127,8 +130,12 @@ def incident_lines(incidents: Sequence[Incident], *, limit: int = 8, width: int 
         when = time.strftime("%m-%d %H:%M", time.localtime(one.time)) if one.time is not None else ""
         parts = [part for part in (when, one.steps_text, one.machine, one.headline) if part]
         line = f"{'!' if one.is_open else ' '} {': '.join((', '.join(parts[:-1]), parts[-1]))}"
-        lines += textwrap.wrap(line, width, subsequent_indent="    ", max_lines=2, placeholder=" ...",
-                               drop_whitespace=True, break_on_hyphens=False)
+        answers = [f"replay of step {replay['step']}: {replay['what']} ({replay['certainty']})" for replay in replays
+                   if None not in (one.step, one.last_step, replay["step"]) and one.step <= replay["step"] <= one.last_step]
+        advice = printable(answers[0] if answers else one.advice)
+        for text, indent in ((line, 4), *([(f"    -> {advice}", 7)] if advice else [])):
+            lines += textwrap.wrap(text, width, subsequent_indent=" " * indent, max_lines=2, placeholder=" ...",
+                                   drop_whitespace=True, break_on_hyphens=False)
     more = len(incidents) - limit
     return [*lines, *([f"  and {more} more, in the page of `ds-pretrain report`"] if more > 0 else [])]
 
