@@ -92,8 +92,11 @@ class RunState:
         if kind not in NOTIFY_KINDS or row.get("finding") == "off":
             return None
         if kind == "end":
-            return self.message(kind, "finished" if reason == "finished" else "stopped", reason, step=step)
-        return self.message(kind, f"{event.replace('_', ' ')} at step {step}", reason, step=step)
+            finished = reason == "finished"
+            return self.message(kind, "finished" if finished else "stopped", "" if finished else reason, step=step)
+        what = f"rolled back to step {row.get('to_step')}" if event == "rollback" else \
+            f"{event if event.startswith(kind) else kind} at step {step}"
+        return self.message(kind, what.replace("_", " "), reason, step=step)
 
     def message_of_restart(self, row: dict[str, Any]) -> Message | None:
         """Return the message about a row of restarts.jsonl: a start that crashed, or the end of the supervision.
