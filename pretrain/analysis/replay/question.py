@@ -85,7 +85,7 @@ def question(target: Target, train: Train, *, repeats: int, is_other_layout: boo
     if run.step is None and _num_data_ranks(target) > 1:
         replays.append(train(len(replays) + 1, replace(order, cross_check=True)))
         recomputed = [event for event in read_events(replays[-1].run) if event["event"] == RECOMPUTATION
-                      and event.get("kind") != "off"]
+                      and event.get("finding") != "off"]
     found = judge(run, between, other_machine=machine_differences(target, replays[0]), recomputed=recomputed)
     return Answer(found, notes, replays, run)
 

@@ -100,10 +100,11 @@ def _wrong_rank(run: Comparison, recomputed: Sequence[dict[str, Any]], lines: li
     event = recomputed[0]
     suspects = [rank for rank in event.get("ranks") or [] if isinstance(rank, int)]
     found = Verdict("wrong_rank", SURE, step=event.get("step"), stage=event.get("direction"),
-                    direction=event.get("direction"), layer=event.get("layer"), ranks=suspects,
+                    direction=event.get("direction"), layer=str(event.get("layer", "")).removeprefix("layer ") or None,
+                    ranks=suspects,
                     hosts=run.hosts(suspects), now=True, remedy=CAUSES["wrong_rank"].remedy,
                     evidence=[*lines, str(event.get("reason"))])
-    if event.get("kind") != "undecided":
+    if event.get("finding") in ("wrong", "flaky"):
         return found
     return found.doubt("two ranks disagree, and a third data-parallel rank is needed to tell which one is wrong")
 
