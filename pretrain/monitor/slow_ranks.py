@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from pretrain.errors import named
 from pretrain.monitor.rank_times import RankTimes, mean_times
 from pretrain.monitor.slow_kinds import Evidence, explain
 
@@ -75,14 +76,12 @@ class Change:
 
 
 def _names(ranks: Sequence[int], hosts: Sequence[str], stage: int | None, *, whole_hosts: bool) -> str:
-    listed = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    plural = "are" if len(ranks) > 1 else "is"
-    where = f"host{'s' if len(hosts) > 1 else ''} {', '.join(hosts[:8])}"
+    which, where = named("rank", ranks), named("host", hosts)
     if stage is not None:
-        return f"pipeline stage {stage} (rank{'s' if len(ranks) > 1 else ''} {listed}, {where}) is"
+        return f"pipeline stage {stage} ({which}, {where}) is"
     if whole_hosts:
-        return f"{where} (rank{'s' if len(ranks) > 1 else ''} {listed}) {'are' if len(hosts) > 1 else 'is'}"
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed} ({where}) {plural}"
+        return f"{where} ({which}) {'are' if len(hosts) > 1 else 'is'}"
+    return f"{which} ({where}) {'are' if len(ranks) > 1 else 'is'}"
 
 
 def peers_of(places: Sequence[Place]) -> list[np.ndarray]:
