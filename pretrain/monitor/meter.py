@@ -12,7 +12,7 @@ from deepspeed.accelerator import get_accelerator
 
 from pretrain.config.plan import Plan
 from pretrain.data.loader import MicroBatch
-from pretrain.engine.collective_waits import waited_outside_steps
+from pretrain.engine.collective_waits import host_waited_s
 from pretrain.engine.phases import PhaseTimers
 from pretrain.engine.update_statistics import GradientStats, UpdateSize
 from pretrain.monitor.expected.causes import Evidence, likely_causes
@@ -80,7 +80,7 @@ class Meter:
 
     def timed_data(self, load: Callable[[int], list[MicroBatch]], consumed_samples: int) -> list[MicroBatch]:
         """Call `load(consumed_samples)`, and add its time to the waiting time for data."""
-        start, waited = time.perf_counter(), waited_outside_steps()
+        start, waited = time.perf_counter(), host_waited_s()
         micro_batches = load(consumed_samples)
         seconds = time.perf_counter() - start
         self._since.data_seconds += seconds
@@ -93,7 +93,8 @@ class Meter:
         get_accelerator().synchronize()  # the steps until now count as steps
         start, load = time.perf_counter(), self._own_times.load_now()
         try:
-            yield
+            with self._phases.paused():
+                yield
         finally:
             self._since.excluded_seconds[kind] += time.perf_counter() - start
             self._own_times.exclude_since(load)

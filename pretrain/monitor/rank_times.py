@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from pretrain.distributed.host_load import HostLoad, HostLoadReader
-from pretrain.engine.collective_waits import waited_outside_steps
-from pretrain.engine.phases import BACKWARD, FORWARD, OPTIMIZER, REDUCE, WAIT
+from pretrain.engine.collective_waits import host_waited_s
+from pretrain.engine.phases import BACKWARD, FORWARD, OPTIMIZER, OTHER, REDUCE, WAIT
 from pretrain.errors import ConfigError
 from pretrain.monitor.read_run_folder import read_rows, read_starts
 
@@ -27,7 +27,8 @@ TIMES = {
     "backward": "backward pass, without waiting for other ranks",
     "reduce_wait": "waiting in collective operations and in transfers between pipeline stages",
     "optimizer": "clipping and update, without waiting for other ranks",
-    "own": "all of it but `reduce_wait`",
+    "other": "between the steps, without waiting for other ranks: logging, checks, requests",
+    "own": "all of it but `reduce_wait`: nothing that a rank does is in no key",
 }
 # the keys of "load": what the kernel counted for the thread that trains, of a step, mean over the steps of the row
 LOAD = {
@@ -60,8 +61,8 @@ class RankTimes:
     @classmethod
     def of_row(cls, row: Mapping[str, Any]) -> "RankTimes":
         """Return the times of a row of rank_times.jsonl. Raises KeyError, TypeError or ValueError on other values."""
-        ms = {key: np.asarray(row["ms"][key], dtype=float) for key in TIMES}
-        zeros = [0.0] * len(ms["own"])
+        zeros = [0.0] * len(row["ms"]["own"])
+        ms = {key: np.asarray(row["ms"].get(key, zeros), dtype=float) for key in TIMES}
         load = {key: np.asarray(row["load"].get(key, zeros), dtype=float) for key in LOAD}
         return cls(int(row["step"]), int(row["steps"]), float(row["step_ms"]), ms, load)
 
@@ -79,14 +80,13 @@ class OwnTimes:
 
     def restart(self) -> None:
         """Forget everything since the last logged step."""
-        self._data_s = self._data_waited_s = 0.0
+        self._data_s = 0.0
         self._excluded = HostLoad()
         self._start = self._reader.read()
 
     def add_data(self, seconds: float, waited_before_s: float) -> None:
-        """Add the time of loading data. `waited_before_s`: result of waited_outside_steps before it."""
-        self._data_s += seconds
-        self._data_waited_s += waited_outside_steps() - waited_before_s
+        """Add the time of loading data. `waited_before_s`: result of host_waited_s before it."""
+        self._data_s += seconds - (host_waited_s() - waited_before_s)
 
     def load_now(self) -> HostLoad:
         return self._reader.read()
@@ -103,12 +103,10 @@ class OwnTimes:
             waited_ms: PhaseTimers.waited_ms.
             steps: number of steps since the last logged one.
         """
-        own = {phase: phase_ms[phase] - waited_ms[phase] for phase in phase_ms}
-        data, data_waited = self._data_s * 1e3, self._data_waited_s * 1e3
-        times = {
-            "data": data - data_waited, "forward": own[FORWARD] + own[WAIT], "backward": own[BACKWARD] + own[REDUCE],
-            "reduce_wait": sum(waited_ms.values()) + data_waited, "optimizer": own[OPTIMIZER]}
-        times["own"] = sum(times.values()) - times["reduce_wait"]
+        own, data = {phase: phase_ms[phase] - waited_ms[phase] for phase in phase_ms}, self._data_s * 1e3
+        times = {"data": data, "forward": own[FORWARD] + own[WAIT], "backward": own[BACKWARD] + own[REDUCE],
+                 "reduce_wait": sum(waited_ms.values()), "optimizer": own[OPTIMIZER],
+                 "other": max(own[OTHER] - data, 0.0), "own": sum(own.values())}
         load = self._reader.read().since(self._start).since(self._excluded)
         values = [*(times[key] for key in TIMES), *load]
         self.restart()

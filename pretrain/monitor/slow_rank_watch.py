@@ -10,7 +10,8 @@ from pretrain.config.plan import Plan
 from pretrain.distributed.collectives import gather
 from pretrain.engine.parallelism import rank_order
 from pretrain.monitor.rank_times import RankTimes, RankTimesLog
-from pretrain.monitor.slow_ranks import Place, SlowRanks, peers_of
+from pretrain.monitor.slow_rank_event import Place
+from pretrain.monitor.slow_ranks import SlowRanks, peers_of
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.terminal import Screen
 

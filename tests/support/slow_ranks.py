@@ -21,7 +21,7 @@ import numpy as np
 
 from pretrain.monitor.rank_times import RankTimes, read_rank_times
 from pretrain.monitor.read_run_folder import read_events
-from pretrain.monitor.slow_ranks import SLOW_RANK
+from pretrain.monitor.slow_rank_event import SLOW_RANK
 from pretrain.paths import STOP_FILE
 from tests.conftest import write_corpus
 from tests.support.cases import config, flags
