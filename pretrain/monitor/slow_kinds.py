@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-DATA, DISK, COMPUTE, OTHER_LOAD, THROTTLING, STOPPED, UNKNOWN = KINDS = (
-    "data", "slow disk", "compute", "other load", "throttling", "stopped", "unknown")
+DATA, DISK, COMPUTE, OTHER_LOAD, THROTTLING, STOPPED, LINK, UNKNOWN = KINDS = (
+    "data", "slow disk", "compute", "other load", "throttling", "stopped", "network link", "unknown")
 _MOST = 0.5  # of the additional time, that a cause must explain
 
 

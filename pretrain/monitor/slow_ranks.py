@@ -23,14 +23,14 @@ from pretrain.monitor.slow_kinds import Evidence, explain
 from pretrain.monitor.slow_rank_event import SLOW_RANK, Change, Place
 
 BLOCK_S = 2.0
-_WINDOW = 16  # newest blocks
+WINDOW = 16  # newest blocks
 _MOST_OF = 0.75  # of the newest blocks, that must show a slow rank: a short blip does not
 _LONGEST = 256  # newest blocks that are kept
-_LEFT_OUT = 2  # first rows of a start, with compilation and warm-up
+LEFT_OUT = 2  # first rows of a start, with compilation and warm-up
 _SPREADS = 3.0  # that a slow rank must exceed
 _MOST_EACH_BLOCK = 64  # ranks that are looked at after each block; with more, every second or later one: it costs time
 _SMALLEST_RATIO = math.log(1.15)
-_SMALLEST_COST = 0.05  # of a step, that the others wait for the rank
+SMALLEST_COST = 0.05  # of a step, that the others wait for the rank
 
 
 def peers_of(places: Sequence[Place]) -> list[np.ndarray]:
@@ -90,7 +90,7 @@ class SlowRanks:
     def __init__(self, places: Sequence[Place], *, block_s: float = BLOCK_S, on_cpu: bool = True) -> None:
         self._places, self._on_cpu = list(places), on_cpu
         self._blocks = Blocks(block_s)
-        self._left_out = _LEFT_OUT
+        self._left_out = LEFT_OUT
         self._every = -(-len(self._places) // _MOST_EACH_BLOCK)
         self._slow: list[_Slow] = []
         stages = np.array([place.stage for place in places])
@@ -112,7 +112,7 @@ class SlowRanks:
             return []
         if not self._blocks.add(times) or self._blocks.count % self._every:
             return []
-        if len(self._blocks.blocks) < 2 * _WINDOW:
+        if len(self._blocks.blocks) < 2 * WINDOW:
             return []
         excess = excesses(np.array([block.ms["own"] for block in self._blocks.blocks]), self._stage_ranks)
         return self._ended(excess) or self._begun(excess, math.log(max(imbalance, 1.0)))
@@ -131,7 +131,7 @@ class SlowRanks:
 
     def _add_rest_of_hosts(self, found: dict[int, float], excess: "Excess") -> None:
         """Add the other ranks of a host if all are nearly as slow: not all become significant with the same block."""
-        newest = np.median(excess.ranks[-_WINDOW:], axis=0)
+        newest = np.median(excess.ranks[-WINDOW:], axis=0)
         for host in {self._places[rank].host for rank in found}:
             on_host = [rank for rank, place in enumerate(self._places) if place.host == host]
             level = min(found[rank] for rank in on_host if rank in found)
@@ -141,10 +141,10 @@ class SlowRanks:
 
     def _costs(self, rank: int, level: float) -> bool:
         """Return whether the others wait for the rank for a part of the step that is worth a report."""
-        newest = list(self._blocks.blocks)[-_WINDOW:]
+        newest = list(self._blocks.blocks)[-WINDOW:]
         own = float(np.median([block.ms["own"][rank] for block in newest]))
         step = float(np.median([block.step_ms for block in newest]))
-        return own * (1 - math.exp(-level)) > _SMALLEST_COST * step
+        return own * (1 - math.exp(-level)) > SMALLEST_COST * step
 
     def _groups(self, ranks: Sequence[int]) -> list[list[int]]:
         """Return the ranks of each host whose ranks are all slow, or of a stage, and the others one by one."""
@@ -165,7 +165,7 @@ class SlowRanks:
         stage = self._places[ranks[0]].stage
         is_stage = len(self._stage_ranks) > 1 and ranks == self._stage_ranks[stage].tolist()
         values = excess.stages[:, stage] if is_stage and len(ranks) > 1 else np.median(excess.ranks[:, ranks], axis=1)
-        first = change_point(values, _WINDOW)
+        first = change_point(values, WINDOW)
         evidence = self._evidence(ranks, rows[first:], rows[:first], by_past=is_stage)
         kind, text = explain(evidence)
         hosts = sorted({self._places[rank].host for rank in ranks})
@@ -202,7 +202,7 @@ class SlowRanks:
             age = min(self._blocks.count - slow.first_block, len(excess.ranks))
             by_stage = change.stage is not None and len(change.ranks) > 1
             values = excess.stages[:, change.stage] if by_stage else np.median(excess.ranks[:, change.ranks], axis=1)
-            if age >= _WINDOW and np.median(values[-_WINDOW:]) < 0.5 * min(slow.level, 1.0):
+            if age >= WINDOW and np.median(values[-WINDOW:]) < 0.5 * min(slow.level, 1.0):
                 ended.append(slow)
         step = self._blocks.blocks[-1].step
         for slow in ended:
@@ -230,7 +230,7 @@ def excesses(own: np.ndarray, stage_ranks: Sequence[np.ndarray]) -> Excess:
     if len(stage_ranks) == 1:
         return Excess(by_rank, np.zeros_like(by_stage))
     # the earliest blocks show how the stages differ by design; the newest ones may be slow
-    past = np.median(by_stage[:-_WINDOW][:_LONGEST // 4], axis=0)
+    past = np.median(by_stage[:-WINDOW][:_LONGEST // 4], axis=0)
     by_stage = _relative(by_stage - past)
     for stage, ranks in enumerate(stage_ranks):
         if len(ranks) == 1:
@@ -244,19 +244,20 @@ def _relative(logs: np.ndarray) -> np.ndarray:
     return logs - np.where(logs <= ordered[:, [middle]], ordered[:, [middle + 1]], ordered[:, [middle]])
 
 
-def significant(excess: np.ndarray, imbalance: float = 0.0) -> list[tuple[int, float]]:
+def significant(excess: np.ndarray, imbalance: float = 0.0, *, fewest: int = 0) -> list[tuple[int, float]]:
     """Return the columns whose newest blocks are significantly above 0, each with their median.
 
     Args:
         excess: [blocks, columns].
         imbalance: logarithm of the ratio that is no sign of a slow rank.
+        fewest: blocks that are needed.
     """
-    fewest = 2 * _WINDOW if excess.shape[1] > 2 else 3 * _WINDOW  # of two columns, only time shows the spread
+    fewest = fewest or (2 if excess.shape[1] > 2 else 3) * WINDOW  # of two columns, only time shows the spread
     if len(excess) < fewest or not excess.any():
         return []
-    newest, earlier = excess[-_WINDOW:], excess[:-_WINDOW]
+    newest, earlier = excess[-WINDOW:], excess[:-WINDOW]
     spread = 1.4826 * np.median(np.abs(earlier - np.median(earlier, axis=0)), axis=0)
-    spread = np.maximum(spread, np.median(spread)) * (1 + _WINDOW / len(earlier))  # few blocks show less than many
+    spread = np.maximum(spread, np.median(spread)) * (1 + WINDOW / len(earlier))  # few blocks show less than many
     limits = np.maximum(_SPREADS * spread, _SMALLEST_RATIO) + imbalance
     is_slow = (newest > limits).mean(axis=0) >= _MOST_OF
     return [(int(column), float(np.median(newest[:, column]))) for column in np.flatnonzero(is_slow)]
