@@ -100,6 +100,8 @@ def test_a_run_that_crashes(run: Path, server: Receivers, capfd: pytest.CaptureF
     args = RunArguments(save=str(run), notify=["GOOD", "$BAD"],
                         notify_command=f"cat > {run}/$DS_PRETRAIN_EVENT; exit 3")
     append(run, "events.jsonl", event("spike", 1))  # of an earlier start
+    with followed(args, RANK_0, active=False):  # as the other ranks do
+        assert not {"GOOD", "BAD"} & os.environ.keys()
     with contextlib.suppress(RuntimeError), followed(args, RANK_0):
         append(run, "events.jsonl", event("start", 0, world_size=8))
         append(run, "metrics.jsonl", training(41, 3.25))
@@ -132,17 +134,21 @@ def test_how_a_run_ends(owner: str, rows: list[dict[str, Any]], code: int, title
 
 
 def test_the_owner_is_killed_and_before_that_nothing_happens_for_long(run: Path, server: Receivers) -> None:
+    """The next start may need the port before the last message has been sent to a receiver that does not answer."""
+    port = free_port()
     script = ("import sys, time; from pretrain.config.flags.arguments import RunArguments; "
               "from pretrain.monitor.follow.start import followed\n"
-              f"with followed(RunArguments(save={str(run)!r}, notify=['GOOD'], notify_silence=0.01, "
-              "notify_on=['no_progress,crash']), 'ds-pretrain'): time.sleep(900)")
-    owner = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": str(ROOT)})
+              f"with followed(RunArguments(save={str(run)!r}, notify=['GOOD', 'SLOW'], notify_silence=0.01, "
+              f"notify_on=['no_progress,crash'], metrics_port={port}), 'ds-pretrain'): time.sleep(900)")
+    owner = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": str(ROOT),
+                                                                  "SLOW": server.url("slow")})
     wait_until(lambda: len(server.messages) == 1)
     append(run, "events.jsonl", event("start"))  # a kind that is not sent
     time.sleep(0.6)
     owner.kill()
     owner.wait()
     wait_until(lambda: server.titles()[-1] == "first: ds-pretrain has ended")
+    check_port(RunArguments(metrics_port=port))
     assert "first: no progress for 0.0" in server.titles()[0]
 
 

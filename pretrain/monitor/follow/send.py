@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import signal
 import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,7 @@ from pretrain.daemon_threads import DaemonThreads
 from pretrain.monitor.follow.messages import Message
 
 GROUPED_S = 600.0  # after a message, others of its kind are counted for this time
-_COMMAND_S = 30.0
+_COMMAND_S = "30"
 _RETRY_S = 30.0
 
 Send = Callable[[Message], bool]
@@ -97,17 +96,13 @@ def apprise_sender(urls: Sequence[str]) -> Send:
 
 
 def command_sender(command: str, directory: str) -> Send:
-    """Return a function that gives a message to a shell command, which is killed after 30 s."""
+    """Return a function that gives a message to a shell command, which is killed after 30 s, even without this process.
+    """
     def send(message: Message) -> bool:
         environ = {**os.environ, "DS_PRETRAIN_EVENT": message.kind, "DS_PRETRAIN_RUN": str(message.run),
                    "DS_PRETRAIN_STEP": str(message.step)}
-        with subprocess.Popen(command, shell=True, cwd=directory, env=environ, text=True, start_new_session=True,
-                              stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as child:
-            try:
-                child.communicate(f"{message.title}\n{message.body}\n", timeout=_COMMAND_S)
-            except (subprocess.TimeoutExpired, BrokenPipeError):
-                with contextlib.suppress(OSError):
-                    os.killpg(child.pid, signal.SIGKILL)
-            return child.wait() == 0
+        return subprocess.run(["timeout", "-s", "KILL", _COMMAND_S, "sh", "-c", command], text=True, cwd=directory,
+                              input=f"{message.title}\n{message.body}\n", env=environ, start_new_session=True,
+                              stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode == 0
 
     return send
