@@ -29,7 +29,7 @@ def row(step: int, rank: int) -> dict[str, Any]:
 
 def records(ranks: int = 2, pipe: int = 1) -> Records:
     return {rank: RankRecord(Header(rank, ranks, f"host{rank}", 1, 0, layers=["0", "1", "2"], coordinates={
-        "data": rank // pipe, "pipe": rank % pipe, "tensor": 0}), {step: row(step, rank) for step in range(1, 7)})
+        "data": rank // pipe, "pipeline": rank % pipe, "tensor": 0}), {step: row(step, rank) for step in range(1, 7)})
             for rank in range(ranks)}
 
 
@@ -108,7 +108,8 @@ def test_equal_records_are_reproducible_and_other_ranks_find_one_that_is_always_
     assert (verdict(records(), recomputed=()).kind, verdict(records(), recomputed=()).certainty) == ("reproducible",
                                                                                                      "sure")
     assert verdict(records()).also == ["wrong_rank"]  # no other rank has computed the micro-batches
-    event = {"finding": "wrong", "ranks": [1], "step": 2, "layer": "layer 1", "direction": "forward", "reason": "the majority"}
+    event = {"finding": "wrong", "ranks": [1], "step": 2, "layer": "layer 1", "direction": "forward",
+             "reason": "the majority"}
     found = verdict(records(), recomputed=[event])
     assert (found.kind, found.certainty, found.ranks, found.layer) == ("wrong_rank", "sure", [1], "1")
     assert verdict(records(), recomputed=[{**event, "finding": "undecided", "ranks": [0, 1]}]).certainty == "unsure"
