@@ -79,10 +79,10 @@ def run(args: RunArguments, world: World) -> int:
     tasks = find_run_tasks(args) if world.rank == 0 else None
     time_outs = TimeOuts.from_flags(args)
     collective_timeout_s(time_outs.longest_s, os.environ)  # rejects a wrong DEEPSPEED_TIMEOUT; DeepSpeed would crash
-    with followed(args, RANK_0, active=world.rank == 0) as follower, \
+    with followed(args, RANK_0, active=world.rank == 0) as report, \
             rank_guards(Path(args.save), world, time_outs, launcher) as guards:
         code = _train(start, world, device, guards, tasks)
-        follower.report("", code)
+        report(code)
         return code
 
 

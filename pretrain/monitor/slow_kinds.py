@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-DATA, DISK, COMPUTE, OTHER_LOAD, THROTTLING, STOPPED, UNKNOWN = (
-    "data", "slow disk", "compute", "other load", "throttling", "stopped", "unknown")
+DATA, DISK, COMPUTE, OTHER_LOAD, THROTTLING, STOPPED, LINK, UNKNOWN = (
+    "data", "slow disk", "compute", "other load", "throttling", "stopped", "network link", "unknown")
 # kind -> what to do
 REMEDIES = {
     DATA: "look at the storage of its data", DISK: "look at the storage of its data",
@@ -12,6 +12,7 @@ REMEDIES = {
     OTHER_LOAD: "end the other programs on the host (`top`, `nvidia-smi`)",
     THROTTLING: "look at temperatures, power limits, and the CPU limit of its container",
     STOPPED: "find out who stops the process (SIGSTOP, a debugger, a frozen virtual machine)",
+    LINK: "look at its network interface, cable and switch (`ds-pretrain check-cluster` measures all links)",
     UNKNOWN: "look at the machine"}
 _MOST = 0.5  # of the additional time, that a cause must explain
 

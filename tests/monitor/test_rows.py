@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 
 from pretrain.monitor.rows import EVENTS
-from pretrain.monitor.slow_ranks import SLOW_RANK, SLOW_RANK_OVER
+from pretrain.monitor.slow_rank_event import SLOW_RANK, SLOW_RANK_OVER
 from tests.support.launch import ROOT
 
 TREES = [ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "pretrain").rglob("*.py")]

@@ -6,7 +6,9 @@
 The run folder is only read; all files are in --output. Exit codes: 0 there is a verdict; 2 bad input.
 """
 
+import argparse
 import json
+import re
 import time
 from typing import Any
 
@@ -18,7 +20,7 @@ from pretrain.cli import Parser, path, text, whole_number
 from pretrain.commands.replay.launch import Layout, train_again
 from pretrain.commands.replay.output import verdict_lines
 from pretrain.commands.replay.samples import SampleAnswer, ask_about_samples
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, shorten
 from pretrain.monitor.repeat_command import OWN_CODE
 from pretrain.paths import check_file, check_folder
 from pretrain.terminal import clear_status, status
@@ -45,8 +47,8 @@ def main() -> int:
         help="ranks on this host (default: the hosts and ranks of the run)")
     add("--hostfile", type=path, metavar="FILE", help="hosts for the ranks of the run (default: its own hosts)")
     for name in OWN_CODE:
-        add(f"--{name}", type=text, metavar="NAME", help="the run's own code, if it has any: a record alone never "
-                                                         "imports code")
+        add(f"--{name}", type=_own_code, metavar="MODULE:NAME",
+            help="the run's own code, if it has any: a record alone never imports code")
     args = parser.parse_args()
     run, step = parse_target(args.target)
     if args.deepspeed_config is not None and not args.deepspeed_config.is_file():
@@ -86,6 +88,13 @@ def main() -> int:
     print("\n".join([*verdict_lines(target, answer.verdict, answer.notes),
                      *(samples.lines() if samples is not None else []), f"written:  {output / VERDICT}"]))
     return 0
+
+
+def _own_code(word: str) -> str:
+    """Argparse type: a module and a name in it."""
+    if not re.fullmatch(r"[\w.]+:\w+", text(word)):
+        raise argparse.ArgumentTypeError(f"found {shorten(word)!r}; expected MODULE:NAME, such as my_data:build")
+    return word
 
 
 def _record(target: Target, answer: Answer, samples: SampleAnswer | None) -> str:
