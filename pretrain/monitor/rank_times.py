@@ -16,10 +16,8 @@ import numpy as np
 from pretrain.distributed.host_load import HostLoad, HostLoadReader
 from pretrain.engine.collective_waits import host_waited_s
 from pretrain.engine.phases import BACKWARD, FORWARD, OPTIMIZER, OTHER, REDUCE, WAIT
-from pretrain.errors import ConfigError
-from pretrain.monitor.read_run_folder import read_rows, read_starts
+from pretrain.monitor.read_run_folder import newest_start_number
 
-RANK_TIMES = "rank_times.jsonl"
 # the keys of "ms", each a list by rank: milliseconds of a step, mean over the steps of the row
 TIMES = {
     "data": "waiting for data",
@@ -57,14 +55,6 @@ class RankTimes:
         return {"step": self.step, "steps": self.steps, "time": time.time(), "step_ms": round(self.step_ms, 2),
                 "ms": {key: _rounded(self.ms[key]) for key in TIMES},
                 "load": {key: _rounded(self.load[key]) for key in LOAD if np.any(self.load[key] > 0)}}
-
-    @classmethod
-    def of_row(cls, row: Mapping[str, Any]) -> "RankTimes":
-        """Return the times of a row of rank_times.jsonl. Raises KeyError, TypeError or ValueError on other values."""
-        zeros = [0.0] * len(row["ms"]["own"])
-        ms = {key: np.asarray(row["ms"].get(key, zeros), dtype=float) for key in TIMES}
-        load = {key: np.asarray(row["load"].get(key, zeros), dtype=float) for key in LOAD}
-        return cls(int(row["step"]), int(row["steps"]), float(row["step_ms"]), ms, load)
 
 
 def _rounded(values: np.ndarray) -> list[float | None]:
@@ -160,35 +150,5 @@ class RankTimesLog:
         return [*header, row]
 
     def _header(self) -> dict[str, Any]:
-        try:
-            start = len(read_starts(self._run)) - 1
-        except (ConfigError, OSError):
-            start = 0
-        return {"start": max(start, 0), "time": time.time(), "step": self._first_step, "hosts": self._hosts,
-                "coordinates": self._coordinates}
-
-
-@dataclass(frozen=True)
-class StartTimes:
-    """The rows of one start."""
-
-    start: int  # index of its record in run.json
-    hosts: list[str]  # by rank
-    coordinates: list[dict[str, int]]  # by rank: {"pipeline": 0, "data": 1, "sequence": 0, "tensor": 0}
-    times: list[RankTimes]
-
-
-def read_rank_times(run: Path) -> list[StartTimes]:
-    """Return the rows of each start of a run, in their order; damaged rows are left out."""
-    starts: list[StartTimes] = []
-    for row in read_rows(run / RANK_TIMES):
-        try:
-            if "hosts" in row:
-                starts.append(StartTimes(int(row["start"]), list(row["hosts"]), list(row["coordinates"]), []))
-            elif starts:
-                times = RankTimes.of_row(row)
-                if all(len(values) == len(starts[-1].hosts) for values in times.ms.values()):
-                    starts[-1].times.append(times)
-        except (KeyError, TypeError, ValueError, AttributeError):
-            continue
-    return starts
+        return {"start": newest_start_number(self._run), "time": time.time(), "step": self._first_step,
+                "hosts": self._hosts, "coordinates": self._coordinates}

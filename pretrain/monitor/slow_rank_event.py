@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pretrain.errors import named
+
 SLOW_RANK = "slow_rank"  # the events
 SLOW_RANK_OVER = "slow_rank_over"
 
@@ -51,11 +53,9 @@ class Change:
 
 
 def _names(ranks: Sequence[int], hosts: Sequence[str], stage: int | None, *, whole_hosts: bool) -> str:
-    listed = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    plural = "are" if len(ranks) > 1 else "is"
-    where = f"host{'s' if len(hosts) > 1 else ''} {', '.join(hosts[:8])}"
+    which, where = named("rank", ranks), named("host", hosts)
     if stage is not None:
-        return f"pipeline stage {stage} (rank{'s' if len(ranks) > 1 else ''} {listed}, {where}) is"
+        return f"pipeline stage {stage} ({which}, {where}) is"
     if whole_hosts:
-        return f"{where} (rank{'s' if len(ranks) > 1 else ''} {listed}) {'are' if len(hosts) > 1 else 'is'}"
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed} ({where}) {plural}"
+        return f"{where} ({which}) {'are' if len(hosts) > 1 else 'is'}"
+    return f"{which} ({where}) {'are' if len(ranks) > 1 else 'is'}"

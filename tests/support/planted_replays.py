@@ -6,6 +6,7 @@ Each layout is one launch: a healthy run to step 2, with a checkpoint; then each
 with a fault in step 4 or 5, and is questioned. The faults stand in tests/support/plants.py.
 """
 
+import argparse
 import json
 import sys
 import time
@@ -162,7 +163,11 @@ def run_planted(layout: str, folder: Path, planted: list[Planted]) -> dict[str, 
 
 
 def main() -> int:
-    folder, words = Path(sys.argv[1]).absolute(), sys.argv[2:]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("words", nargs="*", help="layouts and faults (default: all)")
+    given = parser.parse_args()
+    folder, words = given.out.absolute(), given.words
     names = [word for word in words if word in LAYOUTS] or list(LAYOUTS)
     only = {*words} - {*LAYOUTS}
     counts: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))

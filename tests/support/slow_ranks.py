@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from pretrain.monitor.rank_times import RankTimes, read_rank_times
-from pretrain.monitor.read_run_folder import read_events
+from pretrain.monitor.rank_times import LOAD, TIMES, RankTimes
+from pretrain.monitor.read_run_folder import read_events, read_rows
 from pretrain.monitor.slow_rank_event import SLOW_RANK
 from pretrain.monitor.slow_ranks import BLOCK_S
 from pretrain.paths import STOP_FILE
@@ -143,8 +143,9 @@ class Ranks:
 
 def rows_of(run: Path) -> list[RankTimes]:
     """Return the rows of rank_times.jsonl of a run that has one start."""
-    starts = read_rank_times(run)
-    return starts[-1].times if starts else []
+    return [RankTimes(row["step"], row["steps"], row["step_ms"], {key: np.array(row["ms"][key]) for key in TIMES},
+                      {key: np.array(row["load"].get(key, [0.0] * len(row["ms"]["own"]))) for key in LOAD})
+            for row in read_rows(run / "rank_times.jsonl") if "own" in row.get("ms", {})]
 
 
 def stop_in_each_row(run: Path, pid: int, is_over: Callable[[], bool], *, steps: float = 2.0) -> None:

@@ -30,7 +30,7 @@ class Header:
     host: str
     pid: int
     first_step: int  # steps done before this start
-    coordinates: dict[str, int] = field(default_factory=dict)  # {"data": 0, "pipe": 1, "tensor": 0, ...}
+    coordinates: dict[str, int] = field(default_factory=dict)  # see RankOrder.coordinates
     layers: list[str] = field(default_factory=list)  # names of this rank's layers, in the order of the lists of a row
     interval: int = 1  # steps between two rows with all keys; 0: not chosen yet
     start: int = 0  # number of the start

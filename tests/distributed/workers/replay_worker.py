@@ -19,8 +19,7 @@ import torch.distributed as dist
 from deepspeed.utils import groups
 
 from pretrain import trainer
-from pretrain.analysis.replay import in_run
-from pretrain.analysis.replay.order import ReplayOrder
+from pretrain.analysis.replay.order import ReplayOrder, read_order
 from pretrain.analysis.replay.question import Replay, question, read_replay
 from pretrain.analysis.replay.target import find_target
 from pretrain.checkpoint.load.start import check_start
@@ -54,19 +53,14 @@ def replay_in_process(case: dict[str, Any]) -> dict[str, Any]:
                  "--model", str(folder / "config.json"), "--save", str(folder / "run"),
                  "--replay", str(folder / "order.json")]
         start = check_start(parse_arguments(words), world_size=dist.get_world_size(), device=detect_device())
-        replay, planter = in_run.begin_replay(folder / "order.json"), Planter(plants[number - 1])
-
-        def before(step: int, engine: Any) -> None:
-            planter.before_step(step, engine)
-            replay.before_step(step, engine)
-
+        planter = Planter(plants[number - 1])
         kept = [patch.object(trainer, name, lambda *args: None) for name in ("init_process_group",
                                                                             "leave_process_group")]
         guards = rank_guards(folder / "run", world, TimeOuts.from_flags(start.plan.args), LauncherWatch(world))
         with guards as guarded, planter.in_data(), kept[0], kept[1]:
             try:
-                trainer.train(start.plan, world, StepCallbacks(before, replay.after_step, replay.order), guarded,
-                              start.weights)
+                callbacks = StepCallbacks(planter.before_step, replay=read_order(folder / "order.json"))
+                trainer.train(start.plan, world, callbacks, guarded, start.weights)
             except CorruptionError as error:
                 print(error)
         dist.barrier()
