@@ -9,6 +9,7 @@ from typing import Any
 from pretrain.analysis.report.expected import Comparison, expected_of_run, newest_comparison
 from pretrain.analysis.report.hints import hints_of
 from pretrain.analysis.report.incidents import Incident, incident_lines, incidents_of
+from pretrain.analysis.report.replays import replays_data
 from pretrain.analysis.report.run_table import RunTable
 from pretrain.data.data_spec import parse_data_spec
 from pretrain.data.token_files.indexed_dataset import read_meta
@@ -39,6 +40,7 @@ class Summary:
     expected: Comparison | None = None  # the loss next to that of --expected_curve
     hints: list[Hint] = field(default_factory=list)  # what the curve shows, the most important first
     incidents: list[Incident] = field(default_factory=list)  # what went wrong, what is wrong now first
+    replays: list[dict[str, Any]] = field(default_factory=list)  # what `ds-pretrain replay` says about steps
 
     @property
     def below_unigram_entropy(self) -> bool:
@@ -68,7 +70,7 @@ def summarize(run: Path) -> Summary:
                    tokens_per_second=_number(metrics, last, "tokens_per_second"),
                    named_losses={name: _number(metrics, row, "eval_loss") for name, row in named.items()},
                    note=flags.get("note") or "", expected=newest_comparison(table), hints=hints_of(table),
-                   incidents=incidents_of(table))
+                   incidents=incidents_of(table), replays=replays_data(run))
 
 
 def _unigram_entropy(flags: dict[str, Any]) -> float | None:
@@ -100,7 +102,7 @@ def summary_lines(summary: Summary) -> list[str]:
             *(f"  {name:<20}{text(loss, '.4f')}" for name, loss in summary.named_losses.items()),
             f"unigram entropy       {text(summary.unigram_entropy, '.4f', ' nats per token')}",
             f"speed                 {text(summary.tokens_per_second, ',.0f')} tokens/s",
-            *(f"hint: {hint}" for hint in summary.hints), *incident_lines(summary.incidents)]
+            *(f"hint: {hint}" for hint in summary.hints), *incident_lines(summary.incidents, summary.replays)]
 
 
 def _not_finite(summary: Summary) -> str:

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pretrain.analysis.replay.documents import documents_of, odd_documents, pieces_of
+from pretrain.analysis.replay.documents import OddDocument, documents_of, odd_documents, pieces_of
 from pretrain.analysis.replay.samples import certainty, robust_z, sample_norms
+from pretrain.commands.replay.samples import SampleAnswer
 from pretrain.data.data_spec import parse_data_spec
 from pretrain.data.prepare.prepare import prepare
 from pretrain.data.run_data import open_run_data
@@ -152,6 +153,19 @@ def test_planted_documents_in_all_layouts(tmp_path: Path) -> None:
     assert answers.count("right") >= 0.95 * len(answers)
     for layout in LAYOUTS:
         _check_equal(tmp_path / layout)
+
+
+def test_an_answer_has_80_columns() -> None:
+    """Also with characters that are two columns wide; the command is one line."""
+    report = {"step": 93, "ids": [*range(16)], "usual_loss": 2.6, "usual_sample_norm": 1.6, "layers": {"3": [4.0, 1.0]},
+              "odd": [{"id": 7, "loss": 10.5, "grad_norm": 17.1, "certainty": "sure"}], "tensors": {"3.w": [8.0, 1.0]},
+              "with_all": [[3.04, 1.2]], "without_odd": [[2.56, 0.5]]}
+    document = OddDocument(7, 300, "/data/" + "c" * 40, 515_614, 129, 2101, 10.5, 1015.5, ["odd " * 40], "\u5f32" * 160)
+    *lines, command = SampleAnswer(report, [document], "ds-pretrain " + "--flag " * 20).lines()
+    assert max(len(line) + line.count("\u5f32") for line in lines) <= 80 < len(command)
+    assert lines[0] == "samples:  1 of 16 samples of step 93 stands out"
+    assert lines[1].startswith("  sample 7: ")
+    assert lines[2].startswith("    document 300 of ")
 
 
 @pytest.mark.slow

@@ -11,7 +11,8 @@ TREES = [ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "pretra
 CONSTANTS = {target.id: node.value.value for tree in TREES for node in ast.walk(tree)
              if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
              for target in node.targets if isinstance(target, ast.Name)}
-INTERNAL = {"ready", "after_save"}  # replies of the background writer that are not written
+# not written: replies of the background writer, and what the report finds
+INTERNAL = {"ready", "after_save", "crash"}
 
 
 def written_events() -> Iterator[tuple[str, set[str]]]:

@@ -58,6 +58,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         ("ladder-parameters.json", "the ladder is for 1,500,000,000 parameters (without embeddings and head), and "),
         ("ladder-batch.json", "the ladder is for 128 tokens in a step, and this run has 64. Use the batch of"),
         ("ladder-data.json", "the ladder is for the data other (abababab), and this run has corpus ("))),
+    ({}, {"flight_steps": 0, "flight_interval": 5}, "--flight_interval: it has no effect"),
     ({}, {"expected_curve": "{world}/ladder-right.json", "label_smoothing": 0.1}, "--expected_curve / --label_smooth"),
     ({}, {"expected_curve": "{world}/ladder-right.json", "init_from": "{world}/hf", "model": NOTHING},
      "--expected_curve / --init_from: found both"),

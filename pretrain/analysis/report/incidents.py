@@ -24,6 +24,7 @@ from pretrain.resilience.run_lock import LOCK
 
 _LONGEST_TEXT = 400  # characters
 _SILENT_S = 600.0  # a run that writes no row for this long, and for 20 times the usual interval, is reported
+_START_AGAIN = "; start the run again, or use `ds-pretrain supervise`"
 _REPLAY = "`ds-pretrain replay {run}@{step}` finds the cause"
 _SAMPLES = "`ds-pretrain replay {run}@{step}` names the samples, and what skipping them gives"
 
@@ -40,8 +41,7 @@ _KINDS: dict[str, tuple[str, str, tuple[str, ...] | None]] = {
     "rollback": ("the run returned to an earlier checkpoint: {reason}", _SAMPLES, None),
     "hang": ("the run hung: {reason}", "read the stacks of all ranks in {path}; look at the machine of the rank "
              "that is named", ("start",)),
-    "crash": ("the run crashed: {reason}", "read the last lines of the launcher's output; start the run again, or use "
-              "`ds-pretrain supervise`", ("start",)),
+    "crash": ("the run crashed: {reason}", f"read the last lines of the launcher's output{_START_AGAIN}", ("start",)),
     "not_started": ("the run could not start: {reason}", "repair the host, or give the supervisor --min_hosts",
                     ("start",)),
     "rejected": ("the run was rejected: {reason}", "correct the flag that the launcher's output names", ("start",)),
@@ -110,8 +110,11 @@ def incidents_of(table: RunTable, *, now: float | None = None) -> list[Incident]
     return sorted(joined, key=lambda one: (not one.is_open, -(one.last_time or one.time or 0.0), -(one.step or 0)))
 
 
-def incident_lines(incidents: Sequence[Incident], *, limit: int = 8, width: int = 80) -> list[str]:
-    """Return the list for a terminal, two lines of `width` characters each at most; [] if nothing went wrong."""
+def incident_lines(incidents: Sequence[Incident], replays: Sequence[dict[str, Any]] = (), *, limit: int = 8,
+                   width: int = 80) -> list[str]:
+    """Return the list for a terminal: what happened and what to do, or what a replay says, in two lines of `width`
+    characters each at most; [] if nothing went wrong.
+    """
     if not incidents:
         return []
     lines = ["what went wrong (! = still wrong)"]
@@ -119,8 +122,12 @@ def incident_lines(incidents: Sequence[Incident], *, limit: int = 8, width: int 
         when = time.strftime("%m-%d %H:%M", time.localtime(one.time)) if one.time is not None else ""
         parts = [part for part in (when, one.steps_text, one.machine, one.headline) if part]
         line = f"{'!' if one.is_open else ' '} {': '.join((', '.join(parts[:-1]), parts[-1]))}"
-        lines += textwrap.wrap(line, width, subsequent_indent="    ", max_lines=2, placeholder=" ...",
-                               drop_whitespace=True, break_on_hyphens=False)
+        answers = [f"replay of step {replay['step']}: {replay['what']} ({replay['certainty']})" for replay in replays
+                   if None not in (one.step, one.last_step, replay["step"]) and one.step <= replay["step"] <= one.last_step]
+        advice = printable(answers[0] if answers else one.advice)
+        for text, indent in ((line, 4), *([(f"    -> {advice}", 7)] if advice else [])):
+            lines += textwrap.wrap(text, width, subsequent_indent=" " * indent, max_lines=2, placeholder=" ...",
+                                   drop_whitespace=True, break_on_hyphens=False)
     more = len(incidents) - limit
     return [*lines, *([f"  and {more} more, in the page of `ds-pretrain report`"] if more > 0 else [])]
 
@@ -147,8 +154,8 @@ def _incident(table: RunTable, rows: list[dict[str, Any]], number: int) -> Incid
     last, when = (_step(end.get("step")), _time(end)) if end is not None and ended else (_step(row.get("step")), None)
     subject = (f"{row.get('ranks')} {row.get('hosts')}" if kind == "slow_rank" else
                str(row.get("name") or re.sub(r"\d+", "", reason)))
-    if end is not None and end.get("event") != "start":  # it has ended by itself
-        advice = ""
+    if end is not None:  # it has ended by itself, or the run was started again
+        advice = "" if end.get("event") != "start" else advice.replace(_START_AGAIN, "")
     advice = _advice(advice, table, step, row.get("path"))
     return Incident(kind, shorten(what, _LONGEST_TEXT).rstrip(": "), advice, step, last, _time(row), when or _time(row),
                     is_open=over is not None and end is None, subject=subject,

@@ -31,13 +31,17 @@ def _verdict(folder: str, record: dict[str, Any]) -> dict[str, Any]:
     inner = record.get("verdict")
     verdict: dict[str, Any] = inner if isinstance(inner, dict) else record
     step = as_float(record.get("step"))  # that was replayed; the verdict names the one where the replay differs
+    samples = record.get("samples")
+    if not isinstance(samples, dict):
+        samples = {}
     places = {label: text for key, label in _PLACES if (text := _text(verdict.get(key)))}
     return {"folder": _text(folder), "step": int(step) if step >= 0 else None,
             "what": _text(verdict.get("text")) or _text(verdict.get("kind")) or "no result",
             "certainty": _text(verdict.get("certainty")) or "unsure", "places": list(places.items()),
             "reason": "; ".join(_lines(verdict.get("reasons"))),
             "evidence": [*_lines(verdict.get("evidence")), *_lines(record.get("notes"))],
-            "remedy": _text(verdict.get("remedy"))}
+            "samples": _lines(samples.get("lines")),
+            "remedy": _text(verdict.get("remedy")), "command": _text(samples.get("command"), 2000)}
 
 
 def _lines(values: object) -> list[str]:
@@ -68,8 +72,8 @@ def _modified(path: Path) -> int:
     return 0
 
 
-def _text(value: object) -> str:
+def _text(value: object, longest: int = _LONGEST) -> str:
     """Return a value of a verdict as text; "" for None, and a list as its items."""
     if isinstance(value, list):
         value = ", ".join(map(str, value[:_MAX_LINES]))
-    return "" if value is None else escape_controls(shorten(str(value), _LONGEST))
+    return "" if value is None else escape_controls(shorten(str(value), longest))

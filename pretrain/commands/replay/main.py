@@ -1,7 +1,7 @@
 """Train the steps before a step of a run again, compare them with the flight record, and say what the cause is.
 
     ds-pretrain replay runs/gpt2@41203
-    ds-pretrain replay runs/gpt2@41203 --deepspeed_config zero3_offload.json --num_accelerators 1
+    ds-pretrain replay runs/gpt2@41203 --deepspeed_config zero3_offload_all_cpu --num_accelerators 1
 
 The run folder is only read; all files are in --output. Exit codes: 0 there is a verdict; 2 bad input.
 """
@@ -23,6 +23,7 @@ from pretrain.commands.replay.samples import SampleAnswer, ask_about_samples
 from pretrain.errors import ConfigError, shorten
 from pretrain.monitor.repeat_command import OWN_CODE
 from pretrain.paths import check_file, check_folder
+from pretrain.shipped import find_layout
 from pretrain.terminal import clear_status, status
 
 VERDICT = "verdict.json"  # in the output folder
@@ -41,8 +42,8 @@ def main() -> int:
     add("--before_rollback", type=whole_number(1, 10**6), metavar="N",
         help="the step as it was before the N-th rollback of the run (default: its last time)")
     add("--json", type=path, metavar="FILE", help="also write the verdict to this file")
-    add("--deepspeed_config", type=path, metavar="FILE", help="another layout, for example ZeRO-3 with offload on one "
-                                                              "machine: values are then compared with a tolerance")
+    add("--deepspeed_config", type=text, metavar="FILE",
+        help="another layout, for example zero3_offload_all_cpu: values are then compared with a tolerance")
     add("--num_accelerators", "--num_gpus", dest="ranks", type=whole_number(1, 100_000), metavar="N",
         help="ranks on this host (default: the hosts and ranks of the run)")
     add("--hostfile", type=path, metavar="FILE", help="hosts for the ranks of the run (default: its own hosts)")
@@ -51,9 +52,13 @@ def main() -> int:
             help="the run's own code, if it has any: a record alone never imports code")
     args = parser.parse_args()
     run, step = parse_target(args.target)
-    if args.deepspeed_config is not None and not args.deepspeed_config.is_file():
-        raise ConfigError("--deepspeed_config", problem=f"there is no file {args.deepspeed_config}",
-                          remedy="name a DeepSpeed JSON")
+    config = None if args.deepspeed_config is None else find_layout(args.deepspeed_config)
+    for flag, file in (("--deepspeed_config", config), ("--hostfile", args.hostfile)):
+        if file is not None and not file.is_file():
+            raise ConfigError(flag, problem=f"there is no file {file}", remedy="name a file")
+    if args.hostfile is not None and args.ranks is not None:
+        raise ConfigError("--num_accelerators", problem="--hostfile sets the number of ranks",
+                          remedy="give one of the two flags")
     if args.json is not None:
         check_file(args.json, "--json")
     target = find_target(run, step, args.before_rollback)
@@ -62,8 +67,8 @@ def main() -> int:
     if args.output is not None and output.is_dir() and any(output.iterdir()) and not (output / VERDICT).is_file():
         raise ConfigError(f"--output {output}", problem="the folder is not empty, and holds no replay",
                           remedy="name a new folder")
-    ranks = None if args.ranks == target.world_size and args.deepspeed_config is None else args.ranks
-    layout = Layout(args.deepspeed_config, ranks, args.hostfile,
+    ranks = None if args.ranks == target.world_size and config is None else args.ranks
+    layout = Layout(config, ranks, args.hostfile,
                     {name: getattr(args, name) for name in OWN_CODE if getattr(args, name)})
 
     def train(number: int, order: ReplayOrder) -> Replay:

@@ -3,6 +3,7 @@
 import json
 import shlex
 import textwrap
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from pretrain.stored_json import read_object, reason_of
 
 _COLUMNS = 79
 _STEPS_AFTER = 3  # steps after the one in question, with and without its odd samples
+_KEY = " " * 10  # width of the words before a colon
 
 
 @dataclass(frozen=True)
@@ -32,10 +34,7 @@ class SampleAnswer:
 
     def lines(self) -> list[str]:
         """Return the lines to print. The command is one line, to be copied."""
-        lines = answer_lines(self.report, self.documents)
-        wrapped = [part for line in lines for part in textwrap.wrap(
-            printable(line), _COLUMNS, break_on_hyphens=False,
-            subsequent_indent=" " * (len(line) - len(line.lstrip()) + 2) if line.startswith(" ") else " " * 10)]
+        wrapped = [part for line in answer_lines(self.report, self.documents) for part in _wrapped(line)]
         return [*wrapped, *(["skip:     the next line trains a branch without them", self.command]
                             if self.command else [])]
 
@@ -43,7 +42,8 @@ class SampleAnswer:
         return {**{key: value for key, value in self.report.items() if key not in ("tensors", "ids")},
                 "odd": [{key: value for key, value in odd.items() if key != "token_losses"}
                         for odd in self.report["odd"]],
-                "documents": [asdict(document) for document in self.documents], "command": self.command}
+                "documents": [asdict(document) for document in self.documents], "command": self.command,
+                "lines": answer_lines(self.report, self.documents)}
 
 
 def ask_about_samples(target: Target, layout: Layout, folder: Path, order: ReplayOrder) -> SampleAnswer:
@@ -86,6 +86,18 @@ def branch_command(folder: Path, target: Target, layout: Layout, skip: str) -> s
              *(word for name, value in own.items() for word in (f"--{name}", value)),
              "--save", f"{target.run}-without-{target.step}"]
     return shlex.join(words)
+
+
+def _wrapped(line: str) -> list[str]:
+    """Return a line in the columns of a terminal, in which characters of East Asia are two columns wide."""
+    text = line.lstrip()
+    indent = " " * (len(line) - len(text))
+    key, colon, value = (text, "", "") if indent else text.partition(":")
+    begin = f"{key}:".ljust(len(_KEY)) if colon else indent
+    is_wide = any(unicodedata.east_asian_width(character) in "WF" for character in text)
+    return textwrap.wrap(printable(value if colon else text), _COLUMNS // 2 if is_wide else _COLUMNS,
+                         break_on_hyphens=False, initial_indent=begin,
+                         subsequent_indent=indent + "  " if indent else _KEY)
 
 
 def answer_lines(report: dict[str, Any], documents: Sequence[OddDocument]) -> list[str]:

@@ -225,7 +225,8 @@ def test_text_of_a_run_folder_cannot_inject_anything(browser: Browser, tmp_path:
         (evil / "replays" / str(number)).mkdir(parents=True)
         verdict = dict.fromkeys(("kind", "certainty", "layer", "remedy", "text"), attack)
         (evil / "replays" / str(number) / "verdict.json").write_text(json.dumps(
-            {"step": 2, "verdict": verdict | {"evidence": [attack], "hosts": [attack], "reasons": [attack]}}))
+            {"step": 2, "verdict": verdict | {"evidence": [attack], "hosts": [attack], "reasons": [attack]},
+             "samples": {"lines": [attack], "command": attack}}))
     (evil / "replays" / "damaged").mkdir()
     (evil / "replays" / "damaged" / "verdict.json").write_text('{"kind": ')
     (evil / "flight" / "kept" / "step_2_<img src=x>").mkdir(parents=True)
@@ -260,8 +261,9 @@ def test_a_person_on_call_finds_the_machine_and_the_place_in_the_curve(browser: 
     append_rows(run / "rank_times.jsonl", rank_rows(["node-a", "node-a", "node-b", "node-b"], range(1, 101), {3: 3.0}))
     (run / "replays" / "step_20").mkdir(parents=True)
     (run / "replays" / "step_20" / "verdict.json").write_text(json.dumps(
-        {"step": 20, "unknown": {}, "verdict": {"text": "it is the data or the recipe", "certainty": "sure",
-                                                "step": None, "evidence": ["all keys are equal"]}}))
+        {"step": 20, "unknown": {}, "samples": {"lines": ["1 of 16 samples stands out"], "command": "--skip_samples 7"},
+         "verdict": {"text": "it is the data or the recipe", "certainty": "sure",
+                     "step": None, "evidence": ["all keys are equal"]}}))
     (run / "flight" / "kept" / "step_20_spike").mkdir(parents=True)
     page = open_report(browser, tmp_path, run)
     items = page.run("[...document.querySelectorAll('.incident')].map((item) => [item.className, item.textContent])")
@@ -269,7 +271,8 @@ def test_a_person_on_call_finds_the_machine_and_the_place_in_the_curve(browser: 
     assert "no row for" in items[0][1]
     assert "rank 3 on node-b is slow: 2.2 times the others" in items[1][1]
     (spike,) = (text for _, text in items if "a spike of the loss" in text)
-    assert "Replay: it is the data or the recipe (sure)" in spike
+    assert "Replay: it is the data or the recipe (sure)1 of 16 samples stands out" in spike
+    assert spike.endswith("--skip_samples 7")  # instead of the advice to replay the step
     assert f"ds-pretrain replay {run}@20" in page.run("document.getElementById('replays').textContent")
     page.run("document.querySelectorAll('.incident.open button')[1].click()")
     low, high = page.run("report.xRange()")

@@ -64,6 +64,7 @@ def test_crashes_are_those_of_the_supervisor_and_starts_without_an_end(tmp_path:
     assert [(one.kind, one.step, one.is_open) for one in found] == [
         ("crash", 59, False), ("hang", 40, False), ("crash", 22, False)]
     assert "resumed from step 60" in found[0].text
+    assert "start the run again" not in found[0].advice  # it was
     assert (found[1].machine, found[2].text) == ("rank 1", "the run crashed: SIGKILL (exit code 247); newest "
                                                    "checkpoint: step 20")
     assert "h/1" in found[1].advice
@@ -71,6 +72,7 @@ def test_crashes_are_those_of_the_supervisor_and_starts_without_an_end(tmp_path:
     write_lease(run / LOCK, Owner(pid=2**22 - 1))  # a process that does not run
     (newest, *_) = incidents_of(RunTable(run), now=END)
     assert (newest.kind, newest.is_open, "the run is dead" in newest.text) == ("crash", True, True)
+    assert "start the run again" in newest.advice
 
 
 def test_a_loss_that_ends_in_nan_is_wrong_now(tmp_path: Path) -> None:
@@ -92,6 +94,9 @@ def test_the_summary_lists_the_same_in_80_columns(tmp_path: Path) -> None:
     assert lines[-1] == "  and 3 more, in the page of `ds-pretrain report`"
     assert all(len(line) <= 80 and line.isprintable() for line in lines)
     assert summary_lines(summary)[-len(lines):] == lines
+    assert "-> do not trust the machine. `ds-pretrain replay" in " ".join(" ".join(lines).split())
+    answered = incident_lines(summary.incidents, [{"step": 3, "what": "it is the data", "certainty": "sure"}])
+    assert "    -> replay of step 3: it is the data (sure)" in answered
     assert incident_lines(incidents_of(RunTable(write_run(tmp_path / "fine", rows_of([1]))), now=START + 1)) == []
 
 

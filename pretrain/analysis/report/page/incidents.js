@@ -25,11 +25,16 @@ function incidentElement(run, one, isNamed, report) {
       make("b", {}, `${isNamed ? `${run.name}: ` : ""}${one.text}`), button),
     make("div", {class: "quiet"}, words.filter((word) => word).join(" · ")),
     one.detail && one.open ? make("div", {class: "quiet"}, one.detail) : null,
-    ...answers.map((replay) => make("div", {class: "answer"}, `Replay: ${replay.what} (${replay.certainty})${placesText(replay)}`)),
-    one.advice ? make("div", {class: "advice"}, "→ ", ...withCode(one.advice)) : null);
+    ...answers.flatMap((replay) => [make("div", {class: "answer"}, `Replay: ${replay.what} (${replay.certainty})${placesText(replay)}`), ...samplesElements(replay, 4),
+      replay.remedy && !replay.command ? make("div", {class: "advice"}, "→ ", replay.remedy) : null]),
+    one.advice && !answers.some((replay) => replay.step === one.end[1]) ? make("div", {class: "advice"}, "→ ", ...withCode(one.advice)) : null);
 }
 
 const placesText = ({places}) => places.map(([label, value]) => `; ${label} ${value}`).join("");
+
+/** What the replay says about the samples of the step, and the command that leaves them out. */
+const samplesElements = ({samples, command}, most) => [samples.length ? make("div", {class: "note"}, samples.slice(0, most).join("\n")) : null,
+  command ? make("details", {class: "advice"}, make("summary", {}, "train a branch without these samples"), make("code", {}, command)) : null];
 
 /** The later time without the day, if it is the same day. */
 function clockTime(from, to) {
@@ -44,10 +49,11 @@ const withCode = (text) => text.split("`").map((part, index) => (index % 2 ? mak
 function replaysElements(runs) {
   const replays = runs.flatMap((run) => run.replays.map((replay) => [run, replay])), kept = runs.flatMap((run) => run.kept_records.map((record) => [run, record]));
   const cards = replays.map(([run, replay]) => make("article", {class: "panel"},
-    make("h3", {}, `${runs.length > 1 ? `${run.name}: ` : ""}${replay.what}`),
+    make("h3", {}, `${runs.length > 1 ? `${run.name}: ` : ""}${isNumber(replay.step) ? `step ${plain(replay.step)}: ` : ""}${replay.what}`),
     make("p", {class: replay.certainty === "sure" ? "sure" : "unsure"}, `${replay.certainty}${replay.reason ? `: ${replay.reason}` : ""}`),
     make("p", {}, replay.places.map(([label, value]) => `${label} ${value}`).join(" · ")),
     replay.evidence.length ? make("ul", {}, ...replay.evidence.map((line) => make("li", {}, line))) : null,
+    ...samplesElements(replay),
     replay.remedy ? make("p", {class: "advice"}, "→ ", replay.remedy) : null, make("p", {class: "quiet"}, `replays/${replay.folder}`)));
   const rows = kept.map(([run, {step, reason, files, folder}]) => [plain(step), reason, plain(files), folder, `ds-pretrain replay ${run.path}@${step}`]);
   return [
