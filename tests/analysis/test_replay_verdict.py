@@ -108,7 +108,8 @@ def test_equal_records_are_reproducible_and_other_ranks_find_one_that_is_always_
     assert (verdict(records(), recomputed=()).kind, verdict(records(), recomputed=()).certainty) == ("reproducible",
                                                                                                      "sure")
     assert verdict(records()).also == ["wrong_rank"]  # no other rank has computed the micro-batches
-    event = {"finding": "wrong", "ranks": [1], "step": 2, "layer": "layer 1", "direction": "forward", "reason": "the majority"}
+    event = {"finding": "wrong", "ranks": [1], "step": 2, "layer": "layer 1", "direction": "forward",
+             "reason": "the majority"}
     found = verdict(records(), recomputed=[event])
     assert (found.kind, found.certainty, found.ranks, found.layer) == ("wrong_rank", "sure", [1], "1")
     assert verdict(records(), recomputed=[{**event, "finding": "undecided", "ranks": [0, 1]}]).certainty == "unsure"
