@@ -15,14 +15,15 @@ A fault that has changed nothing is an error: the exit code is 1. If FOLDER has 
 questioned again.
 """
 
+import argparse
 import contextlib
 import json
 import os
+import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -38,10 +39,10 @@ from pretrain.data.data_spec import parse_data_spec
 from pretrain.data.run_data import RunData, open_run_data
 from pretrain.errors import ConfigError
 from tests.support.byte_tokenizer import write_byte_tokenizer
-from tests.support.cases import CPU, case, config, flags
-from tests.support.launch import run_worker
+from tests.support.cases import case, flags
+from tests.support.launch import ROOT, run_worker
+from tests.support.planted_cases import BATCHES, HEALTHY, LAYOUTS, PLAIN, SPARSE, TRAINED, TWICE, Planted, planted_cases
 from tests.support.planted_documents import (
-    REMARKS,
     SEED,
     SEQ_LENGTH,
     VOCAB,
@@ -52,112 +53,11 @@ from tests.support.planted_documents import (
     write_documents,
 )
 
-TRAINED = 80  # steps of the common checkpoint: documents stand out for a trained model only
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks, DeepSpeed JSON
-    "zero1": (3, config(1, micro=3, accumulation=2, lr=3e-3)),
-    "zero3_offload": (3, config(3, precision="bf16", micro=3, accumulation=2, lr=3e-3, offload_optimizer=CPU)),
-    "pipeline": (4, config(1, precision="bf16", micro=2, accumulation=4, lr=3e-3, stages=2)),
-    "tensor": (4, {**config(1, micro=4, accumulation=2, lr=3e-3), "tensor_parallel": {"autotp_size": 2}}),
-}
-BATCHES = {"zero1": 18, "zero3_offload": 18, "pipeline": 16, "tensor": 16}
 _LIMIT_S = 4 * 3600.0
 _AFTER = 3  # steps that each case trains after the checkpoint
 _FEWEST_PLANTED = 40  # tokens of a planted document in a sample
 _TENSOR_GROUPS = {0: [0, 1], 1: [0, 1], 2: [2, 3], 3: [2, 3]}  # ranks whose outputs are one sum
-_PLAIN = "plain"  # the run without a fault
-_TWICE = [{"name": "replay_1"}, {"name": "replay_2"}]
 COLUMNS = ("right", "unsure", "unsure, cause not named", "wrong", "not planted")
-# rows that are not among the 25 cases of a layout
-SPARSE, HEALTHY = "beyond: fault in a step without checksums", "beyond: no fault"
-
-
-@dataclass(frozen=True)
-class Planted:
-    """A case: a fault in the run, one in the replays, and the right verdict."""
-
-    name: str
-    group: str  # row of the table
-    kind: str  # of the right verdict
-    plant: dict[str, Any] | None = None
-    rank: int | None = None  # that a right verdict names
-    step: int | None = None  # as well
-    layer: str | None = None
-    unsure: bool = False  # no more can be known
-    poison: str = ""  # kind of the planted document of step TRAINED + 1
-    replays: Sequence[dict[str, Any]] = ()  # own ones: see replay_worker.py
-    flags: dict[str, Any] = field(default_factory=dict)
-    lr: float = 3e-3
-    edit: str = ""  # how a file of the data is changed after the run: "cut" or "changed"
-    note: str = ""  # a part of a note of a right answer
-
-
-def planted_cases(layout: str, trained: int = TRAINED) -> list[Planted]:
-    """Return the 25 cases of a layout; then 2 in steps without checksums, and the run without a fault."""
-    ranks = LAYOUTS[layout][0]
-    fault, later, last = trained + 2, trained + 3, ranks - 1
-
-    def block(rank: int) -> str:
-        return "3" if layout == "pipeline" and rank >= 2 else "2"
-
-    def operator(rank: int, step: int = fault, **more: Any) -> dict[str, Any]:
-        return {"kind": "operator", "rank": rank, "step": step, "name": block(rank), **more}
-
-    def case_of(name: str, group: str, kind: str, values: dict[str, Any], layer: bool = True, **more: Any) -> Planted:
-        rank = values.get("rank")
-        more = {"plant": values, "rank": rank, "step": values["step"], **more}
-        return Planted(name, group, kind, layer=block(rank or 0) if layer else None, **more)
-
-    def weight(name: str, rank: int, bit: int, **more: Any) -> Planted:
-        return case_of(name, more.pop("group", "bit flipped in a weight"), "memory_weights", {
-            "kind": "weight", "rank": rank, "step": fault, "name": f"{block(rank)}.mlp.up.weight", "bit": bit}, **more)
-
-    def state(name: str, rank: int, of: str, bit: int) -> Planted:
-        return case_of(name, "bit flipped in an optimizer state", "memory_states", {
-            "kind": "state", "rank": rank, "step": fault, "name": of, "bit": bit}, layer=False)
-
-    def reduced(name: str, rank: int, bit: int, step: int = fault) -> Planted:
-        return case_of(name, "bit flipped in a gradient during the reduction", "reduction", {
-            "kind": "reduced", "rank": rank, "step": step, "bit": bit}, layer=False)
-
-    def once(name: str, values: dict[str, Any], kind: str = "forward", **more: Any) -> Planted:
-        return case_of(name, more.pop("group", "operator wrong once"), kind, values, **more)
-
-    def lr(name: str, step: int, value: float) -> Planted:
-        return case_of(name, "learning rate changed by hand", "settings_changed",
-                       {"kind": "lr", "step": step, "value": value}, layer=False)
-
-    plants = [operator(1, value=0.5), operator(1, value=0.7)]
-    always, is_decided = operator(1, persistent=True), layout.startswith("zero")
-    return [
-        *(Planted(f"poison_{poison}", f"poisoned document: {REMARKS[poison]}", "reproducible", poison=poison,
-                  replays=[{"name": "replay_1", "examine": True}, {"name": "cross", "cross_check": True}])
-          for poison in REMARKS),
-        weight("weight_high", 0, -4), weight("weight_low", last, 3), weight("weight_sign", 1, -1),
-        state("state_first", 0, "exp_avg", 25), state("state_second", last, "exp_avg_sq", 20),
-        state("state_low", 1, "exp_avg", 5),
-        reduced("reduced_high", 0, -5), reduced("reduced_low", last, 2), reduced("reduced_sign", 1, -1, later),
-        case_of("gradient", "bit flipped in a gradient before the reduction", "backward", {
-            "kind": "gradient", "rank": 1, "step": fault, "name": f"{block(1)}.mlp.up.weight", "bit": 10}),
-        once("operator_large", operator(0, value=3.0)), once("operator_small", operator(last, value=0.05)),
-        once("operator_late", operator(1, later)),
-        once("flaky", operator(1), group="operator wrong now and then",
-             replays=[{"name": f"replay_{number}", "plant": each} for number, each in enumerate(plants, 1)]),
-        once("always", always, "wrong_rank", group="operator always wrong", unsure=not is_decided, replays=[
-            {"name": "replay_1", "plant": always}, {"name": "cross", "plant": always, "cross_check": True}]),
-        once("was_always", operator(0, persistent=True), group="operator always wrong, on a host that is gone"),
-        lr("lr_higher", fault, 3.0), lr("lr_little", later, 1.001),
-        Planted("lr_of_start", "learning rate of the JSON changed between starts", "reproducible", lr=1e-3,
-                flags={"override": "lr"}, note="from 0.003 to 0.001", replays=[
-                    {"name": "replay_1"}, {"name": "cross", "cross_check": True}]),
-        once("random", {"kind": "random", "rank": last, "step": fault}, "random_state", layer=False,
-             group="a random number drawn"),
-        Planted("truncated", "blend source cut after the run", "data_changed", edit="cut"),
-        Planted("changed", "blend source changed on the disk after the run", "data_changed", edit="changed",
-                replays=_TWICE),
-        weight("sparse_weight", 1, -4, group=SPARSE, flags={"flight_interval": 10}, unsure=True),
-        once("sparse_operator", operator(1), group=SPARSE, flags={"flight_interval": 10}, unsure=True),
-        Planted(_PLAIN, HEALTHY, "reproducible", replays=[*_TWICE, {"name": "cross", "cross_check": True}]),
-    ]
 
 
 class PlantedData:
@@ -219,8 +119,8 @@ def cases_of(layout: str, data: PlantedData, planted: list[Planted], trained: in
               "step_timeout": 0, "first_step_timeout": 0, "save_interval": trained, "train_data": data.words()}
     last = trained + _AFTER
     found = [case("base", "train", values, {**common, "exit_step": trained})]
-    plain = [each for each in planted if each.name == _PLAIN] or [Planted(_PLAIN, "", "reproducible", replays=_TWICE)]
-    for each in [*plain, *(each for each in planted if each.name != _PLAIN)]:
+    plain = [each for each in planted if each.name == PLAIN] or [Planted(PLAIN, "", "reproducible", replays=TWICE)]
+    for each in [*plain, *(each for each in planted if each.name != PLAIN)]:
         own = {**values, "optimizer": {**values["optimizer"],
                                        "params": {**values["optimizer"]["params"], "lr": each.lr}}}
         more = {"train_data": data.words(each.poison), "override": "data"} if each.poison else {}
@@ -236,7 +136,7 @@ def cases_of(layout: str, data: PlantedData, planted: list[Planted], trained: in
 
 
 def _run_of(planted: Planted) -> str:
-    return _PLAIN if planted.edit else planted.name
+    return PLAIN if planted.edit else planted.name
 
 
 def _asked(planted: Planted, trained: int) -> int:
@@ -246,7 +146,7 @@ def _asked(planted: Planted, trained: int) -> int:
 
 def answer_of(folder: Path, planted: Planted, trained: int) -> dict[str, Any]:
     """Question a case. Returns the verdict, with `notes` and `documents`: the documents that stand out."""
-    replays = folder / f"replays-{planted.name if planted.replays else _PLAIN}"
+    replays = folder / f"replays-{planted.name if planted.replays else PLAIN}"
 
     def train(number: int, order: ReplayOrder) -> Replay:
         return read_replay(replays / ("cross" if order.cross_check else f"replay_{number}") / "run")
@@ -263,6 +163,21 @@ def answer_of(folder: Path, planted: Planted, trained: int) -> dict[str, Any]:
     except ConfigError as error:
         return {"kind": "none", "certainty": "sure", "ranks": [], "error": str(error)}
     return {**found.verdict.to_json(), "notes": found.notes, "documents": documents}
+
+
+def answer_of_command(folder: Path, planted: Planted, trained: int) -> dict[str, Any]:
+    """Question a case with `ds-pretrain replay`, which trains the replays itself. Returns the same as `answer_of`."""
+    output = folder / f"command-{planted.name}"
+    done = subprocess.run([sys.executable, str(ROOT / "tools" / "replay.py"), "--output", str(output),
+                           f"{folder}/run-{_run_of(planted)}@{_asked(planted, trained)}"], capture_output=True,
+                          text=True, check=False)
+    (folder / f"command-{planted.name}.txt").write_text(done.stdout + done.stderr)
+    if done.returncode:
+        return {"kind": "none", "certainty": "sure", "ranks": [], "error": done.stderr}
+    found = json.loads((output / "verdict.json").read_text())
+    samples = found["samples"] or {"documents": []}
+    documents = [{**each, "certainty": samples["odd"][0]["certainty"]} for each in samples["documents"]]
+    return {**found["verdict"], "notes": found["notes"], "documents": documents}
 
 
 @contextlib.contextmanager
@@ -318,12 +233,13 @@ def why_not_planted(layout: str, folder: Path, planted: Planted, acted: dict[str
         step = trained + (1 if planted.poison else 2)
         run = folder / (f"run-{planted.name}" if planted.poison else f"replays-{planted.name}/replay_1/run")
         tokens = [[record.rows[step]["tokens"] for _, record in sorted(read_replay(each).recorded.items())]
-                  for each in (folder / f"run-{_PLAIN}", run)]
+                  for each in (folder / f"run-{PLAIN}", run)]
         return "" if tokens[0] != tokens[1] else f"step {step} has read the same tokens as without the fault"
     return ""
 
 
-def run_planted(layout: str, folder: Path, planted: list[Planted], trained: int = TRAINED) -> dict[str, dict[str, Any]]:
+def run_planted(layout: str, folder: Path, planted: list[Planted], trained: int = TRAINED, *,
+                by_command: bool = False) -> dict[str, dict[str, Any]]:
     """Train and question the cases of a layout. Returns the answers by name, each with its `grade`."""
     folder.mkdir(parents=True, exist_ok=True)
     data = PlantedData(folder, layout, trained)
@@ -334,10 +250,10 @@ def run_planted(layout: str, folder: Path, planted: list[Planted], trained: int 
         results = run_worker("replay_worker.py", cases, LAYOUTS[layout][0], folder, timeout=_LIMIT_S)
     cpu_s = sum(result.get("cpu_s", 0.0) for result in results.values())
     print(f"{layout}: {len(planted)} cases, trained in {cpu_s:.0f} s of CPU")
-    found = {}
+    found = dict[str, dict[str, Any]]()
     for each in planted:
         with _edited(each, data):
-            answer = answer_of(folder, each, trained)
+            answer = (answer_of_command if by_command else answer_of)(folder, each, trained)
         answer |= {"planted_document": documents.get(each.poison), "replays": results.get(f"{each.name}_replays")}
         problem = why_not_planted(layout, folder, each, results.get(each.name, {}).get("acted", {}), trained)
         found[each.name] = {**answer, "problem": problem,
@@ -346,15 +262,21 @@ def run_planted(layout: str, folder: Path, planted: list[Planted], trained: int 
 
 
 def main() -> int:
-    folder, words = Path(sys.argv[1]).absolute(), sys.argv[2:]
-    names = [word for word in words if word in LAYOUTS] or list(LAYOUTS)
-    only = {*words} - {*LAYOUTS}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("words", nargs="*", metavar="LAYOUT or CASE", choices=[
+        [], *LAYOUTS, *(each.name for each in planted_cases("zero1"))])
+    parser.add_argument("--command", action="store_true", help="question the runs by `ds-pretrain replay`, which "
+                        "launches ranks of its own; not for faults in the replays")
+    args = parser.parse_args()
+    folder, names = args.folder.absolute(), [word for word in args.words if word in LAYOUTS] or list(LAYOUTS)
+    only = {*args.words} - {*LAYOUTS}
     counts: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for layout in names:
         began = time.monotonic()
         planted = [each for each in planted_cases(layout) if not only or each.name in only]
-        answers = run_planted(layout, folder / layout, planted)
-        (folder / f"{layout}.json").write_text(json.dumps(answers, indent=1))
+        answers = run_planted(layout, folder / layout, planted, by_command=args.command)
+        (folder / f"{layout}{'-command' * args.command}.json").write_text(json.dumps(answers, indent=1))
         for each in planted:
             answer = answers[each.name]
             rows = [each.group] if each.group in (SPARSE, HEALTHY) else [each.group, f"layout {layout}", "all"]

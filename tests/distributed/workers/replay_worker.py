@@ -14,6 +14,7 @@ A case is one of
 Each result also has "cpu_s": the CPU time of all ranks.
 """
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -92,7 +93,7 @@ def edited(edit: dict[str, Any] | None) -> Iterator[None]:
     """Change bytes of a file in the block."""
     before, path = b"", Path(edit["file"]) if edit else Path()
     if edit and dist.get_rank() == 0:
-        before = path.read_bytes()
+        before, status = path.read_bytes(), path.stat()
         new, first = bytes(edit["bytes"]), edit["offset"]
         path.write_bytes(before[:first] + new + before[first + len(new):])
     dist.barrier()
@@ -100,6 +101,7 @@ def edited(edit: dict[str, Any] | None) -> Iterator[None]:
     dist.barrier()
     if edit and dist.get_rank() == 0:
         path.write_bytes(before)
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     dist.barrier()
 
 
