@@ -123,7 +123,8 @@ def incident_lines(incidents: Sequence[Incident], replays: Sequence[dict[str, An
         parts = [part for part in (when, one.steps_text, one.machine, one.headline) if part]
         line = f"{'!' if one.is_open else ' '} {': '.join((', '.join(parts[:-1]), parts[-1]))}"
         answers = [f"replay of step {replay['step']}: {replay['what']} ({replay['certainty']})" for replay in replays
-                   if None not in (one.step, one.last_step, replay["step"]) and one.step <= replay["step"] <= one.last_step]
+                   if None not in (one.step, one.last_step, replay["step"])
+                   and one.step <= replay["step"] <= one.last_step]
         advice = printable(answers[0] if answers else one.advice)
         for text, indent in ((line, 4), *([(f"    -> {advice}", 7)] if advice else [])):
             lines += textwrap.wrap(text, width, subsequent_indent=" " * indent, max_lines=2, placeholder=" ...",
