@@ -1,9 +1,9 @@
 """Find the ranks or hosts whose network link has become slow.
 
 A slow link makes all ranks wait for longer, and is in no rank's own time. The shortest of the ranks' waiting times has
-no waiting for a slow rank, only for transfers. If it grows for long, by more than its usual spread, the ranks measure
-some links in the next logged steps (link_probe.py), as they did at the start of the run. A rank all of whose links are
-slow is named: of several hosts, only the links between hosts count, and the host is named.
+no waiting for a slow rank, only for transfers. If it grows for long, the ranks measure some links in the next logged
+steps (link_probe.py), as they did at the start of the run. A rank all of whose links are slow is named: of several
+hosts, only the links between hosts count, and the host is named.
 """
 
 import math
@@ -16,12 +16,13 @@ from pretrain.monitor.expected.band import change_point
 from pretrain.monitor.rank_times import RankTimes
 from pretrain.monitor.slow_kinds import LINK
 from pretrain.monitor.slow_rank_event import SLOW_RANK, Change, Place
-from pretrain.monitor.slow_ranks import BLOCK_S, LEFT_OUT, SMALLEST_COST, WINDOW, Blocks, lower_median, significant
+from pretrain.monitor.slow_ranks import BLOCK_S, LEFT_OUT, SMALLEST_COST, WINDOW, Blocks, lower_median
 
 Seconds = Mapping[tuple[int, int], float]  # pair of ranks -> of a message there and back
 _PROBES = 3  # logged steps in which links are measured, one after another; the shortest times count
 _PAUSE_S = 300.0  # of training, after which links are measured again
-_SLOW_RATIO = 3.0
+_MORE = 1.25  # ratio of the waiting times that is a reason to measure links
+_SLOW_RATIO = 3.0  # of the times of a link; busy CPUs make them longer too
 _SLOWER_S = 1e-3
 
 
@@ -62,10 +63,8 @@ class SlowLinks:
         waits, steps = self._waits()
         if len(waits) < 2 * WINDOW:
             return False
-        excess = np.log(np.maximum(waits, 1e-3))[:, None]
-        found = significant(excess - np.median(excess[:-WINDOW]), fewest=2 * WINDOW)
-        return bool(found) and np.median(waits[-WINDOW:]) * (1 - math.exp(-found[0][1])) > SMALLEST_COST * np.median(
-            steps[-WINDOW:])
+        now, before = np.median(waits[-WINDOW:]), np.median(waits[:-WINDOW])
+        return bool(now > _MORE * before and now - before > SMALLEST_COST * np.median(steps[-WINDOW:]))
 
     def add_probe(self, seconds: Seconds) -> list[Change]:
         """Add measured links. Returns what is to be reported."""
@@ -100,24 +99,22 @@ class SlowLinks:
 def slow_links(seconds: Seconds, first: Seconds, places: Sequence[Place]) -> tuple[list[int], float, float] | None:
     """Return the ranks whose links are slow, and the median seconds of these links: now, and as they should be.
 
-    A link is slow compared with what it was at the start (`first`), and with the median of the links now. The ranks are
-    those with slow links only; if there are none, but a link is slow, the ranks at both of its ends.
+    A link is compared with what it was at the start (`first`), and with the median of the links now. A rank is as slow
+    as its best link. Of several ranks, those that are much less slow than the slowest one are noise of busy CPUs.
     """
     several = len({place.host for place in places}) > 1
     pairs = [pair for pair in seconds if not several or places[pair[0]].host != places[pair[1]].host]
     median = float(lower_median(np.array([seconds[pair] for pair in pairs])))
     usual = {pair: min(first.get(pair, math.inf), median) for pair in pairs}
-    slow = {pair for pair in pairs
-            if seconds[pair] > _SLOW_RATIO * usual[pair] and seconds[pair] - usual[pair] > _SLOWER_S}
-    if not slow:
+    groups = [place.host if several else rank for rank, place in enumerate(places)]  # of each rank
+    best: dict[str | int, float] = {}
+    for pair in pairs:
+        ratio = seconds[pair] / usual[pair] if seconds[pair] - usual[pair] > _SLOWER_S else 1.0
+        for group in {groups[rank] for rank in pair}:
+            best[group] = min(best.get(group, math.inf), ratio)
+    limit = max(_SLOW_RATIO, math.sqrt(max(best.values())))
+    ranks = [rank for rank, group in enumerate(groups) if best.get(group, 1.0) > limit]
+    shown = [pair for pair in pairs if set(pair) & set(ranks)]
+    if not shown:
         return None
-
-    def group(rank: int) -> object:
-        return places[rank].host if several else rank
-
-    fast = {group(rank) for pair in pairs if pair not in slow for rank in pair}
-    ends = {group(rank) for pair in slow for rank in pair}
-    named = ends - fast or ends
-    shown = [pair for pair in slow if any(group(rank) in named for rank in pair)]
-    return ([rank for rank in range(len(places)) if group(rank) in named],
-            float(np.median([seconds[pair] for pair in shown])), float(np.median([usual[pair] for pair in shown])))
+    return ranks, float(np.median([seconds[pair] for pair in shown])), float(np.median([usual[pair] for pair in shown]))

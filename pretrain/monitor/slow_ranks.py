@@ -244,15 +244,14 @@ def _relative(logs: np.ndarray) -> np.ndarray:
     return logs - np.where(logs <= ordered[:, [middle]], ordered[:, [middle + 1]], ordered[:, [middle]])
 
 
-def significant(excess: np.ndarray, imbalance: float = 0.0, *, fewest: int = 0) -> list[tuple[int, float]]:
+def significant(excess: np.ndarray, imbalance: float = 0.0) -> list[tuple[int, float]]:
     """Return the columns whose newest blocks are significantly above 0, each with their median.
 
     Args:
         excess: [blocks, columns].
         imbalance: logarithm of the ratio that is no sign of a slow rank.
-        fewest: blocks that are needed.
     """
-    fewest = fewest or (2 if excess.shape[1] > 2 else 3) * WINDOW  # of two columns, only time shows the spread
+    fewest = (2 if excess.shape[1] > 2 else 3) * WINDOW  # of two columns, only time shows the spread
     if len(excess) < fewest or not excess.any():
         return []
     newest, earlier = excess[-WINDOW:], excess[:-WINDOW]

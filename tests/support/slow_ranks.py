@@ -1,6 +1,6 @@
 """Plant slow ranks in real runs of 4 ranks, and count what the runs name: python -m tests.support.slow_ranks --help.
 
-A tiny GPT-2-style model is trained on CPUs. All ranks are healthy in the first 24 blocks, unless --from_start.
+A tiny GPT-2-style model is trained on CPUs. All ranks are healthy in the first 32 blocks, unless --from_start.
 """
 
 import argparse
@@ -22,14 +22,14 @@ import numpy as np
 from pretrain.monitor.rank_times import LOAD, TIMES, RankTimes
 from pretrain.monitor.read_run_folder import read_events, read_rows
 from pretrain.monitor.slow_rank_event import SLOW_RANK
-from pretrain.monitor.slow_ranks import BLOCK_S
+from pretrain.monitor.slow_ranks import BLOCK_S, LEFT_OUT, Blocks
 from pretrain.paths import STOP_FILE
 from tests.cluster.workers.ssh_hosts import add_host, add_namespace
 from tests.conftest import write_corpus
 from tests.support.cases import config, flags
 from tests.support.launch import ROOT, free_port, rank_environment
 
-HEALTHY_BLOCKS = 24  # before a rank becomes slow
+HEALTHY_BLOCKS = 32  # before a rank becomes slow
 SLOW_MBIT = 20
 LAYOUTS: dict[str, dict[str, Any]] = {
     **{f"zero{stage}": config(stage, precision="bf16", accumulation=1) for stage in range(4)},
@@ -115,10 +115,14 @@ class Ranks:
                 raise RuntimeError((self.folder / "rank0.log").read_text()[-3000:])
             time.sleep(0.2)
 
-    def wait_for_training(self, seconds: float) -> None:
-        """Return when the logged steps have taken this time."""
-        while sum(row.steps * row.step_ms for row in rows_of(self.run)) < seconds * 1e3:
+    def wait_for_blocks(self, count: int, block_s: float) -> None:
+        """Return when the run has trained for this number of blocks."""
+        blocks = Blocks(block_s)
+        while blocks.count < count:
             time.sleep(0.5)
+            blocks = Blocks(block_s)
+            for row in rows_of(self.run)[LEFT_OUT:]:
+                blocks.add(row)
 
     def stop_after(self, seconds: float, *, until_found: bool = False) -> list[dict[str, Any]]:
         """Let the run train for this time, or until it names a slow rank, and stop it. Returns these events."""
@@ -249,7 +253,7 @@ def plant(folder: Path, kind: str, layout: str, rank: int, *, seconds: float, fr
         stack.callback(ranks.kill)
         ranks.wait_for_steps()
         if not from_start:
-            ranks.wait_for_training(HEALTHY_BLOCKS * block_s)
+            ranks.wait_for_blocks(HEALTHY_BLOCKS, block_s)
         began = time.time()
         with PLANTS[kind](ranks, rank):
             events = ranks.stop_after(seconds, until_found=True)
