@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 _COMMANDS = ("apt-get", "deepspeed", "pip", "python", "rm", "sudo", "torchrun")
@@ -90,6 +90,16 @@ def shorten(text: str, longest: int = _LONGEST_VALUE) -> str:
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun: `no ranks`, `1 rank`, `2 ranks`."""
     return f"{number} {noun}" if number == 1 else f"{number or 'no'} {noun}s"
+
+
+def listed(items: Sequence[object], most: int = 8) -> str:
+    """Return the first items as text: `a, b and 4 more`."""
+    return ", ".join(map(str, items[:most])) + (f" and {len(items) - most} more" if len(items) > most else "")
+
+
+def named(noun: str, items: Sequence[object]) -> str:
+    """Return the first items with their noun: `rank 3`, `ranks 0, 1`."""
+    return f"{noun}{'s' if len(items) > 1 else ''} {listed(items)}"
 
 
 def printable(text: str) -> str:

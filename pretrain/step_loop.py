@@ -39,8 +39,8 @@ class StepCallbacks:
     Their first argument is the number of the step since this process started, from 1.
     """
 
-    before_step: Callable[[int, DeepSpeedEngine], None]
-    after_step: Callable[[int, Callable[[str], None]], None]  # the second argument prints a line on rank 0
+    before_step: Callable[[int, DeepSpeedEngine], None] = lambda *_: None
+    after_step: Callable[[int, Callable[[str], None]], None] = lambda *_: None  # given a function that prints
     replay: ReplayOrder | None = None  # the process trains some steps of a run again
     # (engine, plan, step of the run, data position before it, function that reports progress); leaves all as it was
     examine: Callable[[DeepSpeedEngine, Plan, int, int, Callable[[], None]], None] = lambda *_: None

@@ -5,6 +5,7 @@
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ if __name__ == "__main__":  # keep pretrain/ off sys.path, so that its modules s
     restart_with_jemalloc()
 
 from pretrain.analysis.evaluate.task_files import find_run_tasks
+from pretrain.analysis.replay.order import read_order
 from pretrain.checkpoint.load.start import Start, check_start
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.flags.parse import parse_arguments
@@ -77,10 +79,10 @@ def run(args: RunArguments, world: World) -> int:
     tasks = find_run_tasks(args) if world.rank == 0 else None
     time_outs = TimeOuts.from_flags(args)
     collective_timeout_s(time_outs.longest_s, os.environ)  # rejects a wrong DEEPSPEED_TIMEOUT; DeepSpeed would crash
-    with followed(args, RANK_0, active=world.rank == 0) as follower, \
+    with followed(args, RANK_0, active=world.rank == 0) as report, \
             rank_guards(Path(args.save), world, time_outs, launcher) as guards:
         code = _train(start, world, device, guards, tasks)
-        follower.report("", code)
+        report(code)
         return code
 
 
@@ -102,16 +104,14 @@ def _train(start: Start, world: World, device: Device, guards: RankGuards, tasks
             status("comparing a tiny copy of the model with transformers")
             from pretrain.model.proof.prove import prove_described
             prove_described(plan.model, plan.layout.precision)
-        replay = None
-        if plan.args.replay is not None:
-            from pretrain.analysis.replay.in_run import begin_replay
-            replay = begin_replay(Path(plan.args.replay))
 
     watch = MemoryWatch.start(plan, world)
     try:
         callbacks = StepCallbacks(watch.before_step, watch.after_step)
-        if replay is not None:
-            callbacks = StepCallbacks(replay.before_step, replay.after_step, replay.order, replay.examine)
+        if plan.args.replay is not None:
+            from pretrain.analysis.replay.samples import examine_ordered
+            order = read_order(Path(plan.args.replay))
+            callbacks = StepCallbacks(replay=order, examine=partial(examine_ordered, order))
         return train(plan, world, callbacks, guards, start.weights, tasks)
     except (MemoryError, RuntimeError, OSError) as error:
         if operator := operator_without_variant(error):

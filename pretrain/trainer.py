@@ -151,7 +151,7 @@ def _begin_loop(plan: Plan, world: World, start: _StartPoint, callbacks: StepCal
     measure_waits(own.phase_timers)
     meter = Meter(plan, engine, folder, screen, rank=world.rank, first_step=start.step, phases=own.phase_timers,
                   update_size=measure_updates(engine, functools.partial(owned_weights, engine)),
-                  slow_ranks=SlowRankWatch(plan, folder, screen, first_step=start.step))
+                  slow_ranks=SlowRankWatch(plan, engine.device, folder, screen, first_step=start.step))
     profiler = Profiler(plan, folder, rank=world.rank, report=screen.line, after_write=meter.restart_timing,
                         before_write=functools.partial(guards.watchdog.enter, "save"))
     timeline = PipelineTimeline(plan, engine, folder, rank=world.rank, report=screen.line)

@@ -47,9 +47,9 @@ def launch_locally(flags: argparse.Namespace, train: Sequence[str]) -> int:
     for kind, remark in plan_remarks(start.plan_to_run, device):
         if kind == "warning":  # the ranks print the others
             say(f"{kind}: {remark}")
-    with followed(args, LAUNCHER) as follower:
+    with followed(args, LAUNCHER) as report:
         code = _start(flags, device, slots, [str(ROOT / "pretrain" / "train.py"), *train], Path(args.save))
-        follower.report("", code)
+        report(code)
     return code
 
 

@@ -1,4 +1,4 @@
-"""What slows this thread down on its host: counters of the kernel, and of NVIDIA's driver. A read takes 0.05 ms.
+"""What slows this thread down on its host: counters of the kernel, and of NVIDIA's driver. A read takes 0.1 ms.
 
 All counters are those of the thread that calls `read`, which executes the training steps, except for the throttling of
 its control group.
@@ -14,6 +14,7 @@ import torch
 
 # bits of NVML's clocks event reasons that slow a GPU down without the user's wish: software and hardware thermal
 # slowdown, hardware slowdown, power brake (nvml.h, nvmlClocksEventReason*, nvmlClocksThrottleReason*)
+_ROOTS_V1, _ROOTS_V2 = ("/sys/fs/cgroup/cpu", "/sys/fs/cgroup/cpu,cpuacct"), ("/sys/fs/cgroup",)
 _SLOWDOWNS = 0x20 | 0x40 | 0x08 | 0x80
 
 
@@ -37,14 +38,25 @@ class HostLoadReader:
     """Reads the counters. A counter that this host does not have remains 0."""
 
     def __init__(self) -> None:
-        self._quota = _quota_file()
-        self._gpu_slowed = 0.0
+        self._throttled: dict[Path, float] = {}  # newest value of each control group
+        self._throttled_ms = self._gpu_slowed = 0.0
 
     def read(self) -> HostLoad:
         usage = resource.getrusage(resource.RUSAGE_THREAD)
         self._gpu_slowed += _gpu_is_slowed()
         return HostLoad(cpu_ms=(usage.ru_utime + usage.ru_stime) * 1e3, run_delay_ms=_run_delay_ms(),
-                        throttled_ms=_throttled_ms(self._quota), read_bytes=_read_bytes(), gpu_slowed=self._gpu_slowed)
+                        throttled_ms=self._throttled_now(), read_bytes=_read_bytes(), gpu_slowed=self._gpu_slowed)
+
+    def _throttled_now(self) -> float:
+        """Return the time since the first read in which the control groups of this process were throttled.
+
+        A quota may be set later, and the process may be moved to another group: only what grows between two reads of
+        the same group counts.
+        """
+        found = {path: _throttled_ms(path) for path in _quota_files()}
+        self._throttled_ms += max((now - self._throttled.get(path, now) for path, now in found.items()), default=0.0)
+        self._throttled |= found
+        return self._throttled_ms
 
 
 def _run_delay_ms() -> float:
@@ -59,26 +71,27 @@ def _read_bytes() -> float:
     return 0.0
 
 
-def _throttled_ms(quota: Path | None) -> float:
+def _throttled_ms(quota: Path) -> float:
     """Return the time in which a control group was throttled: throttled_usec of version 2, throttled_time of 1 (ns)."""
     with contextlib.suppress(OSError, ValueError):
-        fields = _fields(quota) if quota is not None else {}
+        fields = _fields(quota)
         return int(fields.get("throttled_usec", 0)) / 1e3 + int(fields.get("throttled_time", 0)) / 1e6
     return 0.0
 
 
-def _quota_file() -> Path | None:
-    """Return cpu.stat of this process's control group, of version 2 or 1; None if there is none."""
+def _quota_files() -> list[Path]:
+    """Return the cpu.stat of this process's control group and of the groups around it, of versions 1 and 2."""
+    found = []
     with contextlib.suppress(OSError, ValueError):
         for line in _text(Path("/proc/self/cgroup")).splitlines():
-            _, controllers, group = line.split(":", 2)
+            _, controllers, name = line.split(":", 2)
             if controllers and "cpu" not in controllers.split(","):
                 continue
-            for root in ("/sys/fs/cgroup/cpu", "/sys/fs/cgroup/cpu,cpuacct") if controllers else ("/sys/fs/cgroup",):
-                path = Path(root + group.rstrip("/")) / "cpu.stat"
-                if path.is_file() and "throttled" in _text(path):
-                    return path
-    return None
+            group = Path(name.lstrip("/"))
+            for root in _ROOTS_V1 if controllers else _ROOTS_V2:
+                # ".." is the name of a group outside of a container
+                found += [Path(root) / each / "cpu.stat" for each in (group, *group.parents) if ".." not in each.parts]
+    return found
 
 
 def _fields(path: Path) -> dict[str, str]:

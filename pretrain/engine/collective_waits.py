@@ -32,7 +32,7 @@ class _Measured:
     """Where the waits of this process are added."""
 
     timers: PhaseTimers | None = None
-    outside_s = 0.0  # outside of training steps, where phases are not measured
+    host_s = 0.0  # until now, by the clock of the host
 
 
 def measure_waits(timers: PhaseTimers) -> None:
@@ -46,24 +46,22 @@ def measure_waits(timers: PhaseTimers) -> None:
     _Measured.timers = timers
 
 
-def waited_outside_steps() -> float:
-    """Return the seconds that the host of this rank has waited outside of training steps until now."""
-    return _Measured.outside_s
+def host_waited_s() -> float:
+    """Return the seconds that the host of this rank has waited until now."""
+    return _Measured.host_s
 
 
 def _measured(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def measured(*args: Any, **kwargs: Any) -> Any:
         timers = _Measured.timers
-        if timers is not None and timers.begin_wait():
-            try:
-                return function(*args, **kwargs)
-            finally:
-                timers.end_wait()
+        if timers is None or not timers.begin_wait():
+            return function(*args, **kwargs)
         start = time.perf_counter()
         try:
             return function(*args, **kwargs)
         finally:
-            _Measured.outside_s += time.perf_counter() - start
+            _Measured.host_s += time.perf_counter() - start
+            timers.end_wait()
 
     return measured

@@ -19,6 +19,8 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
 from pretrain.engine.attachments import attachments
+from pretrain.engine.checksums import checksum
+from pretrain.engine.layer_hooks import add_hooks, first_tensor, layer_of, layers_of
 
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -57,7 +59,6 @@ class Captured:
 class _Recorder:
     """Checksums of one micro-batch: of outputs in the order of the calls, and of gradients."""
 
-    checksum: Callable[[torch.Tensor], torch.Tensor]
     in_forward: bool = False
     in_backward: bool = False
     layers: list[str] = field(default_factory=list)  # in the order of their calls
@@ -68,12 +69,12 @@ class _Recorder:
         """Add the output of a layer, and later the gradient that arrives at it."""
         number = len(self.layers)
         self.layers.append(layer)
-        self.outputs.append(self.checksum(tensor))
+        self.outputs.append(checksum(tensor))
         at_gradient(tensor, lambda grad: self.gradient(number, grad))
 
     def gradient(self, key: int | str, grad: torch.Tensor | None) -> None:
         if self.in_backward and grad is not None and key not in self.gradients:
-            self.gradients[key] = self.checksum(grad)
+            self.gradients[key] = checksum(grad)
 
 
 _INPUT = -1  # key of the gradient with respect to the input of a pipeline stage
@@ -91,18 +92,13 @@ def at_gradient(tensor: torch.Tensor, action: Callable[[torch.Tensor | None], No
 
 
 class FirstMicroBatch:
-    """Records the first micro-batch of a step, and computes such a micro-batch again.
+    """Records the first micro-batch of a step, and computes such a micro-batch again."""
 
-    Args:
-        checksum: of a tensor's bits, an int64 scalar on its device.
-    """
-
-    def __init__(self, engine: DeepSpeedEngine, checksum: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._engine, self._checksum = engine, checksum
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        self._engine = engine
         self._module: Any = engine.module
         self._is_stage = isinstance(engine.module, PipelineModule)
         self._has_loss = self._is_stage and engine.is_last_stage()
-        self._layers = dict(_layers_of(engine.module))
         self._parameters = {name: weight for name, weight in engine.module.named_parameters() if weight.requires_grad}
         self._open = contextlib.ExitStack()
         self.places: list[Place] = []  # known once a micro-batch has been recorded
@@ -110,7 +106,7 @@ class FirstMicroBatch:
     def watch(self) -> None:
         """Record the first micro-batch of the step that begins now. The next `take` returns it."""
         self._open.close()  # of a step that failed
-        self._recorder, self._number, self._parts = _Recorder(self._checksum), 0, dict[str, Any](labels=())
+        self._recorder, self._number, self._parts = _Recorder(), 0, dict[str, Any](labels=())
         self._open.enter_context(self._recorded(self._recorder, keeps_gradients=True))
         handles = [self._module.register_forward_pre_hook(self._before_forward),
                    self._module.register_forward_hook(self._after_forward)]
@@ -134,7 +130,7 @@ class FirstMicroBatch:
 
         Collective in the group of the ranks that share the model: ZeRO-3, tensor, sequence and expert parallelism.
         """
-        recorder = _Recorder(self._checksum)
+        recorder = _Recorder()
         with torch.enable_grad(), self._recorded(recorder, keeps_gradients=False), _without_backward_hooks(
                 self._module), self._unchanged_state():
             _set_random_states(given.random)
@@ -158,14 +154,14 @@ class FirstMicroBatch:
         if self._has_loss:
             # not loss_fn, which scales the gradient (patches/fp16.py, scale_loss_at_stage_0): that of the seed is done
             return self._module.loss_of_hidden(output, given.labels), leaves
-        return _first_tensor(output), leaves
+        return first_tensor(output), leaves
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self._number += 1
         if self._number > 1:
             return
         inputs = args if torch.is_tensor(args[0]) else tuple(args[0])
-        self._parts |= {"inputs": inputs, "random": _random_states()}
+        self._parts |= {"inputs": inputs, "random": random_states()}
         if inputs[0].requires_grad:
             inputs[0].register_hook(lambda grad: self._recorder.gradient(_INPUT, grad))
         self._recorder.in_forward = True
@@ -173,7 +169,7 @@ class FirstMicroBatch:
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         self._recorder.in_forward = False
         if not self._has_loss:
-            self._begin_backward_at(_first_tensor(output))
+            self._begin_backward_at(first_tensor(output))
 
     def _watched_loss(self, loss_of_hidden: Callable[..., torch.Tensor], x: torch.Tensor,
                       labels: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -207,21 +203,17 @@ class FirstMicroBatch:
         Without `keeps_gradients`, those of the parameters are freed as soon as their checksums are known: one value
         takes their place, so that all of them together take no memory.
         """
-        def of_layer(label: str) -> Callable[..., None]:
-            def after(module: nn.Module, args: Any, output: Any) -> None:
-                if recorder.in_forward:  # and not in a backward pass that computes activations again
-                    recorder.output(label, _first_tensor(output))
-            return after
+        labels = {name: f"layer {name} ({type(layer).__name__})" for name, layer in layers_of(self._module).items()}
 
-        def of_parameter(name: str) -> Callable[[torch.Tensor], torch.Tensor | None]:
-            def arrives(grad: torch.Tensor) -> torch.Tensor | None:
-                recorder.gradient(name, grad)
-                return None if keeps_gradients else grad.new_zeros(()).expand(grad.shape)
-            return arrives
+        def of_output(layer: str, output: torch.Tensor) -> None:
+            if recorder.in_forward:  # and not in a backward pass that computes activations again
+                recorder.output(labels[layer], output)
 
-        handles = [layer.register_forward_hook(of_layer(f"layer {name} ({type(layer).__name__})"))
-                   for name, layer in self._layers.items()]
-        handles += [weight.register_hook(of_parameter(name)) for name, weight in self._parameters.items()]
+        def of_gradient(name: str, grad: torch.Tensor) -> torch.Tensor | None:
+            recorder.gradient(name, grad)
+            return None if keeps_gradients else grad.new_zeros(()).expand(grad.shape)
+
+        handles = add_hooks(self._module, of_output, of_gradient)
         try:
             yield
         finally:
@@ -235,9 +227,8 @@ class FirstMicroBatch:
         for number in range(len(layers) - 1, -1, -1):
             layer = layers[number]
             if layers.index(layer) == number:  # the gradient of a tied matrix is complete at its first use
-                prefix = f"{layer.split(' ')[1]}."
                 for name in self._parameters:
-                    if name.startswith(prefix):
+                    if layer_of(name) == layer.split(" ")[1]:
                         places.append(Place(BACKWARD, layer, f"the gradient of {name}"))
                         self._gradient_keys.append(name)
             places.append(Place(BACKWARD, layer, "the gradient of its input"))
@@ -253,7 +244,7 @@ class FirstMicroBatch:
     @contextlib.contextmanager
     def _unchanged_state(self) -> Iterator[None]:
         """Put back what a forward and backward pass changes: random states, and statistics of losses and routers."""
-        own, random = attachments(self._engine), _random_states()
+        own, random = attachments(self._engine), random_states()
         kept = [(holder, dict(vars(holder))) for holder in (self._module.training_loss, self._module.router_losses)
                 if holder is not None]
         for holder, values in kept:
@@ -266,20 +257,6 @@ class FirstMicroBatch:
             _set_random_states(random)
             for holder, values in kept:
                 vars(holder).update(values)
-
-
-def _layers_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the layers of a plain module or pipeline stage, by the names with which those of their parameters begin."""
-    for name, child in module.named_children():
-        if isinstance(child, nn.ModuleDict):
-            yield from ((f"{name}.{key}", tied) for key, tied in child.items())
-        else:
-            yield name, child
-
-
-def _first_tensor(output: Any) -> torch.Tensor:
-    found: torch.Tensor = output if torch.is_tensor(output) else output[0]
-    return found
 
 
 @contextlib.contextmanager
@@ -298,7 +275,8 @@ def _without_backward_hooks(module: nn.Module) -> Iterator[None]:
             each._backward_hooks = hooks
 
 
-def _random_states() -> tuple[torch.Tensor, ...]:
+def random_states() -> tuple[torch.Tensor, ...]:
+    """Return the states of the random generators of the host and of the device, in host memory."""
     accelerator = get_accelerator()
     own = () if accelerator.device_name() == "cpu" else (accelerator.get_rng_state(),)
     return torch.get_rng_state(), *own

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
-from deepspeed.runtime.pipe.module import PipelineModule
-from torch import nn
 
+from pretrain.engine.attachments import attachments
 from pretrain.engine.checksums import checksum, combined_checksum, reduced_gradients
+from pretrain.engine.layer_hooks import add_hooks, layer_of, layers_of
 from pretrain.engine.phases import new_event
 from pretrain.engine.update import UpdatePart
 
@@ -47,12 +47,6 @@ class CostTimer:
         return max(host_ms, device_ms)
 
 
-def layer_of(parameter: str) -> str:
-    """Return the name of the layer that a parameter belongs to: "3", or "tied_modules.embed"."""
-    parts = parameter.split(".")
-    return ".".join(parts[:2] if parts[0] == "tied_modules" else parts[:1])
-
-
 class LayerDigests:
     """Takes the digests of this rank's layers in the steps between `begin` and `end`.
 
@@ -62,12 +56,8 @@ class LayerDigests:
 
     def __init__(self, engine: DeepSpeedEngine, cost: CostTimer) -> None:
         self._engine, self._cost = engine, cost
-        module = engine.module
-        functions = module.forward_funcs if isinstance(module, PipelineModule) else module.layers
-        names = {id(each): name for name, each in module.named_modules()}
-        self._layers = {names[id(layer)]: layer for layer in functions if isinstance(layer, nn.Module)}
-        parameters = [layer_of(name) for name, _ in module.named_parameters()]
-        self.names = list(dict.fromkeys([*self._layers, *parameters]))  # of this rank's layers, in their order
+        parameters = [layer_of(name) for name, _ in engine.module.named_parameters()]
+        self.names = list(dict.fromkeys([*layers_of(engine.module), *parameters]))  # of this rank's layers, in order
         self._hooks: list[Any] = []
 
     def begin(self) -> None:
@@ -76,11 +66,7 @@ class LayerDigests:
         self._sums = {key: list(torch.zeros(count, dtype=torch.int64, device=device).unbind())
                       for key in ("layers_forward", "layers_backward", "gradient_bits")}
         self._squares = list(torch.zeros(count, dtype=torch.float64, device=device).unbind())
-        index = {name: number for number, name in enumerate(self.names)}
-        self._hooks = [layer.register_forward_hook(self._of_output(index[name]))
-                       for name, layer in self._layers.items()]
-        self._hooks += [parameter.register_hook(self._of_gradient(index[layer_of(name)]))
-                        for name, parameter in self._engine.module.named_parameters() if parameter.requires_grad]
+        self._hooks = add_hooks(self._engine.module, self._of_output, self._of_gradient)
 
     def end(self) -> dict[str, torch.Tensor]:
         """Remove the hooks. Return the digests by their keys in a row, one value a layer, on the device."""
@@ -90,30 +76,27 @@ class LayerDigests:
         return {**{key: torch.stack(values) for key, values in self._sums.items()},
                 "gradients": torch.stack(self._squares).sqrt()}
 
-    def _add(self, key: str, index: int, tensor: torch.Tensor) -> None:
+    def _add(self, key: str, layer: str, tensor: torch.Tensor) -> None:
         with self._cost.measured(), torch.no_grad():
-            sums = self._sums[key]
+            sums, index = self._sums[key], self.names.index(layer)
             sums[index] = sums[index] * _PREVIOUS + checksum(tensor)
 
-    def _of_output(self, index: int) -> Any:
-        def hook(layer: nn.Module, inputs: Any, output: Any) -> None:
-            is_recomputed = torch._C._current_graph_task_id() != -1  # inside a backward pass
-            if is_recomputed or not layer.training or not torch.is_tensor(output) or output.dim() == 0:
-                return
-            self._add("layers_forward", index, output)
-            if output.requires_grad:
-                output.register_hook(lambda gradient: self._add("layers_backward", index, gradient))
+    def _of_output(self, layer: str, output: torch.Tensor) -> None:
+        is_repeated = torch._C._current_graph_task_id() != -1 or attachments(self._engine).recomputes  # in a backward
+        if is_repeated or not self._engine.module.training or output.dim() == 0:
+            return
+        self._add("layers_forward", layer, output)
+        if output.requires_grad:
+            output.register_hook(lambda gradient: self._add("layers_backward", layer, gradient))
 
-        return hook
-
-    def _of_gradient(self, index: int) -> Any:
-        def hook(gradient: torch.Tensor) -> None:
-            self._add("gradient_bits", index, gradient)
-            with self._cost.measured(), torch.no_grad():
-                norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
-                self._squares[index] = self._squares[index] + norm.double().square()
-
-        return hook
+    def _of_gradient(self, parameter: str, gradient: torch.Tensor) -> None:
+        if attachments(self._engine).recomputes:
+            return
+        self._add("gradient_bits", layer_of(parameter), gradient)
+        with self._cost.measured(), torch.no_grad():
+            index = self.names.index(layer_of(parameter))
+            norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+            self._squares[index] = self._squares[index] + norm.double().square()
 
 
 class ReducedDigest(UpdatePart):

@@ -2,7 +2,7 @@
 
 On a device the times are those between events of its current stream, which are read in logged steps only. On a CPU they
 are wall-clock times. Of each phase, the time in which this rank waits in collective operations for others is known too
-(collective_waits.py).
+(collective_waits.py). Between two training steps there is a phase too, so that the phases are all of the time.
 """
 
 import contextlib
@@ -19,6 +19,8 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 FORWARD, BACKWARD, REDUCE, OPTIMIZER = "forward", "backward", "reduce", "optimizer"
 WAIT = "wait"  # of a pipeline stage: sending and receiving activations and gradients
 PHASES = (FORWARD, BACKWARD, REDUCE, OPTIMIZER, WAIT)
+OTHER = "other"  # between training steps: data, logging, checks
+_ALL = (*PHASES, OTHER)
 
 _OF_INSTRUCTION = {
     schedule.LoadMicroBatch: FORWARD, schedule.ForwardPass: FORWARD, schedule.BackwardPass: BACKWARD,
@@ -74,22 +76,35 @@ class PhaseTimers:
         # (phase that begins or continues here, whether the rank waits from here on, time), not yet added up
         self._marks: deque[tuple[str, bool, _Event]] = deque()
         self._free: list[_Event] = []
-        self._milliseconds = dict.fromkeys(PHASES, 0.0)
-        self._waited = dict.fromkeys(PHASES, 0.0)
-        self.waited_ms = dict.fromkeys(PHASES, 0.0)  # of the times that take_ms has returned last, waiting for others
-        self.current = ""  # "": no phase
+        self._milliseconds = dict.fromkeys(_ALL, 0.0)
+        self._waited = dict.fromkeys(_ALL, 0.0)
+        self.waited_ms = dict.fromkeys(_ALL, 0.0)  # of the times that take_ms has returned last, waiting for others
+        self.current = ""  # "": no phase, before the first step and while the timers are paused
         self._in_step = self._waits = False
 
     @contextlib.contextmanager
     def training_step(self) -> Iterator[None]:
-        """Phases are measured only inside of this context: an evaluation uses the same functions of the engine."""
+        """Phases of a step are entered only inside of this context: an evaluation uses the same functions."""
         self._in_step = True
         try:
             yield
-            self.enter("")
+            self.enter(OTHER)
         finally:
-            self._in_step, self.current, self._waits = False, "", False
+            self._in_step, self.current, self._waits = False, OTHER, False
         self._add_up(wait=False)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Measure nothing inside of this context, which is outside of training steps."""
+        before, self.current = self.current, ""
+        if before:
+            self._mark()
+        try:
+            yield
+        finally:
+            self.current = before
+            if before:
+                self._mark()
 
     def enter(self, phase: str) -> None:
         """Begin a phase. Does not wait for the device."""
@@ -117,10 +132,12 @@ class PhaseTimers:
         self._marks.append((self.current, self._waits, event))
 
     def take_ms(self) -> dict[str, float]:
-        """Return the milliseconds of each phase since the last call. Waits for the device."""
+        """Return the milliseconds of each phase since the last call, until now. Waits for the device."""
+        if self.current:
+            self._mark()
         self._add_up(wait=True)
-        self.waited_ms, self._waited = self._waited, dict.fromkeys(PHASES, 0.0)
-        taken, self._milliseconds = self._milliseconds, dict.fromkeys(PHASES, 0.0)
+        self.waited_ms, self._waited = self._waited, dict.fromkeys(_ALL, 0.0)
+        taken, self._milliseconds = self._milliseconds, dict.fromkeys(_ALL, 0.0)
         return taken
 
     def _add_up(self, *, wait: bool) -> None:

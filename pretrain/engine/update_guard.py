@@ -98,7 +98,7 @@ class UpdateGuard(UpdatePart):
 
     def _watch(self, loss: torch.Tensor) -> None:
         """Keep the loss of a micro-batch, and make its gradient NaN if the loss is not finite."""
-        if not loss.requires_grad:
+        if not loss.requires_grad or attachments(self._engine).recomputes:
             return
         value = loss.detach()
         self._losses.append(value)

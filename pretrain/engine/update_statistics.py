@@ -104,7 +104,8 @@ class NoiseScale(UpdatePart):
                            if parameter.requires_grad and is_counted(self._engine, parameter)]
 
     def _add(self, grad: torch.Tensor) -> None:
-        self._squares += torch.linalg.vector_norm(grad.detach(), dtype=torch.float32).square()
+        if not attachments(self._engine).recomputes:
+            self._squares += torch.linalg.vector_norm(grad.detach(), dtype=torch.float32).square()
 
     def before(self) -> None:
         self._scale = loss_scale(self._engine)

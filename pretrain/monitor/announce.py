@@ -35,7 +35,6 @@ from pretrain.monitor.environment import (
     software,
     versions,
 )
-from pretrain.monitor.follow.start import without_receivers
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.paths import STOP_FILE
 from pretrain.remote import without_credentials as plain
@@ -106,7 +105,7 @@ def run_record(plan: Plan, hosts: Sequence[dict[str, Any]], *, first_step: int,
     different_hosts = {host["host"]: host for host in hosts}.values()
     return {
         "time": time.time(), "first_step": first_step,
-        "command": command(), "environment": environment_variables(without_receivers(os.environ, plan.args)),
+        "command": command(), "environment": environment_variables(os.environ),
         "flags": _flags(plan),
         "deepspeed_config": plan.ds_config, "given_deepspeed_config": plan.file.values,
         "schedule": asdict(plan.schedule) if plan.schedule else None,

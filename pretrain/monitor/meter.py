@@ -12,7 +12,7 @@ from deepspeed.accelerator import get_accelerator
 
 from pretrain.config.plan import Plan
 from pretrain.data.loader import MicroBatch
-from pretrain.engine.collective_waits import waited_outside_steps
+from pretrain.engine.collective_waits import host_waited_s
 from pretrain.engine.phases import PhaseTimers
 from pretrain.engine.update_statistics import GradientStats, UpdateSize
 from pretrain.monitor.expected.causes import Evidence, likely_causes
@@ -49,7 +49,7 @@ class _SinceRow:
     consumed_samples: int  # at the last row
     start: float = field(default_factory=time.perf_counter)
     data_seconds: float = 0.0
-    excluded_seconds: dict[str, float] = field(default_factory=lambda: {"save": 0.0, "eval": 0.0})
+    excluded_seconds: dict[str, float] = field(default_factory=lambda: {"save": 0.0, "eval": 0.0, "probe": 0.0})
 
 
 class Meter:
@@ -80,7 +80,7 @@ class Meter:
 
     def timed_data(self, load: Callable[[int], list[MicroBatch]], consumed_samples: int) -> list[MicroBatch]:
         """Call `load(consumed_samples)`, and add its time to the waiting time for data."""
-        start, waited = time.perf_counter(), waited_outside_steps()
+        start, waited = time.perf_counter(), host_waited_s()
         micro_batches = load(consumed_samples)
         seconds = time.perf_counter() - start
         self._since.data_seconds += seconds
@@ -89,11 +89,12 @@ class Meter:
 
     @contextlib.contextmanager
     def outside_steps(self, kind: str) -> Iterator[None]:
-        """Exclude the time of a "save" or an "eval" from the step time. It has its own key in the next row."""
+        """Exclude the time of a "save", an "eval" or a "probe" of links from the step time of the next row."""
         get_accelerator().synchronize()  # the steps until now count as steps
         start, load = time.perf_counter(), self._own_times.load_now()
         try:
-            yield
+            with self._phases.paused():
+                yield
         finally:
             self._since.excluded_seconds[kind] += time.perf_counter() - start
             self._own_times.exclude_since(load)
@@ -143,7 +144,7 @@ class Meter:
         ranks = gather_ranks(
             self._highest_loss.take(), data_seconds=self._since.data_seconds / interval.steps,
             phase_ms={phase: total / interval.steps for phase, total in total_ms.items()}, power_watts=power_watts(),
-            squares=self._update_size.take_squares(), own_times=own_times)
+            squares=self._update_size.take_squares(), wants_probe=self._slow_ranks.wants_probe, own_times=own_times)
         times = rank_times(ranks[:, -NUM_VALUES:], step=interval.step, steps=interval.steps,
                            step_ms=interval.step_seconds * 1e3)
         row = training_row(self.plan, self.engine, interval,
@@ -158,6 +159,9 @@ class Meter:
                                   columns=self.screen.columns))
         self._show_hints(row)
         self._slow_ranks.observe(times, expert_load=row.get("expert_load_max") or 1.0)
+        if ranks[0, -NUM_VALUES - 1]:
+            with self.outside_steps("probe"):
+                self._slow_ranks.probe()
 
     def _show_hints(self, row: dict[str, Any]) -> None:
         """Report what the curve shows with this row of training or of an evaluation: hints, and the expected curve."""

@@ -14,12 +14,10 @@ from typing import Any
 import numpy as np
 
 from pretrain.distributed.host_load import HostLoad, HostLoadReader
-from pretrain.engine.collective_waits import waited_outside_steps
-from pretrain.engine.phases import BACKWARD, FORWARD, OPTIMIZER, REDUCE, WAIT
-from pretrain.errors import ConfigError
-from pretrain.monitor.read_run_folder import read_rows, read_starts
+from pretrain.engine.collective_waits import host_waited_s
+from pretrain.engine.phases import BACKWARD, FORWARD, OPTIMIZER, OTHER, REDUCE, WAIT
+from pretrain.monitor.read_run_folder import newest_start_number
 
-RANK_TIMES = "rank_times.jsonl"
 # the keys of "ms", each a list by rank: milliseconds of a step, mean over the steps of the row
 TIMES = {
     "data": "waiting for data",
@@ -27,7 +25,8 @@ TIMES = {
     "backward": "backward pass, without waiting for other ranks",
     "reduce_wait": "waiting in collective operations and in transfers between pipeline stages",
     "optimizer": "clipping and update, without waiting for other ranks",
-    "own": "all of it but `reduce_wait`",
+    "other": "between the steps, without waiting for other ranks: logging, checks, requests",
+    "own": "all of it but `reduce_wait`: nothing that a rank does is in no key",
 }
 # the keys of "load": what the kernel counted for the thread that trains, of a step, mean over the steps of the row
 LOAD = {
@@ -57,14 +56,6 @@ class RankTimes:
                 "ms": {key: _rounded(self.ms[key]) for key in TIMES},
                 "load": {key: _rounded(self.load[key]) for key in LOAD if np.any(self.load[key] > 0)}}
 
-    @classmethod
-    def of_row(cls, row: Mapping[str, Any]) -> "RankTimes":
-        """Return the times of a row of rank_times.jsonl. Raises KeyError, TypeError or ValueError on other values."""
-        ms = {key: np.asarray(row["ms"][key], dtype=float) for key in TIMES}
-        zeros = [0.0] * len(ms["own"])
-        load = {key: np.asarray(row["load"].get(key, zeros), dtype=float) for key in LOAD}
-        return cls(int(row["step"]), int(row["steps"]), float(row["step_ms"]), ms, load)
-
 
 def _rounded(values: np.ndarray) -> list[float | None]:
     return [round(value, 2) if np.isfinite(value) else None for value in values.tolist()]
@@ -79,14 +70,13 @@ class OwnTimes:
 
     def restart(self) -> None:
         """Forget everything since the last logged step."""
-        self._data_s = self._data_waited_s = 0.0
+        self._data_s = 0.0
         self._excluded = HostLoad()
         self._start = self._reader.read()
 
     def add_data(self, seconds: float, waited_before_s: float) -> None:
-        """Add the time of loading data. `waited_before_s`: result of waited_outside_steps before it."""
-        self._data_s += seconds
-        self._data_waited_s += waited_outside_steps() - waited_before_s
+        """Add the time of loading data. `waited_before_s`: result of host_waited_s before it."""
+        self._data_s += seconds - (host_waited_s() - waited_before_s)
 
     def load_now(self) -> HostLoad:
         return self._reader.read()
@@ -103,12 +93,10 @@ class OwnTimes:
             waited_ms: PhaseTimers.waited_ms.
             steps: number of steps since the last logged one.
         """
-        own = {phase: phase_ms[phase] - waited_ms[phase] for phase in phase_ms}
-        data, data_waited = self._data_s * 1e3, self._data_waited_s * 1e3
-        times = {
-            "data": data - data_waited, "forward": own[FORWARD] + own[WAIT], "backward": own[BACKWARD] + own[REDUCE],
-            "reduce_wait": sum(waited_ms.values()) + data_waited, "optimizer": own[OPTIMIZER]}
-        times["own"] = sum(times.values()) - times["reduce_wait"]
+        own, data = {phase: phase_ms[phase] - waited_ms[phase] for phase in phase_ms}, self._data_s * 1e3
+        times = {"data": data, "forward": own[FORWARD] + own[WAIT], "backward": own[BACKWARD] + own[REDUCE],
+                 "reduce_wait": sum(waited_ms.values()), "optimizer": own[OPTIMIZER],
+                 "other": max(own[OTHER] - data, 0.0), "own": sum(own.values())}
         load = self._reader.read().since(self._start).since(self._excluded)
         values = [*(times[key] for key in TIMES), *load]
         self.restart()
@@ -162,35 +150,5 @@ class RankTimesLog:
         return [*header, row]
 
     def _header(self) -> dict[str, Any]:
-        try:
-            start = len(read_starts(self._run)) - 1
-        except (ConfigError, OSError):
-            start = 0
-        return {"start": max(start, 0), "time": time.time(), "step": self._first_step, "hosts": self._hosts,
-                "coordinates": self._coordinates}
-
-
-@dataclass(frozen=True)
-class StartTimes:
-    """The rows of one start."""
-
-    start: int  # index of its record in run.json
-    hosts: list[str]  # by rank
-    coordinates: list[dict[str, int]]  # by rank: {"pipeline": 0, "data": 1, "sequence": 0, "tensor": 0}
-    times: list[RankTimes]
-
-
-def read_rank_times(run: Path) -> list[StartTimes]:
-    """Return the rows of each start of a run, in their order; damaged rows are left out."""
-    starts: list[StartTimes] = []
-    for row in read_rows(run / RANK_TIMES):
-        try:
-            if "hosts" in row:
-                starts.append(StartTimes(int(row["start"]), list(row["hosts"]), list(row["coordinates"]), []))
-            elif starts:
-                times = RankTimes.of_row(row)
-                if all(len(values) == len(starts[-1].hosts) for values in times.ms.values()):
-                    starts[-1].times.append(times)
-        except (KeyError, TypeError, ValueError, AttributeError):
-            continue
-    return starts
+        return {"start": newest_start_number(self._run), "time": time.time(), "step": self._first_step,
+                "hosts": self._hosts, "coordinates": self._coordinates}

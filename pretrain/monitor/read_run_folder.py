@@ -121,6 +121,13 @@ def newest_start(run: Path) -> dict[str, Any]:
     return starts[-1]
 
 
+def newest_start_number(run: Path) -> int:
+    """Return the index of the newest record of run.json; 0 if that cannot be read, which has been reported."""
+    with contextlib.suppress(ConfigError):
+        return max(len(read_starts(run)) - 1, 0)
+    return 0
+
+
 def newest_recorded(run: Path, key: str) -> dict[str, Any] | None:
     """Return the value of a key of run.json that the newest start has recorded; None if no start has."""
     with contextlib.suppress(ConfigError):

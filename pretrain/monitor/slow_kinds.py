@@ -1,10 +1,19 @@
-"""The likely kind of a slow rank, from what its host counted for the thread that trains."""
+"""The likely kind of a slow rank, from what its host counted for the thread that trains, and what to do about it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-DATA, DISK, COMPUTE, OTHER_LOAD, THROTTLING, STOPPED, UNKNOWN = KINDS = (
-    "data", "slow disk", "compute", "other load", "throttling", "stopped", "unknown")
+DATA, DISK, COMPUTE, OTHER_LOAD, THROTTLING, STOPPED, LINK, UNKNOWN = (
+    "data", "slow disk", "compute", "other load", "throttling", "stopped", "network link", "unknown")
+# kind -> what to do
+REMEDIES = {
+    DATA: "look at the storage of its data", DISK: "look at the storage of its data",
+    COMPUTE: "compare its clocks, power limit and number of threads with another host",
+    OTHER_LOAD: "end the other programs on the host (`top`, `nvidia-smi`)",
+    THROTTLING: "look at temperatures, power limits, and the CPU limit of its container",
+    STOPPED: "find out who stops the process (SIGSTOP, a debugger, a frozen virtual machine)",
+    LINK: "look at its network interface, cable and switch (`ds-pretrain check-cluster` measures all links)",
+    UNKNOWN: "look at the machine"}
 _MOST = 0.5  # of the additional time, that a cause must explain
 
 
@@ -21,7 +30,7 @@ class Evidence:
 
 
 def explain(evidence: Evidence) -> tuple[str, str]:
-    """Return the kind, one of KINDS, and what shows it."""
+    """Return the kind, a key of REMEDIES, and what shows it."""
     own = evidence.more("own")
     cpu, delay, throttled, data = (evidence.more(key) for key in ("cpu", "run_delay", "throttled", "data"))
     # the kernel counts a thread of a throttled group as ready to run

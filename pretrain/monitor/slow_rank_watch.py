@@ -1,16 +1,21 @@
-"""Rank 0's watch over the times of all ranks: rows of rank_times.jsonl, events and lines for slow ranks."""
+"""Rank 0's watch over the times of all ranks: rows of rank_times.jsonl, events and lines for slow ranks and links."""
 
 import socket
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from deepspeed.accelerator import get_accelerator
 
 from pretrain.config.plan import Plan
 from pretrain.distributed.collectives import gather
+from pretrain.distributed.link_probe import probe_links
 from pretrain.engine.parallelism import rank_order
 from pretrain.monitor.rank_times import RankTimes, RankTimesLog
-from pretrain.monitor.slow_ranks import Place, SlowRanks, peers_of
+from pretrain.monitor.slow_links import SlowLinks
+from pretrain.monitor.slow_rank_event import Change, Place
+from pretrain.monitor.slow_ranks import SlowRanks, peers_of
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.terminal import Screen
 
@@ -18,12 +23,14 @@ from pretrain.terminal import Screen
 class SlowRankWatch:
     """Writes the times of the ranks, and reports which ranks are slow. Constructing it is collective."""
 
-    def __init__(self, plan: Plan, folder: RunFolder, screen: Screen, *, first_step: int) -> None:
+    def __init__(self, plan: Plan, device: torch.device, folder: RunFolder, screen: Screen, *,
+                 first_step: int) -> None:
         self._folder, self._screen = folder, screen
         hosts, order = gather(socket.gethostname()), rank_order(plan.layout)
         coordinates = [order.coordinates(rank) for rank in range(len(hosts))]
         self._log = RankTimesLog(folder.path, hosts, coordinates, first_step=first_step)
         self._places = [Place(host, place["pipeline"]) for host, place in zip(hosts, coordinates, strict=True)]
+        self._links, self._device = SlowLinks(self._places), device
         self._slow = SlowRanks(self._places, on_cpu=get_accelerator().device_name() == "cpu")
 
     def leave_out_next(self) -> None:
@@ -40,12 +47,27 @@ class SlowRankWatch:
         slowest = int(ratios.argmax())
         return {"slowest_rank": slowest, "slowest_rank_ratio": float(ratios[slowest])}
 
+    @property
+    def wants_probe(self) -> bool:
+        """Whether all ranks must call `probe` in the next logged step. True on rank 0 only."""
+        return self._links.wants_probe
+
+    def probe(self) -> None:
+        """Measure links between the ranks, and report slow ones. Collective."""
+        seconds = probe_links(self._device)
+        if self._folder.is_active:
+            self._report(self._links.add_probe(seconds))
+
     def observe(self, times: RankTimes, *, expert_load: float) -> None:
         """Add the times of a logged step. `expert_load`: of the busiest expert, relative to the mean."""
         if len(self._places) == 1 or not self._folder.is_active:
             return
         for row in self._log.rows(times):
             self._folder.rank_times(row)
-        for change in self._slow.observe(times, imbalance=expert_load):
+        self._links.observe(times)
+        self._report(self._slow.observe(times, imbalance=expert_load))
+
+    def _report(self, changes: Sequence[Change]) -> None:
+        for change in changes:
             self._screen.line(f"{change.event}: {change}")
             self._folder.event(change.event, reason=str(change), **change.record())

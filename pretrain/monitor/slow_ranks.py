@@ -6,83 +6,31 @@ their times, the lower one of an even number, so that half of the ranks may be s
 and a rank that is alone in its stage, is compared with its own past, relative to the other stages.
 
 Times are noisy, the more so on a machine with other programs, and their noise does not average out from step to step.
-Rows are joined to blocks of at least BLOCK_S seconds. The median of the newest 8, 16 or 32 blocks is compared with the
-spread of the blocks, and with the lasting differences between the ranks that are not slow.
+So rows are joined to blocks of at least BLOCK_S seconds, and a rank is slow if it exceeds the others in 12 of the
+newest 16 blocks by more than 3 times the usual spread, which the blocks before them show.
 """
 
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
+from pretrain.monitor.expected.band import change_point
 from pretrain.monitor.rank_times import RankTimes, mean_times
 from pretrain.monitor.slow_kinds import Evidence, explain
+from pretrain.monitor.slow_rank_event import SLOW_RANK, Change, Place
 
-SLOW_RANK = "slow_rank"  # the events
-SLOW_RANK_OVER = "slow_rank_over"
-BLOCK_S = 1.0
-_WINDOWS = (8, 16, 32)  # blocks whose median is compared; a short blip does not reach the shortest
+BLOCK_S = 2.0
+WINDOW = 16  # newest blocks
+_MOST_OF = 0.75  # of the newest blocks, that must show a slow rank: a short blip does not
 _LONGEST = 256  # newest blocks that are kept
-_LEFT_OUT = 2  # first rows of a start, with compilation and warm-up
-# spreads of blocks that the median of a window must exceed: noise that lasts for some blocks, as on a busy
-# machine, moves the median of 8 blocks nearly as much as one block
-_LIMITS = {8: 4.0, 16: 3.2, 32: 2.5}
-_FEWEST_BLOCKS = 24  # before the first report
+LEFT_OUT = 2  # first rows of a start, with compilation and warm-up
+_SPREADS = 3.0  # that a slow rank must exceed
 _MOST_EACH_BLOCK = 64  # ranks that are looked at after each block; with more, every second or later one: it costs time
-_SMALLEST_RATIO = math.log(1.1)
-_SMALLEST_COST = 0.05  # of a step, that the others wait for the rank
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a rank is."""
-
-    host: str
-    stage: int = 0  # pipeline stage
-
-
-@dataclass(frozen=True)
-class Change:
-    """Ranks have become slow, or are as fast as the others again."""
-
-    event: str  # SLOW_RANK or SLOW_RANK_OVER
-    ranks: list[int]
-    hosts: list[str]
-    stage: int | None  # pipeline stage, if all of its ranks are slow
-    whole_hosts: bool  # all ranks of the hosts are slow
-    kind: str
-    ratio: float  # of the own times, relative to the reference
-    since: int  # step of the first row that shows it
-    step: int  # of the newest row
-    steps: int  # that show it
-    evidence: str
-
-    def record(self) -> dict[str, Any]:
-        """Return the keys of the event besides its name and reason."""
-        record = {"step": self.step, "ranks": self.ranks, "hosts": self.hosts, "stage": self.stage, "kind": self.kind,
-                  "ratio": round(self.ratio, 3), "since": self.since, "steps": self.steps}
-        return record if self.event == SLOW_RANK_OVER else {**record, "evidence": self.evidence}
-
-    def __str__(self) -> str:
-        who = _names(self.ranks, self.hosts, self.stage, whole_hosts=self.whole_hosts)
-        if self.event == SLOW_RANK_OVER:
-            return f"{who} as fast as the others again, after {self.steps} steps"
-        return (f"{who} {self.ratio:.2f} times as slow as the others since about step {self.since}; likely kind: "
-                f"{self.kind} ({self.evidence})")
-
-
-def _names(ranks: Sequence[int], hosts: Sequence[str], stage: int | None, *, whole_hosts: bool) -> str:
-    listed = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    plural = "are" if len(ranks) > 1 else "is"
-    where = f"host{'s' if len(hosts) > 1 else ''} {', '.join(hosts[:8])}"
-    if stage is not None:
-        return f"pipeline stage {stage} (rank{'s' if len(ranks) > 1 else ''} {listed}, {where}) is"
-    if whole_hosts:
-        return f"{where} (rank{'s' if len(ranks) > 1 else ''} {listed}) {'are' if len(hosts) > 1 else 'is'}"
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed} ({where}) {plural}"
+_SMALLEST_RATIO = math.log(1.15)
+SMALLEST_COST = 0.05  # of a step, that the others wait for the rank
 
 
 def peers_of(places: Sequence[Place]) -> list[np.ndarray]:
@@ -109,7 +57,7 @@ class _Slow:
 
 
 @dataclass
-class _Blocks:
+class Blocks:
     """The newest blocks, and the rows of the next one."""
 
     seconds: float
@@ -126,6 +74,10 @@ class _Blocks:
         self.rows, self.count = [], self.count + 1
         return True
 
+    def forget_since(self, step: int) -> None:
+        """Remove the blocks of a slow phase that is over: it is no usual spread, and no beginning of the next one."""
+        self.blocks = deque((block for block in self.blocks if block.step < step), maxlen=_LONGEST)
+
 
 class SlowRanks:
     """Looks at each row, and reports ranks that have become slow, or are no longer slow.
@@ -137,11 +89,10 @@ class SlowRanks:
 
     def __init__(self, places: Sequence[Place], *, block_s: float = BLOCK_S, on_cpu: bool = True) -> None:
         self._places, self._on_cpu = list(places), on_cpu
-        self._blocks = _Blocks(block_s)
-        self._left_out = _LEFT_OUT
+        self._blocks = Blocks(block_s)
+        self._left_out = LEFT_OUT
         self._every = -(-len(self._places) // _MOST_EACH_BLOCK)
         self._slow: list[_Slow] = []
-        self._returns = np.zeros(len(self._places), dtype=int)  # by rank: after each one, slowness must last longer
         stages = np.array([place.stage for place in places])
         self._stage_ranks = [np.flatnonzero(stages == stage) for stage in range(int(stages.max()) + 1)]
         self._peer_groups = [ranks for ranks in self._stage_ranks if len(ranks) > 1]
@@ -159,43 +110,41 @@ class SlowRanks:
         if self._left_out or not np.isfinite(times.ms["own"]).all() or times.step_ms <= 0:
             self._left_out = max(self._left_out - 1, 0)
             return []
-        if not self._blocks.add(times) or self._blocks.count < _FEWEST_BLOCKS or self._blocks.count % self._every:
+        if not self._blocks.add(times) or self._blocks.count % self._every:
+            return []
+        if len(self._blocks.blocks) < 2 * WINDOW:
             return []
         excess = excesses(np.array([block.ms["own"] for block in self._blocks.blocks]), self._stage_ranks)
-        return [*self._ended(excess), *self._begun(excess, math.log(max(imbalance, 1.0)))]
+        return self._ended(excess) or self._begun(excess, math.log(max(imbalance, 1.0)))
 
     def _begun(self, excess: "Excess", imbalance: float) -> list[Change]:
         known = {rank for slow in self._slow for rank in slow.change.ranks}
-        found: dict[int, tuple[float, int]] = {}  # rank -> (level, blocks)
-        for window in _WINDOWS:
-            for stage, level in significant(excess.stages, window, imbalance):
-                for rank in self._stage_ranks[stage].tolist():
-                    found.setdefault(rank, (level, window))
-            for group in self._peer_groups:
-                for column, level in significant(excess.ranks[:, group], window, imbalance):
-                    rank = int(group[column])
-                    if window >= _WINDOWS[0] * 2 ** min(self._returns[rank], 2):
-                        found.setdefault(rank, (level, window))
+        found: dict[int, float] = {}  # rank -> log of the ratio
+        for stage, level in significant(excess.stages, imbalance):
+            found |= dict.fromkeys(self._stage_ranks[stage].tolist(), level)
+        for group in self._peer_groups:
+            for column, level in significant(excess.ranks[:, group], imbalance):
+                found.setdefault(int(group[column]), level)
         self._add_rest_of_hosts(found, excess)
-        new = [rank for rank in sorted(found) if rank not in known and self._costs(rank, *found[rank])]
+        new = [rank for rank in sorted(found) if rank not in known and self._costs(rank, found[rank])]
         return [self._report(group, found, excess) for group in self._groups(new)]
 
-    def _add_rest_of_hosts(self, found: dict[int, tuple[float, int]], excess: "Excess") -> None:
+    def _add_rest_of_hosts(self, found: dict[int, float], excess: "Excess") -> None:
         """Add the other ranks of a host if all are nearly as slow: not all become significant with the same block."""
-        newest = np.median(excess.ranks[-_WINDOWS[0]:], axis=0)
+        newest = np.median(excess.ranks[-WINDOW:], axis=0)
         for host in {self._places[rank].host for rank in found}:
             on_host = [rank for rank, place in enumerate(self._places) if place.host == host]
-            known = [rank for rank in on_host if rank in found]
-            level, window = min(found[rank] for rank in known)
-            if all(newest[rank] > 0.6 * level for rank in on_host if rank not in found):
-                found.update({rank: (float(newest[rank]), window) for rank in on_host if rank not in found})
+            level = min(found[rank] for rank in on_host if rank in found)
+            rest = [rank for rank in on_host if rank not in found]
+            if all(newest[rank] > 0.6 * level for rank in rest):
+                found.update({rank: float(newest[rank]) for rank in rest})
 
-    def _costs(self, rank: int, level: float, window: int) -> bool:
+    def _costs(self, rank: int, level: float) -> bool:
         """Return whether the others wait for the rank for a part of the step that is worth a report."""
-        newest = list(self._blocks.blocks)[-window:]
+        newest = list(self._blocks.blocks)[-WINDOW:]
         own = float(np.median([block.ms["own"][rank] for block in newest]))
         step = float(np.median([block.step_ms for block in newest]))
-        return own * (1 - math.exp(-level)) > _SMALLEST_COST * step
+        return own * (1 - math.exp(-level)) > SMALLEST_COST * step
 
     def _groups(self, ranks: Sequence[int]) -> list[list[int]]:
         """Return the ranks of each host whose ranks are all slow, or of a stage, and the others one by one."""
@@ -210,13 +159,13 @@ class SlowRanks:
             groups += [slow] if len(slow) == len(on_host) else [[rank] for rank in slow]
         return groups
 
-    def _report(self, ranks: list[int], found: Mapping[int, tuple[float, int]], excess: "Excess") -> Change:
-        level, window = float(np.median([found[rank][0] for rank in ranks])), found[ranks[0]][1]
+    def _report(self, ranks: list[int], found: Mapping[int, float], excess: "Excess") -> Change:
+        level = float(np.median([found[rank] for rank in ranks]))
         rows = list(self._blocks.blocks)
         stage = self._places[ranks[0]].stage
         is_stage = len(self._stage_ranks) > 1 and ranks == self._stage_ranks[stage].tolist()
         values = excess.stages[:, stage] if is_stage and len(ranks) > 1 else np.median(excess.ranks[:, ranks], axis=1)
-        first = change_point(values, window)
+        first = change_point(values, WINDOW)
         evidence = self._evidence(ranks, rows[first:], rows[:first], by_past=is_stage)
         kind, text = explain(evidence)
         hosts = sorted({self._places[rank].host for rank in ranks})
@@ -253,14 +202,13 @@ class SlowRanks:
             age = min(self._blocks.count - slow.first_block, len(excess.ranks))
             by_stage = change.stage is not None and len(change.ranks) > 1
             values = excess.stages[:, change.stage] if by_stage else np.median(excess.ranks[:, change.ranks], axis=1)
-            if age >= 2 * _WINDOWS[0] and np.median(values[-_WINDOWS[0]:]) < 0.5 * min(slow.level, 1.0):
+            if age >= WINDOW and np.median(values[-WINDOW:]) < 0.5 * min(slow.level, 1.0):
                 ended.append(slow)
+        step = self._blocks.blocks[-1].step
         for slow in ended:
             self._slow.remove(slow)
-            self._returns[slow.change.ranks] += 1
-        step = self._blocks.blocks[-1].step
-        return [Change(**{**vars(slow.change), "event": SLOW_RANK_OVER, "step": step,
-                          "steps": step - slow.change.since + 1}) for slow in ended]
+            self._blocks.forget_since(slow.change.since)
+        return [slow.change.ended(step) for slow in ended]
 
 
 @dataclass(frozen=True)
@@ -282,7 +230,7 @@ def excesses(own: np.ndarray, stage_ranks: Sequence[np.ndarray]) -> Excess:
     if len(stage_ranks) == 1:
         return Excess(by_rank, np.zeros_like(by_stage))
     # the earliest blocks show how the stages differ by design; the newest ones may be slow
-    past = np.median(by_stage[:max(len(logs) - _WINDOWS[0], _WINDOWS[0])][:_LONGEST // 4], axis=0)
+    past = np.median(by_stage[:-WINDOW][:_LONGEST // 4], axis=0)
     by_stage = _relative(by_stage - past)
     for stage, ranks in enumerate(stage_ranks):
         if len(ranks) == 1:
@@ -296,53 +244,19 @@ def _relative(logs: np.ndarray) -> np.ndarray:
     return logs - np.where(logs <= ordered[:, [middle]], ordered[:, [middle + 1]], ordered[:, [middle]])
 
 
-def significant(excess: np.ndarray, window: int, imbalance: float = 0.0) -> list[tuple[int, float]]:
-    """Return the columns whose newest `window` blocks are significantly above 0, each with their median.
+def significant(excess: np.ndarray, imbalance: float = 0.0) -> list[tuple[int, float]]:
+    """Return the columns whose newest blocks are significantly above 0, each with their median.
 
     Args:
         excess: [blocks, columns].
         imbalance: logarithm of the ratio that is no sign of a slow rank.
     """
-    fewest = _FEWEST_BLOCKS * (1 if excess.shape[1] > 2 else 2)  # of two columns, only time shows the spread
-    if len(excess) < max(window, fewest) or not excess.any():
+    fewest = (2 if excess.shape[1] > 2 else 3) * WINDOW  # of two columns, only time shows the spread
+    if len(excess) < fewest or not excess.any():
         return []
-    blocks, newest = excess[-window:], np.median(excess[-_WINDOWS[0]:], axis=0)
-    levels = np.median(blocks, axis=0)
-    limits = np.hypot(_LIMITS[window] * _spread(excess, window), _LIMITS[max(_WINDOWS)] * _offsets(excess))
-    limits *= 1 + 0.1 * math.log(max(excess.shape[1] / 4, 1))  # the largest noise of many columns is larger
-    limits = np.maximum(limits, _SMALLEST_RATIO) + imbalance
-    lasting = ((blocks > 0.5 * levels).mean(axis=0) >= 0.75) & (newest > 0.7 * levels)
-    return [(int(column), float(levels[column])) for column in np.flatnonzero((levels > limits) & lasting)]
-
-
-def _spread(excess: np.ndarray, window: int) -> np.ndarray:
-    """Return the spread of blocks, by column: that of most columns, or its own before the newest window if larger.
-
-    Few blocks in a row, whose noise lasts, show less than the spread of many.
-    """
-    def of(blocks: np.ndarray) -> np.ndarray:
-        deviation: np.ndarray = 1.4826 * np.median(np.abs(blocks - np.median(blocks, axis=0)), axis=0)
-        return deviation * (1 + _WINDOWS[0] / len(blocks))
-
-    everyone = of(excess)
-    if excess.shape[1] > 2:
-        everyone = np.full_like(everyone, np.median(everyone))
-    earlier = excess[:-window]
-    return np.maximum(everyone, of(earlier)) if len(earlier) >= _WINDOWS[0] else everyone
-
-
-def _offsets(excess: np.ndarray) -> float:
-    """Return the lasting differences of the columns that are not slow: slow ones lie above the reference."""
-    medians = np.median(excess, axis=0)
-    below = medians - lower_median(medians)
-    below = below[below < 0]
-    return float(np.sqrt(np.mean(below ** 2))) if below.size and excess.shape[1] > 2 else 0.0
-
-
-def change_point(values: np.ndarray, window: int) -> int:
-    """Return from which value on a noisy column has about the level of its newest `window` values, which is above 0.
-
-    It is the first of the newest values whose sum lies farthest above half of this level.
-    """
-    sums = np.cumsum((values - 0.5 * np.median(values[-window:]))[::-1])
-    return len(values) - 1 - int(np.argmax(sums))
+    newest, earlier = excess[-WINDOW:], excess[:-WINDOW]
+    spread = 1.4826 * np.median(np.abs(earlier - np.median(earlier, axis=0)), axis=0)
+    spread = np.maximum(spread, np.median(spread)) * (1 + WINDOW / len(earlier))  # few blocks show less than many
+    limits = np.maximum(_SPREADS * spread, _SMALLEST_RATIO) + imbalance
+    is_slow = (newest > limits).mean(axis=0) >= _MOST_OF
+    return [(int(column), float(np.median(newest[:, column]))) for column in np.flatnonzero(is_slow)]

@@ -42,7 +42,8 @@ class HighestLoss:
 
 
 def gather_ranks(loss_max: torch.Tensor, *, data_seconds: float, phase_ms: dict[str, float],
-                 power_watts: float | None, squares: torch.Tensor, own_times: Sequence[float]) -> np.ndarray:
+                 power_watts: float | None, squares: torch.Tensor, wants_probe: bool,
+                 own_times: Sequence[float]) -> np.ndarray:
     """Return the values of all ranks, one row a rank, in the order of the arguments. Collective; waits for the device.
 
     A rank sends 8 bytes for each value, in one operation.
@@ -50,9 +51,11 @@ def gather_ranks(loss_max: torch.Tensor, *, data_seconds: float, phase_ms: dict[
     Args:
         loss_max: result of HighestLoss.take.
         squares: result of UpdateSize.take_squares.
+        wants_probe: whether rank 0 wants all ranks to measure their links now.
         own_times: result of OwnTimes.take.
     """
-    host = [data_seconds, *(phase_ms[phase] for phase in PHASES), power_watts or 0.0, float(power_watts is not None)]
+    host = [data_seconds, *(phase_ms[phase] for phase in PHASES), power_watts or 0.0, float(power_watts is not None),
+            float(wants_probe)]
     own = torch.cat([loss_max.double().reshape(1), squares.double(),
                      torch.tensor([*host, *own_times], dtype=torch.float64, device=squares.device)])
     everyone = own.new_empty(dist.get_world_size(), len(own))
@@ -66,7 +69,7 @@ def combine_ranks(values: np.ndarray) -> dict[str, float | None]:
     Phase times are means over the ranks. The waiting time for data is the slowest rank's. The pipeline bubble is the
     fraction of the forward and backward pass in which a stage computes nothing, mean over the ranks.
     """
-    loss_max, parameters, changed, sampled, data_seconds, *phases, watts, has_watts = values.T[:-NUM_VALUES]
+    loss_max, parameters, changed, sampled, data_seconds, *phases, watts, has_watts, _ = values.T[:-NUM_VALUES]
     phase_ms = dict(zip(PHASES, phases, strict=True))
     mean_ms = {phase: float(each.mean()) for phase, each in phase_ms.items()}
     longest = float((phase_ms[FORWARD] + phase_ms[BACKWARD] + phase_ms[WAIT]).max())

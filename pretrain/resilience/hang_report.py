@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from pretrain.distributed.host import process_state
+from pretrain.errors import named
 
 _WAIT_S = 4.0  # for the files of other ranks
 _REPORT_WAIT_S = 1.5  # for the report of a lower rank
@@ -116,8 +117,7 @@ def _recorded_text(records: Mapping[int, RankRecord]) -> str:
         ranks.setdefault(record.recorded, []).append(rank)
     if set(ranks) == {0}:
         return ""
-    shown = [f"step {step}: rank{'s' if len(those) > 1 else ''} {', '.join(map(str, those[:8]))}"
-             f"{', ...' if len(those) > 8 else ''}" for step, those in sorted(ranks.items())]
+    shown = [f"step {step}: {named('rank', those)}" for step, those in sorted(ranks.items())]
     return f"Last recorded {'; '.join(shown)}. The last rows: rank_N_flight.jsonl.\n"
 
 

@@ -25,7 +25,6 @@ from pretrain.engine.first_micro_batch import Captured, FirstMicroBatch
 from pretrain.engine.update import UpdatePart
 from pretrain.errors import CorruptionError
 from pretrain.monitor.write_run_folder import RunFolder
-from pretrain.resilience.replicas import checksum
 from pretrain.resilience.wrong_ranks import FLAKY, UNDECIDED, Finding, RankSums, find_wrong_ranks
 from pretrain.terminal import Screen
 
@@ -43,7 +42,7 @@ class Recomputation(UpdatePart):
         self._step, self._is_due, self._compared_step = 0, False, -1
         if self._interval == 0:
             return
-        self._micro_batch = FirstMicroBatch(engine, checksum)
+        self._micro_batch = FirstMicroBatch(engine)
         self._ring = _Ring(plan, engine)
         if not self._ring.is_uniform:
             screen.line("warning: --recompute_interval: the ranks have different devices or versions, whose results "

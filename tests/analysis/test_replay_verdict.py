@@ -29,7 +29,7 @@ def row(step: int, rank: int) -> dict[str, Any]:
 
 def records(ranks: int = 2, pipe: int = 1) -> Records:
     return {rank: RankRecord(Header(rank, ranks, f"host{rank}", 1, 0, layers=["0", "1", "2"], coordinates={
-        "data": rank // pipe, "pipe": rank % pipe, "tensor": 0}), {step: row(step, rank) for step in range(1, 7)})
+        "data": rank // pipe, "pipeline": rank % pipe, "tensor": 0}), {step: row(step, rank) for step in range(1, 7)})
             for rank in range(ranks)}
 
 

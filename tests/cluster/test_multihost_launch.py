@@ -24,6 +24,7 @@ from tests.cluster.test_health import SMALL
 from tests.cluster.workers.mpi import mpi
 from tests.cluster.workers.ssh_hosts import Host, Hosts
 from tests.support.launch import LIMIT_S, ROOT, free_port
+from tests.support.receivers import SECRET, receivers
 from tests.support.supervised import wait_for_rows
 from tests.test_train import _flags, launch, losses, rows
 
@@ -61,15 +62,19 @@ def _rank(host: Host) -> int:
 
 
 def test_two_hosts_train_with_unchanged_values_of_all_variables(hosts: Hosts, corpus: str, tmp_path: Path) -> None:
-    """The shell of the hosts, which gets the values from pdsh, runs none of their text."""
+    """The shell of the hosts, which gets the values from pdsh, runs none of their text. They get no URL of --notify."""
     values = {"NCCL_NOTE": f"a  $(touch {tmp_path}/executed) `touch {tmp_path}/executed`; \\ 'x' \"y\" 100%h",
               "UCX_NOTE": f"$(touch {tmp_path}/executed)"}
     (tmp_path / ".deepspeed_env").write_text(f"NCCL_NOTE={values['NCCL_NOTE']}\n")
     run = tmp_path / "run"
-    command = [*_command(hosts, tmp_path), "--", *_flags(corpus, run, "--train_steps", "1", config=ZERO2)]
-    environ = {**hosts.environ, "UCX_NOTE": values["UCX_NOTE"]}
-    done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
+    command = [*_command(hosts, tmp_path), "--", *_flags(corpus, run, "--train_steps", "1", config=ZERO2),
+               "--notify", "UCX_URL"]
+    with receivers() as server:
+        environ = {**hosts.environ, "UCX_NOTE": values["UCX_NOTE"], "UCX_URL": server.url("good")}
+        done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert server.titles() == ["run: trains", "run: finished"]
+    assert SECRET not in (run / "run.json").read_text() + done.stdout + done.stderr
     assert not (tmp_path / "executed").exists()
     start = json.loads((run / "run.json").read_text())[-1]
     assert values.items() <= start["environment"].items()

@@ -47,6 +47,16 @@ def test_a_row_that_was_trained_again_replaces_the_first_one_and_half_a_line_is_
     assert read_start(tmp_path)[0].rows == {1: {"step": 1, "lr": 2.0}}
 
 
+def test_headers_of_other_versions_are_read(tmp_path: Path) -> None:
+    for rank, more in enumerate(({"host": "h", "layers": ["1"], "new": {"a": 1}, "pid": 3}, {})):
+        (tmp_path / f"rank_{rank}.jsonl").write_text(f'{json.dumps({"rank": rank, **more})}\n{{"step": 1}}\n')
+    (tmp_path / "rank_2.jsonl").write_text('{"step": 1}\n')
+    found = read_start(tmp_path)
+    assert {rank: record.header for rank, record in found.items()} == {
+        0: Header(rank=0, host="h", layers=["1"], pid=3), 1: Header(rank=1)}
+    assert found[0].rows == {1: {"step": 1}}
+
+
 def test_a_full_disk_leaves_no_part_of_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, write = RecordFile(tmp_path, HEADER, steps=10), os.write
     with monkeypatch.context() as full:

@@ -4,14 +4,15 @@ import ast
 from collections.abc import Iterator
 
 from pretrain.monitor.rows import EVENTS
-from pretrain.monitor.slow_ranks import SLOW_RANK, SLOW_RANK_OVER
+from pretrain.monitor.slow_rank_event import SLOW_RANK, SLOW_RANK_OVER
 from tests.support.launch import ROOT
 
 TREES = [ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "pretrain").rglob("*.py")]
 CONSTANTS = {target.id: node.value.value for tree in TREES for node in ast.walk(tree)
              if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
              for target in node.targets if isinstance(target, ast.Name)}
-INTERNAL = {"ready", "after_save"}  # replies of the background writer that are not written
+# not written: replies of the background writer, and what the report finds
+INTERNAL = {"ready", "after_save", "crash"}
 
 
 def written_events() -> Iterator[tuple[str, set[str]]]:

@@ -2,191 +2,293 @@
 
     python -m tests.support.planted_replays FOLDER [LAYOUT ...] [CASE ...]
 
-Each layout is one launch: a healthy run to step 2, with a checkpoint; then each case continues a copy of it to step 6
-with a fault in step 4 or 5, and is questioned. The faults stand in tests/support/plants.py.
+In each layout one launch trains a tiny model of bytes on a blend of two sources, with a checkpoint. From this on, it
+trains each case with a fault (tests/support/plants.py), and the replays. Replays are the same for all cases in which
+nothing is wrong in the replay, so that they are trained once. Then the cases are questioned, and graded:
+
+    right       the cause is named, and no other, with the rank, step, layer or document; or all that can be known is
+                named, and the verdict says that it is unsure
+    unsure      the verdict says so, and names the cause among others, although more can be known
+    wrong       anything else
+
+A fault that has changed nothing is an error: the exit code is 1. If FOLDER has all runs already, they are only
+questioned again.
 """
 
+import argparse
+import contextlib
 import json
+import os
+import subprocess
 import sys
 import time
 from collections import defaultdict
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from pretrain.data.token_files.writer import IndexedWriter
-from tests.support.cases import CPU, case, config, flags
-from tests.support.launch import run_worker
+from pretrain.analysis.recorded_data import open_data_of_step
+from pretrain.analysis.replay.documents import odd_documents, pieces_of
+from pretrain.analysis.replay.order import SAMPLES_FILE, ReplayOrder
+from pretrain.analysis.replay.question import Replay, question, read_replay
+from pretrain.analysis.replay.target import find_target
+from pretrain.data.data_spec import parse_data_spec
+from pretrain.data.run_data import RunData, open_run_data
+from pretrain.errors import ConfigError
+from tests.support.byte_tokenizer import write_byte_tokenizer
+from tests.support.cases import case, flags
+from tests.support.launch import ROOT, run_worker
+from tests.support.planted_cases import BATCHES, HEALTHY, LAYOUTS, PLAIN, SPARSE, TRAINED, TWICE, Planted, planted_cases
+from tests.support.planted_documents import (
+    SEED,
+    SEQ_LENGTH,
+    VOCAB,
+    made_text,
+    other_tokenizer,
+    plant,
+    planted_tokens,
+    write_documents,
+)
 
-FROM, FAULT, LAST = 2, 4, 6  # step of the checkpoint; of most faults; last one
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks, DeepSpeed JSON
-    "zero1": (2, config(1, micro=2, accumulation=2)),
-    "zero3_offload": (2, config(3, precision="bf16", micro=2, accumulation=2, offload_optimizer=CPU)),
-    "pipeline": (4, config(1, precision="bf16", micro=1, accumulation=4, stages=2)),
-    "tensor": (4, {**config(1, micro=2, accumulation=2), "tensor_parallel": {"autotp_size": 2}}),
-}
 _LIMIT_S = 4 * 3600.0
-POISONS = ("repeated token", "binary garbage", "wrong tokenizer")
-PARTNERS = {"tensor": {0: [0, 1], 1: [0, 1], 2: [2, 3], 3: [2, 3]}}  # ranks whose outputs are one sum
+_AFTER = 3  # steps that each case trains after the checkpoint
+_FEWEST_PLANTED = 40  # tokens of a planted document in a sample
+_TENSOR_GROUPS = {0: [0, 1], 1: [0, 1], 2: [2, 3], 3: [2, 3]}  # ranks whose outputs are one sum
+COLUMNS = ("right", "unsure", "unsure, cause not named", "wrong", "not planted")
 
 
-@dataclass(frozen=True)
-class Planted:
-    """A case: a fault in the run, one in the replays, and the right verdict."""
+class PlantedData:
+    """Data of the runs of a layout: a blend of the sources `clean` and `other`, and poisoned copies of `clean`."""
 
-    name: str
-    group: str  # row of the table
-    plant: dict[str, Any] | None
-    kinds: tuple[str, ...]
-    rank: int | None = None  # that a right verdict names
-    replay_plant: dict[str, Any] | None = None
-    replay_plants: list[dict[str, Any]] | None = None
-    flags: dict[str, Any] = field(default_factory=dict)
-    damaged: bool = False  # the second source of the blend is cut before the replay
-    step: int = LAST
+    def __init__(self, folder: Path, layout: str, trained: int) -> None:
+        text = made_text()
+        self.folder, self.tokenizer, self._text = folder, write_byte_tokenizer(folder), text
+        self._steps = [range(first, first + BATCHES[layout]) for step in range(_AFTER)
+                       for first in [(trained + step) * BATCHES[layout]]]
+        self._random, self._other = np.random.default_rng(7), other_tokenizer(text)
+        for name, part in (("clean", text), ("other", text[len(text) // 2:])):
+            if not (folder / f"{name}.bin").is_file():
+                write_documents(folder / name, part)
 
+    def words(self, source: str = "clean") -> list[str]:
+        return ["0.7", str(self.folder / source), "0.3", str(self.folder / "other")]
 
-def planted_cases(layout: str) -> list[Planted]:
-    """Return the 25 cases of a layout."""
-    ranks = LAYOUTS[layout][0]
-    last = ranks - 1
-    blocks = {rank: ("1" if layout != "pipeline" or rank < 2 else "3") for rank in range(ranks)}
+    def _open(self) -> RunData:
+        return open_run_data(parse_data_spec(self.words(), split="1,0,0"), seq_length=SEQ_LENGTH, seed=SEED,
+                             tokenizer=str(self.tokenizer), vocab_size=VOCAB)
 
-    def weight(rank: int, bit: int) -> dict[str, Any]:
-        return {"kind": "weight", "rank": rank, "step": FAULT, "name": "weight", "bit": bit}
+    def poison(self, kind: str) -> int:
+        """Copy the source `clean` to a source `kind` with a poisoned document. Returns its number.
 
-    def operator(rank: int, **more: Any) -> dict[str, Any]:
-        return {"kind": "operator", "rank": rank, "step": FAULT, "name": blocks[rank], **more}
+        A sample of the first step after the checkpoint has many tokens of it.
+        """
+        source, document = self._document_of(0, "clean")
+        if not (self.folder / f"{kind}.bin").is_file():
+            tokens = planted_tokens(kind, self._text, self._other, np.random.default_rng(7))
+            plant(source, self.folder / kind, document, tokens)
+        return document
 
-    def state(rank: int, name: str, bit: int) -> dict[str, Any]:
-        return {"kind": "state", "rank": rank, "step": FAULT, "name": name, "bit": bit}
+    @cached_property
+    def change(self) -> dict[str, Any]:
+        """A change of some bytes of the source `other` that the second step after the checkpoint reads."""
+        source, document = self._document_of(1, "other")
+        first = int(source.document_offsets(document, document + 1)[0])
+        return {"file": str(self.folder / "other.bin"), "offset": 2 * first, "bytes": [65, 0] * _FEWEST_PLANTED}
 
-    top = 15 if layout in ("pipeline", "zero3_offload") else 30  # of the 16-bit weights
-    found = [Planted(f"poison_{number}", f"poisoned documents: {poison}", None, ("reproducible",), step=4 + number)
-             for number, poison in enumerate(POISONS)]
-    found += [
-        Planted("weight_high", "bit flipped in a weight", weight(0, top - 2), ("memory_weights",), 0),
-        Planted("weight_low", "bit flipped in a weight", weight(last, 3), ("memory_weights",), last),
-        Planted("weight_sign", "bit flipped in a weight", weight(1, top), ("memory_weights",), 1),
-        Planted("state_first", "bit flipped in an optimizer state", state(0, "exp_avg", 29), ("memory_states",), 0),
-        Planted("state_second", "bit flipped in an optimizer state", state(last, "exp_avg_sq", 20),
-                ("memory_states",), last),
-        Planted("state_low", "bit flipped in an optimizer state", state(1, "exp_avg", 5), ("memory_states",), 1),
-        Planted("reduced_high", "bit flipped in a gradient during the reduction",
-                {"kind": "reduced", "rank": 0, "step": FAULT, "bit": 27}, ("reduction",), 0),
-        Planted("reduced_low", "bit flipped in a gradient during the reduction",
-                {"kind": "reduced", "rank": last, "step": FAULT, "bit": 2}, ("reduction",), last),
-        Planted("reduced_sign", "bit flipped in a gradient during the reduction",
-                {"kind": "reduced", "rank": 1, "step": FAULT + 1, "bit": 31}, ("reduction",), 1),
-        Planted("gradient", "bit flipped in a gradient before the reduction",
-                {"kind": "gradient", "rank": 1, "step": FAULT, "name": "weight", "bit": 10}, ("backward",), 1),
-        Planted("operator_large", "operator wrong once", operator(0, value=3.0), ("forward",), 0),
-        Planted("operator_small", "operator wrong once", operator(last, value=1e-2), ("forward",), last),
-        Planted("operator_late", "operator wrong once", {**operator(1), "step": FAULT + 1}, ("forward",), 1),
-        Planted("flaky", "operator wrong now and then", operator(1), ("forward",), 1,
-                replay_plants=[operator(1, value=0.5), operator(1, value=0.7)]),
-        Planted("always", "operator always wrong", operator(1, persistent=True), ("wrong_rank",), 1,
-                replay_plant=operator(1, persistent=True)),
-        Planted("was_always", "operator always wrong, on a host that is gone", operator(0, persistent=True),
-                ("forward",), 0),
-        Planted("lr_higher", "learning rate changed by hand", {"kind": "lr", "step": FAULT, "value": 3.0},
-                ("settings_changed",)),
-        Planted("lr_little", "learning rate changed by hand", {"kind": "lr", "step": FAULT + 1, "value": 1.001},
-                ("settings_changed",)),
-        Planted("random", "a random number drawn", {"kind": "random", "rank": last, "step": FAULT}, ("random_state",),
-                last),
-        Planted("sparse_weight", "bit flipped in a weight, in a step without checksums", weight(1, top - 2),
-                ("memory_weights",), 1, flags={"flight_interval": 100}),
-        Planted("sparse_operator", "operator wrong once, in a step without checksums", operator(1), ("forward",), 1,
-                flags={"flight_interval": 100}),
-        Planted("truncated", "blend source cut after the run", None, ("data_changed",), damaged=True),
-    ]
-    return found
+    def _document_of(self, step: int, name: str) -> Any:
+        """Return a source, and a document of it of which a sample of the step has many tokens."""
+        dataset = self._open().datasets["train"]
+        for sample in self._random.permutation(self._steps[step]).tolist():
+            for piece in pieces_of(dataset, sample):
+                bounds = piece.source.document_offsets().clip(piece.start, piece.start + piece.length)
+                document = int(np.diff(bounds).argmax())
+                if Path(piece.source.prefix).name == name and np.diff(bounds)[document] >= _FEWEST_PLANTED:
+                    return piece.source, document
+        raise AssertionError(f"no sample of the step has many tokens of a document of {name}")
 
 
-def write_sources(folder: Path) -> None:
-    """Write two sources of a blend. The first one has the three kinds of poisoned documents."""
-    numbers = np.random.default_rng(1)
-    for name in ("a", "b"):
-        with IndexedWriter(folder / name, np.uint16) as writer:
-            for number in range(120):
-                length = int(numbers.integers(20, 300))
-                tokens = np.cumsum(numbers.integers(0, 3, length)) % 250 + 1
-                if name == "a" and number % 4 == 1:
-                    tokens = np.full(length, 7) if number % 3 == 0 else numbers.integers(1, 250, length) \
-                        if number % 3 == 1 else (tokens * 37) % 250 + 1
-                tokens[-1] = 0
-                writer.add_document(tokens.astype(np.uint16))
-            writer.finalize({"vocab_size": 256, "eod_token": 0, "max_token": 250})
-
-
-def cases_of(layout: str, folder: Path, planted: list[Planted]) -> list[dict[str, Any]]:
+def cases_of(layout: str, data: PlantedData, planted: list[Planted], trained: int) -> list[dict[str, Any]]:
     """Return the cases of replay_worker.py."""
     values = LAYOUTS[layout][1]
-    common = flags("", layers=2, steps=LAST, save_interval=FROM, eval_interval=0, log_interval=1, flight_interval=1,
-                   replica_check_interval=0, max_bad_steps=100, step_timeout=0, first_step_timeout=0)
-    common["train_data"] = ["0.7", str(folder / "a"), "0.3", str(folder / "b")]
-    base = case("base", "train", values, {**common, "exit_step": FROM})
-    found = [base]
-    for each in planted:
-        found.append(case(each.name, "train", values, {**common, **each.flags, "save_interval": 100}, after="base",
-                          plant=each.plant))
-        if each.damaged:
-            found.append({"name": f"cut_{each.name}", "job": "damage", "file": str(folder / "b.bin"), "keep": 9000})
-        found.append({"name": f"{each.name}_verdict", "job": "replay", "run": f"run-{each.name}", "step": each.step,
-                      "plant": each.replay_plant, "plants": each.replay_plants})
+    common = {**flags("", steps=400), "split": "1,0,0", "seq_length": SEQ_LENGTH, "seed": SEED, "log_interval": 1,
+              "tokenizer": str(data.tokenizer), "model_overrides": f"vocab_size={VOCAB},n_layer=2,n_embd=64",
+              "flight_interval": 1, "eval_interval": 0, "replica_check_interval": 0, "max_bad_steps": 100,
+              "step_timeout": 0, "first_step_timeout": 0, "save_interval": trained, "train_data": data.words()}
+    last = trained + _AFTER
+    found = [case("base", "train", values, {**common, "exit_step": trained})]
+    plain = [each for each in planted if each.name == PLAIN] or [Planted(PLAIN, "", "reproducible", replays=TWICE)]
+    for each in [*plain, *(each for each in planted if each.name != PLAIN)]:
+        own = {**values, "optimizer": {**values["optimizer"],
+                                       "params": {**values["optimizer"]["params"], "lr": each.lr}}}
+        more = {"train_data": data.words(each.poison), "override": "data"} if each.poison else {}
+        if not each.edit:
+            found.append(case(each.name, "train", own, {**common, **each.flags, **more}, after="base",
+                              plant=each.plant, last_step=last))
+        if each.replays:
+            found.append({"name": f"{each.name}_replays", "job": "replays", "run": f"run-{_run_of(each)}",
+                          "step": _asked(each, trained), "edit": data.change if each.edit else None, "replays": [
+                              {"folder": f"replays-{each.name}/{replay['name']}", **replay}
+                              for replay in each.replays]})
     return found
+
+
+def _run_of(planted: Planted) -> str:
+    return PLAIN if planted.edit else planted.name
+
+
+def _asked(planted: Planted, trained: int) -> int:
+    """Return the step that is questioned."""
+    return trained + (1 if planted.poison else _AFTER)
+
+
+def answer_of(folder: Path, planted: Planted, trained: int) -> dict[str, Any]:
+    """Question a case. Returns the verdict, with `notes` and `documents`: the documents that stand out."""
+    replays = folder / f"replays-{planted.name if planted.replays else PLAIN}"
+
+    def train(number: int, order: ReplayOrder) -> Replay:
+        return read_replay(replays / ("cross" if order.cross_check else f"replay_{number}") / "run")
+
+    try:
+        target = find_target(folder / f"run-{_run_of(planted)}", _asked(planted, trained))
+        found = question(target, train, repeats=2)
+        documents = []
+        if planted.poison:
+            report = json.loads((replays / "replay_1" / "run" / SAMPLES_FILE).read_text())
+            documents = [{"document": each.document, "prefix": each.prefix, "odd": each.odd,
+                          "certainty": report["odd"][0]["certainty"]}
+                         for each in odd_documents(open_data_of_step(target.run, target.start), report)]
+    except ConfigError as error:
+        return {"kind": "none", "certainty": "sure", "ranks": [], "error": str(error)}
+    return {**found.verdict.to_json(), "notes": found.notes, "documents": documents}
+
+
+def answer_of_command(folder: Path, planted: Planted, trained: int) -> dict[str, Any]:
+    """Question a case with `ds-pretrain replay`, which trains the replays itself. Returns the same as `answer_of`."""
+    output = folder / f"command-{planted.name}"
+    done = subprocess.run([sys.executable, str(ROOT / "tools" / "replay.py"), "--output", str(output),
+                           f"{folder}/run-{_run_of(planted)}@{_asked(planted, trained)}"], capture_output=True,
+                          text=True, check=False)
+    (folder / f"command-{planted.name}.txt").write_text(done.stdout + done.stderr)
+    if done.returncode:
+        return {"kind": "none", "certainty": "sure", "ranks": [], "error": done.stderr}
+    found = json.loads((output / "verdict.json").read_text())
+    samples = found["samples"] or {"documents": []}
+    documents = [{**each, "certainty": samples["odd"][0]["certainty"]} for each in samples["documents"]]
+    return {**found["verdict"], "notes": found["notes"], "documents": documents}
+
+
+@contextlib.contextmanager
+def _edited(planted: Planted, data: PlantedData) -> Iterator[None]:
+    """Change the data as a case wants it, for the time of the question."""
+    path = data.folder / "other.bin"
+    before, status = path.read_bytes(), path.stat()
+    if planted.edit == "cut":
+        path.write_bytes(before[:len(before) * 2 // 3])
+    elif planted.edit:
+        edit = data.change
+        path.write_bytes(before[:edit["offset"]] + bytes(edit["bytes"]) + before[edit["offset"] + len(edit["bytes"]):])
+    yield
+    if planted.edit:
+        path.write_bytes(before)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 def grade(layout: str, planted: Planted, verdict: dict[str, Any]) -> str:
-    """Return right, unsure or wrong."""
-    may_be = {*planted.kinds} & {verdict["kind"], *verdict.get("also", [])}
-    expected = PARTNERS.get(layout, {}).get(planted.rank, [planted.rank]) if planted.rank is not None else None
-    names = expected is None or (planted.rank in verdict["ranks"] and (
-        verdict["certainty"] == "unsure" or set(verdict["ranks"]) <= set(expected)))
-    if verdict["certainty"] == "sure":
-        return "right" if verdict["kind"] in planted.kinds and names else "wrong"
-    return "unsure" if may_be and names else "unsure, cause not named"
+    """Return right, unsure or wrong: see above."""
+    expected = {planted.rank} if planted.rank is None or layout != "tensor" else {*_TENSOR_GROUPS[planted.rank]}
+    is_named = planted.rank is None or planted.rank in verdict["ranks"]
+    if verdict["certainty"] == "unsure":
+        kinds = {verdict["kind"], *verdict.get("also", [])}
+        if planted.kind not in kinds or not is_named:
+            return "unsure, cause not named"
+        return "right" if planted.unsure else "unsure"
+    is_right = (verdict["kind"] == planted.kind and is_named and not planted.unsure
+                and (planted.rank is None or {*verdict["ranks"]} <= expected)
+                and planted.step in (None, verdict["step"]) and planted.layer in (None, verdict["layer"])
+                and any(planted.note in note for note in ["", *verdict["notes"]]))
+    if is_right and planted.poison:
+        if not verdict["documents"]:
+            return "wrong"
+        first = verdict["documents"][0]
+        if first["certainty"] != "sure":
+            return "unsure"
+        is_right = Path(first["prefix"]).name == planted.poison and first["document"] == verdict["planted_document"]
+    return "right" if is_right else "wrong"
 
 
-def run_planted(layout: str, folder: Path, planted: list[Planted]) -> dict[str, dict[str, Any]]:
-    """Train and question the cases of a layout in one launch. Returns the verdicts by name."""
+def why_not_planted(layout: str, folder: Path, planted: Planted, acted: dict[str, list[str]], trained: int) -> str:
+    """Return a reason if the fault has not changed the run, otherwise "".
+
+    What a plant has changed it reports itself. The tokens that a step read are compared with those of the run without
+    a fault.
+    """
+    ranks = {str(rank) for rank in range(LAYOUTS[layout][0])}
+    if planted.plant is not None:
+        wanted = ranks if planted.rank is None else {str(planted.rank)}
+        return "" if {*acted} == wanted else f"the plant acted on the ranks {sorted(acted)}, not {sorted(wanted)}"
+    if planted.poison or planted.edit == "changed":
+        step = trained + (1 if planted.poison else 2)
+        run = folder / (f"run-{planted.name}" if planted.poison else f"replays-{planted.name}/replay_1/run")
+        tokens = [[record.rows[step]["tokens"] for _, record in sorted(read_replay(each).recorded.items())]
+                  for each in (folder / f"run-{PLAIN}", run)]
+        return "" if tokens[0] != tokens[1] else f"step {step} has read the same tokens as without the fault"
+    return ""
+
+
+def run_planted(layout: str, folder: Path, planted: list[Planted], trained: int = TRAINED, *,
+                by_command: bool = False) -> dict[str, dict[str, Any]]:
+    """Train and question the cases of a layout. Returns the answers by name, each with its `grade`."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_sources(folder)
-    results = run_worker("replay_worker.py", cases_of(layout, folder, planted), LAYOUTS[layout][0], folder,
-                         timeout=_LIMIT_S)
-    return {each.name: results.get(f"{each.name}_verdict", {"kind": "none", "certainty": "sure", "ranks": []})
-            for each in planted}
+    data = PlantedData(folder, layout, trained)
+    documents = {each.poison: data.poison(each.poison) for each in planted if each.poison}
+    cases, path = cases_of(layout, data, planted, trained), folder / "results.json"
+    results = json.loads(path.read_text()) if path.is_file() else {}
+    if not {each["name"] for each in cases} <= {*results}:
+        results = run_worker("replay_worker.py", cases, LAYOUTS[layout][0], folder, timeout=_LIMIT_S)
+    cpu_s = sum(result.get("cpu_s", 0.0) for result in results.values())
+    print(f"{layout}: {len(planted)} cases, trained in {cpu_s:.0f} s of CPU")
+    found = dict[str, dict[str, Any]]()
+    for each in planted:
+        with _edited(each, data):
+            answer = (answer_of_command if by_command else answer_of)(folder, each, trained)
+        answer |= {"planted_document": documents.get(each.poison), "replays": results.get(f"{each.name}_replays")}
+        problem = why_not_planted(layout, folder, each, results.get(each.name, {}).get("acted", {}), trained)
+        found[each.name] = {**answer, "problem": problem,
+                            "grade": "not planted" if problem else grade(layout, each, answer)}
+    return found
 
 
 def main() -> int:
-    folder, words = Path(sys.argv[1]).absolute(), sys.argv[2:]
-    names = [word for word in words if word in LAYOUTS] or list(LAYOUTS)
-    only = {*words} - {*LAYOUTS}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("words", nargs="*", metavar="LAYOUT or CASE", choices=[
+        [], *LAYOUTS, *(each.name for each in planted_cases("zero1"))])
+    parser.add_argument("--command", action="store_true", help="question the runs by `ds-pretrain replay`, which "
+                        "launches ranks of its own; not for faults in the replays")
+    args = parser.parse_args()
+    folder, names = args.folder.absolute(), [word for word in args.words if word in LAYOUTS] or list(LAYOUTS)
+    only = {*args.words} - {*LAYOUTS}
     counts: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for layout in names:
         began = time.monotonic()
         planted = [each for each in planted_cases(layout) if not only or each.name in only]
-        verdicts = run_planted(layout, folder / layout, planted)
+        answers = run_planted(layout, folder / layout, planted, by_command=args.command)
+        (folder / f"{layout}{'-command' * args.command}.json").write_text(json.dumps(answers, indent=1))
         for each in planted:
-            verdict = verdicts[each.name]
-            result = grade(layout, each, verdict)
-            counts[each.group][result] += 1
-            counts[f"layout {layout}"][result] += 1
-            counts["all"][result] += 1
-            if result != "right":
-                print(f"{layout} {each.name}: {result}: {json.dumps(verdict)}")
-        print(f"{layout}: {len(planted)} cases in {time.monotonic() - began:.0f} s", flush=True)
-    columns = ("right", "unsure", "unsure, cause not named", "wrong")
-    print(f"| fault | {' | '.join(columns)} |\n| --- {'| --- ' * len(columns)}|")
-    def order(row: tuple[str, Any]) -> tuple[bool, bool, str]:
-        return row[0] == "all", row[0].startswith("layout"), row[0]
-
-    for group, found in sorted(counts.items(), key=order):
-        print(f"| {group} | {' | '.join(str(found[name]) for name in columns)} |")
-    return int(counts["all"]["wrong"] > 0)
+            answer = answers[each.name]
+            rows = [each.group] if each.group in (SPARSE, HEALTHY) else [each.group, f"layout {layout}", "all"]
+            for row in rows:
+                counts[row][answer["grade"]] += 1
+            if answer["grade"] != "right":
+                print(f"{layout} {each.name}: {answer['grade']}: {json.dumps(answer)}")
+        print(f"{layout}: {time.monotonic() - began:.0f} s", flush=True)
+    print(f"| fault | {' | '.join(COLUMNS)} |\n| --- {'| --- ' * len(COLUMNS)}|")
+    for group, found in counts.items():
+        print(f"| {group} | {' | '.join(str(found[name]) for name in COLUMNS)} |")
+    return int(counts["all"]["wrong"] + sum(found["not planted"] for found in counts.values()) > 0)
 
 
 if __name__ == "__main__":

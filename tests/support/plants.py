@@ -1,8 +1,8 @@
 """Faults that are planted into a training run on real engines, and the run of many cases in one launch.
 
 A case of workers/plant_worker.py is a run of `trainer.train`: {"name", "config" (DeepSpeed JSON), "flags", "after",
-"plant"}. `after` is the name of a case, whose run folder is copied first, so that training continues from its newest
-checkpoint. The run folder is `run-NAME`.
+"plant", "last_step"}. `after` is the name of a case, whose run folder is copied first, so that training continues from
+its newest checkpoint. The run folder is `run-NAME`. With `last_step`, the run ends after this step without a save.
 
 A plant is {"kind", "rank", "step", ...}:
 
@@ -18,11 +18,15 @@ A plant is {"kind", "rank", "step", ...}:
     nan       the loss is NaN, on all ranks
     request   the file RECORD appears in the run folder `run`
     kill      SIGKILL, after the step
+
+Bits are counted from the lowest one, negative ones from the highest. A plant that finds nothing to change fails, and
+one that has changed values says where: `Planter.acted`.
 """
 
 import os
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -45,35 +49,21 @@ Plant = dict[str, Any]
 
 
 def flip(tensor: torch.Tensor, bit: int) -> None:
-    """Flip a bit of the middle element, counted from the lowest bit."""
-    words = tensor.detach().view(-1).view(_INTEGERS[tensor.element_size()])
-    words[len(words) // 2] ^= -1 << bit if bit == 8 * words.element_size() - 1 else 1 << bit
+    """Flip a bit of the first element from the middle on that is not 0."""
+    flat = tensor.detach().view(-1)
+    words, bits = flat.view(_INTEGERS[tensor.element_size()]), 8 * tensor.element_size()
+    assert -bits <= bit < bits, f"{tensor.dtype} has no bit {bit}"
+    bit %= bits
+    place = len(words) // 2 + int(flat[len(words) // 2:].ne(0).int().argmax())
+    words[place] ^= -1 << bit if bit == bits - 1 else 1 << bit
 
 
-def _named(tensors: dict[str, Any], end: str) -> Any:
-    return next(tensor for name, tensor in tensors.items() if name.endswith(end))
+def _named(tensors: dict[str, Any], end: str) -> tuple[str, Any]:
+    return next((name, tensor) for name, tensor in tensors.items() if name.endswith(end))
 
 
 def _layer(engine: DeepSpeedEngine, name: str) -> torch.nn.Module:
     return engine.module.get_submodule(name)
-
-
-def _wrong_output(plant: Plant) -> Callable[..., torch.Tensor]:
-    def hook(layer: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-        output = output.clone()
-        output[..., output.shape[-2] // 2, 3] += plant.get("value", 1.0)
-        return output
-
-    return hook
-
-
-def _flipped_gradient(plant: Plant) -> Callable[[torch.Tensor], torch.Tensor]:
-    def hook(gradient: torch.Tensor) -> torch.Tensor:
-        changed = gradient.clone().contiguous()
-        flip(changed, plant["bit"])
-        return changed
-
-    return hook
 
 
 class Planter:
@@ -81,6 +71,7 @@ class Planter:
 
     def __init__(self, plant: Plant | None) -> None:
         self._plant = plant or {"kind": "none", "step": 0}
+        self.acted: list[str] = []  # names of the layers or tensors that were changed on this rank
         self._hooks: list[Any] = []
         self._is_wrapped = False
 
@@ -94,24 +85,49 @@ class Planter:
         if not is_due or plant.get("rank", dist.get_rank()) != dist.get_rank():
             return
         if plant["kind"] == "weight":
-            flip(_named(held_parameters(engine), plant["name"]), plant["bit"])
+            name, weight = _named(held_parameters(engine), plant["name"])
+            self._flip(name, weight)
         elif plant["kind"] == "state":
             states = held_states(engine)
             assert states is not None
-            flip(states[plant["name"]][0], plant["bit"])
+            self._flip(plant["name"], max(states[plant["name"]], key=torch.Tensor.numel))
         elif plant["kind"] == "operator":
-            self._hooks = [_layer(engine, plant["name"]).register_forward_hook(_wrong_output(plant))]
+            self._hooks = [_layer(engine, plant["name"]).register_forward_hook(self._wrong_output)]
         elif plant["kind"] == "gradient":
-            parameter = _named(dict(engine.module.named_parameters()), plant["name"])
-            self._hooks = [parameter.register_hook(_flipped_gradient(plant))]
+            name, parameter = _named(dict(engine.module.named_parameters()), plant["name"])
+            self._hooks = [parameter.register_hook(partial(self._flipped_gradient, name))]
         elif plant["kind"] == "reduced":
             self._flip_reduced(engine)
         elif plant["kind"] == "lr":
-            set_learning_rate(engine, learning_rate(engine) * plant["value"])
+            before = learning_rate(engine)
+            set_learning_rate(engine, before * plant["value"])
+            self._check("lr", learning_rate(engine) != before)
         elif plant["kind"] == "random":
             torch.rand(1)
+            self._check("random", True)
         elif plant["kind"] == "request":
             (Path(plant["run"]) / RECORD_FILE).touch()
+
+    def _check(self, name: str, has_changed: bool) -> None:
+        """Record that the plant has acted. Raises AssertionError if it has not."""
+        assert has_changed, f"the plant {self._plant} changes nothing"
+        self.acted.append(name)
+
+    def _flip(self, name: str, tensor: torch.Tensor) -> None:
+        before = tensor.detach().clone()
+        flip(tensor, self._plant["bit"])
+        self._check(name, not torch.equal(before, tensor))
+
+    def _wrong_output(self, layer: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        changed = output.clone()
+        changed[..., output.shape[-2] // 2, 3] += self._plant.get("value", 1.0)
+        self._check(self._plant["name"], not torch.equal(changed, output))
+        return changed
+
+    def _flipped_gradient(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        changed = gradient.clone().contiguous()
+        self._flip(name, changed)
+        return changed
 
     def _flip_reduced(self, engine: DeepSpeedEngine) -> None:
         """Flip the bit in the next update only, before anything reads the gradients."""
@@ -121,8 +137,7 @@ class Planter:
 
         def flips_first() -> None:
             guard.before = before  # type: ignore[method-assign]
-            gradients = reduced_gradients(engine)
-            flip(max(gradients, key=torch.Tensor.numel), self._plant["bit"])
+            self._flip("reduced", max(reduced_gradients(engine), key=torch.Tensor.numel))
             before()
 
         guard.before = flips_first  # type: ignore[method-assign]
@@ -145,6 +160,7 @@ class Planter:
                         tokens_BT[0, 5] = (tokens_BT[0, 5] + 1) % 250
                     elif plant["kind"] == "nan":
                         weights_BT.mul_(float("nan"))
+                    self.acted.append(plant["kind"])
                     break
             return micro_batches
 

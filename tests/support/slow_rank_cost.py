@@ -14,7 +14,8 @@ from pretrain.distributed.host_load import HostLoadReader
 from pretrain.engine import collective_waits
 from pretrain.engine.phases import FORWARD, HostEvent, PhaseTimers
 from pretrain.monitor.rank_times import NUM_VALUES, RankTimesLog, rank_times
-from pretrain.monitor.slow_ranks import Place, SlowRanks
+from pretrain.monitor.slow_rank_event import Place
+from pretrain.monitor.slow_ranks import SlowRanks
 
 REPETITIONS, WAITS, READS, ROWS = 5, 5000, 500, 64
 

@@ -1,6 +1,6 @@
 """Plant slow ranks in real runs of 4 ranks, and count what the runs name: python -m tests.support.slow_ranks --help.
 
-A tiny GPT-2-style model is trained on CPUs. All runs keep the first 15 s healthy, unless --from_start.
+A tiny GPT-2-style model is trained on CPUs. All ranks are healthy in the first 32 blocks, unless --from_start.
 """
 
 import argparse
@@ -19,24 +19,33 @@ from typing import Any
 
 import numpy as np
 
-from pretrain.monitor.rank_times import RankTimes, read_rank_times
-from pretrain.monitor.read_run_folder import read_events
-from pretrain.monitor.slow_ranks import SLOW_RANK
+from pretrain.monitor.rank_times import LOAD, TIMES, RankTimes
+from pretrain.monitor.read_run_folder import read_events, read_rows
+from pretrain.monitor.slow_rank_event import SLOW_RANK
+from pretrain.monitor.slow_ranks import BLOCK_S, LEFT_OUT, Blocks
 from pretrain.paths import STOP_FILE
+from tests.cluster.workers.ssh_hosts import add_host, add_namespace
 from tests.conftest import write_corpus
 from tests.support.cases import config, flags
 from tests.support.launch import ROOT, free_port, rank_environment
 
-HEALTHY_S = 15.0
+HEALTHY_BLOCKS = 32  # before a rank becomes slow
+SLOW_MBIT = 20
 LAYOUTS: dict[str, dict[str, Any]] = {
     **{f"zero{stage}": config(stage, precision="bf16", accumulation=1) for stage in range(4)},
     "pipeline2": config(1, precision="bf16", stages=2, accumulation=2),
     "pipeline4": config(0, precision="bf16", stages=4, accumulation=4)}
 CPU_GROUPS = Path("/sys/fs/cgroup/cpu")  # version 1
-# a module that the ranks import: it delays the reads of data of one rank, once the file "slow" exists
-SLOW_READS = """
+# a module that the ranks import: it sets the length of blocks, and delays the reads of data of one rank, once the file
+# "slow" exists
+MODULE = """
 import os, time
 from pathlib import Path
+if os.environ.get("RANK") == "0":
+    from pretrain.monitor.slow_links import SlowLinks
+    from pretrain.monitor.slow_ranks import SlowRanks
+    for watch in (SlowLinks, SlowRanks):
+        watch.__init__.__kwdefaults__["block_s"] = float(os.environ["BLOCK_S"])
 if os.environ.get("RANK") == os.environ.get("SLOW_READS_RANK"):
     from pretrain.data.loader import Loader
     step = Loader.step
@@ -48,13 +57,40 @@ if os.environ.get("RANK") == os.environ.get("SLOW_READS_RANK"):
 """
 
 
+class Network:
+    """A network namespace with an interface on one bridge for each rank. Needs root."""
+
+    def __init__(self, ranks: int, stack: contextlib.ExitStack) -> None:
+        self._name = f"sr{os.getpid()}"
+        add_namespace(self._name, stack)
+        for words in ("link add bridge type bridge", "link set bridge up"):
+            subprocess.run(["ip", "-n", self._name, *words.split()], check=True)
+        for rank in range(ranks):
+            add_host(f"{self._name}r{rank}", "net0", f"10.77.0.{rank + 1}", link=f"v{rank}", bridge="bridge",
+                     stack=stack, switch=self._name)
+
+    def of_rank(self, rank: int) -> tuple[list[str], dict[str, str]]:
+        """Return the command that starts a process there, and its environment."""
+        return (["ip", "netns", "exec", f"{self._name}r{rank}"],
+                {"MASTER_ADDR": "10.77.0.1", "GLOO_SOCKET_IFNAME": "net0"})
+
+    def slow_down(self, rank: int, mbit: float) -> None:
+        """Limit what the interface of a rank sends and receives."""
+        for at, interface in ((f"{self._name}r{rank}", "net0"), (self._name, f"v{rank}")):
+            subprocess.run(["tc", "-n", at, "qdisc", "replace", "dev", interface, "root", "tbf", "rate", f"{mbit}mbit",
+                            "burst", "32kb", "latency", "400ms"], check=True)
+
+
 class Ranks:
     """Processes of one run, with the output of each in `folder`."""
 
     def __init__(self, folder: Path, layout: str, *, ranks: int = 4, log_interval: int = 2,
-                 environ: dict[str, str] | None = None, **more: Any) -> None:
-        self.folder, self.run = folder, folder / "run"
-        folder.mkdir(parents=True, exist_ok=True)
+                 environ: dict[str, str] | None = None, block_s: float = BLOCK_S, network: "Network | None" = None,
+                 **more: Any) -> None:
+        self.folder, self.run, self.network = folder, folder / "run", network
+        (folder / "modules").mkdir(parents=True, exist_ok=True)
+        (folder / "modules" / "sitecustomize.py").write_text(MODULE)
+        environ = {**(environ or {}), "PYTHONPATH": f"{folder / 'modules'}{os.pathsep}{ROOT}", "BLOCK_S": str(block_s)}
         values = flags(write_corpus(folder / "corpus"), hidden=32, layers=4, steps=10**6, **more)
         (folder / "ds.json").write_text(json.dumps(LAYOUTS[layout]))
         words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
@@ -64,9 +100,10 @@ class Ranks:
         self.processes = []
         for rank in range(ranks):
             with (folder / f"rank{rank}.log").open("w") as log:
+                prefix, at = network.of_rank(rank) if network is not None else ([], {})
                 self.processes.append(subprocess.Popen(
-                    command, cwd=folder, stdout=log, stderr=subprocess.STDOUT,
-                    env={**rank_environment(rank, ranks, port), **(environ or {})}))
+                    [*prefix, *command], cwd=folder, stdout=log, stderr=subprocess.STDOUT,
+                    env={**rank_environment(rank, ranks, port), **environ, **at}))
 
     def pid(self, rank: int) -> int:
         return self.processes[rank].pid
@@ -77,6 +114,15 @@ class Ranks:
             if any(process.poll() is not None for process in self.processes):
                 raise RuntimeError((self.folder / "rank0.log").read_text()[-3000:])
             time.sleep(0.2)
+
+    def wait_for_blocks(self, count: int, block_s: float) -> None:
+        """Return when the run has trained for this number of blocks."""
+        blocks = Blocks(block_s)
+        while blocks.count < count:
+            time.sleep(0.5)
+            blocks = Blocks(block_s)
+            for row in rows_of(self.run)[LEFT_OUT:]:
+                blocks.add(row)
 
     def stop_after(self, seconds: float, *, until_found: bool = False) -> list[dict[str, Any]]:
         """Let the run train for this time, or until it names a slow rank, and stop it. Returns these events."""
@@ -101,8 +147,9 @@ class Ranks:
 
 def rows_of(run: Path) -> list[RankTimes]:
     """Return the rows of rank_times.jsonl of a run that has one start."""
-    starts = read_rank_times(run)
-    return starts[-1].times if starts else []
+    return [RankTimes(row["step"], row["steps"], row["step_ms"], {key: np.array(row["ms"][key]) for key in TIMES},
+                      {key: np.array(row["load"].get(key, [0.0] * len(row["ms"]["own"]))) for key in LOAD})
+            for row in read_rows(run / "rank_times.jsonl") if "own" in row.get("ms", {})]
 
 
 def stop_in_each_row(run: Path, pid: int, is_over: Callable[[], bool], *, steps: float = 2.0) -> None:
@@ -143,22 +190,34 @@ def niced(ranks: Ranks, rank: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def throttled(ranks: Ranks, rank: int, *, cpus: float = 0.25) -> Iterator[None]:
-    """Limit a rank to a share of a CPU by its control group; without version 1 of these groups, stop it instead."""
+def throttled(ranks: Ranks, rank: int, *, cpus: float = 0.1) -> Iterator[None]:
+    """Move a rank to a control group with a quota of a part of a CPU. Needs version 1 of these groups, and root."""
     group = CPU_GROUPS / f"slow-rank-{os.getpid()}"
+    group.mkdir()
     try:
         (group / "cpu.cfs_period_us").write_text("100000")
         (group / "cpu.cfs_quota_us").write_text(str(int(cpus * 1e5)))
+        (group / "cgroup.procs").write_text(str(ranks.pid(rank)))
         yield
     finally:
-        with contextlib.suppress(OSError):
-            (group / "cpu.cfs_quota_us").write_text("-1")
+        for word in (group / "cgroup.procs").read_text().split():
+            with contextlib.suppress(OSError):
+                (CPU_GROUPS / "cgroup.procs").write_text(word)
+        group.rmdir()
 
 
 @contextlib.contextmanager
 def slow_reads(ranks: Ranks, rank: int) -> Iterator[None]:
-    """Let each read of data take longer, in a rank with the module SLOW_READS."""
+    """Let each read of data take longer, in a rank with the module MODULE."""
     (ranks.folder / "slow").touch()
+    yield
+
+
+@contextlib.contextmanager
+def slow_link(ranks: Ranks, rank: int) -> Iterator[None]:
+    """Limit the network interface of a rank."""
+    assert ranks.network is not None
+    ranks.network.slow_down(rank, SLOW_MBIT)
     yield
 
 
@@ -177,31 +236,28 @@ def _busy(processes: int, *, cpu: int | None = None) -> Iterator[None]:
 
 
 PLANTS: dict[str, Callable[[Ranks, int], contextlib.AbstractContextManager[None]]] = {
-    "stopped": stopped, "niced": niced, "throttled": throttled, "slow_reads": slow_reads}
-EXPECTED = {"stopped": "stopped", "niced": "other load", "throttled": "throttling", "slow_reads": "data"}
+    "stopped": stopped, "niced": niced, "throttled": throttled, "slow_reads": slow_reads,
+    "slow_link": slow_link}
+EXPECTED = {"stopped": "stopped", "niced": "other load", "throttled": "throttling", "slow_reads": "data",
+            "slow_link": "network link"}
 
 
-def plant(folder: Path, kind: str, layout: str, rank: int, *, seconds: float, from_start: bool) -> list[dict[str, Any]]:
-    """Train with a slow rank, and return the events."""
-    environ = {}
-    if kind == "slow_reads":
-        (folder / "modules").mkdir(parents=True, exist_ok=True)
-        (folder / "modules" / "sitecustomize.py").write_text(SLOW_READS)
-        environ = {"PYTHONPATH": f"{folder / 'modules'}{os.pathsep}{ROOT}", "SLOW_READS_RANK": str(rank),
-                   "SLOW_READS_FILE": str(folder / "slow"), "SLOW_READS_S": "0.1"}
-    ranks = Ranks(folder, layout, environ=environ)
-    if kind == "throttled":  # before the rank has started: it looks for its group once
-        group = CPU_GROUPS / f"slow-rank-{os.getpid()}"
-        group.mkdir(exist_ok=True)
-        (group / "cgroup.procs").write_text(str(ranks.pid(rank)))
-    try:
+def plant(folder: Path, kind: str, layout: str, rank: int, *, seconds: float, from_start: bool = False,
+          block_s: float = BLOCK_S) -> tuple[list[dict[str, Any]], float]:
+    """Train with a slow rank, and return the events, and the seconds after which the first came."""
+    environ = {"SLOW_READS_RANK": str(rank), "SLOW_READS_FILE": str(folder / "slow"), "SLOW_READS_S": "0.1"} \
+        if kind == "slow_reads" else {}
+    with contextlib.ExitStack() as stack:
+        network = Network(4, stack) if kind == "slow_link" else None
+        ranks = Ranks(folder, layout, environ=environ, block_s=block_s, network=network)
+        stack.callback(ranks.kill)
         ranks.wait_for_steps()
         if not from_start:
-            time.sleep(HEALTHY_S)
+            ranks.wait_for_blocks(HEALTHY_BLOCKS, block_s)
+        began = time.time()
         with PLANTS[kind](ranks, rank):
-            return ranks.stop_after(seconds, until_found=True)
-    finally:
-        ranks.kill()
+            events = ranks.stop_after(seconds, until_found=True)
+        return events, (events[0]["time"] if events else time.time()) - began
 
 
 def main() -> None:
@@ -212,6 +268,7 @@ def main() -> None:
     parser.add_argument("--load", type=int, default=2, help="busy loops on this machine during healthy runs")
     parser.add_argument("--seconds", type=float, default=60.0, help="length of a run")
     parser.add_argument("--from_start", action="store_true", help="the rank is slow from the first logged step on")
+    parser.add_argument("--block_s", type=float, default=BLOCK_S, help="seconds of training that are one block")
     parser.add_argument("--folder", type=Path, default=None, help="where the runs remain")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
@@ -220,26 +277,28 @@ def main() -> None:
         for number in range(arguments.healthy):
             layout = arguments.layouts[number % len(arguments.layouts)]
             with _busy(arguments.load):
-                ranks = Ranks(folder / f"healthy{number}", layout)
+                ranks = Ranks(folder / f"healthy{number}", layout, block_s=arguments.block_s)
                 try:
                     ranks.wait_for_steps()
                     events = ranks.stop_after(arguments.seconds)
                 finally:
                     ranks.kill()
             alarms += len(events)
-            print(f"healthy {number + 1:2} {layout}: {_text(events)}", flush=True)
+            print(f"healthy {number + 1:2} {layout} (load {os.getloadavg()[0]:.0f}, "
+                  f"{sum(row.steps for row in rows_of(ranks.run))} steps): {_text(events)}", flush=True)
         if arguments.healthy:
             print(f"{alarms} alarms in {arguments.healthy} healthy runs")
         for kind in arguments.plant:
             for number, layout in enumerate(arguments.layouts):
                 rank = (number + 1) % 4
-                events = plant(folder / f"{kind}_{layout}", kind, layout, rank, seconds=arguments.seconds,
-                               from_start=arguments.from_start)
+                events, after_s = plant(folder / f"{kind}_{layout}", kind, layout, rank, seconds=arguments.seconds,
+                                        from_start=arguments.from_start, block_s=arguments.block_s)
                 first = next(iter(events), None)
                 right = first is not None and first["ranks"] == [rank]
                 named = right and first is not None and first["kind"] == EXPECTED[kind]
                 print(f"{kind} rank {rank} {layout}: {'found' if right else 'NOT FOUND'}"
-                      f"{'' if not right or named else ', OTHER KIND'}: {_text(events)}", flush=True)
+                      f"{'' if not right or named else ', OTHER KIND'} after {after_s:.0f} s (load "
+                      f"{os.getloadavg()[0]:.0f}): {_text(events)}", flush=True)
 
 
 def _text(events: list[dict[str, Any]]) -> str:

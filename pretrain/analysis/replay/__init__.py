@@ -2,7 +2,6 @@
 
 - `target.py`: the start that trained the step, the checkpoint to begin with, and the data position.
 - `order.py`: the file that tells the ranks of a replay what to do.
-- `in_run.py`: what a rank does during the replay, besides training.
 - `compare.py`: the first difference between two recordings of the same steps.
 - `causes.py`: the kinds of a verdict: what each means, and its remedy.
 - `samples.py`: the samples of a reproducible step that stand out; `sample_passes.py`: the passes over samples.

@@ -52,7 +52,7 @@ class Comparison:
         return [number for number, (a, b) in enumerate(zip(one, other, strict=False)) if a != b and (a == a or b == b)]
 
     def coordinate(self, rank: int, name: str) -> int:
-        """Return the place of a rank along a dimension of the layout: data, pipe, tensor or sequence."""
+        """Return the place of a rank along a dimension of the layout: pipeline, data, sequence or tensor."""
         return self.headers[rank].coordinates.get(name, 0)
 
     @property
@@ -66,8 +66,8 @@ class Comparison:
 
     def pipeline_stage(self, ranks: Iterable[int]) -> int | None:
         """Return the pipeline stage of the ranks; None if they are of several ones, or if there is only one."""
-        stages = {self.coordinate(rank, "pipe") for rank in self.headers}
-        own = {self.coordinate(rank, "pipe") for rank in ranks}
+        stages = {self.coordinate(rank, "pipeline") for rank in self.headers}
+        own = {self.coordinate(rank, "pipeline") for rank in ranks}
         return own.pop() if len(stages) > 1 and len(own) == 1 else None
 
     def layer(self, rank: int, position: int) -> str:

@@ -3,14 +3,11 @@
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from pretrain.errors import ConfigError
 from pretrain.stored_json import build, read_json, reason_of
 
-SAMPLES = "samples"  # in `ReplayOrder.more`: {"steps_after": N} asks about the samples of the step
 SAMPLES_FILE = "samples.json"  # in the run folder of the replay: SampleReport
-STEPS_AFTER = 3  # steps after the one in question that are trained with and without its odd samples
 
 
 @dataclass(frozen=True)
@@ -21,7 +18,8 @@ class ReplayOrder:
     consumed_samples: int | None = None  # data position of its first step; None: that of the checkpoint
     vetoed: list[int] = field(default_factory=list)  # steps whose update the run skipped because of a spike
     cross_check: bool = False  # a micro-batch of each data-parallel rank is computed on the next one, too
-    more: dict[str, Any] = field(default_factory=dict)  # of the questions about samples
+    # examine the samples of `step`, and train it and so many steps after it with and without the odd ones; None: no
+    steps_after: int | None = None
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")

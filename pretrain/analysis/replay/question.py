@@ -10,7 +10,7 @@ from pretrain.analysis.replay.compare import Comparison, compare, compare_loosel
 from pretrain.analysis.replay.order import ReplayOrder
 from pretrain.analysis.replay.target import Target
 from pretrain.analysis.replay.verdict import SURE, Verdict, judge
-from pretrain.errors import ConfigError, counted
+from pretrain.errors import ConfigError, counted, named
 from pretrain.monitor.flight.record_files import FLIGHT, Header, RankRecord, read_start
 from pretrain.monitor.read_run_folder import read_events, read_starts
 
@@ -110,7 +110,7 @@ def _not_compared(run: Comparison) -> Iterator[str]:
         yield (f"{counted(len(lost), 'step')} from {lost[0]} to {lost[-1]} cannot be compared: the run has no record "
                "of them (--flight_steps)")
     if run.missing_ranks:
-        yield f"no record of rank {', '.join(map(str, run.missing_ranks[:8]))}"
+        yield f"no record of {named('rank', run.missing_ranks)}"
 
 
 def machine_differences(target: Target, replay: Replay) -> list[str]:

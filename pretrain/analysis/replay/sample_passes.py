@@ -27,7 +27,7 @@ from pretrain.data.loader import MicroBatch
 from pretrain.data.samples.read_order import ReadOrder
 from pretrain.distributed.collectives import from_rank_0, gather
 from pretrain.engine.attachments import attachments
-from pretrain.engine.layer_digests import layer_of
+from pretrain.engine.layer_hooks import layer_of
 from pretrain.engine.steps import (
     data_parallel_rank,
     data_parallel_size,

@@ -6,16 +6,21 @@ gradient norms of single samples are measured for small steps; in larger ones, h
 half with the larger norm is divided again.
 """
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 
+from pretrain.analysis.replay.order import SAMPLES_FILE, ReplayOrder
 from pretrain.analysis.replay.sample_passes import Batch, SamplePasses, by_layer
+from pretrain.checkpoint.format.hashed_files import write_atomically
 from pretrain.config.plan import Plan
 from pretrain.data.samples.read_order import ReadOrder, ranges_text, read_order
 
@@ -67,6 +72,17 @@ class SampleReport:
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "skip": self.skip}
+
+
+def examine_ordered(order: ReplayOrder, engine: DeepSpeedEngine, plan: Plan, step: int, consumed_samples: int,
+                    before: Callable[[], None]) -> None:
+    """Before the step in question, examine its samples if the order asks for it: samples.json in the run folder."""
+    if order.steps_after is None or step != order.step:
+        return
+    report = examine_samples(engine, plan, step=step, consumed_samples=consumed_samples, before=before,
+                             steps_after=order.steps_after)
+    if dist.get_rank() == 0:
+        write_atomically(Path(plan.args.save) / SAMPLES_FILE, json.dumps(report.to_json(), indent=1))
 
 
 def examine_samples(engine: DeepSpeedEngine, plan: Plan, *, step: int, consumed_samples: int, steps_after: int,

@@ -92,6 +92,7 @@ def _find_target(run: Path, step: int, before_rollback: int | None) -> Target:
     notes = [f"step {step} was trained again after rollback {each}; this is about the last time: --before_rollback "
              f"{each} is about the time before" for each, rollback in enumerate(before, 1)
              if rollback.to_step < step <= rollback.last_step][-1:]
+    notes += _overrides(checked)
     problems: list[str] = []
     for folder, manifest in _candidates(run, starts[lowest]):
         if isinstance(manifest, ConfigError):
@@ -116,7 +117,7 @@ def _checked(run: Path, start: dict[str, Any]) -> dict[str, Any]:
     parts = {"flags": start.get("flags"), "layout": layout, "deepspeed_config": config,
              "model_config": start.get("model_config")}
     wrong = [name for name, value in parts.items() if not isinstance(value, dict)]
-    types = {"command": dict, "environment": dict, "hardware": list, "batch": dict, "versions": dict}
+    types = {"command": dict, "environment": dict, "hardware": list, "batch": dict, "versions": dict, "overrides": list}
     wrong += [name for name, kind in types.items() if not isinstance(start.get(name, kind()), kind)]
     wrong += ["hardware"] * (not wrong and not all(isinstance(host, dict) for host in start.get("hardware", [])))
     if not wrong and not (isinstance(layout, dict) and isinstance(layout.get("world_size"), int)
@@ -126,6 +127,13 @@ def _checked(run: Path, start: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"{run}: run.json", problem=f"the record of the start is damaged or of another program: "
                           f"{wrong[0]}", remedy="restore run.json")
     return start
+
+
+def _overrides(start: dict[str, Any]) -> list[str]:
+    """Return a note on each setting that the start changed: its steps are reproducible with the changed value."""
+    return [f"from step {int(each.get('step') or 0) + 1} on, {each.get('setting')} was changed from {each.get('from')} "
+            f"to {each.get('to')} (--override {each.get('name')})"
+            for each in start.get("overrides") or [] if isinstance(each, dict) and is_number(each.get("step") or 0)]
 
 
 def _time_of_rollback(run: Path, number: int | None) -> float:

@@ -6,7 +6,7 @@ from typing import Any
 
 from pretrain.analysis.replay.causes import CAUSES, KIND_OF_STAGE
 from pretrain.analysis.replay.compare import Comparison
-from pretrain.errors import counted
+from pretrain.errors import counted, named
 from pretrain.monitor.flight.digest import BACKWARD, DIGEST, FORWARD, REDUCTION, SETTINGS, STAGES, UPDATE, WEIGHTS
 
 SURE, UNSURE = "sure", "unsure"
@@ -87,7 +87,7 @@ def _equal(run: Comparison, recomputed: Sequence[dict[str, Any]] | None) -> Verd
     if run.last not in run.compared:
         return found.doubt(f"step {run.last} itself is not recorded", *KIND_OF_STAGE.values())
     if run.missing_ranks:
-        return found.doubt(f"no record of {_ranks(run.missing_ranks)}", "forward", "backward")
+        return found.doubt(f"no record of {named('rank', run.missing_ranks)}", "forward", "backward")
     if recomputed is None:
         return found.doubt("there is one data-parallel rank: a device that always computes wrong in the same way would "
                            "give the same values again", "wrong_rank")
@@ -133,7 +133,7 @@ def _of_difference(found: Comparison) -> Verdict:
         verdict = _start(found, KIND_OF_STAGE[stage], found.ranks_with(_keys_of(stage)))
     verdict = replace(verdict, step=found.step, stage=stage, evidence=[_where(found, stage), *verdict.evidence])
     if found.missing_ranks and stage not in ("data", SETTINGS):
-        verdict = verdict.doubt(f"no record of {_ranks(found.missing_ranks)}, where it may have begun")
+        verdict = verdict.doubt(f"no record of {named('rank', found.missing_ranks)}, where it may have begun")
     gap = _gap(found)
     if gap:
         verdict = verdict.doubt(gap, *(() if stage in ("data", SETTINGS) else ("memory_states", "update")))
@@ -159,7 +159,7 @@ def _memory(found: Comparison) -> Verdict:
         one, other = found.one[ranks[0]]["states"], found.other[ranks[0]]["states"]
         names = [name for name in one if one[name] != other.get(name)] if isinstance(one, dict) else []
     verdict = _start(found, f"memory_{key}", ranks, layer=layer,
-                     evidence=[f"the {key} before the step differ on {_ranks(ranks)}"
+                     evidence=[f"the {key} before the step differ on {named('rank', ranks)}"
                                + (f": {', '.join(names)}" if names else "")])
     if found.step == found.first or all(f"{key}_after" in found.before.get(rank, {}) for rank in ranks):
         after = "the checkpoint" if found.step == found.first else f"the end of step {(found.step or 1) - 1}"
@@ -174,7 +174,7 @@ def _forward(found: Comparison) -> Verdict:
     begins: dict[int, tuple[int, float]] = {}  # rank -> (pipeline stage, index of its first layer that differs)
     for rank in ranks:
         positions = found.positions(rank, "layers_forward")
-        begins[rank] = (found.coordinate(rank, "pipe"), min(positions) if positions else float("inf"))
+        begins[rank] = (found.coordinate(rank, "pipeline"), min(positions) if positions else float("inf"))
     if not any(index < float("inf") for _, index in begins.values()):  # the loss alone: computed by the last stage
         last = max(stage for stage, _ in begins.values())
         begins = {rank: where for rank, where in begins.items() if where[0] == last or not found.has("layers_forward")}
@@ -188,7 +188,7 @@ def _forward(found: Comparison) -> Verdict:
         return replace(verdict, evidence=[f"weights, states, data and random numbers were equal; the output of layer "
                                           f"{layer} is the first that differs"])
     return replace(verdict, evidence=["weights, states, data and the outputs of all layers were equal; the loss of "
-                                      f"{_ranks(ranks)} differs: the output layer or the loss"])
+                                      f"{named('rank', ranks)} differs: the output layer or the loss"])
 
 
 def _earliest(found: Comparison, begins: dict[int, tuple[int, float]]) -> tuple[list[int], str | None]:
@@ -208,13 +208,13 @@ def _backward(found: Comparison) -> Verdict:
         # the gradient of a layer's output is computed by the layer after it
         outputs = [min(number + 1, num_layers - 1) for number in found.positions(rank, "layers_backward")]
         own = [*found.positions(rank, "gradient_bits"), *found.positions(rank, "gradients")]
-        begins[rank] = (-found.coordinate(rank, "pipe"), -max([*outputs, *own], default=0))
+        begins[rank] = (-found.coordinate(rank, "pipeline"), -max([*outputs, *own], default=0))
     earliest = min(begins.values())
     ranks = [rank for rank, where in begins.items() if where == earliest]
     layer = found.layer(ranks[0], int(-earliest[1]))
     verdict = _start(found, "backward", ranks, layer=layer, direction=BACKWARD)
     return replace(verdict, evidence=[f"losses and outputs of all layers were equal; the gradients of layer {layer} "
-                                      f"are the first that differ, on {_ranks(ranks)}"])
+                                      f"are the first that differ, on {named('rank', ranks)}"])
 
 
 def _reduction(found: Comparison) -> Verdict:
@@ -226,7 +226,7 @@ def _reduction(found: Comparison) -> Verdict:
     if not found.has("gradient_bits"):
         return verdict.doubt("the step has no checksums of gradients: a wrong backward pass looks the same", "backward",
                              "memory_weights", "memory_states")
-    after = f"; after it those on {_ranks(ranks)} differ" if found.has("reduced") else ""
+    after = f"; after it those on {named('rank', ranks)} differ" if found.has("reduced") else ""
     return replace(verdict, evidence=[f"the gradients of all ranks were equal before the reduction{after}"])
 
 
@@ -243,7 +243,7 @@ def _update(found: Comparison) -> Verdict:
         return verdict.doubt("the step has no checksum of the reduced gradients: a change of them that the gradient "
                              "norm does not show looks the same", "reduction")
     return replace(verdict, evidence=[f"the reduced gradients were equal; the results of the update differ on "
-                                      f"{_ranks(ranks)}"])
+                                      f"{named('rank', ranks)}"])
 
 
 def _where(found: Comparison, stage: str) -> str:
@@ -272,10 +272,6 @@ def _of_repeats(number: int) -> list[str]:
 
 def _keys_of(stage: str) -> list[str]:
     return [key for key, (of, _) in DIGEST.items() if of == stage]
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{', ...' * (len(ranks) > 8)}"
 
 
 assert set(KIND_OF_STAGE) | {WEIGHTS} == set(STAGES)

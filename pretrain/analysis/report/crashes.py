@@ -12,9 +12,19 @@ from pretrain.errors import FINISHED, GUARD, HANG, REJECTED, STOPPED
 _KINDS = {None: "not_started", REJECTED: "rejected", GUARD: "guard", HANG: "hang"}
 
 
-def crashes_of(table: RunTable) -> list[dict[str, Any]]:
-    """Return the crashes as events: from the supervisor's log, and starts after which no end was reported."""
-    return sorted([*_supervised(table), *_unreported(table)], key=lambda row: as_float(row["time"]))
+def events_and_crashes(table: RunTable) -> list[dict[str, Any]]:
+    """Return the events, and crashes as further events, in the order of their times.
+
+    Crashes are in the supervisor's log, or starts after which no end was reported. An event without a time follows its
+    predecessor.
+    """
+    rows, latest = [], -math.inf
+    for event in table.events:
+        when = as_float(event.get("time"))
+        latest = max(latest, when) if math.isfinite(when) else latest
+        rows.append((latest, event))
+    rows += [(as_float(row["time"]), row) for row in (*_supervised(table), *_unreported(table))]
+    return [row for _, row in sorted(rows, key=lambda pair: pair[0])]
 
 
 def _supervised(table: RunTable) -> Iterable[dict[str, Any]]:

@@ -14,15 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from pretrain.analysis.report.crashes import crashes_of
+from pretrain.analysis.report.crashes import events_and_crashes
 from pretrain.analysis.report.reduce import kept_rows
 from pretrain.analysis.report.run_table import RunTable, as_float
-from pretrain.errors import GUARD, printable, shorten
+from pretrain.errors import GUARD, listed, named, printable, shorten
+from pretrain.monitor.slow_kinds import REMEDIES, UNKNOWN
 from pretrain.resilience.lease_file import read_lease
 from pretrain.resilience.run_lock import LOCK
 
 _LONGEST_TEXT = 400  # characters
-_MAX_NAMES = 6  # ranks or hosts in a text
 _SILENT_S = 600.0  # a run that writes no row for this long, and for 20 times the usual interval, is reported
 _START_AGAIN = "; start the run again, or use `ds-pretrain supervise`"
 _REPLAY = "`ds-pretrain replay {run}@{step}` finds the cause"
@@ -63,14 +63,6 @@ _KINDS: dict[str, tuple[str, str, tuple[str, ...] | None]] = {
 }
 
 
-# kind of slow rank -> what to do
-_SLOW_KINDS = {
-    "data": "look at the storage of its data", "slow disk": "look at the storage of its data",
-    "compute": "compare its clocks, power limit and number of threads with another host",
-    "other load": "end the other programs on the host (`top`, `nvidia-smi`)",
-    "throttling": "look at temperatures, power limits, and the CPU limit of its container",
-    "stopped": "find out who stops the process (SIGSTOP, a debugger, a frozen virtual machine)",
-    "network link": "look at its network link (`ds-pretrain check-cluster`)"}
 _LEAVE_OUT = "`--exclude_stragglers` leaves the host out at the next start"
 
 
@@ -111,7 +103,7 @@ class Incident:
 
 def incidents_of(table: RunTable, *, now: float | None = None) -> list[Incident]:
     """Return what went wrong: first what is wrong now, then the rest, each the newest first."""
-    rows = _with_crashes(table)
+    rows = events_and_crashes(table)
     found = [incident for number, row in enumerate(rows) if (incident := _incident(table, rows, number))]
     found += _of_the_end(table, time.time() if now is None else now)
     joined = _joined(found, gap=max(100, _last_step(table) // 20))
@@ -131,23 +123,14 @@ def incident_lines(incidents: Sequence[Incident], replays: Sequence[dict[str, An
         parts = [part for part in (when, one.steps_text, one.machine, one.headline) if part]
         line = f"{'!' if one.is_open else ' '} {': '.join((', '.join(parts[:-1]), parts[-1]))}"
         answers = [f"replay of step {replay['step']}: {replay['what']} ({replay['certainty']})" for replay in replays
-                   if None not in (one.step, one.last_step, replay["step"]) and one.step <= replay["step"] <= one.last_step]
+                   if None not in (one.step, one.last_step, replay["step"])
+                   and one.step <= replay["step"] <= one.last_step]
         advice = printable(answers[0] if answers else one.advice)
         for text, indent in ((line, 4), *([(f"    -> {advice}", 7)] if advice else [])):
             lines += textwrap.wrap(text, width, subsequent_indent=" " * indent, max_lines=2, placeholder=" ...",
                                    drop_whitespace=True, break_on_hyphens=False)
     more = len(incidents) - limit
     return [*lines, *([f"  and {more} more, in the page of `ds-pretrain report`"] if more > 0 else [])]
-
-
-def _with_crashes(table: RunTable) -> list[dict[str, Any]]:
-    """Return events and crashes in the order of their times; an event without a time follows its predecessor."""
-    rows, latest = [], -math.inf
-    for event in table.events:
-        latest = max(latest, as_float(event.get("time"))) if math.isfinite(as_float(event.get("time"))) else latest
-        rows.append((latest, event))
-    return [row for _, row in sorted([*rows, *((as_float(row["time"]), row) for row in crashes_of(table))],
-                                     key=lambda pair: pair[0])]
 
 
 def _incident(table: RunTable, rows: list[dict[str, Any]], number: int) -> Incident | None:
@@ -165,7 +148,7 @@ def _incident(table: RunTable, rows: list[dict[str, Any]], number: int) -> Incid
     detail = ""
     if kind == "slow_rank":
         what, detail, machine = _slow_text(row, end, machine), printable(str(row.get("evidence") or "")), ""
-        advice = f"{_SLOW_KINDS.get(str(row.get('kind')), 'look at the machine')}; {_LEAVE_OUT}"
+        advice = f"{REMEDIES.get(str(row.get('kind')), REMEDIES[UNKNOWN])}; {_LEAVE_OUT}"
     else:
         what = what.format(reason=reason)
     ended = end is not None and end.get("event") == "slow_rank_over"
@@ -208,14 +191,9 @@ def _slow_text(row: dict[str, Any], end: dict[str, Any] | None, machine: str) ->
 
 def _machine(row: dict[str, Any]) -> str:
     """Return the ranks and hosts of an event as text, or ""."""
-    def names(values: object) -> str:
-        values = list(dict.fromkeys(map(str, values))) if isinstance(values, list) else []
-        more = f" and {len(values) - _MAX_NAMES} more" if len(values) > _MAX_NAMES else ""
-        return ", ".join(printable(shorten(value, 60)) for value in values[:_MAX_NAMES]) + more
-
-    ranks, hosts = names(row.get("ranks")), names(row.get("hosts"))
-    text = f"rank{'s' if ',' in ranks else ''} {ranks}" if ranks else ""
-    return f"{text} on {hosts}" if text and hosts else text or hosts
+    ranks, hosts = ([printable(shorten(value, 60)) for value in dict.fromkeys(map(str, values))]
+                    if isinstance(values := row.get(key), list) else [] for key in ("ranks", "hosts"))
+    return " on ".join([*([named("rank", ranks)] if ranks else []), *([listed(hosts)] if hosts else [])])
 
 
 def _of_the_end(table: RunTable, now: float) -> Iterable[Incident]:

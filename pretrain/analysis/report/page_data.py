@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from pretrain.analysis.report.compare import as_text, changes_between, differences, run_names, settings
-from pretrain.analysis.report.crashes import crashes_of
+from pretrain.analysis.report.crashes import events_and_crashes
 from pretrain.analysis.report.expected import expected_curve, newest_comparison
 from pretrain.analysis.report.hints import hints_of
 from pretrain.analysis.report.incidents import incidents_of
@@ -157,9 +157,7 @@ def _events(table: RunTable) -> dict[str, Any]:
 
     A number that is not known is null. Of a kind with very many events, evenly spaced ones are returned.
     """
-    every, by_kind = table.events, dict[str, list[int]]()
-    if crashes := crashes_of(table):
-        every = sorted([*every, *crashes], key=lambda event: np.nan_to_num(as_float(event.get("time"))))
+    every, by_kind = events_and_crashes(table), dict[str, list[int]]()
     for number, event in enumerate(every):
         by_kind.setdefault(_kind(event), []).append(number)
     events = [every[number] for number in sorted(number for numbers in by_kind.values() for number in _evenly(numbers))]

@@ -20,7 +20,7 @@ from pretrain.monitor.read_run_folder import is_number
 
 COLUMNS, ROWS = 400, 200  # of the map at most
 LOWEST, HIGHEST = 0.5, 8.0  # ratios at the ends of the scale
-PHASES = ("data", "forward", "backward", "optimizer")  # own work; in `reduce_wait` a rank waits for others
+PHASES = ("data", "forward", "backward", "optimizer", "other")  # own work; in `reduce_wait` a rank waits for others
 _MAX_STARTS = 100  # the newest are kept
 _LARGEST_WORLD = 100_000
 _LONGEST_NAME = 60  # characters of a host name

@@ -12,7 +12,7 @@ import re
 import time
 from typing import Any
 
-from pretrain.analysis.replay.order import SAMPLES, ReplayOrder
+from pretrain.analysis.replay.order import ReplayOrder
 from pretrain.analysis.replay.question import Answer, Replay, order_of, question
 from pretrain.analysis.replay.target import Target, find_target, parse_target
 from pretrain.checkpoint.format.hashed_files import write_atomically
@@ -79,9 +79,9 @@ def main() -> int:
     answer = question(target, train, repeats=args.repeats, is_other_layout=layout.is_other)
     samples = None
     if answer.verdict.kind == "reproducible":
-        status(f"examining the samples of step {step}, log {output / SAMPLES / 'log'}")
+        status(f"examining the samples of step {step}, log {output / 'samples' / 'log'}")
         try:
-            samples = ask_about_samples(target, layout, output, order_of(target))
+            samples = ask_about_samples(target, layout, output / "samples", order_of(target))
         except ConfigError as error:  # the verdict is known
             answer.notes.append(f"the samples of the step were not examined: {error}")
     values = _record(target, answer, samples)

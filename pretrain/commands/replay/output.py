@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from pretrain.analysis.replay.causes import CAUSES
 from pretrain.analysis.replay.target import Target
 from pretrain.analysis.replay.verdict import SURE, Verdict
-from pretrain.errors import printable
+from pretrain.errors import listed, named, printable
 
 _COLUMNS = 80
-_MOST_RANKS = 8
 
 
 def verdict_lines(target: Target, verdict: Verdict, notes: Sequence[str]) -> list[str]:
@@ -33,9 +32,7 @@ def verdict_lines(target: Target, verdict: Verdict, notes: Sequence[str]) -> lis
 def _headline(verdict: Verdict) -> str:
     where = [f"from step {verdict.step} on"] if verdict.step is not None else []
     if verdict.ranks:
-        ranks = ", ".join(map(str, verdict.ranks[:_MOST_RANKS])) + ", ..." * (len(verdict.ranks) > _MOST_RANKS)
-        hosts = f" on {', '.join(verdict.hosts[:_MOST_RANKS])}" if verdict.hosts else ""
-        where.append(f"rank {ranks}{hosts}" if len(verdict.ranks) == 1 else f"ranks {ranks}{hosts}")
+        where.append(named("rank", verdict.ranks) + (f" on {listed(verdict.hosts)}" if verdict.hosts else ""))
     if verdict.pipeline_stage is not None:
         where.append(f"pipeline stage {verdict.pipeline_stage}")
     if verdict.layer is not None:

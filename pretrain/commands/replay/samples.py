@@ -11,7 +11,7 @@ from typing import Any
 
 from pretrain.analysis.recorded_data import open_data_of_step
 from pretrain.analysis.replay.documents import OddDocument, odd_documents
-from pretrain.analysis.replay.order import SAMPLES, SAMPLES_FILE, STEPS_AFTER, ReplayOrder
+from pretrain.analysis.replay.order import SAMPLES_FILE, ReplayOrder
 from pretrain.analysis.replay.target import Target
 from pretrain.checkpoint.format.hashed_files import write_atomically
 from pretrain.commands.replay.launch import Layout, replay_config, train_again
@@ -20,6 +20,7 @@ from pretrain.monitor.repeat_command import OWN_CODE, repeated_flags
 from pretrain.stored_json import read_object, reason_of
 
 _COLUMNS = 79
+_STEPS_AFTER = 3  # steps after the one in question, with and without its odd samples
 _KEY = " " * 10  # width of the words before a colon
 
 
@@ -45,11 +46,9 @@ class SampleAnswer:
                 "lines": answer_lines(self.report, self.documents)}
 
 
-def ask_about_samples(target: Target, layout: Layout, output: Path, order: ReplayOrder, *,
-                      steps_after: int = STEPS_AFTER) -> SampleAnswer:
-    """Train up to the step once more, and examine its samples before it. Raises ConfigError."""
-    folder = output / SAMPLES
-    train_again(folder, target, layout, replace(order, more={**order.more, SAMPLES: {"steps_after": steps_after}}))
+def ask_about_samples(target: Target, layout: Layout, folder: Path, order: ReplayOrder) -> SampleAnswer:
+    """Train up to the step once more, into `folder`, and examine its samples before it. Raises ConfigError."""
+    train_again(folder, target, layout, replace(order, steps_after=_STEPS_AFTER))
     path = folder / "run" / SAMPLES_FILE
     try:
         report = read_object(path)

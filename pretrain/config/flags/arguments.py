@@ -30,21 +30,8 @@ OVERRIDES = {
     "samples": "which samples are left out, or read in another order",
     "seed": "the seed of data order and dropout",
 }
-# kinds of messages of --notify -> when they are sent
-NOTIFY_KINDS = {
-    "start": "the first start trains",
-    "restart": "a later start trains",
-    "end": "the run has finished, was stopped, or gave up",
-    "crash": "a start ended without a save on request",
-    "hang": "a rank made no progress, and the start was ended",
-    "no_progress": "no new row for --notify_silence minutes, whatever the ranks do",
-    "spike": "a spike of the loss or the gradient norm",
-    "rollback": "the run returned to an earlier checkpoint",
-    "off_curve": "the loss left the band of --expected_curve",
-    "slow_rank": "a rank or a host is slower than the others",
-    "corruption": "ranks computed or hold different values",
-    "save_failed": "a checkpoint could not be written, mirrored or removed",
-}
+NOTIFY_KINDS = ("start", "restart", "end", "crash", "hang", "no_progress", "spike", "rollback", "off_curve",
+                "slow_rank", "corruption", "save_failed")
 LONGEST_NOTE = 2000  # characters
 TASK_FLAGS = ("eval_tasks", "eval_tasks_folder", "eval_tasks_fewshot", "eval_tasks_limit", "eval_tasks_interval")
 _SHORTEST_SPIKE_WINDOW = 16  # steps; fewer give no standard deviation

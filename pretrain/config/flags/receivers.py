@@ -7,14 +7,14 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from typing import Any
 
 from pretrain.config.flags.arguments import NOTIFY_KINDS, RunArguments
 from pretrain.distributed.world import world_from_environment
 from pretrain.errors import ConfigError
 
 FOLLOWED = "DS_PRETRAIN_FOLLOWED"  # environment variable: the process that started this one follows the run
-_NEEDED = (("notify_on", "notify or --notify_command"), ("notify_silence", "notify or --notify_command"),
-           ("metrics_address", "metrics_port"))
+LOOPBACK = "127.0.0.1"
 
 
 def check_receivers(args: RunArguments) -> None:
@@ -22,42 +22,44 @@ def check_receivers(args: RunArguments) -> None:
 
     URLs are read only where they are used: by the launcher, or without one by rank 0.
     """
-    for name, other in _NEEDED:
-        if getattr(args, name) is not None and not (args.metrics_port if other == "metrics_port" else notifies(args)):
-            raise ConfigError(f"--{name}", problem=f"it has no effect without --{other}", remedy=f"give --{other}, too")
+    for name, other, used in (("notify_on", "--notify or --notify_command", notifies(args)),
+                              ("notify_silence", "--notify or --notify_command", notifies(args)),
+                              ("metrics_address", "--metrics_port", args.metrics_port)):
+        if getattr(args, name) is not None and not used:
+            raise ConfigError(f"--{name}", problem=f"it has no effect without {other}", remedy=f"give {other}, too")
     kinds_to_send(args)
     if os.environ.get(FOLLOWED) or world_from_environment(os.environ).rank != 0:
         return
-    read_urls(args.notify or (), os.environ)
+    read_urls(args, os.environ)
     if args.metrics_port is not None:
         _require("prometheus_client", "--metrics_port", "metrics")
-        socket_address(args)
+        _socket_address(args)
 
 
 def notifies(args: RunArguments) -> bool:
-    """Return whether somebody hears of the run."""
+    """Return whether somebody gets messages about the run."""
     return bool(args.notify or args.notify_command)
 
 
-def kinds_to_send(args: RunArguments) -> list[str]:
+def kinds_to_send(args: RunArguments) -> Sequence[str]:
     """Return the kinds of messages that --notify_on selects. Raises ConfigError for an unknown kind."""
     words = [word.strip() for text in args.notify_on or [] for word in text.split(",")]
     for word in words:
         if word not in NOTIFY_KINDS:
             raise ConfigError("--notify_on", found=word or "an empty name", expected=", ".join(NOTIFY_KINDS), word=word,
                               known=NOTIFY_KINDS)
-    return words or list(NOTIFY_KINDS)
+    return words or NOTIFY_KINDS
 
 
-def variable_names(words: Sequence[str] | None) -> list[str]:
-    """Return the names of the variables in the value of --notify: NAME, $NAME, ${NAME} or env:NAME."""
-    return [word.removeprefix("env:").removeprefix("$").strip("{}") for word in words or ()]
+def variable_names(args: RunArguments) -> list[str]:
+    """Return the names of the variables in the value of --notify: NAME or $NAME."""
+    return [word.removeprefix("$") for word in args.notify or ()]
 
 
-def read_urls(words: Sequence[str], environ: Mapping[str, str]) -> dict[str, list[str]]:
+def read_urls(args: RunArguments, environ: Mapping[str, str]) -> dict[str, list[str]]:
     """Return name of the variable -> the URLs that it holds. Raises ConfigError, which never has a part of a URL."""
     found: dict[str, list[str]] = {}
-    for name in variable_names(words):
+    for name in variable_names(args):
         if not name.isidentifier():
             raise ConfigError("--notify", problem="it takes the name of an environment variable, not a URL, which "
                               "other users could read in the list of processes",
@@ -86,36 +88,34 @@ def silence_apprise() -> None:
     logger.propagate = False
 
 
-def _require(module: str, flag: str, extra: str) -> None:
-    if find_spec(module) is None:
-        raise ConfigError(flag, problem=f"the package {module.replace('_', '-')} is not installed",
-                          remedy=f"run `pip install 'ds-pretrain[{extra}]'`")
-
-
-def socket_address(args: RunArguments) -> tuple[socket.AddressFamily, str]:
-    """Return family and address of --metrics_address. Raises ConfigError for an address that no host has."""
-    address = args.metrics_address or "127.0.0.1"
-    try:
-        family, _, _, _, place = socket.getaddrinfo(address, args.metrics_port, type=socket.SOCK_STREAM,
-                                                    flags=socket.AI_PASSIVE)[0]
-    except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not a host name"
-        raise ConfigError("--metrics_address", problem=f"{address!r} is no address: {reason}",
-                          remedy="give an address of this host, or 0.0.0.0 or :: for all of them") from None
-    return family, str(place[0])
-
-
 def check_port(args: RunArguments) -> None:
     """Raise ConfigError if no server can listen on --metrics_port."""
     if args.metrics_port is None:
         return
-    family, address = socket_address(args)
+    family, place = _socket_address(args)
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((address, args.metrics_port))
+            probe.bind(place)
             probe.listen()
         except OSError as error:
-            raise ConfigError("--metrics_port", problem=f"port {args.metrics_port} of {address} cannot be used: "
+            raise ConfigError("--metrics_port", problem=f"port {args.metrics_port} of {place[0]} cannot be used: "
                               f"{error.strerror}", remedy="choose another port, or an address of this host as "
                               "--metrics_address") from None
+
+
+def _socket_address(args: RunArguments) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
+    address = args.metrics_address or LOOPBACK
+    try:
+        family, _, _, _, place = socket.getaddrinfo(address, args.metrics_port, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not a host name"
+        raise ConfigError("--metrics_address", problem=f"{address!r} is no address: {reason}",
+                          remedy="give an address of this host, or 0.0.0.0 or :: for all of them") from None
+    return family, place
+
+
+def _require(module: str, flag: str, extra: str) -> None:
+    if find_spec(module) is None:
+        raise ConfigError(flag, problem=f"the package {module.replace('_', '-')} is not installed",
+                          remedy=f"run `pip install 'ds-pretrain[{extra}]'`")

@@ -105,3 +105,12 @@ def has_returned(losses: np.ndarray, band: Band, side: str, *, rows: int) -> boo
         return False
     is_back = band.excess(losses, side)[-rows:] < 0
     return _mostly(is_back[:rows // 2]) and _mostly(is_back[rows // 2:])
+
+
+def change_point(values: np.ndarray, count: int) -> int:
+    """Return from which value on a noisy column has about the level of its newest `count` values, which is above 0.
+
+    It is the first of the newest values whose sum lies farthest above half of this level.
+    """
+    sums = np.cumsum((values - 0.5 * np.median(values[-count:]))[::-1])
+    return len(values) - 1 - int(np.argmax(sums))

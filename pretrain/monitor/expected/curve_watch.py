@@ -15,6 +15,7 @@ from pretrain.monitor.expected.band import (
     FEWEST_ROWS,
     NORMAL_MAD,
     Band,
+    change_point,
     departure,
     has_returned,
     is_outside,
@@ -190,7 +191,7 @@ class CurveWatch:
         difference = rows["loss"] - band.loss
         loss = float(np.median(rows["loss"][-FEWEST_ROWS // 2:]) + rows["expected"][-1] - band.loss[-1])
         excess = band.excess(rows["loss"], side)
-        first = _change_point(excess if event == OFF_CURVE else -excess, count)
+        first = change_point(excess if event == OFF_CURVE else -excess, count)
         return Change(event, side, int(rows["step"][-1]), float(rows["tokens"][-1]), count, int(rows["step"][first]),
                       loss, expected, _jump(difference, first) if event == OFF_CURVE else None)
 
@@ -198,15 +199,6 @@ class CurveWatch:
 def _as_rows(value: object) -> int:
     """Return the number of rows of an event that was read from a file, as one that CurveWatch has written."""
     return value if isinstance(value, int) and FEWEST_ROWS <= value <= _LONGEST else FEWEST_ROWS
-
-
-def _change_point(values: np.ndarray, count: int) -> int:
-    """Return from which value on a noisy column has about the level of its newest `count` values, which is above 0.
-
-    It is the first of the newest values whose sum lies farthest above half of this level.
-    """
-    sums = np.cumsum((values - 0.5 * np.median(values[-count:]))[::-1])
-    return len(values) - 1 - int(np.argmax(sums))
 
 
 def _jump(difference: np.ndarray, first: int) -> float | None:

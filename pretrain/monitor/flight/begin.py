@@ -1,6 +1,5 @@
 """Begin the flight record of a start: choose its folder, remove old records, write the header of each rank."""
 
-import contextlib
 import os
 import socket
 import sys
@@ -9,17 +8,14 @@ from functools import partial
 from pathlib import Path
 
 from deepspeed import DeepSpeedEngine
-from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 
 from pretrain.config.plan import Plan
 from pretrain.distributed.collectives import from_rank_0
 from pretrain.distributed.world import World
-from pretrain.engine.steps import data_parallel_rank
-from pretrain.errors import ConfigError
+from pretrain.engine.parallelism import rank_order
 from pretrain.monitor.flight.record_files import Header, RecordFile, prune_starts, start_folder
 from pretrain.monitor.flight.recorder import FlightRecorder, HeldStates
-from pretrain.monitor.read_run_folder import read_starts
+from pretrain.monitor.read_run_folder import newest_start_number
 from pretrain.terminal import Screen
 
 
@@ -35,28 +31,15 @@ def begin_record(plan: Plan, world: World, engine: DeepSpeedEngine, screen: Scre
                               warn=partial(_warn, screen, world))
     if not args.flight_steps:
         return recorder
-    start = from_rank_0(partial(_number_of_start, run))
+    start = from_rank_0(partial(newest_start_number, run))
     header = Header(rank=world.rank, world_size=world.size, host=socket.gethostname(), pid=os.getpid(),
-                    first_step=first_step, coordinates=_coordinates(engine), layers=recorder.layers,
-                    interval=args.flight_interval or 0, start=start)
+                    first_step=first_step, coordinates=rank_order(plan.layout).coordinates(world.rank),
+                    layers=recorder.layers, interval=args.flight_interval or 0, start=start)
     recorder.open(lambda: RecordFile(start_folder(run, start), header, steps=args.flight_steps))
     set_path(start_folder(run, start) / f"rank_{world.rank}.jsonl")
     if world.rank == 0:
         prune_starts(run, start)
     return recorder
-
-
-def _number_of_start(run: Path) -> int:
-    """Return the index of this start in run.json; 0 if that cannot be read, which has been reported."""
-    with contextlib.suppress(ConfigError):
-        return len(read_starts(run)) - 1
-    return 0
-
-
-def _coordinates(engine: DeepSpeedEngine) -> dict[str, int]:
-    sequence = engine.mpu.get_sequence_parallel_rank() if engine.sequence_parallel_size > 1 else 0
-    return {"data": data_parallel_rank(engine), "pipe": engine.stage_id if isinstance(engine, PipelineEngine) else 0,
-            "sequence": sequence, "tensor": bwc_tensor_model_parallel_rank(engine.mpu)}
 
 
 def _warn(screen: Screen, world: World, line: str) -> None:

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import shutil
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +23,22 @@ _KEPT_STARTS = 3
 
 @dataclass(frozen=True)
 class Header:
-    """What a rank is: the first line of its file."""
+    """What a rank is: the first line of its file. Other versions may have written other fields."""
 
     rank: int
-    world_size: int
-    host: str
-    pid: int
-    first_step: int  # steps done before this start
-    coordinates: dict[str, int] = field(default_factory=dict)  # {"data": 0, "pipe": 1, "tensor": 0, ...}
+    world_size: int = 0  # 0: unknown
+    host: str = ""
+    pid: int = 0
+    first_step: int = 0  # steps done before this start
+    coordinates: dict[str, int] = field(default_factory=dict)  # see RankOrder.coordinates
     layers: list[str] = field(default_factory=list)  # names of this rank's layers, in the order of the lists of a row
     interval: int = 1  # steps between two rows with all keys; 0: not chosen yet
     start: int = 0  # number of the start
     # if the interval was chosen here: milliseconds of a "step", of the keys of "each_step", of those of the "interval"
     measured_ms: dict[str, float] = field(default_factory=dict)
+
+
+_FIELDS = {each.name for each in fields(Header)}
 
 
 @dataclass(frozen=True)
@@ -151,10 +154,9 @@ def read_start(folder: Path, *, before: float = math.inf) -> dict[int, RankRecor
         if path.name.endswith(".previous.jsonl"):
             continue
         header, *rows = read_rows(path) or [{}]
-        try:
-            known = Header(**header)
-        except TypeError:
+        if "rank" not in header:
             continue
+        known = Header(**{name: value for name, value in header.items() if name in _FIELDS})
         earlier = read_rows(_previous(path))[1:]
         found[known.rank] = RankRecord(known, {row["step"]: row for row in [*earlier, *rows]
                                                if isinstance(row.get("step"), int) and _time_of(row) < before})

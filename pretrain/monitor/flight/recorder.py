@@ -19,7 +19,9 @@ from deepspeed.accelerator import get_accelerator
 from pretrain.data.loader import MicroBatch
 from pretrain.engine.attachments import attachments
 from pretrain.engine.checksums import combined_checksum, held_parameters
-from pretrain.engine.layer_digests import CostTimer, LayerDigests, ReducedDigest, layer_of
+from pretrain.engine.first_micro_batch import random_states
+from pretrain.engine.layer_digests import CostTimer, LayerDigests, ReducedDigest
+from pretrain.engine.layer_hooks import layer_of
 from pretrain.engine.steps import global_grad_norm, learning_rate, loss_scale, rank_loss
 from pretrain.engine.update_guard import skipped_update
 from pretrain.monitor.flight.interval import FlightInterval
@@ -101,7 +103,7 @@ class FlightRecorder:
         self._is_full = self.interval.is_full(step)
         self._row: dict[str, Any] = {
             "step": step, "samples": [consumed_samples], "tokens": _crc(_tensors_of(micro_batches)),
-            "lr": learning_rate(self._engine), "loss_scale": loss_scale(self._engine), "random": _crc(_random_states())}
+            "lr": learning_rate(self._engine), "loss_scale": loss_scale(self._engine), "random": _crc(random_states())}
         self._sums: dict[str, torch.Tensor] = {}
         self._names: dict[str, list[str] | None] = {}
         self._cost.take_ms()
@@ -224,12 +226,6 @@ def _tensors_of(micro_batches: list[MicroBatch]) -> Iterable[torch.Tensor]:
     for inputs, targets in micro_batches:
         yield from (inputs,) if torch.is_tensor(inputs) else inputs
         yield from targets
-
-
-def _random_states() -> Iterable[torch.Tensor]:
-    yield torch.get_rng_state()
-    if get_accelerator().device_name() != "cpu":
-        yield get_accelerator().get_rng_state()
 
 
 def _crc(tensors: Iterable[torch.Tensor]) -> int:

@@ -1,32 +1,22 @@
-"""Messages about a run, made from the rows of events.jsonl and restarts.jsonl: short, for a telephone."""
+"""What the follower knows about its run, and the messages that it makes of it: short, for a telephone."""
 
-from dataclasses import dataclass, replace
+import contextlib
+import json
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pretrain.config.flags.arguments import NOTIFY_KINDS
 from pretrain.errors import FINISHED, GUARD, INTERRUPTED, REJECTED, STOPPED, shorten
+from pretrain.monitor.rows import EVENTS
 
 _LONGEST_REASON = 300  # characters
-# event -> kind of message
-_KIND_OF_EVENT = {"stop": "end", "spike": "spike", "rollback": "rollback", "hang": "hang", "off_curve": "off_curve",
-                  "slow_rank": "slow_rank", "slow_rank_over": "slow_rank", "corruption": "corruption",
-                  "recomputation": "corruption", "save_failed": "save_failed", "after_save_failed": "save_failed"}
-# kind -> what to do; {run}: the run folder
-_ADVICE = {
-    "end": "Next: ds-pretrain summary {run}",
-    "crash": "The end of the log has the cause. The same command continues from the newest checkpoint.",
-    "hang": "Stacks of all ranks are in {run}/hangs. Only the supervisor starts the run again by itself.",
-    "no_progress": "Look at the log and at the hosts: ranks may be stopped, a store or a disk may not answer.",
-    "spike": "Look whether the loss falls back: ds-pretrain summary {run}",
-    "rollback": "The run skips these samples and continues. Nothing to do, unless it repeats.",
-    "off_curve": "Likely causes: {run}/events.jsonl and ds-pretrain report {run}",
-    "slow_rank": "Look for other programs, throttling, a slow disk or link on the host: ds-pretrain doctor",
-    "corruption": "A device or its memory may be faulty. Check the host before you trust later checkpoints.",
-    "save_failed": "Earlier checkpoints are unchanged. Look for free space and permissions.",
-}
-_SEVERITY = {"crash": "failure", "hang": "failure", "no_progress": "failure", "corruption": "failure",
-             "save_failed": "failure", "spike": "warning", "rollback": "warning", "off_curve": "warning",
-             "slow_rank": "warning"}
+# event -> kind of its message, if they have different names
+_KIND_OF_EVENT = {"stop": "end", "slow_rank_over": "slow_rank", "recomputation": "corruption",
+                  "after_save_failed": "save_failed"}
+_FAILURES = ("crash", "hang", "no_progress", "corruption", "save_failed")
+_NO_CRASH = (FINISHED, REJECTED, STOPPED, GUARD, INTERRUPTED)
+_LAYOUT = ("world_size", "zero_stage", "precision")
 
 
 @dataclass(frozen=True)
@@ -45,92 +35,89 @@ class Message:
 
     @property
     def body(self) -> str:
-        """The lines, then what to do."""
-        advice = _ADVICE.get(self.kind, "").format(run=self.run)
-        return "\n".join(line for line in (*self.lines, advice) if line)
+        """The lines, then the command that says what to do."""
+        return "\n".join([*self.lines, f"What to do: ds-pretrain summary {self.run}"] if self.severity != "info" else
+                         self.lines)
 
     @property
     def severity(self) -> str:
         """The type of notification that apprise knows."""
-        return _SEVERITY.get(self.kind, "info")
-
-    def as_group(self, count: int, minutes: float) -> "Message":
-        """Return the message that stands for `count` messages of this kind, of which this is the last one."""
-        return replace(self, headline=f"{count} more {self.kind} in {minutes:.0f} minutes", lines=(
-            f"The last: {self.headline}", *self.lines))
+        if self.kind in _FAILURES:
+            return "failure"
+        return "info" if self.kind in ("start", "restart", "end") else "warning"
 
 
 @dataclass
-class RunFacts:
-    """What messages repeat about the run: of the newest record of run.json, and the newest training row."""
+class RunState:
+    """What the follower knows about the run. It replaces values and never changes them, so that threads may read."""
 
     run: Path
-    host: str = ""  # of rank 0
+    row: dict[str, Any] = field(default_factory=dict)  # newest training row
+    evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)  # split -> newest row
+    events: dict[str, int] = field(default_factory=lambda: dict.fromkeys(EVENTS, 0))  # since the follower started
     train_steps: int | None = None
-    row: dict[str, Any] | None = None
+    info: dict[str, str] = field(default_factory=dict)  # of the newest record of run.json
+
+    def see_row(self, row: dict[str, Any]) -> None:
+        """Add a row of metrics.jsonl."""
+        if "split" in row:
+            self.evaluations = {**self.evaluations, str(row["split"]): row}
+        elif "loss" in row:
+            self.row = row
+
+    def read_record(self) -> None:
+        """Read the newest record of run.json, if there is one."""
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            record = json.loads((self.run / "run.json").read_text(encoding="utf-8"))[-1]
+            self.train_steps = int(record["train_steps"])
+            self.info = {"run": self.run.name, "folder": str(self.run), "host": str(record["hardware"][0]["host"]),
+                         "model": str(record["flags"]["model"]),
+                         **{key: str(record["layout"][key]) for key in _LAYOUT}}
 
     def message(self, kind: str, headline: str, reason: object = "", *, step: int | None = None) -> Message:
         """Return a message with the position of the run. `step`: of the event; without one, the newest step."""
-        row = self.row or {}
-        at = row.get("step", 0) if step is None else step
-        total = f"/{self.train_steps}" if self.train_steps else ""
-        loss = row.get("loss")
-        facts = [f"step {at}{total}", f"loss {loss:.4f}" if isinstance(loss, float) else "",
-                 f"host {self.host}" if self.host else ""]
-        return Message(kind, self.run, headline, (shorten(str(reason or ""), _LONGEST_REASON),
-                                                  ", ".join(fact for fact in facts if fact)), step=at)
+        at, loss, host = self.row.get("step", 0) if step is None else step, self.row.get("loss"), self.info.get("host")
+        facts = [f"step {at}/{self.train_steps}" if self.train_steps else f"step {at}",
+                 f"loss {loss:.4f}" if isinstance(loss, float) else "", f"host {host}" if host else ""]
+        lines = shorten(str(reason or ""), _LONGEST_REASON), ", ".join(filter(None, facts))
+        return Message(kind, self.run, headline, tuple(filter(None, lines)), step=at)
 
+    def message_of_event(self, row: dict[str, Any]) -> Message | None:
+        """Return the message about a row of events.jsonl; None if there is none."""
+        event, step, reason = row["event"], row.get("step", 0), row.get("reason", "")
+        if event == "start":
+            return self.message("restart" if step else "start", f"trains again from step {step}" if step else "trains",
+                                f"{row.get('world_size')} ranks", step=step)
+        kind = _KIND_OF_EVENT.get(event, event)
+        if kind not in NOTIFY_KINDS or row.get("finding") == "off":
+            return None
+        if kind == "end":
+            finished = reason == "finished"
+            return self.message(kind, "finished" if finished else "stopped", "" if finished else reason, step=step)
+        what = f"rolled back to step {row.get('to_step')}" if event == "rollback" else \
+            f"{event if event.startswith(kind) else kind} at step {step}"
+        return self.message(kind, what.replace("_", " "), reason, step=step)
 
-def message_of_event(row: dict[str, Any], facts: RunFacts, *, supervised: bool) -> Message | None:
-    """Return the message about a row of events.jsonl; None if there is none.
+    def message_of_restart(self, row: dict[str, Any]) -> Message | None:
+        """Return the message about a row of restarts.jsonl: a start that crashed, or the end of the supervision.
 
-    `supervised`: rows of restarts.jsonl tell how starts end.
-    """
-    event, step, reason = row["event"], row.get("step", 0), row.get("reason", "")
-    if event == "start":
-        ranks = row.get("world_size")
-        return facts.message("restart" if step else "start", f"trains again from step {step}" if step else "trains",
-                             f"{ranks} ranks" if ranks else "", step=step)
-    kind = _KIND_OF_EVENT.get(event)
-    if kind is None or (event == "stop" and supervised) or (row.get("finding") == "off"):
-        return None
-    headline = {"stop": "stopped" if reason != "finished" else "finished", "spike": f"spike at step {step}",
-                "rollback": f"rolled back to step {row.get('to_step')}", "hang": f"hang at step {step}",
-                "off_curve": f"loss off its curve at step {step}", "slow_rank": _slow(row),
-                "slow_rank_over": _slow(row, "is as fast as the others again")}.get(
-                    event, f"{kind.replace('_', ' ')} at step {step}")
-    return facts.message(kind, headline, "" if reason == "finished" else reason, step=step)
+        A hang has been reported by its event, and starts that are not followed by another one by the summary.
+        """
+        if "summary" in row:
+            return self.message("end", "finished" if row["summary"] == "finished" else "the supervisor ended",
+                                f"{row['summary']}; {row.get('starts')} starts, goodput {row.get('goodput', 0):.1%}",
+                                step=row.get("last_step"))
+        reason = str(row.get("reason", ""))
+        if row.get("exit_code") in _NO_CRASH or reason.startswith("hang: "):
+            return None
+        return self.message("crash", f"start {row.get('start')} ended", f"{reason}; newest checkpoint: step "
+                            f"{row.get('kept_step')}", step=row.get("last_step"))
 
-
-def _slow(row: dict[str, Any], what: str = "is slow") -> str:
-    ranks = ", ".join(map(str, row.get("ranks") or ())) or "?"
-    hosts = ", ".join(dict.fromkeys(map(str, row.get("hosts") or ())))
-    return f"rank {ranks}{f' on {hosts}' if hosts else ''} {what}"
-
-
-def message_of_restart(row: dict[str, Any], facts: RunFacts) -> Message | None:
-    """Return the message about a row of restarts.jsonl: a start that ended in a crash, or the end of the supervision.
-
-    A hang has been reported by its event, and starts that are not followed by another one by the summary.
-    """
-    if "summary" in row:
-        return facts.message("end", "finished" if row["summary"] == "finished" else "the supervisor ended",
-                             f"{row['summary']}; {row.get('starts')} starts, goodput {row.get('goodput', 0):.1%}",
-                             step=row.get("last_step"))
-    reason = str(row.get("reason", ""))
-    if row.get("exit_code") in (FINISHED, REJECTED, STOPPED, GUARD) or reason.startswith("hang: "):
-        return None
-    return facts.message("crash", f"start {row.get('start')} ended", f"{reason}; newest checkpoint: step "
-                         f"{row.get('kept_step')}", step=row.get("last_step"))
-
-
-def message_of_end(report: dict[str, Any] | None, owner: str, facts: RunFacts) -> Message:
-    """Return the message about a run that ended without the event "stop". `report`: what its owner said, if it could.
-    """
-    if report is None:
-        return facts.message("crash", f"{owner} has ended", f"The process of {owner} was killed, or ran out of memory"
-                             + ("; the run may continue, but nobody restarts it" if owner == "the supervisor" else ""))
-    code = report.get("exit_code")
-    is_crash = code not in (FINISHED, REJECTED, STOPPED, GUARD, INTERRUPTED)
-    reason = ", ".join(filter(None, [str(report.get("reason", "")), "" if code is None else f"exit code {code}"]))
-    return facts.message("crash" if is_crash else "end", "crashed" if is_crash else "ended", reason)
+    def message_of_end(self, report: dict[str, Any] | None, owner: str) -> Message:
+        """Return the message about a run that ended without the event "stop". `report`: of its owner, if it could."""
+        if report is None:
+            return self.message("crash", f"{owner} has ended", f"{owner} was killed, or ran out of memory; if its "
+                                "processes still train, nobody watches them")
+        crashed, code = report["exit_code"] not in _NO_CRASH, report["exit_code"]
+        return self.message("crash" if crashed else "end", "crashed" if crashed else "ended",
+                            report["reason"] or f"exit code {code}")

@@ -2,75 +2,62 @@
 
 import contextlib
 import os
-import signal
 import subprocess
-import sys
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
+from pretrain.cli import say
 from pretrain.daemon_threads import DaemonThreads
 from pretrain.monitor.follow.messages import Message
 
 GROUPED_S = 600.0  # after a message, others of its kind are counted for this time
-_COMMAND_S = 30.0
+_COMMAND_S = "30"
 _RETRY_S = 30.0
 
-
-@dataclass
-class _Group:
-    ends: float
-    began: float
-    count: int = 0
-    last: Message | None = None
+Send = Callable[[Message], bool]
+"""Sends a message, and returns whether the receiver accepted it"""
 
 
 class Grouping:
     """Lets the first message of each kind through, and groups the others of the next minutes. Times are seconds."""
 
-    def __init__(self, seconds: float = GROUPED_S) -> None:
-        self._seconds = seconds
-        self._groups: dict[str, _Group] = {}
+    def __init__(self) -> None:
+        self._ends: dict[str, float] = {}  # kind -> end of its group
+        self._held: dict[str, tuple[int, Message]] = {}  # kind -> number of its messages in the group, the last one
 
     def add(self, message: Message, now: float) -> list[Message]:
         """Return what to send now: this message, or nothing if it was added to a group."""
-        group = self._groups.get(message.kind)
-        if group is None:
-            self._groups[message.kind] = _Group(now + self._seconds, now)
-            return [message]
-        group.count, group.last = group.count + 1, message
-        return []
+        if message.kind in self._ends:
+            self._held[message.kind] = self._held.get(message.kind, (0, message))[0] + 1, message
+            return []
+        self._ends[message.kind] = now + GROUPED_S
+        return [message]
 
     def take_due(self, now: float, *, everything: bool = False) -> list[Message]:
         """Return a message for each group whose time is over; with `everything`, for all groups."""
         found = []
-        for kind, group in list(self._groups.items()):
-            if not everything and now < group.ends:
-                continue
-            del self._groups[kind]
-            if group.last is not None:
-                is_single = group.count == 1
-                minutes = max((now - group.began) / 60, 1)
-                found.append(group.last if is_single else group.last.as_group(group.count, minutes))
-                self._groups[kind] = _Group(now + self._seconds, now)
+        for kind in [kind for kind, ends in self._ends.items() if everything or now >= ends]:
+            del self._ends[kind]
+            if kind in self._held:
+                count, last = self._held.pop(kind)
+                found.append(last if count == 1 else replace(
+                    last, headline=f"{count} more: {kind}", lines=(f"The last: {last.headline}", *last.lines)))
+                self._ends[kind] = now + GROUPED_S
         return found
 
 
 class Senders:
-    """Sends messages to all receivers. A receiver that fails costs one warning, and no other receiver waits for it.
+    """Sends each message to all receivers, each in a thread of its own: none waits for another one.
 
-    Args:
-        receivers: (name, function that sends a message and returns whether the receiver accepted it).
-        warn: prints a line.
+    A receiver that does not accept a message is one warning.
     """
 
-    def __init__(self, receivers: Sequence[tuple[str, Callable[[Message], bool]]], warn: Callable[[str], None]) -> None:
-        self._receivers = [(name, send, DaemonThreads(1, name="notify")) for name, send in receivers]
-        self._closing, self._warned, self._warn = threading.Event(), set[str](), warn
-        self._futures: list[Future[Any]] = []
+    def __init__(self, receivers: Mapping[str, Send]) -> None:
+        self._receivers = [(name, send, DaemonThreads(1, name="notify")) for name, send in receivers.items()]
+        self._closing, self._warned, self._futures = threading.Event(), set[str](), list[Future[Any]]()
 
     def send(self, message: Message) -> None:
         """Begin to send a message."""
@@ -83,21 +70,22 @@ class Senders:
         self._closing.set()
         wait(self._futures, timeout=seconds)
 
-    def _deliver(self, name: str, send: Callable[[Message], bool], message: Message) -> None:
+    def _deliver(self, name: str, send: Send, message: Message) -> None:
         """Send a message, once more after a while if the receiver did not accept it."""
-        for is_last in (self._closing.is_set(), True):
+        for pause_s in (0 if self._closing.is_set() else _RETRY_S, 0):
             with contextlib.suppress(Exception):  # of a service's client: its text may hold the URL
                 if send(message):
                     return
-            if is_last or self._closing.wait(_RETRY_S):
+            if pause_s == 0 or self._closing.wait(pause_s):
                 break
         if name not in self._warned:
             self._warned.add(name)
-            self._warn(f"warning: {name}: a message about the run was not accepted; the run continues, and later "
-                       "failures are not reported")
+            with contextlib.suppress(OSError):
+                say(f"warning: {name}: a message about the run was not accepted; the run continues, and later "
+                    "failures are not reported")
 
 
-def apprise_sender(urls: Sequence[str]) -> Callable[[Message], bool]:
+def apprise_sender(urls: Sequence[str]) -> Send:
     """Return a function that sends to URLs of apprise, which has time-outs of 4 s for connecting and for the answer."""
     import apprise
 
@@ -107,28 +95,14 @@ def apprise_sender(urls: Sequence[str]) -> Callable[[Message], bool]:
                                                 body_format="text"))
 
 
-def command_sender(command: str, directory: str) -> Callable[[Message], bool]:
-    """Return a function that gives a message to a shell command, which is killed after 30 s."""
+def command_sender(command: str, directory: str) -> Send:
+    """Return a function that gives a message to a shell command, which is killed after 30 s, even without this process.
+    """
     def send(message: Message) -> bool:
         environ = {**os.environ, "DS_PRETRAIN_EVENT": message.kind, "DS_PRETRAIN_RUN": str(message.run),
                    "DS_PRETRAIN_STEP": str(message.step)}
-        with subprocess.Popen(command, shell=True, cwd=directory, env=environ, text=True, start_new_session=True,
-                              stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as child:
-            try:
-                child.communicate(f"{message.title}\n{message.body}\n", timeout=_COMMAND_S)
-            except (subprocess.TimeoutExpired, BrokenPipeError):
-                with contextlib.suppress(OSError):
-                    os.killpg(child.pid, signal.SIGKILL)
-            return child.wait() == 0
+        return subprocess.run(["timeout", "-s", "KILL", _COMMAND_S, "sh", "-c", command], text=True, cwd=directory,
+                              input=f"{message.title}\n{message.body}\n", env=environ, start_new_session=True,
+                              stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode == 0
 
     return send
-
-
-def print_warning(line: str) -> None:
-    with contextlib.suppress(OSError):
-        print(f"ds-pretrain: {line}", file=sys.stderr, flush=True)
-
-
-def now() -> float:
-    """Return the time of a clock that stands still while the machine is suspended."""
-    return time.monotonic()

@@ -98,6 +98,7 @@ def runs(request: pytest.FixtureRequest, corpus: str, tmp_path_factory: pytest.T
             case(f"{layout}-off", "", values, {**usual, "flight_steps": 0}), case(f"{layout}-on", "", values, usual),
             case(f"{layout}-saved", "", values, {**usual, "exit_step": SAVED}),
             case(f"{layout}-resumed", "", values, usual, after=f"{layout}-saved"),
+            case(f"{layout}-compared", "", values, {**usual, "recompute_interval": 1}),
             *(plant_case(layout, plant, corpus) for plant in plants
               if (layout, plant) in [each.values for each in PLANTED_CASES])])
     found: dict[str, Any] = {}
@@ -144,6 +145,14 @@ def test_the_recorder_changes_no_bit_of_losses_and_checkpoints(layout: str, runs
     assert {*tensors[0]} == {*tensors[1]}
     assert [name for name, tensor in tensors[0].items() if not torch.equal(tensor, tensors[1][name])] == []
     assert not (runs[f"{layout}-off"][1] / "flight").exists()
+
+
+@pytest.mark.parametrize("layout", ALL_LAYOUTS)
+def test_micro_batches_that_are_computed_again_do_not_show_in_the_record(layout: str, runs: dict[str, Any]) -> None:
+    record, compared = record_of(runs, f"{layout}-on"), record_of(runs, f"{layout}-compared")
+    assert [*compared[0].rows] == [*record[0].rows] == [*range(1, STEPS + 1)]
+    assert all({*row} == {*record[rank].rows[step]} for rank in compared for step, row in compared[rank].rows.items())
+    assert differences(record, compared) == []
 
 
 @pytest.mark.parametrize("layout", ALL_LAYOUTS)

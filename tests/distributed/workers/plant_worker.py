@@ -1,6 +1,7 @@
 """One rank of a test: train each case of a JSON file as `pretrain/train.py` does, with a planted fault.
 
-See tests/support/plants.py. The result of a case: {"code", "error"}; everything else is in its run folder.
+See tests/support/plants.py. The result of a case: {"code", "error", "acted": {rank: names of what its plant has
+changed}}; everything else is in its run folder.
 """
 
 import shutil
@@ -11,6 +12,8 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 from pretrain import trainer
+from pretrain.analysis.replay.order import ReplayOrder
+from pretrain.distributed.collectives import gather
 from pretrain.distributed.world import running_environment
 from pretrain.errors import CorruptionError, GuardError
 from pretrain.resilience.launcher_watch import LauncherWatch
@@ -28,15 +31,22 @@ def train_planted(case: dict[str, Any]) -> dict[str, Any]:
         shutil.copytree(f"run-{case['after']}", f"run-{case['name']}")
     dist.barrier()
     start = start_of(case)
-    callbacks = StepCallbacks(planter.before_step, planter.after_step)
+    callbacks = StepCallbacks(planter.before_step, planter.after_step,
+                              ReplayOrder(case["last_step"]) if "last_step" in case else None)
     kept = {name: patch.object(trainer, name, lambda *args: None) for name in ("init_process_group",
                                                                               "leave_process_group")}
     guards = rank_guards(Path(start.plan.args.save), world, TimeOuts.from_flags(start.plan.args), LauncherWatch(world))
     with guards as guarded, planter.in_data(), kept["init_process_group"], kept["leave_process_group"]:
         try:
-            return {"code": trainer.train(start.plan, world, callbacks, guarded, start.weights), "error": ""}
+            found = {"code": trainer.train(start.plan, world, callbacks, guarded, start.weights), "error": ""}
         except (GuardError, CorruptionError) as error:
-            return {"code": type(error).__name__, "error": str(error)}
+            found = {"code": type(error).__name__, "error": str(error)}
+    return {**found, "acted": acted_of(planter)}
+
+
+def acted_of(planter: Planter) -> dict[int, list[str]]:
+    """Return what the plants of all ranks have changed, by rank. Collective."""
+    return {rank: names for rank, names in enumerate(gather(planter.acted)) if names}
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from pretrain.distributed.collectives import gather
 from pretrain.engine.attachments import attachments
 from pretrain.engine.recipe import router_values
 from pretrain.engine.steps import grad_norm, open_loader, train_batch
+from pretrain.engine.update_guard import guard_updates
 from pretrain.errors import CorruptionError
 from pretrain.monitor.read_run_folder import read_rows
 from pretrain.monitor.write_run_folder import RunFolder
@@ -33,7 +34,8 @@ def train(engine: deepspeed.DeepSpeedEngine, plan: Plan, steps: int, interval: i
     compared = Recomputation(replace(plan, args=replace(plan.args, recompute_interval=interval)), engine, folder,
                              Screen(active=False))
     loader, error = open_loader(engine, plan, "train"), ""
-    rows: dict[str, Any] = {"loss": [], "grad_norm": []}
+    rows: dict[str, Any] = {"loss": [], "grad_norm": [], "guard": []}
+    guard_updates(engine, lambda loss, norm: bool(rows["guard"].append((float(loss), float(norm)))))
     seconds, step_s, before = [], [], compared.before
 
     def timed() -> None:
@@ -54,6 +56,8 @@ def train(engine: deepspeed.DeepSpeedEngine, plan: Plan, steps: int, interval: i
         step_s.append(time.perf_counter() - began)
     loader.close()
     rows |= {"routers": router_values(engine, plan.model.num_layers), "random": int(torch.get_rng_state().sum())}
+    noise_scale = attachments(engine).update.noise_scale
+    rows["noise_scale"] = None if noise_scale is None else noise_scale.value()
     return {**rows, "state": "" if error else state_hash(engine), "error": error, "compared": len(seconds),
             "compare_s": statistics.median(seconds or [0]), "step_s": statistics.median(step_s or [0]),
             "recomputes": attachments(engine).recomputes}

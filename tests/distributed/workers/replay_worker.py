@@ -3,13 +3,22 @@
 A case is one of
 
     {"job": "train", ...}       a case of plant_worker.py
-    {"job": "replay", "name", "run", "step", "repeats", "plant", "plants"}
-                                question step "step" of the run folder "run". The fault "plant" acts in each replay, or
-                                "plants" has one for each. The result is the verdict.
-    {"job": "damage", "file", "keep"}    cut a file after "keep" bytes
+    {"job": "replay", "name", "run", "step", "repeats", "plant"}
+                                question step "step" of the run folder "run". The fault "plant" acts in each replay. The
+                                result is the verdict.
+    {"job": "replays", "name", "run", "step", "replays", "edit"}
+                                train replays, and leave the verdict to the caller. Each of "replays" is {"folder",
+                                "plant", "cross_check", "examine"}; "edit" is a change of a file for this time: {"file",
+                                "offset", "bytes" (a list)}. The result is {"error"}.
+
+Each result also has "cpu_s": the CPU time of all ranks.
 """
 
 import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,13 +28,14 @@ import torch.distributed as dist
 from deepspeed.utils import groups
 
 from pretrain import trainer
-from pretrain.analysis.replay import in_run
-from pretrain.analysis.replay.order import ReplayOrder
-from pretrain.analysis.replay.question import Replay, question, read_replay
-from pretrain.analysis.replay.target import find_target
+from pretrain.analysis.replay.order import ReplayOrder, read_order
+from pretrain.analysis.replay.question import Replay, order_of, question, read_replay
+from pretrain.analysis.replay.samples import examine_ordered
+from pretrain.analysis.replay.target import Target, find_target
 from pretrain.checkpoint.load.start import check_start
 from pretrain.commands.replay.launch import Layout, prepare
 from pretrain.config.flags.parse import parse_arguments
+from pretrain.distributed.collectives import gather
 from pretrain.distributed.device import detect_device
 from pretrain.distributed.world import running_environment
 from pretrain.errors import ConfigError, CorruptionError
@@ -33,67 +43,84 @@ from pretrain.monitor import announce
 from pretrain.resilience.launcher_watch import LauncherWatch
 from pretrain.resilience.watchdog import TimeOuts, rank_guards
 from pretrain.step_loop import StepCallbacks
-from tests.distributed.workers.plant_worker import train_planted
+from tests.distributed.workers.plant_worker import acted_of, train_planted
 from tests.support.cases_loop import each_case
-from tests.support.plants import Planter
+from tests.support.plants import Plant, Planter
+
+
+def train_replay(folder: Path, target: Target, order: ReplayOrder, plant: Plant | None) -> Replay:
+    """Train a replay in these processes, as `train_again` does with new ones."""
+    if dist.get_rank() == 0:
+        prepare(folder, target, Layout(), order)
+    dist.barrier()
+    groups.mpu = None
+    torch.manual_seed(0)
+    world = running_environment()
+    words = ["--config", str(folder / "run.yaml"), "--deepspeed_config", str(folder / "deepspeed.json"),
+             "--model", str(folder / "config.json"), "--save", str(folder / "run"),
+             "--replay", str(folder / "order.json")]
+    start = check_start(parse_arguments(words), world_size=dist.get_world_size(), device=detect_device())
+    order, planter = read_order(folder / "order.json"), Planter(plant)
+    kept = [patch.object(trainer, name, lambda *args: None) for name in ("init_process_group", "leave_process_group")]
+    guards = rank_guards(folder / "run", world, TimeOuts.from_flags(start.plan.args), LauncherWatch(world))
+    with guards as guarded, planter.in_data(), kept[0], kept[1]:
+        try:
+            callbacks = StepCallbacks(planter.before_step, replay=order, examine=partial(examine_ordered, order))
+            trainer.train(start.plan, world, callbacks, guarded, start.weights)
+        except CorruptionError as error:
+            print(error)
+    assert plant is None or acted_of(planter), f"the plant {plant} has not acted"
+    return read_replay(folder / "run")
 
 
 def replay_in_process(case: dict[str, Any]) -> dict[str, Any]:
     """Question a step, on all ranks: they read the same files, and so come to the same verdict."""
-    run, world = Path(case["run"]), running_environment()
-    plants = case.get("plants") or [case.get("plant")] * 10
+    target = find_target(Path(case["run"]), case["step"], case.get("before_rollback"))
+    dist.barrier()
 
     def train(number: int, order: ReplayOrder) -> Replay:
-        folder = Path(f"replays-{case['name']}") / f"replay_{number}"
-        if dist.get_rank() == 0:
-            prepare(folder, target, Layout(), order)
-        dist.barrier()
-        groups.mpu = None
-        torch.manual_seed(0)
-        words = ["--config", str(folder / "run.yaml"), "--deepspeed_config", str(folder / "deepspeed.json"),
-                 "--model", str(folder / "config.json"), "--save", str(folder / "run"),
-                 "--replay", str(folder / "order.json")]
-        start = check_start(parse_arguments(words), world_size=dist.get_world_size(), device=detect_device())
-        replay, planter = in_run.begin_replay(folder / "order.json"), Planter(plants[number - 1])
+        return train_replay(Path(f"replays-{case['name']}") / f"replay_{number}", target, order, case.get("plant"))
 
-        def before(step: int, engine: Any) -> None:
-            planter.before_step(step, engine)
-            replay.before_step(step, engine)
-
-        kept = [patch.object(trainer, name, lambda *args: None) for name in ("init_process_group",
-                                                                            "leave_process_group")]
-        guards = rank_guards(folder / "run", world, TimeOuts.from_flags(start.plan.args), LauncherWatch(world))
-        with guards as guarded, planter.in_data(), kept[0], kept[1]:
-            try:
-                trainer.train(start.plan, world, StepCallbacks(before, replay.after_step, replay.order), guarded,
-                              start.weights)
-            except CorruptionError as error:
-                print(error)
-        dist.barrier()
-        return read_replay(folder / "run")
-
-    try:
-        target = find_target(run, case["step"], case.get("before_rollback"))
-        dist.barrier()
-        return question(target, train, repeats=case.get("repeats", 2)).verdict.to_json()
-    except ConfigError as error:
-        return {"kind": "error", "certainty": "sure", "ranks": [], "evidence": [str(error)]}
+    return question(target, train, repeats=case.get("repeats", 2)).verdict.to_json()
 
 
-def damage(case: dict[str, Any]) -> dict[str, Any]:
-    if dist.get_rank() == 0:
-        os.truncate(case["file"], case["keep"])
+@contextmanager
+def edited(edit: dict[str, Any] | None) -> Iterator[None]:
+    """Change bytes of a file in the block."""
+    before, path = b"", Path(edit["file"]) if edit else Path()
+    if edit and dist.get_rank() == 0:
+        before, status = path.read_bytes(), path.stat()
+        new, first = bytes(edit["bytes"]), edit["offset"]
+        path.write_bytes(before[:first] + new + before[first + len(new):])
     dist.barrier()
-    return {}
+    yield
+    dist.barrier()
+    if edit and dist.get_rank() == 0:
+        path.write_bytes(before)
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    dist.barrier()
+
+
+def train_replays(case: dict[str, Any]) -> dict[str, Any]:
+    """Train the replays of a case."""
+    with edited(case.get("edit")):
+        try:
+            target = find_target(Path(case["run"]), case["step"])
+            dist.barrier()
+            for each in case["replays"]:
+                order = ReplayOrder(target.step, target.consumed_samples, order_of(target).vetoed,
+                                    bool(each.get("cross_check")), 1 if each.get("examine") else None)
+                train_replay(Path(each["folder"]), target, order, each.get("plant"))
+        except ConfigError as error:
+            return {"error": str(error)}
+    return {"error": ""}
 
 
 def run_case(case: dict[str, Any]) -> dict[str, Any]:
+    began, job = time.process_time(), {"train": train_planted, "replay": replay_in_process, "replays": train_replays}
     with patch.object(announce, "code_record", lambda run: {"commit": None}):  # three processes of git in each start
-        return _run_case(case)
-
-
-def _run_case(case: dict[str, Any]) -> dict[str, Any]:
-    return {"train": train_planted, "replay": replay_in_process, "damage": damage}[case["job"]](case)
+        result = job[case["job"]](case)
+    return {**result, "cpu_s": sum(gather(time.process_time() - began))}
 
 
 if __name__ == "__main__":
