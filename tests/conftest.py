@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _order(item: pytest.Item) -> int:
-    longest = ("test_quickstart.py", "test_chaos.py")
+    longest = ("test_quickstart.py", "test_chaos.py", "test_reproduce.py", "test_wrong_inputs.py")
     if item.path.name in longest:
         return longest.index(item.path.name)
     return len(longest) + (item.path.relative_to(Path(__file__).parent).parts[0] not in ("distributed", "cluster"))

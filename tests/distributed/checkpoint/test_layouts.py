@@ -163,7 +163,7 @@ CHANGES = {
                                              _with(pp2(1, precision="bf16"), **FP32_SUMS), 5e-3),
     "fp16_to_bf16": Change(fp16(pp2(1)), dp2(3, precision="bf16"), 5e-3, is_slow=True),
     "fp16_stage2_to_stage0": Change(fp16(dp2(2)), fp16(pp2(0)), 2e-3),
-    "fp16_stage0_to_stage3": Change(fp16(pp2(0)), fp16(dp2(3)), 2e-3),
+    "fp16_stage0_to_stage3": Change(fp16(pp2(0)), fp16(dp2(3)), 2e-3, is_slow=True),
     "fp16_unfused_to_stage2": Change(fp16(_with(pp2(0), **TORCH_ADAM)), fp16(_with(dp2(2), **TORCH_ADAM)), 2e-3),
     "fp16_stage2_to_unfused": Change(fp16(_with(dp2(2), **TORCH_ADAM)), fp16(_with(pp2(0), **TORCH_ADAM)), 2e-3),
     "offload_on": Change(pp2(1), dp2(3, **OFFLOADED, offload_param=CPU)),

@@ -14,7 +14,7 @@ BF16 = {"precision": "bf16"}
 # by number of ranks; a model with experts, or other flags, by the name of the layout
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     2: {"fp32_zero0": config(0), "zero1": config(1, **BF16), "zero3": config(3, **BF16),
-        "zero2_cpu": config(2, **BF16, offload_optimizer=CPU), "pipeline2_zero0": config(0, **BF16, stages=2),
+        "zero2_cpu": config(2, **BF16, offload_optimizer=CPU),
         "tensor2_zero3": tensor2(3, **BF16), "sequence2_zero3": sequence2(3, **BF16),
         "experts2_zero2": experts2(2, **BF16), "seq_length_schedule": config(1, **BF16, stages=2),
         "fp16_pipeline2_zero0": config(0, precision="fp16", stages=2), "fp16_zero2": config(2, precision="fp16")},
@@ -22,7 +22,8 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "tensor2_pipeline2": tensor2(1, **BF16, stages=2)},
 }
 SLOW: dict[int, dict[str, dict[str, Any]]] = {
-    2: {"zero0": config(0, **BF16), "zero2": config(2, **BF16), "pipeline2_zero1": config(1, stages=2),
+    2: {"zero0": config(0, **BF16), "zero2": config(2, **BF16), "pipeline2_zero0": config(0, **BF16, stages=2),
+        "pipeline2_zero1": config(1, stages=2),
         "zero3_cpu": config(3, **BF16, offload_optimizer=CPU, offload_param=CPU),
         "tensor2_zero0": tensor2(0, **BF16), "tensor2_zero1": tensor2(1), "tensor2_zero2": tensor2(2),
         "tensor2_zero2_cpu": tensor2(2, offload_optimizer=CPU),
