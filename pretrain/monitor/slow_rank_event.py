@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pretrain.errors import named
+from pretrain.monitor.slow_kinds import LINK
 
 SLOW_RANK = "slow_rank"  # the events
 SLOW_RANK_OVER = "slow_rank_over"
@@ -48,6 +49,8 @@ class Change:
         who = _names(self.ranks, self.hosts, self.stage, whole_hosts=self.whole_hosts)
         if self.event == SLOW_RANK_OVER:
             return f"{who} as fast as the others again, after {self.steps} steps"
+        if self.kind == LINK:
+            return f"{who} behind a slow network link since about step {self.since}: {self.evidence}"
         return (f"{who} {self.ratio:.2f} times as slow as the others since about step {self.since}; likely kind: "
                 f"{self.kind} ({self.evidence})")
 

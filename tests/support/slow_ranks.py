@@ -190,7 +190,7 @@ def niced(ranks: Ranks, rank: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def throttled(ranks: Ranks, rank: int, *, cpus: float = 0.1) -> Iterator[None]:
+def throttled(ranks: Ranks, rank: int, *, cpus: float = 0.03) -> Iterator[None]:
     """Move a rank to a control group with a quota of a part of a CPU. Needs version 1 of these groups, and root."""
     group = CPU_GROUPS / f"slow-rank-{os.getpid()}"
     group.mkdir()
@@ -266,7 +266,9 @@ def main() -> None:
     parser.add_argument("--plant", nargs="*", default=[], choices=list(PLANTS), help="kinds of slow ranks")
     parser.add_argument("--layouts", nargs="*", default=["zero1"], choices=list(LAYOUTS))
     parser.add_argument("--load", type=int, default=2, help="busy loops on this machine during healthy runs")
-    parser.add_argument("--seconds", type=float, default=60.0, help="length of a run")
+    parser.add_argument("--blocks", type=int, default=100, help="length of a healthy run")
+    parser.add_argument("--log_interval", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=60.0, help="length of a run with a slow rank")
     parser.add_argument("--from_start", action="store_true", help="the rank is slow from the first logged step on")
     parser.add_argument("--block_s", type=float, default=BLOCK_S, help="seconds of training that are one block")
     parser.add_argument("--folder", type=Path, default=None, help="where the runs remain")
@@ -277,15 +279,17 @@ def main() -> None:
         for number in range(arguments.healthy):
             layout = arguments.layouts[number % len(arguments.layouts)]
             with _busy(arguments.load):
-                ranks = Ranks(folder / f"healthy{number}", layout, block_s=arguments.block_s)
+                ranks = Ranks(folder / f"healthy{number}", layout, block_s=arguments.block_s,
+                              log_interval=arguments.log_interval)
                 try:
                     ranks.wait_for_steps()
-                    events = ranks.stop_after(arguments.seconds)
+                    ranks.wait_for_blocks(arguments.blocks, arguments.block_s)
+                    events = ranks.stop_after(0)
                 finally:
                     ranks.kill()
             alarms += len(events)
             print(f"healthy {number + 1:2} {layout} (load {os.getloadavg()[0]:.0f}, "
-                  f"{sum(row.steps for row in rows_of(ranks.run))} steps): {_text(events)}", flush=True)
+                  f"{arguments.blocks} blocks): {_text(events)}", flush=True)
         if arguments.healthy:
             print(f"{alarms} alarms in {arguments.healthy} healthy runs")
         for kind in arguments.plant:
