@@ -22,7 +22,7 @@ def paths(tree: Tree, prefix: str = "") -> Iterator[str]:
 
 
 DEFINED = {
-    "flags": {f"--{name}" for name in FLAGS if name != "local_rank"},
+    "flags": {f"--{name}" for name in FLAGS if name not in ("local_rank", "replay")},  # of launchers, of `replay`
     "json": set(paths(TREE)),
     "metrics": {*TRAINING_ROW, *OPTIONAL_KEYS},
     "events": set(EVENTS),

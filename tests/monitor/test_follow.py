@@ -122,7 +122,7 @@ def test_a_run_that_crashes(run: Path, server: Receivers, capfd: pytest.CaptureF
 @pytest.mark.parametrize(("owner", "rows", "code", "titles"), [
     (LAUNCHER, [event("start"), event("hang", 5, "rank 1 is stopped"), event("start", 4), event("stop", 9, "finished")],
      0, ["trains", "hang at step 5", "trains again from step 4", "finished"]),
-    (LAUNCHER, [event("start")], 137, ["trains", "crashed"]),
+    (LAUNCHER, [event("start"), event("start", 0)], 137, ["trains", "trains again from step 0", "crashed"]),
     (LAUNCHER, [], 2, ["ended"]),
 ])
 def test_how_a_run_ends(owner: str, rows: list[dict[str, Any]], code: int, titles: list[str],

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.config.flags.arguments import NOTIFY_KINDS
-from pretrain.errors import FINISHED, GUARD, INTERRUPTED, REJECTED, STOPPED, shorten
+from pretrain.errors import FINISHED, GUARD, INTERRUPTED, REJECTED, STOPPED, counted, shorten
 from pretrain.monitor.rows import EVENTS
 
 _LONGEST_REASON = 300  # characters
@@ -86,8 +86,9 @@ class RunState:
         """Return the message about a row of events.jsonl; None if there is none."""
         event, step, reason = row["event"], row.get("step", 0), row.get("reason", "")
         if event == "start":
-            return self.message("restart" if step else "start", f"trains again from step {step}" if step else "trains",
-                                f"{row.get('world_size')} ranks", step=step)
+            again = step > 0 or self.events["start"] > 1
+            kind, headline = ("restart", f"trains again from step {step}") if again else ("start", "trains")
+            return self.message(kind, headline, f"{row.get('world_size')} ranks", step=step)
         kind = _KIND_OF_EVENT.get(event, event)
         if kind not in NOTIFY_KINDS or row.get("finding") == "off":
             return None
@@ -105,7 +106,8 @@ class RunState:
         """
         if "summary" in row:
             return self.message("end", "finished" if row["summary"] == "finished" else "the supervisor ended",
-                                f"{row['summary']}; {row.get('starts')} starts, goodput {row.get('goodput', 0):.1%}",
+                                f"{row['summary']}; {counted(row.get('starts', 0), 'start')}, goodput "
+                                f"{row.get('goodput', 0):.1%}",
                                 step=row.get("last_step"))
         reason = str(row.get("reason", ""))
         if row.get("exit_code") in _NO_CRASH or reason.startswith("hang: "):
