@@ -9,7 +9,9 @@ import pytest
 
 from pretrain.analysis.replay.causes import CAUSES
 from pretrain.analysis.replay.compare import compare, compare_loosely
-from pretrain.analysis.replay.target import find_target, parse_target
+from pretrain.analysis.replay.order import ReplayOrder
+from pretrain.analysis.replay.question import Replay, question
+from pretrain.analysis.replay.target import Target, find_target, parse_target
 from pretrain.analysis.replay.verdict import Verdict, judge
 from pretrain.errors import ConfigError
 from pretrain.monitor.flight.record_files import Header, RankRecord
@@ -108,7 +110,7 @@ def test_equal_records_are_reproducible_and_other_ranks_find_one_that_is_always_
     assert (verdict(records(), recomputed=()).kind, verdict(records(), recomputed=()).certainty) == ("reproducible",
                                                                                                      "sure")
     assert verdict(records()).also == ["wrong_rank"]  # no other rank has computed the micro-batches
-    event = {"finding": "wrong", "ranks": [1], "step": 2, "layer": "layer 1", "direction": "forward",
+    event = {"finding": "wrong", "ranks": [1], "step": 2, "layer": "layer 1 (Block)", "direction": "forward",
              "reason": "the majority"}
     found = verdict(records(), recomputed=[event])
     assert (found.kind, found.certainty, found.ranks, found.layer) == ("wrong_rank", "sure", [1], "1")
@@ -137,6 +139,11 @@ def test_a_difference_in_a_pipeline_begins_in_the_first_stage_that_has_it() -> N
                                           1: {"layers_forward": [8, 9, 9], "rank_loss": 2.1}})
     found = judge(compare(run, records(4, pipe=2), 1, 6), [compare(records(4, pipe=2), records(4, pipe=2), 1, 6)])
     assert (found.ranks, found.pipeline_stage, found.layer) == ([0], 0, "1")
+    # the loss of the last stage reaches the first one
+    run = changed(records(4, pipe=2), 3, {2: {"rank_loss": 2.1}, 3: {"layers_forward": [3, 3, 9], "rank_loss": 2.1}})
+    found = judge(compare(run, records(4, pipe=2), 1, 6), [compare(records(4, pipe=2), records(4, pipe=2), 1, 6)])
+    assert (found.ranks, found.pipeline_stage, found.layer) == ([3], 1, "2")
+    assert verdict(without_checksums(run, 3), [records(4, pipe=2)] * 2).ranks == [2, 3]
 
 
 def test_another_layout_is_compared_with_a_tolerance() -> None:
@@ -144,6 +151,21 @@ def test_another_layout_is_compared_with_a_tolerance() -> None:
     assert compare_loosely(near, records(1), 1, 6, tolerance=2e-5).step is None
     far = changed(records(), 3, {0: {"loss": 2.001}}, later=False)
     assert compare_loosely(far, records(1), 1, 6, tolerance=2e-5).differing == {0: ["loss"]}
+
+
+@pytest.mark.parametrize(("line", "kind"), [
+    ("--train_data a: this is not the data that x was trained on (SHA-256 1 there, SHA-256 2 here)", "data_changed"),
+    ("--seed 3: the checkpoint has 4", "")])
+def test_a_replay_that_is_rejected_because_of_its_data_is_an_answer(line: str, kind: str, tmp_path: Path) -> None:
+    def train(number: int, order: ReplayOrder) -> Replay:
+        raise ConfigError.from_line(f"the replay was rejected: {line}")
+
+    target = Target(tmp_path, 3, 0, {"flags": {}, "layout": {"world_size": 1}}, None, 0, None)
+    if kind:
+        assert question(target, train, repeats=2).verdict.kind == kind
+    else:
+        with pytest.raises(ConfigError, match="--seed 3"):
+            question(target, train, repeats=2)
 
 
 @pytest.mark.parametrize("text", ["run", "run@", "@5", "run@x", "run@0", "run@-1", "run@1.5", "run@" + "9" * 30])

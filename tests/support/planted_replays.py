@@ -92,11 +92,10 @@ class PlantedData:
         return document
 
     @cached_property
-    def change(self) -> dict[str, Any]:
-        """A change of some bytes of the source `other` that the second step after the checkpoint reads."""
+    def change(self) -> tuple[int, bytes]:
+        """A change of the source `other`, which the second step after the checkpoint reads: first byte, new bytes."""
         source, document = self._document_of(1, "other")
-        first = int(source.document_offsets(document, document + 1)[0])
-        return {"file": str(self.folder / "other.bin"), "offset": 2 * first, "bytes": [65, 0] * _FEWEST_PLANTED}
+        return 2 * int(source.document_offset(document)), bytes([65, 0] * _FEWEST_PLANTED)
 
     def _document_of(self, step: int, name: str) -> Any:
         """Return a source, and a document of it of which a sample of the step has many tokens."""
@@ -129,7 +128,7 @@ def cases_of(layout: str, data: PlantedData, planted: list[Planted], trained: in
                               plant=each.plant, last_step=last))
         if each.replays:
             found.append({"name": f"{each.name}_replays", "job": "replays", "run": f"run-{_run_of(each)}",
-                          "step": _asked(each, trained), "edit": data.change if each.edit else None, "replays": [
+                          "step": _asked(each, trained), "replays": [
                               {"folder": f"replays-{each.name}/{replay['name']}", **replay}
                               for replay in each.replays]})
     return found
@@ -188,8 +187,9 @@ def _edited(planted: Planted, data: PlantedData) -> Iterator[None]:
     if planted.edit == "cut":
         path.write_bytes(before[:len(before) * 2 // 3])
     elif planted.edit:
-        edit = data.change
-        path.write_bytes(before[:edit["offset"]] + bytes(edit["bytes"]) + before[edit["offset"] + len(edit["bytes"]):])
+        first, new = data.change
+        assert before[first:first + len(new)] != new
+        path.write_bytes(before[:first] + new + before[first + len(new):])
     yield
     if planted.edit:
         path.write_bytes(before)
@@ -229,12 +229,10 @@ def why_not_planted(layout: str, folder: Path, planted: Planted, acted: dict[str
     if planted.plant is not None:
         wanted = ranks if planted.rank is None else {str(planted.rank)}
         return "" if {*acted} == wanted else f"the plant acted on the ranks {sorted(acted)}, not {sorted(wanted)}"
-    if planted.poison or planted.edit == "changed":
-        step = trained + (1 if planted.poison else 2)
-        run = folder / (f"run-{planted.name}" if planted.poison else f"replays-{planted.name}/replay_1/run")
-        tokens = [[record.rows[step]["tokens"] for _, record in sorted(read_replay(each).recorded.items())]
-                  for each in (folder / f"run-{PLAIN}", run)]
-        return "" if tokens[0] != tokens[1] else f"step {step} has read the same tokens as without the fault"
+    if planted.poison:
+        tokens = [[record.rows[trained + 1]["tokens"] for _, record in sorted(read_replay(run).recorded.items())]
+                  for run in (folder / f"run-{PLAIN}", folder / f"run-{planted.name}")]
+        return "" if tokens[0] != tokens[1] else "the step has read the same tokens as without the document"
     return ""
 
 
@@ -253,7 +251,9 @@ def run_planted(layout: str, folder: Path, planted: list[Planted], trained: int 
     found = dict[str, dict[str, Any]]()
     for each in planted:
         with _edited(each, data):
-            answer = (answer_of_command if by_command else answer_of)(folder, each, trained)
+            # the ranks of a replay compare the hashes of the data themselves
+            is_command = by_command or each.edit == "changed"
+            answer = (answer_of_command if is_command else answer_of)(folder, each, trained)
         answer |= {"planted_document": documents.get(each.poison), "replays": results.get(f"{each.name}_replays")}
         problem = why_not_planted(layout, folder, each, results.get(each.name, {}).get("acted", {}), trained)
         found[each.name] = {**answer, "problem": problem,

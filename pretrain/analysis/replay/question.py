@@ -1,5 +1,6 @@
 """Question a step: replay it, compare, repeat if needed, and return the verdict. The caller trains. No torch."""
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from pretrain.monitor.read_run_folder import read_events, read_starts
 RECOMPUTATION = "recomputation"  # event of a micro-batch that another rank has computed with another result
 _FROM_METRICS = ("loss", "grad_norm", "lr", "loss_scale")
 _TOLERANCES = {"fp32": 2e-5, "bf16": 2e-3, "fp16": 2e-3}  # largest relative difference of losses in another layout
+_CHANGED_DATA = re.compile(r"rejected: --train_data .* that .* was trained on \(")  # checkpoint/load/same_data.py
 _SOFTWARE = ("python", "torch", "deepspeed", "transformers")
 
 
@@ -62,8 +64,7 @@ def question(target: Target, train: Train, *, repeats: int, is_other_layout: boo
     """Replay a step, once more if the first replay differs from the run, and return the answer. Raises ConfigError."""
     notes = list(target.notes)
     if target.data_problem and not target.start["flags"].get("allow_other_data"):
-        found = Verdict("data_changed", SURE, evidence=[target.data_problem], remedy=CAUSES["data_changed"].remedy)
-        return Answer(found, notes, [], None)
+        return _other_data(target.data_problem, notes)
     notes += [target.data_problem] if target.data_problem else []
     order = order_of(target)
     recorded = target.recorded or recorded_in_metrics(target)
@@ -71,7 +72,12 @@ def question(target: Target, train: Train, *, repeats: int, is_other_layout: boo
         notes.append("the run has no flight record of these steps: only what metrics.jsonl has is compared (loss, "
                      "gradient norm, learning rate)")
     first = target.first_step + 1
-    replays = [train(1, order)]
+    try:
+        replays = [train(1, order)]
+    except ConfigError as error:
+        if _CHANGED_DATA.search(str(error)) is None:
+            raise
+        return _other_data(str(error), notes)  # the start of a replay also compares hashes of all bytes
     if is_other_layout:
         return _in_other_layout(target, recorded, replays[0], notes)
     run = compare(recorded, replays[0].recorded, first, target.step,
@@ -88,6 +94,11 @@ def question(target: Target, train: Train, *, repeats: int, is_other_layout: boo
                       and event.get("finding") != "off"]
     found = judge(run, between, other_machine=machine_differences(target, replays[0]), recomputed=recomputed)
     return Answer(found, notes, replays, run)
+
+
+def _other_data(problem: str, notes: list[str]) -> Answer:
+    return Answer(Verdict("data_changed", SURE, evidence=[problem], remedy=CAUSES["data_changed"].remedy), notes, [],
+                  None)
 
 
 def _num_data_ranks(target: Target) -> int:

@@ -99,10 +99,10 @@ def _wrong_rank(run: Comparison, recomputed: Sequence[dict[str, Any]], lines: li
     """Return the verdict if ranks compute the same micro-batch with different results."""
     event = recomputed[0]
     suspects = [rank for rank in event.get("ranks") or [] if isinstance(rank, int)]
+    layer = str(event.get("layer") or "").removeprefix("layer ").partition(" ")[0]  # without the name of its class
     found = Verdict("wrong_rank", SURE, step=event.get("step"), stage=event.get("direction"),
-                    direction=event.get("direction"), layer=str(event.get("layer", "")).removeprefix("layer ") or None,
-                    ranks=suspects,
-                    hosts=run.hosts(suspects), now=True, remedy=CAUSES["wrong_rank"].remedy,
+                    direction=event.get("direction"), layer=layer or None,
+                    ranks=suspects, hosts=run.hosts(suspects), now=True, remedy=CAUSES["wrong_rank"].remedy,
                     evidence=[*lines, str(event.get("reason"))])
     if event.get("finding") in ("wrong", "flaky"):
         return found
@@ -175,9 +175,10 @@ def _forward(found: Comparison) -> Verdict:
     for rank in ranks:
         positions = found.positions(rank, "layers_forward")
         begins[rank] = (found.coordinate(rank, "pipeline"), min(positions) if positions else float("inf"))
-    if not any(index < float("inf") for _, index in begins.values()):  # the loss alone: computed by the last stage
-        last = max(stage for stage, _ in begins.values())
-        begins = {rank: where for rank, where in begins.items() if where[0] == last or not found.has("layers_forward")}
+    # a loss alone shows no beginning: the last pipeline stage, which computes it, sends it to the others
+    last = max(stage for stage, _ in begins.values())
+    begins = {rank: where for rank, where in begins.items() if where[1] < float("inf")} or {
+        rank: (last, where[1]) for rank, where in begins.items() if where[0] == last or not found.has("layers_forward")}
     ranks, layer = _earliest(found, begins)
     # a layer at which all begin, with equal inputs, is where each of them was computed
     verdict = _start(found, "forward", ranks, layer=layer, direction=FORWARD)

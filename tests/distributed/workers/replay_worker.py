@@ -6,18 +6,14 @@ A case is one of
     {"job": "replay", "name", "run", "step", "repeats", "plant"}
                                 question step "step" of the run folder "run". The fault "plant" acts in each replay. The
                                 result is the verdict.
-    {"job": "replays", "name", "run", "step", "replays", "edit"}
+    {"job": "replays", "name", "run", "step", "replays"}
                                 train replays, and leave the verdict to the caller. Each of "replays" is {"folder",
-                                "plant", "cross_check", "examine"}; "edit" is a change of a file for this time: {"file",
-                                "offset", "bytes" (a list)}. The result is {"error"}.
+                                "plant", "cross_check", "examine"}. The result is {"error"}.
 
 Each result also has "cpu_s": the CPU time of all ranks.
 """
 
-import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -84,35 +80,17 @@ def replay_in_process(case: dict[str, Any]) -> dict[str, Any]:
     return question(target, train, repeats=case.get("repeats", 2)).verdict.to_json()
 
 
-@contextmanager
-def edited(edit: dict[str, Any] | None) -> Iterator[None]:
-    """Change bytes of a file in the block."""
-    before, path = b"", Path(edit["file"]) if edit else Path()
-    if edit and dist.get_rank() == 0:
-        before, status = path.read_bytes(), path.stat()
-        new, first = bytes(edit["bytes"]), edit["offset"]
-        path.write_bytes(before[:first] + new + before[first + len(new):])
-    dist.barrier()
-    yield
-    dist.barrier()
-    if edit and dist.get_rank() == 0:
-        path.write_bytes(before)
-        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    dist.barrier()
-
-
 def train_replays(case: dict[str, Any]) -> dict[str, Any]:
     """Train the replays of a case."""
-    with edited(case.get("edit")):
-        try:
-            target = find_target(Path(case["run"]), case["step"])
-            dist.barrier()
-            for each in case["replays"]:
-                order = ReplayOrder(target.step, target.consumed_samples, order_of(target).vetoed,
-                                    bool(each.get("cross_check")), 1 if each.get("examine") else None)
-                train_replay(Path(each["folder"]), target, order, each.get("plant"))
-        except ConfigError as error:
-            return {"error": str(error)}
+    try:
+        target = find_target(Path(case["run"]), case["step"])
+        dist.barrier()
+        for each in case["replays"]:
+            order = ReplayOrder(target.step, target.consumed_samples, order_of(target).vetoed,
+                                bool(each.get("cross_check")), 1 if each.get("examine") else None)
+            train_replay(Path(each["folder"]), target, order, each.get("plant"))
+    except ConfigError as error:
+        return {"error": str(error)}
     return {"error": ""}
 
 
