@@ -11,8 +11,8 @@ nothing is wrong in the replay, so that they are trained once. Then the cases ar
     unsure      the verdict says so, and names the cause among others, although more can be known
     wrong       anything else
 
-A fault that has changed nothing is an error: the exit code is 1. If FOLDER has all runs already, they are only
-questioned again.
+A fault that has changed nothing is wrong, too. The exit code is 1 if there is a wrong answer. If FOLDER has all runs
+already, they are only questioned again.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import os
 import subprocess
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -43,6 +43,7 @@ from tests.support.cases import case, flags
 from tests.support.launch import ROOT, run_worker
 from tests.support.planted_cases import BATCHES, HEALTHY, LAYOUTS, PLAIN, SPARSE, TRAINED, TWICE, Planted, planted_cases
 from tests.support.planted_documents import (
+    REMARKS,
     SEED,
     SEQ_LENGTH,
     VOCAB,
@@ -57,7 +58,7 @@ _LIMIT_S = 4 * 3600.0
 _AFTER = 3  # steps that each case trains after the checkpoint
 _FEWEST_PLANTED = 40  # tokens of a planted document in a sample
 _TENSOR_GROUPS = {0: [0, 1], 1: [0, 1], 2: [2, 3], 3: [2, 3]}  # ranks whose outputs are one sum
-COLUMNS = ("right", "unsure", "unsure, cause not named", "wrong", "not planted")
+GRADES, ALL = ("right", "unsure", "wrong"), "all"
 
 
 class PlantedData:
@@ -104,7 +105,7 @@ class PlantedData:
             for piece in pieces_of(dataset, sample):
                 bounds = piece.source.document_offsets().clip(piece.start, piece.start + piece.length)
                 document = int(np.diff(bounds).argmax())
-                if Path(piece.source.prefix).name == name and np.diff(bounds)[document] >= _FEWEST_PLANTED:
+                if Path(str(piece.source.prefix)).name == name and np.diff(bounds)[document] >= _FEWEST_PLANTED:
                     return piece.source, document
         raise AssertionError(f"no sample of the step has many tokens of a document of {name}")
 
@@ -115,7 +116,7 @@ def cases_of(layout: str, data: PlantedData, planted: list[Planted], trained: in
     common = {**flags("", steps=400), "split": "1,0,0", "seq_length": SEQ_LENGTH, "seed": SEED, "log_interval": 1,
               "tokenizer": str(data.tokenizer), "model_overrides": f"vocab_size={VOCAB},n_layer=2,n_embd=64",
               "flight_interval": 1, "eval_interval": 0, "replica_check_interval": 0, "max_bad_steps": 100,
-              "step_timeout": 0, "first_step_timeout": 0, "save_interval": trained, "train_data": data.words()}
+              "step_timeout": 0, "first_step_timeout": 0, "save_interval": 0, "train_data": data.words()}
     last = trained + _AFTER
     found = [case("base", "train", values, {**common, "exit_step": trained})]
     plain = [each for each in planted if each.name == PLAIN] or [Planted(PLAIN, "", "reproducible", replays=TWICE)]
@@ -254,6 +255,8 @@ def run_planted(layout: str, folder: Path, planted: list[Planted], trained: int 
             # the ranks of a replay compare the hashes of the data themselves
             is_command = by_command or each.edit == "changed"
             answer = (answer_of_command if is_command else answer_of)(folder, each, trained)
+        remarks = [line for document in answer.get("documents", [])[:1] for line in document["odd"]]
+        answer |= {"is_kind_named": any(REMARKS.get(each.poison, "?") in line for line in remarks)}
         answer |= {"planted_document": documents.get(each.poison), "replays": results.get(f"{each.name}_replays")}
         problem = why_not_planted(layout, folder, each, results.get(each.name, {}).get("acted", {}), trained)
         found[each.name] = {**answer, "problem": problem,
@@ -271,24 +274,26 @@ def main() -> int:
     args = parser.parse_args()
     folder, names = args.folder.absolute(), [word for word in args.words if word in LAYOUTS] or list(LAYOUTS)
     only = {*args.words} - {*LAYOUTS}
-    counts: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    counts: dict[str, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))  # by row and layout
     for layout in names:
         began = time.monotonic()
         planted = [each for each in planted_cases(layout) if not only or each.name in only]
         answers = run_planted(layout, folder / layout, planted, by_command=args.command)
         (folder / f"{layout}{'-command' * args.command}.json").write_text(json.dumps(answers, indent=1))
         for each in planted:
-            answer = answers[each.name]
-            rows = [each.group] if each.group in (SPARSE, HEALTHY) else [each.group, f"layout {layout}", "all"]
-            for row in rows:
-                counts[row][answer["grade"]] += 1
-            if answer["grade"] != "right":
-                print(f"{layout} {each.name}: {answer['grade']}: {json.dumps(answer)}")
-        print(f"{layout}: {time.monotonic() - began:.0f} s", flush=True)
-    print(f"| fault | {' | '.join(COLUMNS)} |\n| --- {'| --- ' * len(COLUMNS)}|")
-    for group, found in counts.items():
-        print(f"| {group} | {' | '.join(str(found[name]) for name in COLUMNS)} |")
-    return int(counts["all"]["wrong"] + sum(found["not planted"] for found in counts.values()) > 0)
+            found = answers[each.name]["grade"]
+            for row in [each.group] if each.group in (SPARSE, HEALTHY) else [each.group, ALL]:
+                counts[row][layout][found if found in GRADES else GRADES[-1]] += 1
+            if found != "right":
+                print(f"{layout} {each.name}: {found}: {json.dumps(answers[each.name])}")
+        print(f"{layout}: {time.monotonic() - began:.0f} s; what is odd about the document is named in "
+              f"{sum(answer['is_kind_named'] for answer in answers.values())} of "
+              f"{sum(bool(each.poison) for each in planted)} cases", flush=True)
+    print(f"| {' / '.join(GRADES)} | {' | '.join(names)} |\n| --- {'| --- ' * len(names)}|")
+    for row, by_layout in sorted(counts.items(), key=lambda each: each[0] == ALL):
+        cells = [" / ".join(str(by_layout[layout][each]) for each in GRADES) for layout in names]
+        print(f"| {row} | {' | '.join(cells)} |")
+    return int(any(found["wrong"] for by_layout in counts.values() for found in by_layout.values()))
 
 
 if __name__ == "__main__":
