@@ -1,4 +1,4 @@
-"""What slows this thread down on its host: counters of the kernel, and of NVIDIA's driver. A read takes 0.1 ms.
+"""What slows this thread down on its host: counters of the kernel, and of NVIDIA's driver. A read takes 0.15 ms.
 
 All counters are those of the thread that calls `read`, which executes the training steps, except for the throttling of
 its control group.

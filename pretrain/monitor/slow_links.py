@@ -2,8 +2,8 @@
 
 A slow link makes all ranks wait for longer, and is in no rank's own time. The shortest of the ranks' waiting times has
 no waiting for a slow rank, only for transfers. If it grows for long, the ranks measure some links in the next logged
-steps (link_probe.py), as they did at the start of the run. A rank all of whose links are slow is named: of several
-hosts, only the links between hosts count, and the host is named.
+steps (link_probe.py), as they did at the start of the run. A rank all of whose links are slow, and still are 16 blocks
+later, is named. Of several hosts, only the links between hosts count, and the host is named.
 """
 
 import math
@@ -39,6 +39,7 @@ class SlowLinks:
         self._rows, self._trained_s, self._next_s = 0, 0.0, 0.0
         self._probes: list[Seconds] = []
         self._first: Seconds = {}  # at the start of the run
+        self._found: list[int] = []  # ranks with slow links, when they were measured last
         self._slow: Change | None = None
         self.wants_probe = False  # in the next logged step
 
@@ -76,13 +77,19 @@ class SlowLinks:
         if not self._first:
             self._first = shortest
             return []
-        self._next_s = self._trained_s + _PAUSE_S
         found = slow_links(shortest, self._first, self._places)
-        was_slow, step = self._slow, self._blocks.blocks[-1].step
-        self._slow = (was_slow or self._report(*found)) if found else None
-        if was_slow is None:
-            return [self._slow] if self._slow is not None else []
-        return [] if found else [was_slow.ended(step)]
+        ranks, before, was_slow = found[0] if found else [], self._found, self._slow
+        self._found, self._next_s = ranks, self._trained_s + _PAUSE_S
+        if was_slow is not None:
+            self._slow = was_slow if found else None
+            return [] if found else [was_slow.ended(self._blocks.blocks[-1].step)]
+        if found is None:
+            return []
+        if ranks != before:  # busy CPUs make a link slow for some steps: measured again
+            self._next_s = self._trained_s + WINDOW * self._blocks.seconds
+            return []
+        self._slow = self._report(*found)
+        return [self._slow]
 
     def _report(self, ranks: list[int], slow_s: float, usual_s: float) -> Change:
         blocks, (waits, _) = list(self._blocks.blocks), self._waits()

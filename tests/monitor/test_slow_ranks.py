@@ -102,6 +102,13 @@ def test_a_slow_rank_is_named_with_its_kind(layout: str, kind: str) -> None:
     assert ended.record().keys() == {*EVENTS[SLOW_RANK_OVER][0].split(), "step"}
 
 
+def test_a_very_slow_rank_is_named_after_few_rows() -> None:
+    """A step takes ten times as long: twelve rows would be many minutes."""
+    cluster = CLUSTERS["data_parallel"]
+    begun, = changes(cluster, series(cluster, 64, Fault((2,), {"backward": 4000, "run_delay": 4000})))
+    assert (begun.ranks, begun.kind) == ([2], "other load")
+
+
 @pytest.mark.parametrize("layout", [name for name in CLUSTERS if CLUSTERS[name].stages != 4 or "8x8" in name])
 def test_a_rank_that_was_always_slow_is_found(layout: str) -> None:
     cluster = CLUSTERS[layout]

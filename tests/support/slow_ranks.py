@@ -245,7 +245,7 @@ EXPECTED = {"stopped": "stopped", "niced": "other load", "throttled": "throttlin
 def plant(folder: Path, kind: str, layout: str, rank: int, *, seconds: float, from_start: bool = False,
           block_s: float = BLOCK_S) -> tuple[list[dict[str, Any]], float]:
     """Train with a slow rank, and return the events, and the seconds after which the first came."""
-    environ = {"SLOW_READS_RANK": str(rank), "SLOW_READS_FILE": str(folder / "slow"), "SLOW_READS_S": "0.1"} \
+    environ = {"SLOW_READS_RANK": str(rank), "SLOW_READS_FILE": str(folder / "slow"), "SLOW_READS_S": "0.5"} \
         if kind == "slow_reads" else {}
     with contextlib.ExitStack() as stack:
         network = Network(4, stack) if kind == "slow_link" else None
