@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pretrain.monitor.rank_times import RANK_TIMES
 from pretrain.monitor.read_run_folder import read_metrics
 from pretrain.paths import STOP_FILE
 from tests.support.cases import config, flags
@@ -60,7 +59,7 @@ def test_the_others_wait_for_a_rank_that_is_stopped(corpus: str, tmp_path: Path)
     assert int(waits.argmin()) == SLOW
     named = [row["slowest_rank"] for row in read_metrics(run) if "slowest_rank" in row][HEALTHY_ROWS + 1:]
     assert max(set(named), key=named.count) == SLOW
-    header = json.loads((run / RANK_TIMES).read_text().splitlines()[0])
+    header = json.loads((run / "rank_times.jsonl").read_text().splitlines()[0])
     assert (header["start"], len(header["hosts"])) == (0, 4)
     assert header["coordinates"][SLOW] == {"pipeline": 0, "data": SLOW, "sequence": 0, "tensor": 0}
 
