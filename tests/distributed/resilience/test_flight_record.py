@@ -94,8 +94,9 @@ def runs(request: pytest.FixtureRequest, corpus: str, tmp_path_factory: pytest.T
             path = folder / f"{layout}.json"
             path.write_text(json.dumps(more["values"]))
             usual |= {"model": str(path), "model_overrides": "vocab_size=256"}
+        off = {**{key: value for key, value in usual.items() if key != "flight_interval"}, "flight_steps": 0}
         cases.setdefault(ranks, []).extend([
-            case(f"{layout}-off", "", values, {**usual, "flight_steps": 0}), case(f"{layout}-on", "", values, usual),
+            case(f"{layout}-off", "", values, off), case(f"{layout}-on", "", values, usual),
             case(f"{layout}-saved", "", values, {**usual, "exit_step": SAVED}),
             case(f"{layout}-resumed", "", values, usual, after=f"{layout}-saved"),
             case(f"{layout}-compared", "", values, {**usual, "recompute_interval": 1}),
