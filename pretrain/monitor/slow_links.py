@@ -123,6 +123,6 @@ def slow_links(seconds: Seconds, first: Seconds, places: Sequence[Place]) -> tup
     limit = max(_SLOW_RATIO, math.sqrt(max(best.values())))
     ranks = [rank for rank, group in enumerate(groups) if best.get(group, 1.0) > limit]
     shown = [pair for pair in pairs if set(pair) & set(ranks)]
-    if not shown:
+    if not shown or (not several and 2 * len(ranks) > len(places)):  # most ranks of a host: its CPUs are busy
         return None
     return ranks, float(np.median([seconds[pair] for pair in shown])), float(np.median([usual[pair] for pair in shown]))
