@@ -117,7 +117,10 @@ def read_order(skip_samples: str | None, reorder_samples: str | None, first_samp
 
 def recorded_read_order(flags: dict[str, Any]) -> ReadOrder:
     """Return the order of a run from the flags in its run.json, or from the recipe of a manifest."""
-    return read_order(flags.get("skip_samples"), flags.get("reorder_samples"))
+    values = [flags.get(name) for name in ("skip_samples", "reorder_samples")]
+    if not all(isinstance(value, (str, type(None))) for value in values):
+        raise ConfigError(SKIP, problem="its value, or that of --reorder_samples, in the record of the run is damaged")
+    return read_order(*values)
 
 
 def _parse(flag: str, text: str | None, example: str, *, single: bool = False) -> list[tuple[int, int, int]]:
