@@ -30,6 +30,8 @@ def set_deterministic(deterministic: bool) -> None:
     """
     import torch
 
+    if deterministic == torch.are_deterministic_algorithms_enabled():
+        return  # the next call imports torch's compiler, which takes a second
     torch.use_deterministic_algorithms(deterministic)
     setattr(torch.utils.deterministic, "fill_uninitialized_memory", not deterministic)  # noqa: B010 (for mypy)
     torch.backends.cudnn.deterministic = deterministic
