@@ -9,6 +9,7 @@ import torch
 
 from pretrain.config.run_length import RunLength
 from pretrain.data.samples.blend import BlendedSamples
+from pretrain.data.samples.read_order import read_order
 from pretrain.data.token_schedules import fixed_batch
 from pretrain.engine.update_guard import FP16_OVERFLOW, NON_FINITE_GRADIENT, NON_FINITE_LOSS, VETO, SkippedUpdate
 from pretrain.errors import GuardError
@@ -29,7 +30,8 @@ class Run:
         args = SimpleNamespace(**{"spike_window": 16, "spike_threshold": 6.0, "spike_policy": "warn",
                                   "max_bad_steps": 3, **flags})
         plan: Any = SimpleNamespace(args=args, last_step=10_000, length=RunLength(10_000, fixed_batch(8), seq_length=4),
-                                    datasets={"train": train or SimpleNamespace(samples_per_epoch=50)})
+                                    datasets={"train": train or SimpleNamespace(samples_per_epoch=50)},
+                                    read_order=read_order(None, None))
         self.engine: Any = SimpleNamespace(device=torch.device("cpu"), skipped_steps=0,
                                            ds_pretrain=SimpleNamespace(update=SimpleNamespace(
                                                guard=SimpleNamespace(skipped=None))),
