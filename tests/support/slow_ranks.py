@@ -58,7 +58,7 @@ if os.environ.get("RANK") == os.environ.get("SLOW_READS_RANK"):
 
 
 class Network:
-    """A network namespace with an interface on one bridge for each rank. Needs root."""
+    """A network namespace with an interface on one bridge, and a host name, for each rank. Needs root."""
 
     def __init__(self, ranks: int, stack: contextlib.ExitStack) -> None:
         self._name = f"sr{os.getpid()}"
@@ -71,7 +71,8 @@ class Network:
 
     def of_rank(self, rank: int) -> tuple[list[str], dict[str, str]]:
         """Return the command that starts a process there, and its environment."""
-        return (["ip", "netns", "exec", f"{self._name}r{rank}"],
+        return (["ip", "netns", "exec", f"{self._name}r{rank}", "unshare", "--uts", "sh", "-c",
+                 f'hostname host{rank}; exec "$0" "$@"'],
                 {"MASTER_ADDR": "10.77.0.1", "GLOO_SOCKET_IFNAME": "net0"})
 
     def slow_down(self, rank: int, mbit: float) -> None:
