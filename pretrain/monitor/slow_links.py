@@ -1,9 +1,9 @@
-"""Find the ranks or hosts whose network link has become slow.
+"""Find the hosts whose network link has become slow.
 
 A slow link makes all ranks wait for longer, and is in no rank's own time. The shortest of the ranks' waiting times has
 no waiting for a slow rank, only for transfers. If it grows for long, the ranks measure some links in the next logged
-steps (link_probe.py), as they did at the start of the run. A rank all of whose links are slow, and still are 16 blocks
-later, is named. Of several hosts, only the links between hosts count, and the host is named.
+steps (link_probe.py), as they did at the start of the run. A host all of whose links to other hosts are slow, and still
+are 16 blocks later, is named.
 """
 
 import math
@@ -34,7 +34,7 @@ class SlowLinks:
     """
 
     def __init__(self, places: Sequence[Place], *, block_s: float = BLOCK_S) -> None:
-        self._places = list(places)
+        self._places, self._has_links = list(places), len({place.host for place in places}) > 1
         self._blocks = Blocks(block_s)
         self._rows, self._trained_s, self._next_s = 0, 0.0, 0.0
         self._probes: list[Seconds] = []
@@ -44,14 +44,16 @@ class SlowLinks:
         self.wants_probe = False  # in the next logged step
 
     def observe(self, times: RankTimes) -> None:
-        """Add a row. May set `wants_probe`."""
+        """Add a row. May set `wants_probe`, if there are several hosts."""
+        if not self._has_links:
+            return
         self._rows += 1
         self._trained_s += times.steps * times.step_ms / 1e3
         if self._rows <= LEFT_OUT:
             return
         is_block = self._blocks.add(times)
         is_due = is_block and self._trained_s >= self._next_s
-        if not self._first or (is_due and (self._slow is not None or self._is_suspicious())):
+        if not self._first or (is_due and (self._found or self._is_suspicious())):
             self.wants_probe = True
 
     def _waits(self) -> tuple[np.ndarray, np.ndarray]:
@@ -98,31 +100,30 @@ class SlowLinks:
         more = np.median(waits[first:]) - np.median(waits[:first] if first else waits)
         since, step = blocks[first].step - blocks[first].steps + 1, blocks[-1].step
         hosts = sorted({self._places[rank].host for rank in ranks})
-        text = f"{MESSAGE_BYTES >> 10} KiB to another rank and back take {slow_s * 1e3:.1f} ms, usually or between " \
-            f"other ranks {usual_s * 1e3:.1f} ms; all ranks wait {more:.0f} ms longer in a step"
-        return Change(SLOW_RANK, ranks, hosts, None, len({place.host for place in self._places}) > 1, LINK,
-                      slow_s / usual_s, since, step, step - since + 1, text)
+        text = f"{MESSAGE_BYTES >> 10} KiB to another host and back take {slow_s * 1e3:.1f} ms, usually or between " \
+            f"other hosts {usual_s * 1e3:.1f} ms; all ranks wait {more:.0f} ms longer in a step"
+        return Change(SLOW_RANK, ranks, hosts, None, True, LINK, slow_s / usual_s, since, step, step - since + 1, text)
 
 
 def slow_links(seconds: Seconds, first: Seconds, places: Sequence[Place]) -> tuple[list[int], float, float] | None:
-    """Return the ranks whose links are slow, and the median seconds of these links: now, and as they should be.
+    """Return the ranks of hosts whose links are slow, and the median seconds of these links: now, and as usual.
 
-    A link is compared with what it was at the start (`first`), and with the median of the links now. A rank is as slow
-    as its best link. Of several ranks, those that are much less slow than the slowest one are noise of busy CPUs.
+    Only links between hosts count. A link is compared with what it was at the start (`first`), and with the median of
+    the links now. A host is as slow as its best link. Hosts that are much less slow than the slowest one are noise of
+    busy CPUs, and so are more than half of the hosts: of two, both are at the end of the slow links.
     """
-    several = len({place.host for place in places}) > 1
-    pairs = [pair for pair in seconds if not several or places[pair[0]].host != places[pair[1]].host]
+    hosts = [place.host for place in places]
+    pairs = [(a, b) for a, b in seconds if hosts[a] != hosts[b]]
     median = float(lower_median(np.array([seconds[pair] for pair in pairs])))
     usual = {pair: min(first.get(pair, math.inf), median) for pair in pairs}
-    groups = [place.host if several else rank for rank, place in enumerate(places)]  # of each rank
-    best: dict[str | int, float] = {}
+    best: dict[str, float] = {}
     for pair in pairs:
         ratio = seconds[pair] / usual[pair] if seconds[pair] - usual[pair] > _SLOWER_S else 1.0
-        for group in {groups[rank] for rank in pair}:
-            best[group] = min(best.get(group, math.inf), ratio)
+        best |= {hosts[rank]: min(best.get(hosts[rank], math.inf), ratio) for rank in pair}
     limit = max(_SLOW_RATIO, math.sqrt(max(best.values())))
-    ranks = [rank for rank, group in enumerate(groups) if best.get(group, 1.0) > limit]
-    shown = [pair for pair in pairs if set(pair) & set(ranks)]
-    if not shown or (not several and 2 * len(ranks) > len(places)):  # most ranks of a host: its CPUs are busy
+    slow = {host for host, ratio in best.items() if ratio > limit}
+    if not slow or len(slow) > max(2, len(best) // 2):
         return None
-    return ranks, float(np.median([seconds[pair] for pair in shown])), float(np.median([usual[pair] for pair in shown]))
+    shown = [(a, b) for a, b in pairs if {hosts[a], hosts[b]} & slow]
+    return ([rank for rank, host in enumerate(hosts) if host in slow],
+            float(np.median([seconds[pair] for pair in shown])), float(np.median([usual[pair] for pair in shown])))

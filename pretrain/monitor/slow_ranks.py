@@ -26,7 +26,7 @@ BLOCK_S = 2.0
 WINDOW = 16  # newest blocks
 _MOST_OF = 0.75  # of the newest blocks, that must show a slow rank: a short blip does not
 _LONGEST = 256  # newest blocks that are kept
-_MOST_COPIES = 3  # of a block that takes longer than usual: rows of very slow steps are rare
+_LONG = 3  # a block that takes this times as long as usual counts as so many: rows of very slow steps are rare
 LEFT_OUT = 2  # first rows of a start, with compilation and warm-up
 _SPREADS = 3.0  # that a slow rank must exceed
 _MOST_EACH_BLOCK = 64  # ranks that are looked at after each block; with more, every second or later one: it costs time
@@ -73,7 +73,7 @@ class Blocks:
             return False
         block, self.rows = mean_times(self.rows), []
         usual_ms = float(np.median([each.steps * each.step_ms for each in self.blocks or [block]]))
-        copies = min(max(int(block.steps * block.step_ms / usual_ms), 1), _MOST_COPIES)
+        copies = _LONG if block.steps * block.step_ms >= _LONG * usual_ms else 1
         self.blocks.extend([block] * copies)
         self.count += copies
         return True

@@ -64,8 +64,9 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         ("python -m tests.support.peer_programs OUT CORPUS CLONES",),
     "a measurement, of no result that a test could check": ("python -m tests.support.slow_rank_cost",),
     "takes an hour: tests/distributed/test_slow_ranks.py with -m slow": (
-        "python -m tests.support.slow_ranks --plant slow_link throttled stopped --block_s 0.5 --seconds 100",
-        "python -m tests.support.slow_ranks --healthy 20 --load 0 --block_s 0.25 --log_interval 1 --blocks 64"),
+        "python -m tests.support.slow_ranks --plant slow_link throttled niced stopped slow_reads --block_s 0.5 "
+        "--seconds 200",
+        "python -m tests.support.slow_ranks --healthy 20 --block_s 0.25 --blocks 80 --layouts zero1 zero3 pipeline2"),
     "takes an hour: tests/distributed/test_adopt.py with -m slow": ("python -m tests.support.adopted",),
     "needs the network; tests/data/tokenizers/test_tiktoken.py prepares with a file": (
         "ds-pretrain prepare runs/quickstart/corpus/valid.jsonl --tokenizer o200k_base --out data/o200k",),

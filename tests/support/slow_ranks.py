@@ -24,10 +24,10 @@ from pretrain.monitor.read_run_folder import read_events, read_rows
 from pretrain.monitor.slow_rank_event import SLOW_RANK
 from pretrain.monitor.slow_ranks import BLOCK_S, LEFT_OUT, Blocks
 from pretrain.paths import STOP_FILE
-from tests.cluster.workers.ssh_hosts import add_host, add_namespace
 from tests.conftest import write_corpus
 from tests.support.cases import config, flags
 from tests.support.launch import ROOT, free_port, rank_environment
+from tests.support.rank_network import Network
 
 HEALTHY_BLOCKS = 32  # before a rank becomes slow
 SLOW_MBIT = 20
@@ -57,35 +57,11 @@ if os.environ.get("RANK") == os.environ.get("SLOW_READS_RANK"):
 """
 
 
-class Network:
-    """A network namespace with an interface on one bridge for each rank. Needs root."""
-
-    def __init__(self, ranks: int, stack: contextlib.ExitStack) -> None:
-        self._name = f"sr{os.getpid()}"
-        add_namespace(self._name, stack)
-        for words in ("link add bridge type bridge", "link set bridge up"):
-            subprocess.run(["ip", "-n", self._name, *words.split()], check=True)
-        for rank in range(ranks):
-            add_host(f"{self._name}r{rank}", "net0", f"10.77.0.{rank + 1}", link=f"v{rank}", bridge="bridge",
-                     stack=stack, switch=self._name)
-
-    def of_rank(self, rank: int) -> tuple[list[str], dict[str, str]]:
-        """Return the command that starts a process there, and its environment."""
-        return (["ip", "netns", "exec", f"{self._name}r{rank}"],
-                {"MASTER_ADDR": "10.77.0.1", "GLOO_SOCKET_IFNAME": "net0"})
-
-    def slow_down(self, rank: int, mbit: float) -> None:
-        """Limit what the interface of a rank sends and receives."""
-        for at, interface in ((f"{self._name}r{rank}", "net0"), (self._name, f"v{rank}")):
-            subprocess.run(["tc", "-n", at, "qdisc", "replace", "dev", interface, "root", "tbf", "rate", f"{mbit}mbit",
-                            "burst", "32kb", "latency", "400ms"], check=True)
-
-
 class Ranks:
     """Processes of one run, with the output of each in `folder`."""
 
     def __init__(self, folder: Path, layout: str, *, ranks: int = 4, log_interval: int = 2,
-                 environ: dict[str, str] | None = None, block_s: float = BLOCK_S, network: "Network | None" = None,
+                 environ: dict[str, str] | None = None, block_s: float = BLOCK_S, network: Network | None = None,
                  **more: Any) -> None:
         self.folder, self.run, self.network = folder, folder / "run", network
         (folder / "modules").mkdir(parents=True, exist_ok=True)
@@ -265,9 +241,8 @@ def main() -> None:
     parser.add_argument("--healthy", type=int, default=0, help="number of runs without a slow rank")
     parser.add_argument("--plant", nargs="*", default=[], choices=list(PLANTS), help="kinds of slow ranks")
     parser.add_argument("--layouts", nargs="*", default=["zero1"], choices=list(LAYOUTS))
-    parser.add_argument("--load", type=int, default=2, help="busy loops on this machine during healthy runs")
+    parser.add_argument("--load", type=int, default=0, help="busy loops on this machine during healthy runs")
     parser.add_argument("--blocks", type=int, default=100, help="length of a healthy run")
-    parser.add_argument("--log_interval", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=60.0, help="length of a run with a slow rank")
     parser.add_argument("--from_start", action="store_true", help="the rank is slow from the first logged step on")
     parser.add_argument("--block_s", type=float, default=BLOCK_S, help="seconds of training that are one block")
@@ -279,8 +254,7 @@ def main() -> None:
         for number in range(arguments.healthy):
             layout = arguments.layouts[number % len(arguments.layouts)]
             with _busy(arguments.load):
-                ranks = Ranks(folder / f"healthy{number}", layout, block_s=arguments.block_s,
-                              log_interval=arguments.log_interval)
+                ranks = Ranks(folder / f"healthy{number}", layout, block_s=arguments.block_s, log_interval=1)
                 try:
                     ranks.wait_for_steps()
                     ranks.wait_for_blocks(arguments.blocks, arguments.block_s)
