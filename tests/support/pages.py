@@ -126,6 +126,7 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "time ds-pretrain data overlap data/copies --against runs/quickstart/corpus/valid.jsonl --workers 1",),
     "needs GPUs": (
         "ds-pretrain --num_gpus 8 --config run.yaml", "ds-pretrain bench --preset h200-gpt3-1.3b",
+        "ds-pretrain bench --preset h200-gpt3-1.3b --what determinism",
         "ds-pretrain bench --preset h200-gpt3-1.3b --compile_blocks true",
         "ds-pretrain bench --preset h200-llama-1b --compile_blocks true"),
     "needs several hosts: tests/cluster/test_multihost_launch.py, test_mpi.py and test_supervised_hosts.py": (

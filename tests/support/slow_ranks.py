@@ -84,9 +84,9 @@ class Ranks:
     def pid(self, rank: int) -> int:
         return self.processes[rank].pid
 
-    def wait_for_steps(self) -> None:
-        """Return when the run has logged a step."""
-        while not (self.run / "metrics.jsonl").exists():
+    def wait_for_rows(self, count: int = 1) -> None:
+        """Return when the run has logged this number of times."""
+        while len(rows_of(self.run)) < count:
             if any(process.poll() is not None for process in self.processes):
                 raise RuntimeError((self.folder / "rank0.log").read_text()[-3000:])
             time.sleep(0.2)
@@ -227,7 +227,7 @@ def plant(folder: Path, kind: str, layout: str, rank: int, *, seconds: float, fr
         network = Network(4, stack) if kind == "slow_link" else None
         ranks = Ranks(folder, layout, environ=environ, block_s=block_s, network=network)
         stack.callback(ranks.kill)
-        ranks.wait_for_steps()
+        ranks.wait_for_rows()
         if not from_start:
             ranks.wait_for_blocks(HEALTHY_BLOCKS, block_s)
         began = time.time()
@@ -256,7 +256,7 @@ def main() -> None:
             with _busy(arguments.load):
                 ranks = Ranks(folder / f"healthy{number}", layout, block_s=arguments.block_s, log_interval=1)
                 try:
-                    ranks.wait_for_steps()
+                    ranks.wait_for_rows()
                     ranks.wait_for_blocks(arguments.blocks, arguments.block_s)
                     events = ranks.stop_after(0)
                 finally:
