@@ -221,7 +221,8 @@ def _fraction(recompute: Recompute, model: ModelConfig, seq_length: int) -> floa
         output = 0 if model.post_norm else 6 * model.num_heads * model.head_size * model.hidden_size
         by_part = {"none": 0.0, "blocks": work, "attention": attention - output, "mlp": work - attention}
         recomputed += by_part["blocks" if recompute.interval else recompute.part_of(index)]
-        recomputed += by_part["mlp"] if recompute.mlp_tiles > 1 else 0  # also after the recomputation of complete blocks
+        if recompute.mlp_tiles > 1:  # also after the recomputation of complete blocks
+            recomputed += by_part["mlp"]
         total += work
     return recomputed / total
 
