@@ -120,7 +120,7 @@ def _batch_notes(plan: Plan) -> list[str]:
     end = args.first_sample + length.samples
     notes = [f"--batch_schedule: the run ends before its global batch has {size} samples"
              for first, size in length.batch_sizes.stages if first >= end]
-    if args.lr_scaling is not None:
+    if args.lr_scaling is not None and args.lr_reference_batch is not None:
         rate = plan.get("optimizer.params.lr")
         factor = rate_factor(args.lr_scaling, batch=batch, reference_batch=args.lr_reference_batch)
         notes.append(f"--lr_scaling {args.lr_scaling}: the peak learning rate is {rate / factor:g} x {factor:g} = "
@@ -145,15 +145,15 @@ def _scaling_range_notes(plan: Plan, ratio: float) -> list[str]:
         other = "; for SGD: --lr_scaling linear" if optimizer == "sgd" else other
         notes.append(f"--lr_scaling {scaling}: this rule is known to hold for {known}, not for {optimizer}{other}")
     if not 1 / _LARGEST_RATIO <= ratio <= _LARGEST_RATIO:
-        notes.append(f"--lr_scaling {scaling}: the batches differ by a factor of {max(ratio, 1 / ratio):.3g}; the linear "
-                     f"rule was found to hold up to {_LARGEST_RATIO}, and to fail beyond (arXiv 1706.02677); tune the "
-                     "rate at a batch nearer to this one")
+        notes.append(f"--lr_scaling {scaling}: the batches differ by a factor of {max(ratio, 1 / ratio):.3g}; the "
+                     f"linear rule was found to hold up to {_LARGEST_RATIO}, and to fail beyond (arXiv 1706.02677); "
+                     "tune the rate at a batch nearer to this one")
     tokens = round(max(1.0, 1 / ratio) * plan.layout.tokens_per_step)  # of the larger batch
     if tokens > _CRITICAL_TOKENS:
-        notes.append(f"--lr_scaling {scaling}: it holds for batches below the critical batch size, beyond which the best "
-                     f"rate no longer grows with the batch, and with Adam falls (arXiv 1812.06162, 2405.14578). "
-                     f"{tokens:,} tokens are above {_CRITICAL_TOKENS:,}, its estimate for a loss of 3 (arXiv 2001.08361); "
-                     "it grows as the loss falls: --noise_scale_interval measures it")
+        notes.append(f"--lr_scaling {scaling}: it holds for batches below the critical batch size, beyond which the "
+                     "best rate no longer grows with the batch, and with Adam falls (arXiv 1812.06162, 2405.14578). "
+                     f"{tokens:,} tokens are above {_CRITICAL_TOKENS:,}, its estimate for a loss of 3 (arXiv "
+                     "2001.08361); it grows as the loss falls: --noise_scale_interval measures it")
     return notes
 
 

@@ -1,10 +1,10 @@
 """Sizes of a model that NVIDIA's tensor cores compute slowly, and the sizes to use instead. Imports no torch.
 
-Sources: NVIDIA, "Matrix Multiplication Background User's Guide", section 2.2: products are fastest if all dimensions are
-multiples of 16 bytes, on A100 of 128 bytes; section 3.1: a product is computed in tiles, here of 128 columns, and a tile
-that is partly outside of the matrix takes as long as a complete one. PyTorch 2.6 to 2.13 computes FlashAttention with
-heads of 32, 64, 96 ... 256 elements (aten/src/ATen/native/transformers/cuda/flash_attn/static_switch.h). Nothing here
-is measured by this project: the notes count padding, and give published figures where there are any.
+Sources: NVIDIA, "Matrix Multiplication Background User's Guide", section 2.2: products are fastest if all dimensions
+are multiples of 16 bytes, on A100 of 128 bytes; section 3.1: a product is computed in tiles, here of 128 columns, and a
+tile that is partly outside of the matrix takes as long as a complete one. PyTorch computes FlashAttention with heads of
+32, 64, 96 ... 256 elements (aten/src/ATen/native/transformers/cuda/flash_attn/static_switch.h). Nothing here is
+measured by this project: the notes count padding, and give published figures where there are any.
 """
 
 from collections.abc import Iterator
@@ -15,8 +15,8 @@ _READ_BYTES, _LINE_BYTES = 16, 128  # see section 2.2 of the guide
 _TILE_COLUMNS = 128
 _HEADS = 32  # FlashAttention computes heads in multiples of it
 _GUIDE = "NVIDIA's matrix multiplication guide, section 2.2"
-# GPT-2's vocabulary in nanoGPT, 50,257 padded to 50,304, as its author A. Karpathy reported: about 25% (2023-02-03), and
-# about 4% in his lecture "Let's reproduce GPT-2" (2024).
+# GPT-2's vocabulary in nanoGPT, 50,257 padded to 50,304, as its author A. Karpathy reported: about 25% (2023-02-03),
+# and about 4% in his lecture "Let's reproduce GPT-2" (2024).
 _REPORTED = "nanoGPT's author reported steps that are 4% and 25% faster with 50,304 instead of 50,257"
 
 
@@ -62,8 +62,8 @@ def _gain(name: str, own: int, aligned: bool) -> str:
     """Say what a multiple gains, and what this is based on."""
     tiles = -(-own // _TILE_COLUMNS)
     padding = tiles * _TILE_COLUMNS / own - 1
-    padded = f"its {tiles:,} tiles of {_TILE_COLUMNS} columns already compute {tiles * _TILE_COLUMNS:,} ({padding:.1%} " \
-             "padding)"
+    padded = f"its {tiles:,} tiles of {_TILE_COLUMNS} columns already compute {tiles * _TILE_COLUMNS:,} " \
+             f"({padding:.1%} padding)"
     if aligned:
         return f"Gain: at most a part of that padding: {padded}"
     reads = f"Gain: aligned reads ({_GUIDE}), hardly more work: {padded}"

@@ -8,7 +8,8 @@ from pretrain.memory.footprint import with_unit
 
 MOST_CHOICES = 10
 # A choice that is at most this much faster, or smaller on the device, than a better one in all else is not shown.
-_SAME_TIME, _SAME_MEMORY = 0.98, 0.95
+_SAME_TIME, _SAME_MEMORY, _SAME_HOST_MEMORY = 0.98, 0.95, 0.75
+_SIMPLER = 2  # difference of complexity() from which a layout is worth a choice that is neither faster nor smaller
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,8 @@ def _gives_nothing(row: ComparisonRow, other: ComparisonRow) -> bool:
                         for name in ("precision", "grad_accum_dtype", "seq_length"))
     return same_question and step_seconds(row) > _SAME_TIME * step_seconds(other) \
         and row.estimate.device_bytes > _SAME_MEMORY * other.estimate.device_bytes \
-        and row.estimate.host_bytes >= other.estimate.host_bytes \
-        and complexity(row.candidate.layout) >= complexity(other.candidate.layout)
+        and row.estimate.host_bytes >= _SAME_HOST_MEMORY * other.estimate.host_bytes \
+        and complexity(row.candidate.layout) > complexity(other.candidate.layout) - _SIMPLER
 
 
 def trade(row: ComparisonRow, recommended: ComparisonRow | None, workload: Workload) -> str:
@@ -88,7 +89,7 @@ def trade(row: ComparisonRow, recommended: ComparisonRow | None, workload: Workl
         return f"too large: {row.shortage}" if row.shortage else f"rejected by train.py: {row.candidate.rejection}"
     if recommended is None or row is recommended:
         return "recommended" if recommended is not None else ""
-    gives, costs = [], []
+    gives, costs = list[str](), list[str]()
     ratio = step_seconds(row) / step_seconds(recommended)
     if abs(ratio - 1) >= 0.005:
         (gives if ratio < 1 else costs).append(f"{abs(ratio - 1):.0%} {'less' if ratio < 1 else 'more'} time")
@@ -101,6 +102,8 @@ def trade(row: ComparisonRow, recommended: ComparisonRow | None, workload: Workl
         if abs(own - base) >= 0.01 * max(own, base, 1):
             (gives if own < base else costs).append(f"{with_unit(abs(own - base))} {'less' if own < base else 'more'}"
                                                     f"{where}")
+    if complexity(row.candidate.layout) <= complexity(recommended.candidate.layout) - _SIMPLER:
+        gives.append("a simpler layout")
     used, before = features(row.candidate.layout), features(recommended.candidate.layout)
     costs += [text for key, text in used.items() if key not in before]
     gives += [f"no {key}" for key in before if key not in used]

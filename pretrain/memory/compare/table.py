@@ -22,6 +22,7 @@ from pretrain.progress import terminal_console
 
 _NARROW = 80  # columns of the distinct choices, unless the terminal has fewer
 _WIDE = 2000  # characters: more than any row has
+_LONGEST_NAME = 40  # characters of a layout's name for which its sizes fit the same line
 _MARGIN = 7  # columns of the words to the left of the heading
 _WRAP: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
 # columns for the device's memory: title -> roles that it sums
@@ -87,12 +88,13 @@ def print_choices(report: ComparisonReport, unit: str, console: Console | None =
     console = console or wide_console()
     width = min(_NARROW, console.width)
     lines = [*_heading(report, width), ""]
-    longest = max(len(choice.row.candidate.name) for choice in report.choices)
+    lengths = [len(choice.row.candidate.name) for choice in report.choices]
+    longest = max((length for length in lengths if length <= _LONGEST_NAME), default=_LONGEST_NAME)
     for number, choice in enumerate(report.choices, 1):
         cells = table_cells(choice.row, report.workload, unit)
         sizes = f"{cells['micro x acc.']:>9} {cells[unit]:>6} {unit} {cells['step']:>8} MFU {cells['MFU']:>3}"
-        name = f"{number:>2} {choice.row.candidate.name:<{longest}} "
-        lines += [name + sizes] if len(name + sizes) <= width else [name.rstrip(), f"{'':<{longest - 30}}{sizes}"]
+        name = f"{number:>2} {choice.row.candidate.name:<{longest}}"
+        lines += [name + sizes] if len(name) <= longest + 3 else [name, " " * (longest + 3) + sizes]
         lines += _wrapped(choice.trade, width, indent="     ")
     lines += ["", *_wrapped(_counts(report), width)]
     lines += [line for text in report.lines for line in _wrapped(text, width)]
@@ -118,8 +120,8 @@ def _counts(report: ComparisonReport) -> str:
               "compared with the first"
     if len(report.choices) == len(report.rows):
         return f"{columns}. --all shows a table with more columns"
-    return f"{columns}. {len(report.choices)} distinct choices of {len(report.rows)} layouts, of which {fit} fit: --all " \
-           "(a table with more columns), --csv and --json have the others"
+    return f"{columns}. {len(report.choices)} distinct choices of {len(report.rows)} layouts, of which {fit} fit: " \
+           "--all (a table with more columns), --csv and --json have the others"
 
 
 def print_report(report: ComparisonReport, unit: str, console: Console | None = None) -> None:

@@ -25,8 +25,9 @@ def verdict_lines(report: ComparisonReport, unit: str, storage_rate: float) -> L
     assert report.cost is not None
     layout = best.candidate.layout
     return [("use", f"{best.candidate.name}, micro-batch {layout.micro_batch_size} x "
-                    f"{layout.gradient_accumulation_steps} accumulation: {in_unit(best.estimate.device_bytes, unit)} of "
-                    f"{in_unit(cluster.gpu.memory_bytes, unit)} {unit}, {best.time.total_seconds:.3g} s for a step of "
+                    f"{layout.gradient_accumulation_steps} accumulation: "
+                    f"{in_unit(best.estimate.device_bytes, unit)} of {in_unit(cluster.gpu.memory_bytes, unit)} {unit}, "
+                    f"{best.time.total_seconds:.3g} s for a step of "
                     f"{layout.tokens_per_step:,} tokens (+-{model_error(layout):.0%}), MFU {best.time.mfu:.0%}"
                     f"{flags_of(best)}"),
             ("why", _reason(report, best)), ("limit", limit_text(best, report.workload)),
@@ -39,8 +40,8 @@ def _reason(report: ComparisonReport, best: ComparisonRow) -> str:
     fastest = min(accepted, key=lambda row: row.time.total_seconds if row.time else 0.0)
     if fastest is best or fastest.time is None:
         return f"it is predicted to be the fastest of {len(accepted)} layouts that fit"
-    return "it is the simplest of the layouts whose predicted times are equal within the error of the prediction; the " \
-           f"shortest time is predicted for {fastest.candidate.name}: {fastest.time.total_seconds:.3g} s"
+    return "it is the simplest of the layouts whose predicted times are equal within the error of the prediction; " \
+           f"the shortest time is predicted for {fastest.candidate.name}: {fastest.time.total_seconds:.3g} s"
 
 
 def notes_on_sizes(best: ComparisonRow, workload: Workload) -> list[str]:
