@@ -145,7 +145,8 @@ def test_choices_name_what_they_trade_and_the_verdict_what_limits() -> None:
     assert trades["pipeline4_zero1_tp4"] == "2% less time, no recomputation for 42.3 GiB more, 4 pipeline stages, " \
         "4-way tensor parallelism; ZeRO-1 instead of ZeRO-3"
     assert "on the host" in trades["zero3_offload_all_cpu_checkpoint"]
-    slow = report_of("llama3-8b", 64, "a10g", "--network_gbps", "0.1", "--seq_length", "2048")
+    slow = report_of("gpt3-1.3b", 64, "h100", "--network_gbps", "0.5", "--zero_stage", "3", "--pipeline_stages", "1",
+                     "--offload", "none")
     assert slow.recommended is not None
     assert limit_text(slow.recommended, slow.workload).startswith("network: ")
     small = report_of("tiny", 1, "h100", "--micro_batch_size", "1", "--seq_length", "64")
