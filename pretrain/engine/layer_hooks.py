@@ -25,6 +25,12 @@ def layers_of(module: Any) -> dict[str, nn.Module]:
     return {names[id(layer)]: layer for layer in layers if isinstance(layer, nn.Module)}
 
 
+def operators_of(module: Any) -> dict[str, nn.Module]:
+    """Return the modules inside of the layers by their names, such as "3.mlp.up". A compiled block has none."""
+    return {f"{name}.{inside}": each for name, layer in layers_of(module).items()
+            if not getattr(layer, "is_compiled", False) for inside, each in layer.named_modules() if inside}
+
+
 def layer_of(parameter: str) -> str:
     """Return the name of the layer that a parameter belongs to: "3", or "tied_modules.embed"."""
     parts = parameter.split(".")
