@@ -78,7 +78,7 @@ def planted_cases(layout: str, trained: int = TRAINED) -> list[Planted]:
         return case_of(name, "learning rate changed by hand", "settings_changed",
                        {"kind": "lr", "step": step, "value": value}, layer=False)
 
-    plants = [operator(1, inside=".mlp.down", value=value) for value in (0.5, 0.7)]
+    plants = [operator(1, inside=".attention.out", value=value) for value in (0.5, 0.7)]
     always, is_decided = operator(1, persistent=True), layout.startswith("zero")
     return [
         *(Planted(f"poison_{poison}", f"poisoned document: {REMARKS[poison]}", "reproducible", poison=poison,
@@ -92,8 +92,8 @@ def planted_cases(layout: str, trained: int = TRAINED) -> list[Planted]:
             "kind": "gradient", "rank": 1, "step": fault, "name": f"{block(1)}.mlp.up.weight", "bit": 10}),
         once("operator_large", operator(0, inside=".attention.qkv", value=3.0)),
         once("operator_small", operator(last, value=0.05)),
-        once("operator_late", operator(1, later, inside=".mlp.up")),
-        once("flaky", operator(1, inside=".mlp.down"), group="operator wrong now and then",
+        once("operator_late", operator(1, later, inside=".mlp.down")),
+        once("flaky", operator(1, inside=".attention.out"), group="operator wrong now and then",
              replays=[{"name": f"replay_{number}", "plant": each} for number, each in enumerate(plants, 1)]),
         once("always", always, "wrong_rank", group="operator always wrong", unsure=not is_decided, replays=[
             {"name": "replay_1", "plant": always}, {"name": "cross", "plant": always, "cross_check": True}]),
