@@ -197,6 +197,8 @@ REJECTED = [
     (["--model", "gpt2", "--world_size", "0"], "whole number from 1"),
     (["--model", "gpt2", "--world_size", "8", "--zero_stage", "4"], "--zero_stage"),
     (["--model", "gpt2", "--world_size", "8", "--pipeline_stages", "3"], "do not divide 8"),
+    (["--model", "gpt2", "--world_size", "7", "--pipeline_stages", "2"], "2 ranks that share a sample do not divide 7"),
+    (["--model", "gpt2", "--world_size", "21"], "21 GPUs do not fill 3 nodes of 8 GPUs"),
     (["--model", "gpt2", "--world_size", "16", "--pipeline_stages", "16"], "more pipeline stages than 12 layers"),
     (["--model", "gpt2", "--world_size", "8", "--zero_stage", "3", "--pipeline_stages", "2"], "ZeRO stage 0 or 1"),
     (["--model", "gpt2", "--world_size", "8", "--zero_stage", "2", "--offload", "all_nvme"], "ZeRO stage 3"),
