@@ -60,12 +60,10 @@ def generate_candidates(axes: Axes, cluster: Cluster, model: ModelConfig | None,
     impossible: dict[str, int] = {}
     for combination in combinations_of(axes, cluster.world_size):
         reason = impossible_reason(combination, cluster, model)
-        found = []
-        if not reason:
-            layout = replace(combination, name=_name(combination, axes), device_kind=device_kind,
-                             document_attention=document_attention)
-            found = list(_candidates_of(layout, axes, cluster, model))
-            candidates += found
+        found = [] if reason else list(_candidates_of(replace(
+            combination, name=_name(combination, axes), device_kind=device_kind,
+            document_attention=document_attention), axes, cluster, model))
+        candidates += found
         if not found:
             reason = reason or _indivisible_batch(combination, axes, cluster)
             impossible[reason] = impossible.get(reason, 0) + 1
@@ -80,9 +78,8 @@ def _candidates_of(layout: Layout, axes: Axes, cluster: Cluster, model: ModelCon
     first: Candidate | None = None
     for micro, steps in _batch_sizes(layout, axes, cluster):
         sizes = {"micro_batch_size": micro, "gradient_accumulation_steps": steps}
-        if first is None:
-            config = make_config(layout.with_batch(**sizes), cluster, model)
-            first = resolve_candidate(DsFile(layout.name, config), layout, cluster, model)
+        first = first or resolve_candidate(
+            DsFile(layout.name, make_config(layout.with_batch(**sizes), cluster, model)), layout, cluster, model)
         own = first.layout.with_batch(**sizes)
         yield replace(first, config={**first.config, **_batch_keys(own)}, layout=own)
 
