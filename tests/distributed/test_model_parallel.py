@@ -133,7 +133,7 @@ QUICK = (
     "sequence2_zero3_bf16", "sequence2_zero3_tiled_offload",
     "sequence2_data2_zero3",
     "experts2_zero1", "experts2_zero2", "experts2_zero3", "experts2_zero2_capacity", "experts2_fp32_accumulation_bf16",
-    "experts2_data2_zero1")
+    "experts2_data2_zero1", "experts2_tensor2_zero2", "experts2_tensor2_pipeline2_zero1")
 
 
 def _variants(corpus: str, folder: Path) -> dict[str, dict[str, Any]]:

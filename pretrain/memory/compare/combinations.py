@@ -63,7 +63,8 @@ def default_axes(axes: Axes, cluster: Cluster, model: ModelConfig | None) -> Axe
 def proposed_degrees(axes: Axes, cluster: Cluster, model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return degrees above 1 that are worth a comparison, by field of Axes: powers of two up to the GPUs of a node.
 
-    - Tensor parallelism: if parameters and gradients do not fit a device, as with ZeRO-1 on a single pipeline stage.
+    - Tensor parallelism: if parameters and gradients do not fit a device, as with ZeRO-1 on a single pipeline stage and
+      with the largest degree of expert parallelism.
     - Sequence parallelism: if one sample does not fit a device with ZeRO-3 and recomputation of every block.
     - Expert parallelism: if the model has experts. Sequence parallelism is then impossible.
     """
@@ -79,7 +80,9 @@ def proposed_degrees(axes: Axes, cluster: Cluster, model: ModelConfig) -> dict[s
     found: dict[str, tuple[int, ...]] = {}
     if model.num_experts:
         found["expert_parallel_sizes"] = tuple(size for size in sizes if model.num_experts % size == 0)
-    if 2 * one_sample.element_bytes * model.num_parameters() > cluster.device_budget_bytes:
+    expert = max(found.get("expert_parallel_sizes", ()), default=1)
+    elements = sum(each.size / (expert if each.is_expert else 1) for _, each in model.named_parameters())
+    if 2 * one_sample.element_bytes * elements > cluster.device_budget_bytes:
         found["tensor_parallel_sizes"] = tuple(size for size in sizes if model.num_heads % size == 0
                                                and model.num_kv_heads % size == 0 and seq_length % size == 0)
     if not model.num_experts and estimate_memory(model, one_sample).device_bytes > cluster.device_budget_bytes:

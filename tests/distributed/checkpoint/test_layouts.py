@@ -77,9 +77,7 @@ def _layouts(swap: Path) -> dict[str, RunLayout]:
 FAST_PAIRS = [("zero0", "tensor2_zero1"), ("tensor2_zero1", "tensor2_pipeline2"), ("tensor2_pipeline2", "zero3"),
               ("zero3", "pipeline4"), ("pipeline4", "nvme"), ("nvme", "pipeline2_data2"), ("pipeline2_data2", "zero1"),
               ("zero1", "zero0"), ("sequence2_zero3", "tensor2_zero3"), ("whole_experts", "experts2_zero2"),
-              ("experts2_zero2", "experts2_tensor2_zero3"), ("experts2_tensor2_zero3", "experts2_data2"),
-              ("whole_experts", "experts2_tensor2_pipeline2"), ("experts2_tensor2_pipeline2", "experts2_pipeline2"),
-              ("experts2_pipeline2", "experts2_tensor2_data2")]
+              ("experts2_zero2", "experts2_tensor2_pipeline2"), ("experts2_tensor2_pipeline2", "experts2_data2")]
 ALL = _layouts(Path()) | {"nvme": RunLayout(2, {})}
 PAIRS = [pytest.param(pair, id="-".join(pair), marks=[
     *([pytest.mark.slow] if pair not in FAST_PAIRS else []),

@@ -19,8 +19,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "experts2_zero2": experts2(2, **BF16), "seq_length_schedule": config(1, **BF16, stages=2),
         "fp16_pipeline2_zero0": config(0, precision="fp16", stages=2), "fp16_zero2": config(2, precision="fp16")},
     4: {"pipeline2_data2": config(1, **BF16, stages=2), "zero3_hpz2": config(3, **BF16, zero_hpz_partition_size=2),
-        "tensor2_pipeline2": tensor2(1, **BF16, stages=2),
-        "experts2_tensor2_pipeline2": {**experts2(1, **BF16, stages=2), **TENSOR2}},
+        "tensor2_pipeline2": tensor2(1, **BF16, stages=2)},
 }
 SLOW: dict[int, dict[str, dict[str, Any]]] = {
     2: {"zero0": config(0, **BF16), "zero2": config(2, **BF16), "pipeline2_zero0": config(0, **BF16, stages=2),
@@ -35,6 +34,7 @@ SLOW: dict[int, dict[str, dict[str, Any]]] = {
     4: {"tensor2_data2_zero2": tensor2(2, **BF16), "tensor2_data2_zero3": tensor2(3),
         "tensor2_pipeline2_zero0": tensor2(0, stages=2), "sequence2_data2_zero1": sequence2(1),
         "sequence2_data2_zero3": sequence2(3), "experts2_data2_zero1": experts2(1, **BF16),
+        "experts2_tensor2_pipeline2": {**experts2(1, **BF16, stages=2), **TENSOR2},
         "experts2_pipeline2": experts2(1, stages=2), "experts2_tensor2_data2_zero3": {**experts2(3), **TENSOR2},
         "experts4_zero2": {**experts2(2), "expert_parallel": {"enabled": True, "autoep_size": 4}}},
 }

@@ -70,9 +70,11 @@ def test_losses_and_checkpoint_are_those_of_one_rank(model: str, results: dict[s
     assert folder.shapes == expected.shapes
     assert folder.scalars == expected.scalars
     for name in expected.shapes:
-        for state in expected.states:  # Adam divides by the square root of the second state: weights differ more
+        for state in expected.states:
             difference = (folder.tensor(name, state) - expected.tensor(name, state)).abs().max()
-            assert difference <= 1e-4 * expected.tensor(name, state).abs().max(), (name, state)
+            # Adam's first steps enlarge rounding errors of small gradients, such as those of biases, up to the rate
+            within = 1e-6 if state == "fp32" else 1e-4 * expected.tensor(name, state).abs().max()
+            assert difference <= within, (name, state)
 
 
 @pytest.mark.slow

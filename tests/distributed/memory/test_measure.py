@@ -64,7 +64,7 @@ DEGREES = {2: ("zero0_fp32 --tensor=2",
                  "--gradient_accumulation_steps=1" for stage in (2, 3)),
                "zero1_bf16 --experts=2", "zero3_bf16 --experts=2", "zero1_bf16 --experts=2 --tensor=2"),
            4: ("zero1_bf16 --tensor=2", "zero3_bf16 --tensor=2", "zero3_bf16 --sequence=2", "zero2_bf16 --experts=2",
-               "pipeline2_zero1_bf16 --experts=2", "zero3_bf16 --experts=2 --tensor=2")}
+               "pipeline2_zero1_bf16 --experts=2")}
 SMALL = "vocab_size=256,n_layer=4,n_embd=64"
 LARGE = "vocab_size=256,n_layer=2,n_embd=512"  # NVMe offload swaps only partitions of 1 MiB and more
 EXPERTS = "vocab_size=256,hidden_size=64,intermediate_size=96"  # 4 experts in each layer
