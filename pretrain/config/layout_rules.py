@@ -12,7 +12,13 @@ from pretrain.config.ds_json.optimizers import OPTIMIZERS
 from pretrain.config.ds_json.schema import TREE
 from pretrain.config.plan import Plan
 from pretrain.config.resolve import EXPERT, SEQUENCE, TENSOR
-from pretrain.distributed.deepspeed_version import INSTALL, NVME_SINCE, deepspeed_version, is_at_least
+from pretrain.distributed.deepspeed_version import (
+    INSTALL,
+    NVME_SINCE,
+    TENSOR_EXPERTS_AT_ZERO_3_SINCE,
+    deepspeed_version,
+    is_at_least,
+)
 from pretrain.errors import ConfigError
 from pretrain.model.partition import layer_costs, layer_pattern, stage_bounds, stage_without_block
 
@@ -111,7 +117,7 @@ def models_with_experts(run: Plan) -> Iterator[Rule]:
                "ranks; use expert_parallel or ZeRO instead")
     yield Rule(num_experts and expert % tensor, EXPERT, f'a multiple of "{TENSOR}": {tensor}',
                "the experts are divided over tensor-parallel ranks, and then over data-parallel ones; set "
-               f'"expert_parallel": {{"enabled": true, "autoep_size": {tensor}}}, or more')
+               f'"expert_parallel": {{"enabled": true, "autoep_size": {tensor}}}, or more', found=expert)
     yield Rule(num_experts and tensor > 1 and args.expert_capacity_factor, "--expert_capacity_factor",
                f'0 with "{TENSOR}": {tensor}', "an expert's most probable tokens are those of complete sequences, of "
                "which each rank has a part; leave the flag out")
@@ -134,6 +140,10 @@ def expert_parallelism(run: Plan) -> Iterator[Rule]:
     # runtime/utils.py, clip_grad_norm_
     yield Rule(layout.zero_stage == 0, f"{ZERO}.stage", "1, 2 or 3 with expert parallelism",
                "at stage 0 DeepSpeed clips by the mean of the ranks' norms; stage 1 also needs less memory", found=0)
+    since = TENSOR_EXPERTS_AT_ZERO_3_SINCE
+    yield Rule(layout.zero_stage == 3 and layout.tensor_parallel_size > 1 and not is_at_least(since), f"{ZERO}.stage",
+               f'1 or 2 with expert parallelism and "{TENSOR}": {layout.tensor_parallel_size}',
+               f"DeepSpeed {deepspeed_version()} would clip by a wrong norm; use stage 2, or DeepSpeed {since}")
     for name in (OFFLOAD_DEVICE, f"{ZERO}.offload_param.device"):  # runtime/engine.py, _save_moe_checkpoint
         yield Rule(run.get(name) == "nvme", name, '"cpu" or "none" with expert parallelism',
                    "DeepSpeed does not save experts that are on NVMe")
