@@ -72,8 +72,8 @@ def test_losses_and_checkpoint_are_those_of_one_rank(model: str, results: dict[s
     for name in expected.shapes:
         for state in expected.states:
             difference = (folder.tensor(name, state) - expected.tensor(name, state)).abs().max()
-            # Adam's first steps enlarge rounding errors of small gradients, such as those of biases, up to the rate
-            within = 1e-6 if state == "fp32" else 1e-4 * expected.tensor(name, state).abs().max()
+            # Adam's first steps enlarge rounding errors of small gradients, up to the rate, 1e-3
+            within = 1e-5 if state == "fp32" else 1e-4 * expected.tensor(name, state).abs().max()
             assert difference <= within, (name, state)
 
 
