@@ -71,10 +71,10 @@ def test_losses_and_checkpoint_are_those_of_one_rank(model: str, results: dict[s
     assert folder.scalars == expected.scalars
     for name in expected.shapes:
         for state in expected.states:
-            difference = (folder.tensor(name, state) - expected.tensor(name, state)).abs().max()
-            # Adam's first steps enlarge rounding errors of small gradients, up to the rate, 1e-3
-            within = 1e-5 if state == "fp32" else 1e-4 * expected.tensor(name, state).abs().max()
-            assert difference <= within, (name, state)
+            values = expected.tensor(name, state)
+            # the gradient of a key's bias is 0 but for rounding errors, which Adam's first steps enlarge
+            within = 1e-3 if state == "fp32" and name.endswith("bias") else 5e-5
+            assert (folder.tensor(name, state) - values).norm() <= within * values.norm(), (name, state)
 
 
 @pytest.mark.slow
