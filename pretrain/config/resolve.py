@@ -184,7 +184,7 @@ def ranks_per_replica(file: DsFile, *, zero_stage: int, world_size: int, model: 
 
     Raises ConfigError for a degree that fits neither the ranks nor the ZeRO stage nor the model.
     """
-    ranks = _pipeline_stages(file, zero_stage, world_size, model)
+    stages = ranks = _pipeline_stages(file, zero_stage, world_size, model)
     _check_other_names(file)
     for key in (TENSOR, SEQUENCE):
         degree = max(1, int(file.get(key, 1) or 1))
@@ -193,14 +193,13 @@ def ranks_per_replica(file: DsFile, *, zero_stage: int, world_size: int, model: 
                               expected="a number that divides these ranks",
                               remedy=f"launch {ranks * degree} or {2 * ranks * degree} ranks")
         ranks *= degree
-    sequence = max(1, int(file.get(SEQUENCE, 1) or 1))
-    _check_expert_degree(file, world_size // ranks * sequence)
+    _check_expert_degree(file, world_size // stages)
     return ranks
 
 
-def _ranks(number: int, kind: str = "") -> str:
+def _ranks(number: int) -> str:
     """Return a number of ranks: "1 rank", "2 ranks"."""
-    return f"{number} {kind} rank".replace("  ", " ") + ("" if number == 1 else "s")
+    return f"{number} rank" + ("" if number == 1 else "s")
 
 
 def _check_other_names(file: DsFile) -> None:
@@ -214,14 +213,14 @@ def _check_other_names(file: DsFile) -> None:
 
 
 def _check_expert_degree(file: DsFile, ranks: int) -> None:
-    """Raise ConfigError unless the block is turned on, and the degree divides the data- and sequence-parallel ranks."""
+    """Raise ConfigError unless the block is turned on, and the degree divides the ranks of a pipeline stage."""
     degree = int(file.get(EXPERT, 1) or 1)
     if degree > 1 and file.get("expert_parallel.enabled") is None:
         raise ConfigError(file.where(EXPERT), found=degree, expected='also "enabled": true in the block',
                           remedy="without it, DeepSpeed ignores the degree")
     if file.get("expert_parallel.enabled") and ranks % degree:
         raise ConfigError(file.where(EXPERT), expected="a number that divides these ranks",
-                          found=f"{degree}, with {_ranks(ranks, 'data-parallel')} to share the experts")
+                          found=f"{degree}, with {_ranks(ranks)} to share the experts")
 
 
 def _pipeline_stages(file: DsFile, zero_stage: int, world_size: int, model: ModelConfig) -> int:

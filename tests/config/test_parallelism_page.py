@@ -24,7 +24,7 @@ DEGREES: dict[str, dict[str, Any]] = {
     "data": {}, "pipeline": {"pipeline": {"stages": 2}}, "tensor": {"tensor_parallel": {"autotp_size": 2}},
     "sequence": {"sequence_parallel_size": 2}, "expert": {"expert_parallel": {"enabled": True, "autoep_size": 2}}}
 ROWS = ("data", "pipeline", "tensor", "tensor + pipeline", "sequence", "sequence + pipeline", "sequence + tensor",
-        "expert", "expert + pipeline", "expert + tensor", "expert + sequence")
+        "expert", "expert + pipeline", "expert + tensor", "expert + tensor + pipeline", "expert + sequence")
 _CPU = {"device": "cpu"}
 # Label -> (ZeRO stages of which one must work, changes of the JSON, flags)
 SETTINGS: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = {

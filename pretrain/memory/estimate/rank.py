@@ -118,12 +118,12 @@ def parameter_groups(model: ModelConfig, layout: Layout, pipeline_stage: int) ->
     have groups of their own, because DeepSpeed divides them over fewer ranks.
     """
     return _groups(pipeline_stage_layers(model, layout, pipeline_stage), layout.tensor_parallel_size,
-                   layout.expert_parallel_size, layout.zero_size)
+                   layout.expert_parallel_size, layout.zero_size, layout.expert_zero_size)
 
 
 @lru_cache(maxsize=256)
 def _groups(layers: tuple[Layer, ...], tensor_parallel_size: int, expert_parallel_size: int,
-            zero_size: int) -> tuple[ParameterGroup, ...]:
+            zero_size: int, expert_zero_size: int) -> tuple[ParameterGroup, ...]:
     found: dict[tuple[bool, bool], list[tuple[int, bool]]] = {}
     for parameter in parameters_of(layers):
         size = _divided_size(parameter, tensor_parallel_size, expert_parallel_size)
@@ -131,7 +131,7 @@ def _groups(layers: tuple[Layer, ...], tensor_parallel_size: int, expert_paralle
         found.setdefault((not parameter.is_matrix, parameter.is_expert), []).append((size, uses_adam))
     return tuple(
         ParameterGroup(sizes=tuple(size for size, _ in rows),
-                       ranks=max(1, zero_size // (expert_parallel_size if expert else 1)), is_expert=expert,
+                       ranks=max(1, expert_zero_size if expert else zero_size), is_expert=expert,
                        muon_size=0 if vectors else sum(size for size, uses_adam in rows if not uses_adam))
         for (vectors, expert), rows in sorted(found.items()))
 

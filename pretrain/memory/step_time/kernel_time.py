@@ -159,8 +159,10 @@ def _products(layer: Layer, model: ModelConfig, layout: Layout, rates: KernelRat
         count, m = 1.0, tokens
         if experts and parameter.active_size == parameter.size:
             continue  # a convolution of transformers' layers
-        if experts:  # each token passes some of them, all on some rank
-            count, m = experts[0], tokens * layout.expert_parallel_size * parameter.active_size / parameter.size
+        if experts:  # each token passes some of them, all on some rank; a rank routes its shard of the sequences
+            count = experts[0]
+            m = tokens * layout.expert_parallel_size / layout.tensor_parallel_size
+            m *= parameter.active_size / parameter.size
         forward += count * rates.product_seconds(m, n, k)
         backward += count * (rates.product_seconds(m, k, n) + rates.product_seconds(n, k, m))
         number += 1

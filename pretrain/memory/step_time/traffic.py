@@ -42,7 +42,7 @@ class RankParameters:
 
     def after_zero(self, layout: Layout) -> float:
         """Elements that one rank owns after ZeRO divides them."""
-        return self.dense / layout.zero_size + self.experts * layout.expert_parallel_size / layout.zero_size
+        return self.dense / layout.zero_size + self.experts / layout.expert_zero_size
 
 
 def rank_parameters(layout: Layout, model: ModelConfig | None, num_parameters: int) -> RankParameters:
@@ -84,8 +84,7 @@ def _zero_collectives(layout: Layout, parameters: RankParameters, model: ModelCo
     transfers = []
     for suffix, elements, ranks, stride in (
             ("", parameters.dense, layout.zero_size, layout.tensor_parallel_size),
-            (" of experts", parameters.experts, layout.zero_size // layout.expert_parallel_size,
-             layout.tensor_parallel_size * layout.expert_parallel_size)):
+            (" of experts", parameters.experts, layout.expert_zero_size, layout.expert_parallel_size)):
         if layout.zero_stage == 3:
             matrices = gathered_tensors(layout, model, experts=bool(suffix))
             transfers += _zero3_collectives(layout, parameters, suffix, elements, ranks, stride, matrices)
@@ -260,8 +259,8 @@ def _model_parallel(layout: Layout, model: ModelConfig) -> list[Transfer]:
                 ("tensor-parallel all-reduce", layout.tensor_parallel_size, 1, 2 * 2 * blocks * hidden, 2 * blocks),
                 ("sequence-parallel all-to-all", layout.sequence_parallel_size, layout.tensor_parallel_size,
                  4 * blocks * hidden, 4 * blocks),
-                ("expert all-to-all", layout.expert_parallel_size, layout.tensor_parallel_size,
-                 2 * moe_blocks * hidden * model.experts_per_token, 2 * moe_blocks)):
+                ("expert all-to-all", layout.expert_parallel_size, 1,
+                 2 * moe_blocks * hidden * model.experts_per_token / layout.tensor_parallel_size, 2 * moe_blocks)):
             messages = count * passes * layout.gradient_accumulation_steps
             transfers.append(Transfer(what, "network", phase, size * passes * (ranks - 1) / ranks, ranks, stride,
                                       messages=messages))

@@ -22,6 +22,7 @@ from tests.support.layouts import (
     MODEL_WITH_EXPERTS,
     SAVED,
     STEPS,
+    TENSOR2,
     dp2,
     experts2,
     fp16,
@@ -60,6 +61,12 @@ def _layouts(swap: Path) -> dict[str, RunLayout]:
         "whole_experts_zero3": RunLayout(2, dp2(3), has_experts=True),
         **{f"experts2_zero{stage}": RunLayout(2, experts2(stage), has_experts=True) for stage in (1, 2, 3)},
         "experts2_data2": RunLayout(4, experts2(2, accumulation=1), has_experts=True),
+        **{f"experts2_tensor2_zero{stage}": RunLayout(2, {**experts2(stage, accumulation=4), **TENSOR2},
+                                                      has_experts=True) for stage in (1, 2, 3)},
+        "experts2_tensor2_data2": RunLayout(4, {**experts2(1), **TENSOR2}, has_experts=True),
+        "experts2_pipeline2": RunLayout(4, experts2(1, stages=2), has_experts=True),
+        "experts2_tensor2_pipeline2": RunLayout(4, {**experts2(1, accumulation=4, stages=2), **TENSOR2},
+                                                has_experts=True),
     }
     if NO_NVME:
         del found["nvme"]
@@ -70,7 +77,7 @@ def _layouts(swap: Path) -> dict[str, RunLayout]:
 FAST_PAIRS = [("zero0", "tensor2_zero1"), ("tensor2_zero1", "tensor2_pipeline2"), ("tensor2_pipeline2", "zero3"),
               ("zero3", "pipeline4"), ("pipeline4", "nvme"), ("nvme", "pipeline2_data2"), ("pipeline2_data2", "zero1"),
               ("zero1", "zero0"), ("sequence2_zero3", "tensor2_zero3"), ("whole_experts", "experts2_zero2"),
-              ("experts2_zero2", "experts2_data2")]
+              ("experts2_zero2", "experts2_tensor2_pipeline2"), ("experts2_tensor2_pipeline2", "experts2_data2")]
 ALL = _layouts(Path()) | {"nvme": RunLayout(2, {})}
 PAIRS = [pytest.param(pair, id="-".join(pair), marks=[
     *([pytest.mark.slow] if pair not in FAST_PAIRS else []),
