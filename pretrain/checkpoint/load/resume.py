@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pretrain.checkpoint.format.manifest import MANIFEST, Manifest
+from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, parse_head, parse_manifest, read_manifest
 from pretrain.checkpoint.format.run_checkpoints import checkpoint_folders, newest_good
 from pretrain.checkpoint.format.run_manifest import tokenizer_fingerprint
 from pretrain.checkpoint.load.changes import changes_of, continued_schedule
@@ -55,20 +55,20 @@ def checkpoints_folder(plan: Plan) -> Path:
     return Path(plan.args.save) / "checkpoints"
 
 
-def choose_checkpoint(args: RunArguments) -> FoundCheckpoint | None:
+def choose_checkpoint(args: RunArguments, *, complete: bool = True) -> FoundCheckpoint | None:
     """Return the checkpoint that --resume selects: the newest good one of the run folder, or None for step 0.
 
     Without one in the run folder, this is the one of --resume_from, if the flag is given. Only manifests and file sizes
     are read. Later `agree_on_checkpoint.py` compares the hashes and reads the mirror, which may have later checkpoints,
-    on all ranks. Raises ConfigError.
+    on all ranks. Without `complete`, the files' names and sizes are not read. Raises ConfigError.
     """
     checkpoints, has_mirror = Path(args.save) / "checkpoints", args.checkpoint_mirror is not None
     if args.resume == "never":
         reject_overwrite(checkpoint_folders(checkpoints))
     try:
-        found = newest_good(checkpoints) if args.resume != "never" else None
+        found = newest_good(checkpoints, read_manifest if complete else parse_head) if args.resume != "never" else None
         if found is not None or args.resume_from is not None:
-            return found or find_branch(args)
+            return found or find_branch(args, read_manifest if complete else parse_manifest)
     except ConfigError:
         if not has_mirror:
             raise
