@@ -24,7 +24,7 @@ RUN_FILES = ("run.json", "metrics.jsonl", "events.jsonl", "rollbacks.jsonl",
              "predictions.jsonl")  # in the run folder: a run writes them
 PROFILES_FOLDER = "profiles"  # in the run folder: traces, tables of operators, outputs of DeepSpeed's profilers
 
-_MANY_FILES, _FILE_THREADS = 64, 16
+_MANY_FILES, FILE_THREADS = 64, 16  # `for_each_file`
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
@@ -124,7 +124,7 @@ def for_each_file(function: Callable[[_Item], _Result], items: Sequence[_Item]) 
     """
     if len(items) < _MANY_FILES:
         return [function(item) for item in items]
-    with ThreadPoolExecutor(_FILE_THREADS, thread_name_prefix="files") as pool:
+    with ThreadPoolExecutor(FILE_THREADS, thread_name_prefix="files") as pool:
         return list(pool.map(function, items))
 
 

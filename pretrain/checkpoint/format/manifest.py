@@ -30,7 +30,7 @@ NOT_FINITE = "the weights or optimizer states have NaN or infinite values"  # in
 _FOLDER_NAME = re.compile(r"global_step(\d+)")
 _HASH_KEY = "sha256"
 _FILES = '\n "files": '  # begins the last but one key of the text; at the top level, the indentation is 1
-_HEAD_BYTES = 2**15  # that are read at a time
+_HEAD_BYTES = 2**13  # that are read at a time
 
 
 class _TypeAndParams(TypedDict, total=False):

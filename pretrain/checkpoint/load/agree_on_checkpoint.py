@@ -61,7 +61,7 @@ def agree_on_checkpoint(plan: Plan, log: Callable[[str], None]) -> Resume | None
         damage = find_damage_together(folder, manifest)
         if not damage:
             reject_foreign_pickles(folder, manifest)
-            resume = make_resume(folder, manifest, errors, plan)
+            resume = _make_resume(folder, manifest, errors, plan)
             if resume.branch is not None:  # the folder of the other run is only read
                 return resume
             return replace(resume, warnings=[*resume.warnings, *from_rank_0(partial(_repair_latest, resume))])
@@ -75,6 +75,19 @@ def agree_on_checkpoint(plan: Plan, log: Callable[[str], None]) -> Resume | None
         raise ConfigError("--resume required", problem=f"there is no checkpoint in {checkpoints_folder(plan)}{mirror}",
                           remedy="to begin at step 0, use --resume auto")
     return None
+
+
+def _make_resume(folder: Path, manifest: Manifest, warnings: list[str], plan: Plan) -> Resume:
+    """Return the result of `make_resume`; only rank 0 reads run.json. Raises a ConfigError on every rank. Collective.
+    """
+    rejected: list[str] = []
+    try:
+        resume = make_resume(folder, manifest, warnings, plan, with_record=dist.get_rank() == 0)
+    except ConfigError as error:
+        rejected = [str(error)]
+    if lines := gather_problems(rejected):
+        raise ConfigError.from_line(lines[0])
+    return resume
 
 
 def agree_on_data(plan: Plan) -> None:

@@ -97,7 +97,7 @@ def load_resharded(engine: DeepSpeedEngine, folder: Path, manifest: Manifest) ->
     if the checkpoint has another model or optimizer, if the optimizer is not elementwise, or if a file is damaged.
     """
     with torch.no_grad(), _rejected_together():
-        reader = _open_checkpoint(folder)
+        reader = open_checkpoint(folder)
         _check_optimizer(engine, reader)
         _check_shapes(engine, reader)
         _fill_flat_tensors(engine, reader)
@@ -122,7 +122,7 @@ def load_weights(engine: DeepSpeedEngine, source: HFFolder | Path) -> None:
     on every rank.
     """
     with torch.no_grad(), _rejected_together():
-        reader = HFWeights(source) if isinstance(source, HFFolder) else _open_checkpoint(source)
+        reader = HFWeights(source) if isinstance(source, HFFolder) else open_checkpoint(source)
         _check_shapes(engine, reader)
         fill_buffers(engine.module, reader.buffers())
         _prepare_stage_3(engine)
@@ -149,7 +149,7 @@ def _rejected_together() -> Iterator[None]:
         raise ConfigError.from_line(rejections[0])
 
 
-def _open_checkpoint(folder: Path) -> CheckpointReader:
+def open_checkpoint(folder: Path) -> CheckpointReader:
     """Return the reader of a checkpoint whose shard indexes rank 0 reads and sends to all ranks; collective."""
     texts = from_rank_0(partial(read_index_texts, folder))
     return CheckpointReader(folder, parse_shard_indexes(folder, texts))

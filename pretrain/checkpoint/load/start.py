@@ -49,8 +49,8 @@ def check_start(args: RunArguments, *, world_size: int, device: Device, complete
     --init_from is read only if the run folder has no checkpoint: the source may be removed after the first one.
 
     Args:
-        complete: whether the sizes of a checkpoint's files are compared, whose number grows with the number of ranks.
-            Rank 0 does it, and the launchers.
+        complete: also read what grows with the number of ranks: sizes of a checkpoint's files, and run.json. Rank 0
+            does it, and the launchers.
     """
     check_open_files()
     import_own_model(args.model, args.model_code)
@@ -69,7 +69,7 @@ def check_start(args: RunArguments, *, world_size: int, device: Device, complete
                                                          overrides=args.model_overrides),
                   *_tokenizer_notes(plan, weights)]
     plan = replace(plan, origin=weights.origin if weights else None, notes=(*plan.notes, *notes))
-    return Start(plan, make_resume(*found, plan) if found else None, weights)
+    return Start(plan, make_resume(*found, plan, with_record=complete) if found else None, weights)
 
 
 def _saved_model(args: RunArguments, found: FoundCheckpoint | None,

@@ -39,7 +39,7 @@ from pretrain.stored_json import build
 _REPLY_LOCK = threading.Lock()  # the main thread and the thread that runs `_after_save` both reply
 _CHECK_S = 1.0  # interval of the checks whether rank 0's writer has ended
 _POLL_S = 0.1
-_MOST_POLLS_PER_S = 1000  # of all ranks together
+_MOST_POLLS_PER_S = 500  # of all ranks together
 
 
 @dataclass(frozen=True)
