@@ -76,7 +76,8 @@ def run(args: RunArguments, world: World) -> int:
     launcher = LauncherWatch(world)
     device = detect_device()
     # the ranks choose the checkpoint again later
-    start = check_start(args, world_size=world.size, device=device, complete=world.rank == 0)
+    start = check_start(args, world_size=world.size, device=device, complete=world.rank == 0,
+                        first_of_host=world.local_rank == 0)
     tasks = find_run_tasks(args) if world.rank == 0 else None
     time_outs = TimeOuts.from_flags(args)
     collective_timeout_s(time_outs.longest_s, os.environ)  # rejects a wrong DEEPSPEED_TIMEOUT; DeepSpeed would crash

@@ -32,10 +32,10 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Pha
 def test_nothing_grows_faster_than_the_number_of_ranks(counted: dict[int, dict[str, PhaseCounts]], phase: str) -> None:
     few, many = counted[FEW][phase], counted[MANY][phase]
     for key in ("operations", "opens", "stats", "changes", "entries", "read_bytes", "written_bytes"):
-        assert many.total(key) <= 1.1 * MANY / FEW * few.total(key) + 100, key
+        assert many.total(key) <= 1.1 * MANY / FEW * few.total(key) + MANY, key  # one more of each rank
     for rank, counts in many.by_rank.items():
         assert counts.received_bytes <= 1.2 * MANY / FEW * few.first.received_bytes, rank  # O(N) small
-        assert counts.lists <= 3 * few.by_rank[rank if rank in few.by_rank else FEW - 1].lists + 3, rank
+        assert counts.lists <= 3 * max(each.lists for each in few.by_rank.values()) + 3, rank
         if rank != 0:
             assert counts.operations < 300, rank  # a constant number
 

@@ -43,7 +43,8 @@ class Start:
         return () if self.resume is None else tuple(self.resume.warnings)
 
 
-def check_start(args: RunArguments, *, world_size: int, device: Device, complete: bool = True) -> Start:
+def check_start(args: RunArguments, *, world_size: int, device: Device, complete: bool = True,
+                first_of_host: bool = True) -> Start:
     """Validate a run, its checkpoints and the weights of --init_from. Raises ConfigError for the first error.
 
     --init_from is read only if the run folder has no checkpoint: the source may be removed after the first one.
@@ -51,10 +52,12 @@ def check_start(args: RunArguments, *, world_size: int, device: Device, complete
     Args:
         complete: also read what grows with the number of ranks: sizes of a checkpoint's files, and run.json. Rank 0
             does it, and the launchers.
+        first_of_host: also write into the folders, to check that this is possible. One rank of each host does it.
     """
     check_open_files()
     import_own_model(args.model, args.model_code)
-    check_folders(args.save, args.checkpoint_mirror)  # before the run folder is searched for checkpoints
+    if first_of_host:
+        check_folders(args.save, args.checkpoint_mirror)  # before the run folder is searched for checkpoints
     check_no_stop_file(Path(args.save))
     found = choose_checkpoint(args, complete=complete)
     weights = find_initial_weights(args.init_from, read_manifest if complete else parse_manifest) \

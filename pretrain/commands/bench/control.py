@@ -8,8 +8,10 @@ import json
 import os
 import subprocess
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -51,7 +53,8 @@ Phase = Callable[[Ranks], None]
 def validate(ranks: Ranks) -> None:
     """Validate the flags and the newest checkpoint, and take the run's lock, before the ranks connect."""
     for rank in ranks.each():
-        check_start(ranks.plan.args, world_size=ranks.size, device=cpu_device(), complete=rank == 0)
+        check_start(ranks.plan.args, world_size=ranks.size, device=cpu_device(), complete=rank == 0,
+                    first_of_host=rank % RANKS_PER_HOST == 0)
         hang_report.hang_folder(ranks.folder / "run")
         if rank == 0:
             with RunLock(ranks.folder / "run"):
@@ -172,6 +175,28 @@ def replica_check(ranks: Ranks) -> None:
             replicas.compare_copies(engine)
 
 
+def hang(ranks: Ranks) -> None:
+    """Each rank writes its record, and some wait for all records and report the hang."""
+    folder = ranks.folder / "run" / "hangs" / "1"
+    folder.mkdir(parents=True)
+    for rank in set(range(ranks.size)) - {*ranks.sampled}:
+        hang_report.write_record(folder, _hang_record(rank), "")
+    for rank in ranks.each():
+        hang_report.write_record(folder, _hang_record(rank), "stacks")
+    for rank in ranks.each():
+        with quick_clock():
+            arrived = hang_report.arrived_ranks(folder, rank, ranks.size)
+        if arrived is not None:
+            records = hang_report.read_records(folder, arrived)
+            with redirect_stderr(StringIO()):
+                hang_report.report_hang(ranks.folder / "run", folder, records, ranks.size, [])
+
+
+def _hang_record(rank: int) -> hang_report.RankRecord:
+    return hang_report.RankRecord.of_process(os.getpid(), rank=rank, phase="step", step=1, entered=1, seconds=9.0,
+                                             limit_s=8.0, flag="--step_timeout")
+
+
 def preflight_check(ranks: Ranks) -> None:
     """Collect the facts of all hosts by ssh and compare them, on the host that launches the run."""
     hosts = {f"host-{number:05d}": RANKS_PER_HOST for number in range(max(ranks.size // RANKS_PER_HOST, 1))}
@@ -193,7 +218,7 @@ def preflight_check(ranks: Ranks) -> None:
 PHASES: dict[str, Phase] = {
     "preflight over ssh": preflight_check, "start: validate": validate, "start: agree, verify": agree,
     "load, same layout": load_same, "load, other layout": load_other, "logged step": logged_step,
-    "replica check": replica_check, "save, commit, prune": save}
+    "replica check": replica_check, "report of a hang": hang, "save, commit, prune": save}
 
 
 @dataclass(frozen=True)
@@ -210,8 +235,14 @@ class PhaseCounts:
 
     def total(self, key: str) -> float:
         """Return the sum over all ranks of a field or property of Counts: other ranks are as the sampled ones."""
-        others = [float(getattr(counts, key)) for rank, counts in self.by_rank.items() if rank != 0]
-        return float(getattr(self.first, key)) + (self.size - 1) * sum(others) / max(len(others), 1)
+        hosts = self.size // RANKS_PER_HOST
+        return float(getattr(self.first, key)) + (hosts - 1) * self._mean(key, first_of_host=True) + \
+            (self.size - hosts) * self._mean(key, first_of_host=False)
+
+    def _mean(self, key: str, *, first_of_host: bool) -> float:
+        values = [float(getattr(counts, key)) for rank, counts in self.by_rank.items()
+                  if rank != 0 and (rank % RANKS_PER_HOST == 0) == first_of_host]
+        return sum(values) / max(len(values), 1)
 
     @property
     def nfs_s(self) -> float:

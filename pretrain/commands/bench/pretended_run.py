@@ -42,8 +42,8 @@ class Ranks:
 
     @property
     def sampled(self) -> list[int]:
-        """Rank 0, and ranks in the first quarter, in the middle and at the end."""
-        return sorted({0, self.size // 4, self.size // 2, self.size - 1})
+        """Rank 0, the first rank of a host in the middle, and two other ranks."""
+        return [0, self.size // 2 + RANKS_PER_HOST, self.size // 2 + 3, self.size - 1]
 
     @property
     def checkpoints(self) -> Path:
