@@ -20,6 +20,7 @@ from unittest import mock
 import torch
 
 from pretrain.checkpoint.format.hashed_files import FileGroup, FileRecord
+from pretrain.checkpoint.format.manifest import parse_manifest
 from pretrain.checkpoint.format.shard_index import index_name
 from pretrain.checkpoint.load import load_checkpoint
 from pretrain.checkpoint.load.agree_on_checkpoint import agree_on_checkpoint, agree_on_data
@@ -85,7 +86,7 @@ def load_other(ranks: Ranks) -> None:
 
 
 def save(ranks: Ranks) -> None:
-    """Save in the background: each rank records its files, rank 0 commits, the writers wait for a mirror's turn."""
+    """Save in the background: each rank records its files, rank 0 commits. Then rank 0 looks for old checkpoints."""
     step, record = STEP + 10, FileRecord(1, "0" * 64)
     temporary = temporary_folder(ranks.checkpoints, step)
     save_id, recorded = "", 0
@@ -104,34 +105,38 @@ def save(ranks: Ranks) -> None:
             recorded += 1
 
     for rank in ranks.each():
-        found = begin_save(ranks.plan, ranks.checkpoints, step)
-        temporary, save_id = found
+        temporary, save_id = begin_save(ranks.plan, ranks.checkpoints, step)
         with FileGroup() as group:
             for name in files_of(rank):
                 with group.open_file(temporary / name) as file:
                     file.write(b"x")
             write_part(temporary, rank=rank, save_id=save_id, files=group.finish(), finite=True)
-    job = writer.SaveJob(step=step, final=str(ranks.checkpoints / f"global_step{step}"), rank=0, world_size=ranks.size,
-                         save_id=save_id, timeout_s=600, locks_are_shared=True, names=[], mirror="mirror", keep={},
-                         snapshot=writer.SnapshotFiles(str(temporary), [], None, True, None))
     for rank in ranks.each():
         if rank == 0:
             with quick_clock(parts_until):
                 commit(temporary, pretended_manifest(ranks.plan, step, save_id), timeout_s=600,
                        has_ended=partial(writer.has_ended, ranks.checkpoints))
             prune(ranks.checkpoints, keep_checkpoints=2, keep_every=0, keep_best=0, verified=set())
-        else:
-            hidden = Path(job.final).with_name("not-yet")
-            os.rename(job.final, hidden)
-            temporary.mkdir()
 
-            def committed(seconds: float, hidden: Path = hidden) -> None:
-                if seconds >= SAVE_S and hidden.exists():
-                    hidden.rename(job.final)
 
-            with quick_clock(committed):
-                assert writer._wait_for_commit(replace(job, rank=rank)) is not None
-            temporary.rmdir()
+def wait_to_mirror(ranks: Ranks) -> None:
+    """Wait until rank 0 has committed the save, before this rank copies its files to the mirror."""
+    final = ranks.checkpoints / f"global_step{STEP}"
+    temporary, hidden = temporary_folder(ranks.checkpoints, STEP), final.with_name("hidden")
+    job = writer.SaveJob(step=STEP, final=str(final), rank=0, world_size=ranks.size, timeout_s=600, mirror="mirror",
+                         save_id=parse_manifest(final).save_id, locks_are_shared=True, names=[], keep={},
+                         snapshot=writer.SnapshotFiles(str(temporary), [], None, True, None))
+
+    def commit_after(seconds: float) -> None:
+        if seconds >= SAVE_S and hidden.exists():
+            hidden.rename(final)
+
+    temporary.mkdir()
+    for rank in ranks.sampled:
+        final.rename(hidden)
+        with quick_clock(commit_after), count_files(ranks.folder, ranks.counts[rank]):
+            assert writer._wait_for_commit(replace(job, rank=rank)) is not None
+    temporary.rmdir()
 
 
 def _write_uncounted(path: Path, text: str) -> None:
@@ -218,7 +223,8 @@ def preflight_check(ranks: Ranks) -> None:
 PHASES: dict[str, Phase] = {
     "preflight over ssh": preflight_check, "start: validate": validate, "start: agree, verify": agree,
     "load, same layout": load_same, "load, other layout": load_other, "logged step": logged_step,
-    "replica check": replica_check, "report of a hang": hang, "save, commit, prune": save}
+    "replica check": replica_check, "report of a hang": hang, "save, commit, prune": save,
+    "wait for the commit": wait_to_mirror}
 
 
 @dataclass(frozen=True)
