@@ -224,14 +224,14 @@ def _wait_for_commit(job: SaveJob) -> Manifest | None:
     """Wait until rank 0's writer has committed this save or given up. Return the manifest if it is committed."""
     start = checked = time.monotonic()
     ended = False
+    longest_s = max(_CHECK_S, job.world_size / _MOST_POLLS_PER_S)  # the writers of all ranks wait
     while (committed := committed_manifest(job)) is None and job.snapshot is not None:
         now = time.monotonic()
         if ended or now > start + job.timeout_s or not Path(job.snapshot.temporary).is_dir():
             return committed_manifest(job)  # rank 0's writer may have renamed the folder since the last check
-        if now > checked + _CHECK_S:
+        if now > checked + longest_s:
             checked, ended = now, _has_ended(job, 0)
-        longest_s = max(1.0, job.world_size / _MOST_POLLS_PER_S)  # the writers of all ranks wait
-        time.sleep(min(longest_s, 0.05 + (now - start) / 10))
+        time.sleep(min(longest_s, longest_s / 20 + (now - start) / 10))
     return committed
 
 

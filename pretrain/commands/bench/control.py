@@ -221,10 +221,9 @@ def preflight_check(ranks: Ranks) -> None:
 
 
 PHASES: dict[str, Phase] = {
-    "preflight over ssh": preflight_check, "start: validate": validate, "start: agree, verify": agree,
-    "load, same layout": load_same, "load, other layout": load_other, "logged step": logged_step,
-    "replica check": replica_check, "report of a hang": hang, "save, commit, prune": save,
-    "wait for the commit": wait_to_mirror}
+    "preflight": preflight_check, "start: validate": validate, "start: agree": agree, "load, same": load_same,
+    "load, other": load_other, "logged step": logged_step, "replica check": replica_check, "hang report": hang,
+    "save": save, "mirror: wait": wait_to_mirror}
 
 
 @dataclass(frozen=True)
@@ -279,24 +278,23 @@ def control(context: BenchContext, report: ReportProgress) -> BenchSection:
                 found[name][size] = count_phase(ranks, phase)
     rows = [[f"{name}", f"{size:,}", *_cells(counts)] for name, by_size in found.items()
             for size, counts in by_size.items()]
-    notes = [f"File operations: opens, listings, questions about a name, changes. NFS: {NFS_S * 1e3:g} ms an "
-             f"operation, of the rank that waits longest. Lustre: {LUSTRE_OPERATIONS_PER_S:,} operations/s for all "
-             "ranks together. Read: by all ranks.",
-             "Received: by a rank in collectives, whose number is the same for any number of ranks; they use trees. "
-             "The shard indexes are those of GPT-3 175B; all other files are small, and their bytes are not counted "
-             "here."]
+    notes = ["Operations of the shared file system (opens, listings, questions about a name, changes) by rank 0 and "
+             f"by all ranks. NFS: seconds of the rank that waits longest, {NFS_S * 1e3:g} ms an operation. Lustre: "
+             f"seconds of the metadata server, {LUSTRE_OPERATIONS_PER_S:,} operations/s for all ranks together.",
+             "To each: bytes that a rank gets in collectives. Read: by all ranks. Shard indexes are those of GPT-3 "
+             "175B; the other files of the checkpoint are small here."]
     data = {name: {str(size): {"rank_0": asdict(counts.first), "file_operations": counts.total("operations"),
                                "read_bytes": counts.total("read_bytes"), "nfs_s": counts.nfs_s,
                                "lustre_s": counts.lustre_s} for size, counts in by_size.items()}
             for name, by_size in found.items()}
-    return BenchSection("control", "Control plane", ["", "ranks", "rank 0's", "all", "read", "received", "NFS",
+    return BenchSection("control", "Control plane", ["phase", "ranks", "rank 0", "all", "read", "to each", "NFS",
                                                      "Lustre"], rows, notes, [], {"phases": data})
 
 
 def _cells(counts: PhaseCounts) -> list[str]:
     return [_short(counts.first.operations), _short(counts.total("operations")),
             _short(counts.total("read_bytes"), "B"), _short(counts.first.received_bytes, "B"),
-            f"{counts.nfs_s:.2g} s", f"{counts.lustre_s:.2g} s"]
+            *(f"{seconds:.0f}" if seconds >= 100 else f"{seconds:.2g}" for seconds in (counts.nfs_s, counts.lustre_s))]
 
 
 def _short(number: float, unit: str = "") -> str:
