@@ -11,7 +11,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, cast
@@ -162,6 +161,8 @@ def arrived_ranks(folder: Path, rank: int, world_size: int) -> set[int] | None:
 
 def read_records(folder: Path, ranks: Iterable[int]) -> dict[int, RankRecord]:
     """Return the records of these ranks, without those that cannot be read."""
+    from concurrent.futures import ThreadPoolExecutor  # needs memory in every watcher
+
     def read(rank: int) -> RankRecord | None:
         with contextlib.suppress(OSError, ValueError, KeyError):
             return RankRecord.from_text(folder.joinpath(f"rank_{rank}.txt").read_text(encoding="utf-8"))

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from pretrain.checkpoint.format.shard_index import index_name
-from pretrain.commands.bench.control import PHASES, PhaseCounts, count_phase
-from pretrain.commands.bench.counting import Counts, count_files
+from pretrain.commands.bench.control import PHASES, PhaseCounts, count_phase, hang_record
+from pretrain.commands.bench.counting import Counts, count_files, quick_clock
 from pretrain.commands.bench.pretended_run import STEP, pretend
+from pretrain.resilience import hang_report
 
 FEW, MANY = 64, 1024
 INDEX_BYTES = "index bytes"
@@ -62,6 +63,18 @@ def test_rank_0_alone_asks_for_the_sizes_of_a_checkpoint(counted: dict[int, dict
     assert validated.first.stats > 3 * MANY
     assert max(counts.stats for rank, counts in validated.by_rank.items() if rank != 0) < 40
     assert counted[MANY]["preflight"].first.messages == MANY // 8
+
+
+def test_of_many_ranks_a_few_look_for_the_records_of_a_hang(counted: dict[int, dict[str, PhaseCounts]],
+                                                            tmp_path: Path) -> None:
+    found = counted[MANY]["hang report"]
+    assert [counts.lists for rank, counts in found.by_rank.items() if rank != 0] == [0] * 3
+    for rank in (5, 7, 9):  # all ranks that look are lost
+        hang_report.write_record(tmp_path, hang_record(rank), "")
+    with quick_clock():
+        assert hang_report.arrived_ranks(tmp_path, 7, MANY) == {5, 7, 9}
+        (tmp_path / "report.txt").touch()
+        assert hang_report.arrived_ranks(tmp_path, 9, MANY) is None
 
 
 def test_what_the_counting_file_system_counts(tmp_path: Path) -> None:

@@ -34,7 +34,9 @@ from pretrain.commands.bench.counting import Counts, count_files, quick_clock
 from pretrain.commands.bench.pretended_run import RANKS_PER_HOST, STEP, Ranks, files_of, pretend, pretended_manifest
 from pretrain.commands.bench.processes import BenchContext, ReportProgress
 from pretrain.commands.bench.report import BenchSection
+from pretrain.distributed.collectives import gather
 from pretrain.distributed.device import cpu_device
+from pretrain.monitor.environment import host_record
 from pretrain.monitor.flight.record_files import Header, RecordFile, start_folder
 from pretrain.monitor.rank_times import NUM_VALUES, RankTimesLog, rank_times
 from pretrain.monitor.training_row import gather_ranks
@@ -65,6 +67,7 @@ def validate(ranks: Ranks) -> None:
 def agree(ranks: Ranks) -> None:
     """Agree on the data and on the checkpoint, whose files the ranks verify, and begin the flight records."""
     for rank in ranks.each():
+        gather((host_record(), os.getpid()))
         agree_on_data(ranks.plan)
         assert agree_on_checkpoint(ranks.plan, lambda _: None) is not None
         header = Header(rank=rank, world_size=ranks.size)
@@ -185,9 +188,9 @@ def hang(ranks: Ranks) -> None:
     folder = ranks.folder / "run" / "hangs" / "1"
     folder.mkdir(parents=True)
     for rank in set(range(ranks.size)) - {*ranks.sampled}:
-        hang_report.write_record(folder, _hang_record(rank), "")
+        hang_report.write_record(folder, hang_record(rank), "")
     for rank in ranks.each():
-        hang_report.write_record(folder, _hang_record(rank), "stacks")
+        hang_report.write_record(folder, hang_record(rank), "stacks")
     for rank in ranks.each():
         with quick_clock():
             arrived = hang_report.arrived_ranks(folder, rank, ranks.size)
@@ -197,7 +200,7 @@ def hang(ranks: Ranks) -> None:
                 hang_report.report_hang(ranks.folder / "run", folder, records, ranks.size, [])
 
 
-def _hang_record(rank: int) -> hang_report.RankRecord:
+def hang_record(rank: int) -> hang_report.RankRecord:
     return hang_report.RankRecord.of_process(os.getpid(), rank=rank, phase="step", step=1, entered=1, seconds=9.0,
                                              limit_s=8.0, flag="--step_timeout")
 
