@@ -169,7 +169,7 @@ def read_records(folder: Path, ranks: Iterable[int]) -> dict[int, RankRecord]:
         return None
 
     numbers = list(ranks)
-    with ThreadPoolExecutor(_THREADS) as pool:  # a file server needs a millisecond for each file
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="files") as pool:  # a file server needs 1 ms for a file
         found = dict(zip(numbers, pool.map(read, numbers), strict=True))
     return {rank: record for rank, record in found.items() if record is not None}
 

@@ -285,7 +285,8 @@ def control(context: BenchContext, report: ReportProgress) -> BenchSection:
              f"by all ranks. NFS: seconds of the rank that waits longest, {NFS_S * 1e3:g} ms an operation. Lustre: "
              f"seconds of the metadata server, {LUSTRE_OPERATIONS_PER_S:,} operations/s for all ranks together.",
              "To each: bytes that a rank gets in collectives. Read: by all ranks. Shard indexes are those of GPT-3 "
-             "175B; the other files of the checkpoint are small here."]
+             "175B; the other files of the checkpoint are small here.",
+             f"A preflight also makes a connection by ssh to each host of {RANKS_PER_HOST} ranks."]
     data = {name: {str(size): {"rank_0": asdict(counts.first), "file_operations": counts.total("operations"),
                                "read_bytes": counts.total("read_bytes"), "nfs_s": counts.nfs_s,
                                "lustre_s": counts.lustre_s} for size, counts in by_size.items()}
