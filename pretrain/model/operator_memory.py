@@ -285,7 +285,8 @@ def fp8_work(config: ModelConfig, batch: MicroBatch) -> int:
     """Bytes that the largest product of a block needs in FP8 (model/kernels/fp8.py); 0 without FP8.
 
     One operand at a time is cast by way of fp32. The FP8 values of both remain; on CUDA, those of the second one are
-    copied into another order. The emulation converts both to fp32 again, and its product from fp32.
+    copied into another order. The emulation converts both to fp32 again, and its product from fp32. The product itself,
+    a gradient, is counted elsewhere.
     """
     if not batch.fp8:
         return 0
@@ -295,7 +296,7 @@ def fp8_work(config: ModelConfig, batch: MicroBatch) -> int:
         x, weight, out = batch.tokens * inputs, inputs * outputs, batch.tokens * outputs
         for first, second, result in ((x, weight, out), (out, weight, x), (out, x, weight)):
             casts = max((FP32 + 1) * first, first + (FP32 + 1) * second)
-            emulated = (FP32 + 1) * (first + second) + (FP32 + batch.element_bytes) * result
+            emulated = (FP32 + 1) * (first + second) + FP32 * result
             ways.append(max(casts, first + 2 * second) if batch.cuda else emulated)
     return max(ways)
 

@@ -183,6 +183,17 @@ def test_tf32_needs_a_gpu_that_has_it(world: Path) -> None:
         plan_of(world, {"bf16": NOTHING}, device=old, tf32=True)
 
 
+def test_fp8_needs_a_gpu_that_has_it(world: Path) -> None:
+    old = Device("cuda", fp16=True, bf16=True, memory_bytes=0, fp8=False)
+    plan = plan_of(world, {}, device=CUDA, fp8="rowwise")
+    assert plan.layout.fp8
+    assert any("without --compile_blocks" in note for note in plan.notes)
+    cpu = Device("cpu", fp16=False, bf16=True, memory_bytes=0, fp8=False)
+    assert any("emulated" in note for note in plan_of(world, {}, device=cpu, fp8="tensorwise").notes)
+    with pytest.raises(ConfigError, match="--fp8: this GPU has no products in FP8"):
+        plan_of(world, {}, device=old, fp8="rowwise")
+
+
 def test_a_scheduler_of_the_json_replaces_the_flags(world: Path) -> None:
     scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}
     plan = plan_of(world, {"scheduler": scheduler}, lr_warmup_steps=5)
