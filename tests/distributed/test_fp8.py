@@ -72,7 +72,7 @@ def test_a_checkpoint_has_the_same_files_and_sizes_as_without(results: dict[str,
 
 @pytest.mark.slow
 def test_200_steps_learn_as_much_as_in_bf16(corpus: str, tmp_path: Path) -> None:
-    """Within 0.005 nats per token, 0.5% of the perplexity. The numbers are in ds_configs/precision.md."""
+    """Within 0.005 nats per token, 0.5% of the perplexity. The numbers are in tools/gpu.md."""
     common = flags(corpus, layers=2, hidden=128, steps=200)
     cases = [case(name, "train", config(1, precision="bf16", micro=8, accumulation=1, lr=3e-3), {**common, **extra})
              for name, extra in (("bf16", {}), ("tensorwise", {"fp8": "tensorwise"}), ("rowwise", {"fp8": "rowwise"}))]
