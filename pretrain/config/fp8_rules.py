@@ -1,12 +1,16 @@
 """Settings that --fp8 cannot be combined with, and devices without FP8. `run_rules.check_rules` checks them."""
 
 from collections.abc import Iterator
+from importlib.metadata import version
 from importlib.util import find_spec
+
+from packaging.version import Version
 
 from pretrain.config.layout_rules import TENSOR, Rule
 from pretrain.config.plan import Plan
 
 FLAG = "--fp8"
+TORCH_SINCE = "2.11"
 _MULTIPLE = 16  # torch._scaled_mm multiplies matrices whose sizes are multiples of it
 
 
@@ -21,7 +25,9 @@ def fp8(run: Plan) -> Iterator[Rule]:
                problem="this GPU has no products in FP8: they need compute capability 8.9 (L4, L40S, H100 or later)",
                remedy="leave --fp8 out")
     yield Rule(find_spec("torchao") is None, FLAG, problem="it needs the package torchao, which is not installed",
-               remedy='pip install "ds-pretrain[fp8]"')
+               remedy="pip install 'ds-pretrain[fp8]'")
+    yield Rule(Version(version("torch")) < Version(TORCH_SINCE), FLAG, problem=f"it needs torch {TORCH_SINCE} or later, "
+               f"as torchao does; this is torch {version('torch')}", remedy="leave --fp8 out")
     its = f"the layers of {model.architecture} are transformers' own modules"
     yield Rule(model.described, FLAG, problem=its, remedy="leave the flag out")
     yield Rule(model.num_experts, FLAG, "a model without", "the products of experts are grouped ones, which remain in "

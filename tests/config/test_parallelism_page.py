@@ -92,6 +92,7 @@ def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every package and library seem installed: the tables do not depend on this machine."""
     monkeypatch.setattr(run_rules, "find_spec", lambda name: name)
     monkeypatch.setattr(fp8_rules, "find_spec", lambda name: name)
+    monkeypatch.setattr(fp8_rules, "version", lambda name: "2.13")
     monkeypatch.setattr(layout_rules, "find_library", lambda name: name)
 
 

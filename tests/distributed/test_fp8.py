@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.cases import case, config, flags
+from tests.support.cases import HAS_FP8, case, config, flags
 from tests.support.launch import run_worker
 from tests.support.layouts import relative_difference
 
@@ -18,9 +18,9 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # (JSON, flags)
     "zero2_compiled": (config(2, precision="bf16"), {"compile_blocks": True}),
     "zero3_recomputed": (config(3, precision="bf16", param_persistence_threshold=0), {"recompute": "mlp"}),
     "pipeline2": (config(1, precision="bf16", **STAGES2), {"recompute": "blocks"}),
-    "sequence2": (config(2, precision="bf16", accumulation=4) | {"sequence_parallel_size": 2}, {}),
 }
 SAVED = config(3, precision="bf16")
+pytestmark = pytest.mark.skipif(not HAS_FP8, reason="this torch has no torchao that fits")
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(corpus: str, folder: Path) -> dict[str, Any]:
-    common = flags(corpus, layers=2, steps=4)
+    common = flags(corpus, layers=2, steps=2)
     cases = [case("bf16", "train", LAYOUTS["zero1"][0], common),
              *(case(name, "train", values, {**common, **extra, "fp8": "tensorwise"})
                for name, (values, extra) in LAYOUTS.items()),

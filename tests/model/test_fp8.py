@@ -16,8 +16,10 @@ from pretrain.model.layers.linear import use_fp8
 from pretrain.model.layers.rope import Rope
 from pretrain.model.operator_memory import MicroBatch
 from tests.support.block_memory import measure_block
+from tests.support.cases import HAS_FP8
 from tests.support.model_shapes import SHAPES
 
+pytestmark = pytest.mark.skipif(not HAS_FP8, reason="this torch has no torchao that fits")
 RECIPES = ("tensorwise", "rowwise")
 
 

@@ -7,6 +7,7 @@ import pytest
 from pretrain.config.ds_json.read import DsFile
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.resolve import resolve_ds_config
+from pretrain.distributed.deepspeed_version import deepspeed_version
 from pretrain.distributed.device import cpu_device
 from pretrain.memory.step_time.traffic import Transfer, rank_parameters, step_traffic
 from pretrain.model.config import load_model_config
@@ -126,6 +127,7 @@ def test_masked_labels_add_one_small_all_reduce_and_no_read(measured: dict[str, 
             assert masked["collectives"] == usual["collectives"] + 1
 
 
+@pytest.mark.skipif(deepspeed_version() != "0.19.8", reason="the page has the counts of DeepSpeed 0.19.8")
 def test_the_counts_are_those_of_the_page(measured: dict[str, list[dict[str, Any]]]) -> None:
     rows = [f"| {name} | {rank['collectives']} | {rank['small']} | {reads(rank, 'deepspeed/')} | "
             f"{reads(rank, 'pretrain/')} |" for name in IN_PAGE for rank in measured[name][:1]]
