@@ -24,10 +24,6 @@ def fp8(run: Plan) -> Iterator[Rule]:
     yield Rule(run.device.kind == "cuda" and not run.device.fp8, FLAG,
                problem="this GPU has no products in FP8: they need compute capability 8.9 (L4, L40S, H100 or later)",
                remedy="leave --fp8 out")
-    yield Rule(find_spec("torchao") is None, FLAG, problem="it needs the package torchao, which is not installed",
-               remedy="pip install 'ds-pretrain[fp8]'")
-    yield Rule(Version(version("torch")) < Version(TORCH_SINCE), FLAG, problem=f"it needs torch {TORCH_SINCE} or later, "
-               f"as torchao does; this is torch {version('torch')}", remedy="leave --fp8 out")
     its = f"the layers of {model.architecture} are transformers' own modules"
     yield Rule(model.described, FLAG, problem=its, remedy="leave the flag out")
     yield Rule(model.num_experts, FLAG, "a model without", "the products of experts are grouped ones, which remain in "
@@ -47,3 +43,8 @@ def fp8(run: Plan) -> Iterator[Rule]:
     for name, size in sizes.items():
         yield Rule(size % _MULTIPLE, FLAG, problem=f"the {name} is {size}, and sizes of products in FP8 are multiples "
                    f"of {_MULTIPLE}", remedy="change the size, or leave --fp8 out")
+    yield Rule(find_spec("torchao") is None, FLAG, problem="it needs the package torchao, which is not installed",
+               remedy="pip install 'ds-pretrain[fp8]'")
+    torch = version("torch")
+    yield Rule(Version(torch) < Version(TORCH_SINCE), FLAG, problem=f"it needs torch {TORCH_SINCE} or later, as "
+               f"torchao does; this is torch {torch}", remedy="leave --fp8 out")

@@ -34,27 +34,26 @@ def results(corpus: str, folder: Path) -> dict[str, Any]:
     cases = [case("bf16", "train", LAYOUTS["zero1"][0], common),
              *(case(name, "train", values, {**common, **extra, "fp8": "tensorwise"})
                for name, (values, extra) in LAYOUTS.items()),
-             case("rowwise", "train", LAYOUTS["zero1"][0], {**common, "fp8": "rowwise"}),
              case("saved_bf16", "resume", SAVED, common),
              case("saved_fp8", "resume", SAVED, {**common, "fp8": "rowwise"})]
     return run_worker("compile_worker.py", cases, 2, folder)
 
 
-@pytest.mark.parametrize("name", [*LAYOUTS, "rowwise"])
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_losses_are_close_to_those_of_bf16_and_of_other_layouts(name: str, results: dict[str, Any]) -> None:
     found, bf16, zero1 = results[name], results["bf16"], results["zero1"]
     assert found["loss"] != bf16["loss"]
     assert relative_difference(found["loss"], bf16["loss"]) < 2e-3
     assert relative_difference(found["grad_norm"], bf16["grad_norm"]) < 0.05
-    if name != "rowwise":
-        assert relative_difference(found["loss"], zero1["loss"]) < 1e-3
+    assert relative_difference(found["loss"], zero1["loss"]) < 1e-3
     assert (found["graphs"], found["breaks"]) == (2 if "compiled" in name else 0, 0)
     assert (found["saved_weights"] > 0) == name.startswith("zero3")
     assert found["largest_kept_weight"] == 0
 
 
 def test_a_resume_has_the_same_bits(results: dict[str, Any]) -> None:
-    found = results["saved_fp8"]
+    found, bf16 = results["saved_fp8"], results["saved_bf16"]
+    assert relative_difference(found["tail"]["loss"], bf16["tail"]["loss"]) < 2e-3
     assert found["resumed"] == found["tail"]
     at_save, loaded, at_end, resumed_end = found["state"]
     assert (loaded, resumed_end) == (at_save, at_end)
