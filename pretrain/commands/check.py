@@ -42,6 +42,8 @@ def plan_lines(plan: Plan) -> list[str]:
         precision += f", gradients accumulated in {layout.grad_accum_dtype}"
     if layout.precision == "fp16" and plan.args.emulate_fp16:
         precision += " (emulated where the device has none)"
+    if layout.fp8:
+        precision += f", products of linear layers in FP8 ({plan.args.fp8})"
     batch = f"{layout.global_batch_size} samples a step = {layout.micro_batch_size} micro-batch x " \
             f"{layout.gradient_accumulation_steps} accumulation x {layout.data_parallel_size} data-parallel"
     rows = {

@@ -71,6 +71,7 @@ class Layout:
     recompute_every: int = 1  # the part is recomputed in every N-th block
     offload_activations: bool = False  # the inputs of recomputed blocks are kept in host memory
     mlp_tiles: int = 1  # pieces of the sequences in which each MLP is computed, and recomputed
+    fp8: bool = False  # linear layers multiply in FP8
     micro_batch_size: int = 1  # samples
     gradient_accumulation_steps: int = 1
     seq_length: int = 1024  # tokens

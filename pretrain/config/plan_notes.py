@@ -196,6 +196,11 @@ def _speed_notes(plan: Plan) -> list[str]:
             plan.get("zero_optimization.overlap_comm") is None:
         notes.append('zero_optimization.overlap_comm: DeepSpeed enables it at ZeRO-3 only; true reduces '
                      "gradients during the backward pass, with a second bucket")
+    if args.fp8 is not None and plan.device.kind == "cpu":
+        notes.append("--fp8 on a CPU is emulated: slower than bf16, for tests of its losses")
+    elif args.fp8 is not None and not args.compile_blocks:
+        notes.append("--fp8 without --compile_blocks: each cast is several kernels, which can take longer than FP8 "
+                     "products save")
     if plan.device.kind == "cpu" and layout.precision == "bf16":
         if args.compile_blocks:
             notes.append("--compile_blocks on a CPU leaves out the attention and the GELU written for CPUs")

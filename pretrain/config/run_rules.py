@@ -10,6 +10,7 @@ from pathlib import Path
 from pretrain.config import layout_rules
 from pretrain.config.determinism_rules import determinism
 from pretrain.config.ds_json.optimizers import OPTIMIZERS, REQUIRED_SCHEDULER_PARAMS, Optimizer
+from pretrain.config.fp8_rules import fp8
 from pretrain.config.general_rules import general_family
 from pretrain.config.layout_rules import OFFLOAD_DEVICE, ZERO, Rule
 from pretrain.config.plan import Plan
@@ -271,7 +272,7 @@ SUBJECTS = (
     optimizer_params, layout_rules.loss_scale, layout_rules.nvme_here, layout_rules.operators_without_nvcc,
     layout_rules.nvme_buffer_size, scheduler_params, torch_optimizer_params, monitors_and_timers, writable_folders,
     numbers_of_the_device, length_of_run, clipping_and_noise_scale, early_stopping, profiles, recomputation,
-    layout_rules.sequence_parallelism, mup, determinism)
+    layout_rules.sequence_parallelism, mup, determinism, fp8)
 _OF_THIS_MACHINE = (layout_rules.nvme_here, writable_folders)
 
 

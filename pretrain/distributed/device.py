@@ -34,6 +34,7 @@ class Device:
     bf16: bool  # can train in bfloat16
     memory_bytes: int  # of one GPU, or of the host for a CPU; 0: unknown
     compiles: bool = True  # DeepSpeed can compile operators for the device; cuda needs nvcc
+    fp8: bool = True  # multiplies in FP8, or this is not known
 
 
 def detect_device() -> Device:
@@ -63,7 +64,7 @@ def cpu_device() -> Device:
     except (ValueError, OSError):
         memory_bytes = 0
     fp16 = "avx512_fp16" in cpuinfo() and not _is_limited(_ISAS_WITHOUT_FP16)
-    return Device("cpu", fp16=fp16, bf16=True, memory_bytes=memory_bytes)
+    return Device("cpu", fp16=fp16, bf16=True, memory_bytes=memory_bytes, fp8=False)
 
 
 def multiplies_bf16() -> bool:
@@ -109,7 +110,7 @@ def cuda_device() -> Device:
     if found:
         capability, memory_bytes = float(found[1]), int(found[2]) * 2**20
     return Device("cuda", fp16=capability >= 7.0, bf16=capability >= 8.0, memory_bytes=memory_bytes,
-                  compiles=found is None or nvcc_fits_torch())
+                  compiles=found is None or nvcc_fits_torch(), fp8=found is None or capability >= 8.9)
 
 
 def nvidia_smi(fields: str) -> list[str]:

@@ -18,7 +18,9 @@ from pretrain.model.general.decoder import decoder_of
 from pretrain.model.kernels.cpu.choice import fastest_choice, parse_choice, right_in_c, set_choice
 from pretrain.model.kernels.documents import Documents
 from pretrain.model.kernels.flex_attention import flex_causal_attention, reject_flex, why_not_flex
+from pretrain.model.kernels.fp8 import Fp8Products
 from pretrain.model.kernels.torch_attention import alibi_slopes, torch_causal_attention
+from pretrain.model.layers.linear import use_fp8
 from pretrain.model.parameters import DTYPES
 
 _NAMES = {SDPBackend.FLASH_ATTENTION: "flash", SDPBackend.CUDNN_ATTENTION: "cuDNN",
@@ -50,6 +52,12 @@ def choose_kernels(recorded: dict[str, bool] | None, *, measured: bool = True) -
         print(f"warning: the C kernels for {', '.join(lost)}, which this run used before, are not available on this "
               "machine, so torch's operators are used: the next losses differ in the last bits from those of a run "
               "without this change", file=sys.stderr, flush=True)
+
+
+def multiply_in_fp8(module: torch.nn.Module, plan: Plan) -> None:
+    """With --fp8, let the linear layers of a model or a block multiply in FP8; emulate it on CPUs."""
+    if plan.args.fp8 is not None:
+        use_fp8(module, Fp8Products(plan.args.fp8, emulate=plan.device.kind == "cpu"))
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from pretrain.model.operator_memory import (
     column_backward,
     dropout_saved,
     experts_saved,
+    fp8_work,
     hidden_states_bytes,
     linear_saved,
     mlp_inner,
@@ -133,6 +134,7 @@ def block_backward(config: ModelConfig, batch: MicroBatch, window: int = 0, part
     saved tensors are freed. A part that is recomputed is allocated at the beginning of its phase.
     """
     residual = hidden_states_bytes(config, batch) * (2 if config.residual_dropout > 0 else 1)
+    residual += fp8_work(config, batch)  # at any product
     width = config.intermediate_size
     if config.num_experts:
         width = config.moe_intermediate_size * max(1, config.experts_per_token)

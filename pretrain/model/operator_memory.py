@@ -42,6 +42,7 @@ class MicroBatch:
     fp16: bool = False  # on CPUs fp16 uses torch's attention, bf16 uses model/kernels/cpu_attention.py
     sequence_parallel_size: int = 1
     mlp_tiles: int = 1  # pieces in which the MLP is computed and recomputed
+    fp8: bool = False  # linear layers multiply in FP8 (model/kernels/fp8.py)
     c_attention: bool = False  # on a CPU for which attention in bf16 is in C (model/kernels/cpu/attention.py)
 
     @property
@@ -280,6 +281,26 @@ def experts_saved(config: ModelConfig, batch: MicroBatch) -> int:
     if config.shared_expert_gate:  # its output, and the shared expert's
         shared += linear_saved(1, shard) + linear_saved(config.hidden_size, shard)
     return router + 2 * linear_saved(config.hidden_size, sent) + inner + shared
+
+
+def fp8_work(config: ModelConfig, batch: MicroBatch) -> int:
+    """Bytes that the largest product of a block needs in FP8 (model/kernels/fp8.py); 0 without FP8.
+
+    One operand at a time is cast by way of fp32. The FP8 values of both remain; on CUDA, those of the second one are
+    copied into another order. The emulation converts both to fp32 again, and its product from fp32. The product itself,
+    a gradient, is counted elsewhere.
+    """
+    if not batch.fp8:
+        return 0
+    hidden, inner, ways = config.hidden_size, config.intermediate_size // batch.mlp_tiles, []
+    for inputs, outputs in ((hidden, _qkv_width(config, batch)), (query_width(config, batch), hidden),
+                            (hidden, inner), (inner, hidden)):
+        x, weight, out = batch.tokens * inputs, inputs * outputs, batch.tokens * outputs
+        for first, second, result in ((x, weight, out), (out, weight, x), (out, x, weight)):
+            casts = max((FP32 + 1) * first, first + (FP32 + 1) * second)
+            emulated = (FP32 + 1) * (first + second) + FP32 * result
+            ways.append(max(casts, first + 2 * second) if batch.cuda else emulated)
+    return max(ways)
 
 
 def attention_backward(config: ModelConfig, batch: MicroBatch, window: int) -> int:

@@ -149,7 +149,8 @@ def _parameters_text(model: ModelConfig) -> str:
 
 def _layout_text(layout: Layout) -> str:
     """Describe a layout, such as `cuda, bf16, ZeRO-2, 8 data-parallel, 2 tensor-parallel, optimizer on cpu`."""
-    parts = [get_accelerator().device_name(), layout.precision, f"ZeRO-{layout.zero_stage}",
+    precision = f"{layout.precision} with FP8" if layout.fp8 else layout.precision
+    parts = [get_accelerator().device_name(), precision, f"ZeRO-{layout.zero_stage}",
              f"{layout.data_parallel_size} data-parallel"]
     if layout.pipeline_stages > 1:
         parts.append(f"{layout.pipeline_stages} pipeline stages")

@@ -35,7 +35,8 @@ _KEPT = (
     "router_aux_loss", "router_z_loss", "expert_capacity_factor", "no_weight_decay", "gradient_value_clipping",
     "adaptive_clipping", "adaptive_clipping_window", "init_method", "output_init_method", "init_std", "mup_base_width",
     "embedding_dropout", "attention_dropout", "residual_dropout", "weight_decay", "adam_beta1", "adam_beta2",
-    "adam_epsilon", "gradient_clipping", "precision", "compile_blocks", "tf32", "plain_operators", "emulate_fp16",
+    "adam_epsilon", "gradient_clipping", "precision", "fp8", "compile_blocks", "tf32", "plain_operators",
+    "emulate_fp16",
 )
 _NOT_SUPPORTED = {  # flag -> why a ladder cannot predict a run with it
     "dataset_module": "a ladder records its corpus by token files",

@@ -9,23 +9,35 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from pretrain.model.kernels.cpu import c_functions
 from pretrain.model.kernels.cpu.choice import uses_c
+from pretrain.model.kernels.fp8 import Fp8Products
 
 
-def linear(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
-    """Return x @ weight^T + bias. Saves x and weight for the backward pass."""
-    if _is_in_c(x, weight_OI):
-        out: torch.Tensor = _Linear.apply(x, weight_OI, bias_O)
+def linear(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None,
+           fp8: Fp8Products | None = None) -> torch.Tensor:
+    """Return x @ weight^T + bias, multiplied in FP8 if `fp8` is given. Saves x and weight for the backward pass."""
+    if fp8 is not None or _is_in_c(x, weight_OI):
+        out: torch.Tensor = _Linear.apply(x, weight_OI, bias_O, fp8)
         return out
     return F.linear(x, weight_OI, bias_O)
 
 
-def product(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
+def product(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None,
+            fp8: Fp8Products | None = None) -> torch.Tensor:
     """Return x @ weight^T + bias, for use inside an autograd function."""
+    if fp8 is not None:
+        return fp8.product(x, weight_OI, bias_O)
     return c_functions.linear(x, weight_OI, bias_O) if _is_in_c(x, weight_OI) else F.linear(x, weight_OI, bias_O)
 
 
-def weight_gradient(x_NI: torch.Tensor, grad_NO: torch.Tensor) -> torch.Tensor:
+def input_gradient(grad_NO: torch.Tensor, weight_OI: torch.Tensor, fp8: Fp8Products | None = None) -> torch.Tensor:
+    """Return grad @ weight, [N, I]."""
+    return grad_NO @ weight_OI if fp8 is None else fp8.input_gradient(grad_NO, weight_OI)
+
+
+def weight_gradient(x_NI: torch.Tensor, grad_NO: torch.Tensor, fp8: Fp8Products | None = None) -> torch.Tensor:
     """Return grad^T @ x, [O, I]."""
+    if fp8 is not None:
+        return fp8.weight_gradient(x_NI, grad_NO)
     return c_functions.weight_gradient(x_NI, grad_NO) if _is_in_c(x_NI, grad_NO) else grad_NO.t() @ x_NI
 
 
@@ -40,16 +52,18 @@ def _is_in_c(x: torch.Tensor, other: torch.Tensor) -> bool:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, x: torch.Tensor, weight_OI: torch.Tensor,
-                bias_O: torch.Tensor | None) -> torch.Tensor:
+    def forward(ctx: FunctionCtx, x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None,
+                fp8: Fp8Products | None) -> torch.Tensor:
         ctx.save_for_backward(x, weight_OI)
-        return c_functions.linear(x, weight_OI, bias_O)
+        ctx.fp8 = fp8  # type: ignore[attr-defined]
+        return product(x, weight_OI, bias_O, fp8)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight_OI = ctx.saved_tensors  # type: ignore[attr-defined]
+        fp8: Fp8Products | None = ctx.fp8  # type: ignore[attr-defined]
         needed, grad_NO = ctx.needs_input_grad, grads[0].flatten(0, -2)  # type: ignore[attr-defined]
-        return ((grad_NO @ weight_OI).view(x.shape) if needed[0] else None,
-                weight_gradient(x.flatten(0, -2), grad_NO) if needed[1] else None,
-                bias_gradient(grad_NO) if needed[2] else None)
+        return (input_gradient(grad_NO, weight_OI, fp8).view(x.shape) if needed[0] else None,
+                weight_gradient(x.flatten(0, -2), grad_NO, fp8) if needed[1] else None,
+                bias_gradient(grad_NO) if needed[2] else None, None)

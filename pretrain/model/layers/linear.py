@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from pretrain.distributed.parallel_groups import NO_GROUPS, ParallelGroups, RankGroup
 from pretrain.model.description import Parameters
+from pretrain.model.kernels.fp8 import Fp8Products
 from pretrain.model.kernels.linear import bias_gradient, linear, product, weight_gradient
 from pretrain.model.parallel.shared_tensors import (
     begin_gather,
@@ -48,6 +49,7 @@ class Linear(nn.Module):
                  groups: ParallelGroups = NO_GROUPS) -> None:
         super().__init__()
         self.plain_operators, self.group = plain_operators, groups.tensor
+        self.fp8: Fp8Products | None = None  # use_fp8 sets it
         create_parameters(self, parameters, groups, optional="bias")
 
     def forward(self, *inputs: torch.Tensor | None) -> torch.Tensor:
@@ -57,7 +59,16 @@ class Linear(nn.Module):
         """Return [B, T, O] for the only input, [B, T, I]."""
         (x_BTI,) = inputs
         assert x_BTI is not None
-        return (F.linear if self.plain_operators else linear)(x_BTI, self.weight, bias_O)
+        if self.plain_operators:
+            return F.linear(x_BTI, self.weight, bias_O)
+        return linear(x_BTI, self.weight, bias_O, self.fp8)
+
+
+def use_fp8(module: nn.Module, products: Fp8Products) -> None:
+    """Let the linear layers of a module multiply in FP8. Embedding, head and experts are no such layers."""
+    for layer in module.modules():
+        if isinstance(layer, Linear):
+            layer.fp8 = products
 
 
 class ColumnLinear(Linear):

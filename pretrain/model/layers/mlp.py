@@ -29,8 +29,9 @@ class ActivatedLinear(RowLinear):
         """Return [B, T, D] for `up`, or for `up` and `gate`, each [B, T, F]."""
         up_BTF, gate_BTF = inputs if len(inputs) == 2 else (*inputs, None)
         assert up_BTF is not None
-        operator = plain_activated_linear if self.plain_operators else activated_linear
-        return operator(self.activation, up_BTF, gate_BTF, self.weight, bias_O)
+        if self.plain_operators:
+            return plain_activated_linear(self.activation, up_BTF, gate_BTF, self.weight, bias_O)
+        return activated_linear(self.activation, up_BTF, gate_BTF, self.weight, bias_O, self.fp8)
 
 
 class MLP(nn.Module):

@@ -7,11 +7,12 @@ import pytest
 from pretrain.config.ds_json.read import DsFile
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.resolve import resolve_ds_config
+from pretrain.distributed.deepspeed_version import deepspeed_version
 from pretrain.distributed.device import cpu_device
 from pretrain.memory.step_time.traffic import Transfer, rank_parameters, step_traffic
 from pretrain.model.config import load_model_config
 from tests.support.cases import CPU, NO_NVME, case, config, flags, nvme
-from tests.support.launch import run_worker
+from tests.support.launch import ROOT, run_worker
 
 RANKS = 2
 DIVIDE_ALL = {"stage3_param_persistence_threshold": 0}  # small parameters are partitioned, too
@@ -38,6 +39,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "zero3_recompute_no_prefetch": _small_zero3(300_000, 200_000, 0, checkpoint_every=1),
     "pipeline2": config(1, precision="bf16", stages=2, accumulation=4),
 }
+MASKED = {"eod_mask_loss": True, "packing": "best_fit"}  # the number of labels that count differs between steps
+MASKED_CONFIGS = {"zero1_masked": CONFIGS["zero1"], "pipeline2_masked": CONFIGS["pipeline2"]}
 FLAGS = {"steps": 3, "hidden": 64, "layers": 8}
 NVME_FLAGS = {"steps": 3, "hidden": 512}  # a wide model, because DeepSpeed keeps tensors below 1 MiB on the host
 
@@ -51,11 +54,12 @@ def predicted(name: str, values: dict[str, Any], run_flags: dict[str, Any]) -> l
 
 
 @pytest.fixture(scope="module")
-def measured(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, float]]]:
+def measured(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """Return the bytes of the second step by collective, and the bytes of the disk, for each case and rank."""
     folder = tmp_path_factory.mktemp("traffic")
     (folder / "swap").mkdir()
     cases = [case(name, "", values, flags(corpus, **FLAGS)) for name, values in CONFIGS.items()]
+    cases += [case(name, "", values, flags(corpus, **FLAGS, **MASKED)) for name, values in MASKED_CONFIGS.items()]
     if not NO_NVME:
         values = config(3, precision="bf16", offload_optimizer=nvme(folder / "swap"), **DIVIDE_ALL)
         cases.append(case("nvme", "", values, flags(corpus, **NVME_FLAGS)))
@@ -63,7 +67,7 @@ def measured(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_predicted_network_bytes_equal_measured_bytes(name: str, measured: dict[str, list[dict[str, float]]]) -> None:
+def test_predicted_network_bytes_equal_measured_bytes(name: str, measured: dict[str, list[dict[str, Any]]]) -> None:
     transfers = predicted(name, CONFIGS[name], FLAGS)
     # Exact except for padding. With recomputation the repeated gathers depend on the order of the prefetches.
     tolerance = 0.03 if "recompute" in name else 0.01
@@ -79,16 +83,52 @@ def test_predicted_network_bytes_equal_measured_bytes(name: str, measured: dict[
         assert not rank["broadcast"], "a collective that is not predicted"
 
 
-def test_zero_stage_2_reduces_every_micro_batch(measured: dict[str, list[dict[str, float]]]) -> None:
+def test_zero_stage_2_reduces_every_micro_batch(measured: dict[str, list[dict[str, Any]]]) -> None:
     """DeepSpeed all-reduces the gradients of each micro-batch, which is more than in the ZeRO paper; see traffic.py."""
     zero1, zero2 = measured["zero1"][0], measured["zero2"][0]
     assert zero2["all-reduce"] == pytest.approx(4 * zero1["all-reduce"], rel=0.01)
 
 
 @pytest.mark.skipif(bool(NO_NVME), reason=f"NVMe offload: {NO_NVME}")
-def test_predicted_disk_bytes_equal_measured_bytes(measured: dict[str, list[dict[str, float]]]) -> None:
+def test_predicted_disk_bytes_equal_measured_bytes(measured: dict[str, list[dict[str, Any]]]) -> None:
     values = config(3, precision="bf16", offload_optimizer=nvme("/"), **DIVIDE_ALL)
     expected = sum(transfer.bytes for transfer in predicted("nvme", values, NVME_FLAGS) if transfer.link == "disk")
     for rank in measured["nvme"]:
         # tensors below 1 MiB remain on the host
         assert 0.95 * expected <= rank["read_bytes"] + rank["write_bytes"] <= 1.01 * expected
+
+
+# operators in C, whose arguments are on the CPU anyway
+ON_CPUS = ("pretrain/model/kernels/cpu/", "pretrain/engine/gradient_passes.py")
+IN_PAGE = ("zero0_bf16", "zero1", "zero1_masked", "zero2", "zero2_offload", "zero3", "pipeline2", "pipeline2_masked")
+
+
+def reads(rank: dict[str, Any], start: str) -> int:
+    """Return the number of values that files whose paths start so read from the device."""
+    return sum(count for place, count in rank["reads"].items() if place.startswith(start) and
+               not place.startswith(ON_CPUS))
+
+
+def test_only_the_check_of_an_update_reads_from_the_device(measured: dict[str, list[dict[str, Any]]]) -> None:
+    """In a step that is not logged, DeepSpeed reads whether the gradients are finite. In fp32 it has no such check."""
+    for name in (*CONFIGS, *MASKED_CONFIGS):
+        in_fp32 = name == "zero0_fp32"
+        for rank in measured[name]:
+            assert reads(rank, "pretrain/") == reads(rank, "pretrain/engine/patches/skip.py") == in_fp32, name
+            if "offload" not in name:
+                assert reads(rank, "deepspeed/") <= (1 if "zero3" in name or in_fp32 else 4), name
+
+
+def test_masked_labels_add_one_small_all_reduce_and_no_read(measured: dict[str, list[dict[str, Any]]]) -> None:
+    for name in MASKED_CONFIGS:
+        for masked, usual in zip(measured[name], measured[name.removesuffix("_masked")], strict=True):
+            assert masked["reads"] == usual["reads"]
+            assert masked["small"] == usual["small"] + 1
+            assert masked["collectives"] == usual["collectives"] + 1
+
+
+@pytest.mark.skipif(str(deepspeed_version()) != "0.19.8", reason="the page has the counts of DeepSpeed 0.19.8")
+def test_the_counts_are_those_of_the_page(measured: dict[str, list[dict[str, Any]]]) -> None:
+    rows = [f"| {name} | {rank['collectives']} | {rank['small']} | {reads(rank, 'deepspeed/')} | "
+            f"{reads(rank, 'pretrain/')} |" for name in IN_PAGE for rank in measured[name][:1]]
+    assert "\n".join(rows) in (ROOT / "tools" / "gpu.md").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""One rank of the tests of --compile_blocks: train with compiled blocks, and count graphs and kept weights."""
+"""One rank of the tests of --compile_blocks and --fp8: train, and count graphs and kept weights."""
 
 import functools
 from typing import Any
@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 from pretrain.engine import build
 from pretrain.engine.steps import eval_batch, open_loader
 from pretrain.model.layer_specs import compile_blocks
-from tests.distributed.workers.worker import Case, end, engine_of, plan_of, steps
+from tests.distributed.workers.worker import Case, end, engine_of, plan_of, resume, steps
 from tests.support.cases_loop import each_case
 
 
@@ -53,4 +53,4 @@ class _KeptWeights:
 
 
 if __name__ == "__main__":
-    each_case(train)
+    each_case(lambda case: {"train": train, "resume": resume}[case["job"]](case))

@@ -1,8 +1,11 @@
-"""One rank of tests/distributed/memory/test_traffic.py: count the bytes of one step of real engines.
+"""One rank of tests/distributed/memory/test_traffic.py: count the transfers and reads of one step of real engines.
 
     traffic_worker.py CASES.json RESULTS.json      a case: {"name", "config", "flags"}
 """
 
+import re
+import traceback
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +33,26 @@ OPERATORS = {
 SMALL = 64  # elements; smaller tensors are norms, losses, flags and shapes, and are not counted
 
 
-class ByteCounter(TorchDispatchMode):
-    """Counts the bytes that this rank sends, by collective."""
+# operators that return a value, or a shape that depends on values, to the host, which waits for the device
+READS = ("_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2", "is_nonzero")
+
+
+class StepCounter(TorchDispatchMode):
+    """Counts the bytes that this rank sends by collective, its collectives, and who reads values from the device."""
 
     def __init__(self) -> None:
         super().__init__()
         self.sent = dict.fromkeys((name for name, _, _ in OPERATORS.values()), 0.0)
+        self.collectives = self.small = 0
+        self.reads: Counter[str] = Counter()  # by file, in this project or in DeepSpeed
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._opname in READS:
+            self.reads[self._reader()] += 1
         if func.namespace == "c10d" and func._opname in OPERATORS:
+            sizes = [tensor.numel() for tensor in tree_leaves(args[0]) if torch.is_tensor(tensor)]
+            self.collectives += 1
+            self.small += max(sizes, default=0) <= SMALL
             name, position, factor = OPERATORS[func._opname]
             ranks = next(dist.ProcessGroup.unbox(arg).size() for arg in args if isinstance(arg, torch.ScriptObject))
             for tensor in tree_leaves(args[position]):
@@ -49,25 +63,33 @@ class ByteCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+    @staticmethod
+    def _reader() -> str:
+        frames = [frame.filename for frame in traceback.extract_stack()]
+        found = [name for name in frames if "/pretrain/" in name or "/deepspeed/" in name]
+        return re.sub(r".*/(pretrain|deepspeed)/", r"\1/", found[-1])
+
+
 def disk_bytes() -> dict[str, int]:
     """Return the bytes that this process has read from and written to disks so far."""
     rows = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return {name: int(rows[name]) for name in ("read_bytes", "write_bytes")}
 
 
-def traffic(case: dict[str, Any]) -> list[dict[str, float]]:
-    """Run two steps; return the bytes of each rank's second step, by collective and for its disk."""
+def traffic(case: dict[str, Any]) -> list[dict[str, Any]]:
+    """Run two steps; return the counts of each rank's second step, and the bytes of its disk."""
     plan = plan_of(case)
     engine = engine_of(plan)
     loader = open_loader(engine, plan, "train")
     train_batch(engine, loader.step(0))
     before = disk_bytes()
-    with ByteCounter() as counter:
+    with StepCounter() as counter:
         train_batch(engine, loader.step(plan.layout.global_batch_size))
     after = disk_bytes()
     loader.close()
     end(engine)
-    return gather({**counter.sent, **{name: after[name] - before[name] for name in after}})
+    return gather({**counter.sent, "collectives": counter.collectives, "small": counter.small,
+                   "reads": dict(counter.reads), **{name: after[name] - before[name] for name in after}})
 
 
 if __name__ == "__main__":
