@@ -44,7 +44,8 @@ def optimizer_of_device(run: Plan) -> Iterator[Rule]:
     offload = f' or offload it: {OFFLOAD_DEVICE} "cpu"' if row.on_cpu else ""
     yield Rule(row.is_compiled and device == "cpu" and not offloaded, key, "an optimizer that runs on this CPU device",
                f"use AdamW{offload}")
-    yield Rule(kind == "lamb" and layout.precision == "fp16" and run.get("fp16.loss_scale"), key,
+    # runtime/engine.py, _do_sanity_check: also if fp16 is off
+    yield Rule(kind == "lamb" and run.get("fp16.loss_scale"), key,
                "dynamic loss scaling (fp16.loss_scale 0) for Lamb")
     yield Rule(kind == "adamw8bit" and device != "cuda", key, "AdamW on this device: 8-bit states need CUDA")
     yield Rule(kind == "adamw8bit" and find_spec("bitsandbytes") is None, key,
