@@ -121,6 +121,9 @@ def monitors_and_timers(run: Plan) -> Iterator[Rule]:
     for name in ("wall_clock_breakdown", "flops_profiler.enabled"):
         yield Rule(run.get(name) and stages > 1, name, f"false with {stages} pipeline stages",
                    "DeepSpeed's timers crash there")
+    yield Rule(run.get("flops_profiler.enabled") and run.args.compile_blocks, "flops_profiler.enabled",
+               "false with --compile_blocks", "the profiler measures each layer by a hook, and a compiled block is one "
+               "graph without them; leave one of the two out")
     for where, package, is_on in (
             *((f"{name}.enabled", package, run.get(f"{name}.enabled")) for name, package in
               (("tensorboard", "tensorboard"), ("wandb", "wandb"), ("comet", "comet_ml"))),

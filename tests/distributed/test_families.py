@@ -1,7 +1,7 @@
 """Every family in and out: a transformers folder -> one training step on two ranks -> a folder for transformers.
 
-A usual run trains one model of each family in one of the layouts: pipeline x ZeRO-1, ZeRO-3, or sequences that two
-ranks share, with recomputation and MLPs in tiles. The slow tests train it in the others, and the other models in all.
+A usual run trains one model of each family in one of the two layouts, pipeline x ZeRO-1 or ZeRO-3. The slow tests
+train it in the other one, and the other models in both.
 """
 
 from pathlib import Path
@@ -21,29 +21,16 @@ from pretrain.model.config import load_model_config
 from pretrain.model.layer_specs import as_module
 from tests.support.cases import case
 from tests.support.first_batch import first_batch
-from tests.support.layouts import dp2, pp2, run_layouts, sequence2
+from tests.support.layouts import dp2, pp2, run_layouts
 from tests.support.model_shapes import SHAPES, write_config
 
 VOCAB, BATCH = 97, 8
 SEQ_LENGTH = 32  # more than every sliding window, and than the positions of llama_dynamic_rope
-LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # DeepSpeed JSON and flags
-    "pipeline_zero1": (pp2(1, lr=1e-2), {}), "zero3": (dp2(3, lr=1e-2), {}),
-    "sequence_zero3": ({**sequence2(3, lr=1e-2), "activation_checkpointing": {"cpu_checkpointing": True}},
-                       {"recompute": "blocks", "mlp_tiles": 2})}
+LAYOUTS = {"pipeline_zero1": pp2(1, lr=1e-2), "zero3": dp2(3, lr=1e-2)}
 USUAL = list({shape["model_type"]: name for name, shape in SHAPES.items()}.values())  # the last model of each family
-WITH_EXPERTS = [name for name, shape in SHAPES.items() if {"num_experts", "num_local_experts"} & shape.keys()]
-ODD_HEADS = ["bloom_older_names"]  # five heads, which two ranks cannot share
-
-
-def _layouts_of(name: str) -> list[str]:
-    """Return the layouts of a model, the one of a usual run first."""
-    names = [each for each in LAYOUTS if each != "sequence_zero3" or name not in (*WITH_EXPERTS, *ODD_HEADS)]
-    first = USUAL.index(name) % len(names) if name in USUAL else 0
-    return names[first:] + names[:first]
-
-
-CASES = [pytest.param(name, layout, marks=() if name in USUAL and place == 0 else pytest.mark.slow)
-         for name in SHAPES for place, layout in enumerate(_layouts_of(name))]
+CASES = [pytest.param(name, layout, marks=() if name in USUAL and (USUAL.index(name) + shift) % 2 == 0 else
+                      pytest.mark.slow)
+         for name in SHAPES for shift, layout in enumerate(LAYOUTS)]
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +67,8 @@ def trained(request: pytest.FixtureRequest, tokens: str, tmp_path_factory: pytes
     for name, source in sources.items():
         for layout in [layout for each, layout in selected if each == name]:
             flags = {"init_from": str(source), "train_data": tokens, "split": "1,0,0", "train_steps": 1,
-                     "seq_length": SEQ_LENGTH, "lr_schedule": "constant", "lr_warmup_steps": 0, **LAYOUTS[layout][1]}
-            cases[f"{name}-{layout}"] = (2, case(f"{name}-{layout}", "start_from_weights", LAYOUTS[layout][0], flags,
+                     "seq_length": SEQ_LENGTH, "lr_schedule": "constant", "lr_warmup_steps": 0}
+            cases[f"{name}-{layout}"] = (2, case(f"{name}-{layout}", "start_from_weights", LAYOUTS[layout], flags,
                                                      saved_step=1))
     return {"sources": sources, **run_layouts(cases, base / "runs")}
 

@@ -48,6 +48,7 @@ SAME_LOSSES: dict[str, tuple[float, dict[str, Any]]] = {
     "predivided_zero0": (1e-6, {**config(0, lr=PEAK), "gradient_predivide_factor": 4.0}),
     "reduced_in_bf16": (2e-4, {**config(1, lr=PEAK), "communication_data_type": "bf16"}),
     "breakdown": (1e-6, {**config(1, lr=PEAK), "wall_clock_breakdown": True}),
+    "communication_log": (1e-6, {**config(1, lr=PEAK), "comms_logger": {"enabled": True}}),
     "fp16_zero3_all_cpu": (5e-4, {**config(3, lr=PEAK, offload_optimizer=CPU, offload_param=CPU),
                                   "fp16": {"enabled": True, "initial_scale_power": 8}}),
 }
@@ -118,7 +119,7 @@ def test_cycles_and_range_tests_have_the_documented_rates(name: str, results: di
 def test_keys_that_change_no_result(name: str, results: dict[str, dict[str, Any]]) -> None:
     found, wanted = results[name], results["zero1"]
     assert relative_difference(found["loss"], wanted["loss"]) < SAME_LOSSES[name][0]
-    assert (found["loss"] == wanted["loss"]) == (name == "breakdown"), "the key has no effect"
+    assert (found["loss"] == wanted["loss"]) == (name in ("breakdown", "communication_log"))
 
 
 def test_without_adam_w_mode_the_decay_is_part_of_the_gradient(results: dict[str, dict[str, Any]]) -> None:
