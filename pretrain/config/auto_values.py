@@ -241,6 +241,8 @@ def fill_optimizer(file: DsFile, config: dict[str, Any], args: RunArguments) -> 
             raise ConfigError(row.flag, problem=f'the JSON\'s optimizer, "{kind}", has no parameter "{name}"',
                               remedy="leave the flag out")
     params.setdefault("lr", DEFAULT_LEARNING_RATE)
+    if "betas" in params:
+        params["betas"] = [float(beta) for beta in params["betas"]]  # torch.optim.Adam rejects [0, 0.9]
     for name in names:
         value = params.get(name, 0)
         if any(number < 0 for number in (value if isinstance(value, list) else [value])):

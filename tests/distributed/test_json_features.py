@@ -56,7 +56,7 @@ SAME_LOSSES: dict[str, tuple[float, dict[str, Any]]] = {
 
 CASES: dict[str, dict[str, Any]] = {
     "adamw_torch": _optimizer("AdamW", 2, torch_adam=True),
-    "adam": _optimizer("Adam", 0),
+    "adam": _optimizer("Adam", 0, betas=[0, 0.95]),
     "lion": _offloaded(_optimizer("Lion", 2, betas=[0.9, 0.99])),  # without offload DeepSpeed's Lion needs CUDA
     "lion_pipeline": _offloaded(_optimizer("Lion", 1, 2, betas=[0.9, 0.99])),
     "muon_zero1": _optimizer("Muon", 1),

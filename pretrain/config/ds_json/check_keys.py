@@ -152,14 +152,9 @@ def _check_tree(file: DsFile, values: dict[str, Any], tree: Tree, prefix: str,
 
 
 def _normalize(value: Any, key: Key) -> Any:
-    """Convert 5e8 to an integer for an integer key, and "CPU" to "cpu" if that is the legal string.
-
-    Pairs become floats: torch.optim.Adam rejects the betas [0, 0.9].
-    """
+    """Convert 5e8 to an integer for an integer key, and "CPU" to "cpu" if that is the legal string."""
     if key.kind == "int" and isinstance(value, float):
         return int(value)
-    if key.kind == "pair" and isinstance(value, list):
-        return [float(number) for number in value]
     if key.choices and isinstance(value, str):
         return next((choice for choice in key.choices if choice.lower() == value.lower()), value)
     return value
