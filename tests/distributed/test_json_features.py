@@ -44,8 +44,8 @@ RATES = {  # by the formulas of DeepSpeed's documentation
 # Each has the losses of "zero1", up to the rounding of its precision.
 SAME_LOSSES: dict[str, tuple[float, dict[str, Any]]] = {
     "prescaled": (1e-6, {**config(1, lr=PEAK, reduce_scatter=False), "prescale_gradients": True}),
-    "predivided": (1e-6, {**config(1, lr=PEAK, reduce_scatter=False), "gradient_predivide_factor": 4.0}),
-    "predivided_zero0": (1e-6, {**config(0, lr=PEAK), "gradient_predivide_factor": 4.0}),
+    "predivided": (1e-6, {**config(1, lr=PEAK, reduce_scatter=False), "gradient_predivide_factor": 3.0}),
+    "predivided_zero0": (1e-6, {**config(0, lr=PEAK), "gradient_predivide_factor": 3.0}),
     "reduced_in_bf16": (2e-4, {**config(1, lr=PEAK), "communication_data_type": "bf16"}),
     "breakdown": (1e-6, {**config(1, lr=PEAK), "wall_clock_breakdown": True}),
     "communication_log": (1e-6, {**config(1, lr=PEAK), "comms_logger": {"enabled": True}}),
@@ -54,6 +54,7 @@ SAME_LOSSES: dict[str, tuple[float, dict[str, Any]]] = {
 }
 
 
+SAME_BITS = ("breakdown", "communication_log", "prescaled")  # a division by 2 ranks is exact
 CASES: dict[str, dict[str, Any]] = {
     "adamw_torch": _optimizer("AdamW", 2, torch_adam=True),
     "adam": _optimizer("Adam", 0, betas=[0, 0.95]),
@@ -94,7 +95,7 @@ def results(corpus: str, folder: Path) -> dict[str, dict[str, Any]]:
     return run_cases(cases, 2, folder)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("decay_in_gradient")])
 def test_the_loss_falls(name: str, results: dict[str, dict[str, Any]]) -> None:
     losses = results[name]["loss"]
     assert losses[-1] < losses[0] - 0.02, losses
@@ -119,7 +120,7 @@ def test_cycles_and_range_tests_have_the_documented_rates(name: str, results: di
 def test_keys_that_change_no_result(name: str, results: dict[str, dict[str, Any]]) -> None:
     found, wanted = results[name], results["zero1"]
     assert relative_difference(found["loss"], wanted["loss"]) < SAME_LOSSES[name][0]
-    assert (found["loss"] == wanted["loss"]) == (name in ("breakdown", "communication_log"))
+    assert (found["loss"] == wanted["loss"]) == (name in SAME_BITS)
 
 
 def test_without_adam_w_mode_the_decay_is_part_of_the_gradient(results: dict[str, dict[str, Any]]) -> None:
