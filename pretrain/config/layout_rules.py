@@ -203,6 +203,9 @@ def zero_and_offload(run: Plan) -> Iterator[Rule]:
         yield Rule(name != other and other in keys, f"{ZERO}.{name}", f'one of "{name}" and "{other}"', found="both")
     yield Rule(layout.hpz_partition_size > 1 and layout.world_size % layout.hpz_partition_size, _HPZ,
                f"a divisor of the {layout.world_size} ranks")
+    yield Rule(layout.hpz_partition_size > 1 and layout.offload_param == "nvme", _HPZ, '1 with "offload_param" to NVMe',
+               "DeepSpeed creates the secondary copy on the device of the parameters, and torch has no device nvme; "
+               "remove the key")
     for name in _QUANTIZED:
         yield Rule(run.get(name) and run.device.kind == "cpu", name, "false on a CPU",
                    "DeepSpeed's quantization kernels need CUDA")

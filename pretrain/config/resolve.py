@@ -252,6 +252,11 @@ def _notes(file: DsFile, config: dict[str, Any], args: RunArguments, layout: Lay
         notes.append("pipeline.partition_method: no effect with one stage")
     if layout.recomputation.offload and device.kind == "cpu":
         notes.append("activation_checkpointing.cpu_checkpointing: no use on a CPU, whose memory is the host's")
+    if layout.zero_stage == 1 and layout.reduce_scatter and not layout.uses_bf16_optimizer:
+        # runtime/zero/stage_1_and_2.py, average_tensor
+        notes += [f'{name}: no effect at ZeRO stage 1 with "reduce_scatter"' for name in
+                  ("prescale_gradients", "gradient_predivide_factor")
+                  if config.get(name, 1.0) is True or config.get(name, 1.0) not in (0, 1)]
     interval = file.get("steps_per_print")
     if isinstance(interval, (int, float)) and interval <= train_steps:
         if layout.uses_pipeline_module:  # DeepSpeed's PipelineEngine prints at every log level
