@@ -303,6 +303,9 @@ def sequence_parallelism(run: Plan) -> Iterator[Rule]:
     layout, size, own = run.layout, run.layout.sequence_parallel_size, "seq_parallel_communication_data_type"
     if size == 1:
         return
+    yield Rule(layout.precision == "fp16" and layout.zero_stage == 0, f"{ZERO}.stage",
+               "1, 2 or 3 with fp16 and sequence parallelism",
+               "DeepSpeed does not scale the loss at stage 0; or use bf16", found=0)
     yield Rule(run.get("communication_data_type") is not None, "communication_data_type",
                problem=f'DeepSpeed ignores it with "{SEQUENCE}"', remedy=f'write "{own}" instead')
     sums_in_fp32 = layout.zero_stage in (1, 2) and layout.reduce_scatter

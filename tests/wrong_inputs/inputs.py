@@ -135,6 +135,8 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (_SEQUENCE, _TWO | {"compile_blocks": True}, "--compile_blocks: ... leave --compile_blocks out"),
     (_SEQUENCE, _TWO | {"seq_length": 65}, "--seq_length: found length 65; expected a multiple of 2"),
     (_TENSOR, _TWO | {"seq_length_schedule": "0:1,99:64"}, "--seq_length_schedule: found length 1; expected"),
+    (_SEQUENCE | {_STAGE: 0, "bf16": NOTHING, "fp16": {"enabled": True}}, _TWO | {"emulate_fp16": True},
+     "zero_optimization.stage: found 0; expected 1, 2 or 3 with fp16"),
     (_SEQUENCE | {"communication_data_type": "bf16"}, _TWO, 'ignores it with "sequence_parallel_size"'),
     (_SEQUENCE | {"seq_parallel_communication_data_type": "bf16"}, _TWO, "expected fp32 at ZeRO stage 1"),
     (_TENSOR | _MUON, _TWO, "optimizer.type: ... use AdamW"),
