@@ -75,7 +75,9 @@ def run(args: RunArguments, world: World) -> int:
     """Validate the run, then train. Returns the exit code; raises ConfigError."""
     launcher = LauncherWatch(world)
     device = detect_device()
-    start = check_start(args, world_size=world.size, device=device)  # the ranks choose the checkpoint again later
+    # the ranks choose the checkpoint again later
+    start = check_start(args, world_size=world.size, device=device, complete=world.rank == 0,
+                        first_of_host=world.local_rank == 0)
     tasks = find_run_tasks(args) if world.rank == 0 else None
     time_outs = TimeOuts.from_flags(args)
     collective_timeout_s(time_outs.longest_s, os.environ)  # rejects a wrong DEEPSPEED_TIMEOUT; DeepSpeed would crash

@@ -131,9 +131,10 @@ def _build(plan: Plan, resume: Resume | None, weights: InitialWeights | None, wa
     with deepspeed_output(plan.args.deepspeed_log_level):
         status("building the engine" + (f", loading {resume.folder.name}" if resume else ""))
         watchdog.enter("build", 0)
+        kernels, layer_times = (newest_recorded(Path(plan.args.save), key) if dist.get_rank() == 0 else None
+                                for key in ("cpu_kernels", "layer_times"))
         engine = build_engine(plan, initialize=resume is None and weights is None,
-                              recorded_kernels=newest_recorded(Path(plan.args.save), "cpu_kernels"),
-                              recorded_layer_times=newest_recorded(Path(plan.args.save), "layer_times"))
+                              recorded_kernels=kernels, recorded_layer_times=layer_times)
         watchdog.enter("load", 0)
         step, consumed_samples = _restore(engine, plan, resume, weights)
     clear_status()

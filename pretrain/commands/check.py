@@ -30,8 +30,11 @@ _DEVICES = {"cpu": cpu_device, "cuda": cuda_device, "auto": detect_device}
 def plan_lines(plan: Plan) -> list[str]:
     """Return the lines that describe a run."""
     layout = plan.layout
-    ranks = f"ZeRO-{layout.zero_stage}, {counted(layout.pipeline_stages, 'pipeline stage')} x " \
-            f"{layout.data_parallel_size} data-parallel = {counted(layout.world_size, 'rank')}"
+    degrees = [counted(layout.pipeline_stages, "pipeline stage"), f"{layout.data_parallel_size} data-parallel"]
+    degrees += [f"{size} {kind}-parallel" for kind, size in (("sequence", layout.sequence_parallel_size),
+                                                             ("tensor", layout.tensor_parallel_size)) if size > 1]
+    ranks = f"ZeRO-{layout.zero_stage}, {' x '.join(degrees)} = {counted(layout.world_size, 'rank')}"
+    experts = [f"{layout.expert_parallel_size} ranks share the experts"] if layout.expert_parallel_size > 1 else []
     offload = [f"{what} on {device}" for what, device in
                (("optimizer", layout.offload_optimizer), ("parameters", layout.offload_param)) if device != "none"]
     precision = layout.precision
@@ -44,7 +47,7 @@ def plan_lines(plan: Plan) -> list[str]:
     batch = f"{layout.global_batch_size} samples a step = {layout.micro_batch_size} micro-batch x " \
             f"{layout.gradient_accumulation_steps} accumulation x {layout.data_parallel_size} data-parallel"
     rows = {
-        "layout": ", ".join([ranks, *offload]),
+        "layout": ", ".join([ranks, *experts, *offload]),
         "precision": precision,
         "attention": _attention(plan),
         "recompute": _recomputation(layout.recomputation) + _more_flops(plan),

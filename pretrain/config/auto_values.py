@@ -241,6 +241,8 @@ def fill_optimizer(file: DsFile, config: dict[str, Any], args: RunArguments) -> 
             raise ConfigError(row.flag, problem=f'the JSON\'s optimizer, "{kind}", has no parameter "{name}"',
                               remedy="leave the flag out")
     params.setdefault("lr", DEFAULT_LEARNING_RATE)
+    if "betas" in params:
+        params["betas"] = [float(beta) for beta in params["betas"]]  # torch.optim.Adam rejects [0, 0.9]
     for name in names:
         value = params.get(name, 0)
         if any(number < 0 for number in (value if isinstance(value, list) else [value])):
@@ -332,11 +334,14 @@ def fill_scheduler(file: DsFile, config: dict[str, Any], args: RunArguments, tra
 
 
 def fill_reports(config: dict[str, Any], args: RunArguments, zero_stage: int) -> None:
-    """Set the output folders of file monitors, and steps_per_print if timers are on.
+    """Set the output folders of file monitors, and steps_per_print if timers are on. Remove a comms_logger that is off.
 
     File monitors and the flops profiler write to the run folder unless the JSON names another one. With timers,
     DeepSpeed 0.19.8's PipelineEngine computes `global_steps % steps_per_print`, which fails for the default None.
+    DeepSpeed 0.19.8 (comm/config.py) logs the communication if there is a block "comms_logger", whatever its "enabled".
     """
+    if not get_value(config, "comms_logger.enabled"):
+        config.pop("comms_logger", None)
     timers = config.get("wall_clock_breakdown") or get_value(config, "flops_profiler.enabled")
     if timers and zero_stage < 2 and config.get("steps_per_print") is None:
         config["steps_per_print"] = args.log_interval

@@ -90,6 +90,19 @@ class Layout:
         return self.data_parallel_size * self.sequence_parallel_size
 
     @property
+    def stage_size(self) -> int:
+        """Number of ranks of a pipeline stage."""
+        return self.world_size // self.pipeline_stages
+
+    @property
+    def expert_zero_size(self) -> int:
+        """Number of ranks over which ZeRO partitions an expert: those that hold the same experts.
+
+        Without expert parallelism, these are the ranks that hold the same part of any other parameter.
+        """
+        return self.zero_size if self.expert_parallel_size == 1 else self.stage_size // self.expert_parallel_size
+
+    @property
     def global_batch_size(self) -> int:
         """Samples per step, over all ranks."""
         return self.micro_batch_size * self.gradient_accumulation_steps * self.data_parallel_size
@@ -143,9 +156,11 @@ class Layout:
     def uses_pipeline_module(self) -> bool:
         """True below ZeRO stage 2: DeepSpeed's PipelineModule supports stages 0 and 1 only.
 
-        Its engine supports neither sequence nor expert parallelism (0.19.8: it ignores them).
+        Its engine does not support sequence parallelism (0.19.8: it ignores it). With expert parallelism, the plain
+        module is used where it can be: earlier versions of this program wrote its files.
         """
-        return self.zero_stage < 2 and self.sequence_parallel_size == 1 and self.expert_parallel_size == 1
+        return self.zero_stage < 2 and self.sequence_parallel_size == 1 and \
+            (self.expert_parallel_size == 1 or self.pipeline_stages > 1)
 
     @property
     def uses_bf16_optimizer(self) -> bool:
@@ -154,6 +169,13 @@ class Layout:
             return False
         accumulates_fp32 = self.grad_accum_dtype == "fp32" and self.offload_optimizer == "none"
         return self.zero_stage == 0 or (self.zero_stage == 1 and accumulates_fp32)
+
+    def with_batch(self, *, micro_batch_size: int, gradient_accumulation_steps: int) -> "Layout":
+        """Return the layout with other batch sizes. A search makes thousands: `replace` takes several times as long."""
+        changed = object.__new__(Layout)
+        changed.__dict__.update(vars(self), micro_batch_size=micro_batch_size,
+                                gradient_accumulation_steps=gradient_accumulation_steps)
+        return changed
 
     def check(self) -> "Layout":
         """Return self. Raises ConfigError for unknown choices and degrees that do not divide the ranks."""
@@ -166,9 +188,9 @@ class Layout:
             raise ConfigError("world_size", found=f"{self.world_size} ranks",
                               expected=f"a multiple of {ranks_per_replica}: "
                               "pipeline stages x tensor-parallel x sequence-parallel ranks")
-        if self.zero_size % self.expert_parallel_size:
+        if self.stage_size % self.expert_parallel_size:
             raise ConfigError("expert_parallel_size", found=self.expert_parallel_size,
-                              expected=f"a divisor of the {self.zero_size} data-parallel ranks")
+                              expected=f"a divisor of the {self.stage_size} ranks of a pipeline stage")
         for name, choices in (("precision", tuple(DTYPE_BYTES)), ("zero_stage", (0, 1, 2, 3)),
                               ("offload_optimizer", ("none", "cpu", "nvme")),
                               ("offload_param", ("none", "cpu", "nvme")), ("device_kind", ("cpu", "cuda"))):

@@ -12,7 +12,13 @@ from pretrain.config.ds_json.optimizers import OPTIMIZERS
 from pretrain.config.ds_json.schema import TREE
 from pretrain.config.plan import Plan
 from pretrain.config.resolve import EXPERT, SEQUENCE, TENSOR
-from pretrain.distributed.deepspeed_version import INSTALL, NVME_SINCE, deepspeed_version, is_at_least
+from pretrain.distributed.deepspeed_version import (
+    INSTALL,
+    NVME_SINCE,
+    TENSOR_EXPERTS_AT_ZERO_3_SINCE,
+    deepspeed_version,
+    is_at_least,
+)
 from pretrain.errors import ConfigError
 from pretrain.model.partition import layer_costs, layer_pattern, stage_bounds, stage_without_block
 
@@ -54,15 +60,14 @@ def degrees_together(run: Plan) -> Iterator[Rule]:
     layout, model, args = run.layout, run.model, run.args
     tensor, sequence, expert = (layout.tensor_parallel_size, layout.sequence_parallel_size, layout.expert_parallel_size)
     yield Rule(sequence > 1 and layout.pipeline_stages > 1, SEQUENCE, "1 with pipeline stages",
-               "DeepSpeed's pipelines ignore it; use ZeRO stage 1, 2 or 3 without stages")
+               "DeepSpeed's pipelines ignore it, and would train each rank on complete sequences (defect I: python -m "
+               "pretrain.engine.patches.reproduce I); use ZeRO stage 1, 2 or 3 without stages, or tensor parallelism, "
+               "whose ranks share the sequences too")
     yield Rule(sequence > 1 and tensor > 1, SEQUENCE, "1 with tensor parallelism",
                f'Tensor-parallel ranks already share the sequences; set one of "{SEQUENCE}" and "{TENSOR}" to 1')
-    yield Rule(expert > 1 and layout.pipeline_stages > 1, EXPERT, "1 with pipeline stages",
-               "use ZeRO stage 1 or 2 without stages")
+    yield Rule(expert > 1 and sequence > 1, EXPERT, f'1 with "{SEQUENCE}": {sequence}',
+               "no engine here supports both; set one of the two degrees to 1")
     shards = ((TENSOR, tensor), (SEQUENCE, sequence))
-    for key, size in shards:
-        yield Rule(expert > 1 and size > 1, EXPERT, f'1 with "{key}": {size}',
-                   "no engine here supports both; set one of the two degrees to 1")
     # under sequence parallelism, key and value heads may be copied
     for key, size, kind, number in ((TENSOR, tensor, "attention", model.num_heads),
                                     (TENSOR, tensor, "key and value", model.num_kv_heads),
@@ -102,14 +107,20 @@ def parts_of_matrices(run: Plan) -> Iterator[Rule]:
 def models_with_experts(run: Plan) -> Iterator[Rule]:
     """Flags of experts without experts, and settings that mixtures of experts cannot be combined with."""
     layout, args, num_experts = run.layout, run.args, run.model.num_experts
+    tensor, expert = layout.tensor_parallel_size, layout.expert_parallel_size
     for name in ("router_aux_loss", "router_z_loss", "expert_capacity_factor"):
         yield Rule(not num_experts and getattr(args, name) != getattr(type(args), name), f"--{name}",
                    problem="the model has no experts",
                    remedy="leave the flag out, or choose a model with experts, such as --model tiny-moe")
-    for key, size in ((TENSOR, layout.tensor_parallel_size), (SEQUENCE, layout.sequence_parallel_size)):
-        yield Rule(num_experts and size > 1, key, "1 for a model with experts",
-                   "each rank would route only its part of a sequence, and the load-balancing loss would depend on the "
-                   "ranks; use expert_parallel or ZeRO instead")
+    yield Rule(num_experts and layout.sequence_parallel_size > 1, SEQUENCE, "1 for a model with experts",
+               "each rank would route only its part of a sequence, and the load-balancing loss would depend on the "
+               "ranks; use expert_parallel or ZeRO instead")
+    yield Rule(num_experts and expert % tensor, EXPERT, f'a multiple of "{TENSOR}": {tensor}',
+               "the experts are divided over tensor-parallel ranks, and then over data-parallel ones; set "
+               f'"expert_parallel": {{"enabled": true, "autoep_size": {tensor}}}, or more', found=expert)
+    yield Rule(num_experts and tensor > 1 and args.expert_capacity_factor, "--expert_capacity_factor",
+               f'0 with "{TENSOR}": {tensor}', "an expert's most probable tokens are those of complete sequences, of "
+               "which each rank has a part; leave the flag out")
     for flag, is_given, reason in (
             ("--compile_blocks", args.compile_blocks, "the number of tokens of an expert differs between steps, and "
                                                       "each number would be compiled; leave --compile_blocks out"),
@@ -129,6 +140,10 @@ def expert_parallelism(run: Plan) -> Iterator[Rule]:
     # runtime/utils.py, clip_grad_norm_
     yield Rule(layout.zero_stage == 0, f"{ZERO}.stage", "1, 2 or 3 with expert parallelism",
                "at stage 0 DeepSpeed clips by the mean of the ranks' norms; stage 1 also needs less memory", found=0)
+    since = TENSOR_EXPERTS_AT_ZERO_3_SINCE
+    yield Rule(layout.zero_stage == 3 and layout.tensor_parallel_size > 1 and not is_at_least(since), f"{ZERO}.stage",
+               f'1 or 2 with expert parallelism and "{TENSOR}": {layout.tensor_parallel_size}',
+               f"DeepSpeed {deepspeed_version()} would clip by a wrong norm; use stage 2, or DeepSpeed {since}")
     for name in (OFFLOAD_DEVICE, f"{ZERO}.offload_param.device"):  # runtime/engine.py, _save_moe_checkpoint
         yield Rule(run.get(name) == "nvme", name, '"cpu" or "none" with expert parallelism',
                    "DeepSpeed does not save experts that are on NVMe")
@@ -188,6 +203,9 @@ def zero_and_offload(run: Plan) -> Iterator[Rule]:
         yield Rule(name != other and other in keys, f"{ZERO}.{name}", f'one of "{name}" and "{other}"', found="both")
     yield Rule(layout.hpz_partition_size > 1 and layout.world_size % layout.hpz_partition_size, _HPZ,
                f"a divisor of the {layout.world_size} ranks")
+    yield Rule(layout.hpz_partition_size > 1 and layout.offload_param == "nvme", _HPZ, '1 with "offload_param" to NVMe',
+               "DeepSpeed creates the secondary copy on the device of the parameters, and torch has no device nvme; "
+               "remove the key")
     for name in _QUANTIZED:
         yield Rule(run.get(name) and run.device.kind == "cpu", name, "false on a CPU",
                    "DeepSpeed's quantization kernels need CUDA")

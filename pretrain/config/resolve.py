@@ -185,7 +185,7 @@ def ranks_per_replica(file: DsFile, *, zero_stage: int, world_size: int, model: 
 
     Raises ConfigError for a degree that fits neither the ranks nor the ZeRO stage nor the model.
     """
-    ranks = _pipeline_stages(file, zero_stage, world_size, model)
+    stages = ranks = _pipeline_stages(file, zero_stage, world_size, model)
     _check_other_names(file)
     for key in (TENSOR, SEQUENCE):
         degree = max(1, int(file.get(key, 1) or 1))
@@ -194,14 +194,13 @@ def ranks_per_replica(file: DsFile, *, zero_stage: int, world_size: int, model: 
                               expected="a number that divides these ranks",
                               remedy=f"launch {ranks * degree} or {2 * ranks * degree} ranks")
         ranks *= degree
-    sequence = max(1, int(file.get(SEQUENCE, 1) or 1))
-    _check_expert_degree(file, world_size // ranks * sequence)
+    _check_expert_degree(file, world_size // stages)
     return ranks
 
 
-def _ranks(number: int, kind: str = "") -> str:
+def _ranks(number: int) -> str:
     """Return a number of ranks: "1 rank", "2 ranks"."""
-    return f"{number} {kind} rank".replace("  ", " ") + ("" if number == 1 else "s")
+    return f"{number} rank" + ("" if number == 1 else "s")
 
 
 def _check_other_names(file: DsFile) -> None:
@@ -215,14 +214,14 @@ def _check_other_names(file: DsFile) -> None:
 
 
 def _check_expert_degree(file: DsFile, ranks: int) -> None:
-    """Raise ConfigError unless the block is turned on, and the degree divides the data- and sequence-parallel ranks."""
+    """Raise ConfigError unless the block is turned on, and the degree divides the ranks of a pipeline stage."""
     degree = int(file.get(EXPERT, 1) or 1)
     if degree > 1 and file.get("expert_parallel.enabled") is None:
         raise ConfigError(file.where(EXPERT), found=degree, expected='also "enabled": true in the block',
                           remedy="without it, DeepSpeed ignores the degree")
     if file.get("expert_parallel.enabled") and ranks % degree:
         raise ConfigError(file.where(EXPERT), expected="a number that divides these ranks",
-                          found=f"{degree}, with {_ranks(ranks, 'data-parallel')} to share the experts")
+                          found=f"{degree}, with {_ranks(ranks)} to share the experts")
 
 
 def _pipeline_stages(file: DsFile, zero_stage: int, world_size: int, model: ModelConfig) -> int:
@@ -253,6 +252,11 @@ def _notes(file: DsFile, config: dict[str, Any], args: RunArguments, layout: Lay
         notes.append("pipeline.partition_method: no effect with one stage")
     if layout.recomputation.offload and device.kind == "cpu":
         notes.append("activation_checkpointing.cpu_checkpointing: no use on a CPU, whose memory is the host's")
+    if layout.zero_stage == 1 and layout.reduce_scatter and not layout.uses_bf16_optimizer:
+        # runtime/zero/stage_1_and_2.py, average_tensor
+        notes += [f'{name}: no effect at ZeRO stage 1 with "reduce_scatter"' for name in
+                  ("prescale_gradients", "gradient_predivide_factor")
+                  if config.get(name, 1.0) is True or config.get(name, 1.0) not in (0, 1)]
     interval = file.get("steps_per_print")
     if isinstance(interval, (int, float)) and interval <= train_steps:
         if layout.uses_pipeline_module:  # DeepSpeed's PipelineEngine prints at every log level

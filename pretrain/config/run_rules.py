@@ -45,7 +45,8 @@ def optimizer_of_device(run: Plan) -> Iterator[Rule]:
     offload = f' or offload it: {OFFLOAD_DEVICE} "cpu"' if row.on_cpu else ""
     yield Rule(row.is_compiled and device == "cpu" and not offloaded, key, "an optimizer that runs on this CPU device",
                f"use AdamW{offload}")
-    yield Rule(kind == "lamb" and layout.precision == "fp16" and run.get("fp16.loss_scale"), key,
+    # runtime/engine.py, _do_sanity_check: also if fp16 is off
+    yield Rule(kind == "lamb" and run.get("fp16.loss_scale"), key,
                "dynamic loss scaling (fp16.loss_scale 0) for Lamb")
     yield Rule(kind == "adamw8bit" and device != "cuda", key, "AdamW on this device: 8-bit states need CUDA")
     yield Rule(kind == "adamw8bit" and find_spec("bitsandbytes") is None, key,
@@ -121,6 +122,9 @@ def monitors_and_timers(run: Plan) -> Iterator[Rule]:
     for name in ("wall_clock_breakdown", "flops_profiler.enabled"):
         yield Rule(run.get(name) and stages > 1, name, f"false with {stages} pipeline stages",
                    "DeepSpeed's timers crash there")
+    yield Rule(run.get("flops_profiler.enabled") and run.args.compile_blocks, "flops_profiler.enabled",
+               "false with --compile_blocks", "the profiler measures each layer by a hook, and a compiled block is one "
+               "graph without them; leave one of the two out")
     for where, package, is_on in (
             *((f"{name}.enabled", package, run.get(f"{name}.enabled")) for name, package in
               (("tensorboard", "tensorboard"), ("wandb", "wandb"), ("comet", "comet_ml"))),

@@ -9,7 +9,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 
 from pretrain.errors import ConfigError, SaveError
 
@@ -35,6 +37,18 @@ def gather(value: T) -> list[T]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def any_rank(value: bool) -> bool:
+    """Return on every rank whether `value` is true on some rank. A rank sends one number, however many ranks wait."""
+    found = torch.tensor([value], dtype=torch.int32, device=get_accelerator().current_device_name())
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return bool(found.item())
+
+
+def gather_problems(own: list[str]) -> list[str]:
+    """Return the problems of all ranks, in rank order, on every rank. Usually there are none: then none are sent."""
+    return [line for lines in gather(own) for line in lines] if any_rank(bool(own)) else []
 
 
 def from_rank_0(action: Callable[[], T]) -> T:
@@ -63,7 +77,7 @@ def from_rank_0(action: Callable[[], T]) -> T:
 def wait_until_all(done: Callable[[], bool]) -> None:
     """Return on every rank once `done` is true on every rank."""
     pause_s = _FIRST_POLL_S
-    while not all(gather(done())):
+    while any_rank(not done()):
         _OnPoll.call()
         time.sleep(pause_s)
         pause_s = min(1.5 * pause_s, _POLL_S)

@@ -13,6 +13,8 @@ from pretrain.errors import ConfigError
 TESTED = ("0.18.9", "0.19.8")  # the oldest and the newest
 INSTALL = f"pip install deepspeed=={TESTED[-1]}"  # remedy for another version
 EXPERTS_SINCE = "0.19.4"  # before, DeepSpeed has no expert parallelism
+# before, the norm at ZeRO-3 counts experts once for each tensor-parallel rank (runtime/zero/stage3.py)
+TENSOR_EXPERTS_AT_ZERO_3_SINCE = "0.19.8"
 NVME_SINCE = "0.19.4"  # with 0.19.0, ranks abort in swaps, and resumes differ
 _CHANGED_NAME = (AttributeError, ImportError, KeyError, TypeError)  # a name or a signature is another one
 

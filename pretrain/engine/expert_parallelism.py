@@ -20,19 +20,23 @@ from torch import nn
 
 from pretrain.config.layout import Layout
 from pretrain.distributed.parallel_groups import ALONE, RankGroup
-from pretrain.model.parameters import part_of
+from pretrain.model.parameters import is_divided_expert
 
 
 def create_expert_group(layout: Layout) -> RankGroup:
     """Let DeepSpeed create its expert groups, and return this rank's; collective.
 
-    Neighboring ranks share the experts; ranks at a distance of expert_parallel_size hold the same experts.
+    Inside a pipeline stage, neighboring ranks share the experts; ranks at a distance of expert_parallel_size hold the
+    same experts. Tensor-parallel ranks share them like others, because each routes its own shard of the sequences: the
+    groups are those of DeepSpeed's AutoEP with AutoTP (module_inject/auto_ep_folding.py). mp_size is 1 for this order.
     """
     size = layout.expert_parallel_size
     if size == 1:
         return ALONE
+    for known in (deepspeed_groups._EXPERT_PARALLEL_GROUP, deepspeed_groups._EXPERT_DATA_PARALLEL_GROUP):
+        known.pop(_group_name(size), None)  # of an earlier engine, perhaps with another number of pipeline stages
     # with sizes, because without them DeepSpeed reads the sizes of the last engine's mpu
-    deepspeed_groups._create_expert_and_data_parallel(size, mp_size=1, pp_size=1)
+    deepspeed_groups._create_expert_and_data_parallel(size, mp_size=1, pp_size=layout.pipeline_stages)
     handle = deepspeed_groups._get_expert_parallel_group(_group_name(size))
     return RankGroup(size, dist.get_rank(handle), handle)
 
@@ -45,9 +49,9 @@ def expert_data_group(engine: DeepSpeedEngine) -> dist.ProcessGroup:
 
 
 def mark_experts(module: nn.Module, expert: RankGroup) -> None:
-    """Make DeepSpeed treat the parameters of which this rank holds a part as experts."""
-    for parameter in module.parameters() if expert.size > 1 else ():
-        if part_of(parameter) is not None:
+    """Make DeepSpeed treat the experts of which this rank holds some as such."""
+    for parameter in module.parameters():
+        if is_divided_expert(parameter):
             _mark(parameter, expert)
 
 
@@ -63,7 +67,7 @@ def mark_partitioned_experts(init: Init, expert: RankGroup) -> None:
     divide, name = init._zero_init_param, _group_name(expert.size)
 
     def divide_by_family(parameter: Any) -> None:
-        if part_of(parameter) is not None:
+        if is_divided_expert(parameter):
             _mark(parameter, expert)
             parameter.ds_zero_placement_family, parameter.ds_zero_partition_group_name = "autoep_expert", name
             parameter.ds_zero_partition_process_group = deepspeed_groups._get_expert_data_parallel_group(name)

@@ -267,17 +267,19 @@ def experts_saved(config: ModelConfig, batch: MicroBatch) -> int:
 
     The router saves its input, the probabilities [N, num_experts] in fp32, and for each assignment of a token to an
     expert: three indices, its probability in fp32 if that is divided by the sum, and its factor. The layer also saves
-    the tokens sent to the experts, the experts' inner tensors and outputs, and the tensors of the shared expert.
+    the tokens sent to the experts, the experts' inner tensors and outputs, and the tensors of the shared expert. Of
+    tensor-parallel ranks, each routes its shard of the sequences.
     """
-    sent = replace(batch, tokens=batch.tokens * config.experts_per_token)
-    router = linear_saved(config.hidden_size, batch) + batch.tokens * config.num_experts * FP32
+    shard = replace(batch, tokens=batch.shard_tokens)
+    sent = replace(batch, tokens=shard.tokens * config.experts_per_token)
+    router = linear_saved(config.hidden_size, shard) + shard.tokens * config.num_experts * FP32
     router += sent.tokens * (3 * INT64 + batch.element_bytes)
     if config.norm_topk_prob:  # and the sum
-        router += sent.tokens * FP32 + batch.tokens * FP32
-    inner = _inner_saved(config, config.moe_intermediate_size // batch.tensor_parallel_size, sent)
+        router += sent.tokens * FP32 + shard.tokens * FP32
+    inner = _inner_saved(config, config.moe_intermediate_size, sent)
     shared = _inner_saved(config, config.shared_expert_size // batch.tensor_parallel_size, batch)
     if config.shared_expert_gate:  # its output, and the shared expert's
-        shared += linear_saved(1, batch) + linear_saved(config.hidden_size, batch)
+        shared += linear_saved(1, shard) + linear_saved(config.hidden_size, shard)
     return router + 2 * linear_saved(config.hidden_size, sent) + inner + shared
 
 

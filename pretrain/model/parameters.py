@@ -84,6 +84,7 @@ def create_parameters(module: nn.Module, parameters: Parameters, groups: Paralle
         created = nn.Parameter(torch.empty(parameter.shape if part is None else part.local_shape))
         if part is not None:
             set_part(created, part)
+            created.is_expert = parameter.is_expert  # type: ignore[attr-defined]
         module.register_parameter(name, created)
     if optional and optional not in parameters:
         module.register_parameter(optional, None)
@@ -102,6 +103,11 @@ def part_of(parameter: torch.Tensor) -> Part | None:
     """Return the recorded part; None if the rank holds the complete parameter, or its ZeRO-3 partition."""
     part: Part | None = getattr(parameter, "part", None)
     return part
+
+
+def is_divided_expert(parameter: torch.Tensor) -> bool:
+    """Return whether a parameter, or its ZeRO-3 partition, is a part of all experts' matrices."""
+    return bool(getattr(parameter, "is_expert", False))
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

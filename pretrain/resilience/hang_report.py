@@ -21,7 +21,9 @@ from pretrain.errors import named
 _WAIT_S = 4.0  # for the files of other ranks
 _REPORT_WAIT_S = 1.5  # for the report of a lower rank
 _POLL_S = 0.1
+_ALL_LOOK, _MOST_LOOK = 64, 8  # up to 64 ranks, all list the folder of a hang; of more ranks, these
 _REPORT = "report.txt"
+_THREADS = 16
 _RECORDED_ROWS = 64  # of the flight record
 _LONGEST_NOTES = 2000  # characters
 _STATES = {"R": "running", "S": "waiting", "D": "waiting for a disk or device", "T": "stopped", "t": "stopped",
@@ -140,13 +142,36 @@ def wait_for_ranks(folder: Path, world_size: int) -> set[int]:
     return ranks_with_file(folder)
 
 
+def arrived_ranks(folder: Path, rank: int, world_size: int) -> set[int] | None:
+    """Return the ranks that have written their file; None if another rank reports the hang.
+
+    A listing has all ranks. If each of many ranks listed the folder again and again, storage would answer none in time.
+    So a few wait for the others, and the other ranks report only if these have not: all of them may be lost.
+    """
+    def looks(number: int) -> bool:
+        return world_size <= _ALL_LOOK or number % (world_size // _MOST_LOOK) == 0
+
+    if not looks(rank):
+        time.sleep(_WAIT_S + _REPORT_WAIT_S)
+        return None if os.path.exists(folder / _REPORT) else ranks_with_file(folder)
+    arrived = wait_for_ranks(folder, world_size)
+    first = min(filter(looks, arrived), default=rank)
+    return arrived if rank == first or not wait_for_report(folder) else None
+
+
 def read_records(folder: Path, ranks: Iterable[int]) -> dict[int, RankRecord]:
     """Return the records of these ranks, without those that cannot be read."""
-    found = {}
-    for rank in ranks:
+    from concurrent.futures import ThreadPoolExecutor  # needs memory in every watcher
+
+    def read(rank: int) -> RankRecord | None:
         with contextlib.suppress(OSError, ValueError, KeyError):
-            found[rank] = RankRecord.from_text(folder.joinpath(f"rank_{rank}.txt").read_text(encoding="utf-8"))
-    return found
+            return RankRecord.from_text(folder.joinpath(f"rank_{rank}.txt").read_text(encoding="utf-8"))
+        return None
+
+    numbers = list(ranks)
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="files") as pool:  # a file server needs 1 ms for a file
+        found = dict(zip(numbers, pool.map(read, numbers), strict=True))
+    return {rank: record for rank, record in found.items() if record is not None}
 
 
 def wait_for_report(folder: Path) -> bool:

@@ -134,8 +134,8 @@ class _Ring:
         self._peers = dist.get_process_group_ranks(self._group) if self._group is not None else \
             list(range(dist.get_world_size()))
         # neighboring ranks share the experts, so that a micro-batch moves over all of them
-        self._stride = math.lcm(layout.expert_parallel_size, layout.sequence_parallel_size) // \
-            layout.sequence_parallel_size
+        shards = layout.tensor_parallel_size * layout.sequence_parallel_size
+        self._stride = math.lcm(layout.expert_parallel_size, shards) // shards
         self._position = self._peers.index(dist.get_rank())
         self.stage = engine.stage_id if isinstance(engine, PipelineEngine) else 0
         self.is_uniform = len(set(gather(_hardware()))) == 1

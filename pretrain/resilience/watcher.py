@@ -22,13 +22,12 @@ from typing import Any
 from pretrain.distributed.host import STOPPED, process_state, start_time
 from pretrain.resilience.hang_report import (
     RankRecord,
+    arrived_ranks,
     copy_record,
     hang_folder,
     read_records,
     report_hang,
     thread_states,
-    wait_for_ranks,
-    wait_for_report,
     wait_until,
     write_record,
 )
@@ -168,10 +167,10 @@ class Watcher:
             if not stopped:
                 with contextlib.suppress(BrokenPipeError):  # the rank has ended
                     os.write(self.collectives, str(collectives).encode())
-            arrived = wait_for_ranks(self.folder, self.world_size)
+            arrived = arrived_ranks(self.folder, self.rank, self.world_size)
             if not stopped:
                 wait_until(collectives.exists, _COLLECTIVES_S)
-            if self.rank == min(arrived) or not wait_for_report(self.folder):
+            if arrived is not None:
                 report_hang(self.run, self.folder, read_records(self.folder, arrived), self.world_size, self.ranks)
         except OSError as error:
             print(f"ds-pretrain: hang: rank {self.rank} on {record.host} (process {self.pid}) made no progress for "

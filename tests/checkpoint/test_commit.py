@@ -7,13 +7,14 @@ import random
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pretrain.checkpoint.format.hashed_files import FileRecord, HashedFile, free_bytes
-from pretrain.checkpoint.format.manifest import MANIFEST, Manifest
+from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, head_of, parse_head, read_head, read_manifest
 from pretrain.checkpoint.format.run_checkpoints import LATEST_FILE, complete_checkpoints
 from pretrain.checkpoint.format.verify import find_damage
 from pretrain.checkpoint.save.commit import (
@@ -25,7 +26,7 @@ from pretrain.checkpoint.save.commit import (
     write_part,
 )
 from pretrain.checkpoint.save.retention import prune
-from pretrain.errors import SaveError
+from pretrain.errors import ConfigError, SaveError
 
 RANKS = 2
 FILE_BYTES = 400_000
@@ -101,6 +102,20 @@ def _killed_after(changes: int, checkpoints: Path) -> bool:
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     assert code in (0, -signal.SIGKILL)
     return code != 0
+
+
+def test_the_head_of_a_manifest_has_all_but_the_files(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1, eval_loss=2.5, num_bytes=10)
+    assert parse_head(folder) == replace(read_manifest(folder), files={})
+    text = (folder / MANIFEST).read_text()
+    assert read_head(folder / MANIFEST) == (head_of(text), len(text))
+    imported = replace(read_manifest(folder), weights_only=True)  # its fingerprint needs all of it
+    (folder / MANIFEST).write_text(imported.to_json())
+    assert parse_head(folder) == imported
+    for damaged in ("", "{}", text.replace('"step": 1,', '"step": 1'), text[:200]):
+        (folder / MANIFEST).write_text(damaged)
+        with pytest.raises(ConfigError, match=r"manifest\.json"):
+            parse_head(folder)
 
 
 @pytest.mark.parametrize("content", [b"", b"[" * 100_000, b'{"save_id": "id"}', b"\xff", b"null"])

@@ -1,4 +1,4 @@
-"""The tables of ds_configs/parallelism.md agree with the rules."""
+"""The tables of ds_configs/parallelism.md, and that of the optimizers in ds_configs/recipe.md, agree with the rules."""
 
 import copy
 import re
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from pretrain.config import fp8_rules, layout_rules, run_rules
+from pretrain.config.ds_json.optimizers import DIVISIBLE_FAMILIES, OPTIMIZERS
 from pretrain.config.ds_json.read import DsFile
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.resolve import resolve_ds_config
@@ -18,13 +19,14 @@ from tests.config.test_resolve import MIXTURE
 from tests.support.launch import ROOT
 
 CUDA = Device("cuda", fp16=True, bf16=True, memory_bytes=0)
+CPU_ONLY = Device("cpu", fp16=False, bf16=True, memory_bytes=0)
 BASE: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4,
                         "bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
 DEGREES: dict[str, dict[str, Any]] = {
     "data": {}, "pipeline": {"pipeline": {"stages": 2}}, "tensor": {"tensor_parallel": {"autotp_size": 2}},
     "sequence": {"sequence_parallel_size": 2}, "expert": {"expert_parallel": {"enabled": True, "autoep_size": 2}}}
 ROWS = ("data", "pipeline", "tensor", "tensor + pipeline", "sequence", "sequence + pipeline", "sequence + tensor",
-        "expert", "expert + pipeline", "expert + tensor", "expert + sequence")
+        "expert", "expert + pipeline", "expert + tensor", "expert + tensor + pipeline", "expert + sequence")
 _CPU = {"device": "cpu"}
 # Label -> (ZeRO stages of which one must work, changes of the JSON, flags)
 SETTINGS: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = {
@@ -58,7 +60,8 @@ def _merge(*parts: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def is_accepted(degrees: str, zero_stage: int, changes: dict[str, Any], flags: dict[str, Any]) -> bool:
+def is_accepted(degrees: str, zero_stage: int, changes: dict[str, Any], flags: dict[str, Any],
+                device: Device = CUDA) -> bool:
     """Return whether the rules accept the degrees, each 2, on twice as many ranks as they need."""
     names = degrees.split(" + ")
     config = _merge(BASE, {"zero_optimization": {"stage": zero_stage}}, changes, *(DEGREES[name] for name in names))
@@ -66,7 +69,7 @@ def is_accepted(degrees: str, zero_stage: int, changes: dict[str, Any], flags: d
     args = RunArguments(save="run", train_steps=10, seq_length=64, **flags)
     try:
         check_rules(resolve_ds_config(DsFile("ds.json", config), args, model=model, world_size=4 * len(names),
-                                      device=CUDA))
+                                      device=device))
     except ConfigError as error:
         print(f"{degrees}, ZeRO-{zero_stage}: {error}")
         return False
@@ -87,6 +90,23 @@ def settings_table() -> list[str]:
         for label, (stages, changes, flags) in SETTINGS.items()]
 
 
+def optimizer_cells(kind: str) -> list[str]:
+    """Return the row of an optimizer: "yes", "CUDA" (not on CPUs) or "no" for each column."""
+    row = OPTIMIZERS[kind.lower()]
+    own = {"optimizer": {"type": kind, "params": {"lr": 1e-3}}, "zero_allow_untested_optimizer": not row.elementwise}
+    complete = {"reduce_scatter": False} if kind == "Muon" else {}
+
+    def cell(degree: str, *stages: int, **zero: Any) -> str:
+        changes = _merge(own, {"zero_optimization": zero})
+        if all(is_accepted(degree, stage, changes, {}, CPU_ONLY) for stage in stages):
+            return "yes"
+        return "CUDA" if all(is_accepted(degree, stage, changes, {}) for stage in stages) else "no"
+
+    return [cell("data", 0), cell("data", 1, 2), cell("data", 3, **complete), cell("pipeline", 1),
+            cell("data", 1, 2, 3, offload_optimizer=_CPU, **complete),
+            "yes" if (row.family or row.name) in DIVISIBLE_FAMILIES else "no"]
+
+
 @pytest.fixture(autouse=True)
 def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every package and library seem installed: the tables do not depend on this machine."""
@@ -101,6 +121,21 @@ def test_the_tables_are_those_of_the_rules() -> None:
     page = (ROOT / "ds_configs" / "parallelism.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\|[^|]+(?:\| (?:yes|no) )+\|$", page, re.MULTILINE)
     assert rows == [*combinations_table(), *settings_table()]
+
+
+def test_the_table_of_the_optimizers_is_that_of_the_rules(subtests: pytest.Subtests) -> None:
+    page = (ROOT / "ds_configs" / "recipe.md").read_text(encoding="utf-8")
+    table = page.partition("| | ZeRO 0 |")[2].partition("\n\n")[0].splitlines()[2:]
+    others = [row.name for row in OPTIMIZERS.values() if row.from_torch and row.elementwise]
+    seen = set()
+    for line in table:
+        label, *cells = line.strip("| ").split(" | ")
+        names = others if "torch.optim" in label else re.findall(r"`(\w+)`", label)
+        seen |= set(names)
+        for name in names:
+            with subtests.test(name):
+                assert [cell.split()[0].strip(",:") for cell in cells] == optimizer_cells(name)
+    assert seen == {row.name for row in OPTIMIZERS.values()}
 
 
 if __name__ == "__main__":

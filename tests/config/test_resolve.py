@@ -265,6 +265,14 @@ def test_monitors_write_into_the_run_folder(tmp_path: Path) -> None:
     assert resolved.get("csv_monitor.output_path") == "run/csv"
 
 
+@pytest.mark.parametrize("name", ["prescale_gradients", "gradient_predivide_factor"])
+def test_a_note_says_where_factors_of_the_gradients_have_no_effect(tmp_path: Path, name: str) -> None:
+    values = {name: True if name == "prescale_gradients" else 2}
+    for zero, has_note in (({"stage": 1}, True), ({"stage": 1, "reduce_scatter": False}, False), ({"stage": 0}, False)):
+        notes = resolve(tmp_path, {**values, "zero_optimization": zero}).notes
+        assert (f'{name}: no effect at ZeRO stage 1 with "reduce_scatter"' in notes) == has_note
+
+
 @pytest.mark.parametrize("values", [{"wall_clock_breakdown": True}, {"flops_profiler": {"enabled": True}}])
 def test_timers_of_a_pipeline_engine_get_an_interval(tmp_path: Path, values: dict) -> None:
     """Without an interval, DeepSpeed's PipelineEngine fails in `global_steps % None`."""

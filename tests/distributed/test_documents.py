@@ -34,6 +34,8 @@ def results(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     cases += [case(f"bf16_{name}", "losses", values, usual) for name, values in BF16.items()]
     cases += [case("off", "losses", LAYOUTS["zero0"], flags(corpus, steps=4)),
               case("curriculum", "losses", LAYOUTS["zero2"], {**usual, "seq_length_schedule": "0:16,2048:64"}),
+              case("curriculum_sequence2", "losses", {**config(3, accumulation=4), "sequence_parallel_size": 2},
+                   {**usual, "seq_length_schedule": "0:16,2048:64"}),
               case("curriculum_pipeline2", "losses", LAYOUTS["pipeline2_zero1"],
                    {**usual, "seq_length_schedule": "0:16,2048:64"})]
     dropout = flags(corpus, steps=4, overrides=DROPOUT, document_attention=True)
@@ -68,6 +70,7 @@ def test_documents_and_shorter_sequences_change_the_loss(results: dict[str, Any]
     assert _differ(results, "off", "zero0") > 100 * FP32_TOLERANCE
     assert _differ(results, "curriculum", "zero0") > 100 * FP32_TOLERANCE
     assert _differ(results, "curriculum_pipeline2", "curriculum") <= FP32_TOLERANCE
+    assert _differ(results, "curriculum_sequence2", "curriculum") <= FP32_TOLERANCE
 
 
 @pytest.mark.parametrize("name", RESUMED)

@@ -19,7 +19,6 @@ from pretrain.checkpoint.load.reader import CheckpointReader
 from pretrain.data.token_files.writer import IndexedWriter
 from pretrain.model.config import load_model_config
 from pretrain.model.layer_specs import as_module
-from tests.conftest import selected_params
 from tests.support.cases import case
 from tests.support.first_batch import first_batch
 from tests.support.layouts import dp2, pp2, run_layouts
@@ -61,10 +60,12 @@ def write_folder(name: str, folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def trained(request: pytest.FixtureRequest, tokens: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     base = tmp_path_factory.mktemp("families")
-    sources = {name: write_folder(name, base / name) for name in selected_params(request, "name")}
+    selected = [(item.callspec.params["name"], item.callspec.params["layout"]) for item in request.session.items
+                if item.path == request.path and hasattr(item, "callspec")]
+    sources = {name: write_folder(name, base / name) for name in dict(selected)}
     cases = {}
     for name, source in sources.items():
-        for layout in selected_params(request, "layout"):
+        for layout in [layout for each, layout in selected if each == name]:
             flags = {"init_from": str(source), "train_data": tokens, "split": "1,0,0", "train_steps": 1,
                      "seq_length": SEQ_LENGTH, "lr_schedule": "constant", "lr_warmup_steps": 0}
             cases[f"{name}-{layout}"] = (2, case(f"{name}-{layout}", "start_from_weights", LAYOUTS[layout], flags,

@@ -55,6 +55,10 @@ def _experts(stage: int, degree: int = 2, **settings: Any) -> dict[str, Any]:
     return {**config(stage, **settings), "expert_parallel": {"enabled": True, "autoep_size": degree}}
 
 
+def _with_tensor2(values: dict[str, Any]) -> dict[str, Any]:
+    return {**values, "tensor_parallel": {"autotp_size": 2}}
+
+
 OFFLOAD = {"activation_checkpointing": {"cpu_checkpointing": True}}
 TWO_RANKS: Cases = {
     **{f"tensor2_zero{stage}": ("tied", _tensor(stage, accumulation=4)) for stage in (0, 1, 2, 3)},
@@ -87,6 +91,11 @@ TWO_RANKS: Cases = {
     "experts2_zero3": ("experts", _experts(3)),
     "experts2_zero2_capacity": ("capacity", _experts(2)),
     "experts2_zero2_bf16": ("experts", _experts(2, precision="bf16")),
+    "experts2_tensor2_zero1": ("experts", _with_tensor2(_experts(1, accumulation=4))),
+    "experts2_tensor2_zero2": ("tied_experts", _with_tensor2(_experts(2, accumulation=4, offload_optimizer=CPU))),
+    "experts2_tensor2_zero3": ("experts", _with_tensor2(_experts(3, accumulation=4))),
+    "experts2_tensor2_fp32_accumulation_bf16": ("experts", {
+        **_with_tensor2(_experts(1, precision="bf16", accumulation=4)), "data_types": {"grad_accum_dtype": "fp32"}}),
     "experts2_fp32_accumulation_bf16": ("experts", {
         **_experts(1, precision="bf16"), "data_types": {"grad_accum_dtype": "fp32"}}),
 }
@@ -101,6 +110,13 @@ FOUR_RANKS: Cases = {
     "experts2_data2_zero1": ("tied_experts", _experts(1, accumulation=1)),
     "experts2_data2_zero2": ("experts", _experts(2, accumulation=1)),
     "experts2_data2_zero3": ("tied_experts", _experts(3, accumulation=1, stage3_param_persistence_threshold=0)),
+    "experts2_pipeline2_zero1": ("tied_experts", _experts(1, stages=2)),
+    "experts2_pipeline2_zero1_bf16": ("experts", {
+        **_experts(1, stages=2, precision="bf16"), "data_types": {"grad_accum_dtype": "fp32"}}),
+    "experts2_tensor2_pipeline2_zero1": ("experts", _with_tensor2(_experts(1, stages=2, accumulation=4))),
+    "experts4_tensor2_zero1": ("tied_experts", _with_tensor2(_experts(1, 4))),
+    "experts2_tensor2_data2_zero2": ("experts", _with_tensor2(_experts(2))),
+    "experts4_tensor2_zero3": ("tied_experts", _with_tensor2(_experts(3, 4))),
     "experts4_zero2": ("experts", _experts(2, 4, accumulation=1)),
     "tensor2_pipeline2_zero0": ("tied", _tensor(0, stages=2, accumulation=4)),
     "tensor2_pipeline2_zero1_documents": ("documents", _tensor(1, stages=2, accumulation=4)),
@@ -117,7 +133,7 @@ QUICK = (
     "sequence2_zero3_bf16", "sequence2_zero3_tiled_offload",
     "sequence2_data2_zero3",
     "experts2_zero1", "experts2_zero2", "experts2_zero3", "experts2_zero2_capacity", "experts2_fp32_accumulation_bf16",
-    "experts2_data2_zero1")
+    "experts2_data2_zero1", "experts2_tensor2_zero2", "experts2_tensor2_pipeline2_zero1")
 
 
 def _variants(corpus: str, folder: Path) -> dict[str, dict[str, Any]]:

@@ -54,7 +54,7 @@ def steps_with_an_update(trace: Path) -> list[int]:
 
 def test_planned_steps_and_the_profilers_of_deepspeed(tmp_path: Path, data: Path) -> None:
     ds_config = {**config(3, micro=2, accumulation=2), "comms_logger": {"enabled": True, "prof_all": True},
-                 "flops_profiler": {"enabled": True, "profile_step": 2}}
+                 "flops_profiler": {"enabled": True, "profile_step": 2}, "wall_clock_breakdown": True}
     run = train(tmp_path, data, ds_config, [str(ROOT / "pretrain" / "train.py")], profile_steps="3:5")
     profile = run / "profiles" / "step3-5"
     assert sorted(path.name for path in profile.iterdir()) == [
@@ -67,6 +67,7 @@ def test_planned_steps_and_the_profilers_of_deepspeed(tmp_path: Path, data: Path
     assert "Profile Summary at step 3:" in (run / "profiles" / "flops.txt").read_text()  # DeepSpeed counts from 0
     communication = json.loads((run / "profiles" / "comms.json").read_text())
     assert any(row["count"] >= STEPS for sizes in communication.values() for row in sizes.values())
+    assert re.search(r"fwd: [\d.]+ \| bwd: [\d.]+ .*step: [\d.]+", (tmp_path / "rank0.log").read_text())
     assert len((run / "profiles" / "comms.txt").read_text().splitlines()) > len(communication)
 
 

@@ -45,6 +45,16 @@ def test_tiles_give_the_same_loss_and_gradients(name: str, part: str, tiles: int
         torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.parametrize("name", SHAPES)
+def test_recomputation_changes_no_bit_in_any_family(name: str) -> None:
+    config = replace(_config(name), residual_dropout=0.1)
+    loss, expected = _gradients(config, Recompute())
+    for part in ("blocks", "attention", "mlp"):
+        found_loss, found = _gradients(config, Recompute(part))
+        assert found_loss == loss, part
+        assert all(map(torch.equal, expected, found)), part
+
+
 def test_one_hook_sees_the_gradient_of_all_tiles() -> None:
     module = as_module(_config("llama"), recompute=Recompute(mlp_tiles=4))
     initialize_parameters(module, _config("llama"), seed=1)

@@ -10,6 +10,8 @@ from tests.support.launch import run_worker
 HAS_EXPERTS = is_at_least(EXPERTS_SINCE)  # this DeepSpeed has expert parallelism
 SAVED, STEPS = 3, 7  # optimizer steps before the checkpoint, and in total
 
+TENSOR2 = {"tensor_parallel": {"autotp_size": 2}}
+
 MODEL_WITH_EXPERTS = {
     "model_type": "qwen2_moe", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "num_experts": 6,
@@ -29,7 +31,7 @@ def pp2(stage: int, **others: Any) -> dict[str, Any]:
 
 def tensor2(stage: int, *, micro: int = 4, accumulation: int = 2, **others: Any) -> dict[str, Any]:
     """Return a DeepSpeed JSON for two tensor-parallel ranks and, on two ranks, 8 samples per step."""
-    return {**config(stage, micro=micro, accumulation=accumulation, **others), "tensor_parallel": {"autotp_size": 2}}
+    return {**config(stage, micro=micro, accumulation=accumulation, **others), **TENSOR2}
 
 
 def sequence2(stage: int, *, micro: int = 4, accumulation: int = 2, **others: Any) -> dict[str, Any]:

@@ -7,8 +7,10 @@ holds NaN or infinity. This module does not read the files; `verify.find_damage`
 
 import hashlib
 import json
+import os
 import re
 import stat
+from collections.abc import Callable
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, TypedDict
@@ -20,12 +22,15 @@ from pretrain.config.model_of_run import Branch, Origin
 from pretrain.config.schedule import Schedule
 from pretrain.errors import ConfigError, counted
 from pretrain.model.init_methods import Initialization
-from pretrain.stored_json import build, parse_json, read_text, reason_of
+from pretrain.paths import for_each_file
+from pretrain.stored_json import build, open_regular, parse_json, read_text, reason_of
 
 MANIFEST = "manifest.json"
 NOT_FINITE = "the weights or optimizer states have NaN or infinite values"  # in messages about such a checkpoint
 _FOLDER_NAME = re.compile(r"global_step(\d+)")
 _HASH_KEY = "sha256"
+_FILES = '\n "files": '  # begins the last but one key of the text; at the top level, the indentation is 1
+_HEAD_BYTES = 2**13  # that are read at a time
 
 
 class _TypeAndParams(TypedDict, total=False):
@@ -229,6 +234,10 @@ class Manifest:
             raise ValueError("it is not a JSON object with the key sha256")
         if _with_hash({key: value for key, value in values.items() if key != _HASH_KEY}) != text:
             raise ValueError("its content does not match the SHA-256 in it")
+        return cls._from_values(values)
+
+    @classmethod
+    def _from_values(cls, values: dict[str, Any]) -> "Manifest":
         manifest = build(cls, {f.name: values[f.name] for f in fields(cls) if f.name in values})
         _check_schedule(manifest.schedule)
         for name in _COUNTS:
@@ -263,14 +272,18 @@ def _check_schedule(values: dict[str, Any] | None) -> None:
 
 
 def _with_hash(values: dict[str, Any]) -> str:
-    digest = hashlib.sha256(json.dumps(values, indent=1).encode()).hexdigest()
-    return json.dumps({**values, _HASH_KEY: digest}, indent=1)
+    text = json.dumps(values, indent=1)  # the hash is added to the text: 16,384 ranks have 50,000 files
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return f'{text[:-2]},\n "{_HASH_KEY}": "{digest}"\n}}'
 
 
 def files_in(folder: Path) -> list[str]:
     """List the relative paths of all files below the folder, sorted, without the manifest. Links count as files."""
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*")
-                  if path != folder / MANIFEST and (path.is_symlink() or not path.is_dir()))
+    found: list[str] = []
+    for around, folders, names in os.walk(folder):  # `Path.rglob` asks for the kind of each file once more
+        links = [name for name in folders if os.path.islink(os.path.join(around, name))]
+        found += [os.path.relpath(os.path.join(around, name), folder) for name in [*names, *links]]
+    return sorted(name for name in found if name != MANIFEST)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -279,9 +292,53 @@ def read_manifest(folder: Path) -> Manifest:
     Raises ConfigError if the manifest cannot be read or is damaged, if the folder's name has another step than the
     manifest, or if a file is missing or has a wrong size.
     """
+    manifest = parse_manifest(folder)
+    sizes = for_each_file(lambda name: _size(folder / name), list(manifest.files))
+    for (name, record), found_bytes in zip(manifest.files.items(), sizes, strict=True):
+        if found_bytes != record.bytes:
+            raise ConfigError(str(folder / name), found="no such file" if found_bytes is None else
+                              f"{found_bytes} bytes", expected=f"{record.bytes} bytes", remedy="use another checkpoint")
+    return manifest
+
+
+def parse_manifest(folder: Path) -> Manifest:
+    """Read the manifest of a checkpoint. Raises ConfigError as `read_manifest`, but asks for no size of a file."""
+    return _parse(folder, lambda path: Manifest.from_json(read_text(path)))
+
+
+def parse_head(folder: Path) -> Manifest:
+    """Read the manifest of a checkpoint without its `files`, whose number grows with the number of ranks.
+
+    For ranks other than rank 0, which compares hash and sizes. Raises ConfigError if the manifest cannot be read.
+    """
+    manifest = _parse(folder, lambda path: Manifest._from_values(parse_json(read_head(path)[0].rstrip(",") + "}")))
+    return parse_manifest(folder) if manifest.weights_only else manifest  # its fingerprint is compared
+
+
+def read_head(path: Path) -> tuple[str, int]:
+    """Return the text of a manifest up to its key "files", and the number of bytes of the file.
+
+    Raises OSError, and ValueError without this key.
+    """
+    with open_regular(path) as file:
+        content = b""
+        while _FILES.encode() not in content:
+            block = file.read(_HEAD_BYTES)
+            if not block:
+                raise ValueError('it has no key "files"')
+            content += block
+        return head_of(content.decode(errors="replace")), os.fstat(file.fileno()).st_size
+
+
+def head_of(text: str) -> str:
+    """Return the text of a manifest up to its key "files"."""
+    return text.partition(_FILES)[0]
+
+
+def _parse(folder: Path, read: Callable[[Path], Manifest]) -> Manifest:
     path = folder / MANIFEST
     try:
-        manifest = Manifest.from_json(read_text(path))
+        manifest = read(path)
     except (OSError, ValueError) as error:
         what = "cannot be read" if isinstance(error, OSError) else "is damaged"
         problem = f"the manifest {what}: {reason_of(error)}"
@@ -289,12 +346,6 @@ def read_manifest(folder: Path) -> Manifest:
     if step_of(folder) not in (-1, manifest.step):
         problem = f"the manifest is of step {manifest.step}, but the folder's name says step {step_of(folder)}"
         raise ConfigError(str(path), problem=problem, remedy=f"rename the folder to global_step{manifest.step}")
-    for name, record in manifest.files.items():
-        file = folder / name
-        found_bytes = _size(file)
-        if found_bytes != record.bytes:
-            raise ConfigError(str(file), found="no such file" if found_bytes is None else f"{found_bytes} bytes",
-                              expected=f"{record.bytes} bytes", remedy="use another checkpoint")
     return manifest
 
 

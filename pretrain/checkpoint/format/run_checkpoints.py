@@ -4,13 +4,14 @@ A checkpoint is complete if `read_manifest` accepts it, and good unless its mani
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pretrain.checkpoint.format.manifest import NOT_FINITE, Manifest, read_manifest, step_of
 from pretrain.errors import ConfigError, counted, printable, shorten
 from pretrain.stored_json import read_text
 
+ReadManifest = Callable[[Path], Manifest]  # raises ConfigError
 LATEST_FILE = "latest"  # in the checkpoints folder: the name of the newest checkpoint, for plain DeepSpeed
 
 
@@ -20,18 +21,19 @@ def checkpoint_folders(checkpoints: Path) -> list[Path]:
     return sorted(folders, key=step_of, reverse=True)
 
 
-def manifest_or_error(folder: Path) -> Manifest | ConfigError:
-    """Return the folder's manifest, or the ConfigError that `read_manifest` raises."""
+def manifest_or_error(folder: Path, read: ReadManifest = read_manifest) -> Manifest | ConfigError:
+    """Return the folder's manifest, or the ConfigError that `read` raises."""
     try:
-        return read_manifest(folder)
+        return read(folder)
     except ConfigError as error:
         return error
 
 
-def manifests_or_errors(checkpoints: Path) -> Iterator[tuple[Path, Manifest | ConfigError]]:
+def manifests_or_errors(checkpoints: Path,
+                        read: ReadManifest = read_manifest) -> Iterator[tuple[Path, Manifest | ConfigError]]:
     """Yield every folder that is named global_stepN, newest first, with its manifest or its error."""
     for folder in checkpoint_folders(checkpoints):
-        yield folder, manifest_or_error(folder)
+        yield folder, manifest_or_error(folder, read)
 
 
 def complete_checkpoints(checkpoints: Path) -> tuple[list[tuple[Path, Manifest]], list[str]]:
@@ -46,7 +48,7 @@ def complete_checkpoints(checkpoints: Path) -> tuple[list[tuple[Path, Manifest]]
     return complete, errors
 
 
-def newest_good(checkpoints: Path) -> tuple[Path, Manifest, list[str]] | None:
+def newest_good(checkpoints: Path, read: ReadManifest = read_manifest) -> tuple[Path, Manifest, list[str]] | None:
     """Return folder and manifest of the newest good checkpoint, and why newer ones are not used. None without any.
 
     The file `latest` is not read: it is outdated if a run was killed after a commit and before it updated this file.
@@ -54,7 +56,7 @@ def newest_good(checkpoints: Path) -> tuple[Path, Manifest, list[str]] | None:
     """
     errors: list[str] = []
     not_finite: list[Path] = []
-    for folder, found in manifests_or_errors(checkpoints):
+    for folder, found in manifests_or_errors(checkpoints, read):
         if isinstance(found, ConfigError):
             errors.append(str(found))
         elif not found.is_good:

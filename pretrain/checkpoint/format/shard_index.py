@@ -32,7 +32,8 @@ from pretrain.checkpoint.format.fragments import (
 )
 from pretrain.errors import ConfigError
 from pretrain.model.parameters import Part
-from pretrain.stored_json import read_object
+from pretrain.paths import for_each_file
+from pretrain.stored_json import build, parse_json, read_text
 
 FP32 = "fp32"  # name under which the master weights are listed with the optimizer states
 FORMAT_WITH_PARTS = 2  # of an index that has parts of parameters; indexes without "format" have none
@@ -133,11 +134,27 @@ class StoredParameters:
     scalars: dict[str, float] = field(default_factory=dict)
 
 
-def read_shard_indexes(folder: Path) -> StoredParameters:
-    """Read all shard indexes. Raises ConfigError if one cannot be read, or if they do not cover a parameter."""
+def read_index_texts(folder: Path) -> dict[str, str]:
+    """Return the text of each shard index by its file's name. Raises ConfigError if one cannot be read."""
+    paths = sorted(folder.glob("shard_index_rank_*.json"))
+    return dict(zip([path.name for path in paths], for_each_file(_text_of, paths), strict=True))
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return read_text(path)
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from None
+
+
+def parse_shard_indexes(folder: Path, texts: Mapping[str, str]) -> StoredParameters:
+    """Return the content of all shard indexes of a checkpoint, as `read_index_texts` returned them.
+
+    Raises ConfigError if one is damaged, or if they do not cover a parameter.
+    """
     found = StoredParameters(folder)
-    for path in sorted(folder.glob("shard_index_rank_*.json")):
-        _add_index(found, path)
+    for name, text in texts.items():
+        _add_index(found, folder / name, text)
     if not found.fragments:
         raise ConfigError(str(folder), problem="there is no shard_index_rank_*.json with weights",
                           remedy="use a checkpoint that this program wrote")
@@ -146,18 +163,22 @@ def read_shard_indexes(folder: Path) -> StoredParameters:
     return found
 
 
-def _add_index(found: StoredParameters, path: Path) -> None:
+def _unreadable(path: Path, error: Exception) -> ConfigError:
+    return ConfigError(str(path), problem=f"the shard index cannot be read: {type(error).__name__} ({error})",
+                       remedy="use another checkpoint")
+
+
+def _add_index(found: StoredParameters, path: Path, text: str) -> None:
     try:
-        index = read_object(path)
+        index = build(dict[str, Any], parse_json(text))
         index_format = index.get("format", 1)
         if index_format in (1, FORMAT_WITH_PARTS):
             found.optimizer = index["optimizer"]
             for entry in index["tensors"]:
                 _add_tensor(found, entry, index["groups"])
             return
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise ConfigError(str(path), problem=f"the shard index cannot be read: {type(error).__name__} ({error})",
-                          remedy="use another checkpoint") from None
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise _unreadable(path, error) from None
     raise ConfigError(f"{path}: format", found=repr(index_format), expected=f"at most {FORMAT_WITH_PARTS}",
                       remedy="a newer version of this program wrote the checkpoint; update this one")
 

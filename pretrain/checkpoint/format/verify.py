@@ -3,6 +3,8 @@
 Pickles are scanned without torch and without reading tensors.
 """
 
+import heapq
+import os
 import pickletools
 import struct
 import zipfile
@@ -103,7 +105,8 @@ def unloadable_files(folder: Path, manifest: Manifest) -> list[str]:
 def _file_problem(folder: Path, name: str, record: FileRecord) -> str | None:
     path = folder / name
     try:
-        if path.resolve() != path:
+        # `resolve` asks for each folder of the path
+        if os.path.islink(path) or (path.parent != folder and path.resolve() != path):
             return f"found a link to {path.resolve()}; expected a regular file"
         if not path.is_file():
             return f"found no such file; expected {record.bytes} bytes"
@@ -119,11 +122,11 @@ def _file_problem(folder: Path, name: str, record: FileRecord) -> str | None:
 def files_of_rank(names_with_sizes: Mapping[str, int], rank: int, world_size: int) -> list[str]:
     """Return the files that `rank` processes. Each file has one rank, and the ranks have similar total sizes."""
     names_by_rank: list[list[str]] = [[] for _ in range(world_size)]
-    loads = [0] * world_size  # bytes
+    loads = [(0, each) for each in range(world_size)]  # bytes of each rank, as a heap
     for name in sorted(names_with_sizes, key=lambda name: (-names_with_sizes[name], name)):
-        least_loaded = loads.index(min(loads))
+        load, least_loaded = loads[0]
         names_by_rank[least_loaded].append(name)
-        loads[least_loaded] += names_with_sizes[name] + 1  # + 1, so that empty files are spread too
+        heapq.heapreplace(loads, (load + names_with_sizes[name] + 1, least_loaded))  # + 1: spread empty files, too
     return names_by_rank[rank]
 
 

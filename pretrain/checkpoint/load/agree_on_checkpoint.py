@@ -12,7 +12,7 @@ from socket import gethostname
 
 import torch.distributed as dist
 
-from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, read_manifest, step_of
+from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, head_of, read_head, read_manifest, step_of
 from pretrain.checkpoint.format.pickles import load_pickle
 from pretrain.checkpoint.format.run_checkpoints import (
     checkpoint_folders,
@@ -32,7 +32,7 @@ from pretrain.checkpoint.save.retention import abandoned_save_ids, move_abandone
 from pretrain.checkpoint.save.writer import wait_for_writers
 from pretrain.config.plan import Plan
 from pretrain.data.samples.dataset import source_records
-from pretrain.distributed.collectives import from_rank_0, gather, wait_until_all
+from pretrain.distributed.collectives import from_rank_0, gather, gather_problems, wait_until_all
 from pretrain.errors import ConfigError, SaveError
 from pretrain.progress import ProgressBar
 from pretrain.remote import without_credentials
@@ -61,7 +61,7 @@ def agree_on_checkpoint(plan: Plan, log: Callable[[str], None]) -> Resume | None
         damage = find_damage_together(folder, manifest)
         if not damage:
             reject_foreign_pickles(folder, manifest)
-            resume = make_resume(folder, manifest, errors, plan)
+            resume = _make_resume(folder, manifest, errors, plan)
             if resume.branch is not None:  # the folder of the other run is only read
                 return resume
             return replace(resume, warnings=[*resume.warnings, *from_rank_0(partial(_repair_latest, resume))])
@@ -75,6 +75,19 @@ def agree_on_checkpoint(plan: Plan, log: Callable[[str], None]) -> Resume | None
         raise ConfigError("--resume required", problem=f"there is no checkpoint in {checkpoints_folder(plan)}{mirror}",
                           remedy="to begin at step 0, use --resume auto")
     return None
+
+
+def _make_resume(folder: Path, manifest: Manifest, warnings: list[str], plan: Plan) -> Resume:
+    """Return the result of `make_resume`; only rank 0 reads run.json. Raises a ConfigError on every rank. Collective.
+    """
+    rejected: list[str] = []
+    try:
+        resume = make_resume(folder, manifest, warnings, plan, with_record=dist.get_rank() == 0)
+    except ConfigError as error:
+        rejected = [str(error)]
+    if lines := gather_problems(rejected):
+        raise ConfigError.from_line(lines[0])
+    return resume
 
 
 def agree_on_data(plan: Plan) -> None:
@@ -189,7 +202,7 @@ def find_damage_together(folder: Path, manifest: Manifest) -> list[str]:
     if dist.get_rank() == 0:
         problems += unexpected_files(folder, manifest)
     damage = hash_together(manifest.sizes, lambda names, advance: find_damage(folder, manifest, names, advance=advance))
-    return damage + [line for lines in gather(problems) for line in lines]
+    return damage + gather_problems(problems)
 
 
 def hash_together(sizes: dict[str, int], find: Callable[[list[str], Advance], list[str]]) -> list[str]:
@@ -204,14 +217,17 @@ def hash_together(sizes: dict[str, int], find: Callable[[list[str], Advance], li
                                                     active=dist.get_rank() == 0) as progress:
         hashing = pool.submit(find, mine, progress.advance)
         wait_until_all(hashing.done)
-        problems = hashing.result()
-    return [line for lines in gather(problems) for line in lines]
+        return gather_problems(hashing.result())
 
 
 def _manifest_problems(folder: Path, manifest: Manifest) -> list[str]:
-    """Return one line if this host reads another manifest than rank 0. Then the hosts do not share the folder."""
+    """Return one line if this host reads another manifest than rank 0. Then the hosts do not share the folder.
+
+    The list of files is not read: the save_id before it belongs to one save, and rank 0 has compared the hash.
+    """
     try:
-        if (folder / MANIFEST).read_text(encoding="utf-8") == manifest.to_json():
+        text = manifest.to_json()
+        if read_head(folder / MANIFEST) == (head_of(text), len(text)):
             return []
         problem = "has another manifest than rank 0"
     except (OSError, ValueError) as error:
@@ -228,8 +244,7 @@ def reject_foreign_pickles(folder: Path, manifest: Manifest) -> None:
             load_pickle(folder / name, mmap=True)
         except ConfigError as error:
             rejected.append(str(error))
-    lines = [line for lines_of_rank in gather(rejected) for line in lines_of_rank]
-    if lines:
+    if lines := gather_problems(rejected):
         raise ConfigError.from_line(lines[0])
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from pretrain.checkpoint.format.manifest import MANIFEST, NOT_FINITE, Manifest, read_manifest, step_of
 from pretrain.checkpoint.format.run_checkpoints import (
+    ReadManifest,
     checkpoint_folders,
     manifest_or_error,
     manifests_or_errors,
@@ -60,7 +61,8 @@ def find_checkpoint(path: Path, step: int | None = None) -> tuple[Path, Manifest
     return folder, manifest, tuple(notes)
 
 
-def checkpoint_at(path: Path, step: int | None = None) -> tuple[Path, Manifest, list[str]] | None:
+def checkpoint_at(path: Path, step: int | None = None,
+                  read: ReadManifest = read_manifest) -> tuple[Path, Manifest, list[str]] | None:
     """Return folder and manifest of a checkpoint, and why newer ones are not used; None if there is no checkpoint.
 
     This is `path`, if it is a checkpoint. In a run folder, it is the checkpoint of `step`, or the newest good one.
@@ -68,9 +70,9 @@ def checkpoint_at(path: Path, step: int | None = None) -> tuple[Path, Manifest, 
     """
     checkpoints = find_checkpoints_folder(path)
     if not is_checkpoint(path) and step is None:
-        return newest_good(checkpoints)
+        return newest_good(checkpoints, read)
     folder = path if is_checkpoint(path) else checkpoints / f"global_step{step}"
-    return (folder, read_manifest(folder), []) if folder.is_dir() else None
+    return (folder, read(folder), []) if folder.is_dir() else None
 
 
 def steps_text(path: Path) -> str:

@@ -9,8 +9,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretrain.checkpoint.format.manifest import MANIFEST, NOT_FINITE, Manifest
-from pretrain.checkpoint.format.run_checkpoints import checkpoint_folders
+from pretrain.checkpoint.format.manifest import MANIFEST, NOT_FINITE, Manifest, read_manifest
+from pretrain.checkpoint.format.run_checkpoints import ReadManifest, checkpoint_folders
 from pretrain.checkpoint.load.find_checkpoint import checkpoint_at, find_checkpoints_folder, is_checkpoint, steps_text
 from pretrain.checkpoint.load.hf_folder import HFFolder, check_hf_folder
 from pretrain.config.flags.arguments import RunArguments
@@ -43,7 +43,7 @@ def source_name(init_from: str) -> str:
     return init_from if is_repository(init_from) else os.path.abspath(init_from)
 
 
-def find_initial_weights(init_from: str) -> InitialWeights:
+def find_initial_weights(init_from: str, read: ReadManifest = read_manifest) -> InitialWeights:
     """Return the weights that --init_from names. Reads the headers of the files, and sizes, but no weights.
 
     Raises:
@@ -60,7 +60,7 @@ def find_initial_weights(init_from: str) -> InitialWeights:
         raise ConfigError(where, problem=problem, remedy=_REMEDY)
     checkpoints = find_checkpoints_folder(folder)
     if is_checkpoint(folder) or checkpoints != folder or checkpoint_folders(checkpoints):
-        return _of_checkpoint(init_from, folder)
+        return _of_checkpoint(init_from, folder, read)
     if not (folder / "config.json").is_file():
         raise ConfigError(where, problem="the folder has neither a config.json nor checkpoints", remedy=_REMEDY)
     found = check_hf_folder(folder)
@@ -99,8 +99,8 @@ def check_origin(init_from: str, folder: Path, manifest: Manifest) -> None:
     raise ConfigError(where, problem=f"the run resumes from {folder}, and it started from {source}", remedy=remedy)
 
 
-def _of_checkpoint(init_from: str, path: Path) -> InitialWeights:
-    found = checkpoint_at(path)
+def _of_checkpoint(init_from: str, path: Path, read: ReadManifest) -> InitialWeights:
+    found = checkpoint_at(path, read=read)
     if found is None:
         raise ConfigError(f"--init_from {shorten(init_from)}", problem="the folder holds no checkpoint", remedy=_REMEDY)
     folder, manifest, errors = found
@@ -132,7 +132,7 @@ def origin_of_folder(found: HFFolder, name: str) -> Origin:
     return Origin(name, os.path.abspath(found.folder), digest.hexdigest())
 
 
-def find_branch(args: RunArguments) -> tuple[Path, Manifest, list[str]]:
+def find_branch(args: RunArguments, read: ReadManifest = read_manifest) -> tuple[Path, Manifest, list[str]]:
     """Return folder and manifest of the checkpoint that --resume_from names, and why newer ones are not used.
 
     Only manifest and file sizes are read. Raises ConfigError if there is no such checkpoint, if it is damaged, has NaN
@@ -143,7 +143,7 @@ def find_branch(args: RunArguments) -> tuple[Path, Manifest, list[str]]:
     _reject_own_run(where, path, args.save)
     if step is not None and is_checkpoint(path):
         raise ConfigError(where, problem=f"{path} is a single checkpoint", remedy="leave out the @")
-    found = checkpoint_at(path, step)
+    found = checkpoint_at(path, step, read)
     if found is None:
         steps = steps_text(path)
         if step is None or not steps:

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 from collections.abc import Iterator
 from copy import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +26,28 @@ from pretrain.checkpoint.format.buffers import fill_buffers
 from pretrain.checkpoint.format.fragments import FlatTensor, base_optimizer, complete_shape, flat_tensors, group_of
 from pretrain.checkpoint.format.manifest import Manifest
 from pretrain.checkpoint.format.pickles import load_pickle, rng_file, set_rng_state
-from pretrain.checkpoint.format.shard_index import FP32, index_json, index_name, is_elementwise, state_name
+from pretrain.checkpoint.format.shard_index import (
+    FP32,
+    index_json,
+    index_name,
+    is_elementwise,
+    parse_shard_indexes,
+    read_index_texts,
+    state_name,
+)
 from pretrain.checkpoint.load.hf_folder import HFFolder
 from pretrain.checkpoint.load.reader import (
     SCHEDULED_SETTINGS,
     CheckpointReader,
+    HFWeights,
     WeightsReader,
     all_finite,
-    open_weights,
 )
 from pretrain.checkpoint.load.resume import same_layout
 from pretrain.checkpoint.save.save_checkpoint import FileEngine
 from pretrain.config.ds_json.optimizers import DIVISIBLE_FAMILIES, optimizer_family
 from pretrain.config.plan import Plan
-from pretrain.distributed.collectives import gather
+from pretrain.distributed.collectives import any_rank, from_rank_0, gather_problems
 from pretrain.engine.optimizer import restore_settings
 from pretrain.engine.patches import pipeline as pipeline_patches
 from pretrain.engine.recipe import set_recipe_states
@@ -88,7 +97,7 @@ def load_resharded(engine: DeepSpeedEngine, folder: Path, manifest: Manifest) ->
     if the checkpoint has another model or optimizer, if the optimizer is not elementwise, or if a file is damaged.
     """
     with torch.no_grad(), _rejected_together():
-        reader = CheckpointReader(folder)
+        reader = open_checkpoint(folder)
         _check_optimizer(engine, reader)
         _check_shapes(engine, reader)
         _fill_flat_tensors(engine, reader)
@@ -113,7 +122,7 @@ def load_weights(engine: DeepSpeedEngine, source: HFFolder | Path) -> None:
     on every rank.
     """
     with torch.no_grad(), _rejected_together():
-        reader = open_weights(source)
+        reader = HFWeights(source) if isinstance(source, HFFolder) else open_checkpoint(source)
         _check_shapes(engine, reader)
         fill_buffers(engine.module, reader.buffers())
         _prepare_stage_3(engine)
@@ -131,14 +140,19 @@ def load_weights(engine: DeepSpeedEngine, source: HFFolder | Path) -> None:
 @contextlib.contextmanager
 def _rejected_together() -> Iterator[None]:
     """Raise the first rank's ConfigError on every rank; collective."""
-    rejection = ""
+    rejection: list[str] = []
     try:
         yield
     except ConfigError as error:
-        rejection = str(error)
-    rejections = [line for line in gather(rejection) if line]
-    if rejections:
+        rejection = [str(error)]
+    if rejections := gather_problems(rejection):
         raise ConfigError.from_line(rejections[0])
+
+
+def open_checkpoint(folder: Path) -> CheckpointReader:
+    """Return the reader of a checkpoint whose shard indexes rank 0 reads and sends to all ranks; collective."""
+    texts = from_rank_0(partial(read_index_texts, folder))
+    return CheckpointReader(folder, parse_shard_indexes(folder, texts))
 
 
 def same_shards(engine: DeepSpeedEngine, folder: Path) -> bool:
@@ -148,7 +162,7 @@ def same_shards(engine: DeepSpeedEngine, folder: Path) -> bool:
     """
     path = folder / index_name(dist.get_rank())
     saved_index = path.read_text(encoding="utf-8") if path.is_file() else "{}"
-    return all(gather(_fragments_in(saved_index) == _fragments_in(index_json(engine))))
+    return not any_rank(_fragments_in(saved_index) != _fragments_in(index_json(engine)))
 
 
 def _fragments_in(index: str) -> Any:

@@ -15,7 +15,13 @@ from safetensors.torch import load_file
 from pretrain.checkpoint.format.buffers import BUFFERS, BUFFERS_FILE
 from pretrain.checkpoint.format.fragments import FileLocation
 from pretrain.checkpoint.format.pickles import load_pickle
-from pretrain.checkpoint.format.shard_index import FP32, StoredFragment, StoredParameters, read_shard_indexes
+from pretrain.checkpoint.format.shard_index import (
+    FP32,
+    StoredFragment,
+    StoredParameters,
+    parse_shard_indexes,
+    read_index_texts,
+)
 from pretrain.checkpoint.load.hf_folder import WEIGHT_DTYPES, HFFolder, StoredTensor, read_header
 from pretrain.errors import ConfigError
 from pretrain.model.hf_names import TensorRule, tensor_rules
@@ -114,7 +120,7 @@ class CheckpointReader(WeightsReader):
     """
 
     def __init__(self, folder: Path, stored: StoredParameters | None = None) -> None:
-        stored = stored or read_shard_indexes(folder)
+        stored = stored or parse_shard_indexes(folder, read_index_texts(folder))
         self.folder, self.shapes, self.scalars = folder, stored.shapes, stored.scalars
         self.optimizer, self.states = stored.optimizer, [*stored.states]
         self._fragments = stored.fragments

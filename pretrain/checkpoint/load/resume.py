@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pretrain.checkpoint.format.manifest import MANIFEST, Manifest
+from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, parse_head, parse_manifest, read_manifest
 from pretrain.checkpoint.format.run_checkpoints import checkpoint_folders, newest_good
 from pretrain.checkpoint.format.run_manifest import tokenizer_fingerprint
 from pretrain.checkpoint.load.changes import changes_of, continued_schedule
@@ -55,20 +55,20 @@ def checkpoints_folder(plan: Plan) -> Path:
     return Path(plan.args.save) / "checkpoints"
 
 
-def choose_checkpoint(args: RunArguments) -> FoundCheckpoint | None:
+def choose_checkpoint(args: RunArguments, *, complete: bool = True) -> FoundCheckpoint | None:
     """Return the checkpoint that --resume selects: the newest good one of the run folder, or None for step 0.
 
     Without one in the run folder, this is the one of --resume_from, if the flag is given. Only manifests and file sizes
     are read. Later `agree_on_checkpoint.py` compares the hashes and reads the mirror, which may have later checkpoints,
-    on all ranks. Raises ConfigError.
+    on all ranks. Without `complete`, the files' names and sizes are not read. Raises ConfigError.
     """
     checkpoints, has_mirror = Path(args.save) / "checkpoints", args.checkpoint_mirror is not None
     if args.resume == "never":
         reject_overwrite(checkpoint_folders(checkpoints))
     try:
-        found = newest_good(checkpoints) if args.resume != "never" else None
+        found = newest_good(checkpoints, read_manifest if complete else parse_head) if args.resume != "never" else None
         if found is not None or args.resume_from is not None:
-            return found or find_branch(args)
+            return found or find_branch(args, read_manifest if complete else parse_manifest)
     except ConfigError:
         if not has_mirror:
             raise
@@ -86,8 +86,13 @@ def reject_overwrite(found: Sequence[Path | str]) -> None:
                           remedy="choose another --save and --checkpoint_mirror")
 
 
-def make_resume(folder: Path, manifest: Manifest, warnings: list[str], plan: Plan) -> Resume:
-    """Return the checkpoint with all warnings. Raises ConfigError if the run `plan` cannot continue from it."""
+def make_resume(folder: Path, manifest: Manifest, warnings: list[str], plan: Plan, *,
+                with_record: bool = True) -> Resume:
+    """Return the checkpoint with all warnings. Raises ConfigError if the run `plan` cannot continue from it.
+
+    Args:
+        with_record: compare the run with run.json, too, whose size grows with the number of hosts.
+    """
     branch = None if folder.parent.absolute() == checkpoints_folder(plan).absolute() else branch_of(folder, manifest)
     if plan.args.init_from is not None:
         check_origin(plan.args.init_from, folder, manifest)
@@ -96,10 +101,11 @@ def make_resume(folder: Path, manifest: Manifest, warnings: list[str], plan: Pla
     if manifest.weights_only:
         return Resume(folder, manifest, [*warnings, *_check_weights_only(manifest, plan, folder)],
                       replace(plan, origin=origin_of(folder, manifest)))
-    return _continue(folder, manifest, warnings, plan, branch)
+    return _continue(folder, manifest, warnings, plan, branch, with_record=with_record)
 
 
-def _continue(folder: Path, manifest: Manifest, warnings: list[str], plan: Plan, branch: Branch | None) -> Resume:
+def _continue(folder: Path, manifest: Manifest, warnings: list[str], plan: Plan, branch: Branch | None, *,
+              with_record: bool) -> Resume:
     """Compare the run with a checkpoint that has its state."""
     run, named = folder.parent.parent, named_overrides(plan.args)
     check_read_order(manifest, plan, folder)
@@ -107,7 +113,7 @@ def _continue(folder: Path, manifest: Manifest, warnings: list[str], plan: Plan,
     changes = changes_of(manifest, plan, folder, allowed)
     length = _continued_length(plan, manifest, changes)
     schedule = continued_schedule(plan, length, manifest, folder, named)
-    nothing_left = _check_steps_left(plan, length, manifest, folder, branch)
+    nothing_left = _check_steps_left(plan, length, manifest, folder, branch, with_record=with_record)
     other_data = check_same_data(manifest, plan, folder)
     if other_data:
         changes.append(Change("data", plan.data.train_flag, manifest.data_fingerprint,
@@ -117,8 +123,8 @@ def _continue(folder: Path, manifest: Manifest, warnings: list[str], plan: Plan,
         changes.append(Change("data", "--tokenizer", manifest.tokenizer_fingerprint, tokenizer_fingerprint(plan)))
     named_changes = tuple(change for change in (*changes, *schedule.changes) if change.name in allowed)
     new_warnings = [nothing_left, other_data, blend_note(manifest, plan, folder), other_tokenizer,
-                    *evaluation_data_notes(plan, run), _batch_note(changes, named, folder),
-                    *_changed_flag_notes(plan, run)]
+                    *(evaluation_data_notes(plan, run) if with_record else ()), _batch_note(changes, named, folder),
+                    *(_changed_flag_notes(plan, run) if with_record else ())]
     notes = [schedule.note, adopted_data_note(manifest, plan, folder),
              *_override_notes(plan, manifest, named, named_changes)]
     continued = replace(plan, length=length, **schedule.of_plan(plan), notes=(*plan.notes, *filter(None, notes)),
@@ -138,7 +144,8 @@ def _continued_length(plan: Plan, manifest: Manifest, changes: Sequence[Change])
     return replace(length, train_steps=max(length.steps_of(plan.args.train_tokens), manifest.step))
 
 
-def _check_steps_left(plan: Plan, length: RunLength, manifest: Manifest, folder: Path, branch: Branch | None) -> str:
+def _check_steps_left(plan: Plan, length: RunLength, manifest: Manifest, folder: Path, branch: Branch | None, *,
+                      with_record: bool) -> str:
     """Return a warning if the checkpoint is beyond the last step of the run, else "".
 
     Raises ConfigError for a branch without a step to train, and for evaluation data that a complete run would ignore.
@@ -148,7 +155,8 @@ def _check_steps_left(plan: Plan, length: RunLength, manifest: Manifest, folder:
         if branch is not None:
             raise ConfigError("--resume_from", problem=f"{folder} is at step {manifest.step} of {last_step}",
                               remedy="give more --train_steps")
-        _reject_other_evaluation_data(plan, manifest.step, last_step)
+        if with_record:
+            _reject_other_evaluation_data(plan, manifest.step, last_step)
     if manifest.step <= last_step:
         return ""
     flag = "--exit_step" if last_step < length.train_steps else \

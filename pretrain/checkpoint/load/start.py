@@ -4,7 +4,7 @@ import contextlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pretrain.checkpoint.format.manifest import MANIFEST
+from pretrain.checkpoint.format.manifest import MANIFEST, parse_manifest, read_manifest
 from pretrain.checkpoint.load.hf_folder import HFFolder, find_hf_tokenizer
 from pretrain.checkpoint.load.init_from import InitialWeights, find_initial_weights
 from pretrain.checkpoint.load.resume import FoundCheckpoint, Resume, choose_checkpoint, make_resume
@@ -43,17 +43,25 @@ class Start:
         return () if self.resume is None else tuple(self.resume.warnings)
 
 
-def check_start(args: RunArguments, *, world_size: int, device: Device) -> Start:
+def check_start(args: RunArguments, *, world_size: int, device: Device, complete: bool = True,
+                first_of_host: bool = True) -> Start:
     """Validate a run, its checkpoints and the weights of --init_from. Raises ConfigError for the first error.
 
     --init_from is read only if the run folder has no checkpoint: the source may be removed after the first one.
+
+    Args:
+        complete: also read what grows with the number of ranks: sizes of a checkpoint's files, and run.json. Rank 0
+            does it, and the launchers.
+        first_of_host: also write into the folders, to check that this is possible. One rank of each host does it.
     """
     check_open_files()
     import_own_model(args.model, args.model_code)
-    check_folders(args.save, args.checkpoint_mirror)  # before the run folder is searched for checkpoints
+    if first_of_host:
+        check_folders(args.save, args.checkpoint_mirror)  # before the run folder is searched for checkpoints
     check_no_stop_file(Path(args.save))
-    found = choose_checkpoint(args)
-    weights = find_initial_weights(args.init_from) if args.init_from is not None and found is None else None
+    found = choose_checkpoint(args, complete=complete)
+    weights = find_initial_weights(args.init_from, read_manifest if complete else parse_manifest) \
+        if args.init_from is not None and found is None else None
     plan = check_run(args, world_size=world_size, device=device, saved_model=_saved_model(args, found, weights))
     notes = check_sampled_blocks(plan)
     if found is None and args.override is not None and args.checkpoint_mirror is None:
@@ -64,7 +72,7 @@ def check_start(args: RunArguments, *, world_size: int, device: Device) -> Start
                                                          overrides=args.model_overrides),
                   *_tokenizer_notes(plan, weights)]
     plan = replace(plan, origin=weights.origin if weights else None, notes=(*plan.notes, *notes))
-    return Start(plan, make_resume(*found, plan) if found else None, weights)
+    return Start(plan, make_resume(*found, plan, with_record=complete) if found else None, weights)
 
 
 def _saved_model(args: RunArguments, found: FoundCheckpoint | None,

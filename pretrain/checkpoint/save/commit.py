@@ -7,27 +7,32 @@ Imports no torch.
 
 import contextlib
 import json
+import os
 import secrets
 import shutil
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pretrain.checkpoint.format.hashed_files import FileRecord, free_bytes, write_atomically
-from pretrain.checkpoint.format.manifest import MANIFEST, NOT_FINITE, Manifest, files_in
+from pretrain.checkpoint.format.manifest import MANIFEST, NOT_FINITE, Manifest, files_in, parse_manifest
 from pretrain.checkpoint.format.run_checkpoints import LATEST_FILE, manifest_or_error, manifests_or_errors
 from pretrain.errors import SaveError
-from pretrain.paths import fsync
+from pretrain.paths import for_each_file, fsync
 from pretrain.stored_json import build, read_json
 
 if TYPE_CHECKING:
     from pretrain.config.plan import Plan
 
 TEMPORARY = ".tmp-"  # prefix of the names of temporary folders and files
-_POLL_S = 0.05
-_CHECK_S = 1.0  # interval of the checks whether a rank's writer has ended
+_PART = ".part-"  # prefix of the names of part files
+_POLL_S = 0.05  # shortest time between two looks for part files
+_POLL_FRACTION = 0.05  # of the time since the first look that passes until the next one
+_CHECK_S = 1.0  # shortest time between two checks whether writers have ended
+_CHECKED = 64  # writers of one check: each has a lock file, which is opened
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ def temporary_folder(checkpoints: Path, step: int) -> Path:
 
 def _part(temporary: Path, rank: int) -> Path:
     """Return the path of a rank's part file, which lists the files that the rank wrote."""
-    return temporary / f".part-{rank:05d}.json"
+    return temporary / f"{_PART}{rank:05d}.json"
 
 
 def check_space(checkpoints: Path, *, needed_bytes: int) -> None:
@@ -136,34 +141,50 @@ def wait_for_parts(temporary: Path, save_id: str, world_size: int, timeout_s: fl
                    has_ended: Callable[[int], bool]) -> tuple[dict[str, FileRecord], bool | None]:
     """Wait until each rank has recorded its files. Return the files of all ranks, and whether all are finite.
 
+    A look lists the folder, and opens the new part files. The looks become rarer, so that their number is small.
+
     Raises SaveError.
     """
     files: dict[str, FileRecord] = {}
     finite: list[bool | None] = []
-    missing, ended = set(range(world_size)), set[int]()
+    missing, ended = list(range(world_size)), set[int]()
+    read: set[tuple[int, int]] = set()  # rank and inode: of another save, a part is read once, and then replaced
     start = checked = time.monotonic()
     while True:
-        for rank in sorted(missing):
-            part = _read_part(temporary, rank, save_id)
+        found = _parts_in(temporary)
+        new = [rank for rank in missing if rank in found and (rank, found[rank]) not in read]
+        read |= {(rank, found[rank]) for rank in new}
+        done = set[int]()
+        for rank, part in zip(new, for_each_file(partial(_read_part, temporary, save_id=save_id), new), strict=True):
             if part is not None:
                 if duplicates := files.keys() & part.files.keys():
                     raise SaveError(f"{temporary}: both rank {rank} and another rank wrote {min(duplicates)}")
                 files.update(part.files)
                 finite.append(part.finite)
-                missing.discard(rank)
+                done.add(rank)
+        missing = [rank for rank in missing if rank not in done]
         if not missing:
             return dict(sorted(files.items())), False if False in finite else None if None in finite else True
         now = time.monotonic()
-        if missing & ended:
-            raise SaveError(f"{temporary}: {_rank_list(missing & ended)} ended before writing all files")
+        if lost := [rank for rank in missing if rank in ended]:
+            raise SaveError(f"{temporary}: {_rank_list(lost)} ended before writing all files")
         if now > start + timeout_s:
             raise SaveError(f"{temporary}: {_rank_list(missing)} did not write all files within {timeout_s:g} s")
         if now > checked + _CHECK_S:  # read the parts once more before failing: a writer may write its part and end
-            checked, ended = now, {rank for rank in missing if has_ended(rank)}
-        time.sleep(_POLL_S)
+            checked, ended = now, {rank for rank in missing[:_CHECKED] if has_ended(rank)}
+            missing = missing[_CHECKED:] + missing[:_CHECKED]  # the next check is of others
+        time.sleep(min(max(_POLL_S, _POLL_FRACTION * (now - start)), start + timeout_s - now + _POLL_S))
 
 
-def _rank_list(ranks: set[int]) -> str:
+def _parts_in(temporary: Path) -> dict[int, int]:
+    """Return rank and inode of each part file: a listing, which needs no answer for each file."""
+    with os.scandir(temporary) as entries:
+        names = {entry.name.removeprefix(_PART).removesuffix(".json"): entry.inode() for entry in entries
+                 if entry.name.startswith(_PART)}
+    return {int(name): inode for name, inode in names.items() if name.isdecimal()}
+
+
+def _rank_list(ranks: list[int]) -> str:
     """Return "rank 3" or "ranks 3, 4, ..."; at most eight ranks are named."""
     names = ", ".join(map(str, sorted(ranks)[:8]))
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {names}{', ...' if len(ranks) > 8 else ''}"
@@ -195,8 +216,8 @@ def check_files(temporary: Path, files: dict[str, FileRecord], *, world_size: in
         raise SaveError(f"{temporary}: no rank has recorded {unknown[0]}")
     if missing := sorted(files.keys() - present):
         raise SaveError(f"{temporary}: {missing[0]} is missing; do all hosts share this folder?")
-    for name, record in files.items():
-        size = (temporary / name).stat().st_size
+    sizes = for_each_file(lambda name: (temporary / name).stat().st_size, list(files))
+    for (name, record), size in zip(files.items(), sizes, strict=True):
         if size != record.bytes:
             raise SaveError(f"{temporary}: {name} has {size} bytes; {record.bytes} were written")
 
@@ -204,15 +225,13 @@ def check_files(temporary: Path, files: dict[str, FileRecord], *, world_size: in
 def write_manifest(temporary: Path, manifest: Manifest) -> None:
     """Write and sync manifest.json. After this the folder is a complete checkpoint under a temporary name."""
     write_atomically(temporary / MANIFEST, manifest.to_json())
-    for folder in (path for path in temporary.rglob("*") if path.is_dir()):
-        fsync(folder)
-    fsync(temporary)
+    for folder, _, _ in os.walk(temporary):
+        fsync(Path(folder))
 
 
 def remove_parts(temporary: Path, *, world_size: int) -> None:
     """Delete the per-rank part files."""
-    for rank in range(world_size):
-        _part(temporary, rank).unlink()
+    for_each_file(lambda rank: _part(temporary, rank).unlink(), range(world_size))
     fsync(temporary)
 
 
@@ -241,7 +260,8 @@ def next_checkpoint_bytes(plan: "Plan", checkpoints: Path) -> int:
 
     This is the size of the newest complete checkpoint if it has the plan's ZeRO stage and precision, else an estimate.
     """
-    newest = next((found for _, found in manifests_or_errors(checkpoints) if isinstance(found, Manifest)), None)
+    newest = next((found for _, found in manifests_or_errors(checkpoints, parse_manifest)
+                   if isinstance(found, Manifest)), None)
     if newest is not None and not newest.weights_only and \
             (newest.zero_stage, newest.precision) == (plan.layout.zero_stage, plan.layout.precision):
         return newest.num_bytes

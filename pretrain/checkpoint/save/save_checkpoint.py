@@ -41,7 +41,7 @@ from pretrain.checkpoint.save.commit import (
     write_part,
 )
 from pretrain.config.plan import Plan
-from pretrain.distributed.collectives import from_rank_0, gather
+from pretrain.distributed.collectives import from_rank_0, gather_problems
 from pretrain.engine.recipe import recipe_states
 from pretrain.engine.steps import loss_scale_state
 from pretrain.errors import SaveError
@@ -260,14 +260,14 @@ def save_checkpoint(engine: DeepSpeedEngine, plan: Plan, checkpoints: Path, *, s
                 write_part(temporary, rank=dist.get_rank(), save_id=save_id, files=group.finish(), finite=finite)
         except OSError as failure:
             error = str(failure)
-    errors = gather(error)
+    errors = gather_problems([f"rank {dist.get_rank()}: {error}"] if error else [])
     manifest = manifest_of_engine(engine, plan, step=step, consumed_samples=consumed_samples, versions=versions,
                                   eval_loss=eval_loss, save_id=save_id)
 
     def finish() -> SavedCheckpoint:
-        if any(errors):
+        if errors:
             discard(temporary)
-            raise SaveError("; ".join(f"rank {rank}: {error}" for rank, error in enumerate(errors) if error))
+            raise SaveError("; ".join(errors))
         return SavedCheckpoint(checkpoints / f"global_step{step}", commit(temporary, manifest, timeout_s=_VISIBLE_S))
 
     return from_rank_0(finish)

@@ -13,7 +13,7 @@ from pretrain.checkpoint.save.background import BackgroundWriter
 from pretrain.checkpoint.save.save_checkpoint import begin_save, manifest_of_engine, save_checkpoint, write_files
 from pretrain.checkpoint.save.writer import SaveJob, SnapshotFiles, has_ended
 from pretrain.config.plan import Plan
-from pretrain.distributed.collectives import from_rank_0, gather, wait_until_all
+from pretrain.distributed.collectives import any_rank, from_rank_0, gather, wait_until_all
 from pretrain.errors import SaveError
 from pretrain.monitor.announce import stopped_by_guard
 from pretrain.monitor.environment import versions
@@ -39,7 +39,7 @@ class Saver:
         self._unreported: list[dict[str, Any]] = []  # errors of this rank's writer that rank 0 has to print
         # now all writers hold their locks; a rank to which rank 0's lock seems free does not see locks of other hosts
         dist.barrier()
-        self._locks_are_shared = not any(gather(self._writer is not None and has_ended(self._checkpoints, 0)))
+        self._locks_are_shared = not any_rank(self._writer is not None and has_ended(self._checkpoints, 0))
 
     def save(self, engine: DeepSpeedEngine, *, step: int, consumed_samples: int, eval_loss: float | None,
              wait: bool, prune: bool = True) -> None:
@@ -96,14 +96,15 @@ class Saver:
         keep = {"keep_checkpoints": args.keep_checkpoints if prune else 0, "keep_every": args.keep_every,
                 "keep_best": args.keep_best}
         return SaveJob(step=step, final=str(self._checkpoints / f"global_step{step}"), rank=dist.get_rank(),
-                       save_id=save_id, timeout_s=args.save_timeout, locks_are_shared=self._locks_are_shared,
-                       names=names, mirror=args.checkpoint_mirror, keep=keep, snapshot=snapshot)
+                       world_size=dist.get_world_size(), save_id=save_id, timeout_s=args.save_timeout,
+                       locks_are_shared=self._locks_are_shared, names=names, mirror=args.checkpoint_mirror, keep=keep,
+                       snapshot=snapshot)
 
     def _memory_is_free(self, step: int, *, wait: bool) -> bool:
         """Return whether all ranks can reuse the memory of the previous snapshot. With `wait`, wait until they can."""
         if wait:
             wait_until_all(lambda: not self._is_saving())
-        elif any(gather(self._is_saving())):
+        elif any_rank(self._is_saving()):
             self._report({"event": "save_skipped", "step": step,
                           "reason": "the previous save is still being written"})
             return False
@@ -125,7 +126,8 @@ class Saver:
     def _report_other_ranks(self) -> None:
         """Report the errors of other ranks' writers on rank 0: the first error, and the number of further ranks."""
         self.poll()
-        errors = [(rank, replies[0]) for rank, replies in enumerate(gather(self._unreported)) if replies]
+        all_ranks = gather(self._unreported) if any_rank(bool(self._unreported)) else []
+        errors = [(rank, replies[0]) for rank, replies in enumerate(all_ranks) if replies]
         self._unreported = []
         if errors and dist.get_rank() == 0:
             rank, reply = errors[0]

@@ -28,17 +28,18 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from pretrain.checkpoint.format.hashed_files import FileGroup, FileRecord
-from pretrain.checkpoint.format.manifest import MANIFEST, Manifest
+from pretrain.checkpoint.format.manifest import Manifest, parse_head
 from pretrain.checkpoint.save.commit import commit, discard, has_part, write_part
 from pretrain.checkpoint.save.mirror import finish_upload, upload
 from pretrain.checkpoint.save.retention import prune
 from pretrain.errors import ConfigError, SaveError
-from pretrain.paths import lock
+from pretrain.paths import for_each_file, lock
 from pretrain.stored_json import build
 
 _REPLY_LOCK = threading.Lock()  # the main thread and the thread that runs `_after_save` both reply
 _CHECK_S = 1.0  # interval of the checks whether rank 0's writer has ended
 _POLL_S = 0.1
+_MOST_POLLS_PER_S = 500  # of all ranks together
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class SaveJob:
     step: int
     final: str  # folder of the checkpoint after the commit
     rank: int
+    world_size: int
     save_id: str
     timeout_s: float  # limit for the other ranks' writers to write or mirror their files
     locks_are_shared: bool  # whether every host sees the locks of `writer_locks`
@@ -171,6 +173,8 @@ def _after_save(job: SaveJob, verified: set[str]) -> None:
     final = Path(job.final)
     verified.discard(final.name)  # after a rollback the run saves this step again
     try:
+        if job.rank != 0 and job.mirror is None:
+            return  # nothing to do after the commit
         committed = _wait_for_commit(job)
         if committed is None:
             return  # rank 0's writer reports the reason
@@ -206,9 +210,12 @@ def _prune(job: SaveJob, checkpoints: Path, verified: set[str]) -> None:
 
 
 def committed_manifest(job: SaveJob) -> Manifest | None:
-    """Return the manifest of this save; None if it is not committed. Another save of the same step does not count."""
-    with contextlib.suppress(OSError, ValueError):
-        manifest = Manifest.from_json((Path(job.final) / MANIFEST).read_text(encoding="utf-8"))
+    """Return the manifest of this save, without its files; None if it is not committed.
+
+    Another save of the same step does not count.
+    """
+    with contextlib.suppress(ConfigError):
+        manifest = parse_head(Path(job.final))
         return manifest if manifest.save_id == job.save_id else None
     return None
 
@@ -217,13 +224,14 @@ def _wait_for_commit(job: SaveJob) -> Manifest | None:
     """Wait until rank 0's writer has committed this save or given up. Return the manifest if it is committed."""
     start = checked = time.monotonic()
     ended = False
+    longest_s = max(_CHECK_S, job.world_size / _MOST_POLLS_PER_S)  # the writers of all ranks wait
     while (committed := committed_manifest(job)) is None and job.snapshot is not None:
         now = time.monotonic()
         if ended or now > start + job.timeout_s or not Path(job.snapshot.temporary).is_dir():
             return committed_manifest(job)  # rank 0's writer may have renamed the folder since the last check
-        if now > checked + _CHECK_S:
+        if now > checked + longest_s:
             checked, ended = now, _has_ended(job, 0)
-        time.sleep(min(1.0, 0.05 + (now - start) / 10))
+        time.sleep(min(longest_s, longest_s / 20 + (now - start) / 10))
     return committed
 
 
@@ -258,14 +266,16 @@ def wait_for_writers(checkpoints: Path, *, timeout_s: float, log: Callable[[str]
 
     Raises SaveError after `timeout_s` seconds.
     """
-    busy = list(checkpoints.glob(".writer-*.lock"))
+    locks = list(checkpoints.glob(".writer-*.lock"))
+    busy = [path for path, is_free in zip(locks, for_each_file(_is_free, locks), strict=True) if is_free is False]
     deadline = time.monotonic() + timeout_s
-    if any(_is_free(path) is False for path in busy):
+    if busy:
         log("waiting for a background writer of an earlier run")
-    while busy := [path for path in busy if _is_free(path) is False]:
-        if time.monotonic() > deadline:
-            raise SaveError(f"{busy[0]}: a background writer of an earlier run is still saving after {timeout_s:g} s")
-        time.sleep(_POLL_S)
+    for path in busy:
+        while _is_free(path) is False:
+            if time.monotonic() > deadline:
+                raise SaveError(f"{path}: a background writer of an earlier run is still saving after {timeout_s:g} s")
+            time.sleep(_POLL_S)
 
 
 def _is_free(path: Path) -> bool | None:

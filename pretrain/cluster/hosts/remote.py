@@ -27,6 +27,7 @@ DEFAULT_HEALTH_COMMAND = shlex.join([sys.executable, "-c", _DEFAULT_CHECK])
 T = TypeVar("T")
 Transport = Callable[[str, str], list[str]]  # (host, shell command) -> local command that runs it on that host
 
+_MOST_CONNECTIONS = 128  # at the same time: each is a process with three pipes, and 1,024 files may be open
 # This program creates the modules from their sources: the host may not have this package, or another version of it.
 _PROGRAM = """
 import json, sys, types
@@ -110,7 +111,7 @@ def call_probe(transport: Transport, host: str, function: str, *args: Any, timeo
 
 
 def call_on_all(hosts: Iterable[str], function: Callable[[str], T]) -> dict[str, T | HostError]:
-    """Call `function(host)` for all hosts in parallel. Returns host -> result, or the HostError that was raised."""
+    """Call `function(host)` for all hosts, for many of them in parallel. Returns host -> result or HostError."""
     names = list(hosts)
 
     def call(host: str) -> T | HostError:
@@ -119,7 +120,7 @@ def call_on_all(hosts: Iterable[str], function: Callable[[str], T]) -> dict[str,
         except HostError as error:
             return error
 
-    with ThreadPoolExecutor(max(len(names), 1)) as pool:
+    with ThreadPoolExecutor(min(max(len(names), 1), _MOST_CONNECTIONS)) as pool:
         return dict(zip(names, pool.map(call, names), strict=True))
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pretrain.commands.bench.control import control
 from pretrain.commands.bench.data import data
 from pretrain.commands.bench.processes import (
     SAVE_INTERVAL_S,
@@ -36,7 +37,8 @@ def run_sections(settings: BenchSettings, report: ReportProgress) -> Iterator[Be
     """Yield each section as soon as it is measured. Raises ConfigError before the first measurement."""
     measure: dict[str, Callable[[BenchContext, ReportProgress], BenchSection]] = {
         "step": training_step, "profile": profile, "overhead": overhead,
-        "determinism": determinism, "checkpoint": checkpoint, "startup": startup, "data": data, "store": store}
+        "determinism": determinism, "checkpoint": checkpoint, "startup": startup, "data": data, "store": store,
+        "control": control}
     with tempfile.TemporaryDirectory(prefix="ds-pretrain-bench-") as folder:
         context = BenchContext(settings, Path(folder))
         context.job("validated", "project.project").plan()  # raises ConfigError

@@ -9,7 +9,7 @@ from pretrain.distributed.device import Device, cpu_device, cuda_device, detect_
 from pretrain.errors import ConfigError
 
 # choices of --what
-SECTIONS = ("step", "profile", "overhead", "determinism", "checkpoint", "startup", "data", "store")
+SECTIONS = ("step", "profile", "overhead", "determinism", "checkpoint", "startup", "data", "store", "control")
 _SIZE = whole_number(1, 2**31 - 1)
 _NO_DROPOUT = "resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"
 _GPT2 = f"n_layer=8,n_embd=512,n_head=8,vocab_size=16384,n_positions={{positions}},{_NO_DROPOUT}"

@@ -21,6 +21,8 @@ from deepspeed.runtime.utils import (
 )
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 
+from pretrain.distributed.collectives import gather
+
 
 def is_counted(engine: DeepSpeedEngine, parameter: torch.nn.Parameter) -> bool:
     """Return whether this rank counts the parameter in a sum over the pipeline stages and tensor-parallel ranks.
@@ -97,10 +99,12 @@ def clip_fp32_by_global_norm(engine: DeepSpeedEngine) -> None:
 
 
 def has_different_groups(engine: PipelineEngine) -> bool:
-    """Return whether the pipeline stages have different numbers of parameter groups, without empty ones; collective."""
-    counts: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(counts, len(engine.optimizer.param_groups))
-    return len({*counts}) > 1
+    """Return whether the pipeline stages have different numbers of parameter groups, without empty ones; collective.
+
+    By torch's function: DeepSpeed 0.19.8 (utils/comms_logging.py, calc_bw_log) ends the process with exit code 0 if
+    comms_logger logs `deepspeed.comm.all_gather_object`.
+    """
+    return len({*gather(len(engine.optimizer.param_groups))}) > 1
 
 
 def reduce_norm_once(engine: PipelineEngine) -> None:

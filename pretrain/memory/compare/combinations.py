@@ -63,9 +63,10 @@ def default_axes(axes: Axes, cluster: Cluster, model: ModelConfig | None) -> Axe
 def proposed_degrees(axes: Axes, cluster: Cluster, model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return degrees above 1 that are worth a comparison, by field of Axes: powers of two up to the GPUs of a node.
 
-    - Tensor parallelism: if parameters and gradients do not fit a device, as with ZeRO-1 on a single pipeline stage.
+    - Tensor parallelism: if parameters and gradients do not fit a device, as with ZeRO-1 on a single pipeline stage and
+      with the largest degree of expert parallelism.
     - Sequence parallelism: if one sample does not fit a device with ZeRO-3 and recomputation of every block.
-    - Expert parallelism: if the model has experts. Neither of the others is then possible.
+    - Expert parallelism: if the model has experts. Sequence parallelism is then impossible.
     """
     sizes = tuple(2**power for power in range(1, 11)
                   if 2**power <= cluster.gpus_per_node and cluster.world_size % 2**power == 0)
@@ -78,11 +79,13 @@ def proposed_degrees(axes: Axes, cluster: Cluster, model: ModelConfig) -> dict[s
                         activation_checkpoint_interval=1)
     found: dict[str, tuple[int, ...]] = {}
     if model.num_experts:
-        return {"expert_parallel_sizes": tuple(size for size in sizes if model.num_experts % size == 0)}
-    if 2 * one_sample.element_bytes * model.num_parameters() > cluster.device_budget_bytes:
+        found["expert_parallel_sizes"] = tuple(size for size in sizes if model.num_experts % size == 0)
+    expert = max(found.get("expert_parallel_sizes", ()), default=1)
+    elements = sum(each.size / (expert if each.is_expert else 1) for _, each in model.named_parameters())
+    if 2 * one_sample.element_bytes * elements > cluster.device_budget_bytes:
         found["tensor_parallel_sizes"] = tuple(size for size in sizes if model.num_heads % size == 0
                                                and model.num_kv_heads % size == 0 and seq_length % size == 0)
-    if estimate_memory(model, one_sample).device_bytes > cluster.device_budget_bytes:
+    if not model.num_experts and estimate_memory(model, one_sample).device_bytes > cluster.device_budget_bytes:
         found["sequence_parallel_sizes"] = tuple(size for size in sizes if model.num_heads % size == 0
                                                  and seq_length % size == 0)
     return found
@@ -159,8 +162,8 @@ def _deepspeed_constraints(layout: Layout) -> tuple[tuple[bool, str], ...]:
         (layout.expert_parallel_size > 1 and layout.zero_stage == 0, "expert parallelism needs ZeRO stage 1 or higher"),
         (layout.expert_parallel_size > 1 and "nvme" in (optimizer, param),
          "DeepSpeed does not save experts that are on NVMe"),
-        (layout.expert_parallel_size > 1 and _ranks_per_replica(layout) > 1,
-         "expert parallelism is without pipeline stages, tensor and sequence parallelism"),
+        (layout.expert_parallel_size > 1 and layout.sequence_parallel_size > 1,
+         "expert parallelism is without sequence parallelism"),
         (accumulates_in_other_dtype and layout.zero_stage == 0,
          "gradient accumulation in another dtype than the precision needs ZeRO stage 1 or higher"),
         (accumulates_in_other_dtype and layout.grad_accum_dtype != "fp32",
@@ -174,8 +177,8 @@ def _cluster_constraints(layout: Layout, cluster: Cluster) -> tuple[tuple[bool, 
     return (
         (layout.precision == "bf16" and not cluster.gpu.knows_bf16, f"{cluster.gpu.name} has no bf16"),
         (cluster.world_size % ranks != 0, f"{ranks} ranks that share a sample do not divide {cluster.world_size}"),
-        (layout.zero_size % layout.expert_parallel_size != 0,
-         f"{layout.expert_parallel_size} expert-parallel ranks do not divide the data-parallel ranks"),
+        (layout.stage_size % layout.expert_parallel_size != 0,
+         f"{layout.expert_parallel_size} expert-parallel ranks do not divide the ranks of a pipeline stage"),
     )
 
 
@@ -188,7 +191,9 @@ def _model_constraints(layout: Layout, model: ModelConfig) -> tuple[tuple[bool, 
         (model.num_heads % shards != 0, f"{shards} ranks do not divide {model.num_heads} heads"),
         (model.num_kv_heads % tensor != 0, f"{tensor} ranks do not divide {model.num_kv_heads} key and value heads"),
         (layout.seq_length % shards != 0, f"{shards} ranks do not divide a sequence of {layout.seq_length}"),
-        (shards > 1 and model.num_experts > 0, "ranks do not share the sequences of models with experts"),
+        (sequence > 1 and model.num_experts > 0, "sequence parallelism is without experts"),
+        (model.num_experts > 0 and expert % tensor != 0, "with experts, tensor-parallel ranks divide the experts too: "
+         f"{expert} expert-parallel ranks are no multiple of {tensor}"),
         (expert > 1 and model.num_experts == 0, "the model has no experts"),
         (model.num_experts % expert != 0, f"{expert} ranks do not divide {model.num_experts} experts"),
         (model.position == "learned" and layout.seq_length > model.max_positions,

@@ -7,9 +7,10 @@ not counted. tests/distributed/memory/test_traffic.py compares the counts with r
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 from pretrain.config.layout import DTYPE_BYTES, Layout
-from pretrain.memory.estimate.rank import local_size, parameters_of, pipeline_stage_layers
+from pretrain.memory.estimate.rank import distinct_stages, parameter_groups
 from pretrain.memory.step_time.kernel_time import recomputed_fraction
 from pretrain.model.description import ModelConfig
 
@@ -41,7 +42,7 @@ class RankParameters:
 
     def after_zero(self, layout: Layout) -> float:
         """Elements that one rank owns after ZeRO divides them."""
-        return self.dense / layout.zero_size + self.experts * layout.expert_parallel_size / layout.zero_size
+        return self.dense / layout.zero_size + self.experts / layout.expert_zero_size
 
 
 def rank_parameters(layout: Layout, model: ModelConfig | None, num_parameters: int) -> RankParameters:
@@ -50,11 +51,10 @@ def rank_parameters(layout: Layout, model: ModelConfig | None, num_parameters: i
         return RankParameters(num_parameters / layout.pipeline_stages / layout.tensor_parallel_size)
     tied = model.vocab_size * model.hidden_size / layout.tensor_parallel_size if model.tie_word_embeddings else 0.0
     stages = []
-    for stage in range(layout.pipeline_stages):
-        sizes = [(each.is_expert, local_size(each, layout))
-                 for each in parameters_of(pipeline_stage_layers(model, layout, stage))]
-        stages.append(RankParameters(sum(size for expert, size in sizes if not expert),
-                                     sum(size for expert, size in sizes if expert), tied))
+    for stage in distinct_stages(model, layout):
+        groups = parameter_groups(model, layout, stage)
+        experts = sum(group.size for group in groups if group.is_expert)
+        stages.append(RankParameters(sum(group.size for group in groups) - experts, experts, tied))
     return max(stages, key=lambda stage: stage.dense + stage.experts)
 
 
@@ -84,8 +84,7 @@ def _zero_collectives(layout: Layout, parameters: RankParameters, model: ModelCo
     transfers = []
     for suffix, elements, ranks, stride in (
             ("", parameters.dense, layout.zero_size, layout.tensor_parallel_size),
-            (" of experts", parameters.experts, layout.zero_size // layout.expert_parallel_size,
-             layout.tensor_parallel_size * layout.expert_parallel_size)):
+            (" of experts", parameters.experts, layout.expert_zero_size, layout.expert_parallel_size)):
         if layout.zero_stage == 3:
             matrices = gathered_tensors(layout, model, experts=bool(suffix))
             transfers += _zero3_collectives(layout, parameters, suffix, elements, ranks, stride, matrices)
@@ -120,7 +119,12 @@ def gathered_tensors(layout: Layout, model: ModelConfig | None, *, experts: bool
     """
     if model is None:
         return 1
-    return sum(each.size > layout.param_persistence_threshold and each.is_expert == experts
+    return _larger_tensors(model, layout.param_persistence_threshold, experts)
+
+
+@lru_cache(maxsize=64)
+def _larger_tensors(model: ModelConfig, elements: int, experts: bool) -> int:
+    return sum(each.size > elements and each.is_expert == experts
                for layer in model.layers() for each in layer.parameters)
 
 
@@ -255,8 +259,8 @@ def _model_parallel(layout: Layout, model: ModelConfig) -> list[Transfer]:
                 ("tensor-parallel all-reduce", layout.tensor_parallel_size, 1, 2 * 2 * blocks * hidden, 2 * blocks),
                 ("sequence-parallel all-to-all", layout.sequence_parallel_size, layout.tensor_parallel_size,
                  4 * blocks * hidden, 4 * blocks),
-                ("expert all-to-all", layout.expert_parallel_size, layout.tensor_parallel_size,
-                 2 * moe_blocks * hidden * model.experts_per_token, 2 * moe_blocks)):
+                ("expert all-to-all", layout.expert_parallel_size, 1,
+                 2 * moe_blocks * hidden * model.experts_per_token / layout.tensor_parallel_size, 2 * moe_blocks)):
             messages = count * passes * layout.gradient_accumulation_steps
             transfers.append(Transfer(what, "network", phase, size * passes * (ranks - 1) / ranks, ranks, stride,
                                       messages=messages))

@@ -103,6 +103,15 @@ class RowLinear(Linear):
         return out_BtO if self.bias is None else out_BtO + sum_gradient(self.bias, self.group)
 
 
+class ShardLinear(Linear):
+    """Linear layer without a bias that each rank applies to its shard of the sequences: [B, t, I] to [B, t, O]."""
+
+    def forward(self, *inputs: torch.Tensor | None) -> torch.Tensor:
+        (x_BtI,) = inputs
+        assert x_BtI is not None
+        return F.linear(x_BtI, sum_gradient(self.weight, self.group))
+
+
 def column_products(x_BtI: torch.Tensor, layers: Sequence[ColumnLinear]) -> list[torch.Tensor]:
     """Return the outputs [B, T, O] of layers with the same input, whose sequences are gathered once.
 

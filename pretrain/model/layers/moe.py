@@ -3,6 +3,9 @@
 Shapes: B batch, T positions, N = B T tokens, D hidden size, K experts per token, E experts, R rows (tokens sent to
 experts, in the order of the experts), L layers of the model. An assignment is a pair of a token and one of its experts;
 there are N K of them.
+
+Under tensor parallelism, each rank routes its shard of the sequences: N are the tokens of the shard. The experts are
+then divided over these ranks (expert parallelism), complete, and the shared expert's matrices as those of other layers.
 """
 
 import math
@@ -12,10 +15,11 @@ import torch
 from torch import nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from pretrain.distributed.parallel_groups import NO_GROUPS, ParallelGroups
+from pretrain.distributed.parallel_groups import ALONE, NO_GROUPS, ParallelGroups, RankGroup
 from pretrain.model.description import ModelConfig, Parameters, inside
 from pretrain.model.layers.experts import Experts
-from pretrain.model.layers.linear import Linear
+from pretrain.model.layers.linear import ShardLinear
+from pretrain.model.parallel.shared_tensors import total
 
 STATISTICS = ("load_balancing_loss", "router_z_loss", "expert_load_max", "dropped_tokens", "router_entropy")
 
@@ -169,12 +173,14 @@ class RouterLosses:
     """Coefficients of the routers' losses, and statistics of the training micro-batches, of all layers with experts.
 
     Each loss of the model is the mean over these layers, and over micro-batches and data-parallel ranks. They reach the
-    gradients only: the training loss remains the cross-entropy.
+    gradients only: the training loss remains the cross-entropy. With shards of the sequences, a loss of a rank is such
+    that the mean over the shards is the loss of the micro-batch.
     """
 
     load_balancing: float  # coefficient
     z_loss: float  # coefficient
     num_moe_layers: int  # of the complete model
+    num_shards: int = 1  # of each sequence: tensor-parallel ranks
     # The loss scale divided by the number of micro-batches of a step on this rank. The engine multiplies the training
     # loss by it when it begins the backward pass, and cannot do so with losses inside the layers.
     scale: float = 1.0
@@ -194,13 +200,17 @@ class RouterLosses:
         return means
 
 
-def load_balancing_loss(routing: Routing, dispatch: Dispatch) -> torch.Tensor:
+def load_balancing_loss(routing: Routing, assigned_E: torch.Tensor, num_shards: int = 1) -> torch.Tensor:
     """Return E * sum over the experts of (assignments / N) * (mean probability); K if the load is balanced.
+
+    Args:
+        assigned_E: assignments of each expert, in all shards of the sequences.
+        num_shards: number of shards, of which `routing` is one.
 
     Switch Transformer (Fedus et al., arXiv 2101.03961), equation 4, for K experts per token as in transformers'
     load_balancing_loss_func, and for one layer. Dropped assignments count.
     """
-    fraction_E = dispatch.assigned_E / len(routing.probs_NE)
+    fraction_E = assigned_E / (num_shards * len(routing.probs_NE))
     return len(fraction_E) * torch.dot(fraction_E, routing.probs_NE.mean(0))
 
 
@@ -210,23 +220,27 @@ def router_z_loss(routing: Routing) -> torch.Tensor:
 
 
 def add_router_losses(out: torch.Tensor, routing: Routing, dispatch: Dispatch, losses: RouterLosses,
-                      layer: int) -> torch.Tensor:
+                      layer: int, group: RankGroup = ALONE) -> torch.Tensor:
     """Return `out`. Its backward pass adds the gradients of the losses to the router's, and records the statistics.
 
     The statistics are recorded in the backward pass because a recomputed block runs its forward pass twice.
+
+    Args:
+        group: the ranks that have shards of the same sequences.
     """
-    balance = load_balancing_loss(routing, dispatch)
+    assigned_E = dispatch.assigned_E if group.size == 1 else total(dispatch.assigned_E, group)
+    balance = load_balancing_loss(routing, assigned_E, group.size)
     with torch.set_grad_enabled(losses.z_loss > 0):
         z_loss = router_z_loss(routing)
-    same: torch.Tensor = _AddLosses.apply(out, balance, z_loss, _statistics(balance, z_loss, routing, dispatch),
-                                          losses, layer)
+    statistics = _statistics(balance, z_loss, routing, assigned_E, dispatch.kept_NK)
+    same: torch.Tensor = _AddLosses.apply(out, balance, z_loss, statistics, losses, layer)
     return same
 
 
 @torch.no_grad()
-def _statistics(balance: torch.Tensor, z_loss: torch.Tensor, routing: Routing, dispatch: Dispatch) -> torch.Tensor:
-    load_E = dispatch.assigned_E.float()
-    kept_NK = dispatch.kept_NK
+def _statistics(balance: torch.Tensor, z_loss: torch.Tensor, routing: Routing, assigned_E: torch.Tensor,
+                kept_NK: torch.Tensor | None) -> torch.Tensor:
+    load_E = assigned_E.float()
     dropped = torch.zeros_like(z_loss) if kept_NK is None else 1 - kept_NK.float().mean()
     entropy = torch.special.entr(routing.probs_NE).sum(1).mean()
     return torch.stack((balance, z_loss, load_E.max() / load_E.mean(), dropped, entropy))
@@ -245,7 +259,7 @@ class _AddLosses(torch.autograd.Function):
         losses: RouterLosses = ctx.losses  # type: ignore[attr-defined]
         losses.add(ctx.layer, ctx.statistics)  # type: ignore[attr-defined]
         needed = ctx.needs_input_grad  # type: ignore[attr-defined]
-        scale = losses.scale / losses.num_moe_layers
+        scale = losses.scale / (losses.num_moe_layers * losses.num_shards)
         one = ctx.statistics.new_ones(())  # type: ignore[attr-defined]
         return (grads[0], one * (losses.load_balancing * scale) if needed[1] else None,
                 one * (losses.z_loss * scale) if needed[2] else None, None, None, None)
@@ -269,12 +283,12 @@ class MoE(nn.Module):
                  groups: ParallelGroups = NO_GROUPS) -> None:
         super().__init__()
         self.index, self.num_experts, self.experts_per_token = index, config.num_experts, config.experts_per_token
-        self.norm_topk_prob = config.norm_topk_prob
-        self.router = Linear(inside(parameters, "router"), plain_operators=True)
+        self.norm_topk_prob, self.group = config.norm_topk_prob, groups.tensor
+        self.router = ShardLinear(inside(parameters, "router"), groups=groups)
         self.experts = Experts(config, inside(parameters, "experts"), groups=groups, plain_operators=plain_operators)
         self.shared_expert = shared_expert
         of_gate = inside(parameters, "shared_expert_gate")
-        self.shared_expert_gate = Linear(of_gate, plain_operators=True) if of_gate else None
+        self.shared_expert_gate = ShardLinear(of_gate, groups=groups) if of_gate else None
         self.losses: RouterLosses | None = None
         self.capacity_factor = 0.0
 
@@ -287,15 +301,15 @@ class MoE(nn.Module):
         rows_RD = self.experts(send(x_ND, dispatch), dispatch.rows_E, dispatch.capacity)
         out_ND = combine(rows_RD, routing.weights_NK, dispatch)
         if self.shared_expert is not None:
-            out_ND = out_ND + self._shared(x_ND)
+            out_ND = out_ND + self._shared(x_BTD).flatten(0, 1)
         if self.losses is not None and out_ND.requires_grad:
-            out_ND = add_router_losses(out_ND, routing, dispatch, self.losses, self.index)
+            out_ND = add_router_losses(out_ND, routing, dispatch, self.losses, self.index, self.group)
         return out_ND.view_as(x_BTD)
 
-    def _shared(self, x_ND: torch.Tensor) -> torch.Tensor:
+    def _shared(self, x_BTD: torch.Tensor) -> torch.Tensor:
         assert self.shared_expert is not None
-        out_ND: torch.Tensor = self.shared_expert(x_ND)
-        return out_ND if self.shared_expert_gate is None else torch.sigmoid(self.shared_expert_gate(x_ND)) * out_ND
+        out_BTD: torch.Tensor = self.shared_expert(x_BTD)
+        return out_BTD if self.shared_expert_gate is None else torch.sigmoid(self.shared_expert_gate(x_BTD)) * out_BTD
 
 
 def train_routers(module: nn.Module, config: ModelConfig, *, load_balancing: float, z_loss: float,
@@ -306,5 +320,5 @@ def train_routers(module: nn.Module, config: ModelConfig, *, load_balancing: flo
     losses = RouterLosses(load_balancing, z_loss, config.num_moe_layers())
     for layer in module.modules():
         if isinstance(layer, MoE):
-            layer.losses, layer.capacity_factor = losses, capacity_factor
+            layer.losses, layer.capacity_factor, losses.num_shards = losses, capacity_factor, layer.group.size
     return losses

@@ -22,6 +22,7 @@ from tests.support.layouts import (
     MODEL_WITH_EXPERTS,
     SAVED,
     STEPS,
+    TENSOR2,
     dp2,
     experts2,
     fp16,
@@ -60,6 +61,12 @@ def _layouts(swap: Path) -> dict[str, RunLayout]:
         "whole_experts_zero3": RunLayout(2, dp2(3), has_experts=True),
         **{f"experts2_zero{stage}": RunLayout(2, experts2(stage), has_experts=True) for stage in (1, 2, 3)},
         "experts2_data2": RunLayout(4, experts2(2, accumulation=1), has_experts=True),
+        **{f"experts2_tensor2_zero{stage}": RunLayout(2, {**experts2(stage, accumulation=4), **TENSOR2},
+                                                      has_experts=True) for stage in (1, 2, 3)},
+        "experts2_tensor2_data2": RunLayout(4, {**experts2(1), **TENSOR2}, has_experts=True),
+        "experts2_pipeline2": RunLayout(4, experts2(1, stages=2), has_experts=True),
+        "experts2_tensor2_pipeline2": RunLayout(4, {**experts2(1, accumulation=4, stages=2), **TENSOR2},
+                                                has_experts=True),
     }
     if NO_NVME:
         del found["nvme"]
@@ -70,7 +77,7 @@ def _layouts(swap: Path) -> dict[str, RunLayout]:
 FAST_PAIRS = [("zero0", "tensor2_zero1"), ("tensor2_zero1", "tensor2_pipeline2"), ("tensor2_pipeline2", "zero3"),
               ("zero3", "pipeline4"), ("pipeline4", "nvme"), ("nvme", "pipeline2_data2"), ("pipeline2_data2", "zero1"),
               ("zero1", "zero0"), ("sequence2_zero3", "tensor2_zero3"), ("whole_experts", "experts2_zero2"),
-              ("experts2_zero2", "experts2_data2")]
+              ("experts2_zero2", "experts2_tensor2_pipeline2"), ("experts2_tensor2_pipeline2", "experts2_data2")]
 ALL = _layouts(Path()) | {"nvme": RunLayout(2, {})}
 PAIRS = [pytest.param(pair, id="-".join(pair), marks=[
     *([pytest.mark.slow] if pair not in FAST_PAIRS else []),
@@ -176,7 +183,7 @@ CHANGES = {
     "warmup": Change(_with(dp2(3), **WARMUP), _with(pp2(1), **WARMUP)),
     "torch_adam_to_fused": Change(_with(dp2(3), **TORCH_ADAM), _with(pp2(0), **_optimizer("AdamW")), 1e-4),
     "adagrad": Change(_with(pp2(0), **ADAGRAD), _with(dp2(2, **OFFLOADED), **ADAGRAD)),
-    "round_robin": Change(dp2(2, round_robin_gradients=True), dp2(3)),
+    "round_robin": Change(dp2(2, round_robin_gradients=True), dp2(3, checkpoint_every=1)),  # which recomputes, too
     "same_stage_other_order": Change(dp2(2), dp2(2, round_robin_gradients=True)),
     "aligned": Change(dp2(1, precision="bf16"), dp2(2, precision="bf16", parameter_alignment=True), 5e-3, is_slow=True),
     "small_sub_groups": Change(dp2(3, sub_group_size=10_000), dp2(3, sub_group_size=30_000, **OFFLOADED)),

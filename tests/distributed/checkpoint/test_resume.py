@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.cases import CPU, DROPOUT, NO_NVME, case, config, flags, nvme, nvme_param
 from tests.support.launch import run_cases
-from tests.support.layouts import HAS_EXPERTS, MODEL_WITH_EXPERTS, experts2, sequence2, tensor2
+from tests.support.layouts import HAS_EXPERTS, MODEL_WITH_EXPERTS, TENSOR2, experts2, sequence2, tensor2
 
 BF16 = {"precision": "bf16"}
 # by number of ranks; a model with experts, or other flags, by the name of the layout
@@ -29,10 +29,13 @@ SLOW: dict[int, dict[str, dict[str, Any]]] = {
         "tensor2_zero2_cpu": tensor2(2, offload_optimizer=CPU),
         "sequence2_zero0": sequence2(0), "sequence2_zero1": sequence2(1), "sequence2_zero2": sequence2(2),
         "experts2_zero1": experts2(1), "experts2_zero3": experts2(3, **BF16),
-        "experts2_zero2_cpu": experts2(2, offload_optimizer=CPU)},
+        "experts2_zero2_cpu": experts2(2, offload_optimizer=CPU),
+        **{f"experts2_tensor2_zero{stage}": {**experts2(stage, **BF16), **TENSOR2} for stage in (1, 2, 3)}},
     4: {"tensor2_data2_zero2": tensor2(2, **BF16), "tensor2_data2_zero3": tensor2(3),
         "tensor2_pipeline2_zero0": tensor2(0, stages=2), "sequence2_data2_zero1": sequence2(1),
         "sequence2_data2_zero3": sequence2(3), "experts2_data2_zero1": experts2(1, **BF16),
+        "experts2_tensor2_pipeline2": {**experts2(1, **BF16, stages=2), **TENSOR2},
+        "experts2_pipeline2": experts2(1, stages=2), "experts2_tensor2_data2_zero3": {**experts2(3), **TENSOR2},
         "experts4_zero2": {**experts2(2), "expert_parallel": {"enabled": True, "autoep_size": 4}}},
 }
 

@@ -36,6 +36,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "pipeline_data": (4, config(1, precision="bf16", stages=2, accumulation=3), {"recompute": "blocks"}),
     "pipeline_data_fp16": (4, config(0, precision="fp16", stages=2), FP16),
     "tensor_data_zero1": (4, {**config(1, precision="bf16"), **TENSOR}, {}),
+    "experts_tensor_data": (4, {**config(1), "expert_parallel": {"enabled": True, "autoep_size": 2}, **TENSOR},
+                            {"model": EXPERTS}),
     "tensor_data_zero3": (4, {**config(3), **TENSOR}, {}),
 }
 FORWARD, BACKWARD = "forward", "backward"

@@ -35,7 +35,8 @@ def _config(shape: str) -> ModelConfig:
     even = replace(config, embedding_dropout=0.0, attention_dropout=0.0, residual_dropout=0.0)
     heads = config.num_heads + config.num_heads % 2
     kv_heads = heads if config.num_kv_heads == config.num_heads else max(2, config.num_kv_heads)
-    return replace(even, num_heads=heads, num_kv_heads=kv_heads)
+    return replace(even, num_heads=heads, num_kv_heads=kv_heads,
+                   num_experts=config.num_experts + config.num_experts % 2)
 
 
 def _model(config: ModelConfig, groups: ParallelGroups, dtype: torch.dtype, **settings: Any) -> CausalLM:
@@ -65,8 +66,9 @@ def _batch(config: ModelConfig, *, with_documents: bool, rows: int = ROWS) -> tu
 
 def _compare(config: ModelConfig, groups: ParallelGroups, *, dtype: torch.dtype = torch.float64,
              with_documents: bool = False, rows: int = ROWS, **settings: Any) -> None:
-    """Compare logits, loss, gradients and initial values with one rank's. Gemma's norms are in fp32."""
-    rounding = {torch.float64: 1e-6 if config.norm_offset else 1e-11, torch.float32: 1e-6, torch.bfloat16: 2e-2}[dtype]
+    """Compare logits, loss, gradients and initial values with one rank's. Gemma's norms and routers are in fp32."""
+    wide = 1e-6 if config.norm_offset or config.num_experts else 1e-11
+    rounding = {torch.float64: wide, torch.float32: 1e-6, torch.bfloat16: 2e-2}[dtype]
     model, complete_model = (_model(config, ranks, dtype, **settings) for ranks in (groups, NO_GROUPS))
     batch = _batch(config, with_documents=with_documents, rows=rows)
     loss, expected = model(*batch), complete_model(*batch)
@@ -98,8 +100,7 @@ def _compare_parameters(model: CausalLM, complete_model: CausalLM, rounding: flo
 def compare_with_one_rank(groups: ParallelGroups) -> None:
     """Compare every family, and the variants of the layers."""
     for shape in SHAPES:
-        if _config(shape).num_experts == 0:  # experts are rejected with tensor parallelism
-            _compare(_config(shape), groups)
+        _compare(_config(shape), groups)
     for shape in ("gpt2", "bloom", "gemma2", "qwen3"):
         _compare(_config(shape), groups, with_documents=True)
         _compare(_config(shape), groups, rows=1)  # one sample needs no copies to be gathered and scattered
@@ -111,7 +112,7 @@ def compare_with_one_rank(groups: ParallelGroups) -> None:
     for dtype in (torch.float64, torch.bfloat16):
         _compare(replace(_config("llama"), intermediate_size=57), groups, dtype=dtype)
     for recompute in RECOMPUTED:
-        for shape in ("llama", "phi"):  # phi: attention and MLP have the same input
+        for shape in ("llama", "phi", "qwen2_moe"):  # phi: attention and MLP have the same input
             _compare(_config(shape), groups, recompute=recompute, with_documents=True)
 
 
@@ -223,7 +224,8 @@ def gathers_and_saved_tensors(groups: ParallelGroups) -> None:
 
 def main() -> None:
     dist.init_process_group("gloo")
-    groups = ParallelGroups(tensor=create_group(RankOrder(tensor=2).groups_along("tensor")))
+    both = create_group(RankOrder(tensor=2).groups_along("tensor"))
+    groups = ParallelGroups(tensor=both, expert=both)
     for check in (compare_with_one_rank, masks_of_dropout, recomputed_masks, gathers_and_saved_tensors):
         check(groups)
     dist.destroy_process_group()
