@@ -27,6 +27,9 @@ _X86_FLAGS = {"avx2": "-mavx2", "fma": "-mfma", "f16c": "-mf16c", "avx512f": "-m
               "avx512dq": "-mavx512dq", "avx512vl": "-mavx512vl", "avx512_bf16": "-mavx512bf16"}
 
 
+_PLAIN = frozenset((int, float, bool, type(None)))  # arguments that are no tensors; isinstance takes longer
+
+
 class _Simulated:
     """Holds the type of the tensors of a simulation, which have no memory; None: C functions are called."""
 
@@ -56,7 +59,7 @@ def call(name: str, *arguments: torch.Tensor | int | float | None) -> None:
     function = getattr(library, name)
     if function.argtypes is None:  # ctypes then converts numbers itself, at a third of the time
         function.argtypes, function.restype = [*map(_c_type, arguments)], None
-    values = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments]
+    values = [x if type(x) in _PLAIN else x.data_ptr() for x in arguments]
     if not torch.autograd.profiler._is_profiler_enabled:
         function(*values)
         return
