@@ -165,7 +165,7 @@ class UpdateSize(UpdatePart):
     def __init__(self, engine: DeepSpeedEngine, owned_weights: OwnedWeights) -> None:
         self.is_due = False
         self._engine, self._owned_weights = engine, owned_weights
-        self._listed: tuple[list[int], list[torch.Tensor] | None] = [], None  # addresses, and the weights that are there
+        self._listed: tuple[list[int], list[torch.Tensor] | None] = [], None  # addresses, and the weights there
         self._weights: list[torch.Tensor] | None = None  # None: this step is not measured
         self._sample: list[torch.Tensor] = []  # of the weights before the update
         self._squares: torch.Tensor | None = None
@@ -190,7 +190,7 @@ class UpdateSize(UpdatePart):
             self._weights, self._sample = None, []
 
     def _list_weights(self) -> list[torch.Tensor] | None:
-        """List the weights again if the optimizer's tensors have moved: a list takes a tenth of a small model's step."""
+        """List the weights again if the optimizer's tensors have moved: a list takes milliseconds."""
         optimizer = getattr(self._engine.optimizer, "optimizer", self._engine.optimizer)
         # at ZeRO stage 3 these groups are filled only during a step
         addresses = [p.data_ptr() for group in optimizer.param_groups for p in group["params"]]

@@ -31,7 +31,7 @@ def _keep_mode(engine: DeepSpeedEngine) -> None:
     def train(mode: bool = True) -> torch.nn.Module:
         return module if module.training == mode else set_mode(mode)
 
-    module.train = train
+    setattr(module, "train", train)  # noqa: B010  mypy: a method
 
 
 def _clear_known_gradients(engine: DeepSpeedEngine) -> None:

@@ -59,7 +59,7 @@ def call(name: str, *arguments: torch.Tensor | int | float | None) -> None:
     function = getattr(library, name)
     if function.argtypes is None:  # ctypes then converts numbers itself, at a third of the time
         function.argtypes, function.restype = [*map(_c_type, arguments)], None
-    values = [x if type(x) in _PLAIN else x.data_ptr() for x in arguments]
+    values = [x if type(x) in _PLAIN else x.data_ptr() for x in arguments]  # type: ignore[union-attr]
     if not torch.autograd.profiler._is_profiler_enabled:
         function(*values)
         return
