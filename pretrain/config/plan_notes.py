@@ -14,11 +14,15 @@ from pretrain.data.samples.packed import PackedDocuments
 from pretrain.model.config import find_config, preset_names, unread_keys
 from pretrain.model.general.own_models import is_model_code
 from pretrain.model.init_methods import width_multiplier
+from pretrain.model.tensor_core_sizes import size_notes
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "checkpoints/global_step*")
 _PADDING = 256  # rows; vocabularies are often padded by up to this number of unused rows
 # GPT-3, OPT, Llama, Pythia and OLMo have 0.01 to 0.1; Lion's authors advise up to 10 times as much (arXiv 2302.06675)
 _LARGEST_WEIGHT_DECAY = 1.0
+# The largest ratio of two batches for which the linear rule held: 256 to 8,192 images (arXiv 1706.02677, figure 1)
+_LARGEST_RATIO = 32
+_CRITICAL_TOKENS = round(2.1e8 * 3.0**-4.8)  # critical batch size at a loss of 3: arXiv 2001.08361, figure 10
 _LARGEST_DROPOUT = 0.5  # as in the first paper on dropout (arXiv 1207.0580); transformers have 0 to 0.3
 
 
@@ -27,7 +31,7 @@ def run_notes(plan: Plan, data: RunData) -> tuple[str, ...]:
     return (*plan.notes, *_unused_weights_notes(plan), *_vocabulary_notes(plan, data),
             *data.notes, *_epoch_notes(plan, data), *_packing_notes(data), *_evaluation_notes(plan, data),
             *_length_notes(plan), *_batch_notes(plan), *_recipe_notes(plan), *_speed_notes(plan),
-            *_mup_notes(plan))
+            *_size_notes(plan), *_mup_notes(plan))
 
 
 def _unused_weights_notes(plan: Plan) -> list[str]:
@@ -116,11 +120,40 @@ def _batch_notes(plan: Plan) -> list[str]:
     end = args.first_sample + length.samples
     notes = [f"--batch_schedule: the run ends before its global batch has {size} samples"
              for first, size in length.batch_sizes.stages if first >= end]
-    if args.lr_scaling is not None:
+    if args.lr_scaling is not None and args.lr_reference_batch is not None:
         rate = plan.get("optimizer.params.lr")
         factor = rate_factor(args.lr_scaling, batch=batch, reference_batch=args.lr_reference_batch)
         notes.append(f"--lr_scaling {args.lr_scaling}: the peak learning rate is {rate / factor:g} x {factor:g} = "
                      f"{rate:g}, for a global batch of {batch} instead of {args.lr_reference_batch}")
+        notes += _scaling_range_notes(plan, batch / args.lr_reference_batch)
+    return notes
+
+
+def _scaling_range_notes(plan: Plan, ratio: float) -> list[str]:
+    """Note where --lr_scaling is used beyond the range in which its rule is known to hold.
+
+    Args:
+        ratio: global batch of the run as a multiple of --lr_reference_batch.
+    """
+    if ratio == 1:
+        return []
+    scaling, optimizer = plan.args.lr_scaling, plan.layout.optimizer
+    notes = []
+    if (scaling == "linear") != (optimizer == "sgd"):
+        known = "SGD (arXiv 1706.02677)" if scaling == "linear" else "Adam and RMSprop (arXiv 2205.10287)"
+        other = "" if optimizer == "sgd" or scaling == "sqrt" else "; for Adam: --lr_scaling sqrt"
+        other = "; for SGD: --lr_scaling linear" if optimizer == "sgd" else other
+        notes.append(f"--lr_scaling {scaling}: this rule is known to hold for {known}, not for {optimizer}{other}")
+    if not 1 / _LARGEST_RATIO <= ratio <= _LARGEST_RATIO:
+        notes.append(f"--lr_scaling {scaling}: the batches differ by a factor of {max(ratio, 1 / ratio):.3g}; the "
+                     f"linear rule was found to hold up to {_LARGEST_RATIO}, and to fail beyond (arXiv 1706.02677); "
+                     "tune the rate at a batch nearer to this one")
+    tokens = round(max(1.0, 1 / ratio) * plan.layout.tokens_per_step)  # of the larger batch
+    if tokens > _CRITICAL_TOKENS:
+        notes.append(f"--lr_scaling {scaling}: it holds for batches below the critical batch size, beyond which the "
+                     "best rate no longer grows with the batch, and with Adam falls (arXiv 1812.06162, 2405.14578). "
+                     f"{tokens:,} tokens are above {_CRITICAL_TOKENS:,}, its estimate for a loss of 3 (arXiv "
+                     "2001.08361); it grows as the loss falls: --noise_scale_interval measures it")
     return notes
 
 
@@ -171,6 +204,14 @@ def _speed_notes(plan: Plan) -> list[str]:
         if model.activation == "gelu_tanh" and shutil.which(os.environ.get("CC", "cc")) is None:
             notes.append("no C compiler: torch's own GELU is used, which takes four times as long")
     return notes
+
+
+def _size_notes(plan: Plan) -> list[str]:
+    """Note sizes of the model that are slow on the tensor cores of a GPU."""
+    layout = plan.layout
+    if plan.device.kind != "cuda":
+        return []
+    return size_notes(plan.model, tensor_parallel_size=layout.tensor_parallel_size, element_bytes=layout.element_bytes)
 
 
 def _mup_notes(plan: Plan) -> list[str]:

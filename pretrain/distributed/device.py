@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from pretrain.errors import ConfigError
@@ -192,6 +193,7 @@ def _torch_cuda_version() -> str:
     return found[1].strip("'\"") if found is not None else ""
 
 
+@lru_cache(maxsize=256)
 def peak_tflops(device_name: str, precision: str) -> float | None:
     """Return the peak TFLOP/s of a GPU in bf16, fp16, tf32 or fp32, the denominator of MFU; None if it is not known.
 

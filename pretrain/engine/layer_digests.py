@@ -1,5 +1,5 @@
 """Digests of what one training step computes, by layer: outputs, gradients of outputs and of parameters, before the
-reduction; and of the reduced gradients.
+reduction; and of the reduced gradients. Of the operators inside the layers: outputs, and gradients of outputs.
 
 They are taken by hooks that exist in the recorded steps only, change no value, and do not wait for the device.
 """
@@ -7,6 +7,7 @@ They are taken by hooks that exist in the recorded steps only, change no value, 
 import contextlib
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from deepspeed import DeepSpeedEngine
 
 from pretrain.engine.attachments import attachments
 from pretrain.engine.checksums import checksum, combined_checksum, reduced_gradients
-from pretrain.engine.layer_hooks import add_hooks, layer_of, layers_of
+from pretrain.engine.layer_hooks import add_hooks, layer_of, layers_of, operators_of
 from pretrain.engine.phases import new_event
 from pretrain.engine.update import UpdatePart
 
@@ -66,10 +67,19 @@ class LayerDigests:
         self._sums = {key: list(torch.zeros(count, dtype=torch.int64, device=device).unbind())
                       for key in ("layers_forward", "layers_backward", "gradient_bits")}
         self._squares = list(torch.zeros(count, dtype=torch.float64, device=device).unbind())
-        self._hooks = add_hooks(self._engine.module, self._of_output, self._of_gradient)
+        self._operators: dict[str, dict[str, torch.Tensor]] = {"operators_forward": {}, "operators_backward": {}}
+        self._last: Any = None
+        self._hooks = [*add_hooks(self._engine.module, self._of_output, self._of_gradient),
+                       *(each.register_forward_hook(partial(self._of_operator, name))
+                         for name, each in operators_of(self._engine.module).items())]
+
+    def operators(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return the digests of operators: key in a row -> name -> value, in the order of the computation."""
+        return {key: sums for key, sums in self._operators.items() if sums}
 
     def end(self) -> dict[str, torch.Tensor]:
         """Remove the hooks. Return the digests by their keys in a row, one value a layer, on the device."""
+        self._last = None
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -81,9 +91,27 @@ class LayerDigests:
             sums, index = self._sums[key], self.names.index(layer)
             sums[index] = sums[index] * _PREVIOUS + checksum(tensor)
 
-    def _of_output(self, layer: str, output: torch.Tensor) -> None:
+    def _is_first_pass(self) -> bool:
         is_repeated = torch._C._current_graph_task_id() != -1 or attachments(self._engine).recomputes  # in a backward
-        if is_repeated or not self._engine.module.training or output.dim() == 0:
+        return not is_repeated and self._engine.module.training
+
+    def _of_operator(self, name: str, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        if not self._is_first_pass() or output is self._last:  # the last one inside of an operator has the same output
+            return
+        self._last = output
+        for tensor in (output,) if torch.is_tensor(output) else output if isinstance(output, tuple) else ():
+            if torch.is_tensor(tensor) and tensor.is_floating_point():
+                self._add_operator("operators_forward", name, tensor)
+                if tensor.requires_grad:
+                    tensor.register_hook(partial(self._add_operator, "operators_backward", name))
+
+    def _add_operator(self, key: str, name: str, tensor: torch.Tensor) -> None:
+        with self._cost.measured(), torch.no_grad():
+            sums, value = self._operators[key], checksum(tensor)
+            sums[name] = sums[name] * _PREVIOUS + value if name in sums else value
+
+    def _of_output(self, layer: str, output: torch.Tensor) -> None:
+        if not self._is_first_pass() or output.dim() == 0:
             return
         self._add("layers_forward", layer, output)
         if output.requires_grad:

@@ -25,6 +25,16 @@ def layers_of(module: Any) -> dict[str, nn.Module]:
     return {names[id(layer)]: layer for layer in layers if isinstance(layer, nn.Module)}
 
 
+def operators_of(module: Any) -> dict[str, nn.Module]:
+    """Return the modules with parameters inside of the layers by their names, such as "3.mlp.up".
+
+    Others, such as dropout, are called several times in a layer. A compiled block has none.
+    """
+    return {f"{name}.{inside}": each for name, layer in layers_of(module).items()
+            if not getattr(layer, "is_compiled", False)
+            for inside, each in layer.named_modules() if inside and next(each.parameters(), None) is not None}
+
+
 def layer_of(parameter: str) -> str:
     """Return the name of the layer that a parameter belongs to: "3", or "tied_modules.embed"."""
     parts = parameter.split(".")

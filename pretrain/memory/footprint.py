@@ -29,15 +29,23 @@ class Footprint:
 
     def total(self, role: str | None = None, location: str | None = None) -> int:
         """Sum the bytes of a role, of a location, of both, or (no argument) of everything."""
-        return sum(size for (own_role, own_location), size in self.sizes.items()
-                   if role in (None, own_role) and location in (None, own_location))
+        total = 0
+        for (own_role, own_location), size in self.sizes.items():
+            if (role is None or role == own_role) and (location is None or location == own_location):
+                total += size
+        return total
 
     def states(self, location: str | None = None) -> int:
         """Sum the bytes of parameters, gradients, master weights and optimizer states."""
         return sum(self.total(role, location) for role in STATES)
 
     def __add__(self, other: "Footprint") -> "Footprint":
-        return Footprint.of([*self.sizes.items(), *other.sizes.items()])
+        if not (self.sizes and other.sizes):
+            return self if self.sizes else other
+        sizes = dict(self.sizes)
+        for key, size in other.sizes.items():
+            sizes[key] = sizes.get(key, 0) + size
+        return Footprint(sizes)
 
     @classmethod
     def of(cls, parts: Iterable[tuple[Key, int]]) -> "Footprint":
@@ -51,7 +59,7 @@ class Footprint:
     @classmethod
     def on_device(cls, **sizes: int) -> "Footprint":
         """Return a footprint with these bytes on the device, by role."""
-        return cls.of(((role, "device"), size) for role, size in sizes.items())
+        return cls({(role, "device"): int(size) for role, size in sizes.items() if size})
 
     def rows(self) -> list[tuple[str, str, int]]:
         """List (role, location, bytes) in the order of ROLES and LOCATIONS. Pairs of 0 bytes are left out."""

@@ -1,8 +1,11 @@
 """FLOPs of a model's layers, forward and backward: for MFU, and for partitioning pipelines by work."""
 
+from functools import lru_cache
+
 from pretrain.model.description import Layer, ModelConfig
 
 
+@lru_cache(maxsize=64)
 def flops_per_token(config: ModelConfig, seq_length: int) -> float:
     """Return the forward and backward FLOPs of a token: 6 N + 12 layers * hidden * T. Recomputation is not counted.
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from pretrain.errors import ConfigError
 from pretrain.model.description import ModelConfig
@@ -112,21 +113,30 @@ def partition_balanced(weights: tuple[int, ...], num_parts: int) -> list[int]:
     """Return the num_parts + 1 bounds that minimise (heaviest part - lightest part).
 
     If several solutions are equally good, the last one is returned, as in DeepSpeed's partition_balanced. The algorithm
-    is dynamic programming over the number of parts: each round finds, for every prefix of the items, the best way to
-    cut the prefix into that many parts.
+    is dynamic programming over the number of parts, see `_balanced_prefixes`.
     """
     items = len(weights)
     if items <= num_parts:
         return partition_uniform(items, num_parts)
-    sums = [0, *accumulate(weights)]
-    heaviest: list[float] = [0.0] + [math.inf] * items
-    lightest: list[float] = [math.inf] * (items + 1)
-    last_starts: list[list[int]] = []
-    for part in range(1, num_parts + 1):
-        rows = [_best_cut(sums, heaviest, lightest, part, end) for end in range(items + 1)]
-        heaviest, lightest, starts = (list(column) for column in zip(*rows, strict=True))
-        last_starts.append([int(start) for start in starts])
-    return _bounds_of(last_starts, items)
+    return _bounds_of([_balanced_prefixes(weights, parts).starts for parts in range(1, num_parts + 1)], items)
+
+
+class _Prefixes(NamedTuple):
+    """The best way to cut each prefix of some items into a number of parts, by the number of items in the prefix."""
+
+    heaviest: list[float]  # weight of the heaviest part
+    lightest: list[float]
+    starts: list[int]  # index of the first item of the last part
+
+
+@lru_cache(maxsize=512)  # a larger number of parts uses the results of the smaller ones, and so do other calls
+def _balanced_prefixes(weights: tuple[int, ...], parts: int) -> _Prefixes:
+    items = len(weights)
+    if parts == 0:
+        return _Prefixes([0.0] + [math.inf] * items, [math.inf] * (items + 1), [0] * (items + 1))
+    before, sums = _balanced_prefixes(weights, parts - 1), [0, *accumulate(weights)]
+    cuts = [_best_cut(sums, before.heaviest, before.lightest, parts, end) for end in range(items + 1)]
+    return _Prefixes([high for high, _, _ in cuts], [low for _, low, _ in cuts], [start for _, _, start in cuts])
 
 
 def _best_cut(sums: list[int], heaviest: list[float], lightest: list[float], part: int,
@@ -140,8 +150,9 @@ def _best_cut(sums: list[int], heaviest: list[float], lightest: list[float], par
     """
     best, found = math.inf, (math.inf, math.inf, 0)
     for start in range(part - 1, min(end, 1) if part == 1 else end):
-        last = sums[end] - sums[start]
-        high, low = max(heaviest[start], last), min(lightest[start], last)
+        last, high, low = sums[end] - sums[start], heaviest[start], lightest[start]
+        high = last if last > high else high  # max() and min() take several times as long
+        low = last if last < low else low
         if best >= high - low:
             best, found = high - low, (high, low, start)
     return found

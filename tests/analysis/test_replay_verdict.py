@@ -146,6 +146,21 @@ def test_a_difference_in_a_pipeline_begins_in_the_first_stage_that_has_it() -> N
     assert verdict(without_checksums(run, 3), [records(4, pipe=2)] * 2).ranks == [2, 3]
 
 
+def test_the_first_operator_is_named_and_tells_the_ranks_of_a_tensor_parallel_group_apart() -> None:
+    names = ("1.norm1", "1.attention.qkv", "1.mlp.up", "1.mlp.down", "2.mlp.up")
+    healthy = records()
+    for record in healthy.values():
+        for each in record.rows.values():
+            each["operators_forward"] = dict.fromkeys(names, 4)
+    forward = {"layers_forward": [3, 8, 8], "rank_loss": 2.1}
+    run = changed(healthy, 3, {rank: {**forward, "operators_forward": dict.fromkeys(names, 4) | dict.fromkeys(found, 5)}
+                               for rank, found in enumerate((names[3:], names[2:]))})  # both get the sum of their parts
+    found = verdict(run, [healthy] * 2)
+    assert (found.kind, found.ranks, found.layer, found.operator) == ("forward", [1], "1", "1.mlp.up")
+    inside = {1: {**forward, "operators_forward": dict.fromkeys(names, 4) | {"2.mlp.up": 5}}}
+    assert verdict(changed(healthy, 3, inside), [healthy] * 2).operator is None  # the sum at the end of layer 1
+
+
 def test_another_layout_is_compared_with_a_tolerance() -> None:
     near = changed(records(), 3, {0: {"loss": 2.00001, "grad_norm": 1.0001, "tokens": 77}}, later=False)
     assert compare_loosely(near, records(1), 1, 6, tolerance=2e-5).step is None

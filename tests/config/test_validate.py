@@ -240,6 +240,33 @@ def test_notes_name_a_default_batch_and_unusual_regularization(world: Path, json
     assert [note[:len(start)] for note, start in zip(notes, expected, strict=True)] == expected
 
 
+@pytest.mark.parametrize(("scaling", "batch", "reference", "optimizer", "expected"), [
+    ("sqrt", 8, 8, "AdamW", []), ("sqrt", 32, 8, "AdamW", []), ("linear", 32, 8, "SGD", []),
+    ("linear", 32, 8, "AdamW", ["this rule is known to hold for SGD (arXiv 1706.02677), not for adamw; for Adam: "]),
+    ("sqrt", 32, 8, "SGD", ["this rule is known to hold for Adam and RMSprop (arXiv 2205.10287), not for sgd; for "]),
+    ("sqrt", 8, 256, "AdamW", []),
+    ("sqrt", 8, 1024, "AdamW", ["the batches differ by a factor of 128; the linear rule was found to hold up to 32, "]),
+    ("sqrt", 8, 32768, "AdamW", ["the batches differ by a factor of 4.1e+03; ", "it holds for batches below "])])
+def test_notes_name_scaled_rates_beyond_the_known_range(world: Path, scaling: str, batch: int, reference: int,
+                                                        optimizer: str, expected: list[str]) -> None:
+    plan = plan_of(world, {"optimizer": {"type": optimizer, "params": {"lr": 1e-3}}}, world_size=8, lr_scaling=scaling,
+                   lr_reference_batch=reference, global_batch_size=batch, split="1,0,0")
+    flag = f"--lr_scaling {scaling}: "
+    notes = [note.removeprefix(flag) for note in plan.notes if note.startswith(flag)]
+    assert notes[0].startswith("the peak learning rate is ")
+    assert [note[:len(start)] for note, start in zip(notes[1:], expected, strict=True)] == expected
+
+
+def test_notes_name_sizes_that_are_slow_on_gpus(world: Path) -> None:
+    def notes(device: Device, vocab_size: int) -> list[str]:
+        return [note for note in plan_of(world, {}, device=device, model_overrides=f"vocab_size={vocab_size}").notes
+                if "no multiple of" in note]
+
+    (note,) = notes(CUDA, 517)
+    assert note.startswith("vocabulary 517 is no multiple of 8: --model_overrides vocab_size=576 is one. Gain: ")
+    assert notes(CUDA, 576) == notes(dataclasses.replace(CUDA, kind="cpu"), 517) == []
+
+
 def test_notes_name_faster_operators_that_cannot_be_used(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def first_words(device: Device, **flags: Any) -> list[str]:
         return [note.split(":")[0] for note in plan_of(world, {}, device=device, micro_batch_size=1,

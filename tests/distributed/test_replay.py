@@ -21,6 +21,7 @@ def test_faults_of_a_weight_and_of_an_operator_are_named_with_rank_and_layer(tmp
     assert (weight["grade"], operator["grade"]) == ("right", "right"), answers
     assert (weight["kind"], weight["step"], weight["ranks"], weight["layer"]) == ("memory_weights", 4, [2], "2")
     assert (operator["kind"], operator["step"], operator["ranks"], operator["layer"]) == ("forward", 5, [1], "2")
+    assert operator["operator"] == "2.mlp.down"
     assert operator["hosts"] != []
     assert "2 replays agree with each other" in operator["evidence"][-1]
 

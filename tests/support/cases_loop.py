@@ -43,7 +43,7 @@ def each_case(run: Callable[[dict[str, Any]], Any]) -> None:
 def _destroy_groups() -> None:
     """Destroy the process groups of the last engine, and DeepSpeed's references to them.
 
-    Each group of gloo has threads that wake up 100 times a second. The groups of 60 cases took a third of a CPU core.
+    Each group of gloo has threads that wake up 100 times a second.
     """
     dist.barrier()  # no rank destroys a group in which another one still communicates
     created = [group for group in _world.pg_map if group is not dist.group.WORLD]

@@ -32,6 +32,7 @@ class Planted:
     rank: int | None = None  # that a right verdict names
     step: int | None = None  # as well
     layer: str | None = None
+    operator: str | None = None
     unsure: bool = False  # no more can be known
     poison: str = ""  # kind of the planted document of step TRAINED + 1
     replays: Sequence[dict[str, Any]] = ()  # own ones: see replay_worker.py
@@ -49,12 +50,13 @@ def planted_cases(layout: str, trained: int = TRAINED) -> list[Planted]:
     def block(rank: int) -> str:
         return "3" if layout == "pipeline" and rank >= 2 else "2"
 
-    def operator(rank: int, step: int = fault, **more: Any) -> dict[str, Any]:
-        return {"kind": "operator", "rank": rank, "step": step, "name": block(rank), **more}
+    def operator(rank: int, step: int = fault, inside: str = "", **more: Any) -> dict[str, Any]:
+        return {"kind": "operator", "rank": rank, "step": step, "name": block(rank) + inside, **more}
 
     def case_of(name: str, group: str, kind: str, values: dict[str, Any], layer: bool = True, **more: Any) -> Planted:
         rank = values.get("rank")
-        more = {"plant": values, "rank": rank, "step": values["step"], **more}
+        place = values["name"] if values["kind"] == "operator" and "." in values["name"] else None
+        more = {"plant": values, "rank": rank, "step": values["step"], "operator": place, **more}
         return Planted(name, group, kind, layer=block(rank or 0) if layer else None, **more)
 
     def weight(name: str, rank: int, bit: int, **more: Any) -> Planted:
@@ -76,7 +78,7 @@ def planted_cases(layout: str, trained: int = TRAINED) -> list[Planted]:
         return case_of(name, "learning rate changed by hand", "settings_changed",
                        {"kind": "lr", "step": step, "value": value}, layer=False)
 
-    plants = [operator(1, value=0.5), operator(1, value=0.7)]
+    plants = [operator(1, inside=".attention.out", value=value) for value in (0.5, 0.7)]
     always, is_decided = operator(1, persistent=True), layout.startswith("zero")
     return [
         *(Planted(f"poison_{poison}", f"poisoned document: {REMARKS[poison]}", "reproducible", poison=poison,
@@ -88,9 +90,10 @@ def planted_cases(layout: str, trained: int = TRAINED) -> list[Planted]:
         reduced("reduced_high", 0, -5), reduced("reduced_low", last, 2), reduced("reduced_sign", 1, -1, later),
         case_of("gradient", "bit flipped in a gradient before the reduction", "backward", {
             "kind": "gradient", "rank": 1, "step": fault, "name": f"{block(1)}.mlp.up.weight", "bit": 10}),
-        once("operator_large", operator(0, value=3.0)), once("operator_small", operator(last, value=0.05)),
-        once("operator_late", operator(1, later)),
-        once("flaky", operator(1), group="operator wrong now and then",
+        once("operator_large", operator(0, inside=".attention.qkv", value=3.0)),
+        once("operator_small", operator(last, value=0.05)),
+        once("operator_late", operator(1, later, inside=".mlp.down")),
+        once("flaky", operator(1, inside=".attention.out"), group="operator wrong now and then",
              replays=[{"name": f"replay_{number}", "plant": each} for number, each in enumerate(plants, 1)]),
         once("always", always, "wrong_rank", group="operator always wrong", unsure=not is_decided, replays=[
             {"name": "replay_1", "plant": always}, {"name": "cross", "plant": always, "cross_check": True}]),

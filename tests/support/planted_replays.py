@@ -209,6 +209,7 @@ def grade(layout: str, planted: Planted, verdict: dict[str, Any]) -> str:
     is_right = (verdict["kind"] == planted.kind and is_named and not planted.unsure
                 and (planted.rank is None or {*verdict["ranks"]} <= expected)
                 and planted.step in (None, verdict["step"]) and planted.layer in (None, verdict["layer"])
+                and planted.operator == verdict["operator"]
                 and any(planted.note in note for note in ["", *verdict["notes"]]))
     if is_right and planted.poison:
         if not verdict["documents"]:

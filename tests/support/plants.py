@@ -49,12 +49,13 @@ Plant = dict[str, Any]
 
 
 def flip(tensor: torch.Tensor, bit: int) -> None:
-    """Flip a bit of the first element from the middle on that is not 0."""
+    """Flip a bit of an element that is not about 0, whose bits might change nothing."""
     flat = tensor.detach().view(-1)
     words, bits = flat.view(_INTEGERS[tensor.element_size()]), 8 * tensor.element_size()
     assert -bits <= bit < bits, f"{tensor.dtype} has no bit {bit}"
     bit %= bits
-    place = len(words) // 2 + int(flat[len(words) // 2:].ne(0).int().argmax())
+    places = flat.abs().gt(torch.finfo(tensor.dtype).tiny).nonzero()
+    place = int(places[len(places) // 2])
     words[place] ^= -1 << bit if bit == bits - 1 else 1 << bit
 
 
@@ -90,7 +91,7 @@ class Planter:
         elif plant["kind"] == "state":
             states = held_states(engine)
             assert states is not None
-            self._flip(plant["name"], max(states[plant["name"]], key=torch.Tensor.numel))
+            self._flip(plant["name"], max(states[plant["name"]], key=torch.count_nonzero))
         elif plant["kind"] == "operator":
             self._hooks = [_layer(engine, plant["name"]).register_forward_hook(self._wrong_output)]
         elif plant["kind"] == "gradient":
@@ -137,7 +138,7 @@ class Planter:
 
         def flips_first() -> None:
             guard.before = before  # type: ignore[method-assign]
-            self._flip("reduced", max(reduced_gradients(engine), key=torch.Tensor.numel))
+            self._flip("reduced", max(reduced_gradients(engine), key=torch.count_nonzero))
             before()
 
         guard.before = flips_first  # type: ignore[method-assign]

@@ -1,5 +1,6 @@
 """The first difference between two recordings of the same steps. Pure: no torch, no files."""
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,11 +46,18 @@ class Comparison:
         return bool(self.one) and all(key in row for rows in (self.one, self.other) for row in rows.values())
 
     def positions(self, rank: int, key: str) -> list[int]:
-        """Return the indices (or for states the numbers of the names) at which a list of a rank differs."""
+        """Return the indices at which a list of a rank differs."""
         one, other = self.one[rank].get(key), self.other[rank].get(key)
         if not isinstance(one, list) or not isinstance(other, list):
             return []
         return [number for number, (a, b) in enumerate(zip(one, other, strict=False)) if a != b and (a == a or b == b)]
+
+    def names(self, rank: int, key: str) -> list[str]:
+        """Return the names whose values differ on a rank: of states, or of operators in the order of the row."""
+        one, other = self.one[rank].get(key), self.other[rank].get(key)
+        if not isinstance(one, dict) or not isinstance(other, dict):
+            return []
+        return [name for name in one if one[name] != other.get(name)]
 
     def coordinate(self, rank: int, name: str) -> int:
         """Return the place of a rank along a dimension of the layout: pipeline, data, sequence or tensor."""
@@ -74,6 +82,18 @@ class Comparison:
         """Return the name of a layer of a rank."""
         layers = self.headers[rank].layers
         return layers[position] if position < len(layers) else str(position)
+
+    def first_output(self, rank: int) -> tuple[float, float, str | None]:
+        """Return where the outputs of a rank begin to differ: number of the layer, of the operator in it, and its name.
+
+        The output of a layer comes after those of the operators inside it. Numbers are infinite where none differs.
+        """
+        operators = list(self.one[rank].get("operators_forward") or {})
+        layers = [f"{layer}." for layer in self.headers[rank].layers]
+        inside = [(float(number), float(operators.index(name)), name) for name in self.names(rank, "operators_forward")
+                  for number, layer in enumerate(layers) if name.startswith(layer)]
+        outputs = [(float(number), math.inf, None) for number in self.positions(rank, "layers_forward")]
+        return min([*inside, *outputs, (math.inf, math.inf, None)], key=lambda each: each[:2])
 
     def hosts(self, ranks: Iterable[int]) -> list[str]:
         """Return the hosts of the ranks."""

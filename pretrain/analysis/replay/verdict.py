@@ -1,5 +1,6 @@
 """The verdict of a replay, from the differences between the run and its replays, and between the replays. No torch."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -27,6 +28,7 @@ class Verdict:
     hosts: list[str] = field(default_factory=list)
     pipeline_stage: int | None = None
     layer: str | None = None
+    operator: str | None = None  # inside of the layer, such as "3.mlp.up"
     now: bool = False  # it happens again in the replays
     evidence: list[str] = field(default_factory=list)
     remedy: str = ""
@@ -156,8 +158,7 @@ def _memory(found: Comparison) -> Verdict:
         layer = found.layer(ranks[0], positions[0]) if positions else None
         names = [f"layer {layer}"] if layer is not None else []
     else:
-        one, other = found.one[ranks[0]]["states"], found.other[ranks[0]]["states"]
-        names = [name for name in one if one[name] != other.get(name)] if isinstance(one, dict) else []
+        names = found.names(ranks[0], "states")
     verdict = _start(found, f"memory_{key}", ranks, layer=layer,
                      evidence=[f"the {key} before the step differ on {named('rank', ranks)}"
                                + (f": {', '.join(names)}" if names else "")])
@@ -171,32 +172,27 @@ def _memory(found: Comparison) -> Verdict:
 def _forward(found: Comparison) -> Verdict:
     """Outputs or losses of ranks differ."""
     ranks = found.ranks_with(_keys_of(FORWARD))
-    begins: dict[int, tuple[int, float]] = {}  # rank -> (pipeline stage, index of its first layer that differs)
-    for rank in ranks:
-        positions = found.positions(rank, "layers_forward")
-        begins[rank] = (found.coordinate(rank, "pipeline"), min(positions) if positions else float("inf"))
+    begins = {rank: (found.coordinate(rank, "pipeline"), *found.first_output(rank)) for rank in ranks}
     # a loss alone shows no beginning: the last pipeline stage, which computes it, sends it to the others
-    last = max(stage for stage, _ in begins.values())
-    begins = {rank: where for rank, where in begins.items() if where[1] < float("inf")} or {
-        rank: (last, where[1]) for rank, where in begins.items() if where[0] == last or not found.has("layers_forward")}
-    ranks, layer = _earliest(found, begins)
+    last = max(stage for stage, *_ in begins.values())
+    begins = {rank: where for rank, where in begins.items() if where[1] < math.inf} or {
+        rank: (last, *where[1:]) for rank, where in begins.items()
+        if where[0] == last or not found.has("layers_forward")}
+    earliest = min(where[:3] for where in begins.values())
+    ranks = [rank for rank, where in begins.items() if where[:3] == earliest]
+    layer = None if earliest[1] == math.inf else found.layer(ranks[0], int(earliest[1]))
+    operator = begins[ranks[0]][3]
     # a layer at which all begin, with equal inputs, is where each of them was computed
-    verdict = _start(found, "forward", ranks, layer=layer, direction=FORWARD)
+    verdict = _start(found, "forward", ranks, layer=layer, operator=operator, direction=FORWARD)
     if not found.has("weights"):
         return verdict.doubt("the step has no checksums of weights and states: a change of them in memory, or a wrong "
                              "update before this step, looks the same", "memory_weights", "memory_states", "update")
     if layer is not None:
-        return replace(verdict, evidence=[f"weights, states, data and random numbers were equal; the output of layer "
-                                          f"{layer} is the first that differs"])
+        of = f"layer {layer}" if operator is None else operator
+        return replace(verdict, evidence=[f"weights, states, data and random numbers were equal; the output of {of} is "
+                                          "the first that differs"])
     return replace(verdict, evidence=["weights, states, data and the outputs of all layers were equal; the loss of "
                                       f"{named('rank', ranks)} differs: the output layer or the loss"])
-
-
-def _earliest(found: Comparison, begins: dict[int, tuple[int, float]]) -> tuple[list[int], str | None]:
-    """Return the ranks at which a difference begins, and the name of its layer."""
-    earliest = min(begins.values())
-    ranks = [rank for rank, where in begins.items() if where == earliest]
-    return ranks, None if earliest[1] == float("inf") else found.layer(ranks[0], int(earliest[1]))
 
 
 def _backward(found: Comparison) -> Verdict:
@@ -214,8 +210,11 @@ def _backward(found: Comparison) -> Verdict:
     ranks = [rank for rank, where in begins.items() if where == earliest]
     layer = found.layer(ranks[0], int(-earliest[1]))
     verdict = _start(found, "backward", ranks, layer=layer, direction=BACKWARD)
-    return replace(verdict, evidence=[f"losses and outputs of all layers were equal; the gradients of layer {layer} "
-                                      f"are the first that differ, on {named('rank', ranks)}"])
+    lines = [f"losses and outputs of all layers were equal; the gradients of layer {layer} are the first that differ, "
+             f"on {named('rank', ranks)}"]
+    names = found.names(ranks[0], "operators_backward")
+    more = [f"the gradient of the output of {name} is the first that differs there" for name in names[:1]]
+    return replace(verdict, evidence=[*lines, *more])
 
 
 def _reduction(found: Comparison) -> Verdict:

@@ -92,11 +92,11 @@ def replay_config(target: Target, layout: Layout) -> dict[str, Any]:
 def prepare(folder: Path, target: Target, layout: Layout, order: ReplayOrder) -> list[str]:
     """Write the files of a replay into its folder. Returns the command. Raises ConfigError."""
     folder = folder.absolute()  # the ranks start in the working directory of the run
-    run = folder / "run"
+    run, flags = folder / "run", replay_flags(target, layout, order)
     try:
         shutil.rmtree(folder, ignore_errors=True)
         run.mkdir(parents=True)
-        files = {"run.yaml": replay_flags(target, layout, order), "config.json": target.start["model_config"],
+        files = {"run.yaml": flags, "config.json": target.start["model_config"],
                  # the operators that the run's trials chose are read from here; a new trial may choose others
                  "run/run.json": [target.start]}
         if layout.deepspeed_config is None:

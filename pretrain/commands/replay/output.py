@@ -35,7 +35,9 @@ def _headline(verdict: Verdict) -> str:
         where.append(named("rank", verdict.ranks) + (f" on {listed(verdict.hosts)}" if verdict.hosts else ""))
     if verdict.pipeline_stage is not None:
         where.append(f"pipeline stage {verdict.pipeline_stage}")
-    if verdict.layer is not None:
+    if verdict.operator is not None:
+        where.append(f"operator {verdict.operator}")
+    elif verdict.layer is not None:
         where.append(f"layer {verdict.layer}")
     again = ", and it happens again in the replays" if verdict.now and verdict.kind != "nondeterministic" else ""
     begin = "" if verdict.certainty == SURE else "probably, "

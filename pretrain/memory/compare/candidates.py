@@ -60,12 +60,12 @@ def generate_candidates(axes: Axes, cluster: Cluster, model: ModelConfig | None,
     impossible: dict[str, int] = {}
     for combination in combinations_of(axes, cluster.world_size):
         reason = impossible_reason(combination, cluster, model)
-        layout = replace(combination, name=_name(combination, axes), device_kind=device_kind,
-                         document_attention=document_attention)
-        found = [] if reason else list(_candidates_of(layout, axes, cluster, model))
+        found = [] if reason else list(_candidates_of(replace(
+            combination, name=_name(combination, axes), device_kind=device_kind,
+            document_attention=document_attention), axes, cluster, model))
         candidates += found
         if not found:
-            reason = reason or _indivisible_batch(layout, axes, cluster)
+            reason = reason or _indivisible_batch(combination, axes, cluster)
             impossible[reason] = impossible.get(reason, 0) + 1
     if not candidates:
         raise ConfigError("layouts", problem=f"no requested layout is possible ({next(iter(impossible))})",
@@ -77,10 +77,11 @@ def _candidates_of(layout: Layout, axes: Axes, cluster: Cluster, model: ModelCon
     """Yield a candidate for each micro-batch size. All other fields are the same, so only the first JSON is parsed."""
     first: Candidate | None = None
     for micro, steps in _batch_sizes(layout, axes, cluster):
-        sizes: dict[str, Any] = {"micro_batch_size": micro, "gradient_accumulation_steps": steps}
-        config = make_config(replace(layout, **sizes), cluster, model)
-        first = first or resolve_candidate(DsFile(layout.name, config), layout, cluster, model)
-        yield replace(first, config=config, layout=replace(first.layout, **sizes))
+        sizes = {"micro_batch_size": micro, "gradient_accumulation_steps": steps}
+        first = first or resolve_candidate(
+            DsFile(layout.name, make_config(layout.with_batch(**sizes), cluster, model)), layout, cluster, model)
+        own = first.layout.with_batch(**sizes)
+        yield replace(first, config={**first.config, **_batch_keys(own)}, layout=own)
 
 
 def resolve_candidate(file: DsFile, given: Layout, cluster: Cluster, model: ModelConfig | None, *,

@@ -58,10 +58,15 @@ class ComparisonRow:
         return self.fits and not self.candidate.rejection
 
 
-def estimate_candidate(candidate: Candidate, workload: Workload) -> ComparisonRow:
-    """Estimate one candidate. Raises ConfigError for an impossible layout."""
+def estimate_candidate(candidate: Candidate, workload: Workload,
+                       memory: MemoryEstimate | None = None) -> ComparisonRow:
+    """Estimate one candidate. Raises ConfigError for an impossible layout.
+
+    Args:
+        memory: of the candidate, if it is already estimated.
+    """
     layout, model, cluster = candidate.layout, workload.model, workload.cluster
-    memory = estimate_memory(model, layout, num_parameters=workload.num_parameters)
+    memory = memory or estimate_memory(model, layout, num_parameters=workload.num_parameters)
     parameters = rank_parameters(layout, model, workload.num_parameters)
     traffic = step_traffic(layout, parameters, model)
     time = None
@@ -81,11 +86,17 @@ def compare(candidates: Sequence[Candidate], workload: Workload, *,
 
 
 def _until_too_large(candidates: list[Candidate], workload: Workload) -> list[ComparisonRow]:
-    """Estimate candidates in the order of their micro-batch sizes, up to the first that does not fit."""
+    """Estimate candidates in the order of their micro-batch sizes, before the first that does not fit.
+
+    The smallest micro-batch is always estimated.
+    """
     rows: list[ComparisonRow] = []
     for candidate in sorted(candidates, key=lambda candidate: candidate.layout.micro_batch_size):
-        rows.append(estimate_candidate(candidate, workload))
-        if not rows[-1].fits:
+        memory = estimate_memory(workload.model, candidate.layout, num_parameters=workload.num_parameters)
+        fits = not memory_shortage(memory, workload.cluster)
+        if fits or not rows:
+            rows.append(estimate_candidate(candidate, workload, memory))
+        if not fits:
             break
     return rows
 

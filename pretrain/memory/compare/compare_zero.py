@@ -19,11 +19,11 @@ from pretrain.memory.compare.candidates import (
     group_micro_batches,
     read_candidates,
 )
+from pretrain.memory.compare.choices import distinct_choices
 from pretrain.memory.compare.compare import (
     ComparisonRow,
     Workload,
     compare,
-    cost_lines,
     recommend,
     run_cost,
     step_seconds,
@@ -32,18 +32,19 @@ from pretrain.memory.compare.compare_zero_flags import DEFAULT_SEQ_LENGTH, axes_
 from pretrain.memory.compare.largest_fit import find_largest
 from pretrain.memory.compare.plot import html
 from pretrain.memory.compare.table import (
-    SHORT_TABLE,
     ComparisonReport,
     largest_json,
+    print_choices,
     print_largest,
     print_report,
     report_csv,
     report_json,
 )
-from pretrain.memory.footprint import GB, GIB, in_unit
+from pretrain.memory.compare.verdict import Lines, flags_of, verdict_lines
+from pretrain.memory.footprint import GB, GIB
 from pretrain.memory.hardware import DEFAULT_GPU, Cluster
 from pretrain.memory.step_time.calibrate import Calibration, calibrate, calibration_lines, on_cpus
-from pretrain.memory.step_time.time_parameters import DEFAULT_PARAMETERS, model_error
+from pretrain.memory.step_time.time_parameters import DEFAULT_PARAMETERS
 from pretrain.model.config import load_model_config
 from pretrain.model.flops import flops_per_token
 
@@ -73,7 +74,11 @@ def main(argv: list[str] | None = None) -> None:
     json_printed = _write_output(flags.json, lambda: report_json(report))
     csv_printed = _write_output(flags.csv, lambda: report_csv(report))
     if not json_printed and not csv_printed:
-        print_report(report, _unit(flags, workload.cluster), most_rows=_most_rows(flags))
+        unit = _unit(flags, workload.cluster)
+        if _shows_all(flags):
+            print_report(report, unit)
+        else:
+            print_choices(report, unit)
     if flags.plot:
         _write_output(flags.plot, lambda: html(report))
     if flags.write:
@@ -159,7 +164,8 @@ def make_report(flags: argparse.Namespace, workload: Workload, candidates: Candi
                         flops_per_token=flops_per_token(workload.model, layout.seq_length),
                         peak_flops=best.time.peak_flops, mfu=flags.mfu or best.time.mfu, nodes=workload.cluster.nodes,
                         tokens=flags.tokens, storage_rate=flags.storage_gbps * GB)
-    report = ComparisonReport(workload, rows, best, cost, candidates.impossible, [], [])
+    choices = distinct_choices(rows, best, workload) if workload.model else []
+    report = ComparisonReport(workload, rows, choices, best, cost, candidates.impossible, [], [])
     report.heading.extend(_lines_above_table(report, flags))
     report.lines.extend(_lines_below_table(report, flags))
     return report
@@ -181,18 +187,19 @@ def _unit(flags: argparse.Namespace, cluster: Cluster) -> str:
     return flags.unit or ("GB" if flags.num_parameters else "GiB" if cluster.gpu.memory_bytes >= GIB else "MiB")
 
 
-def _most_rows(flags: argparse.Namespace) -> int | None:
-    """Return the largest number of rows of the table; None: all."""
-    shows_all = flags.all_layouts or flags.all_micro_batches or flags.configs or flags.num_parameters
-    return None if shows_all else SHORT_TABLE
+def _shows_all(flags: argparse.Namespace) -> bool:
+    """Return whether the output is the table of all layouts instead of the distinct choices."""
+    return bool(flags.all_layouts or flags.all_micro_batches or flags.configs or flags.num_parameters)
 
 
-def _lines_above_table(report: ComparisonReport, flags: argparse.Namespace) -> list[str]:
+def _lines_above_table(report: ComparisonReport, flags: argparse.Namespace) -> Lines:
     """Name the model and the machines, and recommend a layout."""
     workload = report.workload
     count = f" ({workload.num_parameters:,} parameters)" if workload.model else ""
-    lines = [f"{workload.name}{count} on {workload.cluster.describe()}"]
-    return lines if workload.model is None else lines + _recommendation(report, flags)
+    title = "", f"{workload.name}{count} on {workload.cluster.describe()}"
+    if workload.model is None:
+        return [title]
+    return [title, *verdict_lines(report, _unit(flags, workload.cluster), flags.storage_gbps * GB)]
 
 
 def _lines_below_table(report: ComparisonReport, flags: argparse.Namespace) -> list[str]:
@@ -206,8 +213,7 @@ def _lines_below_table(report: ComparisonReport, flags: argparse.Namespace) -> l
         lines += calibration_lines(workload.calibration) if workload.calibration else []
         lines += _other_precisions(report)
         lines.append(step_time_line(workload))
-    most_rows = _most_rows(flags)
-    if most_rows is not None and len(report.rows) > most_rows:
+    if not _shows_all(flags) and len(report.choices) < len(report.rows):
         return lines
     lines += _estimator_differences(report)
     lines += _impossible_lines(report.impossible, one_line_each=bool(flags.configs) or len(report.impossible) < 3)
@@ -238,24 +244,6 @@ def _estimator_differences(report: ComparisonReport) -> list[str]:
     return lines
 
 
-def _recommendation(report: ComparisonReport, flags: argparse.Namespace) -> list[str]:
-    """Recommend a layout and give the cost of the run. Without one, name the layout that needs the least memory."""
-    best, cluster = report.recommended, report.workload.cluster
-    if best is None:
-        nearest = min(report.rows, key=lambda row: row.estimate.device_bytes)
-        return ["recommended: none, because no layout both fits and runs; the smallest on the device is "
-                f"{nearest.candidate.name} ({nearest.shortage or nearest.candidate.rejection})"]
-    assert best.time is not None
-    assert report.cost is not None
-    layout, unit = best.candidate.layout, _unit(flags, cluster)
-    return [f"recommended: {best.candidate.name}, micro-batch {layout.micro_batch_size} x "
-            f"{layout.gradient_accumulation_steps} accumulation: {in_unit(best.estimate.device_bytes, unit)} of "
-            f"{in_unit(cluster.gpu.memory_bytes, unit)} {unit}, {best.time.total_seconds:.3g} s for a step of "
-            f"{layout.tokens_per_step:,} tokens (+-{model_error(layout):.0%}), MFU {best.time.mfu:.0%}"
-            f"{_flags_of(best)}", *_faster_line(report),
-            *cost_lines(report.cost, cluster.nodes, flags.storage_gbps * GB)]
-
-
 def _other_precisions(report: ComparisonReport) -> list[str]:
     """Warn about layouts in another precision than the measured runs."""
     calibration = report.workload.calibration
@@ -265,18 +253,6 @@ def _other_precisions(report: ComparisonReport) -> list[str]:
     other = sorted({row.candidate.layout.precision for row in report.rows} - measured)
     return [f"  the runs did not compute in {', '.join(other)}: expect larger errors, or select another --precision"
             ] if other else []
-
-
-def _faster_line(report: ComparisonReport) -> list[str]:
-    """Explain why a layout is recommended although another one is predicted to be faster."""
-    best = report.recommended
-    accepted = [row for row in report.rows if row.recommendable and row.time]
-    fastest = min(accepted, key=lambda row: row.time.total_seconds if row.time else 0.0)
-    if best is None or best.time is None or fastest.time is None or fastest is best:
-        return []
-    return ["it is the simplest of the layouts whose predicted times are equal within the error of the prediction; the "
-            "shortest time is predicted for "
-            f"{fastest.candidate.name}: {fastest.time.total_seconds:.3g} s"]
 
 
 def step_time_line(workload: Workload) -> str:
@@ -323,10 +299,4 @@ def _write_recommended(path: str, report: ComparisonReport) -> None:
         raise ConfigError("--write", problem="there is no layout that fits and that this project can run",
                           remedy="Use more GPUs, larger GPUs, or a smaller model")
     _write_output(path, lambda: json.dumps(best.candidate.config, indent=2) + "\n")
-    print(f"wrote {path}: {best.candidate.name}{_flags_of(best)}", file=sys.stderr)
-
-
-def _flags_of(row: ComparisonRow) -> str:
-    """Return the flags of train.py that the layout needs in addition to its JSON."""
-    part = row.candidate.layout.recompute
-    return "" if part == "none" else f"; train it with --recompute {part}"
+    print(f"wrote {path}: {best.candidate.name}{flags_of(best)}", file=sys.stderr)

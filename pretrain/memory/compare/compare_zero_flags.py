@@ -96,9 +96,9 @@ def _parser() -> Parser:
                        help="measure: folder on a local disk, for JSONs whose nvme_path is \"auto\"")
     group = parser.add_argument_group("output")
     group.add_argument("--unit", choices=UNITS, help="unit of the table (default: GiB; with --num_parameters GB)")
-    group.add_argument("--all_layouts", action="store_true",
-                       help="show all layouts with the reasons of those that are too large or impossible, instead of "
-                            "the best ones")
+    group.add_argument("--all", "--all_layouts", action="store_true", dest="all_layouts",
+                       help="show a table of all layouts, with the reasons of those that are too large or impossible, "
+                            "instead of the ten best distinct choices")
     group.add_argument("--all_micro_batches", action="store_true",
                        help="one row per micro-batch size, instead of only the best size")
     for flag, about in (("json", "write all results as JSON"), ("csv", "write the table as CSV")):

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import textwrap
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from rich.table import Table
 
 from pretrain.config.layout import LAYOUT_FIELDS
 from pretrain.memory.compare.candidates import Candidate
+from pretrain.memory.compare.choices import Choice
 from pretrain.memory.compare.compare import ComparisonRow, Cost, Workload
 from pretrain.memory.compare.largest_fit import LargestFit
 from pretrain.memory.footprint import Footprint, in_unit
@@ -18,8 +20,11 @@ from pretrain.memory.step_time.calibrate import calibration_json
 from pretrain.memory.step_time.traffic import LINKS, link_bytes
 from pretrain.progress import terminal_console
 
-SHORT_TABLE = 10  # rows of a comparison without --all_layouts: a screen with the text around them
+_NARROW = 80  # columns of the distinct choices, unless the terminal has fewer
 _WIDE = 2000  # characters: more than any row has
+_LONGEST_NAME = 40  # characters of a layout's name for which its sizes fit the same line
+_MARGIN = 7  # columns of the words to the left of the heading
+_WRAP: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
 # columns for the device's memory: title -> roles that it sums
 DEVICE_COLUMNS = {"params": ("parameters",), "grads": ("gradients",), "optim": ("master_weights", "optimizer_states"),
                   "activ": ("activations", "logits"), "other": ("buffers", "margin")}
@@ -31,10 +36,11 @@ class ComparisonReport:
 
     workload: Workload
     rows: list[ComparisonRow]
+    choices: list[Choice]  # at most ten of the rows, which trade different things
     recommended: ComparisonRow | None
     cost: Cost | None
     impossible: dict[str, int]  # reason -> number of combinations
-    heading: list[str]  # printed above the table
+    heading: list[tuple[str, str]]  # printed above the table: (word at the margin, text)
     lines: list[str]  # printed below the table
 
 
@@ -77,15 +83,52 @@ def short_verdict(row: ComparisonRow) -> str:
     return "rejected" if row.candidate.rejection else "fits"
 
 
-def print_report(report: ComparisonReport, unit: str, console: Console | None = None,
-                 most_rows: int | None = None) -> None:
-    """Print the recommendation, the table, at most `most_rows` of its rows, and the lines below it.
-
-    Layouts that do not fit are grey.
-    """
+def print_choices(report: ComparisonReport, unit: str, console: Console | None = None) -> None:
+    """Print the recommendation, the distinct choices with what each trades, and the lines below, in 80 columns."""
     console = console or wide_console()
-    print_lines([*report.heading, ""], console)
-    shown = report.rows[:most_rows]
+    width = min(_NARROW, console.width)
+    lines = [*_heading(report, width), ""]
+    lengths = [len(choice.row.candidate.name) for choice in report.choices]
+    longest = max((length for length in lengths if length <= _LONGEST_NAME), default=_LONGEST_NAME)
+    for number, choice in enumerate(report.choices, 1):
+        cells = table_cells(choice.row, report.workload, unit)
+        sizes = f"{cells['micro x acc.']:>9} {cells[unit]:>6} {unit} {cells['step']:>8} MFU {cells['MFU']:>3}"
+        name = f"{number:>2} {choice.row.candidate.name:<{longest}}"
+        lines += [name + sizes] if len(name) <= longest + 3 else [name, " " * (longest + 3) + sizes]
+        lines += _wrapped(choice.trade, width, indent="     ")
+    lines += ["", *_wrapped(_counts(report), width)]
+    lines += [line for text in report.lines for line in _wrapped(text, width)]
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _heading(report: ComparisonReport, width: int) -> list[str]:
+    """Return the lines above the table, with the texts to the right of their words."""
+    return [line for word, text in report.heading for line in
+            textwrap.wrap(text, width, initial_indent=f"{word:<{_MARGIN}}" if word else "",
+                          subsequent_indent=" " * _MARGIN if word else "", **_WRAP)]
+
+
+def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
+    return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent, **_WRAP)
+
+
+def _counts(report: ComparisonReport) -> str:
+    """Say how many layouts the choices represent, and what their columns are."""
+    fit = sum(row.recommendable for row in report.rows)
+    columns = "micro-batch x accumulation, memory of a device at its peak, step time, and what it gives for what, " \
+              "compared with the first"
+    if len(report.choices) == len(report.rows):
+        return f"{columns}. --all shows a table with more columns"
+    return f"{columns}. {len(report.choices)} distinct choices of {len(report.rows)} layouts, of which {fit} fit: " \
+           "--all (a table with more columns), --csv and --json have the others"
+
+
+def print_report(report: ComparisonReport, unit: str, console: Console | None = None) -> None:
+    """Print the recommendation, the table of all layouts, and the lines below it. Layouts that do not fit are grey."""
+    console = console or wide_console()
+    print_lines([*_heading(report, console.width), ""], console)
+    shown = report.rows
     rows = [table_cells(row, report.workload, unit) for row in shown]
     hidden = []
     if shown_columns(rows, console.width, keep=("verdict",)) != list(rows[0]):
@@ -96,20 +139,11 @@ def print_report(report: ComparisonReport, unit: str, console: Console | None = 
               "yellow" if row.candidate.rejection else "" for row in shown]
     titles = print_table(rows, styles, console, keep=("layout", unit, "step", "verdict"))
     hidden = [title for title in rows[0] if title not in titles] + hidden
-    print_lines(["", *_counts(report, len(shown))], console)
+    print_lines([""], console)
     if hidden:
         print_lines([f"not shown at {console.width} columns: {', '.join(hidden)} (use a wider terminal, a pipe or "
                          "--csv)"], console)
     print_lines(report.lines, console)
-
-
-def _counts(report: ComparisonReport, shown: int) -> list[str]:
-    """Say how many layouts the table leaves out, and in which order it has them."""
-    if shown == len(report.rows):
-        return []
-    fit = sum(row.recommendable for row in report.rows)
-    return [f"{shown} of {len(report.rows)} layouts: the recommended one, then those that fit ({fit}) by step time; "
-            "--all_layouts and --csv show all"]
 
 
 def wide_console() -> Console:
@@ -190,6 +224,8 @@ def report_json(report: ComparisonReport) -> str:
         "cluster": {**asdict(workload.cluster), "device_budget_bytes": workload.cluster.device_budget_bytes,
                     "host_budget_bytes": workload.cluster.host_budget_bytes},
         "recommended": report.recommended.candidate.name if report.recommended else None,
+        "choices": [{"name": choice.row.candidate.name, "trade": choice.trade} for choice in report.choices],
+        "verdict": [{"about": word, "text": text} for word, text in report.heading if word],
         "calibration": calibration_json(workload.calibration) if workload.calibration else None,
         "time_parameters": asdict(workload.time_parameters),
         "cost": asdict(report.cost) if report.cost else None, "impossible": report.impossible,

@@ -6,6 +6,7 @@ importing deepspeed takes seconds. tests/memory/estimate/test_deepspeed_formulas
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from pretrain.config.layout import Layout
 from pretrain.model.description import ModelConfig
@@ -60,6 +61,7 @@ def zero3_bytes(parameters: int, largest_layer: int, nodes: int, gpus_per_node: 
     return layer_bytes + int(2 * parameters / gpus), int(parameters * 16 * (1 / nodes) * _HOST_BUFFER_FACTOR)
 
 
+@lru_cache(maxsize=16)
 def largest_layer_parameters(model: ModelConfig) -> int:
     """Return the elements of the module that has the most parameters of its own (stage3.py, model_to_params)."""
     modules: dict[tuple[int, str], int] = {}

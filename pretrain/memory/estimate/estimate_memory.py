@@ -9,6 +9,7 @@ from pretrain.memory.estimate.phases import step_phases
 from pretrain.memory.estimate.rank import (
     ParameterGroup,
     Rank,
+    distinct_stages,
     master_weight_bytes,
     optimizer_location,
     optimizer_state_bytes,
@@ -78,18 +79,18 @@ def estimate_memory(model: ModelConfig | None, layout: Layout, *,
         raise ConfigError("--seq_length", found=layout.seq_length,
                           expected=f"at most {model.max_positions}, the positions of the model")
     estimates = [estimate_rank(Rank(model, layout, stage, largest_zero_rank(model, layout, stage)))
-                 for stage in range(layout.pipeline_stages)]
+                 for stage in distinct_stages(model, layout)]
     return max(estimates, key=lambda estimate: estimate.device_bytes)
 
 
 def estimate_rank(rank: Rank) -> MemoryEstimate:
     """Estimate the memory of a given rank. Raises ConfigError, as `estimate_memory` does."""
     steady = states_of_rank(rank)
-    phase, peak = max(step_phases(rank), key=lambda item: item[1].total(location="device"))
+    phase, peak = max(step_phases(rank, steady), key=lambda item: item[1].total(location="device"))
     if rank.layout.device_kind == "cuda":
         temporary = peak.total(location="device") - steady.total(location="device")
         peak += Footprint.of([(("margin", "device"), round(max(0, temporary) * FRAGMENTATION)),
-                              (("margin", "pinned"), pinning_loss(rank))])
+                              (("margin", "pinned"), pinning_loss(rank) if steady.total(location="pinned") else 0)])
     return MemoryEstimate(rank.layout, steady, peak, phase, rank.pipeline_stage, rank.zero_rank)
 
 
@@ -101,7 +102,7 @@ def largest_zero_rank(model: ModelConfig, layout: Layout, pipeline_stage: int = 
     """
     if layout.zero_stage != 2 or optimizer_wrapper(layout) != "zero12":
         return 0
-    return _largest_overlap(Rank(model, layout, pipeline_stage).groups(), layout.zero_size, layout.parameter_alignment,
+    return _largest_overlap(Rank(model, layout, pipeline_stage).groups, layout.zero_size, layout.parameter_alignment,
                             layout.element_bytes)
 
 

@@ -5,8 +5,17 @@ positive for gradients in addition, negative for gradients that do not exist yet
 runtime/zero/stage_1_and_2.py, stage3.py, runtime/bf16_optimizer.py, runtime/fp16/fused_optimizer.py.
 """
 
+from functools import lru_cache
+
 from pretrain.config.layout import Layout
-from pretrain.memory.estimate.rank import Rank, local_size, master_weight_bytes, optimizer_wrapper, reduces_gradients
+from pretrain.memory.estimate.rank import (
+    ParameterGroup,
+    Rank,
+    local_size,
+    master_weight_bytes,
+    optimizer_wrapper,
+    reduces_gradients,
+)
 from pretrain.memory.estimate.states import overlapping_elements, padded_size, reduce_buckets_bytes
 from pretrain.memory.estimate.states_zero3 import retained_gradients, sub_group_sizes
 from pretrain.memory.footprint import Footprint
@@ -32,7 +41,7 @@ def gradients_in_backward(rank: Rank, done: int, layers: tuple[Layer, ...] = (),
     if not accumulated and wrapper == "zero12" and layout.zero_stage == 2 and reduces_gradients(layout):
         missing = _zero2_gradients(rank) if not done else 0  # allocated at the first reduction
     elif not accumulated and wrapper != "zero3":
-        total = sum(group.size for group in rank.groups())
+        total = sum(group.size for group in rank.groups)
         missing = max(0, total - done - largest) * element
         largest = 0
     tied = _tied_elements(rank) * element if done and (accumulated or layout.zero_stage > 1) else 0
@@ -44,7 +53,7 @@ def _tied_elements(rank: Rank) -> int:
 
     The head's gradient of this matrix remains allocated until the embedding's gradient is added to it.
     """
-    tied = [layer for layer in rank.layers() if layer.tied]
+    tied = [layer for layer in rank.layers if layer.tied]
     return local_size(tied[0].parameters[0], rank.layout) if len(tied) > 1 else 0
 
 
@@ -58,7 +67,7 @@ def _zero2_gradients(rank: Rank) -> int:
 
 def _overlapping_elements(rank: Rank) -> int:
     """Elements of all parameters that overlap this rank's parts of the groups' flat tensors."""
-    return sum(overlapping_elements(group, rank.layout, rank.zero_rank % group.ranks) for group in rank.groups())
+    return sum(overlapping_elements(group, rank.layout, rank.zero_rank % group.ranks) for group in rank.groups)
 
 
 def reduction_in_backward(rank: Rank, done: int) -> Footprint:
@@ -74,7 +83,7 @@ def reduction_in_backward(rank: Rank, done: int) -> Footprint:
     Args:
         done: elements of the pipeline stage's parameters whose gradients have been reduced.
     """
-    layout, groups = rank.layout, rank.groups()
+    layout, groups = rank.layout, rank.groups
     if layout.zero_stage < 2 or not done:
         return Footprint()
     if layout.zero_stage == 3:
@@ -101,18 +110,22 @@ def _fp32_bucket(rank: Rank, done: int) -> int:
     It exists only while a bucket is reduced: as soon as one is full, or after the last gradient of the backward pass.
     """
     layout = rank.layout
-    bucket = min(layout.reduce_bucket_size, sum(group.size for group in rank.groups()))
+    bucket = min(layout.reduce_bucket_size, sum(group.size for group in rank.groups))
     is_16bit = FP32 not in (layout.element_bytes, layout.grad_accum_bytes if layout.zero_stage == 1 else 0)
     return bucket * FP32 if layout.sequence_parallel_size > 1 and is_16bit and done >= bucket else 0
 
 
 def _retained_gradients(rank: Rank, done: int) -> int:
     """Bytes of the gradients that cannot be written to NVMe yet; they grow with the reduced elements (`done`)."""
-    layout, groups = rank.layout, rank.groups()
+    layout, groups = rank.layout, rank.groups
     if layout.offload_optimizer != "nvme":
         return 0
-    retained = sum(retained_gradients(group.parts, master_weight_bytes(layout), layout) for group in groups)
-    return round(retained * done / sum(group.size for group in groups))
+    return round(_all_retained(groups, layout) * done / sum(group.size for group in groups))
+
+
+@lru_cache(maxsize=16)
+def _all_retained(groups: tuple[ParameterGroup, ...], layout: Layout) -> int:
+    return sum(retained_gradients(group.parts, master_weight_bytes(layout), layout) for group in groups)
 
 
 def gradients_in_reduction(rank: Rank) -> Footprint:
@@ -122,7 +135,7 @@ def gradients_in_reduction(rank: Rank) -> Footprint:
     they are copied only if gradients accumulate in another dtype (`_use_compact_grad_partition_buffer`), and each
     gradient is converted to fp64 for its norm.
     """
-    layout, groups = rank.layout, rank.groups()
+    layout, groups = rank.layout, rank.groups
     if not reduces_gradients(layout):
         return Footprint()
     if layout.offload_optimizer == "none":
@@ -150,7 +163,7 @@ def gradients_in_optimizer_step(rank: Rank) -> Footprint:
 
 def _step_elements(rank: Rank) -> list[int]:
     """List the elements that the optimizer updates at once, for each group."""
-    wrapper, groups, layout = optimizer_wrapper(rank.layout), rank.groups(), rank.layout
+    wrapper, groups, layout = optimizer_wrapper(rank.layout), rank.groups, rank.layout
     if wrapper == "zero3":
         return [max(sub_group_sizes(group.parts, layout)) for group in groups]
     if wrapper in ("zero12", "bf16"):
@@ -177,14 +190,14 @@ def _step_gradients(rank: Rank, elements: int) -> int:
         converted = elements * master_weight_bytes(layout)
     freed = 0
     if wrapper == "zero12" and layout.zero_stage == 1:
-        others = sum(group.size for group in rank.groups()) - _overlapping_elements(rank)
+        others = sum(group.size for group in rank.groups) - _overlapping_elements(rank)
         freed = others * layout.grad_accum_bytes + reduce_buckets_bytes(layout)
     return copied + converted - freed
 
 
 def _has_tied_copy(rank: Rank) -> bool:
     """Return whether the rank holds a copy of the tied matrix whose gradient counts on the first pipeline stage."""
-    return rank.pipeline_stage > 0 and any(layer.tied for layer in rank.layers())
+    return rank.pipeline_stage > 0 and any(layer.tied for layer in rank.layers)
 
 
 def _masked_norm(rank: Rank, elements: int) -> int:
@@ -194,7 +207,7 @@ def _masked_norm(rank: Rank, elements: int) -> int:
     All gradients are converted to fp32. Three tensors of `elements` are allocated: fp32 zeros, an fp32 running sum and
     a one-byte mask.
     """
-    total = sum(group.size for group in rank.groups())
+    total = sum(group.size for group in rank.groups)
     return total * (FP32 - rank.layout.element_bytes) + elements * (2 * FP32 + 1)
 
 

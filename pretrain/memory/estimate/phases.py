@@ -15,6 +15,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
+from pretrain.config.layout import Layout
 from pretrain.memory.estimate.gradients import (
     gradients_in_backward,
     gradients_in_optimizer_step,
@@ -22,8 +23,7 @@ from pretrain.memory.estimate.gradients import (
     reduction_in_backward,
 )
 from pretrain.memory.estimate.layer_bytes import layer_bytes, shared_bytes
-from pretrain.memory.estimate.rank import Rank, optimizer_wrapper, pipeline_stage_layers
-from pretrain.memory.estimate.states import states_of_rank
+from pretrain.memory.estimate.rank import ParameterGroup, Rank, optimizer_wrapper, pipeline_stage_layers
 from pretrain.memory.estimate.states_zero3 import persistent_elements
 from pretrain.memory.footprint import Footprint
 from pretrain.model.description import Layer, ModelConfig
@@ -41,11 +41,15 @@ class LayerGroup(NamedTuple):
     offloaded: int = 0  # bytes of the group's input, if it is kept in host memory, for one micro-batch
 
 
-def step_phases(rank: Rank) -> Iterator[tuple[str, Footprint]]:
-    """Yield (name, footprint) of each phase of a rank's step at which its memory can peak."""
+def step_phases(rank: Rank, states: Footprint) -> Iterator[tuple[str, Footprint]]:
+    """Yield (name, footprint) of each phase of a rank's step at which its memory can peak.
+
+    Args:
+        states: the result of `states_of_rank`.
+    """
     layout = rank.layout
     groups = _groups_of_rank(rank)
-    steady = states_of_rank(rank) + Footprint.on_device(activations=_pipeline_slots(rank) + _masks(rank)) + \
+    steady = states + Footprint.on_device(activations=_pipeline_slots(rank) + _masks(rank)) + \
         _offloaded(rank, groups)
     if rank.is_last_stage:
         yield "loss", steady + _loss_phase(rank, groups)
@@ -99,7 +103,7 @@ def _pipeline_slots(rank: Rank) -> int:
 
 def _masks(rank: Rank) -> int:
     """Bytes of attention masks and of tables for documents, on ranks with blocks."""
-    if not any(layer.kind == "block" for layer in rank.layers()):
+    if not any(layer.kind == "block" for layer in rank.layers):
         return 0
     batch = rank.micro_batch
     return shared_bytes(rank.model, batch) + rank.in_flight * document_bytes(rank.model, batch)
@@ -120,7 +124,7 @@ def _groups_of_rank(rank: Rank) -> tuple[LayerGroup, ...]:
     if recompute.every > 1:
         earlier = (pipeline_stage_layers(rank.model, rank.layout, stage) for stage in range(rank.pipeline_stage))
         first_block = sum(layer.kind == "block" for layers in earlier for layer in layers)
-    return layer_groups(rank.model, rank.layers(), rank.micro_batch, recompute, first_block)
+    return layer_groups(rank.model, rank.layers, rank.micro_batch, recompute, first_block)
 
 
 @lru_cache(maxsize=512)
@@ -134,6 +138,14 @@ def layer_groups(model: ModelConfig, layers: tuple[Layer, ...], batch: MicroBatc
     Args:
         first_block: index in the model of the first block of `layers`.
     """
+    known: dict[tuple[int, str], int] = {}  # most layers are one object, and its memory is looked up once
+
+    def saved_bytes(layer: Layer, part: str) -> int:
+        key = id(layer), part
+        if key not in known:
+            known[key] = layer_bytes(model, layer, batch, part).saved
+        return known[key]
+
     body = sum(layer.kind != "head" for layer in layers)
     starts = [*range(0, body, recompute.interval or 1), *range(body, len(layers))]
     groups = []
@@ -144,7 +156,7 @@ def layer_groups(model: ModelConfig, layers: tuple[Layer, ...], batch: MicroBatc
         part = "blocks" if blocks and recompute.interval else part
         first_block += blocks
         if part != "blocks":
-            groups.append(LayerGroup(sum(layer_bytes(model, layer, batch, part).saved for layer in group), group, part))
+            groups.append(LayerGroup(sum(saved_bytes(layer, part) for layer in group), group, part))
             continue
         size = layer_input_bytes(model, group[0], batch)
         # token ids, and the input that a pipeline stage receives, are not offloaded (model/run_layers.py)
@@ -216,13 +228,18 @@ def _gathered_parameters(rank: Rank, done: int = 0) -> Footprint:
     Args:
         done: elements of the parameters that the backward pass has released.
     """
-    layout, groups = rank.layout, rank.groups()
+    layout, groups = rank.layout, rank.groups
     copies = layout.offload_param != "none" and layout.device_kind != "cpu"
     if layout.zero_stage < 3 or (all(group.ranks == 1 for group in groups) and not copies):
         return Footprint()
-    total = sum(group.size for group in groups) - sum(persistent_elements(groups, layout).values())
+    total = _not_persistent(groups, layout)
     current = max(group.largest for group in groups) + layout.prefetch_bucket_size
     # Layout.reused_parameters includes the current layers' parameters only if parameters are prefetched.
     reused = layout.reused_parameters + (0 if layout.prefetch_bucket_size else current)
     gathered = min(total, max(current, reused), max(current, total - done))
     return Footprint.on_device(parameters=gathered * layout.element_bytes)
+
+
+@lru_cache(maxsize=16)
+def _not_persistent(groups: tuple[ParameterGroup, ...], layout: Layout) -> int:
+    return sum(group.size for group in groups) - sum(persistent_elements(groups, layout).values())

@@ -3,6 +3,7 @@
 DeepSpeed 0.19.8 puts a wrapper around the optimizer. It owns the master weights and divides the states.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -23,6 +24,7 @@ class ParameterGroup:
 
     sizes: tuple[int, ...]  # elements of each parameter on this rank before ZeRO, in the order of registration
     ranks: int  # number of ranks over which ZeRO divides the parameters
+    is_expert: bool = False
     muon_size: int = 0  # elements that Muon orthogonalises: all matrices except embeddings and head
 
     @cached_property
@@ -39,6 +41,11 @@ class ParameterGroup:
     def largest(self) -> int:
         """Elements of the largest parameter."""
         return max(self.sizes)
+
+    @cached_property
+    def counts(self) -> Counter[int]:
+        """Number of parameters of each size."""
+        return Counter(self.sizes)
 
     @cached_property
     def parts(self) -> tuple[int, ...]:
@@ -62,6 +69,24 @@ def _bounds(model: ModelConfig, pipeline_stages: int, partition_method: str, seq
             layer_times: tuple[int, ...]) -> list[int]:
     return stage_bounds(layer_costs(model, seq_length), num_stages=pipeline_stages, method=partition_method,
                         times=layer_times)
+
+
+def distinct_stages(model: ModelConfig, layout: Layout) -> list[int]:
+    """Return the first of all pipeline stages with the same layers, apart from the first and the last stage.
+
+    Ranks of equal stages need the same time for a micro-batch. They differ in the micro-batches in flight only: the
+    first of them has the most, and needs the most memory.
+    """
+    stages, every = layout.pipeline_stages, layout.recomputation.every
+    if stages == 1:
+        return [0]
+    bounds = pipeline_stage_bounds(model, layout)
+    layers, found = model.layers(), dict[object, int]()
+    for stage in range(stages):
+        own = layers[bounds[stage]:bounds[stage + 1]]
+        first_block = sum(layer.kind == "block" for layer in layers[:bounds[stage]]) % every if every > 1 else 0
+        found.setdefault((stage == 0, stage == stages - 1, own, first_block), stage)
+    return list(found.values())
 
 
 def parameters_of(layers: tuple[Layer, ...]) -> tuple[Parameter, ...]:
@@ -106,7 +131,7 @@ def _groups(layers: tuple[Layer, ...], tensor_parallel_size: int, expert_paralle
         found.setdefault((not parameter.is_matrix, parameter.is_expert), []).append((size, uses_adam))
     return tuple(
         ParameterGroup(sizes=tuple(size for size, _ in rows),
-                       ranks=max(1, zero_size // (expert_parallel_size if expert else 1)),
+                       ranks=max(1, zero_size // (expert_parallel_size if expert else 1)), is_expert=expert,
                        muon_size=0 if vectors else sum(size for size, uses_adam in rows if not uses_adam))
         for (vectors, expert), rows in sorted(found.items()))
 
@@ -120,7 +145,7 @@ class Rank:
     pipeline_stage: int = 0
     zero_rank: int = 0  # index of this rank among the ranks that ZeRO divides over
 
-    @property
+    @cached_property
     def micro_batch(self) -> MicroBatch:
         layout = self.layout
         tokens = -(-layout.micro_batch_size * layout.seq_length // layout.sequence_parallel_size)
@@ -150,9 +175,11 @@ class Rank:
         """Return whether a step sums the gradients of several micro-batches."""
         return self.layout.gradient_accumulation_steps > 1
 
+    @cached_property
     def layers(self) -> tuple[Layer, ...]:
         return pipeline_stage_layers(self.model, self.layout, self.pipeline_stage)
 
+    @cached_property
     def groups(self) -> tuple[ParameterGroup, ...]:
         return parameter_groups(self.model, self.layout, self.pipeline_stage)
 

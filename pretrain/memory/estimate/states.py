@@ -32,7 +32,7 @@ def states_of_rank(rank: Rank) -> Footprint:
 
 
 def _allocations(rank: Rank) -> Iterator[Allocation]:
-    groups, layout = rank.groups(), rank.layout
+    groups, layout = rank.groups, rank.layout
     wrapper = optimizer_wrapper(layout)
     if wrapper == "zero3":
         return zero3_states(groups, layout)

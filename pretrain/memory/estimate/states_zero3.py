@@ -115,7 +115,7 @@ def persistent_elements(groups: Sequence[ParameterGroup], layout: Layout) -> dic
     """
     total, found = 0, {}
     for group in groups:
-        small = sum(size for size in group.sizes if size <= layout.param_persistence_threshold)
+        small = sum(size * count for size, count in group.counts.items() if size <= layout.param_persistence_threshold)
         kept = min(small, max(0, layout.model_persistence_threshold - total))
         total += kept
         found[group] = kept
@@ -130,9 +130,9 @@ def _padded_persistent_elements(group: ParameterGroup, kept: int, layout: Layout
     """
     if not kept:
         return 0
-    small = [size for size in group.sizes if size <= layout.param_persistence_threshold]
-    padded = sum(-(-size // group.ranks) * group.ranks for size in small)
-    return round(kept / sum(small) * padded)
+    small = [(size, count) for size, count in group.counts.items() if size <= layout.param_persistence_threshold]
+    padded = sum(-(-size // group.ranks) * group.ranks * count for size, count in small)
+    return round(kept / sum(size * count for size, count in small) * padded)
 
 
 def _buffers(groups: Sequence[ParameterGroup], layout: Layout) -> Iterator[Allocation]:

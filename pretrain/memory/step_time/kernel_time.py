@@ -14,6 +14,7 @@ from pretrain.memory.step_time.time_parameters import DEFAULT_PARAMETERS, TimePa
 from pretrain.model.description import Layer, ModelConfig, Parameter
 from pretrain.model.flops import flops_per_token, keys_per_query, layer_flops_per_token, mean_keys_seen
 from pretrain.model.partition import BY_TIME
+from pretrain.model.recompute import Recompute
 
 # A product is computed in tiles, one per multiprocessor at a time; the last wave of tiles may leave most of them idle
 # (NVIDIA, "Matrix Multiplication Background User's Guide", tile and wave quantization). The smaller a tile, the more
@@ -86,8 +87,13 @@ def _tile_efficiency(m: float, n: float, k: float, peak: float, multiprocessors:
     return best
 
 
+@lru_cache(maxsize=4096)
 def layer_time(layer: Layer, model: ModelConfig, layout: Layout, rates: KernelRates) -> LayerTime:
-    """Return the time of one layer of a rank for one micro-batch, without recomputation."""
+    """Return the time of one layer of a rank for one micro-batch, without recomputation.
+
+    Args:
+        layout: a result of `_of_kernels`, because layouts that differ in other fields have the same times.
+    """
     tokens = layout.micro_batch_size * layout.seq_length / layout.sequence_parallel_size
     forward, backward, products = _products(layer, model, layout, rates, tokens)
     passes, kernels = _memory_passes(layer, model, layout)
@@ -114,8 +120,16 @@ def layer_times(layers: Sequence[Layer], model: ModelConfig, layout: Layout, clu
     """Return the time of each of some layers, as `layer_time` does."""
     rates = KernelRates(cluster.gpu, layout.precision, layout.element_bytes, parameters)
     known = {id(layer): layer for layer in layers}  # equal blocks are one object
-    times = {key: layer_time(layer, model, layout, rates) for key, layer in known.items()}
+    own = _of_kernels(layout)
+    times = {key: layer_time(layer, model, own, rates) for key, layer in known.items()}
     return [times[id(layer)] for layer in layers]
+
+
+def _of_kernels(layout: Layout) -> Layout:
+    """Return a layout with only those fields that determine the shapes in a micro-batch of a rank."""
+    tensor, sequence, expert = (layout.tensor_parallel_size, layout.sequence_parallel_size, layout.expert_parallel_size)
+    return Layout(world_size=tensor * sequence * expert, tensor_parallel_size=tensor, sequence_parallel_size=sequence,
+                  expert_parallel_size=expert, micro_batch_size=layout.micro_batch_size, seq_length=layout.seq_length)
 
 
 def _elements(layer: Layer, layout: Layout) -> float:
@@ -192,17 +206,23 @@ def recomputed_fraction(layout: Layout, model: ModelConfig) -> float:
     unless a norm follows. (Korthikanti et al., arXiv 2205.05198, recompute only the core of attention. The kernels do
     that in their own backward pass, so it is not counted here.)
     """
-    recompute, tiled = layout.recomputation, layout.mlp_tiles > 1
-    if not (recompute.is_on or tiled) or (recompute.interval and not tiled):
+    recompute = layout.recomputation
+    if not (recompute.is_on or recompute.mlp_tiles > 1) or (recompute.interval and recompute.mlp_tiles == 1):
         return float(recompute.is_on)
+    return _fraction(recompute, model, layout.seq_length)
+
+
+@lru_cache(maxsize=64)
+def _fraction(recompute: Recompute, model: ModelConfig, seq_length: int) -> float:
     recomputed = total = 0.0
     for index, layer in enumerate(model.blocks()):
-        work = layer_flops_per_token(model, layer, layout.seq_length)
-        attention = _attention_work(model, layer.window, layout.seq_length)
+        work = layer_flops_per_token(model, layer, seq_length)
+        attention = _attention_work(model, layer.window, seq_length)
         output = 0 if model.post_norm else 6 * model.num_heads * model.head_size * model.hidden_size
         by_part = {"none": 0.0, "blocks": work, "attention": attention - output, "mlp": work - attention}
         recomputed += by_part["blocks" if recompute.interval else recompute.part_of(index)]
-        recomputed += by_part["mlp"] if tiled else 0  # also after the recomputation of complete blocks
+        if recompute.mlp_tiles > 1:  # also after the recomputation of complete blocks
+            recomputed += by_part["mlp"]
         total += work
     return recomputed / total
 

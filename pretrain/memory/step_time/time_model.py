@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 
 from pretrain.config.layout import Layout
-from pretrain.memory.estimate.rank import pipeline_stage_layers
+from pretrain.memory.estimate.rank import distinct_stages, pipeline_stage_layers
 from pretrain.memory.hardware import Cluster
 from pretrain.memory.step_time.kernel_time import layer_times, recomputed_fraction
 from pretrain.memory.step_time.time_parameters import DEFAULT_PARAMETERS, TimeParameters
@@ -136,7 +136,7 @@ def estimate_step_time(layout: Layout, cluster: Cluster, model: ModelConfig, tra
         parameters: of the rank of the largest pipeline stage, before ZeRO divides them.
     """
     again = recomputed_fraction(layout, model)
-    slowest = max((stage_time(layout, cluster, model, stage, rates, again) for stage in range(layout.pipeline_stages)),
+    slowest = max((stage_time(layout, cluster, model, stage, rates, again) for stage in distinct_stages(model, layout)),
                   key=lambda stage: stage.slowest)
     optimizer = _optimizer_seconds(layout, cluster, parameters.after_zero(layout), rates)
     waits = {"network": 0.0, "pcie": 0.0, "disk": 0.0}

@@ -7,9 +7,10 @@ not counted. tests/distributed/memory/test_traffic.py compares the counts with r
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 from pretrain.config.layout import DTYPE_BYTES, Layout
-from pretrain.memory.estimate.rank import local_size, parameters_of, pipeline_stage_layers
+from pretrain.memory.estimate.rank import distinct_stages, parameter_groups
 from pretrain.memory.step_time.kernel_time import recomputed_fraction
 from pretrain.model.description import ModelConfig
 
@@ -50,11 +51,10 @@ def rank_parameters(layout: Layout, model: ModelConfig | None, num_parameters: i
         return RankParameters(num_parameters / layout.pipeline_stages / layout.tensor_parallel_size)
     tied = model.vocab_size * model.hidden_size / layout.tensor_parallel_size if model.tie_word_embeddings else 0.0
     stages = []
-    for stage in range(layout.pipeline_stages):
-        sizes = [(each.is_expert, local_size(each, layout))
-                 for each in parameters_of(pipeline_stage_layers(model, layout, stage))]
-        stages.append(RankParameters(sum(size for expert, size in sizes if not expert),
-                                     sum(size for expert, size in sizes if expert), tied))
+    for stage in distinct_stages(model, layout):
+        groups = parameter_groups(model, layout, stage)
+        experts = sum(group.size for group in groups if group.is_expert)
+        stages.append(RankParameters(sum(group.size for group in groups) - experts, experts, tied))
     return max(stages, key=lambda stage: stage.dense + stage.experts)
 
 
@@ -120,7 +120,12 @@ def gathered_tensors(layout: Layout, model: ModelConfig | None, *, experts: bool
     """
     if model is None:
         return 1
-    return sum(each.size > layout.param_persistence_threshold and each.is_expert == experts
+    return _larger_tensors(model, layout.param_persistence_threshold, experts)
+
+
+@lru_cache(maxsize=64)
+def _larger_tensors(model: ModelConfig, elements: int, experts: bool) -> int:
+    return sum(each.size > elements and each.is_expert == experts
                for layer in model.layers() for each in layer.parameters)
 
 

@@ -25,9 +25,13 @@ DIGEST = {
                         "under `master`, before the step; not with offload to NVMe"),
     "layers_forward": (FORWARD, "interval: for each layer, checksum of its outputs, over the micro-batches; 0 for a "
                                 "layer without an output of its own"),
+    "operators_forward": (FORWARD, "interval: {name: checksum} of the outputs of the modules inside the layers, such "
+                                   "as `3.mlp.up`, in the order of the computation; not of compiled blocks"),
     "rank_loss": (FORWARD, "mean loss of this data-parallel rank's tokens"),
     "layers_backward": (BACKWARD, "interval: for each layer, checksum of the gradients of its outputs, over the "
                                   "micro-batches"),
+    "operators_backward": (BACKWARD, "interval: {name: checksum} of the gradients of the same outputs, in the order of "
+                                     "the backward pass"),
     "gradient_bits": (BACKWARD, "interval: for each layer, checksum of the gradients of its parameters before the "
                                 "reduction, over the micro-batches"),
     "gradients": (BACKWARD, "interval: for each layer, 2-norm of the same gradients, with fp16's loss scale"),

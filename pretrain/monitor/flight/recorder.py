@@ -148,6 +148,8 @@ class FlightRecorder:
 
     def _add_layers(self) -> list[torch.Tensor]:
         """Add what the hooks have found, and the parameters after the update. Returns the norms of the gradients."""
+        for key, sums in self._layers.operators().items():
+            self._names[key], self._sums[key] = list(sums), torch.stack([*sums.values()])
         found = self._layers.end()
         norms = found.pop("gradients")
         self._sums |= found
