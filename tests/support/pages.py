@@ -84,6 +84,7 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "--train_steps 60 --save_interval 4 --keep_checkpoints 3 --async_save --save runs/chaos",),
     "takes minutes on an idle machine: tests/bench/test_bench.py": (
         "ds-pretrain bench --preset cpu-small --rounds 2", "ds-pretrain bench --what store",
+        "ds-pretrain bench --preset cpu-shakespeare --precision fp32",
         "ds-pretrain bench --what step --preset cpu --write tools/measurements.md",
         "ds-pretrain bench --what step --preset cpu-llama-2048 --write tools/measurements.md",
         "ds-pretrain bench --what overhead,checkpoint,startup --rounds 3 --write tools/measurements.md"),
