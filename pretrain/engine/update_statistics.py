@@ -164,7 +164,8 @@ class UpdateSize(UpdatePart):
 
     def __init__(self, engine: DeepSpeedEngine, owned_weights: OwnedWeights) -> None:
         self.is_due = False
-        self._owned_weights = owned_weights
+        self._engine, self._owned_weights = engine, owned_weights
+        self._listed: tuple[list[int], list[torch.Tensor] | None] = [], None  # addresses, and the weights there
         self._weights: list[torch.Tensor] | None = None  # None: this step is not measured
         self._sample: list[torch.Tensor] = []  # of the weights before the update
         self._squares: torch.Tensor | None = None
@@ -179,7 +180,7 @@ class UpdateSize(UpdatePart):
         return torch.full((3,), torch.nan, dtype=torch.float64, device=self._device) if squares is None else squares
 
     def before(self) -> None:
-        self._weights = self._owned_weights() if self.is_due else None
+        self._weights = self._list_weights() if self.is_due else None
         if self._weights is not None:
             self._sample = self._copy_sample(self._weights)
 
@@ -187,6 +188,15 @@ class UpdateSize(UpdatePart):
         if self._weights is not None:
             self._measure(self._weights, self._sample)
             self._weights, self._sample = None, []
+
+    def _list_weights(self) -> list[torch.Tensor] | None:
+        """List the weights again if the optimizer's tensors have moved: a list takes milliseconds."""
+        optimizer = getattr(self._engine.optimizer, "optimizer", self._engine.optimizer)
+        # at ZeRO stage 3 these groups are filled only during a step
+        addresses = [p.data_ptr() for group in optimizer.param_groups for p in group["params"]]
+        if not addresses or addresses != self._listed[0]:
+            self._listed = addresses, self._owned_weights()
+        return self._listed[1]
 
     @torch.no_grad()
     def _copy_sample(self, weights: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -55,13 +55,14 @@ class SpikeWindow:
 
     def __init__(self, name: str, *, length: int, threshold: float) -> None:
         self._name, self._length, self._threshold = name, length, threshold
-        self._entries: deque[tuple[int, float]] = deque(maxlen=length)  # (step, value)
+        self._steps: deque[int] = deque(maxlen=length)
+        self._values: deque[float] = deque(maxlen=length)  # of these steps
 
     def find(self, value: float) -> Spike | None:
         """Return the spike if `value` is one. Changes nothing. NaN and infinity are no spikes: see `Guard`."""
-        if not math.isfinite(value) or len(self._entries) < self._length // 2:
+        if not math.isfinite(value) or len(self._values) < self._length // 2:
             return None
-        values = np.fromiter((entry for _, entry in self._entries), float, len(self._entries))
+        values = np.fromiter(self._values, float, len(self._values))
         mean = float(values.mean())
         std = max(float(values.std()), _SMALLEST_STD * abs(mean), float(np.finfo(float).tiny))
         return Spike(self._name, value, mean, std) if value > mean + self._threshold * std else None
@@ -72,13 +73,15 @@ class SpikeWindow:
         if spike is not None:
             value = spike.mean + self._threshold * spike.std
         if math.isfinite(value):
-            self._entries.append((step, value))
+            self._steps.append(step)
+            self._values.append(value)
         return spike
 
     def forget_after(self, step: int) -> None:
         """Remove the values of later steps, because the run has returned to `step`."""
-        while self._entries and self._entries[-1][0] > step:
-            self._entries.pop()
+        while self._steps and self._steps[-1] > step:
+            self._steps.pop()
+            self._values.pop()
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""C kernels of layers on CPUs in bf16, compared with the same operators in fp64 or fp32."""
+"""C kernels of layers on CPUs in bf16 and fp32, compared with the same operators in fp64 or fp32."""
 
 import pytest
 import torch
@@ -44,6 +44,25 @@ def test_activations_in_c_are_the_rounded_exact_values(name):
              c_functions.gated(name, x, up), *c_functions.gated_backward(name, grad.clone(), x, up)]
     for mine, exact in zip(found, wanted, strict=True):
         torch.testing.assert_close(mine.double(), exact.detach(), rtol=2**-8, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", c_functions.ACTIVATIONS_IN_C_FP32)
+def test_activations_in_c_are_as_exact_in_fp32_as_those_of_torch(name):
+    x = torch.cat([torch.linspace(-30, 30, 40001), random(10000).float()])
+    up, grad = random(len(x)).float(), random(len(x), seed=1).float()
+    exact_x, exact_up = x.double().requires_grad_(), up.double().requires_grad_()
+    activated = IN_TORCH[name](exact_x)
+    gated = activated * exact_up
+    dx, = torch.autograd.grad(activated, exact_x, grad.double(), retain_graph=True)
+    wanted = [activated, dx, activated, gated, *torch.autograd.grad(gated, (exact_up, exact_x), grad.double()), gated]
+    found = [c_functions.activate(name, x), *c_functions.activate_backward(name, grad.clone(), x),
+             c_functions.gated(name, x, up), *c_functions.gated_backward(name, grad.clone(), x, up)]
+    for mine, exact in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine.double(), exact.detach(), rtol=2e-6, atol=1e-6)
+    special = c_functions.activate(name, SPECIAL.float())
+    assert special[0].isnan()
+    assert special[1].item() == float("inf")
+    assert not special[2].isfinite()
 
 
 @pytest.mark.parametrize("name", c_functions.ACTIVATIONS_IN_C)

@@ -85,6 +85,7 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
     "takes minutes on an idle machine: tests/bench/test_bench.py": (
         "ds-pretrain bench --preset cpu-small --rounds 2", "ds-pretrain bench --what store",
         "ds-pretrain bench --what control",
+        "ds-pretrain bench --preset cpu-shakespeare --precision fp32",
         "ds-pretrain bench --what step --preset cpu --write tools/measurements.md",
         "ds-pretrain bench --what step --preset cpu-llama-2048 --write tools/measurements.md",
         "ds-pretrain bench --what overhead,checkpoint,startup --rounds 3 --write tools/measurements.md"),

@@ -15,8 +15,6 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.utils import (
-    clip_tensors_by_global_norm,
-    get_global_norm_of_tensors,
     is_model_parallel_parameter,
 )
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
@@ -82,18 +80,23 @@ def clip_fp32_by_global_norm(engine: DeepSpeedEngine) -> None:
     DeepSpeed 0.19.8: `clip_grad_norm_` (runtime/utils.py) counts only the parameters of the first pipeline stage. It
     treats all others as replicas, because get_model_parallel_rank returns the pipeline stage. Clipping then depends on
     the layout. Besides, `get_global_grad_norm` returns None, and without clipping no norm is computed. Here it is
-    always computed and reported.
+    always computed and reported. One call of torch computes the norms of all gradients: DeepSpeed's
+    get_global_norm_of_tensors makes four for each of them.
     """
     engine.optimizer.clip_grad = engine.gradient_clipping()  # under the name that DeepSpeed's optimizers have
+    parameters = [(p, is_counted(engine, p)) for p in engine.module.parameters()]
 
     def clip() -> None:
-        parameters = [p for p in engine.module.parameters() if p.grad is not None]
-        counted = [p.grad for p in parameters if is_counted(engine, p)]
-        norm = get_global_norm_of_tensors(counted, mpu=engine.mpu)
+        gradients = [p.grad for p, _ in parameters if p.grad is not None]
+        norms = torch._foreach_norm([p.grad for p, counted in parameters if counted and p.grad is not None])
+        squared = torch.stack(norms).square().sum()
+        dist.all_reduce(squared, group=engine.mpu.get_model_parallel_group())
+        norm = squared.sqrt()
         engine.optimizer._global_grad_norm = norm  # the engine reads it after the step
         max_norm = engine.optimizer.clip_grad
-        if max_norm > 0:
-            clip_tensors_by_global_norm([p.grad for p in parameters], max_norm=max_norm, global_norm=norm)
+        factor = max_norm / (norm + 1e-6) if max_norm > 0 else 1.0  # as in DeepSpeed's clip_tensors_by_global_norm
+        if factor < 1:
+            torch._foreach_mul_(gradients, factor)
 
     engine.clip_fp32_gradients = clip  # called by the engine if clipping is on, otherwise by patches/skip.py
 

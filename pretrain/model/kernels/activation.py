@@ -81,6 +81,8 @@ def _gradients_in_c(activation: str, grad_ND: torch.Tensor, up_BTF: torch.Tensor
 
 
 def _is_in_c(activation: str, x: torch.Tensor) -> bool:
+    if x.dtype == torch.float32:
+        return activation in c_functions.ACTIVATIONS_IN_C_FP32 and uses_c("activation", x, torch.float32)
     return activation in c_functions.ACTIVATIONS_IN_C and uses_c("activation", x)
 
 

@@ -17,11 +17,12 @@ from pretrain.engine.steps import grad_norm, open_loader, train_batch
 from tests.distributed.workers.worker import Case, end, engine_of, plan_of, state_hash
 from tests.support.cases_loop import each_case
 
+_FILES = ("deepspeed/runtime/zero/", "deepspeed/runtime/utils", "deepspeed/runtime/engine")
 BAD_STEP = 2  # in this step gradients are NaN or infinite
 
 
 class CountElements(TorchDispatchMode):
-    """Counts the elements that operators get from DeepSpeed's ZeRO optimizers, by the operator's name."""
+    """Counts the elements that operators get from DeepSpeed's engine and ZeRO optimizers, by the operator's name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +32,7 @@ class CountElements(TorchDispatchMode):
         frame = sys._getframe(1)
         while "torch" in frame.f_code.co_filename and frame.f_back is not None:
             frame = frame.f_back
-        if any(name in frame.f_code.co_filename for name in ("deepspeed/runtime/zero/", "deepspeed/runtime/utils")):
+        if any(name in frame.f_code.co_filename for name in _FILES):
             self.elements[function.overloadpacket.__name__] += sum(x.numel() for x in args if torch.is_tensor(x))
         return function(*args, **(kwargs or {}))
 
@@ -43,6 +44,7 @@ def passes(*, plain: bool) -> Iterator[None]:
         if plain:
             stack.enter_context(patch("pretrain.engine.build.skip_reduction_on_one_rank", lambda engine: None))
             stack.enter_context(patch("pretrain.engine.build.pass_over_gradients_in_c", lambda engine: None))
+            stack.enter_context(patch("pretrain.engine.build.save_host_time", lambda engine: None))
         else:
             stack.enter_context(patch("pretrain.engine.gradient_passes.uses_c", lambda _, x, dtype: x.dtype == dtype))
         yield

@@ -48,9 +48,9 @@ static inline void prefetch_line(const uint16_t *address) { /* it need not exist
 #endif
 }
 
-static inline void prefetch(const uint16_t *block) { /* the block after the next one */
+static inline void prefetch(const void *block) { /* the block after the next one, of elements of 2 bytes */
     for (int line = 0; line < BLOCK; line += 32)
-        prefetch_line(block + 2 * BLOCK + line);
+        prefetch_line((const uint16_t *)block + 2 * BLOCK + line);
 }
 
 #endif

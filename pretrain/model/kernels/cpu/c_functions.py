@@ -14,18 +14,20 @@ import torch.nn.functional as F  # noqa: N812 (torch's own name)
 
 from pretrain.model.kernels.cpu.library import call
 
-ACTIVATIONS_IN_C = ("gelu", "gelu_tanh", "silu")  # the others are as fast in torch
+ACTIVATIONS_IN_C = ("gelu", "gelu_tanh", "silu")  # in bf16; the others are as fast in torch
+ACTIVATIONS_IN_C_FP32 = ("gelu_tanh", "silu")
 _LEAST_WIDTH = 512  # narrower layers gain nothing from a transposed copy: measured on an AMX core
 _BLOCK_ROWS = 64  # rows that one thread adds; columns.h repeats it
 _BLOCK_ELEMENTS = 16384  # elements of a partial sum, as in gradients.c
 _SUFFIX = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+_TYPE = {torch.bfloat16: "", torch.float32: "_fp32"}  # in the names of the activations
 
 
 def activate(name: str, x: torch.Tensor) -> torch.Tensor:
     """Return the activation of each element."""
     x = x.contiguous()
     out = torch.empty_like(x)
-    call(name, x, out, x.numel())
+    call(f"{name}{_TYPE[x.dtype]}", x, out, x.numel())
     return out
 
 
@@ -33,7 +35,7 @@ def activate_backward(name: str, grad: torch.Tensor, x: torch.Tensor) -> tuple[t
     """Return the gradient of x, which is written to `grad` if that is contiguous, and the activation of x."""
     grad, x = grad.contiguous(), x.contiguous()
     activated = torch.empty_like(x)
-    call(f"{name}_backward", grad, x, activated, x.numel())
+    call(f"{name}{_TYPE[x.dtype]}_backward", grad, x, activated, x.numel())
     return grad, activated
 
 
@@ -41,7 +43,7 @@ def gated(name: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Return activation(gate) * up."""
     gate, up = gate.contiguous(), up.contiguous()
     out = torch.empty_like(up)
-    call(f"{name}_gated", gate, up, out, up.numel())
+    call(f"{name}{_TYPE[up.dtype]}_gated", gate, up, out, up.numel())
     return out
 
 
@@ -50,7 +52,7 @@ def gated_backward(name: str, grad: torch.Tensor, gate: torch.Tensor,
     """Return the gradients of up and gate, and activation(gate) * up. The first is written to a contiguous `grad`."""
     grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
     inner, dgate = torch.empty_like(up), torch.empty_like(up)
-    call(f"{name}_gated_backward", grad, gate, up, inner, dgate, up.numel())
+    call(f"{name}{_TYPE[up.dtype]}_gated_backward", grad, gate, up, inner, dgate, up.numel())
     return grad, dgate, inner
 
 

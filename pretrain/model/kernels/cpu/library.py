@@ -27,6 +27,9 @@ _X86_FLAGS = {"avx2": "-mavx2", "fma": "-mfma", "f16c": "-mf16c", "avx512f": "-m
               "avx512dq": "-mavx512dq", "avx512vl": "-mavx512vl", "avx512_bf16": "-mavx512bf16"}
 
 
+_PLAIN = frozenset((int, float, bool, type(None)))  # arguments that are no tensors; isinstance takes longer
+
+
 class _Simulated:
     """Holds the type of the tensors of a simulation, which have no memory; None: C functions are called."""
 
@@ -54,11 +57,14 @@ def call(name: str, *arguments: torch.Tensor | int | float | None) -> None:
     library = _library()
     assert library is not None
     function = getattr(library, name)
+    if function.argtypes is None:  # ctypes then converts numbers itself, at a third of the time
+        function.argtypes, function.restype = [*map(_c_type, arguments)], None
+    values = [x if type(x) in _PLAIN else x.data_ptr() for x in arguments]  # type: ignore[union-attr]
     if not torch.autograd.profiler._is_profiler_enabled:
-        function(*map(_as_c, arguments))
+        function(*values)
         return
     with torch._C._profiler._RecordFunctionFast(f"c::{name}", list(arguments)):
-        function(*map(_as_c, arguments))
+        function(*values)
 
 
 def simulate_calls(tensor_type: type[torch.Tensor]) -> None:
@@ -66,10 +72,10 @@ def simulate_calls(tensor_type: type[torch.Tensor]) -> None:
     _Simulated.tensor_type = tensor_type
 
 
-def _as_c(argument: torch.Tensor | int | float | None) -> ctypes.c_void_p | ctypes.c_int64 | ctypes.c_float:
+def _c_type(argument: torch.Tensor | int | float | None) -> type:
     if argument is None or isinstance(argument, torch.Tensor):
-        return ctypes.c_void_p(None if argument is None else argument.data_ptr())
-    return ctypes.c_int64(argument) if isinstance(argument, int) else ctypes.c_float(argument)
+        return ctypes.c_void_p
+    return ctypes.c_int64 if isinstance(argument, int) else ctypes.c_float
 
 
 @functools.cache

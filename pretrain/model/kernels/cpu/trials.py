@@ -32,10 +32,11 @@ class Trial:
     in_torch: Callable[..., Any]
 
 
-def _rows(count: int, *columns: int) -> Callable[[int, torch.Generator], Operands]:
-    """Return a function that makes `count` matrices in bf16."""
+def _rows(count: int, *columns: int,
+          dtype: torch.dtype = torch.bfloat16) -> Callable[[int, torch.Generator], Operands]:
+    """Return a function that makes `count` matrices."""
     def make(rows: int, generator: torch.Generator) -> Operands:
-        return tuple(torch.randn((rows, *columns), generator=generator, device="cpu").bfloat16() for _ in range(count))
+        return tuple(torch.randn((rows, *columns), generator=generator, device="cpu").to(dtype) for _ in range(count))
     return make
 
 
@@ -56,16 +57,17 @@ def _losses_in_torch(logits: torch.Tensor, labels: torch.Tensor) -> Operands:
     return log_z - at_label[:, 0], log_z, gradient.to(logits.dtype)
 
 
-def _activation_trials(name: str, approximate: str) -> tuple[Trial, ...]:
+def _activation_trials(name: str, approximate: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Trial, ...]:
     """Return trials of a variant of GELU, alone and with a gate, forward and backward."""
+    rows = partial(_rows, dtype=dtype)
     gelu = partial(torch.nn.functional.gelu, approximate=approximate)
     slope = partial(torch.ops.aten.gelu_backward, approximate=approximate)
     return (
-        Trial("activation", _rows(1, 515), partial(c_functions.activate, name), gelu),
-        Trial("activation", _rows(2, 515), partial(c_functions.activate_backward, name),
+        Trial("activation", rows(1, 515), partial(c_functions.activate, name), gelu),
+        Trial("activation", rows(2, 515), partial(c_functions.activate_backward, name),
               lambda grad, x: (slope(grad, x), gelu(x))),
-        Trial("activation", _rows(2, 515), partial(c_functions.gated, name), lambda gate, up: gelu(gate) * up),
-        Trial("activation", _rows(3, 515), partial(c_functions.gated_backward, name),
+        Trial("activation", rows(2, 515), partial(c_functions.gated, name), lambda gate, up: gelu(gate) * up),
+        Trial("activation", rows(3, 515), partial(c_functions.gated_backward, name),
               lambda grad, gate, up: (grad * gelu(gate), slope(grad * up, gate), gelu(gate) * up)))
 
 
@@ -157,8 +159,10 @@ def _gradients_in_torch(x: torch.Tensor) -> Operands:
 TRIALS = (
     *_activation_trials("gelu_tanh", "tanh"),
     *_activation_trials("gelu", "none"),
-    Trial("activation", _rows(2, 515), partial(c_functions.activate_backward, "silu"),
-          lambda grad, x: (torch.ops.aten.silu_backward(grad, x), torch.nn.functional.silu(x))),
+    *_activation_trials("gelu_tanh", "tanh", torch.float32),
+    *(Trial("activation", _rows(2, 515, dtype=dtype), partial(c_functions.activate_backward, "silu"),
+            lambda grad, x: (torch.ops.aten.silu_backward(grad, x), torch.nn.functional.silu(x)))
+      for dtype in (torch.bfloat16, torch.float32)),
     Trial("linear", _layer, _layer_in_c, _layer_in_torch),
     Trial("norm", _norm, _norm_in_c, _norm_in_torch),
     Trial("optimizer", _rows(1, 515), _gradients_in_c, _gradients_in_torch),
