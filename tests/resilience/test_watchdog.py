@@ -59,8 +59,8 @@ with Watchdog(run, World(rank, size, rank, size, "torch"), TimeOuts(limits, limi
         watchdog.enter("data", 6)
         watchdog.enter("step", 6)
         time.sleep(600)
-    elif how == "slow":  # longer than the time-out in total, but with progress
-        for _ in range(10):
+    elif how in ("slow", "slow_for_minutes"):  # longer than the time-out in total, but with progress
+        for _ in range(10 if how == "slow" else 1000):
             time.sleep({TIME_OUT_S} / 5)
             watchdog.enter("eval", 6)
     elif how == "reads":  # one call that takes longer than the time-out, but reads files
@@ -160,7 +160,7 @@ def a_stopped_rank_is_named_and_ends_without_doing_anything(run: Path) -> None:
 
 def a_rank_that_is_continued_after_the_hang_was_declared_exits(run: Path) -> None:
     """The watcher of rank 1 is stopped, too, as on a machine that was suspended alone."""
-    with started(run, "without_lock", "slow") as ranks:
+    with started(run, "without_lock", "slow_for_minutes") as ranks:
         (watcher,) = watchers(ranks[1].pid)
         for pid in (ranks[1].pid, watcher):
             os.kill(pid, signal.SIGSTOP)
