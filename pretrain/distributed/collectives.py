@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 
 from pretrain.errors import ConfigError, SaveError
 
@@ -41,6 +40,8 @@ def gather(value: T) -> list[T]:
 
 def any_rank(value: bool) -> bool:
     """Return on every rank whether `value` is true on some rank. A rank sends one number, however many ranks wait."""
+    from deepspeed.accelerator import get_accelerator  # prints a line, which programs that only read data have not
+
     found = torch.tensor([value], dtype=torch.int32, device=get_accelerator().current_device_name())
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return bool(found.item())

@@ -4,12 +4,14 @@ import gc
 import json
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed import DeepSpeedEngine
 from deepspeed.utils import groups
 from torch.distributed.distributed_c10d import _world
 
@@ -23,6 +25,14 @@ def each_case(run: Callable[[dict[str, Any]], Any]) -> None:
 
     Rank 0 writes the results by case name after each case, so that the results before a failed case are kept.
     """
+    engines: list[weakref.ref[DeepSpeedEngine]] = []
+    build = DeepSpeedEngine.__init__
+
+    def build_listed(engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> None:
+        build(engine, *args, **kwargs)
+        engines.append(weakref.ref(engine))
+
+    DeepSpeedEngine.__init__ = build_listed
     with deepspeed_output("error"):
         init_process_group(running_environment())
     results: dict[str, Any] = {}
@@ -34,10 +44,20 @@ def each_case(run: Callable[[dict[str, Any]], Any]) -> None:
         if dist.get_rank() == 0:
             Path(sys.argv[2]).write_text(json.dumps(results))
         _destroy_groups()
+        _empty(engines)
         gc.collect()
         print(f"case {case['name']}: {time.perf_counter() - start:.1f} s", flush=True)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _empty(engines: list[weakref.ref[DeepSpeedEngine]]) -> None:
+    """Empty the engines of a case. Objects in C++ hold some of them, which the garbage collector does not see."""
+    for each in engines:
+        engine = each()
+        if engine is not None:
+            vars(engine).clear()
+    engines.clear()
 
 
 def _destroy_groups() -> None:

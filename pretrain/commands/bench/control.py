@@ -161,7 +161,7 @@ def logged_step(ranks: Ranks) -> None:
         folder.event("save", step=1)
         log = RankTimesLog(run, ["host"] * ranks.size, [{}] * ranks.size, first_step=0)
         for row in log.rows(rank_times(values[:, -NUM_VALUES:], step=1, steps=1, step_ms=1.0)):
-            folder.event("rank_times", **{key: value for key, value in row.items() if key not in ("time", "event")})
+            folder.rank_times(row)
         files = ControlFiles(run, lambda: 0)
         for look in (files.stop_requested, files.save_requested, files.take_profile_steps, files.take_record_request):
             look()

@@ -89,14 +89,13 @@ def clip_fp32_by_global_norm(engine: DeepSpeedEngine) -> None:
     def clip() -> None:
         gradients = [p.grad for p, _ in parameters if p.grad is not None]
         norms = torch._foreach_norm([p.grad for p, counted in parameters if counted and p.grad is not None])
-        squared = torch.stack(norms).square().sum()
+        squared = torch.stack([torch.zeros((), device=engine.device), *norms]).square().sum()
         dist.all_reduce(squared, group=engine.mpu.get_model_parallel_group())
         norm = squared.sqrt()
         engine.optimizer._global_grad_norm = norm  # the engine reads it after the step
         max_norm = engine.optimizer.clip_grad
-        factor = max_norm / (norm + 1e-6) if max_norm > 0 else 1.0  # as in DeepSpeed's clip_tensors_by_global_norm
-        if factor < 1:
-            torch._foreach_mul_(gradients, factor)
+        if max_norm > 0:  # as in DeepSpeed's clip_tensors_by_global_norm, which reads the factor from the device
+            torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
 
     engine.clip_fp32_gradients = clip  # called by the engine if clipping is on, otherwise by patches/skip.py
 

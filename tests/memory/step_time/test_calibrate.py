@@ -1,6 +1,7 @@
 """compare_zero.py --calibrate: fits to real runs on CPUs, and to records as a run on a GPU would write them."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -58,7 +59,7 @@ def test_several_runs_determine_more_parameters(runs: Path, capsys: pytest.Captu
     found = calibrate(paths)
     assert {"compute_speed", "launch_seconds", "link_efficiency"} <= set(found.fitted)
     main(["--calibrate", *paths])
-    text = capsys.readouterr().out
+    text = " ".join(capsys.readouterr().out.split())
     assert text.count("predicted after the calibration") == 2
     assert f"the model of {paths[0]}" in text
     assert "which MFU takes as the peak rate" in text
@@ -98,7 +99,8 @@ def test_a_run_on_a_gpu_calibrates_questions_about_this_gpu(runs: Path, tmp_path
     assert found.fitted == ("launch_seconds",)  # so small a model waits for the host
     assert found.parameters.launch_seconds == pytest.approx(3e-5, rel=0.03)
     main(["--calibrate", path, "--world_size", "8", "--model", "gpt2"])
-    assert "30 us to launch a kernel" in capsys.readouterr().out.replace("30.1 us", "30 us").replace("29.9 us", "30 us")
+    text = " ".join(capsys.readouterr().out.split())
+    assert re.search("(30|30.1|29.9) us to launch a kernel", text)
     for flags, message in ((["--gpu", "h100"], "not on --gpu h100"), (["--gpu", "a100-40"], "not on --gpu a100-40"),
                            (["--gpu", "cpu"], "not on --gpu cpu")):
         with pytest.raises(ConfigError, match=message):
