@@ -1,13 +1,14 @@
 """The sections of `ds-pretrain bench`: all of them in turn, and those about training steps and checkpoints."""
 
+import contextlib
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pretrain.commands.bench.control import control
 from pretrain.commands.bench.data import data
 from pretrain.commands.bench.processes import (
     SAVE_INTERVAL_S,
@@ -44,6 +45,13 @@ def run_sections(settings: BenchSettings, report: ReportProgress) -> Iterator[Be
         context.job("validated", "project.project").plan()  # raises ConfigError
         for name in settings.sections:
             yield measure[name](context, lambda text, name=name: report(f"{name}: {text}"))  # type: ignore[misc]
+
+
+def control(context: BenchContext, report: ReportProgress) -> BenchSection:
+    """Count what each phase of a run of many ranks asks of storage and of other ranks."""
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints a line when it is imported, and --json has none
+        from pretrain.commands.bench.control import control as count
+    return count(context, report)
 
 
 def training_step(context: BenchContext, report: ReportProgress) -> BenchSection:
