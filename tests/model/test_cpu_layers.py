@@ -29,36 +29,33 @@ def threads():
     torch.set_num_threads(before)
 
 
+def assert_close_to_exact(name, x, up, grad, *, rtol, atol):
+    """Compare an activation in C with fp64: alone and with the gate `up`, forward and backward."""
+    exact_x, exact_up = x.double().requires_grad_(), up.double().requires_grad_()
+    activated = IN_TORCH[name](exact_x)
+    gated = activated * exact_up
+    dx, = torch.autograd.grad(activated, exact_x, grad.double(), retain_graph=True)
+    wanted = [activated, dx, activated, gated, *torch.autograd.grad(gated, (exact_up, exact_x), grad.double()), gated]
+    found = [c_functions.activate(name, x), *c_functions.activate_backward(name, grad.clone(), x),
+             c_functions.gated(name, x, up), *c_functions.gated_backward(name, grad.clone(), x, up)]
+    for mine, exact in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine.double(), exact.detach(), rtol=rtol, atol=atol)
+
+
 @pytest.mark.parametrize("name", c_functions.ACTIVATIONS_IN_C)
 def test_activations_in_c_are_the_rounded_exact_values(name):
     """For all numbers in bf16 up to 1e4, alone and with a gate, forward and backward."""
     every = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
     x = every[every.isfinite() & (every.abs() < 1e4)]
     up, grad = random(len(x)), random(len(x), seed=1)
-    exact_x, exact_up = x.double().requires_grad_(), up.double().requires_grad_()
-    activated = IN_TORCH[name](exact_x)
-    gated = activated * exact_up
-    dx, = torch.autograd.grad(activated, exact_x, grad.double(), retain_graph=True)
-    wanted = [activated, dx, activated, gated, *torch.autograd.grad(gated, (exact_up, exact_x), grad.double()), gated]
-    found = [c_functions.activate(name, x), *c_functions.activate_backward(name, grad.clone(), x),
-             c_functions.gated(name, x, up), *c_functions.gated_backward(name, grad.clone(), x, up)]
-    for mine, exact in zip(found, wanted, strict=True):
-        torch.testing.assert_close(mine.double(), exact.detach(), rtol=2**-8, atol=1e-5)
+    assert_close_to_exact(name, x, up, grad, rtol=2**-8, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", c_functions.ACTIVATIONS_IN_C_FP32)
 def test_activations_in_c_are_as_exact_in_fp32_as_those_of_torch(name):
     x = torch.cat([torch.linspace(-30, 30, 40001), random(10000).float()])
     up, grad = random(len(x)).float(), random(len(x), seed=1).float()
-    exact_x, exact_up = x.double().requires_grad_(), up.double().requires_grad_()
-    activated = IN_TORCH[name](exact_x)
-    gated = activated * exact_up
-    dx, = torch.autograd.grad(activated, exact_x, grad.double(), retain_graph=True)
-    wanted = [activated, dx, activated, gated, *torch.autograd.grad(gated, (exact_up, exact_x), grad.double()), gated]
-    found = [c_functions.activate(name, x), *c_functions.activate_backward(name, grad.clone(), x),
-             c_functions.gated(name, x, up), *c_functions.gated_backward(name, grad.clone(), x, up)]
-    for mine, exact in zip(found, wanted, strict=True):
-        torch.testing.assert_close(mine.double(), exact.detach(), rtol=2e-6, atol=1e-6)
+    assert_close_to_exact(name, x, up, grad, rtol=2e-6, atol=1e-6)
     special = c_functions.activate(name, SPECIAL.float())
     assert special[0].isnan()
     assert special[1].item() == float("inf")
