@@ -27,7 +27,7 @@ from tests.support.launch import run_worker
 from tests.support.layouts import relative_difference
 
 IN_DEFAULT_RUN = 6  # rows of the table
-# Some engines are never freed: C++ objects hold them, and each has process groups with about ten threads that poll.
+# Some engines and process groups are never freed, and each group has threads that poll.
 CASES_OF_A_LAUNCH = 32
 TOLERANCES = {"fp32": 5e-5, "bf16": 4e-3, "fp16": 1e-3}
 REDUCED_IN = ("communication_data_type", "seq_parallel_communication_data_type")

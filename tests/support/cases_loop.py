@@ -52,7 +52,7 @@ def each_case(run: Callable[[dict[str, Any]], Any]) -> None:
 
 
 def _empty(engines: list[weakref.ref[DeepSpeedEngine]]) -> None:
-    """Empty the engines of a case. Objects in C++ hold some of them, which the garbage collector does not see."""
+    """Empty the engines of a case: the garbage collector does not free all of them, with their process groups."""
     for each in engines:
         engine = each()
         if engine is not None:

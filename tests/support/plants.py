@@ -49,7 +49,7 @@ Plant = dict[str, Any]
 
 
 def flip(tensor: torch.Tensor, bit: int) -> None:
-    """Flip a bit of an element that is not about 0, whose bits might change nothing."""
+    """Flip a bit of an element that is not 0 or nearly 0: a changed bit of such an element might change nothing."""
     flat = tensor.detach().view(-1)
     words, bits = flat.view(_INTEGERS[tensor.element_size()]), 8 * tensor.element_size()
     assert -bits <= bit < bits, f"{tensor.dtype} has no bit {bit}"
