@@ -1,6 +1,7 @@
 """Causal attention: a custom operator on CPUs in bf16 or with documents, torch's operators elsewhere.
 
-In bf16 on CPUs with dot products of bf16, attention is computed in C instead (cpu/attention.py).
+In bf16 on CPUs with dot products of bf16, attention is computed in C instead, and in fp32 the usual case
+(cpu/attention.py).
 
 The custom operator consists of matrix products that use the CPU's bf16 units. For queries a..b and all keys up to b:
 P = softmax(S), S = scale Q K^T with later positions at -inf,  O = P V.
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from pretrain.model.kernels.cpu.attention import instructions
+from pretrain.model.kernels.cpu.attention import AttentionSettings, instructions, is_usual
 from pretrain.model.kernels.cpu.choice import uses_c
 from pretrain.model.kernels.documents import Documents
 from pretrain.model.kernels.torch_attention import torch_causal_attention
@@ -62,7 +63,18 @@ def causal_attention(q_BHTE: torch.Tensor, k_BKTE: torch.Tensor, v_BKTE: torch.T
 def can_attend_in_c(qkv_BTGE: torch.Tensor, num_kv_heads: int, dropout: float) -> bool:
     """Return whether `attention` in cpu/attention.py computes it: there is one key/value head or more per thread."""
     return (dropout == 0.0 and uses_c("attention", qkv_BTGE) and instructions() > 0
-            and qkv_BTGE.shape[0] * num_kv_heads >= torch.get_num_threads())
+            and _has_head_per_thread(qkv_BTGE, num_kv_heads))
+
+
+def can_attend_in_fp32(inputs: tuple[torch.Tensor, ...], num_kv_heads: int, dropout: float,
+                       settings: AttentionSettings) -> bool:
+    """Return whether `attention_fp32` in cpu/attention.py computes it."""
+    return (dropout == 0.0 and uses_c("attention_fp32", inputs[0], torch.float32) and is_usual(inputs, settings)
+            and _has_head_per_thread(inputs[0], num_kv_heads))
+
+
+def _has_head_per_thread(x_BTHE: torch.Tensor, num_kv_heads: int) -> bool:
+    return x_BTHE.shape[0] * num_kv_heads >= torch.get_num_threads()
 
 
 @dataclass(frozen=True)

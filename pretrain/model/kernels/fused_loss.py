@@ -11,7 +11,7 @@ In bf16 and fp16, the parts of dW are added in fp32, and dW is rounded once. Add
 the number of chunks: 2.9 times torch's with a single product at 32k tokens (tests/model/test_operators.py). The fp32
 sum exists during the forward pass only, and only if there is more than one chunk.
 
-On CPUs in bf16, C functions compute the losses and their gradient (cpu/cross_entropy.c), and dW is accumulated as its
+On CPUs, a C function computes the losses and their gradient (cpu/cross_entropy.c). In bf16, dW is accumulated as its
 transpose [D, V]: the product of x^T and G needs a copy of a small matrix only, and that of G^T and x, which oneDNN
 computes at about 0.6 of the rate, would need a copy of the large one. Measured on an Intel core with AMX, in
 milliseconds for 1,024 tokens, hidden size 512 and a vocabulary of 16k: the three products 52 instead of 66, the losses
@@ -40,7 +40,7 @@ import torch.nn.functional as F  # noqa: N812 (torch's own name)
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from pretrain.model.kernels.cpu.c_functions import add_, cross_entropy_, multiply_, transposed
-from pretrain.model.kernels.cpu.choice import uses_c
+from pretrain.model.kernels.cpu.choice import cpu_dtype, uses_c
 from pretrain.model.kernels.vocabulary_shards import VocabularyShard, cross_entropy_over_shards_
 from pretrain.model.layer_memory import CHUNK_TOKENS, CPU_LOGITS, CPU_PRODUCT
 from pretrain.model.parallel.shared_tensors import gather
@@ -150,11 +150,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total /= total.frexp().mantissa  # the next power of two
         units_N = weights_N * (_UNIT / total)
         losses_N, squares = torch.empty_like(weights_N), torch.zeros_like(total)
-        in_c = not plain and shard is None and uses_c("loss", x_ND)
+        in_c = not plain and shard is None and uses_c("loss", x_ND, cpu_dtype(x_ND))
+        is_DV = in_c and x_ND.dtype == torch.bfloat16
         tokens = CHUNK_TOKENS * (1 if shard is None else shard.group.size)
         if with_grad:
             dx_ND = torch.empty_like(x_ND)
-            dw = torch.zeros(weight_VD.t().shape if in_c else weight_VD.shape, device=x_ND.device,
+            dw = torch.zeros(weight_VD.t().shape if is_DV else weight_VD.shape, device=x_ND.device,
                              dtype=weight_VD.dtype if len(x_ND) <= tokens else weights_N.dtype)
             db_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=weights_N.dtype)
         for start in range(0, len(x_ND), tokens):
@@ -167,14 +168,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if with_grad:
                 torch.mm(logits_CV, weight_VD, out=dx_ND[chunk])
                 # the product is not kept in a variable, so that it is freed before the next chunk
-                _add_weight_gradient(dw, logits_CV, (x_ND[chunk] * units_N[chunk, None]).to(x_ND.dtype), is_DV=in_c)
+                _add_weight_gradient(dw, logits_CV, (x_ND[chunk] * units_N[chunk, None]).to(x_ND.dtype), is_DV=is_DV)
                 if db_V is not None:
                     db_V += torch.mv(logits_CV.t(), units_N[chunk].to(x_ND.dtype))
             del logits_CV  # free the memory before the next chunk
         if with_grad:
             dw = dw.to(weight_VD.dtype)
             ctx.save_for_backward(dx_ND, dw, db_V, weights_N, total)  # type: ignore[arg-type]  # it accepts None
-            ctx.is_DV = in_c  # type: ignore[attr-defined]
+            ctx.is_DV = is_DV  # type: ignore[attr-defined]
             ctx.bias_dtype = None if bias_V is None else bias_V.dtype  # type: ignore[attr-defined]
             ctx.carrier = carrier  # type: ignore[attr-defined]
         ctx.mark_non_differentiable(squares)

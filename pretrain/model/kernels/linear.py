@@ -1,4 +1,6 @@
-"""Linear layers: torch's operators, and on CPUs in bf16 the same products in the forms that oneDNN computes fast.
+"""Linear layers: torch's operators, and on CPUs functions in C.
+
+In bf16 these are oneDNN's products in the forms that it computes fast, in fp32 products in C (cpu/products.c).
 
 Shapes: N rows (tokens), I inputs, O outputs.
 """
@@ -31,7 +33,9 @@ def product(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | Non
 
 def input_gradient(grad_NO: torch.Tensor, weight_OI: torch.Tensor, fp8: Fp8Products | None = None) -> torch.Tensor:
     """Return grad @ weight, [N, I]."""
-    return grad_NO @ weight_OI if fp8 is None else fp8.input_gradient(grad_NO, weight_OI)
+    if fp8 is not None:
+        return fp8.input_gradient(grad_NO, weight_OI)
+    return c_functions.input_gradient(grad_NO, weight_OI) if _is_in_c(grad_NO, weight_OI) else grad_NO @ weight_OI
 
 
 def weight_gradient(x_NI: torch.Tensor, grad_NO: torch.Tensor, fp8: Fp8Products | None = None) -> torch.Tensor:
@@ -43,11 +47,11 @@ def weight_gradient(x_NI: torch.Tensor, grad_NO: torch.Tensor, fp8: Fp8Products 
 
 def bias_gradient(grad_NO: torch.Tensor) -> torch.Tensor:
     """Return the sum over the rows, [O]."""
-    return c_functions.column_sum(grad_NO) if uses_c("linear", grad_NO) else grad_NO.sum(0)
+    return c_functions.column_sum(grad_NO) if _is_in_c(grad_NO, grad_NO) else grad_NO.sum(0)
 
 
 def _is_in_c(x: torch.Tensor, other: torch.Tensor) -> bool:
-    return x.dtype == other.dtype and uses_c("linear", x)
+    return x.dtype == other.dtype and (uses_c("linear", x) or uses_c("linear_fp32", x, torch.float32))
 
 
 class _Linear(torch.autograd.Function):

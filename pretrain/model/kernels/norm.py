@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm, with the addition before them: torch's operators, or one C function on CPUs in bf16.
+"""LayerNorm and RMSNorm, with the addition before them: torch's operators, or one C function on CPUs in bf16 and fp32.
 
 The C function keeps only the sum for the backward pass. torch's RMSNorm on CPUs keeps two tensors in fp32.
 """
@@ -9,7 +9,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from pretrain.model.kernels.cpu import c_functions
 from pretrain.model.kernels.cpu.c_functions import NormSettings
-from pretrain.model.kernels.cpu.choice import uses_c
+from pretrain.model.kernels.cpu.choice import cpu_dtype, uses_c
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, settings: NormSettings, *,
@@ -24,7 +24,7 @@ def residual_norm(x: torch.Tensor, added: torch.Tensor | None, weight: torch.Ten
 
     The sum is the residual connection. Its gradient is added in the same pass that computes the norm's gradient.
     """
-    if plain or weight.dtype != x.dtype or not uses_c("norm", x):
+    if plain or weight.dtype != x.dtype or not uses_c("norm", x, cpu_dtype(x)):
         total = x if added is None else x + added
         return total, _torch_norm(total, weight, bias, settings)
     both: tuple[torch.Tensor, torch.Tensor] = _ResidualNorm.apply(x, added, weight, bias, settings)

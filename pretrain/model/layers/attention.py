@@ -11,8 +11,8 @@ from torch import nn
 
 from pretrain.distributed.parallel_groups import NO_GROUPS, ParallelGroups
 from pretrain.model.description import ModelConfig, Parameters, inside
-from pretrain.model.kernels.cpu.attention import AttentionSettings, attention
-from pretrain.model.kernels.cpu_attention import can_attend_in_c, causal_attention
+from pretrain.model.kernels.cpu.attention import AttentionSettings, attention, attention_fp32
+from pretrain.model.kernels.cpu_attention import can_attend_in_c, can_attend_in_fp32, causal_attention
 from pretrain.model.kernels.documents import Documents
 from pretrain.model.kernels.torch_attention import alibi_slopes, make_mask
 from pretrain.model.layers.linear import ColumnLinear, RowLinear
@@ -80,7 +80,11 @@ class Attention(nn.Module):
         """Return [B, T, H, E] of this rank's heads. The inputs are (qkv,) or (q, k, v), with complete sequences."""
         dropout = self.dropout if self.training else 0.0
         if not self.plain_operators and can_attend_in_c(inputs[0], self.own_kv_heads, dropout):
-            return self._attend_in_c(inputs, documents)
+            return attention(inputs, self._settings(inputs, documents))
+        if not self.plain_operators and self.rope is None:
+            settings = self._settings(inputs, documents)
+            if can_attend_in_fp32(inputs, self.own_kv_heads, dropout, settings):
+                return attention_fp32(inputs[0], settings)
         q_BTHE, k_BTKE, v_BTKE = inputs if len(inputs) == 3 else inputs[0].split(
             (self.own_heads, self.own_kv_heads, self.own_kv_heads), dim=2)
         q_BHTE, k_BKTE, v_BKTE = (x.transpose(1, 2) for x in (q_BTHE, k_BTKE, v_BTKE))
@@ -90,10 +94,9 @@ class Attention(nn.Module):
                                 window=self.window, softcap=self.softcap, alibi_slopes=self.slopes_H,
                                 documents=documents).transpose(1, 2)
 
-    def _attend_in_c(self, inputs: tuple[torch.Tensor, ...], documents: Documents | None) -> torch.Tensor:
+    def _settings(self, inputs: tuple[torch.Tensor, ...], documents: Documents | None) -> AttentionSettings:
         tables = None if self.rope is None else self.rope.tables_for(inputs[0], documents)
-        return attention(inputs, AttentionSettings(self.own_heads, self.scale, self.window, self.softcap, self.slopes_H,
-                                                   tables, documents))
+        return AttentionSettings(self.own_heads, self.scale, self.window, self.softcap, self.slopes_H, tables, documents)
 
     def prepare(self, documents: Documents, like: torch.Tensor) -> None:
         """Make the tables and the mask of a micro-batch in the dtype of `like`, before a compiled block uses them."""

@@ -36,11 +36,33 @@ static inline float exponential(float x) {
     return power * scale;
 }
 
+/* e^x with a relative error below 1e-6, for results in fp32. */
+static inline float exponential_fp32(float x) {
+    float t = x * 1.44269504f;
+    t = t < -127.0f ? -127.0f : t;
+    t = t > 126.0f ? 126.0f : t;
+    float whole = rintf(t), part = fmaf(x, 1.44269504f, -whole); /* t is rounded */
+    part = fmaf(x, 1.92596299e-8f, part);                        /* the rest of log2(e) */
+    part = part < -0.5f ? -0.5f : part;
+    part = part > 0.5f ? 0.5f : part;
+    float power = 1.5461448e-4f;
+    power = power * part + 1.3390867e-3f;
+    power = power * part + 9.6180569e-3f;
+    power = power * part + 5.5503570e-2f;
+    power = power * part + 2.4022651e-1f;
+    power = power * part + 6.9314718e-1f;
+    power = power * part + 1.0f;
+    int32_t exponent = ((int32_t)whole + 127) << 23;
+    float scale;
+    memcpy(&scale, &exponent, 4);
+    return power * scale;
+}
+
 static inline float sigmoid(float z) { return 1.0f / (1.0f + exponential(-z)); }
 
 #define BLOCK 512 /* elements of 2 bytes: a prefetch may end before the end of a page, where the processor's stops */
 
-static inline void prefetch_line(const uint16_t *address) { /* it need not exist */
+static inline void prefetch_line(const void *address) { /* it need not exist */
 #ifdef __GNUC__
     __builtin_prefetch(address, 0, 2);
 #else

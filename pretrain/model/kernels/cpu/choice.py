@@ -24,7 +24,8 @@ from pretrain.model.kernels.cpu.trials import TRIALS, is_right, times_ms
 from pretrain.stored_json import read_json
 
 _MARGIN = 0.9  # torch's operators are chosen if they take less than this fraction of the time in C
-FAMILIES = ("activation", "linear", "norm", "attention", "loss", "optimizer")
+FAMILIES = ("activation", "linear", "linear_fp32", "norm", "attention", "attention_fp32", "loss",
+            "optimizer")
 KernelChoice = frozenset[str]  # the families of operators in C
 ALL_IN_C = frozenset(FAMILIES)
 
@@ -41,6 +42,11 @@ def uses_c(family: str, x: torch.Tensor, dtype: torch.dtype = torch.bfloat16) ->
     `family`: one of FAMILIES.
     """
     return has_kernels(x, dtype) and family in (right_in_c() if _Chosen.choice is None else _Chosen.choice)
+
+
+def cpu_dtype(x: torch.Tensor) -> torch.dtype:
+    """Return the dtype of the C functions for a tensor whose operator exists in both of their dtypes."""
+    return torch.float32 if x.dtype == torch.float32 else torch.bfloat16
 
 
 def set_choice(choice: KernelChoice | None) -> None:

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 from pretrain.model.kernels.cpu import c_functions
-from pretrain.model.kernels.cpu.attention import AttentionSettings, attention, instructions
+from pretrain.model.kernels.cpu.attention import AttentionSettings, attention, attention_fp32, instructions
 
 _CHECKED_ROWS = 37  # odd, so that loops over vectors have a remainder
 _TIMED_ROWS = 256
-_REPETITIONS = 5
+_REPETITIONS = (5, 25)  # at least, and at most
+_TIMED_S = 0.03  # after so much CPU time, only the least number of repetitions is measured
 _TOLERANCE = 0.03  # of the largest element: wrong code differs by more, and bf16 by less
 
 Operands = tuple[torch.Tensor, ...]
@@ -40,9 +41,9 @@ def _rows(count: int, *columns: int,
     return make
 
 
-def _logits(rows: int, generator: torch.Generator) -> Operands:
+def _logits(rows: int, generator: torch.Generator, dtype: torch.dtype = torch.bfloat16) -> Operands:
     logits = 3 * torch.randn((rows, 515), generator=generator, device="cpu")
-    return logits.bfloat16(), torch.randint(515, (rows,), generator=generator, device="cpu")
+    return logits.to(dtype), torch.randint(515, (rows,), generator=generator, device="cpu")
 
 
 def _losses_in_c(logits: torch.Tensor, labels: torch.Tensor) -> Operands:
@@ -71,23 +72,24 @@ def _activation_trials(name: str, approximate: str, dtype: torch.dtype = torch.b
               lambda grad, gate, up: (grad * gelu(gate), slope(grad * up, gate), gelu(gate) * up)))
 
 
-def _layer(rows: int, generator: torch.Generator) -> Operands:
+def _layer(rows: int, generator: torch.Generator, dtype: torch.dtype = torch.bfloat16) -> Operands:
     """Return the input of a linear layer, the gradient of its output, its weight and its bias.
 
-    The time is measured with the rows of a micro-batch, 2,048; the check has few rows, because each process makes it.
+    The time is measured with the rows of a micro-batch, 2,048 or 512; the check has few rows, because each process
+    makes it.
     """
-    tokens = rows**2 // 32
-    return (*_rows(1, 512)(tokens, generator), *_rows(1, 1024)(tokens, generator),
-            *_rows(1, 512)(1024, generator), *_rows(1, 1024)(1, generator))
+    tokens = rows**2 // (128 if dtype == torch.float32 else 32)
+    return tuple(_rows(1, width, dtype=dtype)(count, generator)[0]
+                 for count, width in ((tokens, 512), (tokens, 1024), (1024, 512), (1, 1024)))
 
 
 def _layer_in_c(x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Operands:
-    return (c_functions.linear(x, weight, bias[0]), c_functions.weight_gradient(x, grad),
-            c_functions.weight_gradient(grad, x), c_functions.column_sum(grad))
+    return (c_functions.linear(x, weight, bias[0]), c_functions.input_gradient(grad, weight),
+            c_functions.weight_gradient(x, grad), c_functions.weight_gradient(grad, x), c_functions.column_sum(grad))
 
 
 def _layer_in_torch(x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Operands:
-    return torch.nn.functional.linear(x, weight, bias[0]), grad.t() @ x, x.t() @ grad, grad.sum(0)
+    return torch.nn.functional.linear(x, weight, bias[0]), grad @ weight, grad.t() @ x, x.t() @ grad, grad.sum(0)
 
 
 def _projections(rows: int, generator: torch.Generator) -> Operands:
@@ -106,6 +108,14 @@ def _attention_in_c(qkv_BTGE: torch.Tensor, grad_BTHE: torch.Tensor) -> Operands
     return _with_gradient(lambda qkv: attention((qkv,), AttentionSettings(num_heads=4)), qkv_BTGE, grad_BTHE)
 
 
+def _projections_fp32(rows: int, generator: torch.Generator) -> Operands:
+    return tuple(x.float() for x in _projections(rows, generator))
+
+
+def _attention_in_fp32(qkv_BTGE: torch.Tensor, grad_BTHE: torch.Tensor) -> Operands:
+    return _with_gradient(lambda qkv: attention_fp32(qkv, AttentionSettings(num_heads=4)), qkv_BTGE, grad_BTHE)
+
+
 def _attention_in_torch(qkv_BTGE: torch.Tensor, grad_BTHE: torch.Tensor) -> Operands:
     def attend(qkv: torch.Tensor) -> torch.Tensor:
         q, k, v = (x.transpose(1, 2) for x in qkv.split((4, 2, 2), dim=2))
@@ -122,9 +132,9 @@ def _with_gradient(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Te
         return value.detach(), *torch.autograd.grad((value * grad).sum(), x)
 
 
-def _norm(rows: int, generator: torch.Generator) -> Operands:
+def _norm(rows: int, generator: torch.Generator, dtype: torch.dtype = torch.bfloat16) -> Operands:
     """Return input, added residual, gradients of norm and sum, weight and bias."""
-    return _rows(4, 515)(rows, generator) + _rows(2, 515)(1, generator)
+    return _rows(4, 515, dtype=dtype)(rows, generator) + _rows(2, 515, dtype=dtype)(1, generator)
 
 
 def _norm_in_c(x: torch.Tensor, added: torch.Tensor, grad: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor,
@@ -164,10 +174,14 @@ TRIALS = (
             lambda grad, x: (torch.ops.aten.silu_backward(grad, x), torch.nn.functional.silu(x)))
       for dtype in (torch.bfloat16, torch.float32)),
     Trial("linear", _layer, _layer_in_c, _layer_in_torch),
-    Trial("norm", _norm, _norm_in_c, _norm_in_torch),
+    Trial("linear_fp32", partial(_layer, dtype=torch.float32), _layer_in_c, _layer_in_torch),
+    *(Trial("norm", partial(_norm, dtype=dtype), _norm_in_c, _norm_in_torch)
+      for dtype in (torch.bfloat16, torch.float32)),
     Trial("optimizer", _rows(1, 515), _gradients_in_c, _gradients_in_torch),
-    Trial("loss", _logits, _losses_in_c, _losses_in_torch),
+    *(Trial("loss", partial(_logits, dtype=dtype), _losses_in_c, _losses_in_torch)
+      for dtype in (torch.bfloat16, torch.float32)),
     Trial("attention", _projections, _attention_in_c, _attention_in_torch),
+    Trial("attention_fp32", _projections_fp32, _attention_in_fp32, _attention_in_torch),
 )
 
 
@@ -181,14 +195,21 @@ def is_right(trial: Trial) -> bool:
 
 @torch.no_grad()
 def times_ms(trial: Trial) -> tuple[float, float]:
-    """Return the shortest times of the C function and of torch's operators, measured in turn."""
-    operands, shortest = _operands(trial, _TIMED_ROWS), [float("inf"), float("inf")]
-    for _ in range(_REPETITIONS + 1):  # the first call may allocate memory or start threads
+    """Return the shortest times of the C function and of torch's operators, measured in turn.
+
+    They are CPU times of this thread, to which other programs on the machine add little: in wall-clock time, chance
+    would decide on a busy machine. With several threads, each variant also waits for its other threads in this one.
+    """
+    operands, shortest, spent, repetition = _operands(trial, _TIMED_ROWS), [float("inf"), float("inf")], 0.0, 0
+    # the first call may allocate memory or start threads
+    while repetition <= _REPETITIONS[0] or (repetition <= _REPETITIONS[1] and spent < _TIMED_S):
         for index, function in enumerate((trial.in_c, trial.in_torch)):
             copies = tuple(operand.clone() for operand in operands)
-            start = time.perf_counter()
+            start = time.thread_time()
             function(*copies)
-            shortest[index] = min(shortest[index], 1e3 * (time.perf_counter() - start))
+            seconds = time.thread_time() - start
+            shortest[index], spent = min(shortest[index], 1e3 * seconds), spent + seconds
+        repetition += 1
     return shortest[0], shortest[1]
 
 
