@@ -202,8 +202,8 @@ def loss_peak(config: ModelConfig, batch: MicroBatch) -> int:
     The sum has four parts: the saved tensors, two fp32 vectors [N], one chunk's logits, and the larger of (a) the
     chunk's softmax in fp32 and (b) the chunk's hidden states multiplied with the token weights. A CPU computes the
     softmax of a few rows at a time, so that they stay in its cache; the result of the previous rows still exists then.
-    In bf16 without soft-capping, a C function needs no memory for it. In bf16 and fp16, the gradients of several chunks
-    are added in fp32. When this sum is converted, the logits no longer exist.
+    In bf16 and fp32 without soft-capping, a C function needs no memory for it. In bf16 and fp16, the gradients of
+    several chunks are added in fp32. When this sum is converted, the logits no longer exist.
 
     Tensor-parallel ranks gather the hidden states, and compute the softmax of a complete chunk
     (model/kernels/vocabulary_shards.py): of the fp32 logits, their distance from the largest one and its exponential.
@@ -217,7 +217,7 @@ def loss_peak(config: ModelConfig, batch: MicroBatch) -> int:
     if config.logit_softcap:  # the capped logits of the previous rows also exist while the next ones are computed
         softmax_rows = 2 * rows + next_rows
     weighted = chunk * config.hidden_size * (FP32 + (batch.element_bytes if converts else 0))
-    in_c = not batch.cuda and batch.element_bytes == 2 and not batch.fp16 and not config.logit_softcap
+    in_c = not batch.cuda and not batch.fp16 and not config.logit_softcap
     gathered = 0
     if batch.tensor_parallel_size > 1:
         gathered = batch.tokens * config.hidden_size * batch.element_bytes

@@ -102,8 +102,8 @@ def _norm_saved(config: ModelConfig, batch: MicroBatch, rows: int, size: int, *,
 
 
 def uses_c_norm(batch: MicroBatch) -> bool:
-    """Return whether model/kernels/norm.py computes norms in C: on CPUs in bf16, if there is a compiler."""
-    return not batch.cuda and batch.element_bytes == 2 and not batch.fp16
+    """Return whether model/kernels/norm.py computes norms in C: on CPUs in bf16 or fp32, if there is a compiler."""
+    return not batch.cuda and not batch.fp16
 
 
 def column_backward(config: ModelConfig, batch: MicroBatch) -> int:

@@ -115,7 +115,10 @@ class Requests:
             record = self._files.take_record_request()
             ended = time.monotonic()
             self._look_at = ended + min((ended - now) / _LOOKING_FRACTION, _LONGEST_LOOK_S)
-        values = torch.tensor([stop, save, profile_steps, record, self._rejection != ""], dtype=torch.int32)
+        own = [stop, int(save), profile_steps, int(record), int(self._rejection != "")]
+        if dist.get_world_size(self._group) == 1:
+            return own
+        values = torch.tensor(own, dtype=torch.int32)
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._group)
         return list(values.tolist())
 

@@ -85,12 +85,14 @@ def clip_fp32_by_global_norm(engine: DeepSpeedEngine) -> None:
     """
     engine.optimizer.clip_grad = engine.gradient_clipping()  # under the name that DeepSpeed's optimizers have
     parameters = [(p, is_counted(engine, p)) for p in engine.module.parameters()]
+    ranks = engine.mpu.get_model_parallel_group()
 
     def clip() -> None:
         gradients = [p.grad for p, _ in parameters if p.grad is not None]
         norms = torch._foreach_norm([p.grad for p, counted in parameters if counted and p.grad is not None])
         squared = torch.stack([torch.zeros((), device=engine.device), *norms]).square().sum()
-        dist.all_reduce(squared, group=engine.mpu.get_model_parallel_group())
+        if dist.get_world_size(ranks) > 1:
+            dist.all_reduce(squared, group=ranks)
         norm = squared.sqrt()
         engine.optimizer._global_grad_norm = norm  # the engine reads it after the step
         max_norm = engine.optimizer.clip_grad

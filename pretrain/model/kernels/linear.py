@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812 (torch's own name)
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from pretrain.model.kernels.cpu import c_functions
-from pretrain.model.kernels.cpu.choice import uses_c
+from pretrain.model.kernels.cpu.choice import cpu_dtype, uses_c
 from pretrain.model.kernels.fp8 import Fp8Products
 
 
@@ -51,7 +51,8 @@ def bias_gradient(grad_NO: torch.Tensor) -> torch.Tensor:
 
 
 def _is_in_c(x: torch.Tensor, other: torch.Tensor) -> bool:
-    return x.dtype == other.dtype and (uses_c("linear", x) or uses_c("linear_fp32", x, torch.float32))
+    family = "linear_fp32" if x.dtype == torch.float32 else "linear"
+    return x.dtype == other.dtype and uses_c(family, x, cpu_dtype(x))
 
 
 class _Linear(torch.autograd.Function):

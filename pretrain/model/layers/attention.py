@@ -96,7 +96,8 @@ class Attention(nn.Module):
 
     def _settings(self, inputs: tuple[torch.Tensor, ...], documents: Documents | None) -> AttentionSettings:
         tables = None if self.rope is None else self.rope.tables_for(inputs[0], documents)
-        return AttentionSettings(self.own_heads, self.scale, self.window, self.softcap, self.slopes_H, tables, documents)
+        return AttentionSettings(self.own_heads, self.scale, self.window, self.softcap, self.slopes_H, tables,
+                                 documents)
 
     def prepare(self, documents: Documents, like: torch.Tensor) -> None:
         """Make the tables and the mask of a micro-batch in the dtype of `like`, before a compiled block uses them."""

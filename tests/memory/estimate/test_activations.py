@@ -61,7 +61,7 @@ def _blocks(config: ModelConfig, dtype: torch.dtype, part: str = "none") -> Iter
 @pytest.fixture(autouse=True)
 def attention_by_torch() -> Iterator[None]:
     """Compute attention with torch's operators, except in the tests of attention in C."""
-    set_choice(ALL_IN_C - {"attention"})
+    set_choice(ALL_IN_C - {"attention", "attention_fp32"})
     yield
     set_choice(None)
 

@@ -1,7 +1,8 @@
-"""The C functions for CPUs as functions of tensors: activations, linear layers, norms, cross-entropy, gradients.
+"""The C functions for CPUs as functions of tensors in bf16 or fp32.
 
-Attention is in attention.py. Linear layers use oneDNN's products in the forms that it computes fast, with transposed
-copies and sums of columns in C. The functions for gradients take contiguous tensors in bf16 or fp32.
+They compute activations, linear layers, norms, cross-entropy and passes over gradients; attention is in attention.py.
+Linear layers use oneDNN's products in bf16, in the forms that it computes fast, with transposed copies and sums of
+columns in C, and the products in C in fp32. The functions for gradients take contiguous tensors.
 
 Shapes: N rows (tokens), I inputs, O outputs; C tokens, V words of the vocabulary.
 """
@@ -19,7 +20,6 @@ ACTIVATIONS_IN_C_FP32 = ("gelu_tanh", "silu")
 _LEAST_WIDTH = 512  # narrower layers gain nothing from a transposed copy: measured on an AMX core
 _BLOCK_ROWS = 64  # rows that one thread adds; columns.h repeats it
 _BLOCK_ELEMENTS = 16384  # elements of a partial sum, as in gradients.c
-_DEPTH, _PANEL = 256, 32  # of products.c: rows that are copied together, and at most so many columns
 _SUFFIX = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 _TYPE = {torch.bfloat16: "", torch.float32: "_fp32"}  # in the names of functions for layers
 
@@ -73,9 +73,9 @@ def product_fp32(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = N
     0.95: MKL has no kernels with AVX512 for AMD, copies both matrices, and reads the result again to scale it.
     """
     (rows, depth), columns = a.shape, b.shape[1]
-    out, memory = a.new_empty(rows, columns), a.new_empty(_DEPTH * -(-columns // _PANEL) * _PANEL)
-    call("product_fp32", a, *a.stride(), b, *b.stride(), None if bias is None else bias.contiguous(), out, memory,
-         rows, columns, depth)
+    out = a.new_empty(rows, columns)
+    call("product_fp32", a, *a.stride(), b, *b.stride(), None if bias is None else bias.contiguous(), out, rows,
+         columns, depth)
     return out
 
 
@@ -192,8 +192,8 @@ def cross_entropy_(logits_CV: torch.Tensor, labels_C: torch.Tensor, *, with_grad
     if lowest < 0 or highest >= vocabulary:
         raise IndexError(f"labels from {int(lowest)} to {int(highest)}, for a vocabulary of {vocabulary}")
     losses_C, log_z_C = logits_CV.new_empty(2, rows, dtype=torch.float32)
-    call(f"cross_entropy{_TYPE[logits_CV.dtype]}", logits_CV, labels_C.contiguous(), losses_C, log_z_C, rows, vocabulary, int(with_grad),
-         float(label_smoothing), float(z_loss))
+    call(f"cross_entropy{_TYPE[logits_CV.dtype]}", logits_CV, labels_C.contiguous(), losses_C, log_z_C, rows,
+         vocabulary, int(with_grad), float(label_smoothing), float(z_loss))
     return losses_C, log_z_C
 
 
