@@ -5,12 +5,13 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from pretrain.model.kernels.cpu import choice, library
+from pretrain.model.kernels.cpu import choice, library, trials
 from pretrain.model.kernels.cpu.c_functions import has_inner_product
 from pretrain.model.kernels.cpu.choice import (
     ALL_IN_C,
@@ -21,7 +22,7 @@ from pretrain.model.kernels.cpu.choice import (
     parse_choice,
     uses_c,
 )
-from pretrain.model.kernels.cpu.trials import TRIALS, is_right
+from pretrain.model.kernels.cpu.trials import TRIALS, Trial, is_right
 
 ROOT = Path(__file__).resolve().parents[2]
 REAL_COMPILER = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
@@ -138,6 +139,30 @@ def test_the_faster_variant_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen, measured = measure_choice(ALL_IN_C - {"attention"})
     assert chosen == ALL_IN_C - {"norm", "attention"}  # 5% is within the error of the measurement
     assert measured == {family: (2 * in_c, 2 * in_torch) for family, (in_c, in_torch) in times.items()}
+
+
+def test_times_are_the_shortest_cpu_times_of_this_thread_measured_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock is that of the thread, so that waiting counts nothing. The numbers of repetitions are limited."""
+    clock, calls, variants = [0.0], [], {"c": (0.004, 0.9, 0.001), "torch": (0.5, 0.002, 0.9)}
+    monkeypatch.setattr(trials.time, "thread_time", lambda: clock[0])
+    monkeypatch.setattr(trials.time, "perf_counter", lambda: pytest.fail("wall-clock time depends on other programs"))
+
+    def variant(name: str, seconds: tuple[float, ...]) -> Callable[[torch.Tensor], torch.Tensor]:
+        def compute(x: torch.Tensor) -> torch.Tensor:
+            clock[0] += seconds[len(calls) // 2 % len(seconds)]
+            calls.append(name)
+            return x
+        return compute
+
+    trial = Trial("norm", lambda rows, generator: (torch.zeros(rows),),
+                  *(variant(name, seconds) for name, seconds in variants.items()))
+    assert trials.times_ms(trial) == pytest.approx((1.0, 2.0))
+    assert calls == ["c", "torch"] * 6  # after so much time, the least number
+    calls.clear()
+    variants.update({"c": (1e-6,), "torch": (1e-6,)})
+    quick = Trial("norm", trial.operands, *(variant(name, seconds) for name, seconds in variants.items()))
+    trials.times_ms(quick)
+    assert calls == ["c", "torch"] * 26
 
 
 def _trial(family: str) -> object:

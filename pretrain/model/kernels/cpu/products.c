@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include "products.h"
 
-#define DEPTH 256     /* products after which the sums are stored */
+#define DEPTH 128     /* products after which the sums are stored: the error grows with this number */
 #define BLOCK_ROWS 48 /* rows and columns of a thread's unit of work */
 #define BLOCK_COLUMNS 128
 
