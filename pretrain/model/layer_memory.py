@@ -92,7 +92,7 @@ def _recomputed(config: ModelConfig, batch: MicroBatch, part: str, window: int, 
 def _norm_converts(config: ModelConfig, batch: MicroBatch) -> bool:
     """Return whether the norm before attention or MLP saves its input in fp32 instead of the input itself."""
     converts = config.norm == "rmsnorm" and batch.element_bytes != FP32 and (config.norm_offset or not batch.cuda)
-    return config.pre_norm and bool(converts) and not uses_c_norm(batch)
+    return config.pre_norm and bool(converts) and not uses_c_norm(config, batch)
 
 
 def layer_saved(config: ModelConfig, layer: Layer, batch: MicroBatch, part: str = "none") -> int:
@@ -148,7 +148,7 @@ def block_backward(config: ModelConfig, batch: MicroBatch, window: int = 0, part
     if uses_cpu_attention(config, batch) and not uses_c_attention(config, batch):
         # only `out` saves the attention's output, and frees it before this phase
         freed += linear_saved(query_width(config, batch), batch)
-    on_cpu_in_fp32 = config.post_norm and config.norm == "rmsnorm" and not batch.cuda and not uses_c_norm(batch)
+    on_cpu_in_fp32 = config.post_norm and config.norm == "rmsnorm" and not batch.cuda and not uses_c_norm(config, batch)
     post_norm = 4 * batch.shard_tokens * config.hidden_size * FP32 if on_cpu_in_fp32 else 0
     attention = attention_backward(config, batch, window)
     if batch.tensor_parallel_size > 1:  # when the gradients of the inner tensors exist

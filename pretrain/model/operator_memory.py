@@ -90,7 +90,7 @@ def _norm_saved(config: ModelConfig, batch: MicroBatch, rows: int, size: int, *,
     """
     width = rows * size
     own_input = 0 if shared_input else width * batch.element_bytes
-    if uses_c_norm(batch):
+    if uses_c_norm(config, batch):
         return batch.tokens * own_input
     if config.norm != "rmsnorm":  # mean and reciprocal standard deviation of each vector
         return batch.tokens * (own_input + 2 * rows * (FP32 if batch.cuda else batch.element_bytes))
@@ -101,9 +101,9 @@ def _norm_saved(config: ModelConfig, batch: MicroBatch, rows: int, size: int, *,
     return batch.tokens * (own_input + normalised + rows * FP32) + offset_weight
 
 
-def uses_c_norm(batch: MicroBatch) -> bool:
-    """Return whether model/kernels/norm.py computes norms in C: on CPUs in bf16 or fp32, if there is a compiler."""
-    return not batch.cuda and not batch.fp16
+def uses_c_norm(config: ModelConfig, batch: MicroBatch) -> bool:
+    """Return whether model/kernels/norm.py computes norms in C: on CPUs in bf16, RMSNorm also in fp32."""
+    return not batch.cuda and not batch.fp16 and (batch.element_bytes != FP32 or config.norm == "rmsnorm")
 
 
 def column_backward(config: ModelConfig, batch: MicroBatch) -> int:
@@ -203,7 +203,7 @@ def _qkv_saved(config: ModelConfig, batch: MicroBatch, *, all_heads: bool = Fals
 
 def _qk_norm_keeps_input(config: ModelConfig, batch: MicroBatch) -> bool:
     """Return whether the norms of queries and keys save views of the output of `qkv`, instead of an fp32 copy."""
-    converts = batch.element_bytes != FP32 and (config.norm_offset or not batch.cuda) and not uses_c_norm(batch)
+    converts = batch.element_bytes != FP32 and (config.norm_offset or not batch.cuda) and not uses_c_norm(config, batch)
     return bool(config.qk_norm) and not converts
 
 

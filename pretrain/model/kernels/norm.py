@@ -1,4 +1,5 @@
-"""LayerNorm and RMSNorm, with the addition before them: torch's operators, or one C function on CPUs in bf16 and fp32.
+"""LayerNorm and RMSNorm, with the addition before them: torch's operators, or one C function on CPUs
+in bf16, and for RMSNorm in fp32.
 
 The C function keeps only the sum for the backward pass. torch's RMSNorm on CPUs keeps two tensors in fp32.
 """
@@ -24,7 +25,9 @@ def residual_norm(x: torch.Tensor, added: torch.Tensor | None, weight: torch.Ten
 
     The sum is the residual connection. Its gradient is added in the same pass that computes the norm's gradient.
     """
-    if plain or weight.dtype != x.dtype or not uses_c("norm", x, cpu_dtype(x)):
+    # torch's LayerNorm in fp32 is as fast, and takes less Python
+    in_torch = plain or weight.dtype != x.dtype or (x.dtype == torch.float32 and not settings.is_rms)
+    if in_torch or not uses_c("norm", x, cpu_dtype(x)):
         total = x if added is None else x + added
         return total, _torch_norm(total, weight, bias, settings)
     both: tuple[torch.Tensor, torch.Tensor] = _ResidualNorm.apply(x, added, weight, bias, settings)

@@ -153,6 +153,24 @@ def _norm_in_torch(x: torch.Tensor, added: torch.Tensor, grad: torch.Tensor, res
     return total, normed, dx + residual, dweight, dbias
 
 
+def _rms_norm_in_c(x: torch.Tensor, added: torch.Tensor, grad: torch.Tensor, residual: torch.Tensor,
+                   weight: torch.Tensor, _: torch.Tensor) -> Operands:
+    settings = c_functions.NormSettings(is_rms=True, eps=1e-5)
+    total, normed = c_functions.norm(x, added, weight[0], None, settings)
+    dx, dweight, _ = c_functions.norm_backward(grad, total, residual, weight[0], settings, with_bias=False)
+    return total, normed, dx, dweight
+
+
+def _rms_norm_in_torch(x: torch.Tensor, added: torch.Tensor, grad: torch.Tensor, residual: torch.Tensor,
+                       weight: torch.Tensor, _: torch.Tensor) -> Operands:
+    total = x + added
+    with torch.enable_grad():
+        leaves = total.detach().requires_grad_(), weight[0].clone().requires_grad_()
+        normed = torch.nn.functional.rms_norm(leaves[0], x.shape[1:], leaves[1], 1e-5)
+        dx, dweight = torch.autograd.grad((normed * grad).sum(), leaves)
+    return total, normed.detach(), dx + residual, dweight
+
+
 def _gradients_in_c(x: torch.Tensor) -> Operands:
     not_finite = torch.stack([c_functions.has_not_finite(x), c_functions.has_not_finite(x / 0)])
     scaled = c_functions.scale_to_float_(torch.empty(x.shape), x, 0.3)
@@ -175,8 +193,8 @@ TRIALS = (
       for dtype in (torch.bfloat16, torch.float32)),
     Trial("linear", _layer, _layer_in_c, _layer_in_torch),
     Trial("linear_fp32", partial(_layer, dtype=torch.float32), _layer_in_c, _layer_in_torch),
-    *(Trial("norm", partial(_norm, dtype=dtype), _norm_in_c, _norm_in_torch)
-      for dtype in (torch.bfloat16, torch.float32)),
+    Trial("norm", _norm, _norm_in_c, _norm_in_torch),
+    Trial("norm", partial(_norm, dtype=torch.float32), _rms_norm_in_c, _rms_norm_in_torch),
     Trial("optimizer", _rows(1, 515), _gradients_in_c, _gradients_in_torch),
     *(Trial("loss", partial(_logits, dtype=dtype), _losses_in_c, _losses_in_torch)
       for dtype in (torch.bfloat16, torch.float32)),
