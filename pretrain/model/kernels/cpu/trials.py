@@ -154,7 +154,7 @@ def _norm_in_torch(x: torch.Tensor, added: torch.Tensor, grad: torch.Tensor, res
 
 
 def _rms_norm_in_c(x: torch.Tensor, added: torch.Tensor, grad: torch.Tensor, residual: torch.Tensor,
-                   weight: torch.Tensor, _: torch.Tensor) -> Operands:
+                   weight: torch.Tensor, bias: torch.Tensor) -> Operands:
     settings = c_functions.NormSettings(is_rms=True, eps=1e-5)
     total, normed = c_functions.norm(x, added, weight[0], None, settings)
     dx, dweight, _ = c_functions.norm_backward(grad, total, residual, weight[0], settings, with_bias=False)
@@ -162,7 +162,7 @@ def _rms_norm_in_c(x: torch.Tensor, added: torch.Tensor, grad: torch.Tensor, res
 
 
 def _rms_norm_in_torch(x: torch.Tensor, added: torch.Tensor, grad: torch.Tensor, residual: torch.Tensor,
-                       weight: torch.Tensor, _: torch.Tensor) -> Operands:
+                       weight: torch.Tensor, bias: torch.Tensor) -> Operands:
     total = x + added
     with torch.enable_grad():
         leaves = total.detach().requires_grad_(), weight[0].clone().requires_grad_()
