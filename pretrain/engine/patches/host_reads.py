@@ -113,7 +113,7 @@ def _decide_once(optimizer: Any, update: Callable[..., Any]) -> Callable[..., No
 
 def _counts_every_gradient(engine: DeepSpeedEngine) -> bool:
     """Return whether the global norm counts all gradients. Of copies on several ranks, it counts one."""
-    has_copies = isinstance(engine, PipelineEngine) and any(
+    has_copies = isinstance(engine, PipelineEngine) and engine.num_stages > 1 and any(
         isinstance(spec, TiedLayerSpec) for spec in engine.module._layer_specs)
     return not has_copies and bwc_tensor_model_parallel_world_size(engine.mpu) == 1
 
