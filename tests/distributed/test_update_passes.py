@@ -1,7 +1,6 @@
 """Passes over the gradients between backward pass and Adam: the same updates as with DeepSpeed's passes, in fewer."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest

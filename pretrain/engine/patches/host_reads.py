@@ -95,7 +95,8 @@ def _decide_once(optimizer: Any, update: Callable[..., Any]) -> Callable[..., No
     module: Any = sys.modules[type(optimizer).__module__]
 
     def step(*args: Any, **kwargs: Any) -> None:
-        is_invalid, answers = module.is_invalid_grad_norm, []  # with the checks of skip.also_skip_if
+        is_invalid = module.is_invalid_grad_norm  # with the checks of skip.also_skip_if
+        answers: list[bool] = []
 
         def is_invalid_grad_norm(norm: Any) -> bool:
             if not answers:

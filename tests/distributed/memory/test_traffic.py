@@ -50,7 +50,8 @@ SHARED_CONFIGS: dict[str, dict[str, Any]] = {
     "tensor2_zero1": config(1, precision="bf16") | _TENSOR, "tensor2_zero3": config(3, precision="bf16") | _TENSOR,
     "sequence2_zero1": config(1, precision="bf16") | _SEQUENCE,
     "sequence2_zero3": config(3, precision="bf16", **DIVIDE_ALL) | _SEQUENCE,
-    "experts2_zero1": config(1, precision="bf16") | _EXPERTS, "experts2_capacity": config(1, precision="bf16") | _EXPERTS,
+    "experts2_zero1": config(1, precision="bf16") | _EXPERTS,
+    "experts2_capacity": config(1, precision="bf16") | _EXPERTS,
     "experts2_tensor2": config(1, precision="bf16") | _TENSOR | _EXPERTS,
 }
 FLAGS = {"steps": 3, "hidden": 64, "layers": 8}
@@ -124,7 +125,8 @@ def test_zero_stage_2_reduces_every_micro_batch(measured: dict[str, list[dict[st
 @pytest.mark.skipif(bool(NO_NVME), reason=f"NVMe offload: {NO_NVME}")
 def test_predicted_disk_bytes_equal_measured_bytes(measured: dict[str, list[dict[str, Any]]]) -> None:
     values = config(3, precision="bf16", offload_optimizer=nvme("/"), **DIVIDE_ALL)
-    expected = sum(transfer.bytes for transfer in predicted("nvme", values, flags("", **NVME_FLAGS)) if transfer.link == "disk")
+    transfers = predicted("nvme", values, flags("", **NVME_FLAGS))
+    expected = sum(transfer.bytes for transfer in transfers if transfer.link == "disk")
     for rank in measured["nvme"]:
         # tensors below 1 MiB remain on the host
         assert 0.95 * expected <= rank["read_bytes"] + rank["write_bytes"] <= 1.01 * expected
@@ -132,8 +134,8 @@ def test_predicted_disk_bytes_equal_measured_bytes(measured: dict[str, list[dict
 
 # operators in C, whose arguments are on the CPU anyway, and the loop over experts, which only CPUs have
 ON_CPUS = ("pretrain/model/kernels/cpu/", "pretrain/engine/gradient_passes.py", "pretrain/model/layers/experts.py")
-IN_PAGE = ("zero0_bf16", "zero0_fp16", "zero1", "zero1_masked", "zero2", "zero2_offload", "zero3", "pipeline2", "pipeline2_masked",
-           *SHARED_CONFIGS)
+IN_PAGE = ("zero0_bf16", "zero0_fp16", "zero1", "zero1_masked", "zero2", "zero2_offload", "zero3", "pipeline2",
+           "pipeline2_masked", *SHARED_CONFIGS)
 # of a step: the norm and the factor of clipping; the flags of all gradients, then those of all ranks, the norms of two
 # groups and their sum; the norms of all gradients, those of two groups over the ranks, and the total
 DEEPSPEED_READS = {"zero0_fp32": 0, "zero0_bf16": 2, "zero1_fp32_accumulation": 2, "zero0_fp16": 5, "zero2_offload": 4}
