@@ -203,8 +203,9 @@ def test_training_arguments_as_json_with_olmo2(tmp_path: Path, preset: str) -> N
 EXPERTS_OF_MEGATRON = (
     "pretrain_gpt.py --num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 512 --micro-batch-size 2 "
     "--max-position-embeddings 512 --global-batch-size 16 --lr 1e-4 --train-iters 100 --bf16 --swiglu --num-experts 8 "
-    "--disable-bias-linear --normalization RMSNorm --position-embedding-type rope --vocab-size 50304 --data-path corpus "
-    "--untie-embeddings-and-output-weights --moe-router-topk 2 --tensor-model-parallel-size 2 --moe-extended-tp ")
+    "--disable-bias-linear --normalization RMSNorm --position-embedding-type rope --vocab-size 50304 "
+    "--data-path corpus --untie-embeddings-and-output-weights --moe-router-topk 2 --tensor-model-parallel-size 2 "
+    "--moe-extended-tp ")
 
 
 @pytest.mark.parametrize(("flags", "degree"), [
