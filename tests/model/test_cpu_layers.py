@@ -82,40 +82,17 @@ def test_activations_in_c_propagate_nan_and_infinity(name):
 @pytest.mark.parametrize(("rows", "inputs", "outputs", "least_width"),
                          [(1, 7, 5, 1), (77, 33, 70, 1), (130, 70, 33, 1), (100, 48, 64, 512), (600, 96, 65, 1)])
 @pytest.mark.parametrize("bias", [True, False])
-@DTYPES
-def test_linear_layers_are_about_as_exact_as_torchs(rows, inputs, outputs, least_width, bias, dtype, monkeypatch):
+def test_linear_layers_in_bf16_are_as_exact_as_torchs(rows, inputs, outputs, least_width, bias, monkeypatch):
     """The input and the gradient of the output are not contiguous."""
     monkeypatch.setattr(c_functions, "_LEAST_WIDTH", least_width)
     operands = (random(rows, 2, inputs).transpose(0, 1), random(outputs, inputs, seed=1),
                 random(outputs, seed=2) if bias else None)
     grad = random(rows, 2, outputs, seed=3).transpose(0, 1)
-    exact = results(F.linear, operands, grad, torch.float64)
-    mine, theirs = (results(function, operands, grad, dtype) for function in (linear, F.linear))
+    exact = results(F.linear, operands, grad, torch.float32)
+    mine, theirs = (results(function, operands, grad, torch.bfloat16) for function in (linear, F.linear))
     for found, plain, wanted in zip(mine, theirs, exact, strict=True):
-        assert found.dtype == dtype
-        factor = 1.1 if dtype == torch.bfloat16 else 2.5  # C adds 128 products in their order
-        assert relative_error(found, wanted) <= factor * relative_error(plain, wanted) + ROUNDING[dtype]
-
-
-@pytest.mark.parametrize(("rows", "depth", "columns"), [(1, 1, 1), (12, 300, 32), (50, 513, 129), (200, 64, 258)])
-@pytest.mark.parametrize("strides", [False, True])
-def test_products_in_fp32_equal_those_in_fp64_and_do_not_depend_on_the_threads(rows, depth, columns, strides, threads):
-    """Also of transposed matrices, with a part of a block of rows, columns and sums. NaN remains in its row."""
-    generator = torch.Generator().manual_seed(0)
-    a, b, bias = (torch.randn(*shape, generator=generator) for shape in ((rows, depth), (depth, columns), (columns,)))
-    if strides:
-        a, b = a.t().contiguous().t(), b.t().contiguous().t()
-    found = []
-    for count in (1, 3):
-        threads(count)
-        found.append(c_functions.product_fp32(a, b, bias))
-    assert torch.equal(*found)
-    torch.testing.assert_close(found[0].double(), a.double() @ b.double() + bias, rtol=1e-5, atol=3e-5)
-    assert torch.equal(c_functions.product_fp32(a[:1], b, bias), found[0][:1])  # not on the other rows either
-    a[-1, -1] = float("nan")
-    found = c_functions.product_fp32(a, b)
-    assert found[-1].isnan().all()
-    assert found[:-1].isfinite().all()
+        assert found.dtype == torch.bfloat16
+        assert relative_error(found, wanted) <= 1.1 * relative_error(plain, wanted) + 1e-4
 
 
 def results(function, operands, grad, dtype):
@@ -150,11 +127,10 @@ def test_transposed_copies_are_exact_and_sums_do_not_depend_on_the_threads(shape
         threads(count)
         assert torch.equal(c_functions.transposed(x), x.t())
         assert torch.equal(c_functions.transposed(x.t()), x)  # not contiguous
-        sums.append((c_functions.column_sum(x), c_functions.column_sum(x.float())))
-    for one, two, three, rtol in zip(*sums, (2**-8, 1e-6), strict=True):
-        assert torch.equal(one, two)
-        assert torch.equal(one, three)
-        torch.testing.assert_close(one.double(), exact, rtol=rtol, atol=1e-4)
+        sums.append(c_functions.column_sum(x))
+    assert torch.equal(sums[0], sums[1])
+    assert torch.equal(sums[0], sums[2])
+    torch.testing.assert_close(sums[0].double(), exact, rtol=2**-8, atol=1e-4)
 
 
 @pytest.mark.parametrize("value", SPECIAL.tolist())

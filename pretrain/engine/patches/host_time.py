@@ -9,18 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
-from deepspeed.runtime import bf16_optimizer
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from pretrain.distributed.deepspeed_version import shortcut
-from pretrain.engine.attachments import attachments
 
 
 def save_host_time(engine: DeepSpeedEngine) -> None:
     """Apply the functions of this file that fit the engine."""
-    for save in (_keep_mode, _clear_known_gradients, _skip_reduction_at_stage_0, _add_gradients_at_once,
-                 _compute_norms_at_once):
+    for save in (_keep_mode, _clear_known_gradients, _skip_reduction_at_stage_0):
         with shortcut("host time per step"):
             save(engine)
 
@@ -76,64 +72,3 @@ def _skip_reduction_at_stage_0(engine: DeepSpeedEngine) -> None:
                 parameter.grad = torch.zeros_like(parameter)
 
     engine.buffered_allreduce_fallback = buffered_allreduce_fallback
-
-
-def _add_gradients_at_once(engine: DeepSpeedEngine) -> None:
-    """Add all gradients in bf16 to BF16_Optimizer's sums in fp32 by one operator.
-
-    DeepSpeed 0.19.8 (runtime/bf16_optimizer.py, _update_hp_grad) first copies each of them in fp32.
-    """
-    optimizer = engine.optimizer
-    if not isinstance(optimizer, BF16_Optimizer) or getattr(optimizer, "autoep_folding_tp_group", None) is not None:
-        return
-    add = optimizer.update_hp_grads
-    parameters = [(parameter, total, group, index) for group, members in enumerate(optimizer.bf16_groups)
-                  for index, (parameter, total) in enumerate(
-                      zip(members, optimizer.fp32_groups_gradients[group], strict=True))]
-
-    @torch.no_grad()
-    def update_hp_grads(clear_lp_grads: bool = False) -> None:
-        if optimizer.immediate_grad_update or clear_lp_grads:
-            add(clear_lp_grads)
-            return
-        totals, gradients = [], []
-        for parameter, total, group, index in parameters:
-            if parameter.grad is not None:
-                totals.append(total)
-                gradients.append(parameter.grad.view(total.shape))
-                parameter._hp_grad = total
-                optimizer.fp32_groups_has_gradients[group][index] = True
-        if totals:
-            torch._foreach_add_(totals, gradients)
-
-    optimizer.update_hp_grads = update_hp_grads
-
-
-def _compute_norms_at_once(engine: DeepSpeedEngine) -> None:
-    """Compute the norms of all gradients in BF16_Optimizer's step by one operator, as long as no ranks share matrices.
-
-    DeepSpeed 0.19.8 (runtime/utils.py, get_global_norm_of_tensors) calls four for each gradient, and sums over one
-    rank.
-    """
-    optimizer = engine.optimizer
-    if not isinstance(optimizer, BF16_Optimizer) \
-            or dist.get_world_size(engine.mpu.get_model_parallel_group()) > 1:
-        return
-    update, norm_of = attachments(engine).update, bf16_optimizer.get_global_norm_of_tensors
-    step = update.step
-
-    def norm_at_once(input_tensors: Any, norm_type: float = 2, **others: Any) -> torch.Tensor:
-        tensors = [*input_tensors]
-        if norm_type != 2 or not tensors or any(x.dtype != torch.float32 for x in tensors):
-            return norm_of(input_tensors=tensors, norm_type=norm_type, **others)
-        norm = torch.stack(torch._foreach_norm(tensors)).pow(2).sum().pow(0.5)
-        return norm if norm.isfinite() else torch.full_like(norm, -1.0)  # as DeepSpeed marks it
-
-    def step_with_norm_at_once(*args: Any, **kwargs: Any) -> Any:
-        bf16_optimizer.get_global_norm_of_tensors = norm_at_once
-        try:
-            return step(*args, **kwargs)
-        finally:
-            bf16_optimizer.get_global_norm_of_tensors = norm_of
-
-    update.step = step_with_norm_at_once

@@ -1,6 +1,4 @@
-"""Linear layers: torch's operators, and on CPUs functions in C.
-
-In bf16 these are oneDNN's products in the forms that it computes fast, in fp32 products in C (cpu/products.c).
+"""Linear layers: torch's operators, and on CPUs in bf16 the same products in the forms that oneDNN computes fast.
 
 Shapes: N rows (tokens), I inputs, O outputs.
 """
@@ -10,7 +8,7 @@ import torch.nn.functional as F  # noqa: N812 (torch's own name)
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from pretrain.model.kernels.cpu import c_functions
-from pretrain.model.kernels.cpu.choice import cpu_dtype, uses_c
+from pretrain.model.kernels.cpu.choice import uses_c
 from pretrain.model.kernels.fp8 import Fp8Products
 
 
@@ -33,9 +31,7 @@ def product(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | Non
 
 def input_gradient(grad_NO: torch.Tensor, weight_OI: torch.Tensor, fp8: Fp8Products | None = None) -> torch.Tensor:
     """Return grad @ weight, [N, I]."""
-    if fp8 is not None:
-        return fp8.input_gradient(grad_NO, weight_OI)
-    return c_functions.input_gradient(grad_NO, weight_OI) if _is_in_c(grad_NO, weight_OI) else grad_NO @ weight_OI
+    return grad_NO @ weight_OI if fp8 is None else fp8.input_gradient(grad_NO, weight_OI)
 
 
 def weight_gradient(x_NI: torch.Tensor, grad_NO: torch.Tensor, fp8: Fp8Products | None = None) -> torch.Tensor:
@@ -47,12 +43,11 @@ def weight_gradient(x_NI: torch.Tensor, grad_NO: torch.Tensor, fp8: Fp8Products 
 
 def bias_gradient(grad_NO: torch.Tensor) -> torch.Tensor:
     """Return the sum over the rows, [O]."""
-    return c_functions.column_sum(grad_NO) if _is_in_c(grad_NO, grad_NO) else grad_NO.sum(0)
+    return c_functions.column_sum(grad_NO) if uses_c("linear", grad_NO) else grad_NO.sum(0)
 
 
 def _is_in_c(x: torch.Tensor, other: torch.Tensor) -> bool:
-    family = "linear_fp32" if x.dtype == torch.float32 else "linear"
-    return x.dtype == other.dtype and uses_c(family, x, cpu_dtype(x))
+    return x.dtype == other.dtype and uses_c("linear", x)
 
 
 class _Linear(torch.autograd.Function):

@@ -1,8 +1,8 @@
-"""The C functions for CPUs as functions of tensors in bf16 or fp32.
+"""The C functions for CPUs as functions of tensors: activations, linear layers, norms, cross-entropy, gradients.
 
-They compute activations, linear layers, norms, cross-entropy and passes over gradients; attention is in attention.py.
-Linear layers use oneDNN's products in bf16, in the forms that it computes fast, with transposed copies and sums of
-columns in C, and the products in C in fp32. The functions for gradients take contiguous tensors.
+Attention is in attention.py. Linear layers, in bf16 alone, use oneDNN's products in the forms that it computes fast,
+with transposed copies and sums of columns in C. The other functions take tensors in bf16 or fp32, and those for
+gradients contiguous ones.
 
 Shapes: N rows (tokens), I inputs, O outputs; C tokens, V words of the vocabulary.
 """
@@ -58,30 +58,10 @@ def gated_backward(name: str, grad: torch.Tensor, gate: torch.Tensor,
 
 
 def linear(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
-    """Return x @ weight^T + bias. Uses `product_fp32` or `inner_product` if the dtypes are the same."""
+    """Return x @ weight^T + bias. Uses `inner_product` if the dtypes are the same."""
     if bias_O is not None and bias_O.dtype != x.dtype:
         return F.linear(x, weight_OI, bias_O)
-    if x.dtype == torch.float32:
-        return product_fp32(x.flatten(0, -2), weight_OI.t(), bias_O).view(*x.shape[:-1], -1)
     return inner_product(x, weight_OI, bias_O)
-
-
-def product_fp32(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return a @ b + bias for matrices in fp32 with any strides. The result does not depend on the number of threads.
-
-    torch's products (MKL) reach 0.83 to 0.88 of an AMD core's rate, with narrow matrices, and this function 0.89 to
-    0.95: MKL has no kernels with AVX512 for AMD, copies both matrices, and reads the result again to scale it.
-    """
-    (rows, depth), columns = a.shape, b.shape[1]
-    out = a.new_empty(rows, columns)
-    call("product_fp32", a, *a.stride(), b, *b.stride(), None if bias is None else bias.contiguous(), out, rows,
-         columns, depth)
-    return out
-
-
-def input_gradient(grad_NO: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
-    """Return grad @ weight, [N, I]."""
-    return product_fp32(grad_NO, weight_OI) if grad_NO.dtype == torch.float32 else grad_NO @ weight_OI
 
 
 def inner_product(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
@@ -92,8 +72,6 @@ def inner_product(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor
 
 def weight_gradient(x_NI: torch.Tensor, grad_NO: torch.Tensor) -> torch.Tensor:
     """Return grad^T @ x, [O, I], with the smaller one transposed first: oneDNN is half as fast if it has to do so."""
-    if x_NI.dtype == torch.float32:
-        return product_fp32(grad_NO.t(), x_NI)
     if min(x_NI.shape[1], grad_NO.shape[1]) < _LEAST_WIDTH:
         return grad_NO.t() @ x_NI
     if x_NI.shape[1] <= grad_NO.shape[1]:
@@ -113,7 +91,7 @@ def column_sum(x: torch.Tensor) -> torch.Tensor:
     """Return the sum over the rows, added in fp32. The result does not depend on the number of threads."""
     x = x.contiguous()
     out = x.new_empty(x.shape[1])
-    call(f"column_sum{_TYPE[x.dtype]}", x, partial_sums(*x.shape), out, *x.shape)
+    call("column_sum", x, partial_sums(*x.shape), out, *x.shape)
     return out
 
 

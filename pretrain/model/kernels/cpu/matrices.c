@@ -1,5 +1,4 @@
 /* Transposed copies of matrices, and the sums of their columns: for the gradients of linear layers. */
-#ifndef NUMBER /* the file includes itself for each type of numbers */
 #include "bf16.h"
 #include "columns.h"
 
@@ -43,15 +42,9 @@ void transpose(const uint16_t *restrict x, uint16_t *restrict out, int64_t rows,
         }
 }
 
-#include "as_bf16.h"
-#include "matrices.c"
-#include "as_fp32.h"
-#include "matrices.c"
-#else
-
 /* out [columns]: the sums of the columns of x. partial: fp32 [block_count(rows), columns]. */
-void NAMED(column_sum)(const NUMBER *restrict x, float *restrict partial, NUMBER *restrict out, int64_t rows,
-                       int64_t columns) {
+void column_sum(const uint16_t *restrict x, float *restrict partial, uint16_t *restrict out, int64_t rows,
+                int64_t columns) {
     int64_t blocks = block_count(rows);
 #pragma omp parallel for schedule(static)
     for (int64_t block = 0; block < blocks; block++) {
@@ -59,18 +52,17 @@ void NAMED(column_sum)(const NUMBER *restrict x, float *restrict partial, NUMBER
         int64_t row = block * BLOCK_ROWS, end = row + BLOCK_ROWS < rows ? row + BLOCK_ROWS : rows;
         memset(sum, 0, (size_t)columns * sizeof(float));
         for (; row + 4 <= end; row += 4) {
-            const NUMBER *restrict first = x + row * columns;
+            const uint16_t *restrict first = x + row * columns;
 #pragma omp simd
             for (int64_t j = 0; j < columns; j++)
-                sum[j] += (TO_FLOAT(first[j]) + TO_FLOAT(first[j + columns])) +
-                          (TO_FLOAT(first[j + 2 * columns]) + TO_FLOAT(first[j + 3 * columns]));
+                sum[j] += (to_float(first[j]) + to_float(first[j + columns])) +
+                          (to_float(first[j + 2 * columns]) + to_float(first[j + 3 * columns]));
         }
         for (; row < end; row++)
             for (int64_t j = 0; j < columns; j++)
-                sum[j] += TO_FLOAT(x[row * columns + j]);
+                sum[j] += to_float(x[row * columns + j]);
     }
     sum_blocks(partial, blocks, columns);
     for (int64_t j = 0; j < columns; j++)
-        out[j] = FROM_FLOAT(partial[j]);
+        out[j] = to_bf16(partial[j]);
 }
-#endif
