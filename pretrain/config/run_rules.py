@@ -71,6 +71,8 @@ def muon(run: Plan) -> Iterator[Rule]:
 def optimizer_params(run: Plan) -> Iterator[Rule]:
     """Parameters that the optimizer class that DeepSpeed selects ignores or does not take."""
     params, kind = run.get("optimizer.params", {}), run.layout.optimizer
+    yield Rule(run.get("optimizer.legacy_fusion"), "optimizer.legacy_fusion", "false",
+               "it is for checkpoints of old versions; remove it")
     if OPTIMIZERS[kind].from_torch:
         return
     offloaded, torch_adam = run.layout.offload_optimizer != "none", params.get("torch_adam")
@@ -84,10 +86,10 @@ def optimizer_params(run: Plan) -> Iterator[Rule]:
                    problem='it needs "torch_adam": true')
         yield Rule(name == "fp32_optimizer_states" and not offloaded, key, remedy="remove it",
                    problem="it has no effect without offload_optimizer")
+        yield Rule(name == "fp32_optimizer_states" and params[name] and run.get("bf16.bf16_optimizer_states"), key,
+                   'false with "bf16.bf16_optimizer_states"', "otherwise DeepSpeed ignores it; remove one of the two")
         yield Rule(name in _GPU_ONLY_PARAMS and offloaded, key, remedy="remove it",
                    problem="DeepSpeed's CPU optimizers do not take it")
-    yield Rule(run.get("optimizer.legacy_fusion"), "optimizer.legacy_fusion", "false",
-               "it is for checkpoints of old versions; remove it")
 
 
 def scheduler_params(run: Plan) -> Iterator[Rule]:

@@ -1,6 +1,7 @@
 """Every key of a DeepSpeed JSON that the rules accept trains, in the values and combinations of a generated table."""
 
 import copy
+import json
 import math
 from itertools import islice
 from pathlib import Path
@@ -46,15 +47,24 @@ def _case(name: str, values: dict[str, Any], corpus: str, *, mixture: bool) -> d
 
 
 def train(rows: list[Row], schema: Schema, corpus: str, folder: Path) -> dict[str, Any]:
-    """Train each row, and each different reference once. Returns the results by name; references by their JSON."""
-    cases = [_case(row.name, row.config, corpus, mixture=has_experts(row.config)) for row in rows]
+    """Train each row, and each different reference once, on one rank. Returns both by the row's name."""
+    plain = Schema(folder, ranks=1)
+    references = {row.name: reference(plain, row) for row in rows}
+    mixtures = {row.name: has_experts(row.config) for row in rows}
+    names: dict[str, str] = {}  # text of each different reference -> its name, that of the first row
     for row in rows:
-        cases.append(_case(f"{row.name}-reference", reference(schema, row.config), corpus,
-                           mixture=has_experts(row.config)))
+        names.setdefault(json.dumps([mixtures[row.name], references[row.name]], sort_keys=True), row.name)
     results: dict[str, Any] = {}
-    for first in range(0, len(cases), CASES_OF_A_LAUNCH):
-        results |= run_worker("keys_worker.py", cases[first:first + CASES_OF_A_LAUNCH], schema.ranks,
-                              folder / f"ranks{first}", timeout=1000)
+    for ranks, cases in (
+            (1, [_case(f"{name}-reference", references[name], corpus, mixture=mixtures[name])
+                 for name in names.values()]),
+            (schema.ranks, [_case(row.name, row.config, corpus, mixture=mixtures[row.name]) for row in rows])):
+        for first in range(0, len(cases), CASES_OF_A_LAUNCH):
+            results |= run_worker("keys_worker.py", cases[first:first + CASES_OF_A_LAUNCH], ranks,
+                                  folder / f"ranks{ranks}_{first}")
+    for row in rows:
+        text = json.dumps([mixtures[row.name], references[row.name]], sort_keys=True)
+        results[f"{row.name}-reference"] = results[f"{names[text]}-reference"]
     return results
 
 

@@ -204,6 +204,11 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"data_types": {"param_dtype": "fp32"}}, {}, "data_types.param_dtype"),
     ({"bf16.immediate_grad_update": True}, {}, "bf16.immediate_grad_update"),
     ({"bf16.bf16_master_weights_and_grads": True}, {}, "bf16_master_weights_and_grads"),
+    (z("offload_optimizer", CPU) | {"bf16.bf16_master_weights_and_grads": True, "optimizer.params.torch_adam": True},
+     {}, "without optimizer.params.torch_adam"),
+    (z("offload_optimizer", CPU) | {"bf16.bf16_master_weights_and_grads": True, "bf16.bf16_optimizer_states": True,
+                                    "optimizer.params.fp32_optimizer_states": True},
+     {}, "optimizer.params.fp32_optimizer_states: found true; expected false"),
     # optimizer and scheduler
     ({"optimizer": NOTHING}, {}, "optimizer: the block is missing, and there is no --learning_rate"),
     ({"optimizer": NOTHING}, {"learning_rate": 0}, "--learning_rate"),

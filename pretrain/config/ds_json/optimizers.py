@@ -91,7 +91,7 @@ _ROWS = (
     _torch("NAdam", {"betas": _BETAS, "eps": _SMALL, "weight_decay": _DECAY, "momentum_decay": _FROM_0,
                      "decoupled_weight_decay": _BOOL}),
     _torch("RAdam", {"betas": _BETAS, "eps": _SMALL, "weight_decay": _DECAY, "decoupled_weight_decay": _BOOL}),
-    _torch("RMSprop", {"alpha": _FROM_0, "eps": _SMALL, "weight_decay": _DECAY, "momentum": _FRACTION,
+    _torch("RMSprop", {"alpha": _FRACTION, "eps": _SMALL, "weight_decay": _DECAY, "momentum": _FRACTION,
                        "centered": _BOOL}, states=1),
     _torch("Rprop", {"etas": Key("pair", low=1e-9), "step_sizes": Key("pair", low=0)}),
     _torch("SGD", {"momentum": _FRACTION, "dampening": Key("number"), "weight_decay": _DECAY, "nesterov": _BOOL,
