@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pretrain.config import layout_rules
 from pretrain.config.determinism_rules import determinism
-from pretrain.config.ds_json.optimizers import OPTIMIZERS, REQUIRED_SCHEDULER_PARAMS, Optimizer
+from pretrain.config.ds_json.optimizers import OPTIMIZERS, REQUIRED_SCHEDULER_PARAMS, SMALLEST_EPS, Optimizer
 from pretrain.config.fp8_rules import fp8
 from pretrain.config.general_rules import general_family
 from pretrain.config.layout_rules import OFFLOAD_DEVICE, ZERO, Rule
@@ -113,6 +113,10 @@ def torch_optimizer_params(run: Plan) -> Iterator[Rule]:
                "optimizer.params.nesterov", "false without momentum, or with dampening")
     low, high = params.get("etas", (0.5, 1.2))
     yield Rule(not low < 1 < high, "optimizer.params.etas", "one value below 1 and one above 1")
+    eps = params.get("eps")
+    yield Rule(isinstance(eps, list) and eps[0] < SMALLEST_EPS, "optimizer.params.eps",  # Adafactor
+               f"a first number from {SMALLEST_EPS}", "its square is 0 in fp32: weights without a gradient would "
+               "become NaN")
     yield Rule(params.get("foreach") and params.get("fused"), "optimizer.params.fused",
                problem="foreach and fused exclude each other", remedy="remove one of them")
     yield Rule(params.get("capturable") and run.device.kind == "cpu", "optimizer.params.capturable", "false on a CPU")

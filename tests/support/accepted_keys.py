@@ -60,7 +60,7 @@ def own_values(folder: Path) -> dict[str, list[Any]]:
         "zero_optimization.offload_optimizer.buffer_count": [4, 5], "optimizer.params.lr": [0.01, "auto"],
         "optimizer.params.betas": [[0.9, 0.95], [0, 0], "auto"], "optimizer.params.muon_lr": [0.02],
         "optimizer.params.adam_lr": [0.003], "optimizer.params.etas": [[0.5, 1.2]],
-        "optimizer.params.step_sizes": [[1e-6, 50]], "optimizer.params.eps": [1e-8, 0.5, "auto", [1e-30, 1e-3]],
+        "optimizer.params.step_sizes": [[1e-6, 50]], "optimizer.params.eps": [1e-19, 1e-8, 0.5, "auto", [1e-19, 1e-3]],
         "scheduler.params.warmup_min_lr": [0, 0.001, "auto"], "scheduler.params.lr_range_test_min_lr": [0, 0.004],
         "scheduler.params.cycle_min_lr": [0.001], "scheduler.params.cycle_max_lr": [0.01],
         "scheduler.params.warmup_max_lr": [0.01, "auto"], "scheduler.params.total_num_steps": [3, "auto"],
