@@ -30,9 +30,8 @@ from tests.support.layouts import relative_difference
 IN_DEFAULT_RUN = 6  # rows of the table
 # Some engines and process groups are never freed, and each group has threads that poll.
 CASES_OF_A_LAUNCH = 32
-TOLERANCES = {"fp32": 5e-5, "bf16": 4e-3, "fp16": 1e-3}
+TOLERANCES = {"fp32": 1e-6, "bf16": 5e-4, "fp16": 2e-4}  # found on 2 and 4 ranks: 9e-8, 2.1e-4, 8e-5
 REDUCED_IN = ("communication_data_type", "seq_parallel_communication_data_type")
-WIDE = ("fp16.fp16_master_weights_and_grads", "bf16.bf16_master_weights_and_grads")  # the update itself is in 16 bits
 
 
 def _case(name: str, values: dict[str, Any], corpus: str, *, mixture: bool) -> dict[str, Any]:
@@ -72,8 +71,6 @@ def assert_trains(row: Row, results: dict[str, Any]) -> None:
     found, wanted = results[row.name], results[f"{row.name}-reference"]
     dtypes = [found["precision"], *(get_value(row.config, key) or "fp32" for key in REDUCED_IN)]
     tolerance = max(TOLERANCES[dtype] for dtype in dtypes)
-    if any(get_value(row.config, key) for key in WIDE):
-        tolerance *= 5
     assert all(map(math.isfinite, found["loss"])), found
     assert found["lr"] == pytest.approx(wanted["lr"], rel=1e-6)
     applied = 1 if found["skipped"][0] else STEPS  # an overflow of fp16 with a large first scale skips the update
