@@ -179,6 +179,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"nvme_path": "{world}/nvme"}, "--nvme_path"),
     ({"pipeline": {"stages": 2}, "flops_profiler": {"enabled": True}}, {"world_size": 2}, "flops_profiler.enabled"),
     (z("stage", 2) | {"prescale_gradients": True}, {}, "prescale_gradients"),
+    ({"gradient_predivide_factor": 1e-9}, {}, "gradient_predivide_factor: found 1e-09; expected a number from 1"),
     # precision
     ({"fp16": {"enabled": True}}, {}, "Enable only one of the two"),
     ({"bfloat16": {"enabled": False}}, {}, "bfloat16: \"bf16\" is set too"),
