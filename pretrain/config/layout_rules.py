@@ -240,9 +240,10 @@ def gradients_and_master_weights(run: Plan) -> Iterator[Rule]:
         key = f"{kind}.{kind}_master_weights_and_grads"
         yield Rule(run.get(key) and (precision != kind or zero_stage == 0), key,
                    problem=f"the key needs {kind} and ZeRO stage 1, 2 or 3")
-        has_optimizer = layout.optimizer in ("adam", "adamw") if on_cpu else kind == "bf16" and states_16bit
-        yield Rule(run.get(key) and not has_optimizer, key,
-                   problem=f'the key needs Adam on the CPU: {OFFLOAD_DEVICE} "cpu"')
+        in_16bit = layout.optimizer in ("adam", "adamw") and not run.get("optimizer.params.torch_adam") if on_cpu else \
+            kind == "bf16" and states_16bit
+        yield Rule(run.get(key) and not in_16bit, key, problem="the key needs DeepSpeed's Adam on the CPU: "
+                   f'{OFFLOAD_DEVICE} "cpu", without optimizer.params.torch_adam')
     yield Rule(states_16bit and not run.get("bf16.bf16_master_weights_and_grads"), "bf16.bf16_optimizer_states",
                problem='the key needs "bf16_master_weights_and_grads": true')
     for name, is_set in (("prescale_gradients", run.get("prescale_gradients")),

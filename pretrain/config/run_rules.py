@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pretrain.config import layout_rules
 from pretrain.config.determinism_rules import determinism
-from pretrain.config.ds_json.optimizers import OPTIMIZERS, REQUIRED_SCHEDULER_PARAMS, Optimizer
+from pretrain.config.ds_json.optimizers import OPTIMIZERS, REQUIRED_SCHEDULER_PARAMS, SMALLEST_EPS, Optimizer
 from pretrain.config.fp8_rules import fp8
 from pretrain.config.general_rules import general_family
 from pretrain.config.layout_rules import OFFLOAD_DEVICE, ZERO, Rule
@@ -71,6 +71,8 @@ def muon(run: Plan) -> Iterator[Rule]:
 def optimizer_params(run: Plan) -> Iterator[Rule]:
     """Parameters that the optimizer class that DeepSpeed selects ignores or does not take."""
     params, kind = run.get("optimizer.params", {}), run.layout.optimizer
+    yield Rule(run.get("optimizer.legacy_fusion"), "optimizer.legacy_fusion", "false",
+               "it is for checkpoints of old versions; remove it")
     if OPTIMIZERS[kind].from_torch:
         return
     offloaded, torch_adam = run.layout.offload_optimizer != "none", params.get("torch_adam")
@@ -84,10 +86,10 @@ def optimizer_params(run: Plan) -> Iterator[Rule]:
                    problem='it needs "torch_adam": true')
         yield Rule(name == "fp32_optimizer_states" and not offloaded, key, remedy="remove it",
                    problem="it has no effect without offload_optimizer")
+        yield Rule(name == "fp32_optimizer_states" and params[name] and run.get("bf16.bf16_optimizer_states"), key,
+                   'false with "bf16.bf16_optimizer_states"', "otherwise DeepSpeed ignores it; remove one of the two")
         yield Rule(name in _GPU_ONLY_PARAMS and offloaded, key, remedy="remove it",
                    problem="DeepSpeed's CPU optimizers do not take it")
-    yield Rule(run.get("optimizer.legacy_fusion"), "optimizer.legacy_fusion", "false",
-               "it is for checkpoints of old versions; remove it")
 
 
 def scheduler_params(run: Plan) -> Iterator[Rule]:
@@ -111,6 +113,10 @@ def torch_optimizer_params(run: Plan) -> Iterator[Rule]:
                "optimizer.params.nesterov", "false without momentum, or with dampening")
     low, high = params.get("etas", (0.5, 1.2))
     yield Rule(not low < 1 < high, "optimizer.params.etas", "one value below 1 and one above 1")
+    eps = params.get("eps")
+    yield Rule(isinstance(eps, list) and eps[0] < SMALLEST_EPS, "optimizer.params.eps",  # Adafactor
+               f"a first number from {SMALLEST_EPS}", "its square is 0 in fp32: weights without a gradient would "
+               "become NaN")
     yield Rule(params.get("foreach") and params.get("fused"), "optimizer.params.fused",
                problem="foreach and fused exclude each other", remedy="remove one of them")
     yield Rule(params.get("capturable") and run.device.kind == "cpu", "optimizer.params.capturable", "false on a CPU")

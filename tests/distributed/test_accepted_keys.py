@@ -1,6 +1,7 @@
 """Every key of a DeepSpeed JSON that the rules accept trains, in the values and combinations of a generated table."""
 
 import copy
+import json
 import math
 from itertools import islice
 from pathlib import Path
@@ -29,9 +30,8 @@ from tests.support.layouts import relative_difference
 IN_DEFAULT_RUN = 6  # rows of the table
 # Some engines and process groups are never freed, and each group has threads that poll.
 CASES_OF_A_LAUNCH = 32
-TOLERANCES = {"fp32": 5e-5, "bf16": 4e-3, "fp16": 1e-3}
+TOLERANCES = {"fp32": 1e-6, "bf16": 5e-4, "fp16": 2e-4}  # found on 2 and 4 ranks: 9e-8, 2.1e-4, 8e-5
 REDUCED_IN = ("communication_data_type", "seq_parallel_communication_data_type")
-WIDE = ("fp16.fp16_master_weights_and_grads", "bf16.bf16_master_weights_and_grads")  # the update itself is in 16 bits
 
 
 def _case(name: str, values: dict[str, Any], corpus: str, *, mixture: bool) -> dict[str, Any]:
@@ -46,15 +46,24 @@ def _case(name: str, values: dict[str, Any], corpus: str, *, mixture: bool) -> d
 
 
 def train(rows: list[Row], schema: Schema, corpus: str, folder: Path) -> dict[str, Any]:
-    """Train each row, and each different reference once. Returns the results by name; references by their JSON."""
-    cases = [_case(row.name, row.config, corpus, mixture=has_experts(row.config)) for row in rows]
+    """Train each row, and each different reference once, on one rank. Returns both by the row's name."""
+    plain = Schema(folder, ranks=1)
+    references = {row.name: reference(plain, row) for row in rows}
+    mixtures = {row.name: has_experts(row.config) for row in rows}
+    names: dict[str, str] = {}  # text of each different reference -> its name, that of the first row
     for row in rows:
-        cases.append(_case(f"{row.name}-reference", reference(schema, row.config), corpus,
-                           mixture=has_experts(row.config)))
+        names.setdefault(json.dumps([mixtures[row.name], references[row.name]], sort_keys=True), row.name)
     results: dict[str, Any] = {}
-    for first in range(0, len(cases), CASES_OF_A_LAUNCH):
-        results |= run_worker("keys_worker.py", cases[first:first + CASES_OF_A_LAUNCH], schema.ranks,
-                              folder / f"ranks{first}", timeout=1000)
+    for ranks, cases in (
+            (1, [_case(f"{name}-reference", references[name], corpus, mixture=mixtures[name])
+                 for name in names.values()]),
+            (schema.ranks, [_case(row.name, row.config, corpus, mixture=mixtures[row.name]) for row in rows])):
+        for first in range(0, len(cases), CASES_OF_A_LAUNCH):
+            results |= run_worker("keys_worker.py", cases[first:first + CASES_OF_A_LAUNCH], ranks,
+                                  folder / f"ranks{ranks}_{first}")
+    for row in rows:
+        text = json.dumps([mixtures[row.name], references[row.name]], sort_keys=True)
+        results[f"{row.name}-reference"] = results[f"{names[text]}-reference"]
     return results
 
 
@@ -62,10 +71,9 @@ def assert_trains(row: Row, results: dict[str, Any]) -> None:
     found, wanted = results[row.name], results[f"{row.name}-reference"]
     dtypes = [found["precision"], *(get_value(row.config, key) or "fp32" for key in REDUCED_IN)]
     tolerance = max(TOLERANCES[dtype] for dtype in dtypes)
-    if any(get_value(row.config, key) for key in WIDE):
-        tolerance *= 5
     assert all(map(math.isfinite, found["loss"])), found
     assert found["lr"] == pytest.approx(wanted["lr"], rel=1e-6)
+    assert found["skipped"][-1] == 0 or found["precision"] == "fp16", "only loss scaling may skip an update"
     applied = 1 if found["skipped"][0] else STEPS  # an overflow of fp16 with a large first scale skips the update
     assert relative_difference(found["loss"][:applied], wanted["loss"][:applied]) < tolerance
     assert found["skipped"][-1] > 0 or all(map(math.isfinite, found["grad_norm"])), found

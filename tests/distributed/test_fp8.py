@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.cases import HAS_FP8, case, config, flags
+from tests.support.cases import CPU, HAS_FP8, NO_NVME, case, config, flags, nvme, nvme_param
 from tests.support.launch import run_worker
 from tests.support.layouts import relative_difference
 
@@ -20,6 +20,16 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # (JSON, flags)
     "pipeline2": (config(1, precision="bf16", **STAGES2), {"recompute": "blocks"}),
 }
 SAVED = config(3, precision="bf16")
+RECIPES = ("tensorwise", "rowwise")
+SHARED = {"sequence_parallel_size": 2}  # two ranks share each sequence
+MORE: dict[str, dict[str, Any]] = {
+    "zero1_cpu": config(1, precision="bf16", offload_optimizer=CPU),
+    "zero2_cpu": config(2, precision="bf16", offload_optimizer=CPU),
+    "zero3_cpu": config(3, precision="bf16", offload_optimizer=CPU, offload_param=CPU, param_persistence_threshold=0),
+    **{f"zero{stage}_sequence2": {**config(stage, precision="bf16", accumulation=4), **SHARED} for stage in (1, 2, 3)},
+    "zero3_cpu_sequence2": {**config(3, precision="bf16", accumulation=4, offload_optimizer=CPU, offload_param=CPU),
+                            **SHARED},
+}
 pytestmark = pytest.mark.skipif(not HAS_FP8, reason="this torch has no torchao that fits")
 
 
@@ -67,6 +77,31 @@ def test_a_checkpoint_has_the_same_files_and_sizes_as_without(results: dict[str,
 
     assert files("saved_fp8") == files("saved_bf16")
     assert files("saved_fp8")
+
+
+@pytest.fixture(scope="module")
+def more(corpus: str, folder: Path) -> dict[str, Any]:
+    layouts = {**MORE, "bf16": SAVED}
+    if not NO_NVME:
+        offload = {"offload_optimizer": nvme(folder), "offload_param": nvme_param(folder)}
+        layouts["zero3_nvme"] = config(3, precision="bf16", **offload)
+    common = flags(corpus, layers=2, steps=3)
+    cases = [case(f"{name}_{fp8}", "train", values, {**common, "fp8": fp8} if name != "bf16" else common)
+             for name, values in layouts.items() for fp8 in RECIPES]
+    return run_worker("compile_worker.py", cases, 2, folder / "more")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fp8", RECIPES)
+@pytest.mark.parametrize("name", [*MORE, "zero3_nvme"])
+def test_losses_with_offload_or_sequence_parallelism(name: str, fp8: str, more: dict[str, Any]) -> None:
+    if name == "zero3_nvme" and NO_NVME:
+        pytest.skip(NO_NVME)
+    found, bf16, first = (more[f"{layout}_{fp8}"] for layout in (name, "bf16", "zero1_cpu"))
+    assert found["loss"] != bf16["loss"]
+    assert relative_difference([*found["loss"], found["eval"]], [*bf16["loss"], bf16["eval"]]) < 2e-3
+    assert relative_difference(found["grad_norm"], bf16["grad_norm"]) < 0.05
+    assert relative_difference(found["loss"], first["loss"]) < 1e-3
 
 
 @pytest.mark.slow

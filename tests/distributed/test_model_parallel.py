@@ -98,6 +98,9 @@ TWO_RANKS: Cases = {
         **_with_tensor2(_experts(1, precision="bf16", accumulation=4)), "data_types": {"grad_accum_dtype": "fp32"}}),
     "experts2_fp32_accumulation_bf16": ("experts", {
         **_experts(1, precision="bf16"), "data_types": {"grad_accum_dtype": "fp32"}}),
+    **{f"experts2_zero{stage}_fp16": ("emulated_experts", _experts(stage, precision="fp16")) for stage in (1, 2, 3)},
+    **{f"experts2_tensor2_zero{stage}_fp16": (
+        "emulated_experts", _with_tensor2(_experts(stage, accumulation=4, precision="fp16"))) for stage in (1, 2, 3)},
 }
 FOUR_RANKS: Cases = {
     "tensor2_data2_zero1": ("tied", _tensor(1)),
@@ -122,6 +125,12 @@ FOUR_RANKS: Cases = {
     "tensor2_pipeline2_zero1_documents": ("documents", _tensor(1, stages=2, accumulation=4)),
     "tensor2_pipeline2_zero1_grouped": ("grouped", _tensor(1, stages=2, accumulation=4)),
     "tensor2_pipeline2_zero1_bf16": ("tied", _tensor(1, stages=2, accumulation=4, precision="bf16")),
+    **{f"tensor2_pipeline2_zero{stage}_fp16": (
+        "emulated", _tensor(stage, stages=2, accumulation=4, precision="fp16")) for stage in (0, 1)},
+    "experts2_pipeline2_zero1_fp16": ("emulated_experts", _experts(1, stages=2, precision="fp16")),
+    "experts2_tensor2_pipeline2_zero1_fp16": (
+        "emulated_experts", _with_tensor2(_experts(1, stages=2, accumulation=4, precision="fp16"))),
+    "experts2_tensor2_data2_zero2_fp16": ("emulated_experts", _with_tensor2(_experts(2, precision="fp16"))),
 }
 
 CASES = {**TWO_RANKS, **FOUR_RANKS}
@@ -160,6 +169,8 @@ def _variants(corpus: str, folder: Path) -> dict[str, dict[str, Any]]:
                          "model_overrides": "vocab_size=251"},
         "capacity": {**flags(corpus, steps=STEPS, expert_capacity_factor=1.0), "model": str(experts),
                      "model_overrides": "vocab_size=251"},
+        "emulated_experts": {**flags(corpus, steps=STEPS, emulate_fp16=True), "model": str(experts),
+                             "model_overrides": "vocab_size=251"},
     }
 
 

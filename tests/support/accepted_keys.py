@@ -54,10 +54,13 @@ def own_values(folder: Path) -> dict[str, list[Any]]:
         "zero_optimization.offload_param.buffer_size": [200_000],
         "tensorboard.output_path": [str(folder / "tensorboard"), ""], "csv_monitor.output_path": [str(folder), ""],
         "flops_profiler.output_file": [str(folder / "flops.txt"), None], "comms_logger.prof_ops": [[], ["all_reduce"]],
-        "aio.block_size": [4096, 1_048_576], "optimizer.params.lr": [0.01, "auto"],
+        # counts of threads and of pinned buffers
+        "aio.block_size": [4096, 1_048_576], "aio.intra_op_parallelism": [1, 2],
+        "zero_optimization.offload_param.buffer_count": [4, 8],
+        "zero_optimization.offload_optimizer.buffer_count": [4, 5], "optimizer.params.lr": [0.01, "auto"],
         "optimizer.params.betas": [[0.9, 0.95], [0, 0], "auto"], "optimizer.params.muon_lr": [0.02],
         "optimizer.params.adam_lr": [0.003], "optimizer.params.etas": [[0.5, 1.2]],
-        "optimizer.params.step_sizes": [[1e-6, 50]], "optimizer.params.eps": [1e-8, 0.5, "auto", [1e-30, 1e-3]],
+        "optimizer.params.step_sizes": [[1e-6, 50]], "optimizer.params.eps": [1e-19, 1e-8, 0.5, "auto", [1e-19, 1e-3]],
         "scheduler.params.warmup_min_lr": [0, 0.001, "auto"], "scheduler.params.lr_range_test_min_lr": [0, 0.004],
         "scheduler.params.cycle_min_lr": [0.001], "scheduler.params.cycle_max_lr": [0.01],
         "scheduler.params.warmup_max_lr": [0.01, "auto"], "scheduler.params.total_num_steps": [3, "auto"],
@@ -109,12 +112,16 @@ class Schema:
         self.keys = [(dotted, key) for dotted, key in keys if not (key.rejected or key.ignored)]
         self.keys_without_effect = [(dotted, key) for dotted, key in keys if key.rejected or key.ignored]
 
-    def accepted(self, config: dict[str, Any]) -> str:
-        """Return what DeepSpeed gets, as text; "" if the JSON is rejected. Raises nothing: a rejection is one line."""
+    def accepted(self, config: dict[str, Any], *, mixture: bool | None = None) -> str:
+        """Return what DeepSpeed gets, as text; "" if the JSON is rejected. Raises nothing: a rejection is one line.
+
+        By default, the model is a mixture if the JSON shares experts among ranks.
+        """
         args = RunArguments(save="run", train_steps=STEPS, seq_length=SEQ_LENGTH,
                             emulate_fp16=get_value(config, "fp16.enabled", False))
         try:
-            plan = resolve_ds_config(DsFile("ds.json", config), args, model=self.models[has_experts(config)],
+            model = self.models[has_experts(config) if mixture is None else mixture]
+            plan = resolve_ds_config(DsFile("ds.json", config), args, model=model,
                                      world_size=self.ranks, device=self.device)
             check_rules(plan)
         except ConfigError:
@@ -213,12 +220,17 @@ def _with_key(schema: Schema, row: Row, dotted: str, values: list[Any], covered:
     return row
 
 
-def reference(schema: Schema, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the JSON whose losses a row must have: its optimizer, scheduler and clipping in the plainest layout."""
-    own = {name: config[name] for name in ("train_batch_size", "optimizer", "scheduler", "gradient_clipping")
-           if name in config}
+def reference(schema: Schema, row: Row) -> dict[str, Any]:
+    """Return the JSON whose losses a row must have: its optimizer, scheduler and clipping in the plainest layout.
+
+    `schema` is that of one rank. A mixture has micro-batches of the same size: the losses of its routers depend on it.
+    """
+    own = {name: row.config[name] for name in ("train_batch_size", "optimizer", "scheduler", "gradient_clipping")
+           if name in row.config}
+    if has_experts(row.config):
+        own["train_micro_batch_size_per_gpu"] = json.loads(row.result)[0]["train_micro_batch_size_per_gpu"]
     for zero in ({"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 1, "offload_optimizer": CPU}):
         plain = {**copy.deepcopy(own), "zero_optimization": zero, "zero_allow_untested_optimizer": True}
-        if schema.accepted(plain):
+        if schema.accepted(plain, mixture=has_experts(row.config)):
             return plain
     raise AssertionError(f"no plain layout has {own}")

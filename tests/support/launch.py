@@ -14,6 +14,7 @@ from pretrain.distributed.process import ROOT, free_port
 WORKERS = ROOT / "tests" / "distributed" / "workers"
 __all__ = ["ROOT", "WORKERS", "free_port"]
 LIMIT_S = 900.0  # a test that hangs fails after this time
+LIMIT_OF_CASE_S = 60.0  # a launch of many cases has this time for each, because other programs may use the processors
 
 
 def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
@@ -77,6 +78,7 @@ def run_worker(worker: str, cases: list[dict[str, Any]], ranks: int, folder: Pat
 
     All cases share one launch. If a case fails, its result is a FailedCase, and the remaining cases get a new launch.
     """
+    settings.setdefault("timeout", max(LIMIT_S, LIMIT_OF_CASE_S * len(cases)))
     folder.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {}
     while cases:

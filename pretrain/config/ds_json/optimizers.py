@@ -6,7 +6,9 @@ from pretrain.config.ds_json.schema import Key, Tree
 
 _RATE = Key("number", low=0, auto=True)
 _FRACTION = Key("number", low=0, high=1)
-_SMALL = Key("number", low=0, auto=True)
+# Its square is not 0 in fp32. A weight without a gradient, such as those of unused tokens, is updated by 0 / eps.
+SMALLEST_EPS = 1e-19
+_SMALL = Key("number", low=SMALLEST_EPS, auto=True)
 _DECAY = Key("number", low=0, auto=True)
 _BETAS = Key("pair", low=0, high=0.999999, auto=True)
 _BOOL = Key("bool")
@@ -91,7 +93,7 @@ _ROWS = (
     _torch("NAdam", {"betas": _BETAS, "eps": _SMALL, "weight_decay": _DECAY, "momentum_decay": _FROM_0,
                      "decoupled_weight_decay": _BOOL}),
     _torch("RAdam", {"betas": _BETAS, "eps": _SMALL, "weight_decay": _DECAY, "decoupled_weight_decay": _BOOL}),
-    _torch("RMSprop", {"alpha": _FROM_0, "eps": _SMALL, "weight_decay": _DECAY, "momentum": _FRACTION,
+    _torch("RMSprop", {"alpha": _FRACTION, "eps": _SMALL, "weight_decay": _DECAY, "momentum": _FRACTION,
                        "centered": _BOOL}, states=1),
     _torch("Rprop", {"etas": Key("pair", low=1e-9), "step_sizes": Key("pair", low=0)}),
     _torch("SGD", {"momentum": _FRACTION, "dampening": Key("number"), "weight_decay": _DECAY, "nesterov": _BOOL,

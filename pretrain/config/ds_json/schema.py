@@ -300,7 +300,7 @@ TREE: Tree = {
     "communication_data_type": Key("str", choices=_PRECISION, null=True),
     "seq_parallel_communication_data_type": Key("str", choices=_PRECISION, null=True),
     "prescale_gradients": _BOOL,
-    "gradient_predivide_factor": Key("number", low=1e-9),
+    "gradient_predivide_factor": Key("number", low=1),  # a smaller one would overflow sums in fp16
     "gradient_allreduce_op": _rejected('the loss is a mean over the tokens of all ranks; use "mean"', "mean"),
     "disable_allgather": _ignored("DeepSpeed 0.19.8 does not read it"),
     "checkpoint": CHECKPOINT,
