@@ -26,6 +26,10 @@ from pretrain.model.description import ModelConfig
 CPU_SCORES = 2**20  # attention scores that a CPU thread holds at a time
 ATTENTION_ROWS = 128  # queries of a block; keys later than the block are skipped
 
+# elements of the gradients that engine/gradient_passes.py converts to fp32 at a time. Adam's kernel computes a multiple of
+# 128 elements in registers and rounds the rest otherwise: with whole multiples, the bits are those of one piece.
+PIECE_ELEMENTS = 2**20
+
 FP32, INT64 = 4, 8  # bytes of an element
 
 

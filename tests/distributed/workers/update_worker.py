@@ -39,7 +39,7 @@ class CountElements(TorchDispatchMode):
 
 @contextlib.contextmanager
 def passes(*, plain: bool) -> Iterator[None]:
-    """Force DeepSpeed's passes, or the C functions, whatever is faster on this machine."""
+    """Force DeepSpeed's passes, or the C functions, whatever is faster on this machine, and Adam in several pieces."""
     with contextlib.ExitStack() as stack:
         if plain:
             stack.enter_context(patch("pretrain.engine.build.skip_reduction_on_one_rank", lambda engine: None))
@@ -47,6 +47,7 @@ def passes(*, plain: bool) -> Iterator[None]:
             stack.enter_context(patch("pretrain.engine.build.save_host_time", lambda engine: None))
         else:
             stack.enter_context(patch("pretrain.engine.gradient_passes.uses_c", lambda _, x, dtype: x.dtype == dtype))
+            stack.enter_context(patch("pretrain.engine.gradient_passes.PIECE_ELEMENTS", 1280))
         yield
 
 
