@@ -19,8 +19,9 @@ def linear(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None
 
     Instead of an x that is a norm, it may save the norm's input (kernels/norm.py).
     """
-    if fp8 is not None or _is_in_c(x, weight_OI):
-        out: torch.Tensor = _Linear.apply(x, weight_OI, bias_O, fp8, norm_source(x))
+    source = norm_source(x)
+    if source is not None or fp8 is not None or _is_in_c(x, weight_OI):
+        out: torch.Tensor = _Linear.apply(x, weight_OI, bias_O, fp8, source)
         return out
     return F.linear(x, weight_OI, bias_O)
 
@@ -58,7 +59,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None,
                 fp8: Fp8Products | None, source: NormSource | None) -> torch.Tensor:
-        ctx.save_for_backward(weight_OI, *((x,) if source is None else source.inputs))  # type: ignore[arg-type]
+        ctx.save_for_backward(weight_OI, *((x,) if source is None else source.inputs))
         ctx.fp8, ctx.recomputation = fp8, None  # type: ignore[attr-defined]
         if source is not None:
             ctx.recomputation = source.recomputation  # type: ignore[attr-defined]
