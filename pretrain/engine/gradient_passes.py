@@ -3,9 +3,10 @@
 DeepSpeed 0.19.8 (runtime/zero/stage_1_and_2.py) divides the gradients by the number of ranks, reads them twice to find
 NaN and infinity, converts them to fp64 for their norm, concatenates them, converts the result to fp32, and multiplies
 it by the factor of clipping. Here each gradient is divided, and read three times: for NaN and infinity, for the norm,
-and for its scaled copy in fp32. In bf16 this takes 0.15 of the time. The values are the same, except for the last bits
-of a norm in fp64, and of gradients in bf16 on a number of ranks that is not a power of two: they are multiplied by the
-inverse instead of divided. On one rank there is no division (patches/zero.py).
+and for its scaled copy in fp32, of which only a piece exists at a time with DeepSpeed's Adam. In bf16 this takes 0.15
+of the time. The values are the same, except for the last bits of a norm in fp64, and of gradients in bf16 on a number
+of ranks that is not a power of two: they are multiplied by the inverse instead of divided. On one rank there is no
+division (patches/zero.py).
 """
 
 from collections.abc import Iterator
