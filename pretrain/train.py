@@ -26,6 +26,7 @@ from pretrain.distributed.device import Device, detect_device
 from pretrain.distributed.print_error import is_lost_connection, print_error, report_lost_connection
 from pretrain.distributed.process import end_process, importing
 from pretrain.distributed.process_group import collective_timeout_s
+from pretrain.distributed.refused_start import announce_rejection
 from pretrain.distributed.world import ALONE, World, running_environment
 from pretrain.engine.deterministic import operator_without_variant
 from pretrain.engine.prepare import avoid_compiler_imports, prepare_deepspeed
@@ -52,6 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         return run(parse_arguments(argv), world)
     except ConfigError as error:
         print_error(world, error)
+        announce_rejection(world)
         return CRASHED if isinstance(error, StoreError) else REJECTED
     except GuardError as error:
         print_error(world, error)

@@ -3,8 +3,9 @@
     tests/versions.sh [--runs FOLDER] [--environments FOLDER] [CELL...]
 
 Without arguments, all cells that CELLS lists. A cell gets an environment of its own; saves, resumes, generates text,
-converts and consolidates checkpoints on 2 ranks; runs TESTS; and reads the checkpoint of the first cell, which reads
-its checkpoint in turn. Prints one row per cell, for the table in tests/README.md. The exit code is 1 if a cell fails.
+converts and consolidates checkpoints on 2 ranks; reads the checkpoint of the first cell, which reads its checkpoint in
+turn; and runs TESTS and SLOW_TESTS. Prints one row per cell, for the table in tests/README.md. The exit code is 1 if a
+cell fails.
 
 A cell with the Python of this environment adds its packages to those of this environment. For another Python,
 launch/setup.sh creates an environment (about 6 GB if pip finds no CPU build of torch).
@@ -30,6 +31,7 @@ TESTS = ("tests/distributed/test_parity.py", "tests/distributed/checkpoint/test_
          "tests/distributed/test_upstream_ranks.py", "tests/distributed/test_skipped_updates.py",
          "tests/distributed/test_pipelines.py", "tests/model", "tests/checkpoint/test_export_hf.py",
          "tests/checkpoint/test_import.py")
+SLOW_TESTS = ("tests/distributed/test_reproducers.py",)
 FOR_TESTS = ("pytest", "hypothesis", "pyarrow", "accelerate")
 OWN_PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
 SHOWN = ("torch", "deepspeed", "transformers", "numpy")
@@ -122,10 +124,10 @@ def versions_of(python: str) -> list[str]:
     return _output([python, "-c", code]).split()
 
 
-def run_tests(environment: Environment) -> str:
-    """Run TESTS, and return pytest's last line."""
-    last = environment.do("tests", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", ROOT, "-c",
-                          ROOT / "pyproject.toml", *(ROOT / path for path in TESTS), PYTHONWARNINGS="")
+def run_tests(environment: Environment, name: str, paths: tuple[str, ...], *words: str) -> str:
+    """Run tests, and return pytest's last line."""
+    last = environment.do(name, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", ROOT, "-c",
+                          ROOT / "pyproject.toml", *words, *(ROOT / path for path in paths), PYTHONWARNINGS="")
     return last.rpartition(" in ")[0].strip("= ")
 
 
@@ -136,7 +138,8 @@ def steps_of(environment: Environment, first: Environment | None) -> Iterator[tu
         yield f"reads {first.name}", lambda: read_other(environment, first)
         yield f"{first.name} reads it", lambda: read_other(first, environment)
     if environment.executable != sys.executable:  # tests/run.sh tests this environment
-        yield "tests", lambda: run_tests(environment)
+        yield "tests", lambda: run_tests(environment, "tests", TESTS)
+        yield "slow tests", lambda: run_tests(environment, "slow-tests", SLOW_TESTS, "-m", "slow")
 
 
 def run_cell(environment: Environment, first: Environment | None, result: Result) -> None:

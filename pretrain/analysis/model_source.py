@@ -5,12 +5,12 @@ It is a checkpoint of any layout, or a transformers folder.
 
 import importlib.util
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pretrain.checkpoint.format.manifest import MANIFEST, Manifest
+from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, parse_head, read_manifest
 from pretrain.checkpoint.format.verify import damaged_checkpoint, reject_damaged
 from pretrain.checkpoint.load.find_checkpoint import (
     find_checkpoint,
@@ -86,11 +86,15 @@ class ModelSource:
             raise damaged_checkpoint(self.folder, damage)
 
 
-def _checkpoint(path: Path, step: int | None) -> dict[str, Any]:
-    """Return the checkpoint at `path` as arguments of a source."""
-    folder, manifest, notes = find_checkpoint(path, step)
+def _checkpoint(path: Path, step: int | None, *, complete: bool = True) -> dict[str, Any]:
+    """Return the checkpoint at `path` as arguments of a source. `complete`: see `evaluation_source`."""
+    folder, manifest, notes = find_checkpoint(path, step, read_manifest if complete else parse_head)
+    return {**_values_of(folder, manifest), "notes": notes}
+
+
+def _values_of(folder: Path, manifest: Manifest) -> dict[str, Any]:
     config = model_config_from(manifest.model, str(folder / MANIFEST))
-    return {"folder": folder, "manifest": manifest, "precision": manifest.precision, "notes": notes, "config": config}
+    return {"folder": folder, "manifest": manifest, "precision": manifest.precision, "config": config}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,14 +110,29 @@ class EvaluationSource(ModelSource):
         run = run_folder_of(self.path) if self.hf_folder is None else None
         return newest_start(run) if run is not None else None
 
+    def of_rank_0(self) -> "EvaluationSource":
+        """Return the source with the checkpoint that rank 0 has found; collective."""
+        from pretrain.distributed.collectives import from_rank_0
 
-def evaluation_source(path: Path, step: int | None) -> EvaluationSource:
-    """Find the checkpoint at `path`, or check the transformers folder there. Raises ConfigError."""
+        if self.manifest is None:
+            return self
+        manifest = self.manifest
+        folder, text = from_rank_0(lambda: (self.folder, manifest.to_json()))
+        return replace(self, **_values_of(folder, Manifest.from_json(text)))
+
+
+def evaluation_source(path: Path, step: int | None, *, complete: bool = True) -> EvaluationSource:
+    """Find the checkpoint at `path`, or check the transformers folder there. Raises ConfigError.
+
+    Args:
+        complete: also read names and sizes of a checkpoint's files, which grow with the number of ranks. Rank 0 does
+            it; the others then take its checkpoint (`of_rank_0`).
+    """
     folder = find_transformers_folder(path, step)
     if folder is not None:
         found = check_hf_folder(folder)
         return EvaluationSource(path=path, folder=folder, config=found.config, precision=found.dtype, hf_folder=found)
-    return EvaluationSource(path=path, **_checkpoint(path, step))
+    return EvaluationSource(path=path, **_checkpoint(path, step, complete=complete))
 
 
 def find_tokenizer(source: EvaluationSource, flag: str | None) -> Tokenizer | ConfigError:

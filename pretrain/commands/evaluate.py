@@ -83,7 +83,7 @@ def _run(args: argparse.Namespace, world: World) -> int:
     """Check everything, then import torch and evaluate. Raises ConfigError."""
     if args.json is not None:
         check_file(args.json, "--json")
-    source, device = evaluation_source(args.run, args.step), detect_device()
+    source, device = evaluation_source(args.run, args.step, complete=world.rank == 0), detect_device()
     dtype = evaluation_dtype(source, device, args.dtype)
     partition = choose_partition(source, dtype, device, world, args.partition_weights)
     tokenizer = find_tokenizer(source, args.tokenizer)
@@ -103,6 +103,9 @@ def _run(args: argparse.Namespace, world: World) -> int:
     with deepspeed_output("error"):
         if world.size > 1:
             init_process_group(world)
+            source = source.of_rank_0()
+            dtype = evaluation_dtype(source, device, args.dtype)
+            partition = choose_partition(source, dtype, device, world, args.partition_weights)
         source.verify(ranks=world.size)
         results = evaluate(source, sets, known, dtype=dtype, partition=partition,
                            micro_batch_size=args.micro_batch_size) if sets else []

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import psutil
 
+from pretrain.distributed.refused_start import announce_rejection
 from pretrain.distributed.world import ALONE, World, running_environment
 from pretrain.errors import REJECTED, ConfigError, escape_controls
 from pretrain.terminal import clear_status
@@ -41,6 +42,7 @@ def run_or_reject(run: Callable[[World], int]) -> int:
         return run(world)
     except ConfigError as error:
         print_error(world, error)
+        announce_rejection(world)
         return REJECTED
 
 

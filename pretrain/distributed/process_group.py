@@ -11,9 +11,10 @@ from pathlib import Path
 
 from pretrain.distributed.deepspeed_version import shortcut
 from pretrain.distributed.host import interface_towards
+from pretrain.distributed.refused_start import is_refused
 from pretrain.distributed.tcp_store import start_store
 from pretrain.distributed.world import World
-from pretrain.errors import ConfigError
+from pretrain.errors import REJECTED, ConfigError
 
 _FAR_ADDRESS = "203.0.113.1"  # reserved for documentation (RFC 5737); used only to find the route
 _DEFAULT_TIMEOUT_S = 1800.0
@@ -119,7 +120,7 @@ def check_device_index(world: World, num_devices: int) -> None:
 def init_process_group(world: World, longest_s: float = 0.0) -> None:
     """Form the process group. Each rank checks that it has the world size that the launcher announced.
 
-    `longest_s`: see `collective_timeout_s`.
+    `longest_s`: see `collective_timeout_s`. Raises SystemExit if rank 0 has rejected the run.
     """
     import deepspeed
     import torch.distributed
@@ -134,6 +135,8 @@ def init_process_group(world: World, longest_s: float = 0.0) -> None:
         check_device_index(world, get_accelerator().device_count())
         get_accelerator().set_device(world.local_rank)
     timeout = timedelta(seconds=collective_timeout_s(longest_s, os.environ))
+    if is_refused(world, timeout.total_seconds()):
+        raise SystemExit(REJECTED)  # silently: rank 0 has printed why
     if world.rank == 0 and timeout.total_seconds() < longest_s:
         print(f"note: DEEPSPEED_TIMEOUT ({timeout.total_seconds() / 60:g} minutes) is shorter than a time-out of the "
               f"watchdog ({longest_s / 60:g} minutes): a hang may end with an error that names no rank",

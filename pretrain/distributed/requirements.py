@@ -19,6 +19,7 @@ def requirements() -> tuple[Requirement, ...]:
     return tuple(each for each in map(Requirement, lines) if each.marker is None or each.marker.evaluate({"extra": ""}))
 
 
+@functools.cache  # versions are read from files, which takes a millisecond each
 def check_requirements() -> None:
     """Raise ConfigError for an installed package that is older than its lowest version.
 

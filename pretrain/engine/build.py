@@ -42,6 +42,7 @@ from pretrain.engine.optimizer import (
 )
 from pretrain.engine.parallelism import Mpu, create_mpu, create_parallel_groups, engine_config
 from pretrain.engine.patches.apply import apply_patches
+from pretrain.engine.patches.host_reads import read_less
 from pretrain.engine.patches.host_time import save_host_time
 from pretrain.engine.patches.monitors import patch_flops_profiler, survive_failing_monitors
 from pretrain.engine.patches.zero import (
@@ -147,6 +148,8 @@ def build_engine(plan: Plan, *, initialize: bool = True,
     with shortcut("no reduction on one rank"):
         skip_reduction_on_one_rank(engine)
     save_host_time(engine)
+    with shortcut("fewer reads from the device"):
+        read_less(engine, own.update)
     pass_over_gradients_in_c(engine)
     add_recipe(engine, plan.args)
     patch_flops_profiler(engine)

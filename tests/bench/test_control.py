@@ -3,18 +3,55 @@
 The functions are the real ones, on a temporary folder (pretrain/commands/bench/counting.py).
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from pretrain.analysis.model_source import evaluation_source
 from pretrain.checkpoint.format.shard_index import index_name
+from pretrain.checkpoint.load.agree_on_checkpoint import agree_on_checkpoint, verify_weights
+from pretrain.checkpoint.load.load_checkpoint import open_checkpoint
+from pretrain.checkpoint.load.start import check_start
 from pretrain.commands.bench.control import PHASES, PhaseCounts, count_phase, hang_record
 from pretrain.commands.bench.counting import Counts, count_files, quick_clock
-from pretrain.commands.bench.pretended_run import STEP, pretend
+from pretrain.commands.bench.pretended_run import RANKS_PER_HOST, STEP, Ranks, pretend
+from pretrain.distributed.device import cpu_device
 from pretrain.resilience import hang_report
 
 FEW, MANY = 64, 1024
 INDEX_BYTES = "index bytes"
+
+
+def start_elsewhere(ranks: Ranks, **flags: str) -> None:
+    """Start another run with weights or with the state of the pretended one."""
+    args = replace(ranks.plan.args, save=str(ranks.folder / "other"), **flags)
+    for rank in ranks.each():
+        start = check_start(args, world_size=ranks.size, device=cpu_device(), complete=rank == 0,
+                            first_of_host=rank % RANKS_PER_HOST == 0)
+        resume = agree_on_checkpoint(start.plan, lambda _: None)
+        assert (resume is None) == ("init_from" in flags)
+        if start.weights is not None:
+            verify_weights(start.weights)
+
+
+def initial_weights(ranks: Ranks) -> None:
+    start_elsewhere(ranks, init_from=str(ranks.folder / "run"))
+
+
+def branch(ranks: Ranks) -> None:
+    start_elsewhere(ranks, resume_from=str(ranks.folder / "run"))
+
+
+def evaluate(ranks: Ranks) -> None:
+    """Find, verify and open the model of `ds-pretrain evaluate`."""
+    for rank in ranks.each():
+        source = evaluation_source(ranks.folder / "run", None, complete=rank == 0).of_rank_0()
+        source.verify(ranks=ranks.size)
+        open_checkpoint(source.folder)
+
+
+STARTS = {"--init_from": initial_weights, "--resume_from": branch, "evaluate": evaluate}
 
 
 @pytest.fixture(scope="module")
@@ -23,13 +60,13 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Pha
     found = {}
     for size in (FEW, MANY):
         ranks = pretend(tmp_path_factory.mktemp(str(size)), size)
-        found[size] = {name: count_phase(ranks, phase) for name, phase in PHASES.items()}
+        found[size] = {name: count_phase(ranks, phase) for name, phase in {**STARTS, **PHASES}.items()}
         texts = [ranks.checkpoints / f"global_step{STEP}" / index_name(rank) for rank in range(size)]
         found[size][INDEX_BYTES] = PhaseCounts(size, {0: Counts(read_bytes=sum(path.stat().st_size for path in texts))})
     return found
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", [*PHASES, *STARTS])
 def test_nothing_grows_faster_than_the_number_of_ranks(counted: dict[int, dict[str, PhaseCounts]], phase: str) -> None:
     few, many = counted[FEW][phase], counted[MANY][phase]
     for key in ("operations", "opens", "stats", "changes", "entries", "read_bytes", "written_bytes"):
@@ -48,6 +85,15 @@ def test_a_reshard_reads_each_byte_of_the_index_once(counted: dict[int, dict[str
         assert found.first.opens == size
         assert [counts.operations for rank, counts in found.by_rank.items() if rank != 0] == [0] * 3
         assert all(index <= counts.received_bytes < 1.1 * index + 1000 for counts in found.by_rank.values())
+
+
+@pytest.mark.parametrize("phase", STARTS)
+def test_rank_0_alone_reads_what_grows_with_the_ranks(counted: dict[int, dict[str, PhaseCounts]], phase: str) -> None:
+    few, many = counted[FEW][phase], counted[MANY][phase]
+    assert many.first.read_bytes > 2 * few.first.read_bytes
+    for rank in (rank for rank in many.by_rank if rank != 0):
+        assert many.by_rank[rank].read_bytes < 80_000, "the start of the manifest, and this rank's files"
+        assert many.by_rank[rank].operations < 80
 
 
 def test_rank_0_opens_each_part_once_while_it_waits(counted: dict[int, dict[str, PhaseCounts]]) -> None:

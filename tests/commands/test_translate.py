@@ -200,6 +200,24 @@ def test_training_arguments_as_json_with_olmo2(tmp_path: Path, preset: str) -> N
     assert (plan.args.min_lr, plan.args.seed, plan.layout.zero_stage) == (0.0, 42, 3)
 
 
+EXPERTS_OF_MEGATRON = (
+    "pretrain_gpt.py --num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 512 --micro-batch-size 2 "
+    "--max-position-embeddings 512 --global-batch-size 16 --lr 1e-4 --train-iters 100 --bf16 --swiglu --num-experts 8 "
+    "--disable-bias-linear --normalization RMSNorm --position-embedding-type rope --vocab-size 50304 "
+    "--data-path corpus --untie-embeddings-and-output-weights --moe-router-topk 2 --tensor-model-parallel-size 2 "
+    "--moe-extended-tp ")
+
+
+@pytest.mark.parametrize(("flags", "degree"), [
+    ("", 2), ("--expert-model-parallel-size 4", 8), ("--expert-tensor-parallel-size 1", 2),
+    ("--expert-model-parallel-size 4 --expert-tensor-parallel-size 1", 4),
+    ("--expert-model-parallel-size 8 --expert-tensor-parallel-size 2", 8)])
+def test_ranks_that_divide_the_experts_of_megatron_share_them(tmp_path: Path, flags: str, degree: int) -> None:
+    (tmp_path / "run.sh").write_text(EXPERTS_OF_MEGATRON + flags)
+    plan = translated(tmp_path, [str(tmp_path / "run.sh")], 8)
+    assert (plan.layout.expert_parallel_size, plan.layout.tensor_parallel_size) == (degree, 2)
+
+
 LLAMA_OF_NEOX = {  # EleutherAI/gpt-neox, configs/llama/7B.yml, with a training section
     "pipe_parallel_size": 1, "model_parallel_size": 1, "make_vocab_size_divisible_by": 1, "num_layers": 32,
     "hidden_size": 4096, "intermediate_size": 32768, "num_attention_heads": 32, "seq_length": 2048,

@@ -71,7 +71,7 @@ def test_a_checkpoint_has_the_same_files_and_sizes_as_without(results: dict[str,
 
 @pytest.mark.slow
 def test_200_steps_learn_as_much_as_in_bf16(corpus: str, tmp_path: Path) -> None:
-    """Within 0.005 nats per token, 0.5% of the perplexity. The numbers are in tools/gpu.md."""
+    """Within 0.25% of the loss, as the report on DeepSeek-V3 found. The numbers are in tools/gpu.md."""
     common = flags(corpus, layers=2, hidden=128, steps=200)
     cases = [case(name, "train", config(1, precision="bf16", micro=8, accumulation=1, lr=3e-3), {**common, **extra})
              for name, extra in (("bf16", {}), ("tensorwise", {"fp8": "tensorwise"}), ("rowwise", {"fp8": "rowwise"}))]
@@ -80,4 +80,5 @@ def test_200_steps_learn_as_much_as_in_bf16(corpus: str, tmp_path: Path) -> None
     print(f"mean loss of the last 20 steps: {last}; first: {found['bf16']['loss'][0]}; "
           f"evaluated: { {name: result['eval'] for name, result in found.items()} }")
     assert last["bf16"] < found["bf16"]["loss"][0] - 2
-    assert all(abs(last[name] - last["bf16"]) < 0.005 for name in ("tensorwise", "rowwise"))
+    for name in ("tensorwise", "rowwise"):
+        assert relative_difference([last[name], found[name]["eval"]], [last["bf16"], found["bf16"]["eval"]]) < 2.5e-3

@@ -2,6 +2,8 @@
 
 If a row fails, this DeepSpeed has fixed the defect, or has brought it back: enter the version into
 `pretrain/engine/patches/defects.py`. A work-around that no supported version needs can be deleted.
+
+Running them all is slow. `tests/versions.sh` does it for each version of DeepSpeed.
 """
 
 import ast
@@ -21,6 +23,7 @@ CAN_BE_MISSING = {"C": "libaio", "J": "MPI"}  # what a reproducer needs besides 
 SCRIPTS = sorted(reproduce.FOLDER.glob("[!_]*.py"))
 
 
+@pytest.mark.slow
 def test_the_table_is_right_for_this_version(subtests: pytest.Subtests) -> None:
     for result in reproduce.run_reproducers():
         with subtests.test(result.letter):

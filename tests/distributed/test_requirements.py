@@ -37,6 +37,7 @@ def test_lowest_versions_are_those_of_the_requirements() -> None:
 def test_an_older_package_is_rejected_in_one_line(package: str, version: str, lowest: str, tmp_path: Path,
                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     check_requirements()
+    check_requirements.cache_clear()
     installed_as(tmp_path, package, version)
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError, match=rf"^{package}: found version {version}; expected at least {lowest}\. pip "):

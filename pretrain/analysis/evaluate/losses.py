@@ -19,6 +19,7 @@ from torch import nn
 from pretrain.analysis.evaluate.token_windows import WindowSet
 from pretrain.analysis.model_source import EvaluationSource
 from pretrain.checkpoint.format.shard_index import FP32
+from pretrain.checkpoint.load.load_checkpoint import open_checkpoint
 from pretrain.checkpoint.load.reader import WeightsReader, open_weights
 from pretrain.data.loader import document_positions
 from pretrain.engine.build import deepspeed_output
@@ -69,8 +70,9 @@ class Sums:
 
 
 def load_model(source: EvaluationSource, *, dtype: str, partition: bool) -> LoadedModel:
-    """Load all weights, or with `partition` this rank's part of each weight. Raises ConfigError."""
-    reader = open_weights(source.hf_folder or source.folder)
+    """Load all weights, or with `partition` this rank's part of each weight; collective. Raises ConfigError."""
+    reader = open_checkpoint(source.folder) if source.hf_folder is None and dist.is_initialized() else \
+        open_weights(source.hf_folder or source.folder)
     device = torch.device(get_accelerator().current_device_name())
     ds_config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3},
                  **({dtype: {"enabled": True}} if dtype != "fp32" else {})}

@@ -253,21 +253,28 @@ def verify_weights(weights: InitialWeights) -> None:
 
     Raises ConfigError, on every rank, if a file is damaged, or if the hosts have different files.
     """
-    where = f"--init_from {weights.origin.name}"
-    hosts = gather((weights.origin.fingerprint, gethostname()))
+    where, source = f"--init_from {weights.origin.name}", weights.source
+    # ranks other than rank 0 have not read the list of files, which is part of a checkpoint's fingerprint
+    hosts = gather((weights.origin.fingerprint if isinstance(source, HFFolder) else source[1].save_id, gethostname()))
     for fingerprint, host in hosts:
         if fingerprint != hosts[0][0]:
             raise ConfigError(where, problem=f"the weights on {host} differ from those on {hosts[0][1]}",
                               remedy="name a folder that all hosts share")
-    if isinstance(weights.source, HFFolder):
-        damage = _find_damage_in_folder(weights.source)
+    if isinstance(source, HFFolder):
+        damage = _find_damage_in_folder(source)
     else:
-        damage = find_damage_together(*weights.source)
+        manifest = manifest_of_rank_0(source[1])
+        damage = find_damage_together(source[0], manifest)
     if damage:
         raise ConfigError(where, problem=f"a file is damaged ({damage[0].rstrip('.')})",
                           remedy="name another checkpoint or folder, or write the file again")
-    if not isinstance(weights.source, HFFolder):
-        reject_foreign_pickles(*weights.source)
+    if not isinstance(source, HFFolder):
+        reject_foreign_pickles(source[0], manifest)
+
+
+def manifest_of_rank_0(manifest: Manifest) -> Manifest:
+    """Return rank 0's manifest, whose list of files it alone reads from the file system; collective."""
+    return Manifest.from_json(from_rank_0(manifest.to_json))
 
 
 def _find_damage_in_folder(found: HFFolder) -> list[str]:

@@ -39,13 +39,14 @@ def find_checkpoints(path: Path) -> list[tuple[Path, Manifest | ConfigError]]:
     return found
 
 
-def find_checkpoint(path: Path, step: int | None = None) -> tuple[Path, Manifest, tuple[str, ...]]:
+def find_checkpoint(path: Path, step: int | None = None,
+                    read: ReadManifest = read_manifest) -> tuple[Path, Manifest, tuple[str, ...]]:
     """Return folder, manifest and notes of the checkpoint at `path`.
 
     In a run folder, it is the checkpoint of `step`, or the newest good one. The notes name newer checkpoints that are
     not used, or NaN or infinity in this one. Raises ConfigError.
     """
-    found = checkpoint_at(path, step)
+    found = checkpoint_at(path, step, read)
     if found is None:
         steps = steps_text(path)
         if step is None or not steps:

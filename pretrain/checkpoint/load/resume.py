@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, parse_head, parse_manifest, read_manifest
+from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, parse_head, read_manifest
 from pretrain.checkpoint.format.run_checkpoints import checkpoint_folders, newest_good
 from pretrain.checkpoint.format.run_manifest import tokenizer_fingerprint
 from pretrain.checkpoint.load.changes import changes_of, continued_schedule
@@ -68,7 +68,7 @@ def choose_checkpoint(args: RunArguments, *, complete: bool = True) -> FoundChec
     try:
         found = newest_good(checkpoints, read_manifest if complete else parse_head) if args.resume != "never" else None
         if found is not None or args.resume_from is not None:
-            return found or find_branch(args, read_manifest if complete else parse_manifest)
+            return found or find_branch(args, read_manifest if complete else parse_head)
     except ConfigError:
         if not has_mirror:
             raise

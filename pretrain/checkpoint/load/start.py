@@ -4,7 +4,7 @@ import contextlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pretrain.checkpoint.format.manifest import MANIFEST, parse_manifest, read_manifest
+from pretrain.checkpoint.format.manifest import MANIFEST, parse_head, read_manifest
 from pretrain.checkpoint.load.hf_folder import HFFolder, find_hf_tokenizer
 from pretrain.checkpoint.load.init_from import InitialWeights, find_initial_weights
 from pretrain.checkpoint.load.resume import FoundCheckpoint, Resume, choose_checkpoint, make_resume
@@ -60,7 +60,7 @@ def check_start(args: RunArguments, *, world_size: int, device: Device, complete
         check_folders(args.save, args.checkpoint_mirror)  # before the run folder is searched for checkpoints
     check_no_stop_file(Path(args.save))
     found = choose_checkpoint(args, complete=complete)
-    weights = find_initial_weights(args.init_from, read_manifest if complete else parse_manifest) \
+    weights = find_initial_weights(args.init_from, read_manifest if complete else parse_head) \
         if args.init_from is not None and found is None else None
     plan = check_run(args, world_size=world_size, device=device, saved_model=_saved_model(args, found, weights))
     notes = check_sampled_blocks(plan)

@@ -134,10 +134,10 @@ def _in_unit(settings: Settings, name: str, unit: str, seq_length: int) -> Any:
 
 def _layout(settings: Settings, result: Result, with_json: bool) -> None:
     pipeline = settings.first("pipeline_model_parallel_size")
-    parts.write_degrees(settings, result, pipeline=pipeline,
-                        tensor=settings.first("tensor_model_parallel_size", "model_parallel_size"),
-                        sequence=settings.first("context_parallel_size", "ds_sequence_parallel_size"),
-                        expert=settings.first("expert_model_parallel_size", "moe_expert_parallel_size"))
+    tensor = settings.first("tensor_model_parallel_size", "model_parallel_size")
+    parts.write_degrees(settings, result, pipeline=pipeline, tensor=tensor,
+                        sequence=settings.first("context_parallel_size", "ds_sequence_parallel_size"))
+    _expert_degree(settings, result, settings.whole(tensor, 1, low=1) if tensor else 1)
     stages = settings.whole(pipeline, 1) if pipeline else 1
     names = settings.only("zero_stage", "use_distributed_optimizer", "use_torch_fsdp2", "use_megatron_fsdp",
                    "use_custom_fsdp", "data_parallel_sharding_strategy")
@@ -159,6 +159,33 @@ def _layout(settings: Settings, result: Result, with_json: bool) -> None:
     for name in settings.only("overlap_grad_reduce", "overlap_param_gather"):
         result.set_json("zero_optimization.overlap_comm", settings.is_on(name), name)
     _recompute(settings, result)
+
+
+def _expert_degree(settings: Settings, result: Result, tensor: int) -> None:
+    """Write the number of ranks that share the experts, each of which has complete matrices of some of them.
+
+    Megatron-LM also divides the matrices of each expert among expert_tensor_parallel_size ranks: by default, all
+    tensor-parallel ones. Here the degree must be a multiple of these, and a divisor of the number of experts.
+    """
+    divided, expert = "expert_tensor_parallel_size", settings.first("expert_model_parallel_size",
+                                                                    "moe_expert_parallel_size")
+    wanted = experts_of(settings)
+    if not wanted:
+        parts.write_degrees(settings, result, expert=expert)
+        result.used("there are no experts", *settings.only(divided))
+        return
+    ranks, parts_of_each = settings.whole(expert, 1, low=1) if expert else 1, settings.whole(divided, tensor, low=1)
+    degrees = [degree for degree in (ranks * parts_of_each, math.lcm(ranks, tensor))
+               if degree % tensor == 0 and wanted["num_experts"][0] % degree == 0] or [ranks]
+    names = settings.only(expert, divided)
+    if degrees[0] == 1:
+        result.used("1: nothing to write", *names)
+        return
+    result.set_json("expert_parallel.enabled", True)
+    result.set_json("expert_parallel.autoep_size", degrees[0], *names)
+    if parts_of_each > 1:
+        result.differs("ranks share complete experts instead of parts of each: the same result",
+                       *settings.only(divided))
 
 
 def _zero_stage(settings: Settings, stages: int, with_json: bool) -> int:

@@ -1,16 +1,21 @@
 """One rank of tests/distributed/memory/test_traffic.py: count the transfers and reads of one step of real engines.
 
     traffic_worker.py CASES.json RESULTS.json      a case: {"name", "config", "flags"}
+
+A case with "plain": true keeps the reads of DeepSpeed that pretrain/engine/patches/host_reads.py removes.
 """
 
+import contextlib
 import re
 import traceback
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -29,12 +34,33 @@ OPERATORS = {
     "_reduce_scatter_base_": ("reduce-scatter", 1, lambda n: (n - 1) / n),
     "reduce_scatter_": ("reduce-scatter", 1, lambda n: (n - 1) / n), "send": ("send", 0, lambda n: 1.0),
     "broadcast_": ("broadcast", 0, lambda n: (n - 1) / n),
+    "alltoall_base_": ("all-to-all", 1, lambda n: (n - 1) / n),
 }
 SMALL = 64  # elements; smaller tensors are norms, losses, flags and shapes, and are not counted
 
 
 # operators that return a value, or a shape that depends on values, to the host, which waits for the device
 READS = ("_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2", "is_nonzero")
+
+
+def reader() -> str:
+    """Return the file of this project or of DeepSpeed that runs."""
+    frames = [frame.filename for frame in traceback.extract_stack()]
+    found = [name for name in frames if "/pretrain/" in name or "/deepspeed/" in name]
+    return re.sub(r".*/(pretrain|deepspeed)/", r"\1/", found[-1])
+
+
+class ListCounter(TorchFunctionMode):
+    """Counts `tolist` and `cpu`, which wait for another device, but need no operator for a tensor of the CPU."""
+
+    def __init__(self, reads: Counter[str]) -> None:
+        super().__init__()
+        self.reads = reads
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.tolist, torch.Tensor.cpu):
+            self.reads[reader()] += 1
+        return func(*args, **(kwargs or {}))
 
 
 class StepCounter(TorchDispatchMode):
@@ -48,7 +74,7 @@ class StepCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._opname in READS:
-            self.reads[self._reader()] += 1
+            self.reads[reader()] += 1
         if func.namespace == "c10d" and func._opname in OPERATORS:
             sizes = [tensor.numel() for tensor in tree_leaves(args[0]) if torch.is_tensor(tensor)]
             self.collectives += 1
@@ -63,13 +89,6 @@ class StepCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-    @staticmethod
-    def _reader() -> str:
-        frames = [frame.filename for frame in traceback.extract_stack()]
-        found = [name for name in frames if "/pretrain/" in name or "/deepspeed/" in name]
-        return re.sub(r".*/(pretrain|deepspeed)/", r"\1/", found[-1])
-
-
 def disk_bytes() -> dict[str, int]:
     """Return the bytes that this process has read from and written to disks so far."""
     rows = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
@@ -79,11 +98,12 @@ def disk_bytes() -> dict[str, int]:
 def traffic(case: dict[str, Any]) -> list[dict[str, Any]]:
     """Run two steps; return the counts of each rank's second step, and the bytes of its disk."""
     plan = plan_of(case)
-    engine = engine_of(plan)
+    with patch("pretrain.engine.build.read_less", lambda *_: None) if case.get("plain") else contextlib.nullcontext():
+        engine = engine_of(plan)
     loader = open_loader(engine, plan, "train")
     train_batch(engine, loader.step(0))
     before = disk_bytes()
-    with StepCounter() as counter:
+    with StepCounter() as counter, ListCounter(counter.reads):
         train_batch(engine, loader.step(plan.layout.global_batch_size))
     after = disk_bytes()
     loader.close()

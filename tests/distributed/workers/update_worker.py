@@ -1,6 +1,7 @@
 """One rank of test_update_passes.py: train with this project's passes over the gradients, and with DeepSpeed's.
 
-A case: as in `worker.py` with "job": "train", and "plain": true for DeepSpeed's passes.
+A case: as in `worker.py` with "job": "train", and "plain": "passes" for DeepSpeed's passes, "reads" for its reads from
+the device, or "".
 """
 
 import contextlib
@@ -38,10 +39,12 @@ class CountElements(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def passes(*, plain: bool) -> Iterator[None]:
-    """Force DeepSpeed's passes, or the C functions, whatever is faster on this machine, and Adam in several pieces."""
+def passes(plain: str) -> Iterator[None]:
+    """Force DeepSpeed's passes or reads, or the C functions, whatever is faster here, and Adam in several pieces."""
     with contextlib.ExitStack() as stack:
         if plain:
+            stack.enter_context(patch("pretrain.engine.build.read_less", lambda engine, update: None))
+        if plain == "passes":
             stack.enter_context(patch("pretrain.engine.build.skip_reduction_on_one_rank", lambda engine: None))
             stack.enter_context(patch("pretrain.engine.build.pass_over_gradients_in_c", lambda engine: None))
             stack.enter_context(patch("pretrain.engine.build.save_host_time", lambda engine: None))
@@ -52,7 +55,7 @@ def passes(*, plain: bool) -> Iterator[None]:
 
 
 def train(case: Case) -> dict[str, Any]:
-    with passes(plain=case["plain"]):
+    with passes(case["plain"]):
         plan = plan_of(case)
         engine = engine_of(plan)
         loader, losses, norms = open_loader(engine, plan, "train"), [], []
