@@ -108,7 +108,7 @@ def _flatten_scaled(optimizer: Any) -> None:
         sizes = [gradient.numel() for gradient in gradients]
         if waiting is not None:
             flat = torch.empty(1).expand(sum(sizes))  # a tensor of this size, but without its memory
-            waiting[:] = [(flat.data_ptr(), gradients, float(factor))]
+            waiting[:] = [(flat.untyped_storage()._cdata, gradients, float(factor))]
         else:
             flat = torch.empty(sum(sizes))
             for gradient, part in zip(gradients, flat.split(sizes), strict=True):
@@ -128,12 +128,12 @@ def _flatten_scaled(optimizer: Any) -> None:
 def _update_in_pieces(adam: Any) -> list[tuple[int, list[torch.Tensor], float]]:
     """Let DeepSpeed's Adam update a flat tensor piece by piece, so that its fp32 gradients need little memory.
 
-    Returns a list for (address of the tensor in the place of the flat gradients, gradients, factor).
+    Returns a list for (storage of the tensor in the place of the flat gradients, gradients, factor).
     """
     update, waiting = adam.multi_tensor_adam, []  # type: Any, list[tuple[int, list[torch.Tensor], float]]
 
     def multi_tensor_adam(chunk: int, overflow: torch.Tensor, tensors: list[list[torch.Tensor]], *numbers: Any) -> None:
-        if not waiting or tensors[0][0].data_ptr() != waiting[0][0]:
+        if not waiting or tensors[0][0].untyped_storage()._cdata != waiting[0][0]:
             update(chunk, overflow, tensors, *numbers)
             return
         _, gradients, factor = waiting.pop()
@@ -149,13 +149,13 @@ def _update_in_pieces(adam: Any) -> list[tuple[int, list[torch.Tensor], float]]:
 
 def _scaled_pieces(gradients: list[torch.Tensor], factor: float) -> Iterator[torch.Tensor]:
     """Yield the concatenated gradients in fp32, multiplied by the factor, always in the same memory."""
-    piece, filled = torch.empty(PIECE_ELEMENTS), 0
+    piece, filled = torch.empty(min(PIECE_ELEMENTS, sum(gradient.numel() for gradient in gradients))), 0
     for gradient in gradients:
         for part in gradient.view(-1).tensor_split(
                 tuple(range(PIECE_ELEMENTS - filled, gradient.numel(), PIECE_ELEMENTS))):
             scale_to_float_(piece.narrow(0, filled, part.numel()), part, factor)
             filled += part.numel()
-            if filled == PIECE_ELEMENTS:
+            if filled == piece.numel():
                 yield piece
                 filled = 0
     if filled:
