@@ -114,7 +114,7 @@ def uses_c_norm(config: ModelConfig, batch: MicroBatch) -> bool:
 def recomputes_norms(config: ModelConfig, batch: MicroBatch) -> bool:
     """Return whether `qkv` and a dense MLP recompute the norm before them instead of saving it (kernels/norm.py)."""
     shares_with_tiles = config.shared_norm and batch.mlp_tiles > 1
-    return config.pre_norm and uses_c_norm(batch) and batch.tensor_parallel_size == 1 \
+    return config.pre_norm and uses_c_norm(config, batch) and batch.tensor_parallel_size == 1 \
         and not (batch.keeps_norms or shares_with_tiles)
 
 
