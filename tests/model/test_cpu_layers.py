@@ -227,13 +227,15 @@ def test_norms_keep_only_their_sum_and_one_gradient_may_be_missing():
     assert relative_error(x.grad, plain.grad) < 0.01
 
 
-@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize(("with_bias", "dtype"), [(True, torch.bfloat16), (False, torch.bfloat16),
+                                                  (False, torch.float32)])
 @pytest.mark.parametrize("adds", [True, False])
-def test_linear_layers_recompute_a_norm_and_give_the_same_bits(with_bias, adds):
+def test_linear_layers_recompute_a_norm_and_give_the_same_bits(with_bias, adds, dtype):
     """Two layers read the norm. The first of their backward passes recomputes it, and the last one frees it."""
-    x, added = random(2, 33, 64).requires_grad_(), random(2, 33, 64, seed=1) if adds else None
-    weights = [random(outputs, 64, seed=outputs).requires_grad_() for outputs in (48, 80)]
-    scale, shift = random(64, seed=2).requires_grad_(), random(64, seed=3).requires_grad_() if with_bias else None
+    shapes = (2, 33, 64), (2, 33, 64), (48, 64), (80, 64), (64,), (64,)
+    x, added, *weights, scale, shift = (random(*shape, seed=seed).to(dtype).requires_grad_()
+                                        for seed, shape in enumerate(shapes))
+    added, shift = added.detach() if adds else None, shift if with_bias else None
     settings, found, kept = NormSettings(not with_bias, 1e-5), [], []
 
     def layers(recomputed):

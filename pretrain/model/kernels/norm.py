@@ -1,7 +1,7 @@
-"""LayerNorm and RMSNorm, with the addition before them: torch's operators, or one C function on CPUs
-in bf16, and for RMSNorm in fp32.
+"""LayerNorm and RMSNorm, with the addition before them: torch's operators, or one C function on CPUs.
 
-The C function keeps only the sum for the backward pass. torch's RMSNorm on CPUs keeps two tensors in fp32.
+The C function is used in bf16, and in fp32 for RMSNorm alone. It keeps only the sum for the backward pass. torch's
+RMSNorm on CPUs keeps two tensors in fp32.
 
 A linear layer needs its input again for the gradient of its weight. If that is the output of the C function, the layer
 saves the sum, which is kept anyway, and recomputes the norm: two tensors fewer in a block. The bits are the same.

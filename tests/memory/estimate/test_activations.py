@@ -248,7 +248,7 @@ def test_peak_bytes_of_a_blocks_backward_pass(name: str, dtype: torch.dtype, dro
             + block.mlp.down.weight.nbytes
         tolerance = 0.08
         if part == "attention":  # dropout on CPUs converts q, k and v, and the scores, while it computes them
-            tolerance = 0.25 if dropout else 0.15
+            tolerance = 0.25 if dropout else 0.17
         assert peak == pytest.approx(expected, rel=tolerance), window
 
 
