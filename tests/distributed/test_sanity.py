@@ -129,7 +129,10 @@ def test_a_healthy_model_of_each_architecture_passes_all_checks(shape: str, shap
     made = shapes[shape]["results"]
     learned = made["one batch is learned"]
     print(f"\n{shape:30s} {learned['measured']}; {learned['bound']}")
-    assert [(name, result["measured"]) for name, result in made.items() if not result["passed"]] == []
+    failed = {name: result["measured"] for name, result in made.items() if not result["passed"]}
+    if shape == "mixtral_window_tied_one_expert":  # of a single expert: routers have no effect
+        assert "router" in failed.pop("gradients reach")
+    assert failed == {}
 
 
 @pytest.mark.parametrize("bug", [
