@@ -3,22 +3,26 @@
 DeepSpeed 0.19.8 (runtime/zero/stage_1_and_2.py) divides the gradients by the number of ranks, reads them twice to find
 NaN and infinity, converts them to fp64 for their norm, concatenates them, converts the result to fp32, and multiplies
 it by the factor of clipping. Here each gradient is divided, and read three times: for NaN and infinity, for the norm,
-and for its scaled copy in fp32. In bf16 this takes 0.15 of the time. The values are the same, except for the last bits
-of a norm in fp64, and of gradients in bf16 on a number of ranks that is not a power of two: they are multiplied by the
-inverse instead of divided. On one rank there is no division (patches/zero.py).
+and for its scaled copy in fp32, of which only a piece exists at a time with DeepSpeed's Adam. In bf16 this takes 0.15
+of the time. The values are the same, except for the last bits of a norm in fp64, and of gradients in bf16 on a number
+of ranks that is not a power of two: they are multiplied by the inverse instead of divided. On one rank there is no
+division (patches/zero.py).
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
+from deepspeed.ops.adam import FusedAdam
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from pretrain.distributed.deepspeed_version import shortcut
 from pretrain.model.kernels.cpu.c_functions import euclidean_norm, has_not_finite, multiply_, scale_to_float_
 from pretrain.model.kernels.cpu.choice import uses_c
+from pretrain.model.operator_memory import PIECE_ELEMENTS
 
 
 def pass_over_gradients_in_c(engine: DeepSpeedEngine) -> None:
@@ -86,9 +90,13 @@ def _average(optimizer: Any) -> None:
 
 
 def _flatten_scaled(optimizer: Any) -> None:
-    """Make the flat fp32 gradients of a group in one pass, multiplied by the factor of clipping."""
+    """Make the flat fp32 gradients of a group in one pass, multiplied by the factor of clipping.
+
+    For DeepSpeed's Adam, only a piece of them exists at a time (`_update_in_pieces`).
+    """
     get_flat, unscale = optimizer._get_preflattened_grad_partition, optimizer.unscale_and_clip_grads
     scaled: list[torch.Tensor] = []  # the flat gradients of the current group, if they have been multiplied already
+    waiting = _update_in_pieces(optimizer.optimizer) if isinstance(optimizer.optimizer, FusedAdam) else None
 
     def get_preflattened_grad_partition(group: int) -> torch.Tensor | None:
         flat: torch.Tensor | None = get_flat(group)
@@ -98,9 +106,13 @@ def _flatten_scaled(optimizer: Any) -> None:
         factor = torch.ones(1)
         unscale([factor], _scaled_norm(optimizer))
         sizes = [gradient.numel() for gradient in gradients]
-        flat = torch.empty(sum(sizes))
-        for gradient, part in zip(gradients, flat.split(sizes), strict=True):
-            scale_to_float_(part, gradient, float(factor))
+        if waiting is not None:
+            flat = torch.empty(1).expand(sum(sizes))  # a tensor of this size, but without its memory
+            waiting[:] = [(flat.untyped_storage()._cdata, gradients, float(factor))]
+        else:
+            flat = torch.empty(sum(sizes))
+            for gradient, part in zip(gradients, flat.split(sizes), strict=True):
+                scale_to_float_(part, gradient, float(factor))
         scaled[:] = [flat]
         return flat
 
@@ -111,6 +123,43 @@ def _flatten_scaled(optimizer: Any) -> None:
 
     optimizer._get_preflattened_grad_partition = get_preflattened_grad_partition
     optimizer.unscale_and_clip_grads = unscale_and_clip_grads
+
+
+def _update_in_pieces(adam: Any) -> list[tuple[int, list[torch.Tensor], float]]:
+    """Let DeepSpeed's Adam update a flat tensor piece by piece, so that its fp32 gradients need little memory.
+
+    Returns a list for (storage of the tensor in the place of the flat gradients, gradients, factor).
+    """
+    update, waiting = adam.multi_tensor_adam, []  # type: Any, list[tuple[int, list[torch.Tensor], float]]
+
+    def multi_tensor_adam(chunk: int, overflow: torch.Tensor, tensors: list[list[torch.Tensor]], *numbers: Any) -> None:
+        if not waiting or tensors[0][0].untyped_storage()._cdata != waiting[0][0]:
+            update(chunk, overflow, tensors, *numbers)
+            return
+        _, gradients, factor = waiting.pop()
+        start = 0
+        for piece in _scaled_pieces(gradients, factor):
+            states = [[flat.narrow(0, start, piece.numel())] for (flat,) in tensors[1:]]
+            update(chunk, overflow, [[piece], *states], *numbers)
+            start += piece.numel()
+
+    adam.multi_tensor_adam = multi_tensor_adam
+    return waiting
+
+
+def _scaled_pieces(gradients: list[torch.Tensor], factor: float) -> Iterator[torch.Tensor]:
+    """Yield the concatenated gradients in fp32, multiplied by the factor, always in the same memory."""
+    piece, filled = torch.empty(min(PIECE_ELEMENTS, sum(gradient.numel() for gradient in gradients))), 0
+    for gradient in gradients:
+        for part in gradient.view(-1).tensor_split(
+                tuple(range(PIECE_ELEMENTS - filled, gradient.numel(), PIECE_ELEMENTS))):
+            scale_to_float_(piece.narrow(0, filled, part.numel()), part, factor)
+            filled += part.numel()
+            if filled == piece.numel():
+                yield piece
+                filled = 0
+    if filled:
+        yield piece[:filled]
 
 
 def _scaled_norm(optimizer: Any) -> Any:

@@ -7,6 +7,8 @@ on a CPU. Head and loss are one operator (model/kernels/fused_loss.py). Imports 
 Shapes in docstrings: N tokens of the micro-batch, C tokens of a chunk, D hidden_size, V vocab_size on this rank.
 """
 
+from dataclasses import replace
+
 from pretrain.model.description import Layer, ModelConfig
 from pretrain.model.operator_memory import (
     FP32,
@@ -25,6 +27,7 @@ from pretrain.model.operator_memory import (
     norm_saved,
     qkv_bytes,
     query_width,
+    recomputes_norms,
     uses_c_attention,
     uses_c_norm,
     uses_cpu_attention,
@@ -43,6 +46,7 @@ def block_saved(config: ModelConfig, batch: MicroBatch, *, experts: bool = False
     Args:
         part: "attention" or "mlp": this part is recomputed.
     """
+    batch = _with_kept_norms(config, batch, part)
     shared_norm = norm_saved(config, batch) if config.pre_norm and config.shared_norm else 0
     attention, mlp = _attention_part(config, batch, window), _mlp_part(config, batch, experts=experts)
     dropouts = 2 * dropout_saved(config.residual_dropout, config.hidden_size, batch)
@@ -52,6 +56,11 @@ def block_saved(config: ModelConfig, batch: MicroBatch, *, experts: bool = False
     elif part == "mlp":
         not_kept = mlp - (0 if _mlp_input_is_kept(config, batch) else hidden_states_bytes(config, batch))
     return shared_norm + attention + mlp + dropouts - not_kept
+
+
+def _with_kept_norms(config: ModelConfig, batch: MicroBatch, part: str) -> MicroBatch:
+    """Return the batch of a block. If one part is recomputed, it keeps the norm that it shares with the other part."""
+    return replace(batch, keeps_norms=True) if config.shared_norm and part in ("attention", "mlp") else batch
 
 
 def _attention_part(config: ModelConfig, batch: MicroBatch, window: int) -> int:
@@ -68,7 +77,7 @@ def _mlp_part(config: ModelConfig, batch: MicroBatch, *, experts: bool) -> int:
         pre_norm = norm_saved(config, batch, shared_input=config.parallel_residual)
     post_norm = norm_saved(config, batch) if config.post_norm else 0
     mlp = experts_saved(config, batch) if experts else mlp_saved(config, batch)
-    if config.shared_norm:  # attention and MLP have the same input
+    if config.shared_norm and not recomputes_norms(config, batch):  # attention and MLP save the same input
         mlp -= hidden_states_bytes(config, batch)
     return pre_norm + mlp + post_norm
 
@@ -133,6 +142,7 @@ def block_backward(config: ModelConfig, batch: MicroBatch, window: int = 0, part
     gradients of inner tensors, of one tile at a time with --mlp_tiles. The attention's phase follows, after the MLP's
     saved tensors are freed. A part that is recomputed is allocated at the beginning of its phase.
     """
+    batch = _with_kept_norms(config, batch, part)
     residual = hidden_states_bytes(config, batch) * (2 if config.residual_dropout > 0 else 1)
     residual += fp8_work(config, batch)  # at any product
     width = config.intermediate_size

@@ -26,6 +26,10 @@ from pretrain.model.description import ModelConfig
 CPU_SCORES = 2**20  # attention scores that a CPU thread holds at a time
 ATTENTION_ROWS = 128  # queries of a block; keys later than the block are skipped
 
+# elements of the gradients that engine/gradient_passes.py converts to fp32 at a time; Adam's kernel rounds the last
+# elements otherwise if their number is no multiple of 128, so that this one gives the bits of a single piece
+PIECE_ELEMENTS = 2**20
+
 FP32, INT64 = 4, 8  # bytes of an element
 
 
@@ -43,6 +47,7 @@ class MicroBatch:
     sequence_parallel_size: int = 1
     mlp_tiles: int = 1  # pieces in which the MLP is computed and recomputed
     fp8: bool = False  # linear layers multiply in FP8 (model/kernels/fp8.py)
+    keeps_norms: bool = False  # linear layers save the norms that they are given even where they could recompute them
     c_attention: bool = False  # on a CPU for which attention in bf16 is in C (model/kernels/cpu/attention.py)
 
     @property
@@ -106,6 +111,13 @@ def uses_c_norm(batch: MicroBatch) -> bool:
     return not batch.cuda and batch.element_bytes == 2 and not batch.fp16
 
 
+def recomputes_norms(config: ModelConfig, batch: MicroBatch) -> bool:
+    """Return whether `qkv` and a dense MLP recompute the norm before them instead of saving it (kernels/norm.py)."""
+    shares_with_tiles = config.shared_norm and batch.mlp_tiles > 1
+    return config.pre_norm and uses_c_norm(batch) and batch.tensor_parallel_size == 1 \
+        and not (batch.keeps_norms or shares_with_tiles)
+
+
 def column_backward(config: ModelConfig, batch: MicroBatch) -> int:
     """Bytes of a column-parallel layer's backward pass: the gathered input [N, D], its gradient, and their shards.
 
@@ -128,6 +140,8 @@ def dropout_saved(probability: float, width: int, batch: MicroBatch) -> int:
 def attention_saved(config: ModelConfig, batch: MicroBatch, window: int = 0) -> int:
     """Bytes that causal attention saves, without its norm: the inputs of `qkv`, of the attention core, of `out`.
 
+    The input of `qkv` is not saved if it is recomputed.
+
     Args:
         window: number of latest tokens that a query sees; 0: all.
     """
@@ -145,7 +159,8 @@ def attention_saved(config: ModelConfig, batch: MicroBatch, window: int = 0) -> 
         core = _unfused_attention_saved(config, batch) + output
     else:
         core = _fused_attention_saved(config, batch, window)
-    return hidden_states_bytes(config, batch) + _qk_norm_saved(config, batch) + core
+    qkv_input = 0 if recomputes_norms(config, batch) else hidden_states_bytes(config, batch)
+    return qkv_input + _qk_norm_saved(config, batch) + core
 
 
 def _qk_norm_saved(config: ModelConfig, batch: MicroBatch) -> int:
@@ -248,8 +263,13 @@ def _unfused_attention_saved(config: ModelConfig, batch: MicroBatch) -> int:
 
 
 def mlp_saved(config: ModelConfig, batch: MicroBatch) -> int:
-    """Bytes that a dense MLP saves: its input [N, D], and its inner tensors [N, F] unless tiles are recomputed."""
-    return hidden_states_bytes(config, batch) + (mlp_inner(config, batch) if batch.mlp_tiles == 1 else 0)
+    """Bytes that a dense MLP saves.
+
+    These are its inner tensors [N, F] unless tiles are recomputed, and its input [N, D] unless that is recomputed.
+    """
+    if batch.mlp_tiles > 1:
+        return hidden_states_bytes(config, batch)
+    return mlp_inner(config, batch) + (0 if recomputes_norms(config, batch) else hidden_states_bytes(config, batch))
 
 
 def mlp_inner(config: ModelConfig, batch: MicroBatch) -> int:

@@ -219,3 +219,26 @@ def test_norms_keep_only_their_sum_and_one_gradient_may_be_missing():
     plain = x.detach().float().requires_grad_()
     F.rms_norm(plain, (8,), weight.detach().float(), 1e-6).sum().backward()
     assert relative_error(x.grad, plain.grad) < 0.01
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("adds", [True, False])
+def test_linear_layers_recompute_a_norm_and_give_the_same_bits(with_bias, adds):
+    """Two layers read the norm. The first of their backward passes recomputes it, and the last one frees it."""
+    x, added = random(2, 33, 64).requires_grad_(), random(2, 33, 64, seed=1) if adds else None
+    weights = [random(outputs, 64, seed=outputs).requires_grad_() for outputs in (48, 80)]
+    scale, shift = random(64, seed=2).requires_grad_(), random(64, seed=3).requires_grad_() if with_bias else None
+    settings, found, kept = NormSettings(not with_bias, 1e-5), [], []
+
+    def layers(recomputed):
+        total, normed = residual_norm(x, added, scale, shift, settings, recomputed=recomputed)
+        kept.append(normed)
+        return torch.cat([total, *(linear(normed, weight, None) for weight in weights)], -1)
+
+    for recomputed in (False, True):
+        out = layers(recomputed)
+        found.append([out, *torch.autograd.grad(out.float().square().sum(), [x, scale, *weights])])
+    assert all(map(torch.equal, *found))
+    assert kept[1].norm_source.recomputation._out is None
+    _, saved = saved_by(layers, True)
+    assert kept[-1].data_ptr() not in {tensor.data_ptr() for tensor in saved}

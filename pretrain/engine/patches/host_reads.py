@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
@@ -62,7 +63,8 @@ def _read_norms_together(optimizer: Any) -> None:
     def complete_grad_norm_calculation_for_cpu_offload(parameters: Any) -> torch.Tensor:
         norms = optimizer.norm_for_param_grads
         if any(map(torch.is_tensor, norms.values())):  # in the first parameter group
-            optimizer.norm_for_param_grads = dict(zip(norms, torch.stack([*norms.values()]).cpu().numpy(), strict=True))
+            on_host = np.array(torch.stack([*norms.values()]).tolist())
+            optimizer.norm_for_param_grads = dict(zip(norms, on_host, strict=True))
         total: torch.Tensor = complete(parameters)
         return total
 

@@ -152,7 +152,7 @@ class Rank:
         return MicroBatch(tokens, layout.seq_length, layout.element_bytes, cuda=layout.device_kind == "cuda",
                           tensor_parallel_size=layout.tensor_parallel_size, documents=layout.document_attention,
                           fp16=layout.precision == "fp16", mlp_tiles=layout.mlp_tiles, fp8=layout.fp8,
-                          sequence_parallel_size=layout.sequence_parallel_size,
+                          sequence_parallel_size=layout.sequence_parallel_size, keeps_norms=layout.zero_stage == 3,
                           c_attention=layout.device_kind == "cpu" and multiplies_bf16_on_x86())
 
     @property

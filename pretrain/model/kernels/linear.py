@@ -10,13 +10,18 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from pretrain.model.kernels.cpu import c_functions
 from pretrain.model.kernels.cpu.choice import uses_c
 from pretrain.model.kernels.fp8 import Fp8Products
+from pretrain.model.kernels.norm import NormSource, norm_source
 
 
 def linear(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None,
            fp8: Fp8Products | None = None) -> torch.Tensor:
-    """Return x @ weight^T + bias, multiplied in FP8 if `fp8` is given. Saves x and weight for the backward pass."""
-    if fp8 is not None or _is_in_c(x, weight_OI):
-        out: torch.Tensor = _Linear.apply(x, weight_OI, bias_O, fp8)
+    """Return x @ weight^T + bias, multiplied in FP8 if `fp8` is given. Saves x and weight for the backward pass.
+
+    Instead of an x that is a norm, it may save the norm's input (kernels/norm.py).
+    """
+    source = norm_source(x)
+    if source is not None or fp8 is not None or _is_in_c(x, weight_OI):
+        out: torch.Tensor = _Linear.apply(x, weight_OI, bias_O, fp8, source)
         return out
     return F.linear(x, weight_OI, bias_O)
 
@@ -53,17 +58,22 @@ def _is_in_c(x: torch.Tensor, other: torch.Tensor) -> bool:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None,
-                fp8: Fp8Products | None) -> torch.Tensor:
-        ctx.save_for_backward(x, weight_OI)
-        ctx.fp8 = fp8  # type: ignore[attr-defined]
+                fp8: Fp8Products | None, source: NormSource | None) -> torch.Tensor:
+        ctx.save_for_backward(weight_OI, *((x,) if source is None else source.inputs))
+        ctx.fp8, ctx.recomputation = fp8, None  # type: ignore[attr-defined]
+        if source is not None:
+            ctx.recomputation = source.recomputation  # type: ignore[attr-defined]
+            source.recomputation.readers += 1
         return product(x, weight_OI, bias_O, fp8)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight_OI = ctx.saved_tensors  # type: ignore[attr-defined]
+        weight_OI, x, *norm_weights = ctx.saved_tensors  # type: ignore[attr-defined]
         fp8: Fp8Products | None = ctx.fp8  # type: ignore[attr-defined]
         needed, grad_NO = ctx.needs_input_grad, grads[0].flatten(0, -2)  # type: ignore[attr-defined]
-        return (input_gradient(grad_NO, weight_OI, fp8).view(x.shape) if needed[0] else None,
-                weight_gradient(x.flatten(0, -2), grad_NO, fp8) if needed[1] else None,
-                bias_gradient(grad_NO) if needed[2] else None, None)
+        dx = input_gradient(grad_NO, weight_OI, fp8).view(x.shape) if needed[0] else None
+        if ctx.recomputation is not None and needed[1]:  # type: ignore[attr-defined]
+            x = ctx.recomputation.output(x, *norm_weights)  # type: ignore[attr-defined]
+        return (dx, weight_gradient(x.flatten(0, -2), grad_NO, fp8) if needed[1] else None,
+                bias_gradient(grad_NO) if needed[2] else None, None, None)

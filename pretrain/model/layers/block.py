@@ -44,21 +44,23 @@ class Block(nn.Module):
         self.parallel, self.shared_norm = config.parallel_residual, config.shared_norm
         parameters = layer.by_name()
 
-        def norm(name: str) -> Norm | None:
+        def norm(name: str, *, recomputed: bool = False) -> Norm | None:
             described = inside(parameters, name)
-            return Norm(config, described, plain_operators=plain_operators, groups=groups) if described else None
+            return Norm(config, described, plain_operators=plain_operators, groups=groups,
+                        recomputed=recomputed) if described else None
 
-        self.norm1 = norm("norm1")
+        # otherwise a recomputed part or tile keeps the output of a norm that attention and MLP share
+        inputs_are_kept = recompute in ("none", "blocks") and mlp_tiles == 1
+        self.norm1 = norm("norm1", recomputed=inputs_are_kept or not config.shared_norm)
         self.attention = Attention(config, inside(parameters, "attention"), rope, window=layer.window,
                                    plain_operators=plain_operators, groups=groups,
                                    recomputed=recompute in ("attention", "blocks"))
         self.post_norm1 = norm("post_norm1")
-        self.norm2 = norm("norm2")
+        self.norm2 = norm("norm2", recomputed=not layer.has_experts)  # a router saves its input
         self.mlp = build_mlp(config, layer, index=index, plain_operators=plain_operators, groups=groups,
                              recomputed=recompute in ("mlp", "blocks"), tiles=mlp_tiles)
         # the norm's output is then gathered once for attention and MLP
-        self.shares_gather = config.shared_norm and groups.tensor.size > 1 and recompute in ("none", "blocks") \
-            and mlp_tiles == 1
+        self.shares_gather = config.shared_norm and groups.tensor.size > 1 and inputs_are_kept
         self.post_norm2 = norm("post_norm2")
         self.dropout = nn.Dropout(config.residual_dropout)
 

@@ -18,26 +18,29 @@ class Norm(nn.Module):
     Args:
         plain_operators: use torch's operators instead of the custom kernels.
         groups: the tensor-parallel ranks apply the norm to other tokens or heads.
+        recomputed: linear layers recompute the norm in the backward pass, see kernels/norm.py.
     """
 
     weight: torch.Tensor
     bias: torch.Tensor | None
 
     def __init__(self, config: ModelConfig, parameters: Parameters, *, plain_operators: bool = False,
-                 groups: ParallelGroups = NO_GROUPS) -> None:
+                 groups: ParallelGroups = NO_GROUPS, recomputed: bool = False) -> None:
         super().__init__()
         is_rms = config.norm == "rmsnorm"
         self.settings = NormSettings(is_rms, config.norm_eps, config.norm_offset if is_rms else 0.0)
         self.plain_operators, self.group = plain_operators, groups.tensor
         create_parameters(self, parameters, groups, optional="bias")
+        # ZeRO-3 may have released the norm's weight when a linear layer needs it
+        self.recomputed = recomputed and not hasattr(self.weight, "ds_id")
 
     def forward(self, x: torch.Tensor, added: torch.Tensor | None = None, *, returns_sum: bool = False) -> Any:
         """Return the norm of x. With `returns_sum` return x + added, or x if there is no `added`, and its norm."""
         bias = None if self.bias is None else sum_gradient(self.bias, self.group)
         arguments: Any = (sum_gradient(self.weight, self.group), bias, self.settings)
         if returns_sum:
-            return residual_norm(x, added, *arguments, plain=self.plain_operators)
-        return norm(x, *arguments, plain=self.plain_operators)
+            return residual_norm(x, added, *arguments, plain=self.plain_operators, recomputed=self.recomputed)
+        return norm(x, *arguments, plain=self.plain_operators, recomputed=self.recomputed)
 
 
 class SplitNorm(Norm):
