@@ -64,8 +64,8 @@ PLANTED: dict[str, tuple[list[dict[str, Any]], str, str, set[str]]] = {
     "positions_instead_of_tokens": ([PIPELINE, ZERO], "one batch is learned", "to ", {"causal mask"}),
     "label_in_head": ([ZERO, PIPELINE], "shuffled inputs are worse", "loss ", {
         "zeroed inputs are worse", "initial loss"}),
-    "positions_of_batch": ([PIPELINE, ZERO], "zeroed inputs are worse", "loss ", {
-        "shuffled inputs are worse", "layout"}),
+    "positions_of_batch": ([PIPELINE, ZERO], "shuffled inputs are worse", "loss ", {
+        "zeroed inputs are worse", "layout"}),
     "unseeded_weights": ([ZERO, PIPELINE], "determinism", "different weights", set()),
     "unseeded_order": ([PIPELINE, ZERO], "determinism", "different weights", {"layout"}),
 }

@@ -30,9 +30,9 @@ _TRAINED_UPDATES = 3e-3, 0.1  # relative; updates at which the checks train
 _WORSE = 0.9  # a baseline must have at least this fraction of the lowest loss that is possible without the tokens
 _NORM_DIFFERENCE = 0.05  # relative: 16-bit gradients are rounded, and summed in another order
 _LOWEST_RATIO, _HIGHEST_RATIO = 0.75, 1.33  # a wrong scale differs by a factor of 2 or more
-# nats, of the finite difference: far above the rounding of a 16-bit loss. The second one is for a steep loss, whose
+# nats, of the finite difference: above the rounding of a 16-bit loss. The smaller ones are for a steep loss, whose
 # third derivative makes the first difference too small: the error falls with the square
-_LOSS_CHANGES = 0.05, 0.0125
+_LOSS_CHANGES = 0.05, 0.0125, 0.003
 _KEPT_FRACTION = 0.5  # of the squared norm: enough of it
 _LARGEST_SPREAD = 1e4  # between the gradient norms of two layers; at initialization, 20 to 100 are usual
 _MOST_NAMED = 4
