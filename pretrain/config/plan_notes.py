@@ -63,12 +63,7 @@ def _vocabulary_notes(plan: Plan, data: RunData) -> list[str]:
 
 def _padding_notes(plan: Plan, data: RunData) -> list[str]:
     """Note a token of the data that is the padding token of transformers' module: its vector has no gradient."""
-    if not plan.model.described:
-        return []
-    from pretrain.model.general.decoder import decoder_of  # imports torch
-
-    decoder = decoder_of(plan.model)
-    token = getattr(decoder.model.get_submodule(decoder.parts.embedding), "padding_idx", None)
+    token = plan.model.padding_token
     if token is None or token != data.eod_token:
         return []
     return [f"the token {token}, which ends documents, is the model's pad_token_id: transformers does not train the "
