@@ -29,6 +29,7 @@ _LARGEST_DROPOUT = 0.5  # as in the first paper on dropout (arXiv 1207.0580); tr
 def run_notes(plan: Plan, data: RunData) -> tuple[str, ...]:
     """Return all notes about a run: on its settings, weights, vocabulary, epochs, evaluation and speed."""
     return (*plan.notes, *_unused_weights_notes(plan), *_vocabulary_notes(plan, data),
+            *_padding_notes(plan, data),
             *data.notes, *_epoch_notes(plan, data), *_packing_notes(data), *_evaluation_notes(plan, data),
             *_length_notes(plan), *_batch_notes(plan), *_recipe_notes(plan), *_speed_notes(plan),
             *_size_notes(plan), *_mup_notes(plan))
@@ -58,6 +59,16 @@ def _vocabulary_notes(plan: Plan, data: RunData) -> list[str]:
     owner = "tokenizer" if data.tokenizer is not None else "data's tokenizer"
     return [f"the {owner} has {used:,} tokens and the model's vocabulary {size:,}, of which {size - used:,} are "
             f"never used: --model_overrides vocab_size={fitting} makes it fit"]
+
+
+def _padding_notes(plan: Plan, data: RunData) -> list[str]:
+    """Note a token of the data that is the padding token of transformers' module: its vector has no gradient."""
+    token = plan.model.padding_token
+    if token is None or token != data.eod_token:
+        return []
+    return [f"the token {token}, which ends documents, is the model's pad_token_id: transformers does not train the "
+            "vector of that token in the embedding. --model_overrides pad_token_id=N, with a token N that the data "
+            "does not have, trains it"]
 
 
 def _epoch_notes(plan: Plan, data: RunData) -> list[str]:

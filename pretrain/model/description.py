@@ -170,6 +170,7 @@ class ModelConfig:
     router_aux_loss: float = 0.0  # coefficient of the load-balancing loss
     # layers that were found in transformers' own model (general/); empty for a model of families/
     described: tuple[Layer, ...] = field(default=(), repr=False)
+    padding_token: int | None = None  # of a described model: the token whose vector transformers does not train
 
     def key(self, name: str) -> str:
         """Return the config.json key of a field, such as `n_layer` for `num_layers` of gpt2."""

@@ -19,6 +19,7 @@ from pretrain.distributed.device import Device, cpu_device, detect_device
 from pretrain.errors import ConfigError
 from pretrain.stored_json import read_json
 from tests.support.effort import HEAVY, run_and_list_imports
+from tests.support.general_models import GENERAL_MODELS
 from tests.wrong_inputs.inputs import CPU, NOTHING, WRONG, run_json, run_words, z
 from tests.wrong_inputs.world import make_world
 
@@ -217,6 +218,17 @@ def test_notes_name_settings_without_an_effect(world: Path) -> None:
         "zero_optimization.overlap_comm", "the data's tokenizer has 512 tokens and the model's vocabulary 8,192, of "
         "which 7,680 are never used", "no validation data", "no batch size is given"]
     assert plan.ds_config["zero_optimization"]["overlap_comm"] is False
+
+
+def test_notes_name_a_padding_token_that_ends_documents(world: Path, tmp_path: Path) -> None:
+    found = {}
+    for token in (0, 255):
+        (tmp_path / "config.json").write_text(json.dumps({**GENERAL_MODELS["granite"], "vocab_size": 512,
+                                                          "pad_token_id": token}))
+        notes = plan_of(world, {}, model=str(tmp_path), model_overrides=None).notes
+        found[token] = [note for note in notes if "pad_token_id" in note]
+    assert [note[:33] for note in found[0]] == ["the token 0, which ends documents"]
+    assert found[255] == []
 
 
 def test_the_device_can_be_overridden(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,8 +64,8 @@ PLANTED: dict[str, tuple[list[dict[str, Any]], str, str, set[str]]] = {
     "positions_instead_of_tokens": ([PIPELINE, ZERO], "one batch is learned", "to ", {"causal mask"}),
     "label_in_head": ([ZERO, PIPELINE], "shuffled inputs are worse", "loss ", {
         "zeroed inputs are worse", "initial loss"}),
-    "positions_of_batch": ([PIPELINE, ZERO], "zeroed inputs are worse", "loss ", {
-        "shuffled inputs are worse", "layout"}),
+    "positions_of_batch": ([PIPELINE, ZERO], "shuffled inputs are worse", "loss ", {
+        "zeroed inputs are worse", "layout"}),
     "unseeded_weights": ([ZERO, PIPELINE], "determinism", "different weights", set()),
     "unseeded_order": ([PIPELINE, ZERO], "determinism", "different weights", {"layout"}),
 }
@@ -129,7 +129,10 @@ def test_a_healthy_model_of_each_architecture_passes_all_checks(shape: str, shap
     made = shapes[shape]["results"]
     learned = made["one batch is learned"]
     print(f"\n{shape:30s} {learned['measured']}; {learned['bound']}")
-    assert [(name, result["measured"]) for name, result in made.items() if not result["passed"]] == []
+    failed = {name: result["measured"] for name, result in made.items() if not result["passed"]}
+    if shape == "mixtral_window_tied_one_expert":  # of a single expert: routers have no effect
+        assert "router" in failed.pop("gradients reach")
+    assert failed == {}
 
 
 @pytest.mark.parametrize("bug", [

@@ -28,9 +28,11 @@ GENERAL_MODELS: dict[str, dict[str, Any]] = {
                     "qk_nope_head_dim": 8, "v_head_dim": 8, "first_k_dense_replace": 1},
     # layers of two kinds: convolution and attention
     "lfm2": {**_LLAMA, "model_type": "lfm2", "layer_types": ["conv", "full_attention", "conv"]},
-    # inputs of each layer that depend on the tokens, windows, capped logits of a tied head
-    "gemma4_text": {**_LLAMA, "model_type": "gemma4_text", "head_dim": 8, "vocab_size_per_layer_input": 256,
-                    "hidden_size_per_layer_input": 4, "sliding_window": 8, "per_layer_config": None,
+    # inputs of each layer that depend on the tokens, windows, capped logits of a tied head. The vector of the padding
+    # token remains zero, where the norm after it is so steep that rounding errors grow: no token of the data is one
+    "gemma4_text": {**_LLAMA, "model_type": "gemma4_text", "pad_token_id": 255, "head_dim": 8,
+                    "vocab_size_per_layer_input": 256, "hidden_size_per_layer_input": 4, "sliding_window": 8,
+                    "per_layer_config": None,
                     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
     # no attention
     "mamba2": {"model_type": "mamba2", "vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8,

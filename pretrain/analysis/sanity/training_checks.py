@@ -30,7 +30,9 @@ _TRAINED_UPDATES = 3e-3, 0.1  # relative; updates at which the checks train
 _WORSE = 0.9  # a baseline must have at least this fraction of the lowest loss that is possible without the tokens
 _NORM_DIFFERENCE = 0.05  # relative: 16-bit gradients are rounded, and summed in another order
 _LOWEST_RATIO, _HIGHEST_RATIO = 0.75, 1.33  # a wrong scale differs by a factor of 2 or more
-_LOSS_CHANGE = 0.05  # nats, of the finite difference: far above the rounding of a 16-bit loss
+# nats, of the finite difference: above the rounding of a 16-bit loss. The smaller ones are for a steep loss, whose
+# third derivative makes the first difference too small: the error falls with the square
+_LOSS_CHANGES = 0.05, 0.0125, 0.003
 _KEPT_FRACTION = 0.5  # of the squared norm: enough of it
 _LARGEST_SPREAD = 1e4  # between the gradient norms of two layers; at initialization, 20 to 100 are usual
 _MOST_NAMED = 4
@@ -244,17 +246,27 @@ def check_gradient_scale(checked: CheckedEngine, batches: list[MicroBatch], grad
     square = sum(gradients.norms[name] ** 2 for name in chosen)
     if not chosen or not math.isfinite(square):
         return Result("gradient scale", False, "no finite gradient", "1", "see the other checks")
-    length, losses, moves = _LOSS_CHANGE / square, [], []
+    ratio = math.inf
+    for change in _LOSS_CHANGES:
+        ratio = _ratio_to_difference(checked, batches, kept, change / square)
+        if _LOWEST_RATIO <= ratio <= _HIGHEST_RATIO:
+            break
+    return Result("gradient scale", _LOWEST_RATIO <= ratio <= _HIGHEST_RATIO,
+                  f"{ratio:.3g} times the finite difference of the loss", f"{_LOWEST_RATIO} to {_HIGHEST_RATIO}",
+                  f"the gradients are too {'small' if ratio < 1 else 'large'}: check the loss scale, and the division "
+                  "by the number of micro-batches and ranks", ratio)
+
+
+def _ratio_to_difference(checked: CheckedEngine, batches: list[MicroBatch], kept: dict[str, torch.Tensor],
+                         length: float) -> float:
+    """Return the change of the loss that the gradients predict, divided by the measured one, for a move both ways."""
+    losses, moves = [], []
     for sign in (1, -1):
         with checked.moved(kept, sign * length) as product:
             losses.append(checked.training_loss(batches))
             moves.append(product)
     predicted, measured = moves[0] - moves[1], losses[0] - losses[1]
-    ratio = predicted / measured if measured else math.inf
-    return Result("gradient scale", _LOWEST_RATIO <= ratio <= _HIGHEST_RATIO,
-                  f"{ratio:.3g} times the finite difference of the loss", f"{_LOWEST_RATIO} to {_HIGHEST_RATIO}",
-                  f"the gradients are too {'small' if ratio < 1 else 'large'}: check the loss scale, and the division "
-                  "by the number of micro-batches and ranks", ratio)
+    return predicted / measured if measured else math.inf
 
 
 def _largest(norms: dict[str, float]) -> list[str]:

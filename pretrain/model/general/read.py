@@ -41,6 +41,7 @@ def general_config(values: dict[str, Any], where: str, overrides: str | None = N
     config = ModelConfig(
         architecture=model_type, hf_config=copy.deepcopy(values), key_names=_key_names(decoder),
         tie_word_embeddings=decoder.parts.tied, described=decoder.layers, **_sizes(decoder),
+        padding_token=getattr(decoder.model.get_submodule(decoder.parts.embedding), "padding_idx", None),
         norm="", norm_eps=0.0, activation="", gated_mlp=False, position="", initializer_range=0.0)
     for key in ("output_router_logits", "layerdrop"):
         if getattr(decoder.model.config, key, None):
