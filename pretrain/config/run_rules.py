@@ -115,8 +115,8 @@ def torch_optimizer_params(run: Plan) -> Iterator[Rule]:
     yield Rule(not low < 1 < high, "optimizer.params.etas", "one value below 1 and one above 1")
     eps = params.get("eps")
     yield Rule(isinstance(eps, list) and eps[0] < SMALLEST_EPS, "optimizer.params.eps",  # Adafactor
-               f"a first number from {SMALLEST_EPS}", "its square is 0 in fp32: weights without a gradient would "
-               "become NaN")
+               f"a first number from {SMALLEST_EPS}", "its square is no normal number in fp32: weights without a "
+               "gradient would become NaN")
     yield Rule(params.get("foreach") and params.get("fused"), "optimizer.params.fused",
                problem="foreach and fused exclude each other", remedy="remove one of them")
     yield Rule(params.get("capturable") and run.device.kind == "cpu", "optimizer.params.capturable", "false on a CPU")

@@ -6,8 +6,9 @@ from pretrain.config.ds_json.schema import Key, Tree
 
 _RATE = Key("number", low=0, auto=True)
 _FRACTION = Key("number", low=0, high=1)
-# Its square is not 0 in fp32. A weight without a gradient, such as those of unused tokens, is updated by 0 / eps.
-SMALLEST_EPS = 1e-19
+# Its square is a normal number in fp32: smaller ones are 0 where denormals are flushed. A weight without a gradient,
+# such as those of unused tokens, is updated by 0 / eps.
+SMALLEST_EPS = 1.1e-19
 _SMALL = Key("number", low=SMALLEST_EPS, auto=True)
 _DECAY = Key("number", low=0, auto=True)
 _BETAS = Key("pair", low=0, high=0.999999, auto=True)

@@ -386,7 +386,7 @@ class RunArguments:
         None, "optimizer.params.betas[0]", low=0, below=1, unset=0.9)
     adam_beta2: float | None = AUTO.flag(
         None, "optimizer.params.betas[1]", low=0, below=1, unset=0.95)
-    adam_epsilon: float | None = AUTO.flag(None, "optimizer.params.eps", low=1e-19, high=1, unset=1e-8)
+    adam_epsilon: float | None = AUTO.flag(None, "optimizer.params.eps", low=1.1e-19, high=1, unset=1e-8)
     gradient_clipping: float | None = AUTO.flag(
         None, "gradient_clipping, the largest global norm", low=0, unset=1.0)
     precision: str | None = AUTO.flag(
