@@ -30,6 +30,7 @@ from pretrain.model.layer_memory import (
 )
 from pretrain.model.layer_specs import as_module
 from pretrain.model.layers.block import Block
+from pretrain.model.layers.moe import MoE
 from pretrain.model.layers.rope import Rope
 from pretrain.model.operator_memory import MicroBatch, document_bytes, shared_mask_bytes
 from pretrain.model.recompute import Recompute
@@ -241,14 +242,17 @@ def test_peak_bytes_of_a_blocks_backward_pass(name: str, dtype: torch.dtype, dro
     config = _config(name, dropout=dropout)
     micro_batch = MicroBatch(batch * length, length, dtype.itemsize, cuda=False)
     for block, window in _blocks(config, dtype, part):
+        has_experts = isinstance(block.mlp, MoE)
+        first_gradient = block.mlp.experts.get_parameter("down") if has_experts else block.mlp.down.weight
         x_BTD = torch.randn(batch, length, config.hidden_size, dtype=dtype, requires_grad=True)
         _, peak = measure_block(block, x_BTD)
-        expected = block_saved(config, micro_batch, window=window, part=part) \
-            + block_backward(config, micro_batch, window, part) \
-            + block.mlp.down.weight.nbytes
+        expected = block_saved(config, micro_batch, window=window, part=part, experts=has_experts) \
+            + block_backward(config, micro_batch, window, part) + first_gradient.nbytes
         tolerance = 0.08
         if part == "attention":  # dropout on CPUs converts q, k and v, and the scores, while it computes them
             tolerance = 0.25 if dropout else 0.17
+        if config.num_experts and peak < expected:  # an upper bound in models with experts: at most 35% too high here
+            tolerance = max(tolerance, 0.35)
         assert peak == pytest.approx(expected, rel=tolerance), window
 
 
