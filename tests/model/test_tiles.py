@@ -12,7 +12,7 @@ from pretrain.model.layer_memory import block_backward, block_saved
 from pretrain.model.layer_specs import as_module
 from pretrain.model.layers.block import Block
 from pretrain.model.layers.rope import Rope
-from pretrain.model.operator_memory import MicroBatch
+from pretrain.model.operator_memory import MicroBatch, recomputes_norms
 from pretrain.model.recompute import Recompute
 from tests.support.block_memory import measure_block
 from tests.support.model_shapes import SHAPES
@@ -93,7 +93,9 @@ def test_tiles_keep_less_and_lower_the_peak_as_estimated(name: str) -> None:
     inner = 4 * 512 * config.intermediate_size * 4 * (2 if config.gated_mlp else 1)
     assert kept == pytest.approx(saved, rel=0.01)
     assert tiled_kept == pytest.approx(tiled_saved, rel=0.01)
-    assert kept - tiled_kept == inner
+    # with tiles, the MLP's input is kept; without, it is recomputed if it is a norm in C
+    again = recomputes_norms(config, MicroBatch(4 * 512, 512, 4, cuda=False))
+    assert kept - tiled_kept == inner - again * 4 * 512 * config.hidden_size * 4
     assert tiled_peak < 0.75 * peak
     assert peak == pytest.approx(expected_peak, rel=0.08)
     assert tiled_peak == pytest.approx(expected_tiled_peak, rel=0.1)

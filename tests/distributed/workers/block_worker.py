@@ -15,6 +15,7 @@ from pretrain.distributed.parallel_groups import NO_GROUPS, ParallelGroups, Rank
 from pretrain.model.config import ModelConfig, model_config_from
 from pretrain.model.description import inside
 from pretrain.model.init import initialize_parameters
+from pretrain.model.kernels.cpu.choice import ALL_IN_C, set_choice
 from pretrain.model.kernels.vocabulary_shards import VocabularyShard
 from pretrain.model.layer_specs import CausalLM, as_module
 from pretrain.model.layers.attention import Attention
@@ -211,8 +212,10 @@ def _traffic(config: ModelConfig, groups: ParallelGroups, recompute: str) -> tup
 def gathers_and_saved_tensors(groups: ParallelGroups) -> None:
     """A block gathers each input once a pass, and each of two ranks saves half of what one rank saves.
 
-    The gathers of the backward pass are for the inputs, recomputed or not, and the outputs' gradients.
+    The gathers of the backward pass are for the inputs, recomputed or not, and the outputs' gradients. Norms are
+    torch's: those in C are recomputed on one rank, and saved on two.
     """
+    set_choice(ALL_IN_C - {"norm"})
     gpt2, llama, phi = (replace(_config(shape), position="alibi") for shape in ("gpt2", "llama", "phi"))
     for config, expected in ((gpt2, [2, 2, 4, 2]), (llama, [2, 2, 4, 2]), (phi, [1, 2, 3, 1])):
         for recompute in ("none", "attention", "mlp"):
