@@ -17,7 +17,6 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import TiedLayerSpec
-from deepspeed.runtime.utils import has_inf_or_nan
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 
@@ -45,6 +44,8 @@ def read_less(engine: DeepSpeedEngine, update: Update) -> None:
 
 def _read_one_flag_for_all_gradients(checker: Any) -> None:
     """Find NaN and infinity without ZeRO in all gradients together: `has_overflow_serial` (utils.py) reads each."""
+    from deepspeed.runtime.utils import has_inf_or_nan  # older versions have none
+
     def has_overflow_serial(parameters: Iterable[torch.nn.Parameter]) -> bool:
         found = [has_inf_or_nan(parameter.grad) for parameter in parameters if parameter.grad is not None]
         return bool(torch.stack(found).any()) if found else False
