@@ -18,6 +18,14 @@ static inline uint16_t to_bf16(float value) { /* to the nearest, ties to even */
     return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
+/* x 2^whole, for a whole number from -127 to 126 */
+static inline float times_power_of_2(float x, float whole) {
+    int32_t exponent = ((int32_t)whole + 127) << 23;
+    float scale;
+    memcpy(&scale, &exponent, 4);
+    return x * scale;
+}
+
 /* e^x = 2^(whole + part), a polynomial for 2^part with part in [-1/2, 1/2]: relative error at most 3e-6; 0 below and
  * 2^126 above the range of t. */
 static inline float exponential(float x) {
@@ -30,10 +38,7 @@ static inline float exponential(float x) {
     power = power * part + 2.402234972e-1f;
     power = power * part + 6.931210160e-1f;
     power = power * part + 1.0f;
-    int32_t exponent = ((int32_t)whole + 127) << 23;
-    float scale;
-    memcpy(&scale, &exponent, 4);
-    return power * scale;
+    return times_power_of_2(power, whole);
 }
 
 /* e^x with a relative error below 1e-6, for results in fp32. */
@@ -52,10 +57,7 @@ static inline float exponential_fp32(float x) {
     power = power * part + 2.4022651e-1f;
     power = power * part + 6.9314718e-1f;
     power = power * part + 1.0f;
-    int32_t exponent = ((int32_t)whole + 127) << 23;
-    float scale;
-    memcpy(&scale, &exponent, 4);
-    return power * scale;
+    return times_power_of_2(power, whole);
 }
 
 static inline float sigmoid(float z) { return 1.0f / (1.0f + exponential(-z)); }
