@@ -125,9 +125,12 @@ def _mean_over_data_parallel(engine: DeepSpeedEngine, own_mean: torch.Tensor) ->
     PipelineEngine computes the same mean of the losses. Every engine computes the same mean of the gradients. The
     Loader's weights rely on this.
     """
+    ranks = data_parallel_size(engine)
+    if ranks == 1:
+        return own_mean
     mean = own_mean.clone()
     torch.distributed.all_reduce(mean, group=engine.data_parallel_group)
-    return mean / data_parallel_size(engine)
+    return mean / ranks
 
 
 def _keep_rank_loss(engine: DeepSpeedEngine, own_mean: torch.Tensor, micro_batches: list[MicroBatch]) -> None:
@@ -165,7 +168,8 @@ def sum_over_data_parallel(engine: DeepSpeedEngine, count: float) -> torch.Tenso
     """Return the sum of the counts of the data-parallel ranks: a scalar on the device. Does not wait for the device."""
     dtype = torch.int64 if isinstance(count, int) else torch.float64
     total = torch.full((), count, dtype=dtype, device=engine.device)  # unlike torch.tensor, it copies nothing
-    torch.distributed.all_reduce(total, group=engine.data_parallel_group)
+    if data_parallel_size(engine) > 1:
+        torch.distributed.all_reduce(total, group=engine.data_parallel_group)
     return total
 
 

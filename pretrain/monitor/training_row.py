@@ -58,8 +58,10 @@ def gather_ranks(loss_max: torch.Tensor, *, data_seconds: float, phase_ms: dict[
             float(wants_probe)]
     own = torch.cat([loss_max.double().reshape(1), squares.double(),
                      torch.tensor([*host, *own_times], dtype=torch.float64, device=squares.device)])
-    everyone = own.new_empty(dist.get_world_size(), len(own))
-    dist.all_gather(list(everyone.unbind(0)), own)
+    everyone = own.reshape(1, -1)
+    if dist.get_world_size() > 1:
+        everyone = own.new_empty(dist.get_world_size(), len(own))
+        dist.all_gather(list(everyone.unbind(0)), own)
     return everyone.cpu().numpy()
 
 

@@ -64,6 +64,8 @@ class SpikeWindow:
             return None
         values = np.fromiter(self._values, float, len(self._values))
         mean = float(values.mean())
+        if value <= mean:
+            return None
         std = max(float(values.std()), _SMALLEST_STD * abs(mean), float(np.finfo(float).tiny))
         return Spike(self._name, value, mean, std) if value > mean + self._threshold * std else None
 

@@ -23,6 +23,7 @@ JSONS: dict[str, dict[str, Any]] = {  # with one rank
 TWO_RANKS = {"zero1": config(1, precision="bf16"), "zero2": config(2, precision="bf16", overlap_comm=True),
              "pipeline": config(1, precision="bf16", stages=2)}
 READS: dict[str, dict[str, Any]] = {  # with two ranks; the pipeline stages share a matrix
+    "zero0_bf16": config(0, precision="bf16"), "zero0_bf16_pipeline": config(0, precision="bf16", stages=2),
     "zero0_fp16": config(0, precision="fp16"), "zero1_fp16": config(1, precision="fp16"), "zero1_fp32": config(1),
     "zero2_offload": config(2, precision="bf16", offload_optimizer=CPU),
     "pipeline_offload": config(1, precision="bf16", stages=2, offload_optimizer=CPU),

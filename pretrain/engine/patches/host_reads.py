@@ -7,6 +7,7 @@ tests/distributed/test_update_passes.py, which compares the steps with those of 
 tests/distributed/test_skipped_updates.py.
 """
 
+import math
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,13 +15,17 @@ from typing import Any
 import numpy as np
 import torch
 from deepspeed import DeepSpeedEngine
+from deepspeed import comm as dist
+from deepspeed.runtime import bf16_optimizer
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16 import fused_optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import TiedLayerSpec
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 
-from pretrain.engine.patches.skip import checks_norm
+from pretrain.engine.patches.skip import checks_norm, replaced
 from pretrain.engine.update import Update
 
 
@@ -30,7 +35,13 @@ def read_less(engine: DeepSpeedEngine, update: Update) -> None:
     if isinstance(optimizer, torch.optim.Optimizer) or not checks_norm(optimizer):
         return
     if isinstance(optimizer, FP16_Optimizer):
-        _read_one_flag_for_all_gradients(optimizer.overflow_checker)
+        if _counts_every_gradient(engine):  # with a NaN or an infinite gradient, the norm is not finite either
+            optimizer.overflow_checker.has_overflow = lambda parameters: False
+        else:
+            _read_one_flag_for_all_gradients(optimizer.overflow_checker)
+        update.step = _read_sum_of_norms(update.step)
+    if isinstance(optimizer, BF16_Optimizer) and not optimizer.has_moe_layers:
+        update.step = _read_norm_and_factor(optimizer, update.step)
     if not isinstance(optimizer, DeepSpeedZeroOptimizer):
         return
     if optimizer.cpu_offload:
@@ -51,6 +62,64 @@ def _read_one_flag_for_all_gradients(checker: Any) -> None:
         return bool(torch.stack(found).any()) if found else False
 
     checker.has_overflow_serial = has_overflow_serial
+
+
+def _read_sum_of_norms(update: Callable[..., Any]) -> Callable[..., None]:
+    """Return `update`, the step of FP16_Optimizer, which reads the norm over all parameter groups and ranks only.
+
+    `get_flattened_grad_norm` (utils.py) reads the norm of each group, and adds their squares in Python. Here they are
+    added on the device, in fp64, too.
+    """
+    original = fused_optimizer.get_flattened_grad_norm
+
+    def get_flattened_grad_norm(parameters: list[torch.Tensor], mpu: Any, grad_norm_mask: Any) -> float:
+        if any(map(len, grad_norm_mask)):  # of gradients that other ranks count
+            norm: float = original(parameters, mpu=mpu, grad_norm_mask=grad_norm_mask)
+            return norm
+        total = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
+        for parameter in parameters:
+            if parameter.grad is not None:
+                total += parameter.grad.float().norm().double().square()
+        total = total.float()
+        dist.all_reduce(total, group=mpu.get_model_parallel_group())
+        return math.sqrt(total.item())
+
+    def step(*args: Any, **kwargs: Any) -> None:
+        with replaced(fused_optimizer, get_flattened_grad_norm=get_flattened_grad_norm):
+            update(*args, **kwargs)
+
+    return step
+
+
+def _read_norm_and_factor(optimizer: BF16_Optimizer, update: Callable[..., Any]) -> Callable[..., None]:
+    """Return `update`, the step of BF16_Optimizer, which reads the norm and the factor of clipping together.
+
+    DeepSpeed (utils.py) reads the norm to check it (is_invalid_grad_norm), and the factor to find out whether it clips
+    (clip_tensors_by_global_norm). It calls three operators for the norm of each gradient (get_global_norm_of_tensors),
+    and one for each clipped one; here one operator takes all gradients.
+    """
+
+    def step(*args: Any, **kwargs: Any) -> None:
+        factor, clips = torch.ones(()), False
+
+        def global_norm(input_tensors: list[torch.Tensor], mpu: Any, norm_type: float) -> float:
+            nonlocal factor, clips
+            squared = torch.stack(torch._foreach_norm(input_tensors, norm_type, dtype=torch.float32)).pow(2).sum()
+            dist.all_reduce(squared, group=mpu.get_model_parallel_group())
+            norm = squared.pow(0.5)
+            factor = optimizer.clip_grad / (norm + 1e-6)
+            norm_on_host, factor_on_host = torch.stack([norm, factor]).tolist()
+            clips = factor_on_host < 1
+            return float(norm_on_host)
+
+        def clip(input_tensors: list[torch.Tensor], **_: Any) -> None:
+            if clips:
+                torch._foreach_mul_(input_tensors, factor)
+
+        with replaced(bf16_optimizer, get_global_norm_of_tensors=global_norm, clip_tensors_by_global_norm=clip):
+            update(*args, **kwargs)
+
+    return step
 
 
 def _read_norms_together(optimizer: Any) -> None:
@@ -106,11 +175,8 @@ def _decide_once(optimizer: Any, update: Callable[..., Any]) -> Callable[..., No
                 answers.append(is_invalid(norm))
             return answers[0]
 
-        module.is_invalid_grad_norm = is_invalid_grad_norm
-        try:
+        with replaced(module, is_invalid_grad_norm=is_invalid_grad_norm):
             update(*args, **kwargs)
-        finally:
-            module.is_invalid_grad_norm = is_invalid
 
     return step
 

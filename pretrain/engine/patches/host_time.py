@@ -9,16 +9,41 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
+from deepspeed.comm import comm
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from pretrain.distributed.deepspeed_version import shortcut
 
 
 def save_host_time(engine: DeepSpeedEngine) -> None:
     """Apply the functions of this file that fit the engine."""
-    for save in (_keep_mode, _clear_known_gradients, _skip_reduction_at_stage_0):
+    with shortcut("sums over one rank"):
+        _skip_sums_over_one_rank()
+    for save in (_keep_mode, _clear_known_gradients, _keep_places, _skip_reduction_at_stage_0, _add_gradients_at_once):
         with shortcut("host time per step"):
             save(engine)
+
+
+def _skip_sums_over_one_rank() -> None:
+    """Skip the all-reduces of DeepSpeed whose group has one rank.
+
+    DeepSpeed 0.19.8 makes them for norms and flags (runtime/utils.py, runtime/zero/stage_1_and_2.py, stage3.py). gloo
+    hands each one to another thread, which takes half a millisecond; NCCL launches a kernel. There is one backend for
+    all engines of a process.
+    """
+    backend: Any = comm.cdb
+    if "all_reduce" in vars(backend):
+        return
+    reduce = backend.all_reduce
+
+    def all_reduce(tensor: torch.Tensor, op: Any = comm.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+        if async_op or dist.get_world_size(group) > 1:
+            return reduce(tensor, op, group, async_op)
+        return None
+
+    backend.all_reduce = all_reduce
 
 
 def _keep_mode(engine: DeepSpeedEngine) -> None:
@@ -47,6 +72,28 @@ def _clear_known_gradients(engine: DeepSpeedEngine) -> None:
     engine.zero_grad = zero_grad
 
 
+def _keep_places(engine: DeepSpeedEngine) -> None:
+    """Let ZeRO-1 and ZeRO-2 place the parameters in their flat buffer only if one of them is elsewhere.
+
+    DeepSpeed 0.19.8 (runtime/zero/stage_1_and_2.py, step) makes them views of it after each update, "just to be safe".
+    """
+    optimizer = engine.optimizer
+    if not isinstance(optimizer, DeepSpeedZeroOptimizer):
+        return
+    place = optimizer._update_model_bit16_weights
+    placed: dict[int, list[int]] = {}  # addresses of a group's buffer and parameters
+
+    def update_model_bit16_weights(group: int) -> None:
+        def addresses() -> list[int]:
+            return [x.data_ptr() for x in (optimizer.bit16_groups_flat[group], *optimizer.bit16_groups[group])]
+
+        if placed.get(group) != addresses():
+            place(group)
+            placed[group] = addresses()
+
+    optimizer._update_model_bit16_weights = update_model_bit16_weights
+
+
 def _skip_reduction_at_stage_0(engine: DeepSpeedEngine) -> None:
     """Keep the gradients where they are, if one data-parallel rank would reduce them at ZeRO stage 0.
 
@@ -72,3 +119,35 @@ def _skip_reduction_at_stage_0(engine: DeepSpeedEngine) -> None:
                 parameter.grad = torch.zeros_like(parameter)
 
     engine.buffered_allreduce_fallback = buffered_allreduce_fallback
+
+
+def _add_gradients_at_once(engine: DeepSpeedEngine) -> None:
+    """Add all gradients to BF16_Optimizer's sums by one operator.
+
+    DeepSpeed 0.19.8 (runtime/bf16_optimizer.py, _update_hp_grad) calls several for each of them, and if the sums are in
+    fp32, makes a copy first.
+    """
+    optimizer = engine.optimizer
+    if not isinstance(optimizer, BF16_Optimizer) or getattr(optimizer, "autoep_folding_tp_group", None) is not None:
+        return
+    add = optimizer.update_hp_grads
+    parameters = [(parameter, total, group, index) for group, members in enumerate(optimizer.bf16_groups)
+                  for index, (parameter, total) in enumerate(
+                      zip(members, optimizer.fp32_groups_gradients[group], strict=True))]
+
+    @torch.no_grad()
+    def update_hp_grads(clear_lp_grads: bool = False) -> None:
+        if optimizer.immediate_grad_update or clear_lp_grads:
+            add(clear_lp_grads)
+            return
+        totals, gradients = [], []
+        for parameter, total, group, index in parameters:
+            if parameter.grad is not None:
+                totals.append(total)
+                gradients.append(parameter.grad.view(total.shape))
+                parameter._hp_grad = total
+                optimizer.fp32_groups_has_gradients[group][index] = True
+        if totals:
+            torch._foreach_add_(totals, gradients)
+
+    optimizer.update_hp_grads = update_hp_grads

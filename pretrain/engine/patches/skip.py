@@ -4,6 +4,7 @@ Guarded by tests/distributed/test_skipped_updates.py, in all precisions and layo
 """
 
 import contextlib
+import math
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,8 +16,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 
 def is_invalid_grad_norm(norm: torch.Tensor | float) -> bool:
     """Return whether a norm is NaN, infinite, or -1, which DeepSpeed writes for both."""
-    norm = torch.as_tensor(norm)
-    return bool((~norm.isfinite() | (norm < 0)).any())
+    return not 0 <= float(norm) < math.inf
 
 
 def skip_non_finite_fp32_updates(engine: DeepSpeedEngine, update: Callable[..., Any]) -> Callable[..., None]:
@@ -97,6 +97,17 @@ def checks_norm(optimizer: Any) -> bool:
 
 
 @contextlib.contextmanager
+def replaced(module: Any, **functions: Callable[..., Any]) -> Iterator[None]:
+    """Replace functions of a module in the block."""
+    originals = {name: getattr(module, name) for name in functions}
+    vars(module).update(functions)
+    try:
+        yield
+    finally:
+        vars(module).update(originals)
+
+
+@contextlib.contextmanager
 def also_skip_if(is_rejected: Callable[[torch.Tensor], bool], optimizer: Any) -> Iterator[None]:
     """Make `optimizer.step` treat gradients as non-finite if `is_rejected` returns True for their global norm.
 
@@ -107,11 +118,8 @@ def also_skip_if(is_rejected: Callable[[torch.Tensor], bool], optimizer: Any) ->
     """
     module: Any = sys.modules[type(optimizer).__module__ if checks_norm(optimizer) else __name__]
     is_invalid = module.is_invalid_grad_norm
-    module.is_invalid_grad_norm = lambda norm: is_invalid(norm) or is_rejected(norm)
-    try:
+    with replaced(module, is_invalid_grad_norm=lambda norm: is_invalid(norm) or is_rejected(norm)):
         yield
-    finally:
-        module.is_invalid_grad_norm = is_invalid
 
 
 def update_loss_scale_if(counts: Callable[[], bool], optimizer: Any) -> None:
