@@ -26,6 +26,7 @@ READS: dict[str, dict[str, Any]] = {  # with two ranks; the pipeline stages shar
     "zero0_bf16": config(0, precision="bf16"), "zero0_bf16_pipeline": config(0, precision="bf16", stages=2),
     "zero0_fp16": config(0, precision="fp16"), "zero1_fp16": config(1, precision="fp16"), "zero1_fp32": config(1),
     "zero2_offload": config(2, precision="bf16", offload_optimizer=CPU),
+    "pipeline_fp16": config(1, precision="fp16", stages=2),
     "pipeline_offload": config(1, precision="bf16", stages=2, offload_optimizer=CPU),
 }
 

@@ -51,6 +51,8 @@ def read_less(engine: DeepSpeedEngine, update: Update) -> None:
         update.step = _decide_once(optimizer, update.step)
         if engine.optimizer_name() != "muon" and _counts_every_gradient(engine):
             _decide_by_norm(optimizer)
+        elif not optimizer.cpu_offload:
+            _add_flag_to_norm(optimizer)
 
 
 def _read_one_flag_for_all_gradients(checker: Any) -> None:
@@ -196,3 +198,23 @@ def _decide_by_norm(optimizer: Any) -> None:
     """
     optimizer.check_overflow = lambda partition_gradients=True: None
     optimizer.update_offload_overflow_tracker = lambda gradient: None
+
+
+def _add_flag_to_norm(optimizer: Any) -> None:
+    """Read the flag of all gradients with their norm, which becomes infinite if it is set.
+
+    `step` (zero/stage_1_and_2.py) reads the flag first, and skips the update in the same way if either is set.
+    """
+    global_norm, found = optimizer.scaled_global_norm, torch.zeros(1)
+
+    def check_overflow(partition_gradients: bool = True) -> None:
+        nonlocal found
+        found = optimizer.has_overflow_partitioned_grads_serial().byte()
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=optimizer.dp_process_group)
+        optimizer._model_parallel_all_reduce(tensor=found, op=dist.ReduceOp.MAX)
+
+    def scaled_global_norm(norm_type: int = 2) -> torch.Tensor:
+        norm: torch.Tensor = global_norm(norm_type)
+        return torch.where(found.any(), torch.inf, norm)
+
+    optimizer.check_overflow, optimizer.scaled_global_norm = check_overflow, scaled_global_norm
