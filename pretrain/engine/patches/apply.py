@@ -5,7 +5,7 @@ Each work-around is one function of this folder, and cites the file of DeepSpeed
 These work-arounds save time only, and are applied for each version of DeepSpeed:
 
     one data-parallel rank: gradients are copied twice and divided by 1   zero.skip_reduction_on_one_rank
-    every step walks over all modules several times in Python             host_time.save_host_time
+    every step walks over all modules in Python, and sums over one rank   host_time.save_host_time
     values that other values imply are read from the device               host_reads.read_less
     monitors wait for the device in every step                            monitors.take_monitors
     every run imports torch's compiler, 2 s                               engine/prepare.py, avoid_compiler_imports

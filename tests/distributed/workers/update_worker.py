@@ -18,7 +18,7 @@ from pretrain.engine.steps import grad_norm, open_loader, train_batch
 from tests.distributed.workers.worker import Case, end, engine_of, plan_of, state_hash
 from tests.support.cases_loop import each_case
 
-_FILES = ("deepspeed/runtime/zero/", "deepspeed/runtime/utils", "deepspeed/runtime/engine")
+_FILES = tuple(f"deepspeed/runtime/{name}" for name in ("zero/", "utils", "engine", "bf16_optimizer"))
 BAD_STEP = 2  # in this step gradients are NaN or infinite
 
 
