@@ -13,7 +13,7 @@ from pretrain.data.token_files.writer import IndexedWriter
 
 VOCAB_SIZE = 256
 
-# A shell without job control starts commands in the background with the first two ignored, nohup any with the third, and
+# A shell without job control starts commands in the background with the first two ignored, nohup any with the third;
 # processes inherit it.
 for ignored, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL),
                          (signal.SIGHUP, signal.SIG_DFL)):
