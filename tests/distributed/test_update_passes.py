@@ -90,7 +90,7 @@ def test_stage_0_copies_no_gradients_on_one_rank(one_rank: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("name", ["stage0_bf16", "stage0_sums"])
 def test_bf16_at_stage_0_has_the_norms_of_deepspeed_in_one_operator(name: str, one_rank: dict[str, Any]) -> None:
-    """If DeepSpeed has no norm or addition for each gradient, delete parts of patches/host_reads.py and host_time.py."""
+    """If DeepSpeed makes none for each gradient, delete parts of patches/host_reads.py and host_time.py."""
     ours, plain = one_rank[f"{name}_"], one_rank[f"{name}_passes"]
     for operator in ("linalg_vector_norm", "add_"):
         assert ours["passes"].get(operator, 0) + 0.99 < plain["passes"][operator], operator
