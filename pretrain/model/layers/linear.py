@@ -30,7 +30,6 @@ from pretrain.model.parallel.shared_tensors import (
     begin_sum_and_scatter,
     gather,
     sum_and_scatter,
-    sum_gradient,
 )
 from pretrain.model.parameters import create_parameters
 
@@ -100,7 +99,7 @@ class RowLinear(Linear):
         if self.group.size == 1:
             return super().forward(*inputs)
         out_BtO = sum_and_scatter(self._product(*inputs, bias_O=None), self.group)
-        return out_BtO if self.bias is None else out_BtO + sum_gradient(self.bias, self.group)
+        return out_BtO if self.bias is None else out_BtO + self.bias
 
 
 class ShardLinear(Linear):
@@ -109,7 +108,7 @@ class ShardLinear(Linear):
     def forward(self, *inputs: torch.Tensor | None) -> torch.Tensor:
         (x_BtI,) = inputs
         assert x_BtI is not None
-        return F.linear(x_BtI, sum_gradient(self.weight, self.group))
+        return F.linear(x_BtI, self.weight)
 
 
 def column_products(x_BtI: torch.Tensor, layers: Sequence[ColumnLinear]) -> list[torch.Tensor]:
