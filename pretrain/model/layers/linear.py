@@ -7,6 +7,8 @@ are summed over the ranks, of which each rank gets its positions.
 For the backward pass, a column-parallel layer saves the shard instead of the gathered sequences, and gathers them again
 (Korthikanti et al., arXiv 2205.05198, section 4.2.2), in parallel with the product that gives the gradient of its
 input. The gradient's sum over the ranks runs in parallel with the product that gives the gradient of the weight.
+The gradients of what all ranks have, such as the bias of a row-parallel layer, are summed for a block at once
+(shared_tensors.summed_gradients).
 
 On one rank all of them are `Linear`.
 
