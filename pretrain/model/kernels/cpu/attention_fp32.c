@@ -7,10 +7,10 @@
 #include <stdlib.h>
 #include "panels.h"
 
-#define QUERIES 48
+#define QUERIES 48 /* at most */
 
 typedef struct { /* steps: elements from one position to the next */
-    int64_t length, heads, size, qkv_step, out_step, pitch;
+    int64_t length, heads, size, qkv_step, out_step, pitch, queries;
     float scale;
 } Problem;
 
@@ -55,8 +55,8 @@ static void transpose_head(const Problem *p, const float *x, float *panels) {
 
 static void forward_head(const Problem *p, const float *q, const float *k_panels, const float *v, float *out,
                          float *logs, float *s) {
-    for (int64_t first = 0; first < p->length; first += QUERIES) {
-        int64_t rows = p->length - first < QUERIES ? p->length - first : QUERIES;
+    for (int64_t first = 0; first < p->length; first += p->queries) {
+        int64_t rows = p->length - first < p->queries ? p->length - first : p->queries;
         float factors[QUERIES];
         scores_of(p, q, k_panels, first, rows, s);
         for (int64_t i = 0; i < rows; i++) {
@@ -87,8 +87,8 @@ typedef struct {
 } Backward;
 
 static void backward_head(const Problem *p, Backward h) {
-    for (int64_t first = 0; first < p->length; first += QUERIES) {
-        int64_t rows = p->length - first < QUERIES ? p->length - first : QUERIES, keys = first + rows;
+    for (int64_t first = 0; first < p->length; first += p->queries) {
+        int64_t rows = p->length - first < p->queries ? p->length - first : p->queries, keys = first + rows;
         const float *grad = h.grad + first * p->out_step;
         scores_of(p, h.q, h.k_panels, first, rows, h.s);
         for (int64_t key = 0; key < keys; key += PANEL)
@@ -119,7 +119,8 @@ static void backward_head(const Problem *p, Backward h) {
 
 static Problem problem(int64_t length, int64_t heads, int64_t kv_heads, int64_t size, float scale) {
     int64_t pitch = (length + PANEL - 1) / PANEL * PANEL + LANES; /* not a power of two: rows in different sets */
-    return (Problem){length, heads, size, (heads + 2 * kv_heads) * size, heads * size, pitch, scale};
+    int64_t queries = length < 2 * QUERIES ? QUERIES / 2 : QUERIES; /* of short samples, more scores are not computed */
+    return (Problem){length, heads, size, (heads + 2 * kv_heads) * size, heads * size, pitch, queries, scale};
 }
 
 static float *new_memory(const Problem *p, int64_t panels, int64_t scores) {
