@@ -18,6 +18,7 @@ from pretrain.model.kernels.cpu.library import call
 ACTIVATIONS_IN_C = ("gelu", "gelu_tanh", "silu")  # in bf16; the others are as fast in torch
 ACTIVATIONS_IN_C_FP32 = ("gelu_tanh", "silu")
 _LEAST_WIDTH = 512  # narrower layers gain nothing from a transposed copy: measured on an AMX core
+_MOST_OUTPUTS = 1536  # of a weight gradient in fp32 in C; the rows of more are too far apart for the caches
 _BLOCK_ROWS = 64  # rows that one thread adds; columns.h repeats it
 _BLOCK_ELEMENTS = 16384  # elements of a partial sum, as in gradients.c
 _SUFFIX = {torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -84,6 +85,8 @@ def weight_gradient(x_NI: torch.Tensor, grad_NO: torch.Tensor) -> torch.Tensor:
     In bf16, the smaller one is transposed first: oneDNN is half as fast if it has to do so.
     """
     if x_NI.dtype == torch.float32:
+        if grad_NO.shape[1] > _MOST_OUTPUTS:
+            return grad_NO.t() @ x_NI
         return _product_fp32(grad_NO, x_NI, None, x_NI.shape[1], a_transposed=True)
     if min(x_NI.shape[1], grad_NO.shape[1]) < _LEAST_WIDTH:
         return grad_NO.t() @ x_NI

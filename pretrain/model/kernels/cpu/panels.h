@@ -34,7 +34,7 @@ static inline __attribute__((always_inline)) void rows_of_panel(const int rows, 
     Lanes sum[ROWS][2];
     UNROLLED for (int i = 0; i < rows; i++)
         for (int half = 0; half < 2; half++)
-            sum[i][half] = from ? *(const Lanes *)(from + i * from_row + half * LANES) : (Lanes){0};
+            sum[i][half] = (Lanes){0};
     for (int64_t k = 0; k < depth; k++) {
         Lanes left = *(const Lanes *)(b + k * b_row), right = *(const Lanes *)(b + k * b_row + LANES);
         UNROLLED for (int i = 0; i < rows; i++) {
@@ -44,8 +44,11 @@ static inline __attribute__((always_inline)) void rows_of_panel(const int rows, 
         }
     }
     UNROLLED for (int i = 0; i < rows; i++)
-        for (int half = 0; half < 2; half++)
+        for (int half = 0; half < 2; half++) {
+            if (from) /* added last, because a long sum is more exact as the sum of short ones */
+                sum[i][half] += *(const Lanes *)(from + i * from_row + half * LANES);
             *(Lanes *)(c + i * c_row + half * LANES) = sum[i][half];
+        }
 }
 
 /* The same for any number of rows. A row's bits do not depend on the other rows. */
