@@ -59,12 +59,12 @@ def gated_backward(name: str, grad: torch.Tensor, gate: torch.Tensor,
 
 
 def linear(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
-    """Return x @ weight^T + bias. In bf16, uses `inner_product` if the dtypes are the same."""
+    """Return x @ weight^T + bias. In bf16, uses `inner_product`; torch's if a bias has another dtype."""
+    if bias_O is not None and bias_O.dtype != x.dtype:
+        return F.linear(x, weight_OI, bias_O)
     if x.dtype == torch.float32:
         out = _product_fp32(x.flatten(0, -2), weight_OI, bias_O, weight_OI.shape[0], b_transposed=True)
         return out.view(*x.shape[:-1], -1)
-    if bias_O is not None and bias_O.dtype != x.dtype:
-        return F.linear(x, weight_OI, bias_O)
     return inner_product(x, weight_OI, bias_O)
 
 

@@ -30,7 +30,8 @@ static void pack(Strided b, int64_t depth, int64_t columns, float *restrict pane
             panel[k * PANEL + j] = j < columns ? b.at[k * b.row + j * b.column] : 0.0f;
 }
 
-static void copy_columns(float *to, int64_t to_row, const float *from, int64_t from_row, int64_t rows, int64_t columns) {
+static void copy_columns(float *to, int64_t to_row, const float *from, int64_t from_row, int64_t rows,
+                         int64_t columns) {
     for (int64_t i = 0; i < rows; i++)
         memcpy(to + i * to_row, from + i * from_row, (size_t)columns * sizeof(float));
 }
