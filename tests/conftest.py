@@ -15,8 +15,10 @@ from pretrain.data.token_files.writer import IndexedWriter
 VOCAB_SIZE = 256
 gc.disable()  # until the tests are collected: the objects of 300 modules and 10,000 tests are needed to the end
 
-# A shell without job control starts commands in the background with these signals ignored, and processes inherit it.
-for ignored, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
+# A shell without job control starts commands in the background with the first two ignored, nohup any with the third;
+# processes inherit it.
+for ignored, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL),
+                         (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(ignored) == signal.SIG_IGN:
         signal.signal(ignored, handler)
 

@@ -220,10 +220,11 @@ def test_slow_link_full_disk_and_too_small_disk_are_reported(switch: Switch, cor
            "--learning_rate", "1e-3", "--train_steps", "5", "--split", "80,20,0"]
     folder = tmp_path / "run"
     folder.mkdir()
-    done = switch.check(folder, [*SMALL, "--min_ratio", "0.01", *run], [
+    # the slow link has a fiftieth of the rate that the others reach on a busy machine
+    done = switch.check(folder, [*SMALL, "--min_ratio", "0.05", *run], [
         "", f"mount -t tmpfs -o size=1m none {folder}", f"mount -t tmpfs -o size=8m none {folder}",
         "tc qdisc add dev eth0 root tbf rate 12mbit burst 32kb latency 500ms"])
-    assert [each.returncode for each in done] == [1] * 4, done[0].stdout
+    assert [each.returncode for each in done] == [1] * 4, [each.stdout for each in done]
     bad = [line for line in _findings(done[0]) if "latency of" not in line]  # latency depends on this machine's load
     assert [line.split(":")[0] for line in bad] == ["h1", "h2", "h3"], done[0].stdout
     assert "No space left on device" in bad[0]
