@@ -54,8 +54,11 @@ def main() -> int:
     if launcher_words:
         name, words = "train", [*launcher_words, name, *rest]
     sys.argv = [f"ds-pretrain {name}", *words]  # argparse prints the first word in usage lines
+    from pretrain.distributed.process import importing
+
     try:
-        function = COMMANDS[name].load()
+        with importing():
+            function = COMMANDS[name].load()
     except ModuleNotFoundError as error:
         raise ConfigError(sys.executable, problem=f"this Python has no package {error.name!r}",
                           remedy="use the Python of the environment in which ds-pretrain is installed") from None

@@ -8,8 +8,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 launch/setup.sh --dev
 export PATH="${VENV:-$PWD/.venv}/bin:$PATH"
-# each test starts processes, which would otherwise compile all modules where PYTHONDONTWRITEBYTECODE is set
-python -m compileall -q pretrain tests
+unset PYTHONDONTWRITEBYTECODE  # thousands of processes would compile all modules, and pytest the tests in each of its own
 cores=$(env -u OMP_NUM_THREADS nproc)  # nproc would print OMP_NUM_THREADS instead of the number of cores
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # tests that run at the same time share the cores
 ruff check .

@@ -17,6 +17,7 @@ from pretrain.model.init_methods import width_multiplier
 from pretrain.model.tensor_core_sizes import size_notes
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "checkpoints/global_step*")
+_ROUTER_BIASES = ("e_score_correction_bias", "expert_bias")  # buffers of routers in transformers' modules
 _PADDING = 256  # rows; vocabularies are often padded by up to this number of unused rows
 # GPT-3, OPT, Llama, Pythia and OLMo have 0.01 to 0.1; Lion's authors advise up to 10 times as much (arXiv 2302.06675)
 _LARGEST_WEIGHT_DECAY = 1.0
@@ -29,7 +30,7 @@ _LARGEST_DROPOUT = 0.5  # as in the first paper on dropout (arXiv 1207.0580); tr
 def run_notes(plan: Plan, data: RunData) -> tuple[str, ...]:
     """Return all notes about a run: on its settings, weights, vocabulary, epochs, evaluation and speed."""
     return (*plan.notes, *_unused_weights_notes(plan), *_vocabulary_notes(plan, data),
-            *_padding_notes(plan, data),
+            *_padding_notes(plan, data), *_router_notes(plan),
             *data.notes, *_epoch_notes(plan, data), *_packing_notes(data), *_evaluation_notes(plan, data),
             *_length_notes(plan), *_batch_notes(plan), *_recipe_notes(plan), *_speed_notes(plan),
             *_size_notes(plan), *_mup_notes(plan))
@@ -69,6 +70,16 @@ def _padding_notes(plan: Plan, data: RunData) -> list[str]:
     return [f"the token {token}, which ends documents, is the model's pad_token_id: transformers does not train the "
             "vector of that token in the embedding. --model_overrides pad_token_id=N, with a token N that the data "
             "does not have, trains it"]
+
+
+def _router_notes(plan: Plan) -> list[str]:
+    """Note biases of routers that balance the experts: DeepSeek-V3's training moves them by rule, not by gradient."""
+    names = [name.rpartition(".")[2] for name, _, _ in plan.model.named_buffers() if name.endswith(_ROUTER_BIASES)]
+    if not names:
+        return []
+    return [f"{names[0]} of {len(names)} routers is not updated in training, as in transformers, and no auxiliary loss "
+            "is added: nothing balances the load of the experts. A new run trains with a bias of zero, and --init_from "
+            "keeps the bias of the weights"]
 
 
 def _epoch_notes(plan: Plan, data: RunData) -> list[str]:

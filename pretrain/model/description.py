@@ -30,7 +30,7 @@ it, and layer_memory.py says what it keeps.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 
@@ -238,6 +238,16 @@ class ModelConfig:
     def has_active_parameters(self) -> bool:
         """Return whether a token passes only some of the parameters: those of the experts that the router chooses."""
         return any(layer.active_size < layer.size for layer in self.blocks())
+
+
+def local_kv_heads(num_heads: int, num_kv_heads: int, size: int) -> int:
+    """Return the key/value heads that each of `size` ranks needs for its num_heads / size query heads.
+
+    All of its key/value heads must belong to equally many of its query heads, as attention assumes. Where the ranks do
+    not divide the key/value heads, some are repeated: on several ranks, or on one rank.
+    """
+    own_heads = num_heads // size
+    return own_heads // gcd(num_heads // num_kv_heads, own_heads)
 
 
 @lru_cache(maxsize=256)

@@ -134,7 +134,8 @@ def saved_input_bytes(config: ModelConfig, layer: Layer, batch: MicroBatch) -> i
     return 0 if layer.kind == "positions" else layer_input_bytes(config, layer, batch)
 
 
-def block_backward(config: ModelConfig, batch: MicroBatch, window: int = 0, part: str = "none") -> int:
+def block_backward(config: ModelConfig, batch: MicroBatch, window: int = 0, part: str = "none", *,
+                   experts: bool = False) -> int:
     """Bytes that a block's backward pass allocates at its peak, beyond what the block saved with this `part`.
 
     The gradient of the residual stream exists during the complete pass. The largest of three phases adds to it. A
@@ -145,16 +146,15 @@ def block_backward(config: ModelConfig, batch: MicroBatch, window: int = 0, part
     batch = _with_kept_norms(config, batch, part)
     residual = hidden_states_bytes(config, batch) * (2 if config.residual_dropout > 0 else 1)
     residual += fp8_work(config, batch)  # at any product
-    width = config.intermediate_size
-    if config.num_experts:
-        width = config.moe_intermediate_size * max(1, config.experts_per_token)
+    width = config.moe_intermediate_size * config.experts_per_token if experts else config.intermediate_size
     inner = batch.tokens * (width // batch.tensor_parallel_size) * batch.element_bytes
     norm = norm_saved(config, batch)
     gradients = (3 if config.gated_mlp else 2) * inner
     if batch.mlp_tiles > 1:  # a tile is recomputed; gradients of the inputs of all tiles
         gradients = (gradients + mlp_inner(config, batch)) // batch.mlp_tiles + hidden_states_bytes(config, batch)
     mlp = gradients - (norm if config.post_norm else 0)  # post_norm2 is freed before
-    freed = mlp_saved(config, batch) + (2 * norm if config.post_norm else 0) + (norm if config.pre_norm else 0)
+    freed = experts_saved(config, batch) if experts else mlp_saved(config, batch)
+    freed += (2 * norm if config.post_norm else 0) + (norm if config.pre_norm else 0)
     if uses_cpu_attention(config, batch) and not uses_c_attention(config, batch):
         # only `out` saves the attention's output, and frees it before this phase
         freed += linear_saved(query_width(config, batch), batch)
@@ -166,11 +166,11 @@ def block_backward(config: ModelConfig, batch: MicroBatch, window: int = 0, part
         mlp = max(mlp, (2 if config.gated_mlp else 1) * inner + columns)
         attention = max(attention, qkv_bytes(config, batch) + columns)
     attention -= freed
-    recomputed = _recomputed(config, batch, part, window, experts=config.num_experts > 0)
+    recomputed = _recomputed(config, batch, part, window, experts=experts)
     if part == "mlp":  # its tensors are freed before attention's phase, but were not there before its own
         return residual + max(mlp + recomputed, post_norm + recomputed, attention + recomputed)
     if part == "attention":  # with all recomputed tensors, its phase begins with the post-norm
-        attention = max(attention, post_norm - _mlp_part(config, batch, experts=config.num_experts > 0)) + recomputed
+        attention = max(attention, post_norm - _mlp_part(config, batch, experts=experts)) + recomputed
     return residual + max(mlp, post_norm, attention)
 
 

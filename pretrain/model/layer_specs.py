@@ -251,12 +251,13 @@ def as_module(config: ModelConfig, *, recompute: Recompute = _KEEP_ALL, plain_op
 
 
 def gather_complete_blocks(module: nn.Module) -> None:
-    """Let ZeRO-3 gather the parameters of a block together, before the block is called. Call it before `initialize`.
+    """Let ZeRO-3 gather the parameters of a layer together, before the layer is called. Call it before `initialize`.
 
-    Otherwise DeepSpeed's hooks gather the parameters of each linear layer inside of the block. No compiler can trace
-    them there, and tensor_parallel.column_products computes several layers at once.
+    Otherwise DeepSpeed's hooks gather the parameters of each linear layer and norm inside of it. No compiler can trace
+    them there; linear.column_products computes several layers at once, and shared_tensors.summed_gradients needs all.
     """
-    set_z3_leaf_modules(module, [Block])
+    set_z3_leaf_modules(module, [layer for layer in (Block, EmbeddingNorm, FinalNorm)
+                                 if any(isinstance(each, layer) for each in module.modules())])
 
 
 def compile_blocks(module: nn.Module, *, seq_length: int, device: torch.device,
@@ -272,6 +273,6 @@ def compile_blocks(module: nn.Module, *, seq_length: int, device: torch.device,
             if block.attention.rope is not None:  # compute the tables first: all blocks then have the same graph
                 like = torch.empty(0, dtype=next(block.parameters()).dtype, device=device)
                 block.attention.rope.tables(seq_length, like)
-            setattr(block, "forward", torch.compile(  # noqa: B010 (mypy forbids to assign a method)
-                block.forward, backend=backend, dynamic=False, fullgraph=True))
+            setattr(block, "compute", torch.compile(  # noqa: B010 (mypy forbids to assign a method)
+                block.compute, backend=backend, dynamic=False, fullgraph=True))
             block.is_compiled = True

@@ -231,6 +231,16 @@ def test_notes_name_a_padding_token_that_ends_documents(world: Path, tmp_path: P
     assert found[255] == []
 
 
+def test_notes_name_biases_of_routers_that_are_not_updated(world: Path, tmp_path: Path) -> None:
+    found = {}
+    for name in ("deepseek_v3", "granite"):
+        (tmp_path / "config.json").write_text(json.dumps({**GENERAL_MODELS[name], "vocab_size": 512}))
+        notes = plan_of(world, {}, model=str(tmp_path), model_overrides=None).notes
+        found[name] = [note for note in notes if "balances the load" in note]
+    assert [note[:49] for note in found["deepseek_v3"]] == ["e_score_correction_bias of 2 routers is not updat"]
+    assert found["granite"] == []
+
+
 def test_the_device_can_be_overridden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert detect_device() == cpu_device()

@@ -6,6 +6,7 @@ import torch.nn.functional as F  # noqa: N812 (torch's own name)
 
 from pretrain.model.kernels.activation import activated_linear
 from pretrain.model.kernels.cpu import c_functions
+from pretrain.model.kernels.cpu.choice import uses_c
 from pretrain.model.kernels.cpu.library import has_library
 from pretrain.model.kernels.linear import linear
 from pretrain.model.kernels.norm import NormSettings, norm, residual_norm
@@ -93,6 +94,36 @@ def test_linear_layers_in_bf16_are_as_exact_as_torchs(rows, inputs, outputs, lea
     for found, plain, wanted in zip(mine, theirs, exact, strict=True):
         assert found.dtype == torch.bfloat16
         assert relative_error(found, wanted) <= 1.1 * relative_error(plain, wanted) + 1e-4
+
+
+@pytest.mark.parametrize(("rows", "inputs", "outputs"),
+                         [(64, 7, 5), (130, 70, 33), (801, 300, 515), (70, 600, 64), (1600, 33, 1600)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_layers_in_fp32_are_as_exact_as_torchs_and_do_not_depend_on_the_threads(rows, inputs, outputs, bias,
+                                                                                       threads):
+    """The input and the gradient of the output are not contiguous."""
+    operands = (random(rows, 2, inputs).transpose(0, 1), random(outputs, inputs, seed=1),
+                random(outputs, seed=2) if bias else None)
+    grad = random(rows, 2, outputs, seed=3).transpose(0, 1)
+    exact = results(F.linear, operands, grad, torch.float64)
+    theirs = results(F.linear, operands, grad, torch.float32)
+    assert uses_c("linear_fp32", theirs[0], torch.float32)
+    mine = []
+    for count in (1, 2, 3):
+        threads(count)
+        mine.append(results(linear, operands, grad, torch.float32))
+    for found, plain, wanted in zip(mine[0], theirs, exact, strict=True):
+        assert relative_error(found, wanted) <= 1.5 * relative_error(plain, wanted) + 1e-7
+    in_c = 3 if outputs <= c_functions._MOST_OUTPUTS else 2  # output, gradients of the input and of the weight
+    for other in mine[1:]:
+        assert all(map(torch.equal, mine[0][:in_c], other))
+
+
+def test_products_in_fp32_propagate_nan_and_infinity_to_their_row_or_column():
+    x, weight = random(70, 40).float(), random(45, 40, seed=1).float()
+    x[3, 5], weight[44, 2] = float("nan"), float("inf")
+    found, wanted = linear(x.requires_grad_(), weight, None), F.linear(x.double(), weight.double())
+    assert torch.equal(found.isfinite(), wanted.isfinite())
 
 
 def results(function, operands, grad, dtype):

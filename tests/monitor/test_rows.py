@@ -7,21 +7,22 @@ from pretrain.monitor.rows import EVENTS
 from pretrain.monitor.slow_rank_event import SLOW_RANK, SLOW_RANK_OVER
 from tests.support.launch import ROOT
 
-TREES = [ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "pretrain").rglob("*.py")]
-CONSTANTS = {target.id: node.value.value for tree in TREES for node in ast.walk(tree)
-             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
-             for target in node.targets if isinstance(target, ast.Name)}
 # not written: replies of the background writer, and what the report finds
 INTERNAL = {"ready", "after_save", "crash"}
 
 
 def written_events() -> Iterator[tuple[str, set[str]]]:
     """Yield the name and the keys of each call of RunFolder.event, and of each dict that becomes a row."""
-    for node in (node for tree in TREES for node in ast.walk(tree)):
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "pretrain").rglob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    constants = {target.id: node.value.value for node in nodes
+                 if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+                 for target in node.targets if isinstance(target, ast.Name)}
+    for node in nodes:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "event":
             kind = node.args[0]
-            if isinstance(kind, ast.Constant) or (isinstance(kind, ast.Name) and kind.id in CONSTANTS):
-                name = kind.value if isinstance(kind, ast.Constant) else CONSTANTS[kind.id]
+            if isinstance(kind, ast.Constant) or (isinstance(kind, ast.Name) and kind.id in constants):
+                name = kind.value if isinstance(kind, ast.Constant) else constants[kind.id]
                 yield name, {keyword.arg for keyword in node.keywords if keyword.arg is not None}
         elif isinstance(node, ast.Dict):
             values = {key.value: value for key, value in zip(node.keys, node.values, strict=True)

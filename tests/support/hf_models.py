@@ -25,7 +25,7 @@ def needs_transformers(version: str, reason: str) -> pytest.MarkDecorator:
 SAVES_PHI_ONCE = needs_transformers("5.20", "it writes Phi's partial_rotary_factor twice, with two values")
 
 
-def hf_model(folder: Path, values: dict[str, Any], *, seed: int = 11) -> transformers.PreTrainedModel:
+def hf_model(folder: Path, values: dict[str, Any], *, seed: int = 11) -> "transformers.PreTrainedModel":
     """Return the model of a config.json, which is written into `folder`. Large weights make every term count."""
     values = {"bos_token_id": 0, "eos_token_id": 0, **values}
     config = transformers.AutoConfig.from_pretrained(write_config(folder, values))
@@ -39,7 +39,7 @@ def hf_model(folder: Path, values: dict[str, Any], *, seed: int = 11) -> transfo
 
 
 def save_hf_model(folder: Path, values: dict[str, Any], *, shard_size: str = "1GB", dtype: torch.dtype = torch.float32,
-                  seed: int = 11) -> transformers.PreTrainedModel:
+                  seed: int = 11) -> "transformers.PreTrainedModel":
     """Save a random model with transformers' save_pretrained and return it."""
     model = hf_model(folder, values, seed=seed).to(dtype)
     model.save_pretrained(folder, max_shard_size=shard_size)

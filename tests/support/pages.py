@@ -170,7 +170,7 @@ SMALLER = {
     "--seq_length 64 --steps 4", "--vocab_size 32000": "--vocab_size 2000", "--hostfile hosts": "--num_accelerators 2",
     "check --config run.yaml --world_size 16 --gpu a100": "check --config run.yaml --world_size 2 --device cpu",
     "ds-pretrain sanity": f"ds-pretrain sanity {_SMALL_RUN}",
-    "ds-pretrain find-lr": f"ds-pretrain find-lr {_SMALL_RUN}",
+    "ds-pretrain find-lr": f"ds-pretrain find-lr {_SMALL_RUN}", "--to 1 --steps 100": "--to 1 --steps 30",
 }
 
 

@@ -11,10 +11,11 @@ from pretrain.memory.estimate.deepspeed_formulas import DeepSpeedEstimate, deeps
 from pretrain.memory.estimate.estimate_memory import MemoryEstimate, estimate_memory
 from pretrain.memory.footprint import GB, with_unit
 from pretrain.memory.hardware import Cluster
+from pretrain.memory.step_time.block_traffic import Transfer
 from pretrain.memory.step_time.calibrate import Calibration
 from pretrain.memory.step_time.time_model import StepTime, estimate_step_time
 from pretrain.memory.step_time.time_parameters import DEFAULT_PARAMETERS, TimeParameters, model_error
-from pretrain.memory.step_time.traffic import Transfer, rank_parameters, step_traffic
+from pretrain.memory.step_time.traffic import rank_parameters, step_traffic
 from pretrain.model.description import ModelConfig
 
 CHINCHILLA_TOKENS_PER_PARAMETER = 20  # Hoffmann et al., arXiv 2203.15556, table 3

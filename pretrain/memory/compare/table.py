@@ -16,8 +16,9 @@ from pretrain.memory.compare.choices import Choice
 from pretrain.memory.compare.compare import ComparisonRow, Cost, Workload
 from pretrain.memory.compare.largest_fit import LargestFit
 from pretrain.memory.footprint import Footprint, in_unit
+from pretrain.memory.step_time.block_traffic import LINKS
 from pretrain.memory.step_time.calibrate import calibration_json
-from pretrain.memory.step_time.traffic import LINKS, link_bytes
+from pretrain.memory.step_time.traffic import link_bytes
 from pretrain.progress import terminal_console
 
 _NARROW = 80  # columns of the distinct choices, unless the terminal has fewer

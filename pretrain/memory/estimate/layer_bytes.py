@@ -34,7 +34,9 @@ def layer_bytes(config: ModelConfig, layer: Layer, batch: MicroBatch, part: str 
         return LayerBytes(saved, 0, loss_peak(config, batch), loss_backward(config, batch))
     if layer.kind == "norm":
         return LayerBytes(saved)
-    backward = block_backward(config, batch, layer.window, part) if layer.kind == "block" else 0
+    backward = 0
+    if layer.kind == "block":
+        backward = block_backward(config, batch, layer.window, part, experts=layer.has_experts)
     return LayerBytes(saved, saved_input_bytes(config, layer, batch), 0, backward)
 
 

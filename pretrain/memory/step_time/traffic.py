@@ -11,25 +11,8 @@ from functools import lru_cache
 
 from pretrain.config.layout import DTYPE_BYTES, Layout
 from pretrain.memory.estimate.rank import distinct_stages, parameter_groups
-from pretrain.memory.step_time.kernel_time import recomputed_fraction
+from pretrain.memory.step_time.block_traffic import Transfer, block_transfers, hidden_bytes
 from pretrain.model.description import ModelConfig
-
-LINKS = ("network", "pcie", "disk")  # "network": between ranks, also of one node
-PHASES = ("forward", "backward", "step")  # "step": once, after the last micro-batch
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """Bytes transferred for one purpose in a step. The field names are keys of `ds-pretrain compare --json`."""
-
-    what: str
-    link: str  # network, pcie, disk
-    phase: str  # forward, backward, step
-    bytes: float  # of a collective: what one rank sends, and also receives, in a ring
-    ranks: int = 1  # number of ranks that take part
-    stride: int = 1  # difference between the numbers of neighbouring ranks
-    overlaps: bool = False  # whether it runs at the same time as the computation of its phase
-    messages: float = 1.0  # number of collectives or copies in a step: each has a latency
 
 
 @dataclass(frozen=True)
@@ -62,7 +45,7 @@ def step_traffic(layout: Layout, parameters: RankParameters, model: ModelConfig 
     """List all transfers of a rank in one step. Activations are included only if the model is known."""
     transfers = _zero_collectives(layout, parameters, model) + _offload(layout, parameters)
     if model is not None:
-        transfers += _pipeline(layout, model) + _model_parallel(layout, model) + _offloaded_activations(layout, model)
+        transfers += _pipeline(layout, model) + block_transfers(layout, model) + _offloaded_activations(layout, model)
     return [transfer for transfer in transfers if transfer.bytes > 0]
 
 
@@ -210,18 +193,12 @@ def _offloaded_parameters(layout: Layout, owned: float, gathers: tuple[float, fl
     return [*transfers, Transfer("parameters: written", "disk", "step", on_disk * size)]
 
 
-def _hidden_bytes(layout: Layout, model: ModelConfig) -> float:
-    """Bytes of the hidden states of one micro-batch on one rank."""
-    tokens = layout.micro_batch_size * layout.seq_length / layout.sequence_parallel_size
-    return tokens * model.hidden_size * layout.element_bytes
-
-
 def _pipeline(layout: Layout, model: ModelConfig) -> list[Transfer]:
     """Activations and their gradients between pipeline stages, and the sum of a tied matrix's gradients."""
     stages = layout.pipeline_stages
     if stages == 1:
         return []
-    size = _hidden_bytes(layout, model) * layout.gradient_accumulation_steps
+    size = hidden_bytes(layout, model) * layout.gradient_accumulation_steps
     stride = layout.world_size // stages
     messages = layout.gradient_accumulation_steps
     transfers = [
@@ -239,29 +216,6 @@ def _offloaded_activations(layout: Layout, model: ModelConfig) -> list[Transfer]
     if not recompute.offload:
         return []
     groups = model.num_layers / layout.pipeline_stages / (recompute.interval or recompute.every)
-    size = groups * _hidden_bytes(layout, model) * layout.gradient_accumulation_steps
+    size = groups * hidden_bytes(layout, model) * layout.gradient_accumulation_steps
     return [Transfer("activations to the host", "pcie", "forward", size, overlaps=True),
             Transfer("activations from the host", "pcie", "backward", size, overlaps=True)]
-
-
-def _model_parallel(layout: Layout, model: ModelConfig) -> list[Transfer]:
-    """Collectives inside the blocks, in every pass.
-
-    Tensor parallelism: two all-reduces a block (Megatron-LM, arXiv 1909.08053). Ulysses: four all-to-alls a block
-    (arXiv 2309.14509). Experts: two all-to-alls a layer with experts (DeepSpeed-MoE, arXiv 2201.05596).
-    """
-    blocks = model.num_layers / layout.pipeline_stages
-    moe_blocks = model.num_moe_layers() / layout.pipeline_stages
-    hidden = _hidden_bytes(layout, model) * layout.gradient_accumulation_steps
-    transfers = []
-    for phase, passes in (("forward", 1.0), ("backward", 1.0 + recomputed_fraction(layout, model))):
-        for what, ranks, stride, size, count in (
-                ("tensor-parallel all-reduce", layout.tensor_parallel_size, 1, 2 * 2 * blocks * hidden, 2 * blocks),
-                ("sequence-parallel all-to-all", layout.sequence_parallel_size, layout.tensor_parallel_size,
-                 4 * blocks * hidden, 4 * blocks),
-                ("expert all-to-all", layout.expert_parallel_size, 1,
-                 2 * moe_blocks * hidden * model.experts_per_token / layout.tensor_parallel_size, 2 * moe_blocks)):
-            messages = count * passes * layout.gradient_accumulation_steps
-            transfers.append(Transfer(what, "network", phase, size * passes * (ranks - 1) / ranks, ranks, stride,
-                                      messages=messages))
-    return transfers

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pretrain.distributed.parallel_groups import NO_GROUPS, ParallelGroups
-from pretrain.model.description import ModelConfig, Parameters, inside
+from pretrain.model.description import ModelConfig, Parameters, inside, local_kv_heads
 from pretrain.model.kernels.cpu.attention import AttentionSettings, attention, attention_fp32
 from pretrain.model.kernels.cpu_attention import can_attend_in_c, can_attend_in_fp32, causal_attention
 from pretrain.model.kernels.documents import Documents
@@ -18,7 +18,7 @@ from pretrain.model.kernels.torch_attention import alibi_slopes, make_mask
 from pretrain.model.layers.linear import ColumnLinear, RowLinear
 from pretrain.model.layers.norm import Norm, SplitNorm
 from pretrain.model.layers.rope import Rope
-from pretrain.model.parallel.sequence_shards import heads_for_positions, local_kv_heads, positions_for_heads
+from pretrain.model.parallel.sequence_shards import heads_for_positions, positions_for_heads
 
 
 class Attention(nn.Module):

@@ -18,6 +18,7 @@ from pretrain.model.layers.linear import column_products
 from pretrain.model.layers.mlp import MLP, build_mlp
 from pretrain.model.layers.norm import Norm
 from pretrain.model.layers.rope import Rope
+from pretrain.model.parallel.shared_tensors import summed_gradients
 
 
 class Block(nn.Module):
@@ -63,8 +64,14 @@ class Block(nn.Module):
         self.shares_gather = config.shared_norm and groups.tensor.size > 1 and inputs_are_kept
         self.post_norm2 = norm("post_norm2")
         self.dropout = nn.Dropout(config.residual_dropout)
+        self.tensor = groups.tensor
 
     def forward(self, x_BTD: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
+        with summed_gradients(self, self.tensor):
+            return self.compute(x_BTD, documents)
+
+    def compute(self, x_BTD: torch.Tensor, documents: Documents | None) -> torch.Tensor:
+        """Return the output of the block. layer_specs.compile_blocks compiles this function."""
         if self.shared_norm:
             normed_BTD = _apply(self.norm1, x_BTD)
             if self.shares_gather:

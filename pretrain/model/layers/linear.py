@@ -7,6 +7,8 @@ are summed over the ranks, of which each rank gets its positions.
 For the backward pass, a column-parallel layer saves the shard instead of the gathered sequences, and gathers them again
 (Korthikanti et al., arXiv 2205.05198, section 4.2.2), in parallel with the product that gives the gradient of its
 input. The gradient's sum over the ranks runs in parallel with the product that gives the gradient of the weight.
+The gradients of what all ranks have, such as the bias of a row-parallel layer, are summed for a block at once
+(shared_tensors.summed_gradients).
 
 On one rank all of them are `Linear`.
 
@@ -30,7 +32,6 @@ from pretrain.model.parallel.shared_tensors import (
     begin_sum_and_scatter,
     gather,
     sum_and_scatter,
-    sum_gradient,
 )
 from pretrain.model.parameters import create_parameters
 
@@ -100,7 +101,7 @@ class RowLinear(Linear):
         if self.group.size == 1:
             return super().forward(*inputs)
         out_BtO = sum_and_scatter(self._product(*inputs, bias_O=None), self.group)
-        return out_BtO if self.bias is None else out_BtO + sum_gradient(self.bias, self.group)
+        return out_BtO if self.bias is None else out_BtO + self.bias
 
 
 class ShardLinear(Linear):
@@ -109,7 +110,7 @@ class ShardLinear(Linear):
     def forward(self, *inputs: torch.Tensor | None) -> torch.Tensor:
         (x_BtI,) = inputs
         assert x_BtI is not None
-        return F.linear(x_BtI, sum_gradient(self.weight, self.group))
+        return F.linear(x_BtI, self.weight)
 
 
 def column_products(x_BtI: torch.Tensor, layers: Sequence[ColumnLinear]) -> list[torch.Tensor]:

@@ -8,7 +8,7 @@ from torch import nn
 from pretrain.distributed.parallel_groups import NO_GROUPS, ParallelGroups
 from pretrain.model.description import Layer, ModelConfig, Parameters, inside
 from pretrain.model.kernels.norm import NormSettings, norm, residual_norm
-from pretrain.model.parallel.shared_tensors import sum_gradient, sum_over_ranks
+from pretrain.model.parallel.shared_tensors import sum_over_ranks, summed_gradients
 from pretrain.model.parameters import create_parameters
 
 
@@ -36,8 +36,7 @@ class Norm(nn.Module):
 
     def forward(self, x: torch.Tensor, added: torch.Tensor | None = None, *, returns_sum: bool = False) -> Any:
         """Return the norm of x. With `returns_sum` return x + added, or x if there is no `added`, and its norm."""
-        bias = None if self.bias is None else sum_gradient(self.bias, self.group)
-        arguments: Any = (sum_gradient(self.weight, self.group), bias, self.settings)
+        arguments: Any = (self.weight, self.bias, self.settings)
         if returns_sum:
             return residual_norm(x, added, *arguments, plain=self.plain_operators, recomputed=self.recomputed)
         return norm(x, *arguments, plain=self.plain_operators, recomputed=self.recomputed)
@@ -68,9 +67,11 @@ class NormLayer(nn.Module):
                  groups: ParallelGroups = NO_GROUPS) -> None:
         super().__init__()
         self.norm = Norm(config, inside(layer.by_name(), "norm"), plain_operators=plain_operators, groups=groups)
+        self.tensor = groups.tensor
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        normed: torch.Tensor = self.norm(x_BTD)
+        with summed_gradients(self, self.tensor):
+            normed: torch.Tensor = self.norm(x_BTD)
         return normed
 
 

@@ -25,7 +25,7 @@ from pretrain.model.kernels.fused_loss import (
 )
 from pretrain.model.kernels.token_scores import TokenScores, scores_of_logits, token_scores
 from pretrain.model.kernels.vocabulary_shards import VocabularyShard
-from pretrain.model.parallel.shared_tensors import gather, own_shard, sum_and_scatter, sum_gradient
+from pretrain.model.parallel.shared_tensors import gather, own_shard, sum_and_scatter, summed_gradients
 from pretrain.model.parameters import create_parameters
 
 Labels = tuple[torch.Tensor, torch.Tensor]
@@ -184,12 +184,12 @@ class PositionEmbedding(nn.Module):
         self.dropout = nn.Dropout(config.embedding_dropout)
 
     def forward(self, x_BTD: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
-        embedding = sum_gradient(self.embedding, self.tensor)
-        if documents is None:
-            positions = own_shard(embedding[: x_BTD.shape[1] * self.shards.size], self.shards, dim=0)
-        else:
-            positions = F.embedding(own_shard(documents.positions_BT, self.shards), embedding)
-        return self.dropout(x_BTD + positions)
+        with summed_gradients(self, self.tensor):
+            if documents is None:
+                positions = own_shard(self.embedding[: x_BTD.shape[1] * self.shards.size], self.shards, dim=0)
+            else:
+                positions = F.embedding(own_shard(documents.positions_BT, self.shards), self.embedding)
+            return self.dropout(x_BTD + positions)
 
 
 class Head(nn.Module):

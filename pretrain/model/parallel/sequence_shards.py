@@ -12,7 +12,6 @@ G = H + 2 K, E elements per head.
 """
 
 import functools
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from pretrain.distributed.parallel_groups import RankGroup
+from pretrain.model.description import local_kv_heads
 from pretrain.model.parallel.shared_tensors import total, with_adjoint
 
 
@@ -30,16 +30,6 @@ def sum_of_shards(x: torch.Tensor, group: RankGroup) -> torch.Tensor:
     if group.size == 1:
         return x
     return with_adjoint(x, partial(total, group=group), lambda grad: grad)
-
-
-def local_kv_heads(num_heads: int, num_kv_heads: int, size: int) -> int:
-    """Return the key/value heads that each of `size` ranks needs for its num_heads / size query heads.
-
-    All of its key/value heads must belong to equally many of its query heads, as attention assumes. Where the ranks do
-    not divide the key/value heads, some are repeated: on several ranks, or on one rank.
-    """
-    own_heads = num_heads // size
-    return own_heads // math.gcd(num_heads // num_kv_heads, own_heads)
 
 
 def heads_for_positions(inputs: Sequence[torch.Tensor], num_heads: int, group: RankGroup) -> torch.Tensor:

@@ -9,16 +9,19 @@ With a group of one rank, each function returns its input. torch.compile traces 
 graph (_functional_collectives).
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed import _functional_collectives as collectives
 
 from pretrain.distributed.parallel_groups import RankGroup
+from pretrain.model.parameters import part_of
 
 # torch 2.13 has renamed both, and warns about the names of earlier versions
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -70,14 +73,26 @@ def sum_and_scatter(x: torch.Tensor, group: RankGroup, dim: int = 1) -> torch.Te
     return with_adjoint(x, partial(_summed_shard, group=group, dim=dim), partial(_gathered, group=group, dim=dim))
 
 
-def sum_gradient(x: torch.Tensor, group: RankGroup) -> torch.Tensor:
-    """Return x. Gradient: the sum over the ranks, for a parameter that each rank uses on its shards alone."""
-    if group.size == 1:
-        return x
-    if torch.compiler.is_compiling():
-        traced: torch.Tensor = _TracedSums.apply(x, group.handle, False)
-        return traced
-    return with_adjoint(x, lambda x: x.view_as(x), partial(total, group=group))
+@contextlib.contextmanager
+def summed_gradients(module: nn.Module, group: RankGroup) -> Iterator[None]:
+    """Let the module compute with parameters whose gradients are summed over the ranks, all by one collective.
+
+    These are the parameters that every rank has completely, and uses on its shards alone. In this context, attributes
+    of the instances hide them: views, all made by one function, whose backward function sums their gradients.
+    """
+    if group.size == 1 or not torch.is_grad_enabled():
+        yield
+        return
+    owners = [(owner, name, parameter) for owner in module.modules() for name, parameter in owner._parameters.items()
+              if parameter is not None and part_of(parameter) is None]
+    views = _SummedGradients.apply(group, *(parameter for _, _, parameter in owners))
+    for (owner, name, _), view in zip(owners, views, strict=True):
+        owner.__dict__[name] = view
+    try:
+        yield
+    finally:
+        for owner, name, _ in owners:
+            del owner.__dict__[name]
 
 
 def own_shard(x: torch.Tensor, group: RankGroup, dim: int = 1) -> torch.Tensor:
@@ -93,7 +108,7 @@ def sum_over_ranks(x: torch.Tensor, group: RankGroup) -> torch.Tensor:
     if group.size == 1:
         return x
     if torch.compiler.is_compiling():
-        traced: torch.Tensor = _TracedSums.apply(x, group.handle, True)
+        traced: torch.Tensor = _TracedSum.apply(x, group.handle)
         return traced
     return with_adjoint(x, partial(total, group=group), partial(total, group=group))
 
@@ -139,14 +154,31 @@ def total(x: torch.Tensor, group: RankGroup) -> torch.Tensor:
     return summed
 
 
-class _TracedSums(torch.autograd.Function):
-    """Sums the gradients over the ranks, and with `in_forward` the tensors too, for torch.compile."""
+class _SummedGradients(torch.autograd.Function):
+    """Views of tensors. Gradients: the sums over the ranks."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, handle: Any, in_forward: bool) -> torch.Tensor:
+    def forward(ctx: Any, group: RankGroup, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.group = group
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        flat = torch.cat([grad.reshape(-1) for grad in grads])
+        dist.all_reduce(flat, group=ctx.group.handle)
+        sums = flat.split([grad.numel() for grad in grads])
+        return None, *(part.view(grad.shape) for part, grad in zip(sums, grads, strict=True))
+
+
+class _TracedSum(torch.autograd.Function):
+    """Sums tensors, and their gradients, over the ranks, for torch.compile."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, handle: Any) -> torch.Tensor:
         ctx.handle = handle
-        return collectives.all_reduce(x, "sum", handle) if in_forward else x.view_as(x)
+        return collectives.all_reduce(x, "sum", handle)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return collectives.all_reduce(grads[0], "sum", ctx.handle), None, None
+        return collectives.all_reduce(grads[0], "sum", ctx.handle), None

@@ -34,20 +34,20 @@ from tests.support.cases import NO_NVME
 from tests.support.launch import ROOT, FailedCase, free_port, run_worker
 
 NOT_MEASURED = {"pipeline2_zero1_bf16_time": "measured times of the layers decide which layers a rank holds"}
-# measured by `pytest -m slow`: quick cases differ in the pipeline stages, the ZeRO stage or the loss scale only
+# measured by `pytest -m slow`: quick cases differ in one of pipeline stages, ZeRO stage, precision, loss scale, degrees
 SLOW = {"pipeline4_zero0_bf16", "pipeline4_zero0_fp16", "pipeline4_zero1_fp16", "pipeline2_zero1_fp16",
-        "zero1_fp16_static"}
+        "zero1_fp16_static", "zero1_fp16", "pipeline2_zero1_bf16_fp32_accumulation",
+        "zero1_bf16 --experts=2", "zero1_bf16 --tensor=2"}
 FILES = [path for path in sorted((ROOT / "ds_configs").glob("*.json"))
          if path.stem not in NOT_MEASURED and not (NO_NVME and "nvme" in path.stem)]
 MEASURED = {  # number of ranks -> names of the files
     1: ("zero0_bf16", "zero1_bf16_fp32_accumulation", "zero2_fp16", "zero3_fp16",
         "zero3_activation_checkpointing", "zero3_activation_offload", "zero3_offload_optimizer_cpu",
         "zero3_offload_optimizer_nvme"),
-    2: ("experts2_zero2_bf16", "zero0_fp32", "zero1_bf16", "zero1_fp16", "zero2_offload_optimizer_cpu",
+    2: ("experts2_zero2_bf16", "zero0_fp32", "zero1_bf16", "zero2_offload_optimizer_cpu",
         "zero3_offload_all_cpu", "zero3_offload_all_nvme", "pipeline2_activation_checkpointing",
-        "pipeline2_offload_optimizer_cpu",
-        "pipeline2_zero0_bf16", "pipeline2_zero0_fp16", "pipeline2_zero1_bf16",
-        "pipeline2_zero1_bf16_fp32_accumulation", "sequence2_zero3_bf16", "tensor2_zero1_bf16", "tensor2_zero3_bf16"),
+        "pipeline2_offload_optimizer_cpu", "pipeline2_zero0_bf16", "pipeline2_zero0_fp16", "pipeline2_zero1_bf16",
+        "sequence2_zero3_bf16", "tensor2_zero1_bf16", "tensor2_zero3_bf16"),
     4: ("tensor2_pipeline2_zero1_bf16", "zero2_bf16", "zero3_bf16",
         "pipeline4_zero1_bf16")}
 SIMULATED = {1: ("zero1_bf16_fp32_accumulation",), 2: ("zero2_offload_optimizer_cpu", "zero3_offload_all_nvme"),
@@ -95,8 +95,8 @@ def params(quick: dict[int, tuple[str, ...]]) -> list[Any]:
 
 
 CASES, SIMULATED_CASES = params(MEASURED), params(SIMULATED)
-CASES += [pytest.param((ranks, name), id=f"{name}-{ranks}") for runs in (RECOMPUTED, DEGREES)
-          for ranks, names in runs.items() for name in names]
+CASES += [pytest.param((ranks, name), id=f"{name}-{ranks}", marks=[pytest.mark.slow] if name in SLOW else [])
+          for runs in (RECOMPUTED, DEGREES) for ranks, names in runs.items() for name in names]
 
 
 def arguments(name: str, folder: Path) -> RunArguments:

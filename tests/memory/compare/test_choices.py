@@ -138,11 +138,12 @@ def test_choices_name_what_they_trade_and_the_verdict_what_limits() -> None:
     report = report_of("gpt3-175b", 1024, "h100")
     about = dict(report.heading)
     assert about["use"].startswith("zero3_checkpoint, micro-batch 8 x 1 accumulation: 30.3 of 79.1 GiB, 22.6 s")
-    assert "the shortest time is predicted for pipeline4_zero1_tp4: 22.1 s" in about["why"]
+    assert "the shortest time is predicted for pipeline4_zero1_tp4: 22.5 s" in about["why"]
     assert about["limit"].startswith("compute: kernels take 78% of the step, network 22%; memory: without recomp")
     assert "vocab_size=50304" in about["note"]
-    trades = {choice.row.candidate.name: choice.trade for choice in report.choices}
-    assert trades["pipeline4_zero1_tp4"] == "2% less time, no recomputation for 42.3 GiB more, 4 pipeline stages, " \
+    assert "pipeline4_zero1_tp4" not in {choice.row.candidate.name for choice in report.choices}  # 0.4% less time
+    trades = {choice.row.candidate.name: choice.trade for choice in report_of("gpt3-175b", 1024, "a100").choices}
+    assert trades["pipeline4_zero1_tp4"] == "4% less time, no recomputation for 42.3 GiB more, 4 pipeline stages, " \
         "4-way tensor parallelism; ZeRO-1 instead of ZeRO-3"
     assert "on the host" in trades["zero3_offload_all_cpu_checkpoint"]
     slow = report_of("gpt3-1.3b", 64, "h100", "--network_gbps", "0.5", "--zero_stage", "3", "--pipeline_stages", "1",

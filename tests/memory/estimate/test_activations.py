@@ -247,12 +247,10 @@ def test_peak_bytes_of_a_blocks_backward_pass(name: str, dtype: torch.dtype, dro
         x_BTD = torch.randn(batch, length, config.hidden_size, dtype=dtype, requires_grad=True)
         _, peak = measure_block(block, x_BTD)
         expected = block_saved(config, micro_batch, window=window, part=part, experts=has_experts) \
-            + block_backward(config, micro_batch, window, part) + first_gradient.nbytes
-        tolerance = 0.08
+            + block_backward(config, micro_batch, window, part, experts=has_experts) + first_gradient.nbytes
+        tolerance = 0.1 if has_experts else 0.08  # the estimate ignores that experts compute one after the other
         if part == "attention":  # dropout on CPUs converts q, k and v, and the scores, while it computes them
             tolerance = 0.25 if dropout else 0.17
-        if config.num_experts and peak < expected:  # an upper bound in models with experts: at most 35% too high here
-            tolerance = max(tolerance, 0.35)
         assert peak == pytest.approx(expected, rel=tolerance), window
 
 

@@ -10,10 +10,10 @@ from pretrain.config.layout import Layout
 from pretrain.memory.compare.compare import run_cost
 from pretrain.memory.compare.compare_zero import main
 from pretrain.memory.hardware import GPUS, make_cluster
+from pretrain.memory.step_time.block_traffic import Transfer
 from pretrain.memory.step_time.kernel_time import KernelRates
 from pretrain.memory.step_time.time_model import StepTime, collective_latency, predict_step
 from pretrain.memory.step_time.time_parameters import DEFAULT_PARAMETERS, model_error
-from pretrain.memory.step_time.traffic import Transfer
 from pretrain.model.config import load_model_config
 from tests.memory.step_time.fit_throughput import FITTED, IN_USE, STEPS, error_of_tests, fit_error, ratios, summary_rows
 from tests.support.gpu_throughput import model_of_row, read_measurements

@@ -2,89 +2,15 @@
  *
  * P = softmax(scale Q K^T), O = P V;  with D = rowsum(dO * O): dS = scale P (dO V^T - D), dV = P^T dO, dQ = dS K,
  * dK = dS^T Q. The backward pass computes P again from the logarithms of the sums. A row's results do not depend on
- * the number of threads: a thread computes all query heads of a key/value head. The sums of a product remain in
- * registers: those of ROWS rows and of the PANEL columns of the right-hand matrix.
+ * the number of threads: a thread computes all query heads of a key/value head.
  */
 #include <stdlib.h>
-#include "bf16.h"
+#include "panels.h"
 
-#if defined(__AVX512F__) /* 24 of 32 registers hold sums */
-#define LANES 16
-#define ROWS 12
-#elif defined(__AVX__) /* 12 of 16 */
-#define LANES 8
-#define ROWS 6
-#else
-#define LANES 4
-#define ROWS 4
-#endif
-#define PANEL (2 * LANES)
-#define QUERIES 48
-#define SQUARE 32 /* a multiple of PANEL */
-#define UNROLLED _Pragma("GCC unroll 12")
-
-typedef float Lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias)); /* at any address of a float */
-
-/* A matrix whose rows and columns are so many elements apart. */
-typedef struct {
-    const float *at;
-    int64_t row, column;
-} Strided;
-
-/* c [rows, PANEL] = a [rows, depth] b [depth, PANEL], or c += a b */
-static inline __attribute__((always_inline)) void rows_of_panel(const int rows, Strided a, const float *b,
-                                                                int64_t b_row, int64_t depth, float *c, int64_t c_row,
-                                                                int adds) {
-    Lanes sum[ROWS][2];
-    UNROLLED for (int i = 0; i < rows; i++)
-        for (int half = 0; half < 2; half++)
-            sum[i][half] = adds ? *(const Lanes *)(c + i * c_row + half * LANES) : (Lanes){0};
-    for (int64_t k = 0; k < depth; k++) {
-        Lanes left = *(const Lanes *)(b + k * b_row), right = *(const Lanes *)(b + k * b_row + LANES);
-        UNROLLED for (int i = 0; i < rows; i++) {
-            float factor = a.at[i * a.row + k * a.column];
-            sum[i][0] += factor * left;
-            sum[i][1] += factor * right;
-        }
-    }
-    UNROLLED for (int i = 0; i < rows; i++)
-        for (int half = 0; half < 2; half++)
-            *(Lanes *)(c + i * c_row + half * LANES) = sum[i][half];
-}
-
-/* The same for any number of rows. */
-static inline void panel_product(int64_t rows, Strided a, const float *b, int64_t b_row, int64_t depth, float *c,
-                                 int64_t c_row, int adds) {
-    int64_t i = 0;
-#define NEXT_ROWS(COUNT)                                                                                      \
-    for (; i + COUNT <= rows; i += COUNT)                                                                     \
-        rows_of_panel(COUNT, (Strided){a.at + i * a.row, a.row, a.column}, b, b_row, depth, c + i * c_row, c_row, adds);
-    NEXT_ROWS(ROWS)
-    NEXT_ROWS(4)
-    NEXT_ROWS(1)
-#undef NEXT_ROWS
-}
-
-/* Five times, for 32 = 2^5, this transposes a square (as in matrices.c). */
-static inline void interleave_fp32(const float *restrict in, float *restrict out) {
-    for (int i = 0; i < SQUARE * SQUARE / 2; i++) {
-        out[2 * i] = in[i];
-        out[2 * i + 1] = in[i + SQUARE * SQUARE / 2];
-    }
-}
-
-/* panel [SQUARE, PANEL] of elements of a head: the transpose of the PANEL positions at x, `step` elements apart */
-static void transpose_square(const float *x, int64_t step, float *restrict panel) {
-    _Alignas(64) float a[SQUARE * SQUARE], b[SQUARE * SQUARE];
-    for (int i = 0; i < PANEL; i++)
-        memcpy(a + i * SQUARE, x + i * step, SQUARE * sizeof(float));
-    interleave_fp32(a, b), interleave_fp32(b, a), interleave_fp32(a, b), interleave_fp32(b, a), interleave_fp32(a, b);
-    for (int i = 0; i < SQUARE; i++)
-        memcpy(panel + i * PANEL, b + i * SQUARE, PANEL * sizeof(float));
-}
+#define QUERIES 48 /* at most */
 
 typedef struct { /* steps: elements from one position to the next */
-    int64_t length, heads, size, qkv_step, out_step, pitch;
+    int64_t length, heads, size, qkv_step, out_step, pitch, queries;
     float scale;
 } Problem;
 
@@ -92,7 +18,7 @@ typedef struct { /* steps: elements from one position to the next */
 static void scores_of(const Problem *p, const float *q, const float *k_panels, int64_t first, int64_t rows, float *s) {
     for (int64_t key = 0; key < first + rows; key += PANEL)
         panel_product(rows, (Strided){q + first * p->qkv_step, p->qkv_step, 1}, k_panels + key * p->size, PANEL,
-                      p->size, s + key, p->pitch, 0);
+                      p->size, s + key, p->pitch, NULL, 0);
 }
 
 /* Hide the keys from `seen` on; return the end of the loops over the row, complete vectors. Its rest becomes 0. */
@@ -109,7 +35,7 @@ static inline int64_t hide(float *row, int64_t seen, int64_t keys) {
 static void head_product(const Problem *p, int64_t rows, Strided a, const float *b, int64_t b_row, int64_t depth,
                          float *c, int64_t c_row, int adds) {
     for (int64_t e = 0; e < p->size; e += PANEL)
-        panel_product(rows, a, b + e, b_row, depth, c + e, c_row, adds);
+        panel_product(rows, a, b + e, b_row, depth, c + e, c_row, adds ? c + e : NULL, c_row);
 }
 
 /* panels [keys / PANEL, size, PANEL] of the transposed keys or values of a head, with zeros after the last position */
@@ -129,8 +55,8 @@ static void transpose_head(const Problem *p, const float *x, float *panels) {
 
 static void forward_head(const Problem *p, const float *q, const float *k_panels, const float *v, float *out,
                          float *logs, float *s) {
-    for (int64_t first = 0; first < p->length; first += QUERIES) {
-        int64_t rows = p->length - first < QUERIES ? p->length - first : QUERIES;
+    for (int64_t first = 0; first < p->length; first += p->queries) {
+        int64_t rows = p->length - first < p->queries ? p->length - first : p->queries;
         float factors[QUERIES];
         scores_of(p, q, k_panels, first, rows, s);
         for (int64_t i = 0; i < rows; i++) {
@@ -161,13 +87,13 @@ typedef struct {
 } Backward;
 
 static void backward_head(const Problem *p, Backward h) {
-    for (int64_t first = 0; first < p->length; first += QUERIES) {
-        int64_t rows = p->length - first < QUERIES ? p->length - first : QUERIES, keys = first + rows;
+    for (int64_t first = 0; first < p->length; first += p->queries) {
+        int64_t rows = p->length - first < p->queries ? p->length - first : p->queries, keys = first + rows;
         const float *grad = h.grad + first * p->out_step;
         scores_of(p, h.q, h.k_panels, first, rows, h.s);
         for (int64_t key = 0; key < keys; key += PANEL)
             panel_product(rows, (Strided){grad, p->out_step, 1}, h.v_panels + key * p->size, PANEL, p->size,
-                          h.ds + key, p->pitch, 0);
+                          h.ds + key, p->pitch, NULL, 0);
         for (int64_t i = 0; i < rows; i++) {
             float *restrict s = h.s + i * p->pitch, *restrict ds = h.ds + i * p->pitch, mean = 0.0f;
             float log_sum = h.logs[first + i];
@@ -193,7 +119,8 @@ static void backward_head(const Problem *p, Backward h) {
 
 static Problem problem(int64_t length, int64_t heads, int64_t kv_heads, int64_t size, float scale) {
     int64_t pitch = (length + PANEL - 1) / PANEL * PANEL + LANES; /* not a power of two: rows in different sets */
-    return (Problem){length, heads, size, (heads + 2 * kv_heads) * size, heads * size, pitch, scale};
+    int64_t queries = length < 2 * QUERIES ? QUERIES / 2 : QUERIES; /* of short samples, more scores are not computed */
+    return (Problem){length, heads, size, (heads + 2 * kv_heads) * size, heads * size, pitch, queries, scale};
 }
 
 static float *new_memory(const Problem *p, int64_t panels, int64_t scores) {

@@ -1,8 +1,8 @@
 """The C functions for CPUs as functions of tensors: activations, linear layers, norms, cross-entropy, gradients.
 
-Attention is in attention.py. Linear layers, in bf16 alone, use oneDNN's products in the forms that it computes fast,
-with transposed copies and sums of columns in C. The other functions take tensors in bf16 or fp32, and those for
-gradients contiguous ones.
+Attention is in attention.py. In bf16, linear layers use oneDNN's products in the forms that it computes fast, with
+transposed copies and sums of columns in C; in fp32 the products are in C (products.c). The other functions take tensors
+in bf16 or fp32, and those for gradients contiguous ones.
 
 Shapes: N rows (tokens), I inputs, O outputs; C tokens, V words of the vocabulary.
 """
@@ -18,6 +18,7 @@ from pretrain.model.kernels.cpu.library import call
 ACTIVATIONS_IN_C = ("gelu", "gelu_tanh", "silu")  # in bf16; the others are as fast in torch
 ACTIVATIONS_IN_C_FP32 = ("gelu_tanh", "silu")
 _LEAST_WIDTH = 512  # narrower layers gain nothing from a transposed copy: measured on an AMX core
+_MOST_OUTPUTS = 1536  # of a weight gradient in fp32 in C; the rows of more are too far apart for the caches
 _BLOCK_ROWS = 64  # rows that one thread adds; columns.h repeats it
 _BLOCK_ELEMENTS = 16384  # elements of a partial sum, as in gradients.c
 _SUFFIX = {torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -58,9 +59,12 @@ def gated_backward(name: str, grad: torch.Tensor, gate: torch.Tensor,
 
 
 def linear(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
-    """Return x @ weight^T + bias. Uses `inner_product` if the dtypes are the same."""
+    """Return x @ weight^T + bias. In bf16, uses `inner_product`; torch's if a bias has another dtype."""
     if bias_O is not None and bias_O.dtype != x.dtype:
         return F.linear(x, weight_OI, bias_O)
+    if x.dtype == torch.float32:
+        out = _product_fp32(x.flatten(0, -2), weight_OI, bias_O, weight_OI.shape[0], b_transposed=True)
+        return out.view(*x.shape[:-1], -1)
     return inner_product(x, weight_OI, bias_O)
 
 
@@ -70,13 +74,35 @@ def inner_product(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor
     return out
 
 
+def input_gradient_fp32(grad_NO: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+    """Return grad @ weight, [N, I]."""
+    return _product_fp32(grad_NO, weight_OI, None, weight_OI.shape[1])
+
+
 def weight_gradient(x_NI: torch.Tensor, grad_NO: torch.Tensor) -> torch.Tensor:
-    """Return grad^T @ x, [O, I], with the smaller one transposed first: oneDNN is half as fast if it has to do so."""
+    """Return grad^T @ x, [O, I].
+
+    In bf16, the smaller one is transposed first: oneDNN is half as fast if it has to do so.
+    """
+    if x_NI.dtype == torch.float32:
+        if grad_NO.shape[1] > _MOST_OUTPUTS:
+            return grad_NO.t() @ x_NI
+        return _product_fp32(grad_NO, x_NI, None, x_NI.shape[1], a_transposed=True)
     if min(x_NI.shape[1], grad_NO.shape[1]) < _LEAST_WIDTH:
         return grad_NO.t() @ x_NI
     if x_NI.shape[1] <= grad_NO.shape[1]:
         return transposed(transposed(x_NI) @ grad_NO)
     return transposed(grad_NO) @ x_NI
+
+
+def _product_fp32(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, columns: int, *,
+                  a_transposed: bool = False, b_transposed: bool = False) -> torch.Tensor:
+    """Return a @ b + bias for matrices in fp32, each of them perhaps transposed."""
+    a, b, bias = a.contiguous(), b.contiguous(), None if bias is None else bias.contiguous()
+    depth, rows = a.shape if a_transposed else a.shape[::-1]
+    out = a.new_empty(rows, columns)
+    call("product_fp32", a, b, bias, out, rows, depth, columns, int(a_transposed), int(b_transposed))
+    return out
 
 
 def transposed(x: torch.Tensor) -> torch.Tensor:

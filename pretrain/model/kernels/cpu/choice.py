@@ -23,8 +23,8 @@ from pretrain.model.kernels.cpu.library import cpu_features, has_kernels, has_li
 from pretrain.model.kernels.cpu.trials import TRIALS, is_right, times_ms
 from pretrain.stored_json import read_json
 
-_MARGIN = 0.9  # torch's operators are chosen if they take less than this fraction of the time in C
-FAMILIES = ("activation", "linear", "norm", "attention", "attention_fp32", "loss", "optimizer")
+_MARGIN = 0.95  # torch's operators are chosen if they take less than this fraction of the time in C
+FAMILIES = ("activation", "linear", "linear_fp32", "norm", "attention", "attention_fp32", "loss", "optimizer")
 KernelChoice = frozenset[str]  # the families of operators in C
 ALL_IN_C = frozenset(FAMILIES)
 
