@@ -50,7 +50,7 @@ def described_bytes(config: ModelConfig, batch: MicroBatch) -> DescribedBytes:
     # real masks and tables: transformers makes other ones of fake tensors (utils/import_utils.py, is_tracing)
     tokens_BT = torch.zeros(batch.samples, batch.seq_length, dtype=torch.int64)
     arguments = [_tensors_in(decoder.arguments(index, tokens_BT, dtype)) for index in range(config.num_layers)]
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, StorageTracker() as tracker:
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, _grouped_products(), StorageTracker() as tracker:
         fakes = [mode.from_tensor(tensor) for own in arguments for tensor in own]  # the operators get these, too
         for fake in fakes:
             tracker.add(fake)
@@ -62,6 +62,24 @@ def described_bytes(config: ModelConfig, batch: MicroBatch) -> DescribedBytes:
                               remedy="--measure trains real steps") from None
     storages = [tensor.untyped_storage() for own in arguments for tensor in own]
     return DescribedBytes(layers, sum({storage._cdata: storage.nbytes() for storage in storages}.values()))
+
+
+def _grouped_products() -> Any:
+    """Return a mode that gives products of experts in any dtype: fake tensors have them in bf16 alone (torch 2.13)."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class GroupedProducts(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.name() != "aten::_grouped_mm" or args[0].dtype == torch.bfloat16:
+                return func(*args, **(kwargs or {}))
+            a, b, ends = args[:3]
+            shape = [a.shape[-2], b.shape[-1]]
+            if a.dim() == b.dim():  # one matrix of each expert
+                shape.insert(0, a.shape[0] if a.dim() == 3 else ends.numel())
+            return a.new_empty(shape)
+
+    return GroupedProducts()
 
 
 def _measure_layers(config: ModelConfig, specs: Sequence[Any], x: "torch.Tensor", arguments: list[list["torch.Tensor"]],

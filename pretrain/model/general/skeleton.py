@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
@@ -101,8 +102,12 @@ def create_skeleton(config: Any, model_class: Any = None, *, dtype: torch.dtype 
 
 
 def copied(module: nn.Module, config: Any) -> nn.Module:
-    """Return a copy of a module of a skeleton. The config is shared, the parameters are on the meta device."""
-    return copy.deepcopy(module, {id(config): config})
+    """Return a copy of a module of a skeleton. The config is shared, the parameters are on the meta device.
+
+    The buffers are real under FakeTensorMode, too, which cannot copy them.
+    """
+    with unset_fake_temporarily():
+        return copy.deepcopy(module, {id(config): config})
 
 
 class Runner:
