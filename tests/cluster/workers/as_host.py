@@ -27,7 +27,9 @@ with open(f"/run/netns/{host['namespace']}") as namespace:
     check(libc.setns(namespace.fileno(), CLONE_NEWNET))
 check(libc.unshare(CLONE_NEWUTS | CLONE_NEWNS))
 socket.sethostname(host["name"])
-subprocess.run(f"mount --make-rprivate / && {host['setup'] or 'true'}", shell=True, check=True)
+programs = os.pathsep.join([os.environ["PATH"], "/usr/sbin", "/sbin"])  # mount and tc, which may not be in PATH
+subprocess.run(f"mount --make-rprivate / && {host['setup'] or 'true'}", shell=True, check=True,
+               env={**os.environ, "PATH": programs})
 os.environ.update(host["environ"])
 sys.argv = sys.argv[1:]
 sys.path[0] = str(Path(sys.argv[0]).parent)
