@@ -3,11 +3,11 @@
 A layer runs once forward and backward, with the shapes of the micro-batch and without memory. A StorageTracker counts
 what the forward pass keeps, and the peak of both passes; that of the backward pass includes the gradient of one
 parameter, before it is added. The operators are those of a CPU: on CUDA other kernels may keep other tensors. Layers
-with equal parameters that get the same arguments are measured once.
+with equal parameters, arguments and widths of inputs and outputs are measured once.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
@@ -38,6 +38,7 @@ def described_bytes(config: ModelConfig, batch: MicroBatch) -> DescribedBytes:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from pretrain.memory.storage_tracker import StorageTracker
+    from pretrain.model.general.carried import width_at
     from pretrain.model.general.decoder import decoder_of
     from pretrain.model.general.specs import general_specs
     from pretrain.model.parameters import DTYPES
@@ -55,7 +56,8 @@ def described_bytes(config: ModelConfig, batch: MicroBatch) -> DescribedBytes:
         for fake in fakes:
             tracker.add(fake)
         try:
-            layers = _measure_layers(config, specs, mode.from_tensor(tokens_BT), arguments, dtype, tracker)
+            given = [(own, width_at(decoder.parts.carried, index + 1)) for index, own in enumerate(arguments)]
+            layers = _measure_layers(config, specs, mode.from_tensor(tokens_BT), given, dtype, tracker)
         except Exception as error:  # transformers' modules raise many classes where a shape depends on values
             raise ConfigError(f"model_type {config.architecture}", problem="the memory of its activations cannot be "
                               f"predicted ({type(error).__name__}: {str(error).splitlines()[0]:.100})",
@@ -82,17 +84,20 @@ def _grouped_products() -> Any:
     return GroupedProducts()
 
 
-def _measure_layers(config: ModelConfig, specs: Sequence[Any], x: "torch.Tensor", arguments: list[list["torch.Tensor"]],
-                    dtype: "torch.dtype", tracker: "StorageTracker") -> dict[Layer, LayerBytes]:
+def _measure_layers(config: ModelConfig, specs: Sequence[Any], x: "torch.Tensor",
+                    given: Iterable[tuple[list["torch.Tensor"], int]], dtype: "torch.dtype",
+                    tracker: "StorageTracker") -> dict[Layer, LayerBytes]:
+    """Measure all layers. `given`: the arguments of each block, and the elements that its output carries."""
     import torch
 
     labels = torch.zeros_like(x), torch.zeros(x.shape)
     found: dict[tuple[Any, ...], tuple[LayerBytes, torch.Tensor]] = {}
     layers: dict[Layer, LayerBytes] = {}
-    of_blocks = iter(arguments)
+    of_blocks = iter(given)
     for layer, spec in zip(config.layers(), specs, strict=True):
-        own = next(of_blocks) if layer.kind == "block" else []
-        key = (layer.kind, layer.class_name, *((each.name, each.shape) for each in layer.parameters), *map(id, own))
+        own, width = next(of_blocks) if layer.kind == "block" else ([], 0)
+        key = (layer.kind, layer.class_name, *((each.name, each.shape) for each in layer.parameters), *map(id, own),
+               x.shape, width)
         if key not in found:
             torch.set_default_dtype(dtype)  # not .to(dtype): the parameters of fake tensors cannot be swapped
             try:

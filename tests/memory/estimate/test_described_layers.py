@@ -1,16 +1,19 @@
 """Memory of transformers' layers: what fake tensors predict is what real ones need."""
 
+from math import prod
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig
 
 from pretrain.memory.estimate.described_layers import described_bytes
+from pretrain.model.general.carried import width_at
 from pretrain.model.general.decoder import decoder_of
 from pretrain.model.general.modules import DecoderLayer
 from pretrain.model.general.read import general_config
 from pretrain.model.operator_memory import MicroBatch
+from pretrain.model.proof.prove import tiny_config
 from tests.support.block_memory import measure_block
 
 WIDTHS = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
@@ -45,3 +48,17 @@ def test_fake_tensors_predict_the_memory_of_blocks(name: str, precision: str) ->
         saved, peak = measure_block(block, x_BTD)
         assert found.layers[layer].saved == saved
         assert found.layers[layer].saved + found.layers[layer].backward == pytest.approx(peak, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["gemma4_text", "deepseek_v4"])
+def test_blocks_keep_what_they_carry(name: str) -> None:
+    """The inputs and outputs of equal blocks differ in what is carried to later ones."""
+    if name not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {name}")
+    config = tiny_config(AutoConfig.for_model(name))
+    found = described_bytes(config, MicroBatch(tokens=2 * 48, seq_length=48, element_bytes=4, cuda=False))
+    parts = decoder_of(config).parts
+    widths = [prod(parts.hidden_shape) + width_at(parts.carried, index) for index in range(config.num_layers + 1)]
+    inputs = [found.layers[layer].saved_input for layer in config.blocks()]
+    assert inputs == [2 * 48 * width * 4 for width in widths[:-1]]
+    assert len({*widths}) > 1
