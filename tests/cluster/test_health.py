@@ -55,7 +55,7 @@ from pretrain.distributed.tcp_store import (
     encode_value,
     wait_for_port,
 )
-from tests.cluster.workers.packages import need_packages
+from tests.cluster.workers.packages import PATH, need_packages
 from tests.cluster.workers.ssh_hosts import add_host, add_namespace
 from tests.support.launch import LIMIT_S, ROOT, free_port, rank_environment, run_ranks
 from tests.support.supervised import wait_until
@@ -184,7 +184,7 @@ class Switch:
         """
         host = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": str(self.port), "GLOO_SOCKET_IFNAME": "eth0",
                 "LOCAL_SIZE": str(per_host), "LOCAL_WORLD_SIZE": str(per_host)}
-        hosts = [{"namespace": f"{self.prefix}h{number}", "name": f"h{number}", "setup": setup,
+        hosts = [{"namespace": f"{self.prefix}h{number}", "name": f"h{number}", "setup": setup, "path": PATH,
                   "environ": {**host, "LOCAL_RANK": str(local)}}
                  for number, setup in enumerate(setups) for local in range(per_host)]
         command = [str(Path(__file__).parent / "workers" / "as_host.py"), str(ROOT / "tools" / "check_cluster.py"),

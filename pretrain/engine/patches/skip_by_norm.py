@@ -105,12 +105,12 @@ def _bf16_step(optimizer: BF16_Optimizer, update: Step) -> Step:
 def _update_with_zero_gradients(optimizer: BF16_Optimizer, update: Callable[[], None]) -> None:
     """Update with a norm of 0, for which `BF16_Optimizer.step` fails at an assertion."""
     original = bf16_optimizer.get_global_norm_of_tensors
-    bf16_optimizer.get_global_norm_of_tensors = lambda *args, **kwargs: torch.full_like(
-        original(*args, **kwargs), torch.finfo(torch.float32).tiny)
-    try:
+
+    def tiny_norm(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.full_like(original(*args, **kwargs), torch.finfo(torch.float32).tiny)
+
+    with skip.replaced(bf16_optimizer, get_global_norm_of_tensors=tiny_norm):
         update()
-    finally:
-        bf16_optimizer.get_global_norm_of_tensors = original
     optimizer._global_grad_norm = 0.0
 
 

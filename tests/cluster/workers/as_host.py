@@ -1,7 +1,7 @@
 """Run `PROGRAM ARGUMENTS` as rank RANK on a simulated host. HOSTS is a JSON list with the host of each rank.
 
 Keys of a host: "namespace" (network namespace), "name", "setup" (shell command that runs first, in the network and
-mount namespaces of the host), "environ".
+mount namespaces of the host), "path" (PATH of this command), "environ".
 """
 
 import ctypes
@@ -27,9 +27,8 @@ with open(f"/run/netns/{host['namespace']}") as namespace:
     check(libc.setns(namespace.fileno(), CLONE_NEWNET))
 check(libc.unshare(CLONE_NEWUTS | CLONE_NEWNS))
 socket.sethostname(host["name"])
-programs = os.pathsep.join([os.environ["PATH"], "/usr/sbin", "/sbin"])  # mount and tc, which may not be in PATH
 subprocess.run(f"mount --make-rprivate / && {host['setup'] or 'true'}", shell=True, check=True,
-               env={**os.environ, "PATH": programs})
+               env={**os.environ, "PATH": host["path"]})
 os.environ.update(host["environ"])
 sys.argv = sys.argv[1:]
 sys.path[0] = str(Path(sys.argv[0]).parent)

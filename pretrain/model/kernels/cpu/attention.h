@@ -31,8 +31,6 @@ typedef struct {
 enum { AHEAD = 16 };
 
 static inline int64_t rounded(int64_t x) { return (x + TILE - 1) / TILE * TILE; }
-static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-static inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 static inline void *take(char **memory, int64_t bytes) { /* a part of the memory, aligned to cache lines */
     void *part = *memory;

@@ -56,7 +56,7 @@ static void transpose_head(const Problem *p, const float *x, float *panels) {
 static void forward_head(const Problem *p, const float *q, const float *k_panels, const float *v, float *out,
                          float *logs, float *s) {
     for (int64_t first = 0; first < p->length; first += p->queries) {
-        int64_t rows = p->length - first < p->queries ? p->length - first : p->queries;
+        int64_t rows = smaller(p->queries, p->length - first);
         float factors[QUERIES];
         scores_of(p, q, k_panels, first, rows, s);
         for (int64_t i = 0; i < rows; i++) {
@@ -88,7 +88,7 @@ typedef struct {
 
 static void backward_head(const Problem *p, Backward h) {
     for (int64_t first = 0; first < p->length; first += p->queries) {
-        int64_t rows = p->length - first < p->queries ? p->length - first : p->queries, keys = first + rows;
+        int64_t rows = smaller(p->queries, p->length - first), keys = first + rows;
         const float *grad = h.grad + first * p->out_step;
         scores_of(p, h.q, h.k_panels, first, rows, h.s);
         for (int64_t key = 0; key < keys; key += PANEL)

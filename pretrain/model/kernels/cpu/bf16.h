@@ -1,9 +1,12 @@
-/* Numbers in bf16, and functions that the compiler vectorizes. */
+/* Numbers in bf16, functions that the compiler vectorizes, and the smaller and larger of two sizes. */
 #ifndef BF16_H
 #define BF16_H
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+
+static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 static inline float to_float(uint16_t x) {
     uint32_t bits = (uint32_t)x << 16;

@@ -29,7 +29,7 @@ void transpose(const uint16_t *restrict x, uint16_t *restrict out, int64_t rows,
 #pragma omp parallel for collapse(2) schedule(static)
     for (int64_t first = 0; first < rows; first += TILE_ROWS)
         for (int64_t column = 0; column < columns; column += TILE) {
-            int64_t end = first + TILE_ROWS < rows ? first + TILE_ROWS : rows;
+            int64_t end = smaller(first + TILE_ROWS, rows);
             for (int64_t row = first; row < end; row += TILE) {
                 if (end - row >= TILE && columns - column >= TILE) {
                     transpose_tile(x + row * columns + column, columns, out + column * rows + row, rows);
@@ -49,7 +49,7 @@ void column_sum(const uint16_t *restrict x, float *restrict partial, uint16_t *r
 #pragma omp parallel for schedule(static)
     for (int64_t block = 0; block < blocks; block++) {
         float *restrict sum = partial + block * columns;
-        int64_t row = block * BLOCK_ROWS, end = row + BLOCK_ROWS < rows ? row + BLOCK_ROWS : rows;
+        int64_t row = block * BLOCK_ROWS, end = smaller(row + BLOCK_ROWS, rows);
         memset(sum, 0, (size_t)columns * sizeof(float));
         for (; row + 4 <= end; row += 4) {
             const uint16_t *restrict first = x + row * columns;

@@ -116,7 +116,7 @@ void NAMED(norm_backward)(const NUMBER *restrict grad, const NUMBER *restrict x,
     float *restrict partial_bias = partial + blocks * columns;
 #pragma omp parallel for schedule(static)
     for (int64_t block = 0; block < blocks; block++) {
-        int64_t first = block * BLOCK_ROWS, end = first + BLOCK_ROWS < rows ? first + BLOCK_ROWS : rows;
+        int64_t first = block * BLOCK_ROWS, end = smaller(first + BLOCK_ROWS, rows);
         float *weight_sum = partial + block * columns, *bias_sum = dbias ? partial_bias + block * columns : NULL;
         memset(weight_sum, 0, (size_t)columns * sizeof(float));
         if (bias_sum)

@@ -14,8 +14,6 @@
 #define MOST_ROWS 768 /* a multiple of ROWS */
 #define MOST_COLUMNS 512
 
-static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
 /* panel [depth, PANEL] of b, with zeros after its last column */
 static void pack(Strided b, int64_t depth, int64_t columns, float *restrict panel) {
     int64_t k = 0;
@@ -42,7 +40,7 @@ static void block_product(Strided a, Strided b, const float *bias, float *c, int
     _Alignas(64) float panel[DEPTH * PANEL], last[MOST_ROWS * PANEL]; /* last: a panel that has fewer columns */
     for (int64_t k = 0; k < depth; k += DEPTH)
         for (int64_t j = 0; j < columns; j += PANEL) {
-            int64_t count = least(DEPTH, depth - k), width = least(PANEL, columns - j), to_row = c_row, from_row = 0;
+            int64_t count = smaller(DEPTH, depth - k), width = smaller(PANEL, columns - j), to_row = c_row, from_row = 0;
             float *to = c + j, first[PANEL] = {0};
             const float *from = NULL;
             pack((Strided){b.at + k * b.row + j * b.column, b.row, b.column}, count, width, panel);
@@ -71,13 +69,12 @@ void product_fp32(const float *a, const float *b, const float *bias, float *out,
     Strided left = {a, a_transposed ? 1 : depth, a_transposed ? rows : 1};
     Strided right = {b, b_transposed ? 1 : columns, b_transposed ? depth : 1};
     int64_t per_thread = rows * ((columns + MOST_COLUMNS - 1) / MOST_COLUMNS) / omp_get_max_threads();
-    int64_t block = least(MOST_ROWS, (per_thread + ROWS - 1) / ROWS * ROWS);
-    block = block < ROWS ? ROWS : block;
+    int64_t block = larger(ROWS, smaller(MOST_ROWS, (per_thread + ROWS - 1) / ROWS * ROWS));
 #pragma omp parallel for collapse(2) schedule(static)
     for (int64_t i = 0; i < rows; i += block)
         for (int64_t j = 0; j < columns; j += MOST_COLUMNS)
             block_product((Strided){left.at + i * left.row, left.row, left.column},
                           (Strided){right.at + j * right.column, right.row, right.column}, bias ? bias + j : bias,
-                          out + i * columns + j, columns, least(block, rows - i), depth,
-                          least(MOST_COLUMNS, columns - j));
+                          out + i * columns + j, columns, smaller(block, rows - i), depth,
+                          smaller(MOST_COLUMNS, columns - j));
 }
