@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
 from tests.support.version_steps import ROOT, Environment, StepError, read_other, save
@@ -115,7 +116,7 @@ class Result:
     def row(self, name: str) -> str:
         result = f"not run: {self.missing}" if self.missing else \
             f"FAILED: {self.problem}" if self.problem else "; ".join(self.passed)
-        return f"| {' | '.join([name, *self.versions, result])} |"
+        return f"| {' | '.join([name, date.today().isoformat(), *self.versions, result])} |"
 
 
 def versions_of(python: str) -> list[str]:
@@ -184,7 +185,7 @@ def main() -> int:
         run_cell(environment, first, results[name])
         if first is None and not results[name].problem:
             first = environment
-    print(f"| {' | '.join(['cell', 'Python', *SHOWN, 'result'])} |\n|{' --- |' * (3 + len(SHOWN))}")
+    print(f"| {' | '.join(['cell', 'date', 'Python', *SHOWN, 'result'])} |\n|{' --- |' * (4 + len(SHOWN))}")
     for name, result in results.items():
         print(result.row(name))
     failed = any(result.problem for result in results.values())
