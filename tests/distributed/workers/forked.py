@@ -26,6 +26,7 @@ from tests.distributed.workers.full_disk import fill_during_saves
 from tests.distributed.workers.hanging import hang
 from tests.distributed.workers.killed_writer import SUB_STEPS, die_after
 from tests.distributed.workers.nonfinite import put_nan_at
+from tests.support import run_rows
 from tests.support.launch import free_port, rank_environment
 from tests.support.poison import poison
 
@@ -176,9 +177,7 @@ def seconds_until_peer_ends(pids: list[int], victim: int) -> float:
 
 
 def events(run: Path, kind: str) -> list[dict[str, Any]]:
-    path = run / "events.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
-    return [row for row in rows if row["event"] == kind]
+    return run_rows.events(run, kind) if (run / "events.jsonl").is_file() else []
 
 
 def newest_verified(checkpoints: Path) -> int:
