@@ -15,7 +15,7 @@ import yaml
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from pretrain.analysis.scaling.ladder_file import DECAYED, STABLE, read_ladder
+from pretrain.analysis.scaling.ladder_file import DECAYED, STABLE, Ladder
 from pretrain.analysis.scaling.law import Law, counted_parameters
 from pretrain.commands.ladder.main import main
 from pretrain.commands.ladder.page import warnings_of
@@ -218,7 +218,7 @@ def test_finished_runs_are_fitted_and_the_target_is_predicted(world: Path, capsy
     command = [*FLAGS, "--ranks", "1", "--out", "out", "--gpu", "h100"]
     run_main(command)
     out = capsys.readouterr().out
-    ladder = read_ladder(Path("out/ladder.json"))
+    ladder = build(Ladder, read_object(Path("out/ladder.json")))
     expected = LAWS[DECAYED].loss(target.parameters, target.tokens)
     assert ladder.target.loss == pytest.approx(expected, rel=2e-3)
     assert ladder.target.low <= expected * 1.002
@@ -291,7 +291,7 @@ def test_real_runs_from_the_plan_to_the_page(world: Path) -> None:
         fake_model(plan, out, number)
     done = ladder(world, *FLAGS)
     assert done.returncode == 0, done.stdout + done.stderr
-    points = read_ladder(out / "ladder.json").points
+    points = build(Ladder, read_object(out / "ladder.json")).points
     trained = [point for point in points if point.run == plan.models[1].name]
     assert len([point for point in trained if point.decayed]) == 3
     assert len(trained) > 6
@@ -304,7 +304,7 @@ def test_real_runs_from_the_plan_to_the_page(world: Path) -> None:
     again = ladder(world, *FLAGS)
     assert again.returncode == 0
     assert "starting DeepSpeed's launcher" not in again.stderr
-    assert read_ladder(out / "ladder.json").points == points
+    assert build(Ladder, read_object(out / "ladder.json")).points == points
 
 
 def ladder(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
