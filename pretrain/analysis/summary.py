@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pretrain.analysis.lr_range import check_plot_target
 from pretrain.analysis.report.expected import Comparison, expected_of_run, newest_comparison
 from pretrain.analysis.report.hints import hints_of
 from pretrain.analysis.report.incidents import Incident, incident_lines, incidents_of
@@ -131,14 +132,10 @@ def save_loss_plot(run: Path, target: Path) -> None:
     The same metrics produce the same file. Raises ConfigError if matplotlib is not installed, if `target` does not end
     with .svg or cannot be written, or if a file of the run cannot be read.
     """
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("--plot", problem="matplotlib is not installed",
-                          remedy="pip install 'ds-pretrain[plot]'") from None
-    if target.suffix.lower() != ".svg":
-        raise ConfigError("--plot", found=str(target), expected="a file name that ends with .svg")
+    check_plot_target(target)
+    import matplotlib
+    from matplotlib.figure import Figure
+
     rows, entropy, expected = read_metrics(run), summarize(run).unigram_entropy, expected_of_run(RunTable(run))
     figure = Figure(figsize=(7, 3.2), layout="constrained")
     axes = figure.subplots()

@@ -203,11 +203,17 @@ class ModelConfig:
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Yield all parameters with their names in the model and in checkpoints. A tied matrix occurs once."""
+        return ((name, parameter) for name, parameter, _, _ in self.placed_parameters())
+
+    def placed_parameters(self) -> Iterator[tuple[str, Parameter, Layer, int]]:
+        """Yield what `named_parameters` yields, with the layer, and the number of blocks before this layer."""
+        blocks = 0
         for index, layer in enumerate(self.layers()):
             if layer.kind == "head" and layer.tied:
                 continue
             prefix = "tied_modules.embed" if layer.tied else str(index)
-            yield from ((f"{prefix}.{parameter.name}", parameter) for parameter in layer.parameters)
+            yield from ((f"{prefix}.{parameter.name}", parameter, layer, blocks) for parameter in layer.parameters)
+            blocks += layer.kind == "block"
 
     def their_names(self) -> Iterator[str]:
         """Yield the names in transformers' model of the parameters of described layers, as `named_parameters` does."""

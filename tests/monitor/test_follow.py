@@ -230,7 +230,7 @@ def test_wrong_receivers(flags: dict[str, Any], words: str, run: Path, monkeypat
 ])
 def test_a_missing_package(flags: dict[str, Any], module: str, words: str, run: Path,
                            monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pretrain.config.flags.receivers.find_spec", lambda name: None if name == module else 1)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == module else 1)
     with pytest.raises(ConfigError, match="not installed") as caught:
         check_receivers(RunArguments(save=str(run), **flags))
     assert words in str(caught.value)

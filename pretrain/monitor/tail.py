@@ -28,6 +28,14 @@ class Tail:
             return self.offset > 0
         return self.offset > 0 and (status.st_size < self.offset or status.st_ino != self.inode)
 
+    def rows(self) -> list[dict[str, Any]]:
+        """Return all new rows; those until an error of the file system."""
+        found: list[dict[str, Any]] = []
+        with contextlib.suppress(OSError):
+            for block in self.blocks():
+                found += [row for _, row in block]
+        return found
+
     def blocks(self) -> Iterator[list[tuple[int, dict[str, Any]]]]:
         """Yield lists of (number of the line, row). Lines that are not JSON objects are skipped."""
         if not self.path.is_file():
