@@ -37,6 +37,7 @@ from pretrain.errors import ConfigError
 from pretrain.model.config import load_model_config
 from pretrain.stored_json import build, read_object
 from tests.support.launch import ROOT
+from tests.support.rejection import rejection
 
 MODEL = {"model_type": "llama", "vocab_size": 64, "hidden_size": 96, "num_hidden_layers": 6, "num_attention_heads": 12,
          "num_key_value_heads": 4, "intermediate_size": 256, "max_position_embeddings": 32}
@@ -265,9 +266,7 @@ def run_main(words: list[str]) -> int:
 def test_wrong_inputs_are_rejected_in_one_line(world: Path, changes: dict[str, Any], words: list[str],
                                                message: str) -> None:
     write_run(world, **changes)
-    with pytest.raises(ConfigError) as error:
-        run_main([*FLAGS, *words])
-    assert message in str(error.value)
+    assert message in rejection(run_main, [*FLAGS, *words])
     assert not Path("runs").exists()
 
 
