@@ -59,10 +59,11 @@ def _parse(lines: list[bytes]) -> list[dict[str, Any] | None]:
         rows = json.loads(b"[" + b",".join(lines) + b"]")  # one call is twice as fast as one call per line
         if len(rows) == len(lines) and set(map(type, rows)) == {dict}:
             return rows
-    return [_parse_line(line) for line in lines]
+    return [parse_row(line) for line in lines]
 
 
-def _parse_line(line: bytes) -> dict[str, Any] | None:
+def parse_row(line: bytes) -> dict[str, Any] | None:
+    """Return the row of a line; None for a line that is not a JSON object."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
