@@ -12,6 +12,7 @@ from pretrain.analysis.report.hints import hints_of
 from pretrain.analysis.report.incidents import Incident, incident_lines, incidents_of
 from pretrain.analysis.report.replays import replays_data
 from pretrain.analysis.report.run_table import RunTable
+from pretrain.analysis.svg import save_svg
 from pretrain.data.data_spec import parse_data_spec
 from pretrain.data.token_files.indexed_dataset import read_meta
 from pretrain.errors import ConfigError, printable
@@ -133,7 +134,6 @@ def save_loss_plot(run: Path, target: Path) -> None:
     with .svg or cannot be written, or if a file of the run cannot be read.
     """
     check_plot_target(target)
-    import matplotlib
     from matplotlib.figure import Figure
 
     rows, entropy, expected = read_metrics(run), summarize(run).unigram_entropy, expected_of_run(RunTable(run))
@@ -155,7 +155,6 @@ def save_loss_plot(run: Path, target: Path) -> None:
     axes.set(xlabel="step", ylabel="nats per token")
     axes.legend(frameon=False)
     try:
-        with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "loss"}):
-            figure.savefig(target, metadata={"Date": None})
+        save_svg(figure, target, "loss")
     except OSError as error:
         raise ConfigError(f"--plot {target}", problem=f"the file cannot be written: {error.strerror}") from None

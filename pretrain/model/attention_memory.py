@@ -1,8 +1,8 @@
 """Bytes that attention saves for its backward pass, and that the backward pass needs. Imports no torch.
 
-See operator_memory.py for the other operators, for how the bytes were found, and for the letters in shapes. On CUDA,
-flash attention saves q, k, v, its output and the logarithm of each softmax sum. Ulysses (arXiv 2309.14509) divides
-every tensor by heads inside attention; the attention and `out` save its output before and after its exchange.
+See operator_memory.py for the other operators, how the bytes were found, and the letters in shapes. On CUDA, flash
+attention saves q, k, v, its output and the logarithm of each softmax sum. With Ulysses, the attention and `out` save
+its output before and after its exchange.
 """
 
 from pretrain.model.description import ModelConfig

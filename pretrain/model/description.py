@@ -17,7 +17,7 @@ These are queries on the description:
 | names in checkpoints, complete shapes, parts of a rank | `named_parameters`, parameters.py, `part_of_rank` |
 | names in transformers, and conversions | hf_names.py, `tensor_rules`, with the names that each family gives |
 | number of parameters, FLOPs, costs of pipeline stages | `num_parameters`, flops.py, partition.py |
-| what a layer keeps for the backward pass | operator_memory.py: each operator; layer_memory.py: their sum for a layer |
+| what a layer keeps for the backward pass | operator_memory.py and attention_memory.py; their sum: layer_memory.py |
 | memory and predicted time of a layout | pretrain/memory/, which has no other description of a model |
 
 The layers of a model without a family are found in transformers' own model (general/) and given to ModelConfig

@@ -1,18 +1,18 @@
 """Bytes that autograd saves for the backward pass: one function for each operator of a block. Imports no torch.
 
-The description of a model (description.py) says which operators there are. layer_memory.py adds them up for a layer.
+attention_memory.py has the operators of attention. The description of a model (description.py) says which operators
+there are. layer_memory.py adds them up for a layer.
 
 CPU: measured with `torch.autograd.graph.saved_tensors_hooks` on the real layers, each storage counted once
 (tests/memory/estimate/test_activations.py repeats the measurement).
-CUDA: derived from torch's formulas, not measured. Flash attention saves q, k, v, its output and the logarithm of each
-softmax sum. Dropout saves one byte per element. LayerNorm saves its statistics in fp32. RMSNorm is one kernel, which
-saves its input. `--compile_blocks` is ignored, as the compiler chooses what a compiled block saves.
+CUDA: derived from torch's formulas, not measured. Dropout saves one byte per element. LayerNorm saves its statistics
+in fp32. RMSNorm is one kernel, which saves its input. `--compile_blocks` is ignored, as the compiler chooses what a
+compiled block saves.
 
 Tensor parallelism: every tensor is divided, by positions between the layers and by heads or columns inside attention
 and MLP (Korthikanti et al., arXiv 2205.05198, table 2, "tensor + sequence parallel": s b h 34 / t bytes a layer).
 Ulysses (arXiv 2309.14509): every tensor is divided by the ranks of a sequence, by tokens outside attention and by
-heads inside; the attention and `out` save the attention's output before and after its exchange. Experts receive
-`experts_per_token` times the tokens, evenly (DeepSpeed-MoE with capacity factor 1).
+heads inside. Experts receive `experts_per_token` times the tokens, evenly (DeepSpeed-MoE with capacity factor 1).
 
 Shapes in docstrings: N tokens of the micro-batch, D hidden_size, F intermediate_size, H heads, E head_size, T
 seq_length. Every size is for one rank.
