@@ -142,6 +142,15 @@ class Number:
         raise argparse.ArgumentTypeError(f"found {shorten(word)!r}; expected {kind} {least}{upto}")
 
 
+def chosen(flag: str, texts: Sequence[str], known: Sequence[str]) -> list[str]:
+    """Return the words of a flag's values, between commas. Raises ConfigError for a word that is not known."""
+    words = [word.strip() for text in texts for word in text.split(",")]
+    for word in words:
+        if word not in known:
+            raise ConfigError(flag, found=word or "an empty name", expected=", ".join(known), word=word, known=known)
+    return words
+
+
 def whole_number(low: int = 0, high: int = LARGEST_INT) -> Number:
     """Return an argparse type: a whole number from `low` to `high`."""
     return Number(low, high, is_whole=True)

@@ -64,9 +64,9 @@ class DaemonThreads:
             del item, future, call  # hold no result while waiting
 
 
-def map_in_threads(function: Callable[[_Item], _T], items: Iterable[_Item], *, most: int = 16) -> list[_T]:
+def map_in_threads(function: Callable[[_Item], _T], items: Iterable[_Item]) -> list[_T]:
     """Return the results of a function that waits for the network, in the order of the items."""
-    threads = DaemonThreads(most, name="store")
+    threads = DaemonThreads(16, name="store")
     try:
         return [future.result() for future in [threads.submit(function, item) for item in items]]
     finally:

@@ -1,5 +1,6 @@
 """Exit codes, and the exceptions that end a program with one line on stderr."""
 
+import importlib.util
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -61,6 +62,13 @@ class ConfigError(ValueError):
         error = cls.__new__(cls)
         error.args = (line,)
         return error
+
+
+def require_package(module: str, where: str, extra: str, problem: str = "") -> None:
+    """Raise ConfigError if a package of an extra of ds-pretrain is not installed. Does not import it."""
+    if importlib.util.find_spec(module) is None:
+        raise ConfigError(where, problem=problem or f"the package {module.replace('_', '-')} is not installed",
+                          remedy=f"run `pip install 'ds-pretrain[{extra}]'`")
 
 
 def begin_sentence(text: str) -> str:

@@ -36,7 +36,7 @@ from pretrain.engine.update_guard import guard_updates
 from pretrain.engine.update_statistics import measure_updates
 from pretrain.errors import FINISHED, STOPPED, counted
 from pretrain.monitor.announce import EARLY_STOP, REPLAYED, BatchRamp, announce_start, early_end_line
-from pretrain.monitor.flight.begin import begin_record
+from pretrain.monitor.flight.recorder import begin_record
 from pretrain.monitor.meter import Meter
 from pretrain.monitor.predictions import Predictions
 from pretrain.monitor.profiler import Profiler

@@ -26,7 +26,6 @@ from tests.support.pages import (
 )
 
 _FOLDERS = ("pretrain", "ds_configs", "launch", "tools", "tests")
-SCRIPTS = Path(sys.executable).parent
 EACH_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 

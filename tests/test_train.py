@@ -8,12 +8,12 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from pretrain.checkpoint.format.manifest import MANIFEST
 from tests.support.launch import ROOT, free_port, train_ranks
+from tests.support.run_rows import rows
 
 METRICS = {"step", "consumed_samples", "consumed_tokens", "seq_length", "loss", "lr", "grad_norm", "loss_scale",
            "skipped_steps", "step_time_ms", "data_time_ms", "tokens_per_second", "tflops_per_device", "mfu",
@@ -49,10 +49,6 @@ def start_one_rank(flags: list[str], **environ: str) -> subprocess.CompletedProc
     """Run `python pretrain/train.py FLAGS` with one rank, outside the repository folder."""
     return subprocess.run([sys.executable, str(ROOT / "pretrain" / "train.py"), *flags], cwd="/",
                           env={**_environment(), **environ}, capture_output=True, text=True, timeout=900)
-
-
-def rows(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / name).read_text().splitlines()]
 
 
 def losses(run: Path) -> list[tuple[int, float, float]]:

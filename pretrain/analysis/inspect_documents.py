@@ -2,7 +2,6 @@
 
 import hashlib
 import html
-import io
 import random
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from pretrain.analysis.svg import svg_element
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.errors import ConfigError
 
@@ -195,7 +195,6 @@ def write_page(target: Path, data: IndexedDataset, report: DocumentReport,
 
 def _plots(report: DocumentReport) -> str:
     """Return an SVG element: documents by length, and frequency of the tokens by rank. Needs matplotlib."""
-    import matplotlib
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 3.6), layout="constrained")
@@ -210,10 +209,7 @@ def _plots(report: DocumentReport) -> str:
     if len(frequencies):
         right.loglog(np.arange(1, len(frequencies) + 1), frequencies, color="#a85848")
     right.set(xlabel="rank of the token", ylabel="occurrences")
-    buffer = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "data"}):
-        figure.savefig(buffer, format="svg", metadata={"Date": None})
-    return buffer.getvalue().partition("?>")[2].partition(">")[2]  # without XML declaration and document type
+    return svg_element(figure, "data")
 
 
 def _frequent_tokens(report: DocumentReport, decode: Callable[[Sequence[int]], str] | None) -> str:

@@ -9,6 +9,7 @@ import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pretrain.analysis.svg import save_svg
 from pretrain.errors import ConfigError
 
 SMOOTHING = 0.8  # weight of the earlier losses in the moving average
@@ -136,7 +137,6 @@ def check_plot_target(target: Path) -> None:
 
 def plot_range(target: Path, test: RangeTest) -> None:
     """Draw the losses over the rates as a self-contained SVG file. The same test produces the same file."""
-    import matplotlib
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 3.2), layout="constrained")
@@ -151,5 +151,4 @@ def plot_range(target: Path, test: RangeTest) -> None:
             axes.axvline(rate, color="grey", linestyle=style, linewidth=1, label=f"{name}: {rate:.1e}")
     axes.set(xscale="log", xlabel="learning rate", ylabel="nats per token")
     axes.legend(frameon=False)
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "rate"}):
-        figure.savefig(target, metadata={"Date": None})
+    save_svg(figure, target, "rate")

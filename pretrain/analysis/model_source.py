@@ -3,7 +3,6 @@
 It is a checkpoint of any layout, or a transformers folder.
 """
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -24,7 +23,7 @@ from pretrain.data.tokenizers.special_tokens import check_tokenizer_fits, read_o
 from pretrain.data.tokenizers.tokenizer import Tokenizer, find_tokenizer_file, load_tokenizer
 from pretrain.distributed.device import Device, multiplies_bf16
 from pretrain.distributed.world import World
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, require_package
 from pretrain.model.config import ModelConfig, model_config_from
 from pretrain.model.config_keys import read_config_json
 from pretrain.monitor.read_run_folder import newest_start
@@ -301,9 +300,8 @@ def check_devices(requested: int | None, device: Device) -> None:
 
 def require_accelerate() -> None:
     """Raise ConfigError if the package accelerate is missing. Imports no torch."""
-    if importlib.util.find_spec("accelerate") is None:
-        raise ConfigError("--devices", problem="several devices need the Python package accelerate, which is not "
-                          "installed", remedy="run `pip install 'ds-pretrain[generate]'`")
+    require_package("accelerate", "--devices", "generate",
+                    "several devices need the Python package accelerate, which is not installed")
 
 
 def choose_num_devices(needed: int, free: Sequence[int], requested: int | None, what: str) -> int:

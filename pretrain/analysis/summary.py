@@ -6,11 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pretrain.analysis.lr_range import check_plot_target
 from pretrain.analysis.report.expected import Comparison, expected_of_run, newest_comparison
 from pretrain.analysis.report.hints import hints_of
 from pretrain.analysis.report.incidents import Incident, incident_lines, incidents_of
 from pretrain.analysis.report.replays import replays_data
 from pretrain.analysis.report.run_table import RunTable
+from pretrain.analysis.svg import save_svg
 from pretrain.data.data_spec import parse_data_spec
 from pretrain.data.token_files.indexed_dataset import read_meta
 from pretrain.errors import ConfigError, printable
@@ -131,14 +133,9 @@ def save_loss_plot(run: Path, target: Path) -> None:
     The same metrics produce the same file. Raises ConfigError if matplotlib is not installed, if `target` does not end
     with .svg or cannot be written, or if a file of the run cannot be read.
     """
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("--plot", problem="matplotlib is not installed",
-                          remedy="pip install 'ds-pretrain[plot]'") from None
-    if target.suffix.lower() != ".svg":
-        raise ConfigError("--plot", found=str(target), expected="a file name that ends with .svg")
+    check_plot_target(target)
+    from matplotlib.figure import Figure
+
     rows, entropy, expected = read_metrics(run), summarize(run).unigram_entropy, expected_of_run(RunTable(run))
     figure = Figure(figsize=(7, 3.2), layout="constrained")
     axes = figure.subplots()
@@ -158,7 +155,6 @@ def save_loss_plot(run: Path, target: Path) -> None:
     axes.set(xlabel="step", ylabel="nats per token")
     axes.legend(frameon=False)
     try:
-        with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "loss"}):
-            figure.savefig(target, metadata={"Date": None})
+        save_svg(figure, target, "loss")
     except OSError as error:
         raise ConfigError(f"--plot {target}", problem=f"the file cannot be written: {error.strerror}") from None

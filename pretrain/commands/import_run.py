@@ -14,7 +14,7 @@ from pretrain.checkpoint.adopt.sources import KINDS, Source, find_source
 from pretrain.checkpoint.convert.new_folder import check_new_folder, check_new_weights, output_summary
 from pretrain.checkpoint.format.manifest import Manifest, step_of
 from pretrain.checkpoint.load.hf_folder import check_hf_folder, find_hf_tokenizer, weight_files
-from pretrain.cli import Parser, next_line, path, path_text, whole_number
+from pretrain.cli import Parser, chosen, next_line, path, path_text, whole_number
 from pretrain.errors import ConfigError
 from pretrain.hub import find_repository, is_repository, snapshot_in
 from pretrain.model.config import load_model_config
@@ -52,19 +52,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _accepted(texts: Sequence[str]) -> frozenset[str]:
-    """Return the names of --accept_loss_of. Raises ConfigError for unknown ones."""
-    names = [word.strip() for text in texts for word in text.split(",")]
-    for name in names:
-        if name not in LOSSES:
-            raise ConfigError("--accept_loss_of", found=name or "an empty name", expected=", ".join(LOSSES), word=name,
-                              known=list(LOSSES))
-    return frozenset(names)
-
-
 def main() -> None:
     args = _parser().parse_args()
-    args.accept_loss_of = _accepted(args.accept_loss_of)
+    args.accept_loss_of = frozenset(chosen("--accept_loss_of", args.accept_loss_of, list(LOSSES)))
     if args.output is not None:
         _reject_flags_of_runs(args, "--output imports weights alone")
         _import_weights(args.source, args.output)

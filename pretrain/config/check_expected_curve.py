@@ -34,7 +34,17 @@ def read_expected_curve(plan: Plan) -> LadderPart | None:
     """
     if plan.args.expected_curve is None:
         return None
-    path = Path(plan.args.expected_curve)
+    ladder = read_ladder(Path(plan.args.expected_curve))
+    _check_model(ladder, plan)
+    tokens_per_step = plan.layout.tokens_per_step
+    if not _equal(tokens_per_step, ladder["target"].tokens_per_step):
+        _reject(f"{ladder['target'].tokens_per_step:,.0f} tokens in a step", f"{tokens_per_step:,}",
+                f"use the batch of the ladder, or {_REMEDY}")
+    return ladder
+
+
+def read_ladder(path: Path) -> LadderPart:
+    """Read what a run needs of ladder.json. Raises ConfigError."""
     try:
         values = read_object(path)
         if values.get("format") != FORMAT:
@@ -44,11 +54,6 @@ def read_expected_curve(plan: Plan) -> LadderPart | None:
     except (OSError, ValueError) as error:
         raise ConfigError(_FLAG, problem=f"{path} cannot be used: {reason_of(error)}",
                           remedy="write it with ds-pretrain ladder") from None
-    _check_model(ladder, plan)
-    tokens_per_step = plan.layout.tokens_per_step
-    if not _equal(tokens_per_step, ladder["target"].tokens_per_step):
-        _reject(f"{ladder['target'].tokens_per_step:,.0f} tokens in a step", f"{tokens_per_step:,}",
-                f"use the batch of the ladder, or {_REMEDY}")
     return ladder
 
 

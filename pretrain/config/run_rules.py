@@ -8,10 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from pretrain.config import layout_rules
-from pretrain.config.determinism_rules import determinism
 from pretrain.config.ds_json.optimizers import OPTIMIZERS, REQUIRED_SCHEDULER_PARAMS, SMALLEST_EPS, Optimizer
-from pretrain.config.fp8_rules import fp8
-from pretrain.config.general_rules import general_family
+from pretrain.config.feature_rules import determinism, fp8, general_family
 from pretrain.config.layout_rules import OFFLOAD_DEVICE, ZERO, Rule
 from pretrain.config.plan import Plan
 from pretrain.config.profiles import parse_ranks, parse_steps

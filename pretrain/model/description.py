@@ -17,7 +17,7 @@ These are queries on the description:
 | names in checkpoints, complete shapes, parts of a rank | `named_parameters`, parameters.py, `part_of_rank` |
 | names in transformers, and conversions | hf_names.py, `tensor_rules`, with the names that each family gives |
 | number of parameters, FLOPs, costs of pipeline stages | `num_parameters`, flops.py, partition.py |
-| what a layer keeps for the backward pass | operator_memory.py: each operator; layer_memory.py: their sum for a layer |
+| what a layer keeps for the backward pass | operator_memory.py and attention_memory.py; their sum: layer_memory.py |
 | memory and predicted time of a layout | pretrain/memory/, which has no other description of a model |
 
 The layers of a model without a family are found in transformers' own model (general/) and given to ModelConfig
@@ -203,11 +203,17 @@ class ModelConfig:
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Yield all parameters with their names in the model and in checkpoints. A tied matrix occurs once."""
+        return ((name, parameter) for name, parameter, _, _ in self.placed_parameters())
+
+    def placed_parameters(self) -> Iterator[tuple[str, Parameter, Layer, int]]:
+        """Yield what `named_parameters` yields, with the layer, and the number of blocks before this layer."""
+        blocks = 0
         for index, layer in enumerate(self.layers()):
             if layer.kind == "head" and layer.tied:
                 continue
             prefix = "tied_modules.embed" if layer.tied else str(index)
-            yield from ((f"{prefix}.{parameter.name}", parameter) for parameter in layer.parameters)
+            yield from ((f"{prefix}.{parameter.name}", parameter, layer, blocks) for parameter in layer.parameters)
+            blocks += layer.kind == "block"
 
     def their_names(self) -> Iterator[str]:
         """Yield the names in transformers' model of the parameters of described layers, as `named_parameters` does."""

@@ -58,22 +58,16 @@ def tensor_rules(config: ModelConfig) -> list[TensorRule]:
     if config.described:
         return [TensorRule(ours, parameter.shape, (theirs,))
                 for (ours, parameter), theirs in zip(config.named_parameters(), config.their_names(), strict=True)]
-    names, rules, block = FAMILIES[config.architecture].names, [], 0
+    names, rules = FAMILIES[config.architecture].names, []
     by_layer = {"embedding": names.embedding, "positions": names.positions, "EmbeddingNorm": names.embedding_norm,
                 "FinalNorm": names.final_norm}
-    full_names = config.named_parameters()
-    for layer in config.layers():
-        if layer.kind == "head" and layer.tied:
+    for ours, parameter, layer, block in config.placed_parameters():
+        if layer.kind == "block":
+            rules.append(_block_rule(ours, parameter, names, f"{names.prefix}{names.blocks}.{block}"))
             continue
-        for parameter in layer.parameters:
-            ours, _ = next(full_names)
-            if layer.kind == "block":
-                rules.append(_block_rule(ours, parameter, names, f"{names.prefix}{names.blocks}.{block}"))
-                continue
-            module = by_layer.get(layer.kind) or by_layer.get(layer.class_name)
-            theirs = f"{names.prefix}{module}" if module else "lm_head"
-            rules.append(TensorRule(ours, parameter.shape, (f"{theirs}.{_kind(parameter)}",)))
-        block += layer.kind == "block"
+        module = by_layer.get(layer.kind) or by_layer.get(layer.class_name)
+        theirs = f"{names.prefix}{module}" if module else "lm_head"
+        rules.append(TensorRule(ours, parameter.shape, (f"{theirs}.{_kind(parameter)}",)))
     return rules
 
 

@@ -9,13 +9,12 @@ Shapes in docstrings: N tokens of the micro-batch, C tokens of a chunk, D hidden
 
 from dataclasses import replace
 
+from pretrain.model.attention_memory import attention_backward, attention_saved, uses_c_attention, uses_cpu_attention
 from pretrain.model.description import Layer, ModelConfig
 from pretrain.model.operator_memory import (
     FP32,
     INT64,
     MicroBatch,
-    attention_backward,
-    attention_saved,
     column_backward,
     dropout_saved,
     experts_saved,
@@ -28,9 +27,7 @@ from pretrain.model.operator_memory import (
     qkv_bytes,
     query_width,
     recomputes_norms,
-    uses_c_attention,
     uses_c_norm,
-    uses_cpu_attention,
 )
 
 # sizes by which model/kernels/fused_loss.py divides the work

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import json
 import sys
 import time
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Annotated, Any, TypedDict, TypeGuard
 from pretrain.cli import LARGEST_INT
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.errors import ConfigError
+from pretrain.monitor.tail import parse_row
 from pretrain.stored_json import build, check_fields, open_regular, read_json, reason_of
 
 _LISTS = ("train_data", "valid_data", "test_data")  # flags that take one or several values
@@ -49,18 +49,11 @@ def read_rows(path: Path, offset: int = 0) -> list[dict[str, Any]]:
 
     Lines that are not valid JSON are skipped: a killed run may leave an incomplete last line.
     """
-    rows: list[dict[str, Any]] = []
     if not path.is_file():
-        return rows
+        return []
     with open_regular(path, largest_bytes=sys.maxsize) as file:
         file.seek(offset)
-        for line in file:
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            rows += [row] if isinstance(row, dict) else []
-    return rows
+        return [row for row in map(parse_row, file) if row is not None]
 
 
 def read_metrics(run: Path, offset: int = 0) -> list[dict[str, Any]]:

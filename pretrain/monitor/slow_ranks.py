@@ -87,13 +87,12 @@ class SlowRanks:
     """Looks at each row, and reports ranks that have become slow, or are no longer slow.
 
     Args:
-        block_s: seconds of training that are joined to one block.
         on_cpu: the ranks compute on CPUs.
     """
 
-    def __init__(self, places: Sequence[Place], *, block_s: float = BLOCK_S, on_cpu: bool = True) -> None:
+    def __init__(self, places: Sequence[Place], *, on_cpu: bool = True) -> None:
         self._places, self._on_cpu = list(places), on_cpu
-        self._blocks = Blocks(block_s)
+        self._blocks = Blocks(BLOCK_S)
         self._left_out = LEFT_OUT
         self._every = -(-len(self._places) // _MOST_EACH_BLOCK)
         self._slow: list[_Slow] = []

@@ -12,6 +12,7 @@ from typing import Any
 
 from pretrain.errors import ConfigError
 from pretrain.monitor.read_run_folder import read_starts
+from pretrain.paths import replace_file
 
 
 class RunFolder:
@@ -43,15 +44,12 @@ class RunFolder:
             return
         self._before_write()
         path = self.path / "run.json"
-        temporary = path.with_name(".tmp-run.json")
         try:
             starts = self._earlier_starts(path) if path.is_file() else []
-            temporary.write_text(json.dumps([*starts, record], indent=1, default=str), encoding="utf-8")
-            os.replace(temporary, path)
+            text = json.dumps([*starts, record], indent=1, default=str)
+            replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
         except OSError as error:
             self._warn(f"warning: {path}: this start is not recorded ({error.strerror})")
-            with contextlib.suppress(OSError):
-                temporary.unlink()
 
     def _earlier_starts(self, path: Path) -> list[dict[str, Any]]:
         """Return the records in run.json. If the file is damaged, rename it. Raises OSError."""

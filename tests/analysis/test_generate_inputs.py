@@ -174,7 +174,7 @@ def test_devices_and_data_types_are_chosen_by_what_fits(monkeypatch: pytest.Monk
             choose_num_devices(needed * gib, [size * gib for size in free], requested, "m")
     with pytest.raises(ConfigError, match="--devices: found 2"):
         check_devices(2, CPU)
-    monkeypatch.setattr(model_source.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"accelerate, which is not installed. Run `pip install 'ds-pretrain"):
         check_devices(2, GPU)
     for fast in (True, False):

@@ -13,7 +13,8 @@ from pretrain.checkpoint.format.shard_index import index_name
 from pretrain.checkpoint.load.agree_on_checkpoint import agree_on_checkpoint, verify_weights
 from pretrain.checkpoint.load.load_checkpoint import open_checkpoint
 from pretrain.checkpoint.load.start import check_start
-from pretrain.commands.bench.control import PHASES, PhaseCounts, count_phase, hang_record
+from pretrain.commands.bench.control import PhaseCounts, count_phase
+from pretrain.commands.bench.control_phases import PHASES, hang_record
 from pretrain.commands.bench.counting import Counts, count_files, quick_clock
 from pretrain.commands.bench.pretended_run import RANKS_PER_HOST, STEP, Ranks, pretend
 from pretrain.distributed.device import cpu_device

@@ -25,6 +25,7 @@ from pretrain.model.hf_weights import to_transformers
 from tests.checkpoint.starts import resumed, start_run, write_checkpoint
 from tests.support.foreign import STATES, foreign_run, foreign_states
 from tests.support.model_shapes import SHAPES
+from tests.support.rejection import rejection
 
 transformers.logging.set_verbosity_error()
 
@@ -57,9 +58,7 @@ def test_weights_and_moments_follow_the_same_mapping(name: str, tmp_path: Path) 
 
 def rejected(run: ForeignRun, *accepted: str) -> str:
     """Return the message with which a run is rejected."""
-    with pytest.raises(ConfigError) as error:
-        plan_adoption(run, frozenset(accepted))
-    return str(error.value)
+    return rejection(plan_adoption, run, frozenset(accepted))
 
 
 def test_all_losses_are_listed_in_one_line(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from pretrain.checkpoint.adopt.sources import find_source
 from pretrain.errors import ConfigError
 from pretrain.model.config import model_config_from
 from tests.support.hf_models import hf_model
+from tests.support.rejection import rejection
 
 RANKS = 2
 HEADS, HIDDEN, LAYERS = 4, 32, 2
@@ -264,7 +265,4 @@ def test_settings_that_contradict_each_other_are_rejected(tmp_path: Path) -> Non
     for text, message in (("hidden_size: 64", "found 64; expected 32, as in another file"), ("- 1", "it is no mapping"),
                           ("a: [", "it cannot be read"), ("num-layers: 3\n" * 2, "found 3; expected 2")):
         (tmp_path / "configs/other.yml").write_text(text)
-        with pytest.raises(ConfigError) as error:
-            read(tmp_path, None)
-        assert message in str(error.value)
-        assert "\n" not in str(error.value)
+        assert message in rejection(read, tmp_path, None)

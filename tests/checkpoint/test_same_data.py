@@ -18,6 +18,7 @@ from pretrain.errors import ConfigError
 from tests.checkpoint.starts import hash_data, resumed, start_run, write_checkpoint
 from tests.support.big_data import change_token, write_big_data
 from tests.support.launch import ROOT
+from tests.support.rejection import rejection
 
 Starter = Callable[..., Start]
 
@@ -75,9 +76,7 @@ def test_moved_copied_and_rewritten_data_is_the_same(start: Starter, data: Path,
 def test_a_changed_token_is_rejected_unless_the_flag_is_given(start: Starter, data: Path, saved: Manifest) -> None:
     assert saved.data is not None
     change_token(data, keep_mtime=False)
-    with pytest.raises(ConfigError) as error:
-        start(data)
-    line = str(error.value)
+    line = rejection(start, data)
     assert line.startswith(f"--train_data {data}: this is not the data that ")
     assert f"global_step10 was trained on (SHA-256 {saved.data['sha256'][:12]} there, " in line
     assert line.endswith("Give the data of the checkpoint, or continue with this data by --override data.")

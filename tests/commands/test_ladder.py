@@ -15,7 +15,7 @@ import yaml
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from pretrain.analysis.scaling.ladder_file import DECAYED, STABLE, read_ladder
+from pretrain.analysis.scaling.ladder_file import DECAYED, STABLE, Ladder
 from pretrain.analysis.scaling.law import Law, counted_parameters
 from pretrain.commands.ladder.main import main
 from pretrain.commands.ladder.page import warnings_of
@@ -37,6 +37,7 @@ from pretrain.errors import ConfigError
 from pretrain.model.config import load_model_config
 from pretrain.stored_json import build, read_object
 from tests.support.launch import ROOT
+from tests.support.rejection import rejection
 
 MODEL = {"model_type": "llama", "vocab_size": 64, "hidden_size": 96, "num_hidden_layers": 6, "num_attention_heads": 12,
          "num_key_value_heads": 4, "intermediate_size": 256, "max_position_embeddings": 32}
@@ -218,7 +219,7 @@ def test_finished_runs_are_fitted_and_the_target_is_predicted(world: Path, capsy
     command = [*FLAGS, "--ranks", "1", "--out", "out", "--gpu", "h100"]
     run_main(command)
     out = capsys.readouterr().out
-    ladder = read_ladder(Path("out/ladder.json"))
+    ladder = build(Ladder, read_object(Path("out/ladder.json")))
     expected = LAWS[DECAYED].loss(target.parameters, target.tokens)
     assert ladder.target.loss == pytest.approx(expected, rel=2e-3)
     assert ladder.target.low <= expected * 1.002
@@ -265,9 +266,7 @@ def run_main(words: list[str]) -> int:
 def test_wrong_inputs_are_rejected_in_one_line(world: Path, changes: dict[str, Any], words: list[str],
                                                message: str) -> None:
     write_run(world, **changes)
-    with pytest.raises(ConfigError) as error:
-        run_main([*FLAGS, *words])
-    assert message in str(error.value)
+    assert message in rejection(run_main, [*FLAGS, *words])
     assert not Path("runs").exists()
 
 
@@ -291,7 +290,7 @@ def test_real_runs_from_the_plan_to_the_page(world: Path) -> None:
         fake_model(plan, out, number)
     done = ladder(world, *FLAGS)
     assert done.returncode == 0, done.stdout + done.stderr
-    points = read_ladder(out / "ladder.json").points
+    points = build(Ladder, read_object(out / "ladder.json")).points
     trained = [point for point in points if point.run == plan.models[1].name]
     assert len([point for point in trained if point.decayed]) == 3
     assert len(trained) > 6
@@ -304,7 +303,7 @@ def test_real_runs_from_the_plan_to_the_page(world: Path) -> None:
     again = ladder(world, *FLAGS)
     assert again.returncode == 0
     assert "starting DeepSpeed's launcher" not in again.stderr
-    assert read_ladder(out / "ladder.json").points == points
+    assert build(Ladder, read_object(out / "ladder.json")).points == points
 
 
 def ladder(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:

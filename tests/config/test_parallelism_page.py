@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pretrain.config import fp8_rules, layout_rules, run_rules
+from pretrain.config import feature_rules, layout_rules, run_rules
 from pretrain.config.ds_json.optimizers import DIVISIBLE_FAMILIES, OPTIMIZERS
 from pretrain.config.ds_json.read import DsFile
 from pretrain.config.flags.arguments import RunArguments
@@ -111,8 +111,8 @@ def optimizer_cells(kind: str) -> list[str]:
 def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every package and library seem installed: the tables do not depend on this machine."""
     monkeypatch.setattr(run_rules, "find_spec", lambda name: name)
-    monkeypatch.setattr(fp8_rules, "find_spec", lambda name: name)
-    monkeypatch.setattr(fp8_rules, "version", lambda name: "2.13")
+    monkeypatch.setattr(feature_rules, "find_spec", lambda name: name)
+    monkeypatch.setattr(feature_rules, "version", lambda name: "2.13")
     monkeypatch.setattr(layout_rules, "find_library", lambda name: name)
 
 
@@ -139,5 +139,5 @@ def test_the_table_of_the_optimizers_is_that_of_the_rules(subtests: pytest.Subte
 
 
 if __name__ == "__main__":
-    run_rules.find_spec = fp8_rules.find_spec = layout_rules.find_library = lambda name: name  # type: ignore[assignment]
+    run_rules.find_spec = feature_rules.find_spec = layout_rules.find_library = lambda name: name  # type: ignore[assignment]
     print("\n".join(["", *combinations_table(), "", *settings_table()]))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pretrain.commands.check import main as check
-from pretrain.config import fp8_rules
+from pretrain.config import feature_rules
 from pretrain.config.ds_json.read import get_value
 from pretrain.config.expected_curve import Expected
 from pretrain.config.flags.arguments import RunArguments
@@ -186,8 +186,8 @@ def test_tf32_needs_a_gpu_that_has_it(world: Path) -> None:
 
 
 def test_fp8_needs_a_gpu_that_has_it(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8_rules, "find_spec", lambda name: name)
-    monkeypatch.setattr(fp8_rules, "version", lambda name: "2.13")
+    monkeypatch.setattr(feature_rules, "find_spec", lambda name: name)
+    monkeypatch.setattr(feature_rules, "version", lambda name: "2.13")
     old = Device("cuda", fp16=True, bf16=True, memory_bytes=0, fp8=False)
     plan = plan_of(world, {}, device=CUDA, fp8="rowwise")
     assert plan.layout.fp8

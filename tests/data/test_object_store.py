@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import fsspec
 import pytest
@@ -17,6 +16,7 @@ import pytest
 from pretrain.checkpoint.format.manifest import MANIFEST
 from tests.support.launch import ROOT, free_port, rank_environment, train_ranks
 from tests.support.range_server import range_server
+from tests.support.run_rows import rows
 from tests.support.stores import s3_server
 
 CONFIG = ROOT / "ds_configs" / "zero2_bf16.json"
@@ -46,10 +46,6 @@ def train(data: str, run: Path, *others: str) -> str:
     done = train_ranks(2, flags(data, run, *others), run.parent)
     assert [rank.returncode for rank in done] == [0, 0], done[0].stdout + done[1].stdout
     return done[0].stdout
-
-
-def rows(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / name).read_text().splitlines()]
 
 
 def losses(run: Path) -> dict[int, tuple[float, float]]:

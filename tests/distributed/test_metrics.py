@@ -1,7 +1,6 @@
 """Rows of metrics.jsonl in several layouts, and the same values in every monitor: real trainings on two ranks."""
 
 import csv
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from pretrain.monitor.rows import EVALUATION_ROW, OPTIONAL_KEYS, TRAINING_ROW
 from pretrain.stored_json import read_json
 from tests.support.cases import CPU, case, config, flags
 from tests.support.launch import run_worker
+from tests.support.run_rows import rows
 
 STEPS, LOGGED, EVALUATED, CLIP = 8, (1, 3, 6, 8), (3, 6, 8), 1.1
 MONITORS = {
@@ -65,7 +65,7 @@ def results(corpus: str, folder: Path) -> dict[str, Any]:
 
 
 def rows_of(folder: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / f"run-{name}" / "metrics.jsonl").read_text().splitlines()]
+    return rows(folder / f"run-{name}")
 
 
 def training_rows(folder: Path, name: str) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ import pytest
 from pretrain.data.token_files.writer import IndexedWriter
 from tests.support.cases import config
 from tests.support.launch import ROOT, WORKERS, run_ranks
+from tests.support.run_rows import rows
 
 STEPS = 8
 
@@ -36,10 +37,6 @@ def train(folder: Path, data: Path, ds_config: dict[str, Any], program: list[str
     done = run_ranks([*program, *(f"--{name}={value}" for name, value in values.items())], 2, cwd=folder)
     assert [rank.returncode for rank in done] == [0, 0], done[0].stdout
     return run
-
-
-def rows(run: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / name).read_text().splitlines()]
 
 
 def steps_with_an_update(trace: Path) -> list[int]:

@@ -2,13 +2,12 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from pretrain.monitor.read_run_folder import read_rows
 from tests.support.cases import config
 from tests.support.launch import train_ranks
+from tests.support.supervised import rows
 
 RATES = ("param_norm", "update_ratio", "z_loss", "noise_scale", "grad_norm", "grad_norm_max", "clip_rate", "loss_max",
          "loss")  # sums and means over ranks and parameters
@@ -34,12 +33,8 @@ def runs(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, tup
     return found
 
 
-def _rows(run: Path) -> list[dict[str, Any]]:
-    return [row for row in read_rows(run / "metrics.jsonl") if "loss" in row]
-
-
 def test_rows_are_those_of_one_rank(runs: dict[int, tuple[Path, str]]) -> None:
-    one, two = (_rows(runs[ranks][0]) for ranks in (1, 2))
+    one, two = (rows(runs[ranks][0]) for ranks in (1, 2))
     assert len(one) == len(two) == 4
     for expected, found in zip(one, two, strict=True):
         assert {key: found[key] for key in EQUAL} == {key: expected[key] for key in EQUAL}

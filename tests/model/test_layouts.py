@@ -15,7 +15,6 @@ from tests.support.model_shapes import SHAPES, write_config
 WORKER = WORKERS / "model_worker.py"
 LAID_OUT = ["gpt2", "llama", "llama_tied_llama3_rope", "neox_parallel", "gemma2", "gemma3_untied_softcap", "olmo2",
             "gptj", "bloom"]
-DROPOUT = {"attn_pdrop": 0.2, "resid_pdrop": 0.2, "embd_pdrop": 0.2}
 
 
 @pytest.fixture(scope="module")

@@ -77,3 +77,9 @@ def write_dcp(folder: Path, tensors: Mapping[str, torch.Tensor], values: Mapping
     for name, value in values.items():
         writer.add_value(name, value)
     return writer.finish()
+
+
+def remove_optimizer(tensors: dict[str, torch.Tensor]) -> None:
+    """Remove all that a checkpoint has of its optimizer."""
+    for name in [name for name in tensors if name.startswith("optimizer.")]:
+        del tensors[name]

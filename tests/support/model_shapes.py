@@ -117,8 +117,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "olmoe_tied_normalized": {**_OLMOE, "tie_word_embeddings": True, "norm_topk_prob": True, "attention_bias": True,
                               "num_key_value_heads": None},
 }
-# models whose blocks have the norms and the attention of GPT-2, GPT-NeoX and Llama
-USUAL = [name for name, values in SHAPES.items() if values["model_type"] in ("gpt2", "gpt_neox", "llama")]
 
 
 def write_config(folder: Path, values: dict[str, Any]) -> str:

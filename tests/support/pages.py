@@ -54,7 +54,7 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "ds-pretrain import trainer_output --save runs/adopted",
         "ds-pretrain check --world_size 8 --config runs/adopted/run.yaml --train_data data/corpus --seq_length 2048",
         "ds-pretrain --num_gpus 8 --config runs/adopted/run.yaml --train_data data/corpus --seq_length 2048"),
-    "needs a run of another program: tests/checkpoint/test_adopt_dcp.py": (
+    "needs a run of another program: tests/checkpoint/test_adopt_torchtitan.py": (
         "ds-pretrain import outputs/checkpoint --step 6000 --model CONFIG --seq_length 8192 --save "
         "runs/from-torchtitan",
         "ds-pretrain import megatron-checkpoints --save runs/from-megatron"),

@@ -42,12 +42,13 @@ def kill_tree(process: subprocess.Popen[str]) -> None:
         process.wait()
 
 
-def wait_until(condition: Callable[[], bool], describe: Callable[[], object] = lambda: "") -> None:
+def wait_until(condition: Callable[[], bool], describe: Callable[[], object] = lambda: "", *,
+               poll_s: float = 0.05) -> None:
     """Wait until `condition()` is true. Fails with `describe()` after the time-out."""
     deadline = time.monotonic() + LIMIT_S
     while not condition():
         assert time.monotonic() < deadline, f"the condition is not true after {LIMIT_S} s: {describe()}"
-        time.sleep(0.05)
+        time.sleep(poll_s)
 
 
 def flag_pairs(words: list[str]) -> list[tuple[str, str]]:

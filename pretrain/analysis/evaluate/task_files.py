@@ -1,7 +1,6 @@
 """Find the tasks of lm-eval that flags name, and load their data. Imports no torch; `load_tasks` lets lm-eval do so."""
 
 import contextlib
-import importlib.util
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Any
 
 from pretrain.cli import say
 from pretrain.config.flags.arguments import RunArguments
-from pretrain.errors import ConfigError, shorten
+from pretrain.errors import ConfigError, require_package, shorten
 from pretrain.terminal import clear_status, status
 
 _PACKAGES = ("lm_eval", "accelerate")  # lm_eval.models.huggingface imports accelerate; peft only for adapters
@@ -84,9 +83,7 @@ def _check(flags: TaskFlags) -> None:
             raise ConfigError(f"{flags.tasks_flag} {shorten(name)}", problem="this is a path, and not the name of a "
                               "task", remedy=f"name the folder of the task's file with {flags.folder_flag}")
     for package in _PACKAGES:
-        if importlib.util.find_spec(package) is None:
-            raise ConfigError(flags.tasks_flag, problem=f"the package {package} is not installed",
-                              remedy="run `pip install 'ds-pretrain[eval]'`")
+        require_package(package, flags.tasks_flag, "eval")
     if flags.folder is not None and not flags.folder.is_dir():
         raise ConfigError(f"{flags.folder_flag} {flags.folder}", problem="there is no such folder",
                           remedy="name a folder with .yaml files that describe tasks")

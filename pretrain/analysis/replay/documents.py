@@ -4,6 +4,7 @@ import json
 import mmap
 import os
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -139,14 +140,7 @@ def _documents_in(piece: Piece) -> Iterator[tuple[int, int, int]]:
 
 def document_at(source: IndexedDataset, token: int) -> int:
     """Return the number of the document that has this token of the .bin, by bisection."""
-    low, high = 0, source.num_documents - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        if source.document_offset(middle) <= token:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return max(bisect_right(range(source.num_documents), token, key=source.document_offset) - 1, 0)
 
 
 def _described(found: OddDocument, data: RunData) -> OddDocument:

@@ -3,7 +3,6 @@
 import hashlib
 import itertools
 import json
-import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from pretrain.analysis.report.reduce import kept_rows
-from pretrain.analysis.report.run_table import RunTable
+from pretrain.analysis.report.run_table import RunTable, number_or_none
 from pretrain.monitor.read_run_folder import newest_start
 
 # these sections first, in this order; the others follow in the order of the record
@@ -159,14 +158,10 @@ def _loss_difference(name: str, first: tuple[np.ndarray, np.ndarray],
         return None if index is None else int(steps[index])
 
     def pair(index: int | None) -> tuple[float | None, float | None] | None:
-        return None if index is None else (_finite(ours[index]), _finite(theirs[index]))
+        return None if index is None else (number_or_none(ours[index]), number_or_none(theirs[index]))
 
     return LossDifference(name, len(steps), step(start), pair(start), step(largest),
                           None if largest is None else float(distance[largest]), step(last), pair(last))
-
-
-def _finite(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
 
 
 def comparison_lines(comparison: Comparison) -> list[str]:

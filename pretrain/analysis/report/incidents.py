@@ -16,13 +16,14 @@ import numpy as np
 
 from pretrain.analysis.report.crashes import events_and_crashes
 from pretrain.analysis.report.reduce import kept_rows
-from pretrain.analysis.report.run_table import RunTable, as_float
+from pretrain.analysis.report.run_table import RunTable, as_float, number_or_none
 from pretrain.errors import GUARD, listed, named, printable, shorten
 from pretrain.monitor.slow_kinds import REMEDIES, UNKNOWN
 from pretrain.resilience.lease_file import read_lease
 from pretrain.resilience.run_lock import LOCK
 
 _LONGEST_TEXT = 400  # characters
+_LISTED = 8  # in a terminal
 _SILENT_S = 600.0  # a run that writes no row for this long, and for 20 times the usual interval, is reported
 _START_AGAIN = "; start the run again, or use `ds-pretrain supervise`"
 _REPLAY = "`ds-pretrain replay {run}@{step}` finds the cause"
@@ -110,15 +111,14 @@ def incidents_of(table: RunTable, *, now: float | None = None) -> list[Incident]
     return sorted(joined, key=lambda one: (not one.is_open, -(one.last_time or one.time or 0.0), -(one.step or 0)))
 
 
-def incident_lines(incidents: Sequence[Incident], replays: Sequence[dict[str, Any]] = (), *, limit: int = 8,
-                   width: int = 80) -> list[str]:
-    """Return the list for a terminal: what happened and what to do, or what a replay says, in two lines of `width`
+def incident_lines(incidents: Sequence[Incident], replays: Sequence[dict[str, Any]] = ()) -> list[str]:
+    """Return the list for a terminal: what happened and what to do, or what a replay says, in two lines of 80
     characters each at most; [] if nothing went wrong.
     """
     if not incidents:
         return []
     lines = ["what went wrong (! = still wrong)"]
-    for one in incidents[:limit]:
+    for one in incidents[:_LISTED]:
         when = time.strftime("%m-%d %H:%M", time.localtime(one.time)) if one.time is not None else ""
         parts = [part for part in (when, one.steps_text, one.machine, one.headline) if part]
         line = f"{'!' if one.is_open else ' '} {': '.join((', '.join(parts[:-1]), parts[-1]))}"
@@ -127,9 +127,9 @@ def incident_lines(incidents: Sequence[Incident], replays: Sequence[dict[str, An
                    and one.step <= replay["step"] <= one.last_step]
         advice = printable(answers[0] if answers else one.advice)
         for text, indent in ((line, 4), *([(f"    -> {advice}", 7)] if advice else [])):
-            lines += textwrap.wrap(text, width, subsequent_indent=" " * indent, max_lines=2, placeholder=" ...",
+            lines += textwrap.wrap(text, 80, subsequent_indent=" " * indent, max_lines=2, placeholder=" ...",
                                    drop_whitespace=True, break_on_hyphens=False)
-    more = len(incidents) - limit
+    more = len(incidents) - _LISTED
     return [*lines, *([f"  and {more} more, in the page of `ds-pretrain report`"] if more > 0 else [])]
 
 
@@ -203,7 +203,7 @@ def _of_the_end(table: RunTable, now: float) -> Iterable[Incident]:
     finite = np.flatnonzero(np.isfinite(losses))
     first_bad = int(finite[-1]) + 1 if len(finite) else 0
     if first_bad < len(losses):
-        yield _at_the_end("not_finite", table, int(steps[first_bad]), int(steps[-1]), _finite(times[first_bad]))
+        yield _at_the_end("not_finite", table, int(steps[first_bad]), int(steps[-1]), number_or_none(times[first_bad]))
     ends = ("start", "stop", "hang")
     newest: dict[str, Any] = next((event for event in reversed(table.events) if event.get("event") in ends), {})
     reported = [as_float(row.get("time")) + as_float(row.get("wall_seconds")) for row in table.restarts]
@@ -259,11 +259,7 @@ def _step(value: object) -> int | None:
 
 
 def _time(row: dict[str, Any]) -> float | None:
-    return _finite(as_float(row.get("time")))
-
-
-def _finite(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
+    return number_or_none(row.get("time"))
 
 
 def _duration(seconds: float) -> str:

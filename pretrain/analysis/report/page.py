@@ -4,7 +4,6 @@ import base64
 import hashlib
 import html
 import json
-import os
 import re
 import threading
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from urllib.parse import parse_qs, urlsplit
 from pretrain.analysis.report.page_data import page_data, state_of
 from pretrain.analysis.report.run_table import RunTable
 from pretrain.errors import ConfigError
+from pretrain.paths import replace_file
 
 _LIBRARY = "vendor/uPlot"
 _SCRIPTS = ("format.js", "series.js", "chart.js", "heat_map.js", "incidents.js", "report.js")
@@ -59,13 +59,8 @@ def json_for_html(data: Any) -> str:
 
 def write_page(text: str, target: Path) -> None:
     """Write the page. An older one is replaced at once, so that a browser never reads a part of it."""
-    temporary = target.with_name(f".tmp-{os.getpid()}-report.html")
     try:
-        try:
-            temporary.write_text(text, encoding="utf-8")
-            os.replace(temporary, target)
-        finally:
-            temporary.unlink(missing_ok=True)
+        replace_file(target, lambda temporary: temporary.write_text(text, encoding="utf-8"))
     except OSError as error:
         raise ConfigError(str(target), problem=f"the file cannot be written ({error.strerror})") from None
 

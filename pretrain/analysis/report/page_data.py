@@ -22,7 +22,7 @@ from pretrain.analysis.report.reduce import (
     reduce_segments,
 )
 from pretrain.analysis.report.replays import kept_records, replays_data, state_of_folders
-from pretrain.analysis.report.run_table import Columns, RunTable, as_float
+from pretrain.analysis.report.run_table import Columns, RunTable, as_float, number_or_none
 from pretrain.errors import escape_controls
 
 MAX_POINTS = 6000  # of each curve, over all runs: the page remains below a few MB
@@ -213,15 +213,15 @@ def overview(table: RunTable) -> dict[str, Any]:
     training = table.training
     record, losses, steps = table.starts[-1] if table.starts else {}, training.column("loss"), training.column("step")
     kinds = [event.get("event") for event in table.events]
-    times = [value for value in (_finite(event.get("time")) for event in table.events) if value is not None]
+    times = [value for value in (number_or_none(event.get("time")) for event in table.events) if value is not None]
     valid = table.evaluations.get("valid", Columns())
     valid_losses = valid.column("eval_loss")
     best = int(np.nanargmin(valid_losses)) if np.any(np.isfinite(valid_losses)) else None
     peak, compared = training.column("peak_memory_bytes"), newest_comparison(table)
     return {
-        "step": _last(steps), "train_steps": _finite(record.get("train_steps")), "status": _status(table),
+        "step": _last(steps), "train_steps": number_or_none(record.get("train_steps")), "status": _status(table),
         "newest_time": _last(training.column("time")),
-        "parameters": _finite(record.get("num_parameters")), "tokens": _last(training.column("consumed_tokens")),
+        "parameters": number_or_none(record.get("num_parameters")), "tokens": _last(training.column("consumed_tokens")),
         "loss": _last(losses), "valid_loss": _last(valid_losses),
         "expected_loss": None if compared is None else compared.expected.loss,
         "expected_text": "" if compared is None else compared.interval_text,
@@ -244,11 +244,6 @@ def _status(table: RunTable) -> str:
         if event.get("event") == "start":
             break
     return ""
-
-
-def _finite(value: object) -> float | None:
-    number = as_float(value)
-    return number if math.isfinite(number) else None
 
 
 def _last(column: np.ndarray) -> float | None:

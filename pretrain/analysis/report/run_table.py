@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from pretrain.analysis.report.rank_heat_map import RankTimes
-from pretrain.analysis.report.tail import Tail
 from pretrain.errors import ConfigError
 from pretrain.monitor.read_run_folder import read_starts
+from pretrain.monitor.tail import Tail
 
 _MAX_KEYS = 100  # columns; the rows of a damaged or foreign file may have any number of keys
 _MAX_SPLITS = 50
@@ -74,6 +74,12 @@ def as_float(value: object) -> float:
     except OverflowError:
         return math.nan
     return number if math.isfinite(number) else math.nan
+
+
+def number_or_none(value: object) -> float | None:
+    """Return a finite number as it is, and None for anything else."""
+    number = as_float(value)
+    return None if math.isnan(number) else number
 
 
 @dataclass

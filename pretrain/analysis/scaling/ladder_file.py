@@ -7,11 +7,9 @@ from pathlib import Path
 
 from pretrain.analysis.scaling.law import Law
 from pretrain.checkpoint.format.hashed_files import write_atomically
-from pretrain.config.expected_curve import FORMAT, Target, check_target
+from pretrain.config.expected_curve import FORMAT, Target
 from pretrain.config.expected_curve import CurvePoint as CurvePoint
 from pretrain.config.expected_curve import corpus_of as corpus_of
-from pretrain.errors import ConfigError
-from pretrain.stored_json import build, read_object, reason_of
 
 DECAYED, STABLE = "decayed", "stable"  # keys of `laws`
 
@@ -60,17 +58,3 @@ class Ladder:
 def write_ladder(path: Path, ladder: Ladder) -> None:
     """Write ladder.json atomically. Raises OSError."""
     write_atomically(path, json.dumps(asdict(ladder), indent=1, allow_nan=False) + "\n")
-
-
-def read_ladder(path: Path, where: str = "") -> Ladder:
-    """Read and check ladder.json. Raises ConfigError, which names `where` (by default, the path)."""
-    try:
-        values = read_object(path)
-        if values.get("format") != FORMAT:
-            raise ValueError(f'its "format" is not "{FORMAT}"')
-        ladder = build(Ladder, values)
-        check_target(ladder.target)
-    except (OSError, ValueError) as error:
-        raise ConfigError(where or str(path), problem=f"{path} cannot be used: {reason_of(error)}" if where
-                          else reason_of(error), remedy="write it with ds-pretrain ladder") from None
-    return ladder

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from pretrain.analysis.scaling.optimizers import scipy_function
+from pretrain.analysis.scaling.fit import scipy_function
 from pretrain.analysis.scaling.uncertainty import Variance, interval
 from pretrain.config.expected_curve import LEVEL, Expected
 

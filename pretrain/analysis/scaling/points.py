@@ -130,6 +130,17 @@ def law_text(law: Law) -> str:
     return f"L(N{', D' if law.b else ''}) = {law.e:.3f} + {law.a:.4g} / N^{law.alpha:.3f}{of_tokens}"
 
 
+def backtest_of(path: Path) -> Backtest:
+    """Do the backtest on the points of a CSV file. Raises ConfigError."""
+    points = read_points(path)
+    try:
+        return backtest(points)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"--points {path}", problem=str(error)) from None
+
+
 def backtest(points: Sequence[Point], *, seed: int = 0, resamples: int = 100) -> Backtest:
     """Fit the law to the points that are not held out, and predict the others.
 

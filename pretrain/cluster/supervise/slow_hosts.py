@@ -6,7 +6,6 @@ number of starts. Without the file, every host is used again.
 
 import contextlib
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from pretrain.errors import ConfigError, counted, printable, shorten
 from pretrain.monitor.read_run_folder import is_number, read_events
+from pretrain.paths import replace_file
 from pretrain.stored_json import build, read_json
 
 STARTS = 3  # of which a slow host is left out; then it is tried again
@@ -63,11 +63,9 @@ def record_start(run: Path, hosts: Mapping[str, int], left_out: Mapping[str, Lef
     size = events.stat().st_size if events.is_file() else 0
     text = json.dumps({"hosts": dict(hosts), "events_bytes": size,
                        "left_out": {host: vars(each) for host, each in left_out.items()}}, indent=1)
-    temporary = run / f".tmp-{os.getpid()}-{SLOW_HOSTS}"
     with contextlib.suppress(OSError):
         run.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(f"{text}\n", encoding="utf-8")
-        os.replace(temporary, run / SLOW_HOSTS)
+        replace_file(run / SLOW_HOSTS, lambda temporary: temporary.write_text(f"{text}\n", encoding="utf-8"))
 
 
 def slow_hosts_of(events: Sequence[Mapping[str, Any]], ranks_on: Mapping[str, int]) -> dict[str, str]:

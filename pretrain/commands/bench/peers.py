@@ -7,7 +7,6 @@ already shifted, as in this project, so that every position has a loss.
 Shapes: B batch, T positions.
 """
 
-import importlib.util
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -25,7 +24,7 @@ from pretrain.distributed.process_group import init_process_group
 from pretrain.distributed.world import running_environment
 from pretrain.engine.build import deepspeed_output
 from pretrain.engine.optimizer import parameter_groups
-from pretrain.errors import ConfigError
+from pretrain.errors import require_package
 from pretrain.model.hf_weights import to_transformers
 from pretrain.model.init import initialize_parameters
 from pretrain.model.layer_specs import as_module
@@ -118,9 +117,8 @@ class _Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 def trainer(job: BaselineJob, requests: RequestLoop) -> None:
     """Train with transformers.Trainer and the same DeepSpeed JSON. It neither logs nor saves."""
-    if importlib.util.find_spec("accelerate") is None:
-        raise ConfigError("accelerate", problem="transformers.Trainer needs this package, which is not installed",
-                          remedy="run `pip install 'ds-pretrain[bench]'`")
+    require_package("accelerate", "accelerate", "bench",
+                    "transformers.Trainer needs this package, which is not installed")
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     with deepspeed_output("error"):

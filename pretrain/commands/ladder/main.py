@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.analysis.scaling.ladder_file import write_ladder
+from pretrain.analysis.scaling.points import backtest_of
 from pretrain.analysis.scaling.reach import LARGEST_FACTOR
 from pretrain.checkpoint.format.hashed_files import write_atomically
 from pretrain.cli import Parser, number, path, path_text, say, text, whole_number
 from pretrain.commands.check import device_of
-from pretrain.commands.ladder.backtest import points_main
 from pretrain.commands.ladder.mixtures import mixtures_main
 from pretrain.commands.ladder.page import page
 from pretrain.commands.ladder.plan import Plan, Wish, batch_of, check_reach, make_plan, plan_lines
@@ -140,7 +140,8 @@ def _without_budget(args: argparse.Namespace) -> int:
         if name not in used and value != _parser().get_default(name):
             raise ConfigError(f"--{name}", problem=f"it has no effect with --{flag}", remedy="remove one of the two")
     if args.points is not None:
-        return points_main(args.points)
+        print("\n".join(backtest_of(args.points).lines()))
+        return 0
     if args.target is None:
         raise ConfigError("--mixtures", problem="the blend to train is missing", remedy="give --target run.yaml")
     _check_packages("scipy")

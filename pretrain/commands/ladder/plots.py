@@ -1,15 +1,13 @@
 """The plots of a ladder's page, as SVG to be embedded in HTML."""
 
-import io
-import re
 from collections.abc import Sequence
 from typing import Any
 
 from pretrain.analysis.scaling.ladder_file import DECAYED, Ladder
+from pretrain.analysis.svg import svg_element
 from pretrain.commands.ladder.cost import Option
 
 _LINE_POINTS = 60
-_PROLOGUE = re.compile(r"^.*?(?=<svg)", re.DOTALL)  # XML declaration and document type, which HTML does not have
 
 
 def loss_by_tokens(ladder: Ladder, measured: Sequence[tuple[float, float]]) -> str:
@@ -91,10 +89,5 @@ def _figure() -> tuple[Any, Any]:
 
 def _svg(figure: Any, axes: Any, name: str) -> str:
     """Return the SVG. The same data gives the same text; the names of its parts begin with `name`."""
-    import matplotlib
-
     axes.legend(frameon=False, fontsize="small")
-    text = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        figure.savefig(text, format="svg", metadata={"Date": None})
-    return _PROLOGUE.sub("", text.getvalue())
+    return svg_element(figure, name)

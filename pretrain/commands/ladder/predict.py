@@ -2,10 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 
-from pretrain.analysis.scaling.fit import fit_law
+from pretrain.analysis.scaling.fit import fit_law, fit_stable_law
 from pretrain.analysis.scaling.ladder_file import DECAYED, STABLE, CurvePoint, Ladder, Point, Range, corpus_of
 from pretrain.analysis.scaling.law import Expected, Law
-from pretrain.analysis.scaling.stable import fit_stable_law
 from pretrain.commands.ladder.target import TargetRun
 from pretrain.config.expected_curve import Target
 from pretrain.data.data_spec import names_of_split

@@ -9,18 +9,21 @@ The run folder is only read; all files are in --output. Exit codes: 0 there is a
 import argparse
 import json
 import re
+import textwrap
 import time
+from collections.abc import Sequence
 from typing import Any
 
+from pretrain.analysis.replay.causes import CAUSES
 from pretrain.analysis.replay.order import ReplayOrder
 from pretrain.analysis.replay.question import Answer, Replay, order_of, question
 from pretrain.analysis.replay.target import Target, find_target, parse_target
+from pretrain.analysis.replay.verdict import SURE, Verdict
 from pretrain.checkpoint.format.hashed_files import write_atomically
 from pretrain.cli import Parser, path, text, whole_number
 from pretrain.commands.replay.launch import Layout, train_again
-from pretrain.commands.replay.output import verdict_lines
-from pretrain.commands.replay.samples import SampleAnswer, ask_about_samples
-from pretrain.errors import ConfigError, shorten
+from pretrain.commands.replay.samples import COLUMNS, SampleAnswer, ask_about_samples
+from pretrain.errors import ConfigError, listed, named, printable, shorten
 from pretrain.monitor.repeat_command import OWN_CODE
 from pretrain.paths import check_file, check_folder
 from pretrain.shipped import find_layout
@@ -113,3 +116,41 @@ def _record(target: Target, answer: Answer, samples: SampleAnswer | None) -> str
         "verdict": answer.verdict.to_json(), "notes": answer.notes,
         "samples": None if samples is None else samples.to_json()}
     return json.dumps(values, indent=1) + "\n"
+
+
+def verdict_lines(target: Target, verdict: Verdict, notes: Sequence[str]) -> list[str]:
+    """Return the lines about a verdict: what it is, the evidence, and what to do."""
+    lines = _wrapped(f"{target.run}@{target.step}: {_headline(verdict)}", "", "  ")
+    if verdict.certainty != SURE:
+        for reason in verdict.reasons:
+            lines += _wrapped(reason, "unsure:   ")
+        if verdict.also:
+            others = [CAUSES[kind].text for kind in verdict.also[:4]]
+            lines += _wrapped(f"it may also be that {'; or that '.join(others)}"
+                              if len(verdict.also) <= 4 else "nothing is known about the cause", "          ")
+    for each in verdict.evidence:
+        lines += _wrapped(each, "evidence: ")
+    lines += _wrapped(verdict.remedy, "remedy:   ")
+    for note in notes:
+        lines += _wrapped(note, "note:     ")
+    return lines
+
+
+def _headline(verdict: Verdict) -> str:
+    where = [f"from step {verdict.step} on"] if verdict.step is not None else []
+    if verdict.ranks:
+        where.append(named("rank", verdict.ranks) + (f" on {listed(verdict.hosts)}" if verdict.hosts else ""))
+    if verdict.pipeline_stage is not None:
+        where.append(f"pipeline stage {verdict.pipeline_stage}")
+    if verdict.operator is not None:
+        where.append(f"operator {verdict.operator}")
+    elif verdict.layer is not None:
+        where.append(f"layer {verdict.layer}")
+    again = ", and it happens again in the replays" if verdict.now and verdict.kind != "nondeterministic" else ""
+    begin = "" if verdict.certainty == SURE else "probably, "
+    return begin + verdict.text + (f" ({'; '.join(where)})" if where else "") + again
+
+
+def _wrapped(line: str, begin: str, indent: str | None = None) -> list[str]:
+    return textwrap.wrap(printable(line), COLUMNS, initial_indent=begin, break_on_hyphens=False,
+                         subsequent_indent=" " * len(begin) if indent is None else indent)

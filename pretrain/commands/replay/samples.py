@@ -19,7 +19,7 @@ from pretrain.errors import ConfigError, printable
 from pretrain.monitor.repeat_command import OWN_CODE, repeated_flags
 from pretrain.stored_json import read_object, reason_of
 
-_COLUMNS = 79
+COLUMNS = 79
 _STEPS_AFTER = 3  # steps after the one in question, with and without its odd samples
 _KEY = " " * 10  # width of the words before a colon
 
@@ -95,7 +95,7 @@ def _wrapped(line: str) -> list[str]:
     key, colon, value = (text, "", "") if indent else text.partition(":")
     begin = f"{key}:".ljust(len(_KEY)) if colon else indent
     is_wide = any(unicodedata.east_asian_width(character) in "WF" for character in text)
-    return textwrap.wrap(printable(value if colon else text), _COLUMNS // 2 if is_wide else _COLUMNS,
+    return textwrap.wrap(printable(value if colon else text), COLUMNS // 2 if is_wide else COLUMNS,
                          break_on_hyphens=False, initial_indent=begin,
                          subsequent_indent=indent + "  " if indent else _KEY)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Union
 
+from pretrain.analysis.svg import save_svg
 from pretrain.commands.reproduce.curves import Result
 from pretrain.commands.reproduce.sweeps import CriticalBatch, Optimum
 from pretrain.commands.reproduce.tables import Activations, Table
@@ -108,7 +109,6 @@ def save_plot(target: Path, title: str, curves: Mapping[str, Curve], expectation
     if not curves:
         return False
     try:
-        import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
         return False
@@ -122,8 +122,7 @@ def save_plot(target: Path, title: str, curves: Mapping[str, Curve], expectation
     for axes in panels:
         axes.legend(frameon=False)
     figure.suptitle(title, fontsize="medium")
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):
-        figure.savefig(target, metadata={"Date": None})
+    save_svg(figure, target, title)
     return True
 
 

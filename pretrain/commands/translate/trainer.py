@@ -30,7 +30,6 @@ _SCHEDULE_KEYS = {"cosine_with_min_lr": ("min_lr", "min_lr_rate"), "polynomial":
                   "warmup_stable_decay": ("num_decay_steps", "decay_type", "min_lr_ratio")}
 _POLYNOMIAL_END = 1e-7  # lr_end of get_polynomial_decay_schedule_with_warmup
 _BLOCK_SIZE = 1024  # largest default of run_clm.py
-_MONITORS = ("tensorboard", "wandb", "trackio", "comet_ml")
 
 
 def translate_trainer(settings: Settings, result: Result, *, dataset_tokens: int | None) -> None:

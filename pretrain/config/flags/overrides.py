@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
+from pretrain.cli import chosen
 from pretrain.config.flags.arguments import FLAGS, OVERRIDES, RunArguments
-from pretrain.errors import ConfigError
 
 # flags whose values a checkpoint records -> the name that allows another value
 RECIPE_FLAGS = {name: flag.override for name, flag in FLAGS.items() if flag.override}
@@ -29,11 +29,7 @@ class Change:
 
 def named_overrides(args: RunArguments) -> frozenset[str]:
     """Return the names that --override and --allow_other_data give. Raises ConfigError for an unknown name."""
-    words = [word.strip() for text in args.override or [] for word in text.split(",")]
-    for word in words:
-        if word not in OVERRIDES:
-            raise ConfigError("--override", found=word or "an empty name", expected=", ".join(OVERRIDES), word=word,
-                              known=list(OVERRIDES))
+    words = chosen("--override", args.override or [], list(OVERRIDES))
     return frozenset(words) | ({"data"} if args.allow_other_data else frozenset())
 
 

@@ -6,12 +6,12 @@ import logging
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from typing import Any
 
+from pretrain.cli import chosen
 from pretrain.config.flags.arguments import NOTIFY_KINDS, RunArguments
 from pretrain.distributed.world import world_from_environment
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, require_package
 
 FOLLOWED = "DS_PRETRAIN_FOLLOWED"  # environment variable: the process that started this one follows the run
 LOOPBACK = "127.0.0.1"
@@ -32,7 +32,7 @@ def check_receivers(args: RunArguments) -> None:
         return
     read_urls(args, os.environ)
     if args.metrics_port is not None:
-        _require("prometheus_client", "--metrics_port", "metrics")
+        require_package("prometheus_client", "--metrics_port", "metrics")
         _socket_address(args)
 
 
@@ -43,12 +43,7 @@ def notifies(args: RunArguments) -> bool:
 
 def kinds_to_send(args: RunArguments) -> Sequence[str]:
     """Return the kinds of messages that --notify_on selects. Raises ConfigError for an unknown kind."""
-    words = [word.strip() for text in args.notify_on or [] for word in text.split(",")]
-    for word in words:
-        if word not in NOTIFY_KINDS:
-            raise ConfigError("--notify_on", found=word or "an empty name", expected=", ".join(NOTIFY_KINDS), word=word,
-                              known=NOTIFY_KINDS)
-    return words or NOTIFY_KINDS
+    return chosen("--notify_on", args.notify_on or [], NOTIFY_KINDS) or NOTIFY_KINDS
 
 
 def variable_names(args: RunArguments) -> list[str]:
@@ -69,7 +64,7 @@ def read_urls(args: RunArguments, environ: Mapping[str, str]) -> dict[str, list[
             raise ConfigError("--notify", problem=f"the environment variable {name} is empty or not set",
                               remedy=f"run `export {name}='...'` with a URL such as slack://... before this command")
     if found:
-        _require("apprise", "--notify", "notify")
+        require_package("apprise", "--notify", "notify")
         import apprise
 
         silence_apprise()
@@ -113,9 +108,3 @@ def _socket_address(args: RunArguments) -> tuple[socket.AddressFamily, tuple[Any
         raise ConfigError("--metrics_address", problem=f"{address!r} is no address: {reason}",
                           remedy="give an address of this host, or 0.0.0.0 or :: for all of them") from None
     return family, place
-
-
-def _require(module: str, flag: str, extra: str) -> None:
-    if find_spec(module) is None:
-        raise ConfigError(flag, problem=f"the package {module.replace('_', '-')} is not installed",
-                          remedy=f"run `pip install 'ds-pretrain[{extra}]'`")

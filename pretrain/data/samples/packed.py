@@ -16,6 +16,7 @@ samples of a block, in another order; the packing does not change.
 
 import hashlib
 import threading
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -179,14 +180,7 @@ class PackedDocuments(TokenRange):
 
 def _find_document(indexed: IndexedDataset, token: int) -> int:
     """Return the first document that begins at this token or later, by bisection."""
-    low, high = 0, indexed.num_documents
-    while low < high:
-        middle = (low + high) // 2
-        if indexed.document_offset(middle) < token:
-            low = middle + 1
-        else:
-            high = middle
-    return low
+    return bisect_left(range(indexed.num_documents), token, key=indexed.document_offset)
 
 
 

@@ -63,8 +63,12 @@ _Words = npt.NDArray[np.uint64]
 
 
 def mix(words: _Words) -> _Words:
-    """Hash each element, 64 bits to 64 bits, with the finalizer of SplitMix64."""
-    words = words + np.uint64(0x9E3779B97F4A7C15)
+    """Hash each element, 64 bits to 64 bits, with SplitMix64."""
+    return finalize(words + np.uint64(0x9E3779B97F4A7C15))
+
+
+def finalize(words: _Words) -> _Words:
+    """Overwrite each element with one whose bits all depend on all its bits: the finalizer of SplitMix64."""
     words ^= words >> np.uint64(30)
     words *= np.uint64(0xBF58476D1CE4E5B9)
     words ^= words >> np.uint64(27)

@@ -15,7 +15,7 @@ from pretrain.data.text_inputs.block_reader import BlockReader, CopiedReader
 from pretrain.data.text_inputs.chunk import BOM
 from pretrain.data.text_inputs.text import parse_json
 from pretrain.data.text_inputs.url_files import StoredFile
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, require_package
 from pretrain.remote import is_url, without_credentials
 
 HEAD_BYTES = 1 << 16
@@ -252,9 +252,7 @@ def skip(stream: ByteStream, size: int) -> None:
 
 def import_pyarrow(purpose: str) -> Any:
     """Return the module pyarrow. Raises ConfigError with the command that installs it."""
-    try:
-        import pyarrow
-    except ImportError:
-        raise ConfigError(purpose, problem="the Python package pyarrow, which reads it, is not installed",
-                          remedy="run `pip install 'ds-pretrain[data]'`") from None
+    require_package("pyarrow", purpose, "data", "the Python package pyarrow, which reads it, is not installed")
+    import pyarrow
+
     return pyarrow

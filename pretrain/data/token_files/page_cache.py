@@ -37,7 +37,6 @@ _FILE_HEADER_BYTES = 4096
 _SLOT = struct.Struct("<4sI16sQQ16s8x")  # magic, bytes of the page, token file, page, time (ns since 1970), checksum
 _CHECKED = 40  # bytes of a slot's header before the checksum
 _SLOT_MAGIC = b"page"
-_EMPTY = bytes(_SLOT.size)
 _SET_BYTES = WAYS * (_SLOT.size + PAGE_BYTES)
 _LARGEST_DEFAULT = 10**12
 _CLAIM_S, _POLL_S = 5.0, 0.01

@@ -41,7 +41,6 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.tx
 """names of the files that belong to a tokenizer"""
 HASHES_KEY = "files_sha256"
 """key of tokenizer_config.json: hashes of a tokenizer.model, and of the tokenizer.json that was made from it"""
-_SPACE = "\u2581"  # SentencePiece's symbol for a space; decoding turns it into a space
 _REMEDY = ("give a SentencePiece .model, a tokenizer.json or a folder with one, a .tiktoken file or its encoding, a "
            "repository (org/name), the name of a preset of --model, or the word bytes; "
            "`ds-pretrain tokenizer` trains a tokenizer")

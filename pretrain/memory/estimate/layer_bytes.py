@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from functools import lru_cache
 
+from pretrain.model.attention_memory import shared_mask_bytes
 from pretrain.model.description import Layer, ModelConfig
 from pretrain.model.layer_memory import block_backward, layer_saved, loss_backward, loss_peak, saved_input_bytes
-from pretrain.model.operator_memory import MicroBatch, shared_mask_bytes
+from pretrain.model.operator_memory import MicroBatch
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,10 @@ from pretrain.memory.estimate.layer_bytes import layer_bytes, shared_bytes
 from pretrain.memory.estimate.rank import ParameterGroup, Rank, optimizer_wrapper, pipeline_stage_layers
 from pretrain.memory.estimate.states_zero3 import persistent_elements
 from pretrain.memory.footprint import Footprint
+from pretrain.model.attention_memory import document_bytes
 from pretrain.model.description import Layer, ModelConfig
 from pretrain.model.layer_memory import layer_input_bytes
-from pretrain.model.operator_memory import INT64, MicroBatch, document_bytes, hidden_states_bytes
+from pretrain.model.operator_memory import INT64, MicroBatch, hidden_states_bytes
 from pretrain.model.recompute import Recompute
 
 

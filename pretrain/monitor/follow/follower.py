@@ -25,32 +25,11 @@ from pretrain.monitor.follow.messages import Message, RunState
 from pretrain.monitor.follow.metrics_server import serve
 from pretrain.monitor.follow.send import Grouping, Send, Senders, apprise_sender, command_sender
 from pretrain.monitor.follow.start import CLOSE_S, FILES, SUPERVISOR
+from pretrain.monitor.tail import Tail
 
 _POLL_S = 0.5
 _SILENCE_MINUTES = 30.0
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-
-
-@dataclass
-class NewRows:
-    """Reads the rows that are appended to a .jsonl file."""
-
-    path: Path
-    offset: int
-
-    def take(self) -> list[dict[str, Any]]:
-        """Return the new complete rows. Lines that are no JSON object are skipped."""
-        rows: list[dict[str, Any]] = []
-        with contextlib.suppress(OSError), open(self.path, "rb") as file:
-            file.seek(self.offset)
-            data = file.read()
-            data = data[:data.rfind(b"\n") + 1]
-            self.offset += len(data)
-            for line in data.splitlines():
-                with contextlib.suppress(ValueError, RecursionError):
-                    row = json.loads(line)
-                    rows += [row] if isinstance(row, dict) else []
-        return rows
 
 
 @dataclass
@@ -66,7 +45,7 @@ class Follower:
     def __post_init__(self) -> None:
         run = Path(self.args.save)
         self.state, self._kinds = RunState(run), kinds_to_send(self.args)
-        self._files = [NewRows(run / name, self.sizes[name]) for name in FILES]
+        self._files = [Tail(run / name, self.sizes[name]) for name in FILES]
         self._silence_s = (self.args.notify_silence or _SILENCE_MINUTES) * 60
         self._last_row, self._is_silent, self._told_end = time.monotonic(), False, False
         self._spike_step: object = None
@@ -74,7 +53,7 @@ class Follower:
 
     def poll(self, *, everything: bool = False) -> None:
         """Read the new rows, and send what they say; with `everything`, also groups whose time is not over."""
-        metrics, events, restarts = (rows.take() for rows in self._files)
+        metrics, events, restarts = (tail.rows() for tail in self._files)
         for row in metrics:
             self.state.see_row(row)
         for row in events:

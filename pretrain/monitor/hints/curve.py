@@ -148,9 +148,9 @@ class Curve:
         return float(np.median(np.abs(np.diff(self["loss"], 2)))) / _NORMAL_MAD / math.sqrt(6)
 
 
-def bucket_means(values: np.ndarray, buckets: int = _BUCKETS) -> np.ndarray:
-    """Return the means of at most this number of groups of consecutive values, of nearly equal sizes."""
-    edges = np.linspace(0, len(values), min(buckets, len(values)) + 1).astype(int)
+def bucket_means(values: np.ndarray) -> np.ndarray:
+    """Return the means of at most 16 groups of consecutive values, of nearly equal sizes."""
+    edges = np.linspace(0, len(values), min(_BUCKETS, len(values)) + 1).astype(int)
     return np.add.reduceat(values, edges[:-1]) / np.diff(edges)
 
 

@@ -11,7 +11,7 @@ pytest.importorskip("scipy")
 from pretrain.analysis.scaling.ladder_file import Range
 from pretrain.analysis.scaling.points import Backtest, backtest, read_points
 from pretrain.analysis.scaling.reach import LARGEST_FACTOR, WARN_FACTOR, Reach
-from pretrain.errors import ConfigError
+from tests.support.rejection import rejection
 
 PUBLISHED = Path(__file__).parent / "published"
 
@@ -101,10 +101,9 @@ def test_damaged_files(tmp_path, text, problem):
     path = tmp_path / "points.csv"
     if text is not None:
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(ConfigError) as error:
-        read_points(path)
-    assert problem in str(error.value)
-    assert str(error.value).startswith("--points ")
+    error = rejection(read_points, path)
+    assert problem in error
+    assert error.startswith("--points ")
 
 
 def test_columns_in_another_order(tmp_path):

@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 
-from pretrain.analysis.scaling.fit import fit_law
+from pretrain.analysis.scaling.fit import fit_law, fit_stable_law
 from pretrain.analysis.scaling.ladder_file import Point
 from pretrain.analysis.scaling.law import Law
-from pretrain.analysis.scaling.stable import fit_stable_law
 
 DECAYED, STABLE = Law(1.7, 12.0, 90.0, 0.25, 0.4), Law(1.7, 12.0, 60.0, 0.25, 0.35)
 

@@ -22,7 +22,7 @@ from pretrain.data.token_files.hashes import hashes_path, read_hashes
 from pretrain.data.tokenizers.tokenizer import Tokenizer
 from pretrain.errors import ConfigError
 from tests.data.prepare.helpers import SOURCES, TEXTS, TOOL, jsonl, output
-from tests.data.prepare.test_worker_pool import is_running
+from tests.data.prepare.test_worker_pool import wait_gone
 
 SKIP = ReadSettings(skip_errors=True)
 _CALLS = ("pwrite", "fsync", "replace", "ftruncate", "unlink", "posix_fallocate", "pread", "open", "rename", "rmdir")
@@ -183,13 +183,6 @@ def is_worker(pid: int) -> bool:
         return b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
-
-
-def wait_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + 600
-    while any(map(is_running, pids)):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_signals_and_killed_processes(tmp_path: Path, tokenizer: Tokenizer) -> None:

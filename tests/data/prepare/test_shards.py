@@ -29,6 +29,7 @@ from pretrain.data.tokenizers.tokenizer import Tokenizer
 from pretrain.errors import ConfigError
 from tests.data.prepare.helpers import TEXTS, jsonl, output
 from tests.data.prepare.test_resume import in_child, kill_at_call
+from tests.support.rejection import rejection
 from tests.wrong_inputs.case import main_of
 
 NUMBERS = (1, 2, 3, 7, 50)
@@ -360,10 +361,9 @@ def test_the_commands(tmp_path: Path, complete: Path, tokenizer: Tokenizer,
     ("1.0/2", "found '1.0/2'"), ("٣/8", "found"), ("slurm", "SLURM_ARRAY_TASK_ID, _COUNT, _MIN and _MAX are not set"),
     ("slurm/x", "is no task of an array job")])
 def test_wrong_shards(word: str, message: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        parse_shard(word, {})
-    assert message in str(error.value)
-    assert str(error.value).startswith("--shard")
+    error = rejection(parse_shard, word, {})
+    assert message in error
+    assert error.startswith("--shard")
 
 
 def test_the_task_of_a_slurm_array() -> None:

@@ -32,6 +32,7 @@ from tests.data.prepare.helpers import TOOL
 from tests.data.prepare.urls import FORMATS, SEPARATED, hashes, name_in, prepared, put_folder, write_corpus
 from tests.support.dataset_hub import TOKEN, DatasetHub, Repository, dataset_hub
 from tests.support.range_server import Server, counting_proxy, etag_of, range_server
+from tests.support.rejection import rejection
 from tests.support.stores import s3_server
 
 BLOCK, CHUNK = 1 << 14, 1 << 13
@@ -470,10 +471,9 @@ WRONG_OF_HUB = {
 
 
 def error_of(word: str, out: Path) -> str:
-    with pytest.raises(ConfigError) as failure:
-        prepare([word], tokenizer="bytes", out=str(out), workers=1)
+    error = rejection(prepare, [word], tokenizer="bytes", out=str(out), workers=1)
     assert not list(out.parent.glob(f"{out.name}*"))
-    return str(failure.value)
+    return error
 
 
 def test_wrong_urls(corpus: Path, s3: str, tmp_path: Path, hub: DatasetHub,

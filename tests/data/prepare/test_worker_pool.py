@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from psutil import STATUS_ZOMBIE, NoSuchProcess, Process
 
 from pretrain.data.prepare.worker_pool import map_in_order
 from pretrain.errors import ConfigError
+from tests.support.supervised import wait_until
 
 ROOT = Path(__file__).parents[3]
 
@@ -82,10 +83,11 @@ def test_workers_end_when_their_parent_is_killed() -> None:
         workers.add(int(parent.stdout.readline()))
     parent.kill()
     parent.communicate()
-    deadline = time.monotonic() + 600
-    while any(map(is_running, workers)):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_gone(workers)
+
+
+def wait_gone(pids: Collection[int]) -> None:
+    wait_until(lambda: not any(map(is_running, pids)))
 
 
 def is_running(pid: int) -> bool:

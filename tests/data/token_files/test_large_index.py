@@ -21,6 +21,7 @@ from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.data.token_files.inspect_files import measure_lengths
 from pretrain.data.token_files.writer import IndexedWriter, write_index
 from pretrain.errors import ConfigError
+from tests.support.rejection import rejection
 from tests.support.sparse_data import write_sparse_data
 
 _OPEN = r"""
@@ -109,9 +110,8 @@ def test_damage_is_found_by_a_start_at_both_ends_and_anywhere_by_a_full_check(
     for entry in (100, _ENTRIES - 100, _DAMAGED_ENTRY):
         before = Path(f"{large}.idx").read_bytes()
         _change(large, start + width * entry, struct.pack(f"<{letter}", value))
-        with pytest.raises(ConfigError) as error:
-            (open_checked if entry == _DAMAGED_ENTRY else IndexedDataset)(str(large))
-        assert f"{large}.idx: found {message.format(entry=entry, next=entry + 1)}" in str(error.value)
+        error = rejection(open_checked if entry == _DAMAGED_ENTRY else IndexedDataset, str(large))
+        assert f"{large}.idx: found {message.format(entry=entry, next=entry + 1)}" in error
         if entry == _DAMAGED_ENTRY:
             damaged = IndexedDataset(large)
             with pytest.raises(ConfigError) if array != "length" else contextlib.nullcontext():

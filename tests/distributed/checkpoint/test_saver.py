@@ -15,6 +15,7 @@ from pretrain.checkpoint.format.manifest import read_manifest
 from pretrain.checkpoint.format.run_checkpoints import complete_checkpoints
 from tests.support.cases import config, flags
 from tests.support.launch import run_forked
+from tests.support.run_rows import events, log, losses, rows
 
 STEPS = 6
 POISONED = "rng_state_rank_00001.pt"
@@ -113,23 +114,6 @@ def results(corpus: str, folder: Path, silent_port: int) -> dict[str, Any]:
     return run_forked(cases.cases, folder)
 
 
-def events(run: Path, kind: str) -> list[dict[str, Any]]:
-    """Return the rows of one event type in events.jsonl."""
-    rows = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    return [row for row in rows if row["event"] == kind]
-
-
-def losses(run: Path) -> dict[int, float]:
-    """Return {step: training loss} from metrics.jsonl."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {row["step"]: row["loss"] for row in rows if "loss" in row}
-
-
-def log(run: Path) -> str:
-    """Return the output of all ranks."""
-    return "".join(path.read_text() for path in sorted(run.parent.glob(f"{run.name}.*.log")))
-
-
 def test_the_mirror_replaces_lost_and_damaged_checkpoints(results: dict[str, Any], folder: Path) -> None:
     assert results["to the mirror"]["status"] == results["from the mirror"]["status"] == [0, 0]
     assert sorted(path.name for path in (folder / "mirror").iterdir()) == [
@@ -172,7 +156,7 @@ def test_a_killed_writer_loses_at_most_one_save(results: dict[str, Any], folder:
 
 def test_retention_keeps_the_steps_of_every_rule(results: dict[str, Any], folder: Path) -> None:
     assert results["kept"]["status"] == [0, 0]
-    evaluated = [json.loads(line) for line in (folder / "kept" / "metrics.jsonl").read_text().splitlines()]
+    evaluated = rows(folder / "kept")
     best = min((row["eval_loss"], row["step"]) for row in evaluated if row.get("split") == "valid")[1]
     found = {int(path.name.removeprefix("global_step")) for path in (folder / "kept/checkpoints").glob("global_step*")}
     assert found == {3, 5, 6, best}

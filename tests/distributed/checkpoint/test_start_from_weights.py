@@ -16,13 +16,14 @@ from pretrain.checkpoint.load.start import Start, check_start
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.distributed.device import cpu_device
 from pretrain.errors import ConfigError
-from pretrain.monitor.read_run_folder import newest_start, read_metrics, read_rows
+from pretrain.monitor.read_run_folder import newest_start, read_rows
 from tests.distributed.checkpoint.test_init_from import loss_of_transformers, write_model
 from tests.support.cases import config, flags
 from tests.support.conversion_faults import run_tool
 from tests.support.hub_server import write_cache
 from tests.support.launch import train_ranks
 from tests.support.layouts import dp2, pp2, relative_difference
+from tests.support.run_rows import losses
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +54,6 @@ def run(ranks: int, flags: list[str], folder: Path, *, code: int = 0) -> str:
 
 def start(flags: list[str]) -> Start:
     return check_start(parse_arguments(flags), world_size=2, device=cpu_device())
-
-
-def losses(run_folder: Path) -> dict[int, float]:
-    return {row["step"]: row["loss"] for row in read_metrics(run_folder) if "loss" in row}
 
 
 def test_a_run_from_other_weights_resumes_without_them(folder: Path, corpus: str) -> None:

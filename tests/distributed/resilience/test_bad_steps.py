@@ -13,9 +13,10 @@ from pretrain.checkpoint.format.manifest import read_manifest
 from pretrain.checkpoint.format.run_checkpoints import complete_checkpoints, newest_good
 from pretrain.checkpoint.format.shard_index import FP32
 from pretrain.checkpoint.load.reader import CheckpointReader
-from pretrain.monitor.read_run_folder import newest_path, read_metrics, read_rows
+from pretrain.monitor.read_run_folder import newest_path, read_metrics
 from tests.support.cases import config, flags
 from tests.support.launch import ROOT, WORKERS, free_port, run_ranks
+from tests.support.run_rows import events
 from tests.support.supervised import read_restart_log, supervise, wait_for_end
 
 BATCH, STEPS, INTERVAL = 8, 20, 4
@@ -34,10 +35,6 @@ def train(folder: Path, corpus: str, values: dict[str, Any], factors: dict[int, 
              "save_interval": INTERVAL, **others}
     return run_ranks([str(WORKERS / "faulty_train.py"), "faults.json", *(f"--{key}={value}" for key, value in
                                                                      words.items())], 2, cwd=folder)
-
-
-def events(run: Path, kind: str) -> list[dict[str, Any]]:
-    return [row for row in read_rows(run / "events.jsonl") if row["event"] == kind]
 
 
 def is_finite(run: Path) -> bool:

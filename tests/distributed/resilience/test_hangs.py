@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.cases import config, flags
 from tests.support.launch import run_forked
+from tests.support.run_rows import rows
 
 TIME_OUT_S = 6.0
 HANGS = ("step_stopped", "save_stopped", "data_blocked", "alone")
@@ -41,9 +42,9 @@ def runs(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any
 
 
 def event(runs: dict[str, Any], name: str) -> dict[str, Any]:
-    rows = [json.loads(line) for line in (runs["folder"] / name / "events.jsonl").read_text().splitlines()]
-    assert rows[-1]["event"] == "hang"
-    return dict(rows[-1])
+    last = rows(runs["folder"] / name, "events.jsonl")[-1]
+    assert last["event"] == "hang"
+    return last
 
 
 @pytest.mark.parametrize("name", HANGS)

@@ -17,7 +17,8 @@ from pretrain.config.profiles import DEFAULT_PROFILE_STEPS
 from tests.support.cases import DROPOUT, flags
 from tests.support.launch import run_worker
 from tests.support.layouts import dp2, pp2
-from tests.test_train import losses, rows
+from tests.support.run_rows import events, log
+from tests.test_train import losses
 
 STEPS = 24
 LAYOUTS = {"zero1": dp2(1, precision="bf16"), "zero3": dp2(3), "pipeline": pp2(1, precision="bf16")}
@@ -79,14 +80,6 @@ def results(corpus: str, folder: Path) -> dict[str, Any]:
     cases.add("third", "zero1", "run", {}, {})
     cases.add("time", "zero1", "run", {}, {"exit_after_minutes": 0.001})
     return run_worker("signalled.py", cases.cases, 1, folder, timeout=3000)
-
-
-def events(run: Path, kind: str) -> list[dict[str, Any]]:
-    return [row for row in rows(run, "events.jsonl") if row["event"] == kind]
-
-
-def log(run: Path) -> str:
-    return "".join(path.read_text() for path in sorted(run.parent.glob(f"{run.name}.*.log")))
 
 
 @pytest.mark.parametrize("layout", CHAINS)

@@ -27,6 +27,8 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from pretrain.distributed.process_group import remove_shared_memory_names
+
 Case = dict[str, Any]
 STATES = ("exp_avg", "exp_avg_sq")
 
@@ -224,12 +226,13 @@ def forget_settings() -> None:
 PROGRAMS = {"plain": plain, "trainer": trainer, "accelerate": with_accelerate}
 
 
-def main() -> None:
+def main(programs: dict[str, Callable[[Case], list[float]]]) -> None:
     deepspeed.init_distributed("gloo")
+    remove_shared_memory_names(dist.get_rank())
     get_accelerator().is_fp16_supported = lambda: True  # torch has the operators
     results = {}
     for case in json.loads(Path(sys.argv[1]).read_text()):
-        results[case["name"]] = PROGRAMS[case["program"]](case)
+        results[case["name"]] = programs[case["program"]](case)
         if dist.get_rank() == 0:
             Path(sys.argv[2]).write_text(json.dumps(results))
         forget_settings()
@@ -239,4 +242,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(PROGRAMS)

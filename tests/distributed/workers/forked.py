@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,10 @@ from tests.distributed.workers.full_disk import fill_during_saves
 from tests.distributed.workers.hanging import hang
 from tests.distributed.workers.killed_writer import SUB_STEPS, die_after
 from tests.distributed.workers.nonfinite import put_nan_at
+from tests.support import run_rows
 from tests.support.launch import free_port, rank_environment
 from tests.support.poison import poison
+from tests.support.supervised import wait_until
 
 RANKS = 2
 LIMIT_S = 600.0  # a test that hangs fails after this time
@@ -176,9 +177,7 @@ def seconds_until_peer_ends(pids: list[int], victim: int) -> float:
 
 
 def events(run: Path, kind: str) -> list[dict[str, Any]]:
-    path = run / "events.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
-    return [row for row in rows if row["event"] == kind]
+    return run_rows.events(run, kind) if (run / "events.jsonl").is_file() else []
 
 
 def newest_verified(checkpoints: Path) -> int:
@@ -187,16 +186,9 @@ def newest_verified(checkpoints: Path) -> int:
                 if not find_damage(folder, manifest)), default=0)
 
 
-def wait_until(condition: Callable[[], bool], what: str, *, poll_s: float = 0.005) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(poll_s)
-
-
 def wait_for_event(run: Path, kind: str, *, more_than: int) -> dict[str, Any]:
     """Wait for more than `more_than` events of a kind, and return the newest."""
-    wait_until(lambda: len(events(run, kind)) > more_than, f"no event {kind} in {run}")
+    wait_until(lambda: len(events(run, kind)) > more_than, lambda: f"no event {kind} in {run}", poll_s=0.005)
     return events(run, kind)[-1]
 
 
@@ -261,7 +253,7 @@ def killed(case: dict[str, Any]) -> dict[str, Any]:
         elif when == "snapshot":  # kill when the snapshot is in memory and may not yet be on disk
             taken = wait_for_event(folder, "snapshot", more_than=snapshots)["step"]
         else:  # rank 0 or its writer kills itself
-            wait_until(partial(has_killed_itself, case, pids[0]), f"{when} was not reached", poll_s=0.05)
+            wait_until(partial(has_killed_itself, case, pids[0]), partial(str, when))
         if when == "one rank":
             peers_s.append(seconds_until_peer_ends(pids, numbers.randrange(RANKS)))
             pids = []

@@ -31,7 +31,6 @@ STAGES, RANKS = 2, 2
 BATCH, MICRO = 8, 2
 RATE, LOWEST, WARM_UP = 3e-3, 3e-4, 3
 Case = dict[str, Any]
-Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class Group:

@@ -7,9 +7,6 @@ that step in the folder NAME; live.pt has what DeepSpeed reports then)}. The res
 over the ranks. The program "first_trainer" takes a case of adopt_worker.py, and starts at step 0.
 """
 
-import gc
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +15,8 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from pretrain.distributed.process_group import remove_shared_memory_names
 from tests.distributed.workers import adopt_worker
-from tests.distributed.workers.adopt_worker import InOrder, Samples, forget_settings, train_step, write_live_states
+from tests.distributed.workers.adopt_worker import InOrder, Samples, train_step, write_live_states
 
 Case = dict[str, Any]
 
@@ -69,19 +65,5 @@ def trainer(case: Case) -> list[float]:
 PROGRAMS = {"plain": plain, "trainer": trainer, "first_trainer": adopt_worker.trainer}
 
 
-def main() -> None:
-    deepspeed.init_distributed("gloo")
-    remove_shared_memory_names(dist.get_rank())
-    results = {}
-    for case in json.loads(Path(sys.argv[1]).read_text()):
-        results[case["name"]] = PROGRAMS[case["program"]](case)
-        forget_settings()
-        if dist.get_rank() == 0:
-            Path(sys.argv[2]).write_text(json.dumps(results))
-        dist.barrier()
-        gc.collect()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    adopt_worker.main(PROGRAMS)

@@ -22,9 +22,10 @@ from pretrain.resilience import requests
 from pretrain.resilience.launcher_watch import LAUNCHER_VARIABLE
 from pretrain.resilience.signals import SignalListener
 from pretrain.train import main
-from tests.distributed.workers.forked import RANKS, hold, is_alive, log_of, reached, released, statuses, wait_until
+from tests.distributed.workers.forked import RANKS, hold, is_alive, log_of, reached, released, statuses
 from tests.distributed.workers.killed_writer import SUB_STEPS
 from tests.support.launch import free_port, rank_environment
+from tests.support.supervised import wait_until
 
 HOLD_AT = 4  # the ranks of a start wait in this step, unless the case has the key "hold_at"
 
@@ -152,7 +153,8 @@ def act(case: dict[str, Any]) -> dict[str, Any]:
 
     pids = [launch(case)] if by_launcher else start(case)
     if case["act"] != "run":
-        wait_until(lambda: reached(released(case)).exists() or ended(pids), f"no steps in {folder}")
+        wait_until(lambda: reached(released(case)).exists() or ended(pids), lambda: f"no steps in {folder}",
+                   poll_s=0.005)
         if case["act"] == "touch":
             for name in case["files"]:
                 (folder / name).touch()
@@ -165,7 +167,7 @@ def act(case: dict[str, Any]) -> dict[str, Any]:
             time.sleep(2)  # the ranks notice it within a second
         elif "ranks" in case:
             ranks = range(RANKS) if by_launcher else case["ranks"]
-            wait_until(lambda: all(got_signal(case, rank).exists() for rank in ranks) or ended(pids), "no signal")
+            wait_until(lambda: all(got_signal(case, rank).exists() for rank in ranks) or ended(pids), poll_s=0.005)
         released(case).touch()
     return statuses(pids)
 

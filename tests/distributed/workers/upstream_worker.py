@@ -26,8 +26,6 @@ from pretrain.model.layer_specs import as_module
 from tests.distributed.workers.worker import Case, end, engine_of, losses, plan_of, resume, steps
 from tests.support.cases_loop import each_case
 
-ADAM = {"type": "AdamW", "params": {"lr": 1e-3}}
-
 __all__ = ["losses", "resume"]  # jobs
 
 

@@ -14,6 +14,7 @@ from pretrain.memory.estimate.estimate_memory import estimate_rank
 from pretrain.memory.estimate.phases import layer_groups
 from pretrain.memory.estimate.rank import Rank
 from pretrain.memory.storage_tracker import StorageTracker
+from pretrain.model.attention_memory import document_bytes, shared_mask_bytes
 from pretrain.model.config import ModelConfig, model_config_from
 from pretrain.model.kernels import torch_attention
 from pretrain.model.kernels.cpu.choice import ALL_IN_C, set_choice
@@ -32,7 +33,7 @@ from pretrain.model.layer_specs import as_module
 from pretrain.model.layers.block import Block
 from pretrain.model.layers.moe import MoE
 from pretrain.model.layers.rope import Rope
-from pretrain.model.operator_memory import MicroBatch, document_bytes, shared_mask_bytes
+from pretrain.model.operator_memory import MicroBatch
 from pretrain.model.recompute import Recompute
 from tests.support.block_memory import measure_block
 from tests.support.model_shapes import SHAPES

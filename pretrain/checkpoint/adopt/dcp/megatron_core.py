@@ -138,19 +138,13 @@ class _Tensors:
         object.__setattr__(self, "sources", dict(self._find_sources()))
 
     def _find_sources(self) -> Iterator[tuple[str, _Source]]:
-        names, block = self.model.named_parameters(), 0
-        for layer in self.model.layers():
-            if layer.kind == "head" and layer.tied:
-                continue
-            for parameter in layer.parameters:
-                ours, _ = next(names)
-                found = self._in_layer(block, parameter) if layer.kind == "block" else self._outside(
-                    layer.kind if layer.class_name != "EmbeddingNorm" else "", parameter)
-                if found is None:
-                    raise ConfigError(f"{self.files.folder}: {ours}", problem="the model of the config.json has this "
-                                      "parameter, and the checkpoint does not", remedy=_OTHER_MODEL)
-                yield ours, found
-            block += layer.kind == "block"
+        for ours, parameter, layer, block in self.model.placed_parameters():
+            found = self._in_layer(block, parameter) if layer.kind == "block" else self._outside(
+                layer.kind if layer.class_name != "EmbeddingNorm" else "", parameter)
+            if found is None:
+                raise ConfigError(f"{self.files.folder}: {ours}", problem="the model of the config.json has this "
+                                  "parameter, and the checkpoint does not", remedy=_OTHER_MODEL)
+            yield ours, found
 
     def _outside(self, kind: str, parameter: Parameter) -> _Source | None:
         last = "bias" if parameter.name.endswith("bias") else "weight"

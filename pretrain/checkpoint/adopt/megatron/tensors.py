@@ -61,21 +61,15 @@ class Tensors:
         self._check()
 
     def _find_sources(self) -> Iterable[tuple[str, Source]]:
-        names, block = self.model.named_parameters(), 0
-        for layer in self.model.layers():
-            if layer.kind == "head" and layer.tied:
-                continue
+        for ours, parameter, layer, block in self.model.placed_parameters():
             kind = "embedding norm" if layer.class_name == "EmbeddingNorm" else layer.kind
-            for parameter in layer.parameters:
-                ours, _ = next(names)
-                known = kind != "block" or block < self.layout.num_blocks
-                place = self.layout.place(kind, block, parameter.name, gated=self.model.gated_mlp) if known else None
-                if place is None:
-                    what = f"{parameter.name} of block {block}" if kind == "block" else f"the {kind}"
-                    raise ConfigError(f"{self.files.folder}: {what}", problem="the model of the config.json has this "
-                                      "parameter, and the checkpoint does not", remedy=_OTHER_MODEL)
-                yield ours, Source(parameter, place, kind)
-            block += layer.kind == "block"
+            known = kind != "block" or block < self.layout.num_blocks
+            place = self.layout.place(kind, block, parameter.name, gated=self.model.gated_mlp) if known else None
+            if place is None:
+                what = f"{parameter.name} of block {block}" if kind == "block" else f"the {kind}"
+                raise ConfigError(f"{self.files.folder}: {what}", problem="the model of the config.json has this "
+                                  "parameter, and the checkpoint does not", remedy=_OTHER_MODEL)
+            yield ours, Source(parameter, place, kind)
 
     @cached_property
     def ranks(self) -> tuple[RankStates, ...]:

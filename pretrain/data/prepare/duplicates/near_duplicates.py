@@ -15,9 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pretrain.data.prepare.document_rows import ORIGIN, SIGNATURE, Origins
-from pretrain.data.prepare.duplicates.signatures import NUM_VALUES, mix
+from pretrain.data.prepare.duplicates.signatures import NUM_VALUES
 from pretrain.data.prepare.duplicates.slot_table import SlotTable, slots_for
 from pretrain.data.prepare.partial_output import AppendFile
+from pretrain.data.samples.shuffled import finalize
 
 LOWEST_THRESHOLD = 0.5  # lower ones need bands of two values, which most documents share with others
 RECORD = np.dtype([("origins", ORIGIN), SIGNATURE])
@@ -152,7 +153,7 @@ class NearDuplicates:
         parts = used.reshape(len(values), self._num_bands, self._band_size)
         hashes = np.broadcast_to(np.arange(1, self._num_bands + 1, dtype=np.uint64), parts.shape[:2])
         for place in range(self._band_size):
-            hashes = mix(hashes * np.uint64(0x9E3779B97F4A7C15) + parts[:, :, place])
+            hashes = finalize(hashes * np.uint64(0x9E3779B97F4A7C15) + parts[:, :, place])
         return hashes
 
     def _find(self, bands: _Hashes, values: npt.NDArray[np.uint16]) -> _Rows:

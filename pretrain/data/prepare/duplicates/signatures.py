@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pretrain.errors import ConfigError
+from pretrain.data.samples.shuffled import finalize
+from pretrain.errors import require_package
 
 NUM_VALUES = 128
 SHINGLE_WORDS = 5
@@ -31,11 +32,9 @@ _Indices = npt.NDArray[np.int64]
 
 def make_sign() -> Sign:
     """Return the function that makes the signatures of texts. Raises ConfigError without the library rensa."""
-    try:
-        import rensa
-    except ImportError:
-        raise ConfigError("--near_duplicates", problem="the package rensa is not installed",
-                          remedy="run `pip install 'ds-pretrain[dedup]'`") from None
+    require_package("rensa", "--near_duplicates", "dedup")
+    import rensa
+
     digest_matrix = rensa.RMinHash.digest_matrix_from_flat_token_hashes
 
     def sign(texts: Sequence[str]) -> Signatures:
@@ -89,18 +88,11 @@ def shingles(texts: Sequence[str]) -> tuple[Hashes, _Indices]:
     is_shingle = owner[last : last + count] == owner[:count]
     is_shingle[bounds[:-1][np.diff(bounds) > 0]] = True  # of a short text; the first shingle of others is complete
     kept = np.flatnonzero(is_shingle)
-    return mix(hashes[kept]), np.searchsorted(kept, bounds)
+    return finalize(hashes[kept]), np.searchsorted(kept, bounds)
 
 
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, so that its powers have inverses modulo 2^64
 _INVERSE = np.uint64(pow(int(_FACTOR), -1, 1 << 64))
-
-
-def mix(values: Hashes) -> Hashes:
-    """Return values whose bits all depend on all bits (the finalizer of SplitMix64)."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
 
 
 def _words(text: str) -> tuple[Hashes, _Indices]:
@@ -121,10 +113,10 @@ def _words(text: str) -> tuple[Hashes, _Indices]:
         starts = np.flatnonzero(is_word & (begins | ~before))
         stops = np.flatnonzero(before & (begins | ~is_word))
     powers, inverses = _powers(1 << max(len(codes) - 1, 1).bit_length())
-    values = (_ascii_values()[codes] if begins is None else mix(codes.astype(np.uint64) + np.uint64(1)))
+    values = (_ascii_values()[codes] if begins is None else finalize(codes.astype(np.uint64) + np.uint64(1)))
     sums = np.zeros(len(codes) + 1, np.uint64)
     np.cumsum(values * powers[: len(codes)], out=sums[1:])
-    return mix((sums[stops] - sums[starts]) * inverses[starts]), starts
+    return finalize((sums[stops] - sums[starts]) * inverses[starts]), starts
 
 
 @cache
@@ -141,7 +133,7 @@ def _ascii_words() -> npt.NDArray[np.bool_]:
 
 @cache
 def _ascii_values() -> Hashes:
-    return mix(np.arange(1, 129, dtype=np.uint64))
+    return finalize(np.arange(1, 129, dtype=np.uint64))
 
 
 def _word_characters(codes: npt.NDArray[np.uint32]) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:

@@ -28,6 +28,14 @@ class Tail:
             return self.offset > 0
         return self.offset > 0 and (status.st_size < self.offset or status.st_ino != self.inode)
 
+    def rows(self) -> list[dict[str, Any]]:
+        """Return all new rows; those until an error of the file system."""
+        found: list[dict[str, Any]] = []
+        with contextlib.suppress(OSError):
+            for block in self.blocks():
+                found += [row for _, row in block]
+        return found
+
     def blocks(self) -> Iterator[list[tuple[int, dict[str, Any]]]]:
         """Yield lists of (number of the line, row). Lines that are not JSON objects are skipped."""
         if not self.path.is_file():
@@ -51,10 +59,11 @@ def _parse(lines: list[bytes]) -> list[dict[str, Any] | None]:
         rows = json.loads(b"[" + b",".join(lines) + b"]")  # one call is twice as fast as one call per line
         if len(rows) == len(lines) and set(map(type, rows)) == {dict}:
             return rows
-    return [_parse_line(line) for line in lines]
+    return [parse_row(line) for line in lines]
 
 
-def _parse_line(line: bytes) -> dict[str, Any] | None:
+def parse_row(line: bytes) -> dict[str, Any] | None:
+    """Return the row of a line; None for a line that is not a JSON object."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
