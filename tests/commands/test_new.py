@@ -94,6 +94,21 @@ def test_every_pair_passes_check_and_fits(model: str, machine: str, texts: Path,
     assert all(block.startswith("# ") for block in blocks)
 
 
+@pytest.mark.parametrize("order", ["longest last", "longest first"])
+def test_validation_data_of_unequal_documents_is_enough(order: str, texts: Path,
+                                                        capsys: pytest.CaptureFixture[str]) -> None:
+    """The last 3% of the documents may have far fewer tokens than 3%, or than 10%."""
+    text = json.loads((texts / "own.jsonl").read_text().splitlines()[0])["text"]
+    documents = sorted((text[: 1 + 4000 * number**4 // 200**4] for number in range(200)),
+                       key=len, reverse=order == "longest first")
+    Path("own.jsonl").write_text("\n".join(json.dumps({"text": document}) for document in documents))
+    prepare(["own.jsonl"], tokenizer="bytes", out="tokens", workers=1)
+    main(["run.yaml", "--data", "tokens", "--tokenizer", "bytes", "--model", str(texts / "shape.json"),
+          *shlex.split(MACHINES["1 a100"]), "--seq_length", "64"])
+    check.main(["--config", "run.yaml", "--world_size", "1", "--gpu", "a100"])
+    assert values().get("split") == (None if order == "longest last" else "100,0,0")
+
+
 def test_a_model_that_does_not_fit_names_the_smallest_number_of_gpus(texts: Path,
                                                                      capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--data", str(texts / "own.jsonl"), "--tokenizer", "bytes", "--model", "13B", "--gpu", "v100-16"]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from pretrain.cli import whole_number
+from pretrain.data.data_spec import parse_split, split_documents
 from pretrain.data.text_inputs.chunk import ReadSettings
 from pretrain.data.text_inputs.documents import read_pieces
 from pretrain.data.text_inputs.find import find_inputs
@@ -73,6 +74,18 @@ class Data:
     def tokens(self, tokenizer: str) -> int:
         """Return the number of tokens: of text, an estimate from its size."""
         return self.num_tokens or self.text_bytes // (1 if tokenizer == BYTES else BYTES_PER_TOKEN)
+
+    def validation_tokens(self, split: str, tokenizer: str) -> int:
+        """Return the number of tokens in the validation part of --split.
+
+        Of text it is half the estimate: the part has complete documents, which may be shorter than others.
+        """
+        fractions = parse_split(split)
+        if self.inputs:
+            return int(fractions[1] * self.tokens(tokenizer)) // 2
+        files = open_checked(self.prefix)
+        first, last = split_documents(files.num_documents, fractions)[1]
+        return files.document_offset(last) - files.document_offset(first)
 
 
 def data_of(words: Sequence[str], jsonl_key: str, new_prefix: str) -> Data:

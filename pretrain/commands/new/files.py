@@ -138,10 +138,10 @@ def _yaml_values(run: NewRun) -> list[tuple[str, dict[str, Any]]]:
     ]
 
 
-def split_for(layout: Layout, available: int) -> str:
-    """Return the value of --split whose validation data has two global batches of `available` tokens, if any has."""
-    needed = 2 * layout.tokens_per_step / max(1, available)
-    return DEFAULT_SPLIT if needed <= 0.03 else _LARGE_VALIDATION if needed <= 0.1 else _NO_VALIDATION
+def split_for(layout: Layout, data: Data, tokenizer: str) -> str:
+    """Return the value of --split whose validation data is longer than a global batch, if any is."""
+    return next((split for split in (DEFAULT_SPLIT, _LARGE_VALIDATION)
+                 if data.validation_tokens(split, tokenizer) > layout.tokens_per_step), _NO_VALIDATION)
 
 
 def _split(run: NewRun) -> list[tuple[str, dict[str, Any]]]:

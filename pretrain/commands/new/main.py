@@ -137,7 +137,7 @@ def _new_run(flags: argparse.Namespace) -> NewRun:
     row = best_layout(model.config, cluster, seq_length=seq_length,
                       batch_tokens=min(defaults.batch_tokens, tokens / FEWEST_STEPS))
     save = answer("save", flags.save, _run_folder, "run folder", str(folder / "runs" / name))
-    split = split_for(row.candidate.layout, available)
+    split = split_for(row.candidate.layout, data, tokenizer.value)
     fitting, why = _default_tokens(model, available, split)
     if flags.steps is None and tokens_text(tokens) == tokens_text(default):
         tokens = fitting
