@@ -42,6 +42,11 @@ class Optimizer:
     from_torch: bool = False  # a class of torch.optim, without a fused kernel
     since: str = ""  # first version of DeepSpeed with which it is supported; "": all
 
+    @property
+    def divisible(self) -> bool:
+        """Whether its states can be divided anywhere, as a resume in another layout does."""
+        return self.elementwise and not self.states_in_blocks
+
 
 def _torch(name: str, params: Tree, *, elementwise: bool = True, states: int = 2) -> Optimizer:
     """Return the row of a class of torch.optim. `params` are those besides "lr" and the implementation flags."""
@@ -103,9 +108,7 @@ _ROWS = (
 OPTIMIZERS = {row.name.lower(): row for row in _ROWS}  # by Layout.optimizer
 KNOWN_NAMES = tuple(row.name for row in _ROWS)
 _FAMILIES = {name: row.family or row.name for row in _ROWS for name in row.classes}
-# families whose states can be divided anywhere
-DIVISIBLE_FAMILIES = tuple({row.family or row.name: None for row in _ROWS
-                            if row.elementwise and not row.states_in_blocks})
+DIVISIBLE_FAMILIES = tuple({row.family or row.name: None for row in _ROWS if row.divisible})
 
 
 def optimizer_params(kind: str) -> Tree | None:
