@@ -1,11 +1,13 @@
 """Optimizers on real engines: the same losses in every layout, and which parameters Muon updates, and how."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from pretrain.config.ds_json.optimizers import KNOWN_NAMES
+from pretrain.config.ds_json.optimizers import KNOWN_NAMES, OPTIMIZERS
 from pretrain.config.ds_json.read import DsFile
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.layout import parse_layout
@@ -135,6 +137,26 @@ def test_8_bit_adamw_with_a_mock_of_its_package(corpus: str, tmp_path: Path) -> 
         assert found["optimizer"].endswith("/AdamW8bit")
         assert found["again"] == found["loss"]
         assert relative_difference(found["loss"], results[name]["loss"][2:]) < 1e-6
+
+
+def test_the_states_of_each_optimizer_of_torch_are_counted(subtests: pytest.Subtests) -> None:
+    """In the predicted memory, for a flat tensor, with each parameter that adds a state and without."""
+    for row in (row for row in OPTIMIZERS.values() if row.from_torch):
+        switches = [name for name in ("momentum", "centered", "nesterov") if name in row.params]
+        for chosen in itertools.product((False, True), repeat=len(switches)):
+            given: dict[str, Any] = {name: 0.9 if name == "momentum" else True
+                                     for name, is_given in zip(switches, chosen, strict=True) if is_given}
+            if given.get("nesterov") and "momentum" not in given:
+                continue
+            with subtests.test(row.name, given=sorted(given)):
+                weight = torch.nn.Parameter(torch.ones(100))
+                weight.grad = torch.ones(100)
+                optimizer = getattr(torch.optim, row.name)([weight], lr=1e-3, **given)
+                optimizer.step()
+                states = sum(value.dim() > 0 for value in optimizer.state[weight].values() if torch.is_tensor(value))
+                layout = parse_layout({"train_batch_size": 1, "optimizer": {"type": row.name, "params": given}},
+                                      world_size=1, seq_length=64, device_kind="cpu")
+                assert layout.optimizer_moments == states
 
 
 def test_memory_of_8_bit_states() -> None:
