@@ -288,9 +288,8 @@ def _precision(get: _Getter) -> dict[str, Any]:
 def _optimizer(get: _Getter) -> dict[str, Any]:
     kind = str(get("optimizer.type", "AdamW")).lower()
     row = OPTIMIZERS.get(kind)
-    tensors = 2 if row is None else row.states
-    if kind == "sgd" and get("optimizer.params.momentum", 0):
-        tensors = 1
+    tensors = 2 if row is None else \
+        row.states + sum(bool(get(f"optimizer.params.{name}", 0)) for name in row.states_of_params)
     return {"optimizer": kind, "optimizer_moments": tensors,
             "torch_optimizer": row is None or row.from_torch or bool(get("optimizer.params.torch_adam", False)
                                                       and not get("optimizer.params.fused", False))}

@@ -181,6 +181,7 @@ def _nodes_and_gpus(world_size: int | None, nodes: int | None, gpus_per_node: in
     nodes = nodes or -(-world_size // gpus_per_node)
     if nodes * gpus_per_node != world_size:
         raise ConfigError("--world_size",
-                          problem=f"{world_size} GPUs do not fill {nodes} nodes of {gpus_per_node} GPUs",
+                          problem=f"{counted(world_size, 'GPU')} cannot fill {counted(nodes, 'node')} of "
+                                  f"{counted(gpus_per_node, 'GPU')}",
                           remedy=f"give --world_size {nodes * gpus_per_node}, or other --nodes and --gpus_per_node")
     return nodes, gpus_per_node

@@ -126,6 +126,28 @@ def test_the_schedule_of_the_json_is_kept(tmp_path: Path, flags: list[str], monk
     assert again.plan.ds_config["scheduler"]["params"]["total_num_steps"] == 80
 
 
+@pytest.mark.parametrize(("kind", "divisible"), [("AdamW", True), ("NAdam", True), ("Muon", False),
+                                                 ("Adafactor", False)])
+def test_undivisible_states_are_rejected_in_another_layout(tmp_path: Path, flags: list[str], kind: str,
+                                                           divisible: bool) -> None:
+    """As by the engine that loads them, but before there is one."""
+    def layout(stage: int, bucket: int = 1000) -> list[str]:
+        path = tmp_path / f"{stage}-{bucket}.json"
+        path.write_text(json.dumps({
+            "zero_optimization": {"stage": stage, "reduce_bucket_size": bucket}, "zero_allow_untested_optimizer": True,
+            "bf16": {"enabled": True}, "optimizer": {"type": kind, "params": {"lr": 0.01}}}))
+        return [*flags, "--deepspeed_config", str(path)]
+
+    run = tmp_path / "run"
+    write_checkpoint(start_run(run, *layout(1)).plan)
+    _resumed(run, *layout(1, bucket=2000))
+    if divisible:
+        _resumed(run, *layout(2))
+        return
+    with pytest.raises(ConfigError, match=rf"global_step10: zero_stage: 1 in .* and 2 in .* states of {kind}\. Resume"):
+        _resumed(run, *layout(2))
+
+
 CHANGES = {
     "lr": ["--learning_rate", "2e-2"], "weight_decay": ["--weight_decay", "0.3"], "betas": ["--adam_beta2", "0.9"],
     "eps": ["--adam_epsilon", "1e-6"], "clipping": ["--gradient_clipping", "0.5"], "loss": ["--z_loss", "1e-4"],

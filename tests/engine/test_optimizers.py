@@ -1,13 +1,24 @@
 """Optimizers on real engines: the same losses in every layout, and which parameters Muon updates, and how."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from pretrain.config.ds_json.optimizers import KNOWN_NAMES, OPTIMIZERS
+from pretrain.config.ds_json.read import DsFile
+from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.layout import parse_layout
+from pretrain.config.resolve import resolve_ds_config
+from pretrain.config.run_rules import check_rules
+from pretrain.distributed.device import cpu_device
+from pretrain.errors import ConfigError
 from pretrain.memory.estimate.rank import ParameterGroup, eight_bit_state_bytes, optimizer_states
-from tests.support.cases import CPU, case, flags
+from pretrain.model.config import load_model_config
+from tests.support.cases import CPU, case, config, flags
+from tests.support.launch import run_worker
 from tests.support.layouts import dp2, pp2, relative_difference, run_layouts
 
 STEPS = 4
@@ -38,6 +49,40 @@ def test_elementwise_optimizers_of_torch_are_the_same_in_every_layout(kind: str,
     for name in cases:
         assert relative_difference(results[name]["loss"], results["zero0"]["loss"]) < 2e-6, name
         assert min(results[name]["changes"].values()) > 0, name
+
+
+def test_every_optimizer_resumes_bit_exactly_with_its_own_defaults(corpus: str, tmp_path: Path,
+                                                                   subtests: pytest.Subtests) -> None:
+    """Each optimizer of the table that this machine accepts, in the first of the layouts that accepts it."""
+    run_flags = {**flags(corpus, layers=2, hidden=32, seq_length=32, steps=STEPS), "lr_warmup_steps": 1}
+    layouts = [config(0), config(2), config(2, offload_optimizer=CPU), config(3, reduce_scatter=False)]
+    cases = []
+    for index, kind in enumerate(KNOWN_NAMES):
+        turned = layouts[index % 2:] + layouts[:index % 2]  # half of them begin with ZeRO-2
+        values = [{**each, "optimizer": {"type": kind, "params": {"lr": 1e-3}}, "zero_allow_untested_optimizer": True}
+                  for each in turned]
+        accepted = next(filter(_is_accepted, values), None)
+        if accepted is not None:
+            cases += [case(kind, "train_and_save", accepted, run_flags, saved_step=2),
+                      case(f"{kind}-resumed", "resume", accepted, run_flags, saved_step=2,
+                           source=f"run-{kind}/checkpoints/global_step2")]
+    results = run_worker("layout_worker.py", cases, 1, tmp_path)
+    resumed = [kind for kind in KNOWN_NAMES if kind in results]
+    assert {*KNOWN_NAMES} - {*resumed} <= {"AdamW8bit", "Lamb"}, "these need CUDA"
+    for kind in resumed:
+        with subtests.test(kind):
+            assert results[f"{kind}-resumed"]["after"] == results[kind]["after"]
+
+
+def _is_accepted(values: dict[str, Any]) -> bool:
+    try:
+        plan = resolve_ds_config(DsFile("ds.json", values), RunArguments(save="run", train_steps=STEPS, seq_length=32),
+                                 model=load_model_config("tiny", "vocab_size=256,n_layer=2,n_embd=32"), world_size=1,
+                                 device=cpu_device())
+        check_rules(plan)
+    except ConfigError:
+        return False
+    return True
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +137,26 @@ def test_8_bit_adamw_with_a_mock_of_its_package(corpus: str, tmp_path: Path) -> 
         assert found["optimizer"].endswith("/AdamW8bit")
         assert found["again"] == found["loss"]
         assert relative_difference(found["loss"], results[name]["loss"][2:]) < 1e-6
+
+
+def test_the_states_of_each_optimizer_of_torch_are_counted(subtests: pytest.Subtests) -> None:
+    """In the predicted memory, for a flat tensor, with each parameter that adds a state and without."""
+    for row in (row for row in OPTIMIZERS.values() if row.from_torch):
+        switches = [name for name in ("momentum", "centered", "nesterov") if name in row.params]
+        for chosen in itertools.product((False, True), repeat=len(switches)):
+            given: dict[str, Any] = {name: 0.9 if name == "momentum" else True
+                                     for name, is_given in zip(switches, chosen, strict=True) if is_given}
+            if given.get("nesterov") and "momentum" not in given:
+                continue
+            with subtests.test(row.name, given=sorted(given)):
+                weight = torch.nn.Parameter(torch.ones(100))
+                weight.grad = torch.ones(100)
+                optimizer = getattr(torch.optim, row.name)([weight], lr=1e-3, **given)
+                optimizer.step()
+                states = sum(value.dim() > 0 for value in optimizer.state[weight].values() if torch.is_tensor(value))
+                layout = parse_layout({"train_batch_size": 1, "optimizer": {"type": row.name, "params": given}},
+                                      world_size=1, seq_length=64, device_kind="cpu")
+                assert layout.optimizer_moments == states
 
 
 def test_memory_of_8_bit_states() -> None:

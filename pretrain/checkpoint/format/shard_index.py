@@ -100,10 +100,12 @@ def _states_by_size(flat: FlatTensor, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _numeric_settings(group: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a parameter group that are numbers or lists of numbers."""
+    """Return the settings of a parameter group that are numbers or lists of numbers and None (eps of Adafactor)."""
 
     def as_floats(value: Any) -> Any:
-        return [as_floats(item) for item in value] if isinstance(value, (list, tuple)) else float(value)
+        if isinstance(value, (list, tuple)):
+            return [as_floats(item) for item in value]
+        return None if value is None else float(value)
 
     return {key: as_floats(value) for key, value in group.items()
             if key != "params" and not isinstance(value, (bool, str)) and value is not None}

@@ -18,6 +18,7 @@ from pretrain.checkpoint.load.same_data import (
     check_same_tokenizer,
     evaluation_data_notes,
 )
+from pretrain.config.ds_json.optimizers import OPTIMIZERS
 from pretrain.config.flags.arguments import OVERRIDES, RunArguments
 from pretrain.config.flags.overrides import Change, named_overrides
 from pretrain.config.layout import Layout
@@ -111,6 +112,7 @@ def _continue(folder: Path, manifest: Manifest, warnings: list[str], plan: Plan,
     check_read_order(manifest, plan, folder)
     allowed = named | ({"samples"} if branch is not None else set())  # a branch is a decision of its own
     changes = changes_of(manifest, plan, folder, allowed)
+    _check_divisible(manifest, plan, folder)
     length = _continued_length(plan, manifest, changes)
     schedule = continued_schedule(plan, length, manifest, folder, named)
     nothing_left = _check_steps_left(plan, length, manifest, folder, branch, with_record=with_record)
@@ -192,11 +194,31 @@ def _check_weights_only(manifest: Manifest, plan: Plan, folder: Path) -> list[st
 
 def same_layout(saved: Layout, current: Layout) -> bool:
     """Return whether DeepSpeed can read the files itself; otherwise each rank reads the fragments that it needs."""
+    return not _different_settings(saved, current)
+
+
+def _different_settings(saved: Layout, current: Layout) -> list[str]:
+    """Return the settings of the layout that determine which states are in which file, and that differ."""
     names = ("world_size", "data_parallel_size", "pipeline_stages", "tensor_parallel_size", "sequence_parallel_size",
              "expert_parallel_size", "zero_stage", "precision", "grad_accum_dtype", "optimizer")
     # offload to CPU and offload to NVMe write the same files; without offload the optimizer class and its files differ
     same_offload = (saved.offload_optimizer == "none") == (current.offload_optimizer == "none")
-    return same_offload and all(getattr(saved, name) == getattr(current, name) for name in names)
+    return [name for name in names if getattr(saved, name) != getattr(current, name)] + \
+        ([] if same_offload else ["offload_optimizer"])
+
+
+def _check_divisible(manifest: Manifest, plan: Plan, folder: Path) -> None:
+    """Raise ConfigError if another layout would have to divide optimizer states that belong to complete matrices."""
+    row = OPTIMIZERS[plan.layout.optimizer]
+    different = _different_settings(manifest.layout, plan.layout)
+    if row.divisible or not different:
+        return
+    name = different[0]
+    values = [getattr(layout, name) for layout in (manifest.layout, plan.layout)]
+    before, now = ("the default" if value is None else value for value in values)
+    raise ConfigError(f"{folder}: {name}", problem=f"{before} in the checkpoint and {now} in this run; another layout "
+                      f"cannot divide the states of {row.name}",
+                      remedy="resume in the layout of the checkpoint, or begin with its weights: --init_from")
 
 
 def _reject_other_evaluation_data(plan: Plan, step: int, last_step: int) -> None:

@@ -31,6 +31,7 @@ class Optimizer:
     name: str  # torch.optim's names are case-sensitive, the others are not
     params: Tree
     states: int = 2  # tensors of a parameter's size that it keeps
+    states_of_params: tuple[str, ...] = ()  # parameters that each add such a tensor, unless they are 0 or false
     family: str = ""  # name for all its classes in checkpoints, which have the same states; "": its name
     classes: tuple[str, ...] = ()  # names of its classes, if they are not the family's
     elementwise: bool = False  # updates a weight from its own gradient and states: a part of a matrix is enough
@@ -42,8 +43,14 @@ class Optimizer:
     from_torch: bool = False  # a class of torch.optim, without a fused kernel
     since: str = ""  # first version of DeepSpeed with which it is supported; "": all
 
+    @property
+    def divisible(self) -> bool:
+        """Whether its states can be divided anywhere, as a resume in another layout does."""
+        return self.elementwise and not self.states_in_blocks
 
-def _torch(name: str, params: Tree, *, elementwise: bool = True, states: int = 2) -> Optimizer:
+
+def _torch(name: str, params: Tree, *, elementwise: bool = True, states: int = 2,
+           states_of_params: tuple[str, ...] = ()) -> Optimizer:
     """Return the row of a class of torch.optim. `params` are those besides "lr" and the implementation flags."""
     flags: Tree = {} if name == "Adafactor" else \
         {"capturable": _BOOL, "differentiable": Key(rejected="nothing differentiates through a step")}
@@ -51,7 +58,8 @@ def _torch(name: str, params: Tree, *, elementwise: bool = True, states: int = 2
         del flags["capturable"]
     return Optimizer(name, {"lr": _RATE, "foreach": Key("bool", null=True),
                             "maximize": Key(rejected="the loss is minimized"), **params, "max_grad_norm": _NO_CLIPPING,
-                            **flags}, states=states, elementwise=elementwise, from_torch=True)
+                            **flags}, states=states, states_of_params=states_of_params,
+                     elementwise=elementwise, from_torch=True)
 
 
 _FROM_0 = Key("number", low=0)
@@ -86,26 +94,24 @@ _ROWS = (
                           "lr_decay": Key("number", low=0), "initial_accumulator_value": Key("number", low=0),
                           "fp32_optimizer_states": _BOOL, "max_grad_norm": _NO_CLIPPING},
               states=1, classes=("DeepSpeedCPUAdagrad",), elementwise=True, on_cpu=True, tested_with_zero=True),
-    _torch("ASGD", {"lambd": _FROM_0, "alpha": _FROM_0, "t0": _FROM_0, "weight_decay": _DECAY}),
+    _torch("ASGD", {"lambd": _FROM_0, "alpha": _FROM_0, "t0": _FROM_0, "weight_decay": _DECAY}, states=1),
     _torch("Adadelta", {"rho": _FRACTION, "eps": _SMALL, "weight_decay": _DECAY}),
     _torch("Adafactor", {"beta2_decay": Key("number", high=0), "eps": Key("pair", low=0), "d": Key("number", low=1),
-                         "weight_decay": _DECAY}, elementwise=False),
+                         "weight_decay": _DECAY}, elementwise=False, states=1),  # less in fp32 at ZeRO-0
     _torch("Adamax", {"betas": _BETAS, "eps": _SMALL, "weight_decay": _DECAY}),
     _torch("NAdam", {"betas": _BETAS, "eps": _SMALL, "weight_decay": _DECAY, "momentum_decay": _FROM_0,
                      "decoupled_weight_decay": _BOOL}),
     _torch("RAdam", {"betas": _BETAS, "eps": _SMALL, "weight_decay": _DECAY, "decoupled_weight_decay": _BOOL}),
     _torch("RMSprop", {"alpha": _FRACTION, "eps": _SMALL, "weight_decay": _DECAY, "momentum": _FRACTION,
-                       "centered": _BOOL}, states=1),
+                       "centered": _BOOL}, states=1, states_of_params=("momentum", "centered")),
     _torch("Rprop", {"etas": Key("pair", low=1e-9), "step_sizes": Key("pair", low=0)}),
     _torch("SGD", {"momentum": _FRACTION, "dampening": Key("number"), "weight_decay": _DECAY, "nesterov": _BOOL,
-                   "fused": _BOOL}, states=0),
+                   "fused": _BOOL}, states=0, states_of_params=("momentum",)),
 )
 OPTIMIZERS = {row.name.lower(): row for row in _ROWS}  # by Layout.optimizer
 KNOWN_NAMES = tuple(row.name for row in _ROWS)
 _FAMILIES = {name: row.family or row.name for row in _ROWS for name in row.classes}
-# families whose states can be divided anywhere
-DIVISIBLE_FAMILIES = tuple({row.family or row.name: None for row in _ROWS
-                            if row.elementwise and not row.states_in_blocks})
+DIVISIBLE_FAMILIES = tuple({row.family or row.name: None for row in _ROWS if row.divisible})
 
 
 def optimizer_params(kind: str) -> Tree | None:
