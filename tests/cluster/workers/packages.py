@@ -29,5 +29,6 @@ def _missing(packages: dict[str, str]) -> list[str]:
 def _install(packages: list[str]) -> None:
     """Without recommended packages: those of chromium are a print system, Samba and Perl, half a minute of work."""
     environ = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    for words in (["update", "-qq"], ["install", "-y", "-qq", "--no-install-recommends", *packages]) if packages else ():
+    install = ["install", "-y", "-qq", "--no-install-recommends", *packages]
+    for words in (["update", "-qq"], install) if packages else ():
         subprocess.run(["apt-get", *words], env=environ, capture_output=True)
