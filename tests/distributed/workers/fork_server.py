@@ -27,13 +27,10 @@ GRACE_S = 60.0  # after one rank has failed, the other ranks have this time to r
 
 
 def load_operators() -> None:
-    """Load the compiled operators once, and check the machine. Forks inherit libraries, and what was found."""
+    """Load the compiled operators, and check the installed packages, once. Forks inherit both."""
     check_requirements()
     prepare_deepspeed(detect_device())
-    import deepspeed
     from deepspeed.accelerator import get_accelerator
-
-    assert deepspeed.ops.__compatible_ops__  # each rank would run a compiler to find them
 
     import pretrain.trainer  # noqa: F401
 
