@@ -47,17 +47,18 @@ def _order(item: pytest.Item) -> int:
     return len(longest) + (item.path.relative_to(Path(__file__).parent).parts[0] not in ("distributed", "cluster"))
 
 
-def selected_params(request: pytest.FixtureRequest, name: str) -> list[Any]:
-    """Return the values of the parameter `name` in the selected tests of this file, each once.
+def selected_params(request: pytest.FixtureRequest, *names: str) -> list[Any]:
+    """Return the values of a parameter in the selected tests of this file, each once; of several names, tuples.
 
-    A fixture launches only these cases. Slow cases are included only if `pytest -m slow` selects them.
+    A fixture launches only these cases. Slow cases are included only if `pytest -m slow` selects them. Give all the
+    names of a test at once: the product of the values of each would include cases that no selected test reads.
     """
     found: list[Any] = []
     for item in request.session.items:
         callspec = getattr(item, "callspec", None)
-        if item.path == request.path and callspec is not None and name in callspec.params:
-            value = callspec.params[name]
-            if value not in found:
+        if item.path == request.path and callspec is not None and callspec.params.keys() >= set(names):
+            values = tuple(callspec.params[name] for name in names)
+            if (value := values if len(names) > 1 else values[0]) not in found:
                 found.append(value)
     return found
 

@@ -12,10 +12,17 @@ unset PYTHONDONTWRITEBYTECODE  # thousands of processes would compile all module
 cores=$(env -u OMP_NUM_THREADS nproc)  # nproc would print OMP_NUM_THREADS instead of the number of cores
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # tests that run at the same time share the cores
 ruff check .
-mypy
-lint-imports
-[ $# = 0 ] || exec pytest "$@"
+types_and_imports() { mypy && lint-imports; }
+if [ $# != 0 ]; then
+    types_and_imports
+    exec pytest "$@"
+fi
 status=0
+printed=$(mktemp)
+types_and_imports > "$printed" 2>&1 &  # while the first tests wait for their ranks
 pytest -n $((cores < 3 ? cores + 1 : 4)) --dist loadfile --no-loadscope-reorder || status=$?
+wait $! || status=1
+cat "$printed"
+rm "$printed"
 echo "tests: $((SECONDS / 60)) min $((SECONDS % 60)) s on $cores cores, set-up included"
 exit $status

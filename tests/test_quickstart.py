@@ -129,15 +129,18 @@ def test_quickstart_trains_below_the_unigram_entropy(quickstart: tuple[Path, Pat
 
 
 def test_the_quickstart_yaml_configures_the_run(quickstart: tuple[Path, Path, str]) -> None:
-    """The comments of the YAML name a command, which resumes the run. So does launch/quickstart.sh."""
+    """The comments of the YAML name a command, which launch/README.md gives to the supervisor.
+
+    launch/quickstart.sh resumes the run.
+    """
     clone, home, _ = quickstart
     text = (clone / "runs/quickstart/quickstart.yaml").read_text()
     command, = (line[4:].removesuffix(" --train_steps 500") for line in text.splitlines() if line[:4] == "#   ")
     assert command.startswith("ds-pretrain ")
-    for start in (f"source .venv/bin/activate; {command}", QUICKSTART):
-        done = _run(start, clone, home)
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-        assert "is complete" in done.stdout
+    assert f"ds-pretrain supervise -- {command}" in runnable(ROOT / "launch/README.md")
+    done = _run(QUICKSTART, clone, home)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "is complete" in done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -245,9 +248,10 @@ def test_quickstart_names_the_next_commands(quickstart: tuple[Path, Path, str]) 
     clone, home, printed = quickstart
     following = [line.strip() for line in printed[printed.index("Next:"):].splitlines()[1:6]]
     assert len(following) == 5
-    for command in following[:2]:  # the third one trains for minutes; the guide runs it with fewer steps
-        done = _run(f"source .venv/bin/activate; {command}", clone, home)
-        assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
-    assert following[2].startswith("ds-pretrain ")
-    run = clone / "runs" / "quickstart" if FRESH else "runs/quickstart"  # the pages run the last two programs
-    assert following[3:] == [f"ds-pretrain evaluate {run}", f"ds-pretrain export {run} --output {run}-hf"]
+    done = _run(f"source .venv/bin/activate; {following[1]}", clone, home)
+    assert done.returncode == 0, f"{following[1]}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+    assert following[2].startswith("ds-pretrain ")  # trains for minutes; the guide runs it with fewer steps
+    run = clone / "runs" / "quickstart" if FRESH else "runs/quickstart"  # the pages run the other programs
+    assert following[:1] + following[3:] == [
+        f"ds-pretrain generate {run} --prompt 'class Parser:'", f"ds-pretrain evaluate {run}",
+        f"ds-pretrain export {run} --output {run}-hf"]

@@ -35,6 +35,7 @@ def prepare_deepspeed(device: Device, *, deterministic: bool = False) -> None:
     - Put this environment's `ninja` first in PATH.
     - Read the CPU's features from /proc/cpuinfo; DeepSpeed would measure them for 1 s.
     - Load compiled operators from the cache of `operator_cache`.
+    - On a CPU, let DeepSpeed examine only the operator of its collectives; it would examine all.
     - On a CPU, import DeepSpeed with a Muon that compiles nothing.
     - With torch 2.6, start the processes of torch's compiler at the first compilation. It would start one per core, at
       most 32, in each rank: at the import of torch._inductor, which DeepSpeed's moe/sharded_moe.py causes.
@@ -60,7 +61,23 @@ def prepare_deepspeed(device: Device, *, deterministic: bool = False) -> None:
         os.environ["PATH"] = os.pathsep.join([scripts, os.environ.get("PATH", os.defpath)])
     cache_operators()
     if device.kind == "cpu":
+        with shortcut("examine one operator"):
+            examine_one_operator()
         import_muon_uncompiled()
+
+
+def examine_one_operator() -> None:
+    """Set the operators that DeepSpeed can compile here: of all, its process group needs only that of the collectives.
+
+    DeepSpeed 0.19.8 examines all nine operators of a CPU on every rank (ops/__init__.py, `_probe_compatible_ops`), and
+    runs the C compiler twice for it: 0.1 s. Earlier versions examine them when they are imported.
+    """
+    from deepspeed import ops
+    from deepspeed.accelerator import get_accelerator
+
+    builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
+    if builder is not None and "__compatible_ops__" not in vars(ops):
+        vars(ops)["__compatible_ops__"] = {builder.NAME: builder.is_compatible(verbose=False)}
 
 
 def silence_renamed_collectives() -> None:

@@ -122,9 +122,9 @@ def test_a_model_that_does_not_fit_names_the_smallest_number_of_gpus(texts: Path
 
 
 def test_no_number_of_gpus_is_enough(texts: Path) -> None:
-    model = llama_shape(10**13, 32000, "--model")[1]
+    model = llama_shape(10**9, 32000, "--model")[1]
     with pytest.raises(ConfigError, match="Give larger GPUs, or a smaller model"):
-        best_layout(model, make_cluster(gpu="1", world_size=1, nodes=None, gpus_per_node=None), seq_length=128,
+        best_layout(model, make_cluster(gpu="0.0001", world_size=1, nodes=None, gpus_per_node=None), seq_length=128,
                     batch_tokens=128)
 
 

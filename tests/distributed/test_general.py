@@ -62,10 +62,8 @@ def trained(request: pytest.FixtureRequest, corpus: str, tmp_path_factory: pytes
     All cases of one number of ranks share a launch.
     """
     folder = tmp_path_factory.mktemp("general")
-    selected = {each.values for each in CASES if each.values[0] in selected_params(request, "name")
-                and each.values[1] in selected_params(request, "layout")}
-    resumes = [each.values for each in RESUMES if all(value in selected_params(request, which) for which, value in
-                                                      zip(("model", "saved", "resumed"), each.values, strict=True))]
+    selected = set(selected_params(request, "name", "layout"))
+    resumes = selected_params(request, "model", "saved", "resumed")
     selected |= {(name, saved) for name, saved, _ in resumes}
     ones, twos = [], []
     for name, values in GENERAL_MODELS.items():

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import cpuinfo
 import pytest
-from deepspeed.ops.op_builder.cpu import CPUAdamBuilder
+from deepspeed import ops
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.torch import build_shm_op
+from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, ShareMemCommBuilder
 
 from pretrain.engine import prepare
 from tests.support.launch import ROOT
@@ -61,6 +64,15 @@ def test_an_unknown_cpu_is_measured_once(monkeypatch: pytest.MonkeyPatch, origin
     assert [CPUAdamBuilder().cpu_arch() for _ in range(2)] == ["-march=rv64gc"] * 2
     assert calls == [1]
     prepare._from_proc.cache_clear()
+
+
+def test_the_process_group_examines_one_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed would run a compiler to examine the others."""
+    monkeypatch.delitem(vars(ops), "__compatible_ops__", raising=False)
+    monkeypatch.setattr(ops, "_probe_compatible_ops", lambda: pytest.fail("all operators are examined"), raising=False)
+    monkeypatch.setattr(ShareMemCommBuilder, "load", lambda builder: "loaded")
+    prepare.examine_one_operator()
+    assert build_shm_op() == ("loaded" if get_accelerator().device_name() == "cpu" else None)
 
 
 # Modules that take 0.1 s or more: torch's compiler, packages that DeepSpeed or torch may import with it, transformers.

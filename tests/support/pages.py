@@ -62,6 +62,9 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "python -m tests.support.adopted_dcp torchtitan=PYTHON megatron_core=PYTHON",),
     "needs clones of two programs: tests/distributed/checkpoint/test_adopt_megatron.py stands for them":
         ("python -m tests.support.peer_programs OUT CORPUS CLONES",),
+    "tests/model/test_on_fake_device.py runs it": ("python -m tests.model.on_fake_device",),
+    "README.md evaluates and exports another run": (
+        "ds-pretrain evaluate runs/run", "ds-pretrain export runs/run --output runs/run-hf"),
     "a measurement, of no result that a test could check": ("python -m tests.support.slow_rank_cost",),
     "takes an hour: tests/distributed/test_slow_ranks.py with -m slow": (
         "python -m tests.support.slow_ranks --plant slow_link throttled niced stopped slow_reads --block_s 0.5 "

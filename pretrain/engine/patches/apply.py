@@ -11,6 +11,7 @@ These work-arounds save time only, and are applied for each version of DeepSpeed
     every run imports torch's compiler, 2 s                               engine/prepare.py, avoid_compiler_imports
     the launcher of a host imports torch and DeepSpeed, 1.3 s             cluster/without_torch.py
     every load of an operator measures the CPU's clock rate, 1 s          engine/prepare.py, read_features_from_proc
+    every rank on a CPU runs a C compiler twice, 0.1 s                    engine/prepare.py, examine_one_operator
 """
 
 import torch

@@ -18,7 +18,7 @@ from tests.support.launch import ROOT, WORKERS, free_port, rank_environment, run
 
 WORKER = WORKERS / "memory_line_worker.py"
 NO_JEMALLOC = not jemalloc_environment({})
-MODELS = {"small": ("vocab_size=256,n_layer=4,n_embd=64", 64), "large": ("vocab_size=2048,n_layer=4,n_embd=256", 256)}
+MODELS = {"small": ("vocab_size=256,n_layer=4,n_embd=64", 64), "large": ("vocab_size=2048,n_layer=2,n_embd=256", 256)}
 NAMES = {1: (("small", ("zero0_fp32",)),
              ("large", ("zero1_bf16_fp32_accumulation", "zero2_offload_optimizer_cpu", "zero3_bf16"))),
          2: (("small", ("pipeline2_zero1_bf16",)),

@@ -46,7 +46,9 @@ def _resume(base: Path, folder: Path) -> Ranks:
     folder.mkdir()
     times = {"checkpoint.load.same_data:_FAST_S": -1.0, "resilience.data_watch:_FAST_S": -1.0,
              "resilience.data_watch:_STATUS_S": 0.1, "resilience.data_watch:_POLL_S": 0.1}
-    (folder / "faults.json").write_text(json.dumps({"set": {f"pretrain.{name}": each for name, each in times.items()}}))
+    (folder / "faults.json").write_text(json.dumps({
+        "set": {f"pretrain.{name}": each for name, each in times.items()},
+        "pause_s": 0.3}))  # the hashing process has a low priority
     return run_ranks([str(WORKERS / "faulty_train.py"), "faults.json", *_flags(base, "--train_steps", "1000000")], 2,
                      cwd=folder)
 

@@ -85,7 +85,7 @@ def plant_case(layout: str, name: str, corpus: str) -> dict[str, Any]:
 def runs(request: pytest.FixtureRequest, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Run name -> (result, folder). All cases of one number of ranks share a launch."""
     folder = tmp_path_factory.mktemp("flight")
-    layouts, plants = selected_params(request, "layout"), selected_params(request, "plant")
+    layouts, planted = selected_params(request, "layout"), selected_params(request, "layout", "plant")
     cases: dict[int, list[dict[str, Any]]] = {}
     for layout in layouts:
         ranks, values, more = (LAYOUTS[layout] if layout in LAYOUTS else OTHERS[layout])[:3]
@@ -100,8 +100,7 @@ def runs(request: pytest.FixtureRequest, corpus: str, tmp_path_factory: pytest.T
             case(f"{layout}-saved", "", values, {**usual, "exit_step": SAVED}),
             case(f"{layout}-resumed", "", values, usual, after=f"{layout}-saved"),
             case(f"{layout}-compared", "", values, {**usual, "recompute_interval": 1}),
-            *(plant_case(layout, plant, corpus) for plant in plants
-              if (layout, plant) in [each.values for each in PLANTED_CASES])])
+            *(plant_case(layout, plant, corpus) for other, plant in planted if other == layout)])
     found: dict[str, Any] = {}
     for ranks, each in cases.items():
         for name, result in run_worker("plant_worker.py", each, ranks, folder / str(ranks)).items():

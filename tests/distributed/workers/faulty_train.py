@@ -9,6 +9,7 @@ Keys of FAULTS.json, all optional:
                  each rank updates its own
     lie          a layer of one rank that computes wrongly; see recompute_worker.py
     signal_at    [number of a signal, step before which the last rank sends it to itself]
+    pause_s      seconds without work before each step, of a run that trains until something happens
 """
 
 import importlib
@@ -16,6 +17,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +50,9 @@ def spoil(factors: dict[int, float], rank: int | None) -> None:
     Loader.step = spoiled  # type: ignore[method-assign]
 
 
-def disturb_steps(flip_bit_at: int | None, signal_at: tuple[int, int] | None, fault: dict[str, Any] | None) -> None:
-    """Flip a bit, or send a signal, before a step; or let a layer compute wrongly from the first step on."""
+def disturb_steps(flip_bit_at: int | None, signal_at: tuple[int, int] | None, fault: dict[str, Any] | None,
+                  pause_s: float) -> None:
+    """Flip a bit, send a signal or wait before a step; or let a layer compute wrongly from the first step on."""
     train_batch = step_loop.train_batch
 
     def disturbed(engine: Any, micro_batches: list[MicroBatch]) -> Any:
@@ -59,6 +62,7 @@ def disturb_steps(flip_bit_at: int | None, signal_at: tuple[int, int] | None, fa
             os.kill(os.getpid(), signal_at[0])
         if fault and engine.global_steps == 0:
             lie(engine, fault)
+        time.sleep(pause_s)
         return train_batch(engine, micro_batches)
 
     step_loop.train_batch = disturbed
@@ -67,7 +71,7 @@ def disturb_steps(flip_bit_at: int | None, signal_at: tuple[int, int] | None, fa
 if __name__ == "__main__":
     faults = json.loads(Path(sys.argv[1]).read_text())
     spoil({int(first): float(factor) for first, factor in faults.get("factors", {}).items()}, faults.get("rank"))
-    disturb_steps(faults.get("flip_bit_at"), faults.get("signal_at"), faults.get("lie"))
+    disturb_steps(faults.get("flip_bit_at"), faults.get("signal_at"), faults.get("lie"), faults.get("pause_s", 0.0))
     for path, value in faults.get("set", {}).items():
         set_variable(path, value)
     if faults.get("kill_in"):

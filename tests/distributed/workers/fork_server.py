@@ -20,13 +20,15 @@ import torch._inductor.compile_fx  # noqa: F401
 import transformers.hf_argparser  # noqa: F401 (takes a second to import)
 
 from pretrain.distributed.device import detect_device
+from pretrain.distributed.requirements import check_requirements
 from pretrain.engine.prepare import prepare_deepspeed
 
 GRACE_S = 60.0  # after one rank has failed, the other ranks have this time to report their errors
 
 
 def load_operators() -> None:
-    """Load the compiled operators once. Forks inherit the loaded libraries."""
+    """Load the compiled operators, and check the installed packages, once. Forks inherit both."""
+    check_requirements()
     prepare_deepspeed(detect_device())
     from deepspeed.accelerator import get_accelerator
 
