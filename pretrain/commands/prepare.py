@@ -188,7 +188,8 @@ def tokenizer_main() -> None:
     args = parser.parse_args()
     reading = ReadSettings(args.format, args.jsonl_key, skip_errors=args.on_error == "skip")
     _train_tokenizer(named_inputs(args), args.out, reading, args.vocab_size,
-                     max_megabytes=args.max_megabytes, threads=args.threads, character_coverage=args.character_coverage, verbose=args.verbose,
+                     max_megabytes=args.max_megabytes, threads=args.threads, verbose=args.verbose,
+                     character_coverage=args.character_coverage,
                      special_tokens=args.special_tokens.split(",") if args.special_tokens else ())
     options = [word for flag in ("format", "jsonl_key", "on_error") if getattr(args, flag) != parser.get_default(flag)
                for word in (f"--{flag}", getattr(args, flag))]
@@ -206,8 +207,9 @@ def _train_missing_tokenizer(inputs: list[str] | DatasetName, tokenizer: str, re
     if tokenizer == BYTES or split_value(tokenizer) or folder.is_file() or find_tokenizer_file(folder) is not None:
         existing = load_tokenizer(tokenizer)
         if existing.vocab_size != vocab_size:
-            raise ConfigError("--vocab_size", found=vocab_size, expected=f"{existing.vocab_size}, the size of {tokenizer}"
-                              ", which exists", remedy="leave the flag out, or name another --tokenizer to train one")
+            raise ConfigError("--vocab_size", found=vocab_size, expected=f"{existing.vocab_size}, the size of "
+                              f"{tokenizer}, which exists",
+                              remedy="leave the flag out, or name another --tokenizer to train one")
         return
     if is_shard:
         raise ConfigError("--vocab_size", problem=f"there is no tokenizer at {tokenizer}, and each of the shards would "
