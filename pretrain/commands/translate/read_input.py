@@ -11,6 +11,7 @@ import yaml
 
 from pretrain.commands.translate.command_line import command_flags, script_words
 from pretrain.commands.translate.settings import Settings
+from pretrain.config.flags.parse import yaml_problem
 from pretrain.config.other_programs import PROGRAMS, current_name
 from pretrain.errors import ConfigError, shorten
 from pretrain.stored_json import parse_json
@@ -124,16 +125,11 @@ def _parse_mapping(file: str, text: str) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         if Path(file).suffix in _JSON:
             raise ConfigError(file, problem=f"it is not JSON: {error}") from None
-        raise ConfigError(file, problem=f"it is not YAML: {_yaml_problem(error)}",
+        raise ConfigError(file, problem=f"it is not YAML: {yaml_problem(error)}",
                           remedy="a comma may be missing on the line before") from None
     if not isinstance(values, dict) or not values:
         raise ConfigError(file, found=f"a {type(values).__name__}", expected="a mapping of names to values")
     return values
-
-
-def _yaml_problem(error: Exception) -> str:
-    mark = getattr(error, "problem_mark", None)
-    return f"line {mark.line + 1}: {getattr(error, 'problem', error)}" if mark else str(error)
 
 
 class _Loader(yaml.SafeLoader):
