@@ -14,8 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
-from pretrain.cli import PrintableOutput
 from pretrain.errors import escape_controls
+from pretrain.printable_output import PrintableOutput
 
 _STATUS_INTERVAL_S = 0.2
 _CLEAR_LINE = "\r\033[K"

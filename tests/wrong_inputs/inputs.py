@@ -333,7 +333,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"data_cache": "cache"}, "it has no effect"),
     ({}, {"train_data": "{world}/lonely"}, "lonely.bin"),
     ({}, {"train_data": "{world}/corpus.bin"}, "without .bin: {world}/corpus"),
-    ({}, {"train_data": "{world}"}, "the folder {world} has these prefixes: {world}/big, "),
+    ({}, {"train_data": "{world}"}, "folder {world} has these prefixes: {world}/big"),
     ({}, {"train_data": "{world}/text.txt"}, "`ds-pretrain prepare` makes token files of the text in {world}/text.txt"),
     ({}, {"train_data": "{world}/truncated"}, "truncated.bin"),
     ({}, {"train_data": "{world}/corrupt"}, "corrupt.idx"),
