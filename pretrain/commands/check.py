@@ -57,11 +57,17 @@ def plan_lines(plan: Plan) -> list[str]:
                  f"{plan.model.parameters_text()}, {plan.model.num_layers} layers, "
                  f"vocabulary {plan.model.vocab_size:,}",
         "length": _length_text(plan),
-        "rate": "the JSON's scheduler" if plan.schedule is None else schedule_text(plan.schedule),
+        "rate": _scheduler_text(plan) if plan.schedule is None else schedule_text(plan.schedule),
         "rates": "" if plan.schedule is None else rates_text(plan.schedule, plan.train_steps),
         "data": _data_text(plan),
     }
     return [f"{name:<11}{content}" for name, content in rows.items() if content] + _source_lines(plan)
+
+
+def _scheduler_text(plan: Plan) -> str:
+    """Describe the JSON's scheduler, with the values that "auto" has got."""
+    params = plan.get("scheduler.params", {})
+    return f"the JSON's {plan.get('scheduler.type')}: {', '.join(f'{name} {value}' for name, value in params.items())}"
 
 
 def _data_text(plan: Plan) -> str:

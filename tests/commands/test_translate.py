@@ -164,6 +164,21 @@ def test_the_trainers_run_clm(tmp_path: Path) -> None:
         100, 200, 2, 7)
 
 
+@pytest.mark.parametrize(("given", "steps"), [
+    ({}, 1), ({"warmup_steps": 7}, 7), ({"warmup_ratio": 0.03}, 3), ({"warmup_steps": 0.025}, 3),
+    ({"warmup_steps": 7, "warmup_ratio": 0.5}, 7)])
+def test_the_trainers_warm_up_fills_the_scheduler_of_its_json(tmp_path: Path, given: dict[str, float],
+                                                             steps: int) -> None:
+    """As TrainingArguments.get_warmup_steps; 0 becomes 1, which DeepSpeed's schedulers compute alike."""
+    scheduler = {"type": "WarmupLR", "params": {
+        "warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}}
+    arguments = {"config_name": "tiny", "output_dir": "out", "learning_rate": 4e-4, "max_steps": 100, "bf16": True,
+                 "deepspeed": {"scheduler": scheduler, "bf16": {"enabled": "auto"}}, **given}
+    plan = translated(tmp_path, [written(tmp_path, "args.json", arguments)], 2)
+    assert plan.ds_config["scheduler"]["params"] == {"warmup_min_lr": 0, "warmup_max_lr": 4e-4,
+                                                     "warmup_num_steps": steps}
+
+
 def test_megatron_deepspeed_in_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A string of options, a DeepSpeed JSON, and a variable with further options that the script does not set."""
     ds_json = written(tmp_path, "ds.json", {
