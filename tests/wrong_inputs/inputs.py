@@ -256,6 +256,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (dict(zip(BASE, (7, 2, 2), strict=False)), {}, "7 != 2 x 2 x 1"),
     ({"train_batch_size": 6}, {"world_size": 4}, "6 != 1 x 1 x 4"),
     ({"train_batch_size": 2}, {"world_size": 4}, "2 != "),
+    (dict(zip(BASE, (8, 2, 2), strict=False)), {}, "8 != 2 x 2 x 1 ... They fit 2 data-parallel ranks"),
     (dict.fromkeys(list(BASE)[:3], NOTHING), {}, "no batch size"),
     # length and schedule
     ({}, {"train_steps": NOTHING}, "neither of them"),
@@ -312,6 +313,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"memory_snapshot": True}, "a run on cuda"),
     ({}, {"world_size": 0}, "--world_size: found '0'"),
     # model
+    ({}, {"model": "1.3B"}, "ds-pretrain new run.yaml --model 1.3B"),
     ({}, {"model": "tiyn"}, 'Did you mean "tiny"'),
     ({}, {"model": NOTHING}, "--model"),
     ({}, {"model_overrides": "n_layers=3"}, 'Did you mean "n_layer"'),
