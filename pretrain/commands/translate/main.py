@@ -42,7 +42,7 @@ def _divided(words: list[str]) -> tuple[list[str], list[str]]:
 def _parser() -> Parser:
     parser = Parser(usage="ds-pretrain translate [FILE ...] --output FOLDER [flags] [-- WORDS]", description=(
         "Translate settings of GPT-NeoX (YAML), Megatron-LM and Megatron-DeepSpeed (arguments), transformers.Trainer "
-        "(a command line or TrainingArguments as JSON) or torchtitan (TOML) into run.yaml, ds_config.json and "
+        "(a command line or TrainingArguments as JSON or YAML) or torchtitan (TOML) into run.yaml, ds_config.json and "
         "config.json, and list what became of each setting. WORDS are a command line of the other program."))
     parser.add_argument("files", nargs="*", type=path_text, metavar="FILE",
                         help="YAML, TOML or JSON of the other program, or a shell script with its command line")
