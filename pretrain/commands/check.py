@@ -23,6 +23,7 @@ from pretrain.memory.memory_watch import plan_remarks
 from pretrain.memory.step_time.kernel_time import more_flops
 from pretrain.model.attention_on_cuda import expected_operator
 from pretrain.model.recompute import Recompute
+from pretrain.terminal import print_rows
 
 _DEVICES = {"cpu": cpu_device, "cuda": cuda_device, "auto": detect_device}
 
@@ -170,6 +171,7 @@ def main(argv: list[str] | None = None) -> None:
     if plan.model.described:
         lines.append(f"{'proof':<11}{_proof_text(plan)}")
     remarks = plan_remarks(plan, device, warnings=start.warnings)
-    following = next_line(after_check(rest, world_size=known.world_size, device=device.kind))
-    print("\n".join([*lines, *(f"{kind:<11}{remark}" for kind, remark in remarks), *following]))
+    print_rows([*lines, *(f"{kind:<11}{remark}" for kind, remark in remarks)], indent=11)
+    for line in next_line(after_check(rest, world_size=known.world_size, device=device.kind)):
+        print(line)  # in one piece, to be copied
 

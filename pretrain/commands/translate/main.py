@@ -18,6 +18,7 @@ from pretrain.commands.translate.trainer import translate_trainer
 from pretrain.commands.translate.verdicts import check_names, complete_rows
 from pretrain.config.other_programs import PROGRAMS
 from pretrain.model.config import model_config_from
+from pretrain.terminal import print_rows
 
 _MOST = 10**15
 
@@ -30,7 +31,9 @@ def main(argv: list[str] | None = None) -> None:
     settings = read_settings(flags.files, others, flags.program)
     result = translate(settings, vocab_size=flags.vocab_size, dataset_tokens=flags.dataset_tokens)
     write_files(settings, result, flags.output, overwrite=flags.overwrite)
-    print("\n".join(report(settings, result, flags.output)))
+    *rows, following = report(settings, result, flags.output)
+    print_rows(rows, indent=6)
+    print(following)
 
 
 def _divided(words: list[str]) -> tuple[list[str], list[str]]:
