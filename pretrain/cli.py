@@ -1,8 +1,8 @@
 """Helpers for the `main` of every program: one-line errors, exit codes, flags with - or _, and argument types."""
 
 import argparse
+import contextlib
 import errno
-import io
 import math
 import os
 import re
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
-from pretrain.errors import ConfigError, escape_controls, shorten
+from pretrain.errors import CRASHED, ConfigError, shorten
+from pretrain.printable_output import OutputError, drop_lost_output, escape_output
 
 LARGEST_INT = 2**63 - 1
 LONGEST_SECONDS = 31_536_000.0  # a year; threading and select overflow on far longer timeouts
 _LONGEST_PROBLEM = 1000  # characters
-_CURSOR = re.compile(r"(\r|\x1b\[[AK])")  # to the beginning of the line, a line up, and erase the rest of the line
 _URL = re.compile(r"[a-z][a-z0-9+.-]*(?:::[a-z][a-z0-9+.-]*)*://", re.IGNORECASE)
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _TYPE_NAMES = {"int": "a whole number", "float": "a number"}
@@ -217,34 +217,6 @@ def new_prefix(word: str) -> str:
     return prefix(word)
 
 
-class PrintableOutput(io.TextIOWrapper):
-    """stdout or stderr without terminal escapes: the text may come from a run folder or a data set of someone else.
-
-    On stderr, progress bars of other packages may move the cursor to the beginning of this line or of the line above.
-    """
-
-    def write(self, text: str) -> int:
-        parts = _CURSOR.split(text) if self.fileno() == 2 else [text]
-        super().write("".join(part if number % 2 else escape_controls(part) for number, part in enumerate(parts)))
-        return len(text)
-
-    def write_controls(self, text: str) -> int:
-        """Write text of this program that contains terminal escapes."""
-        return super().write(text)
-
-
-def escape_output() -> None:
-    """Replace sys.stdout and sys.stderr by `PrintableOutput`, unless they are closed or a test has replaced them."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if type(stream) is io.TextIOWrapper:
-            stream.flush()
-            file = io.BufferedWriter(io.FileIO(stream.fileno(), "w", closefd=False))
-            setattr(sys, name, PrintableOutput(file, encoding=stream.encoding, errors=stream.errors,
-                                               line_buffering=stream.line_buffering,
-                                               write_through=stream.write_through))
-
-
 def say(line: str) -> None:
     """Print a line to stderr for the operator."""
     print(f"ds-pretrain: {line}", file=sys.stderr, flush=True)
@@ -258,13 +230,12 @@ def next_line(command: str) -> list[str]:
 def run_main(main: Callable[[], int | None]) -> NoReturn:
     """Call `main` and exit with its code.
 
-    Other codes: 2 for bad input, with one line on stderr; 130 if interrupted; 141 if stdout was closed.
+    Other codes: 2 for bad input, with one line on stderr; 130 if interrupted; 141 if stdout was closed; 1 if its
+    disk is full.
     """
     escape_output()
     try:
-        code = main() or 0
-        if sys.stdout is not None:  # None: closed by the shell, as in `command >&-`
-            sys.stdout.flush()
+        code = _call(main)
     except ConfigError as error:
         print(f"{error.details}ds-pretrain: error: {error}", file=sys.stderr)
         code = 2
@@ -272,10 +243,28 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
         print("ds-pretrain: interrupted", file=sys.stderr)
         code = 130
     except BrokenPipeError:
-        # At exit the interpreter flushes stdout again, which would print another error.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 141
+    except OutputError as error:
+        with contextlib.suppress(OSError):  # stderr may be the same file
+            print(f"ds-pretrain: error: the output cannot be written: {error.strerror}.", file=sys.stderr)
+        code = CRASHED
+    drop_lost_output()
     sys.exit(code)
+
+
+def _call(main: Callable[[], int | None]) -> int:
+    """Call `main`, write what it has printed, also if it ends the program as --help does, and return its code."""
+    ended: SystemExit | None = None
+    code: int | None = None
+    try:
+        code = main()
+    except SystemExit as end:
+        ended = end
+    if sys.stdout is not None:  # None: closed by the shell, as in `command >&-`
+        sys.stdout.flush()
+    if ended is not None:
+        raise ended
+    return code or 0
 
 
 class StopRequest(BaseException):

@@ -12,8 +12,8 @@ from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 from rich.segment import Segment
 
-from pretrain.cli import PrintableOutput
 from pretrain.errors import escape_controls
+from pretrain.printable_output import PrintableOutput
 
 _SECONDS_BETWEEN_LINES = 10.0
 

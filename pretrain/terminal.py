@@ -9,13 +9,13 @@ import os
 import sys
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
-from pretrain.cli import PrintableOutput
 from pretrain.errors import escape_controls
+from pretrain.printable_output import PrintableOutput
 
 _STATUS_INTERVAL_S = 0.2
 _CLEAR_LINE = "\r\033[K"
@@ -30,11 +30,20 @@ def terminal_columns(stream: TextIO) -> int | None:
     return None
 
 
-def wrap(text: str, columns: int | None) -> str:
-    """Break a line that is longer than a terminal's width between words. None: unlimited."""
+def wrap(text: str, columns: int | None, indent: int = 2) -> str:
+    """Break a line that is longer than a terminal's width between words. None: unlimited.
+
+    `indent`: number of spaces before the other lines.
+    """
     if columns is None or len(text) <= columns:
         return text
-    return textwrap.fill(text, columns, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(text, columns, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+
+
+def print_rows(rows: Iterable[str], *, indent: int) -> None:
+    """Print lines that begin with a word of `indent` columns. A terminal shows them wrapped below the text."""
+    columns = None if sys.stdout is None else terminal_columns(sys.stdout)
+    print("\n".join(wrap(row, columns, indent) for row in rows))
 
 
 def aligned(rows: Sequence[Sequence[str]], num_words: int) -> list[str]:

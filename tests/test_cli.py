@@ -37,6 +37,16 @@ def test_a_closed_pipe_gives_exit_code_141() -> None:
     assert (done.stdout, done.stderr) == ("0\n141\n", "")
 
 
+@pytest.mark.parametrize("body", ["print('done')", "print('x\\n' * 10**6)", "print('--help'); sys.exit(0)"])
+@pytest.mark.parametrize("redirections", ["> /dev/full", "> /dev/full 2>&1"])
+def test_a_full_disk_under_stdout_is_one_line(body: str, redirections: str) -> None:
+    program = f"import sys\nfrom pretrain.cli import run_main\ndef f():\n  {body}\nrun_main(f)"
+    done = subprocess.run(["bash", "-c", f'{sys.executable} -c "$0" {redirections}', program], capture_output=True,
+                          text=True, timeout=900)
+    line = "ds-pretrain: error: the output cannot be written: No space left on device.\n"
+    assert (done.returncode, done.stderr) == (1, line if "2>" not in redirections else "")
+
+
 def test_closed_stdout_and_stderr_are_no_errors() -> None:
     body = """
 from pretrain.cli import run_main

@@ -23,6 +23,7 @@ from pretrain.memory.memory_watch import plan_remarks
 from pretrain.memory.step_time.kernel_time import more_flops
 from pretrain.model.attention_on_cuda import expected_operator
 from pretrain.model.recompute import Recompute
+from pretrain.terminal import print_rows
 
 _DEVICES = {"cpu": cpu_device, "cuda": cuda_device, "auto": detect_device}
 
@@ -57,11 +58,17 @@ def plan_lines(plan: Plan) -> list[str]:
                  f"{plan.model.parameters_text()}, {plan.model.num_layers} layers, "
                  f"vocabulary {plan.model.vocab_size:,}",
         "length": _length_text(plan),
-        "rate": "the JSON's scheduler" if plan.schedule is None else schedule_text(plan.schedule),
+        "rate": _scheduler_text(plan) if plan.schedule is None else schedule_text(plan.schedule),
         "rates": "" if plan.schedule is None else rates_text(plan.schedule, plan.train_steps),
         "data": _data_text(plan),
     }
     return [f"{name:<11}{content}" for name, content in rows.items() if content] + _source_lines(plan)
+
+
+def _scheduler_text(plan: Plan) -> str:
+    """Describe the JSON's scheduler, with the values that "auto" has got."""
+    params = plan.get("scheduler.params", {})
+    return f"the JSON's {plan.get('scheduler.type')}: {', '.join(f'{name} {value}' for name, value in params.items())}"
 
 
 def _data_text(plan: Plan) -> str:
@@ -164,6 +171,7 @@ def main(argv: list[str] | None = None) -> None:
     if plan.model.described:
         lines.append(f"{'proof':<11}{_proof_text(plan)}")
     remarks = plan_remarks(plan, device, warnings=start.warnings)
-    following = next_line(after_check(rest, world_size=known.world_size, device=device.kind))
-    print("\n".join([*lines, *(f"{kind:<11}{remark}" for kind, remark in remarks), *following]))
+    print_rows([*lines, *(f"{kind:<11}{remark}" for kind, remark in remarks)], indent=11)
+    for line in next_line(after_check(rest, world_size=known.world_size, device=device.kind)):
+        print(line)  # in one piece, to be copied
 

@@ -155,10 +155,11 @@ def _parser() -> Parser:
         command.set_defaults(function=function)
         return command
 
-    add("list", _list, "print a table of the checkpoints").add_argument("run", type=path, help=_RUN_HELP)
-    add("verify", _verify, "read every file and compare its hash").add_argument("run", type=path, help=_RUN_HELP)
+    for name, function, text in (("list", _list, "print a table of the checkpoints"),
+                                 ("verify", _verify, "read every file and compare its hash")):
+        add(name, function, text).add_argument("run", metavar="RUN", type=path, help=_RUN_HELP)
     pruning = add("prune", _prune, "remove old checkpoints, after verifying the newest two that remain")
-    pruning.add_argument("run", type=path, help="run folder, or its checkpoints folder")
+    pruning.add_argument("run", metavar="RUN", type=path, help="run folder, or its checkpoints folder")
     count = whole_number()
     pruning.add_argument("--keep_checkpoints", type=count, required=True,
                          help="keep the newest N checkpoints, but at least two; 0: keep all")

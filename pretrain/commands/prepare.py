@@ -35,7 +35,7 @@ from pretrain.data.text_inputs.chunk import FORMATS, ReadSettings, parse_separat
 from pretrain.data.text_inputs.formats import STDIN
 from pretrain.data.text_inputs.hub_dataset import DatasetName
 from pretrain.data.tokenizers.tiktoken_file import split_value
-from pretrain.data.tokenizers.tokenizer import BYTES, find_tokenizer_file
+from pretrain.data.tokenizers.tokenizer import BYTES, find_tokenizer_file, load_tokenizer
 from pretrain.data.tokenizers.train_tokenizer import train_sentencepiece
 from pretrain.errors import STOPPED, ConfigError
 from pretrain.remote import without_credentials
@@ -125,8 +125,7 @@ def _prepare_parser() -> Parser:
     parser.add_argument("--document_separator", type=text,
                         help=r"text between two documents of a text file, such as '\n\n' (default: a file is one "
                         "document)")
-    parser.add_argument("--on_error", choices=("stop", "skip"), default="stop",
-                        help="what to do with a document that cannot be read (default: %(default)s)")
+    _add_on_error(parser)
     parser.add_argument("--append_eod", action=argparse.BooleanOptionalAction, default=True,
                         help="end each document with the end-of-document token (default: yes)")
     parser.add_argument("--prepend_bos", action="store_true",
@@ -158,6 +157,11 @@ def _prepare_parser() -> Parser:
     return parser
 
 
+def _add_on_error(parser: Parser) -> None:
+    parser.add_argument("--on_error", choices=("stop", "skip"), default="stop",
+                        help="what to do with a document that cannot be read (default: %(default)s)")
+
+
 def tokenizer_main() -> None:
     parser = Parser(description="Train a SentencePiece tokenizer on text files, and write OUT/tokenizer.model and "
                                 "OUT/tokenizer.json.")
@@ -170,6 +174,7 @@ def tokenizer_main() -> None:
                         help="key of the text in a JSON line, column in a Parquet file (default: %(default)s)")
     parser.add_argument("--format", choices=FORMATS, default="auto",
                         help="format of the inputs (default: %(default)s, by their content)")
+    _add_on_error(parser)
     parser.add_argument("--max_megabytes", type=number(above=True), default=100,
                         help="train on a random sample of this size if the inputs are larger (default: %(default)s)")
     parser.add_argument("--character_coverage", type=number(0, 1, above=True), default=0.9995,
@@ -181,11 +186,12 @@ def tokenizer_main() -> None:
     parser.add_argument("--threads", type=whole_number(1, 1024), help="training threads (default: one per CPU core)")
     parser.add_argument("--verbose", action="store_true", help="show SentencePiece's messages")
     args = parser.parse_args()
-    _train_tokenizer(named_inputs(args), args.out, ReadSettings(args.format, args.jsonl_key), args.vocab_size,
-                     max_megabytes=args.max_megabytes, threads=args.threads,
-                     character_coverage=args.character_coverage, verbose=args.verbose,
+    reading = ReadSettings(args.format, args.jsonl_key, skip_errors=args.on_error == "skip")
+    _train_tokenizer(named_inputs(args), args.out, reading, args.vocab_size,
+                     max_megabytes=args.max_megabytes, threads=args.threads, verbose=args.verbose,
+                     character_coverage=args.character_coverage,
                      special_tokens=args.special_tokens.split(",") if args.special_tokens else ())
-    options = [word for flag in ("format", "jsonl_key") if getattr(args, flag) != parser.get_default(flag)
+    options = [word for flag in ("format", "jsonl_key", "on_error") if getattr(args, flag) != parser.get_default(flag)
                for word in (f"--{flag}", getattr(args, flag))]
     for line in next_line(after_tokenizer(words_of(args), args.out, options)):
         print(line)
@@ -193,9 +199,17 @@ def tokenizer_main() -> None:
 
 def _train_missing_tokenizer(inputs: list[str] | DatasetName, tokenizer: str, reading: ReadSettings,
                              vocab_size: int, *, is_shard: bool, special_tokens: Sequence[str]) -> None:
-    """Train the tokenizer of `prepare --vocab_size`, unless it exists. Raises ConfigError."""
+    """Train the tokenizer of `prepare --vocab_size`, unless it exists. Raises ConfigError, also if it has another size.
+
+    An existing one without the flag's effect would be a vocabulary that the model was not planned for.
+    """
     folder = Path(tokenizer)
     if tokenizer == BYTES or split_value(tokenizer) or folder.is_file() or find_tokenizer_file(folder) is not None:
+        existing = load_tokenizer(tokenizer)
+        if existing.vocab_size != vocab_size:
+            raise ConfigError("--vocab_size", found=vocab_size, expected=f"{existing.vocab_size}, the size of "
+                              f"{tokenizer}, which exists",
+                              remedy="leave the flag out, or name another --tokenizer to train one")
         return
     if is_shard:
         raise ConfigError("--vocab_size", problem=f"there is no tokenizer at {tokenizer}, and each of the shards would "

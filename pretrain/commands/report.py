@@ -97,7 +97,7 @@ def _watch(runs: list[Path], port: int) -> None:
 
 def summary_main() -> int:
     parser = Parser(description="Print progress and losses of a run, and draw its loss curve.")
-    parser.add_argument("run", type=path, help="run folder (--save of the run)")
+    parser.add_argument("run", metavar="RUN", type=path, help="run folder (--save of the run)")
     parser.add_argument("--below_unigram_entropy", action="store_true",
                         help="exit with 1 unless the validation loss is below the unigram entropy")
     parser.add_argument("--plot", type=path, metavar="FILE.svg", help="draw the loss curve (needs matplotlib)")

@@ -18,7 +18,7 @@ from pretrain.config.flags.arguments import FLAGS, RunArguments
 from pretrain.config.make_schedule import default_warmup_steps
 from pretrain.config.schedule import rate_factor
 from pretrain.data.token_schedules import BATCH_SCHEDULE, BatchSizes, fixed_batch, parse_batch_sizes
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, counted
 from pretrain.model.config import ModelConfig
 from pretrain.paths import PROFILES_FOLDER
 
@@ -192,6 +192,7 @@ def fill_batch(file: DsFile, config: dict[str, Any], args: RunArguments, data_pa
     if total is None and micro is None and "auto" not in (file.get(keys[0]), file.get(keys[2])):
         raise ConfigError(file.where(keys[0]), problem=f"there is no batch size: neither {keys[0]} nor {keys[2]}",
                           remedy="give --micro_batch_size")
+    fitting = _fitting_ranks(total, micro, steps) if total and micro and steps else ""
     micro, steps, total = _complete_batch_sizes(micro, steps, total, data_parallel_size)
     if not 0 < micro * steps * data_parallel_size == total:
         product = f"{total} != {micro or '?'} x {steps or '?'} x {data_parallel_size}"
@@ -199,7 +200,7 @@ def fill_batch(file: DsFile, config: dict[str, Any], args: RunArguments, data_pa
         raise ConfigError(where, found=product,
                           expected="train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x "
                           "data-parallel size (ranks / pipeline.stages)",
-                          remedy='change one of them, or leave one at "auto"')
+                          remedy=fitting + 'change one of them, or leave one at "auto"')
     config.update(zip(keys, (int(micro), int(steps), int(total)), strict=True))
     sizes, unit = scheduled or fixed_batch(int(total)), int(micro) * data_parallel_size
     for _, size in sizes.stages:
@@ -208,6 +209,14 @@ def fill_batch(file: DsFile, config: dict[str, Any], args: RunArguments, data_pa
                               expected=f"a multiple of {unit} = {micro} micro-batch x {data_parallel_size} "
                               "data-parallel ranks", remedy="or give a smaller --micro_batch_size")
     return sizes
+
+
+def _fitting_ranks(total: int, micro: int, steps: int) -> str:
+    """Return the number of ranks for which three given batch sizes are right, as the beginning of a remedy."""
+    ranks, rest = divmod(total, micro * steps)
+    if rest:
+        return ""
+    return f"they fit {counted(ranks, 'data-parallel rank')} (`ds-pretrain check` takes --world_size); otherwise, "
 
 
 def with_optimizer(file: DsFile, args: RunArguments) -> DsFile:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from pretrain.config.plan import Plan
 from pretrain.config.schedule import rate_factor
-from pretrain.data.data_spec import names_of_split
+from pretrain.data.data_spec import names_of_split, parse_split
+from pretrain.data.open_datasets import SPLITS
 from pretrain.data.run_data import RunData
 from pretrain.data.samples.blend import BlendedSamples
 from pretrain.data.samples.packed import PackedDocuments
@@ -24,6 +25,7 @@ _LARGEST_WEIGHT_DECAY = 1.0
 # The largest ratio of two batches for which the linear rule held: 256 to 8,192 images (arXiv 1706.02677, figure 1)
 _LARGEST_RATIO = 32
 _CRITICAL_TOKENS = round(2.1e8 * 3.0**-4.8)  # critical batch size at a loss of 3: arXiv 2001.08361, figure 10
+_SMALLEST_TRAINING_PART = 0.9  # fraction of the tokens that the proportions of --split promise
 _LARGEST_DROPOUT = 0.5  # as in the first paper on dropout (arXiv 1207.0580); transformers have 0 to 0.3
 
 
@@ -31,9 +33,9 @@ def run_notes(plan: Plan, data: RunData) -> tuple[str, ...]:
     """Return all notes about a run: on its settings, weights, vocabulary, epochs, evaluation and speed."""
     return (*plan.notes, *_unused_weights_notes(plan), *_vocabulary_notes(plan, data),
             *_padding_notes(plan, data), *_router_notes(plan),
-            *data.notes, *_epoch_notes(plan, data), *_packing_notes(data), *_evaluation_notes(plan, data),
-            *_length_notes(plan), *_batch_notes(plan), *_recipe_notes(plan), *_speed_notes(plan),
-            *_size_notes(plan), *_mup_notes(plan))
+            *data.notes, *_split_notes(plan, data), *_epoch_notes(plan, data), *_packing_notes(data),
+            *_evaluation_notes(plan, data), *_length_notes(plan), *_batch_notes(plan), *_recipe_notes(plan),
+            *_speed_notes(plan), *_size_notes(plan), *_mup_notes(plan))
 
 
 def _unused_weights_notes(plan: Plan) -> list[str]:
@@ -80,6 +82,23 @@ def _router_notes(plan: Plan) -> list[str]:
     return [f"{names[0]} of {len(names)} routers is not updated in training, as in transformers, and no auxiliary loss "
             "is added: nothing balances the load of the experts. A new run trains with a bias of zero, and --init_from "
             "keeps the bias of the weights"]
+
+
+def _split_notes(plan: Plan, data: RunData) -> list[str]:
+    """Note a training part of --split with far fewer tokens than its proportion: --split divides documents."""
+    if plan.data.module is not None or (plan.data.valid and plan.data.test):
+        return []
+    own = {"valid": plan.data.valid, "test": plan.data.test}
+    fractions = {name: fraction for name, fraction in zip(SPLITS, parse_split(plan.data.split), strict=True)
+                 if not own.get(name)}
+    tokens = {name: data.datasets[name].num_tokens for name in fractions if name in data.datasets}
+    found, expected = (sizes["train"] / sum(sizes.values()) for sizes in (tokens, fractions))
+    if found >= _SMALLEST_TRAINING_PART * expected:
+        return []
+    others = " and ".join(f"{name} {count:,}" for name, count in tokens.items() if name != "train")
+    return [f"--split {plan.data.split} divides documents by their number: the training part has {found:.0%} of the "
+            f"tokens ({others}). `ds-pretrain data split --seed 1` chooses documents at random; "
+            "--document_separator of `ds-pretrain prepare` divides long ones"]
 
 
 def _epoch_notes(plan: Plan, data: RunData) -> list[str]:

@@ -134,9 +134,14 @@ def build_engine(plan: Plan, *, initialize: bool = True,
     make_optimizer, ds_config = eight_bit_optimizer(plan)
     mark_experts(module, groups.expert)
     with announced_experts(module):
-        engine, *_ = deepspeed.initialize(model=module, model_parameters=_parameter_groups(module, plan),
-                                          config=engine_config(ds_config), optimizer=make_optimizer,
-                                          lr_scheduler=_scheduler(plan), mpu=mpu)
+        try:
+            engine, *_ = deepspeed.initialize(model=module, model_parameters=_parameter_groups(module, plan),
+                                              config=engine_config(ds_config), optimizer=make_optimizer,
+                                              lr_scheduler=_scheduler(plan), mpu=mpu)
+        except RuntimeError as error:  # DeepSpeed 0.19.8's CPUAdam raises it from the operator's error
+            if isinstance(error.__cause__, ConfigError):
+                raise error.__cause__ from None
+            raise
     check_dtype(engine.module, plan.layout.precision)
     own = Attachments(
         Update(engine), group_settings=group_settings(engine, plan.ds_config), layer_times=plan.layout.layer_times,

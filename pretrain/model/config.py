@@ -54,6 +54,9 @@ def find_config(model: str) -> Path:
                           ("; a class of your own code is MODULE:CONFIG_CLASS" if ":" in model else ""))
     names = preset_names()
     problem = f"there is no preset, file or folder {shorten(model)!r}"
+    if re.fullmatch(r"\d+(\.\d+)?[kmbt]", model, re.IGNORECASE):
+        raise ConfigError("--model", problem=problem, remedy=f"`ds-pretrain new run.yaml --model {model}` writes the "
+                          "settings of a Llama with this number of parameters")
     if similar := [name for name in names if _beginning(name) == _beginning(model)]:
         raise ConfigError("--model", problem=problem, word=model, known=names,
                           remedy=f"the presets with a similar name are {', '.join(similar)}")

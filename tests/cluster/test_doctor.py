@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+import threading
 from copy import deepcopy
 from importlib.metadata import files
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pretrain.cluster.health import facts
+from pretrain.cluster.health import facts, machine
 from pretrain.cluster.health.doctor import THIS_HOST, Diagnosis, examine, page, report_clock
 from pretrain.cluster.health.facts import FACTS, all_facts
 from pretrain.cluster.hosts.preflight import PreflightRequest
@@ -174,6 +175,14 @@ def test_a_full_dev_shm(tmp_path: Path) -> None:
 
 
 def test_a_driver_that_hangs_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parts are read in the main thread, where Ctrl-C kills their processes."""
+    threads, collect = list[threading.Thread](), machine.collect
+
+    def recorded(task: dict[str, Any]) -> dict[str, Any]:
+        threads.append(threading.current_thread())
+        return collect(task)
+
+    monkeypatch.setattr(machine, "collect", recorded)
     _write_script(tmp_path / "nvidia-smi", "sleep 1000")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     for part in facts.PARTS.keys() - {"gpus", "disk"}:
@@ -183,6 +192,7 @@ def test_a_driver_that_hangs_is_a_finding(tmp_path: Path, monkeypatch: pytest.Mo
     (finding,) = diagnosis.findings
     assert (finding.problem, finding.remedy) == ("gpus: no answer within 1 s", "look for Xid errors")
     assert "GPUs           ?" in page(diagnosis)
+    assert threads == [threading.main_thread()]
 
 
 # ---- hosts

@@ -164,6 +164,21 @@ def test_the_trainers_run_clm(tmp_path: Path) -> None:
         100, 200, 2, 7)
 
 
+@pytest.mark.parametrize(("given", "steps"), [
+    ({}, 1), ({"warmup_steps": 7}, 7), ({"warmup_ratio": 0.03}, 3), ({"warmup_steps": 0.025}, 3),
+    ({"warmup_steps": 7, "warmup_ratio": 0.5}, 7)])
+def test_the_trainers_warm_up_fills_the_scheduler_of_its_json(tmp_path: Path, given: dict[str, float],
+                                                             steps: int) -> None:
+    """As TrainingArguments.get_warmup_steps; 0 becomes 1, which DeepSpeed's schedulers compute alike."""
+    scheduler = {"type": "WarmupLR", "params": {
+        "warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}}
+    arguments = {"config_name": "tiny", "output_dir": "out", "learning_rate": 4e-4, "max_steps": 100, "bf16": True,
+                 "deepspeed": {"scheduler": scheduler, "bf16": {"enabled": "auto"}}, **given}
+    plan = translated(tmp_path, [written(tmp_path, "args.json", arguments)], 2)
+    assert plan.ds_config["scheduler"]["params"] == {"warmup_min_lr": 0, "warmup_max_lr": 4e-4,
+                                                     "warmup_num_steps": steps}
+
+
 def test_megatron_deepspeed_in_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A string of options, a DeepSpeed JSON, and a variable with further options that the script does not set."""
     ds_json = written(tmp_path, "ds.json", {
@@ -375,6 +390,8 @@ def test_only_the_command_that_starts_the_program_is_read(tmp_path: Path) -> Non
     ("a.sh", "python pretrain_bert.py --num-layers 2", "pretrain_bert.py trains no GPT-style model on text"),
     ("a.json", {"output_dir": "x", "max_steps": 9, "config_name": "tiny", "lr_scheduler_type": "cosine",
                 "lr_scheduler_kwargs": {"num_cycles": 2}}, "nothing here computes num_cycles of cosine"),
+    ("a.json", {"model_type": "llama", "vocab_size": 9, "hidden_size": 8}, "config.json of a model.* as --model of"),
+    ("a.json", {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 1}, "as --deepspeed_config of"),
     ("a.toml", '[model]\nname = "llama4"\nflavor = "17Bx16E"', "the model llama4 17Bx16E is not in the table"),
     ("a.json", {"output_dir": "x", "learning_rate": 1, "deepspeed": {"zero_optimisation": {}}}, "Did you mean"),
 ])

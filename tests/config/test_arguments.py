@@ -53,6 +53,36 @@ def test_several_data_sets(tmp_path: Path) -> None:
     assert {str(tmp_path / "a b.bin"), str(tmp_path / "a b.idx")} <= set(files)
 
 
+def test_a_yaml_whose_paths_begin_in_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base, here = tmp_path / "my base", tmp_path / "here"
+    (base / "runs").mkdir(parents=True)
+    here.mkdir()
+    monkeypatch.chdir(here)
+    path = base / "runs" / "run.yaml"
+    path.write_text("deepspeed_config: runs/ds.json\ntrain_data: data\n")
+    words = ["--config", "../my base/runs/run.yaml"]
+    assert parse_arguments(words).deepspeed_config == "runs/ds.json", "nowhere: the file is reported later"
+    (base / "data.idx").touch()
+    with pytest.raises(ConfigError, match=r"--train_data: .* data.idx exists only in (.*)\. .*: cd '\1'\.$"):
+        parse_arguments(words)
+    (base / "runs" / "ds.json").touch()
+    with pytest.raises(ConfigError, match=r"--deepspeed_config: .* runs/ds.json exists only in .*/my base\."):
+        parse_arguments(words)
+    assert parse_arguments([*words, "--deepspeed_config", "zero2_bf16", "--train_data=other"]).train_data == ["other"]
+    (here / "runs").mkdir()
+    for name in ("runs/ds.json", "data.idx"):
+        (here / name).touch()
+    assert parse_arguments(words).train_data == ["data"]
+
+
+def test_json_as_yaml_names_the_flag_of_the_json(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    for text in ('{"zero_optimization": {"stage": 2}}', '{"steps_per_print": 3}', '{// comment\n"bf16": {}}'):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="A DeepSpeed JSON is the value of --deepspeed_config"):
+            parse_arguments(["--config", str(path)])
+
+
 @pytest.mark.parametrize(("text", "message"), [
     ("train_data: []", "train_data: found an empty list"),
     ("train_data: [a, [b]]", "train_data: found a list in the list"),

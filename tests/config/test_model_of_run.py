@@ -80,6 +80,27 @@ def test_weights_next_to_a_config_are_noted(tmp_path: Path) -> None:
     assert len(notes(tmp_path / "plain")) == 1
 
 
+def test_checkpoints_that_do_not_fit_the_disk_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_world(tmp_path)
+    args = RunArguments(deepspeed_config=str(tmp_path / "ds.json"), train_data=str(tmp_path / "corpus"), seq_length=16,
+                        train_steps=50, save=str(tmp_path / "new" / "run"), model="tiny")
+    size = check_run(args, world_size=1, device=cpu_device())
+    one = size.layout.checkpoint_bytes(size.model.num_parameters())
+
+    def notes(free: int, **flags: int) -> list[str]:
+        monkeypatch.setattr("pretrain.checkpoint.load.start.free_bytes", lambda _: free)
+        plan = check_start(replace(args, **flags), world_size=1, device=cpu_device()).plan
+        return [note for note in plan.notes if note.startswith(f"--save {args.save}: the disk has")]
+
+    for number, flags in ((1, {}), (1, {"save_interval": 0}), (5, {"save_interval": 10}), (6, {"save_interval": 9}),
+                          (3, {"save_interval": 10, "keep_checkpoints": 2}),
+                          (5, {"save_interval": 10, "keep_checkpoints": 9})):
+        assert notes(number * one, **flags) == []
+        [note] = notes(number * one - 1, **flags)
+        assert (f"{number} checkpoints of" if number > 1 else "a checkpoint of") in note
+        assert ("--keep_checkpoints 2 removes" in note) == (number > 3 and not flags.get("keep_checkpoints"))
+
+
 def test_a_tokenizer_that_may_not_be_that_of_the_weights_is_noted(tmp_path: Path) -> None:
     make_world(tmp_path)
     args = RunArguments(deepspeed_config=str(tmp_path / "ds.json"), train_data=str(tmp_path / "few"), seq_length=16,

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pretrain.commands.check import main as check
@@ -14,6 +15,7 @@ from pretrain.config.expected_curve import Expected
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.plan import Plan
 from pretrain.config.validate import check_run
+from pretrain.data.token_files.writer import IndexedWriter
 from pretrain.distributed.deepspeed_version import deepspeed_version
 from pretrain.distributed.device import Device, cpu_device, detect_device
 from pretrain.errors import ConfigError
@@ -126,6 +128,19 @@ def test_a_vocabulary_far_larger_than_the_tokenizer_gets_a_note(world: Path, voc
     notes = [note for note in plan.notes if "tokenizer" in note]
     assert len(notes) == (0 if fits else 1)
     assert fits or "--model_overrides vocab_size=320" in notes[0]
+
+
+def test_a_long_document_outside_the_training_part_gets_a_note(world: Path, tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "long_last", np.uint16) as writer:
+        for length in [100] * 99 + [8000]:
+            writer.add_document(np.resize(np.arange(1, 97), length))
+        writer.finalize()
+    data = {"train_data": str(tmp_path / "long_last")}
+    for flags, fraction in (({}, "54%"), ({"valid_data": str(world / "few"), "split": "9,0,1"}, "50%"),
+                            ({"split": "50,50,0"}, "28%"), ({"split": "1,0,0"}, None),
+                            ({"train_data": str(world / "corpus")}, None)):
+        notes = [note for note in plan_of(world, {}, **{**data, **flags}).notes if note.startswith("--split")]
+        assert [fraction in note for note in notes] == ([] if fraction is None else [True]), (flags, notes)
 
 
 def test_the_plan_of_a_pipeline(world: Path) -> None:

@@ -1,5 +1,6 @@
 """Rank 0 alone rejects a start, under a launcher that ends no other rank: all ranks end, and one of them says why."""
 
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 from pretrain.commands.bench.pretended_run import pretend
 from pretrain.distributed.process import free_port
 from pretrain.errors import REJECTED
+from tests.support.cases import config, flags
 from tests.support.launch import ROOT
 
 RANKS = 3
@@ -45,3 +47,17 @@ def test_all_ranks_end_if_the_run_is_rejected(rejected_by: str, tmp_path: Path) 
     lines = [line for _, text in found for line in text.splitlines() if "error:" in line]
     assert len(lines) == 1, "each host prints the error once"
     assert ("rng_state_rank_00005.pt" if rejected_by == "rank 0" else "--train_steps") in lines[0]
+
+
+def test_operators_that_cannot_be_compiled_reject_the_run(corpus: str, tmp_path: Path) -> None:
+    """DeepSpeed raises a RuntimeError of its own from the error of the operator's cache."""
+    values = config(1, precision="bf16", accumulation=1)
+    values["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    (tmp_path / "ds.json").write_text(json.dumps(values))
+    words = flags(corpus, layers=1, steps=1, deepspeed_config=tmp_path / "ds.json", save=tmp_path / "run")
+    command = [sys.executable, str(ROOT / "pretrain" / "train.py"), *(f"--{name}={words[name]}" for name in words)]
+    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "TORCH_EXTENSIONS_DIR": "/proc/1"},
+                          capture_output=True, text=True, timeout=240)
+    assert done.returncode == REJECTED, done.stderr
+    assert done.stderr.count("ds-pretrain: error: /proc/1: compiled operators cannot be written here") == 1
+    assert "Traceback" not in done.stderr

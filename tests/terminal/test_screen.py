@@ -158,6 +158,22 @@ def test_sanity_checks_are_broken_between_words() -> None:
         "0.995", "0.75", "1.33", "19"}
 
 
+@pytest.mark.parametrize(("program", "indent"), [
+    ("check --deepspeed_config zero2_bf16 --model tiny --train_data {corpus} --train_steps 9 --seq_length 64 "
+     "--save run", 11),
+    ("translate --output out -- run_clm.py --config_name gpt2 --output_dir run --bf16 "
+     "--train_file some.txt --do_train --max_steps 100 --warmup_ratio 0.1 --dataloader_num_workers 4", 6)])
+def test_tables_of_text_fit_the_terminal(program: str, indent: int, corpus: str, tmp_path: Path) -> None:
+    """The command that comes next is one line, which can be copied."""
+    words = program.format(corpus=corpus).split()
+    code, text = in_terminal([sys.executable, "-m", "pretrain", *words], cwd=tmp_path)
+    *lines, following = text.replace("\r\n", "\n").splitlines()
+    assert code == 0, text
+    assert following.startswith("next: ds-pretrain ")
+    assert max(len(line) for line in lines) <= 80
+    assert sum(line.startswith(" " * indent) for line in lines) >= 2
+
+
 def test_ctrl_c_before_training_leaves_no_lock_and_lines_break_between_words(corpus: str, tmp_path: Path) -> None:
     """Ctrl-C to ds-pretrain releases the lock. The line of a start that finds a dead one's lock fits the terminal."""
     run, pressed = tmp_path / "run", False

@@ -256,6 +256,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (dict(zip(BASE, (7, 2, 2), strict=False)), {}, "7 != 2 x 2 x 1"),
     ({"train_batch_size": 6}, {"world_size": 4}, "6 != 1 x 1 x 4"),
     ({"train_batch_size": 2}, {"world_size": 4}, "2 != "),
+    (dict(zip(BASE, (8, 2, 2), strict=False)), {}, "8 != 2 x 2 x 1 ... They fit 2 data-parallel ranks"),
     (dict.fromkeys(list(BASE)[:3], NOTHING), {}, "no batch size"),
     # length and schedule
     ({}, {"train_steps": NOTHING}, "neither of them"),
@@ -312,6 +313,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"memory_snapshot": True}, "a run on cuda"),
     ({}, {"world_size": 0}, "--world_size: found '0'"),
     # model
+    ({}, {"model": "1.3B"}, "ds-pretrain new run.yaml --model 1.3B"),
     ({}, {"model": "tiyn"}, 'Did you mean "tiny"'),
     ({}, {"model": NOTHING}, "--model"),
     ({}, {"model_overrides": "n_layers=3"}, 'Did you mean "n_layer"'),
@@ -332,6 +334,9 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"data_cache_gb": 1}, "it has no effect"),
     ({}, {"data_cache": "cache"}, "it has no effect"),
     ({}, {"train_data": "{world}/lonely"}, "lonely.bin"),
+    ({}, {"train_data": "{world}/corpus.bin"}, "without .bin: {world}/corpus"),
+    ({}, {"train_data": "{world}"}, "folder {world} has these prefixes: {world}/big"),
+    ({}, {"train_data": "{world}/text.txt"}, "`ds-pretrain prepare` makes token files of the text in {world}/text.txt"),
     ({}, {"train_data": "{world}/truncated"}, "truncated.bin"),
     ({}, {"train_data": "{world}/corrupt"}, "corrupt.idx"),
     ({}, {"train_data": "{world}/short"}, "short"),

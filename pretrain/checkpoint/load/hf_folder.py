@@ -260,7 +260,8 @@ def _no_safetensors(folder: Path) -> ConfigError:
     others = weight_files(folder)
     if not others:
         return ConfigError(str(folder), problem=f"there is neither {SINGLE} nor {INDEX}",
-                           remedy="name a folder with weights in the safetensors format")
+                           remedy="name a folder with weights in the safetensors format, or start from random ones: "
+                           f"--model {folder} without --init_from")
     if any(name.startswith("pytorch_model") for name in others):
         return ConfigError(str(folder / others[0]), problem="weights in PyTorch's pickle format are not read",
                            remedy="convert them: load the folder with transformers and call "

@@ -4,6 +4,7 @@ import contextlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pretrain.checkpoint.format.hashed_files import free_bytes
 from pretrain.checkpoint.format.manifest import MANIFEST, parse_head, read_manifest
 from pretrain.checkpoint.load.hf_folder import HFFolder, find_hf_tokenizer
 from pretrain.checkpoint.load.init_from import InitialWeights, find_initial_weights
@@ -71,6 +72,8 @@ def check_start(args: RunArguments, *, world_size: int, device: Device, complete
                                                          folder=Path(weights.origin.folder), model=args.model,
                                                          overrides=args.model_overrides),
                   *_tokenizer_notes(plan, weights)]
+    if first_of_host:
+        notes += _disk_notes(plan, resumes=found is not None)
     plan = replace(plan, origin=weights.origin if weights else None, notes=(*plan.notes, *notes))
     return Start(plan, make_resume(*found, plan, with_record=complete) if found else None, weights)
 
@@ -83,6 +86,27 @@ def _saved_model(args: RunArguments, found: FoundCheckpoint | None,
     folder, manifest, _ = found
     where = f"{folder / MANIFEST}: model"
     return SavedModel(model_config_from(manifest.model, where), where)
+
+
+def _disk_notes(plan: Plan, *, resumes: bool) -> list[str]:
+    """Note that the checkpoints do not fit the disk of the run folder, before a save fails hours later."""
+    args, size = plan.args, plan.layout.checkpoint_bytes(plan.model.num_parameters())
+    saves = -(-plan.train_steps // args.save_interval) if args.save_interval else 1
+    kept = args.keep_checkpoints + 1 if args.keep_checkpoints else saves  # the oldest is removed after a save
+    number = 1 if resumes else min(saves, kept)
+    free = free_bytes(Path(args.save).absolute())
+    if free >= number * size:
+        return []
+    needed = f"{number} checkpoints of {_gb(size)}" if number > 1 else f"a checkpoint of {_gb(size)}"
+    remedy = "free some, or choose another folder"
+    if number > 3 and not args.keep_checkpoints:
+        remedy = "--keep_checkpoints 2 removes old ones"
+    return [f"--save {args.save}: the disk has {_gb(free)} free here, too little for {needed}, so that saves will "
+            f"fail; {remedy}"]
+
+
+def _gb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:,.3g} GB" if num_bytes < 1e11 else f"{num_bytes / 1e9:,.0f} GB"
 
 
 def _tokenizer_notes(plan: Plan, weights: InitialWeights) -> list[str]:

@@ -184,7 +184,8 @@ class Saver:
             self._writer.close()
         failure, is_good = from_rank_0(lambda: (self._failure, self._newest_is_good))
         if failure:
-            raise SaveError(f"the last checkpoint was not written: {failure}")
+            raise SaveError(f"the last checkpoint was not written: {failure}. Remove the reason, and give the same "
+                            "command: the run continues from its newest checkpoint.")
         if not is_good and wait_for_copies:
             line = f"{self._folder.path}: in the last checkpoint, {NOT_FINITE}. The newest good checkpoint remains. " \
                 "Lower the learning rate, and start another run with --init_from, or examine the checkpoint."

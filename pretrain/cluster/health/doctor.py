@@ -109,7 +109,9 @@ def _read(diagnosis: Diagnosis, hosts: Mapping[str, HostFacts], folders: Mapping
             transport, host, "collect", task, timeout_s=max(limits_s.values()) + _MARGIN_S, module=machine)
         return {**found, "asked": begin, "answered": time.time()}
 
-    for host, found in call_on_all(hosts, collect).items():
+    # this host alone in the main thread, which gets Ctrl-C, and then kills the processes of `machine.collect`
+    answers = {host: collect(host) for host in hosts} if transport is None else call_on_all(hosts, collect)
+    for host, found in answers.items():
         if isinstance(found, HostError):
             diagnosis.add(host, f"the facts cannot be read: {found}", "run `ds-pretrain doctor` on this host")
             continue

@@ -52,6 +52,7 @@ from pretrain.memory.compare.compare import CHINCHILLA_TOKENS_PER_PARAMETER, tok
 from pretrain.memory.memory_watch import plan_remarks
 from pretrain.paths import check_file
 from pretrain.remote import path_or_url
+from pretrain.terminal import print_rows
 
 _USUAL_SEQ_LENGTH = 2048  # GPT-3's, whose batch sizes and learning rates are the defaults
 _MOST = 10**7
@@ -74,8 +75,8 @@ def main(argv: list[str] | None = None) -> None:
             write_atomically(path, content)
         except OSError as error:
             raise ConfigError(str(path), problem=f"it cannot be written ({error.strerror})") from None
-    print("\n".join([f"{run.path}, {run.json_path}: {title(run)}", f"layout     {layout_line(run)}",
-                     f"length     {length_line(run)}", *warnings]))
+    print_rows([f"{run.path}, {run.json_path}: {title(run)}", f"layout     {layout_line(run)}",
+                f"length     {length_line(run)}", *warnings], indent=11)
     first, *others = commands(run)
     print("\n".join([f"next: {first}", *(f"then: {line}" for line in others), *hosts_note(run)]))
 

@@ -18,6 +18,7 @@ from pretrain.commands.translate.trainer import translate_trainer
 from pretrain.commands.translate.verdicts import check_names, complete_rows
 from pretrain.config.other_programs import PROGRAMS
 from pretrain.model.config import model_config_from
+from pretrain.terminal import print_rows
 
 _MOST = 10**15
 
@@ -30,7 +31,9 @@ def main(argv: list[str] | None = None) -> None:
     settings = read_settings(flags.files, others, flags.program)
     result = translate(settings, vocab_size=flags.vocab_size, dataset_tokens=flags.dataset_tokens)
     write_files(settings, result, flags.output, overwrite=flags.overwrite)
-    print("\n".join(report(settings, result, flags.output)))
+    *rows, following = report(settings, result, flags.output)
+    print_rows(rows, indent=6)
+    print(following)
 
 
 def _divided(words: list[str]) -> tuple[list[str], list[str]]:
@@ -42,7 +45,7 @@ def _divided(words: list[str]) -> tuple[list[str], list[str]]:
 def _parser() -> Parser:
     parser = Parser(usage="ds-pretrain translate [FILE ...] --output FOLDER [flags] [-- WORDS]", description=(
         "Translate settings of GPT-NeoX (YAML), Megatron-LM and Megatron-DeepSpeed (arguments), transformers.Trainer "
-        "(a command line or TrainingArguments as JSON) or torchtitan (TOML) into run.yaml, ds_config.json and "
+        "(a command line or TrainingArguments as JSON or YAML) or torchtitan (TOML) into run.yaml, ds_config.json and "
         "config.json, and list what became of each setting. WORDS are a command line of the other program."))
     parser.add_argument("files", nargs="*", type=path_text, metavar="FILE",
                         help="YAML, TOML or JSON of the other program, or a shell script with its command line")

@@ -11,6 +11,8 @@ import yaml
 
 from pretrain.commands.translate.command_line import command_flags, script_words
 from pretrain.commands.translate.settings import Settings
+from pretrain.config.ds_json.schema import TREE
+from pretrain.config.flags.parse import yaml_problem
 from pretrain.config.other_programs import PROGRAMS, current_name
 from pretrain.errors import ConfigError, shorten
 from pretrain.stored_json import parse_json
@@ -52,7 +54,7 @@ def read_settings(files: Sequence[str], words: Sequence[str], program: str | Non
         elif name in given:
             raise ConfigError(place, problem=f"the same setting is in {places[name]}", remedy="keep one of the two")
         given[name], places[name] = value, place
-    program = program or _recognize(given)
+    program = program or _recognize(given, " ".join(files) or "command line")
     return Settings(program, given, places, launcher, tuple(dict.fromkeys(notes)))
 
 
@@ -124,16 +126,11 @@ def _parse_mapping(file: str, text: str) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         if Path(file).suffix in _JSON:
             raise ConfigError(file, problem=f"it is not JSON: {error}") from None
-        raise ConfigError(file, problem=f"it is not YAML: {_yaml_problem(error)}",
+        raise ConfigError(file, problem=f"it is not YAML: {yaml_problem(error)}",
                           remedy="a comma may be missing on the line before") from None
     if not isinstance(values, dict) or not values:
         raise ConfigError(file, found=f"a {type(values).__name__}", expected="a mapping of names to values")
     return values
-
-
-def _yaml_problem(error: Exception) -> str:
-    mark = getattr(error, "problem_mark", None)
-    return f"line {mark.line + 1}: {getattr(error, 'problem', error)}" if mark else str(error)
 
 
 class _Loader(yaml.SafeLoader):
@@ -153,9 +150,17 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]
                               list("-+0123456789"))
 
 
-def _recognize(given: Mapping[str, Any]) -> str:
+def _recognize(given: Mapping[str, Any], where: str) -> str:
     """Return the program with the most names of its own. Raises ConfigError if there is none."""
     names = set(given)
+    what, flag = "", ""
+    if names <= set(TREE):
+        what, flag = "a DeepSpeed JSON", "--deepspeed_config"
+    elif {"model_type", "vocab_size"} <= names and "output_dir" not in names:
+        what, flag = "the config.json of a model", "--model"
+    if what:
+        raise ConfigError(where, problem=f"this is {what}, and no settings of a program",
+                          remedy=f"nothing has to be translated: give it as {flag} of the run")
     scores = {program: len(names & own) for program, own in _MARKERS.items()}
     best = max(scores, key=lambda program: scores[program])
     if any("." in name for name in names):

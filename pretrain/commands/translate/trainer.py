@@ -126,17 +126,32 @@ def _length_and_schedule(settings: Settings, result: Result, dataset_tokens: int
                                 "--dataset_tokens writes it, and the warm-up")
     if "scheduler" in result.json:
         result.none("the JSON's scheduler is used", *settings.only("lr_scheduler_type"))
-        _json_warmup(settings, result)
+        _json_warmup(settings, result, length if unit == "steps" else None)
         return
     _schedule(settings, result, unit, length)
 
 
-def _json_warmup(settings: Settings, result: Result) -> None:
-    """Fill "auto" of the JSON's warm-up as transformers does."""
-    params = result.json["scheduler"].get("params", {})
-    warmup = settings.number("warmup_steps")
-    if params.get("warmup_num_steps") == "auto" and warmup >= 1:
-        result.set_json("scheduler.params.warmup_num_steps", int(warmup), "warmup_steps")
+def _json_warmup(settings: Settings, result: Result, train_steps: int | None) -> None:
+    """Fill "auto" of the JSON's warm-up as transformers does: 0 steps without a setting."""
+    key, names = "scheduler.params.warmup_num_steps", settings.only("warmup_steps", "warmup_ratio") or ["warmup_steps"]
+    if result.json["scheduler"].get("params", {}).get("warmup_num_steps") != "auto":
+        result.none("the JSON has the warm-up", *settings.only("warmup_steps", "warmup_ratio"))
+        return
+    count, ratio = _warmup(settings)
+    if ratio and train_steps is None:
+        result.used("see what remains to do", *names)
+        result.remaining.append(f"{key} of ds_config.json: {ratio:g} of the steps, once they are known")
+        return
+    count = math.ceil(round(ratio * train_steps, 6)) if ratio and train_steps else count
+    result.set_json(key, max(count, 1), *names)  # DeepSpeed's schedulers warm up for 2 steps with 0, 1 and 2
+
+
+def _warmup(settings: Settings) -> tuple[int, float]:
+    """Return the warm-up as (steps, 0), or as (0, fraction of the run)."""
+    steps, ratio = settings.number("warmup_steps"), settings.number("warmup_ratio", 0)
+    if 0 < steps < 1:  # transformers 5: warmup_steps below 1 are a fraction of the run
+        return 0, steps
+    return int(steps), 0 if steps else ratio
 
 
 def _schedule(settings: Settings, result: Result, unit: str, length: int | None) -> None:
@@ -155,11 +170,8 @@ def _schedule(settings: Settings, result: Result, unit: str, length: int | None)
     lowest = {"cosine_with_min_lr": extra.get("min_lr", peak * float(extra.get("min_lr_rate", 0))),
               "polynomial": extra.get("lr_end", _POLYNOMIAL_END),
               "warmup_stable_decay": peak * float(extra.get("min_lr_ratio", 0))}.get(word, 0.0)
-    warmup = settings.number("warmup_steps")
-    ratio = settings.number("warmup_ratio", 0)
+    warmup, ratio = _warmup(settings)
     names = settings.only("warmup_steps", "warmup_ratio") or ["warmup_steps"]
-    if 0 < warmup < 1:  # transformers 5: warmup_steps below 1 are a fraction of the run
-        ratio, warmup = warmup, 0
     if word == "constant":
         warmup = ratio = 0
     if kind == "inverse_sqrt" and not warmup and not ratio:
@@ -169,7 +181,7 @@ def _schedule(settings: Settings, result: Result, unit: str, length: int | None)
         result.remaining.append(f"--lr_warmup_tokens: {ratio:g} times --train_tokens")
     unit = unit if ratio or length is None or unit == "steps" else "steps"
     # transformers rounds a fraction of the steps up
-    count = int(warmup) if warmup or not ratio else None if length is None else math.ceil(round(ratio * length, 6))
+    count = warmup if warmup or not ratio else None if length is None else math.ceil(round(ratio * length, 6))
     wsd = as_number(extra.get("num_decay_steps"))
     if kind == "wsd" and wsd is None:
         raise ConfigError(settings.where("lr_scheduler_kwargs"), problem="num_decay_steps is missing")

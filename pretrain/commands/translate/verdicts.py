@@ -17,19 +17,21 @@ from pretrain.config.other_programs import (
     reason_if_unused,
     without_counterpart,
 )
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, listed
 
 
 def check_names(settings: Settings) -> None:
     """Raise ConfigError for a setting that the tables do not know, with the closest name, and for refused ones."""
+    unknown = [name for name in settings.given if name not in FLAGS and not is_known(name)]
     for name, value in settings.given.items():
         if reason := _refusal(name, value):
             raise ConfigError(settings.where(name), problem=f"nothing here computes this: {reason}",
                               remedy="turn it off in the input if the model does not need it")
-        if name not in FLAGS and not is_known(name):
-            raise ConfigError(settings.where(name), problem=f"{settings.program_name} has no setting that is known "
-                              "here by this name", remedy="remove it if it is not one", word=name.replace("-", "_"),
-                              known=known_names())
+    if unknown:
+        name, others = unknown[0], f", nor by {listed(unknown[1:])}" if unknown[1:] else ""
+        raise ConfigError(settings.where(name), problem=f"{settings.program_name} has no setting that is known here by "
+                          f"this name{others}", remedy="remove what is none",
+                          word="" if others else name.replace("-", "_"), known=known_names())
 
 
 def _refusal(name: str, value: Any) -> str:
@@ -85,7 +87,7 @@ def _reason(name: str, value: Any) -> str:
             continue
         reason, neutral = found
         if value in OFF or str(value).lower() == neutral.lower() != "" or table == REFUSED:
-            return "off, as here"
+            return "off, as here" if value in OFF else "as here"
         return f"MATTERS: {reason}" if table == MATTERS else f"no effect on the result: {reason}"
     if value in OFF:
         return "off"

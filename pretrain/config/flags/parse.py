@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import functools
+import shlex
 import sys
 from pathlib import Path
 from typing import Any, get_args
@@ -19,6 +20,7 @@ _USAGE = """ds-pretrain --deepspeed_config FILE --model NAME --train_data PREFIX
        ds-pretrain --config run.yaml [flags]"""
 _DESCRIPTION = ("Pretrain a GPT-style model. Every flag is also a key of the YAML file that --config names; flags on "
                 "the command line win. --seq-length is --seq_length.")
+_JSON = "a DeepSpeed JSON is the value of --deepspeed_config, and --config names a YAML of flags"
 # name of a flag -> its type and the parts of that: int | None, int, NoneType
 _KINDS = {field.name: (field.type, *get_args(field.type)) for field in dataclasses.fields(RunArguments)}
 _OTHER_NAMES = {flag.other_name: name for name, flag in FLAGS.items() if flag.other_name}
@@ -108,11 +110,18 @@ def read_yaml(path: str) -> dict[str, tuple[int, str | list[str]]]:
     except UnicodeDecodeError:
         raise ConfigError(f"--config {path}", problem="it is not UTF-8 text") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"--config {path}", problem=f"it is not YAML: {error}") from None
+        raise ConfigError(f"--config {path}", problem=f"it is not YAML: {yaml_problem(error)}",
+                          remedy=_JSON if path.endswith(".json") else "") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"--config {path}", problem=f"the file cannot be read: {reason}") from None
     return {name: (line, value) for name, line, value in entries if value is not None}
+
+
+def yaml_problem(error: Exception) -> str:
+    """Return the line and the problem of an error of the YAML parser."""
+    mark = getattr(error, "problem_mark", None)
+    return f"line {mark.line + 1}: {getattr(error, 'problem', error)}" if mark else str(error)
 
 
 def _node_type(node: yaml.Node) -> str:
@@ -141,7 +150,8 @@ def _yaml_value(loader: yaml.SafeLoader, path: str, key: yaml.Node, value: yaml.
     if list[str] in kinds and isinstance(value, yaml.SequenceNode):
         return _yaml_list(where, value)
     if not isinstance(value, yaml.ScalarNode):
-        raise ConfigError(where, found=_node_type(value), expected="a single value")
+        raise ConfigError(where, found=_node_type(value), expected="a single value",
+                          remedy=_JSON if path.endswith(".json") else "")
     try:
         parsed = loader.construct_object(value)
     except ValueError:  # a date such as 2024-99-99, or thousands of digits: the type of the flag rejects the text
@@ -169,7 +179,8 @@ def _flags_from_yaml(path: str) -> list[str]:
     for name, (line, value) in read_yaml(path).items():
         if name not in FLAGS:
             raise ConfigError(f"{path}:{line}: {shorten(name)}", found="an unknown key",
-                              expected="a flag of `ds-pretrain train`", remedy=hint_for(name),
+                              expected="a flag of `ds-pretrain train`",
+                              remedy=_JSON if path.endswith(".json") else hint_for(name),
                               word="" if hint_for(name) else name, known=FLAGS)
         words += [f"--{name}={value}"] if isinstance(value, str) else [f"--{name}", *value]
     return words
@@ -185,6 +196,17 @@ def parse_before_run(own: Parser, words: list[str]) -> tuple[argparse.Namespace,
     return own.parse_known_args(words)
 
 
+def _check_folder(config: str, values: argparse.Namespace) -> None:
+    """Raise ConfigError for a relative path that exists from the YAML's folder, or one above it, and not from here."""
+    named = [("deepspeed_config", getattr(values, "deepspeed_config", "")),
+             *(("train_data", f"{prefix}.idx") for prefix in getattr(values, "train_data", ()))]
+    for flag, file in named:
+        folder = next((folder for folder in Path(config).resolve().parents if (folder / file).is_file()), None)
+        if folder is not None and not Path(file).exists():
+            raise ConfigError(f"--{flag}", problem=f"relative paths begin in the current folder, also in a YAML, and "
+                              f"{file} exists only in {folder}", remedy=f"change to it: cd {shlex.quote(str(folder))}")
+
+
 def parse_arguments(argv: list[str] | None = None) -> RunArguments:
     """Parse the flags and the `--config` YAML file; flags win. Raises ConfigError; `--help` exits with 0.
 
@@ -198,6 +220,7 @@ def parse_arguments(argv: list[str] | None = None) -> RunArguments:
         raise ConfigError("--config", found=f"{len(files)} files", expected="one", remedy="join them into one")
     if files:
         namespace, unknown = parser.parse_known_args(_flags_from_yaml(files[0]) + words)
+        _check_folder(files[0], namespace)
     if unknown:
         flags = [word for word in unknown if word.startswith("--")][:8] or unknown[:1]
         lines = [str(unknown_flag(word, ["--config", *(f"--{name}" for name in FLAGS)], hint_for)) for word in flags]

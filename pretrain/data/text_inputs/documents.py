@@ -52,7 +52,7 @@ def documents(chunk: Chunk, settings: ReadSettings) -> Iterator[Piece | Skipped]
                 yield Piece(_value(data, where), ends, where)
         except ConfigError as error:
             if not settings.skip_errors:
-                raise
+                raise ConfigError.from_line(f"{error} --on_error skip leaves out such documents.") from None
             place, reason = _split_message(str(error), where, chunk.name)
             yield Skipped(place, reason, ends)
 
@@ -70,13 +70,15 @@ def _split_message(message: str, where: str, name: str) -> tuple[str, str]:
 
 
 def read_pieces(inputs: Iterable[Input], settings: ReadSettings) -> Iterator[Piece]:
-    """Yield the documents of all inputs. Raises ConfigError for a document that cannot be read."""
-    assert not settings.skip_errors
+    """Yield the documents of all inputs. Raises ConfigError for a document that cannot be read.
+
+    With `skip_errors`, this document is left out, but not the parts of a long one that could be read before the error.
+    """
     for found in inputs:
         for chunk in read_chunks(found, settings):
             for piece in documents(chunk, settings):
-                assert isinstance(piece, Piece)
-                yield piece
+                if isinstance(piece, Piece):
+                    yield piece
 
 
 def _parts(chunk: Chunk, settings: ReadSettings) -> Iterator[tuple[int, bytes | None, bool]]:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from pretrain.data.token_files.fetched_files import Url
 from pretrain.data.token_files.token_file import TokenFile
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, listed
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -50,7 +50,7 @@ class IndexFile:
             self.num_bytes = self.status.st_size
             header = self.file.read(0, min(self.num_bytes, HEADER.size))
         except OSError as error:
-            raise ConfigError(str(path), problem=reason(error), remedy=_OPEN) from None
+            raise ConfigError(str(path), problem=reason(error), remedy=_advice(path)) from None
         code, self.num_sequences, self.num_index_entries = _parse_header(path, header)
         self.dtype: np.dtype[Any] = np.dtype(DTYPES[code])
         self._check_size()
@@ -124,6 +124,20 @@ class IndexFile:
 def spread(total: int, run: int) -> list[int]:
     """Return where runs of entries start that are spread over `total` entries, in ascending order."""
     return sorted({number * max(total - run, 0) // (SAMPLED_RUNS - 1) for number in range(SAMPLED_RUNS)})
+
+
+def _advice(path: Path | Url) -> str:
+    """Return what to do about an .idx that cannot be opened: `path` is its prefix with .idx at the end."""
+    given = Path(str(path).removesuffix(".idx"))
+    if not isinstance(path, Path) or path.exists():
+        return _OPEN
+    if given.suffix in (".bin", ".idx") and given.exists():
+        return f"give the prefix without {given.suffix}: {given.with_suffix('')}"
+    if given.is_dir() and (pairs := sorted(given.glob("*.idx"))):
+        return f"the folder {given} has these prefixes: {listed([pair.with_suffix('') for pair in pairs])}"
+    if given.exists():
+        return f"`ds-pretrain prepare` makes token files of the text in {given}"
+    return _OPEN
 
 
 def reason(error: OSError) -> str:

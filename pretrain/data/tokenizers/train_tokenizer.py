@@ -42,10 +42,12 @@ def train_sentencepiece(inputs: Sequence[str] | DatasetName, out_dir: str | Path
     check_folder(Path(out_dir), "--out")
     _check_names(special_tokens)
     written = io.BytesIO()
+    failures: list[BaseException] = []
     try:
         SentencePieceTrainer.train(
-            sentence_iterator=_sample_lines(found.files, reading, max_megabytes), model_writer=written,
-            vocab_size=vocab_size, model_type="bpe", num_threads=threads or len(os.sched_getaffinity(0)),
+            sentence_iterator=_recorded(_sample_lines(found.files, reading, max_megabytes), failures),
+            model_writer=written, vocab_size=vocab_size, model_type="bpe",
+            num_threads=threads or len(os.sched_getaffinity(0)),
             # exact decoding: bytes for characters without a piece, and no normalization
             byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
             add_dummy_prefix=False, character_coverage=character_coverage,
@@ -54,6 +56,8 @@ def train_sentencepiece(inputs: Sequence[str] | DatasetName, out_dir: str | Path
             control_symbols=list(special_tokens),  # as the end of a document, which no text is encoded as
             unk_id=0, eos_id=1, eos_piece=EOD_PIECE, bos_id=-1, pad_id=-1, minloglevel=0 if verbose else 3)
     except RuntimeError as error:
+        if failures:
+            raise failures[0] from None
         raise _vocab_error(vocab_size, str(error)) from None
     return _write(Path(out_dir), written.getvalue())
 
@@ -65,6 +69,15 @@ def _check_names(special_tokens: Sequence[str]) -> None:
     if wrong is not None:
         raise ConfigError("--special_tokens", found=repr(wrong), expected="different names of at least two characters "
                           f"without spaces, and not {EOD_PIECE}, <unk> or <0x00> to <0xFF>")
+
+
+def _recorded(lines: Iterator[str], failures: list[BaseException]) -> Iterator[str]:
+    """Yield the lines, and keep the error that ends them: the trainer raises a RuntimeError with its text instead."""
+    try:
+        yield from lines
+    except (Exception, KeyboardInterrupt) as error:
+        failures.append(error)
+        raise
 
 
 def _sample_lines(inputs: Sequence[Input], reading: ReadSettings, max_megabytes: float) -> Iterator[str]:

@@ -129,6 +129,18 @@ def test_skipped_documents_are_counted_and_shown(tmp_path: Path, tokenizer: Toke
     assert f"{bad}:3: " in done.stdout
 
 
+def test_a_tokenizer_is_trained_on_the_documents_that_can_be_read(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": "the quick brown fox jumps over lazy dogs"}\n{"text": 5}\n' * 99)
+    words = [str(bad), "--tokenizer", str(tmp_path / "tok"), "--out", str(tmp_path / "out"), "--on_error", "skip"]
+    done = run_tool(*words, "--vocab_size", "300")
+    assert done.returncode == 0, done.stderr
+    assert read_summary(tmp_path / "out")["skipped_documents"] == 99
+    other = run_tool(*words, "--overwrite", "--vocab_size", "310")
+    assert other.returncode == 2
+    assert "error: --vocab_size: found 310; expected 300, the size of " in other.stderr
+
+
 def test_the_summary(tmp_path: Path, tokenizer: Tokenizer) -> None:
     source = jsonl(tmp_path / "a.jsonl", TEXTS)
     prepare([source], tokenizer=str(tokenizer.path), out=str(tmp_path / "out"))

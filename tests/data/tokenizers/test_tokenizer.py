@@ -11,6 +11,7 @@ import pytest
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from pretrain.data.text_inputs.chunk import ReadSettings
 from pretrain.data.tokenizers.special_tokens import EOD_PIECE, TokenIds, check_tokenizer_fits
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.data.tokenizers.train_tokenizer import train_sentencepiece
@@ -135,6 +136,23 @@ def test_max_megabytes_samples_all_files(tmp_path: Path) -> None:
     loaded = train_sentencepiece(files, tmp_path, vocab_size=300, max_megabytes=0.05)
     assert len(loaded.encode("the walrus")) <= 3
     assert len(loaded.encode("the giraffe")) <= 3
+
+
+def test_errors_of_the_text_end_the_training_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SentencePiece raises a RuntimeError instead, which holds the error as text."""
+    wrong = tmp_path / "a.jsonl"
+    wrong.write_text('{"text": "the quick brown fox jumps over lazy dogs"}\n{"text": null}\n' * 99)
+    with pytest.raises(ConfigError, match=rf"^{wrong}:2: the value of 'text' is null\. .*--on_error skip leaves out"):
+        train_sentencepiece([str(wrong)], tmp_path / "out", vocab_size=300)
+    train_sentencepiece([str(wrong)], tmp_path / "out", vocab_size=300, reading=ReadSettings(skip_errors=True))
+    assert load_tokenizer(tmp_path / "out").vocab_size == 300
+
+    def interrupted(*_: object) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pretrain.data.tokenizers.train_tokenizer.read_pieces", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train_sentencepiece([str(wrong)], tmp_path / "out", vocab_size=300)
 
 
 def test_eos_is_read_from_tokenizer_config_json(huggingface: Tokenizer, tmp_path: Path) -> None:
