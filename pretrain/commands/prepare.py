@@ -45,7 +45,7 @@ def prepare_main() -> int:
     args = _prepare_parser().parse_args()
     inputs = named_inputs(args)
     separator = parse_separator(args.document_separator) if args.document_separator else ""
-    read = ReadSettings(args.format, args.jsonl_key, separator, args.on_error == "skip")
+    read = ReadSettings(args.format, args.jsonl_key, separator, args.on_error == "skip", can_skip=True)
     middle = _fill_in_middle(args)
     settings = PrepareSettings(read, args.append_eod, args.prepend_bos, args.deduplicate, *_near_settings(args), middle)
     shard = parse_shard(args.shard, os.environ) if args.shard else None
@@ -186,7 +186,7 @@ def tokenizer_main() -> None:
     parser.add_argument("--threads", type=whole_number(1, 1024), help="training threads (default: one per CPU core)")
     parser.add_argument("--verbose", action="store_true", help="show SentencePiece's messages")
     args = parser.parse_args()
-    reading = ReadSettings(args.format, args.jsonl_key, skip_errors=args.on_error == "skip")
+    reading = ReadSettings(args.format, args.jsonl_key, skip_errors=args.on_error == "skip", can_skip=True)
     _train_tokenizer(named_inputs(args), args.out, reading, args.vocab_size,
                      max_megabytes=args.max_megabytes, threads=args.threads, verbose=args.verbose,
                      character_coverage=args.character_coverage,

@@ -41,6 +41,8 @@ class ReadSettings:
     """text between two documents of a text file; empty: a text file is one document"""
     skip_errors: bool = False
     """skip documents that cannot be read, instead of raising ConfigError"""
+    can_skip: bool = False
+    """the program has the flag --on_error skip; errors name it"""
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,8 @@ def documents(chunk: Chunk, settings: ReadSettings) -> Iterator[Piece | Skipped]
                 yield Piece(_value(data, where), ends, where)
         except ConfigError as error:
             if not settings.skip_errors:
-                raise ConfigError.from_line(f"{error} --on_error skip leaves out such documents.") from None
+                hint = " --on_error skip leaves out such documents." if settings.can_skip else ""
+                raise ConfigError.from_line(str(error) + hint) from None
             place, reason = _split_message(str(error), where, chunk.name)
             yield Skipped(place, reason, ends)
 
