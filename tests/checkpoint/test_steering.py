@@ -131,16 +131,17 @@ def test_the_schedule_of_the_json_is_kept(tmp_path: Path, flags: list[str], monk
 def test_undivisible_states_are_rejected_in_another_layout(tmp_path: Path, flags: list[str], kind: str,
                                                            divisible: bool) -> None:
     """As by the engine that loads them, but before there is one."""
-    def layout(stage: int, bucket: int = 1000) -> list[str]:
-        path = tmp_path / f"{stage}-{bucket}.json"
+    def layout(stage: int, bucket: int = 1000, **others: dict[str, str]) -> list[str]:
+        path = tmp_path / f"{stage}-{bucket}-{len(others)}.json"
         path.write_text(json.dumps({
-            "zero_optimization": {"stage": stage, "reduce_bucket_size": bucket}, "zero_allow_untested_optimizer": True,
-            "bf16": {"enabled": True}, "optimizer": {"type": kind, "params": {"lr": 0.01}}}))
+            **others, "zero_optimization": {"stage": stage, "reduce_bucket_size": bucket},
+            "zero_allow_untested_optimizer": True, "bf16": {"enabled": True}, "optimizer": {"type": kind, "params": {"lr": 0.01}}}))
         return [*flags, "--deepspeed_config", str(path)]
 
     run = tmp_path / "run"
     write_checkpoint(start_run(run, *layout(1)).plan)
     _resumed(run, *layout(1, bucket=2000))
+    _resumed(run, *layout(1, data_types={"grad_accum_dtype": "bf16"}))  # the default, written out
     if divisible:
         _resumed(run, *layout(2))
         return

@@ -201,6 +201,8 @@ def _different_settings(saved: Layout, current: Layout) -> list[str]:
     """Return the settings of the layout that determine which states are in which file, and that differ."""
     names = ("world_size", "data_parallel_size", "pipeline_stages", "tensor_parallel_size", "sequence_parallel_size",
              "expert_parallel_size", "zero_stage", "precision", "grad_accum_dtype", "optimizer")
+    saved, current = (replace(each, grad_accum_dtype=each.grad_accum_dtype or each.precision)
+                      for each in (saved, current))
     # offload to CPU and offload to NVMe write the same files; without offload the optimizer class and its files differ
     same_offload = (saved.offload_optimizer == "none") == (current.offload_optimizer == "none")
     return [name for name in names if getattr(saved, name) != getattr(current, name)] + \
