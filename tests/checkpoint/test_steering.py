@@ -135,7 +135,8 @@ def test_undivisible_states_are_rejected_in_another_layout(tmp_path: Path, flags
         path = tmp_path / f"{stage}-{bucket}-{len(others)}.json"
         path.write_text(json.dumps({
             **others, "zero_optimization": {"stage": stage, "reduce_bucket_size": bucket},
-            "zero_allow_untested_optimizer": True, "bf16": {"enabled": True}, "optimizer": {"type": kind, "params": {"lr": 0.01}}}))
+            "zero_allow_untested_optimizer": True, "bf16": {"enabled": True},
+            "optimizer": {"type": kind, "params": {"lr": 0.01}}}))
         return [*flags, "--deepspeed_config", str(path)]
 
     run = tmp_path / "run"
