@@ -1,5 +1,6 @@
 """Exit codes, and the exceptions that end a program with one line on stderr."""
 
+import importlib
 import importlib.util
 import re
 from collections import Counter
@@ -67,8 +68,20 @@ class ConfigError(ValueError):
 def require_package(module: str, where: str, extra: str, problem: str = "") -> None:
     """Raise ConfigError if a package of an extra of ds-pretrain is not installed. Does not import it."""
     if importlib.util.find_spec(module) is None:
-        raise ConfigError(where, problem=problem or f"the package {module.replace('_', '-')} is not installed",
-                          remedy=f"run `pip install 'ds-pretrain[{extra}]'`")
+        raise _missing_package(module, where, extra, problem)
+
+
+def import_package(module: str, where: str, extra: str, problem: str = "") -> Any:
+    """Return a package of an extra of ds-pretrain. Raises ConfigError if it cannot be imported."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise _missing_package(module, where, extra, problem) from None
+
+
+def _missing_package(module: str, where: str, extra: str, problem: str) -> ConfigError:
+    return ConfigError(where, problem=problem or f"the package {module} is not installed",
+                       remedy=f"run `pip install 'ds-pretrain[{extra}]'`")
 
 
 def begin_sentence(text: str) -> str:

@@ -51,8 +51,8 @@ def check_start(args: RunArguments, *, world_size: int, device: Device, complete
     --init_from is read only if the run folder has no checkpoint: the source may be removed after the first one.
 
     Args:
-        complete: also read what grows with the number of ranks: sizes of a checkpoint's files, and run.json. Rank 0
-            does it, and the launchers.
+        complete: also read what grows with the number of ranks, sizes of a checkpoint's files and run.json, and what
+            is only reported, the free space. Rank 0 does it, and the launchers.
         first_of_host: also write into the folders, to check that this is possible. One rank of each host does it.
     """
     check_open_files()
@@ -72,7 +72,7 @@ def check_start(args: RunArguments, *, world_size: int, device: Device, complete
                                                          folder=Path(weights.origin.folder), model=args.model,
                                                          overrides=args.model_overrides),
                   *_tokenizer_notes(plan, weights)]
-    if first_of_host:
+    if complete:
         notes += _disk_notes(plan, resumes=found is not None)
     plan = replace(plan, origin=weights.origin if weights else None, notes=(*plan.notes, *notes))
     return Start(plan, make_resume(*found, plan, with_record=complete) if found else None, weights)

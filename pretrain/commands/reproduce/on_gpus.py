@@ -28,7 +28,7 @@ _TITLES = ("recipe", "parameters", "tokens", "GPUs", "memory of each", "step", "
 
 def plan_of(folder: Path, run: Run, gpu: str | None) -> Plan:
     """Return the plan of a run on its number of GPUs, or of CPU ranks, without data. Raises ConfigError."""
-    args = parse_arguments(["--config", str(folder / RUN_YAML), *run.words({})[4:]])
+    args = parse_arguments(["--config", str(folder / RUN_YAML), *run.words({})[4:]], from_here=False)
     files: dict[str, Any] = {name: str(folder / value) for name in ("model", "deepspeed_config")
                              if (value := getattr(args, name)) and (folder / value).is_file()}
     return check_settings(replace(args, **files), world_size=run.ranks, device=device_of("cuda" if gpu else "cpu", gpu))

@@ -207,10 +207,10 @@ def _check_folder(config: str, values: argparse.Namespace) -> None:
                               f"{file} exists only in {folder}", remedy=f"change to it: cd {shlex.quote(str(folder))}")
 
 
-def parse_arguments(argv: list[str] | None = None) -> RunArguments:
+def parse_arguments(argv: list[str] | None = None, *, from_here: bool = True) -> RunArguments:
     """Parse the flags and the `--config` YAML file; flags win. Raises ConfigError; `--help` exits with 0.
 
-    Ranges and choices are checked later, by `check_flags`.
+    Ranges and choices are checked later, by `check_flags`. `from_here`: relative paths begin in the current folder.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     parser = run_parser()
@@ -220,7 +220,8 @@ def parse_arguments(argv: list[str] | None = None) -> RunArguments:
         raise ConfigError("--config", found=f"{len(files)} files", expected="one", remedy="join them into one")
     if files:
         namespace, unknown = parser.parse_known_args(_flags_from_yaml(files[0]) + words)
-        _check_folder(files[0], namespace)
+        if from_here:
+            _check_folder(files[0], namespace)
     if unknown:
         flags = [word for word in unknown if word.startswith("--")][:8] or unknown[:1]
         lines = [str(unknown_flag(word, ["--config", *(f"--{name}" for name in FLAGS)], hint_for)) for word in flags]

@@ -32,7 +32,8 @@ def check_receivers(args: RunArguments) -> None:
         return
     read_urls(args, os.environ)
     if args.metrics_port is not None:
-        require_package("prometheus_client", "--metrics_port", "metrics")
+        require_package("prometheus_client", "--metrics_port", "metrics",
+                        "the package prometheus-client is not installed")
         _socket_address(args)
 
 

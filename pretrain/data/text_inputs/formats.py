@@ -15,7 +15,7 @@ from pretrain.data.text_inputs.block_reader import BlockReader, CopiedReader
 from pretrain.data.text_inputs.chunk import BOM
 from pretrain.data.text_inputs.text import parse_json
 from pretrain.data.text_inputs.url_files import StoredFile
-from pretrain.errors import ConfigError, require_package
+from pretrain.errors import ConfigError, import_package
 from pretrain.remote import is_url, without_credentials
 
 HEAD_BYTES = 1 << 16
@@ -252,7 +252,5 @@ def skip(stream: ByteStream, size: int) -> None:
 
 def import_pyarrow(purpose: str) -> Any:
     """Return the module pyarrow. Raises ConfigError with the command that installs it."""
-    require_package("pyarrow", purpose, "data", "the Python package pyarrow, which reads it, is not installed")
-    import pyarrow
-
-    return pyarrow
+    return import_package("pyarrow", purpose, "data",
+                          "the Python package pyarrow, which reads it, is not installed")

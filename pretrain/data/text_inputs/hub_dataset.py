@@ -13,7 +13,7 @@ from typing import Any
 
 from pretrain.data.text_inputs.formats import JSONL_ENDINGS, decompressed
 from pretrain.data.text_inputs.hub_requests import ask_hub, hub_error
-from pretrain.errors import ConfigError, require_package, shorten
+from pretrain.errors import ConfigError, import_package, shorten
 from pretrain.remote import is_url
 from pretrain.stored_json import read_object
 
@@ -121,8 +121,8 @@ def open_dataset(wanted: DatasetName) -> HubDataset:
 
 def library() -> Any:
     """Return the module `datasets`, quiet, and without its own retries. Raises ConfigError."""
-    require_package("datasets", "--dataset", "hub", "the Python package datasets, which reads it, is not installed")
-    import datasets
+    datasets = import_package("datasets", "--dataset", "hub",
+                              "the Python package datasets, which reads it, is not installed")
     from fsspec.compression import register_compression
     from huggingface_hub.utils import disable_progress_bars, logging
 

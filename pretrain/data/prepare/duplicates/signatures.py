@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pretrain.data.samples.shuffled import finalize
-from pretrain.errors import require_package
+from pretrain.errors import import_package
 
 NUM_VALUES = 128
 SHINGLE_WORDS = 5
@@ -32,9 +32,7 @@ _Indices = npt.NDArray[np.int64]
 
 def make_sign() -> Sign:
     """Return the function that makes the signatures of texts. Raises ConfigError without the library rensa."""
-    require_package("rensa", "--near_duplicates", "dedup")
-    import rensa
-
+    rensa = import_package("rensa", "--near_duplicates", "dedup")
     digest_matrix = rensa.RMinHash.digest_matrix_from_flat_token_hashes
 
     def sign(texts: Sequence[str]) -> Signatures:
