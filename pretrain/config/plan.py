@@ -1,6 +1,7 @@
 """The plan of a run: everything that the engine and the step loop need."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from pretrain.config.ds_json.read import DsFile, get_value
@@ -55,7 +56,7 @@ class Plan:
         """Return the value of a dotted key of `ds_config`."""
         return get_value(self.ds_config, dotted, default)
 
-    @property
+    @cached_property
     def data(self) -> DataSpec:
         """The data as the flags name it."""
         return data_spec(self.args)
