@@ -219,7 +219,7 @@ def new_prefix(word: str) -> str:
 
 def say(line: str) -> None:
     """Print a line to stderr for the operator."""
-    print(f"ds-pretrain: {line}", file=sys.stderr, flush=True)
+    print(f"ds-pretrain: {line}\n", end="", file=sys.stderr, flush=True)  # one write: threads may print, too
 
 
 def next_line(command: str) -> list[str]:

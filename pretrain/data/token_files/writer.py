@@ -51,20 +51,6 @@ class IndexedWriter:
         folder = self.prefix.absolute().parent
         self._created = [path for path in (folder, *folder.parents) if not path.exists()]
         self._files: dict[str, BinaryIO] = {}
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            _remove_abandoned(self.prefix)
-            for name in ("bin", "lengths", "documents"):
-                self._files[name] = self._temporary[name].open("w+b")
-            with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(self._files["bin"], fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._remove_temporary()
-            raise ConfigError(str(self.prefix), problem=f"{error.filename} cannot be written: {error.strerror}",
-                              remedy="give a prefix in a writable folder") from None
-        except BaseException:  # a signal
-            self._remove_temporary()
-            raise
 
     def add_documents(self, tokens: npt.ArrayLike, ends: npt.ArrayLike) -> None:
         """Append tokens [n] of complete documents, each one sequence, which end before the positions `ends`.
@@ -131,6 +117,21 @@ class IndexedWriter:
         rename_files(self._temporary, self.prefix)
 
     def __enter__(self: _Writer) -> _Writer:
+        """Create the files: here, so that a signal cannot come between them and `__exit__`."""
+        try:
+            self.prefix.absolute().parent.mkdir(parents=True, exist_ok=True)
+            _remove_abandoned(self.prefix)
+            for name in ("bin", "lengths", "documents"):
+                self._files[name] = self._temporary[name].open("w+b")
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(self._files["bin"], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._remove_temporary()
+            raise ConfigError(str(self.prefix), problem=f"{error.filename} cannot be written: {error.strerror}",
+                              remedy="give a prefix in a writable folder") from None
+        except BaseException:  # a signal
+            self._remove_temporary()
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None,

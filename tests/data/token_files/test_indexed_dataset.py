@@ -160,8 +160,15 @@ def test_a_failed_write_keeps_the_old_pair(tmp_path: Path) -> None:
 
 def test_writer_rejects_an_unusable_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="Give a prefix in a writable folder"):
-        IndexedWriter(tmp_path / "file" / "a", "uint16")
+    with pytest.raises(ConfigError, match="Give a prefix in a writable folder"), \
+            IndexedWriter(tmp_path / "file" / "a", "uint16"):
+        pass
+
+
+def test_writer_creates_no_file_before_it_is_entered(tmp_path: Path) -> None:
+    """A signal between the two would leave the file."""
+    IndexedWriter(tmp_path / "a", "uint16")
+    assert not list(tmp_path.iterdir())
 
 
 def test_dtype_equals_that_of_megatron_and_gpt_neox() -> None:
