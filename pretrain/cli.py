@@ -253,18 +253,19 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
 
 
 def _call(main: Callable[[], int | None]) -> int:
-    """Call `main`, write what it has printed, also if it ends the program as --help does, and return its code."""
-    ended: SystemExit | None = None
-    code: int | None = None
+    """Call `main`, write what it has printed, and return its code."""
     try:
-        code = main()
-    except SystemExit as end:
-        ended = end
+        code = main() or 0
+    except SystemExit:  # as --help does
+        _flush_stdout()
+        raise
+    _flush_stdout()
+    return code
+
+
+def _flush_stdout() -> None:
     if sys.stdout is not None:  # None: closed by the shell, as in `command >&-`
         sys.stdout.flush()
-    if ended is not None:
-        raise ended
-    return code or 0
 
 
 class StopRequest(BaseException):

@@ -130,7 +130,7 @@ def test_the_schedule_of_the_json_is_kept(tmp_path: Path, flags: list[str], monk
                                                  ("Adafactor", False)])
 def test_undivisible_states_are_rejected_in_another_layout(tmp_path: Path, flags: list[str], kind: str,
                                                            divisible: bool) -> None:
-    """As by the engine that loads them, but before there is one."""
+    """The engine also rejects them when it loads the states; this is before there is an engine."""
     def layout(stage: int, bucket: int = 1000, **others: dict[str, str]) -> list[str]:
         path = tmp_path / f"{stage}-{bucket}-{len(others)}.json"
         path.write_text(json.dumps({

@@ -169,7 +169,7 @@ def test_the_trainers_run_clm(tmp_path: Path) -> None:
     ({"warmup_steps": 7, "warmup_ratio": 0.5}, 7)])
 def test_the_trainers_warm_up_fills_the_scheduler_of_its_json(tmp_path: Path, given: dict[str, float],
                                                              steps: int) -> None:
-    """As TrainingArguments.get_warmup_steps; 0 becomes 1, which DeepSpeed's schedulers compute alike."""
+    """The steps equal TrainingArguments.get_warmup_steps; 0 becomes 1, which is the same to DeepSpeed's schedulers."""
     scheduler = {"type": "WarmupLR", "params": {
         "warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}}
     arguments = {"config_name": "tiny", "output_dir": "out", "learning_rate": 4e-4, "max_steps": 100, "bf16": True,

@@ -1,4 +1,4 @@
-"""What a run has written: rows of its files, each of whose lines must be complete, and the output of its ranks."""
+"""Read the rows of a run's files, which must be complete lines, and the output of its ranks."""
 
 import json
 from pathlib import Path

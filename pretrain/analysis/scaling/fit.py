@@ -255,7 +255,7 @@ def fit_stable_law(decayed: Law, points: Sequence[Point]) -> Law:
 
 
 def _fit_tokens(constants: Sequence[float], sizes: np.ndarray, tokens: np.ndarray,
-         losses: np.ndarray) -> tuple[list[float], np.ndarray]:
+                losses: np.ndarray) -> tuple[list[float], np.ndarray]:
     """Return [e, a, b, alpha, beta] with other b and beta, and the residuals. The arrays are logarithms."""
     least_squares = scipy_function("least_squares")
     e, a, _, alpha, beta = constants

@@ -150,17 +150,18 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]
                               list("-+0123456789"))
 
 
+def _used_as_it_is(where: str, what: str, flag: str) -> ConfigError:
+    return ConfigError(where, problem=f"this is {what}, and no settings of a program",
+                       remedy=f"nothing has to be translated: give it as {flag} of the run")
+
+
 def _recognize(given: Mapping[str, Any], where: str) -> str:
     """Return the program with the most names of its own. Raises ConfigError if there is none."""
     names = set(given)
-    what, flag = "", ""
     if names <= set(TREE):
-        what, flag = "a DeepSpeed JSON", "--deepspeed_config"
-    elif {"model_type", "vocab_size"} <= names and "output_dir" not in names:
-        what, flag = "the config.json of a model", "--model"
-    if what:
-        raise ConfigError(where, problem=f"this is {what}, and no settings of a program",
-                          remedy=f"nothing has to be translated: give it as {flag} of the run")
+        raise _used_as_it_is(where, "a DeepSpeed JSON", "--deepspeed_config")
+    if {"model_type", "vocab_size"} <= names and "output_dir" not in names:
+        raise _used_as_it_is(where, "the config.json of a model", "--model")
     scores = {program: len(names & own) for program, own in _MARKERS.items()}
     best = max(scores, key=lambda program: scores[program])
     if any("." in name for name in names):

@@ -45,7 +45,7 @@ class Optimizer:
 
     @property
     def divisible(self) -> bool:
-        """Whether its states can be divided anywhere, as a resume in another layout does."""
+        """A resume in another layout can divide its states, at any element."""
         return self.elementwise and not self.states_in_blocks
 
 
