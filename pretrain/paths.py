@@ -7,7 +7,6 @@ import errno
 import fcntl
 import os
 import secrets
-import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -89,12 +88,22 @@ def check_folder(path: Path, where: str, *, is_new: bool = False) -> None:
                           remedy="choose a folder that can be created and written to") from None
 
 
-def check_space(path: Path, where: str, num_bytes: int) -> None:
-    """Raise ConfigError if the disk of a new file `path` has less than `num_bytes` free."""
-    folder = path.absolute().parent
+def free_bytes(folder: Path) -> int:
+    """Return the free bytes for this user in the file system of `folder`, or of its nearest existing parent."""
+    status = os.statvfs(_nearest_existing(folder))
+    return status.f_bavail * status.f_frsize
+
+
+def _nearest_existing(folder: Path) -> Path:
     while not folder.exists():
         folder = folder.parent
-    free = shutil.disk_usage(folder).free
+    return folder
+
+
+def check_space(path: Path, where: str, num_bytes: int) -> None:
+    """Raise ConfigError if the disk of a new file `path` has less than `num_bytes` free."""
+    folder = _nearest_existing(path.absolute().parent)
+    free = free_bytes(folder)
     if free < num_bytes:
         raise ConfigError(where, problem=f"{folder} has {free / 1e9:,.1f} GB free, and {num_bytes / 1e9:,.1f} GB are "
                           "needed", remedy="choose another folder")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pretrain.checkpoint.format.hashed_files import FileRecord, HashedFile, free_bytes
+from pretrain.checkpoint.format.hashed_files import FileRecord, HashedFile
 from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, head_of, parse_head, read_head, read_manifest
 from pretrain.checkpoint.format.run_checkpoints import LATEST_FILE, complete_checkpoints
 from pretrain.checkpoint.format.verify import find_damage
@@ -27,6 +27,7 @@ from pretrain.checkpoint.save.commit import (
 )
 from pretrain.checkpoint.save.retention import prune
 from pretrain.errors import ConfigError, SaveError
+from pretrain.paths import free_bytes
 
 RANKS = 2
 FILE_BYTES = 400_000

@@ -16,7 +16,6 @@ from pretrain.checkpoint.format.hashed_files import (
     FileGroup,
     FileRecord,
     HashedFile,
-    free_bytes,
     sha256_of,
     write_atomically,
 )
@@ -24,6 +23,7 @@ from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, files_in, re
 from pretrain.checkpoint.format.run_checkpoints import complete_checkpoints, newest_good
 from pretrain.checkpoint.format.verify import files_of_rank, find_damage
 from pretrain.errors import ConfigError
+from pretrain.paths import free_bytes
 from tests.support.checkpoints import STEPS, copy_checkpoints, newest_verified, real_run
 from tests.support.launch import ROOT
 

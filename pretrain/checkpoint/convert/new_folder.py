@@ -14,10 +14,10 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from pretrain.checkpoint.format.hashed_files import FileRecord, free_bytes, sha256_of, write_atomically
+from pretrain.checkpoint.format.hashed_files import FileRecord, sha256_of, write_atomically
 from pretrain.checkpoint.format.manifest import MANIFEST, step_of
 from pretrain.errors import ConfigError
-from pretrain.paths import check_folder, fsync, lock
+from pretrain.paths import check_folder, free_bytes, fsync, lock
 from pretrain.stored_json import build, read_object
 
 # file in the output folder: the name of the conversion, the SHA-256 of the checkpoint's manifest, size and SHA-256 of

@@ -231,11 +231,3 @@ def write_atomically(path: Path, text: str) -> None:
             temporary.unlink()
         raise
     fsync(path.parent)
-
-
-def free_bytes(folder: Path) -> int:
-    """Return the free bytes for this user in the file system of `folder`, or of its nearest existing parent."""
-    while not folder.exists():
-        folder = folder.parent
-    status = os.statvfs(folder)
-    return status.f_bavail * status.f_frsize

@@ -4,7 +4,6 @@ import contextlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pretrain.checkpoint.format.hashed_files import free_bytes
 from pretrain.checkpoint.format.manifest import MANIFEST, parse_head, read_manifest
 from pretrain.checkpoint.load.hf_folder import HFFolder, find_hf_tokenizer
 from pretrain.checkpoint.load.init_from import InitialWeights, find_initial_weights
@@ -22,7 +21,7 @@ from pretrain.distributed.process import check_open_files
 from pretrain.errors import ConfigError
 from pretrain.model.config import model_config_from
 from pretrain.model.general.own_models import import_own_model
-from pretrain.paths import check_no_stop_file
+from pretrain.paths import check_no_stop_file, free_bytes
 
 
 @dataclass(frozen=True)

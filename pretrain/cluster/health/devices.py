@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from pretrain.checkpoint.format.hashed_files import free_bytes
 from pretrain.cluster.health.machine import disk_rates
+from pretrain.paths import free_bytes
 
 _PIECE_BYTES = 2**26  # size of the tensors that fill the memory
 _MAX_EXACT_INTEGER = 256  # bf16 represents all integers up to 256 exactly

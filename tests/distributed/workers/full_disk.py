@@ -7,10 +7,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pretrain.checkpoint.format.hashed_files import free_bytes
 from pretrain.checkpoint.format.run_checkpoints import complete_checkpoints
 from pretrain.checkpoint.format.verify import find_damage
 from pretrain.checkpoint.save import save_checkpoint, saver
+from pretrain.paths import free_bytes
 
 
 def fill_during_saves(disk: Path, levels: list[float]) -> None:
