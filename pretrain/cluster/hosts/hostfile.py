@@ -15,15 +15,15 @@ _MAX_SLOTS = 100_000
 def read_hostfile(path: str) -> dict[str, int]:
     """Return host -> number of slots (ranks). The order of the file is the order of the ranks.
 
-    Raises ConfigError if the file is unreadable or has no hosts. Also raises it, with the line number, if a line has
-    the wrong format, names a host again or gives 0 slots.
+    Raises ConfigError if the file is unreadable (its cause is an OSError) or has no hosts. Also raises it, with the
+    line number, if a line has the wrong format, names a host again or gives 0 slots.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not a text file"
         raise ConfigError(f"--hostfile {path}", problem=f"the hostfile cannot be read: {reason}",
-                          remedy=f"give a file with a line `{_FORMAT}` for each host") from None
+                          remedy=f"give a file with a line `{_FORMAT}` for each host") from error
     hosts: dict[str, int] = {}
     first_line: dict[str, int] = {}
     for number, line in enumerate(lines, 1):

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import functools
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -201,8 +202,8 @@ def _check_folder(config: str, values: argparse.Namespace) -> None:
     named = [("deepspeed_config", getattr(values, "deepspeed_config", "")),
              *(("train_data", f"{prefix}.idx") for prefix in getattr(values, "train_data", ()))]
     for flag, file in named:
-        folder = next((folder for folder in Path(config).resolve().parents if (folder / file).is_file()), None)
-        if folder is not None and not Path(file).exists():
+        folder = next((folder for folder in Path(config).resolve().parents if os.path.isfile(folder / file)), None)
+        if folder is not None and not os.path.exists(file):  # these functions raise no OSError
             raise ConfigError(f"--{flag}", problem=f"relative paths begin in the current folder, also in a YAML, and "
                               f"{file} exists only in {folder}", remedy=f"change to it: cd {shlex.quote(str(folder))}")
 
