@@ -85,7 +85,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"compile": {"enabled": True, "kwargs": {"mode": "max"}}}, {}, "--compile_blocks takes no options"),
     ({"optimizer.lr": 1}, {}, 'belongs under "optimizer.params"'),
     ({"zero_optimization.offload_optimizer": {"devise": "cpu"}}, {}, 'Did you mean "device"'),
-    ({"amp": {"enabled": "auto"}}, {}, "Apex AMP"),
+    ({"amp": {"enabled": True}}, {}, "Apex AMP"),
     # types and ranges
     ({"optimizer.params.lr": 0}, {}, "a rate above 0"),
     ({"wall_clock_breakdown": "auto"}, {}, 'Nothing fills "auto" here'),
@@ -157,6 +157,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (z("stage3_max_live_parameters", 10) | {"zero_optimization.max_live_parameters": 10}, {}, "found both"),
     (z("cpu_offload", True) | {"zero_optimization.offload_optimizer": {"device": "cpu"}}, {}, "of the same setting"),
     ({"pipeline": {"partition_method": "type:GPTBlock"}}, {}, "pipeline.partition_method"),
+    ({"pipeline": {"partition": "type:transformer"}}, {}, 'pipeline.partition: found "type:transformer"; expected'),
     ({"pipeline": {"partition_method": "type:("}}, {}, "pipeline.partition_method"),
     # recomputation
     ({"pipeline": {"activation_checkpoint_interval": 1}}, {"recompute": "mlp"}, "found 1 with --recompute mlp"),
@@ -216,6 +217,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"optimizer.type": NOTHING}, {}, "optimizer.type: found nothing"),
     ({"optimizer.type": "AdamM"}, {}, 'Did you mean "Adam'),
     ({"optimizer.type": "OneBitAdam"}, {}, "no 1-bit optimizers"),
+    ({"optimizer.type": "MuAdam"}, {}, 'Write type "Adam", and give the flag --mup_base_width'),
     ({"optimizer.type": "CPUAdam"}, {}, "offload_optimizer"),
     ({"optimizer.type": "Lion"}, {}, "runs on this CPU device"),
     ({"optimizer.type": "AdamW8bit"}, {}, "8-bit states need CUDA"),
