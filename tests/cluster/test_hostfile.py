@@ -151,7 +151,7 @@ def test_variables_are_unchanged_by_deepspeed_pdsh_and_the_shell(value: str, tmp
     from deepspeed.launcher.runner import parse_args
 
     shell = {"UCX_NOTE": value, "PYTHONPATH": f"/lib {value}", "OTHER": value}
-    found = quote_variables("pdsh", {"MY_FLAG": value}, shell, "/here")
+    found = quote_variables("pdsh", {"MY_FLAG": value}, shell)
     runner = PDSHRunner(parse_args(["train.py"]), "")
     for name, each in {**shell, **found}.items():  # first what DeepSpeed exports by itself, then its file
         if name != "OTHER":
@@ -160,11 +160,11 @@ def test_variables_are_unchanged_by_deepspeed_pdsh_and_the_shell(value: str, tmp
     line = "".join(f"export {name}={each}; " for name, each in runner.exports.items())
     line += "printf '%s\\0' \"$MY_FLAG\" \"$UCX_NOTE\" \"$PYTHONPATH\""
     shown = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True, cwd=tmp_path)
-    assert shown.stdout.split("\0")[:-1] == [value, value, f"/here:/lib {value}".strip()]
+    assert shown.stdout.split("\0")[:-1] == [value, value, f"/lib {value}".strip()]
     assert list(tmp_path.iterdir()) == []
     if value not in ("plain", "-x", "a=b", "", "\u00e4\u4e2d"):
         with pytest.raises(ConfigError, match=r"^MY_FLAG: --launcher openmpi would change the value"):
-            quote_variables("openmpi", {"MY_FLAG": value}, {}, "/here")
+            quote_variables("openmpi", {"MY_FLAG": value}, {})
 
 
 @pytest.mark.parametrize("name", ["two words", "$(touch x)", "`touch x`", "a;b", "it's", 'a"b', "a%hb", "a&b", "a|b",

@@ -2,9 +2,9 @@
 
 import argparse
 import re
-from pathlib import Path
 
 from pretrain.errors import ConfigError
+from pretrain.stored_json import read_settings
 
 _LINE = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>\d+)(\s+#.*)?")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")  # excludes characters that a shell interprets
@@ -22,7 +22,7 @@ def read_hostfile(path: str) -> dict[str, int]:
     line number, if a line has the wrong format, names a host again or gives 0 slots.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = read_settings(path).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not a text file"
         raise ConfigError(f"--hostfile {path}", problem=f"the hostfile cannot be read: {reason}",

@@ -15,9 +15,9 @@ from pretrain.analysis.replay.documents import OddDocument, odd_documents
 from pretrain.analysis.replay.order import SAMPLES_FILE, ReplayOrder
 from pretrain.analysis.replay.target import Target
 from pretrain.checkpoint.format.hashed_files import write_atomically
-from pretrain.commands.replay.launch import Layout, replay_config, train_again
+from pretrain.commands.replay.launch import Layout, train_again
 from pretrain.errors import ConfigError, printable
-from pretrain.monitor.repeat_command import OWN_CODE, repeated_flags
+from pretrain.monitor.repeatable import OWN_CODE, repeated_config, repeated_flags
 from pretrain.stored_json import read_object, reason_of
 
 COLUMNS = 79
@@ -76,8 +76,8 @@ def branch_command(folder: Path, target: Target, layout: Layout, skip: str) -> s
         flags.pop("init_from", None)
         own = {"resume_from": str(target.checkpoint.absolute()), **own}
     folder.mkdir(parents=True, exist_ok=True)
-    config = target.start.get("given_deepspeed_config") or replay_config(target, layout)
-    files = {"run.yaml": flags, "deepspeed.json": config, "config.json": target.start["model_config"]}
+    files = {"run.yaml": flags, "deepspeed.json": repeated_config(target.start),
+             "config.json": target.start["model_config"]}
     for name, values in files.items():
         write_atomically(folder / name, json.dumps(values, indent=1) + "\n")
     words = ["ds-pretrain", "--num_accelerators", str(target.world_size), "--config", str(folder / "run.yaml"),

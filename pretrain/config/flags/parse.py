@@ -15,6 +15,7 @@ from pretrain.cli import Parser, text, unknown_flag
 from pretrain.config.flags.arguments import FLAGS, RunArguments, data_spec
 from pretrain.config.other_programs import hint_for
 from pretrain.errors import ConfigError, shorten
+from pretrain.stored_json import read_settings
 
 _USAGE = """ds-pretrain --deepspeed_config FILE --model NAME --train_data PREFIX
            --train_steps N --save RUN [flags]
@@ -93,7 +94,7 @@ def read_yaml(path: str) -> dict[str, tuple[int, str | list[str]]]:
     Raises ConfigError unless the file maps unique keys to single values, or to lists for flags with several words.
     """
     try:
-        loader = yaml.SafeLoader(Path(path).read_text(encoding="utf-8-sig"))
+        loader = yaml.SafeLoader(read_settings(path))
         document = loader.get_single_node()
         if document is None:
             return {}

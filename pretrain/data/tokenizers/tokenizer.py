@@ -31,6 +31,7 @@ from pretrain.data.tokenizers.tiktoken_file import (
 from pretrain.data.tokenizers.word_cache import EncodeBatch, Integers
 from pretrain.errors import ConfigError
 from pretrain.hub import find_repository, snapshot_in, tokenizer_repository
+from pretrain.stored_json import open_regular
 
 BYTES = "bytes"
 """the value of --tokenizer for the byte tokenizer: tokens 0 to 255 are the bytes of UTF-8. It has no file."""
@@ -157,7 +158,8 @@ def file_of_tokenizer(value: str) -> str | None:
 
 def _read(file: Path) -> bytes:
     try:
-        return file.read_bytes()
+        with open_regular(file) as opened:
+            return opened.read()
     except OSError as error:
         raise ConfigError(f"--tokenizer {file}", problem=f"it cannot be read: {error.strerror}") from None
 
