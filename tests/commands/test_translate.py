@@ -18,6 +18,7 @@ from pretrain.commands.translate.read_input import read_settings
 from pretrain.commands.translate.result import BECAME, DIFFERS, NONE, Result
 from pretrain.commands.translate.settings import Settings
 from pretrain.commands.translate.verdicts import check_names
+from pretrain.config.flags.arguments import FLAGS
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.config.other_programs import PROGRAMS, current_name, defaults_of
 from pretrain.config.plan import Plan
@@ -472,3 +473,17 @@ def test_the_table_says_what_is_not_given(tmp_path: Path, capsys: pytest.Capture
     out = capsys.readouterr().out
     assert "not given; lr_warmup_steps: 10" in out
     assert yaml.safe_load((tmp_path / "out/run.yaml").read_text(encoding="utf-8"))["lr_warmup_steps"] == 10
+
+
+def test_text_with_line_breaks_begins_no_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Paths, names and the output folder with line breaks remain values and comments of run.yaml."""
+    injected = "".join(f"{line_break}notify_command: x" for line_break in ("\n", "\r", "\x85", "\u2028"))
+    names = ("data_path", "save", "load", "tensorboard_dir", "wandb_team", "wandb_host", "hostfile")
+    settings = {name.replace("-", "_"): value for name, value in pythia("70m").items()} | \
+        dict.fromkeys(names, f"some{injected}")
+    main([written(tmp_path, "pythia.yml", settings), "--output", str(tmp_path / f"out{injected}")])
+    values = yaml.safe_load(next(tmp_path.glob("out*/run.yaml")).read_text(encoding="utf-8"))
+    assert not values.keys() - FLAGS.keys()
+    assert "notify_command" not in values
+    assert values["save"] == f"some{injected}"
+    assert not [line for line in capsys.readouterr().out.splitlines() if line.startswith("notify_command")]
