@@ -245,6 +245,8 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (z("offload_optimizer", CPU) | {"optimizer.type": "AdamW8bit"}, {"device": "cuda"}, "which run on the CPU"),
     ({"optimizer.type": "Lamb"}, {"device": "cuda"}, "its updates depend on the layout"),
     ({"optimizer.type": "Muon", "zero_optimization.stage": 0}, {}, "for Muon"),
+    ({"optimizer": {"type": "Adafactor", "params": {}}, **UNTESTED, **_STAGES}, {"world_size": 2},
+     "with tied embeddings on 2 pipeline stages"),
     ({"optimizer.params.max_grad_norm": 1}, {}, '"gradient_clipping" at the top level'),
     ({"optimizer.params.adam_w_mode": False}, {}, "optimizer.params.adam_w_mode"),
     ({"scheduler": {"type": "WarmupLr"}}, {}, 'Did you mean "WarmupLR"'),
