@@ -68,6 +68,11 @@ def read_ds_config(path: str, *, flag: str = "--deepspeed_config") -> DsFile:
         raise ConfigError(flag, problem=f"{path} cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError:
         raise ConfigError(flag, problem=f"{path} is not UTF-8 text") from None
+    return parse_ds_config(path, text)
+
+
+def parse_ds_config(path: str, text: str) -> DsFile:
+    """Parse the text of a JSON. `path`: for errors. Raises ConfigError as `read_ds_config` does."""
     parser = _Parser(path, text)
     values = parser.document()
     return DsFile(path, values, parser.lines)
