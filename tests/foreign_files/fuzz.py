@@ -1,6 +1,7 @@
-"""`python -m tests.foreign_files.fuzz WORLD OUT SEED COUNT`: commands on hostile copies of foreign files, in a sandbox.
+"""Commands on hostile copies of foreign files, in a sandbox.
 
-All commands run in this process. It writes one JSON line for each: the name, the exit code, and what is wrong: a
+`python -m tests.foreign_files.fuzz WORLD OUT SEED COUNT [FOLDER ...]` runs them all in this process: for each file of the
+folders, or of all, so many copies. It writes one JSON line for each: the name, the exit code, and what is wrong: a
 traceback, something that the sandbox does not allow, a changed file of somebody else, or foreign text that acts in
 HTML, YAML, a terminal or a script.
 """
@@ -233,7 +234,7 @@ def _pickles(fuzzer: Fuzzer, folder: str, numbers: random.Random, count: int) ->
         path.write_bytes(content)
 
 
-def main(folder: str, out: str, seed: str, count: str) -> None:
+def main(folder: str, out: str, seed: str, count: str, *only: str) -> None:
     world, numbers = World(Path(folder)), random.Random(int(seed))
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
     signal.signal(signal.SIGALRM, _hangs)
@@ -243,7 +244,7 @@ def main(folder: str, out: str, seed: str, count: str) -> None:
     sandbox.is_on = False
     with open(out, "w", encoding="utf-8") as results:
         fuzzer = Fuzzer(world, sandbox, results)
-        for name in FILES:
+        for name in only or FILES:
             if (world.data if name == "ladder" else getattr(world, name)).is_dir():
                 for command in commands(world)[name]:
                     fuzzer.run(name, "unchanged", command)
