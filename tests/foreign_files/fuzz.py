@@ -1,7 +1,7 @@
 """Commands on hostile copies of foreign files, in a sandbox.
 
-`python -m tests.foreign_files.fuzz WORLD OUT SEED COUNT [FOLDER ...]` runs them all in this process: for each file of the
-folders, or of all, so many copies. It writes one JSON line for each: the name, the exit code, and what is wrong: a
+`python -m tests.foreign_files.fuzz WORLD OUT SEED COUNT [FOLDER ...]` runs them all in this process: COUNT copies of
+each file of these folders, or of all. It writes one JSON line for each: the name, the exit code, and what is wrong: a
 traceback, something that the sandbox does not allow, a changed file of somebody else, or foreign text that acts in
 HTML, YAML, a terminal or a script.
 """
