@@ -60,6 +60,10 @@ def model_of_run(model: str, overrides: str | None, saved: SavedModel | None) ->
     return model_config_from(saved.config.hf_config, saved.where, overrides)
 
 
+_NOT_EXTENDED = ("the vocabulary of existing weights is not extended: leave the setting out, and use data that was "
+                 "prepared with the tokenizer of the weights")
+
+
 def check_same_parameters(saved: ModelConfig, run: ModelConfig, *, folder: Path, model: str,
                           overrides: str | None) -> list[str]:
     """Return one note for each setting that differs between the model of existing weights and the run's.
@@ -83,8 +87,8 @@ def check_same_parameters(saved: ModelConfig, run: ModelConfig, *, folder: Path,
         if field not in _MAY_DIFFER or (field == "max_positions" and run.position == "learned"):
             flag = f"--model {model}" if model and key not in (overrides or "") else "--model_overrides"
             raise ConfigError(f"{flag}: {key}", found=current, expected=f"{value}, as in the weights of {folder}",
-                              remedy="leave --model out to use the model of the weights, and override only settings "
-                              "that fit the same weights")
+                              remedy=_NOT_EXTENDED if field == "vocab_size" else "leave --model out to use the model "
+                              "of the weights, and override only settings that fit the same weights")
         if not run.described:
             notes.append(f"{key}: {current} in this run, {value} in the model of {folder}")
     return notes
@@ -97,7 +101,8 @@ def _check_same_shapes(saved: ModelConfig, run: ModelConfig, *, folder: Path, mo
             raise ConfigError(f"--model {model}" if model else "--model_overrides",
                               found=f"{name} of shape {own.get(name, 'none')}",
                               expected=f"{theirs.get(name, 'none')}, as in the weights of {folder}",
-                              remedy="leave --model out to use the model of the weights")
+                              remedy=_NOT_EXTENDED if saved.vocab_size != run.vocab_size else
+                              "leave --model out to use the model of the weights")
 
 
 def initialization_of(args: RunArguments) -> Initialization:

@@ -59,10 +59,10 @@ def _vocabulary_notes(plan: Plan, data: RunData) -> list[str]:
         return []
     if size - used <= max(_PADDING, used // 10):
         return []
-    fitting = -(-used // 64) * 64
+    fits = f": --model_overrides vocab_size={-(-used // 64) * 64} makes it fit" if plan.args.init_from is None else ""
     owner = "tokenizer" if data.tokenizer is not None else "data's tokenizer"
     return [f"the {owner} has {used:,} tokens and the model's vocabulary {size:,}, of which {size - used:,} are "
-            f"never used: --model_overrides vocab_size={fitting} makes it fit"]
+            f"never used{fits}"]
 
 
 def _padding_notes(plan: Plan, data: RunData) -> list[str]:
@@ -256,7 +256,7 @@ def _speed_notes(plan: Plan) -> list[str]:
 def _size_notes(plan: Plan) -> list[str]:
     """Note sizes of the model that are slow on the tensor cores of a GPU."""
     layout = plan.layout
-    if plan.device.kind != "cuda":
+    if plan.device.kind != "cuda" or plan.args.init_from is not None:  # existing weights have these sizes
         return []
     return size_notes(plan.model, tensor_parallel_size=layout.tensor_parallel_size, element_bytes=layout.element_bytes)
 

@@ -37,11 +37,13 @@ class RunData:
 
 
 def open_run_data(spec: DataSpec, *, seq_length: int, seed: int, tokenizer: str | None, vocab_size: int,
-                  needs_ends: Sequence[str] = (), num_samples: Mapping[str, int] | None = None) -> RunData:
+                  needs_ends: Sequence[str] = (), num_samples: Mapping[str, int] | None = None,
+                  can_change_model: bool = True) -> RunData:
     """Open the data files and the tokenizer of a run. `num_samples`: see `open_datasets`.
 
     Args:
         needs_ends: flags of the run that act at the ends of documents.
+        can_change_model: whether another vocab_size is a remedy; False if the run begins with existing weights.
 
     Raises:
         ConfigError: for missing or damaged files, for tokens that the model's vocabulary does not have, for data that
@@ -51,7 +53,7 @@ def open_run_data(spec: DataSpec, *, seq_length: int, seed: int, tokenizer: str 
     loaded = load_tokenizer(tokenizer) if tokenizer else None
     if loaded is not None and loaded.vocab_size > vocab_size:
         raise _vocabulary_error(f"--tokenizer {tokenizer}", f"{loaded.vocab_size} tokens", loaded.vocab_size,
-                                vocab_size)
+                                vocab_size, can_change_model)
     if spec.module is not None:
         return _own_run_data(spec, loaded, seq_length=seq_length, seed=seed, vocab_size=vocab_size,
                              needs_ends=needs_ends)
@@ -60,7 +62,7 @@ def open_run_data(spec: DataSpec, *, seq_length: int, seed: int, tokenizer: str 
         raise ConfigError(spec.train_flag, found="no training tokens",
                           expected=f"at least {seq_length + 1} for one sample", remedy="change --split")
     sources = _sources_of(datasets)
-    eod_token = _check_sources(sources, vocab_size, loaded)
+    eod_token = _check_sources(sources, vocab_size, loaded, can_change_model)
     facts = [(where, source, source_facts(source, num_sources=len(sources))) for where, source in sources]
     trained = [row for row in facts if row[1] in datasets["train"].sources]
     if spec.packing == "best_fit" and all(source.num_documents == 1 for _, source, _ in trained):
@@ -128,14 +130,15 @@ def _sources_of(datasets: dict[str, SampleDataset]) -> list[tuple[str, IndexedDa
     return list(sources.values())
 
 
-def _check_sources(sources: list[tuple[str, IndexedDataset]], vocab_size: int,
-                   tokenizer: Tokenizer | None) -> int | None:
+def _check_sources(sources: list[tuple[str, IndexedDataset]], vocab_size: int, tokenizer: Tokenizer | None,
+                   can_change_model: bool) -> int | None:
     """Check each token file, and that all agree. Returns the end-of-document token; None if it is unknown."""
     scanned = max(SCANNED_TOKENS // len(sources), _CHUNK_TOKENS)
     named: tuple[str, int] | None = None  # the first source whose .meta.json names the end-of-document token
     check_same_tokenizer(sources)
     for where, source in sources:
-        token = check_prepared_data(source, where, vocab_size=vocab_size, tokenizer=tokenizer, scanned=scanned)
+        token = check_prepared_data(source, where, vocab_size=vocab_size, tokenizer=tokenizer, scanned=scanned,
+                                    can_change_model=can_change_model)
         if token is not None:
             named = named or (where, token)
             if token != named[1]:
@@ -213,7 +216,7 @@ def check_prepared_data(indexed: IndexedDataset, where: str, *, vocab_size: int,
 def _vocabulary_error(where: str, found: str, needed: int, vocab_size: int,
                       can_change_model: bool = True) -> ConfigError:
     remedy = f"--model_overrides vocab_size={needed}, or another --model" if can_change_model else \
-        "use data that was prepared with this model's tokenizer"
+        "the vocabulary of existing weights is not extended: use data that was prepared with this model's tokenizer"
     return ConfigError(where, found=found, expected=f"at most the model's vocab_size, {vocab_size}", remedy=remedy)
 
 

@@ -221,9 +221,10 @@ def check_vocabulary(plan: Plan, batches: list[MicroBatch]) -> Result:
     ends = plan.eod_token if plan.eod_token is not None else 0
     needed = max(gather(max(largest + 1, known, ends + 1)))
     of_tokenizer = f"; {known:,} in the tokenizer" if known else ""
+    larger = f", or --model_overrides vocab_size={needed}" if plan.args.init_from is None else ""
     return Result("vocabulary", needed <= vocab_size and min(gather(smallest)) >= 0,
                   f"largest token {max(gather(largest)):,}{of_tokenizer}", f"vocab_size {vocab_size:,}",
-                  f"use the model's own tokenizer and data, or --model_overrides vocab_size={needed}", float(needed))
+                  f"use the model's own tokenizer and data{larger}", float(needed))
 
 
 def check_labels(batches: list[MicroBatch]) -> Result:
