@@ -69,7 +69,7 @@ def check_equal_ranks(world: World, facts: Facts, *, on_one_host: bool, timeout_
 
 
 def send_rejection(world: World, error: Exception, *, on_one_host: bool, timeout_s: float) -> None:
-    """Tell rank 0, and by it all ranks, that this rank alone has rejected the run. The others would wait for it."""
+    """Report to rank 0, and so to all ranks, that this rank alone has rejected the run. They would wait for it."""
     with contextlib.suppress(OSError, RuntimeError, ConfigError):  # rank 0 has ended, or waits in no store
         store = _connect(world, on_one_host=on_one_host, timeout_s=timeout_s)
         store.post(key_of(_DIGESTS, world.rank), f"{_REJECTED}{world.rank} ({gethostname()}): {error}", str)
