@@ -85,11 +85,13 @@ class SlowRanks:
     Args:
         on_cpu: the ranks compute on CPUs.
         stage_work: what each pipeline stage computes, in any unit; (): unknown.
+        block_s: seconds of training that are joined to one block.
     """
 
-    def __init__(self, places: Sequence[Place], *, on_cpu: bool = True, stage_work: Sequence[float] = ()) -> None:
+    def __init__(self, places: Sequence[Place], *, on_cpu: bool = True, stage_work: Sequence[float] = (),
+                 block_s: float = BLOCK_S) -> None:
         self._places, self._on_cpu = list(places), on_cpu
-        self._blocks = Blocks(BLOCK_S)
+        self._blocks = Blocks(block_s)
         self._left_out = LEFT_OUT
         self._every = -(-len(self._places) // _MOST_EACH_BLOCK)
         self._slow: list[_Slow] = []
@@ -120,7 +122,7 @@ class SlowRanks:
     def _begun(self, excess: Excess, imbalance: float) -> list[Change]:
         known = {rank for slow in self._slow for rank in slow.change.ranks}
         rows, found = self._blocks.different(), dict[int, float]()  # rank -> log of the ratio
-        seconds = max(self._blocks.usual_ms() / 1e3, BLOCK_S)
+        seconds = max(self._blocks.usual_ms() / 1e3, self._blocks.seconds)
 
         def above(values: np.ndarray) -> list[tuple[int, float]]:
             return [*obvious(values[rows], seconds, imbalance), *significant(values, imbalance)]

@@ -1,12 +1,17 @@
 """Weights that cannot be right are found, and those of healthy models are not."""
 
 import math
+import re
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from pretrain.checkpoint.format.fragments import Fragment
-from pretrain.checkpoint.load.odd_weights import element, find_odd, index_in_parameter
+from pretrain.checkpoint.format.fragments import FlatTensor, Fragment
+from pretrain.checkpoint.load.odd_weights import WeightCheck, element, find_odd, index_in_parameter
+from pretrain.errors import ConfigError
 from pretrain.model.parameters import Part
 
 BITS = {torch.float32: (torch.int32, 30), torch.bfloat16: (torch.int16, 14), torch.float16: (torch.int16, 14)}
@@ -55,6 +60,19 @@ def test_a_flipped_bit_of_an_exponent_is_found(name: str, dtype: torch.dtype) ->
         assert odd.index == index
         assert odd.value == stored[index].item() or math.isnan(odd.value)
         assert odd.scale < 1000 or not math.isfinite(odd.value)
+
+
+@pytest.mark.parametrize(("fp16", "value", "found"), [
+    (True, 1e5, "this weight is 1e+05, which is infinite in fp16"), (False, 1e5, ""),
+    (False, -math.inf, "this weight is -inf"), (False, math.nan, "this weight is nan")])
+def test_values_that_the_precision_does_not_have_are_rejected(fp16: bool, value: float, found: str) -> None:
+    values = matrix(rows=3, columns=4)
+    values[6] = value
+    flat = FlatTensor(0, values, 12, (Fragment("w", (3, 4), start=0, length=12, offset=0),), None)
+    engine: Any = SimpleNamespace(fp16_enabled=lambda: fp16)
+    check = WeightCheck(engine, "folder", lambda name, index: element(name, (3, 4), index))
+    with pytest.raises(ConfigError, match=re.escape(f"folder: w[1, 2]: {found}")) if found else nullcontext():
+        check.add(flat)
 
 
 def test_elements_are_named_by_their_place_in_the_complete_parameter() -> None:
