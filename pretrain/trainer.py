@@ -110,6 +110,7 @@ class _StartPoint:
     resume: Resume | None  # None: the run begins with new or initial weights
     step: int  # number of steps done
     consumed_samples: int
+    warnings: list[str]  # about the weights
 
 
 def _connect(plan: Plan, world: World, guards: RankGuards, weights: InitialWeights | None) -> Resume | None:
@@ -149,9 +150,10 @@ def _build(plan: Plan, resume: Resume | None, weights: InitialWeights | None, wa
         engine = build_engine(plan, initialize=resume is None and weights is None,
                               recorded_kernels=kernels, recorded_layer_times=layer_times)
         watchdog.enter("load", 0)
-        step, consumed_samples = _restore(engine, plan, resume, weights)
+        warnings = _restore(engine, plan, resume, weights)
+        step, consumed_samples = _position(plan, resume)
     clear_status()
-    return _StartPoint(engine, resume, step, consumed_samples)
+    return _StartPoint(engine, resume, step, consumed_samples, warnings)
 
 
 def _begin_loop(plan: Plan, world: World, start: _StartPoint, callbacks: StepCallbacks, guards: RankGuards,
@@ -178,7 +180,7 @@ def _begin_loop(plan: Plan, world: World, start: _StartPoint, callbacks: StepCal
     announce_start(plan, world, screen, folder, first_step=start.step,
                    resumed_from=resume.folder if resume and not resume.manifest.weights_only else None,
                    is_branch=resume is not None and resume.branch is not None,
-                   warnings=resume.warnings if resume else (), operators=own.operators)
+                   warnings=[*(resume.warnings if resume else ()), *start.warnings], operators=own.operators)
     recorder = begin_record(plan, world, engine, screen, functools.partial(held_states, engine), first_step=start.step,
                             set_path=guards.watchdog.set_record)
     guard = Guard(plan, engine, folder, screen, keep_record=recorder.keep)
@@ -233,21 +235,22 @@ def _report_early_stop(resume: Resume, world: World, guards: RankGuards) -> int:
 
 
 def _restore(engine: DeepSpeedEngine, plan: Plan, resume: Resume | None,
-             weights: InitialWeights | None) -> tuple[int, int]:
-    """Load the checkpoint to resume from, or the initial weights, if any.
-
-    Returns the number of steps done and of samples consumed.
-    """
+             weights: InitialWeights | None) -> list[str]:
+    """Load the checkpoint to resume from, or the initial weights, if any. Returns warnings about the weights."""
     if resume is None:
-        if weights is not None:
-            load_weights(engine, weights.files)
-        return 0, plan.args.first_sample
+        return [] if weights is None else load_weights(engine, weights.files)
     if resume.manifest.weights_only:
-        load_weights(engine, resume.folder)
-        return 0, plan.args.first_sample
-    load_checkpoint(engine, plan, resume.folder, resume.manifest)
+        return load_weights(engine, resume.folder)
+    warnings = load_checkpoint(engine, plan, resume.folder, resume.manifest)
     own = attachments(engine)
     own.early_stopping.set_state(_early_stopping(resume).state())
     if resume.branch is not None or resume.other_data or len(plan.overrides) > len(resume.manifest.overrides):
         own.spikes.set_state(None)  # other losses may be usual now
+    return warnings
+
+
+def _position(plan: Plan, resume: Resume | None) -> tuple[int, int]:
+    """Return the number of steps done and of samples consumed."""
+    if resume is None or resume.manifest.weights_only:
+        return 0, plan.args.first_sample
     return resume.manifest.step, from_rank_0(lambda: position_after(resume.folder.parent, resume.manifest))

@@ -8,7 +8,7 @@ from pretrain.data.data_spec import DataSpec
 from pretrain.data.open_datasets import open_datasets
 from pretrain.data.own_datasets import open_own_datasets
 from pretrain.data.samples.dataset import SampleDataset
-from pretrain.data.source_facts import SourceFacts, end_notes, learnable_notes, source_facts
+from pretrain.data.source_facts import SourceFacts, end_notes, learnable_notes, source_facts, tokenizer_notes
 from pretrain.data.token_files.indexed_dataset import IndexedDataset, check_same_tokenizer
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import ConfigError
@@ -71,7 +71,7 @@ def open_run_data(spec: DataSpec, *, seq_length: int, seed: int, tokenizer: str 
     for flag in needs_ends:
         _check_ends(flag, [row[2] for row in trained], eod_token)
     notes = [*_cache_notes(sources), *_seen_notes(spec, datasets), *_left_out_notes(spec, datasets),
-             *_marker_notes(sources),
+             *_marker_notes(sources), *tokenizer_notes([(where, source, each.tokens) for where, source, each in facts]),
              *[note for where, _, of_source in facts for note in end_notes(where, of_source, eod_token)][:_MOST_NOTES]]
     for where, source, of_source in trained:
         notes += learnable_notes(source, where, of_source)[:_MOST_NOTES]
