@@ -26,7 +26,7 @@ QUICK: dict[str, Original] = {
 SLOW: dict[str, Original] = {
     "sgd": trainer(None, "gpt2", "fp32", zero(0), schedule="constant", optim="sgd", optim_args="momentum=0.9",
                    learning_rate=0.05, weight_decay=0.0, max_grad_norm=0.2),
-    "adagrad": trainer(None, "llama", "fp32", zero(1), schedule="constant_with_warmup", optim="adagrad",
+    "adagrad": trainer(None, "llama", "fp32", zero(0), schedule="constant_with_warmup", optim="adagrad",
                        learning_rate=0.01, weight_decay=0.0),
     "betas": trainer(None, "gpt2", "fp32", zero(1), schedule="cosine_with_restarts", adam_beta1=0.8, adam_beta2=0.9,
                      adam_epsilon=1e-4, optim="adamw_torch", weight_decay=0.5),
@@ -41,7 +41,8 @@ SLOW: dict[str, Original] = {
     "ZeRO-3, experts": trainer(3, "mixtral", "fp32", zero(1), schedule="inverse_sqrt", max_grad_norm=0.5),
 }
 # fields of TAKEN that no row can vary: other versions and GPUs alone have them, or the JSON has them
-_WITHOUT_A_ROW = {"adafactor", "warmup_ratio", "deepspeed_plugin", "fp16", "auto_find_batch_size", "deepspeed"}
+_WITHOUT_A_ROW = {"adafactor", "warmup_ratio", "deepspeed_plugin", "mixed_precision", "fp16", "auto_find_batch_size",
+                  "deepspeed"}
 
 
 def named(rows: Mapping[str, Original]) -> list[Original]:

@@ -17,7 +17,6 @@ from pretrain.errors import ConfigError
 
 RUN_YAML, DS_JSON = "run.yaml", "ds_config.json"
 _KINDS = ("linear", "cosine", "constant")  # schedules of ForeignRun.schedule that have these names in --lr_schedule
-_ZERO_STAGE = 1  # of the JSON for a run of another engine; it changes no result
 _WITHOUT_DECAY = ("constant",)
 # keys of the JSON that depend on the number of ranks, or that `ds_config_of` writes itself
 _OWN_KEYS = ("train_batch_size", "gradient_accumulation_steps", "optimizer", "scheduler", "bf16", "bfloat16", "fp16")
@@ -79,7 +78,13 @@ def ds_config_of(run: ForeignRun) -> tuple[dict[str, Any], list[str]]:
         own["optimizer"] = {**_legal({"optimizer": block})[0].get("optimizer", {}), "type": block["type"]}
     if isinstance(scheduler := given.get("scheduler"), dict) and scheduler.get("type") in SCHEDULERS:
         own["scheduler"] = scheduler
-    return {"zero_optimization": {"stage": _ZERO_STAGE}, **kept, **own}, left_out
+    return {"zero_optimization": {"stage": _zero_stage(str(block.get("type", "")))}, **kept, **own}, left_out
+
+
+def _zero_stage(optimizer: str) -> int:
+    """Return the ZeRO stage for a run of another engine: 1, which changes no result, where the optimizer allows it."""
+    row = OPTIMIZERS.get(optimizer.lower())
+    return 1 if row is None or (row.tested_with_zero and row.name != "Adagrad") else 0
 
 
 def _legal(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -19,7 +19,7 @@ TAKEN = frozenset("""
     per_device_train_batch_size gradient_accumulation_steps auto_find_batch_size learning_rate weight_decay adam_beta1
     adam_beta2 adam_epsilon optim optim_args adafactor lr_scheduler_type lr_scheduler_kwargs warmup_steps warmup_ratio
     max_steps num_train_epochs max_grad_norm label_smoothing_factor bf16 fp16 seed data_seed deepspeed
-    deepspeed_plugin""".split())  # noqa: SIM905 (readable)
+    deepspeed_plugin mixed_precision""".split())  # noqa: SIM905 (readable)
 # no effect on the numbers beyond their rounding, or on the order of the data alone, which tools/adopt.md describes
 NO_EFFECT = frozenset("""
     output_dir overwrite_output_dir do_train do_eval do_predict resume_from_checkpoint local_rank use_cpu no_cuda
@@ -106,7 +106,7 @@ def effects_of_module(config: dict[str, Any], *, with_labels: bool = True) -> Ef
         losses = (Loss("settings", "output_router_logits true: the auxiliary loss of the experts is that of all layers "
                        "together, and here of each layer"),)
     token = config.get("pad_token_id")
-    if token is not None and ours.described is None and _untrained_row(config) is not None:
+    if token is not None and not ours.described and _untrained_row(config) is not None:
         notes.append(f"pad_token_id {token}: transformers does not train the vector of this token in the embedding, "
                      "and this program does: losses differ if the data has the token")
     return Effects(flags, losses, tuple(notes))
