@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from pretrain.checkpoint.adopt.foreign_run import Loss
+from pretrain.errors import shorten
 from pretrain.model.config import model_config_from
 from pretrain.model.general.decoder import transformers_config
 
@@ -75,18 +76,23 @@ def effects_of_arguments(arguments: Mapping[str, Any], *, ranks: int) -> Effects
     if isinstance(smoothing, (int, float)) and 0 < smoothing < 1:
         flags["label_smoothing"] = float(smoothing)
     elif smoothing:
-        found.append(f"label_smoothing_factor {smoothing}: it is not a number from 0 to 1")
+        found.append(f"label_smoothing_factor {_shown(smoothing)}: it is not a number from 0 to 1")
     for name, (equal, reason) in DIFFERS.items():
         value = arguments.get(name)
         if name == "accelerator_config":
             value = (isinstance(value, dict) and value.get("split_batches")) or None
         is_alone = name == "average_tokens_across_devices" and ranks == 1
         if name in arguments and value is not None and value not in equal and not is_alone:
-            found.append(f"{name} {value}: {reason}")
+            found.append(f"{name} {_shown(value)}: {reason}")
     unknown = sorted(name for name, value in arguments.items() if name not in TAKEN | NO_EFFECT | DIFFERS.keys()
                      and not name.startswith(_PRIVATE) and value not in (None, False, 0, "", [], {}))
-    notes = (f"settings of the Trainer that are not known here: {', '.join(unknown)}",) if unknown else ()
+    notes = (f"settings of the Trainer that are not known here: {_shown(', '.join(unknown))}",) if unknown else ()
     return Effects(flags, tuple(Loss("settings", each) for each in found), notes)
+
+
+def _shown(value: Any) -> str:
+    """Return a value of a file as one short line."""
+    return shorten(" ".join(str(value).split()))
 
 
 def effects_of_module(config: dict[str, Any], *, with_labels: bool = True) -> Effects:

@@ -14,9 +14,11 @@ import torch
 from pretrain.checkpoint.adopt.foreign_run import Loss
 from pretrain.checkpoint.format.verify import pickle_globals
 from pretrain.config.trainer_schedules import schedule_flags
+from pretrain.errors import shorten
 
 TRAINING_ARGS = "training_args.bin"
 _DEEPEST = 3  # objects in objects
+_MOST_STEPS = 2**63
 
 
 class _StandIn:
@@ -79,10 +81,10 @@ def schedule_of(arguments: Mapping[str, Any], total_steps: int, step: int) -> tu
         return {}, ()
     # warmup_ratio: before transformers 5
     numbers = [value for name in ("warmup_steps", "warmup_ratio")
-               if isinstance(value := arguments.get(name), (int, float)) and value > 0]
+               if isinstance(value := arguments.get(name), (int, float)) and 0 < value < _MOST_STEPS]
     warmup = numbers[0] if numbers else 0
     steps = int(warmup) if warmup >= 1 else math.ceil(total_steps * warmup)
     flags, reason = schedule_flags(kind, given if isinstance(given, dict) else {}, warmup=steps, total=total_steps,
                                    passed=step)
     found = {"type": kind, "warmup_steps": steps, "total_steps": total_steps, "flags": flags}
-    return found, (Loss("schedule", f"{reason}; the flags --lr_... describe another one"),) if reason else ()
+    return found, (Loss("schedule", f"{shorten(reason, 200)}; the flags --lr_... give another one"),) if reason else ()
