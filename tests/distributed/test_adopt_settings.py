@@ -41,8 +41,8 @@ SLOW: dict[str, Original] = {
     "ZeRO-3, experts": trainer(3, "mixtral", "fp32", zero(1), schedule="inverse_sqrt", max_grad_norm=0.5),
 }
 # fields of TAKEN that no row can vary: other versions and GPUs alone have them, or the JSON has them
-_WITHOUT_A_ROW = {"adafactor", "warmup_ratio", "deepspeed_plugin", "mixed_precision", "fp16", "auto_find_batch_size",
-                  "deepspeed"}
+_WITHOUT_A_ROW = {"adafactor", "warmup_ratio", "deepspeed_plugin", "hf_deepspeed_config", "mixed_precision", "fp16",
+                  "auto_find_batch_size", "deepspeed"}
 
 
 def named(rows: Mapping[str, Original]) -> list[Original]:

@@ -20,7 +20,7 @@ TAKEN = frozenset("""
     per_device_train_batch_size gradient_accumulation_steps auto_find_batch_size learning_rate weight_decay adam_beta1
     adam_beta2 adam_epsilon optim optim_args adafactor lr_scheduler_type lr_scheduler_kwargs warmup_steps warmup_ratio
     max_steps num_train_epochs max_grad_norm label_smoothing_factor bf16 fp16 seed data_seed deepspeed
-    deepspeed_plugin mixed_precision""".split())  # noqa: SIM905 (readable)
+    deepspeed_plugin hf_deepspeed_config mixed_precision""".split())  # noqa: SIM905 (readable)
 # no effect on the numbers beyond their rounding, or on the order of the data alone, which tools/adopt.md describes
 NO_EFFECT = frozenset("""
     output_dir overwrite_output_dir do_train do_eval do_predict resume_from_checkpoint local_rank use_cpu no_cuda
@@ -42,7 +42,7 @@ NO_EFFECT = frozenset("""
     ddp_broadcast_buffers ddp_static_graph ddp_backend xpu_backend ddp_timeout fsdp fsdp_config
     fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap tpu_num_cores tpu_metrics_debug mp_parameters sharded_ddp
     ray_scope fp16_backend half_precision_backend fp16_opt_level dispatch_batches distributed_state
-    use_legacy_prediction_loop""".split())  # noqa: SIM905 (readable)
+    use_legacy_prediction_loop fsdp_plugin_args xla_fsdp_config process_index local_process_index""".split())  # noqa: SIM905 (readable)
 # the values that are equal here, and why others cannot be
 DIFFERS: dict[str, tuple[tuple[Any, ...], str]] = {
     "neftune_noise_alpha": ((None, 0), "it adds noise to the embeddings"),
