@@ -162,9 +162,9 @@ def test_lines_that_were_not_understood_are_named(tmp_path: Path, capsys: pytest
     main([str(script), "--output", str(tmp_path / "out")])
     lines = [line for line in capsys.readouterr().out.splitlines() if " was not understood" in line]
     assert [line.removeprefix("remains to do: ").strip() for line in lines] == [
-        'line 12 was not understood: sed "s/[A-Z]*/x/" template.json > ds.json (what it writes is not known)',
-        "line 3 was not understood: NOW=`date`",
-        "line 4 was not understood: if [ -f /data/x.idx ] (taken as true)"]
+        'train.sh: line 12 was not understood: sed "s/[A-Z]*/x/" template.json > ds.json (what it writes is not known)',
+        "train.sh: line 3 was not understood: NOW=`date`",
+        "train.sh: line 4 was not understood: if [ -f /data/x.idx ] (taken as true)"]
     yaml = (tmp_path / "out/run.yaml").read_text()
     assert "train_data: /data/x\n" in yaml
     assert "what the script writes into ds.json is not known" in yaml
