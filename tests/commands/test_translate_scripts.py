@@ -180,8 +180,10 @@ def test_nothing_of_a_script_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 x
 E
 eval "touch made"; bash -c 'touch made'; : ${C:=$(touch made)} $((1 + $(touch made)))
+sed s/a/b/ pipe > ds.json; cat /dev/zero > zeros.json
 deepspeed pretrain_gpt.py --num-layers $(touch made) --name "$(touch made)" > made
 """)
+    os.mkfifo("pipe")  # reading it would wait for a writer
     before = sorted(os.listdir())
     settings = read_settings(["train.sh"], [], None)
     assert (settings.given, sorted(os.listdir())) == ({"num_layers": "$(...)", "name": "$(...)"}, before)
