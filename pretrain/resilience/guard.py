@@ -15,7 +15,7 @@ from pretrain.config.plan import Plan
 from pretrain.data.samples.blend import BlendedSamples
 from pretrain.engine.steps import global_grad_norm, loss_scale
 from pretrain.engine.update_guard import FP16_OVERFLOW, SkippedUpdate, skipped_update
-from pretrain.errors import GuardError
+from pretrain.errors import GuardError, format_number
 from pretrain.monitor.announce import stopped_by_guard
 from pretrain.monitor.flight.recorder import SPIKE
 from pretrain.monitor.write_run_folder import RunFolder
@@ -40,7 +40,8 @@ class Spike:
 
     def __str__(self) -> str:
         name = "gradient norm" if self.name == "grad_norm" else self.name
-        return f"a spike of the {name}: {self.value:.4g} (mean {self.mean:.4g}, standard deviation {self.std:.2g})"
+        return f"a spike of the {name}: {format_number(self.value, 4)} (mean {format_number(self.mean, 4)}, " \
+                   f"standard deviation {self.std:.2g})"
 
 
 class SpikeWindow:

@@ -14,7 +14,7 @@ from pretrain.commands.next_command import LISTED
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.layout import Layout
 from pretrain.config.size_defaults import SizeDefaults
-from pretrain.errors import counted
+from pretrain.errors import counted, format_number
 from pretrain.memory.compare.compare import ComparisonRow, Cost, cost_lines, run_cost, tokens_text
 from pretrain.memory.footprint import in_unit
 from pretrain.memory.hardware import Cluster
@@ -89,7 +89,7 @@ def layout_line(run: NewRun) -> str:
            f"{in_unit(cluster.gpu.memory_bytes, 'GiB')} GiB of a rank"
     if row.time is None or cluster.gpu.kind == "cpu":
         return line
-    return f"{line}, {row.time.total_seconds:.3g} s a step, MFU {row.time.mfu:.0%}"
+    return f"{line}, {format_number(row.time.total_seconds)} s a step, MFU {row.time.mfu:.0%}"
 
 
 def length_line(run: NewRun) -> str:

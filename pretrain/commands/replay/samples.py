@@ -15,7 +15,7 @@ from pretrain.analysis.replay.order import SAMPLES_FILE, ReplayOrder
 from pretrain.analysis.replay.target import Target
 from pretrain.checkpoint.format.hashed_files import write_atomically
 from pretrain.commands.replay.launch import Layout, replay_config, train_again
-from pretrain.errors import ConfigError, printable
+from pretrain.errors import ConfigError, format_number, printable
 from pretrain.monitor.repeat_command import OWN_CODE, repeated_flags
 from pretrain.stored_json import read_object, reason_of
 
@@ -111,7 +111,7 @@ def answer_lines(report: dict[str, Any], documents: Sequence[OddDocument]) -> li
              f"{report['step']} stand{'s' if number == 1 else ''} out"]
     for odd in report["odd"]:
         lines.append(f"  sample {odd['id']}: loss {odd['loss']:.3f} (usual {report['usual_loss']:.3f}), gradient norm "
-                     f"{odd['grad_norm']:.3g} (usual {report['usual_sample_norm']:.3g})")
+                     f"{format_number(odd['grad_norm'])} (usual {format_number(report['usual_sample_norm'])})")
         for document in (each for each in documents if each.sample == odd["id"]):
             lines += _document_lines(document)
     lines += _layer_lines(report)
