@@ -11,6 +11,7 @@ from pretrain.config.flags.arguments import RunArguments
 from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig, load_model_config, model_config_from
 from pretrain.model.config_keys import IGNORED
+from pretrain.model.families import FAMILIES
 from pretrain.model.init_methods import METHODS_WITH_STD, Initialization, is_embedding
 
 DROPOUTS = ("embedding_dropout", "attention_dropout", "residual_dropout")  # flags, and fields of ModelConfig
@@ -86,12 +87,19 @@ def check_same_parameters(saved: ModelConfig, run: ModelConfig, *, folder: Path,
             continue
         if field not in _MAY_DIFFER or (field == "max_positions" and run.position == "learned"):
             flag = f"--model {model}" if model and key not in (overrides or "") else "--model_overrides"
-            raise ConfigError(f"{flag}: {key}", found=current, expected=f"{value}, as in the weights of {folder}",
+            raise ConfigError(f"{flag}: {key}", found=_given(run, key, current),
+                              expected=f"{_given(saved, key, value)}, as in the weights of {folder}",
                               remedy=_NOT_EXTENDED if field == "vocab_size" else "leave --model out to use the model "
                               "of the weights, and override only settings that fit the same weights")
         if not run.described:
             notes.append(f"{key}: {current} in this run, {value} in the model of {folder}")
     return notes
+
+
+def _given(model: ModelConfig, key: str, value: Any) -> Any:
+    """Return the value of a key as a config.json has it: `value` may be this program's name for it."""
+    family = FAMILIES.get(model.architecture)
+    return model.hf_config.get(key, family.keys.get(key, value) if family is not None else value)
 
 
 def _check_same_shapes(saved: ModelConfig, run: ModelConfig, *, folder: Path, model: str) -> None:

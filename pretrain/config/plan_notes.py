@@ -13,6 +13,7 @@ from pretrain.data.open_datasets import SPLITS
 from pretrain.data.run_data import RunData
 from pretrain.data.samples.blend import BlendedSamples
 from pretrain.data.samples.packed import PackedDocuments
+from pretrain.errors import format_number
 from pretrain.model.config import find_config, preset_names, unread_keys
 from pretrain.model.general.own_models import is_model_code
 from pretrain.model.init_methods import width_multiplier
@@ -187,8 +188,9 @@ def _scaling_range_notes(plan: Plan, ratio: float) -> list[str]:
         other = "; for SGD: --lr_scaling linear" if optimizer == "sgd" else other
         notes.append(f"--lr_scaling {scaling}: this rule is known to hold for {known}, not for {optimizer}{other}")
     if not 1 / _LARGEST_RATIO <= ratio <= _LARGEST_RATIO:
-        notes.append(f"--lr_scaling {scaling}: the batches differ by a factor of {max(ratio, 1 / ratio):.3g}; the "
-                     f"linear rule was found to hold up to {_LARGEST_RATIO}, and to fail beyond (arXiv 1706.02677); "
+        notes.append(f"--lr_scaling {scaling}: the batches differ by a factor of "
+                     f"{format_number(max(ratio, 1 / ratio))}; the linear rule was found "
+                     f"to hold up to {_LARGEST_RATIO}, and to fail beyond (arXiv 1706.02677); "
                      "tune the rate at a batch nearer to this one")
     tokens = round(max(1.0, 1 / ratio) * plan.layout.tokens_per_step)  # of the larger batch
     if tokens > _CRITICAL_TOKENS:

@@ -76,9 +76,10 @@ def check_settings(args: RunArguments, *, world_size: int, device: Device,
     model = with_dropout(model_of_run(args.model, args.model_overrides, saved_model), args)
     if args.seq_length > model.longest_sequence():
         source = f"--model {args.model}" if args.model or saved_model is None else saved_model.where
-        raise ConfigError("--seq_length", found=args.seq_length,
-                          expected=f"at most {model.max_positions}, the positions of {source}",
-                          remedy=f"--model_overrides {model.key('max_positions')}={args.seq_length} gives it more")
+        more = f"--model_overrides {model.key('max_positions')}={args.seq_length} gives it more"
+        can_change = saved_model is None or model.position != "learned"  # otherwise the weights have a row for each
+        raise ConfigError("--seq_length", found=args.seq_length, remedy=more if can_change else "",
+                          expected=f"at most {model.max_positions}, the positions of {source}")
     plan = resolve_ds_config(file, args, model=model, world_size=world_size, device=device)
     check_rules(plan)
     undecayed_names(args.no_weight_decay, model)

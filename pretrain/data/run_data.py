@@ -52,8 +52,9 @@ def open_run_data(spec: DataSpec, *, seq_length: int, seed: int, tokenizer: str 
     """
     loaded = load_tokenizer(tokenizer) if tokenizer else None
     if loaded is not None and loaded.vocab_size > vocab_size:
-        raise _vocabulary_error(f"--tokenizer {tokenizer}", f"{loaded.vocab_size} tokens", loaded.vocab_size,
-                                vocab_size, can_change_model)
+        raise ConfigError(f"--tokenizer {tokenizer}", found=f"{loaded.vocab_size} tokens",
+                          expected=f"at most the model's vocab_size, {vocab_size}",
+                          remedy=_vocabulary_remedy(loaded.vocab_size, can_change_model))
     if spec.module is not None:
         return _own_run_data(spec, loaded, seq_length=seq_length, seed=seed, vocab_size=vocab_size,
                              needs_ends=needs_ends)
@@ -206,18 +207,18 @@ def check_prepared_data(indexed: IndexedDataset, where: str, *, vocab_size: int,
     if not isinstance(largest, int):
         largest = _largest_token(indexed, scanned)
     if largest >= vocab_size:
-        raise _vocabulary_error(where, f"token {largest}", largest + 1, vocab_size, can_change_model)
+        raise ConfigError(where, found=f"token {largest}",
+                          expected=f"tokens below the model's vocab_size, {vocab_size}",
+                          remedy=_vocabulary_remedy(largest + 1, can_change_model))
     if tokenizer is not None:
         _check_tokenizer(tokenizer, meta, f"--tokenizer {tokenizer.path}", prefix)
     token = meta.get("eod_token")
     return token if isinstance(token, int) else None
 
 
-def _vocabulary_error(where: str, found: str, needed: int, vocab_size: int,
-                      can_change_model: bool = True) -> ConfigError:
-    remedy = f"--model_overrides vocab_size={needed}, or another --model" if can_change_model else \
+def _vocabulary_remedy(needed: int, can_change_model: bool) -> str:
+    return f"--model_overrides vocab_size={needed}, or another --model" if can_change_model else \
         "the vocabulary of existing weights is not extended: use data that was prepared with this model's tokenizer"
-    return ConfigError(where, found=found, expected=f"at most the model's vocab_size, {vocab_size}", remedy=remedy)
 
 
 def _largest_token(indexed: IndexedDataset, scanned: int) -> int:

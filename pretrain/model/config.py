@@ -105,6 +105,17 @@ def model_config_from(values: dict[str, Any], where: str, overrides: str | None 
     Raises ConfigError: NotTrainedHereError if the values may be those of a model of transformers.
     """
     check_values(values, where)
+    try:
+        return _read_model(values, where, overrides)
+    except ConfigError as error:
+        for key in (pair.partition("=")[0] for pair in (overrides or "").split(",")):
+            # the file does not have the value that is wrong
+            if key and str(error).startswith(f"{where}: {key}: "):
+                raise ConfigError.from_line(f"--model_overrides {str(error).removeprefix(f'{where}: ')}") from None
+        raise
+
+
+def _read_model(values: dict[str, Any], where: str, overrides: str | None) -> ModelConfig:
     architecture = values.get("model_type")
     is_other = isinstance(architecture, str) and architecture not in FAMILIES
     others = their_model_types() if is_other else frozenset()
@@ -143,6 +154,8 @@ def _check_sizes(config: ModelConfig, where: str) -> None:
     """Raise ConfigError for sizes that are out of range or do not divide each other as required."""
     for field, largest in _LARGEST.items():
         value = getattr(config, field)
+        if field == "head_size" and value == 0 and config.key(field) not in config.hf_config:
+            continue  # hidden_size is smaller than num_heads, and no multiple of it
         if not 0 < value <= largest:
             raise ConfigError(f"{where}: {config.key(field)}", found=value,
                               expected="more than 0" if value <= 0 else f"at most {largest:,}")

@@ -228,5 +228,7 @@ def _override_value(key: str, text: str, architecture: str, current: dict[str, A
     try:
         return parse_value(text, wanted)
     except (ValueError, KeyError):
-        remedy = "Write such a value into a config.json" if wanted not in (bool, int, float) else ""
-        raise ConfigError(where, found=repr(text), expected=TYPES[wanted], remedy=remedy) from None
+        if wanted not in (bool, int, float):
+            raise ConfigError(where, problem=f"the value is {TYPES[wanted]}, which this flag does not read",
+                              remedy="write it into a config.json") from None
+        raise ConfigError(where, found=repr(text), expected=TYPES[wanted]) from None
