@@ -12,4 +12,4 @@ root=$(cd "$(dirname "$0")/.." && pwd)
 python=${VENV:-$root/.venv}/bin/python
 [ -x "$python" ] || python=$(command -v python3) ||
     { echo "launch/cluster.sh: Python is not installed. Remedy: launch/setup.sh" >&2; exit 2; }
-PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m pretrain.cluster.multihost_launch "$@"
+PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} exec "$python" "$root/pretrain/child.py" pretrain.cluster.multihost_launch "$@"

@@ -21,6 +21,9 @@ else  # `ds-pretrain template mpi` printed this script: the package is installed
     export PATH="${VENV:+$VENV/bin:}$PATH"
 fi
 die() { echo "launch/mpi.sh: $*" >&2; exit 2; }
+# not with `python -m`, which would import what lies in the working folder
+package=$(cd / && python -c 'import pretrain; print(pretrain.__path__[0])' 2>/dev/null) ||
+    die "python finds no package ds-pretrain. Remedy: activate its environment, or set VENV=ITS_FOLDER"
 
 flags=()
 while [ $# -gt 0 ] && [ "$1" != -- ]; do flags+=("$1"); shift; done
@@ -39,9 +42,9 @@ for ((i = 0; i < ${#flags[@]}; i++)); do
         *host* | -H | -f) ranks= && break ;;  # no validation: the other hosts may have other devices
     esac
 done
-[ -z "$ranks" ] || python -m pretrain check --world_size "$ranks" "$@" > /dev/null || exit
+[ -z "$ranks" ] || python "$package/__main__.py" check --world_size "$ranks" "$@" > /dev/null || exit
 
-export MASTER_PORT=${MASTER_PORT:-$(python -c 'from pretrain.distributed.process import free_port
+export MASTER_PORT=${MASTER_PORT:-$(cd / && python -c 'from pretrain.distributed.process import free_port
 print(free_port())')}
 export DS_PRETRAIN_SECRET=${DS_PRETRAIN_SECRET:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}  # launch/README.md
 forwarded='^(MASTER_|NCCL_|GLOO_|UCX_|OMP_|KMP_|MKL_|CUDA_|DS_|TORCH|HF_|PYTHON|PATH$|LD_LIBRARY_PATH$)'
@@ -75,7 +78,7 @@ trap 'handle HUP 1' HUP; trap 'handle INT 2' INT; trap 'handle USR1 10' USR1; tr
 setsid "$mpirun" "${flags[@]}" bash -c '
     threads=$(($(nproc) / ${OMPI_COMM_WORLD_LOCAL_SIZE:-${MPI_LOCALNRANKS:-1}}))
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
-    exec "$@"' bash "$(command -v python)" -u -m pretrain.train "$@" &
+    exec "$@"' bash "$(command -v python)" -u "$package/train.py" "$@" &
 while kill -0 $! 2>/dev/null; do wait $! && code=0 || code=$?; done  # a signal ends `wait` while the ranks still run
 wait $! && code=0 || code=$?
 exit "${ended:-$code}"

@@ -82,5 +82,5 @@ export PATH="$VENV/bin:$PATH"
 cache=${TORCH_EXTENSIONS_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/torch_extensions}
 say "compiling DeepSpeed's operators (once; cached in $cache)"
 before=$SECONDS
-"$VENV/bin/python" -m pretrain.engine.build_ops ${offload:+--offload}
+"$VENV/bin/python" pretrain/child.py pretrain.engine.build_ops ${offload:+--offload}
 say "operators compiled in $((SECONDS - before)) s"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
-from pretrain.errors import CRASHED, ConfigError, shorten
+from pretrain.errors import CRASHED, ConfigError, one_line, shorten
 from pretrain.printable_output import OutputError, drop_lost_output, escape_output
 
 LARGEST_INT = 2**63 - 1
@@ -224,7 +224,7 @@ def say(line: str) -> None:
 
 def next_line(command: str) -> list[str]:
     """Return the line that names the next command; none if a script runs the commands: DS_PRETRAIN_NEXT=0."""
-    return [] if os.environ.get("DS_PRETRAIN_NEXT") == "0" else [f"next: {command}"]
+    return [] if os.environ.get("DS_PRETRAIN_NEXT") == "0" else [one_line(f"next: {command}")]
 
 
 def run_main(main: Callable[[], int | None]) -> NoReturn:

@@ -125,8 +125,12 @@ def named(noun: str, items: Sequence[object]) -> str:
 
 def printable(text: str) -> str:
     """Return `text` on one line, with control characters escaped. For one value that was read from a file."""
-    line = " ".join(text.split())
-    return line if line.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+    return one_line(" ".join(text.split()))
+
+
+def one_line(text: str) -> str:
+    """Return `text` with the characters escaped that are not printable, line breaks and tabs too; spaces remain."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def escape_controls(text: str) -> str:

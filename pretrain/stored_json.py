@@ -1,7 +1,7 @@
-"""Read JSON files that this program wrote earlier, and check them against the types that describe their content.
+"""Read text files of bounded size, and check JSON that this program wrote earlier against the types of its content.
 
 Such a file may have been damaged or replaced since. The functions raise OSError if it cannot be read and ValueError if
-its content is wrong, whatever the file is: a FIFO, a device, very large, nested deeply.
+its content is wrong, whatever the file is: a FIFO, a device, very large, nested deeply, full of holes.
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import stat
+import sys
 import types
 import typing
 from collections import Counter
@@ -21,6 +22,9 @@ from typing import Annotated, Any, BinaryIO, TypeVar
 from pretrain.errors import shorten
 
 LARGEST_BYTES = 2**28  # 10 TB of tokens need 40 MB of hashes; the shard index of a rank is smaller
+LARGEST_SETTINGS_BYTES = 2**22  # of a file that people write; the YAML parser needs a minute for so much
+_LONGEST_LINE_BYTES = 2**26  # of a .jsonl file; rows have some kB
+_BLOCK_BYTES = 8 * 2**20
 _DEEPEST = 60  # levels; json.dumps and json.loads fail at about 1,000
 _SCALARS: dict[Any, tuple[tuple[type, ...], str]] = {
     bool: ((bool,), "true or false"), int: ((int,), "a whole number"), float: ((int, float), "a number"),
@@ -51,6 +55,64 @@ def read_text(path: Path, *, largest_bytes: int = LARGEST_BYTES) -> str:
     """Return the content of a regular file. Raises OSError, and ValueError if it is not UTF-8."""
     with open_regular(path, largest_bytes=largest_bytes) as file:
         return file.read().decode()
+
+
+def read_settings(path: str | Path) -> str:
+    """Return the content of a text file that people write: YAML, JSON, a hostfile.
+
+    It may be a device, or a pipe of the shell (`--config <(...)`), but no FIFO in a folder, which may have no writer.
+    Raises OSError, also for more than LARGEST_SETTINGS_BYTES, and ValueError if it is not UTF-8.
+    """
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        if stat.S_ISFIFO(os.fstat(file.fileno()).st_mode) and not str(path).startswith(("/dev/", "/proc/")):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        os.set_blocking(file.fileno(), True)
+        content = file.read(LARGEST_SETTINGS_BYTES + 1)
+    if len(content) > LARGEST_SETTINGS_BYTES:
+        raise OSError(errno.EFBIG, f"it has more than {LARGEST_SETTINGS_BYTES:,} bytes", str(path))
+    return content.decode("utf-8-sig")
+
+
+def read_lines(path: Path, offset: int = 0) -> Iterator[tuple[list[bytes], int]]:
+    """Yield the lines of a regular file from a position on, in blocks: (lines without their ends, position after them).
+
+    An incomplete last line comes alone, with the position at its beginning. A line that has a hole or is longer than
+    _LONGEST_LINE_BYTES is empty. So the time does not depend on holes, of which a file of 1 TB may consist, and
+    memory depends on the block alone. Raises OSError.
+    """
+    with open_regular(path, largest_bytes=sys.maxsize) as file:
+        yield from _blocks_of_lines(file.fileno(), offset)
+
+
+def _blocks_of_lines(descriptor: int, position: int) -> Iterator[tuple[list[bytes], int]]:
+    rest, is_skipped = b"", False  # the beginning of a line; whether its rest is skipped
+    while True:
+        begin = _next_data(descriptor, position)
+        block = b"" if begin is None else os.pread(descriptor, _BLOCK_BYTES, begin)
+        if begin is None or not block:
+            break
+        is_skipped = is_skipped or begin > position
+        position = begin + len(block)
+        first, newline, block = block.partition(b"\n")
+        if not newline:
+            rest += b"" if is_skipped else first
+            is_skipped = is_skipped or len(rest) > _LONGEST_LINE_BYTES
+            continue
+        *lines, rest_of_block = block.split(b"\n")
+        yield [b"" if is_skipped else rest + first, *lines], position - len(rest_of_block)
+        rest, is_skipped = rest_of_block, False
+    if rest and not is_skipped:
+        yield [rest], position - len(rest)
+
+
+def _next_data(descriptor: int, position: int) -> int | None:
+    """Return the first position from `position` on that is not in a hole; None at the end of the file."""
+    try:
+        return os.lseek(descriptor, position, os.SEEK_DATA)
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            return None
+        return position  # a file system without this call
 
 
 def read_json(path: Path) -> Any:

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":  # keep pretrain/ off sys.path, so that its modules shadow none of the standard library's
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    if not getattr(sys.flags, "safe_path", False):  # python -P and PYTHONSAFEPATH (3.11) put no folder first
+        del sys.path[0]
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     from pretrain.distributed.process import restart_with_jemalloc
 
     restart_with_jemalloc()

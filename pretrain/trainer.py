@@ -233,5 +233,8 @@ def _restore(engine: DeepSpeedEngine, plan: Plan, resume: Resume | None,
         load_weights(engine, resume.folder)
         return 0, plan.args.first_sample
     load_checkpoint(engine, plan, resume.folder, resume.manifest)
-    attachments(engine).early_stopping.set_state(_early_stopping(resume).state())
+    own = attachments(engine)
+    own.early_stopping.set_state(_early_stopping(resume).state())
+    if resume.branch is not None or resume.other_data or len(plan.overrides) > len(resume.manifest.overrides):
+        own.spikes.set_state(None)  # other losses may be usual now
     return resume.manifest.step, from_rank_0(lambda: position_after(resume.folder.parent, resume.manifest))

@@ -27,6 +27,7 @@ from pretrain.errors import ConfigError, require_package
 from pretrain.model.config import ModelConfig, model_config_from
 from pretrain.model.config_keys import read_config_json
 from pretrain.monitor.read_run_folder import newest_start
+from pretrain.stored_json import read_text
 
 _NO_LIMIT = 2**31 - 1  # positions of a transformers model whose config.json names no limit
 _POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
@@ -264,7 +265,7 @@ def _leading_tokens(tokenizer: Tokenizer) -> tuple[int, ...]:
     from tokenizers import Tokenizer as Library
 
     try:
-        library = Library.from_str(path.read_text(encoding="utf-8"))
+        library = Library.from_str(read_text(path))
     except Exception:  # the file is damaged; the library raises plain Exception
         return ()
     plain, complete = (library.encode("a", add_special_tokens=special).ids for special in (False, True))

@@ -18,6 +18,7 @@ from pretrain.cluster.hosts.probe import ask_to_save, end_all
 from pretrain.cluster.hosts.rank_environment import launcher_environment
 from pretrain.cluster.hosts.remote import LOCAL
 from pretrain.cluster.supervise.outcome import classify_exit, ending_signal, file_sizes, read_progress, shell_exit_code
+from pretrain.cluster.supervise.patient_reads import read_patiently
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.distributed.device import Device, detect_device, nvidia_smi
 from pretrain.distributed.process import PROGRAM, ROOT, free_port, port_is_free
@@ -158,7 +159,7 @@ def run_launcher(command: Sequence[str], environ: dict[str, str], run: Path) -> 
 
     If the launcher gets a signal or is killed, the ranks save, too. `run`: the run folder, which shows that they have.
     """
-    sizes_before = file_sizes(run)
+    sizes_before = read_patiently(run, lambda: file_sizes(run), otherwise=None)
     become_subreaper()
     with SignalRecorder() as signals:
         launcher = subprocess.Popen(command, env={**environ, **launcher_variable()}, start_new_session=True)
@@ -171,11 +172,15 @@ def run_launcher(command: Sequence[str], environ: dict[str, str], run: Path) -> 
         return 128 + signals.ended_by
 
 
-def _exit_code(code: int, run: Path, sizes_before: dict[str, int]) -> int:
-    """Return the exit code of the run. `code`: the launcher's, which is 1 after a signal to the launcher."""
-    progress = read_progress(run, sizes_before)
+def _exit_code(code: int, run: Path, sizes_before: dict[str, int] | None) -> int:
+    """Return the exit code of the run. `code`: the launcher's, which is 1 after a signal to the launcher.
+
+    `sizes_before`: of the run's files at its start; None: they could not be read.
+    """
     if (code < 0 or 224 < code < 255) and (name := ending_signal(code)):
         say(f"{name} ended {'the launcher' if code < 0 else 'a rank'}")
-    if (code < 0 or code == CRASHED) and progress.stop is not None:
-        return classify_exit(code, progress, last_step=None)[0]
+    if sizes_before is not None and (code < 0 or code == CRASHED):  # no other code depends on the files of the run
+        progress = read_patiently(run, lambda: read_progress(run, sizes_before), otherwise=None)
+        if progress is not None and progress.stop is not None:
+            return classify_exit(code, progress, last_step=None)[0]
     return shell_exit_code(code)

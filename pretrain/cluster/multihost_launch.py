@@ -225,7 +225,7 @@ def _run_from_this_host(flags: argparse.Namespace, program: Sequence[str], facts
     if flags.launcher != "pdsh":
         variables |= {"MASTER_ADDR": address, "MASTER_PORT": str(flags.master_port)}
     names = variables.get("NCCL_SOCKET_IFNAME", "")
-    variables = quote_variables(flags.launcher, variables, os.environ, os.getcwd())
+    variables = quote_variables(flags.launcher, variables, os.environ)
     environ = launcher_environment({"DS_ENV_FILE": str(write_environment(run, variables))})
     hostfile = Path(flags.hostfile).absolute()
     if flags.launcher != "pdsh":

@@ -12,12 +12,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from pretrain.checkpoint.format.run_checkpoints import newest_step
 from pretrain.checkpoint.load.resume import checkpoints_folder
 from pretrain.checkpoint.load.start import check_start
 from pretrain.checkpoint.save.commit import next_checkpoint_bytes
 from pretrain.cli import Parser, run_main, say
+from pretrain.cluster.supervise.patient_reads import read_patiently
 from pretrain.cluster.supervise.slow_hosts import slow_hosts_of
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.config.plan import Plan
@@ -98,17 +100,17 @@ def after(run: Path, environ: Mapping[str, str], *, exit_code: int) -> int:
 
     `before` names lost nodes.
     """
-    starts = read_record(run, environ["SLURM_JOB_ID"])
-    step = newest_step(run / "checkpoints")
+    starts = read_patiently(run, lambda: read_record(run, environ["SLURM_JOB_ID"]), otherwise=list[JobStart]())
+    step = read_patiently(run, lambda: newest_step(run / "checkpoints"), otherwise=0)
     reason = NO_RESTART.get(exit_code)
     without_progress = [start for start in starts[-MAX_STARTS_WITHOUT_PROGRESS:] if start.step == step]
-    if (run / STOP_FILE).exists():
+    if read_patiently(run, (run / STOP_FILE).exists, otherwise=False):
         reason = f"{run / STOP_FILE} exists"
     if len(without_progress) == MAX_STARTS_WITHOUT_PROGRESS:
         reason = f"{MAX_STARTS_WITHOUT_PROGRESS} starts in a row made no progress beyond step {step}"
     decision = f"the job is not requeued, because {reason}" if reason else "the job goes back to the queue"
     say(f"exit code {exit_code}, step {step}: {decision}")
-    slow = slow_hosts_of(read_events(run), {})
+    slow = slow_hosts_of(read_patiently(run, lambda: read_events(run), otherwise=list[dict[str, Any]]()), {})
     for node, why in slow.items():
         say(f"node {node} was slow: {why}")
     if slow and not reason:

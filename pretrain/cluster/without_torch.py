@@ -87,7 +87,8 @@ def _launcher() -> Callable[[], None]:
 
 
 if __name__ == "__main__":
-    del sys.path[0]  # this folder: its modules must shadow no others
+    if not getattr(sys.flags, "safe_path", False):  # PYTHONSAFEPATH puts no folder first
+        del sys.path[0]  # this folder: its modules must shadow no others
     if sys.argv[1:2] != [_LAUNCHER]:
         raise SystemExit(f"expected the module {_LAUNCHER}")
     del sys.argv[0]

@@ -13,6 +13,7 @@ from pretrain.cli import Parser, next_line, text, whole_number
 from pretrain.commands.next_command import after_check, before_check
 from pretrain.config.flags.parse import parse_arguments, parse_before_run
 from pretrain.config.plan import Plan
+from pretrain.config.rate_notes import rate_of
 from pretrain.config.run_length import batches_text
 from pretrain.config.schedule import rates_text, schedule_text
 from pretrain.data.samples.blend import BlendedSamples
@@ -59,7 +60,7 @@ def plan_lines(plan: Plan) -> list[str]:
                  f"vocabulary {plan.model.vocab_size:,}",
         "length": _length_text(plan),
         "rate": _scheduler_text(plan) if plan.schedule is None else schedule_text(plan.schedule),
-        "rates": "" if plan.schedule is None else rates_text(plan.schedule, plan.train_steps),
+        "rates": _json_rates_text(plan) if plan.schedule is None else rates_text(plan.schedule, plan.train_steps),
         "data": _data_text(plan),
     }
     return [f"{name:<11}{content}" for name, content in rows.items() if content] + _source_lines(plan)
@@ -69,6 +70,13 @@ def _scheduler_text(plan: Plan) -> str:
     """Describe the JSON's scheduler, with the values that "auto" has got."""
     params = plan.get("scheduler.params", {})
     return f"the JSON's {plan.get('scheduler.type')}: {', '.join(f'{name} {value}' for name, value in params.items())}"
+
+
+def _json_rates_text(plan: Plan) -> str:
+    """Return the rates of a few steps with the JSON's scheduler."""
+    rate, last, params = rate_of(plan), plan.train_steps, plan.get("scheduler.params", {})
+    steps = {1, last // 2, last, *(params[name] for name in ("warmup_num_steps", "total_num_steps") if name in params)}
+    return ", ".join(f"step {step:,}: {rate(step - 1):.4g}" for step in sorted(steps) if 1 <= step <= last)
 
 
 def _data_text(plan: Plan) -> str:

@@ -3,19 +3,19 @@
 import argparse
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from pretrain.checkpoint.adopt.foreign_run import LOSSES, ForeignRun, with_sample_length
+from pretrain.checkpoint.adopt.foreign_run import LOSSES, ForeignRun, understood, with_sample_length
 from pretrain.checkpoint.adopt.sources import KINDS, Source, find_source
 from pretrain.checkpoint.convert.new_folder import check_new_folder, check_new_weights, output_summary
 from pretrain.checkpoint.format.manifest import Manifest, step_of
 from pretrain.checkpoint.load.hf_folder import check_hf_folder, find_hf_tokenizer, weight_files
 from pretrain.cli import Parser, chosen, next_line, path, path_text, whole_number
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, listed, one_line
 from pretrain.hub import find_repository, is_repository, snapshot_in
 from pretrain.model.config import load_model_config
 from pretrain.progress import terminal_console
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pretrain.checkpoint.adopt.adopt import Adoption
 
 _LOG_WIDTH = 160  # columns of the table if the output is not a terminal
+_MOST_KEYS = 40  # that one row lists
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -73,7 +74,7 @@ def main() -> None:
                               "step", remedy="copy the complete checkpoint; --output imports the weights alone")
     _reject_flags_of_runs(args, f"{args.source} has weights alone")
     _import_weights(args.source, args.save)
-    for line in next_line(f"ds-pretrain check --save {args.save} ..."):
+    for line in next_line(f"ds-pretrain check --save {shlex.quote(str(args.save))} ..."):
         print(line)
 
 
@@ -112,7 +113,7 @@ def _import_weights(source: Path, out: Path) -> None:
     print(output_summary(out))
     print(f"{found.config.parameters_text()}, {found.dtype}, architecture {found.config.architecture}")
     for note in tokenizer.notes if tokenizer else ():
-        print(f"note: {note}")
+        print(f"note: {one_line(note)}")
     if tokenizer is None:
         print("no tokenizer: the folder has neither tokenizer.model nor tokenizer.json")
     elif step_of(out) == 0:
@@ -131,16 +132,17 @@ def _adopt(source: Source, args: argparse.Namespace) -> None:
     from pretrain.checkpoint.adopt.adopt import adopt, plan_adoption
     from pretrain.checkpoint.adopt.run_files import RUN_YAML, missing_flags
 
-    plan = plan_adoption(run, args.accept_loss_of)
-    manifest = adopt(plan, args.save)
+    with understood(run.folder):  # the tensors are read now
+        plan = plan_adoption(run, args.accept_loss_of)
+        manifest = adopt(plan, args.save)
     print(output_summary(args.save))
     print(f"{plan.config.parameters_text()}, architecture {plan.config.architecture}, step {run.step} of {run.program}")
     table = Table("what", "taken over", box=None, pad_edge=False)
     for what, value in _facts(plan, manifest):
-        table.add_row(what, value)
+        table.add_row(what, one_line(value))
     terminal_console(width=_LOG_WIDTH).print(table)
     for note in (*plan.notes, *(plan.tokenizer.notes if plan.tokenizer else ())):
-        print(f"note: {note}")
+        print(f"note: {one_line(note)}")
     missing = " ".join(f"--{flag} {'PREFIX' if flag == 'train_data' else 'N'}" for flag in missing_flags(run))
     for line in next_line(f"ds-pretrain check --world_size RANKS --config {shlex.quote(str(args.save / RUN_YAML))} "
                           f"{missing}"):
@@ -183,5 +185,14 @@ def _facts(plan: "Adoption", manifest: Manifest) -> Sequence[tuple[str, str]]:
         ("other states", losses.get("other_states", "none")),
         ("tokenizer", "none" if plan.tokenizer is None else ", ".join(path.name for path in plan.tokenizer.files)),
         ("flags in run.yaml", ", ".join(f"{name} {value}" for name, value in flags.items()) or "none"),
-        ("JSON keys left out", ", ".join(left_out) or "none")]
+        *_left_out(left_out)]
     return rows
+
+
+def _left_out(reasons: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return a row for the keys of the source's JSON that are left out for one reason, for each reason."""
+    keys: dict[str, list[str]] = {}
+    for key, reason in reasons.items():
+        keys.setdefault(reason, []).append(key)
+    return [("JSON keys left out", f"{listed(names, _MOST_KEYS)}: {reason}") for reason, names in keys.items()] or \
+        [("JSON keys left out", "none")]

@@ -8,6 +8,7 @@ from pathlib import Path
 from pretrain.config.flags.parse import read_yaml
 from pretrain.errors import ConfigError
 from pretrain.memory.hardware import MAX_GPUS_PER_NODE
+from pretrain.stored_json import read_settings
 
 LISTED = "#   "  # beginning of a command in the first lines of a YAML that `ds-pretrain new` wrote
 
@@ -64,7 +65,7 @@ def _listed_after(subcommand: str, path: Path) -> str:
 
 
 def _listed(path: Path) -> list[str]:
-    lines = path.read_text(encoding="utf-8-sig").splitlines()
+    lines = read_settings(path).splitlines()
     return [line.removeprefix(LISTED) for line in lines if line.startswith(f"{LISTED}ds-pretrain ")]
 
 

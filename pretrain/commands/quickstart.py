@@ -17,6 +17,7 @@ from pathlib import Path
 from pretrain.cli import Parser, path
 from pretrain.distributed.device import detect_device
 from pretrain.distributed.process import PROGRAM
+from pretrain.errors import one_line
 from pretrain.shipped import find_template
 
 
@@ -79,7 +80,7 @@ def _write_settings(run: Path, layout: str) -> Path:
         text = re.sub("^deepspeed_config: .*$", f"deepspeed_config: {layout}", text, flags=re.MULTILINE)
         text = re.sub("^(\\w+: )runs/quickstart(.*)$", lambda line: line[1] + json.dumps(f"{run}{line[2]}"), text,
                       flags=re.MULTILINE)
-        path.write_text(text.replace("--config runs/quickstart", f"--config {shlex.quote(str(run))}"),
+        path.write_text(text.replace("--config runs/quickstart", f"--config {one_line(shlex.quote(str(run)))}"),
                         encoding="utf-8")
     return path
 

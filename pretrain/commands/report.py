@@ -70,7 +70,7 @@ def _check_flags(args: argparse.Namespace) -> None:
 def _command(run: Path) -> str:
     record = newest_start(run)
     try:
-        return command_of(record)
+        return command_of(record, run)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ConfigError(str(run / "run.json"), problem=f"the newest record lacks what a repetition needs "
                           f"({type(error).__name__}: {error})") from None

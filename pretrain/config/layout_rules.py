@@ -47,7 +47,7 @@ class Rule:
         in_json = self.where.partition(".")[0] in TREE
         found = self.found
         if found is None and in_json:
-            value = run.get(self.where)
+            value = run.get(self.where, run.file.get(self.where))  # some keys have another name in `ds_config`
             found = f'"{value}"' if isinstance(value, str) else str(value).lower() if value in (True, False) else value
         elif found is None:
             found = getattr(run.args, self.where.removeprefix("--"), None)

@@ -68,7 +68,8 @@ def _wsd_steps(flags: RunArguments, warmup_steps: int, decay_steps: int, length:
     longest = decay_steps - warmup_steps
     if flags.lr_wsd_tokens is not None:
         start = max(length.tokens_after(decay_steps) - flags.lr_wsd_tokens, 0)
-        wsd_steps = decay_steps - length.steps_of(start)
+        first = length.steps_of(start)
+        wsd_steps = decay_steps - (first - 1 if length.tokens_after(first) > start else first)  # rounded up, too
     elif flags.lr_wsd_steps is not None:
         wsd_steps = flags.lr_wsd_steps
     else:

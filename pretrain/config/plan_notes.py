@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 from pretrain.config.plan import Plan
+from pretrain.config.rate_notes import rate_notes
 from pretrain.config.schedule import rate_factor
 from pretrain.data.data_spec import names_of_split, parse_split
 from pretrain.data.open_datasets import SPLITS
@@ -34,8 +35,8 @@ def run_notes(plan: Plan, data: RunData) -> tuple[str, ...]:
     return (*plan.notes, *_unused_weights_notes(plan), *_vocabulary_notes(plan, data),
             *_padding_notes(plan, data), *_router_notes(plan),
             *data.notes, *_split_notes(plan, data), *_epoch_notes(plan, data), *_packing_notes(data),
-            *_evaluation_notes(plan, data), *_length_notes(plan), *_batch_notes(plan), *_recipe_notes(plan),
-            *_speed_notes(plan), *_size_notes(plan), *_mup_notes(plan))
+            *_evaluation_notes(plan, data), *_length_notes(plan), *rate_notes(plan), *_batch_notes(plan),
+            *_recipe_notes(plan), *_speed_notes(plan), *_size_notes(plan), *_mup_notes(plan))
 
 
 def _unused_weights_notes(plan: Plan) -> list[str]:

@@ -40,6 +40,12 @@ def optimizer_of_device(run: Plan) -> Iterator[Rule]:
     yield Rule(untested and not run.get("zero_allow_untested_optimizer"), key,
                problem=f"{run.get(key)} with ZeRO computes norms of parts of the matrices, so that its updates depend "
                "on the layout", remedy='use AdamW, or accept it: "zero_allow_untested_optimizer": true')
+    # each stage has its own copy of the tied matrix, and updates it together with its other weights, as one flat tensor
+    yield Rule(not row.elementwise and kind != "muon" and layout.pipeline_stages > 1 and run.model.tie_word_embeddings
+               and (layout.zero_stage > 0 or layout.uses_bf16_optimizer), key,
+               f"AdamW or another elementwise one with tied embeddings on {layout.pipeline_stages} pipeline stages",
+               "the stages would update their copies of the tied matrix differently; or use one stage, or "
+               "--model_overrides tie_word_embeddings=false")
     offload = f' or offload it: {OFFLOAD_DEVICE} "cpu"' if row.on_cpu else ""
     yield Rule(row.is_compiled and device == "cpu" and not offloaded, key, "an optimizer that runs on this CPU device",
                f"use AdamW{offload}")

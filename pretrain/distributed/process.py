@@ -1,4 +1,4 @@
-"""Memory, allocator and exit of this process, and ports and environment for its child processes."""
+"""Memory, allocator and exit of this process, and ports for its child processes."""
 
 import atexit
 import contextlib
@@ -165,12 +165,6 @@ def check_open_files() -> None:
         raise ConfigError("ulimit -n", found=f"{limit} open files per process",
                           expected=f"at least {_FEWEST_OPEN_FILES}",
                           remedy="run `ulimit -n 4096` before the launcher's command")
-
-
-def package_environment() -> dict[str, str]:
-    """Return this process's environment with this checkout first in PYTHONPATH, for child processes."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "PYTHONPATH": path}
 
 
 @contextlib.contextmanager

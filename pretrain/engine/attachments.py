@@ -9,6 +9,7 @@ if TYPE_CHECKING:
 
     from pretrain.engine.phases import PhaseTimers
     from pretrain.engine.recipe import EarlyStopping
+    from pretrain.engine.spikes import SpikeWindows
     from pretrain.engine.update import Update
 
 
@@ -19,6 +20,7 @@ class Attachments:
     update: "Update"
     early_stopping: "EarlyStopping"
     group_settings: list[dict[str, Any]]  # this run's settings of the optimizer's parameter groups
+    spikes: "SpikeWindows"
     layer_times: tuple[int, ...] = ()  # nanoseconds of each layer, if the pipeline stages depend on them
     operators: dict[str, str] = field(default_factory=dict)  # chosen for this device: {"attention": "flash", ...}
     phase_timers: "PhaseTimers | None" = None  # None: the phases of a step are not measured

@@ -51,6 +51,7 @@ from pretrain.engine.patches.zero import (
     skip_reduction_on_one_rank,
 )
 from pretrain.engine.recipe import EarlyStopping, add_recipe, add_router_losses
+from pretrain.engine.spikes import SpikeWindows
 from pretrain.engine.update import Update
 from pretrain.errors import ConfigError
 from pretrain.model.init import initialize_parameters
@@ -146,7 +147,8 @@ def build_engine(plan: Plan, *, initialize: bool = True,
     own = Attachments(
         Update(engine), group_settings=group_settings(engine, plan.ds_config), layer_times=plan.layout.layer_times,
         early_stopping=EarlyStopping(patience=plan.args.early_stopping_patience,
-                                     min_delta=plan.args.early_stopping_min_delta))
+                                     min_delta=plan.args.early_stopping_min_delta),
+        spikes=SpikeWindows(length=plan.args.spike_window, threshold=plan.args.spike_threshold))
     attach(engine, own)
     with workarounds():
         apply_patches(engine, own.update)

@@ -87,7 +87,7 @@ def add_recipe(engine: DeepSpeedEngine, args: RunArguments) -> None:
 
 def _parts_with_state(engine: DeepSpeedEngine) -> dict[str, RecipePart]:
     own = attachments(engine)
-    parts: dict[str, RecipePart | None] = {"early_stopping": own.early_stopping,
+    parts: dict[str, RecipePart | None] = {"early_stopping": own.early_stopping, "spikes": own.spikes,
                                            "adaptive_clipping": own.update.adaptive_clipping,
                                            "noise_scale": own.update.noise_scale}
     return {name: part for name, part in parts.items() if part is not None}

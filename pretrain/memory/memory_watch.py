@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pretrain.child import child_command
 from pretrain.distributed.device import Device
-from pretrain.distributed.process import is_out_of_memory, package_environment, resident_bytes
+from pretrain.distributed.process import is_out_of_memory, resident_bytes
 from pretrain.distributed.world import World
 from pretrain.engine.attachments import attachments
 from pretrain.errors import ConfigError
@@ -200,8 +201,8 @@ def _changes_that_fit(watch: MemoryWatch, budget_bytes: int) -> list[str]:
     request = {"layout": watch.plan.layout, "model": watch.plan.model, "ranks_per_node": watch.world.local_size,
                "budget_bytes": budget_bytes}
     try:
-        search = subprocess.run([sys.executable, "-m", "pretrain.memory.compare.changes_that_fit"], check=True,
-                                input=pickle.dumps(request), env=package_environment(), stdout=subprocess.PIPE)
+        search = subprocess.run(child_command("pretrain.memory.compare.changes_that_fit"), check=True,
+                                input=pickle.dumps(request), stdout=subprocess.PIPE)
     except (OSError, subprocess.CalledProcessError) as error:
         return [f"the search for changes that fit failed: {error}. {_COMPARE}"]
     changes = search.stdout.decode().splitlines()

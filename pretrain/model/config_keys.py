@@ -13,7 +13,7 @@ from typing import Any
 from pretrain.errors import ConfigError, shorten
 from pretrain.model.families import FAMILIES
 from pretrain.model.families.position_keys import PREFERABLY_NESTED
-from pretrain.stored_json import parse_json
+from pretrain.stored_json import parse_json, read_settings
 
 # Types of the keys whose default in a family is None. In this family, they may be null.
 NULLABLE: dict[str, type] = {
@@ -55,7 +55,7 @@ IGNORED = frozenset(
 def read_config_json(path: Path) -> dict[str, Any]:
     """Read a config.json. Raises ConfigError if it is unreadable, not a JSON object, too deep, or repeats a key."""
     try:
-        values = parse_json(path.read_text(encoding="utf-8-sig"))
+        values = parse_json(read_settings(path))
     except UnicodeDecodeError:
         raise ConfigError(str(path), problem="it is not UTF-8 text, as a transformers config.json is",
                           remedy="name a config.json; --init_from starts from the weights of a folder") from None

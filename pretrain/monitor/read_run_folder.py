@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any, TypedDict, TypeGuard
@@ -11,7 +10,7 @@ from pretrain.cli import LARGEST_INT
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.errors import ConfigError
 from pretrain.monitor.tail import parse_row
-from pretrain.stored_json import build, check_fields, open_regular, read_json, reason_of
+from pretrain.stored_json import build, check_fields, read_json, read_lines, reason_of
 
 _LISTS = ("train_data", "valid_data", "test_data")  # flags that take one or several values
 
@@ -51,9 +50,7 @@ def read_rows(path: Path, offset: int = 0) -> list[dict[str, Any]]:
     """
     if not path.is_file():
         return []
-    with open_regular(path, largest_bytes=sys.maxsize) as file:
-        file.seek(offset)
-        return [row for row in map(parse_row, file) if row is not None]
+    return [row for lines, _ in read_lines(path, offset) for row in map(parse_row, lines) if row is not None]
 
 
 def read_metrics(run: Path, offset: int = 0) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_BLOCK_BYTES = 8 * 2**20
+from pretrain.stored_json import read_lines
 
 
 @dataclass
@@ -19,6 +19,7 @@ class Tail:
     offset: int = 0
     inode: int | None = None
     lines: int = 0  # number of lines read
+    _is_open: bool = False  # the last one had no end when it was read
 
     def was_replaced(self) -> bool:
         """Return whether the file is another one than the one that was read, or shorter."""
@@ -40,17 +41,18 @@ class Tail:
         """Yield lists of (number of the line, row). Lines that are not JSON objects are skipped."""
         if not self.path.is_file():
             return
-        with open(self.path, "rb") as file:
-            self.inode = os.fstat(file.fileno()).st_ino
-            file.seek(self.offset)
-            while block := file.readlines(_BLOCK_BYTES):
-                rows = _parse(block)
-                if rows[-1] is None and not block[-1].endswith(b"\n"):  # incomplete: the rest may follow
-                    rows.pop()
-                    block.pop()
-                first, self.lines = self.lines, self.lines + len(rows)
-                self.offset += sum(map(len, block))
-                yield [(line, row) for line, row in enumerate(rows, first) if row is not None]
+        self.inode = os.stat(self.path).st_ino
+        for lines, offset in read_lines(self.path, self.offset):
+            if self._is_open and not lines[0]:
+                del lines[0]
+            rows, self._is_open = _parse(lines), bool(lines) and offset == self.offset
+            if self._is_open:  # the last line has no end
+                if rows[0] is None:  # incomplete: the rest may follow
+                    self._is_open = False
+                    return
+                offset += len(lines[0])
+            first, self.lines, self.offset = self.lines, self.lines + len(rows), offset
+            yield [(line, row) for line, row in enumerate(rows, first) if row is not None]
 
 
 def _parse(lines: list[bytes]) -> list[dict[str, Any] | None]:

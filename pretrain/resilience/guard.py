@@ -1,7 +1,6 @@
 """The guard against bad steps: it reports skipped updates and spikes, and decides when the run is rolled back."""
 
 import math
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,6 +12,8 @@ from deepspeed.accelerator import get_accelerator
 
 from pretrain.config.plan import Plan
 from pretrain.data.samples.blend import BlendedSamples
+from pretrain.engine.attachments import attachments
+from pretrain.engine.spikes import Spike
 from pretrain.engine.steps import global_grad_norm, loss_scale
 from pretrain.engine.update_guard import FP16_OVERFLOW, SkippedUpdate, skipped_update
 from pretrain.errors import GuardError
@@ -20,70 +21,6 @@ from pretrain.monitor.announce import stopped_by_guard
 from pretrain.monitor.flight.recorder import SPIKE
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.terminal import Screen
-
-_SMALLEST_STD = 1e-3  # as a fraction of the mean; a constant loss would otherwise have spikes of rounding errors
-
-
-@dataclass(frozen=True)
-class Spike:
-    """A value that is more than the threshold above the mean of the window."""
-
-    name: str  # "loss" or "grad_norm"
-    value: float
-    mean: float
-    std: float
-
-    @property
-    def z(self) -> float:
-        """Number of standard deviations between the value and the mean."""
-        return (self.value - self.mean) / self.std
-
-    def __str__(self) -> str:
-        name = "gradient norm" if self.name == "grad_norm" else self.name
-        return f"a spike of the {name}: {self.value:.4g} (mean {self.mean:.4g}, standard deviation {self.std:.2g})"
-
-
-class SpikeWindow:
-    """Mean and standard deviation of one value over the last `length` steps.
-
-    A z-score over a rolling window is also the criterion of OLMo-core (src/olmo_core/optim/skip_step_optimizer.py),
-    with the same defaults: 128 steps, 6 standard deviations, no decision before half of the window is filled.
-
-    Only finite values enter. A spike enters as mean + threshold * std, so that it does not hide the next spike. After a
-    lasting change of the level these entries raise mean and standard deviation, until the new level is accepted.
-    """
-
-    def __init__(self, name: str, *, length: int, threshold: float) -> None:
-        self._name, self._length, self._threshold = name, length, threshold
-        self._steps: deque[int] = deque(maxlen=length)
-        self._values: deque[float] = deque(maxlen=length)  # of these steps
-
-    def find(self, value: float) -> Spike | None:
-        """Return the spike if `value` is one. Changes nothing. NaN and infinity are no spikes: see `Guard`."""
-        if not math.isfinite(value) or len(self._values) < self._length // 2:
-            return None
-        values = np.fromiter(self._values, float, len(self._values))
-        mean = float(values.mean())
-        if value <= mean:
-            return None
-        std = max(float(values.std()), _SMALLEST_STD * abs(mean), float(np.finfo(float).tiny))
-        return Spike(self._name, value, mean, std) if value > mean + self._threshold * std else None
-
-    def add(self, step: int, value: float) -> Spike | None:
-        """Add the value of a step, and return the spike if it is one."""
-        spike = self.find(value)
-        if spike is not None:
-            value = spike.mean + self._threshold * spike.std
-        if math.isfinite(value):
-            self._steps.append(step)
-            self._values.append(value)
-        return spike
-
-    def forget_after(self, step: int) -> None:
-        """Remove the values of later steps, because the run has returned to `step`."""
-        while self._steps and self._steps[-1] > step:
-            self._steps.pop()
-            self._values.pop()
 
 
 @dataclass(frozen=True)
@@ -136,12 +73,11 @@ class Guard:
                  keep_record: Callable[[int, str], None] = lambda step, reason: None) -> None:
         self._plan, self._engine, self._folder, self._screen = plan, engine, folder, screen
         self._keep_record = keep_record
-        args, on_cpu = plan.args, engine.device.type == "cpu"
-        self._windows = [SpikeWindow(name, length=args.spike_window, threshold=args.spike_threshold)
-                         for name in ("loss", "grad_norm")]
+        on_cpu = engine.device.type == "cpu"
+        self._windows = list(attachments(engine).spikes.by_name.values())
         self._values = torch.zeros(2) if on_cpu else torch.zeros(2).pin_memory()  # loss, gradient norm
         self._copied = None if on_cpu else get_accelerator().Event()
-        self._waits = on_cpu or args.spike_policy == "skip"  # with "skip", `veto` has waited for the device anyway
+        self._waits = on_cpu or plan.args.spike_policy == "skip"  # with "skip", `veto` has waited for the device anyway
         self._unread: _Step | None = None
         self._bad: list[_Step] = []  # the newest bad steps in a row
 

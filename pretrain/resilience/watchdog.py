@@ -35,6 +35,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from pretrain.child import child_command
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.distributed.process import ROOT
 from pretrain.distributed.world import World
@@ -109,7 +110,7 @@ class Watchdog:
                    "collectives": ask[1]}
         self.enter("connect", 0)
         self._watcher = subprocess.Popen(
-            [sys.executable, "-S", "-m", "pretrain.resilience.watcher", json.dumps(request)], cwd=ROOT, text=True,
+            child_command("pretrain.resilience.watcher", json.dumps(request), options=("-S",)), cwd=ROOT, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True,
             pass_fds=(shared, stacks, ask[1], asked[1]))
         os.close(shared)

@@ -1,6 +1,6 @@
 """The process that watches one rank (see `watchdog.py`).
 
-    python -m pretrain.resilience.watcher REQUEST   (REQUEST: the JSON that `Watchdog` writes)
+    python -S pretrain/child.py pretrain.resilience.watcher REQUEST   (REQUEST: the JSON that `Watchdog` writes)
 
 It ends together with its rank. It imports little more than the standard library, so that it starts in milliseconds and
 needs a few MB of memory.

@@ -22,6 +22,7 @@ from pretrain.checkpoint.format.manifest import read_manifest
 from pretrain.checkpoint.load.find_checkpoint import find_checkpoint, tokenizer_of
 from pretrain.checkpoint.load.hf_folder import check_hf_folder, find_hf_tokenizer
 from pretrain.checkpoint.load.reader import CheckpointReader
+from pretrain.data.tokenizers.tokenizer import TOKENIZER_FILES
 from pretrain.errors import ConfigError
 from tests.support.conversion_faults import run_tool
 from tests.support.hf_models import save_hf_model
@@ -66,6 +67,54 @@ def test_the_tokenizer_is_copied_if_it_fits(tmp_path: Path) -> None:
     add_tokenizer(tmp_path / "hf", 98)
     with pytest.raises(ConfigError, match=r"its largest token is 97, and the model has only 97 tokens"):
         imported(tmp_path / "hf", tmp_path / "other")
+
+
+def test_links_out_of_the_folder_are_not_copied(tmp_path: Path) -> None:
+    """Each file of a tokenizer may be a link to any file of this machine; links of the Hub's cache work."""
+    save_hf_model(tmp_path / "hf", SHAPES["gpt2"])
+    add_tokenizer(tmp_path / "hf", 97)
+    (tmp_path / "secret.json").write_text("{}")
+    (tmp_path / "folder").symlink_to(tmp_path)
+    for name in TOKENIZER_FILES:
+        file = tmp_path / "hf" / name
+        before = file.read_bytes() if file.exists() else None
+        for target in ("../secret.json", str(tmp_path / "secret.json"), "../folder/secret.json"):
+            file.unlink(missing_ok=True)
+            file.symlink_to(target)
+            if name == "tokenizer.json":  # a good tokenizer, elsewhere
+                add_tokenizer(tmp_path / "hf", 97)
+            with pytest.raises(ConfigError, match=rf"{name}: this is a link to .*secret\.json, outside of its folder"):
+                imported(tmp_path / "hf", tmp_path / "run")
+            (tmp_path / "secret.json").write_text("{}")
+        file.unlink()
+        if before is not None:
+            file.write_bytes(before)
+    (tmp_path / "hf/sub").mkdir()
+    (tmp_path / "hf/sub/map.json").write_text("{}")
+    (tmp_path / "hf/special_tokens_map.json").symlink_to("sub/map.json")
+    imported(tmp_path / "folder/hf", tmp_path / "inside")
+    assert (tmp_path / "inside/tokenizer/special_tokens_map.json").read_text() == "{}"
+
+
+def test_a_cache_of_the_hub_is_a_folder_of_links(tmp_path: Path) -> None:
+    snapshot, blobs = (tmp_path / f"hub/models--org--name/{part}" for part in ("snapshots/123", "blobs"))
+    save_hf_model(tmp_path / "hf", SHAPES["gpt2"])
+    add_tokenizer(tmp_path / "hf", 97)
+    (tmp_path / "hf/tokenizer_config.json").write_text("{}")
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, path in enumerate(sorted((tmp_path / "hf").iterdir())):
+        path.rename(blobs / f"{number:040x}")
+        (snapshot / path.name).symlink_to(f"../../blobs/{number:040x}")
+    imported(snapshot, tmp_path / "run")
+    assert sorted(path.name for path in (tmp_path / "run/tokenizer").iterdir()) == [
+        "tokenizer.json", "tokenizer_config.json"]
+    assert not any(path.is_symlink() for path in (tmp_path / "run").rglob("*"))
+    (tmp_path / "secret").write_text("{}")
+    (snapshot / "added_tokens.json").symlink_to("../../blobs/secret")
+    (blobs / "secret").symlink_to(tmp_path / "secret")
+    with pytest.raises(ConfigError, match=r"added_tokens\.json: this is a link to "):
+        imported(snapshot, tmp_path / "other")
 
 
 def test_too_little_free_space_is_reported_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

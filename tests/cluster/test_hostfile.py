@@ -44,12 +44,34 @@ def test_hosts_are_in_the_order_of_the_file(tmp_path: Path) -> None:
     ("a;reboot slots=1\n", [":1", "'a;reboot'"]),
     ("# nobody\n", ["no hosts"]),
     ("\0\xff slots=1", [":1", "expected a host name"]),
+    ("a b slots=2\n", ["Write a line `NAME slots=N` for each host"]),
+    ("node[1-4] slots=8\n", ["expected a host name", "Write a line `NAME slots=N` for each host"]),
+    *((line, ["Begin the line with the name of a host, or with # to leave it out"])
+      for line in ("[servers]", "slots=8", "fe80::1", "fe80::1 slots=8", '{"a": 8}')),
 ])
 def test_bad_hostfiles_are_rejected(text: str, words: list[str], tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text(text)
     error = rejection(main, ["--hostfile", str(path), "--", "--model", "tiny"])
     assert all(word in error for word in [str(path), *words]), error
+
+
+@pytest.mark.parametrize(("line", "right"), [
+    *((line, "a slots=8") for line in (
+        "a slots=8 max_slots=8", "a max-slots=9 slots=8", "a lots=8", "a cpu=8", "a:8", "a 8", "a slots: 8",
+        "a slots 8", "a SLOTS=8", "a, slots=8", "a slots=8,", "a slots = 8", "a:slots=8", "me@a:8", "me@a slots=8")),
+    *((line, "a slots=1") for line in ("a", "a # b", "a slots=-1", "a slots=two", "a slots=", "a:0", "a:1:2",
+                                       "a slots=0 max_slots=8", "a ansible_host=10.0.0.1", "a slots=+8", "me@a"))])
+def test_a_wrong_line_of_a_hostfile_names_a_right_one(line: str, right: str, tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text(line)
+    with pytest.raises(ConfigError) as error:
+        read_hostfile(str(path))
+    message = str(error.value)
+    assert f". Write `{right}`" in message
+    assert ("without spaces around =" in message) == (" = " in line)
+    path.write_text(right)
+    assert read_hostfile(str(path)) == {"a": int(right[-1])}
 
 
 def test_missing_hostfile_and_wrong_flags_are_rejected(tmp_path: Path) -> None:
@@ -129,7 +151,7 @@ def test_variables_are_unchanged_by_deepspeed_pdsh_and_the_shell(value: str, tmp
     from deepspeed.launcher.runner import parse_args
 
     shell = {"UCX_NOTE": value, "PYTHONPATH": f"/lib {value}", "OTHER": value}
-    found = quote_variables("pdsh", {"MY_FLAG": value}, shell, "/here")
+    found = quote_variables("pdsh", {"MY_FLAG": value}, shell)
     runner = PDSHRunner(parse_args(["train.py"]), "")
     for name, each in {**shell, **found}.items():  # first what DeepSpeed exports by itself, then its file
         if name != "OTHER":
@@ -138,11 +160,11 @@ def test_variables_are_unchanged_by_deepspeed_pdsh_and_the_shell(value: str, tmp
     line = "".join(f"export {name}={each}; " for name, each in runner.exports.items())
     line += "printf '%s\\0' \"$MY_FLAG\" \"$UCX_NOTE\" \"$PYTHONPATH\""
     shown = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True, cwd=tmp_path)
-    assert shown.stdout.split("\0")[:-1] == [value, value, f"/here:/lib {value}".strip()]
+    assert shown.stdout.split("\0")[:-1] == [value, value, f"/lib {value}".strip()]
     assert list(tmp_path.iterdir()) == []
     if value not in ("plain", "-x", "a=b", "", "\u00e4\u4e2d"):
         with pytest.raises(ConfigError, match=r"^MY_FLAG: --launcher openmpi would change the value"):
-            quote_variables("openmpi", {"MY_FLAG": value}, {}, "/here")
+            quote_variables("openmpi", {"MY_FLAG": value}, {})
 
 
 @pytest.mark.parametrize("name", ["two words", "$(touch x)", "`touch x`", "a;b", "it's", 'a"b', "a%hb", "a&b", "a|b",

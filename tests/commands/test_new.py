@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from pretrain.commands import check, next_command
 from pretrain.commands.new.layout import best_layout
@@ -18,6 +21,7 @@ from pretrain.commands.prepare import prepare_main
 from pretrain.config.ds_json.read import read_ds_config
 from pretrain.config.flags.parse import read_yaml
 from pretrain.data.prepare.prepare import prepare
+from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import ConfigError
 from pretrain.memory.hardware import make_cluster
 from pretrain.model.config import load_model_config
@@ -261,3 +265,27 @@ def test_the_next_command_without_a_list(texts: Path) -> None:
                                     device="cuda").startswith("ds-pretrain --hostfile HOSTS --config ")
     assert next_command.after_tokenizer(["my text"], Path("data/t"), []) == \
         "ds-pretrain prepare 'my text' --tokenizer data/t --out data/tokens"
+
+
+def test_text_with_line_breaks_begins_no_key(texts: Path, empty_folder: Path,
+                                             capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither the tokenizer that a .meta.json names nor the names of files begin a key or a command in run.yaml."""
+    injected = "".join(f"{line_break}notify_command: x" for line_break in ("\n", "\r", "\x85", "\u2028"))
+    folder = empty_folder / f"data{injected}"
+    folder.mkdir()
+    for path in texts.glob("tokens*"):
+        (folder / path.name).write_bytes(path.read_bytes())
+    tokenizer = folder / "tokenizer.json"
+    Tokenizer(WordLevel({"<|endoftext|>": 256, **{f"w{number}": number for number in range(256)}},
+                        unk_token="w0")).save(str(tokenizer))
+    meta = json.loads((folder / "tokens.meta.json").read_text())
+    (folder / "tokens.meta.json").write_text(json.dumps({
+        **meta, "tokenizer": str(tokenizer), "tokenizer_sha256": load_tokenizer(tokenizer).fingerprint}))
+    run = empty_folder / f"run{injected}.yaml"
+    printed(capsys, str(run), "--data", str(folder / "tokens"), "--model", "1M", "--world_size", "1",
+            "--gpu", "cpu", "--save", "runs/new")
+    values = yaml.safe_load(run.read_text(encoding="utf-8"))
+    assert values["tokenizer"] == str(tokenizer)
+    assert values["train_data"] == str(folder / "tokens")
+    assert "notify_command" not in values
+    read_ds_config(str(run.with_suffix(".json")))

@@ -18,6 +18,7 @@ from pretrain.commands.translate.read_input import read_settings
 from pretrain.commands.translate.result import BECAME, DIFFERS, NONE, Result
 from pretrain.commands.translate.settings import Settings
 from pretrain.commands.translate.verdicts import check_names
+from pretrain.config.flags.arguments import FLAGS
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.config.other_programs import PROGRAMS, current_name, defaults_of
 from pretrain.config.plan import Plan
@@ -374,7 +375,7 @@ def test_only_the_command_that_starts_the_program_is_read(tmp_path: Path) -> Non
     assert (settings.given["train_tokens"], settings.given["micro_batch_size"], settings.given["lr"]) == (
         "300000", "4", "2e-3")
     assert {"query_gpu", "verbose", "format"}.isdisjoint(settings.given)
-    assert [note.rpartition(", ")[2] for note in settings.notes[:1]] == ["which is taken as true"]
+    assert settings.notes[0] == 'line 6 was not understood: if [ "${checkpoint}" = "true" ] (taken as true)'
     assert settings.notes[1:] == (f"{tmp_path / 'train.sh'}: --lr is given several times: the last value is used",)
 
 
@@ -389,7 +390,7 @@ def test_only_the_command_that_starts_the_program_is_read(tmp_path: Path) -> Non
      "no family of models here computes it"),
     ("a.sh", "python pretrain_bert.py --num-layers 2", "pretrain_bert.py trains no GPT-style model on text"),
     ("a.json", {"output_dir": "x", "max_steps": 9, "config_name": "tiny", "lr_scheduler_type": "cosine",
-                "lr_scheduler_kwargs": {"num_cycles": 2}}, "nothing here computes num_cycles of cosine"),
+                "lr_scheduler_kwargs": {"num_cycles": 2}}, "nothing here computes num_cycles 2 of cosine"),
     ("a.json", {"model_type": "llama", "vocab_size": 9, "hidden_size": 8}, "config.json of a model.* as --model of"),
     ("a.json", {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 1}, "as --deepspeed_config of"),
     ("a.toml", '[model]\nname = "llama4"\nflavor = "17Bx16E"', "the model llama4 17Bx16E is not in the table"),
@@ -472,3 +473,17 @@ def test_the_table_says_what_is_not_given(tmp_path: Path, capsys: pytest.Capture
     out = capsys.readouterr().out
     assert "not given; lr_warmup_steps: 10" in out
     assert yaml.safe_load((tmp_path / "out/run.yaml").read_text(encoding="utf-8"))["lr_warmup_steps"] == 10
+
+
+def test_text_with_line_breaks_begins_no_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Paths, names and the output folder with line breaks remain values and comments of run.yaml."""
+    injected = "".join(f"{line_break}notify_command: x" for line_break in ("\n", "\r", "\x85", "\u2028"))
+    names = ("data_path", "save", "load", "tensorboard_dir", "wandb_team", "wandb_host", "hostfile")
+    settings = {name.replace("-", "_"): value for name, value in pythia("70m").items()} | \
+        dict.fromkeys(names, f"some{injected}")
+    main([written(tmp_path, "pythia.yml", settings), "--output", str(tmp_path / f"out{injected}")])
+    values = yaml.safe_load(next(tmp_path.glob("out*/run.yaml")).read_text(encoding="utf-8"))
+    assert not values.keys() - FLAGS.keys()
+    assert "notify_command" not in values
+    assert values["save"] == f"some{injected}"
+    assert not [line for line in capsys.readouterr().out.splitlines() if line.startswith("notify_command")]

@@ -186,6 +186,9 @@ def test_tokens_are_rounded_up_to_complete_steps() -> None:
     got = planned(100, lr_schedule="wsd", lr_warmup_tokens=65, lr_decay_tokens=1600, lr_wsd_tokens=320)
     assert got == planned(100, lr_schedule="wsd", lr_warmup_steps=3, lr_decay_steps=50, lr_wsd_steps=10)
     assert planned(100, lr_warmup_tokens=0).warmup_steps == 0
+    for tokens in range(1, 130):
+        lengths = planned(100, lr_schedule="wsd", lr_warmup_tokens=tokens, lr_decay_tokens=1600, lr_wsd_tokens=tokens)
+        assert lengths.warmup_steps == lengths.wsd_steps == -(-tokens // 32)
     stepped = planned(100, lr_schedule="step", lr_milestone_tokens="1e3,1600", lr_milestone_factor=0.5)
     assert stepped.milestones == (32, 50)
     assert stepped.milestone_factor == 0.5
@@ -224,7 +227,9 @@ def test_the_batch_of_each_step_is_found_from_its_end(first_sample: int) -> None
 def test_tokens_of_the_schedule_follow_the_ramp() -> None:
     got = planned(40, batch_sizes=RAMP, lr_schedule="wsd", lr_warmup_tokens=24 * TOKENS,
                    lr_decay_tokens=80 * TOKENS, lr_wsd_tokens=24 * TOKENS)
-    assert (got.warmup_steps, got.decay_steps, got.wsd_steps) == (11, 23, 4)  # at samples 24, 80 and from 60 on
+    assert (got.warmup_steps, got.decay_steps, got.wsd_steps) == (11, 23, 4)  # at samples 24, 80 and from 56 on
+    assert planned(40, batch_sizes=RAMP, lr_schedule="wsd", lr_decay_tokens=80 * TOKENS,
+                   lr_wsd_tokens=24 * TOKENS + 1).wsd_steps == 5
     assert run_length(None, 80 * TOKENS, batch_sizes=RAMP, seq_length=TOKENS).train_steps == 23
     assert run_length(None, 80 * TOKENS + 1, batch_sizes=RAMP, seq_length=TOKENS).train_steps == 24
     assert run_length(7, None, batch_sizes=RAMP, seq_length=TOKENS).train_steps == 7

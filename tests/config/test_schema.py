@@ -286,6 +286,63 @@ def test_a_hint_never_names_the_block_where_the_key_is_nor_the_key_itself() -> N
         "AdamW has no such parameter; Muon, RMSprop, SGD have it"
 
 
+@pytest.mark.parametrize(("dotted", "hint"), [
+    ("gradient_accumulation_dtype", 'Did you mean "grad_accum_dtype" under "data_types"?'),
+    ("grad_accum_steps", 'Did you mean "gradient_accumulation_steps"?'),
+    ("activation_checkpointing_interval", 'Did you mean "activation_checkpoint_interval" under "pipeline"?'),
+    ("pipeline_stages", 'Did you mean "stages" under "pipeline"?'),
+    ("fp16.bf16_enabled", 'Did you mean "enabled" under "bf16"?'),
+    ("zero_optimization.offload_optimizer_device",
+     'Did you mean "device" under "zero_optimization.offload_optimizer"?'),
+    ("zero_optimization.gradient_cliping", 'Did you mean "gradient_clipping" at the top level?'),
+    ("train_micro_batch_size", 'Did you mean "train_micro_batch_size_per_gpu"?'),
+    ("deepspeed_activation_checkpointing", "here it is --recompute"),
+    ("offload_activations", ""),  # compile.offload_activation, which is rejected
+    ("loglevel", '"log_level" would be rejected, too: use --deepspeed_log_level'),
+    ("sparse_gradient", '"sparse_gradients" would be rejected, too: sparse compression of dense embedding gradients '
+                        "has been removed"),
+    ("score_func", 'it belongs under "expert_parallel", and is rejected there: the model\'s config.json describes '
+                   "router and experts; remove the key"),
+    ("end_weight_decay", "remove it: the weight decay is constant here")])
+def test_a_suggestion_has_the_meaning_of_the_key_and_is_accepted(dotted: str, hint: str) -> None:
+    prefix, _, name = dotted.rpartition(".")
+    tree: Any = TREE[prefix] if prefix else TREE
+    assert suggest_key(name, tree, f"{prefix}." if prefix else "") == hint
+
+
+def _documented_autos() -> Iterator[dict[str, Any]]:
+    """Yield the blocks with "auto" in the documentation of transformers and accelerate."""
+    yield dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
+                         "gradient_clipping", "steps_per_print"), "auto")
+    yield {"optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}}
+    names = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
+    yield {"scheduler": {"type": "WarmupDecayLR", "params": dict.fromkeys(names, "auto")}}
+    yield {"scheduler": {"type": "WarmupLR", "params": dict.fromkeys(names[:3], "auto")}}
+    yield {"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}, "amp": {"enabled": "auto", "opt_level": "auto"}}
+    yield {"zero_optimization": {
+        "stage": 3, **dict.fromkeys(("reduce_bucket_size", "stage3_prefetch_bucket_size",
+                                     "stage3_param_persistence_threshold",
+                                     "stage3_gather_16bit_weights_on_model_save"), "auto"),
+        "offload_optimizer": {"device": "auto", "nvme_path": "auto"}, "offload_param": {"device": "auto"}}}
+
+
+@pytest.mark.parametrize("document", _documented_autos(), ids=lambda document: next(iter(document)))
+def test_each_auto_of_transformers_documentation_is_accepted(document: dict[str, Any]) -> None:
+    config, ignored = check_json_keys(DsFile("ds.json", {"optimizer": {"type": "AdamW"}, **document}))
+    assert "amp" not in config
+    assert [key for key, _ in ignored if key == "amp"] == ["amp"] * ("amp" in document)
+
+
+def test_types_have_the_names_that_deepspeed_knows() -> None:
+    from deepspeed.runtime.config import DtypeEnum
+
+    for dtype in (DtypeEnum.fp16, DtypeEnum.bf16, DtypeEnum.fp32):
+        names = [name for name in dtype._all_values if isinstance(name, str)]
+        for name in names:
+            config, _ = check_json_keys(DsFile("ds.json", {"data_types": {"grad_accum_dtype": name}}))
+            assert config["data_types"]["grad_accum_dtype"] == dtype.name
+
+
 def _rename(values: dict[str, Any], dotted: str, misspelt: str) -> None:
     *parents, name = dotted.split(".")
     for parent in parents:

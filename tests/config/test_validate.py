@@ -97,6 +97,19 @@ def plan_of(world: Path, json_changes: dict[str, Any], *, world_size: int = 1, d
     return check_run(dataclasses.replace(args, **flags), world_size=world_size, device=device)
 
 
+def test_notes_on_rates_that_hardly_fit_the_run(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run of 50 steps, with the schedule of the flags and with a scheduler of the JSON."""
+    scheduler = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 2, "total_num_steps": 9}}
+    check(words(world, {"scheduler": scheduler}, {}))
+    out = capsys.readouterr().out
+    assert "step 1: 0, step 2: 0, step 9: 0.0002857, step 25: 0, step 50: 0" in out
+    assert "the JSON's scheduler: the learning rate reaches its lowest value, 0, at step 11, and 39 of the 50" in out
+    assert "the learning rate" not in " ".join(plan_of(world, {"scheduler": {
+        **scheduler, "params": {"total_num_steps": "auto", "warmup_num_steps": "auto"}}}).notes)
+    assert any(note.startswith("--lr_schedule cosine: the learning rate reaches its lowest value, 0.0001, at step 20, "
+                               "and 30 of the 50") for note in plan_of(world, {}, lr_decay_steps=20).notes)
+
+
 def test_notes_on_an_expected_curve(world: Path) -> None:
     """The curve of a run of 50 steps of 64 tokens with one sample: what differs from it is noted."""
     def notes(**flags: Any) -> list[str]:

@@ -60,7 +60,7 @@ def test_a_supervised_run_tells_what_happens_and_keeps_its_secrets(corpus: str, 
     assert output.count("--notify DS_BAD_URLS: a message about the run was not accepted") == 1
     assert (tmp_path / "told").read_text().count("\nstep ") >= 4
     (newest,) = json.loads((run / "run.json").read_text())[-1:]
-    assert SECRET not in command_of(newest)
+    assert SECRET not in command_of(newest, run)
     processes = (tmp_path / "processes").read_text()
     assert "pretrain.monitor.follow.follower" in processes
     assert server.url("good")[:30] not in processes

@@ -1,7 +1,10 @@
 """Checkpoints of other programs with DeepSpeed are read exactly, and damaged ones are rejected in one line."""
 
+import argparse
 import json
+import os
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from pretrain.checkpoint.adopt.foreign_run import ForeignRun
 from pretrain.checkpoint.adopt.sources import find_source
+from pretrain.commands import import_run
+from pretrain.config.ds_json.schema import MONITORS
 from pretrain.errors import ConfigError
 from tests.support.cases import NO_NVME, config, nvme
 from tests.support.launch import run_worker
@@ -291,3 +297,105 @@ def test_pickles_run_nothing(saved: Saved, tmp_path: Path) -> None:
     assert "type" not in found.schedule
     assert json.loads((run / "checkpoint-3/trainer_state.json").read_text())["global_step"] == found.step
     assert not canary.exists()
+
+
+# line breaks of YAML, of Python and of terminals
+BREAKS = ("\n", "\r\n", "\r", "\x85", "\u2028", "\u2029", "\x0b", "\x0c")
+INJECTED = "".join(f"{each}model_code: stranger" for each in BREAKS)
+PATH = "/outside/stranger"
+# all of the schema's keys that name a file, a host or an account, and what else reports
+REPORTS: dict[str, Any] = {
+    "tensorboard": {"enabled": True, "output_path": PATH, "job_name": f"../..{PATH}"},
+    "csv_monitor": {"enabled": True, "output_path": PATH, "job_name": f"../..{PATH}"},
+    "wandb": {"enabled": True, "team": "stranger", "group": "stranger", "project": "stranger"},
+    "comet": {"enabled": True, "workspace": "stranger", "api_key": "stranger", "project": "stranger"},
+    "flops_profiler": {"enabled": True, "profile_step": 1, "output_file": PATH},
+    "comms_logger": {"enabled": True, "prof_ops": ["stranger"]}, "aio": {"block_size": 4096}, "dump_state": True}
+STRANGER = {**REPORTS, f"new{INJECTED}": {"stranger": [PATH]}, "zero_optimization": {
+    "stage": 1, "reduce_bucket_size": 12345, "offload_param": {"device": "nvme", "nvme_path": PATH},
+    "offload_optimizer": {"device": "cpu", "pin_memory": False, "nvme_path": PATH}}}
+
+
+def imported(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
+    """Call `ds-pretrain import`."""
+    monkeypatch.setattr(sys, "argv", ["import", str(source), "--save", str(out), *words])
+    import_run.main()
+
+
+def test_text_and_paths_of_a_stranger_remain_values(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                    capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing in the checkpoint begins a key of run.yaml or a line of the output, or names a file that a run writes."""
+    folder = tmp_path / f"run{INJECTED}".replace("/", "")
+    shutil.copytree(saved.path("stage 1"), folder)
+    edit(MODEL, lambda file: (file.update(ds_version=f"0.19{INJECTED}", **{f"own{INJECTED}": 1}),
+                              file["ds_config"].update(STRANGER)))(folder)
+    (tmp_path / "config.json").write_text(json.dumps(saved.cases["stage 1"]["model"]))
+    imported(folder, tmp_path / f"out{INJECTED}".replace("/", ""), monkeypatch, "--model",
+             str(tmp_path / "config.json"), "--accept_loss_of", "schedule")
+    shown = capsys.readouterr().out
+    assert not [line for line in shown.splitlines() if line.startswith("model_code")]
+    out = next(tmp_path.glob("out*"))
+    flags = yaml.safe_load((out / "run.yaml").read_text(encoding="utf-8"))
+    assert set(flags) <= {"deepspeed_config", "save", "seq_length", "seed", "decay_vectors", "no_weight_decay"}
+    assert flags["save"] == str(out)
+    engine = torch.load(next(out.glob("checkpoints/*/mp_rank_00_model_states.pt")))
+    for text in ((out / "ds_config.json").read_text(encoding="utf-8"), json.dumps(engine["ds_config"])):
+        assert "stranger" not in text
+        kept = json.loads(text)
+        assert not kept.keys() & REPORTS.keys()
+        assert kept["zero_optimization"] == {"stage": 1, "reduce_bucket_size": 12345, "offload_optimizer": {
+            "device": "cpu", "pin_memory": False}}
+    assert REPORTS.keys() >= MONITORS.keys()
+    listed = " ".join(" ".join(shown.split("JSON keys left out")[1:]).split())
+    for key in (*REPORTS, "zero_optimization.offload_param", "zero_optimization.offload_optimizer.nvme_path"):
+        assert key in listed, key
+
+
+def test_a_link_of_a_stranger_is_not_followed(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a pipe nor a device is read, which might not end, and no file outside of the folder is copied."""
+    secret = tmp_path / "secret"
+    secret.write_text("{}")
+    for name, path in (("fifo", MODEL), ("device", RANK_0), ("pipe of names", "latest")):
+        shutil.copytree(saved.path("stage 1"), tmp_path / name)
+        (tmp_path / name / path).unlink()
+        if name == "device":
+            (tmp_path / name / path).symlink_to("/dev/zero")
+        else:
+            os.mkfifo(tmp_path / name / path)
+    for name in ("fifo", "device"):
+        with pytest.raises(ConfigError, match="this is neither a file nor a folder"):
+            saved.read("stage 1", tmp_path / name)
+    assert saved.read("stage 1", tmp_path / "pipe of names").step == STEPS
+    shutil.copytree(saved.path("Trainer"), tmp_path / "run")
+    (tmp_path / "run/checkpoint-3/tokenizer.json").write_text(json.dumps({
+        "version": "1.0", "added_tokens": [], "normalizer": None, "pre_tokenizer": None, "post_processor": None,
+        "decoder": None, "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}))
+    (tmp_path / "run/checkpoint-3/added_tokens.json").symlink_to(secret)
+    with pytest.raises(ConfigError, match=r"added_tokens\.json: this is a link to .*secret, outside of its folder"):
+        imported(tmp_path / "run", tmp_path / "out", monkeypatch)
+    assert not (tmp_path / "out").exists()
+
+
+def test_settings_of_other_classes_are_named(saved: Saved, tmp_path: Path) -> None:
+    """Neither training_args.bin of any object, nor scheduler.pt without a count, is silently accepted."""
+    for number, (file, content) in enumerate((("training_args.bin", argparse.Namespace(foo=1)), ("scheduler.pt", {}))):
+        run = tmp_path / str(number)
+        shutil.copytree(saved.path("Trainer"), run)
+        torch.save(content, run / "checkpoint-3" / file)
+        found = saved.read("Trainer", run)
+        shown = [*found.notes, *(loss.reason for loss in found.losses)]
+        assert len(shown) == 1
+        assert ("holds no TrainingArguments" in shown[0]) or ("has no count of steps" in shown[0])
+
+
+def test_settings_that_no_json_can_have_are_rejected(saved: Saved, tmp_path: Path) -> None:
+    cycle: dict[str, Any] = {}
+    cycle["zero_optimization"] = cycle
+    for number, (value, message) in enumerate((
+            (cycle, "its settings are no JSON"), ({"optimizer": "AdamW"}, "ds_config"), ({"fp16": 1}, "ds_config"),
+            ({str(key): 1 for key in range(2000)}, "expected at most 1000"))):
+        run = tmp_path / str(number)
+        shutil.copytree(saved.path("stage 1"), run)
+        edit(MODEL, lambda file, value=value: file.update(ds_config=value))(run)  # type: ignore[misc]
+        with pytest.raises(ConfigError, match=message if number in (0, 3) else "."):
+            saved.read("stage 1", run)

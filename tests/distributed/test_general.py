@@ -124,7 +124,8 @@ def test_a_model_of_the_users_code_trains_resumes_in_another_layout_and_is_expor
     ours.load_state_dict(CheckpointReader(own_code / "run" / "checkpoints" / "global_step6").weights())
     tokens = torch.arange(24).view(2, 12)
     torch.testing.assert_close(ours(tokens), exported(tokens).logits, atol=1e-5, rtol=0)
-    assert '--model_code "${2:?the model_code that the first lines name}"' in command_of(newest_start(own_code / "run"))
+    script = command_of(newest_start(own_code / "run"), own_code / "run")
+    assert '--model_code "${2:?the model_code that the first lines name}"' in script
 
 
 def losses(row: dict[str, Any]) -> list[float]:

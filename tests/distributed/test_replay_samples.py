@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pretrain.analysis.replay.documents import OddDocument, documents_of, odd_documents, pieces_of
-from pretrain.analysis.replay.samples import certainty, robust_z, sample_norms
+from pretrain.analysis.replay.samples import certainty, highest_losses, robust_z, sample_norms
 from pretrain.commands.replay.samples import SampleAnswer
 from pretrain.data.data_spec import parse_data_spec
 from pretrain.data.prepare.prepare import prepare
@@ -140,6 +140,12 @@ def test_planted_documents_are_named_and_the_step_remains_the_same(tmp_path: Pat
     assert "one token repeated" in rows[0]["documents"][0].odd[0]
     assert str(first["id"]) in planted["skip"].split(",")
     assert planted["without_odd"][0] != planted["with_all"][0]
+    healthy, documents = rows[1]["report"], rows[1]["documents"]
+    assert healthy["odd"] == planted["highest"] == []
+    losses = [each["loss"] for each in healthy["highest"]]
+    assert losses == sorted(losses, reverse=True)
+    assert len(losses) == 3
+    assert {each["id"] for each in healthy["highest"]} == {each.sample for each in documents} <= {*healthy["ids"]}
     assert planted["without_odd"][0][1] < planted["with_all"][0][1], "the gradient without the sample is smaller"
     assert max(norm / usual for norm, usual in planted["layers"].values()) > 1
     _check_equal(tmp_path / "zero1_dp2")
@@ -166,6 +172,22 @@ def test_an_answer_has_80_columns() -> None:
     assert lines[0] == "samples:  1 of 16 samples of step 93 stands out"
     assert lines[1].startswith("  sample 7: ")
     assert lines[2].startswith("    document 300 of ")
+
+
+def test_the_highest_losses_are_shown_where_none_stands_out() -> None:
+    assert highest_losses(np.array([2.0, np.nan, 5.0, 5.0, 1.0, np.inf])) == [5, 2, 3]
+    assert highest_losses(np.array([np.nan, 3.0])) == [1]
+    sample = {"id": 7, "loss": 3.1, "grad_norm": 1.5, "certainty": ""}
+    report = {"step": 93, "ids": [*range(64)], "usual_loss": 2.6, "usual_sample_norm": 1.6, "odd": [],
+              "highest": [sample, {**sample, "id": 9, "loss": 3.0, "grad_norm": math.nan}]}
+    document = OddDocument(9, 300, "/data/c", 515_614, 129, 2101, 10.5, 1015.5, [], "a text")
+    lines = SampleAnswer(report, [document], "").lines()
+    assert " ".join(" ".join(lines[:3]).split()) == (
+        "samples: none of the 64 samples of step 93 stands out from those of the neighbouring steps, by loss or "
+        "gradient norm; the highest losses are sample 7: loss 3.100 (usual 2.600), gradient norm 1.5 (usual 1.6)")
+    assert lines[3] == "  sample 9: loss 3.000 (usual 2.600)"
+    assert lines[4].startswith("    document 300 of ")
+    assert lines[-1] == "    'a text'"
 
 
 @pytest.mark.slow

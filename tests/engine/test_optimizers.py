@@ -7,18 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from pretrain.config.ds_json.optimizers import KNOWN_NAMES, OPTIMIZERS
-from pretrain.config.ds_json.read import DsFile
-from pretrain.config.flags.arguments import RunArguments
+from pretrain.config.ds_json.optimizers import OPTIMIZERS
 from pretrain.config.layout import parse_layout
-from pretrain.config.resolve import resolve_ds_config
-from pretrain.config.run_rules import check_rules
-from pretrain.distributed.device import cpu_device
-from pretrain.errors import ConfigError
 from pretrain.memory.estimate.rank import ParameterGroup, eight_bit_state_bytes, optimizer_states
-from pretrain.model.config import load_model_config
-from tests.support.cases import CPU, case, config, flags
-from tests.support.launch import run_worker
+from tests.support.cases import CPU, case, flags
 from tests.support.layouts import dp2, pp2, relative_difference, run_layouts
 
 STEPS = 4
@@ -49,40 +41,6 @@ def test_elementwise_optimizers_of_torch_are_the_same_in_every_layout(kind: str,
     for name in cases:
         assert relative_difference(results[name]["loss"], results["zero0"]["loss"]) < 2e-6, name
         assert min(results[name]["changes"].values()) > 0, name
-
-
-def test_every_optimizer_resumes_bit_exactly_with_its_own_defaults(corpus: str, tmp_path: Path,
-                                                                   subtests: pytest.Subtests) -> None:
-    """Each optimizer of the table that this machine accepts, in the first of the layouts that accepts it."""
-    run_flags = {**flags(corpus, layers=2, hidden=32, seq_length=32, steps=STEPS), "lr_warmup_steps": 1}
-    layouts = [config(0), config(2), config(2, offload_optimizer=CPU), config(3, reduce_scatter=False)]
-    cases = []
-    for index, kind in enumerate(KNOWN_NAMES):
-        turned = layouts[index % 2:] + layouts[:index % 2]  # half of them begin with ZeRO-2
-        values = [{**each, "optimizer": {"type": kind, "params": {"lr": 1e-3}}, "zero_allow_untested_optimizer": True}
-                  for each in turned]
-        accepted = next(filter(_is_accepted, values), None)
-        if accepted is not None:
-            cases += [case(kind, "train_and_save", accepted, run_flags, saved_step=2),
-                      case(f"{kind}-resumed", "resume", accepted, run_flags, saved_step=2,
-                           source=f"run-{kind}/checkpoints/global_step2")]
-    results = run_worker("layout_worker.py", cases, 1, tmp_path)
-    resumed = [kind for kind in KNOWN_NAMES if kind in results]
-    assert {*KNOWN_NAMES} - {*resumed} <= {"AdamW8bit", "Lamb"}, "these need CUDA"
-    for kind in resumed:
-        with subtests.test(kind):
-            assert results[f"{kind}-resumed"]["after"] == results[kind]["after"]
-
-
-def _is_accepted(values: dict[str, Any]) -> bool:
-    try:
-        plan = resolve_ds_config(DsFile("ds.json", values), RunArguments(save="run", train_steps=STEPS, seq_length=32),
-                                 model=load_model_config("tiny", "vocab_size=256,n_layer=2,n_embd=32"), world_size=1,
-                                 device=cpu_device())
-        check_rules(plan)
-    except ConfigError:
-        return False
-    return True
 
 
 @pytest.fixture(scope="module")

@@ -118,7 +118,7 @@ def test_a_sample_has_the_relative_update_of_all_weights(sample: int, monkeypatc
         weight.grad = torch.randn(weight.shape, generator=numbers) * (number + 1)
     before = torch.cat([weight.flatten() for weight in weights])
     engine: Any = SimpleNamespace(optimizer=optimizer, device=torch.device("cpu"))
-    attach(engine, Attachments(Update(engine), SimpleNamespace(), []))
+    attach(engine, Attachments(Update(engine), SimpleNamespace(), [], SimpleNamespace()))
     measured = measure_updates(engine, lambda: [weight.view(-1) for weight in weights])
     measured.is_due = True
     engine.optimizer.step()

@@ -158,7 +158,7 @@ def answer_of(folder: Path, planted: Planted, trained: int) -> dict[str, Any]:
         if planted.poison:
             report = json.loads((replays / "replay_1" / "run" / SAMPLES_FILE).read_text())
             documents = [{"document": each.document, "prefix": each.prefix, "odd": each.odd,
-                          "certainty": report["odd"][0]["certainty"]}
+                          "certainty": odd["certainty"]} for odd in report["odd"][:1]
                          for each in odd_documents(open_data_of_step(target.run, target.start), report)]
     except ConfigError as error:
         return {"kind": "none", "certainty": "sure", "ranks": [], "error": str(error)}
@@ -175,8 +175,8 @@ def answer_of_command(folder: Path, planted: Planted, trained: int) -> dict[str,
     if done.returncode:
         return {"kind": "none", "certainty": "sure", "ranks": [], "error": done.stderr}
     found = json.loads((output / "verdict.json").read_text())
-    samples = found["samples"] or {"documents": []}
-    documents = [{**each, "certainty": samples["odd"][0]["certainty"]} for each in samples["documents"]]
+    samples = found["samples"] or {"odd": [], "documents": []}
+    documents = [{**each, "certainty": odd["certainty"]} for odd in samples["odd"][:1] for each in samples["documents"]]
     return {**found["verdict"], "notes": found["notes"], "documents": documents}
 
 

@@ -85,7 +85,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"compile": {"enabled": True, "kwargs": {"mode": "max"}}}, {}, "--compile_blocks takes no options"),
     ({"optimizer.lr": 1}, {}, 'belongs under "optimizer.params"'),
     ({"zero_optimization.offload_optimizer": {"devise": "cpu"}}, {}, 'Did you mean "device"'),
-    ({"amp": {"enabled": "auto"}}, {}, "Apex AMP"),
+    ({"amp": {"enabled": True}}, {}, "Apex AMP"),
     # types and ranges
     ({"optimizer.params.lr": 0}, {}, "a rate above 0"),
     ({"wall_clock_breakdown": "auto"}, {}, 'Nothing fills "auto" here'),
@@ -157,6 +157,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (z("stage3_max_live_parameters", 10) | {"zero_optimization.max_live_parameters": 10}, {}, "found both"),
     (z("cpu_offload", True) | {"zero_optimization.offload_optimizer": {"device": "cpu"}}, {}, "of the same setting"),
     ({"pipeline": {"partition_method": "type:GPTBlock"}}, {}, "pipeline.partition_method"),
+    ({"pipeline": {"partition": "type:transformer"}}, {}, 'pipeline.partition: found "type:transformer"; expected'),
     ({"pipeline": {"partition_method": "type:("}}, {}, "pipeline.partition_method"),
     # recomputation
     ({"pipeline": {"activation_checkpoint_interval": 1}}, {"recompute": "mlp"}, "found 1 with --recompute mlp"),
@@ -216,6 +217,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"optimizer.type": NOTHING}, {}, "optimizer.type: found nothing"),
     ({"optimizer.type": "AdamM"}, {}, 'Did you mean "Adam'),
     ({"optimizer.type": "OneBitAdam"}, {}, "no 1-bit optimizers"),
+    ({"optimizer.type": "MuAdam"}, {}, 'Write type "Adam", and give the flag --mup_base_width'),
     ({"optimizer.type": "CPUAdam"}, {}, "offload_optimizer"),
     ({"optimizer.type": "Lion"}, {}, "runs on this CPU device"),
     ({"optimizer.type": "AdamW8bit"}, {}, "8-bit states need CUDA"),
@@ -243,6 +245,8 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (z("offload_optimizer", CPU) | {"optimizer.type": "AdamW8bit"}, {"device": "cuda"}, "which run on the CPU"),
     ({"optimizer.type": "Lamb"}, {"device": "cuda"}, "its updates depend on the layout"),
     ({"optimizer.type": "Muon", "zero_optimization.stage": 0}, {}, "for Muon"),
+    ({"optimizer": {"type": "Adafactor", "params": {}}, **UNTESTED, **_STAGES}, {"world_size": 2},
+     "with tied embeddings on 2 pipeline stages"),
     ({"optimizer.params.max_grad_norm": 1}, {}, '"gradient_clipping" at the top level'),
     ({"optimizer.params.adam_w_mode": False}, {}, "optimizer.params.adam_w_mode"),
     ({"scheduler": {"type": "WarmupLr"}}, {}, 'Did you mean "WarmupLR"'),

@@ -46,7 +46,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class OddDocument:
-    """A document in a sample that stands out."""
+    """A document in a sample that stands out, or that has a high loss."""
 
     sample: int
     document: int  # number in the token file, from 0
@@ -63,10 +63,13 @@ class OddDocument:
 
 
 def odd_documents(data: RunData, report: dict[str, Any]) -> list[OddDocument]:
-    """Return the documents of the samples in samples.json that stand out, those of the worst sample first."""
+    """Return the documents of the samples in samples.json that stand out, or else of those with the highest loss.
+
+    The documents of the worst sample come first.
+    """
     dataset = data.datasets["train"]
     found: list[OddDocument] = []
-    for odd in report["odd"]:
+    for odd in report["odd"] or report["highest"]:
         documents = documents_of(dataset, odd["id"], np.array(odd["token_losses"]), report["usual_loss"])
         worst = max((abs(document.excess) for document in documents), default=0.0)
         found += [_described(document, data) for document in documents if abs(document.excess) >= worst / 2

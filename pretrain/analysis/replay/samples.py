@@ -29,20 +29,21 @@ _FEWEST_DIVIDED = 32  # samples of a step that is divided into halves
 _REFERENCE_GRADIENTS = 8  # samples of each neighbouring step
 _MOST_FOUND = 8  # samples that are found by halves
 _MOST_REPORTED = 32
+_HIGHEST = 3  # samples that are shown where none stands out
 _SURE, _UNSURE = 12.0, 9.0  # see `strength`
 _SMALLEST_SPREAD = 0.04  # of the logarithm of a loss, or of a gradient norm: 4%
 
 
 @dataclass(frozen=True)
 class OddSample:
-    """A sample that stands out."""
+    """A sample that stands out, or one with a high loss that does not."""
 
     id: int  # its place in the order of the data
     loss: float
     loss_z: float  # distance from the median in robust standard deviations, of the logarithm
     grad_norm: float  # of the mean loss of the sample alone; NaN: not measured
     grad_z: float
-    certainty: str  # SURE or UNSURE
+    certainty: str  # SURE, UNSURE, or "": it does not stand out
     token_losses: list[float] = field(default_factory=list)  # of each label
 
 
@@ -60,6 +61,7 @@ class SampleReport:
     odd: list[OddSample]
     layers: dict[str, list[float]]  # gradient norm of the step by layer, and that of the neighbouring steps
     tensors: dict[str, list[float]]  # the same of each parameter
+    highest: list[OddSample] = field(default_factory=list)  # of highest loss, where none stands out
     with_all: list[tuple[float, float]] = field(default_factory=list)
     """loss and gradient norm of the step and of those after it"""
     without_odd: list[tuple[float, float]] = field(default_factory=list)  # the same with the samples left out
@@ -148,13 +150,15 @@ class _Examination:
         odd = [self._odd(number, loss_z[number], norms.get(number, math.nan), grad_z[number])
                for number in range(len(self.batch.ids)) if certainty(loss_z[number], grad_z[number])]
         odd.sort(key=lambda each: (each.certainty != SURE, -strength(each.loss_z, each.grad_z)))
+        highest = [] if odd else [self._odd(number, loss_z[number], norms.get(number, math.nan), grad_z[number])
+                                  for number in highest_losses(self.losses)]
         tensors = {name: [norm, float(np.median([other.norms[name] for other in others]))]
                    for name, norm in whole.norms.items()}
         layers = {name: [norm, float(np.median([by_layer(other.norms)[name] for other in others]))]
                   for name, norm in by_layer(whole.norms).items()}
         return SampleReport(step, self.batch.ids, whole.loss, whole.norm, float(np.nanmedian(self.other_losses)),
                             float(np.median([other.norm for other in others])), float(np.median(reference)),
-                            odd[:_MOST_REPORTED], layers, tensors)
+                            odd[:_MOST_REPORTED], layers, tensors, highest)
 
     def _odd(self, number: int, loss_z: float, norm: float, grad_z: float) -> OddSample:
         rows = slice(number * self.batch.parts, (number + 1) * self.batch.parts)
@@ -197,6 +201,11 @@ def sample_losses(batch: Batch, token_losses_NT: torch.Tensor) -> Any:
     total = (token_losses_NT * batch.weights_NT).double().view(len(batch.ids), -1).sum(1)
     weight = batch.weights_NT.double().view(len(batch.ids), -1).sum(1)
     return torch.where(weight > 0, total / weight, torch.nan).numpy()
+
+
+def highest_losses(losses: Any) -> list[int]:
+    """Return the samples of highest loss, the highest first, without samples that have no loss (NaN)."""
+    return [int(number) for number in np.argsort(-losses, kind="stable") if not math.isnan(losses[number])][:_HIGHEST]
 
 
 def robust_z(values: Any, reference: Any) -> Any:

@@ -4,12 +4,14 @@ Each kind of checkpoint has a module with a function that reads a folder and ret
 them). `adopt.py` writes it as a checkpoint of this program, whatever its kind. This module imports no torch.
 """
 
-from collections.abc import Callable, Mapping
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, printable, shorten
 
 if TYPE_CHECKING:
     import torch
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 ReadState = Callable[[str, str], "torch.Tensor"]
 
+_MOST_SETTINGS = 1000  # in the DeepSpeed JSON of a checkpoint
+_JSON_BLOCKS = ("optimizer", "scheduler", "fp16", "bf16", "bfloat16", "torch_autocast", "zero_optimization")
 # Names that --accept_loss_of takes: what a run needs, and what a checkpoint may lack.
 LOSSES = {
     "optimizer": "the optimizer's states: the optimizer starts without them",
@@ -79,6 +83,55 @@ class ForeignRun:
     buffers: Mapping[str, Any] = field(default_factory=dict)  # tensors of the model's state that are no parameters
     losses: tuple[Loss, ...] = ()
     notes: tuple[str, ...] = ()
+
+
+@contextlib.contextmanager
+def understood(folder: Path) -> Iterator[None]:
+    """Turn the errors of code that meets values of unexpected types in the block into a ConfigError."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, AssertionError, ArithmeticError) as error:
+        raise ConfigError(str(folder), problem="its files do not have the content that DeepSpeed and torch write "
+                          f"({type(error).__name__}: {shorten(str(error), 100)})",
+                          remedy="use another checkpoint") from None
+
+
+def as_data(run: ForeignRun) -> ForeignRun:
+    """Return the run with settings of JSON's types, and texts of one line. Raises ConfigError.
+
+    A pickle may have any objects, cycles and line breaks, where the programs write numbers and names.
+    """
+    settings = {name: _as_json(run.folder, name, getattr(run, name)) for name in ("ds_config", "optimizer", "schedule")}
+    given = settings["ds_config"] or {}
+    if wrong := [name for name in _JSON_BLOCKS if not isinstance(given.get(name) or {}, dict)]:
+        raise ConfigError(f"{run.folder}: ds_config: {wrong[0]}", found=given[wrong[0]], expected="an object",
+                          remedy="use another checkpoint")
+    return replace(run, **settings, program=printable(shorten(run.program)),
+                   losses=tuple(Loss(loss.name, printable(loss.reason)) for loss in run.losses),
+                   notes=tuple(map(printable, run.notes)))
+
+
+def _as_json(folder: Path, name: str, value: Any) -> Any:
+    """Return a copy of nested settings. Objects of other types become texts, which no setting accepts."""
+    try:
+        copied = json.loads(json.dumps(value, default=lambda other: f"a {type(other).__name__}"))
+        count = _count_leaves(copied)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{folder}: {name}", problem=f"its settings are no JSON: {shorten(str(error), 100)}",
+                          remedy="use another checkpoint") from None
+    if count > _MOST_SETTINGS:
+        raise ConfigError(f"{folder}: {name}", found=f"{count} settings", expected=f"at most {_MOST_SETTINGS}",
+                          remedy="use another checkpoint")
+    return copied
+
+
+def _count_leaves(value: Any) -> int:
+    """Count what nested objects and lists hold. Each container counts, too."""
+    if not isinstance(value, (dict, list)):
+        return 1
+    return 1 + sum(map(_count_leaves, value.values() if isinstance(value, dict) else value))
 
 
 def with_sample_length(run: ForeignRun, seq_length: int) -> ForeignRun:

@@ -1,19 +1,18 @@
 """The files with which an adopted run continues: run.yaml and ds_config.json, with the settings that are known."""
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from pretrain.checkpoint.adopt.foreign_run import ForeignRun
 from pretrain.checkpoint.adopt.weight_decay import WeightDecay
 from pretrain.config.ds_json.check_keys import check_json_keys
 from pretrain.config.ds_json.optimizers import OPTIMIZERS, SCHEDULERS
 from pretrain.config.ds_json.read import DsFile
-from pretrain.errors import ConfigError
+from pretrain.config.ds_json.schema import MONITORS
+from pretrain.config.write_yaml import comment_line, yaml_entry
+from pretrain.errors import ConfigError, printable, shorten
 
 RUN_YAML, DS_JSON = "run.yaml", "ds_config.json"
 # a schedule of transformers -> --lr_schedule
@@ -23,6 +22,20 @@ _ZERO_STAGE = 1  # of the JSON for a run of another engine; it changes no result
 _WITHOUT_DECAY = ("constant", "constant_with_warmup")
 # keys of the JSON that depend on the number of ranks, or that `ds_config_of` writes itself
 _OWN_KEYS = ("train_batch_size", "gradient_accumulation_steps", "optimizer", "scheduler", "bf16", "bfloat16", "fp16")
+# Keys that describe the training, and name no file, host or account. A checkpoint of a stranger chooses nothing else.
+_TAKEN_OVER = (
+    "train_micro_batch_size_per_gpu", "gradient_clipping", "data_types", "zero_optimization",
+    "zero_allow_untested_optimizer", "pipeline", "activation_checkpointing", "communication_data_type",
+    "seq_parallel_communication_data_type", "prescale_gradients", "gradient_predivide_factor", "compile",
+    "tensor_parallel", "expert_parallel", "sequence_parallel_size")
+# Keys that ask for reports, or describe the machine: they name files, programs and accounts
+_LEFT_TO_THE_USER = (
+    *MONITORS, "flops_profiler", "comms_logger", "comms_config", "monitor_config", "steps_per_print", "timers",
+    "wall_clock_breakdown", "memory_breakdown", "dump_state", "aio", "checkpoint", "disable_python_gc")
+_REPORTS = "reports, files and accounts are yours to choose"
+_NVME = "a disk of another machine"
+_REJECTED = "not a key or value of this program"
+_OFFLOADS = ("offload_optimizer", "offload_param")
 
 
 def adopted_flags(run: ForeignRun) -> dict[str, Any]:
@@ -64,11 +77,12 @@ def optimizer_of(run: ForeignRun) -> dict[str, Any]:
     return {"type": run.optimizer["type"], "params": {**(run.optimizer.get("params") or {}), **rate}}
 
 
-def ds_config_of(run: ForeignRun) -> tuple[dict[str, Any], list[str]]:
-    """Return the DeepSpeed JSON with which the run continues, and the keys of the source's that it does not have."""
+def ds_config_of(run: ForeignRun) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the DeepSpeed JSON with which the run continues, and why some keys of the source's are not in it."""
     given = run.ds_config or {}
-    kept, left_out = _legal({name: value for name, value in given.items()
-                             if name not in _OWN_KEYS and value != math.inf})  # steps_per_print of accelerate: no JSON
+    described, left_out = _described(given)
+    kept, rejected = _legal(described)
+    left_out |= dict.fromkeys(rejected, _REJECTED)
     own: dict[str, Any] = {} if run.global_batch_size is None else {"train_batch_size": run.global_batch_size}
     own |= {"bf16": {"enabled": run.precision == "bf16"}}
     own["fp16"] = _legal({"fp16": given.get("fp16", {})})[0].get("fp16", {}) if run.precision == "fp16" else {}
@@ -77,8 +91,28 @@ def ds_config_of(run: ForeignRun) -> tuple[dict[str, Any], list[str]]:
     if str(block.get("type", "")).lower() in OPTIMIZERS:
         own["optimizer"] = {**_legal({"optimizer": block})[0].get("optimizer", {}), "type": block["type"]}
     if isinstance(scheduler := given.get("scheduler"), dict) and scheduler.get("type") in SCHEDULERS:
-        own["scheduler"] = scheduler
-    return {"zero_optimization": {"stage": _ZERO_STAGE}, **kept, **own}, left_out
+        legal, rejected = _legal({"scheduler": scheduler})
+        own["scheduler"] = {**legal.get("scheduler", {}), "type": scheduler["type"]}
+        left_out |= dict.fromkeys(rejected, _REJECTED)
+    return {"zero_optimization": {"stage": _ZERO_STAGE}, **kept, **own}, {
+        printable(shorten(key)): reason for key, reason in left_out.items()}
+
+
+def _described(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the keys of the source's JSON that describe the training, and why the others are left out."""
+    kept = {name: value for name, value in given.items() if name in _TAKEN_OVER}
+    left_out = {name: _REPORTS if name in _LEFT_TO_THE_USER else _REJECTED for name in given
+                if name not in (*_TAKEN_OVER, *_OWN_KEYS)}
+    zero: dict[str, Any] = dict(kept.get("zero_optimization") or {})
+    for name in _OFFLOADS:
+        if not isinstance(block := zero.get(name), dict):
+            continue
+        is_nvme = block.get("device") == "nvme"
+        if is_nvme or "nvme_path" in block:
+            left_out[f"zero_optimization.{name}" + ("" if is_nvme else ".nvme_path")] = _NVME
+        others = None if is_nvme else {key: value for key, value in block.items() if key != "nvme_path"}
+        zero[name] = others
+    return {**kept, **({"zero_optimization": zero} if zero else {})}, left_out
 
 
 def _legal(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -120,7 +154,8 @@ def _merge(into: dict[str, Any], other: dict[str, Any]) -> None:
 def run_files(run: ForeignRun, decay: WeightDecay, out: Path) -> dict[str, str]:
     """Return name -> text of the files of the run folder `out`."""
     values = {"deepspeed_config": str(out / DS_JSON), "save": str(out), **adopted_flags(run), **decay.flags}
-    head = [f"# This run continues {run.folder.absolute()} ({run.program}) after step {run.step}.",
-            f"# Add {', '.join(missing_flags(run))}. Settings that are not listed were not recorded.", ""]
-    return {RUN_YAML: "\n".join(head) + yaml.safe_dump(values, sort_keys=False, width=2**20),
+    head = [f"This run continues {run.folder.absolute()} ({run.program}) after step {run.step}.",
+            f"Add {', '.join(missing_flags(run))}. Settings that are not listed were not recorded."]
+    entries = [yaml_entry(key, value) for key, value in values.items()]
+    return {RUN_YAML: "".join([*map(comment_line, head), *entries]),
             DS_JSON: json.dumps(ds_config_of(run)[0], indent=2) + "\n"}

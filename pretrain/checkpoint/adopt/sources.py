@@ -5,21 +5,19 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from pretrain.checkpoint.adopt.foreign_run import ForeignRun, as_data, understood
 from pretrain.checkpoint.format.manifest import MANIFEST
 from pretrain.config.ds_json.read import get_value
 from pretrain.errors import ConfigError, shorten
-from pretrain.stored_json import read_object
-
-if TYPE_CHECKING:
-    from pretrain.checkpoint.adopt.foreign_run import ForeignRun
+from pretrain.stored_json import read_object, read_text
 
 _HERE = __name__.rpartition(".")[0]
 _NUMBERED = re.compile(r"(?:global_step|checkpoint-|checkpoint_|step-|step_|iter_)0*(\d+)(?:_universal)?")
 # files in which a program names its newest checkpoint
 _LATEST = ("latest", "latest_universal", "latest_checkpointed_iteration.txt")
-_LONGEST_NAME = 255
+_LONGEST_NAME, _LARGEST_NAME_FILE = 255, 4096
 _SHARD = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")  # torch/distributed/checkpoint/_hf_utils.py
 
 
@@ -35,10 +33,10 @@ class SourceKind:
     module: str  # in this package
     matches: Callable[[set[str]], bool]  # by the names in the folder
 
-    def read(self, folder: Path, config: dict[str, Any] | None) -> "ForeignRun":
+    def read(self, folder: Path, config: dict[str, Any] | None) -> ForeignRun:
         """Import the module, which imports torch, and read the checkpoint. Raises ConfigError."""
-        found: ForeignRun = importlib.import_module(f"{_HERE}.{self.module}").read(folder, config)
-        return found
+        with understood(folder):
+            return as_data(importlib.import_module(f"{_HERE}.{self.module}").read(folder, config))
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ class Source:
     folder: Path
     config: dict[str, Any] | None  # see SourceKind
 
-    def read(self) -> "ForeignRun":
+    def read(self) -> ForeignRun:
         """Return what the checkpoint holds. Raises ConfigError."""
         return self.kind.read(self.folder, self.config)
 
@@ -93,12 +91,14 @@ def find_source(path: Path, *, step: int | None, config: dict[str, Any] | None) 
     _reject_own(path)
     kind = kind_of(path)
     if kind is not None:
+        _reject_special_files(path)
         return Source(kind, path, config or _config_near(path))
     found = [(child, kind) for child in _children(path) if (kind := kind_of(child)) is not None]
     if not found:
         _reject_shards(path)
         return None
     folder, kind = _chosen(path, found, step)
+    _reject_special_files(folder)
     return Source(kind, folder, config or _config_near(folder))
 
 
@@ -107,6 +107,13 @@ def _reject_own(path: Path) -> None:
                                                         *path.glob("checkpoints/global_step*"))):
         raise ConfigError(str(path), problem="this program wrote these checkpoints", remedy="a run resumes from its "
                           f"own run folder (--save), and another run begins with them by --resume_from {path}")
+
+
+def _reject_special_files(folder: Path) -> None:
+    """Raise ConfigError for a pipe, a socket or a device, of which a program may read forever."""
+    for path in sorted(folder.rglob("*")):
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise ConfigError(str(path), problem="this is neither a file nor a folder", remedy="remove it")
 
 
 def _reject_shards(path: Path) -> None:
@@ -165,7 +172,7 @@ def _latest_names(path: Path) -> set[str]:
     names = set()
     for file in _LATEST:
         try:
-            name = (path / file).read_text(encoding="utf-8")[:_LONGEST_NAME].strip()
+            name = read_text(path / file, largest_bytes=_LARGEST_NAME_FILE)[:_LONGEST_NAME].strip()
         except (OSError, ValueError):
             continue
         names |= {name, f"iter_{int(name):07d}"} if name.isdecimal() else {name}

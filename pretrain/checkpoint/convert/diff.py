@@ -43,9 +43,7 @@ def diff(a: Path, b: Path) -> list[Difference]:
                 found.append(Difference(name, "", None, where))
                 continue
             for state in common:
-                difference = _max_abs(first, second, name, state)
-                if difference > 0:
-                    found.append(Difference(name, state, difference))
+                found += _different_state(first, second, name, state)
                 progress.advance(4 * prod(first.shapes[name]), name)
     return found + _different_buffers(first.buffers(), second.buffers())
 
@@ -59,6 +57,15 @@ def _different_buffers(first: Mapping[str, torch.Tensor], second: Mapping[str, t
             found.append(Difference(name, "buffer", (x - y).abs().max().item() if x.shape == y.shape else None,
                                     "" if x.shape == y.shape else "its shapes differ"))
     return found
+
+
+def _different_state(first: CheckpointReader, second: CheckpointReader, name: str, state: str) -> list[Difference]:
+    """Compare one state of a parameter, which only some parameters may have: Muon updates the others by Adam."""
+    having = [reader for reader in (first, second) if reader.has_state(name, state)]
+    if len(having) == 1:
+        return [Difference(name, state, None, f"only in {having[0].folder}")]
+    difference = _max_abs(first, second, name, state) if having else 0.0
+    return [Difference(name, state, difference)] if difference > 0 else []
 
 
 def _max_abs(first: CheckpointReader, second: CheckpointReader, name: str, state: str) -> float:

@@ -13,7 +13,7 @@ from pretrain.config.ds_json.optimizers import OPTIMIZERS
 from pretrain.config.layout import DTYPE_BYTES
 from pretrain.config.schedule import schedule_from_json, schedule_text
 from pretrain.data.tokenizers.special_tokens import check_tokenizer_fits
-from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from pretrain.data.tokenizers.tokenizer import Tokenizer, check_links, load_tokenizer
 from pretrain.errors import ConfigError
 from pretrain.hub import is_repository
 from pretrain.model.config import ModelConfig, model_config_from
@@ -149,6 +149,8 @@ def _find_tokenizer(folder: Path, manifest: Manifest, path: str | None) -> tuple
             raise
         return None, ("the output has no tokenizer, because the run had none; --tokenizer adds one",)
     tokenizer = load_tokenizer(path)
+    if tokenizer.path.absolute().is_relative_to(folder.absolute().parent.parent):  # a part of the run folder
+        check_links(tokenizer.path.parent)
     if recorded not in (None, tokenizer.fingerprint):
         raise ConfigError(str(tokenizer.path), problem="it has changed since the checkpoint was written",
                           remedy="restore the file, or name a tokenizer with --tokenizer")

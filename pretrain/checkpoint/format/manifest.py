@@ -46,6 +46,14 @@ class _RecipeStates(TypedDict, total=False):
     early_stopping: "_EarlyStoppingState | None"
     adaptive_clipping: list[float] | None
     noise_scale: list[float] | None
+    spikes: "_SpikeValues | None"
+
+
+class _SpikeValues(TypedDict, total=False):
+    """The newest values, of which a resumed run knows what is usual."""
+
+    loss: list[float]
+    grad_norm: list[float]
 
 
 class _EarlyStoppingState(TypedDict):

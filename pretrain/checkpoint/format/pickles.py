@@ -42,6 +42,8 @@ def load_pickle(path: Path, *, mmap: bool = False, also: Sequence[Any] = (), con
     `content` is read instead of `path`, which then is a name for messages. Raises ConfigError if the file cannot be
     read, or if it needs a class outside the allow-list.
     """
+    if content is None and path.exists() and not path.is_file():
+        raise ConfigError(str(path), problem="this is no regular file", remedy="use another checkpoint")
     try:
         with torch.serialization.safe_globals([*_ALLOWED, *also]):
             return torch.load(path if content is None else content, map_location="cpu", weights_only=True, mmap=mmap)

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from pretrain.checkpoint.format.hashed_files import FileRecord, sha256_of
 from pretrain.config.layout import DTYPE_BYTES
 from pretrain.data.tokenizers.special_tokens import check_tokenizer_fits
-from pretrain.data.tokenizers.tokenizer import TOKENIZER_FILES, find_tokenizer_file, load_tokenizer
+from pretrain.data.tokenizers.tokenizer import TOKENIZER_FILES, check_links, find_tokenizer_file, load_tokenizer
 from pretrain.errors import ConfigError, shorten
 from pretrain.model.config import ModelConfig, load_model_config
 from pretrain.model.hf_names import HEAD, names_in_model, tensor_rules
@@ -369,11 +369,13 @@ class HFTokenizer:
 def find_hf_tokenizer(found: HFFolder) -> HFTokenizer | None:
     """Return the tokenizer files of a folder; None if there is no file that load_tokenizer reads.
 
-    Raises ConfigError if the tokenizer cannot be read, or has tokens beyond the model's vocabulary.
+    Raises ConfigError if the tokenizer cannot be read, is a link out of the folder, or has tokens beyond the model's
+    vocabulary.
     """
     readable = find_tokenizer_file(found.folder)
     if readable is None:
         return None
+    check_links(found.folder)
     loaded = load_tokenizer(readable)
     notes = check_tokenizer_fits(loaded.ids, found.config.hf_config, vocab_size=found.config.vocab_size,
                                  where=str(readable), remedy="use the tokenizer that belongs to the weights, or remove "

@@ -53,7 +53,7 @@ from pretrain.engine.patches import pipeline as pipeline_patches
 from pretrain.engine.recipe import set_recipe_states
 from pretrain.errors import ConfigError
 from pretrain.progress import ProgressBar
-from pretrain.stored_json import parse_json
+from pretrain.stored_json import parse_json, read_text
 
 # attributes of DeepSpeed's optimizer that come from the JSON; its load_state_dict overwrites them with saved values
 _JSON_SETTINGS = ("clip_grad", "loss_scaler", "dynamic_loss_scale", "loss_scale_config")
@@ -161,7 +161,7 @@ def same_shards(engine: DeepSpeedEngine, folder: Path) -> bool:
     If not, DeepSpeed cannot load its own files into this engine.
     """
     path = folder / index_name(dist.get_rank())
-    saved_index = path.read_text(encoding="utf-8") if path.is_file() else "{}"
+    saved_index = read_text(path) if path.is_file() else "{}"
     return not any_rank(_fragments_in(saved_index) != _fragments_in(index_json(engine)))
 
 

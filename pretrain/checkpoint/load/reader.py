@@ -134,6 +134,10 @@ class CheckpointReader(WeightsReader):
         """Return the settings (lr, betas ...) of a parameter's group."""
         return self._fragments[name][0].group
 
+    def has_state(self, name: str, state: str) -> bool:
+        """Return whether a parameter has this state."""
+        return any(state in fragment.states for fragment in self._fragments[name])
+
     def copy(self, name: str, state: str, start: int, out: torch.Tensor, part: Part | None = None) -> None:
         out = out.view(-1)
         if part is None and self._fragments[name][0].part is None:

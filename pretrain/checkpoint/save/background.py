@@ -7,14 +7,13 @@ import mmap
 import os
 import queue
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from pretrain.checkpoint.save.writer import Region, SaveJob, committed_manifest, report_failure
-from pretrain.distributed.process import package_environment
+from pretrain.child import child_command
 
 Reply = dict[str, Any]
 WRITER_MODULE = "pretrain.checkpoint.save.writer"
@@ -47,8 +46,8 @@ class BackgroundWriter:
         self._replies: queue.Queue[Reply | None] = queue.Queue()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", WRITER_MODULE, *self._arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                pass_fds=[self.snapshot.descriptor], text=True, env=package_environment(), start_new_session=True)
+                child_command(WRITER_MODULE, *self._arguments), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                pass_fds=[self.snapshot.descriptor], text=True, start_new_session=True)
         except OSError:  # for example no memory or no process id is left
             self._process, self._ended = None, True
             return

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pretrain.child import WITHOUT_WORKING_FOLDER
 from pretrain.cluster.health import machine
 from pretrain.cluster.health.facts import PARTS, Fact, Parts, all_facts
 from pretrain.cluster.hosts.preflight import (
@@ -99,7 +100,8 @@ def _read(diagnosis: Diagnosis, hosts: Mapping[str, HostFacts], folders: Mapping
           transport: Transport | None) -> None:
     """Read the parts of all hosts at the same time, and report those that cannot be read, and wrong clocks."""
     limits_s = {part: limit_s for part, (limit_s, _) in PARTS.items()}
-    task = {"source": inspect.getsource(machine), "root": str(ROOT), "packages": [each.name for each in requirements()],
+    program = WITHOUT_WORKING_FOLDER + inspect.getsource(machine)
+    task = {"source": program, "root": str(ROOT), "packages": [each.name for each in requirements()],
             "folders": dict(folders), "environ": user_variables(os.environ, [Path.home(), request.folder]),
             "limits_s": limits_s}
 

@@ -82,7 +82,7 @@ def _read_in_process(function: str, argument: Any, request: dict[str, Any],
 
 def print_part(function: str, argument: Any, root: str) -> None:
     """Call a function of this file and print its result as JSON. Modules are found as the ranks find them."""
-    sys.path[:] = [root, *(folder for folder in sys.path if folder)]  # not the working folder
+    sys.path.insert(0, root)
     print("\n" + json.dumps(globals()[function](argument)), flush=True)
     os._exit(0)  # libraries may wait for threads or devices at exit
 

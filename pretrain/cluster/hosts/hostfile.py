@@ -2,28 +2,31 @@
 
 import argparse
 import re
-from pathlib import Path
 
 from pretrain.errors import ConfigError
+from pretrain.stored_json import read_settings
 
 _LINE = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>\d+)(\s+#.*)?")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")  # excludes characters that a shell interprets
 _FORMAT = "NAME slots=N"
 _MAX_SLOTS = 100_000
+_SLOTS = re.compile(r"(?<![\w-])slots\s*[=:]?\s*(\d+)\b", re.IGNORECASE)
+_ONE_NUMBER = re.compile(r"(?:[A-Za-z_][\w-]*\s*[=:]\s*)?(\d+)\W?")  # the number alone, or under another name
+_RANGE = re.compile(r"[\w.-]+[\[{].*")  # node[1-4], node{1..4}
 
 
 def read_hostfile(path: str) -> dict[str, int]:
     """Return host -> number of slots (ranks). The order of the file is the order of the ranks.
 
-    Raises ConfigError if the file is unreadable or has no hosts. Also raises it, with the line number, if a line has
-    the wrong format, names a host again or gives 0 slots.
+    Raises ConfigError if the file is unreadable (its cause is an OSError) or has no hosts. Also raises it, with the
+    line number, if a line has the wrong format, names a host again or gives 0 slots.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = read_settings(path).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not a text file"
         raise ConfigError(f"--hostfile {path}", problem=f"the hostfile cannot be read: {reason}",
-                          remedy=f"give a file with a line `{_FORMAT}` for each host") from None
+                          remedy=f"give a file with a line `{_FORMAT}` for each host") from error
     hosts: dict[str, int] = {}
     first_line: dict[str, int] = {}
     for number, line in enumerate(lines, 1):
@@ -45,19 +48,34 @@ def _parse_line(where: str, text: str) -> tuple[str, int]:
     """Return (host, number of slots). `where`: file and line number, for errors. Raises ConfigError."""
     match = _LINE.fullmatch(text)
     if match is None:
-        remedy = f"write `{text.split()[0]} slots=1` for one rank on this host" if len(text.split()) == 1 else \
-            "write it without spaces around ="
-        raise ConfigError(where, found=repr(text), expected=f"`{_FORMAT}`, where N is the number of ranks on this host",
-                          remedy=remedy)
+        raise ConfigError(where, found=repr(text), remedy=_right_line(text),
+                          expected=f"`{_FORMAT}`, where N is the number of ranks on this host")
     if not _NAME.fullmatch(match["host"]):
-        remedy = "write the user as `User` into ~/.ssh/config" if "@" in match["host"] else ""
-        raise ConfigError(where, found=repr(match["host"]), expected="a host name or IPv4 address", remedy=remedy)
+        raise ConfigError(where, found=repr(match["host"]), expected="a host name or IPv4 address",
+                          remedy=_right_line(text))
     if int(match["slots"]) == 0:
         raise ConfigError(where, found="slots=0", expected="at least 1",
                           remedy="start the line with # to leave the host out")
     if int(match["slots"]) > _MAX_SLOTS:
         raise ConfigError(where, found=f"slots={match['slots']}", expected=f"at most {_MAX_SLOTS}")
     return match["host"], int(match["slots"])
+
+
+def _right_line(text: str) -> str:
+    """Return the remedy for a line that is rejected: the line that it probably means, which is accepted."""
+    words = re.sub(r"^([\w.@-]+):(?!:)", r"\1 ", text.partition("#")[0]).split()  # MPICH writes NAME:N
+    host, settings = (words[0].rstrip(",;"), " ".join(words[1:])) if words else ("", "")
+    user, _, name = host.rpartition("@")
+    if _RANGE.fullmatch(name) or re.match(r"(?!slots\b)[A-Za-z][\w.-]*(?![\w.-]|\s*[=:])", settings):
+        return f"write a line `{_FORMAT}` for each host"
+    if not _NAME.fullmatch(name):
+        return "begin the line with the name of a host, or with # to leave it out"
+    number = _SLOTS.search(settings) or _ONE_NUMBER.fullmatch(settings)
+    right = number is not None and 0 < int(number[1]) <= _MAX_SLOTS
+    line = f"write `{name} slots={number[1]}`" if number and right else \
+        f"write `{name} slots=1` for one rank on this host"
+    line += ", without spaces around =" if re.search(r"\s=|=\s", settings) else ""
+    return line + (", and the user as `User` into ~/.ssh/config" if user else "")
 
 
 def choose_hosts(hosts: dict[str, int], *, include: str = "", exclude: str = "", num_nodes: int = -1,

@@ -76,17 +76,16 @@ def rank_variables(facts: Mapping[str, HostFacts], ranks: Mapping[str, int], use
             JOB_VARIABLE: job}
 
 
-def quote_variables(launcher: str, variables: Mapping[str, str], environ: Mapping[str, str],
-                    folder: str) -> dict[str, str]:
+def quote_variables(launcher: str, variables: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables for DeepSpeed's file, so that the ranks get the values unchanged. Raises ConfigError.
 
     pdsh passes a shell command to the hosts, in which DeepSpeed writes the values in double quotes. There a shell would
     run $(...). The file has precedence over the variables that DeepSpeed exports from `environ`, so it also gets those
-    of them that need quotes. `folder`: the working folder, which DeepSpeed puts at the beginning of PYTHONPATH.
+    of them that need quotes, and PYTHONPATH, at whose beginning DeepSpeed puts the working folder (launcher/runner.py).
     """
-    exported = {name: f"{folder}:{value}" if name == "PYTHONPATH" else value for name, value in environ.items()
+    exported = {name: value for name, value in environ.items()
                 if name.startswith(_EXPORTED_PREFIXES) and not _UNQUOTED.fullmatch(value)}
-    found = {**exported, **variables}
+    found = {**exported, "PYTHONPATH": environ.get("PYTHONPATH", ""), **variables}
     for name, value in found.items():
         if "\n" in value or (launcher != "pdsh" and not _UNQUOTED.fullmatch(value)):
             raise ConfigError(name, problem=f"--launcher {launcher} would change the value {value!r} of this variable",
@@ -96,9 +95,13 @@ def quote_variables(launcher: str, variables: Mapping[str, str], environ: Mappin
 
 
 def launcher_environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of this process with `variables` added. PATH begins with this Python's folder."""
+    """Return the environment of this process with `variables` added. PATH begins with this Python's folder.
+
+    DeepSpeed starts its launcher with `python -m` in the working folder. With PYTHONSAFEPATH (Python 3.11), which
+    DeepSpeed exports, that imports no modules of this folder.
+    """
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
-    return {**os.environ, **variables, "PATH": path}
+    return {**os.environ, "PYTHONSAFEPATH": "1", **variables, "PATH": path}
 
 
 def write_environment(run: Path, variables: Mapping[str, str]) -> Path:

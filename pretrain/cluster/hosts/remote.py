@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any, TypeVar
 
+from pretrain.child import WITHOUT_WORKING_FOLDER
 from pretrain.cluster.hosts import probe
 from pretrain.distributed import host as host_facts
 
@@ -23,13 +24,13 @@ CONNECT_TIMEOUT_S = 8
 _RANKS_TIMEOUT_S = 60.0  # for the connection, and to end ranks
 # Compute on each GPU. On a host without GPUs, the import of torch shows that the Python environment works.
 _DEFAULT_CHECK = "import torch; [torch.ones(9, device=i).sum().item() for i in range(torch.cuda.device_count())]"
-DEFAULT_HEALTH_COMMAND = shlex.join([sys.executable, "-c", _DEFAULT_CHECK])
+DEFAULT_HEALTH_COMMAND = shlex.join([sys.executable, "-c", WITHOUT_WORKING_FOLDER + _DEFAULT_CHECK])
 T = TypeVar("T")
 Transport = Callable[[str, str], list[str]]  # (host, shell command) -> local command that runs it on that host
 
 _MOST_CONNECTIONS = 128  # at the same time: each is a process with three pipes, and 1,024 files may be open
 # This program creates the modules from their sources: the host may not have this package, or another version of it.
-_PROGRAM = """
+_PROGRAM = WITHOUT_WORKING_FOLDER + """
 import json, sys, types
 for name, source in {sources!r}.items():
     module = sys.modules[name] = types.ModuleType(name)

@@ -45,10 +45,10 @@ class HostChoice:
 
 
 def choose_hosts(settings: SupervisorSettings, print_line: PrintLine) -> HostChoice:
-    """Check the hosts. Returns the command for the hosts to use. Raises ConfigError."""
+    """Check the hosts. Returns the command for the hosts to use. Raises ConfigError, and OSError for a file."""
     if settings.hostfile is None:
         return HostChoice(settings.command)
-    hosts = launch_command.hosts_of(settings.command, settings.hostfile)
+    hosts = hosts_of_run(settings)
     unhealthy = unhealthy_hosts(hosts, settings.health_command, settings.transport, settings.health_timeout_s)
     used = {host: slots for host, slots in hosts.items() if host not in unhealthy}
     for host, problem in unhealthy.items():
@@ -65,6 +65,16 @@ def choose_hosts(settings: SupervisorSettings, print_line: PrintLine) -> HostCho
         command = launch_command.for_fewer_hosts(settings.command, used, missing,
                                                  settings.run / "hostfile.supervised", previous)
     return HostChoice(command, used, left_out=slow)
+
+
+def hosts_of_run(settings: SupervisorSettings) -> dict[str, int]:
+    """Return host -> number of slots; {} without a hostfile. Raises ConfigError, and OSError: it cannot be read now."""
+    try:
+        return {} if settings.hostfile is None else launch_command.hosts_of(settings.command, settings.hostfile)
+    except ConfigError as error:
+        if isinstance(error.__cause__, OSError):
+            raise error.__cause__ from None
+        raise
 
 
 def _slow_hosts(settings: SupervisorSettings, hosts: dict[str, int], previous: dict[str, Any] | None,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pretrain.cluster.supervise.patient_reads import read_patiently
 from pretrain.errors import ConfigError, counted, printable, shorten
 from pretrain.monitor.read_run_folder import is_number, read_events
 from pretrain.paths import replace_file
@@ -51,7 +52,8 @@ def hosts_to_leave_out(run: Path, hosts: Mapping[str, int]) -> dict[str, LeftOut
     `hosts`: host -> number of ranks, which the last start used if the record does not say it.
     """
     record = read_slow_hosts(run)
-    named = slow_hosts_of(read_events(run, record.events_bytes), record.hosts or hosts)
+    events = read_patiently(run, lambda: read_events(run, record.events_bytes), otherwise=list[dict[str, Any]]())
+    named = slow_hosts_of(events, record.hosts or hosts)
     older = {host: LeftOut(left_out.starts - 1, left_out.reason) for host, left_out in record.left_out.items()
              if left_out.starts > 1 and host not in named}
     return {**{host: LeftOut(STARTS, reason) for host, reason in named.items()}, **older}
@@ -60,10 +62,10 @@ def hosts_to_leave_out(run: Path, hosts: Mapping[str, int]) -> dict[str, LeftOut
 def record_start(run: Path, hosts: Mapping[str, int], left_out: Mapping[str, LeftOut]) -> None:
     """Write the hosts of a start that begins now. Failures are ignored: the next start then leaves out no host."""
     events = run / "events.jsonl"
-    size = events.stat().st_size if events.is_file() else 0
-    text = json.dumps({"hosts": dict(hosts), "events_bytes": size,
-                       "left_out": {host: vars(each) for host, each in left_out.items()}}, indent=1)
     with contextlib.suppress(OSError):
+        size = events.stat().st_size if events.is_file() else 0
+        text = json.dumps({"hosts": dict(hosts), "events_bytes": size,
+                           "left_out": {host: vars(each) for host, each in left_out.items()}}, indent=1)
         run.mkdir(parents=True, exist_ok=True)
         replace_file(run / SLOW_HOSTS, lambda temporary: temporary.write_text(f"{text}\n", encoding="utf-8"))
 

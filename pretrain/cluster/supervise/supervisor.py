@@ -4,6 +4,7 @@ import contextlib
 import subprocess
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from pretrain.checkpoint.format.run_checkpoints import newest_step
 from pretrain.cluster.hosts.launcher_process import (
@@ -24,14 +25,17 @@ from pretrain.cluster.supervise.choose_hosts import (
     PrintLine,
     SupervisorSettings,
     choose_hosts,
+    hosts_of_run,
     newest_run_record,
 )
 from pretrain.cluster.supervise.outcome import (
+    RunProgress,
     classify_exit,
     file_sizes,
     read_progress,
     shell_exit_code,
 )
+from pretrain.cluster.supervise.patient_reads import read_patiently
 from pretrain.cluster.supervise.slow_hosts import record_start
 from pretrain.cluster.supervise.supervisor_files import RestartLog, StartRecord, SupervisorLock, rank_0_on_this_host
 from pretrain.errors import CRASHED, FINISHED, NO_RESTART, STOPPED, ConfigError, counted
@@ -64,8 +68,9 @@ def supervise(settings: SupervisorSettings, print_line: PrintLine) -> int:
         _reject_running_ranks(settings)
     log = RestartLog(settings.run)
     become_subreaper()
-    with followed(launch_command.run_arguments(settings.command, settings.run), SUPERVISOR), \
-            SignalRecorder() as signals:
+    args = read_patiently(settings.run, lambda: launch_command.run_arguments(settings.command, settings.run),
+                          otherwise=None)
+    with followed(args, SUPERVISOR), SignalRecorder() as signals:
         try:
             code, outcome = _restart_until_done(settings, lock, log, signals, print_line)
         except ConfigError as error:
@@ -84,16 +89,17 @@ def _restart_until_done(settings: SupervisorSettings, lock: SupervisorLock, log:
 
     If the command of a killed supervisor still runs, that is the first start.
     """
-    farthest_step, without_progress = newest_step(settings.run / "checkpoints"), 0
+    farthest_step, without_progress = _newest_step(settings, print_line, otherwise=0), 0
     while True:
         adopted = lock if lock.command_runs and not log.starts else None
-        record = _start_once(settings, log, signals, print_line, adopted)
+        record = _start_once(settings, log, signals, print_line, adopted, known_step=farthest_step)
         log.add(record)
         if record.exit_code == FINISHED or record.exit_code in NO_RESTART:
             return record.exit_code or 0, record.reason
         if signals.name:
             return 128 + signals.ended_by if signals.ended_by else STOPPED, f"{signals.name}: {record.reason}"
-        if (settings.run / STOP_FILE).exists():
+        if read_patiently(settings.run, (settings.run / STOP_FILE).exists, otherwise=False, exists=True,
+                          report=print_line):
             return shell_exit_code(record.exit_code), f"{record.reason}; no restart, because " \
                                                       f"{settings.run / STOP_FILE} exists"
         without_progress = 0 if record.last_step > farthest_step else without_progress + 1
@@ -106,6 +112,12 @@ def _restart_until_done(settings: SupervisorSettings, lock: SupervisorLock, log:
                    f"in {pause_s:g} s")
         if not _sleep(pause_s, signals):
             return STOPPED, f"{signals.name} between two starts"
+
+
+def _newest_step(settings: SupervisorSettings, print_line: PrintLine, *, otherwise: int) -> int:
+    """Return the step of the newest good checkpoint; `otherwise` if the run folder cannot be read."""
+    return read_patiently(settings.run, lambda: newest_step(settings.run / "checkpoints"), otherwise=otherwise,
+                          exists=True, report=print_line)
 
 
 def backoff(settings: SupervisorSettings, without_progress: int) -> float:
@@ -122,7 +134,7 @@ def _sleep(seconds: float, signals: SignalRecorder) -> bool:
 
 
 def _start_once(settings: SupervisorSettings, log: RestartLog, signals: SignalRecorder, print_line: PrintLine,
-                adopted: SupervisorLock | None) -> StartRecord:
+                adopted: SupervisorLock | None, *, known_step: int) -> StartRecord:
     """Check the hosts and run the command once. Returns the record for the log.
 
     Args:
@@ -131,28 +143,28 @@ def _start_once(settings: SupervisorSettings, log: RestartLog, signals: SignalRe
         signals: signals to this process.
         print_line: prints a line for the user.
         adopted: the lock with which the command of a killed supervisor runs: wait for that, instead of running another.
+        known_step: step of the run, for the record if the run folder cannot be read.
     """
-    began, began_monotonic, sizes_before = time.time(), time.monotonic(), file_sizes(settings.run)
+    began, began_monotonic = time.time(), time.monotonic()
+    sizes_before = read_patiently(settings.run, lambda: file_sizes(settings.run), otherwise=None, exists=True,
+                                  report=print_line)
     number = len(log.starts) + 1
-    choice = choose_hosts(settings, print_line) if adopted is None else HostChoice([])
-    obstacle = choice.obstacle
-    if number > 1 and not obstacle:
-        _end_remaining_ranks(settings)
-        # For example, the previous start still trains on a host that cannot be reached: wait as for a bad host.
-        owner = find_owner(settings.run)
-        obstacle = f"another start is training in the run folder ({owner})" if owner else ""
+    choice = _choose(settings, print_line, adopted, number)
     if adopted is not None:
         code = _wait_for_adopted_run(settings, adopted, signals, print_line)
-    elif obstacle or signals.name:
-        code, reason = None, obstacle or "not started"
+    elif choice.obstacle or sizes_before is None or signals.name:
+        code, reason = None, choice.obstacle or ("not started" if sizes_before else "the run folder cannot be read")
     else:
-        step = newest_step(settings.run / "checkpoints")
+        step = _newest_step(settings, print_line, otherwise=known_step)
         print_line(f"start {number} from step {step}" + (f" on {', '.join(choice.hosts)}" if choice.hosts else ""))
         settings.before_start(number)
         if settings.exclude_stragglers:
             record_start(settings.run, choice.hosts, choice.left_out)
         code = _run_command(choice.command, settings, sizes_before, signals, print_line)
-    progress = read_progress(settings.run, sizes_before)
+    progress = RunProgress([], [], known_step, known_step)
+    if sizes_before is not None:
+        progress = read_patiently(settings.run, lambda: read_progress(settings.run, sizes_before), exists=True,
+                                  otherwise=progress, report=print_line)
     if code is not None:
         code, reason = classify_exit(code, progress, last_step=_planned_steps(settings))
     return StartRecord(time=began, start=number, exit_code=code, reason=reason, first_step=progress.first_step,
@@ -160,6 +172,23 @@ def _start_once(settings: SupervisorSettings, log: RestartLog, signals: SignalRe
                        left_out={host: left_out.reason for host, left_out in choice.left_out.items()},
                        productive_seconds=log.productive_seconds(progress),
                        wall_seconds=time.monotonic() - began_monotonic)
+
+
+def _choose(settings: SupervisorSettings, print_line: PrintLine, adopted: SupervisorLock | None,
+            number: int) -> HostChoice:
+    """Return the command and the hosts of a start, and why it cannot start now. `number`: of the start, from 1."""
+    if adopted is not None:
+        return HostChoice([])
+    try:
+        choice = choose_hosts(settings, print_line)
+    except OSError as error:
+        return HostChoice([], obstacle=f"{error.filename or settings.run} cannot be read or written ({error.strerror})")
+    if number == 1 or choice.obstacle:
+        return choice
+    _end_remaining_ranks(settings)
+    # For example, the previous start still trains on a host that cannot be reached: wait as for a bad host.
+    owner = find_owner(settings.run)
+    return replace(choice, obstacle=f"another start is training in the run folder ({owner})") if owner else choice
 
 
 def _run_command(command: Sequence[str], settings: SupervisorSettings, sizes_before: dict[str, int],
@@ -227,7 +256,7 @@ def _wait_for_save(child: subprocess.Popen[bytes], settings: SupervisorSettings,
         # A rank may get two signals: from this process, and from its launcher. Two change no more than one.
         asked = asked or ask_to_save(descendants()) or [
             pid for pids in _ranks_on_hosts(settings, "save").values() for pid in pids]
-        if not asked and not read_progress(settings.run, sizes_before).began:
+        if not asked and not _began(settings, sizes_before):
             break
         with contextlib.suppress(subprocess.TimeoutExpired):
             return child.wait(_ASK_TO_SAVE_AGAIN_S)
@@ -235,21 +264,31 @@ def _wait_for_save(child: subprocess.Popen[bytes], settings: SupervisorSettings,
     return STOPPED
 
 
+def _began(settings: SupervisorSettings, sizes_before: dict[str, int]) -> bool:
+    """Return whether training may have begun: also if the run folder cannot be read."""
+    try:
+        return read_progress(settings.run, sizes_before).began
+    except OSError:
+        return True
+
+
 def _planned_steps(settings: SupervisorSettings) -> int | None:
     """Return the step at which the run is complete, or None if it is unknown.
 
     The step comes from --train_steps or, if the flags give tokens instead, from run.json. --exit_step can lower it.
     """
-    record = newest_run_record(settings.run) or {}
-    steps = launch_command.run_setting(settings.command, "train_steps") or record.get("train_steps")
-    limits = [int(str(value)) for value in (steps, launch_command.run_setting(settings.command, "exit_step"))
-              if str(value).isdecimal()]
+    record, given = newest_run_record(settings.run) or {}, dict[str, str | None]()
+    with contextlib.suppress(ConfigError):  # the file of --config cannot be read now
+        given = {name: launch_command.run_setting(settings.command, name) for name in ("train_steps", "exit_step")}
+    limits = [int(str(value)) for value in (given.get("train_steps") or record.get("train_steps"),
+                                            given.get("exit_step")) if str(value).isdecimal()]
     return min(limits) if limits else None
 
 
 def _ranks_on_hosts(settings: SupervisorSettings, action: str) -> dict[str, list[int]]:
     """Call `ranks_on` for all hosts of the hostfile, or for this host if there is no hostfile."""
-    hosts = [LOCAL] if settings.hostfile is None else launch_command.hosts_of(settings.command, settings.hostfile)
+    hosts = [LOCAL] if settings.hostfile is None else \
+        read_patiently(settings.run, lambda: hosts_of_run(settings), otherwise=dict[str, int]())
     return ranks_on(hosts, action, launch_command.identity(settings.command), settings.transport)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 
 from pretrain.cluster.supervise.outcome import RunProgress
+from pretrain.cluster.supervise.patient_reads import read_patiently
 from pretrain.errors import ConfigError
 from pretrain.monitor.read_run_folder import Goodput, newest_path
 from pretrain.resilience.lease_file import Owner, read_lease
@@ -42,7 +43,7 @@ class SupervisorLock:
             raise ConfigError("--save", problem=f"the run folder {run} cannot be written: {error.strerror}") from None
         os.set_inheritable(self._file.fileno(), True)
         self.command_runs = not self.acquire()  # the command of a killed supervisor
-        earlier = read_lease(path)
+        earlier = read_patiently(run, lambda: read_lease(path), otherwise=None)
         if self.command_runs and (earlier is None or earlier.owner.runs() is not False):
             raise ConfigError(str(run), problem="another supervisor is already running for this run folder",
                               remedy="wait until it ends, or end it")

@@ -12,6 +12,7 @@ from resource import RUSAGE_CHILDREN, getrusage
 
 import numpy as np
 
+from pretrain.child import WITHOUT_WORKING_FOLDER
 from pretrain.commands.bench.processes import BenchContext, ReportProgress
 from pretrain.commands.bench.report import BenchSection
 from pretrain.data.prepare.python_corpus import python_corpus
@@ -20,11 +21,11 @@ from pretrain.data.samples.shuffled import ShuffledWindows
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.data.token_files.writer import IndexedWriter
 from pretrain.data.tokenizers.train_tokenizer import train_sentencepiece
-from pretrain.distributed.process import PROGRAM, package_environment
+from pretrain.distributed.process import PROGRAM
 
 _CORPUS_MEGABYTES, _TIMES = 30.0, 5  # how often the corpus is prepared, so that the start of the processes matters less
 _VOCAB_SIZE, _TRAINING_MEGABYTES = 4096, 4.0
-_PLAIN_PREPARATION = """
+_PLAIN_PREPARATION = WITHOUT_WORKING_FOLDER + """
 import json, sys
 import numpy as np
 from sentencepiece import SentencePieceProcessor
@@ -119,7 +120,7 @@ def preparing(bench: DataBench) -> dict[str, DataFigure]:
 
 
 def _run(command: Sequence[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, env=package_environment(), check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(done.stderr.strip()[-300:])
 

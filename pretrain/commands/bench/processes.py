@@ -18,13 +18,14 @@ from typing import Any
 
 import numpy as np
 
+from pretrain.child import child_command
 from pretrain.commands.bench.settings import BenchSettings
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.config.plan import Plan
 from pretrain.config.validate import check_run
 from pretrain.data.token_files.writer import IndexedWriter
 from pretrain.distributed.device import Device, cpu_device, cuda_device, nvcc_fits_torch
-from pretrain.distributed.process import free_port, jemalloc_environment, package_environment
+from pretrain.distributed.process import free_port, jemalloc_environment
 from pretrain.model.config import load_model_config
 
 LEARNING_RATE = 1e-4
@@ -111,7 +112,7 @@ class BaselineError(Exception):
 
 def baseline_environment(job: BaselineJob) -> dict[str, str]:
     """Return the environment variables of the process, as a launcher would set them for a single rank."""
-    values = {**package_environment(), "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+    values = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
               "LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
               # put this environment's ninja first, because DeepSpeed recompiles its operators if ninja changes
               "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
@@ -131,8 +132,8 @@ class BaselineProcess:
         self._connection, theirs = Pipe()
         with open(self._log, "wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "pretrain.commands.bench.worker", str(theirs.fileno())], stdout=output,
-                stderr=output, stdin=subprocess.DEVNULL, env=baseline_environment(job), pass_fds=[theirs.fileno()])
+                child_command("pretrain.commands.bench.worker", str(theirs.fileno())), stdout=output, stderr=output,
+                stdin=subprocess.DEVNULL, env=baseline_environment(job), pass_fds=[theirs.fileno()])
         theirs.close()
         self._connection.send(job)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pretrain.commands.bench.processes import BaselineJob, BenchContext, ReportProgress, baseline_environment
 from pretrain.commands.bench.report import BenchSection, spread
-from pretrain.distributed.process import ROOT, free_port
+from pretrain.distributed.process import PROGRAM, ROOT, free_port
 from pretrain.errors import REJECTED
 
 # phase -> the line of a run's output that ends the phase
@@ -80,7 +80,7 @@ def _commands(job: BaselineJob, resumed: Path, *, step: int) -> dict[str, list[s
     launcher = [str(Path(python).with_name("deepspeed")), "--master_port", str(free_port()), "--num_accelerators", "1"]
     return {"python pretrain/train.py": [python, program, *flags],
             "the same, resumed": [python, program, *flags, f"--save={resumed}", f"--exit_at_step={step}"],
-            "ds-pretrain": [python, "-m", "pretrain", "--num_gpus", "1", *flags],
+            "ds-pretrain": [python, PROGRAM, "--num_gpus", "1", *flags],
             "deepspeed pretrain/train.py": [*launcher, program, *flags],
             _REJECTION: [python, program, *flags, f"--train_data={job.folder / 'missing'}"]}
 

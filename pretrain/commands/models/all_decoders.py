@@ -1,17 +1,22 @@
 """Which decoders of the installed transformers can be trained: the proof of each one, in a process of its own."""
 
 import contextlib
+import importlib
 import json
 import multiprocessing
 import multiprocessing.connection
 import os
+import pickle
 import resource
+import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pretrain.child import child_command
 from pretrain.errors import ConfigError, shorten
 from pretrain.model.config import model_config_from
 from pretrain.model.config_keys import known_keys
@@ -117,8 +122,33 @@ def prove_all(model_types: Sequence[str], *, seconds: float = _SECONDS,
         seconds: limit of each proof.
         proof: runs in a process of its own.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*_PRELOADED])  # a proof then takes 0.5 s instead of 6 s
+    receiver, sender = multiprocessing.Pipe()
+    with receiver, subprocess.Popen(child_command("pretrain.commands.models.all_decoders", str(sender.fileno())),
+                                    stdin=subprocess.DEVNULL, pass_fds=[sender.fileno()]) as process:
+        sender.close()
+        try:
+            receiver.send_bytes(pickle.dumps((list(model_types), seconds, proof)))
+            while (verdict := receiver.recv()) is not None:
+                yield verdict
+        except (EOFError, ConnectionError):
+            raise ConfigError("--prove", problem="the process of the proofs was killed",
+                              remedy="free memory, and call the program again") from None
+        finally:
+            process.terminate()
+
+
+def fork_proofs(descriptor: int) -> None:
+    """Run the proofs of the request that a connection holds, each in a fork of this process, and send the verdicts."""
+    for name in _PRELOADED:
+        importlib.import_module(name)  # a proof then takes 0.5 s instead of 6 s
+    with multiprocessing.connection.Connection(descriptor) as connection:
+        for verdict in _in_forks(*pickle.loads(connection.recv_bytes())):
+            connection.send(verdict)
+        connection.send(None)
+
+
+def _in_forks(model_types: Sequence[str], seconds: float, proof: Callable[[str], Verdict]) -> Iterator[Verdict]:
+    context = multiprocessing.get_context("fork")
     waiting = list(model_types)[::-1]
     running: dict[Any, tuple[str, Any, float]] = {}  # receiver -> model_type, process, start
     while waiting or running:
@@ -164,3 +194,9 @@ def _prove_in_child(model_type: str, sender: Any, proof: Callable[[str], Verdict
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     verdict = proof(model_type)
     sender.send(Verdict(**{**vars(verdict), "seconds": time.monotonic() - start}))
+
+
+if __name__ == "__main__":
+    from pretrain.commands.models import all_decoders  # not __main__: verdicts are pickled by the name of their module
+
+    all_decoders.fork_proofs(int(sys.argv[1]))

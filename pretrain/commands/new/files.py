@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from pretrain.commands.new.answers import Data, ModelOfRun, TokenizerOfRun
 from pretrain.commands.next_command import LISTED
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.layout import Layout
 from pretrain.config.size_defaults import SizeDefaults
-from pretrain.errors import counted
+from pretrain.config.write_yaml import comment_line, yaml_entry
+from pretrain.errors import counted, one_line
 from pretrain.memory.compare.compare import ComparisonRow, Cost, cost_lines, run_cost, tokens_text
 from pretrain.memory.footprint import in_unit
 from pretrain.memory.hardware import Cluster
@@ -101,12 +100,12 @@ def length_line(run: NewRun) -> str:
 
 def yaml_text(run: NewRun) -> str:
     """Return the YAML: the commands, then each value below its reason."""
-    lines = [f"# {title(run)}. The commands of this run, in this order:",
-             *(f"{LISTED}{line}" for line in commands(run)), *(f"# {line}" for line in hosts_note(run))]
-    parts = ["".join(f"{line}\n" for line in lines)]
+    lines = [f"{title(run)}. The commands of this run, in this order:",
+             *(f"{LISTED.removeprefix('# ')}{line}" for line in commands(run)), *hosts_note(run)]
+    parts = ["".join(map(comment_line, lines))]
     for comment, values in _yaml_values(run):
-        lines = [yaml.safe_dump({key: value}, width=2**20, allow_unicode=True) for key, value in values.items()]
-        parts.append(f"# {comment}\n{''.join(lines)}")
+        entries = [yaml_entry(key, value) for key, value in values.items()]
+        parts.append("".join([comment_line(comment), *entries]))
     return "\n".join(parts)
 
 
@@ -173,10 +172,10 @@ def json_text(run: NewRun) -> str:
     }
     lines = []
     for key, value in run.row.candidate.config.items():
-        comment = [f"// {comments[key]}"] if key in comments else []
+        comment = [f"// {one_line(comments[key])}"] if key in comments else []
         entry = f"{json.dumps(key)}: {json.dumps(value, indent=2)}"
         lines.append("\n".join(f"  {line}" for line in [*comment, *entry.split("\n")]))
-    return f"{{\n  // {title(run)}\n" + ",\n".join(lines) + "\n}\n"
+    return f"{{\n  // {one_line(title(run))}\n" + ",\n".join(lines) + "\n}\n"
 
 
 def commands(run: NewRun) -> list[str]:

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,13 @@ from pretrain.analysis.replay.order import ReplayOrder
 from pretrain.analysis.replay.question import RECOMPUTATION, Replay, read_replay
 from pretrain.analysis.replay.target import Target
 from pretrain.checkpoint.format.hashed_files import write_atomically
+from pretrain.config.auto_values import NVME_PATH_VARIABLE
 from pretrain.config.flags.arguments import FLAGS
 from pretrain.distributed.process import PROGRAM
-from pretrain.errors import ConfigError, printable
+from pretrain.errors import ConfigError, listed, printable
 from pretrain.model.general.own_models import is_model_code
 from pretrain.monitor.read_run_folder import read_events
-from pretrain.monitor.repeat_command import OWN_CODE, repeated_flags, repeated_variables
+from pretrain.monitor.repeatable import OWN_CODE, hosts_of, repeated_config, repeated_flags, repeated_variables
 
 # Flags that neither change the steps nor belong to a replay: it measures, evaluates, saves and reports nothing. The
 # guard must not end or roll back a replay whose steps are bad.
@@ -32,8 +33,6 @@ _REMOVED = ("eval_tasks", "eval_tasks_folder", "eval_tasks_fewshot", "eval_tasks
             "keep_best", "exit_step", "exit_after_minutes", "early_stopping_min_delta", "notify", "notify_command",
             "metrics_port", "metrics_address", "recompute_interval")
 _OF_LAYOUT = ("micro_batch_size", "gradient_accumulation_steps", "global_batch_size", "precision", "nvme_path")
-_MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler")
-_NEVER_SET = ("PATH", "DIR", "FILE", "HOME", "LIB", "PLUGIN", "PRELOAD", "CMD", "CC", "CXX")  # parts of variables
 _LINES_OF_LOG = 12
 
 
@@ -81,8 +80,7 @@ def replay_flags(target: Target, layout: Layout, order: ReplayOrder) -> dict[str
 
 def replay_config(target: Target, layout: Layout) -> dict[str, Any]:
     """Return the DeepSpeed JSON of the run, without monitors. On another number of ranks, the steps are as large."""
-    config = target.start.get("given_deepspeed_config") or target.start["deepspeed_config"]
-    kept = {name: value for name, value in config.items() if name not in _MONITORS}
+    kept = repeated_config(target.start)
     if layout.is_other:
         kept.pop("gradient_accumulation_steps", None)
         kept["train_batch_size"] = target.start.get("batch", {}).get("global_batch_size", "auto")
@@ -91,7 +89,12 @@ def replay_config(target: Target, layout: Layout) -> dict[str, Any]:
 
 def prepare(folder: Path, target: Target, layout: Layout, order: ReplayOrder) -> list[str]:
     """Write the files of a replay into its folder. Returns the command. Raises ConfigError."""
-    folder = folder.absolute()  # the ranks start in the working directory of the run
+    folder = folder.absolute()
+    hosts = hosts_of(target.start)
+    if layout.hostfile is None and layout.ranks is None and len(hosts) > 1:
+        raise ConfigError("--hostfile", problem=f"the run trained on {len(hosts)} hosts ({printable(listed(hosts))}); "
+                          "a record alone makes no program connect to hosts",
+                          remedy="give --hostfile with a file that lists them, or --num_accelerators")
     run, flags = folder / "run", replay_flags(target, layout, order)
     try:
         shutil.rmtree(folder, ignore_errors=True)
@@ -105,10 +108,6 @@ def prepare(folder: Path, target: Target, layout: Layout, order: ReplayOrder) ->
             write_atomically(folder / name, json.dumps(values, indent=1) + "\n")
         (run / "events.jsonl").touch()  # only an existing run may lie inside of another one
         order.write(folder / "order.json")
-        lines = [f"{host.get('host')} slots={host.get('ranks')}\n" for host in target.start.get("hardware") or []]
-        if layout.hostfile is None and layout.ranks is None and len(lines) > 1:
-            write_atomically(folder / "hostfile", "".join(lines))
-            layout = replace(layout, hostfile=folder / "hostfile")
     except OSError as error:
         raise ConfigError(f"--output {folder.parent}", problem=f"it cannot be written ({error.strerror})",
                           remedy="name another folder") from None
@@ -124,27 +123,20 @@ def train_again(folder: Path, target: Target, layout: Layout, order: ReplayOrder
     command = prepare(folder, target, layout, order)
     log = folder / "log"
     with open(log, "w", encoding="utf-8") as output:
-        code = subprocess.run([sys.executable, PROGRAM, *command], env=_environment(target), stdout=output,
-                              stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, check=False,
-                              cwd=_directory(target)).returncode
+        code = subprocess.run([sys.executable, PROGRAM, *command], env=_environment(target, folder), stdout=output,
+                              stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, check=False).returncode
     if code != 0 and not any(row["event"] == RECOMPUTATION for row in read_events(folder / "run")):
         raise _failure(log, code)
     return read_replay(folder / "run")
 
 
-def _environment(target: Target) -> dict[str, str]:
+def _environment(target: Target, folder: Path) -> dict[str, str]:
     """Return the variables of this process and those of the run that change results, such as OMP_NUM_THREADS.
 
-    A record may be from an untrusted source: variables that name files or code are not taken from it.
+    States on NVMe are in the folder of the replay, unless the user names another one.
     """
-    recorded = {name: value for name, value in repeated_variables(target.start).items()
-                if isinstance(value, str) and "\0" not in value and not any(part in name for part in _NEVER_SET)}
-    return {**os.environ, **recorded, "DS_PRETRAIN_NEXT": "0"}
-
-
-def _directory(target: Target) -> Path | None:
-    recorded = (target.start.get("command") or {}).get("directory")
-    return Path(recorded) if isinstance(recorded, str) and Path(recorded).is_dir() else None
+    return {NVME_PATH_VARIABLE: str(folder.absolute() / "nvme"), **os.environ, **repeated_variables(target.start),
+            "DS_PRETRAIN_NEXT": "0"}
 
 
 def _failure(log: Path, code: int) -> ConfigError:

@@ -24,7 +24,7 @@ from pretrain.cli import Parser, path, text, whole_number
 from pretrain.commands.replay.launch import Layout, train_again
 from pretrain.commands.replay.samples import COLUMNS, SampleAnswer, ask_about_samples
 from pretrain.errors import ConfigError, listed, named, printable, shorten
-from pretrain.monitor.repeat_command import OWN_CODE
+from pretrain.monitor.repeatable import OWN_CODE
 from pretrain.paths import check_file, check_folder
 from pretrain.shipped import find_layout
 from pretrain.terminal import clear_status, status
@@ -49,7 +49,7 @@ def main() -> int:
         help="another layout, for example zero3_offload_all_cpu: values are then compared with a tolerance")
     add("--num_accelerators", "--num_gpus", dest="ranks", type=whole_number(1, 100_000), metavar="N",
         help="ranks on this host (default: the hosts and ranks of the run)")
-    add("--hostfile", type=path, metavar="FILE", help="hosts for the ranks of the run (default: its own hosts)")
+    add("--hostfile", type=path, metavar="FILE", help="hosts for the ranks; required if the run trained on several")
     for name in OWN_CODE:
         add(f"--{name}", type=_own_code, metavar="MODULE:NAME",
             help="the run's own code, if it has any: a record alone never imports code")

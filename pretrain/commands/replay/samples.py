@@ -1,6 +1,7 @@
 """The second question about a reproducible step: which of its samples stand out, and how a branch leaves them out."""
 
 import json
+import math
 import shlex
 import textwrap
 import unicodedata
@@ -14,9 +15,9 @@ from pretrain.analysis.replay.documents import OddDocument, odd_documents
 from pretrain.analysis.replay.order import SAMPLES_FILE, ReplayOrder
 from pretrain.analysis.replay.target import Target
 from pretrain.checkpoint.format.hashed_files import write_atomically
-from pretrain.commands.replay.launch import Layout, replay_config, train_again
+from pretrain.commands.replay.launch import Layout, train_again
 from pretrain.errors import ConfigError, printable
-from pretrain.monitor.repeat_command import OWN_CODE, repeated_flags
+from pretrain.monitor.repeatable import OWN_CODE, repeated_config, repeated_flags
 from pretrain.stored_json import read_object, reason_of
 
 COLUMNS = 79
@@ -40,8 +41,8 @@ class SampleAnswer:
 
     def to_json(self) -> dict[str, Any]:
         return {**{key: value for key, value in self.report.items() if key not in ("tensors", "ids")},
-                "odd": [{key: value for key, value in odd.items() if key != "token_losses"}
-                        for odd in self.report["odd"]],
+                **{name: [{key: value for key, value in odd.items() if key != "token_losses"}
+                          for odd in self.report[name]] for name in ("odd", "highest")},
                 "documents": [asdict(document) for document in self.documents], "command": self.command,
                 "lines": answer_lines(self.report, self.documents)}
 
@@ -55,11 +56,10 @@ def ask_about_samples(target: Target, layout: Layout, folder: Path, order: Repla
     except (OSError, ValueError) as error:
         raise ConfigError(str(path), problem=f"it cannot be read ({reason_of(error)})",
                           remedy=f"see {folder / 'log'}") from None
-    if not report["odd"]:
-        return SampleAnswer(report, [], "")
     documents = [] if target.start["flags"].get("dataset_module") else \
         odd_documents(open_data_of_step(target.run, target.start), report)
-    return SampleAnswer(report, documents, branch_command(folder / "branch", target, layout, report["skip"]))
+    command = branch_command(folder / "branch", target, layout, report["skip"]) if report["odd"] else ""
+    return SampleAnswer(report, documents, command)
 
 
 def branch_command(folder: Path, target: Target, layout: Layout, skip: str) -> str:
@@ -76,8 +76,8 @@ def branch_command(folder: Path, target: Target, layout: Layout, skip: str) -> s
         flags.pop("init_from", None)
         own = {"resume_from": str(target.checkpoint.absolute()), **own}
     folder.mkdir(parents=True, exist_ok=True)
-    config = target.start.get("given_deepspeed_config") or replay_config(target, layout)
-    files = {"run.yaml": flags, "deepspeed.json": config, "config.json": target.start["model_config"]}
+    files = {"run.yaml": flags, "deepspeed.json": repeated_config(target.start),
+             "config.json": target.start["model_config"]}
     for name, values in files.items():
         write_atomically(folder / name, json.dumps(values, indent=1) + "\n")
     words = ["ds-pretrain", "--num_accelerators", str(target.world_size), "--config", str(folder / "run.yaml"),
@@ -103,22 +103,32 @@ def _wrapped(line: str) -> list[str]:
 def answer_lines(report: dict[str, Any], documents: Sequence[OddDocument]) -> list[str]:
     """Return the lines about the samples of a step."""
     if not report["odd"]:
-        return [f"samples:  none of the {len(report['ids'])} samples of step {report['step']} stands out from those of "
-                "the neighbouring steps, by loss or gradient norm"]
+        line = f"samples:  none of the {len(report['ids'])} samples of step {report['step']} stands out from those " \
+               "of the neighbouring steps, by loss or gradient norm; the highest losses are"
+        return [line, *_sample_lines(report, report["highest"], documents)]
     number = len(report["odd"])
     unsure = all(odd["certainty"] != "sure" for odd in report["odd"])
     lines = [f"samples:  {'unsure: ' if unsure else ''}{number} of {len(report['ids'])} samples of step "
              f"{report['step']} stand{'s' if number == 1 else ''} out"]
-    for odd in report["odd"]:
-        lines.append(f"  sample {odd['id']}: loss {odd['loss']:.3f} (usual {report['usual_loss']:.3f}), gradient norm "
-                     f"{odd['grad_norm']:.3g} (usual {report['usual_sample_norm']:.3g})")
-        for document in (each for each in documents if each.sample == odd["id"]):
-            lines += _document_lines(document)
+    lines += _sample_lines(report, report["odd"], documents)
     lines += _layer_lines(report)
     lines.append("without:  loss and gradient norm with these samples, and with them left out")
     for after, (whole, without) in enumerate(zip(report["with_all"], report["without_odd"], strict=True)):
         lines.append(f"  step {report['step'] + after}: loss {whole[0]:.4f}, {without[0]:.4f} without; gradient norm "
                      f"{whole[1]:.4g}, {without[1]:.4g} without")
+    return lines
+
+
+def _sample_lines(report: dict[str, Any], samples: Sequence[dict[str, Any]],
+                  documents: Sequence[OddDocument]) -> list[str]:
+    """Return the lines about samples and their documents. In large steps, the norms of some are not measured."""
+    lines = []
+    for sample in samples:
+        norm = "" if math.isnan(sample["grad_norm"]) else \
+            f", gradient norm {sample['grad_norm']:.3g} (usual {report['usual_sample_norm']:.3g})"
+        lines.append(f"  sample {sample['id']}: loss {sample['loss']:.3f} (usual {report['usual_loss']:.3f}){norm}")
+        for document in (each for each in documents if each.sample == sample["id"]):
+            lines += _document_lines(document)
     return lines
 
 

@@ -6,107 +6,69 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pretrain.commands.translate.settings import WrittenFile
+from pretrain.commands.translate.shell import Command, Script
 from pretrain.errors import ConfigError, shorten
 
 _VARIABLE = re.compile(r"\$(\w+)|\$\{(\w+)(?:\[[@*]\])?(?::-([^}]*))?\}")
-_ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)\+?=(.*)", re.DOTALL)
 _FLAG = re.compile(r"--?[A-Za-z]")
-_IF, _FI = re.compile(r"(?:^|;\s*)(?:if|case)\b"), re.compile(r"(?:^|;\s*)(?:fi|esac)\b")
-_NO_PROGRAM = re.compile(r"(?:if|elif|for|while|echo|printf|mkdir|cp|rm|cat|sed|\[)\b|\[")  # beginning of a command
-_REDIRECTION = re.compile(r"\d?>|&>|\||&|;")
-_ARITHMETIC = re.compile(r"\$\(\(([\d\s+*/%-]{1,200})\)\)")
-# parts of the names of Megatron-LM's programs that train other models than GPT, or generate
-_OTHER_MODELS = re.compile(r"(?:^|_)(?:bert|t5|ict|retro|vision|vlm|mimo|mamba|hybrid|mlm|generate|generation|"
-                           r"evaluate)(?=[_.])")
+_FLAG_WITH_VALUE = re.compile(r"--[\w-]+\s")
+_SCRIPT = re.compile(r"(?:(?:bash|sh|sbatch|srun)\s.*)?\S+\.(?:sh|slurm|sbatch)(?!\S)")
+_TRAINING = re.compile(r"(?:pretrain|finetune|train|run)_?\w*\.py(?!\S)")
+# parts of the names of programs of Megatron-LM and its forks that train other models than GPT, on pairs of inputs and
+# targets (t0), or generate
+_OTHER_MODELS = re.compile(r"(?:^|_)(?:bert|t5|t0|prefix|ict|retro|vision|vlm|mimo|mamba|hybrid|mlm|generate|"
+                           r"generation|evaluate)(?=[_.])")
 
 
-def script_words(file: str, text: str, notes: list[str]) -> list[str]:
+def script_words(file: str, text: str, notes: list[str], written: dict[str, WrittenFile]) -> list[str]:
     """Return the words of the command that starts the program, with the script's own variables filled in.
 
-    Without such a command: the words of all commands, or of variables such as GPT_ARGS. Conditions are not evaluated;
-    `notes` gets what they decide.
+    Without such a command: the words of another one, or of variables such as GPT_ARGS. `notes` gets the lines that
+    were not understood, and `written` the files that the script writes.
     """
-    variables: dict[str, str] = {}
-    commands: list[str] = []
-    conditional: dict[str, str] = {}
-    depth = 0  # of conditions
-    for line in _logical_lines(text):
-        depth += len(_IF.findall(line)) - len(_FI.findall(line))
-        found = _ASSIGNMENT.fullmatch(line)
-        if found and not line.startswith("-"):
-            value = found[2].strip()
-            value = value[1:-1] if value[:1] == "(" and value[-1:] == ")" else value
-            previous = f"{variables.get(found[1], '')} " if f"{found[1]}+=" in line else ""
-            value = _computed(previous + _fill(_unquoted(value), variables))
-            if "$(" not in value and "`" not in value:  # the output of a command remains a variable
-                variables[found[1]] = value
-            if depth > 0:
-                conditional[line] = value
-        elif not _NO_PROGRAM.match(line):
-            commands.append(_computed(_fill(line, variables)))
-    commands = [command for command in commands if ".py" in command] or commands
-    if sum(".py" in command for command in commands) > 1:
-        raise ConfigError(file, problem="it starts several programs", remedy="keep the command of one of them")
-    used = " ".join(commands)
-    notes += [f"the script has `{shorten(line, 100)}` under a condition, which is taken as true"
-              for line, value in conditional.items() if value and value in used]
-    words = [word for command in commands for word in _until_redirection(_split(file, command))]
+    script = Script(file)
+    try:
+        script.follow(text)
+    except RecursionError:
+        raise ConfigError(file, problem="it is nested too deeply for a script of settings") from None
+    written |= {path: WrittenFile(content, _lines(script.unclear[path])) for path, content in script.written.items()}
+    found = _program_of(file, script)
+    words, unclear = (found.words, found.unclear) if found else ([], {})
     if not any(_FLAG.match(word) for word in words):  # a fragment that only sets variables such as GPT_ARGS
-        values = [value for value in variables.values() if value.lstrip().startswith("--")]
-        words = [word for value in values for word in _split(file, value)]
-    # a quoted flag with its value, in an array that is expanded without quotes, and sh -c "COMMAND"
-    return [part for word in words for part in (word.split() if word.startswith("--") or ".py " in word else [word])]
+        lists = {name: [value] if isinstance(value, str) else value for name, value in script.variables.items()}
+        chosen = [name for name, values in lists.items() if values and values[0].lstrip().startswith("--")]
+        words = [word for name in chosen for value in lists[name] for word in _split(file, value)]
+        unclear = {line: how for name in chosen for line, how in script.unclear[name].items()}
+    if not words:
+        others = [each for each in script.commands if _SCRIPT.match(" ".join(each.words))]
+        raise ConfigError(file, problem="it starts no program with arguments" + "".join(
+            f"; line {each.line} starts another script: {shorten(' '.join(each.words), 80)}" for each in others[:1]),
+            remedy="give the script that has the arguments")
+    after = next((index for index, word in enumerate(words) if word.endswith(".py")), -1) + 1
+    for name in re.findall(r"\$\{?(\w+)", " ".join(words[after:])):
+        unclear |= script.outputs.get(name, {})
+    notes += _lines(unclear)
+    # a quoted flag with its value, in an array that is expanded without quotes
+    return [part for word in words for part in (word.split() if _FLAG_WITH_VALUE.match(word) else [word])]
 
 
-def _until_redirection(words: list[str]) -> list[str]:
-    """Return the words of the first command of a line."""
-    return words[:next((index for index, word in enumerate(words) if _REDIRECTION.match(word)), len(words))]
+def _program_of(file: str, script: Script) -> Command | None:
+    """Return the command that starts the training program, or else one with flags. Raises ConfigError for several."""
+    programs = [each for each in script.commands if any(word.endswith(".py") for word in each.words)]
+    training = [each for each in programs if _TRAINING.search(" ".join(each.words))] or programs
+    if len({tuple(each.words) for each in training}) > 1:
+        lines = ", ".join(str(each.line) for each in training)
+        raise ConfigError(file, problem=f"it starts several programs, on the lines {lines}",
+                          remedy="keep the command of one of them")
+    others = [each for each in script.commands if any(_FLAG.match(word) for word in each.words)
+              and not _SCRIPT.match(" ".join(each.words))]
+    return next(iter(training or others), None)
 
 
-def _computed(text: str) -> str:
-    """Replace $((3 * 10 / 2)), without inner parentheses, by its value: / is a division of whole numbers."""
-    def value(found: re.Match[str]) -> str:
-        inner = found[1]
-        for signs in ("*/%", "+-"):
-            pattern = re.compile(rf"(\d+)\s*([{signs}])\s*(\d+)")
-            while part := pattern.search(inner):
-                left, sign, right = int(part[1]), part[2], int(part[3])
-                if not right and sign in "/%":
-                    return found[0]
-                results = {"*": left * right, "/": left // (right or 1), "%": left % (right or 1),
-                           "+": left + right, "-": left - right}
-                inner = f"{inner[:part.start()]}{results[sign]}{inner[part.end():]}"
-        return inner.strip()
-    return _ARITHMETIC.sub(value, text)
-
-
-def _unquoted(text: str) -> str:
-    is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "\"'" and text.count(text[0]) == 2
-    return text[1:-1] if is_quoted else text
-
-
-def _logical_lines(text: str) -> Iterator[str]:
-    """Yield the commands of a script: lines joined at a backslash, inside quotes and inside ( ), without comments."""
-    pending = ""
-    for line in text.splitlines():
-        bare = re.sub(r"(^|\s)#.*$", "", line).strip()
-        pending = f"{pending} {bare}".strip() if pending else bare
-        if pending.endswith("\\"):
-            pending = pending[:-1]
-            continue
-        opened = re.match(r"[A-Za-z_]\w*\+?=\(", pending) and not pending.rstrip().endswith(")")
-        if pending.count('"') % 2 or opened:
-            continue
-        if pending:
-            yield pending
-        pending = ""
-    if pending:
-        yield pending
-
-
-def _fill(text: str, variables: Mapping[str, str]) -> str:
-    """Replace variables that the script has set; others remain."""
-    return _VARIABLE.sub(lambda found: variables.get(found[1] or found[2], found[3] or found[0]), text)
+def _lines(unclear: Mapping[int, str]) -> tuple[str, ...]:
+    return tuple(f"line {line} was not understood: {shorten(' '.join(how.split()), 100)}"
+                 for line, how in sorted(unclear.items()))
 
 
 def _split(file: str, text: str) -> list[str]:

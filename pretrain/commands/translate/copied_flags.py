@@ -34,6 +34,7 @@ def _without_spaces(value: Any) -> str:
 
 _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "minutes_to_seconds": lambda value: value * 60,
+    "none_above_a_year": lambda value: None if value > 365 * 24 * 60 else value,  # minutes
     "none_below_zero": lambda value: None if value < 0 else value,  # -1 is no limit
     "at_least_two": lambda value: max(value, 2) if value else 0,  # 0 keeps all checkpoints, as a missing number does
     "unless_disabled": lambda value: value not in (False, "disabled", "false", "False"),

@@ -8,7 +8,7 @@ from pretrain.commands.translate.result import Result
 from pretrain.commands.translate.settings import Settings
 from pretrain.config.ds_json.check_keys import check_value, is_comment, requests_nothing, suggest_key, takes_default
 from pretrain.config.ds_json.optimizers import SCHEDULERS, optimizer_params
-from pretrain.config.ds_json.read import DsFile, read_ds_config
+from pretrain.config.ds_json.read import DsFile, parse_ds_config, read_ds_config
 from pretrain.config.ds_json.schema import OLD_OFFLOAD, REMOVED, TREE, UNREAD, Key, Tree
 from pretrain.errors import ConfigError
 
@@ -27,12 +27,28 @@ def take_json(result: Result, file: DsFile, *, prefix: str = "") -> None:
     _take(result, file, file.values, {**UNREAD, **TREE}, "", prefix)
 
 
-def take_json_file(settings: Settings, result: Result, name: str, *, flag: str) -> None:
-    """Take the JSON whose path a setting gives. `flag`: names the file in errors about its text."""
+def take_json_file(settings: Settings, result: Result, name: str, *, flag: str) -> bool:
+    """Take the JSON whose path a setting gives. `flag`: names the file in errors about its text.
+
+    Returns whether its text is known: a script may write it by commands that are not understood.
+    """
     path = settings.text(name)
+    written = settings.written.get(path)
+    if written is not None:
+        result.remaining += written.notes
+        if written.text is not None:
+            take_named_json(result, parse_ds_config(path, written.text), name)
+            return True
+        result.none("MATTERS: its settings are not known; the script writes it", name)
+        result.remaining.append(f"{settings.where(name)}: what the script writes into {path} is not known; compare "
+                                "ds_config.json with that file, or write its name into the script")
+        return False
+    from_script = os.path.join(os.path.dirname(settings.where(name).partition(": ")[0]), path)
+    path = path if os.path.isfile(path) or not os.path.isfile(from_script) else from_script
     if not os.path.isfile(path):
         raise ConfigError(settings.where(name), problem=f"there is no file {path}", remedy="give its path from here")
     take_named_json(result, read_ds_config(path, flag=flag), name)
+    return True
 
 
 def take_named_json(result: Result, file: DsFile, name: str) -> None:

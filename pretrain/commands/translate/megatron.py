@@ -45,8 +45,7 @@ def _take_json(settings: Settings, result: Result) -> bool:
         result.used("DeepSpeed trains here always", "deepspeed")
     if not name:
         return False
-    take_json_file(settings, result, name, flag="--deepspeed_config")
-    return True
+    return take_json_file(settings, result, name, flag="--deepspeed_config")
 
 
 def _optimizer(settings: Settings, result: Result) -> None:

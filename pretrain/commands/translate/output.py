@@ -5,14 +5,13 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from pretrain.checkpoint.format.hashed_files import write_atomically
 from pretrain.commands.translate.parts import PLACEHOLDER
 from pretrain.commands.translate.result import BECAME, DIFFERS, JSON, MODEL, NONE, RUN, Result
 from pretrain.commands.translate.settings import Settings
 from pretrain.config.flags.arguments import FLAGS
-from pretrain.errors import ConfigError
+from pretrain.config.write_yaml import comment_line, yaml_entry
+from pretrain.errors import ConfigError, one_line
 from pretrain.model.config import model_config_from
 from pretrain.paths import check_folder
 
@@ -52,22 +51,17 @@ def report(settings: Settings, result: Result, folder: str) -> list[str]:
     if model is not None:
         lines.append(f"model: {model.architecture}, {model.num_parameters():,} parameters")
     lines += [f"remains to do: {line}" for line in result.remaining]
-    return [*lines, f"next: {_check_command(result, folder)}"]
+    return [one_line(line) for line in (*lines, f"next: {_check_command(result, folder)}")]
 
 
 def _yaml_text(settings: Settings, result: Result, folder: str) -> str:
     """Return run.yaml: what remains to do as comments, then each flag in the order of --help."""
-    head = [f"# Translated from {settings.program_name} by `ds-pretrain translate`. Validate it with:",
-            f"# {_check_command(result, folder)}", *(f"# TO DO: {line}" for line in result.remaining)]
+    head = [f"Translated from {settings.program_name} by `ds-pretrain translate`. Validate it with:",
+            _check_command(result, folder), *(f"TO DO: {line}" for line in result.remaining)]
     values = {name: result.run[name] for name in FLAGS if name in result.run}
-    lines = [_line(name, value) for name, value in values.items()]
-    return "\n".join(head) + "\n\n" + "".join(lines)
-
-
-def _line(name: str, value: Any) -> str:
-    mark = "  # TO DO" if str(value).startswith(PLACEHOLDER) else ""
-    text = yaml.safe_dump(value, width=2**20, allow_unicode=True, default_flow_style=True)
-    return f"{name}: {text.removesuffix(chr(10)).removesuffix(f'{chr(10)}...')}{mark}\n"
+    lines = [yaml_entry(name, value, lists_on_one_line=True,
+                        remark="TO DO" if str(value).startswith(PLACEHOLDER) else "") for name, value in values.items()]
+    return "".join([*map(comment_line, head), "\n", *lines])
 
 
 def _json_text(values: Any) -> str:

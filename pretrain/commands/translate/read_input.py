@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from pretrain.commands.translate.command_line import command_flags, script_words
-from pretrain.commands.translate.settings import Settings
+from pretrain.commands.translate.settings import Settings, WrittenFile
 from pretrain.config.ds_json.schema import TREE
 from pretrain.config.flags.parse import yaml_problem
 from pretrain.config.other_programs import PROGRAMS, current_name
@@ -47,7 +47,8 @@ def read_settings(files: Sequence[str], words: Sequence[str], program: str | Non
     places: dict[str, str] = {}
     launcher: dict[str, Any] = {}
     notes: list[str] = []
-    for name, value, place in _entries(files, words, launcher, notes):
+    written: dict[str, WrittenFile] = {}
+    for name, value, place in _entries(files, words, launcher, notes, written):
         if name in given and _source(place) == _source(places[name]):
             if value != given[name]:
                 notes.append(f"{place} is given several times: the last value is used")
@@ -55,7 +56,7 @@ def read_settings(files: Sequence[str], words: Sequence[str], program: str | Non
             raise ConfigError(place, problem=f"the same setting is in {places[name]}", remedy="keep one of the two")
         given[name], places[name] = value, place
     program = program or _recognize(given, " ".join(files) or "command line")
-    return Settings(program, given, places, launcher, tuple(dict.fromkeys(notes)))
+    return Settings(program, given, places, launcher, tuple(dict.fromkeys(notes)), written)
 
 
 def _source(place: str) -> str:
@@ -64,8 +65,8 @@ def _source(place: str) -> str:
 
 
 def _entries(files: Sequence[str], words: Sequence[str], launcher: dict[str, Any],
-             notes: list[str]) -> Iterator[tuple[str, Any, str]]:
-    """Yield (current name, value, where it stands) of every setting. The last two arguments are filled."""
+             notes: list[str], written: dict[str, WrittenFile]) -> Iterator[tuple[str, Any, str]]:
+    """Yield (current name, value, where it stands) of every setting. The last three arguments are filled."""
     for file in files:
         text = _read(file)
         suffix = Path(file).suffix
@@ -74,7 +75,7 @@ def _entries(files: Sequence[str], words: Sequence[str], launcher: dict[str, Any
         elif suffix in _YAML or suffix in _JSON:
             pairs = [*_parse_mapping(file, text).items()]
         else:
-            pairs = command_flags(file, script_words(file, text, notes), launcher, notes)
+            pairs = command_flags(file, script_words(file, text, notes, written), launcher, notes)
         yield from ((_name(str(name)), value, f"{file}: {name}") for name, value in pairs)
     if words:
         for name, value in command_flags("command line", list(words), launcher, notes):
@@ -158,7 +159,7 @@ def _used_as_it_is(where: str, what: str, flag: str) -> ConfigError:
 def _recognize(given: Mapping[str, Any], where: str) -> str:
     """Return the program with the most names of its own. Raises ConfigError if there is none."""
     names = set(given)
-    if names <= set(TREE):
+    if names and names <= set(TREE):
         raise _used_as_it_is(where, "a DeepSpeed JSON", "--deepspeed_config")
     if {"model_type", "vocab_size"} <= names and "output_dir" not in names:
         raise _used_as_it_is(where, "the config.json of a model", "--model")

@@ -14,6 +14,14 @@ OFF: tuple[Any, ...] = (None, False, 0, "", "none", "None", "false", "False", "0
 
 
 @dataclass(frozen=True)
+class WrittenFile:
+    """A file that a script writes."""
+
+    text: str | None  # None: not understood
+    notes: tuple[str, ...]  # lines that were not understood, on which it depends
+
+
+@dataclass(frozen=True)
 class Settings:
     """Settings by their names, with _ instead of -, and a dot before the names inside a block of TOML."""
 
@@ -22,6 +30,7 @@ class Settings:
     places: Mapping[str, str] = field(default_factory=dict)  # name -> the file, and the name as it is spelled there
     launcher: Mapping[str, Any] = field(default_factory=dict)  # flags before the program on a command line
     notes: tuple[str, ...] = ()  # what reading a script has left open
+    written: Mapping[str, WrittenFile] = field(default_factory=dict)  # files that a script writes, by their paths
 
     @property
     def program_name(self) -> str:

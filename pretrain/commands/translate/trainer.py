@@ -11,6 +11,8 @@ from pretrain.commands.translate.result import Result
 from pretrain.commands.translate.schedules import Rates, write_schedule
 from pretrain.commands.translate.settings import OFF, Settings, as_number
 from pretrain.config.ds_json.read import DsFile
+from pretrain.config.trainer_schedules import NAMES as SCHEDULES
+from pretrain.config.trainer_schedules import schedule_flags
 from pretrain.errors import ConfigError
 from pretrain.model.config import find_config, model_config_from
 from pretrain.model.config_keys import parse_overrides, read_config_json
@@ -20,15 +22,6 @@ _OPTIMIZERS = {"adamw_torch": "AdamW", "adamw_torch_fused": "AdamW", "adamw_hf":
                "adamw_bnb_8bit": "AdamW8bit", "adamw_8bit": "AdamW8bit", "paged_adamw_8bit": "AdamW8bit",
                "lion_32bit": "Lion", "paged_lion_32bit": "Lion", "sgd": "SGD", "adagrad": "Adagrad",
                "rmsprop": "RMSprop"}
-# src/transformers/optimization.py; polynomial is a line with the default power of 1
-_SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant",
-              "inverse_sqrt": "inverse_sqrt", "warmup_stable_decay": "wsd", "cosine_with_min_lr": "cosine",
-              "polynomial": "linear"}
-_WSD_SHAPES = {"linear": "linear", "cosine": "cosine", "1-sqrt": "1-sqrt"}
-# keys of lr_scheduler_kwargs that are read
-_SCHEDULE_KEYS = {"cosine_with_min_lr": ("min_lr", "min_lr_rate"), "polynomial": ("lr_end", "power"),
-                  "warmup_stable_decay": ("num_decay_steps", "decay_type", "min_lr_ratio")}
-_POLYNOMIAL_END = 1e-7  # lr_end of get_polynomial_decay_schedule_with_warmup
 _BLOCK_SIZE = 1024  # largest default of run_clm.py
 
 
@@ -155,42 +148,36 @@ def _warmup(settings: Settings) -> tuple[int, float]:
 
 
 def _schedule(settings: Settings, result: Result, unit: str, length: int | None) -> None:
-    word = settings.text("lr_scheduler_type")
-    kind = settings.choice("lr_scheduler_type", _SCHEDULES)
+    word = settings.text("lr_scheduler_type").lower()
+    if word not in SCHEDULES:
+        settings.choice("lr_scheduler_type", dict.fromkeys(SCHEDULES))
     peak = float(result.json["optimizer"]["params"].get("lr") or 0)
     extra = settings.get("lr_scheduler_kwargs") or {}
     extra = json.loads(extra) if isinstance(extra, str) and extra.startswith("{") else extra
     if not isinstance(extra, dict):
         raise settings.wrong("lr_scheduler_kwargs", "a JSON object")
-    if unknown := sorted(set(extra) - set(_SCHEDULE_KEYS.get(word, ()))):
-        raise ConfigError(settings.where("lr_scheduler_kwargs"),
-                          problem=f"nothing here computes {unknown[0]} of {word}")
-    if word == "polynomial" and extra.get("power", 1) != 1:
-        raise ConfigError(settings.where("lr_scheduler_kwargs"), found=f"power {extra['power']}", expected="1, a line")
-    lowest = {"cosine_with_min_lr": extra.get("min_lr", peak * float(extra.get("min_lr_rate", 0))),
-              "polynomial": extra.get("lr_end", _POLYNOMIAL_END),
-              "warmup_stable_decay": peak * float(extra.get("min_lr_ratio", 0))}.get(word, 0.0)
     warmup, ratio = _warmup(settings)
     names = settings.only("warmup_steps", "warmup_ratio") or ["warmup_steps"]
     if word == "constant":
         warmup = ratio = 0
-    if kind == "inverse_sqrt" and not warmup and not ratio:
-        raise ConfigError(settings.where("lr_scheduler_type"), remedy="give --warmup_steps",
-                          problem="without a warm-up, inverse_sqrt falls as from step 10000 there, and not here")
     if ratio and length is None:
         result.remaining.append(f"--lr_warmup_tokens: {ratio:g} times --train_tokens")
     unit = unit if ratio or length is None or unit == "steps" else "steps"
     # transformers rounds a fraction of the steps up
     count = warmup if warmup or not ratio else None if length is None else math.ceil(round(ratio * length, 6))
-    wsd = as_number(extra.get("num_decay_steps"))
-    if kind == "wsd" and wsd is None:
-        raise ConfigError(settings.where("lr_scheduler_kwargs"), problem="num_decay_steps is missing")
-    shape = _WSD_SHAPES.get(str(extra.get("decay_type", "cosine")), "") if kind == "wsd" else "linear"
-    if not shape:
-        raise ConfigError(settings.where("lr_scheduler_kwargs"), found=str(extra.get("decay_type")),
-                          expected=f"one of {', '.join(_WSD_SHAPES)}")
-    rates = Rates(kind, count, None, lowest=float(as_number(lowest) or 0), peak=peak, unit=unit,
-                  wsd=None if wsd is None else int(wsd), shape=shape)
+    extra = {name: value if as_number(value) is None else as_number(value) for name, value in extra.items()}
+    flags, difference = schedule_flags(word, extra, warmup=1 if count is None else count,
+                                       total=length if unit == "steps" else None)
+    if difference:
+        raise ConfigError(settings.where("lr_scheduler_kwargs" if extra else "lr_scheduler_type"), problem=difference,
+                          remedy="change it in the input")
+    if unit == "tokens" and "lr_wsd_steps" in flags:
+        raise ConfigError(settings.where("lr_scheduler_kwargs"), problem="num_decay_steps counts steps, and the run has "
+                          "a length in epochs", remedy="give max_steps")
+    lowest = flags.get("min_lr", peak * flags.get("min_lr_ratio", 0.0))
+    rates = Rates(flags["lr_schedule"], count, flags.get("lr_decay_steps"), lowest=float(lowest), peak=peak, unit=unit,
+                  counts_from_0="lr_counts_from_0" in flags, wsd=flags.get("lr_wsd_steps"),
+                  shape=flags.get("lr_decay_shape", "linear"))
     more = settings.only("lr_scheduler_kwargs")
     write_schedule(result, rates, kind=["lr_scheduler_type"], warmup=names, end=(), lowest=more, wsd=more,
                    length=length)

@@ -17,9 +17,9 @@ from pretrain.config.ds_json.optimizers import (
 from pretrain.config.ds_json.read import DsFile
 from pretrain.config.ds_json.schema import BLOCKS_WITH_DEFAULTS, OLD_OFFLOAD, REMOVED, TREE, UNREAD, Key, Tree
 from pretrain.config.flags.arguments import RunArguments
-from pretrain.config.other_programs import degree_for, hint_for
+from pretrain.config.other_programs import MATTERS, NO_EFFECT, degree_for, hint_for, without_counterpart
 from pretrain.distributed.deepspeed_version import INSTALL, deepspeed_version, is_at_least
-from pretrain.errors import ConfigError, closest, did_you_mean
+from pretrain.errors import ConfigError, closest
 from pretrain.model.families.family import listing
 
 IgnoredKey = tuple[str, str]  # a dotted key, and why it has no effect
@@ -28,7 +28,8 @@ IgnoredKey = tuple[str, str]  # a dotted key, and why it has no effect
 _OTHER_NAMES = {"learning_rate": "lr", "epsilon": "eps", "beta1": "betas", "beta2": "betas",
                 "check_overflow": "check_grad_overflow",
                 "micro_batch_size": "train_micro_batch_size_per_gpu", "global_batch_size": "train_batch_size",
-                "warmup_steps": "warmup_num_steps", "total_steps": "total_num_steps"}
+                "warmup_steps": "warmup_num_steps", "total_steps": "total_num_steps",
+                "sequence_parallel": "sequence_parallel_size", "profiler": "flops_profiler"}
 _COMMENTS = ("comment", "comments", "description", "note", "notes")
 _RUN_FLAGS = {field.name for field in dataclasses.fields(RunArguments)}
 _KINDS = {"bool": "true or false", "int": "a whole number", "number": "a number", "str": "a string",
@@ -123,10 +124,12 @@ def _check_tree(file: DsFile, values: dict[str, Any], tree: Tree, prefix: str,
     for name, value in values.items():
         dotted, key = f"{prefix}{name}", tree.get(name)
         if dotted in REMOVED:
-            if not requests_nothing(value) and not (name == "mics_shard_size" and value == -1):
+            is_auto = isinstance(value, dict) and value.get("enabled") == "auto"  # "amp" in transformers' documentation
+            if not (is_auto or requests_nothing(value) or (name == "mics_shard_size" and value == -1)):
                 raise ConfigError(file.where(dotted), problem="DeepSpeed no longer has this key",
-                                  remedy=REMOVED[dotted])
-            ignored.append((dotted, "off, and DeepSpeed no longer has it"))
+                                  remedy=f"{REMOVED[dotted]}; remove the key")
+            ignored.append((dotted, 'off, since nothing fills "auto" here, and DeepSpeed no longer has it' if is_auto
+                            else "off, and DeepSpeed no longer has it"))
         elif dotted in ("optimizer.params", "scheduler.params"):
             _expect(file, dotted, value, dict, "an object: { ... }")
             result[name] = value  # `check_json_keys` validates it later
@@ -152,11 +155,12 @@ def _check_tree(file: DsFile, values: dict[str, Any], tree: Tree, prefix: str,
 
 
 def _normalize(value: Any, key: Key) -> Any:
-    """Convert 5e8 to an integer for an integer key, and "CPU" to "cpu" if that is the legal string."""
+    """Convert 5e8 to an integer for an integer key; "CPU" to "cpu", and "float32" to "fp32", if that is the choice."""
     if key.kind == "int" and isinstance(value, float):
         return int(value)
     if key.choices and isinstance(value, str):
-        return next((choice for choice in key.choices if choice.lower() == value.lower()), value)
+        names = {choice.lower(): choice for choice in key.choices} | dict(key.other_names)
+        return names.get(value.lower(), value)
     return value
 
 
@@ -201,7 +205,7 @@ def check_value(file: DsFile, dotted: str, value: Any, key: Key) -> None:
                           remedy='nothing fills "auto" here; remove the key to get DeepSpeed\'s default')
     if not _has_kind(value, key):
         raise ConfigError(where, found=_show(value), expected=expected)
-    if key.choices and value.lower() not in [choice.lower() for choice in key.choices]:
+    if key.choices and _normalize(value, key) not in key.choices:
         raise ConfigError(where, found=_show(value), expected=expected, word=value, known=key.choices)
     for number in value if key.kind == "pair" else [value]:
         if (key.low is not None and number < key.low) or (key.high is not None and number > key.high):
@@ -266,20 +270,61 @@ def suggest_key(name: str, tree: Tree, prefix: str = "", kind: str = "") -> str:
     if kind and (owners := _types_with(name, prefix)):
         return f"{kind} has no such parameter; {listing(owners)} {'have' if len(owners) > 1 else 'has'} it"
     all_keys = list(_walk(TREE, ""))
-    parents = list(dict.fromkeys(parent for parent, known in all_keys if known == name))
+    parents = {parent: reason for parent, known, reason in all_keys if known == name}
     if parents:
-        blocks = " or ".join(f'"{parent}"' for parent in parents[:3])
-        return f"it belongs under {blocks}" if "" not in parents else "it belongs at the top level"
-    if suggestion := did_you_mean(name, [*tree, *(path for path in REMOVED if "." not in path)]):
-        return suggestion
+        blocks = " or ".join(f'"{parent}"' for parent in list(parents)[:3])
+        place = f"under {blocks}" if "" not in parents else "at the top level"
+        reason = "" if "" in parents.values() else next(iter(parents.values()))
+        return f"it belongs {place}" + (f", and is rejected there: {reason}" if reason else "")
+    accepted = [(parent, known) for parent, known, reason in all_keys if not reason]
+    return _by_meaning(name, other_name, tree, accepted) or _by_letters(name, tree, accepted)
+
+
+def _by_meaning(name: str, other_name: str, tree: Tree, accepted: list[tuple[str, str]]) -> str:
+    """Suggest the key or flag of which `name` is another name: pipeline_stages, gradient_accumulation_dtype."""
+    for parent, known in accepted:
+        if parent and other_name in (f"{parent}.{known}".replace(".", "_"), f"{parent.rpartition('.')[2]}_{known}"):
+            return _elsewhere(parent, known)
     if other_name in _RUN_FLAGS:
         return f"--{other_name} is a flag of the run, and no key of DeepSpeed"
     if hint := hint_for(name):
         return hint
-    for parent, known in all_keys:
-        if closest(name, [known]):
-            return f'Did you mean "{known}" ' + (f'under "{parent}"?' if parent else "at the top level?")
-    return ""
+    for table in (MATTERS, NO_EFFECT):
+        if reason := without_counterpart(table, other_name):
+            return f"remove it: {reason[0]}"
+    if here := min((known for known in tree if _abbreviates(other_name, known)), key=len, default=""):
+        return _here(tree, here)
+    return next((_elsewhere(parent, known) for parent, known in accepted
+                 if _abbreviates(other_name, known, is_complete=True)), "")
+
+
+def _by_letters(name: str, tree: Tree, accepted: list[tuple[str, str]]) -> str:
+    """Suggest the key that `name` misspells: one of this block, or else of another."""
+    if known := closest(name, [*tree, *(path for path in REMOVED if "." not in path)]):
+        return _here(tree, known)
+    return next((_elsewhere(parent, known) for parent, known in accepted
+                 if len(name) > 2 and closest(name, [known])), "")
+
+
+def _here(tree: Tree, known: str) -> str:
+    key = tree.get(known)
+    reason = REMOVED[known] if key is None else key.rejected if isinstance(key, Key) else ""
+    return f'"{known}" would be rejected, too: {reason}' if reason else f'Did you mean "{known}"?'
+
+
+def _elsewhere(parent: str, known: str) -> str:
+    return f'Did you mean "{known}" ' + (f'under "{parent}"?' if parent else "at the top level?")
+
+
+def _abbreviates(word: str, name: str, *, is_complete: bool = False) -> bool:
+    """Return whether `word` has the parts of `name`, longer or shorter: gradient_accumulation_dtype, grad_accum_dtype.
+
+    Unless `is_complete`, the last parts of `name` may be missing.
+    """
+    words, names = word.split("_"), name.split("_")
+    return 1 < len(words) <= len(names) and (len(words) == len(names) or not is_complete) and all(
+        min(len(own), len(part)) > 1 and (own.startswith(part) or part.startswith(own))
+        for own, part in zip(words, names, strict=False))
 
 
 def _types_with(name: str, prefix: str) -> list[str]:
@@ -289,15 +334,16 @@ def _types_with(name: str, prefix: str) -> list[str]:
     return [kind for kind in KNOWN_NAMES if name in (optimizer_params(kind) or {})]
 
 
-def _walk(tree: Tree, parent: str) -> Iterator[tuple[str, str]]:
-    """Yield (dotted parent, key) for every key of the tree and every parameter of an optimizer or scheduler."""
+def _walk(tree: Tree, parent: str) -> Iterator[tuple[str, str, str]]:
+    """Yield (dotted parent, key, why it is rejected) for every key of the tree, of optimizers and of schedulers."""
     for name, key in tree.items():
-        yield parent, name
+        yield parent, name, key.rejected if isinstance(key, Key) else ""
         if not isinstance(key, Key):
             yield from _walk(key, f"{parent}.{name}".lstrip("."))
     if parent in ("optimizer", "scheduler"):
         trees = [optimizer_params(kind) or {} for kind in KNOWN_NAMES] if parent == "optimizer" else SCHEDULERS.values()
-        yield from ((f"{parent}.params", name) for name in {name: None for tree in trees for name in tree})
+        params = {name: key for tree in trees for name, key in reversed(tree.items())}
+        yield from _walk(params, f"{parent}.params")
 
 
 def _optimizer_tree(file: DsFile) -> Tree:

@@ -130,12 +130,12 @@ TORCH_REJECTED = {
     "SparseAdam": "the models have no sparse gradients",
 }
 DEEPSPEED_REJECTED = {
-    "onebitadam": "DeepSpeed 0.19.8 has no 1-bit optimizers",
-    "zerooneadam": "DeepSpeed 0.19.8 has no 1-bit optimizers",
-    "onebitlamb": "DeepSpeed 0.19.8 has no 1-bit optimizers",
-    "muadam": "maximal-update scaling is not supported by this version",
-    "muadamw": "maximal-update scaling is not supported by this version",
-    "musgd": "maximal-update scaling is not supported by this version",
+    "onebitadam": 'DeepSpeed 0.19.8 has no 1-bit optimizers; write type "Adam"',
+    "zerooneadam": 'DeepSpeed 0.19.8 has no 1-bit optimizers; write type "Adam"',
+    "onebitlamb": 'DeepSpeed 0.19.8 has no 1-bit optimizers; write type "Lamb"',
+    "muadam": 'write type "Adam", and give the flag --mup_base_width for muP',
+    "muadamw": 'write type "AdamW", and give the flag --mup_base_width for muP',
+    "musgd": 'write type "AdamW", and give the flag --mup_base_width for muP, which needs Adam, AdamW or Lion here',
     "fusedadam": 'type "AdamW" is DeepSpeed\'s FusedAdam unless the optimizer is offloaded',
     "cpuadam": 'write type "AdamW" and "zero_optimization": {"offload_optimizer": {"device": "cpu"}}',
     "deepspeedcpuadam": 'write type "AdamW" and "zero_optimization": {"offload_optimizer": {"device": "cpu"}}',

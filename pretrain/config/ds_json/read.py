@@ -5,11 +5,11 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from pretrain.errors import ConfigError
 from pretrain.shipped import find_layout
+from pretrain.stored_json import read_settings
 
 _SPACE = re.compile(r"(?:\s|//[^\n]*|#[^\n]*|/\*.*?\*/)*", re.DOTALL)
 _STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"')
@@ -63,11 +63,16 @@ def read_ds_config(path: str, *, flag: str = "--deepspeed_config") -> DsFile:
                           remedy="give a file, or the name of one that `ds-pretrain config` lists")
     path = str(find_layout(path, flag))
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
+        text = read_settings(path)
     except OSError as error:
         raise ConfigError(flag, problem=f"{path} cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError:
         raise ConfigError(flag, problem=f"{path} is not UTF-8 text") from None
+    return parse_ds_config(path, text)
+
+
+def parse_ds_config(path: str, text: str) -> DsFile:
+    """Parse the text of a JSON. `path`: for errors. Raises ConfigError as `read_ds_config` does."""
     parser = _Parser(path, text)
     values = parser.document()
     return DsFile(path, values, parser.lines)

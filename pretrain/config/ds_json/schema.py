@@ -25,6 +25,7 @@ class Key:
     low: float | None = None
     high: float | None = None
     choices: tuple[str, ...] = ()  # legal strings
+    other_names: tuple[tuple[str, str], ...] = ()  # (another legal string, the choice that it means)
     auto: bool = False  # "auto" is legal; flags, model or run length fill it
     null: bool = False
     rejected: str = ""  # why every value but the neutral ones is rejected, and what to do instead
@@ -53,6 +54,9 @@ def _ignored(reason: str, *neutral: Any, kind: str = "bool", low: float | None =
 _TEXT = Key("str", null=True)
 _BATCH = Key("int", low=1, high=2**31 - 1, auto=True)
 _PRECISION = ("fp16", "bf16", "fp32")
+# runtime/config.py, DtypeEnum, which "data_types" has and "communication_data_type" does not
+_DTYPE_NAMES = (("torch.float16", "fp16"), ("float16", "fp16"), ("half", "fp16"), ("torch.bfloat16", "bf16"),
+                ("bfloat16", "bf16"), ("torch.float32", "fp32"), ("float32", "fp32"), ("float", "fp32"))
 _NOT_YET = "not supported by this version"
 _CHECKPOINTING = '"pipeline": {"activation_checkpoint_interval": k} recomputes every k blocks'
 _SHARDS_ALREADY = "tensor-parallel ranks send their own shards of the sequences to the next pipeline stage"
@@ -161,8 +165,8 @@ PIPELINE: Tree = {
     "grad_partitioned": _ignored(_SHARDS_ALREADY, False),
 }
 DATA_TYPES: Tree = {
-    "grad_accum_dtype": Key("str", choices=_PRECISION, null=True),
-    "param_dtype": Key("str", choices=_PRECISION, null=True),
+    "grad_accum_dtype": Key("str", choices=_PRECISION, other_names=_DTYPE_NAMES, null=True),
+    "param_dtype": Key("str", choices=_PRECISION, other_names=_DTYPE_NAMES, null=True),
     "buffer_dtype": _rejected("the models keep their few buffers in fp32; remove the key"),
     "keep_in_fp32_modules": _rejected("the models keep their few buffers in fp32; remove the key", "auto", []),
 }

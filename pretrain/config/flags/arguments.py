@@ -34,7 +34,7 @@ NOTIFY_KINDS = ("start", "restart", "end", "crash", "hang", "no_progress", "spik
                 "slow_rank", "corruption", "save_failed")
 LONGEST_NOTE = 2000  # characters
 TASK_FLAGS = ("eval_tasks", "eval_tasks_folder", "eval_tasks_fewshot", "eval_tasks_limit", "eval_tasks_interval")
-_SHORTEST_SPIKE_WINDOW = 16  # steps; fewer give no standard deviation
+_SHORTEST_SPIKE_WINDOW = 16  # steps; fewer give no usual deviation
 
 MODEL = Group("model and run folder")
 DATA = Group("data")
@@ -320,10 +320,11 @@ class RunArguments:
         "warn", "after a spike of the loss or the gradient norm: warn; skip this update; or rollback: return to the "
         "newest good checkpoint from before it and skip the samples since then", choices=("warn", "skip", "rollback"))
     spike_threshold: float = FAILURES.flag(
-        6.0, "standard deviations above the mean of the window that count as a spike", above=0, high=1e6)
+        6.0, "deviations above the usual value that count as a spike; both are medians of the window", above=0,
+        high=1e6)
     spike_window: int = FAILURES.flag(
-        128, "steps in the window of mean and standard deviation; no step counts as a spike before half of it is "
-        "filled", low=_SHORTEST_SPIKE_WINDOW, high=2**20)
+        128, "steps of which the usual value and deviation are known; no step counts as a spike before half of them "
+        "are", low=_SHORTEST_SPIKE_WINDOW, high=2**20)
     max_bad_steps: int = FAILURES.flag(
         5, "bad steps in a row (NaN, infinity, or an update that --spike_policy skip left out), after which the run "
         "returns to the newest good checkpoint from before them", low=1)

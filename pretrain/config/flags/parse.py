@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import functools
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from pretrain.cli import Parser, text, unknown_flag
 from pretrain.config.flags.arguments import FLAGS, RunArguments, data_spec
 from pretrain.config.other_programs import hint_for
 from pretrain.errors import ConfigError, shorten
+from pretrain.stored_json import read_settings
 
 _USAGE = """ds-pretrain --deepspeed_config FILE --model NAME --train_data PREFIX
            --train_steps N --save RUN [flags]
@@ -92,7 +94,7 @@ def read_yaml(path: str) -> dict[str, tuple[int, str | list[str]]]:
     Raises ConfigError unless the file maps unique keys to single values, or to lists for flags with several words.
     """
     try:
-        loader = yaml.SafeLoader(Path(path).read_text(encoding="utf-8-sig"))
+        loader = yaml.SafeLoader(read_settings(path))
         document = loader.get_single_node()
         if document is None:
             return {}
@@ -201,8 +203,8 @@ def _check_folder(config: str, values: argparse.Namespace) -> None:
     named = [("deepspeed_config", getattr(values, "deepspeed_config", "")),
              *(("train_data", f"{prefix}.idx") for prefix in getattr(values, "train_data", ()))]
     for flag, file in named:
-        folder = next((folder for folder in Path(config).resolve().parents if (folder / file).is_file()), None)
-        if folder is not None and not Path(file).exists():
+        folder = next((folder for folder in Path(config).resolve().parents if os.path.isfile(folder / file)), None)
+        if folder is not None and not os.path.exists(file):  # these functions raise no OSError
             raise ConfigError(f"--{flag}", problem=f"relative paths begin in the current folder, also in a YAML, and "
                               f"{file} exists only in {folder}", remedy=f"change to it: cd {shlex.quote(str(folder))}")
 

@@ -5,17 +5,19 @@ Each worker has a connection of its own: if a worker is killed, even within a re
 """
 
 import contextlib
-import multiprocessing
 import pickle
 import queue
 import signal
+import subprocess
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from multiprocessing import resource_tracker
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any, Generic, TypeVar
 
+from pretrain.child import child_command
 from pretrain.errors import ConfigError
 
 Job = TypeVar("Job")
@@ -49,19 +51,19 @@ class _Worker:
     """A worker process, and a thread that sends it its jobs: this process never waits until a worker reads."""
 
     def __init__(self, make: Callable[[], Callable[[Any], Any]]) -> None:
-        # Not fork: a child would inherit locks of the parent's threads (progress bar, torch).
-        context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_work, args=(make, theirs), daemon=True)
-        resource_tracker.ensure_running()  # otherwise `start` does it, and unblocks signals (Python 3.11)
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # also in the new process, while it starts
+        # Not fork: a child would inherit locks of the parent's threads (progress bar, torch). The start methods spawn
+        # and forkserver of multiprocessing import modules from the working folder.
+        self.connection, theirs = Pipe()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # also in the new process
         try:
-            self.process.start()
+            self.process = subprocess.Popen(child_command("pretrain.data.prepare.worker_pool", str(theirs.fileno())),
+                                            stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        theirs.close()
+            theirs.close()
         self.numbers: deque[int] = deque()  # of the jobs without a result
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._jobs.put(make)
         threading.Thread(target=self._send_jobs, daemon=True).start()
 
     def start(self, number: int, job: Any) -> None:
@@ -77,7 +79,7 @@ class _Worker:
         """Kill the process, which holds nothing that is needed."""
         self._jobs.put(None)
         self.process.kill()
-        self.process.join()
+        self.process.wait()
 
 
 class _Pool(Generic[Job, Result]):
@@ -119,11 +121,11 @@ class _Pool(Generic[Job, Result]):
             worker.kill()
 
 
-def _work(make: Callable[[], Callable[[Any], Any]], connection: "Connection[Any, Any]") -> None:
-    """Run a worker until its parent ends or kills it."""
+def _work(connection: "Connection[Any, Any]") -> None:
+    """Run a worker until its parent ends or kills it. The first message is the function that makes the work."""
     with contextlib.suppress(EOFError, ConnectionError):  # the parent has ended
         try:
-            work = make()
+            work = _receive(connection)()
             while True:
                 _send(connection, ("result", work(_receive(connection))))
         except ConfigError as error:
@@ -144,3 +146,7 @@ def _receive(connection: "Connection[Any, Any]") -> Any:
             raise EOFError from None
         raise
     return pickle.loads(content)
+
+
+if __name__ == "__main__":
+    _work(Connection(int(sys.argv[1])))

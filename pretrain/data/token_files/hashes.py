@@ -1,6 +1,6 @@
 """Hashes of every byte of a .bin file, block by block, PREFIX.sha256.json, which holds them, and a process that hashes.
 
-    python -m pretrain.data.token_files.hashes DESCRIPTOR FIRST_BLOCK NUM_BLOCKS [DESCRIPTOR_OF_THE_IDX]
+    python pretrain/child.py pretrain.data.token_files.hashes DESCRIPTOR FIRST_BLOCK NUM_BLOCKS [DESCRIPTOR_OF_THE_IDX]
 
 hashes a .bin file with low priority, next to a training run: a thread of the training process would compete for the
 GIL, and a preempted thread that holds the GIL would stop the training. Therefore this module imports neither numpy nor
@@ -23,7 +23,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
-from pretrain.distributed.process import package_environment
+from pretrain.child import child_command
 from pretrain.paths import replace_file, write_synced
 from pretrain.stored_json import build, parse_json, read_text, reason_of
 
@@ -165,10 +165,9 @@ class BackgroundHash:
         descriptors = [file.descriptor] if index is None else [file.descriptor, index.descriptor]
         self.idx_sha256 = ""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "pretrain.data.token_files.hashes", str(file.descriptor), str(first),
-             str(num_blocks), *map(str, descriptors[1:])],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, pass_fds=descriptors,
-            env=package_environment())
+            child_command("pretrain.data.token_files.hashes", str(file.descriptor), str(first), str(num_blocks),
+                          *map(str, descriptors[1:])),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, pass_fds=descriptors)
         assert self._process.stdout is not None
         self._output = self._process.stdout.fileno()
         os.set_blocking(self._output, False)

@@ -31,6 +31,7 @@ from pretrain.data.tokenizers.tiktoken_file import (
 from pretrain.data.tokenizers.word_cache import EncodeBatch, Integers
 from pretrain.errors import ConfigError
 from pretrain.hub import find_repository, snapshot_in, tokenizer_repository
+from pretrain.stored_json import open_regular
 
 BYTES = "bytes"
 """the value of --tokenizer for the byte tokenizer: tokens 0 to 255 are the bytes of UTF-8. It has no file."""
@@ -157,9 +158,26 @@ def file_of_tokenizer(value: str) -> str | None:
 
 def _read(file: Path) -> bytes:
     try:
-        return file.read_bytes()
+        with open_regular(file) as opened:
+            return opened.read()
     except OSError as error:
         raise ConfigError(f"--tokenizer {file}", problem=f"it cannot be read: {error.strerror}") from None
+
+
+def check_links(folder: Path) -> None:
+    """Raise ConfigError for a file of a tokenizer that is a link out of its folder.
+
+    Files of a stranger's folder are copied: such a link would copy any file of this machine. In the Hub's cache, the
+    files of a snapshot are links to the blobs of the same repository.
+    """
+    root = folder.resolve()
+    blobs = [each.parent / "blobs" for each in root.parents
+             if each.name == "snapshots" and each.parent.name.startswith("models--")]
+    for path in sorted(folder.iterdir()):
+        is_copied = path.name in TOKENIZER_FILES or path.suffix == SUFFIX
+        if is_copied and not any(path.resolve().is_relative_to(each) for each in (root, *blobs)):
+            raise ConfigError(str(path), problem=f"this is a link to {path.resolve()}, outside of its folder, which is "
+                              "not followed", remedy="replace the link by the file, if you trust it")
 
 
 def _find_file(path: Path) -> Path:
@@ -184,7 +202,7 @@ def find_tokenizer_file(folder: Path) -> Path | None:
         return model
     if vocab.is_file() and (folder / "merges.txt").is_file():
         return vocab
-    ranks = sorted(folder.glob(f"*{SUFFIX}"))
+    ranks = sorted(path for path in folder.glob(f"*{SUFFIX}") if path.is_file())
     return ranks[0] if len(ranks) == 1 else None
 
 

@@ -32,6 +32,7 @@ from pretrain.engine.patches.fp16 import (
 from pretrain.engine.patches.nvme import parameters_on_nvme, save_complete_nvme_checkpoints
 from pretrain.engine.patches.optimizers import (
     clip_only_adam_with_muon,
+    keep_states_of_current_tensors,
     make_bias_correction_stateless,
     orthogonalize_in_fp32,
 )
@@ -94,5 +95,7 @@ def apply_patches(engine: DeepSpeedEngine, update: Update) -> None:
             orthogonalize_in_fp32()
     if not isinstance(optimizer, torch.optim.Optimizer) and not checks_norm(optimizer):
         update.step = skip_invalid_norms(engine, update.step)
+    if has_defect("AH") and engine.zero_optimization_stage() == 0:
+        keep_states_of_current_tensors(getattr(optimizer, "optimizer", optimizer))
     if has_defect("L"):
         make_bias_correction_stateless(getattr(optimizer, "optimizer", optimizer))

@@ -107,6 +107,8 @@ DEFECTS = (
            ("runtime/fp16/fused_optimizer.py", "runtime/fp16/unfused_optimizer.py"), "fp16.undo_step_at_construction"),
     Defect("AG", "pipeline: gradients are divided by the number of micro-batches once for each later stage, or never",
            ("runtime/engine.py",), "pipeline.divide_gradients_at_the_loss", fixed_in="0.19.6"),
+    Defect("AH", "bf16 + ZeRO-0 + Adagrad: checkpoints cannot be saved (KeyError)", ("runtime/bf16_optimizer.py",),
+           "optimizers.keep_states_of_current_tensors"),
 )
 _BY_LETTER = {defect.letter: defect for defect in DEFECTS}
 

@@ -1,7 +1,7 @@
-"""Defects of optimizers: L (Adam on the CPU), Q (Muon with gradient clipping), and the precision of Muon on CPUs.
+"""Defects of optimizers: L (Adam on the CPU), Q (Muon with gradient clipping), T (Muon on CPUs) and AH (Adagrad).
 
-Guarded by tests/distributed/test_upstream.py, test_l_*, by tests/engine/test_optimizers.py, test_q_*, and by
-tests/distributed/test_masked_cpu.py.
+Guarded by tests/distributed/test_upstream.py, test_l_*, by tests/engine/test_optimizers.py, test_q_*, by
+tests/distributed/test_masked_cpu.py, and by tests/distributed/checkpoint/test_optimizers.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,6 +34,19 @@ def make_bias_correction_stateless(optimizer: torch.optim.Optimizer) -> None:
     else:
         return
     optimizer.register_step_pre_hook(reset)
+
+
+def keep_states_of_current_tensors(optimizer: torch.optim.Optimizer) -> None:
+    """Defect AH: give Adagrad the states of the fp32 tensors that it updates, instead of those of the parameters.
+
+    torch's Adagrad makes its states at construction. DeepSpeed 0.19.8 (runtime/bf16_optimizer.py and
+    runtime/fp16/unfused_optimizer.py, __init__) then replaces the parameters by fp32 tensors, and the states of the
+    parameters remain: `state_dict` ends in a KeyError, so that nothing can be saved.
+    """
+    current = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+    if isinstance(optimizer, torch.optim.Adagrad) and {id(tensor) for tensor in optimizer.state} != current:
+        groups = [{"params": group["params"]} for group in optimizer.param_groups]
+        optimizer.state = type(optimizer)(groups, **optimizer.defaults).state
 
 
 def clip_only_adam_with_muon(engine: DeepSpeedEngine) -> None:

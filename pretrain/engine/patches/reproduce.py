@@ -7,28 +7,23 @@ The scripts in reproducers/ also run alone, with DeepSpeed and torch only. Here 
 has imported DeepSpeed and shares the compiled operators of this package.
 """
 
-import contextlib
 import json
 import os
-import runpy
 import signal
 import subprocess
 import sys
 import tempfile
-import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
+from pretrain.child import child_command
 from pretrain.cli import Parser, run_main
 from pretrain.engine.patches.defects import DEFECTS, find_defect
+from pretrain.engine.patches.run_forks import CANNOT_RUN, CORRECT, DEFECTIVE
 from pretrain.errors import ConfigError, shorten
 
 FOLDER = Path(__file__).parent / "reproducers"
-LIMIT_S = 600  # of one script, which takes seconds, and minutes if it compiles an operator
-CORRECT, DEFECTIVE, CANNOT_RUN = 0, 1, 77  # exit codes of the scripts
-FAILED = 70  # exit code of a script that ends with an exception
 _ANSWERS = {CORRECT: "no", DEFECTIVE: "yes", CANNOT_RUN: "cannot run"}
 
 
@@ -68,8 +63,8 @@ def run_reproducers(letters: Iterable[str] = (), *, python: str = sys.executable
     chosen = [find_defect(letter).letter for letter in letters] or [defect.letter for defect in DEFECTS]
     environ = {"OMP_NUM_THREADS": "1", **os.environ, "DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1"}
     with tempfile.TemporaryDirectory() as folder:
-        command = [python, "-c", "from pretrain.engine.patches.reproduce import run_forks; run_forks()", folder,
-                   *(str(reproducer(letter)) for letter in chosen)]
+        command = child_command("pretrain.engine.patches.run_forks", folder,
+                                *(str(reproducer(letter)) for letter in chosen), python=python)
         log = Path(folder, "log")
         with log.open("w") as output:
             subprocess.run(command, env=environ, stdout=output, stderr=subprocess.STDOUT, check=False)
@@ -85,63 +80,6 @@ def run_reproducers(letters: Iterable[str] = (), *, python: str = sys.executable
 def _last_line(log: Path) -> str:
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return lines[-1].strip() if lines else "no output"
-
-
-def run_forks() -> None:
-    """Run scripts as forks of this process. sys.argv: folder for their output and exit codes, scripts."""
-    import deepspeed
-
-    from pretrain.engine.operator_cache import cache_operators
-
-    cache_operators()
-    folder, scripts = Path(sys.argv[1]), [Path(word) for word in sys.argv[2:]]
-    codes = _run_all(scripts, folder, at_once=len(os.sched_getaffinity(0)))
-    failed = [script for script in scripts if codes[script] not in _ANSWERS]
-    codes |= _run_all(failed, folder, at_once=1)  # another script may have taken the port of one that failed
-    (folder / "answer.json").write_text(json.dumps(
-        {"deepspeed": deepspeed.__version__, "codes": [codes[script] for script in scripts]}))
-
-
-def _run_all(scripts: Sequence[Path], folder: Path, *, at_once: int) -> dict[Path, int]:
-    """Run scripts, and return their exit codes."""
-    running: dict[int, Path] = {}
-    codes: dict[Path, int] = {}
-    for script in scripts:
-        if len(running) == at_once:
-            _wait_for_one(running, codes)
-        pid = os.fork()
-        if pid == 0:
-            _run_script(script, folder / script.stem)
-        running[pid] = script
-    while running:
-        _wait_for_one(running, codes)
-    return codes
-
-
-def _wait_for_one(running: dict[int, Path], codes: dict[Path, int]) -> None:
-    pid, status = os.wait()
-    codes[running.pop(pid)] = os.waitstatus_to_exitcode(status)
-
-
-def _run_script(script: Path, log: Path) -> NoReturn:
-    """Run a script in this process, with its output in a file, and end the process with the script's exit code."""
-    code = FAILED
-    try:
-        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT, 0o666), 1)
-        os.dup2(1, 2)
-        signal.alarm(LIMIT_S)
-        sys.argv = [str(script)]
-        runpy.run_path(str(script), run_name="__main__")
-        code = CORRECT
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else FAILED
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
 
 
 def print_results(results: Sequence[Result]) -> list[str]:

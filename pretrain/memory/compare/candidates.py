@@ -24,6 +24,7 @@ from pretrain.model.description import ModelConfig
 _REDUCE_BUCKET = 2**24  # elements; 32 MiB in bf16
 _NVME_BUFFER = 100_000_000  # elements, DeepSpeed's default of offload_param.buffer_size
 SAMPLES_PER_RANK = 8  # samples of a step per rank, if no batch size is given
+ANY_LENGTH = 10**12  # steps of a run whose length is unknown: longer than each warm-up
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def resolve_candidate(file: DsFile, given: Layout, cluster: Cluster, model: Mode
                                                    seq_length=given.seq_length, **of_flags), path=path)
     gpu = cluster.gpu
     device = Device(gpu.kind, fp16=gpu.kind == "cuda", bf16=gpu.knows_bf16, memory_bytes=gpu.memory_bytes)
-    args = RunArguments(save=tempfile.gettempdir(), train_steps=1, seq_length=given.seq_length,
+    args = RunArguments(save=tempfile.gettempdir(), train_steps=ANY_LENGTH, seq_length=given.seq_length,
                         document_attention=given.document_attention,
                         recompute=given.recompute if given.recompute != "none" else None,
                         learning_rate=None if "optimizer" in file.values else DEFAULT_LEARNING_RATE)

@@ -15,7 +15,7 @@ from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.model_of_run import given_dropouts
 from pretrain.distributed.device import cpu_device, detect_device
 from pretrain.errors import ConfigError
-from pretrain.memory.compare.candidates import Candidate
+from pretrain.memory.compare.candidates import ANY_LENGTH, Candidate
 from pretrain.memory.compare.compare import Workload
 from pretrain.memory.compare.table import print_lines, print_table, wide_console
 from pretrain.memory.estimate.estimate_memory import MemoryEstimate, estimate_memory, estimate_rank
@@ -107,7 +107,7 @@ def _train_arguments(candidate: Candidate, flags: argparse.Namespace, folder: Pa
     nvme_path = flags.nvme_path or (str(folder) if flags.mode == "simulate" else None)
     return RunArguments(
         deepspeed_config=str(path), model=flags.model, model_overrides=flags.model_overrides, save=str(folder / "run"),
-        seq_length=layout.seq_length, document_attention=layout.document_attention, train_steps=100,
+        seq_length=layout.seq_length, document_attention=layout.document_attention, train_steps=ANY_LENGTH,
         nvme_path=nvme_path if needs_nvme_path else None,
         learning_rate=None if "optimizer" in candidate.config else DEFAULT_LEARNING_RATE,
         emulate_fp16=layout.precision == "fp16" and not device.fp16, **given_dropouts(flags))

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pretrain.child import child_command
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.plan import Plan
 from pretrain.config.validate import check_settings
@@ -31,7 +32,6 @@ from pretrain.distributed.process import (
     free_port,
     kernel_oom_kills,
     mentions_out_of_memory,
-    package_environment,
 )
 from pretrain.distributed.process_group import init_process_group
 from pretrain.distributed.world import World, running_environment
@@ -139,7 +139,7 @@ def run_ranks(folder: Path, world_size: int, timeout_s: float) -> list[FailedRan
         for rank in range(world_size):
             with open(folder / f"rank{rank}.log", "wb") as log:
                 processes.append(subprocess.Popen(
-                    [sys.executable, "-u", "-m", RANK_MODULE, str(folder / "request.json")],
+                    child_command(RANK_MODULE, str(folder / "request.json"), options=("-u",)),
                     env=_environment(rank, world_size, port), stdout=log, stderr=log, start_new_session=True))
         in_time = _wait(processes, timeout_s)
         codes = [process.poll() for process in processes]
@@ -156,7 +156,7 @@ def run_ranks(folder: Path, world_size: int, timeout_s: float) -> list[FailedRan
 def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     """Environment variables of a rank on this machine, as a launcher would set them."""
     size = str(world_size)
-    return {**package_environment(), "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_SIZE": size,
+    return {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_SIZE": size,
             "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 

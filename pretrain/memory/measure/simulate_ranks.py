@@ -19,6 +19,7 @@ the activations differ from a GPU run: on CUDA, attention saves other tensors.
 import concurrent.futures
 import gc
 import multiprocessing
+import os
 import pickle
 import subprocess
 import sys
@@ -29,10 +30,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pretrain.child import child_command
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.validate import check_settings
 from pretrain.distributed.device import cpu_device
-from pretrain.distributed.process import package_environment
 from pretrain.errors import ConfigError
 from pretrain.memory.footprint import RankMemory
 
@@ -97,8 +98,8 @@ def _run(requests: Sequence[SimulationRequest],
     with tempfile.TemporaryDirectory() as folder:
         path, log, answers = (Path(folder, name) for name in ("requests", "stderr", "answers"))
         path.write_bytes(pickle.dumps(requests))
-        environ = {**package_environment(), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "pretrain.memory.measure.simulate_ranks", str(path), str(answers)]
+        environ = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+        command = child_command("pretrain.memory.measure.simulate_ranks", str(path), str(answers))
         with log.open("w") as stderr, subprocess.Popen(command, env=environ, text=True, stdout=subprocess.PIPE,
                                                        stderr=stderr) as process:
             assert process.stdout is not None

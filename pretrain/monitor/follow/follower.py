@@ -1,6 +1,6 @@
 """The process that follows a run (see `start.py`).
 
-    python -m pretrain.monitor.follow.follower   (the first line of stdin: the request of `start.py`, as JSON)
+    python pretrain/child.py pretrain.monitor.follow.follower   (first line of stdin: a request of `start.py`, as JSON)
 
 The pipe is also how its owner reports the end of the run: a line of JSON, or none if the owner was killed.
 """

@@ -1,7 +1,6 @@
 """What the follower knows about its run, and the messages that it makes of it: short, for a telephone."""
 
 import contextlib
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 from pretrain.config.flags.arguments import NOTIFY_KINDS
 from pretrain.errors import FINISHED, GUARD, INTERRUPTED, REJECTED, STOPPED, counted, shorten
 from pretrain.monitor.rows import EVENTS
+from pretrain.stored_json import read_json
 
 _LONGEST_REASON = 300  # characters
 # event -> kind of its message, if they have different names
@@ -68,7 +68,7 @@ class RunState:
     def read_record(self) -> None:
         """Read the newest record of run.json, if there is one."""
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-            record = json.loads((self.run / "run.json").read_text(encoding="utf-8"))[-1]
+            record = read_json(self.run / "run.json")[-1]
             self.train_steps = int(record["train_steps"])
             self.info = {"run": self.run.name, "folder": str(self.run), "host": str(record["hardware"][0]["host"]),
                          "model": str(record["flags"]["model"]),

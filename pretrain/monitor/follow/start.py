@@ -4,14 +4,14 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from pretrain.child import child_command
 from pretrain.cli import say
 from pretrain.config.flags.arguments import FLAGS, NOTIFICATIONS, RunArguments
 from pretrain.config.flags.receivers import FOLLOWED, check_port, check_receivers, notifies, variable_names
-from pretrain.distributed.process import ROOT, package_environment
+from pretrain.distributed.process import ROOT
 from pretrain.errors import CRASHED, INTERRUPTED, REJECTED, ConfigError, printable, shorten
 from pretrain.remote import without_credentials
 
@@ -57,15 +57,15 @@ def followed(args: RunArguments | None, owner: str, *, active: bool = True) -> I
 def _start(args: RunArguments, owner: str) -> "subprocess.Popen[str] | None":
     run = Path(args.save).absolute()
     flags = {name: getattr(args, name) for name, flag in FLAGS.items() if flag.group is NOTIFICATIONS}
-    request = {"args": {**flags, "save": str(run)}, "owner": owner, "directory": os.getcwd(),
-               "sizes": {name: (run / name).stat().st_size if (run / name).is_file() else 0 for name in FILES}}
     try:
-        process = subprocess.Popen([sys.executable, "-m", FOLLOWER_MODULE], cwd=ROOT, text=True, start_new_session=True,
-                                   env=package_environment(), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        request = {"args": {**flags, "save": str(run)}, "owner": owner, "directory": os.getcwd(),
+                   "sizes": {name: (run / name).stat().st_size if (run / name).is_file() else 0 for name in FILES}}
+        process = subprocess.Popen(child_command(FOLLOWER_MODULE), cwd=ROOT, text=True, start_new_session=True,
+                                   stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
         assert process.stdin is not None
         process.stdin.write(json.dumps(request) + "\n")
         process.stdin.flush()
-    except OSError as error:  # for example no more processes allowed
+    except OSError as error:  # for example no more processes allowed, or a run folder that cannot be read
         say(f"warning: nobody hears of this run: {error}")
         return None
     return process

@@ -213,6 +213,12 @@ DAMAGE: dict[str, tuple[str, str, Callable[[Any], Any] | None, str]] = {
                           "optim_states.pt: there is nothing at ['optimizer_state_dict', 'single_partition_of_fp32_"),
     "unknown step": ("neox", "mp_rank_00_model_states.pt", with_value("global_steps", "six"),
                      "global_steps: found six; expected a whole number"),
+    "empty layer": ("neox", "layer_00-model_00-model_states.pt", lambda _: {}, "layer_00-model_00-model_states.pt: "
+                    "word_embeddings.weight: the file has no such parameter; layer_00-model_01-model_states.pt has it"),
+    "empty layer on all ranks": ("neox", "layer_00-model_0?-model_states.pt", lambda _: {},
+                                "found parameters with names such as"),
+    "empty mp rank": ("megatron", "mp_rank_01_model_states.pt", lambda _: {},
+                      "mp_rank_01_model_states.pt: global_steps: found nothing; expected a number of steps"),
     "no args": ("megatron", "mp_rank_00_model_states.pt", without("args"),
                 "the checkpoint does not describe its model"),
     "no settings": ("neox", "configs/*.yml", None, "the checkpoint does not describe its model"),

@@ -119,7 +119,7 @@ def test_the_record_repeats_a_start(runs: Runs) -> None:
     """Run the script of the start that resumed: it has the same configuration, and gives the same losses."""
     record = read_starts(runs.folder / "run")[1]
     script = runs.folder / "repeat.sh"
-    script.write_text(command_of(record))
+    script.write_text(command_of(record, runs.folder / "run"))
     environ = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
                "PYTHONPATH": str(ROOT)}
     done = subprocess.run(["sh", str(script), str(runs.folder / "repeated")], env=environ, capture_output=True,

@@ -136,6 +136,22 @@ def test_a_save_between_bad_steps_keeps_the_older_checkpoints(corpus: str, tmp_p
     assert [manifest.step for _, manifest in complete_checkpoints(run / "checkpoints")[0]] == [20, 16]
 
 
+def test_the_first_step_after_a_resume_is_compared_with_those_before(corpus: str, tmp_path: Path) -> None:
+    """In another layout. Without the checkpoint's values, a run would have to wait for half of a new window."""
+    bad = {12 * BATCH: "2.2"}
+    done = [*train(tmp_path, corpus, config(1, **DATA2), bad, spike_window=16, exit_step=12),
+            *train(tmp_path, corpus, config(3, precision="bf16", **DATA2), bad, spike_window=16, exit_step=14)]
+    assert [process.returncode for process in done] == [0] * 4, done[-1].stdout[-3000:]
+    run = tmp_path / "run"
+    (spike,) = [event for event in events(run, "spike") if event["name"] == "loss"]
+    assert (spike["step"], spike["samples"]) == (13, [12 * BATCH, 13 * BATCH])
+    before = [row["loss"] for row in read_metrics(run) if "loss" in row and row["step"] <= 12]
+    assert 0.95 * min(before) < spike["mean"] < max(before)
+    saved = read_manifest(run / "checkpoints" / "global_step12").recipe_states["spikes"]
+    assert saved["loss"] == pytest.approx(before, rel=1e-5)
+    assert len(saved["grad_norm"]) == 12
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("function", ["pretrain.checkpoint.save.retention:write_latest",
                                       "pretrain.checkpoint.save.retention:move_abandoned",

@@ -1,5 +1,6 @@
 """One rank of the layout tests: train and save in one layout, or resume from a checkpoint of another layout."""
 
+import shutil
 import sys
 import time
 from dataclasses import replace
@@ -14,12 +15,13 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.muon import original_muon
 from deepspeed.utils import groups
 
+from pretrain.checkpoint.convert.diff import diff
 from pretrain.checkpoint.format.fragments import base_optimizer, flat_tensors, group_of
 from pretrain.checkpoint.format.manifest import read_manifest
 from pretrain.checkpoint.load.agree_on_checkpoint import verify_weights
 from pretrain.checkpoint.load.load_checkpoint import load_checkpoint, load_weights
 from pretrain.checkpoint.save.save_checkpoint import save_checkpoint
-from pretrain.distributed.collectives import gather
+from pretrain.distributed.collectives import from_rank_0, gather
 from pretrain.distributed.device import cpu_device
 from pretrain.engine.build import build_engine
 from pretrain.engine.steps import open_loader, train_batch
@@ -72,6 +74,23 @@ def resume(case: Case) -> dict[str, Any]:
               "settings": _settings(engine)}
     end(engine)
     return result
+
+
+def round_trip(case: Case) -> dict[str, Any]:
+    """Train and save, and resume under each of the JSONs in `resumed_in`. Returns the results by name.
+
+    Each result of a resume lists how its checkpoint, which was saved at once, differs from the first one.
+    """
+    found = {"saved": train_and_save(case)}
+    source = Path(found["saved"]["folder"])
+    for name, values in case["resumed_in"].items():
+        found[name] = resume({**case, "name": f"{case['name']}-{name}", "config": values, "source": source, "used": 1,
+                              "flags": {**case["flags"], "emulate_fp16": "fp16" in values}})
+        folder = Path(found[name]["folder"])
+        found[name]["differences"] = from_rank_0(lambda folder=folder: diff(source, folder))
+    for result in found.values() if dist.get_rank() == 0 else ():
+        shutil.rmtree(result["folder"])
+    return found
 
 
 def continue_run(case: Case) -> dict[str, Any]:

@@ -188,6 +188,16 @@ def test_a_json_for_transformers_is_estimated(capsys: pytest.CaptureFixture[str]
     assert "unknown.json:1: zero_optimisation" in reason
 
 
+@pytest.mark.parametrize(("kind", "warmup"), [("WarmupDecayLR", "auto"), ("WarmupCosineLR", 2000)])
+def test_a_scheduler_of_unknown_length_is_no_reason_to_reject_a_json(
+        capsys: pytest.CaptureFixture[str], tmp_path: Path, kind: str, warmup: object) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"bf16": {"enabled": True}, "optimizer": {"type": "AdamW"}, "scheduler": {
+        "type": kind, "params": {"warmup_num_steps": warmup, "total_num_steps": "auto"}}}))
+    found = as_json(capsys, "--model", "tiny", "--world_size", "2", "--configs", str(path))
+    assert [row["refusal"] for row in found["rows"]] == [""]
+
+
 PIPELINE = str(ROOT / "ds_configs/pipeline2_zero1_bf16.json")
 REJECTED = [
     ([], "--model / --num_parameters"), (["--model", "gpt2", "--num_parameters", "1e9"], "both"),

@@ -1,8 +1,6 @@
 """Open the files that a plain DeepSpeed engine has saved, and check that they belong together."""
 
-import contextlib
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +8,7 @@ from typing import Any
 import torch
 
 from pretrain.checkpoint.format.pickles import load_pickle
-from pretrain.errors import ConfigError, counted, shorten
+from pretrain.errors import ConfigError, counted
 
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
@@ -41,19 +39,6 @@ class EngineFiles:
     def first_optimizer(self) -> dict[str, Any] | None:
         """The state of the first rank's optimizer, or of the optimizer itself; None: there is none."""
         return self.optimizer() if self.optimizer_files else self.model["optimizer"]
-
-
-@contextlib.contextmanager
-def understood(folder: Path) -> Iterator[None]:
-    """Turn the errors of code that meets values of unexpected types in the block into a ConfigError."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError, AssertionError) as error:
-        raise ConfigError(str(folder), problem="its files do not have the content that DeepSpeed and torch write "
-                          f"({type(error).__name__}: {shorten(str(error), 100)})",
-                          remedy="use another checkpoint") from None
 
 
 def open_files(folder: Path) -> EngineFiles:

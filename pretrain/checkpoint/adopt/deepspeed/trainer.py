@@ -9,10 +9,10 @@ import torch
 import transformers
 
 from pretrain.checkpoint.adopt.deepspeed import zero_files
-from pretrain.checkpoint.adopt.deepspeed.engine_files import EngineFiles, understood
+from pretrain.checkpoint.adopt.deepspeed.engine_files import EngineFiles
 from pretrain.checkpoint.adopt.deepspeed.training_arguments import TRAINING_ARGS, read_training_arguments, schedule_of
 from pretrain.checkpoint.adopt.deepspeed.zero_layout import FoundParameters, add_torch_optimizer
-from pretrain.checkpoint.adopt.foreign_run import ForeignRun, Loss
+from pretrain.checkpoint.adopt.foreign_run import ForeignRun, Loss, understood
 from pretrain.checkpoint.adopt.optimizers import UNKNOWN_DECAY
 from pretrain.checkpoint.format.fragments import FileLocation
 from pretrain.checkpoint.format.pickles import load_pickle
@@ -163,5 +163,6 @@ def _last_rate(state: _TrainerState) -> float | None:
 def _notes(folder: Path, arguments: Mapping[str, Any]) -> list[str]:
     if arguments:
         return []
-    problem = "is missing" if not (folder / TRAINING_ARGS).is_file() else "cannot be read without running it"
+    problem = "is missing" if not (folder / TRAINING_ARGS).is_file() else \
+        "cannot be read without running it, or holds no TrainingArguments"
     return [f"{TRAINING_ARGS} {problem}: the schedule is known by its position and its rates alone"]

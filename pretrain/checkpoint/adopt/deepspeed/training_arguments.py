@@ -14,6 +14,7 @@ import torch
 from pretrain.checkpoint.format.verify import pickle_globals
 
 TRAINING_ARGS = "training_args.bin"
+_ALWAYS = {"output_dir", "per_device_train_batch_size", "lr_scheduler_type"}  # attributes of any TrainingArguments
 
 
 class _StandIn:
@@ -33,7 +34,8 @@ class _StandIn:
 def read_training_arguments(folder: Path) -> dict[str, Any]:
     """Return the settings in a folder's training_args.bin that are numbers, strings, dicts or members of enums.
 
-    A member of an enum is its value. Returns {} if there is no such file, or if it cannot be read in this way.
+    A member of an enum is its value. Returns {} if there is no such file, if it cannot be read in this way, or if its
+    object is no TrainingArguments.
     """
     path = folder / TRAINING_ARGS
     if not path.is_file():
@@ -46,6 +48,8 @@ def read_training_arguments(folder: Path) -> dict[str, Any]:
     except Exception:  # damaged bytes make the unpickler raise many types of exceptions
         return {}
     found = {key: _plain(each) for key, each in vars(value).items()} if isinstance(value, _StandIn) else {}
+    if not found.keys() >= _ALWAYS:
+        return {}
     return {key: each for key, each in found.items() if isinstance(each, (bool, int, float, str, dict))}
 
 

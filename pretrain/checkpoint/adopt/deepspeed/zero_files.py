@@ -13,11 +13,10 @@ from pretrain.checkpoint.adopt.deepspeed.engine_files import (
     module_tensors,
     open_files,
     param_groups,
-    understood,
 )
 from pretrain.checkpoint.adopt.deepspeed.swapped_files import SUFFIX, map_numbers
 from pretrain.checkpoint.adopt.deepspeed.zero_layout import FoundParameters, find_parameters
-from pretrain.checkpoint.adopt.foreign_run import ForeignRun, Loss, Shape
+from pretrain.checkpoint.adopt.foreign_run import ForeignRun, Loss, Shape, understood
 from pretrain.checkpoint.adopt.optimizers import recognize
 from pretrain.checkpoint.adopt.parameter_order import is_rounded
 from pretrain.checkpoint.adopt.values import loss_scale_of
@@ -154,10 +153,13 @@ def with_schedule(run: ForeignRun, state: Mapping[str, Any]) -> ForeignRun:
         known = {"warmup_steps": params.get("warmup_num_steps"), "total_steps": params.get("total_num_steps")}
         schedule |= {"type": scheduler["type"], "params": params,
                      **{key: value for key, value in known.items() if isinstance(value, int)}}
+    if not isinstance(state, dict) or not state.keys() & {"last_batch_iteration", "last_epoch"}:
+        loss = Loss("schedule", "the state of the learning-rate scheduler has no count of steps")
+        return replace(run, schedule=schedule, learning_rate=None, losses=(*run.losses, loss))
     if "base_lrs" in state:
         schedule["peak_rate"] = float(state["base_lrs"][0])
     # DeepSpeed's schedulers count from -1, torch's from 0
-    counted = int(state["last_batch_iteration"]) + 1 if "last_batch_iteration" in state else state.get("last_epoch")
+    counted = int(state["last_batch_iteration"]) + 1 if "last_batch_iteration" in state else state["last_epoch"]
     if counted == applied:
         return replace(run, schedule={**schedule, "last_step": applied}, learning_rate=None)
     loss = Loss("schedule", f"the learning-rate scheduler has counted {counted} steps, and the optimizer {applied} "

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from pretrain.checkpoint.format.pickles import load_pickle
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, shorten
 
 _LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 _MP_RANK = re.compile(r"mp_rank_(\d+)_model_states\.pt")
@@ -102,7 +102,9 @@ def load(path: Path) -> dict[str, Any]:
 def load_layers(files: LayerFiles) -> dict[int, tuple[dict[str, torch.Tensor], ...]]:
     """Load the parts of each layer: for each tensor-parallel rank, name in the layer -> tensor. Raises ConfigError."""
     if files.layers:
-        return {index: tuple(_tensors(path, load(path)) for path in paths) for index, paths in files.layers.items()}
+        layers = {index: tuple(_tensors(path, load(path)) for path in paths) for index, paths in files.layers.items()}
+        _check_names(files, layers)
+        return layers
     parts: dict[int, list[dict[str, torch.Tensor]]] = {}
     for rank, path in enumerate(files.mp_ranks):
         module = load(path).get("module")
@@ -112,7 +114,20 @@ def load_layers(files: LayerFiles) -> dict[int, tuple[dict[str, torch.Tensor], .
                 raise ConfigError(f"{path}: module: {name}", problem="only pipelines, with files "
                                   "layer_LL-model_TT-model_states.pt, and GPT-NeoX's sequential.N are read")
             parts.setdefault(int(found[1]), [{} for _ in files.mp_ranks])[rank][found[2]] = tensor
-    return {index: tuple(own) for index, own in parts.items()}
+    found_parts = {index: tuple(own) for index, own in parts.items()}
+    _check_names(files, found_parts)
+    return found_parts
+
+
+def _check_names(files: LayerFiles, layers: Mapping[int, tuple[dict[str, torch.Tensor], ...]]) -> None:
+    """Raise ConfigError unless the parts of a layer on all tensor-parallel ranks have the same names."""
+    for index, parts in layers.items():
+        for rank, part in enumerate(parts):
+            if different := sorted(part.keys() ^ parts[0].keys()):
+                has, lacks = (0, rank) if different[0] in parts[0] else (rank, 0)
+                raise ConfigError(f"{files.path(index, lacks)}: {shorten(different[0])}", problem="the file has no "
+                                  f"such parameter; {files.path(index, has).name} has it",
+                                  remedy="copy the files of one checkpoint")
 
 
 def _tensors(path: Path, content: dict[str, Any]) -> dict[str, torch.Tensor]:

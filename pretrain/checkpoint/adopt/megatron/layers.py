@@ -32,13 +32,14 @@ def read(folder: Path, config: Mapping[str, Any] | None) -> ForeignRun:
     files = find_files(folder)
     state = load(files.mp_ranks[0])
     check_counts(files, state)
+    step = read_step(files)
     layers = load_layers(files)
     layout = find_layout({index: parts[0].keys() for index, parts in layers.items()}, str(folder))
     settings = read_settings(folder, state, layout.program)
     values = dict(config) if config is not None else _config(settings, layout, layers, folder)
     model = model_config_from(values, "config.json" if config is not None else settings.where)
     tensors = Tensors(files, layers, layout, model, _qkv_order(layout, settings, model))
-    run = _run(tensors, read_step(state, files.mp_ranks[0]), values)
+    run = _run(tensors, step, values)
     return with_states(run, state, settings, next(iter(tensors.ranks), None), files)
 
 

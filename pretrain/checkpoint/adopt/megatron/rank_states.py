@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-from pretrain.checkpoint.adopt.deepspeed.engine_files import EngineFiles, param_groups, understood
+from pretrain.checkpoint.adopt.deepspeed.engine_files import EngineFiles, param_groups
 from pretrain.checkpoint.adopt.deepspeed.zero_files import ForeignReader
 from pretrain.checkpoint.adopt.deepspeed.zero_layout import FoundParameters, find_parameters
+from pretrain.checkpoint.adopt.foreign_run import understood
 from pretrain.checkpoint.adopt.megatron.layer_files import LayerFiles, load
 from pretrain.checkpoint.adopt.megatron.names import PeerLayout
 from pretrain.checkpoint.format.shard_index import FP32

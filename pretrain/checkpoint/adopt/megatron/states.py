@@ -44,13 +44,17 @@ def read_settings(folder: Path, state: Mapping[str, Any], program: str) -> Setti
                     f"{folder}/mp_rank_00_model_states.pt: args")
 
 
-def read_step(state: Mapping[str, Any], path: Path) -> int:
-    """Return the number of steps that a model-states file records. Raises ConfigError."""
-    step = _count(state, "global_steps", path)
-    if step is None:
-        raise ConfigError(f"{path}: global_steps", found="nothing", expected="a number of steps",
-                          remedy="use another checkpoint")
-    return step
+def read_step(files: LayerFiles) -> int:
+    """Return the number of steps that the model-states files of all mp ranks record. Raises ConfigError."""
+    steps = {path: _count(load(path), "global_steps", path) for path in files.mp_ranks}
+    first = steps[files.mp_ranks[0]]
+    for path, step in steps.items():
+        if step is None or step != first:
+            raise ConfigError(f"{path}: global_steps", found="nothing" if step is None else step,
+                              expected="a number of steps, the same in all files of mp ranks",
+                              remedy="copy the files of one checkpoint")
+    assert first is not None
+    return first
 
 
 def with_states(run: ForeignRun, state: Mapping[str, Any], settings: Settings, rank: RankStates | None,

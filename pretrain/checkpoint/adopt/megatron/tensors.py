@@ -115,9 +115,6 @@ class Tensors:
         (index, name), ranks = source.place.key, self.files.tensor_parallel_size
         for rank in range(ranks):
             where = f"{self.files.path(index, rank)}: {name}"
-            if name not in self.layers[index][rank]:
-                raise ConfigError(where, problem="the file has no such parameter; the one of rank 0 has it",
-                                  remedy="use another checkpoint")
             found = tuple(self.layers[index][rank][name].shape)
             rows = len(self.layers[index][0][name]) * ranks if source.kind in _VOCABULARY else 0
             if rows and rows < self.model.vocab_size:
