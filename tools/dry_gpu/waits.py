@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 FRAMES = 3
+OWN_FILES = ("waits.py", "warnings.py")
 places: Counter[str] = Counter()
 
 
@@ -24,7 +25,7 @@ def count(message: Any, *args: Any, **kwargs: Any) -> None:
     if "synchroniz" not in str(message):
         return
     frames = [frame for frame in traceback.extract_stack()
-              if "/torch/" not in frame.filename and os.path.basename(frame.filename) not in ("waits.py", "warnings.py")]
+              if "/torch/" not in frame.filename and os.path.basename(frame.filename) not in OWN_FILES]
     places[" < ".join(f"{frame.filename.split('site-packages/')[-1]}:{frame.lineno} {frame.name}"
                       for frame in reversed(frames[-FRAMES:]))] += 1
 
