@@ -97,3 +97,25 @@ def test_a_run_resumes_in_each_layout(dry_gpu: DryGpu, corpus: str, tmp_path: Pa
                "exit_step": 2 * (number + 1)}
         train(dry_gpu, tmp_path / "run", path, own, devices=devices)
         assert steps_of(tmp_path / "run")[-1] == 2 * (number + 1)
+
+
+@pytest.mark.slow
+def test_the_commands_of_a_trained_run(dry_gpu: DryGpu, corpus: str, tmp_path: Path) -> None:
+    """Commands end as on a GPU; those that look at values say in a line what is wrong with this device."""
+    run, path = tmp_path / "run", tmp_path / "ds.json"
+    path.write_text(json.dumps(bf16(1)))
+    own = {**flags(corpus, steps=STEPS), "save_interval": 2}
+    train(dry_gpu, run, path, own, devices=2)
+    words = [f"--deepspeed_config={path}", *(f"--{name}={value}" for name, value in own.items())]
+
+    def ends(code: int, part: str, command: list[str], devices: int = 1) -> None:
+        done = dry_gpu(["python", "-m", "pretrain", *command], devices=devices)
+        assert (done.returncode, part in done.stdout, "Traceback" in done.stdout) == (code, True, False), \
+            f"{command}: {done.returncode}\n{done.stdout[-4000:]}"
+
+    ends(0, "perplexity", ["evaluate", str(run), "--data", corpus])
+    ends(0, "", ["export", str(run), "--output", str(tmp_path / "hf")])
+    ends(0, "model", ["check", "--world_size=2", f"--save={run}", *words])
+    ends(2, "the device computes nothing", ["--num_accelerators=2", "sanity", f"--save={run}", *words], devices=2)
+    ends(0, "", ["summary", str(run)])
+    ends(1, "wrong result", ["check-cluster"])
