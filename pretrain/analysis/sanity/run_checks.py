@@ -54,8 +54,10 @@ def _check_first(checked: CheckedEngine, steps: int,
     if not vocabulary.passed:  # the embedding has no row for these tokens
         return [*results, not_made("all other checks", "a token is not in the model's vocabulary")], None
     report("forward passes")
-    results += [forward_checks.check_initial_loss(checked, batches),
-                forward_checks.check_causal_mask(checked, batches),
+    results.append(forward_checks.check_initial_loss(checked, batches))
+    if results[-1].value == 0:  # the next checks divide by losses
+        return [*results, not_made("all other checks", "the loss is 0")], None
+    results += [forward_checks.check_causal_mask(checked, batches),
                 forward_checks.check_loss_positions(checked, batches),
                 forward_checks.check_layout(checked, batches, consumed_samples),
                 forward_checks.check_activations(checked, batches)]

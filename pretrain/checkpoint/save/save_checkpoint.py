@@ -96,7 +96,7 @@ class FiniteCheck:
 
     def is_finite(self) -> bool:
         """Return whether no tensor had NaN or infinity. Waits for the device once for each data type."""
-        return all(bool(torch.stack(extremes).isfinite().all()) for extremes in self._extremes.values())
+        return all(bool(torch.stack(extremes).cpu().isfinite().all()) for extremes in self._extremes.values())
 
 
 def _tensors(value: Any, keys: Keys) -> Iterator[tuple[Keys, torch.Tensor]]:

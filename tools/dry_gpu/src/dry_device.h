@@ -1,0 +1,33 @@
+/* What the parts of the dry device share: its shape, its memory, and the counts of what a GPU would have done. */
+#ifndef DRY_DEVICE_H
+#define DRY_DEVICE_H
+
+#include <cuda_runtime_api.h>
+#include <stddef.h>
+
+/* The devices that the environment asks for; those of a process are numbered from 0. */
+int dry_device_count(void);          /* DRY_GPU_COUNT, 1 */
+int dry_capability(void);            /* DRY_GPU_CAPABILITY, 80 for compute capability 8.0 */
+size_t dry_capacity(void);           /* DRY_GPU_MEMORY in GiB, 80; in bytes */
+int dry_shared_memory_limit(void);   /* bytes that one block may use */
+int dry_current_device(void);
+
+enum memory_kind { PAGEABLE = -1, DEVICE = 0, PINNED = 1, REGISTERED = 2 };
+
+struct range {
+    char *start;
+    size_t size;
+    enum memory_kind kind;
+    int device;
+};
+
+/* Return the range that an address lies in; its kind is PAGEABLE where it lies in none. */
+struct range dry_find_range(const void *address);
+
+/* Order of DRY_GPU_COUNTERS: 8 integers of 64 bits, the last one unused. */
+struct counters {
+    long kernels, device_waits, stream_waits, event_waits, copies_to_host, bytes_to_host, copies_to_device, unused;
+};
+extern struct counters *dry_counters;
+
+#endif

@@ -1,0 +1,131 @@
+/* Device and pinned memory: pages of the host that are zero until somebody writes them. Copies are real. */
+#define _GNU_SOURCE
+#include "dry_device.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+enum { MAX_DEVICES = 64 };
+
+static struct range *ranges;
+static int number, space;
+static size_t used[MAX_DEVICES];
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+
+static void add_range(void *start, size_t size, enum memory_kind kind) {
+    pthread_mutex_lock(&lock);
+    if (number == space) {
+        space = space ? 2 * space : 1024;
+        ranges = realloc(ranges, space * sizeof *ranges);
+    }
+    ranges[number++] = (struct range){start, size, kind, dry_current_device()};
+    if (kind == DEVICE)
+        used[dry_current_device()] += size;
+    pthread_mutex_unlock(&lock);
+}
+
+static struct range remove_range(void *start) {
+    struct range found = {.kind = PAGEABLE};
+    pthread_mutex_lock(&lock);
+    for (int i = number - 1; i >= 0; i--)  /* what was allocated last is often freed first */
+        if (ranges[i].start == start) {
+            found = ranges[i];
+            ranges[i] = ranges[--number];
+            if (found.kind == DEVICE)
+                used[found.device] -= found.size;
+            break;
+        }
+    pthread_mutex_unlock(&lock);
+    return found;
+}
+
+struct range dry_find_range(const void *address) {
+    struct range found = {.kind = PAGEABLE};
+    pthread_mutex_lock(&lock);
+    for (int i = 0; i < number; i++)
+        if ((char *)address >= ranges[i].start && (char *)address < ranges[i].start + ranges[i].size) {
+            found = ranges[i];
+            break;
+        }
+    pthread_mutex_unlock(&lock);
+    return found;
+}
+
+static cudaError_t allocate(void **start, size_t size, enum memory_kind kind) {
+    int full = kind == DEVICE && used[dry_current_device()] + size > dry_capacity();
+    void *pages = full ? MAP_FAILED : mmap(NULL, size ? size : 1, PROT_READ | PROT_WRITE,
+                                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (pages == MAP_FAILED)
+        return cudaErrorMemoryAllocation;
+    add_range(pages, size, kind);
+    *start = pages;
+    return cudaSuccess;
+}
+
+static cudaError_t release(void *start) {
+    struct range removed = remove_range(start);
+    if (start && removed.kind == PAGEABLE)
+        return cudaErrorInvalidValue;
+    if (start)
+        munmap(start, removed.size ? removed.size : 1);
+    return cudaSuccess;
+}
+
+cudaError_t cudaMemGetInfo(size_t *available, size_t *total) {
+    *total = dry_capacity();
+    *available = *total - used[dry_current_device()];
+    return cudaSuccess;
+}
+cudaError_t cudaMalloc(void **start, size_t size) { return allocate(start, size, DEVICE); }
+cudaError_t cudaFree(void *start) { return release(start); }
+cudaError_t cudaMallocAsync(void **start, size_t size, cudaStream_t stream) { return allocate(start, size, DEVICE); }
+cudaError_t cudaFreeAsync(void *start, cudaStream_t stream) { return release(start); }
+cudaError_t cudaHostAlloc(void **start, size_t size, unsigned flags) { return allocate(start, size, PINNED); }
+cudaError_t cudaFreeHost(void *start) { return release(start); }
+cudaError_t cudaHostRegister(void *start, size_t size, unsigned flags) { add_range(start, size, REGISTERED); return cudaSuccess; }
+cudaError_t cudaHostUnregister(void *start) { remove_range(start); return cudaSuccess; }
+cudaError_t cudaHostGetDevicePointer(void **device_address, void *address, unsigned flags) {
+    *device_address = address;
+    return cudaSuccess;
+}
+cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *handle, void *start) { memset(handle, 0, sizeof *handle); return cudaSuccess; }
+
+cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, const void *address) {
+    struct range range = dry_find_range(address);
+    memset(attributes, 0, sizeof *attributes);
+    attributes->type = range.kind == DEVICE     ? cudaMemoryTypeDevice
+                       : range.kind == PAGEABLE ? cudaMemoryTypeUnregistered
+                                                : cudaMemoryTypeHost;
+    attributes->device = range.device;
+    attributes->devicePointer = range.kind == PAGEABLE ? NULL : (void *)address;
+    attributes->hostPointer = range.kind == PINNED || range.kind == REGISTERED ? (void *)address : NULL;
+    return cudaSuccess;
+}
+
+static cudaError_t copy(void *to, const void *from, size_t size, enum cudaMemcpyKind kind) {
+    if (kind == cudaMemcpyDeviceToHost) {
+        __atomic_add_fetch(&dry_counters->copies_to_host, 1, __ATOMIC_RELAXED);
+        __atomic_add_fetch(&dry_counters->bytes_to_host, size, __ATOMIC_RELAXED);
+    }
+    if (kind == cudaMemcpyHostToDevice)
+        __atomic_add_fetch(&dry_counters->copies_to_device, 1, __ATOMIC_RELAXED);
+    memmove(to, from, size);
+    return cudaSuccess;
+}
+
+cudaError_t cudaMemcpy(void *to, const void *from, size_t size, enum cudaMemcpyKind kind) { return copy(to, from, size, kind); }
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, enum cudaMemcpyKind kind, cudaStream_t stream) {
+    return copy(to, from, size, kind);
+}
+cudaError_t cudaMemcpyPeerAsync(void *to, int device, const void *from, int peer, size_t size, cudaStream_t stream) {
+    return copy(to, from, size, cudaMemcpyDeviceToDevice);
+}
+cudaError_t cudaMemset(void *start, int value, size_t size) { memset(start, value, size); return cudaSuccess; }
+cudaError_t cudaMemsetAsync(void *start, int value, size_t size, cudaStream_t stream) { memset(start, value, size); return cudaSuccess; }
+cudaError_t cudaGetSymbolAddress(void **address, const void *symbol) {
+    static char symbols[65536];
+    *address = symbols;
+    return cudaSuccess;
+}
