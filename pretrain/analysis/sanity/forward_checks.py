@@ -43,7 +43,7 @@ def check_initial_loss(checked: CheckedEngine, batches: list[MicroBatch]) -> Res
     origin = "of the loaded weights" if plan.origin else "at initialization"
     if loss == 0:
         return Result("initial loss", False, f"0 nats {origin}", "above 0", "no text is so predictable: the labels are "
-                      "visible in the input, or the device computes nothing, which ds-pretrain check-cluster tells", 0.0)
+                      "visible in the input, or the device computes nothing (ds-pretrain check-cluster)", 0.0)
     return Result("initial loss", low <= loss <= high, f"{loss:.4f} nats {origin}",
                   f"{low:.2f} to {high:.2f}; ln({plan.model.vocab_size}) = {math.log(plan.model.vocab_size):.2f}",
                   "too high: the initial weights or the output layer are scaled wrongly (--init_std, --init_method), "
