@@ -87,8 +87,8 @@ def check_same_parameters(saved: ModelConfig, run: ModelConfig, *, folder: Path,
             continue
         if field not in _MAY_DIFFER or (field == "max_positions" and run.position == "learned"):
             flag = f"--model {model}" if model and key not in (overrides or "") else "--model_overrides"
-            raise ConfigError(f"{flag}: {key}", found=_given(run, key, current),
-                              expected=f"{_given(saved, key, value)}, as in the weights of {folder}",
+            raise ConfigError(f"{flag}: {key}", found=_given(run, field, current),
+                              expected=f"{_given(saved, field, value)}, as in the weights of {folder}",
                               remedy=_NOT_EXTENDED if field == "vocab_size" else "leave --model out to use the model "
                               "of the weights, and override only settings that fit the same weights")
         if not run.described:
@@ -96,10 +96,13 @@ def check_same_parameters(saved: ModelConfig, run: ModelConfig, *, folder: Path,
     return notes
 
 
-def _given(model: ModelConfig, key: str, value: Any) -> Any:
-    """Return the value of a key as a config.json has it: `value` may be this program's name for it."""
+def _given(model: ModelConfig, field: str, value: Any) -> Any:
+    """Return the value of a field as a config.json has it: activations have other names there."""
     family = FAMILIES.get(model.architecture)
-    return model.hf_config.get(key, family.keys.get(key, value) if family is not None else value)
+    if field != "activation" or family is None:
+        return value
+    key = model.key(field)
+    return model.hf_config.get(key, family.keys.get(key, value))
 
 
 def _check_same_shapes(saved: ModelConfig, run: ModelConfig, *, folder: Path, model: str) -> None:

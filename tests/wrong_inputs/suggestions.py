@@ -88,7 +88,8 @@ def _remedies(line: Line) -> Iterator[Suggestion]:
         yield Suggestion("rename", match[1] or match[2] or "", ".", is_literal=True)
     yield from _removals(line, text)
     yield from _lines_and_places(line, text)
-    yield from _flags(text if "with deepspeed" not in text else "")
+    if "with deepspeed" not in text and line.target.flag != "--target":  # flags of the launcher; keys of a run's file
+        yield from _flags(text)
     for snippet in re.findall(r'"\w+": (?:\{(?:[^{}]|\{[^{}]*\})*\}|"[^"]*"|true|false|\d+)', text):
         if "..." not in snippet and "NAME" not in snippet:
             number = re.match(r"\d+", line.found)
