@@ -90,7 +90,7 @@ def _nested(values: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(values, dict):
         for name, value in values.items():
             # implementations by the name of a part
-            yield from _nested(value, key if _KERNELS.fullmatch(key) else name)
+            yield from _nested(value, key if _KERNELS.fullmatch(key) else str(name))
     elif isinstance(values, list):
         for value in values:
             yield from _nested(value, key)

@@ -105,12 +105,12 @@ def test_checkpoints_with_nan_and_a_damaged_latest_are_reported(run: Path) -> No
 def test_generate_accepts_the_same_folders(run: Path) -> None:
     """tools/generate.py accepts a run folder or one checkpoint, as tools/checkpoint.py does."""
     checkpoints = run / "checkpoints"
-    (run / "run.json").write_text(json.dumps([{"flags": {"tokenizer": "data/tokenizer"}}]))
+    (run / "run.json").write_text(json.dumps([{"flags": {"tokenizer": "/data/tokenizer"}}]))
     for path, step, found in ((run, None, 3), (checkpoints, None, 3), (checkpoints / "global_step2", None, 2),
                               (run, 1, 1), (checkpoints / "global_step2", 2, 2)):
         folder, manifest, _ = find_checkpoint(path, step)
         assert (folder, manifest.step) == (checkpoints / f"global_step{found}", found)
-        assert tokenizer_of(path) == "data/tokenizer"
+        assert tokenizer_of(path) == "/data/tokenizer"
     for wrong, step, message in ((checkpoints / "global_step2", 3, "--step"),
                                  (run, 9, "--step 9: .* has the steps 3, 2, 1"),
                                  (run / "none", None, "no such folder")):

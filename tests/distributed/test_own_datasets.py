@@ -155,7 +155,7 @@ def test_no_tool_imports_a_module_that_the_record_of_a_run_names(example: Path) 
         if command[0] in ("evaluate", "inspect"):
             assert "code (--dataset_module evil:build), which is not imported because a record names it" in output
         if "--command" in command:
-            assert "# Data: --dataset_module evil:build, your own code in " in output
+            assert "# Data: --dataset_module evil:build, your own code: run this script in its folder" in output
             assert '--dataset_module "${2:?' in output
             assert "evil" not in "".join(line for line in output.splitlines() if not line.startswith("# "))
     assert not (example / "imported").exists()

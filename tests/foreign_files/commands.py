@@ -79,12 +79,11 @@ FILES: dict[str, dict[str, tuple[str, ...]]] = {
         "rollbacks.jsonl": ("list", "report", "resume_from"),
         "restarts.jsonl": ("report", "summary"),
         "replays/step_2/verdict.json": ("report",),
-        "tasks.jsonl": ("report",),
         "flight/start_0/rank_0.jsonl": ("report", "summary"),
         f"{_CHECKPOINT}/{MANIFEST}": (
             "list", "verify", "diff", "resume_from", "init_from", "generate", "evaluate", "export", "average",
             "consolidate", "convert"),
-        f"{_CHECKPOINT}/shard_index_rank_0.json": ("verify", "export", "generate", "convert"),
+        f"{_CHECKPOINT}/shard_index_rank_00000.json": ("verify", "export", "generate", "convert"),
         "checkpoints/latest": ("list", "resume_from", "init_from", "export")},
     "ladder": {"ladder-right.json": ()},
     "hf": {"config.json": (), "tokenizer.json": ("generate", "import --save", "import --output", "prepare"),

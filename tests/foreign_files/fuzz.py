@@ -179,6 +179,7 @@ def _texts(fuzzer: Fuzzer, folder: str, numbers: random.Random, count: int) -> N
     for file, readers in FILES[folder].items():
         path, names = base / file, list(readers or commands(fuzzer.world)[folder])
         if not path.is_file():
+            assert folder != "run", f"{path} is missing"
             continue
         content = path.read_bytes()
         for number, (name, value) in enumerate(hostile_copies(_values(file, content), fuzzer.texts, numbers, count)):

@@ -5,16 +5,19 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from pretrain.checkpoint.save.retention import Rollback
 from pretrain.distributed.process import PROGRAM
+from tests.analysis.report.test_incidents import rank_rows
 from tests.distributed.test_foreign_files import GPT2, plain, trainer
 from tests.foreign_files.fuzz import SECRET
-from tests.foreign_files.payloads import MODULE
+from tests.foreign_files.payloads import MODULE, dumped
 from tests.foreign_files.sandbox import VARIABLE, Tree
 from tests.support.cases import config
 from tests.support.launch import ROOT, run_worker, train_ranks
@@ -77,6 +80,10 @@ def train(folder: Path, name: str) -> None:
                "samples": {"command": "ds-pretrain", "lines": ["samples:  x"]}}
     (run / "replays/step_2").mkdir(parents=True)
     (run / "replays/step_2/verdict.json").write_text(json.dumps(verdict))
+    (run / "rank_times.jsonl").write_text(dumped("x.jsonl", rank_rows(["a", "b"], range(1, 5), {1: 3.0})))
+    rollback = Rollback(time=1.0, reason="spike", bad_step=3, last_step=3, to_step=2, save_id="a", first_sample=1,
+                        consumed_samples=2, abandoned={"global_step9": "b"})
+    (run / "rollbacks.jsonl").write_text(dumped("x.jsonl", [asdict(rollback)]))
     restart = {"time": 1.0, "exit_code": 1, "reason": "crash", "host": "a"}
     (run / "restarts.jsonl").write_text(json.dumps(restart) + "\n")
 
@@ -105,7 +112,8 @@ def _settings(world: Path) -> dict[str, Any]:
 def _environ(world: Path, settings: dict[str, Any]) -> dict[str, str]:
     return {**os.environ, VARIABLE: json.dumps(settings), "HOME": str(world / "home"), "XDG_CACHE_HOME": _cache(),
             "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", f"{_cache()}/torch_extensions"),
-            "HF_HOME": str(world / "cache/hf"), "TMPDIR": str(world / "tmp"), "DS_ACCELERATOR": "cpu",
+            "HF_HOME": str(world / "cache/hf"), "TORCHINDUCTOR_CACHE_DIR": str(world / "cache/inductor"),
+            "TMPDIR": str(world / "tmp"), "DS_ACCELERATOR": "cpu",
             "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 

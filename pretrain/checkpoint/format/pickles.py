@@ -35,6 +35,13 @@ def without_enums(value: Any) -> Any:
     return value
 
 
+def load_foreign_pickle(path: Path, *, mmap: bool = False, also: Sequence[Any] = ()) -> Any:
+    """Load a `torch.save` file of another program, whose size and hash no manifest has. A pipe would wait forever."""
+    if path.exists() and not path.is_file():
+        raise ConfigError(str(path), problem="this is no regular file", remedy="use another checkpoint")
+    return load_pickle(path, mmap=mmap, also=also)
+
+
 def load_pickle(path: Path, *, mmap: bool = False, also: Sequence[Any] = (), content: IO[bytes] | None = None) -> Any:
     """Load a `torch.save` file into host memory. With `mmap`, tensors are read from disk on first use.
 
@@ -42,8 +49,6 @@ def load_pickle(path: Path, *, mmap: bool = False, also: Sequence[Any] = (), con
     `content` is read instead of `path`, which then is a name for messages. Raises ConfigError if the file cannot be
     read, or if it needs a class outside the allow-list.
     """
-    if content is None and path.exists() and not path.is_file():
-        raise ConfigError(str(path), problem="this is no regular file", remedy="use another checkpoint")
     try:
         with torch.serialization.safe_globals([*_ALLOWED, *also]):
             return torch.load(path if content is None else content, map_location="cpu", weights_only=True, mmap=mmap)

@@ -180,7 +180,7 @@ def children(pid: int) -> list[int]:
 
 def is_worker(pid: int) -> bool:
     try:
-        return b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"pretrain.data.prepare.worker_pool" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
 

@@ -26,7 +26,7 @@ from pretrain.checkpoint.adopt.megatron.names import BY_HEAD
 from pretrain.checkpoint.adopt.megatron.states import read_schedule
 from pretrain.checkpoint.adopt.megatron.tensor_parallel_parts import merge_qkv
 from pretrain.checkpoint.adopt.values import precision_of_dtype, whole_number
-from pretrain.checkpoint.format.pickles import load_pickle
+from pretrain.checkpoint.format.pickles import load_foreign_pickle
 from pretrain.errors import ConfigError, shorten
 from pretrain.model.config import ModelConfig, model_config_from
 from pretrain.model.description import Parameter
@@ -75,7 +75,7 @@ def read(files: DcpFiles, config: Mapping[str, Any] | None) -> ForeignRun:
         config: content of a config.json; None: it is made from the arguments in common.pt.
     """
     path = files.folder / _COMMON
-    common = load_pickle(path, also=_ALLOWED)
+    common = load_foreign_pickle(path, also=_ALLOWED)
     given = common.get("args") if isinstance(common, dict) else None
     if not isinstance(given, argparse.Namespace):
         raise ConfigError(str(path), problem="it has no args", remedy="use a checkpoint that Megatron-LM has written")

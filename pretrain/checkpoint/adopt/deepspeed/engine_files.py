@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from pretrain.checkpoint.format.pickles import load_pickle
+from pretrain.checkpoint.format.pickles import load_foreign_pickle
 from pretrain.errors import ConfigError, counted
 
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -58,7 +58,7 @@ def open_files(folder: Path) -> EngineFiles:
         raise ConfigError(str(folder), problem="there is no file *model_states.pt of a DeepSpeed engine",
                           remedy="name the folder that engine.save_checkpoint wrote")
     _check_ranks(folder, [*models], "model_states.pt")
-    contents: dict[str, Any] = {name: load_pickle(folder / name, mmap=True) for name in
+    contents: dict[str, Any] = {name: load_foreign_pickle(folder / name, mmap=True) for name in
                                 (*models.values(), *optimizers.values())}
     opened = EngineFiles(folder, contents[models[0]], tuple(models[rank] for rank in sorted(models)),
                         tuple(optimizers[rank] for rank in sorted(optimizers)), contents)

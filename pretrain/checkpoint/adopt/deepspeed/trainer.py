@@ -16,7 +16,7 @@ from pretrain.checkpoint.adopt.deepspeed.zero_layout import FoundParameters, add
 from pretrain.checkpoint.adopt.foreign_run import ForeignRun, Loss, understood
 from pretrain.checkpoint.adopt.optimizers import UNKNOWN_DECAY
 from pretrain.checkpoint.format.fragments import FileLocation
-from pretrain.checkpoint.format.pickles import load_pickle
+from pretrain.checkpoint.format.pickles import load_foreign_pickle
 from pretrain.checkpoint.format.shard_index import StoredParameters
 from pretrain.checkpoint.load.hf_folder import HFFolder, check_hf_folder
 from pretrain.errors import ConfigError
@@ -72,7 +72,7 @@ def _read(folder: Path, config: dict[str, Any], state: _TrainerState) -> Foreign
                   files=(*used, *run.files), seed=_seed(arguments), flags={**run.flags, **effects.flags},
                   losses=(*run.losses, *effects.losses), notes=(*run.notes, *_notes(folder, arguments), *effects.notes))
     if (folder / _SCHEDULER).is_file():
-        run = zero_files.with_schedule(run, load_pickle(folder / _SCHEDULER))
+        run = zero_files.with_schedule(run, load_foreign_pickle(folder / _SCHEDULER))
     elif "last_step" not in run.schedule and not any(loss.name == "schedule" for loss in run.losses):
         run = replace(run, losses=(*run.losses, Loss("schedule", f"there is no file {_SCHEDULER}")))
     if "type" not in run.schedule:
@@ -103,7 +103,7 @@ def _without_deepspeed(folder: Path, config: dict[str, Any], state: _TrainerStat
                           "the weights alone")
     weights = check_hf_folder(folder)
     tensors = _parameters_in_order(weights)
-    files = EngineFiles(folder, {}, (), (), {_OPTIMIZER: load_pickle(path, mmap=True)})
+    files = EngineFiles(folder, {}, (), (), {_OPTIMIZER: load_foreign_pickle(path, mmap=True)})
     found = FoundParameters(StoredParameters(folder))
 
     def weights_at(group: int, position: int, name: str) -> FileLocation:

@@ -19,7 +19,7 @@ from pretrain.checkpoint.adopt.deepspeed.universal_states import EngineStates, r
 from pretrain.checkpoint.adopt.deepspeed.zero_files import with_schedule
 from pretrain.checkpoint.adopt.foreign_run import ForeignRun, Loss, Shape
 from pretrain.checkpoint.adopt.mapping import shapes_in_module
-from pretrain.checkpoint.format.pickles import load_pickle
+from pretrain.checkpoint.format.pickles import load_foreign_pickle
 from pretrain.checkpoint.format.shard_index import FP32
 from pretrain.errors import ConfigError, shorten
 from pretrain.model.config import ModelConfig, model_config_from
@@ -222,7 +222,7 @@ def _tensor_of(path: Path) -> tuple[torch.Tensor, bool]:
     """
     if not path.is_file():
         raise ConfigError(str(path), problem="this file is missing; other parameters have it", remedy=_ANOTHER)
-    value = load_pickle(path, mmap=True, also=(SubparamShape,))
+    value = load_foreign_pickle(path, mmap=True, also=(SubparamShape,))
     facts = value if isinstance(value, dict) else {"param": value}
     tensor = facts.get("param")
     if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point() or tensor.layout != torch.strided:

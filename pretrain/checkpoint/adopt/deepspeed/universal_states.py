@@ -10,7 +10,7 @@ from pretrain.checkpoint.adopt.foreign_run import Loss
 from pretrain.checkpoint.adopt.optimizers import Recognized, recognize
 from pretrain.checkpoint.adopt.values import loss_scale_of, number
 from pretrain.checkpoint.convert.universal import DECAYS
-from pretrain.checkpoint.format.pickles import load_pickle
+from pretrain.checkpoint.format.pickles import load_foreign_pickle
 from pretrain.errors import ConfigError
 
 _MODEL_STATES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
@@ -104,7 +104,7 @@ def _dict_in(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(str(path), problem="this file is missing",
                           remedy="copy the whole output folder of ds_to_universal")
-    value = load_pickle(path, mmap=True)
+    value = load_foreign_pickle(path, mmap=True)
     if not isinstance(value, dict):
         raise ConfigError(str(path), found=type(value).__name__, expected="a dict", remedy=_ANOTHER)
     return value
@@ -132,7 +132,7 @@ def _optimizer_step(folder: Path, optimizer: Mapping[str, Any], names: Iterable[
     found: dict[float, Path] = {}
     for path in (folder / "zero" / name / "step.pt" for name in names):
         if path.is_file():
-            step = number(load_pickle(path))
+            step = number(load_foreign_pickle(path))
             if step is None:
                 raise ConfigError(str(path), problem="it holds no number", remedy=_ANOTHER)
             found.setdefault(step, path)

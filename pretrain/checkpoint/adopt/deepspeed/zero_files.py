@@ -21,7 +21,7 @@ from pretrain.checkpoint.adopt.foreign_run import ForeignRun, Loss, Shape, under
 from pretrain.checkpoint.adopt.optimizers import recognize
 from pretrain.checkpoint.adopt.parameter_order import is_rounded
 from pretrain.checkpoint.adopt.values import loss_scale_of
-from pretrain.checkpoint.format.pickles import load_pickle
+from pretrain.checkpoint.format.pickles import load_foreign_pickle
 from pretrain.checkpoint.format.shard_index import FP32
 from pretrain.checkpoint.load.reader import CheckpointReader
 from pretrain.errors import ConfigError, shorten
@@ -113,7 +113,7 @@ def _read(folder: Path, config: dict[str, Any], effects: Effects) -> ForeignRun:
     run = with_optimizer(run, where, found, groups, prefix)
     state, scheduler = model.get("lr_scheduler"), folder.parent / "scheduler.bin"
     if state is None and folder.name == _ACCELERATE and scheduler.is_file():
-        state = load_pickle(scheduler)
+        state = load_foreign_pickle(scheduler)
     return run if state is None else with_schedule(run, state)
 
 

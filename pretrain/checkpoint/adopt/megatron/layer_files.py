@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from pretrain.checkpoint.format.pickles import load_pickle
+from pretrain.checkpoint.format.pickles import load_foreign_pickle
 from pretrain.errors import ConfigError, shorten
 
 _LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
@@ -93,7 +93,7 @@ class LayerFiles:
 
 def load(path: Path) -> dict[str, Any]:
     """Load one file, memory-mapped. Raises ConfigError."""
-    content = load_pickle(path, mmap=True, also=_ALLOWED)
+    content = load_foreign_pickle(path, mmap=True, also=_ALLOWED)
     if not isinstance(content, dict):
         raise ConfigError(str(path), found=f"a {type(content).__name__}", expected="a dict, as DeepSpeed writes")
     return content
