@@ -26,6 +26,7 @@ from pretrain.checkpoint.adopt.weight_decay import WeightDecay
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.config.validate import check_settings
 from pretrain.distributed.device import cpu_device
+from pretrain.errors import ConfigError
 from tests.support.adopted import EXPERTS, MODELS
 from tests.support.foreign import foreign_run
 from tests.support.model_shapes import SHAPES
@@ -122,3 +123,9 @@ def test_the_json_of_a_run_without_deepspeed_fits_its_optimizer(kind: str, stage
     args = parse_arguments(["--deepspeed_config", str(tmp_path / "ds.json"), "--model", "tiny", "--train_steps", "9",
                             "--seq_length", "64", "--train_data", "x", "--save", str(tmp_path / "run")])
     assert check_settings(args, world_size=2, device=cpu_device()).layout.zero_stage == stage
+
+
+@pytest.mark.parametrize("token", ["*alias", [1], {"a": 1}, 10**9])
+def test_a_padding_token_that_transformers_rejects_gets_one_line(token: Any) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json: transformers builds no model from it"):
+        effects_of_module({**SHAPES["llama"], "pad_token_id": token})

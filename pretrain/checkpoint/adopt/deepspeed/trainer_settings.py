@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from pretrain.checkpoint.adopt.foreign_run import Loss
-from pretrain.errors import shorten
+from pretrain.errors import ConfigError, shorten
 from pretrain.model.config import model_config_from
 from pretrain.model.general.decoder import transformers_config
 
@@ -119,9 +119,16 @@ def effects_of_module(config: dict[str, Any], *, with_labels: bool = True) -> Ef
 
 
 def _untrained_row(config: dict[str, Any]) -> int | None:
-    """Return the token whose row in the embedding of transformers' module gets no gradient; None: there is none."""
+    """Return the token whose row in the embedding of transformers' module gets no gradient; None: there is none.
+
+    Raises ConfigError if transformers rejects the config.
+    """
     values = {key: value for key, value in config.items() if key != "auto_map"}
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(transformers_config(values))
+    try:
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(transformers_config(values))
+    except Exception as error:  # many types, also of huggingface_hub's dataclasses
+        raise ConfigError("config.json", problem=f"transformers builds no model from it: {_shown(error)}",
+                          remedy="use the config.json of the checkpoint") from None
     row: int | None = getattr(model.get_input_embeddings(), "padding_idx", None)
     return row
