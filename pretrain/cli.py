@@ -191,6 +191,8 @@ def bad_path(word: str) -> str:
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             return f"the name {shorten(word)!r} is too long for a file"
+    except UnicodeEncodeError:  # from a JSON file: a lone surrogate
+        return f"{shorten(word)!r} cannot be the name of a file"
     return ""
 
 

@@ -123,6 +123,11 @@ def named(noun: str, items: Sequence[object]) -> str:
     return f"{noun}{'s' if len(items) > 1 else ''} {listed(items)}"
 
 
+def format_number(value: float, digits: int = 3) -> str:
+    """Format a number with this many significant digits, and with all digits before the point: never as 1.7e+03."""
+    return f"{value:,.0f}" if abs(value) >= 10**(digits - 1) else f"{value:.{digits}g}"
+
+
 def printable(text: str) -> str:
     """Return `text` on one line, with control characters escaped. For one value that was read from a file."""
     return one_line(" ".join(text.split()))

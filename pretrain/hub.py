@@ -25,6 +25,7 @@ _PATTERNS = {
 }
 """the files of a repository that are downloaded, by what is wanted"""
 _WANTED = {"config": "config.json", "tokenizer": "the tokenizer", "weights": "the weights"}
+CONNECT_TO = "DS_PRETRAIN_CONNECT_TO"  # places that files may name: see `allowed_by_user`
 _TIMEOUT_S = 10.0
 _TOKENIZERS = {
     "openai-community/gpt2": ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "gpt3-125m", "gpt3-350m", "gpt3-760m",
@@ -55,6 +56,30 @@ def tokenizer_repository(value: str) -> str | None:
         return None
     named = next((repository for repository, presets in _TOKENIZERS.items() if value in presets), None)
     return named or (value if is_repository(value) else None)
+
+
+def recorded_tokenizer(value: str) -> str:
+    """Return a value of --tokenizer that a file names. Raises ConfigError if it would have to be downloaded."""
+    repository = tokenizer_repository(value)
+    if repository is None or allowed_by_user(repository):
+        return value
+    from huggingface_hub import constants
+
+    folder = Path(constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}"
+    if _is_complete(snapshot_in(folder), "tokenizer"):
+        return value
+    raise ConfigError(f"--tokenizer {shorten(value)}", problem="a file names this repository, which is not in the "
+                      "cache; nothing is downloaded because a file names it",
+                      remedy=f"`hf download {repository}` fills the cache, if you trust it")
+
+
+def allowed_by_user(place: str) -> bool:
+    """Return whether the user has allowed to connect to a place that a file names: a URL or a repository.
+
+    The variable CONNECT_TO has places, or their beginnings up to a slash, separated by spaces.
+    """
+    allowed = os.environ.get(CONNECT_TO, "").split()
+    return any(f"{place}/".startswith(f"{each.rstrip('/')}/") for each in allowed)
 
 
 def snapshot_in(folder: Path) -> Path:

@@ -25,6 +25,7 @@ from pretrain.config.flags.parse import parse_arguments
 from pretrain.config.plan import Plan
 from pretrain.distributed.deepspeed_version import workarounds
 from pretrain.distributed.device import Device, detect_device
+from pretrain.distributed.equal_ranks import MissingRanksError
 from pretrain.distributed.print_error import is_lost_connection, print_error, report_lost_connection
 from pretrain.distributed.process import end_process, importing
 from pretrain.distributed.process_group import collective_timeout_s
@@ -55,8 +56,8 @@ def main(argv: list[str] | None = None) -> int:
         return run(parse_arguments(argv), world)
     except ConfigError as error:
         print_error(world, error)
-        announce_rejection(world)
-        return CRASHED if isinstance(error, StoreError) else REJECTED
+        announce_rejection(world, error)
+        return CRASHED if isinstance(error, (StoreError, MissingRanksError)) else REJECTED
     except GuardError as error:
         print_error(world, error)
         return GUARD

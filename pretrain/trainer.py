@@ -20,9 +20,10 @@ from pretrain.checkpoint.load.load_checkpoint import load_checkpoint, load_weigh
 from pretrain.checkpoint.load.resume import Resume
 from pretrain.checkpoint.save.retention import position_after
 from pretrain.checkpoint.save.saver import Saver
+from pretrain.config.equal_facts import run_facts
 from pretrain.config.plan import Plan
 from pretrain.data.data_spec import names_of_split
-from pretrain.distributed.collectives import call_after_polls, from_rank_0, gather
+from pretrain.distributed.collectives import call_after_polls, from_rank_0, gather, gather_problems
 from pretrain.distributed.process_group import init_process_group, leave_process_group
 from pretrain.distributed.world import World
 from pretrain.engine.attachments import attachments
@@ -34,7 +35,7 @@ from pretrain.engine.recipe import EarlyStopping
 from pretrain.engine.steps import open_loader
 from pretrain.engine.update_guard import guard_updates
 from pretrain.engine.update_statistics import measure_updates
-from pretrain.errors import FINISHED, STOPPED, counted
+from pretrain.errors import FINISHED, STOPPED, ConfigError, counted
 from pretrain.monitor.announce import EARLY_STOP, REPLAYED, BatchRamp, announce_start, early_end_line
 from pretrain.monitor.flight.recorder import begin_record
 from pretrain.monitor.meter import Meter
@@ -49,6 +50,7 @@ from pretrain.resilience.guard import Guard
 from pretrain.resilience.recompute import Recomputation
 from pretrain.resilience.replicas import ReplicaCheck
 from pretrain.resilience.requests import Requests
+from pretrain.resilience.run_lock import RunLock, sees_lock
 from pretrain.resilience.watchdog import RankGuards, Watchdog
 from pretrain.step_loop import StepCallbacks, StepLoop
 from pretrain.terminal import Screen, clear_status, status
@@ -61,7 +63,7 @@ def train(plan: Plan, world: World, callbacks: StepCallbacks, guards: RankGuards
     Without a checkpoint, the run begins with `weights`, or with random weights if this is None. `tasks`: result of
     `find_run_tasks` on rank 0.
     """
-    resume = _connect(plan, world, guards.watchdog, weights)
+    resume = _connect(plan, world, guards, weights)
     missing = [] if resume is None else from_rank_0(functools.partial(_missing_evaluations, resume))
     if resume is not None and resume.manifest.step >= resume.plan.last_step and not missing:
         return _report_complete(resume.plan, resume)
@@ -108,22 +110,34 @@ class _StartPoint:
     resume: Resume | None  # None: the run begins with new or initial weights
     step: int  # number of steps done
     consumed_samples: int
+    warnings: list[str]  # about the weights
 
 
-def _connect(plan: Plan, world: World, watchdog: Watchdog, weights: InitialWeights | None) -> Resume | None:
+def _connect(plan: Plan, world: World, guards: RankGuards, weights: InitialWeights | None) -> Resume | None:
     """Connect the ranks, which then choose the checkpoint to resume from. Without one, they verify the weights."""
+    watchdog = guards.watchdog
     with deepspeed_output(plan.args.deepspeed_log_level):
         status(f"connecting {counted(world.size, 'rank')}")
-        init_process_group(world, watchdog.time_outs.longest_s)
+        init_process_group(world, watchdog.time_outs.longest_s, run_facts(plan, "ds-pretrain train", world))
         watchdog.enter("checkpoint", 0)
         call_after_polls(watchdog.beat)
         watchdog.set_ranks(gather((socket.gethostname(), os.getpid())))
+        _check_same_folder(Path(plan.args.save), guards.lock)
         agree_on_data(plan)
         resume = agree_on_checkpoint(plan, functools.partial(print, file=sys.stderr, flush=True))
         if resume is None and weights is not None:
             verify_weights(weights)
     clear_status()
     return resume
+
+
+def _check_same_folder(run: Path, lock: RunLock) -> None:
+    """Raise ConfigError on every rank unless all ranks see the run folder of rank 0, by its lock. Collective."""
+    token = from_rank_0(lambda: lock.token)
+    problems = [] if sees_lock(run, token) else [f"rank {dist.get_rank()} on {socket.gethostname()} has another folder "
+                                                 "under this name than rank 0"]
+    if found := gather_problems(problems):
+        raise ConfigError(f"--save {run}", problem=found[0], remedy="name a folder that all ranks share")
 
 
 def _build(plan: Plan, resume: Resume | None, weights: InitialWeights | None, watchdog: Watchdog) -> _StartPoint:
@@ -136,9 +150,10 @@ def _build(plan: Plan, resume: Resume | None, weights: InitialWeights | None, wa
         engine = build_engine(plan, initialize=resume is None and weights is None,
                               recorded_kernels=kernels, recorded_layer_times=layer_times)
         watchdog.enter("load", 0)
-        step, consumed_samples = _restore(engine, plan, resume, weights)
+        warnings = _restore(engine, plan, resume, weights)
+        step, consumed_samples = _position(plan, resume)
     clear_status()
-    return _StartPoint(engine, resume, step, consumed_samples)
+    return _StartPoint(engine, resume, step, consumed_samples, warnings)
 
 
 def _begin_loop(plan: Plan, world: World, start: _StartPoint, callbacks: StepCallbacks, guards: RankGuards,
@@ -165,7 +180,7 @@ def _begin_loop(plan: Plan, world: World, start: _StartPoint, callbacks: StepCal
     announce_start(plan, world, screen, folder, first_step=start.step,
                    resumed_from=resume.folder if resume and not resume.manifest.weights_only else None,
                    is_branch=resume is not None and resume.branch is not None,
-                   warnings=resume.warnings if resume else (), operators=own.operators)
+                   warnings=[*(resume.warnings if resume else ()), *start.warnings], operators=own.operators)
     recorder = begin_record(plan, world, engine, screen, functools.partial(held_states, engine), first_step=start.step,
                             set_path=guards.watchdog.set_record)
     guard = Guard(plan, engine, folder, screen, keep_record=recorder.keep)
@@ -220,21 +235,22 @@ def _report_early_stop(resume: Resume, world: World, guards: RankGuards) -> int:
 
 
 def _restore(engine: DeepSpeedEngine, plan: Plan, resume: Resume | None,
-             weights: InitialWeights | None) -> tuple[int, int]:
-    """Load the checkpoint to resume from, or the initial weights, if any.
-
-    Returns the number of steps done and of samples consumed.
-    """
+             weights: InitialWeights | None) -> list[str]:
+    """Load the checkpoint to resume from, or the initial weights, if any. Returns warnings about the weights."""
     if resume is None:
-        if weights is not None:
-            load_weights(engine, weights.files)
-        return 0, plan.args.first_sample
+        return [] if weights is None else load_weights(engine, weights.files)
     if resume.manifest.weights_only:
-        load_weights(engine, resume.folder)
-        return 0, plan.args.first_sample
-    load_checkpoint(engine, plan, resume.folder, resume.manifest)
+        return load_weights(engine, resume.folder)
+    warnings = load_checkpoint(engine, plan, resume.folder, resume.manifest)
     own = attachments(engine)
     own.early_stopping.set_state(_early_stopping(resume).state())
     if resume.branch is not None or resume.other_data or len(plan.overrides) > len(resume.manifest.overrides):
         own.spikes.set_state(None)  # other losses may be usual now
+    return warnings
+
+
+def _position(plan: Plan, resume: Resume | None) -> tuple[int, int]:
+    """Return the number of steps done and of samples consumed."""
+    if resume is None or resume.manifest.weights_only:
+        return 0, plan.args.first_sample
     return resume.manifest.step, from_rank_0(lambda: position_after(resume.folder.parent, resume.manifest))

@@ -1,6 +1,7 @@
 """Exit codes and one-line errors of every program, and suggestions for misspelt words."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.cli import Parser, number, path, whole_number
-from pretrain.errors import ConfigError, closest
+from pretrain.errors import ConfigError, closest, format_number
 from pretrain.paths import check_outside_runs
 from tests.support.rejection import rejection
 
@@ -159,3 +160,13 @@ def test_lists_and_help_fit_80_columns(words: list[str]) -> None:
                           env={**os.environ, "COLUMNS": "80"})
     assert done.returncode == 0, done.stderr
     assert [line for line in done.stdout.splitlines() if len(line) > 80] == []
+
+
+def test_numbers_are_printed_without_exponents() -> None:
+    found = [format_number(value) for value in (0.01234, 1.5, 99.94, 99.96, 101.2, 1730.4, -1730.4, 2.5e6)]
+    assert found == ["0.0123", "1.5", "99.9", "100", "101", "1,730", "-1,730", "2,500,000"]
+    assert [format_number(value, 4) for value in (1.23456, 999.94, 1e4)] == ["1.235", "999.9", "10,000"]
+    units = re.compile(r":,?\.\dg\} (ms|s|us|minutes|steps|samples|times)\b")
+    lines = [f"{path}: {line.strip()}" for path in (Path(__file__).parents[1] / "pretrain").rglob("*.py")
+             for line in path.read_text(encoding="utf-8").splitlines() if units.search(line)]
+    assert lines == []

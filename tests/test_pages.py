@@ -42,7 +42,8 @@ def _named_paths(page: Path) -> list[str]:
 
 
 def test_every_page_is_listed() -> None:
-    found = {page for folder in (".", ".github", *_FOLDERS) for page in (ROOT / folder).glob("*.md")}
+    found = {page for folder in (".", ".github", "tools/dry_gpu", *_FOLDERS)
+             for page in (ROOT / folder).glob("*.md")}
     assert found == set(PAGES)
 
 
@@ -144,6 +145,6 @@ def test_commands_that_are_not_run_are_on_a_page_and_name_existing_files_and_fla
     programs += [f"pretrain {words}" for words in re.findall(r"ds-pretrain ((?:data|inspect|checkpoint) \w+)", command)]
     programs += ["pretrain prepare"] * ("prepare.sbatch" in command)
     known = set().union(*map(_known_flags, {*programs, "pretrain train"}))
-    of_others = {"deepspeed": {"module"}, "sbatch": {"parsable", "array", "dependency", "kill"}}
+    of_others = {"deepspeed": {"module"}, "dry-gpu": {"setup"}, "sbatch": {"parsable", "array", "dependency", "kill"}}
     known = known.union(*(flags for name, flags in of_others.items() if f"{name} " in command))
     assert _flags(command) - known == set()

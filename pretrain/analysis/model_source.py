@@ -25,7 +25,7 @@ from pretrain.distributed.device import Device, multiplies_bf16
 from pretrain.distributed.world import World
 from pretrain.errors import ConfigError, require_package
 from pretrain.model.config import ModelConfig, model_config_from
-from pretrain.model.config_keys import read_config_json
+from pretrain.model.config_keys import NotTrainedHereError, check_limits, read_config_json
 from pretrain.monitor.read_run_folder import newest_start
 from pretrain.stored_json import read_text
 
@@ -35,6 +35,8 @@ _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _MAX_FRACTION = 0.8  # of the device's memory that complete weights may take; the rest is for activations and logits
 USABLE_MEMORY = 0.9  # fraction of the free memory for weights and cache; activations need the rest
 _GIB = 2**30
+# for all loading by transformers: no network, and no code of a folder, for which it would otherwise ask on a terminal
+LOCAL_FILES: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,7 +218,10 @@ def _transformers_source(folder: Path, tokenizer: str | None) -> GenerationSourc
     if not weight_files(folder):
         raise ConfigError(str(folder), problem="the folder has a config.json, but no weights",
                           remedy="name a run folder, a global_stepN folder, or a transformers folder with weights")
-    hf_folder = _check_headers(folder, values)
+    if (folder / "adapter_config.json").is_file():  # transformers would load the base model that it names
+        raise ConfigError(str(folder), problem="an adapter_config.json of PEFT is not read",
+                          remedy="merge the adapter into the weights, or remove the file")
+    hf_folder = _check_model(folder, values)
     loaded = load_tokenizer(tokenizer or folder)
     dtype = values.get("dtype", values.get("torch_dtype"))
     positions = next((values[key] for key in _POSITION_KEYS if isinstance(values.get(key), int)), _NO_LIMIT)
@@ -227,19 +232,19 @@ def _transformers_source(folder: Path, tokenizer: str | None) -> GenerationSourc
         notes=tuple(_require_fit(loaded, values, vocab_size)))
 
 
-def _check_headers(folder: Path, values: dict[str, Any]) -> HFFolder | None:
-    """Raise ConfigError if safetensors files are damaged or do not fit the model.
+def _check_model(folder: Path, values: dict[str, Any]) -> HFFolder | None:
+    """Raise ConfigError for a wrong config.json, and if safetensors files are damaged or do not fit the model.
 
     Return None for models that only transformers implements and for other formats. They are checked when transformers
-    loads them.
+    loads them, but for absurd sizes.
     """
-    if not any(folder.glob("*.safetensors")):
-        return None
+    where = str(folder / "config.json")
+    check_limits(values, where)
     try:
-        config = model_config_from(values, str(folder / "config.json"))
-    except ConfigError:
+        config = model_config_from(values, where)
+    except NotTrainedHereError:
         return None
-    return check_hf_folder(folder, config)
+    return check_hf_folder(folder, config) if any(folder.glob("*.safetensors")) else None
 
 
 def _require_fit(tokenizer: Tokenizer, hf_config: Mapping[str, Any], vocab_size: int) -> list[str]:

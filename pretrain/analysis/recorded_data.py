@@ -8,6 +8,7 @@ from pretrain.data.data_spec import planned_samples, recorded_data_spec
 from pretrain.data.run_data import RunData, open_run_data
 from pretrain.data.token_schedules import BatchSizes, recorded_batch_sizes
 from pretrain.errors import ConfigError
+from pretrain.hub import recorded_tokenizer
 from pretrain.model.config import model_config_from
 from pretrain.monitor.read_run_folder import newest_path, read_events, read_metrics, read_starts
 
@@ -98,7 +99,7 @@ def open_data_of_step(run: Path, start: dict[str, Any]) -> RunData:
         raise ConfigError(f"{run}: run.json", problem="the record of the run's data or model is damaged")
     model = model_config_from(start["model_config"], f"{run}: run.json: model_config")
     data = open_recorded_data(start, seq_length=flags["seq_length"], vocab_size=model.vocab_size,
-                              tokenizer=flags.get("tokenizer"))
+                              tokenizer=flags.get("tokenizer") and recorded_tokenizer(flags["tokenizer"]))
     if start.get("data", {}).get("train") != data.datasets["train"].fingerprint:
         raise ConfigError(str(run), problem=OTHER_DATA,
                           remedy="restore the data")

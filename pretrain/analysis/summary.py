@@ -18,6 +18,7 @@ from pretrain.data.token_files.indexed_dataset import read_meta
 from pretrain.errors import ConfigError, printable
 from pretrain.monitor.hints.rules import Hint
 from pretrain.monitor.read_run_folder import is_number, newest_path, newest_start, read_metrics, read_rows
+from pretrain.remote import is_url
 
 
 @dataclass(frozen=True)
@@ -68,23 +69,26 @@ def summarize(run: Path) -> Summary:
                    train_steps=int(_number(run / "run.json", start, "train_steps") or 0),
                    loss=_number(metrics, finite, "loss"), loss_step=int(_number(metrics, finite, "step") or 0),
                    valid_loss=_number(metrics, evaluation, "eval_loss"),
-                   unigram_entropy=_unigram_entropy(flags),
+                   unigram_entropy=_unigram_entropy(run, start),
                    tokens_per_second=_number(metrics, last, "tokens_per_second"),
                    named_losses={name: _number(metrics, row, "eval_loss") for name, row in named.items()},
                    note=flags.get("note") or "", expected=newest_comparison(table), hints=hints_of(table),
                    incidents=incidents_of(table), replays=replays_data(run))
 
 
-def _unigram_entropy(flags: dict[str, Any]) -> float | None:
+def _unigram_entropy(run: Path, start: dict[str, Any]) -> float | None:
     """Return the mean of the entropies that the .meta.json files of the validation data have; None if one is missing.
 
-    The entropy of a blend of several sources is not known.
+    The entropy of a blend of several sources is not known. For data at a URL, the run has recorded it.
     """
+    flags = start["flags"]
     train, valid = flags.get("train_data"), flags.get("valid_data")
     if not all(isinstance(value, (str, list, type(None))) for value in (train, valid)):
         return None
     spec = parse_data_spec(train, valid_data=valid)
     prefixes = [prefix for _, prefix in spec.valid] or (list(spec.train) if len(spec.train) == 1 else [])
+    if any(map(is_url, prefixes)):
+        return _number(run / "run.json", start, "unigram_entropy")
     values = [_number(Path(f"{prefix}.meta.json"), read_meta(prefix) or {}, "entropy_nats") for prefix in prefixes]
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known and len(known) == len(values) else None

@@ -18,6 +18,7 @@ from pretrain.checkpoint.load.agree_on_checkpoint import agree_on_data, verify_w
 from pretrain.checkpoint.load.init_from import find_initial_weights
 from pretrain.checkpoint.load.load_checkpoint import load_weights
 from pretrain.checkpoint.load.start import Start
+from pretrain.config.equal_facts import run_facts
 from pretrain.config.plan import Plan
 from pretrain.distributed.process_group import init_process_group, leave_process_group
 from pretrain.distributed.world import World
@@ -27,7 +28,7 @@ from pretrain.engine.update_guard import guard_updates
 
 
 @contextmanager
-def trial_run(start: Start, world: World) -> Iterator[tuple[Plan, Callable[[Plan], DeepSpeedEngine]]]:
+def trial_run(start: Start, world: World, program: str) -> Iterator[tuple[Plan, Callable[[Plan], DeepSpeedEngine]]]:
     """Connect the ranks; disconnect them after the block. Collective; raises ConfigError on every rank.
 
     Yields the plan, and a function that returns an engine with the weights that the run begins with at step 0.
@@ -42,7 +43,7 @@ def trial_run(start: Start, world: World) -> Iterator[tuple[Plan, Callable[[Plan
     if start.resume is not None and world.rank == 0:
         print(f"note: {args.save} has checkpoints; this begins with the weights of step 0", file=sys.stderr)
     with deepspeed_output(args.deepspeed_log_level):
-        init_process_group(world)
+        init_process_group(world, facts=run_facts(plan, program, world))
         agree_on_data(plan)
         if weights is not None:
             verify_weights(weights)

@@ -10,7 +10,6 @@ DeepSpeed before a rank reads its flags.
 """
 
 import argparse
-import os
 import socket
 import sys
 from collections.abc import Sequence
@@ -19,9 +18,8 @@ from pretrain.cluster.hosts.hostfile import hosts_from_flags
 from pretrain.cluster.hosts.remote import LOCAL
 from pretrain.cluster.launcher_flags import find_rank_command, launcher_parser, split_command_line
 from pretrain.cluster.local_launch import launch_command, launch_locally
-from pretrain.cluster.multihost_launch import launch_command_on_hosts, launch_on_hosts
+from pretrain.cluster.multihost_launch import check_outer_launcher, launch_command_on_hosts, launch_on_hosts
 from pretrain.config.flags.parse import parse_arguments
-from pretrain.distributed.world import world_from_environment
 from pretrain.errors import ConfigError
 
 _MULTIHOST_FLAGS = ("master_addr", "launcher", "launcher_args", "ssh_port", "no_ssh", "node_rank", "force_multi",
@@ -45,11 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                           remedy="write for example `ds-pretrain --num_gpus RANKS --config run.yaml`; `ds-pretrain "
                                  "new run.yaml` writes this file, `ds-pretrain quickstart` trains a small model, and "
                                  "`ds-pretrain --help` lists the subcommands")
-    world = world_from_environment(os.environ)
-    if world.size > 1:
-        raise ConfigError("ds-pretrain", problem="another launcher started this process as "
-                                                 f"rank {world.rank} of {world.size}, but ds-pretrain starts all ranks",
-                          remedy="let that launcher start `python -m pretrain.train` instead")
+    check_outer_launcher(flags)
     forces_multihost = flags.force_multi or flags.no_ssh
     if flags.hostfile is not None and (forces_multihost or not _only_this_host(hosts_from_flags(flags))):
         return launch_on_hosts(flags, rest) if command is None else launch_command_on_hosts(flags, command[1], rest)

@@ -41,7 +41,8 @@ def launcher_parser(program: str) -> Parser:
         help="use no ssh: you run this command on every host, each time with another --node_rank; the commands connect "
              "to each other at --master_addr, port --master_port + 1")
     add("--node_rank", type=whole_number(), default=-1,
-        help="with --no_ssh: index of this host in the hostfile, from 0")
+        help="with --no_ssh: index of this host in the hostfile, from 0 (default: the rank, if srun or mpirun starts "
+             "this command once on each host)")
     add("--meet", type=_SECONDS, default=60,
         help="with --no_ssh: seconds to wait for this command on the other hosts (default: %(default)s)")
     add("--grace", type=_SECONDS, default=30,

@@ -44,7 +44,7 @@ from pretrain.config.flags.parse import parse_arguments
 from pretrain.config.flags.receivers import FOLLOWED, variable_names
 from pretrain.distributed.device import Device, cpu_device, detect_device
 from pretrain.distributed.process import PROGRAM
-from pretrain.distributed.world import DEFAULT_MASTER_PORT
+from pretrain.distributed.world import DEFAULT_MASTER_PORT, world_from_environment
 from pretrain.errors import REJECTED, ConfigError, counted
 from pretrain.memory.memory_watch import plan_remarks
 from pretrain.monitor.follow.start import LAUNCHER, followed
@@ -66,7 +66,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError("command line", problem="--hostfile is missing",
                           remedy="give --hostfile HOSTS, a file with a line `NAME slots=RANKS` for each host; "
                                  "to run on this host alone, use ds-pretrain")
+    check_outer_launcher(flags)
     return launch_on_hosts(flags, train)
+
+
+def check_outer_launcher(flags: argparse.Namespace) -> None:
+    """Raise ConfigError if another launcher started this process as one of several ranks.
+
+    With --no_ssh, it may start this command once on each host. Then --node_rank is the rank by default.
+    """
+    world = world_from_environment(os.environ)
+    if world.size == 1:
+        return
+    if not flags.no_ssh:
+        raise ConfigError("ds-pretrain", problem="another launcher started this process as "
+                                                 f"rank {world.rank} of {world.size}, but ds-pretrain starts all ranks",
+                          remedy="let that launcher start `python -m pretrain.train` instead")
+    if world.local_size > 1:
+        raise ConfigError("--no_ssh", problem="this command was started "
+                          f"{world.local_size} times on this host", remedy="start it once on each host: srun "
+                          "--ntasks-per-node=1, mpirun --map-by ppr:1:node (MPICH: -ppn 1)")
+    if flags.node_rank < 0:
+        flags.node_rank = world.rank
 
 
 def launch_on_hosts(flags: argparse.Namespace, train: Sequence[str]) -> int:

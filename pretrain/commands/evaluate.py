@@ -8,16 +8,26 @@ Exit codes: 0 done; 2 bad input.
 """
 
 import argparse
+import json
 import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from pretrain.analysis.evaluate.data import SPLITS, DataFlags, open_data
 from pretrain.analysis.evaluate.prepare_tasks import prepare_tasks
 from pretrain.analysis.evaluate.task_files import TaskFlags
-from pretrain.analysis.model_source import choose_partition, evaluation_dtype, evaluation_source, find_tokenizer
+from pretrain.analysis.model_source import (
+    EvaluationSource,
+    choose_partition,
+    evaluation_dtype,
+    evaluation_source,
+    find_tokenizer,
+)
 from pretrain.cli import Parser, path, path_text, text, whole_number
+from pretrain.config.equal_facts import common_facts
 from pretrain.data.text_inputs.chunk import FORMATS
 from pretrain.data.tokenizers.tokenizer import Tokenizer
-from pretrain.distributed.device import detect_device
+from pretrain.distributed.device import Device, detect_device
 from pretrain.distributed.print_error import run_or_reject
 from pretrain.distributed.world import World
 from pretrain.engine.prepare import prepare_deepspeed
@@ -25,6 +35,11 @@ from pretrain.errors import ConfigError
 from pretrain.model.general.own_models import MODEL_CODE_HELP, imported_model_code
 from pretrain.paths import check_file
 from pretrain.terminal import clear_status, status
+
+if TYPE_CHECKING:
+    from pretrain.analysis.evaluate.token_windows import WindowSet
+
+_PATHS = ("run", "data", "tokenizer", "task_folder", "export", "json")  # flags whose values may differ between hosts
 
 
 def _parser() -> Parser:
@@ -102,7 +117,7 @@ def _run(args: argparse.Namespace, world: World) -> int:
 
     with deepspeed_output("error"):
         if world.size > 1:
-            init_process_group(world)
+            init_process_group(world, facts=_facts(args, source, sets, world, device))
             source = source.of_rank_0()
             dtype = evaluation_dtype(source, device, args.dtype)
             partition = choose_partition(source, dtype, device, world, args.partition_weights)
@@ -123,6 +138,16 @@ def _run(args: argparse.Namespace, world: World) -> int:
         if args.json is not None:
             write_json(args.json, setting, results, scores)
     return 0
+
+
+def _facts(args: argparse.Namespace, source: EvaluationSource, sets: "Sequence[WindowSet]", world: World,
+           device: Device) -> dict[str, str]:
+    """Return what the ranks must have in common. Paths may differ; rank 0 chooses the checkpoint."""
+    flags = {name: value for name, value in vars(args).items() if name not in _PATHS}
+    values = {**{f"--{name}": value for name, value in flags.items()}, "model": source.config.hf_config,
+              "windows of each data set": [len(each) for each in sets]}
+    return {**common_facts("ds-pretrain evaluate", world, device),
+            **{name: json.dumps(value, default=str, sort_keys=True) for name, value in values.items()}}
 
 
 def main() -> int:

@@ -23,6 +23,7 @@ from pretrain.progress import terminal_console
 if TYPE_CHECKING:
     from pretrain.checkpoint.adopt.adopt import Adoption
 
+_PLACEHOLDERS = {"train_data": "PREFIX", "lr_schedule": "NAME"}
 _LOG_WIDTH = 160  # columns of the table if the output is not a terminal
 _MOST_KEYS = 40  # that one row lists
 
@@ -143,7 +144,7 @@ def _adopt(source: Source, args: argparse.Namespace) -> None:
     terminal_console(width=_LOG_WIDTH).print(table)
     for note in (*plan.notes, *(plan.tokenizer.notes if plan.tokenizer else ())):
         print(f"note: {one_line(note)}")
-    missing = " ".join(f"--{flag} {'PREFIX' if flag == 'train_data' else 'N'}" for flag in missing_flags(run))
+    missing = " ".join(f"--{flag} {_PLACEHOLDERS.get(flag, 'N')}" for flag in missing_flags(run))
     for line in next_line(f"ds-pretrain check --world_size RANKS --config {shlex.quote(str(args.save / RUN_YAML))} "
                           f"{missing}"):
         print(line)
@@ -182,6 +183,7 @@ def _facts(plan: "Adoption", manifest: Manifest) -> Sequence[tuple[str, str]]:
         ("loss scale", losses.get("loss_scale", "none" if run.loss_scale is None else
                                   f"{run.loss_scale.get('cur_scale', 0):g}")),
         ("random numbers", losses.get("rng", "not needed: the model has no dropout")),
+        ("settings", losses.get("settings", "all have a counterpart")),
         ("other states", losses.get("other_states", "none")),
         ("tokenizer", "none" if plan.tokenizer is None else ", ".join(path.name for path in plan.tokenizer.files)),
         ("flags in run.yaml", ", ".join(f"{name} {value}" for name, value in flags.items()) or "none"),

@@ -36,7 +36,7 @@ from pretrain.data.text_inputs.formats import STDIN
 from pretrain.data.text_inputs.hub_dataset import DatasetName
 from pretrain.data.tokenizers.tiktoken_file import split_value
 from pretrain.data.tokenizers.tokenizer import BYTES, find_tokenizer_file, load_tokenizer
-from pretrain.data.tokenizers.train_tokenizer import train_sentencepiece
+from pretrain.data.tokenizers.train_tokenizer import LEAST_PIECES, train_sentencepiece
 from pretrain.errors import STOPPED, ConfigError
 from pretrain.remote import without_credentials
 
@@ -111,7 +111,7 @@ def _prepare_parser() -> Parser:
     parser.add_argument("--tokenizer", type=path_text, required=True,
                         help="SentencePiece .model, tokenizer.json, a folder with one of them, a .tiktoken file or its "
                         "encoding such as o200k_base, or the word bytes")
-    parser.add_argument("--vocab_size", type=whole_number(300, 2**24),
+    parser.add_argument("--vocab_size", type=whole_number(LEAST_PIECES, 2**24),
                         help="if there is nothing at the path --tokenizer, first train a SentencePiece tokenizer with "
                         "this number of pieces on the inputs")
     parser.add_argument("--out", type=new_prefix, required=True,
@@ -168,7 +168,7 @@ def tokenizer_main() -> None:
     add_input_flags(parser)
     parser.add_argument("--out", type=path, required=True,
                         help="folder for tokenizer.model, tokenizer.vocab, and the files for transformers")
-    parser.add_argument("--vocab_size", type=whole_number(300, 2**24), default=8192,
+    parser.add_argument("--vocab_size", type=whole_number(LEAST_PIECES, 2**24), default=8192,
                         help="number of pieces, including 256 for single bytes (default: %(default)s)")
     parser.add_argument("--jsonl_key", type=text, default="text",
                         help="key of the text in a JSON line, column in a Parquet file (default: %(default)s)")

@@ -41,7 +41,7 @@ def _sanity_run(words: list[str], world: World) -> int:
     from pretrain.analysis.sanity.run_checks import run_checks
     from pretrain.analysis.trial_run import trial_run
 
-    with trial_run(start, world) as (plan, build):
+    with trial_run(start, world, f"ds-pretrain sanity --overfit_steps {known.overfit_steps}") as (plan, build):
         results = run_checks(plan, build, steps=known.overfit_steps,
                              report=lambda activity: status(f"sanity check: {activity}"))
     clear_status()
@@ -91,7 +91,8 @@ def _find_lr_run(words: list[str], world: World) -> int:
     from pretrain.analysis.trial_run import sweep, trial_run
     from pretrain.engine.build import deepspeed_output
 
-    with trial_run(start, world) as (plan, build), deepspeed_output(start.plan.args.deepspeed_log_level):
+    program = f"ds-pretrain find-lr --from {own.low:g} --to {own.high:g} --steps {own.steps}"
+    with trial_run(start, world, program) as (plan, build), deepspeed_output(start.plan.args.deepspeed_log_level):
         status("building the engine")
         points = sweep(build(plan), plan, low=own.low, high=own.high, steps=own.steps, report=status)
     clear_status()

@@ -279,7 +279,8 @@ def operators_without_nvcc(run: Plan) -> Iterator[Rule]:
     if run.device.kind != "cuda" or run.device.compiles:
         return
     remedy = "install the CUDA toolkit of the version that torch was built for, and set CUDA_HOME"
-    problem = "it is a CUDA operator that DeepSpeed compiles, and there is no nvcc of torch's CUDA version"
+    problem = "it is a CUDA operator that DeepSpeed compiles, and there is no nvcc of torch's CUDA version with all " \
+        "of CUDA's headers"
     is_compiled = OPTIMIZERS[run.layout.optimizer].is_compiled
     yield Rule(is_compiled and run.layout.offload_optimizer == "none", "optimizer.type", problem=problem,
                remedy=f"use AdamW, or {remedy}")

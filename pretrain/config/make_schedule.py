@@ -83,7 +83,7 @@ def _min_ratio(flags: RunArguments, peak: float) -> float:
     if flags.min_lr is None:
         return KINDS[flags.lr_schedule].min_ratio if flags.min_lr_ratio is None else flags.min_lr_ratio
     if flags.min_lr > peak:
-        raise ConfigError("--min_lr", found=f"{flags.min_lr:g}", expected=f"at most the peak rate, {peak:g}")
+        raise ConfigError("--min_lr", found=f"{flags.min_lr:g}", expected=f"at most the peak rate, {peak!r}")
     return flags.min_lr / peak
 
 

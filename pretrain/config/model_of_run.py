@@ -11,6 +11,7 @@ from pretrain.config.flags.arguments import RunArguments
 from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig, load_model_config, model_config_from
 from pretrain.model.config_keys import IGNORED
+from pretrain.model.families import FAMILIES
 from pretrain.model.init_methods import METHODS_WITH_STD, Initialization, is_embedding
 
 DROPOUTS = ("embedding_dropout", "attention_dropout", "residual_dropout")  # flags, and fields of ModelConfig
@@ -60,6 +61,10 @@ def model_of_run(model: str, overrides: str | None, saved: SavedModel | None) ->
     return model_config_from(saved.config.hf_config, saved.where, overrides)
 
 
+_NOT_EXTENDED = ("the vocabulary of existing weights is not extended: leave the setting out, and use data that was "
+                 "prepared with the tokenizer of the weights")
+
+
 def check_same_parameters(saved: ModelConfig, run: ModelConfig, *, folder: Path, model: str,
                           overrides: str | None) -> list[str]:
     """Return one note for each setting that differs between the model of existing weights and the run's.
@@ -82,12 +87,22 @@ def check_same_parameters(saved: ModelConfig, run: ModelConfig, *, folder: Path,
             continue
         if field not in _MAY_DIFFER or (field == "max_positions" and run.position == "learned"):
             flag = f"--model {model}" if model and key not in (overrides or "") else "--model_overrides"
-            raise ConfigError(f"{flag}: {key}", found=current, expected=f"{value}, as in the weights of {folder}",
-                              remedy="leave --model out to use the model of the weights, and override only settings "
-                              "that fit the same weights")
+            raise ConfigError(f"{flag}: {key}", found=_given(run, field, current),
+                              expected=f"{_given(saved, field, value)}, as in the weights of {folder}",
+                              remedy=_NOT_EXTENDED if field == "vocab_size" else "leave --model out to use the model "
+                              "of the weights, and override only settings that fit the same weights")
         if not run.described:
             notes.append(f"{key}: {current} in this run, {value} in the model of {folder}")
     return notes
+
+
+def _given(model: ModelConfig, field: str, value: Any) -> Any:
+    """Return the value of a field as a config.json has it: activations have other names there."""
+    family = FAMILIES.get(model.architecture)
+    if field != "activation" or family is None:
+        return value
+    key = model.key(field)
+    return model.hf_config.get(key, family.keys.get(key, value))
 
 
 def _check_same_shapes(saved: ModelConfig, run: ModelConfig, *, folder: Path, model: str) -> None:
@@ -97,7 +112,8 @@ def _check_same_shapes(saved: ModelConfig, run: ModelConfig, *, folder: Path, mo
             raise ConfigError(f"--model {model}" if model else "--model_overrides",
                               found=f"{name} of shape {own.get(name, 'none')}",
                               expected=f"{theirs.get(name, 'none')}, as in the weights of {folder}",
-                              remedy="leave --model out to use the model of the weights")
+                              remedy=_NOT_EXTENDED if saved.vocab_size != run.vocab_size else
+                              "leave --model out to use the model of the weights")
 
 
 def initialization_of(args: RunArguments) -> Initialization:

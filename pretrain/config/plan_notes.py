@@ -13,6 +13,7 @@ from pretrain.data.open_datasets import SPLITS
 from pretrain.data.run_data import RunData
 from pretrain.data.samples.blend import BlendedSamples
 from pretrain.data.samples.packed import PackedDocuments
+from pretrain.errors import format_number
 from pretrain.model.config import find_config, preset_names, unread_keys
 from pretrain.model.general.own_models import is_model_code
 from pretrain.model.init_methods import width_multiplier
@@ -59,10 +60,10 @@ def _vocabulary_notes(plan: Plan, data: RunData) -> list[str]:
         return []
     if size - used <= max(_PADDING, used // 10):
         return []
-    fitting = -(-used // 64) * 64
+    fits = f": --model_overrides vocab_size={-(-used // 64) * 64} makes it fit" if plan.args.init_from is None else ""
     owner = "tokenizer" if data.tokenizer is not None else "data's tokenizer"
     return [f"the {owner} has {used:,} tokens and the model's vocabulary {size:,}, of which {size - used:,} are "
-            f"never used: --model_overrides vocab_size={fitting} makes it fit"]
+            f"never used{fits}"]
 
 
 def _padding_notes(plan: Plan, data: RunData) -> list[str]:
@@ -187,8 +188,9 @@ def _scaling_range_notes(plan: Plan, ratio: float) -> list[str]:
         other = "; for SGD: --lr_scaling linear" if optimizer == "sgd" else other
         notes.append(f"--lr_scaling {scaling}: this rule is known to hold for {known}, not for {optimizer}{other}")
     if not 1 / _LARGEST_RATIO <= ratio <= _LARGEST_RATIO:
-        notes.append(f"--lr_scaling {scaling}: the batches differ by a factor of {max(ratio, 1 / ratio):.3g}; the "
-                     f"linear rule was found to hold up to {_LARGEST_RATIO}, and to fail beyond (arXiv 1706.02677); "
+        notes.append(f"--lr_scaling {scaling}: the batches differ by a factor of "
+                     f"{format_number(max(ratio, 1 / ratio))}; the linear rule was found "
+                     f"to hold up to {_LARGEST_RATIO}, and to fail beyond (arXiv 1706.02677); "
                      "tune the rate at a batch nearer to this one")
     tokens = round(max(1.0, 1 / ratio) * plan.layout.tokens_per_step)  # of the larger batch
     if tokens > _CRITICAL_TOKENS:
@@ -256,7 +258,7 @@ def _speed_notes(plan: Plan) -> list[str]:
 def _size_notes(plan: Plan) -> list[str]:
     """Note sizes of the model that are slow on the tensor cores of a GPU."""
     layout = plan.layout
-    if plan.device.kind != "cuda":
+    if plan.device.kind != "cuda" or plan.args.init_from is not None:  # existing weights have these sizes
         return []
     return size_notes(plan.model, tensor_parallel_size=layout.tensor_parallel_size, element_bytes=layout.element_bytes)
 

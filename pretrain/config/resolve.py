@@ -89,9 +89,9 @@ def _select_optimizer_class(config: dict[str, Any], zero_stage: int, device: Dev
     """Set the keys by which DeepSpeed selects a class that works here, and accepts it with ZeRO."""
     kind, params = config["optimizer"]["type"].lower(), config["optimizer"]["params"]
     offload = get_value(config, "zero_optimization.offload_optimizer.device", "none")
-    if not device.compiles and kind in ("adam", "adamw") and offload == "none":
+    if not device.compiles and kind in ("adam", "adamw", "muon") and offload == "none":
         params["torch_adam"] = True  # DeepSpeed's FusedAdam must be compiled with nvcc
-        if params.get("foreach") is None:
+        if kind != "muon" and params.get("foreach") is None:
             params["fused"] = True  # one kernel for all operations, and no temporary memory
     row = OPTIMIZERS[kind]
     if zero_stage > 0 and row.elementwise and not row.tested_with_zero:

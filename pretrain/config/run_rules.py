@@ -75,8 +75,6 @@ def muon(run: Plan) -> Iterator[Rule]:
 def optimizer_params(run: Plan) -> Iterator[Rule]:
     """Parameters that the optimizer class that DeepSpeed selects ignores or does not take."""
     params, kind = run.get("optimizer.params", {}), run.layout.optimizer
-    yield Rule(run.get("optimizer.legacy_fusion"), "optimizer.legacy_fusion", "false",
-               "it is for checkpoints of old versions; remove it")
     if OPTIMIZERS[kind].from_torch:
         return
     offloaded, torch_adam = run.layout.offload_optimizer != "none", params.get("torch_adam")

@@ -29,17 +29,19 @@ from pretrain.errors import ConfigError
 from pretrain.model.general.own_models import import_own_model
 
 
-def check_run(args: RunArguments, *, world_size: int, device: Device, saved_model: SavedModel | None = None) -> Plan:
+def check_run(args: RunArguments, *, world_size: int, device: Device, saved_model: SavedModel | None = None,
+              has_weights: bool = False) -> Plan:
     """Validate a run, the cheapest checks first. Raises ConfigError for the first error.
 
     `checkpoint.load.start.check_start` calls this function. It validates the run folder before and the weights that the
-    run starts from afterwards, and finds `saved_model`, the default of --model.
+    run starts from afterwards, and finds `saved_model`, the default of --model. `has_weights`: it begins with those
+    of a checkpoint or of --init_from.
     """
     plan = check_settings(args, world_size=world_size, device=device, saved_model=saved_model)
     ladder = read_expected_curve(plan)
     needs_ends = [f"--{name}" for name in ("eod_mask_loss", "document_attention") if getattr(args, name)]
     data = open_run_data(plan.data, seq_length=args.seq_length, seed=args.seed, tokenizer=args.tokenizer,
-                         vocab_size=plan.model.vocab_size, needs_ends=needs_ends,
+                         vocab_size=plan.model.vocab_size, needs_ends=needs_ends, can_change_model=not has_weights,
                          num_samples=planned_samples(
                              train_steps=plan.train_steps, eval_interval=args.eval_interval,
                              eval_steps=args.eval_steps, global_batch_size=plan.layout.global_batch_size,
@@ -74,9 +76,10 @@ def check_settings(args: RunArguments, *, world_size: int, device: Device,
     model = with_dropout(model_of_run(args.model, args.model_overrides, saved_model), args)
     if args.seq_length > model.longest_sequence():
         source = f"--model {args.model}" if args.model or saved_model is None else saved_model.where
-        raise ConfigError("--seq_length", found=args.seq_length,
-                          expected=f"at most {model.max_positions}, the positions of {source}",
-                          remedy=f"--model_overrides {model.key('max_positions')}={args.seq_length} gives it more")
+        more = f"--model_overrides {model.key('max_positions')}={args.seq_length} gives it more"
+        can_change = saved_model is None or model.position != "learned"  # otherwise the weights have a row for each
+        raise ConfigError("--seq_length", found=args.seq_length, remedy=more if can_change else "",
+                          expected=f"at most {model.max_positions}, the positions of {source}")
     plan = resolve_ds_config(file, args, model=model, world_size=world_size, device=device)
     check_rules(plan)
     undecayed_names(args.no_weight_decay, model)

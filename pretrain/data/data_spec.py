@@ -19,6 +19,7 @@ from pretrain.cli import path
 from pretrain.data.token_files.page_cache import CacheSettings
 from pretrain.data.token_schedules import parse_token_count
 from pretrain.errors import ConfigError, printable, shorten
+from pretrain.hub import CONNECT_TO, allowed_by_user
 from pretrain.remote import is_url, open_file_system, without_credentials
 
 SAMPLE_ORDERS = ("shuffled", "megatron", "neox")
@@ -204,18 +205,24 @@ def planned_samples(*, train_steps: int, eval_interval: int, eval_steps: int, gl
 def recorded_data_spec(flags: Mapping[str, Any]) -> DataSpec:
     """Return the data of an earlier run from the flags in its run.json. Earlier versions recorded fewer flags.
 
-    Raises ConfigError for a run with --dataset_module: no record of a run makes a tool import code.
+    Raises ConfigError for a run with --dataset_module: no record of a run makes a tool import code. Raises it, too, for
+    data at a URL that the user has not allowed, and takes no folder for copies of data from the record.
     """
     if flags.get("dataset_module"):
         raise ConfigError("run.json", problem="the run was trained on a dataset of its user's own code "
                           f"(--dataset_module {printable(shorten(str(flags['dataset_module'])))}), which is not "
                           "imported because a record names it", remedy="give prepared data, such as --data PREFIX of "
                           "`ds-pretrain evaluate`")
-    return parse_data_spec(flags.get("train_data"), valid_data=flags.get("valid_data"),
+    spec = parse_data_spec(flags.get("train_data"), valid_data=flags.get("valid_data"),
                            test_data=flags.get("test_data"), split=flags.get("split") or "1",
                            sample_order=flags.get("sample_order") or "shuffled", packing=flags.get("packing") or "none",
-                           blend_schedule=flags.get("blend_schedule"), data_cache=flags.get("data_cache"),
-                           data_cache_gb=flags.get("data_cache_gb"))
+                           blend_schedule=flags.get("blend_schedule"))
+    for place in filter(is_url, spec.prefixes):
+        if not allowed_by_user(place):
+            raise ConfigError("run.json", problem=f"the run's data is at {printable(shorten(place))}; a record alone "
+                              "makes no program connect to an address", remedy=f"if you trust this place, set "
+                              f"{CONNECT_TO}={printable(shorten(place.rpartition('/')[0]))}")
+    return spec
 
 
 def _number(word: str) -> float | None:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from pretrain.data.data_spec import split_documents
 from pretrain.data.prepare.summary import entropy_nats
 from pretrain.data.provenance import merged_provenance, provenance
+from pretrain.data.source_facts import sampled_tokens, tokenizer_notes
 from pretrain.data.token_files.index_file import CODES, ranges
 from pretrain.data.token_files.indexed_dataset import IndexedDataset, check_same_tokenizer, open_checked
 from pretrain.data.token_files.inspect_files import Advance
@@ -59,7 +60,7 @@ def meta_of(data: IndexedDataset) -> dict[str, Any]:
 
 
 def merged_meta(sources: Sequence[IndexedDataset]) -> tuple[dict[str, Any], list[str]]:
-    """Return the facts about the tokenizer that all sources share, and a note about those that they do not.
+    """Return the facts about the tokenizer that all sources share, and notes about those that they may not.
 
     Raises ConfigError if two sources were prepared with different tokenizers.
     """
@@ -71,9 +72,11 @@ def merged_meta(sources: Sequence[IndexedDataset]) -> tuple[dict[str, Any], list
     if "tokenizer_sha256" in shared:
         shared = {**shared, "tokenizer": metas[0].get("tokenizer", "")}  # the same tokenizer may have several paths
     missing = [key for key in found if key not in shared]
-    if not missing:
-        return shared, []
-    return shared, [f"{', '.join(missing)}: left out of the .meta.json: not the same for every input"]
+    notes = [f"{', '.join(missing)}: left out of the .meta.json: not the same for every input"] if missing else []
+    if not all("tokenizer_sha256" in meta for meta in metas):
+        notes += tokenizer_notes([(str(source.prefix), source, sampled_tokens(source)) for source in sources
+                                  if source.num_tokens])
+    return shared, notes
 
 
 def split(prefix: str, outputs: Sequence[str], *, proportions: str | None = None, documents: str | None = None,

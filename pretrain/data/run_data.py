@@ -8,7 +8,7 @@ from pretrain.data.data_spec import DataSpec
 from pretrain.data.open_datasets import open_datasets
 from pretrain.data.own_datasets import open_own_datasets
 from pretrain.data.samples.dataset import SampleDataset
-from pretrain.data.source_facts import SourceFacts, end_notes, learnable_notes, source_facts
+from pretrain.data.source_facts import SourceFacts, end_notes, learnable_notes, source_facts, tokenizer_notes
 from pretrain.data.token_files.indexed_dataset import IndexedDataset, check_same_tokenizer
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import ConfigError
@@ -37,11 +37,13 @@ class RunData:
 
 
 def open_run_data(spec: DataSpec, *, seq_length: int, seed: int, tokenizer: str | None, vocab_size: int,
-                  needs_ends: Sequence[str] = (), num_samples: Mapping[str, int] | None = None) -> RunData:
+                  needs_ends: Sequence[str] = (), num_samples: Mapping[str, int] | None = None,
+                  can_change_model: bool = True) -> RunData:
     """Open the data files and the tokenizer of a run. `num_samples`: see `open_datasets`.
 
     Args:
         needs_ends: flags of the run that act at the ends of documents.
+        can_change_model: whether another vocab_size is a remedy; False if the run begins with existing weights.
 
     Raises:
         ConfigError: for missing or damaged files, for tokens that the model's vocabulary does not have, for data that
@@ -50,8 +52,9 @@ def open_run_data(spec: DataSpec, *, seq_length: int, seed: int, tokenizer: str 
     """
     loaded = load_tokenizer(tokenizer) if tokenizer else None
     if loaded is not None and loaded.vocab_size > vocab_size:
-        raise _vocabulary_error(f"--tokenizer {tokenizer}", f"{loaded.vocab_size} tokens", loaded.vocab_size,
-                                vocab_size)
+        raise ConfigError(f"--tokenizer {tokenizer}", found=f"{loaded.vocab_size} tokens",
+                          expected=f"at most the model's vocab_size, {vocab_size}",
+                          remedy=_vocabulary_remedy(loaded.vocab_size, can_change_model))
     if spec.module is not None:
         return _own_run_data(spec, loaded, seq_length=seq_length, seed=seed, vocab_size=vocab_size,
                              needs_ends=needs_ends)
@@ -60,7 +63,7 @@ def open_run_data(spec: DataSpec, *, seq_length: int, seed: int, tokenizer: str 
         raise ConfigError(spec.train_flag, found="no training tokens",
                           expected=f"at least {seq_length + 1} for one sample", remedy="change --split")
     sources = _sources_of(datasets)
-    eod_token = _check_sources(sources, vocab_size, loaded)
+    eod_token = _check_sources(sources, vocab_size, loaded, can_change_model)
     facts = [(where, source, source_facts(source, num_sources=len(sources))) for where, source in sources]
     trained = [row for row in facts if row[1] in datasets["train"].sources]
     if spec.packing == "best_fit" and all(source.num_documents == 1 for _, source, _ in trained):
@@ -69,7 +72,7 @@ def open_run_data(spec: DataSpec, *, seq_length: int, seed: int, tokenizer: str 
     for flag in needs_ends:
         _check_ends(flag, [row[2] for row in trained], eod_token)
     notes = [*_cache_notes(sources), *_seen_notes(spec, datasets), *_left_out_notes(spec, datasets),
-             *_marker_notes(sources),
+             *_marker_notes(sources), *tokenizer_notes([(where, source, each.tokens) for where, source, each in facts]),
              *[note for where, _, of_source in facts for note in end_notes(where, of_source, eod_token)][:_MOST_NOTES]]
     for where, source, of_source in trained:
         notes += learnable_notes(source, where, of_source)[:_MOST_NOTES]
@@ -128,14 +131,15 @@ def _sources_of(datasets: dict[str, SampleDataset]) -> list[tuple[str, IndexedDa
     return list(sources.values())
 
 
-def _check_sources(sources: list[tuple[str, IndexedDataset]], vocab_size: int,
-                   tokenizer: Tokenizer | None) -> int | None:
+def _check_sources(sources: list[tuple[str, IndexedDataset]], vocab_size: int, tokenizer: Tokenizer | None,
+                   can_change_model: bool) -> int | None:
     """Check each token file, and that all agree. Returns the end-of-document token; None if it is unknown."""
     scanned = max(SCANNED_TOKENS // len(sources), _CHUNK_TOKENS)
     named: tuple[str, int] | None = None  # the first source whose .meta.json names the end-of-document token
     check_same_tokenizer(sources)
     for where, source in sources:
-        token = check_prepared_data(source, where, vocab_size=vocab_size, tokenizer=tokenizer, scanned=scanned)
+        token = check_prepared_data(source, where, vocab_size=vocab_size, tokenizer=tokenizer, scanned=scanned,
+                                    can_change_model=can_change_model)
         if token is not None:
             named = named or (where, token)
             if token != named[1]:
@@ -203,18 +207,18 @@ def check_prepared_data(indexed: IndexedDataset, where: str, *, vocab_size: int,
     if not isinstance(largest, int):
         largest = _largest_token(indexed, scanned)
     if largest >= vocab_size:
-        raise _vocabulary_error(where, f"token {largest}", largest + 1, vocab_size, can_change_model)
+        raise ConfigError(where, found=f"token {largest}",
+                          expected=f"tokens below the model's vocab_size, {vocab_size}",
+                          remedy=_vocabulary_remedy(largest + 1, can_change_model))
     if tokenizer is not None:
         _check_tokenizer(tokenizer, meta, f"--tokenizer {tokenizer.path}", prefix)
     token = meta.get("eod_token")
     return token if isinstance(token, int) else None
 
 
-def _vocabulary_error(where: str, found: str, needed: int, vocab_size: int,
-                      can_change_model: bool = True) -> ConfigError:
-    remedy = f"--model_overrides vocab_size={needed}, or another --model" if can_change_model else \
-        "use data that was prepared with this model's tokenizer"
-    return ConfigError(where, found=found, expected=f"at most the model's vocab_size, {vocab_size}", remedy=remedy)
+def _vocabulary_remedy(needed: int, can_change_model: bool) -> str:
+    return f"--model_overrides vocab_size={needed}, or another --model" if can_change_model else \
+        "the vocabulary of existing weights is not extended: use data that was prepared with this model's tokenizer"
 
 
 def _largest_token(indexed: IndexedDataset, scanned: int) -> int:

@@ -1,7 +1,7 @@
 """Facts about a token file, read from a sample before training: ends and lengths of documents, entropy, token order."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
+from pretrain.errors import listed
 from pretrain.stored_json import read_json
 
 _CHUNKS, _CHUNK_TOKENS = 64, 1024  # tokens that are sampled: their statistics take 0.1 s. Four documents a chunk
@@ -20,6 +21,11 @@ _FEWEST_TOKENS = 2048  # a smaller sample shows nothing about the order of token
 _LEAST_ORDER = 0.002  # nats; bases of DNA have 0.01, words and bytes of English and Python 0.3 to 0.8
 _DEVIATIONS = 5
 _CONSTANT = 0.1  # nats of unigram entropy; the four bases of DNA have 1.39
+_FREQUENT = 64  # most frequent tokens of two sources that are compared
+# A lower fraction of them is in both. Halves of Shakespeare share 0.8 to 0.9 with one tokenizer, and at most 0.7 with
+# two; but with one tokenizer, English and Python share 0.3, and Shakespeare and Markdown 0.5.
+_LEAST_SHARED = 0.7
+_MOST_NAMED = 4  # sources in a note
 _MANY_DUPLICATES = 0.3  # of the documents; crawls of the web have 0.03 to 0.14 (arXiv 2107.06499, table 2)
 
 
@@ -57,12 +63,17 @@ def source_facts(indexed: IndexedDataset, *, num_sources: int = 1) -> SourceFact
     bounds = [indexed.document_offsets(int(number), int(number) + 1) for number in numbers]
     lasts = np.array([stop - 1 for start, stop in bounds if stop > start], np.int64)
     ends = Counter(indexed.tokens_at(lasts, 1)[:, 0].tolist())
-    length = min(_CHUNK_TOKENS, max(indexed.num_tokens // chunks, 1))
-    starts = np.linspace(0, indexed.num_tokens - length, chunks, dtype=np.int64)
-    tokens = indexed.tokens_at(starts, length).astype(np.int64)
+    tokens = sampled_tokens(indexed, chunks)
     entropy = indexed.meta.get("entropy_nats")
     return SourceFacts(ends, max((int(stop - start) for start, stop in bounds), default=0), tokens,
                        _entropy(tokens) if entropy is None else float(entropy))
+
+
+def sampled_tokens(indexed: IndexedDataset, chunks: int = _FEWEST_CHUNKS) -> npt.NDArray[np.int64]:
+    """Return tokens that are evenly spread over a file with at least one: [chunks, tokens of a chunk]."""
+    length = min(_CHUNK_TOKENS, max(indexed.num_tokens // chunks, 1))
+    starts = np.linspace(0, indexed.num_tokens - length, chunks, dtype=np.int64)
+    return indexed.tokens_at(starts, length).astype(np.int64)
 
 
 def end_notes(where: str, facts: SourceFacts, eod_token: int | None) -> list[str]:
@@ -88,6 +99,41 @@ def learnable_notes(indexed: IndexedDataset, where: str, facts: SourceFacts) -> 
                      "does not depend on the one before it): the loss cannot fall below the unigram entropy, "
                      f"{facts.unigram_entropy:.2f} nats")
     return notes
+
+
+def tokenizer_notes(sources: Sequence[tuple[str, IndexedDataset, npt.NDArray[np.int64]]]) -> list[str]:
+    """Note sources that may have another tokenizer than the first one, if no .meta.json names it.
+
+    Frequencies of tokens cannot tell another tokenizer from another language. They can show that neither is likely.
+
+    Args:
+        sources: name in messages, data, and a sample of its tokens.
+    """
+    known = [row for row in sources if row[2].size >= _FEWEST_TOKENS]
+    named = [row for row in known if row[1].meta.get("tokenizer_sha256")]
+    if len(known) < 2 or len(named) == len(known):
+        return []
+    first, _, tokens = (named or known)[0]
+    shares = [(where, own, _shared_frequent_tokens(tokens, own)) for where, indexed, own in known
+              if where != first and not indexed.meta.get("tokenizer_sha256")]
+    different = [f"{where} ({share:.0%}; largest token {own.max()})" for where, own, share in shares
+                 if share < _LEAST_SHARED]
+    if not different:
+        return []
+    return [f"whether these sources have the tokenizer of {first} is unknown, because no .meta.json names theirs, and "
+            f"they share few of its frequent tokens: {listed(different, _MOST_NAMED)}. It may be another tokenizer, "
+            "for which the same token is another text, or only another language or kind of text, such as code (texts "
+            f"of one kind share 80%; the largest token in a sample of the first is {tokens.max()})"]
+
+
+def _shared_frequent_tokens(first: npt.NDArray[np.int64], second: npt.NDArray[np.int64]) -> float:
+    """Return which fraction of the most frequent tokens of two samples is in both, by their frequencies."""
+    tokens, numbers = np.unique(np.concatenate([first.ravel(), second.ravel()]), return_inverse=True)
+    parts = numbers.ravel()[:first.size], numbers.ravel()[first.size:]
+    counts = [np.bincount(part, minlength=len(tokens)) / part.size for part in parts]
+    frequent = np.union1d(*(np.argsort(each)[-_FREQUENT:] for each in counts))
+    shared, total = np.minimum(*counts)[frequent].sum(), (counts[0] + counts[1])[frequent].sum()
+    return float(2 * shared / total)
 
 
 def _has_order(tokens: npt.NDArray[np.int64]) -> bool:

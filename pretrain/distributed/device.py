@@ -14,6 +14,8 @@ from pretrain.errors import ConfigError
 # values of ONEDNN_MAX_CPU_ISA with which oneDNN has no products in bf16, or in fp16
 _ISAS_WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
 _ISAS_WITHOUT_FP16 = (*_ISAS_WITHOUT_BF16, "AVX512_CORE_BF16")
+# ATen/cuda/CUDAContextLight.h, which DeepSpeed's CUDA operators include
+_CUDA_HEADERS = ("cuda_runtime_api.h", "cusparse.h", "cublas_v2.h", "cublasLt.h", "cusolverDn.h")
 _VISIBLE_DEVICES = re.compile(r"\s*(-?\d+|(GPU|MIG)-[\w/-]+)?(\s*,\s*(-?\d+|(GPU|MIG)-[\w/-]+))*\s*")
 # GPU -> dense peak TFLOP/s (16-bit, TF32, fp32 without TF32), from the vendors' data sheets. The first match counts.
 _PEAK_TFLOPS = {
@@ -33,7 +35,7 @@ class Device:
     fp16: bool  # can train in float16
     bf16: bool  # can train in bfloat16
     memory_bytes: int  # of one GPU, or of the host for a CPU; 0: unknown
-    compiles: bool = True  # DeepSpeed can compile operators for the device; cuda needs nvcc
+    compiles: bool = True  # DeepSpeed can compile operators for the device; cuda needs nvcc and its headers
     fp8: bool = True  # multiplies in FP8, or this is not known
 
 
@@ -110,7 +112,7 @@ def cuda_device() -> Device:
     if found:
         capability, memory_bytes = float(found[1]), int(found[2]) * 2**20
     return Device("cuda", fp16=capability >= 7.0, bf16=capability >= 8.0, memory_bytes=memory_bytes,
-                  compiles=found is None or nvcc_fits_torch(), fp8=found is None or capability >= 8.9)
+                  compiles=found is None or compiles_cuda(), fp8=found is None or capability >= 8.9)
 
 
 def nvidia_smi(fields: str) -> list[str]:
@@ -129,12 +131,12 @@ def has_nvcc() -> bool:
     return shutil.which("nvcc") is not None or Path(home, "bin", "nvcc").exists()
 
 
-def nvcc_fits_torch() -> bool:
+def compiles_cuda() -> bool:
     """Return whether DeepSpeed 0.19.8 can compile CUDA operators: nvcc is of the CUDA version that torch was built for.
 
-    DS_SKIP_CUDA_CHECK=1 accepts every version.
+    DS_SKIP_CUDA_CHECK=1 accepts every version. The headers that torch's own headers include must be there, too.
     """
-    if not has_nvcc():
+    if not has_nvcc() or missing_cuda_headers():
         return False
     built_for = re.match(r"(\d+)\.(\d+)", _torch_cuda_version())
     if built_for is None or os.environ.get("DS_SKIP_CUDA_CHECK") == "1":
@@ -147,6 +149,20 @@ def nvcc_fits_torch() -> bool:
         return False  # CUDA_HOME without a compiler
     found = re.search(r"release (\d+\.\d+)", answer)
     return found is None or cuda_versions_fit(found[1], built_for[0])
+
+
+def missing_cuda_headers() -> list[str]:
+    """Return the headers of the CUDA toolkit that torch's include, and that no folder has where nvcc looks for them.
+
+    A toolkit of conda, or an image with the compiler alone, may lack them.
+    """
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    nvcc = shutil.which("nvcc")
+    toolkit = Path(home) if home else Path(nvcc).parents[1] if nvcc else Path("/usr/local/cuda")
+    given = os.pathsep.join(os.environ.get(name, "") for name in ("CPATH", "CPLUS_INCLUDE_PATH"))
+    folders = [toolkit / "include", *toolkit.glob("targets/*/include"),
+               Path("/usr/include"), Path("/usr/local/include"), *map(Path, filter(None, given.split(os.pathsep)))]
+    return [name for name in _CUDA_HEADERS if not any((folder / name).exists() for folder in folders)]
 
 
 def cuda_versions_fit(nvcc: str, built_for: str) -> bool:

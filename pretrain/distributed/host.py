@@ -18,6 +18,10 @@ LAUNCHER_VARIABLES = {
     "slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 }
 RANK_VARIABLES = tuple(names[0] for names in LAUNCHER_VARIABLES.values())
+# variables that a launcher must not pass on to the ranks that another launcher starts for it
+RANK_OF_SHELL = frozenset({*(name for names in LAUNCHER_VARIABLES.values() for name in names), "PMIX_RANK",
+                           "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT",
+                           "CROSS_RANK"} - {"SLURM_NTASKS", "SLURM_STEP_TASKS_PER_NODE"})
 ENDED = ("Z", "X", "")  # states of a process that does not run any more; "": there is no such process
 STOPPED = ("T", "t")  # states of a process after SIGSTOP, and under a debugger
 

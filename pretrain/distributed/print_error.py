@@ -10,9 +10,10 @@ from collections.abc import Callable
 
 import psutil
 
+from pretrain.distributed.equal_ranks import MissingRanksError
 from pretrain.distributed.refused_start import announce_rejection
 from pretrain.distributed.world import ALONE, World, running_environment
-from pretrain.errors import REJECTED, ConfigError, escape_controls
+from pretrain.errors import CRASHED, REJECTED, ConfigError, escape_controls
 from pretrain.terminal import clear_status
 
 _ENDED_WITHIN_S = 5.0  # time in which a launcher ends the other ranks after one has failed
@@ -42,8 +43,8 @@ def run_or_reject(run: Callable[[World], int]) -> int:
         return run(world)
     except ConfigError as error:
         print_error(world, error)
-        announce_rejection(world)
-        return REJECTED
+        announce_rejection(world, error)
+        return CRASHED if isinstance(error, MissingRanksError) else REJECTED
 
 
 def print_error(world: World, error: Exception) -> None:

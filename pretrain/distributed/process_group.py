@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from pretrain.distributed.deepspeed_version import shortcut
+from pretrain.distributed.equal_ranks import Facts, check_equal_ranks
 from pretrain.distributed.host import interface_towards
 from pretrain.distributed.refused_start import is_refused
 from pretrain.distributed.tcp_store import start_store
@@ -117,10 +118,14 @@ def check_device_index(world: World, num_devices: int) -> None:
                       expected=f"at least {world.local_rank + 1}", remedy=remedy)
 
 
-def init_process_group(world: World, longest_s: float = 0.0) -> None:
+def init_process_group(world: World, longest_s: float = 0.0, facts: Facts | None = None) -> None:
     """Form the process group. Each rank checks that it has the world size that the launcher announced.
 
-    `longest_s`: see `collective_timeout_s`. Raises SystemExit if rank 0 has rejected the run.
+    Raises SystemExit if rank 0 has rejected the run, and ConfigError on every rank if their facts differ.
+
+    Args:
+        longest_s: see `collective_timeout_s`.
+        facts: what all ranks must have in common; None: it is not compared.
     """
     import deepspeed
     import torch.distributed
@@ -144,9 +149,12 @@ def init_process_group(world: World, longest_s: float = 0.0) -> None:
     use_one_timeout_for_all_groups(timeout)
     try:
         with _store_of_this_host(world):
+            store = None if facts is None or world.size == 1 else check_equal_ranks(
+                world, facts, on_one_host=all_ranks_here(world, os.environ), timeout_s=timeout.total_seconds())
             deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timeout)
-    except torch.distributed.DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
+            del store  # the process group holds the server from now on
+    except (OSError, torch.distributed.DistNetworkError) as error:
+        if "EADDRINUSE" not in str(error) and getattr(error, "errno", None) != errno.EADDRINUSE:
             raise
         raise taken_port(world) from None
     if on_cpu:

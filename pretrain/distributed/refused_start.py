@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 
+from pretrain.distributed.equal_ranks import EveryRankError, send_rejection
 from pretrain.distributed.world import World
 
 _REFUSED = b"ds-pretrain: rejected\n"
@@ -25,16 +26,17 @@ def _are_left_waiting(world: World) -> bool:
     return world.size > 1 and world.launcher == "slurm"
 
 
-def announce_rejection(world: World) -> None:
+def announce_rejection(world: World, error: Exception) -> None:
     """Let all ranks end after this one has rejected the run, before the process group forms.
 
-    Rank 0 returns when all others have asked. The others tell rank 0 that they end, too.
+    Rank 0 returns when all others have asked. Another rank asks whether rank 0 ends, too; if not, it sends the error.
     """
     formed = "torch.distributed" in sys.modules and sys.modules["torch.distributed"].is_initialized()
-    if not _are_left_waiting(world) or formed:
+    if not _are_left_waiting(world) or formed or isinstance(error, EveryRankError):
         return
     if world.rank != 0:
-        is_refused(world, timeout_s=_SAME_ERROR_WITHIN_S)
+        if not is_refused(world, timeout_s=_SAME_ERROR_WITHIN_S):
+            send_rejection(world, error, on_one_host=False, timeout_s=_ALL_HAVE_ASKED_WITHIN_S)
         return
     end = time.monotonic() + _ALL_HAVE_ASKED_WITHIN_S
     with contextlib.suppress(OSError), _listen(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])) as server:

@@ -5,6 +5,7 @@ srun (SLURM_*), and other MPI launchers (only PMIX_RANK; MPI itself provides the
 of `deepspeed` and torchrun. With another launcher each process would silently train alone, as rank 0 of 1.
 """
 
+import contextlib
 import os
 import re
 import socket
@@ -21,6 +22,9 @@ from pretrain.errors import ConfigError, shorten
 
 _RESOLVE_S = 60  # time for which several ranks wait until the name of rank 0's host is known
 _SET_BOTH = "start the ranks with a launcher (deepspeed, torchrun, mpirun, srun), or unset both"
+_FIRST_SPECIAL_STEP = 0xffffff00  # step ids from here on are those of shells and of SLURM's own processes
+_STARTED_BY_TORCH = {"TORCHELASTIC_RUN_ID", "CROSS_RANK"}  # variables of torchrun and of DeepSpeed's launcher
+_MPI_DAEMONS = ("orted", "orterun", "mpirun", "prted", "prterun", "hydra_pmi_proxy", "mpiexec", "mpiexec.hydra")
 DEFAULT_MASTER_PORT = "29500"  # torch's, DeepSpeed's and torchrun's
 
 
@@ -66,34 +70,97 @@ def _slurm_local_size(environ: Mapping[str, str], name: str) -> int:
 def world_from_environment(environ: Mapping[str, str]) -> World:
     """Read rank and world size from the variables of the launcher; without a launcher return ALONE.
 
-    A SLURM batch script has SLURM_PROCID but is not a rank: only srun starts ranks.
+    A launcher's variables remain in the shells that it starts, and pass on to other launchers there. So the ranks of
+    `deepspeed` and torchrun, which set a variable of their own, are theirs; otherwise variables of several ranks count
+    before those of a single one.
     """
-    for launcher, (rank, size, local_rank, local_size) in LAUNCHER_VARIABLES.items():
-        if rank not in environ or size not in environ:
+    alone: World | None = None
+    for launcher, names in LAUNCHER_VARIABLES.items():
+        try:
+            world = _world_of(launcher, names, environ)
+        except ConfigError:
+            if alone is None:
+                raise
             continue
-        if launcher == "pmi" and local_rank not in environ and "SLURM_LOCALID" in environ:
-            continue  # srun --mpi=pmi2 also sets PMI_RANK, but only SLURM's variables have the local rank
-        if launcher == "slurm" and environ.get("SLURM_STEP_ID", "batch") in ("batch", "extern", "4294967291"):
+        if alone is not None and launcher == "slurm" and not _srun_is_nearest():
             continue
-        if launcher == "torch" and local_size not in environ:
-            local_size = "LOCAL_SIZE"  # the name in DeepSpeed's launcher (launcher/launch.py, main, 0.19.8)
-        read_local_size = _slurm_local_size if launcher == "slurm" else integer_variable
-        world = World(rank=integer_variable(environ, rank), size=integer_variable(environ, size),
-                      local_rank=integer_variable(environ, local_rank) if local_rank in environ else 0,
-                      local_size=read_local_size(environ, local_size) if local_size in environ else 1,
-                      launcher=launcher)
-        if not 0 <= world.rank < world.size:
-            raise ConfigError(rank, found=f"{world.rank} of {size}={world.size}", expected="0 <= rank < world size")
-        if world.local_size < 1:
-            raise ConfigError(local_size, found=world.local_size, expected="at least 1")
-        if world.local_rank < 0 or (local_size in environ and world.local_rank >= world.local_size):
-            raise ConfigError(local_rank, found=f"{world.local_rank} with {local_size}={world.local_size}",
-                              expected="0 <= local rank < local world size")
-        return world
-    if "PMIX_RANK" in environ:
+        if world is not None and (world.size > 1 or (launcher == "torch" and _STARTED_BY_TORCH & environ.keys())):
+            _reject_shell_of_several_tasks(world, environ)
+            return world
+        alone = alone or world
+    if alone is not None:
+        return alone
+    if "PMIX_RANK" in environ and not _is_slurm_shell(environ):
         return _mpi_world(integer_variable(environ, "PMIX_RANK"))
     _reject_half_set(environ)
     return ALONE
+
+
+def _world_of(launcher: str, names: tuple[str, str, str, str], environ: Mapping[str, str]) -> World | None:
+    """Return the world that one launcher's variables describe; None if they are missing or describe no rank."""
+    rank, size, local_rank, local_size = names
+    if launcher == "slurm" and "SLURM_STEP_NUM_TASKS" in environ:
+        size = "SLURM_STEP_NUM_TASKS"  # SLURM_NTASKS may be that of the allocation (srun --preserve-env)
+    if rank not in environ or size not in environ:
+        return None
+    if launcher == "pmi" and _is_slurm_step(environ) and environ[rank] == environ.get("SLURM_PROCID"):
+        return None  # srun --mpi=pmi2 also sets PMI_RANK, but only SLURM's variables have the local rank
+    if launcher == "slurm" and not _is_slurm_step(environ):
+        return None
+    if launcher == "torch" and local_size not in environ:
+        local_size = "LOCAL_SIZE"  # the name in DeepSpeed's launcher (launcher/launch.py, main, 0.19.8)
+    read_local_size = _slurm_local_size if launcher == "slurm" else integer_variable
+    world = World(rank=integer_variable(environ, rank), size=integer_variable(environ, size),
+                  local_rank=integer_variable(environ, local_rank) if local_rank in environ else 0,
+                  local_size=read_local_size(environ, local_size) if local_size in environ else 1,
+                  launcher=launcher)
+    if not 0 <= world.rank < world.size:
+        raise ConfigError(rank, found=f"{world.rank} of {size}={world.size}", expected="0 <= rank < world size")
+    if world.local_size < 1:
+        raise ConfigError(local_size, found=world.local_size, expected="at least 1")
+    if world.local_rank < 0 or (local_size in environ and world.local_rank >= world.local_size):
+        raise ConfigError(local_rank, found=f"{world.local_rank} with {local_size}={world.local_size}",
+                          expected="0 <= local rank < local world size")
+    return world
+
+
+def _is_slurm_step(environ: Mapping[str, str]) -> bool:
+    """Return whether SLURM's variables are those of a task of srun.
+
+    A batch script, and the shell of `salloc` with use_interactive_step, have SLURM_PROCID, too, but are no ranks. The
+    ids of such steps are words or the largest 32-bit numbers (slurm/slurm.h: 0xfffffffa is the interactive step).
+    """
+    step = environ.get("SLURM_STEP_ID", "")
+    return step.isascii() and step.isdecimal() and int(step) < _FIRST_SPECIAL_STEP
+
+
+def _srun_is_nearest() -> bool:
+    """Return whether no mpirun runs between srun and this process: on several nodes, srun starts mpirun's daemons."""
+    import psutil
+
+    with contextlib.suppress(psutil.Error):
+        for parent in psutil.Process().parents():
+            if parent.name().startswith("slurmstepd"):
+                return True
+            if parent.name() in _MPI_DAEMONS:
+                return False
+    return True  # as in a container, which shows neither
+
+
+def _is_slurm_shell(environ: Mapping[str, str]) -> bool:
+    return "SLURM_JOB_ID" in environ and not _is_slurm_step(environ)
+
+
+def _reject_shell_of_several_tasks(world: World, environ: Mapping[str, str]) -> None:
+    """Raise ConfigError in the shell of `srun --pty -n N`, where nobody starts the other ranks.
+
+    SLURM_TASK_PID is this process if srun itself has started it.
+    """
+    if world.launcher == "slurm" and "SLURM_PTY_PORT" in environ and environ.get("SLURM_TASK_PID") != str(os.getpid()) \
+            and os.isatty(0):
+        raise ConfigError("SLURM_PROCID", problem=f"this shell of `srun --pty` is the first of {world.size} tasks, and "
+                          "the others have no terminal", remedy="for one rank or ds-pretrain, begin the command with "
+                          f"`env -u SLURM_PROCID`; for {world.size} ranks, start it with srun from outside")
 
 
 def _reject_half_set(environ: Mapping[str, str]) -> None:
@@ -191,7 +258,13 @@ def export_world(world: World, environ: MutableMapping[str, str]) -> None:
     environ.update(RANK=str(world.rank), WORLD_SIZE=str(world.size), LOCAL_RANK=str(world.local_rank))
     environ.setdefault("LOCAL_WORLD_SIZE", str(world.local_size))
     environ.setdefault("LOCAL_SIZE", environ["LOCAL_WORLD_SIZE"])
+    if "OMPI_COMM_WORLD_LOCAL_RANK" in environ:  # DeepSpeed 0.19.8 asserts that both are equal (runtime/engine.py)
+        environ["OMPI_COMM_WORLD_LOCAL_RANK"] = environ["LOCAL_RANK"]
+    if "TORCHELASTIC_RUN_ID" not in environ or world.launcher != "torch":
+        environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # of a shell: no agent runs the store
     if world.launcher == "none":
+        environ["MASTER_ADDR"] = "127.0.0.1"  # that of a shell, such as a pod of PyTorchJob, may be another host
+    if world.size == 1:
         environ.setdefault("MASTER_PORT", str(free_port()))  # no other process needs to know it
     environ.setdefault("MASTER_PORT", DEFAULT_MASTER_PORT)
     if "MASTER_ADDR" not in environ:

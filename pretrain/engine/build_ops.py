@@ -9,7 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from pretrain.cli import Parser, run_main
-from pretrain.distributed.device import detect_device, nvcc_fits_torch
+from pretrain.distributed.device import compiles_cuda, detect_device
 from pretrain.engine.prepare import prepare_deepspeed
 
 # name of DeepSpeed's op_builder class -> purpose of the operator; the slowest compilation is first
@@ -106,7 +106,7 @@ def build_operators(*, offload: bool) -> bool:
         print(f"  {name.removesuffix('Builder')} ({purpose}): {failures[name] or 'ready'}")
     print(f"  compilation took {time.perf_counter() - start:.0f} s", flush=True)
     # without nvcc, torch's Adam is used instead of FusedAdam
-    has_substitutes = accelerator.device_name() == "cuda" and not nvcc_fits_torch()
+    has_substitutes = accelerator.device_name() == "cuda" and not compiles_cuda()
     return has_substitutes or not any(failures.values())
 
 

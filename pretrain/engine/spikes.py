@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TypedDict
 
+from pretrain.errors import format_number
+
 _FEWEST = 4  # values whose median is compared with the next one
 _FEWEST_NEWEST, _MOST_NEWEST = 8, 64  # values of the newest quarter of a window
 _MOST_STORED = 1024  # values in a checkpoint
@@ -35,7 +37,8 @@ class Spike:
 
     def __str__(self) -> str:
         name = "gradient norm" if self.name == "grad_norm" else self.name
-        return f"a spike of the {name}: {self.value:.4g} (usual {self.mean:.4g}, deviation {self.std:.2g})"
+        return f"a spike of the {name}: {format_number(self.value, 4)} (usual {format_number(self.mean, 4)}, " \
+               f"deviation {self.std:.2g})"
 
 
 class SpikeWindow:

@@ -109,7 +109,9 @@ class MemoryWatch:
         ranks = gather((self.step_peak.peak_bytes, self.step_peak.held_bytes, self.step_peak.freed_elsewhere_bytes,
                         resident_bytes()[0]))
         resident = with_unit(max(resident for *_, resident in ranks))
-        rest = f"the process has {resident} resident, including libraries and freed memory that it keeps"
+        kernels = ", functions that oneDNN generated for each number of an expert's rows," if \
+            self.plan.model.num_experts else ""
+        rest = f"the process has {resident} resident, including libraries{kernels} and freed memory that it keeps"
         peaks = [(peak, peak - freed) for peak, _, freed, _ in ranks if peak is not None]
         if peaks:
             highest, lowest = max(peaks)[0], max(peak for _, peak in peaks)

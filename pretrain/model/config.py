@@ -13,7 +13,14 @@ from typing import Any
 
 from pretrain.errors import ConfigError, shorten
 from pretrain.hub import find_repository, is_repository, snapshot_in
-from pretrain.model.config_keys import check_model_keys, check_model_types, parse_overrides, read_config_json
+from pretrain.model.config_keys import (
+    NotTrainedHereError,
+    check_model_keys,
+    check_model_types,
+    check_values,
+    parse_overrides,
+    read_config_json,
+)
 from pretrain.model.description import ModelConfig
 from pretrain.model.families import FAMILIES
 from pretrain.model.families.family import listing
@@ -93,7 +100,22 @@ def load_model_config(model: str, overrides: str | None = None) -> ModelConfig:
 
 
 def model_config_from(values: dict[str, Any], where: str, overrides: str | None = None) -> ModelConfig:
-    """Return the model config for a config.json's content. `where` names the file in errors. Raises ConfigError."""
+    """Return the model config for a config.json's content. `where` names the file in errors.
+
+    Raises ConfigError: NotTrainedHereError if the values may be those of a model of transformers.
+    """
+    check_values(values, where)
+    try:
+        return _read_model(values, where, overrides)
+    except ConfigError as error:
+        for key in (pair.partition("=")[0] for pair in (overrides or "").split(",")):
+            # the file does not have the value that is wrong
+            if key and str(error).startswith(f"{where}: {key}: "):
+                raise ConfigError.from_line(f"--model_overrides {str(error).removeprefix(f'{where}: ')}") from None
+        raise
+
+
+def _read_model(values: dict[str, Any], where: str, overrides: str | None) -> ModelConfig:
     architecture = values.get("model_type")
     is_other = isinstance(architecture, str) and architecture not in FAMILIES
     others = their_model_types() if is_other else frozenset()
@@ -105,9 +127,10 @@ def model_config_from(values: dict[str, Any], where: str, overrides: str | None 
         found = "nothing" if architecture is None else json.dumps(architecture)
         remedy = "--model_code my_model:MyConfig names your own code for this model_type" + \
             (": the code of the auto_map is never run" if "auto_map" in values else "")
-        raise ConfigError(f"{where}: model_type", found=found, expected=f"one of {listing(FAMILIES)}, or another "
-                          "causal language model of transformers", remedy=remedy if architecture else "",
-                          word=str(architecture).lower().replace("-", "_"), known=[*FAMILIES, *sorted(others)])
+        raise NotTrainedHereError(
+            f"{where}: model_type", found=found, expected=f"one of {listing(FAMILIES)}, or another causal language "
+            "model of transformers", remedy=remedy if architecture else "",
+            word=str(architecture).lower().replace("-", "_"), known=[*FAMILIES, *sorted(others)])
     check_model_keys(values, architecture, where)
     changed = parse_overrides(overrides, architecture, values) if overrides else {}
     values = {**values, **changed}
@@ -131,6 +154,8 @@ def _check_sizes(config: ModelConfig, where: str) -> None:
     """Raise ConfigError for sizes that are out of range or do not divide each other as required."""
     for field, largest in _LARGEST.items():
         value = getattr(config, field)
+        if field == "head_size" and value == 0 and config.key(field) not in config.hf_config:
+            continue  # hidden_size is smaller than num_heads, and no multiple of it
         if not 0 < value <= largest:
             raise ConfigError(f"{where}: {config.key(field)}", found=value,
                               expected="more than 0" if value <= 0 else f"at most {largest:,}")

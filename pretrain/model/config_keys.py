@@ -6,6 +6,7 @@ before torch is imported.
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,51 @@ IGNORED = frozenset(
     is_llama_config transformers.js_config unsloth_fixed unsloth_version max_sequence_length
     """.split()  # noqa: SIM905 (readable)
 )
+
+
+# Upper limits of numbers in a config.json without a family here, by their keys. They are far beyond any model, and
+# bound the time and memory in which transformers builds its modules: 1,000 layers take half a minute.
+_LIMITS = tuple((re.compile(pattern), limit) for pattern, limit in (
+    ("num_hidden_layers|n_layers?|num_layers|num_blocks|(num_)?(decoder|encoder)_layers", 1000),
+    (".*vocab_size|.*(intermediate|ffn|mlp).*", 2**24),
+    ("max_position_embeddings|n_positions|max_seq(uence)?_len.*", 2**27), (".*experts", 2**14),
+    (".*hidden_size|n_embd|d_model|emb_dim|.*embedding_size|.*head_dim|.*heads?|.*rank|.*groups|.*kernel.*", 2**20)))
+_KERNELS = re.compile(r"_?\w+_implementation")  # keys that may name a repository, whose code transformers would run
+
+
+class NotTrainedHereError(ConfigError):
+    """A config.json of a model that this program does not train. transformers may know it, and generate with it."""
+
+
+def check_values(values: dict[str, Any], where: str) -> None:
+    """Raise ConfigError for NaN, and for the name of a repository with code: no config.json of a model has these."""
+    for key, value in _nested(values):
+        if isinstance(value, float) and math.isnan(value):
+            raise ConfigError(f"{where}: {shorten(key)}", found="NaN", expected="a number")
+        if isinstance(value, str) and _KERNELS.fullmatch(key) and not value.replace("_", "").isalnum():
+            raise ConfigError(f"{where}: {shorten(key)}", found=value, expected="the name of an implementation in "
+                              "transformers, such as sdpa", remedy="Remove the key: code of repositories is never run")
+
+
+def check_limits(values: dict[str, Any], where: str) -> None:
+    """Raise ConfigError for absurd sizes of a model without a family here."""
+    for key, value in _nested(values):
+        limit = next((limit for pattern, limit in _LIMITS if pattern.fullmatch(key)), None)
+        if limit is not None and isinstance(value, (int, float)) and not value <= limit:
+            raise ConfigError(f"{where}: {shorten(key)}", found=value, expected=f"at most {limit:,}")
+
+
+def _nested(values: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the key and the value of all numbers and texts; elements of a list have the list's key."""
+    if isinstance(values, dict):
+        for name, value in values.items():
+            # implementations by the name of a part
+            yield from _nested(value, key if _KERNELS.fullmatch(key) else name)
+    elif isinstance(values, list):
+        for value in values:
+            yield from _nested(value, key)
+    else:
+        yield key, values
 
 
 def read_config_json(path: Path) -> dict[str, Any]:
@@ -101,16 +147,17 @@ def check_model_keys(values: dict[str, Any], architecture: str, where: str) -> N
     known, fixed = known_keys(architecture), fixed_keys(architecture)
     for key, value in values.items():
         if key not in known and not key.startswith("_"):
-            raise ConfigError(f"{where}: {shorten(key)}", problem=f"this is not a key of a {architecture} config",
-                              remedy="Remove it if it does not change the model",
-                              word=own_key(key, architecture), known=FAMILIES[architecture].keys)
+            raise NotTrainedHereError(
+                f"{where}: {shorten(key)}", problem=f"this is not a key of a {architecture} config",
+                remedy="Remove it if it does not change the model", word=own_key(key, architecture),
+                known=FAMILIES[architecture].keys)
         if key in FAMILIES[architecture].keys:
             continue
         if key in fixed and value is not None and (value != fixed[key] or isinstance(value, bool) !=
                                                    isinstance(fixed[key], bool)):
-            raise ConfigError(f"{where}: {key}", found=json.dumps(value),
-                              expected=f"{json.dumps(fixed[key])} (nothing else is implemented)",
-                              remedy="Remove the key, or choose a model without it")
+            raise NotTrainedHereError(f"{where}: {key}", found=json.dumps(value),
+                                      expected=f"{json.dumps(fixed[key])} (nothing else is implemented)",
+                                      remedy="Remove the key, or choose a model without it")
 
 
 def _type_of(key: str, architecture: str) -> type:
@@ -181,5 +228,7 @@ def _override_value(key: str, text: str, architecture: str, current: dict[str, A
     try:
         return parse_value(text, wanted)
     except (ValueError, KeyError):
-        remedy = "Write such a value into a config.json" if wanted not in (bool, int, float) else ""
-        raise ConfigError(where, found=repr(text), expected=TYPES[wanted], remedy=remedy) from None
+        if wanted not in (bool, int, float):
+            raise ConfigError(where, problem=f"the value is {TYPES[wanted]}, which this flag does not read",
+                              remedy="write it into a config.json") from None
+        raise ConfigError(where, found=repr(text), expected=TYPES[wanted]) from None

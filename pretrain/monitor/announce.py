@@ -23,7 +23,7 @@ from pretrain.data.tokenizers.tokenizer import absolute_tokenizer
 from pretrain.distributed.collectives import gather
 from pretrain.distributed.world import World
 from pretrain.engine.layer_times import layer_times_record
-from pretrain.errors import GUARD, GuardError
+from pretrain.errors import GUARD, GuardError, format_number
 from pretrain.model.config import ModelConfig
 from pretrain.model.kernels.cpu.choice import as_json, chosen
 from pretrain.model.partition import layer_costs, stage_bounds
@@ -167,7 +167,8 @@ def _stages_text(plan: Plan) -> str:
     times = plan.layout.layer_times
     bounds = stage_bounds(layer_costs(plan.model, plan.args.seq_length), num_stages=plan.layout.pipeline_stages,
                           method=plan.layout.partition_method, times=times)
-    stages = [f"layers {start} to {end - 1} {sum(times[start:end]) / 1e6:.3g} ms" for start, end in pairwise(bounds)]
+    stages = [f"layers {start} to {end - 1} {format_number(sum(times[start:end]) / 1e6)} ms"
+              for start, end in pairwise(bounds)]
     return f"pipeline stages by the measured time of a micro-batch: {', '.join(stages)}"
 
 

@@ -121,6 +121,8 @@ EVENTS = {
              "an update was skipped; `samples` are the first one of its global batch, and the first one after it"),
     "spike": ("name value mean std z action samples epoch position sources",
               "a spike of the loss or the gradient norm, or NaN or infinity"),
+    "no_gradient": ("samples epoch position sources",
+                    "the gradient norm is exactly 0 in one of the first ten steps of a start"),
     "rollback": ("number to_step skipped_samples abandoned", "the run returned to an earlier checkpoint"),
     "data_hashed": ("sha256 bin_bytes bin_mtime_ns name", "a source of the training data was hashed completely"),
     "data_changed": ("", "a file of the data was written to while the run was training, and is hashed again"),

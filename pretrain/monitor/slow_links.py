@@ -16,7 +16,8 @@ from pretrain.monitor.expected.band import change_point
 from pretrain.monitor.rank_times import RankTimes
 from pretrain.monitor.slow_kinds import LINK
 from pretrain.monitor.slow_rank_event import SLOW_RANK, Change, Place
-from pretrain.monitor.slow_ranks import BLOCK_S, LEFT_OUT, SMALLEST_COST, WINDOW, Blocks, lower_median
+from pretrain.monitor.slow_ranks import BLOCK_S, LEFT_OUT, SMALLEST_COST, Blocks
+from pretrain.monitor.slow_statistics import WINDOW, lower_median
 
 Seconds = Mapping[tuple[int, int], float]  # pair of ranks -> of a message there and back
 _PROBES = 3  # logged steps in which links are measured, one after another; the shortest times count

@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from pretrain.config.plan import Plan
 from pretrain.distributed.collectives import gather
 from pretrain.distributed.link_probe import probe_links
 from pretrain.engine.parallelism import rank_order
+from pretrain.model.partition import layer_costs, stage_bounds
 from pretrain.monitor.rank_times import RankTimes, RankTimesLog
 from pretrain.monitor.slow_links import SlowLinks
 from pretrain.monitor.slow_rank_event import Change, Place
@@ -31,7 +33,8 @@ class SlowRankWatch:
         self._log = RankTimesLog(folder.path, hosts, coordinates, first_step=first_step)
         self._places = [Place(host, place["pipeline"]) for host, place in zip(hosts, coordinates, strict=True)]
         self._links, self._device = SlowLinks(self._places), device
-        self._slow = SlowRanks(self._places, on_cpu=get_accelerator().device_name() == "cpu")
+        self._slow = SlowRanks(self._places, on_cpu=get_accelerator().device_name() == "cpu",
+                               stage_work=_stage_work(plan))
 
     def leave_out_next(self) -> None:
         """Leave the next row out: it does not have only complete steps of training."""
@@ -71,3 +74,12 @@ class SlowRankWatch:
         for change in changes:
             self._screen.line(f"{change.event}: {change}")
             self._folder.event(change.event, reason=str(change), **change.record())
+
+
+def _stage_work(plan: Plan) -> list[float]:
+    """Return what each pipeline stage computes: FLOPs, or the times of its layers if they were measured."""
+    layout, layers = plan.layout, layer_costs(plan.model, plan.args.seq_length)
+    costs = layout.layer_times or [layer.work for layer in layers]
+    bounds = stage_bounds(layers, num_stages=layout.pipeline_stages, method=layout.partition_method,
+                          times=layout.layer_times)
+    return [float(sum(costs[start:end])) for start, end in pairwise(bounds)]

@@ -3,11 +3,10 @@
 All functions are pure: they see only rows of rank_times.jsonl. A rank is compared by its own time, in which it does not
 wait for others. Its peers are the ranks of its pipeline stage, which compute the same: the reference is the median of
 their times, the lower one of an even number, so that half of the ranks may be slow. Stages differ by design: a stage,
-and a rank that is alone in its stage, is compared with its own past, relative to the other stages.
+and a rank that is alone in its stage, is compared with its own past and its FLOPs, relative to the other stages.
 
 Times are noisy, the more so on a machine with other programs, and their noise does not average out from step to step.
-So rows are joined to blocks of at least BLOCK_S seconds, and a rank is slow if it exceeds the others in 12 of the
-newest 16 blocks by more than 3 times the usual spread, which the blocks before them show.
+So rows are joined to blocks of at least BLOCK_S seconds. `slow_statistics.py` has the tests that find slow ranks.
 """
 
 import math
@@ -21,16 +20,12 @@ from pretrain.monitor.expected.band import change_point
 from pretrain.monitor.rank_times import RankTimes, mean_times
 from pretrain.monitor.slow_kinds import Evidence, explain
 from pretrain.monitor.slow_rank_event import SLOW_RANK, Change, Place
+from pretrain.monitor.slow_statistics import LONGEST, WINDOW, Excess, excesses, obvious, significant
 
 BLOCK_S = 2.0
-WINDOW = 16  # newest blocks
-_MOST_OF = 0.75  # of the newest blocks, that must show a slow rank: a short blip does not
-_LONGEST = 256  # newest blocks that are kept
 _LONG = 3  # a block that takes this times as long as usual counts as so many: rows of very slow steps are rare
 LEFT_OUT = 2  # first rows of a start, with compilation and warm-up
-_SPREADS = 3.0  # that a slow rank must exceed
 _MOST_EACH_BLOCK = 64  # ranks that are looked at after each block; with more, every second or later one: it costs time
-_SMALLEST_RATIO = math.log(1.15)
 SMALLEST_COST = 0.05  # of a step, that the others wait for the rank
 
 
@@ -39,13 +34,6 @@ def peers_of(places: Sequence[Place]) -> list[np.ndarray]:
     stages = np.array([place.stage for place in places])
     found = [np.flatnonzero(stages == place.stage) for place in places]
     return [peers if len(peers) > 1 else np.arange(len(places)) for peers in found]
-
-
-def lower_median(values: np.ndarray) -> np.ndarray:
-    """Return the median of the last axis; of an even number of values, the lower one in the middle."""
-    middle = (values.shape[-1] - 1) // 2
-    result: np.ndarray = np.partition(values, middle, axis=-1)[..., middle]
-    return result
 
 
 @dataclass
@@ -62,7 +50,7 @@ class Blocks:
     """The newest blocks, and the rows of the next one."""
 
     seconds: float
-    blocks: deque[RankTimes] = field(default_factory=lambda: deque(maxlen=_LONGEST))
+    blocks: deque[RankTimes] = field(default_factory=lambda: deque(maxlen=LONGEST))
     rows: list[RankTimes] = field(default_factory=list)
     count: int = 0
 
@@ -72,15 +60,23 @@ class Blocks:
         if sum(row.steps * row.step_ms for row in self.rows) < self.seconds * 1e3:
             return False
         block, self.rows = mean_times(self.rows), []
-        usual_ms = float(np.median([each.steps * each.step_ms for each in self.blocks or [block]]))
-        copies = _LONG if block.steps * block.step_ms >= _LONG * usual_ms else 1
+        copies = _LONG if self.blocks and block.steps * block.step_ms >= _LONG * self.usual_ms() else 1
         self.blocks.extend([block] * copies)
         self.count += copies
         return True
 
+    def usual_ms(self) -> float:
+        """Return the usual time of a block."""
+        return float(np.median([each.steps * each.step_ms for each in self.blocks]))
+
+    def different(self) -> list[int]:
+        """Return the indexes of the blocks without the copies of long ones."""
+        blocks = list(self.blocks)
+        return [index for index, block in enumerate(blocks) if index == 0 or block is not blocks[index - 1]]
+
     def forget_since(self, step: int) -> None:
         """Remove the blocks of a slow phase that is over: it is no usual spread, and no beginning of the next one."""
-        self.blocks = deque((block for block in self.blocks if block.step < step), maxlen=_LONGEST)
+        self.blocks = deque((block for block in self.blocks if block.step < step), maxlen=LONGEST)
 
 
 class SlowRanks:
@@ -88,16 +84,20 @@ class SlowRanks:
 
     Args:
         on_cpu: the ranks compute on CPUs.
+        stage_work: what each pipeline stage computes, in any unit; (): unknown.
+        block_s: seconds of training that are joined to one block.
     """
 
-    def __init__(self, places: Sequence[Place], *, on_cpu: bool = True) -> None:
+    def __init__(self, places: Sequence[Place], *, on_cpu: bool = True, stage_work: Sequence[float] = (),
+                 block_s: float = BLOCK_S) -> None:
         self._places, self._on_cpu = list(places), on_cpu
-        self._blocks = Blocks(BLOCK_S)
+        self._blocks = Blocks(block_s)
         self._left_out = LEFT_OUT
         self._every = -(-len(self._places) // _MOST_EACH_BLOCK)
         self._slow: list[_Slow] = []
         stages = np.array([place.stage for place in places])
         self._stage_ranks = [np.flatnonzero(stages == stage) for stage in range(int(stages.max()) + 1)]
+        self._work = list(stage_work)
         self._peer_groups = [ranks for ranks in self._stage_ranks if len(ranks) > 1]
 
     def leave_out_next(self) -> None:
@@ -115,24 +115,28 @@ class SlowRanks:
             return []
         if not self._blocks.add(times) or self._blocks.count % self._every:
             return []
-        if len(self._blocks.blocks) < 2 * WINDOW:
-            return []
-        excess = excesses(np.array([block.ms["own"] for block in self._blocks.blocks]), self._stage_ranks)
+        excess = excesses(np.array([block.ms["own"] for block in self._blocks.blocks]), self._stage_ranks, self._work,
+                          slow={slow.change.stage for slow in self._slow if slow.change.stage is not None})
         return self._ended(excess) or self._begun(excess, math.log(max(imbalance, 1.0)))
 
-    def _begun(self, excess: "Excess", imbalance: float) -> list[Change]:
+    def _begun(self, excess: Excess, imbalance: float) -> list[Change]:
         known = {rank for slow in self._slow for rank in slow.change.ranks}
-        found: dict[int, float] = {}  # rank -> log of the ratio
-        for stage, level in significant(excess.stages, imbalance):
+        rows, found = self._blocks.different(), dict[int, float]()  # rank -> log of the ratio
+        seconds = max(self._blocks.usual_ms() / 1e3, self._blocks.seconds)
+
+        def above(values: np.ndarray) -> list[tuple[int, float]]:
+            return [*obvious(values[rows], seconds, imbalance), *significant(values, imbalance)]
+
+        for stage, level in above(excess.stages):
             found |= dict.fromkeys(self._stage_ranks[stage].tolist(), level)
         for group in self._peer_groups:
-            for column, level in significant(excess.ranks[:, group], imbalance):
+            for column, level in above(excess.ranks[:, group]):
                 found.setdefault(int(group[column]), level)
         self._add_rest_of_hosts(found, excess)
         new = [rank for rank in sorted(found) if rank not in known and self._costs(rank, found[rank])]
         return [self._report(group, found, excess) for group in self._groups(new)]
 
-    def _add_rest_of_hosts(self, found: dict[int, float], excess: "Excess") -> None:
+    def _add_rest_of_hosts(self, found: dict[int, float], excess: Excess) -> None:
         """Add the other ranks of a host if all are nearly as slow: not all become significant with the same block."""
         newest = np.median(excess.ranks[-WINDOW:], axis=0)
         for host in {self._places[rank].host for rank in found}:
@@ -162,7 +166,7 @@ class SlowRanks:
             groups += [slow] if len(slow) == len(on_host) else [[rank] for rank in slow]
         return groups
 
-    def _report(self, ranks: list[int], found: Mapping[int, float], excess: "Excess") -> Change:
+    def _report(self, ranks: list[int], found: Mapping[int, float], excess: Excess) -> Change:
         level = float(np.median([found[rank] for rank in ranks]))
         rows = list(self._blocks.blocks)
         stage = self._places[ranks[0]].stage
@@ -197,7 +201,7 @@ class SlowRanks:
                                                                                          ranks)
         return Evidence(slow, {key: float(np.median(values[others])) for key, values in now.items()}, self._on_cpu)
 
-    def _ended(self, excess: "Excess") -> list[Change]:
+    def _ended(self, excess: Excess) -> list[Change]:
         """Return the reports of ranks whose newest blocks are no longer slow."""
         ended = []
         for slow in self._slow:
@@ -212,54 +216,3 @@ class SlowRanks:
             self._slow.remove(slow)
             self._blocks.forget_since(slow.change.since)
         return [slow.change.ended(step) for slow in ended]
-
-
-@dataclass(frozen=True)
-class Excess:
-    """Logarithms of own times, relative to the reference: 0 is as fast as the others."""
-
-    ranks: np.ndarray  # [blocks, ranks]
-    stages: np.ndarray  # [blocks, pipeline stages]; 0 if there is one
-
-
-def excesses(own: np.ndarray, stage_ranks: Sequence[np.ndarray]) -> Excess:
-    """Return the excess of each rank and stage. `own`: [blocks, ranks]; `stage_ranks`: the ranks of each stage."""
-    logs = np.log(np.maximum(own, 1e-6))
-    by_rank, by_stage = np.zeros_like(logs), np.zeros((len(logs), len(stage_ranks)))
-    for stage, ranks in enumerate(stage_ranks):
-        by_stage[:, stage] = lower_median(logs[:, ranks])
-        if len(ranks) > 1:
-            by_rank[:, ranks] = _relative(logs[:, ranks])
-    if len(stage_ranks) == 1:
-        return Excess(by_rank, np.zeros_like(by_stage))
-    # the earliest blocks show how the stages differ by design; the newest ones may be slow
-    past = np.median(by_stage[:-WINDOW][:_LONGEST // 4], axis=0)
-    by_stage = _relative(by_stage - past)
-    for stage, ranks in enumerate(stage_ranks):
-        if len(ranks) == 1:
-            by_rank[:, ranks[0]] = by_stage[:, stage]
-    return Excess(by_rank, by_stage)
-
-
-def _relative(logs: np.ndarray) -> np.ndarray:
-    """Return the difference of each column from the lower median of the others, by row."""
-    ordered, middle = np.sort(logs, axis=1), (logs.shape[1] - 2) // 2
-    return logs - np.where(logs <= ordered[:, [middle]], ordered[:, [middle + 1]], ordered[:, [middle]])
-
-
-def significant(excess: np.ndarray, imbalance: float = 0.0) -> list[tuple[int, float]]:
-    """Return the columns whose newest blocks are significantly above 0, each with their median.
-
-    Args:
-        excess: [blocks, columns].
-        imbalance: logarithm of the ratio that is no sign of a slow rank.
-    """
-    fewest = (2 if excess.shape[1] > 2 else 3) * WINDOW  # of two columns, only time shows the spread
-    if len(excess) < fewest or not excess.any():
-        return []
-    newest, earlier = excess[-WINDOW:], excess[:-WINDOW]
-    spread = 1.4826 * np.median(np.abs(earlier - np.median(earlier, axis=0)), axis=0)
-    spread = np.maximum(spread, np.median(spread)) * (1 + WINDOW / len(earlier))  # few blocks show less than many
-    limits = np.maximum(_SPREADS * spread, _SMALLEST_RATIO) + imbalance
-    is_slow = (newest > limits).mean(axis=0) >= _MOST_OF
-    return [(int(column), float(np.median(newest[:, column]))) for column in np.flatnonzero(is_slow)]

@@ -22,6 +22,8 @@ from pretrain.monitor.flight.recorder import SPIKE
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.terminal import Screen
 
+_FIRST_STEPS = 10  # of a process, in which a gradient of 0 is reported
+
 
 @dataclass(frozen=True)
 class BadSteps:
@@ -80,6 +82,8 @@ class Guard:
         self._waits = on_cpu or plan.args.spike_policy == "skip"  # with "skip", `veto` has waited for the device anyway
         self._unread: _Step | None = None
         self._bad: list[_Step] = []  # the newest bad steps in a row
+        self._first_steps = _FIRST_STEPS  # that are left
+        self._has_norm = True
 
     def veto(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> bool:
         """Return whether the engine must skip this update because of a spike, for --spike_policy skip.
@@ -119,6 +123,7 @@ class Guard:
     def _begin_read(self, step: int, loss: torch.Tensor, consumed_samples: int) -> None:
         """Start the copy of loss and gradient norm to the host."""
         norm = global_grad_norm(self._engine)
+        self._has_norm = norm is not None
         for i, value in enumerate((loss, 0.0 if norm is None else norm)):
             if torch.is_tensor(value):
                 self._values[i].copy_(value.detach().reshape(()), non_blocking=True)
@@ -144,6 +149,7 @@ class Guard:
                  for window, value in zip(self._windows, (step.loss, step.grad_norm), strict=True)]
         spikes = [spike for spike in added if spike is not None]
         reason = _reason(step, spikes)
+        self._report_no_gradient(step)
         if spikes or step.is_bad:
             self._keep_record(step.step, SPIKE)
         if step.skipped is not None:
@@ -169,6 +175,17 @@ class Guard:
                 f"the gradients of fp16 overflowed in {len(self._bad)} steps in a row (--max_bad_steps), and the loss "
                 f"scale of {last.fp16_scale:g} cannot be lowered further",
                 f'train with bf16{remedy}, or use a smaller "min_loss_scale" (or "loss_scale", if it is static)')
+
+    def _report_no_gradient(self, step: _Step) -> None:
+        """Report a gradient of exactly 0 in the first steps, once: otherwise such a run looks healthy."""
+        self._first_steps -= 1
+        if self._first_steps >= 0 and self._has_norm and step.grad_norm == 0 and step.skipped is None:
+            self._first_steps = 0
+            reason = "the gradient norm is exactly 0, so that nothing is learned"
+            self._folder.event("no_gradient", step=step.step, reason=reason, **self._samples(step))
+            self._screen.line(f"warning: step {step.step}: {reason}: because of absurd weights that saturate a layer, "
+                              "a batch without a token to predict, or gradients that are too small for fp16; "
+                              "`ds-pretrain sanity` with the same flags looks for the cause")
 
     def _report_skip(self, step: _Step, reason: str) -> None:
         self._folder.event("skip", step=step.step, reason=reason, **self._samples(step))

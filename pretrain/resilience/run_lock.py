@@ -23,6 +23,7 @@ WATCH_S = 7.0  # an owner whose heartbeat has not changed for so long is probabl
 STALE_S = 60.0  # age of the heartbeat after which a lease may be taken over
 _CONFIRM_S = STALE_S / 2  # age of the last heartbeat after which the owner looks at the lease before it writes
 _POLL_S = 0.25
+_SEEN_WITHIN_S = 35.0  # NFS remembers for 30 s that a folder has no such file (nfs(5), acdirmin)
 
 
 def find_owner(run: Path) -> Owner | None:
@@ -56,6 +57,18 @@ def release_of_dead_owner(run: Path) -> None:
         if lease is not None and not lease.released and lease.owner.runs() is False:
             file.owner = lease.owner
             file.release()
+
+
+def sees_lock(run: Path, token: str) -> bool:
+    """Return whether the lock in `run` has this token. A network file system may show a new file a little later."""
+    deadline = time.monotonic() + _SEEN_WITHIN_S
+    while True:
+        with contextlib.suppress(OSError):
+            if any(lease.owner.token == token for lease in LeaseFile(run / LOCK).chain()):
+                return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
 
 
 def _in_use(run: Path, owner: Owner) -> ConfigError:
@@ -108,6 +121,11 @@ class RunLock:
         self._ended, self._is_lost = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._heartbeat, name="run-lock", daemon=True)
         self._thread.start()
+
+    @property
+    def token(self) -> str:
+        """Identifies this lock; "" if it is not active."""
+        return self._file.owner.token if self._active else ""
 
     def _take(self) -> None:
         """Create the lease or take over a stale one. Raises ConfigError and OSError."""

@@ -1,9 +1,11 @@
 """Inputs that tools/generate.py accepts and rejects: checkpoints, transformers folders, devices and data types."""
 
+import json
 import math
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from pretrain.analysis.model_source import (
     GenerationSource,
     check_devices,
     choose_num_devices,
+    evaluation_source,
     generation_dtype,
     generation_source,
 )
@@ -22,13 +25,14 @@ from pretrain.checkpoint.load.hf_folder import check_hf_folder, find_hf_tokenize
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.distributed.device import Device
 from pretrain.errors import ConfigError
-from pretrain.model.config import model_config_from
-from tests.support.general_models import GENERAL_MODELS
+from pretrain.model.config import load_model_config, model_config_from
+from tests.support.general_models import GENERAL_MODELS, published
 from tests.support.generation import LETTERS, GenerateTool, text_of, write_letters
 from tests.support.hf_models import save_hf_model
 from tests.support.launch import ROOT
 from tests.support.model_shapes import SHAPES
 from tests.support.own_memory import MemoryWatch
+from tests.support.rejection import rejection
 
 SHORT = ["--max_new_tokens", 5, "--temperature", 0, f"--prompt={text_of([9, 8, 7])}"]
 
@@ -184,3 +188,54 @@ def test_devices_and_data_types_are_chosen_by_what_fits(monkeypatch: pytest.Monk
     assert [generation_dtype("auto", precision, GPU) for precision in ("fp32", "bf16", "fp16")] == [
         "fp32", "bf16", "fp16"]
     assert generation_dtype("fp16", "fp32", CPU) == "fp16"
+
+
+# values of a config.json that no model has: of a family here, and of a model that transformers' own modules compute
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "NaN": ({"initializer_range": math.nan}, "initializer_range: found NaN; expected a number"),
+    "vocabulary": ({"vocab_size": 10**12}, "vocab_size: found 1000000000000; expected at most 16,777,216"),
+    "half a token": ({"vocab_size": 260.5}, "260.5"),
+    "layers": ({"num_hidden_layers": 10**9}, "num_hidden_layers: found 1000000000; expected at most 1"),
+    "width": ({"hidden_size": 10**9}, "hidden_size: found 1000000000; expected at most 1,048,576"),
+    "text": ({"rms_norm_eps": "x"}, "rms_norm_eps"), "no heads": ({"num_attention_heads": 0}, ""),
+    "code of a repository": ({"attn_implementation": "org/repo"}, "attn_implementation: found org/repo"),
+    "code of a repository, hidden": ({"_attn_implementation": {"text": "org/repo@v1:f"}}, "found org/repo@v1:f"),
+    "code for experts": ({"experts_implementation": "org/repo"}, "experts_implementation: found org/repo"),
+    "padding": ({"pad_token_id": 10**9}, ""), "activation": ({"hidden_act": "nonsense"}, "nonsense")}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_every_command_rejects_a_wrong_config_with_the_same_line(name: str, tmp_path: Path) -> None:
+    changes, message = WRONG[name]
+    save_hf_model(tmp_path / "llama", {**SHAPES["llama"], "vocab_size": 260})
+    published({**GENERAL_MODELS["granite"], "vocab_size": 260}, tmp_path / "granite")
+    for model in ("llama", "granite"):
+        folder = tmp_path / model
+        write_letters(folder)
+        assert generation_source(folder).hf_folder is not None
+        values = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**values, **changes}))
+        if name == "padding" and model == "llama":  # the family reads no such key
+            continue
+        lines = {rejection(read, folder) for read in (
+            generation_source, check_hf_folder, lambda folder: evaluation_source(folder, None),
+            lambda folder: load_model_config(str(folder)))}
+        assert all(message in line for line in lines)
+        assert len(lines) == 1 or (name == "layers" and len(lines) == 2)  # a family has a higher limit
+
+
+def test_transformers_neither_asks_for_code_nor_fails_with_a_traceback(tmp_path: Path, tool: GenerateTool) -> None:
+    """Models that only transformers has are loaded by it: errors of any class are one line."""
+    folder = tmp_path / "hf"
+    published(GENERAL_MODELS["granite"] | {"vocab_size": 260}, folder)
+    write_letters(folder)
+    values = json.loads((folder / "config.json").read_text())
+    for changes in ({"model_type": "nonsense", "auto_map": {"AutoConfig": "code.Config"}},
+                    {"model_type": "t5"}):
+        (folder / "code.py").write_text(f"open({str(tmp_path / 'canary')!r}, 'w')")
+        (folder / "config.json").write_text(json.dumps({**values, **changes}))
+        assert "transformers cannot load this model" in rejection(tool.text, folder, *SHORT)
+        assert not (tmp_path / "canary").exists()
+    (folder / "config.json").write_text(json.dumps(values))
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "org/repo"}')
+    assert "an adapter_config.json of PEFT is not read" in rejection(tool.text, folder, *SHORT)

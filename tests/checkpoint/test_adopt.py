@@ -213,7 +213,8 @@ def test_a_resume_compares_what_the_program_recorded(corpus: str, tmp_path: Path
 
 
 def test_the_files_of_a_run_name_the_flags_that_are_missing(tmp_path: Path) -> None:
-    for name, changes, missing in (("nothing", {}, "train_data, seq_length, train_steps"),
-                                   ("all", {"seq_length": 64, "schedule": {"total_steps": 9}}, "train_data")):
+    for name, changes, missing in (("nothing", {}, "train_data, seq_length, train_steps, lr_schedule"),
+                                   ("all", {"seq_length": 64, "schedule": {
+                                       "total_steps": 9, "type": "constant", "warmup_steps": 0}}, "train_data")):
         run = foreign_run(tmp_path / name, SHAPES["llama"], **{"seq_length": None, "schedule": {}, **changes})
         assert f"# Add {missing}. " in run_files(run, WeightDecay(), tmp_path)[RUN_YAML]

@@ -8,12 +8,16 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import TrainerState
 
+from pretrain.checkpoint.adopt.adopt import adopt, plan_adoption
 from pretrain.checkpoint.convert.diff import diff
-from pretrain.checkpoint.convert.plan_export import check_has_states
+from pretrain.checkpoint.convert.export_trainer import export_trainer
+from pretrain.checkpoint.convert.plan_export import check_has_states, plan_export
 from pretrain.checkpoint.convert.universal import convert
 from pretrain.checkpoint.format.manifest import MANIFEST, read_manifest
 from pretrain.commands.import_run import main as import_main
@@ -21,6 +25,8 @@ from pretrain.commands.weights import export_main
 from pretrain.errors import ConfigError
 from tests.checkpoint.test_export import load_exactly
 from tests.support.checkpoints import STEPS, real_run
+from tests.support.foreign import foreign_run
+from tests.support.model_shapes import SHAPES
 
 Command = Callable[..., str]
 
@@ -108,3 +114,18 @@ def test_a_checkpoint_with_nan_is_rejected(run: Path, tmp_path: Path, command: C
     (folder / MANIFEST).write_text(dataclasses.replace(read_manifest(folder), finite=False).to_json())
     with pytest.raises(ConfigError, match=r"have NaN or infinite values. Use an earlier checkpoint"):
         command(export_main, folder, "--format", "universal", "--output", tmp_path / "out")
+
+
+@pytest.mark.parametrize(("recorded", "expected"), [
+    ({"log_interval": 5, "save_interval": 40, "eval_interval": 0}, (5, 10**9, 40)), (None, (10, 1000, 1000))])
+def test_a_trainer_that_resumes_has_the_intervals_of_the_run(recorded: dict[str, Any] | None,
+                                                             expected: tuple[int, int, int], tmp_path: Path) -> None:
+    """TrainerState has 500 without them, and the Trainer prefers it to TrainingArguments: a note says so."""
+    adopt(plan_adoption(foreign_run(tmp_path / "hf", SHAPES["gpt2"]), frozenset()), tmp_path / "run")
+    if recorded is not None:
+        (tmp_path / "run/run.json").write_text(json.dumps([{"flags": recorded}]))
+    notes = export_trainer(plan_export(tmp_path / "run/checkpoints/global_step6", tmp_path / "checkpoint-6"))
+    state = TrainerState.load_from_json(str(tmp_path / "checkpoint-6/trainer_state.json"))
+    assert (state.logging_steps, state.eval_steps, state.save_steps) == expected
+    assert any(f"logging_steps {expected[0]}, eval_steps {expected[1]}, save_steps {expected[2]}: a Trainer" in note
+               for note in notes)

@@ -64,7 +64,7 @@ def test_every_wrong_value_in_the_files_of_a_run(corpus: str, tmp_path_factory: 
     ("tokenizer_fingerprint", -1), ("schedule", {"kind": "step", "milestones": None}), ("schedule", {"params": []}),
     ("dropouts", {"vocab_size": 3}), ("lineage", [{"run": "a"}]), ("overrides", [{"step": 1}]),
     ("data", {"sources": 3}), ("world_size", 0), ("global_batch_size", 0), ("step", True), ("step", 2**70),
-    ("recipe_states", {"early_stopping": []}),
+    ("recipe_states", {"early_stopping": []}), ("recipe_states", {"spikes": {"loss": [None]}}),
     ("files", {"../x": {"bytes": 1, "sha256": ""}}), ("averaged", [None]), ("origin", {"name": "x"})])
 def test_manifests_with_wrong_values_and_right_checksums_are_damaged(field: str, wrong: object) -> None:
     values = json.loads(manifest(3).to_json())

@@ -66,6 +66,9 @@ def test_two_hosts_train_with_unchanged_values_of_all_variables(hosts: Hosts, co
     values = {"NCCL_NOTE": f"a  $(touch {tmp_path}/executed) `touch {tmp_path}/executed`; \\ 'x' \"y\" 100%h",
               "UCX_NOTE": f"$(touch {tmp_path}/executed)"}
     (tmp_path / ".deepspeed_env").write_text(f"NCCL_NOTE={values['NCCL_NOTE']}\n")
+    if sys.version_info >= (3, 11):  # before, `python -m deepspeed.launcher.launch` imports from the working folder
+        for name in ("json", "torch", "deepspeed", "sitecustomize"):
+            (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\n")
     run = tmp_path / "run"
     command = [*_command(hosts, tmp_path), "--", *_flags(corpus, run, "--train_steps", "1", config=ZERO2),
                "--notify", "UCX_URL"]

@@ -3,6 +3,8 @@
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +144,38 @@ def test_srun_and_cluster_sh_start_ranks_in_a_job(slurm: SlurmCluster, config: s
     assert slurm.state(job) == "COMPLETED", slurm.log(job)
     assert "2 data-parallel" in slurm.log(job)
     assert len(losses(run)) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.root
+def test_programs_start_in_the_shell_of_salloc(slurm: SlurmCluster, config: str, tmp_path: Path) -> None:
+    """In the interactive step of a job of two tasks: one rank, two ranks of ds-pretrain, and one launcher a node."""
+    flags = f"--config {config} --train_steps 2 --save {tmp_path}"
+    (tmp_path / "hosts").write_text("n1 slots=1\nn2 slots=1\n")
+    program = f"{sys.executable} -m pretrain"
+    launcher = f"--hostfile {tmp_path}/hosts --no_ssh --master_addr n1"
+    commands = {
+        "alone": f"{program}.train {flags}/alone", "check": f"{program} check {flags}/check",
+        "sanity": f"{program} sanity --overfit_steps 2 {flags}/sanity",
+        "evaluate": f"{program} evaluate {tmp_path}/alone",
+        "both": f"{program} --num_accelerators 2 {flags}/both",
+        "mpirun": f"mpirun.openmpi -np 1 {program} --num_accelerators 2 {flags}/mpirun",
+        "no_ssh": f"srun --overlap -N2 -n2 {program} {launcher} {flags}/no_ssh",
+        "srun": f"srun --overlap -N2 -n2 {program}.train {flags}/srun",
+    }
+    (tmp_path / "commands.sh").write_text(f"cd {ROOT}; export OMP_NUM_THREADS=1\n" + "".join(
+        f"timeout 200 {command} > {tmp_path}/{name}.log 2>&1; echo $? > {tmp_path}/{name}.code\n"
+        for name, command in commands.items()))
+    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    shell = subprocess.Popen(["script", "-qec", "salloc -n2 -N2", "/dev/null"], env={**slurm.environ, **as_root},
+                             text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    output = shell.communicate(f"bash {tmp_path}/commands.sh; echo step $SLURM_STEP_ID; exit\n", timeout=900)[0]
+    assert "step 4294967290" in output, output
+    for name in commands:
+        log = (tmp_path / f"{name}.log").read_text()
+        assert (tmp_path / f"{name}.code").read_text() == ("1\n" if name == "sanity" else "0\n"), (name, log)
+        if name in ("both", "no_ssh", "mpirun", "srun"):
+            assert "2 data-parallel" in log, (name, log)
 
 
 @pytest.mark.root

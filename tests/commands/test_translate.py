@@ -375,7 +375,7 @@ def test_only_the_command_that_starts_the_program_is_read(tmp_path: Path) -> Non
     assert (settings.given["train_tokens"], settings.given["micro_batch_size"], settings.given["lr"]) == (
         "300000", "4", "2e-3")
     assert {"query_gpu", "verbose", "format"}.isdisjoint(settings.given)
-    assert settings.notes[0] == 'line 6 was not understood: if [ "${checkpoint}" = "true" ] (taken as true)'
+    assert settings.notes[0] == 'train.sh: line 6 was not understood: if [ "${checkpoint}" = "true" ] (taken as true)'
     assert settings.notes[1:] == (f"{tmp_path / 'train.sh'}: --lr is given several times: the last value is used",)
 
 

@@ -162,9 +162,9 @@ def test_lines_that_were_not_understood_are_named(tmp_path: Path, capsys: pytest
     main([str(script), "--output", str(tmp_path / "out")])
     lines = [line for line in capsys.readouterr().out.splitlines() if " was not understood" in line]
     assert [line.removeprefix("remains to do: ").strip() for line in lines] == [
-        'line 12 was not understood: sed "s/[A-Z]*/x/" template.json > ds.json (what it writes is not known)',
-        "line 3 was not understood: NOW=`date`",
-        "line 4 was not understood: if [ -f /data/x.idx ] (taken as true)"]
+        'train.sh: line 12 was not understood: sed "s/[A-Z]*/x/" template.json > ds.json (what it writes is not known)',
+        "train.sh: line 3 was not understood: NOW=`date`",
+        "train.sh: line 4 was not understood: if [ -f /data/x.idx ] (taken as true)"]
     yaml = (tmp_path / "out/run.yaml").read_text()
     assert "train_data: /data/x\n" in yaml
     assert "what the script writes into ds.json is not known" in yaml
@@ -180,8 +180,10 @@ def test_nothing_of_a_script_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 x
 E
 eval "touch made"; bash -c 'touch made'; : ${C:=$(touch made)} $((1 + $(touch made)))
+sed s/a/b/ pipe > ds.json; cat /dev/zero > zeros.json
 deepspeed pretrain_gpt.py --num-layers $(touch made) --name "$(touch made)" > made
 """)
+    os.mkfifo("pipe")  # reading it would wait for a writer
     before = sorted(os.listdir())
     settings = read_settings(["train.sh"], [], None)
     assert (settings.given, sorted(os.listdir())) == ({"num_layers": "$(...)", "name": "$(...)"}, before)

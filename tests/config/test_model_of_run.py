@@ -1,11 +1,14 @@
 """Settings that may differ from the weights that a run starts from, and weights that a run does not use."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from pretrain.checkpoint.load.start import check_start
 from pretrain.config.flags.arguments import RunArguments
@@ -14,7 +17,10 @@ from pretrain.config.validate import check_run
 from pretrain.distributed.device import cpu_device
 from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig, load_model_config
+from tests.support.hf_models import save_hf_model
+from tests.support.launch import ROOT
 from tests.support.model_shapes import SHAPES, write_config
+from tests.support.rejection import rejection
 from tests.wrong_inputs.world import make_world
 
 _SILENT = {"architecture", "hf_config", "key_names"}
@@ -58,6 +64,27 @@ def test_learned_positions_are_parameters(tmp_path: Path) -> None:
     saved = load_model_config(write_config(tmp_path, SHAPES["gpt2"]))
     with pytest.raises(ConfigError, match="n_positions: found 65; expected 64"):
         _compare(saved, replace(saved, max_positions=65))
+
+
+def test_the_vocabulary_of_existing_weights_is_not_extended(corpus: str, tmp_path: Path) -> None:
+    """No remedy for tokens beyond the vocabulary of a published model leads to another rejection of the vocabulary."""
+    save_hf_model(tmp_path / "hf", SHAPES["gpt2"])
+    ids = {"<|endoftext|>": 199, **{f"w{number}": number for number in range(199)}}
+    Tokenizer(WordLevel(ids, unk_token="w0")).save(str(tmp_path / "tokenizer.json"))
+    args = RunArguments(deepspeed_config=str(ROOT / "ds_configs/zero1_bf16.json"), train_data=corpus, seq_length=16,
+                        train_steps=5, save=str(tmp_path / "run"), init_from=str(tmp_path / "hf"))
+    tokenizer, larger = {"tokenizer": str(tmp_path / "tokenizer.json")}, {"model_overrides": "vocab_size=256"}
+    for flags, found in (({}, r"found token 2\d\d"), (tokenizer, "--tokenizer .*: found 200 tokens"),
+                         (larger, "--model_overrides: vocab_size: found 256; expected 97"),
+                         ({**larger, "model": str(tmp_path / "hf")}, "vocab_size: found 256; expected 97")):
+        line = rejection(check_start, replace(args, **flags), world_size=1, device=cpu_device())
+        assert re.search(found, line)
+        assert "existing weights is not extended" in line
+        assert "--model_overrides vocab_size" not in line
+        assert "leave --model out" not in line
+    untrained = rejection(check_run, replace(args, init_from=None, model=str(tmp_path / "hf")), world_size=1,
+                          device=cpu_device())
+    assert "--model_overrides vocab_size=" in untrained
 
 
 def test_weights_next_to_a_config_are_noted(tmp_path: Path) -> None:

@@ -8,9 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import BPE, Unigram
+from tokenizers.pre_tokenizers import ByteLevel, Metaspace
+from tokenizers.trainers import BpeTrainer, UnigramTrainer
 
 from pretrain.data.data_spec import parse_data_spec
+from pretrain.data.merge_split import merged_meta
 from pretrain.data.run_data import RunData, open_run_data
+from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.data.token_files.writer import IndexedWriter
 from pretrain.errors import ConfigError
 from tests.support.launch import ROOT
@@ -39,8 +45,9 @@ def write(prefix: Path, documents: Sequence[np.ndarray], *, end: int | None = EO
     return prefix
 
 
-def opened(prefix: Path, *, needs_ends: Sequence[str] = (), valid: Path | None = None) -> RunData:
-    spec = parse_data_spec(str(prefix), valid_data=str(valid) if valid else None, split="1,0,0")
+def opened(*prefixes: Path, needs_ends: Sequence[str] = (), valid: Path | None = None) -> RunData:
+    spec = parse_data_spec([str(prefix) for prefix in prefixes], split="1,0,0",
+                           valid_data=str(valid) if valid else None)
     return open_run_data(spec, seq_length=LENGTH, seed=1, tokenizer=None, vocab_size=60_000, needs_ends=needs_ends)
 
 
@@ -130,3 +137,49 @@ def test_some_ends_are_enough_for_the_flags(tmp_path: Path) -> None:
     assert opened(unknown).notes == ()
     with pytest.raises(ConfigError, match="the end-of-document token is unknown"):
         opened(unknown, needs_ends=FLAGS)
+
+
+def encoded(text: str, tokenizer: Tokenizer) -> list[np.ndarray]:
+    return [np.array(tokenizer.encode(part).ids) + 1 for part in text.split("\n\n") if part]
+
+
+def byte_level(text: str) -> Tokenizer:
+    """Return a tokenizer like that of GPT-2, whose first tokens are the bytes, whatever the text."""
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.train_from_iterator([text], BpeTrainer(vocab_size=2000, initial_alphabet=ByteLevel.alphabet(),
+                                                     show_progress=False))
+    return tokenizer
+
+
+def unigram(text: str) -> Tokenizer:
+    tokenizer = Tokenizer(Unigram())
+    tokenizer.pre_tokenizer = Metaspace()
+    tokenizer.train_from_iterator(text.split("\n"), UnigramTrainer(vocab_size=2000, unk_token="<unk>",
+                                                                   special_tokens=["<unk>"], show_progress=False))
+    return tokenizer
+
+
+def test_a_blend_of_unknown_tokenizers(tmp_path: Path) -> None:
+    """The same kind of text with one tokenizer gets no note; with another one, or of another kind, it does."""
+    pages = "\n\n".join(path.read_text() for folder in ("tools", "launch", "ds_configs")
+                        for path in sorted((ROOT / folder).glob("*.md")))
+    code = "\n\n".join(SOURCES)
+    first, second = byte_level(pages), byte_level(code)
+    half = pages.index("\n\n", len(pages) // 2)
+    data = {"pages": encoded(pages[:half], first), "more": encoded(pages[half:], first),
+            "bytes": encoded(pages[half:], second), "unigram": encoded(pages[half:], unigram(code)),
+            "code": encoded(code, first)}
+    prefixes = {name: write(tmp_path / name, documents) for name, documents in data.items()}
+    assert not [note for note in opened(prefixes["pages"], prefixes["more"]).notes if "tokenizer" in note]
+    for name in ("bytes", "unigram", "code"):
+        for blend in ((prefixes["pages"], prefixes[name]), (prefixes["pages"], prefixes["more"], prefixes[name])):
+            (note,) = [note for note in opened(*blend).notes if "tokenizer" in note]
+            assert note.startswith("whether these sources have the tokenizer of --train_data "
+                                   f"{tmp_path / 'pages'} is unknown, ")
+            assert re.search(rf": --train_data {tmp_path / name} \(\d\d?%; largest token \d+\)\. It may be another "
+                             "tokenizer, ", note), note
+    assert merged_meta([IndexedDataset(prefixes[name]) for name in ("pages", "unigram")])[1][0].startswith("whether ")
+    same = [write(tmp_path / f"known{i}", data[name], tokenizer_sha256="a" * 64, eod_token=EOD)
+            for i, name in enumerate(("pages", "code"))]
+    assert not [note for note in opened(*same).notes if "tokenizer" in note], "both .meta.json name the same one"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.distributed import device
-from pretrain.distributed.device import cuda_device, nvcc_fits_torch
+from pretrain.distributed.device import compiles_cuda, cuda_device
 from pretrain.distributed.process_group import check_device_index
 from pretrain.distributed.world import World
 from pretrain.errors import ConfigError
@@ -19,6 +19,9 @@ def install_nvcc(home: Path, monkeypatch: pytest.MonkeyPatch, *, release: str, t
     nvcc.write_text(f"#!/bin/sh\necho 'nvcc: NVIDIA (R) Cuda compiler driver'\n"
                     f"echo 'Cuda compilation tools, release {release}, V{release}.93'\n")
     nvcc.chmod(nvcc.stat().st_mode | stat.S_IEXEC)
+    (home / "include").mkdir()
+    for name in device._CUDA_HEADERS:
+        (home / "include" / name).touch()
     monkeypatch.setenv("CUDA_HOME", str(home))
     monkeypatch.delenv("DS_SKIP_CUDA_CHECK", raising=False)
     monkeypatch.setattr(device, "_torch_cuda_version", lambda: torch_version)
@@ -30,9 +33,9 @@ def install_nvcc(home: Path, monkeypatch: pytest.MonkeyPatch, *, release: str, t
 def test_nvcc_must_be_of_the_cuda_version_of_torch(release, torch_version, fits, tmp_path, monkeypatch):
     """DeepSpeed accepts the same pairs of versions (ops/op_builder/builder.py, assert_no_cuda_mismatch)."""
     install_nvcc(tmp_path, monkeypatch, release=release, torch_version=torch_version)
-    assert nvcc_fits_torch() == fits
+    assert compiles_cuda() == fits
     monkeypatch.setenv("DS_SKIP_CUDA_CHECK", "1")
-    assert nvcc_fits_torch()
+    assert compiles_cuda()
 
 
 def test_deepspeed_judges_versions_in_the_same_way(tmp_path, monkeypatch):
@@ -47,7 +50,27 @@ def test_deepspeed_judges_versions_in_the_same_way(tmp_path, monkeypatch):
             accepted = builder.assert_no_cuda_mismatch()
         except builder.CUDAMismatchException:
             accepted = False
-        assert nvcc_fits_torch() == accepted
+        assert compiles_cuda() == accepted
+
+
+@pytest.mark.parametrize("name", device._CUDA_HEADERS)
+def test_a_toolkit_without_a_header_compiles_nothing(name: str, tmp_path: Path,
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with a stand-in for nvcc and empty headers. Conda has the real ones in targets/NAME/include."""
+    install_nvcc(tmp_path, monkeypatch, release="12.8", torch_version="12.8")
+    assert compiles_cuda()
+    assert f"#include <{name}>" in _headers_of_torch()
+    (tmp_path / "include" / name).unlink()
+    assert not compiles_cuda()
+    (tmp_path / "targets/x86_64-linux/include").mkdir(parents=True)
+    (tmp_path / "targets/x86_64-linux/include" / name).touch()
+    assert compiles_cuda()
+
+
+def _headers_of_torch() -> str:
+    import torch
+
+    return (Path(torch.__file__).parent / "include/ATen/cuda/CUDAContextLight.h").read_text()
 
 
 def test_without_nvidia_smi_the_run_is_for_another_machine(monkeypatch):

@@ -178,8 +178,10 @@ def test_the_trainer_records_the_schedule(saved: Saved) -> None:
         assert run.program.startswith("transformers.Trainer")
         assert run.seed == ARGUMENTS["seed"]
         assert run.learning_rate == pytest.approx(ARGUMENTS["learning_rate"])
-        assert run.schedule.items() >= {"type": "cosine", "warmup_steps": 2, "total_steps": STEPS, "last_step": STEPS,
-                                        "first_rate_is_0": True}.items()
+        assert {name: run.schedule[name] for name in ("type", "total_steps", "last_step", "flags")} == {
+            "type": "cosine", "total_steps": STEPS, "last_step": STEPS,
+            "flags": {"lr_schedule": "cosine", "lr_warmup_steps": 2, "lr_counts_from_0": True, "lr_decay_steps": STEPS,
+                      "min_lr_ratio": 0.0}}
         assert run.losses == run.notes == ()
     assert "schedule" in {loss.name for loss in saved.read("accelerate").losses}, "it is stepped once for each rank"
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,41 +13,49 @@ from pretrain.commands.bench.pretended_run import pretend
 from pretrain.distributed.process import free_port
 from pretrain.errors import REJECTED
 from tests.support.cases import config, flags
-from tests.support.launch import ROOT
+from tests.support.launch import LIMIT_S, ROOT
 
 RANKS = 3
 
 
-def start_ranks(folder: Path, *arguments: str) -> list[tuple[int, str]]:
-    """Run train.py as `srun` does without --kill-on-bad-exit. Return exit code and stderr of each rank."""
+def start_ranks(folder: Path, *arguments: str, of_last: Sequence[str] = ()) -> list[tuple[int, str]]:
+    """Run train.py as `srun` does without --kill-on-bad-exit. Return exit code and stderr of each rank.
+
+    `of_last`: further arguments of the last rank.
+    """
     usual = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "SLURM_JOB_ID": "7",
              "SLURM_STEP_ID": "0", "SLURM_NTASKS": str(RANKS), "SLURM_STEP_TASKS_PER_NODE": str(RANKS)}
-    ranks = [subprocess.Popen([sys.executable, str(ROOT / "pretrain" / "train.py"), *arguments], cwd=folder, text=True,
+    ranks = [subprocess.Popen([sys.executable, str(ROOT / "pretrain" / "train.py"), *arguments,
+                               *(of_last if rank == RANKS - 1 else ())], cwd=folder, text=True,
                               env={**usual, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
                               stdout=subprocess.PIPE, stderr=subprocess.PIPE) for rank in range(RANKS)]
     try:
-        texts = [rank.communicate(timeout=240)[1] for rank in ranks]
+        texts = [rank.communicate(timeout=LIMIT_S)[1] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
     return [(rank.returncode, text) for rank, text in zip(ranks, texts, strict=True)]
 
 
-@pytest.mark.parametrize("rejected_by", ["rank 0", "all ranks"])
+@pytest.mark.parametrize("rejected_by", ["rank 0", "all ranks", "the last rank"])
 def test_all_ranks_end_if_the_run_is_rejected(rejected_by: str, tmp_path: Path) -> None:
     """Only rank 0 asks for the sizes of a checkpoint's files; all ranks read the flags."""
     run = pretend(tmp_path, 8)
-    steps = "-50"
+    steps = "50" if rejected_by == "the last rank" else "-50"
     if rejected_by == "rank 0":
         next(run.checkpoints.glob("global_step*/rng_state_rank_00005.pt")).unlink()
         steps = "50"
     found = start_ranks(tmp_path, "--deepspeed_config=deepspeed.json", "--model=tiny", "--train_data=corpus",
                         "--model_overrides=vocab_size=256", "--save=run", "--seq_length=64", "--split=1",
-                        f"--train_steps={steps}")
+                        f"--train_steps={steps}",
+                        of_last=["--train_data=nowhere"] if rejected_by == "the last rank" else [])
     assert [code for code, _ in found] == [REJECTED] * RANKS, found
     lines = [line for _, text in found for line in text.splitlines() if "error:" in line]
     assert len(lines) == 1, "each host prints the error once"
-    assert ("rng_state_rank_00005.pt" if rejected_by == "rank 0" else "--train_steps") in lines[0]
+    if rejected_by == "the last rank":
+        assert f"error: rejected by rank 2 ({os.uname().nodename}): nowhere.idx: there is no such file" in lines[0]
+    else:
+        assert ("rng_state_rank_00005.pt" if rejected_by == "rank 0" else "--train_steps") in lines[0]
 
 
 def test_operators_that_cannot_be_compiled_reject_the_run(corpus: str, tmp_path: Path) -> None:

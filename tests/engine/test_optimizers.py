@@ -9,6 +9,7 @@ import torch
 
 from pretrain.config.ds_json.optimizers import OPTIMIZERS
 from pretrain.config.layout import parse_layout
+from pretrain.engine.patches.optimizers import convert_steps
 from pretrain.memory.estimate.rank import ParameterGroup, eight_bit_state_bytes, optimizer_states
 from tests.support.cases import CPU, case, flags
 from tests.support.layouts import dp2, pp2, relative_difference, run_layouts
@@ -75,6 +76,22 @@ def test_q_clipping_does_not_slow_muon_down(muon: dict[str, Any], subtests: pyte
             ratios = [muon[stage]["changes"][name] / muon[f"{stage}-unclipped"]["changes"][name]
                       for name in muon[stage]["muon"]]
             assert all(0.9 < ratio < 1.1 for ratio in ratios), ratios
+
+
+def test_muons_adam_reads_the_states_of_its_other_implementation() -> None:
+    """On a GPU without a fitting nvcc, Muon's Adam is torch's; the checkpoint may be one of FusedAdam."""
+    weight = torch.nn.Parameter(torch.ones(4))
+    weight.grad = torch.ones(4)
+    adam = torch.optim.AdamW([weight])
+    adam.state[weight] = {"step": 3, "exp_avg": torch.zeros(4), "exp_avg_sq": torch.zeros(4)}
+    adam.register_step_pre_hook(convert_steps)
+    adam.step()
+    assert adam.state[weight]["step"] == torch.tensor(4.0)
+    other = torch.optim.SGD([weight])  # FusedAdam, too, is no Adam of torch, and counts by a number
+    other.state[weight] = dict(adam.state[weight])
+    convert_steps(other)
+    step = other.state[weight]["step"]
+    assert (type(step), step) == (int, 4)
 
 
 def test_8_bit_adamw_with_a_mock_of_its_package(corpus: str, tmp_path: Path) -> None:

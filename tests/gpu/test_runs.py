@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pretrain.distributed.device import nvcc_fits_torch
+from pretrain.distributed.device import compiles_cuda
 from tests.distributed.test_ds_configs import EXPERTS, FILES, ranks_of
 from tests.gpu.runs import Run, start
 from tests.support.cases import config, flags
@@ -37,7 +37,7 @@ def test_every_layout_trains(path: Path, corpus: str, tmp_path: Path) -> None:
     ranks = ranks_of(path) if shares_model else 1
     if ranks > torch.cuda.device_count():
         pytest.skip(f"{ranks} ranks that share a model need as many GPUs")
-    if "nvme" in path.stem and not nvcc_fits_torch():
+    if "nvme" in path.stem and not compiles_cuda():
         pytest.skip("NVMe offload compiles an operator with nvcc, which is missing")
     own = {**flags(corpus, steps=20, micro_batch_size=2, gradient_accumulation_steps=4, learning_rate=1e-3),
            **(EXPERTS if "experts" in path.stem else {})}
@@ -109,7 +109,7 @@ def test_memory_is_predicted_within_a_tenth(model: str, stage: int, extra: dict[
     """The prediction is compared with torch.cuda.max_memory_allocated of a step."""
     path = write(config(stage, precision="bf16", micro=4, accumulation=1))
     run = start(tmp_path / "run", path, {"model": model, "train_data": corpus, "seq_length": 512, "train_steps": 4,
-                                         "eval_steps": 0, **extra})
+                                         "split": "1,0,0", **extra})
     predicted, measured = predicted_and_measured(run)
     assert abs(predicted - measured) < 0.1 * measured
 
@@ -143,7 +143,7 @@ def test_compiled_blocks_have_equal_losses(model: str, stage: int, corpus: str, 
     path = write(config(stage, precision="bf16", micro=2))
     layers = "n_layer=4" if model == "gpt2" else "num_hidden_layers=4"
     own = {"model": model, "model_overrides": layers, "train_data": corpus, "seq_length": 512, "train_steps": 4,
-           "eval_steps": 0}
+           "split": "1,0,0"}
     ranks = min(2, torch.cuda.device_count())
     runs = [start(tmp_path / str(compiled), path, {**own, "compile_blocks": compiled}, ranks=ranks)
             for compiled in ("false", "true")]
@@ -151,7 +151,7 @@ def test_compiled_blocks_have_equal_losses(model: str, stage: int, corpus: str, 
 
 
 def test_both_kinds_of_fused_adamw_are_equal_and_read_each_other(corpus: str, tmp_path: Path, write) -> None:
-    if not nvcc_fits_torch():
+    if not compiles_cuda():
         pytest.skip("FusedAdam needs an nvcc of torch's CUDA version")
     values, own = config(1), flags(corpus, steps=8)
     torchs = {**values, "optimizer": {**values["optimizer"], "params": {

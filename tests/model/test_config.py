@@ -161,13 +161,16 @@ def test_overrides_change_the_model_and_keep_their_types():
     ("model_type=llama", "model_type: this is not a key of a gpt2 config.json"),
     ("scale_attn_by_inverse_layer_idx=true", "--model_overrides: scale_attn_by_inverse_layer_idx: found true"),
     ("n_head=5", "n_embd: found 768; expected a multiple of n_head (5)"),
+    ("n_embd=4", "--model_overrides n_embd: found 4; expected a multiple of n_head (12)"),  # heads of 0 elements
+    ("resid_pdrop=1", "--model_overrides resid_pdrop: found 1.0; expected a probability from 0 to below 1"),
 ])
 def test_bad_overrides_are_rejected(overrides, words):
     assert words in rejection_of("gpt2", overrides)
 
 
 def test_nested_values_cannot_be_overridden():
-    assert "Write such a value into a config.json" in rejection_of("llama3-1b", "rope_scaling=linear")
+    assert "the value is an object: { ... }, which this flag does not read. Write it into a config.json" in \
+        rejection_of("llama3-1b", "rope_scaling=linear")
 
 
 def test_every_field_has_a_key_in_the_config_json():

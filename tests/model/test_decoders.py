@@ -15,16 +15,18 @@ import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from pretrain.commands.models import main as models
-from pretrain.commands.models.all_decoders import Verdict, prove_all, prove_model_type
+from pretrain.commands.models.all_decoders import VALUES, Verdict, prove_all, prove_model_type
 from pretrain.errors import ConfigError
 from pretrain.model.config import model_config_from
 from pretrain.model.general.carried import digits_of, ids_of
 from pretrain.model.general.own_models import default_values, import_own_model, their_model_types
+from pretrain.model.general.read import general_config
 from pretrain.model.proof.prove import prove_described, tiny_config
 from pretrain.model.proof.tiny import tiny_copy
 from tests.support.broken_models import crash, hang
 from tests.support.hf_models import needs_transformers
 from tests.support.launch import ROOT
+from tests.support.unusual_sizes import unusual_config
 
 FAULTY = "tests.support.broken_models:FaultyConfig"
 # what is special about each of them
@@ -106,6 +108,46 @@ def test_tiny_copies_keep_the_kinds_of_layers_and_the_relations_of_sizes(
         model_type: str, changes: dict[str, Any], expected: dict[str, Any]) -> None:
     tiny = tiny_copy(CONFIG_MAPPING[model_type](**changes)).to_dict()
     assert {key: tiny[key] for key in expected} == expected
+
+
+_SIX_HEADS = {"vocab_size": 120, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3,
+              "intermediate_size": 72, "num_hidden_layers": 2, "max_position_embeddings": 64, "mamba_d_state": 8,
+              "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+# sizes that the copy with the usual sizes cannot have
+UNUSUAL: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 6, "mamba_d_head": "auto", "mamba_n_groups": 1},
+    "falcon_h1": {"mamba_d_ssm": 72, "mamba_n_heads": 6, "mamba_d_head": 12, "mamba_n_groups": 3},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "mamba_n_heads": 6, "mamba_d_head": 16,
+                         "mamba_n_groups": 3, "num_local_experts": 6, "num_experts_per_tok": 5,
+                         "shared_intermediate_size": 40},
+    "glm4_moe": {"head_dim": 12, "partial_rotary_factor": 0.5, "n_routed_experts": 18, "n_group": 3, "topk_group": 2,
+                 "num_experts_per_tok": 6, "moe_intermediate_size": 12, "first_k_dense_replace": 1}}
+
+
+@pytest.mark.parametrize("model_type", UNUSUAL)
+@needs_transformers("5.20", "its configs have other checks")
+def test_sizes_that_divide_in_the_model_alone_are_proved(model_type: str) -> None:
+    """The numbers of heads, groups and experts have factors that the usual tiny sizes lack."""
+    config = model_config_from({**_SIX_HEADS, **UNUSUAL[model_type], "model_type": model_type}, "config.json")
+    assert prove_described(config).difference < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(4))
+@needs_transformers("5.20", "it has other models")
+def test_all_wrapped_decoders_with_unusual_sizes_are_proved(part: int) -> None:
+    """Every model that transformers can build with 6 heads, 3 groups or 18 experts trains, if its defaults do."""
+    rejected = {}
+    for model_type in [name for name, how in _published().items() if how != "no"][part::4]:
+        try:
+            config = general_config(unusual_config(model_type, VALUES.get(model_type, {})), model_type)
+        except ConfigError:  # sizes that this model does not have
+            continue
+        try:
+            prove_described(config)
+        except ConfigError as error:
+            rejected[model_type] = str(error)
+    assert rejected == {}
 
 
 def _faulty(fault: str) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Slow ranks by name: series of times with noise that lasts, of healthy runs and of runs with one fault."""
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 from pretrain.monitor.rank_times import LOAD, NUM_VALUES, TIMES, RankTimes, RankTimesLog, rank_times
 from pretrain.monitor.rows import EVENTS
 from pretrain.monitor.slow_rank_event import SLOW_RANK, SLOW_RANK_OVER, Change, Place
-from pretrain.monitor.slow_ranks import SlowRanks, lower_median
+from pretrain.monitor.slow_ranks import SlowRanks
+from pretrain.monitor.slow_statistics import lower_median
 from tests.support.slow_ranks import rows_of
 
 STEP_MS, STEPS = 400.0, 10  # a row takes 4 s
@@ -32,6 +34,12 @@ class Cluster:
     def places(self) -> list[Place]:
         size = self.hosts * self.ranks_per_host
         return [Place(f"host{rank // self.ranks_per_host}", rank * self.stages // size) for rank in range(size)]
+
+    @property
+    def work(self) -> list[float]:
+        """Predicted work of the stages. The first one takes a third longer, the last one a quarter less."""
+        cost = [self.stage_cost[stage % len(self.stage_cost)] for stage in range(self.stages)]
+        return [0.75 * cost[0], *cost[1:-1], 1.25 * cost[-1]] if self.stages > 1 else cost
 
 
 CLUSTERS = {
@@ -75,7 +83,7 @@ def series(cluster: Cluster, rows: int, *faults: Fault, seed: int = 0) -> list[R
 
 
 def changes(cluster: Cluster, rows: list[RankTimes], **settings: Any) -> list[Change]:
-    slow = SlowRanks(cluster.places)
+    slow = SlowRanks(cluster.places, stage_work=cluster.work)
     return [change for row in rows for change in slow.observe(row, **settings)]
 
 
@@ -115,6 +123,33 @@ def test_a_rank_that_was_always_slow_is_found(layout: str) -> None:
     begun, = changes(cluster, series(cluster, 60, Fault((1,), FAULTS["compute"], first=0)))
     assert begun.ranks == [1]
     assert begun.since <= 1 + 4 * STEPS
+
+
+def slowed(rows: list[RankTimes], rank: int, ratio: float, first: int, *, spread: float, seed: int) -> list[RankTimes]:
+    """Return the rows with a rank that takes `ratio` times as long from row `first` on, with a spread of its own."""
+    numbers = np.random.default_rng(seed)
+    for row in rows[first:]:
+        own = row.ms["own"]
+        more = max(ratio * math.exp(spread * numbers.normal()) - 1, 0.0) * own[rank]
+        for values, part in ((own, 1.0), (row.ms["forward"], 1 / 3), (row.ms["backward"], 2 / 3),
+                             (row.load["cpu"], 1.0)):
+            values[rank] += part * more
+    return [RankTimes(row.step, row.steps, max(row.step_ms, 1.05 * float(row.ms["own"].max())), row.ms, row.load)
+            for row in rows]
+
+
+@pytest.mark.parametrize("layout", CLUSTERS)
+def test_a_rank_that_is_slow_from_the_first_45_s_on_is_named(layout: str, subtests: pytest.Subtests) -> None:
+    """Its own past shows its slowness only, and how much it varies. With rows of 4 to 24 s."""
+    cluster = CLUSTERS[layout]
+    for ratio, first, spread in ((2.7, 0, 0.2), (2.7, 5, 0.0), (2.7, 11, 0.2), (5.9, 0, 0.2), (5.9, 11, 0.0)):
+        with subtests.test(ratio=ratio, first=first, spread=spread):
+            rows = slowed(series(cluster, 90, seed=first), 1, ratio, first, spread=spread, seed=first)
+            found = changes(cluster, rows)
+            assert [(change.event, change.ranks) for change in found] == [(SLOW_RANK, [1])]
+            assert 0.7 * ratio < found[0].ratio < 1.4 * ratio
+            seconds = sum(row.steps * row.step_ms for row in rows if row.step <= found[0].step) / 1e3
+            assert seconds < 400
 
 
 @pytest.mark.parametrize("layout", ["16_on_2_hosts", "8x8", "8x8_pipeline4"])

@@ -106,6 +106,17 @@ def test_a_spike_of_the_gradient_norm(tmp_path: Path, policy: str, action: str) 
     assert event["z"] > 6
 
 
+@pytest.mark.parametrize(("norms", "reported"), [
+    ([0.0] * 20, [1]), ([1.0, 1.0, 0.0, 0.0], [3]), ([1.0] * 10 + [0.0] * 5, []), ([None] * 5, [])])
+def test_a_gradient_of_0_in_the_first_steps_is_reported_once(tmp_path: Path, norms: list[Any],
+                                                              reported: list[int]) -> None:
+    """Later ones are batches without a token to predict. An engine without a norm reports none."""
+    run = Run(tmp_path)
+    for norm in norms:
+        assert run.train(3.0, norm) is None
+    assert [row["step"] for row in run.events() if row["event"] == "no_gradient"] == reported
+
+
 def test_the_veto_skips_a_spike_and_does_not_change_the_window(tmp_path: Path) -> None:
     run = Run(tmp_path, spike_policy="skip")
     for _ in range(20):

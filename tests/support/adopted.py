@@ -38,11 +38,17 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {**_SIZES, "model_type": "llama"},
     "mistral": {**_SIZES, "model_type": "mistral", "sliding_window": 16},
     "qwen3": {**_SIZES, "model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True}}
+_EXPERTS = {**_SIZES, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.5}
+EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {**_EXPERTS, "model_type": "mixtral", "num_local_experts": 4, "sliding_window": None},
+    "router_logits": {**_EXPERTS, "model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 48,
+                      "head_dim": 16, "norm_topk_prob": True, "output_router_logits": True}}
 # of the general family
 DESCRIBED: dict[str, dict[str, Any]] = {
     "granite": {**_SIZES, "model_type": "granite", "embedding_multiplier": 3.0, "logits_scaling": 2.0},
     "granitemoe": {**_SIZES, "model_type": "granitemoe", "num_local_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v3": {**GENERAL_MODELS["deepseek_v3"], "max_position_embeddings": 128}}
+ALL_MODELS = MODELS | EXPERTS | DESCRIBED
 
 Json = dict[str, Any]
 _ZERO = "zero_optimization"
@@ -94,17 +100,22 @@ def plain(stage: int, model: str, precision: str, *others: Layout, **settings: A
                     flags={"lr_schedule": "constant", "lr_warmup_steps": 0})
 
 
-def trainer(stage: int | None, model: str, precision: str, *layouts: Layout, schedule: str = "cosine") -> Original:
-    """Return a run of transformers.Trainer with a warm-up and a schedule; stage None: without DeepSpeed."""
+def trainer(stage: int | None, model: str, precision: str, *layouts: Layout, schedule: str = "cosine",
+            accepted: tuple[str, ...] = (), **others: Any) -> Original:
+    """Return a run of transformers.Trainer with a warm-up and a schedule; stage None: without DeepSpeed.
+
+    others: TrainingArguments.
+    """
     auto = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")
     values = None if stage is None else {
         **dict.fromkeys(auto, "auto"), "bf16": {"enabled": "auto"}, "zero_optimization": zero(stage).blocks[_ZERO],
         "zero_allow_untested_optimizer": True}
     arguments = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 1e-3, "seed": 17,
                  "weight_decay": 0.1, "adam_beta2": 0.95, "warmup_steps": 3, "lr_scheduler_type": schedule,
-                 "max_grad_norm": 1.0, "bf16": precision == "bf16"}
+                 "max_grad_norm": 1.0, "bf16": precision == "bf16", **others}
     source = "transformers.Trainer" + (", without DeepSpeed" if stage is None else f", ZeRO-{stage}")
-    return Original(source, model, precision, layouts, {"program": "trainer", "config": values, "arguments": arguments})
+    return Original(source, model, precision, layouts, {"program": "trainer", "config": values, "arguments": arguments},
+                    accepted=accepted)
 
 
 QUICK = (plain(0, "gpt2", "fp32", PIPELINE, zero(3, 1)),
@@ -141,7 +152,7 @@ def measure(originals: Sequence[Original], corpus: str, folder: Path) -> dict[tu
     """Return the largest relative difference of the losses after the checkpoint, by name of the original and layout."""
     folder.mkdir(parents=True, exist_ok=True)
     write_samples(corpus, folder / "samples.npy")
-    models = MODELS | DESCRIBED
+    models = ALL_MODELS
     cases = [{"name": each.name, "model": models[each.model], "samples": "../samples.npy", "save_at": SAVED,
               "steps": STEPS, **each.case} for each in originals]
     expected: dict[str, Any] = {}
@@ -169,7 +180,7 @@ def continue_here(originals: Sequence[Original], expected: Mapping[str, Any], co
 
 def adopt_original(original: Original, source: Path, out: Path) -> Path:
     """Adopt the checkpoint of an original program, and return the run folder."""
-    found = find_source(source, step=SAVED, config=(MODELS | DESCRIBED)[original.model])
+    found = find_source(source, step=SAVED, config=ALL_MODELS[original.model])
     assert found is not None, f"{source}: {sorted(source.rglob('*'))}"
     out.parent.mkdir(exist_ok=True)
     run = found.read()

@@ -12,6 +12,7 @@ PAGES = [README, *(ROOT / name for name in (
     "tools/README.md", "tools/data.md", "tools/data_sources.md", "tools/cleaning.md", "tools/tokenizers.md",
     "tools/training_data.md", "tools/weights.md", "tools/decoders.md", "tools/memory.md",
     "tools/checkpoints.md", "tools/adopt.md", "tools/adopt_megatron.md", "tools/evaluation.md", "tools/gpu.md",
+    "tools/dry_gpu/README.md",
     "tools/performance.md", "tools/measurements.md", "tools/metrics.md", "tools/replay.md", "tools/report.md",
     "tools/sanity_check.md",
     "tools/ladder.md",
@@ -32,6 +33,10 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
     "tests/run.sh runs them around these tests": (
         "tests/run.sh", "tests/run.sh tests/config -k schedule", "launch/setup.sh --dev",
         "launch/setup.sh --offload", "ruff check .", "mypy", "lint-imports"),
+    "needs the environment of the dry GPU: tests/dry_gpu starts the same programs": (
+        "tools/dry_gpu/dry-gpu --setup", "pytest tests/dry_gpu", "pytest -m slow tests/dry_gpu",
+        "DRY_GPU_COUNT=2 tools/dry_gpu/dry-gpu ds-pretrain --num_gpus 2 --config runs/quickstart/quickstart.yaml "
+        "--deepspeed_config zero3_bf16 --gradient_accumulation_steps 2 --train_steps 4 --save runs/dry"),
     "needs the network": (
         "ds-pretrain evaluate runs/quickstart --tasks hellaswag,arc_easy --num_fewshot 5 --limit 200",
         "git clone https://github.com/epoch-research/analyzing-chinchilla",

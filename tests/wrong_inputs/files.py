@@ -24,6 +24,9 @@ _READERS: list[tuple[str, str, str, str]] = [
     ("run.json", "report", "--compare {world}/done {world}/broken", "broken/run.json"),
     (".meta.json", TRAIN, "RIGHT --train_data {world}/plain", "plain.meta.json"),
 ]
+_HOST_LINES = ("a", "a:8", "a:8:9", "[servers]", "a 8", "a cpu=8", "a lots=8", "a slots=8 max_slots=8", "a slots=-1",
+               "a slots=0", "a slots=x", "a slots = 8", "a slots: 8", "a slots=100001", "me@a slots=8", "a;b slots=8",
+               "node[1-4] slots=8", "a b slots=8", "fe80::1 slots=8", "slots=8", '{"a": 8}')
 _YAML = {  # contents -> text of the error
     **dict.fromkeys((
         b"- a", b"x", bytes(range(256)), "a: 1".encode("utf-16"), b"[" * DEEP, b"{a: " * DEEP, b"save: " + b"[" * 3000,
@@ -45,6 +48,8 @@ def content_cases() -> Iterator[Case]:
         yield case_of(f"YAML: {raw[:12]!r}", TRAIN, "RIGHT --config {world}/in.yaml", culprit, {"in.yaml": raw})
     yield case_of("YAML: two files", TRAIN, "RIGHT --config {world}/in.yaml --config {world}/in.yaml", "--config",
                   {"in.yaml": b"seed: 1"})
+    for line in _HOST_LINES:
+        yield case_of(f"hostfile: {line}", "supervise", _READERS[3][2], "in.hosts:1: ", {"in.hosts": line.encode()})
     yield from _metadata_cases()
     yield from _row_cases()
     yield from _text_cases()

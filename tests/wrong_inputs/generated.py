@@ -1,8 +1,9 @@
 """Wrong inputs generated from the parsers and schemas of the programs: wrong values for each flag and each key.
 
-`python -m tests.wrong_inputs.generated FOLDER OUT [NAME]` runs all cases in one process, in which importing torch or
-deepspeed fails. It writes one JSON line per case: the name of the case, and the problem with its error message ("" if
-there is none).
+`python -m tests.wrong_inputs.generated FOLDER OUT [NAME] [every]` runs all cases in one process, in which importing
+torch or deepspeed fails. It writes one JSON line per case: the name of the case, and the problem with its error message
+("" if there is none). Then it tries what the messages suggest, and writes OUT.remedies.json: numbers of lines, the
+circles, and lines whose suggestions it does not understand. `every`: of all messages, not of one of each form.
 """
 
 import contextlib
@@ -27,6 +28,7 @@ from tests.wrong_inputs.commands import command_cases
 from tests.wrong_inputs.files import content_cases, json_cases, model_cases
 from tests.wrong_inputs.flags import flag_cases
 from tests.wrong_inputs.inputs import input_cases
+from tests.wrong_inputs.remedy_runs import Remedies
 from tests.wrong_inputs.world import make_world
 
 _MAX_CPU_SECONDS = 20  # for one case
@@ -45,6 +47,10 @@ def cases() -> list[Case]:
     return [case for case in all_cases() if case.name not in legal]
 
 
+class StartedError(AssertionError):
+    """The program began its work, for which the input must be accepted."""
+
+
 class _NoTorch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Import hook that makes imports of torch and deepspeed fail. importlib.util.find_spec still finds them."""
 
@@ -52,14 +58,14 @@ class _NoTorch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.util.spec_from_loader(name, self) if name in ("torch", "deepspeed") else None
 
     def create_module(self, spec: Any) -> Any:
-        raise AssertionError(f"{spec.name} was imported before the input was rejected")
+        raise StartedError(f"{spec.name} was imported before the input was rejected")
 
     def exec_module(self, module: Any) -> None: ...
 
 
 def _no_process(self: Any, words: Any, *_: Any, **__: Any) -> None:
     if words[0] != "nvidia-smi":
-        raise AssertionError(f"{words} was started before the input was rejected")
+        raise StartedError(f"{words} was started before the input was rejected")
     raise FileNotFoundError
 
 
@@ -67,8 +73,8 @@ def _took_too_long(*_: Any) -> None:
     raise AssertionError(f"{_MAX_CPU_SECONDS} s of CPU time without a rejection")
 
 
-def run_case(case: Case, world: Path, files: set[str]) -> str:
-    """Run one case. Return the problem with its rejection, or "" if there is none.
+def run_case(case: Case, world: Path, files: set[str]) -> tuple[str, str]:
+    """Run one case. Return the problem with its rejection, or "" if there is none, and the line of the error.
 
     `files`: the files and folders of the world, to which those are added that the case leaves behind.
     """
@@ -97,8 +103,8 @@ def run_case(case: Case, world: Path, files: set[str]) -> str:
                            (not "".join(lines).startswith("ds-pretrain: error: "), "start"),
                            (missing != [], f"no {missing} in it")):
         if wrong:
-            return f"{problem}: {err[-1500:]} {out[:300]}"
-    return ""
+            return f"{problem}: {err[-1500:]} {out[:300]}", ""
+    return "", lines[0].removeprefix("ds-pretrain: error: ").replace(str(world), "{world}")
 
 
 def _listing(folder: Path) -> set[str]:
@@ -143,7 +149,7 @@ def _read_tasks_of_lm_eval_once() -> None:
     _index.TaskIndex.build = staticmethod(build_rest)
 
 
-def main(folder: str, out: str, only: str = "") -> None:
+def main(folder: str, out: str, only: str = "", every: str = "") -> None:
     """Run the cases whose name contains `only`."""
     sys.meta_path.insert(0, _NoTorch())
     subprocess.Popen.__init__ = _no_process  # type: ignore[method-assign,assignment]
@@ -157,12 +163,17 @@ def main(folder: str, out: str, only: str = "") -> None:
     os.chdir(world / "cwd")
     os.environ.update(DS_ACCELERATOR="cpu", TMPDIR=str(world / "tmp"))
     _read_tasks_of_lm_eval_once()
-    files = _listing(world)
+    files, remedies = _listing(world), Remedies(world, _run, every=every == "every")
     with open(out, "w", encoding="utf-8") as file:
         for case in cases():
             if only in case.name:
-                file.write(json.dumps([case.name, run_case(case, world, files)]) + "\n")
+                problem, line = run_case(case, world, files)
+                file.write(json.dumps([case.name, problem]) + "\n")
                 file.flush()
+                if not problem:
+                    remedies.try_line(case, line)
+    Path(f"{out}.remedies.json").write_text(json.dumps({
+        "counts": remedies.counts, "problems": remedies.problems, "not_understood": remedies.not_understood}))
 
 
 if __name__ == "__main__":

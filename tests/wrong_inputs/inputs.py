@@ -345,7 +345,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"train_data": "{world}/corrupt"}, "corrupt.idx"),
     ({}, {"train_data": "{world}/short"}, "short"),
     ({}, {"train_data": "{world}/big"}, "token 59999"),
-    ({}, {"train_data": "{world}/big_foreign"}, "at most the model's vocab_size, 8192"),
+    ({}, {"train_data": "{world}/big_foreign"}, "token 59999; expected tokens below the model's vocab_size, 8192"),
     ({}, {"valid_data": "{world}/big"}, "--valid_data"),
     ({}, {"valid_data": "{world}/short"}, "at least 65"),
     ({}, {"blend_schedule": "0:1"}, "there is nothing to blend"),

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,17 +27,47 @@ PROCESSES = (  # one case of each sort, which runs in its own process
 )
 
 
-@pytest.fixture(scope="module")
-def problems() -> dict[str, str]:
-    """Return {name of the case: problem with its rejection}. All cases run in one process that cannot import torch.
+def _outcomes(*words: str) -> tuple[dict[str, str], dict[str, Any]]:
+    """Run all cases in one process that cannot import torch. Return {name of the case: problem}, and the remedies.
 
     Their files are in memory: each case makes and removes folders.
     """
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         world, out = Path(folder) / "world", Path(folder) / "out.jsonl"
         world.mkdir()
-        subprocess.run([sys.executable, "-m", "tests.wrong_inputs.generated", world, out], cwd=ROOT, check=True)
-        return dict(json.loads(line) for line in out.read_text(encoding="utf-8").splitlines())
+        subprocess.run([sys.executable, "-m", "tests.wrong_inputs.generated", world, out, *words], cwd=ROOT, check=True,
+                       stderr=subprocess.DEVNULL)
+        problems = dict(json.loads(line) for line in out.read_text(encoding="utf-8").splitlines())
+        return problems, json.loads(Path(f"{out}.remedies.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> tuple[dict[str, str], dict[str, Any]]:
+    return _outcomes()
+
+
+@pytest.fixture(scope="module")
+def problems(outcomes: tuple[dict[str, str], dict[str, Any]]) -> dict[str, str]:
+    return outcomes[0]
+
+
+def test_suggested_remedies_do_not_go_round_in_a_circle(outcomes: tuple[dict[str, str], dict[str, Any]]) -> None:
+    """What an error suggests is accepted, or leads to another error. One line of each form is tried."""
+    _check_remedies(outcomes[1], least_tried=700, least_accepted=500)
+
+
+@pytest.mark.slow
+def test_every_suggested_remedy_is_tried() -> None:
+    _check_remedies(_outcomes("", "every")[1], least_tried=2200, least_accepted=1600)
+
+
+def _check_remedies(remedies: dict[str, Any], *, least_tried: int, least_accepted: int) -> None:
+    """Fail for a circle, or if fewer lines than before are understood: all others name nothing that can be applied."""
+    assert not remedies["problems"], "\n".join(remedies["problems"])
+    counts = remedies["counts"]
+    assert counts["understood"] >= 0.6 * counts["lines"] > 1800, (counts, remedies["not_understood"][:50])
+    assert counts["tried"] >= least_tried, counts
+    assert counts["accepted"] >= least_accepted, counts
 
 
 @pytest.mark.parametrize("program", sorted({case.program for case in CASES}))

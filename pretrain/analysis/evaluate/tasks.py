@@ -18,7 +18,7 @@ from lm_eval.models.huggingface import HFLM
 
 from pretrain.analysis.evaluate.prepare_tasks import TaskPlan
 from pretrain.analysis.evaluate.task_files import Scores, first_line, only_errors, scores_of
-from pretrain.analysis.model_source import EvaluationSource
+from pretrain.analysis.model_source import LOCAL_FILES, EvaluationSource
 from pretrain.checkpoint.convert.export_hf import export_hf
 from pretrain.checkpoint.convert.plan_export import ExportPlan, plan_export
 from pretrain.data.tokenizers.export_tokenizer import export_tokenizer
@@ -61,7 +61,7 @@ def evaluate_tasks(source: EvaluationSource, plan: TaskPlan, tokenizer: Tokenize
     _check_sizes(plan)
     flags = plan.flags
     with _transformers_folder(source, plan.export, tokenizer, dtype) as folder, only_errors():
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype])
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], **LOCAL_FILES)
         model = model.to(get_accelerator().current_device_name()).eval()
         lm = RankLM(model, tokenizer=_transformers_tokenizer(source, folder, tokenizer),
                     batch_size=batch_size or _BATCH_SIZE, max_length=seq_length)
@@ -91,11 +91,11 @@ def _check_sizes(plan: TaskPlan) -> None:
 def _transformers_tokenizer(source: EvaluationSource, folder: Path, tokenizer: Tokenizer) -> Any:
     """Load the tokenizer with transformers: from the exported folder, or from where --tokenizer says."""
     if source.hf_folder is None or tokenizer.path.parent == folder:
-        return transformers.AutoTokenizer.from_pretrained(folder)
+        return transformers.AutoTokenizer.from_pretrained(folder, **LOCAL_FILES)
     with tempfile.TemporaryDirectory(prefix="ds-pretrain-") as temporary:
         shutil.copy(folder / "config.json", temporary)
         export_tokenizer(tokenizer.name, Path(temporary))
-        return transformers.AutoTokenizer.from_pretrained(temporary)
+        return transformers.AutoTokenizer.from_pretrained(temporary, **LOCAL_FILES)
 
 
 @contextlib.contextmanager

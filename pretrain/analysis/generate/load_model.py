@@ -11,9 +11,15 @@ import torch
 from torch import nn
 
 from pretrain.analysis.generate.decode import LoadedModel
-from pretrain.analysis.model_source import USABLE_MEMORY, GenerationSource, choose_num_devices, require_accelerate
+from pretrain.analysis.model_source import (
+    LOCAL_FILES,
+    USABLE_MEMORY,
+    GenerationSource,
+    choose_num_devices,
+    require_accelerate,
+)
 from pretrain.cli import say
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, shorten
 from pretrain.model.general.decoder import transformers_config
 from pretrain.model.general.own_models import own_model
 from pretrain.model.general.skeleton import parameters_on_meta
@@ -61,27 +67,27 @@ def empty_model(source: GenerationSource, dtype: str) -> Any:
 
     own = None if source.config is None else own_model(source.config.architecture)
     try:
-        config = AutoConfig.from_pretrained(source.folder, local_files_only=True) if source.config is None else \
+        config = AutoConfig.from_pretrained(source.folder, **LOCAL_FILES) if source.config is None else \
             transformers_config(source.config.hf_config)
         with parameters_on_meta():
             build = AutoModelForCausalLM.from_config if own is None else own.model_class._from_config
             model = build(config, dtype=DTYPES[dtype])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # transformers raises any class for values that it does not expect
         raise _cannot_load(source.folder, error) from None
     return model.eval()
 
 
 def _cannot_load(folder: Path, error: Exception) -> ConfigError:
-    return ConfigError(str(folder), problem=f"transformers cannot load this model: {error}")
+    return ConfigError(str(folder), problem=f"transformers cannot load this model: {shorten(str(error))}")
 
 
 def memory_needed(model: Any, *, rows: int, positions: int) -> int:
     """Return the bytes of the model's weights and of the keys and values of `rows` texts of `positions` tokens."""
-    config = model.config
+    config = model.config.get_text_config(decoder=True)
     attention_heads = getattr(config, "num_attention_heads", None) or 1  # models without attention keep less
     heads = getattr(config, "num_key_value_heads", None) or attention_heads
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // attention_heads
-    cached = 2 * config.num_hidden_layers * heads * head_size * rows * positions
+    head_size = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // attention_heads
+    cached = 2 * getattr(config, "num_hidden_layers", 0) * heads * head_size * rows * positions
     return int((sum(parameter.numel() for parameter in model.parameters()) + cached) * model.dtype.itemsize)
 
 
@@ -145,8 +151,8 @@ def _load_transformers_folder(folder: Path, dtype: str, placement: torch.device 
     mapped = isinstance(placement, dict)
     settings: dict[str, Any] = {"device_map": placement, "offload_folder": offload_folder} if mapped else {}
     try:
-        model, loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], local_files_only=True,
-                                                             output_loading_info=True, **settings)
+        model, loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype],
+                                                             output_loading_info=True, **LOCAL_FILES, **settings)
     except Exception as error:  # transformers, safetensors and torch raise many classes for damaged files
         raise _cannot_load(folder, error) from None
     wrong = sorted(loaded["missing_keys"]) + sorted(str(key) for key in loaded["mismatched_keys"])

@@ -17,7 +17,7 @@ import numpy as np
 from pretrain.analysis.report.crashes import events_and_crashes
 from pretrain.analysis.report.reduce import kept_rows
 from pretrain.analysis.report.run_table import RunTable, as_float, number_or_none
-from pretrain.errors import GUARD, listed, named, printable, shorten
+from pretrain.errors import GUARD, format_number, listed, named, printable, shorten
 from pretrain.monitor.slow_kinds import REMEDIES, UNKNOWN
 from pretrain.resilience.lease_file import read_lease
 from pretrain.resilience.run_lock import LOCK
@@ -182,7 +182,7 @@ def _ends(kind: str, row: dict[str, Any], after: dict[str, Any], over: tuple[str
 
 def _slow_text(row: dict[str, Any], end: dict[str, Any] | None, machine: str) -> str:
     ratio, kind, stage = as_float(row.get("ratio")), row.get("kind"), row.get("stage")
-    times = f": {ratio:.3g} times the others" if math.isfinite(ratio) else ""
+    times = f": {format_number(ratio)} times the others" if math.isfinite(ratio) else ""
     cause = f", probably {printable(str(kind))}" if isinstance(kind, str) and kind else ""
     where = f", pipeline stage {stage}" if isinstance(stage, int) else ""
     verb = "is" if end is None else "was"

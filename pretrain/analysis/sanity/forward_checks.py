@@ -43,7 +43,7 @@ def check_initial_loss(checked: CheckedEngine, batches: list[MicroBatch]) -> Res
     origin = "of the loaded weights" if plan.origin else "at initialization"
     if loss == 0:
         return Result("initial loss", False, f"0 nats {origin}", "above 0", "no text is so predictable: the labels are "
-                      "visible in the input, or the device computes nothing, which ds-pretrain check-cluster tells", 0.0)
+                      "visible in the input, or the device computes nothing (ds-pretrain check-cluster)", 0.0)
     return Result("initial loss", low <= loss <= high, f"{loss:.4f} nats {origin}",
                   f"{low:.2f} to {high:.2f}; ln({plan.model.vocab_size}) = {math.log(plan.model.vocab_size):.2f}",
                   "too high: the initial weights or the output layer are scaled wrongly (--init_std, --init_method), "
@@ -224,9 +224,10 @@ def check_vocabulary(plan: Plan, batches: list[MicroBatch]) -> Result:
     ends = plan.eod_token if plan.eod_token is not None else 0
     needed = max(gather(max(largest + 1, known, ends + 1)))
     of_tokenizer = f"; {known:,} in the tokenizer" if known else ""
+    larger = f", or --model_overrides vocab_size={needed}" if plan.args.init_from is None else ""
     return Result("vocabulary", needed <= vocab_size and min(gather(smallest)) >= 0,
                   f"largest token {max(gather(largest)):,}{of_tokenizer}", f"vocab_size {vocab_size:,}",
-                  f"use the model's own tokenizer and data, or --model_overrides vocab_size={needed}", float(needed))
+                  f"use the model's own tokenizer and data{larger}", float(needed))
 
 
 def check_labels(batches: list[MicroBatch]) -> Result:

@@ -17,6 +17,7 @@ from pretrain.config.plan import Plan
 from pretrain.data.loader import MicroBatch
 from pretrain.distributed.collectives import gather
 from pretrain.engine.optimizer import peak_learning_rate
+from pretrain.errors import format_number
 
 REAL_STEPS = 2  # with the run's batches, before the training on one small batch
 _REPORTED_STEPS = 10  # steps between two reports of the progress
@@ -252,7 +253,8 @@ def check_gradient_scale(checked: CheckedEngine, batches: list[MicroBatch], grad
         if _LOWEST_RATIO <= ratio <= _HIGHEST_RATIO:
             break
     return Result("gradient scale", _LOWEST_RATIO <= ratio <= _HIGHEST_RATIO,
-                  f"{ratio:.3g} times the finite difference of the loss", f"{_LOWEST_RATIO} to {_HIGHEST_RATIO}",
+                  f"{format_number(ratio)} times the finite difference of the loss",
+                  f"{_LOWEST_RATIO} to {_HIGHEST_RATIO}",
                   f"the gradients are too {'small' if ratio < 1 else 'large'}: check the loss scale, and the division "
                   "by the number of micro-batches and ranks", ratio)
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from pretrain.analysis.scaling.ladder_file import Point
-from pretrain.analysis.scaling.law import LARGEST_EXPONENT, Law
+from pretrain.analysis.scaling.law import LARGEST_EXPONENT, SMALLEST_TERM, Law
 from pretrain.analysis.scaling.uncertainty import Variance
 from pretrain.errors import ConfigError
 
@@ -24,7 +24,6 @@ HIDDEN_SIZES = 0.2  # part of the sizes that the fit hides, to see how well it p
 _STARTS = 6  # of the grid, the ones with the lowest objective
 _PARTS_OF_E, _PARTS_OF_A = (0.1, 0.3, 0.5, 0.7, 0.9), (0.2, 0.5, 0.8)  # of the mean loss, and of the rest of it
 _EXPONENTS = (0.1, 0.2, 0.35, 0.5, 0.8, 1.2)
-_SMALLEST_TERM = -12.0  # logarithm of a term at the centre of the points: 6e-6 nats
 _NO_TERM = -60.0
 _LARGEST_TERM = 20.0  # of the logarithm of the term of D at the centre of the points, in either direction
 
@@ -151,7 +150,7 @@ def _starts(data: _Data) -> list[np.ndarray]:
 def _fit(minimize: Callable[..., Any], data: _Data, log_losses: np.ndarray, starts: Sequence[np.ndarray]) -> np.ndarray:
     """Return [log e, log a', log b', alpha, beta] of the lowest objective; a' and b' are terms at the data's centre."""
     largest = float(log_losses.max())
-    bounds = [(_SMALLEST_TERM, largest)] * 3 + [(0.0, LARGEST_EXPONENT)] * 2
+    bounds = [(SMALLEST_TERM, largest)] * 3 + [(0.0, LARGEST_EXPONENT)] * 2
     if data.size_only:
         bounds[2], bounds[4] = (_NO_TERM, _NO_TERM), (0.0, 0.0)
     found = []

@@ -5,7 +5,7 @@ Python library alone; fit.py makes it from points, with scipy.
 """
 
 from dataclasses import dataclass, field
-from math import isfinite, log
+from math import exp, isfinite, log
 
 from pretrain.analysis.scaling.uncertainty import interval
 from pretrain.config.expected_curve import LEVEL as LEVEL
@@ -13,6 +13,8 @@ from pretrain.config.expected_curve import Expected as Expected
 from pretrain.config.expected_curve import counted_parameters as counted_parameters
 
 LARGEST_EXPONENT = 3.0  # of alpha and beta; published ones are 0.05 to 0.7
+SMALLEST_TERM = -12.0  # logarithm of e, and of the other terms at the centre of the points: 6e-6 nats
+_NEAR = 1.01
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,13 @@ class Law:
 
     def _constants(self) -> list[float]:
         return [self.e, self.a, self.b, self.alpha, self.beta]
+
+    def at_bounds(self) -> list[str]:
+        """Return what the points do not determine: the fit stopped at the bound of these constants."""
+        at_bound = self.e < _NEAR * exp(SMALLEST_TERM)
+        found = ["e: the points show no loss that a run cannot fall below"] if at_bound else []
+        return found + [f"{name}: it is at most {LARGEST_EXPONENT:g} here" for name, value in
+                        (("alpha", self.alpha), ("beta", self.beta)) if value * _NEAR > LARGEST_EXPONENT]
 
     def loss(self, parameters: float, tokens: float) -> float:
         """Return the loss L(N, D) in nats a token."""

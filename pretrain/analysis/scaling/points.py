@@ -127,7 +127,8 @@ class Backtest:
 def law_text(law: Law) -> str:
     """Return a law as text."""
     of_tokens = f" + {law.b:.4g} / D^{law.beta:.3f}" if law.b else ""
-    return f"L(N{', D' if law.b else ''}) = {law.e:.3f} + {law.a:.4g} / N^{law.alpha:.3f}{of_tokens}"
+    bounds = "".join(f"; the fit stopped at the bound of {each}" for each in law.at_bounds())
+    return f"L(N{', D' if law.b else ''}) = {law.e:.3f} + {law.a:.4g} / N^{law.alpha:.3f}{of_tokens}{bounds}"
 
 
 def backtest_of(path: Path) -> Backtest:

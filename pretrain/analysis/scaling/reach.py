@@ -8,6 +8,7 @@ Nothing was tested beyond 58 times.
 from dataclasses import dataclass
 
 from pretrain.analysis.scaling.ladder_file import Range
+from pretrain.errors import format_number
 
 WARN_FACTOR = 10.0
 LARGEST_FACTOR = 50.0
@@ -39,8 +40,8 @@ class Reach:
         return f"{self}: further than {WARN_FACTOR:g} times, backtests had errors of up to 6.5%"
 
     def __str__(self) -> str:
-        return (f"the prediction is {self.parameters:.3g} times beyond the fitted points in parameters, and "
-                f"{self.tokens:.3g} times in tokens")
+        return (f"the prediction is {format_number(self.parameters)} times beyond the fitted points in parameters, and "
+                f"{format_number(self.tokens)} times in tokens")
 
 
 def _factor(limits: list[float], value: float) -> float:

@@ -32,6 +32,7 @@ from pretrain.checkpoint.load.reader import all_finite, chunks_of
 from pretrain.checkpoint.save.commit import write_latest
 from pretrain.checkpoint.save.save_checkpoint import save_pickle
 from pretrain.config.ds_json.optimizers import OPTIMIZERS
+from pretrain.config.flags.overrides import RECIPE_FLAGS
 from pretrain.config.model_of_run import DROPOUTS, Origin
 from pretrain.errors import ConfigError, shorten
 from pretrain.model.config import ModelConfig, model_config_from
@@ -286,7 +287,8 @@ def _manifest(plan: Adoption) -> Manifest:
         seq_length=run.seq_length or plan.config.max_positions, model=plan.config.hf_config, data_fingerprint="",
         tokenizer_fingerprint=plan.tokenizer.fingerprint if plan.tokenizer else None, versions=versions(),
         loss_scale=run.loss_scale, finite=True, no_weight_decay=sorted(plan.decay.no_weight_decay),
-        recipe={**({"gradient_clipping": float(clipping)} if isinstance(clipping, (int, float)) else {}),
+        recipe={**{name: value for name, value in run.flags.items() if name in RECIPE_FLAGS},
+                **({"gradient_clipping": float(clipping)} if isinstance(clipping, (int, float)) else {}),
                 "decay_vectors": plan.decay.decay_vectors},
         adopted=record)
 

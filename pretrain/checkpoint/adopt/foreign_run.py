@@ -26,7 +26,8 @@ LOSSES = {
     "optimizer": "the optimizer's states: the optimizer starts without them",
     "master_weights": "the fp32 master weights: the 16-bit weights are used, rounded",
     "data_position": "the number of samples that were consumed: the data begins at its first sample",
-    "schedule": "the position in the learning-rate schedule",
+    "schedule": "the learning-rate schedule, or the position in it",
+    "settings": "settings that change the numbers and have no counterpart; the message lists them",
     "loss_scale": "the state of fp16's loss scaler",
     "rng": "the states of the random number generators: dropout draws other values",
     "weight_decay": "weight decay of single parameters that no setting of this program describes",
@@ -67,10 +68,12 @@ class ForeignRun:
     optimizer: dict[str, Any] = field(default_factory=dict)
     weight_decay: Mapping[str, float] = field(default_factory=dict)  # of each parameter, by name
     learning_rate: float | None = None  # of the last step
-    # What is known of the schedule: "type" (a name of transformers such as "cosine", or DeepSpeed's scheduler.type),
-    # "warmup_steps", "total_steps", "last_step" (applied updates), "next_rate" (learning rate of the next step),
-    # "first_rate_is_0" (the first step of a warm-up has rate 0, as in transformers), and whatever else the source
-    # records. Unknown values are left out.
+    # flags of run.yaml, besides those of the other fields: label_smoothing, router_aux_loss
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    # What is known of the schedule: "flags" (all that describe it), "type" (a name such as "cosine", or DeepSpeed's
+    # scheduler.type), "warmup_steps", "total_steps", "last_step" (applied updates), "next_rate" (learning rate of the
+    # next step), "first_rate_is_0" (the first step of a warm-up has rate 0, as in Megatron-LM), and whatever else the
+    # source records. Unknown values are left out.
     schedule: dict[str, Any] = field(default_factory=dict)
     global_batch_size: int | None = None  # samples
     consumed_samples: int | None = None  # None: not recorded

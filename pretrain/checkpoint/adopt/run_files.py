@@ -15,11 +15,8 @@ from pretrain.config.write_yaml import comment_line, yaml_entry
 from pretrain.errors import ConfigError, printable, shorten
 
 RUN_YAML, DS_JSON = "run.yaml", "ds_config.json"
-# a schedule of transformers -> --lr_schedule
-_KINDS = {"linear": "linear", "cosine": "cosine", "cosine_with_min_lr": "cosine", "constant": "constant",
-          "constant_with_warmup": "constant"}
-_ZERO_STAGE = 1  # of the JSON for a run of another engine; it changes no result
-_WITHOUT_DECAY = ("constant", "constant_with_warmup")
+_KINDS = ("linear", "cosine", "constant")  # schedules of ForeignRun.schedule that have these names in --lr_schedule
+_WITHOUT_DECAY = ("constant",)
 # keys of the JSON that depend on the number of ranks, or that `ds_config_of` writes itself
 _OWN_KEYS = ("train_batch_size", "gradient_accumulation_steps", "optimizer", "scheduler", "bf16", "bfloat16", "fp16")
 # Keys that describe the training, and name no file, host or account. A checkpoint of a stranger chooses nothing else.
@@ -40,23 +37,26 @@ _OFFLOADS = ("offload_optimizer", "offload_param")
 
 def adopted_flags(run: ForeignRun) -> dict[str, Any]:
     """Return the flags of the run that the source records, apart from weight decay."""
-    return {name: value for name, value in {"seq_length": run.seq_length, "seed": run.seed,
+    return {name: value for name, value in {"seq_length": run.seq_length, "seed": run.seed, **run.flags,
                                             **_schedule_flags(run.schedule)}.items() if value is not None}
 
 
 def missing_flags(run: ForeignRun) -> list[str]:
-    """Return the flags without which the run has no data or length, or would have the default length of a sample."""
-    return ["train_data", *(name for name in ("seq_length", "train_steps") if name not in adopted_flags(run))]
+    """Return the flags without which the run has no data or length, or a default where the source has another value."""
+    flags = adopted_flags(run)
+    if "scheduler" in ds_config_of(run)[0]:
+        flags["lr_schedule"] = None
+    return ["train_data", *(name for name in ("seq_length", "train_steps", "lr_schedule") if name not in flags)]
 
 
 def _schedule_flags(schedule: Mapping[str, Any]) -> dict[str, Any]:
     """Return the flags of length and schedule. Without the values that a schedule needs, it is not described."""
     kind, total = schedule.get("type"), schedule.get("total_steps")
-    flags: dict[str, Any] = {"train_steps": total}
-    if kind not in _KINDS or (kind not in _WITHOUT_DECAY and total is None) or "warmup_steps" not in schedule or \
-            schedule.get("params"):
+    flags: dict[str, Any] = {"train_steps": total, **schedule.get("flags", {})}
+    if "flags" in schedule or kind not in _KINDS or (kind not in _WITHOUT_DECAY and total is None) or \
+            "warmup_steps" not in schedule or schedule.get("params"):
         return flags
-    flags |= {"lr_schedule": _KINDS[kind], "lr_warmup_steps": schedule["warmup_steps"]}
+    flags |= {"lr_schedule": kind, "lr_warmup_steps": schedule["warmup_steps"]}
     if schedule.get("first_rate_is_0"):
         flags["lr_counts_from_0"] = True
     if kind in _WITHOUT_DECAY:
@@ -94,8 +94,14 @@ def ds_config_of(run: ForeignRun) -> tuple[dict[str, Any], dict[str, str]]:
         legal, rejected = _legal({"scheduler": scheduler})
         own["scheduler"] = {**legal.get("scheduler", {}), "type": scheduler["type"]}
         left_out |= dict.fromkeys(rejected, _REJECTED)
-    return {"zero_optimization": {"stage": _ZERO_STAGE}, **kept, **own}, {
+    return {"zero_optimization": {"stage": _zero_stage(str(block.get("type", "")))}, **kept, **own}, {
         printable(shorten(key)): reason for key, reason in left_out.items()}
+
+
+def _zero_stage(optimizer: str) -> int:
+    """Return the ZeRO stage for a run of another engine: 1, which changes no result, where the optimizer allows it."""
+    row = OPTIMIZERS.get(optimizer.lower())
+    return 1 if row is None or (row.tested_with_zero and row.name != "Adagrad") else 0
 
 
 def _described(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:

@@ -1,6 +1,8 @@
 """Write a checkpoint as a folder checkpoint-N from which transformers.Trainer with DeepSpeed resumes."""
 
+import contextlib
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import TrainerControl, TrainerState
@@ -10,7 +12,13 @@ from pretrain.checkpoint.convert.new_folder import check_free_space, fill_new_fo
 from pretrain.checkpoint.convert.plan_export import ExportPlan
 from pretrain.checkpoint.convert.universal import LATEST, any_scheduler, universal_bytes, write_universal
 from pretrain.checkpoint.format.hashed_files import FileRecord
+from pretrain.checkpoint.load.find_checkpoint import run_folder_of
 from pretrain.checkpoint.load.reader import CheckpointReader
+from pretrain.config.flags.arguments import RunArguments
+from pretrain.errors import ConfigError
+from pretrain.monitor.read_run_folder import newest_start
+
+_ONLY_AT_THE_END = 10**9  # an interval of 0 here; the Trainer divides by it
 
 
 def export_trainer(plan: ExportPlan) -> list[str]:
@@ -21,7 +29,10 @@ def export_trainer(plan: ExportPlan) -> list[str]:
 
     Return notes for the user. Raises ConfigError.
     """
-    notes = list(plan.notes)
+    notes, intervals = list(plan.notes), _intervals(plan.folder)
+    shown = ", ".join(f"{name} {value}" for name, value in intervals.items())
+    notes.append(f"trainer_state.json has {shown}: a Trainer "
+                 "that resumes uses them, and not those of its TrainingArguments; change them in this file")
 
     def write(temporary: Path) -> dict[str, FileRecord]:
         records = write_hf(plan, temporary, notes)
@@ -29,7 +40,7 @@ def export_trainer(plan: ExportPlan) -> list[str]:
         (temporary / name).mkdir()
         write_universal(plan.folder, plan.manifest, temporary / name, plan.config)
         (temporary / LATEST).write_text(name)
-        _write_state(plan, temporary)
+        _write_state(plan, temporary, intervals)
         return records
 
     if not plan.out.exists():
@@ -38,12 +49,29 @@ def export_trainer(plan: ExportPlan) -> list[str]:
     return notes
 
 
-def _write_state(plan: ExportPlan, folder: Path) -> None:
+def _intervals(checkpoint: Path) -> dict[str, int]:
+    """Return the steps between two lines of the log, evaluations and checkpoints, as the run of a checkpoint has them.
+
+    TrainerState has 500 if its file has no number, and the Trainer (5.23) prefers the file to TrainingArguments.
+    """
+    flags: dict[str, Any] = {}
+    with contextlib.suppress(ConfigError):
+        run = run_folder_of(checkpoint)
+        flags = {} if run is None else newest_start(run)["flags"]
+    found = {}
+    for theirs, ours in (("logging_steps", "log_interval"), ("eval_steps", "eval_interval"),
+                         ("save_steps", "save_interval")):
+        value = flags.get(ours, getattr(RunArguments, ours))
+        found[theirs] = value if isinstance(value, int) and value > 0 else _ONLY_AT_THE_END
+    return found
+
+
+def _write_state(plan: ExportPlan, folder: Path, intervals: dict[str, int]) -> None:
     """Write trainer_state.json, and scheduler.pt, which the Trainer reads if the JSON has no optimizer."""
     manifest, engine = plan.manifest, CheckpointReader(plan.folder).engine_state()
     micro_batch_size = engine["ds_config"].get("train_micro_batch_size_per_gpu")
     state = TrainerState(
-        global_step=manifest.step, max_steps=manifest.step, num_train_epochs=1,
+        global_step=manifest.step, max_steps=manifest.step, num_train_epochs=1, **intervals,
         num_input_tokens_seen=manifest.consumed_samples * manifest.seq_length,
         train_batch_size=micro_batch_size if isinstance(micro_batch_size, int) else 1, total_flos=0,
         # without its entry, the first save after the resume ends with a KeyError (transformers 5.23, _save_checkpoint)

@@ -15,7 +15,7 @@ from pretrain.checkpoint.load.find_checkpoint import (
     tokenizer_of,
 )
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, counted
 from pretrain.model.config import ModelConfig, model_config_from
 
 
@@ -93,8 +93,12 @@ def _newest(run: Path, last: int | None) -> tuple[list[tuple[Path, Manifest]], l
         raise ConfigError("--last", found=last, expected="at least 2 checkpoints")
     if len(good) < last:
         find_checkpoint(run)  # raises ConfigError if there is none
+        more = "--keep_checkpoints or --keep_every of a run keeps more of them"
+        if len(good) < 2:
+            raise ConfigError(str(run), problem=f"it has {counted(len(good), 'good checkpoint')}, and an average needs "
+                              "at least 2", remedy=more)
         raise ConfigError("--last", found=last, expected=f"at most {len(good)}, the good checkpoints of {run}",
-                          remedy="--keep_checkpoints or --keep_every of a run keeps more of them")
+                          remedy=more)
     used = good[:last]
     oldest = used[-1][1].step
     bad = [f"{folder}: {NOT_FINITE}" for folder, manifest in complete if not manifest.is_good and

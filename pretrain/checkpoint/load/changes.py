@@ -107,8 +107,9 @@ def _recipe(manifest: Manifest, plan: Plan) -> Iterator[Change]:
     """Yield changes of clipping and of the flags in RECIPE_FLAGS. Older manifests do not record all of them."""
     current = recipe_of(plan)
     if "gradient_clipping" in manifest.recipe:
-        yield from _pairs("clipping", {"gradient_clipping": (manifest.recipe["gradient_clipping"],
-                                                             current["gradient_clipping"])})
+        # 0 and a missing key: no clipping
+        yield from _pairs("clipping", {"gradient_clipping": (manifest.recipe["gradient_clipping"] or None,
+                                                             current["gradient_clipping"] or None)})
     is_same_order = recorded_read_order(manifest.recipe) == plan.read_order
     for flag, name in RECIPE_FLAGS.items():
         if name == "samples" and is_same_order:  # however its flags write it

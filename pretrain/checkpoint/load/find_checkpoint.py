@@ -11,11 +11,11 @@ from pretrain.checkpoint.format.run_checkpoints import (
     manifests_or_errors,
     newest_good,
 )
-from pretrain.data.data_spec import parse_data_spec
+from pretrain.data.data_spec import recorded_data_spec
 from pretrain.data.token_files.indexed_dataset import read_meta
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import ConfigError
-from pretrain.hub import snapshot_in
+from pretrain.hub import recorded_tokenizer, snapshot_in
 from pretrain.monitor.read_run_folder import newest_start
 
 
@@ -127,7 +127,7 @@ def tokenizer_of(path: Path) -> str:
     run = run_folder_of(path)
     tokenizer = None if run is None else newest_start(run)["flags"].get("tokenizer")
     if isinstance(tokenizer, str):
-        return tokenizer
+        return recorded_tokenizer(tokenizer)
     imported = next((folder for folder in _possible_runs(path)
                      if (folder / "checkpoints").is_dir() and (folder / "tokenizer").is_dir()), None)
     if imported is not None:  # by `ds-pretrain import`
@@ -143,10 +143,10 @@ def _tokenizer_of_data(run: Path) -> str | None:
     """Return the file that prepared the training data of a run; None if it is unknown or has changed since."""
     value = newest_start(run)["flags"].get("train_data")
     with contextlib.suppress(ConfigError, OSError):
-        prefixes = parse_data_spec(value).train if isinstance(value, (str, list)) else ()
+        prefixes = recorded_data_spec({"train_data": value}).train if isinstance(value, (str, list)) else ()
         meta = read_meta(prefixes[0]) if prefixes else None  # all sources have the same tokenizer
         path = meta.get("tokenizer") if meta is not None else None
-        if meta is not None and isinstance(path, str) and load_tokenizer(path).fingerprint == \
+        if meta is not None and isinstance(path, str) and load_tokenizer(recorded_tokenizer(path)).fingerprint == \
                 meta.get("tokenizer_sha256"):
             return path
     return None

@@ -36,13 +36,8 @@ from pretrain.checkpoint.format.shard_index import (
     state_name,
 )
 from pretrain.checkpoint.load.hf_folder import HFFolder
-from pretrain.checkpoint.load.reader import (
-    SCHEDULED_SETTINGS,
-    CheckpointReader,
-    HFWeights,
-    WeightsReader,
-    all_finite,
-)
+from pretrain.checkpoint.load.odd_weights import WeightCheck, element
+from pretrain.checkpoint.load.reader import SCHEDULED_SETTINGS, CheckpointReader, HFWeights, WeightsReader
 from pretrain.checkpoint.load.resume import same_layout
 from pretrain.checkpoint.save.save_checkpoint import FileEngine
 from pretrain.config.ds_json.optimizers import DIVISIBLE_FAMILIES, optimizer_family
@@ -59,8 +54,8 @@ from pretrain.stored_json import parse_json, read_text
 _JSON_SETTINGS = ("clip_grad", "loss_scaler", "dynamic_loss_scale", "loss_scale_config")
 
 
-def load_checkpoint(engine: DeepSpeedEngine, plan: Plan, folder: Path, manifest: Manifest) -> None:
-    """Load weights, optimizer states, schedule, loss scale and counters; collective.
+def load_checkpoint(engine: DeepSpeedEngine, plan: Plan, folder: Path, manifest: Manifest) -> list[str]:
+    """Load weights, optimizer states, schedule, loss scale and counters; collective. Returns warnings about weights.
 
     If layout and shards are as in the run that wrote the checkpoint, DeepSpeed reads its own files, and the states
     of the random number generators are restored. With the same batch sizes and data, training then continues bit for
@@ -81,32 +76,48 @@ def load_checkpoint(engine: DeepSpeedEngine, plan: Plan, folder: Path, manifest:
             update_16bit_weights(engine)
         set_loss_scale(engine, manifest.loss_scale)
         set_rng_state(load_pickle(rng_file(folder, dist.get_rank())))
+        warnings = _check_weights(engine, folder)
     else:
-        load_resharded(engine, folder, manifest)
+        warnings = load_resharded(engine, folder, manifest)
     if plan.args.seed != manifest.seed:  # --override seed
         seed_generators(plan.args.seed, manifest.step)
     restore_settings(engine)
     set_recipe_states(engine, manifest.recipe_states)
     assert engine.global_steps == manifest.step, (engine.global_steps, manifest.step)
+    return warnings
 
 
-def load_resharded(engine: DeepSpeedEngine, folder: Path, manifest: Manifest) -> None:
+def _check_weights(engine: DeepSpeedEngine, folder: Path) -> list[str]:
+    """Return warnings about the weights that DeepSpeed has loaded; collective. Raises ConfigError."""
+    flats = flat_tensors(engine)
+    shapes = {fragment.name: fragment.shape for flat in flats for fragment in flat.fragments}
+    check = WeightCheck(engine, folder, lambda name, index: element(name, shapes[name], index))
+    with _rejected_together():
+        for flat in flats:
+            check.add(flat)
+    return check.warnings()
+
+
+def load_resharded(engine: DeepSpeedEngine, folder: Path, manifest: Manifest) -> list[str]:
     """Load weights, optimizer states, learning rates, schedule, counters and loss scale; collective.
 
-    Each rank's random number generators are seeded from (seed, step, rank). Raises the same ConfigError on every rank
-    if the checkpoint has another model or optimizer, if the optimizer is not elementwise, or if a file is damaged.
+    Returns warnings about weights. Each rank's random number generators are seeded from (seed, step, rank). Raises the
+    same ConfigError on every rank if the checkpoint has another model or optimizer, if the optimizer is not
+    elementwise, or if a file is damaged.
     """
     with torch.no_grad(), _rejected_together():
         reader = open_checkpoint(folder)
         _check_optimizer(engine, reader)
         _check_shapes(engine, reader)
-        _fill_flat_tensors(engine, reader)
+        check = WeightCheck(engine, folder, reader.place)
+        _fill_flat_tensors(engine, reader, check)
         _set_groups(engine, reader)
         _set_counters(engine, reader)
     with torch.no_grad():
         update_16bit_weights(engine)
     set_loss_scale(engine, manifest.loss_scale)
     seed_generators(manifest.seed, manifest.step)
+    return check.warnings()
 
 
 def seed_generators(seed: int, step: int) -> None:
@@ -115,26 +126,28 @@ def seed_generators(seed: int, step: int) -> None:
     torch.manual_seed(int.from_bytes(digest[:7], "little"))
 
 
-def load_weights(engine: DeepSpeedEngine, source: HFFolder | Path) -> None:
+def load_weights(engine: DeepSpeedEngine, source: HFFolder | Path) -> list[str]:
     """Fill the fp32 and 16-bit weights of an engine that has made no step from a transformers or checkpoint folder.
 
-    Optimizer, schedule, counters and random numbers remain as in a new run. Collective; raises the same ConfigError
-    on every rank.
+    Returns warnings about weights. Optimizer, schedule, counters and random numbers remain as in a new run. Collective;
+    raises the same ConfigError on every rank.
     """
     with torch.no_grad(), _rejected_together():
         reader = HFWeights(source) if isinstance(source, HFFolder) else open_checkpoint(source)
         _check_shapes(engine, reader)
         fill_buffers(engine.module, reader.buffers())
         _prepare_stage_3(engine)
-        flats = flat_tensors(engine)
+        flats, check = flat_tensors(engine), WeightCheck(engine, reader.folder, reader.place)
         total = 4 * sum(flat.numel for flat in flats)
         with ProgressBar("loading weights", total, active=dist.get_rank() == 0) as progress:
             for flat in flats:
                 with _swapped_in(engine, flat):
                     _copy_weights(flat, reader)
+                    check.add(flat)
                 progress.advance(4 * flat.numel, reader.folder.name)
     with torch.no_grad():
         update_16bit_weights(engine)
+    return check.warnings()
 
 
 @contextlib.contextmanager
@@ -193,7 +206,7 @@ def _check_shapes(engine: DeepSpeedEngine, reader: WeightsReader) -> None:
                               expected=f"{shape}, as in this run's model")
 
 
-def _fill_flat_tensors(engine: DeepSpeedEngine, reader: CheckpointReader) -> None:
+def _fill_flat_tensors(engine: DeepSpeedEngine, reader: CheckpointReader, check: WeightCheck) -> None:
     """Fill the flat fp32 weights and their optimizer states, and at ZeRO stage 3 also the 16-bit weights."""
     _prepare_stage_3(engine)
     flats = flat_tensors(engine)
@@ -205,6 +218,7 @@ def _fill_flat_tensors(engine: DeepSpeedEngine, reader: CheckpointReader) -> Non
         for flat in flats:
             with _swapped_in(engine, flat):
                 _copy_weights(flat, reader)
+                check.add(flat)
                 _fill_states(engine, flat, reader, template)
             progress.advance(bytes_per_element * flat.numel, reader.folder.name)
 
@@ -219,9 +233,6 @@ def _copy_weights(flat: FlatTensor, reader: WeightsReader) -> None:
     for fragment in flat.fragments:
         target = flat.parameter.detach().view(-1).narrow(0, fragment.offset, fragment.length)
         reader.copy(fragment.name, FP32, fragment.start, target, fragment.part)
-        if target.numel() and not all_finite(target):
-            raise ConfigError(f"{reader.folder}: {fragment.name}", problem="this tensor has values that are NaN or "
-                              f"infinite in {str(target.dtype).removeprefix('torch.')}", remedy="use other weights")
 
 
 @contextlib.contextmanager

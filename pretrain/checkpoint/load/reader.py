@@ -23,6 +23,7 @@ from pretrain.checkpoint.format.shard_index import (
     read_index_texts,
 )
 from pretrain.checkpoint.load.hf_folder import WEIGHT_DTYPES, HFFolder, StoredTensor, read_header
+from pretrain.checkpoint.load.odd_weights import element
 from pretrain.errors import ConfigError
 from pretrain.model.hf_names import TensorRule, tensor_rules
 from pretrain.model.hf_weights import to_ours
@@ -85,6 +86,10 @@ class WeightsReader(ABC):
         self.copy(name, state, start, out)
         return out
 
+    @abstractmethod
+    def place(self, name: str, index: int) -> str:
+        """Return the file and the element of it that holds an element of a flattened parameter, for messages."""
+
     def tensor(self, name: str, state: str = FP32) -> torch.Tensor:
         """Return the state of a full parameter as an fp32 tensor on the CPU, in the parameter's shape."""
         return self.read(name, state, 0, prod(self.shapes[name])).view(self.shapes[name])
@@ -133,6 +138,11 @@ class CheckpointReader(WeightsReader):
     def group(self, name: str) -> dict[str, Any]:
         """Return the settings (lr, betas ...) of a parameter's group."""
         return self._fragments[name][0].group
+
+    def place(self, name: str, index: int) -> str:
+        fragment = next((each for each in self._fragments[name] if each.part is None
+                         and each.start <= index < each.start + each.length), self._fragments[name][0])
+        return f"{fragment.states[FP32].file}: {element(name, self.shapes[name], index)}"
 
     def has_state(self, name: str, state: str) -> bool:
         """Return whether a parameter has this state."""
@@ -274,6 +284,15 @@ class HFWeights(WeightsReader):
     def their_tensors(self, name: str) -> list[torch.Tensor]:
         """Return the tensors in the files that hold a parameter, as views of the mapped files: do not change them."""
         return [self._part(part) for part in self.rules[name].theirs]
+
+    def place(self, name: str, index: int) -> str:
+        value = self.read(name, FP32, index, 1)
+        for theirs, stored in zip(self.rules[name].theirs, self.their_tensors(name), strict=True):
+            same = torch.isclose(stored.reshape(-1).float(), value, rtol=0, atol=0, equal_nan=True)
+            if same.any():
+                found = int(same.to(torch.uint8).argmax())
+                return f"{self.found.tensors[theirs].file}: {element(theirs, stored.shape, found)}"
+        return element(name, self.shapes[name], index)  # the values were converted
 
     def _part(self, theirs: str) -> torch.Tensor:
         """Return a tensor of transformers' model. Of those that are converted, only the latest ones are kept."""

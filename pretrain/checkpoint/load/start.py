@@ -62,7 +62,8 @@ def check_start(args: RunArguments, *, world_size: int, device: Device, complete
     found = choose_checkpoint(args, complete=complete)
     weights = find_initial_weights(args.init_from, read_manifest if complete else parse_head) \
         if args.init_from is not None and found is None else None
-    plan = check_run(args, world_size=world_size, device=device, saved_model=_saved_model(args, found, weights))
+    plan = check_run(args, world_size=world_size, device=device, saved_model=_saved_model(args, found, weights),
+                     has_weights=found is not None or weights is not None)
     notes = check_sampled_blocks(plan)
     if found is None and args.override is not None and args.checkpoint_mirror is None:
         notes.append("--override has no effect: the run begins at step 0")

@@ -41,14 +41,14 @@ from pretrain.cluster.health.network import (
     round_robin,
 )
 from pretrain.cluster.health.report import ClusterCheckSettings, ClusterReport, Finding
-from pretrain.cluster.hosts.key_value_store import (
+from pretrain.distributed.device import detect_device
+from pretrain.distributed.key_value_store import (
     RankStore,
     SilentRanksError,
     connect_store,
     first_line,
     run_with_timeout,
 )
-from pretrain.distributed.device import detect_device
 from pretrain.distributed.process import port_is_free
 from pretrain.distributed.process_group import all_ranks_here, init_process_group, taken_port
 from pretrain.distributed.world import World

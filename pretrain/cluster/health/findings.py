@@ -18,8 +18,8 @@ from pretrain.cluster.health.report import (
     ClusterReport,
     LinkRow,
     Measure,
-    format_number,
 )
+from pretrain.errors import format_number
 
 HostRanks = dict[str, list[int]]  # host -> its ranks
 HostPair = tuple[str, str]

@@ -8,6 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from pretrain.config.flags.arguments import RunArguments
+from pretrain.errors import format_number
 
 LATENCY_NOISE_US = 100.0  # latencies that differ by less are not reported: they do not slow down a training step
 
@@ -135,8 +136,3 @@ def report_lines(report: ClusterReport) -> list[str]:
 
 def _cell(value: float | None, is_outlier: bool) -> str:
     return ("-" if value is None else format_number(value)) + (" <<" if is_outlier else "")
-
-
-def format_number(value: float) -> str:
-    """Format a number with three significant digits. Numbers above 100 keep all digits before the point."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -12,12 +12,14 @@ from pathlib import Path
 from pretrain.cli import say
 from pretrain.cluster.hosts.preflight import HostFacts
 from pretrain.cluster.hosts.probe import JOB_VARIABLE
+from pretrain.distributed.host import RANK_OF_SHELL
 from pretrain.errors import ConfigError
 
 FILE = ".deepspeed_env"
 _FORWARDED_PREFIXES = (
     "GLOO_", "NCCL_", "TORCH_", "PYTORCH_", "TORCHINDUCTOR_", "TRITON_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "OMP_",
-    "MKL_", "KMP_", "DS_", "DEEPSPEED_", "CUDA_DEVICE_", "CUDA_LAUNCH_", "FI_", "UCX_", "LD_LIBRARY_PATH")
+    "TORCHDYNAMO_", "ONEDNN_", "DNNL_", "CUBLAS_", "NVIDIA_TF32_OVERRIDE", "MKL_", "KMP_", "DS_", "DEEPSPEED_",
+    "CUDA_DEVICE_", "CUDA_LAUNCH_", "FI_", "UCX_", "LD_LIBRARY_PATH")
 # Names that are not forwarded: other users could read the values in the command lines on the hosts.
 _SECRETS = re.compile(r"TOKEN$|KEY$|SECRET|PASSWORD")
 # Values that DeepSpeed does not put in double quotes (0.19.8: launcher/multinode_runner.py, add_export). pdsh passes
@@ -98,10 +100,12 @@ def launcher_environment(variables: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of this process with `variables` added. PATH begins with this Python's folder.
 
     DeepSpeed starts its launcher with `python -m` in the working folder. With PYTHONSAFEPATH (Python 3.11), which
-    DeepSpeed exports, that imports no modules of this folder.
+    DeepSpeed exports, that imports no modules of this folder. The rank that this process has in the job or shell that
+    started it is left out: its ranks get others.
     """
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
-    return {**os.environ, "PYTHONSAFEPATH": "1", **variables, "PATH": path}
+    own = {name: value for name, value in os.environ.items() if name not in RANK_OF_SHELL}
+    return {**own, "PYTHONSAFEPATH": "1", **variables, "PATH": path}
 
 
 def write_environment(run: Path, variables: Mapping[str, str]) -> Path:

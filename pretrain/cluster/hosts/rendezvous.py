@@ -15,9 +15,9 @@ from pathlib import Path
 
 from pretrain.cli import say
 from pretrain.cluster.hosts import probe
-from pretrain.cluster.hosts.key_value_store import RankStore, SilentRanksError, connect_store, key_of
 from pretrain.cluster.hosts.multihost_job import LOST, JobState
 from pretrain.cluster.hosts.preflight import HostFacts, PreflightRequest, check_equal, check_local_files, token_file
+from pretrain.distributed.key_value_store import RankStore, SilentRanksError, connect_store, key_of
 from pretrain.distributed.tcp_store import SECRET_VARIABLE, ForeignValueError
 from pretrain.errors import ConfigError, printable, shorten
 

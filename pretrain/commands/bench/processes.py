@@ -24,7 +24,7 @@ from pretrain.config.flags.parse import parse_arguments
 from pretrain.config.plan import Plan
 from pretrain.config.validate import check_run
 from pretrain.data.token_files.writer import IndexedWriter
-from pretrain.distributed.device import Device, cpu_device, cuda_device, nvcc_fits_torch
+from pretrain.distributed.device import Device, compiles_cuda, cpu_device, cuda_device
 from pretrain.distributed.process import free_port, jemalloc_environment
 from pretrain.model.config import load_model_config
 
@@ -88,7 +88,7 @@ class BenchContext:
 def _ds_config(settings: BenchSettings) -> dict[str, Any]:
     """Return a DeepSpeed JSON with ZeRO-1, AdamW and clipping. It has no "auto", so every baseline can read it."""
     params: dict[str, Any] = {"lr": LEARNING_RATE, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
-    if settings.device.kind == "cuda" and not nvcc_fits_torch():
+    if settings.device.kind == "cuda" and not compiles_cuda():
         params |= {"torch_adam": True, "fused": True}  # DeepSpeed's FusedAdam needs nvcc
     precision = {} if settings.precision == "fp32" else {settings.precision: {"enabled": True}}
     return {"train_micro_batch_size_per_gpu": settings.preset.micro_batch_size, "gradient_accumulation_steps": 1,

@@ -112,7 +112,10 @@ def read_target(path: str, *, world_size: int, device: Device) -> TargetRun:
     for name, reason in _NOT_SUPPORTED.items():
         if getattr(args, name) is not None:
             raise ConfigError(f"--target {path}: {name}", problem=reason, remedy="leave the key out")
-    plan = check_run(args, world_size=world_size, device=device)
+    try:
+        plan = check_run(args, world_size=world_size, device=device)
+    except ConfigError as error:  # its flags are keys of this file, and no flags of the ladder
+        raise ConfigError.from_line(f"--target {path}: {error}") from None
     if plan.schedule is None:
         raise ConfigError(f"--target {path}", problem="the DeepSpeed JSON has a scheduler, and the smaller runs need "
                           "another one", remedy="remove it, and give --lr_schedule")

@@ -35,7 +35,7 @@ _PRELOADED = ("pretrain.model.proof.prove", "torch._dynamo", "transformers.model
 _QWEN4 = {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 2048,
           "indexer_compress_ratio": 4}
 # Values for config classes whose defaults lack them, or that have further kinds of layers with them.
-_VALUES: dict[str, dict[str, Any]] = {
+VALUES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [9, 18, 27]},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
     "dbrx": {"attn_config": {"rope_theta": 500000.0, "kv_n_heads": 8, "clip_qkv": 8}},
@@ -83,7 +83,7 @@ def prove_model_type(model_type: str) -> Verdict:
         return prove(model_config_from({**known, "model_type": model_type}, model_type))
 
     try:
-        config = config_class_of(model_type)(**_VALUES.get(model_type, {}))
+        config = config_class_of(model_type)(**VALUES.get(model_type, {}))
     except Exception as error:
         return Verdict(model_type, reason=_reason(error))
     proofs: list[Proof | None] = []

@@ -13,7 +13,7 @@ from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.layout import Layout
 from pretrain.config.size_defaults import SizeDefaults
 from pretrain.config.write_yaml import comment_line, yaml_entry
-from pretrain.errors import counted, one_line
+from pretrain.errors import counted, format_number, one_line
 from pretrain.memory.compare.compare import ComparisonRow, Cost, cost_lines, run_cost, tokens_text
 from pretrain.memory.footprint import in_unit
 from pretrain.memory.hardware import Cluster
@@ -88,7 +88,7 @@ def layout_line(run: NewRun) -> str:
            f"{in_unit(cluster.gpu.memory_bytes, 'GiB')} GiB of a rank"
     if row.time is None or cluster.gpu.kind == "cpu":
         return line
-    return f"{line}, {row.time.total_seconds:.3g} s a step, MFU {row.time.mfu:.0%}"
+    return f"{line}, {format_number(row.time.total_seconds)} s a step, MFU {row.time.mfu:.0%}"
 
 
 def length_line(run: NewRun) -> str:

@@ -43,6 +43,7 @@ class Layout:
     deepspeed_config: Path | None = None
     ranks: int | None = None
     hostfile: Path | None = None
+    is_here: bool = False  # --num_accelerators was given: all ranks are on this host
     more: Mapping[str, str] = field(default_factory=dict)  # flags of own code: --dataset_module, --model_code
 
     @property
@@ -91,7 +92,7 @@ def prepare(folder: Path, target: Target, layout: Layout, order: ReplayOrder) ->
     """Write the files of a replay into its folder. Returns the command. Raises ConfigError."""
     folder = folder.absolute()
     hosts = hosts_of(target.start)
-    if layout.hostfile is None and layout.ranks is None and len(hosts) > 1:
+    if layout.hostfile is None and layout.ranks is None and not layout.is_here and len(hosts) > 1:
         raise ConfigError("--hostfile", problem=f"the run trained on {len(hosts)} hosts ({printable(listed(hosts))}); "
                           "a record alone makes no program connect to hosts",
                           remedy="give --hostfile with a file that lists them, or --num_accelerators")

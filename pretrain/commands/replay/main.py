@@ -71,7 +71,7 @@ def main() -> int:
         raise ConfigError(f"--output {output}", problem="the folder is not empty, and holds no replay",
                           remedy="name a new folder")
     ranks = None if args.ranks == target.world_size and config is None else args.ranks
-    layout = Layout(config, ranks, args.hostfile,
+    layout = Layout(config, ranks, args.hostfile, args.ranks is not None,
                     {name: getattr(args, name) for name in OWN_CODE if getattr(args, name)})
 
     def train(number: int, order: ReplayOrder) -> Replay:

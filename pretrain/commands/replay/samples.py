@@ -16,7 +16,7 @@ from pretrain.analysis.replay.order import SAMPLES_FILE, ReplayOrder
 from pretrain.analysis.replay.target import Target
 from pretrain.checkpoint.format.hashed_files import write_atomically
 from pretrain.commands.replay.launch import Layout, train_again
-from pretrain.errors import ConfigError, printable
+from pretrain.errors import ConfigError, format_number, printable
 from pretrain.monitor.repeatable import OWN_CODE, repeated_config, repeated_flags
 from pretrain.stored_json import read_object, reason_of
 
@@ -125,7 +125,7 @@ def _sample_lines(report: dict[str, Any], samples: Sequence[dict[str, Any]],
     lines = []
     for sample in samples:
         norm = "" if math.isnan(sample["grad_norm"]) else \
-            f", gradient norm {sample['grad_norm']:.3g} (usual {report['usual_sample_norm']:.3g})"
+            f", gradient norm {format_number(sample['grad_norm'])} (usual {format_number(report['usual_sample_norm'])})"
         lines.append(f"  sample {sample['id']}: loss {sample['loss']:.3f} (usual {report['usual_loss']:.3f}){norm}")
         for document in (each for each in documents if each.sample == sample["id"]):
             lines += _document_lines(document)

@@ -14,7 +14,7 @@ from pretrain.config.flags.parse import parse_arguments
 from pretrain.config.plan import Plan
 from pretrain.config.validate import check_settings
 from pretrain.distributed.device import nvidia_smi
-from pretrain.errors import ConfigError, counted
+from pretrain.errors import ConfigError, counted, format_number
 from pretrain.memory.compare.candidates import Candidate
 from pretrain.memory.compare.compare import ComparisonRow, Workload, estimate_candidate, tokens_text
 from pretrain.memory.estimate.estimate_memory import estimate_memory
@@ -62,7 +62,8 @@ def _cells(folder: Path, recipe: Recipe, on_gpus: OnGpus) -> tuple[str, ...]:
             f"{run.ranks} {on_gpus.gpu}",
             row.shortage or f"{row.estimate.device_bytes / GIB:.1f} of "
                             f"{find_gpu(on_gpus.gpu).memory_bytes / GIB:.1f} GiB",
-            f"{row.time.total_seconds:.3g} s", f"{row.time.mfu:.0%}", f"{hours / 24:.3g}", f"{hours * run.ranks:,.0f}",
+            f"{format_number(row.time.total_seconds)} s", f"{row.time.mfu:.0%}", format_number(hours / 24),
+            f"{hours * run.ranks:,.0f}",
             ", ".join(bands) or "-", recipe.time)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from pretrain.commands.reproduce.curves import Result, runs_of
 from pretrain.commands.small_runs import Curve
+from pretrain.errors import format_number
 
 _FITTED_PER_OCTAVE = 64  # candidates of the critical batch size between B and 2 B
 
@@ -83,9 +84,9 @@ class CriticalBatch:
             return Result(False, f"{len(points)} batch sizes reach the validation loss {self.loss:g} before the end of "
                                  f"their runs, expected 3; noise scale: {measured or 'not known'}")
         fewest_steps, batch = fit_critical_batch(points)
-        text = f"critical batch size {batch:.3g} samples (at least {fewest_steps:.3g} steps and " \
-               f"{fewest_steps * batch:.3g} samples to validation loss {self.loss:g}), measured noise scale " \
-               f"{measured:.3g} samples, expected within a factor of {self.within:g}"
+        text = f"critical batch size {format_number(batch)} samples (at least {format_number(fewest_steps)} steps " \
+               f"and {format_number(fewest_steps * batch)} samples to validation loss {self.loss:g}), measured noise " \
+               f"scale {format_number(measured)} samples, expected within a factor of {self.within:g}"
         return Result(max(batch / measured, measured / batch) <= self.within, text)
 
     def _points(self, curves: Mapping[str, Curve]) -> dict[float, float]:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from pretrain.commands.reproduce.curves import Curve, Result
 from pretrain.config.layout import Layout
+from pretrain.errors import format_number
 from pretrain.memory.estimate.estimate_memory import estimate_memory
 from pretrain.memory.footprint import GB
 from pretrain.model.config import model_config_from
@@ -208,7 +209,7 @@ class Activations:
         outside = [f"{row.model}, {row.formula.configuration}: {row.percent:.1f}% of the baseline" for row in rows
                    if row.formula.percent and not row.formula.percent[0] <= row.percent <= row.formula.percent[1]]
         text = f"{self.activations}: {len(rows)} numbers, the largest deviation is {worst.compared:.4g} instead of " \
-               f"{worst.published:.4g} s b h ({worst.model}, {worst.formula.configuration}), " \
+               f"{format_number(worst.published, 4)} s b h ({worst.model}, {worst.formula.configuration}), " \
                f"allowed {self.within:.0%}: {self.because}"
         is_met = abs(worst.compared / worst.published - 1) <= self.within and not outside
         return Result(is_met, "; ".join([text, *outside]))

@@ -32,7 +32,8 @@ def script_words(file: str, text: str, notes: list[str], written: dict[str, Writ
         script.follow(text)
     except RecursionError:
         raise ConfigError(file, problem="it is nested too deeply for a script of settings") from None
-    written |= {path: WrittenFile(content, _lines(script.unclear[path])) for path, content in script.written.items()}
+    written |= {path: WrittenFile(content, _lines(file, script.unclear[path]))
+                for path, content in script.written.items()}
     found = _program_of(file, script)
     words, unclear = (found.words, found.unclear) if found else ([], {})
     if not any(_FLAG.match(word) for word in words):  # a fragment that only sets variables such as GPT_ARGS
@@ -48,7 +49,7 @@ def script_words(file: str, text: str, notes: list[str], written: dict[str, Writ
     after = next((index for index, word in enumerate(words) if word.endswith(".py")), -1) + 1
     for name in re.findall(r"\$\{?(\w+)", " ".join(words[after:])):
         unclear |= script.outputs.get(name, {})
-    notes += _lines(unclear)
+    notes += _lines(file, unclear)
     # a quoted flag with its value, in an array that is expanded without quotes
     return [part for word in words for part in (word.split() if _FLAG_WITH_VALUE.match(word) else [word])]
 
@@ -66,8 +67,8 @@ def _program_of(file: str, script: Script) -> Command | None:
     return next(iter(training or others), None)
 
 
-def _lines(unclear: Mapping[int, str]) -> tuple[str, ...]:
-    return tuple(f"line {line} was not understood: {shorten(' '.join(how.split()), 100)}"
+def _lines(file: str, unclear: Mapping[int, str]) -> tuple[str, ...]:
+    return tuple(f"{Path(file).name}: line {line} was not understood: {shorten(' '.join(how.split()), 100)}"
                  for line, how in sorted(unclear.items()))
 
 

@@ -248,7 +248,10 @@ class Script:
             self._touched |= self.unclear[path]
             return self.written[path]
         try:
-            with open(Path(self.file).parent / path, encoding="utf-8") as stream:
+            found = Path(self.file).parent / path
+            if not found.is_file():  # no pipe, which would block, and no device
+                return None
+            with open(found, encoding="utf-8") as stream:
                 return stream.read(_LARGEST)
         except (OSError, ValueError):
             return None

@@ -172,8 +172,8 @@ def _schedule(settings: Settings, result: Result, unit: str, length: int | None)
         raise ConfigError(settings.where("lr_scheduler_kwargs" if extra else "lr_scheduler_type"), problem=difference,
                           remedy="change it in the input")
     if unit == "tokens" and "lr_wsd_steps" in flags:
-        raise ConfigError(settings.where("lr_scheduler_kwargs"), problem="num_decay_steps counts steps, and the run has "
-                          "a length in epochs", remedy="give max_steps")
+        raise ConfigError(settings.where("lr_scheduler_kwargs"), problem="num_decay_steps counts steps, and the run "
+                          "has a length in epochs", remedy="give max_steps")
     lowest = flags.get("min_lr", peak * flags.get("min_lr_ratio", 0.0))
     rates = Rates(flags["lr_schedule"], count, flags.get("lr_decay_steps"), lowest=float(lowest), peak=peak, unit=unit,
                   counts_from_0="lr_counts_from_0" in flags, wsd=flags.get("lr_wsd_steps"),

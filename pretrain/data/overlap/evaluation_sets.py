@@ -18,6 +18,7 @@ from pretrain.data.text_inputs.url_files import is_remote
 from pretrain.data.token_files.indexed_dataset import IndexedDataset, check_same_tokenizer
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import ConfigError
+from pretrain.hub import recorded_tokenizer
 from pretrain.remote import open_file_system, with_retries, without_credentials
 
 _FLAG = "--against"
@@ -50,7 +51,7 @@ def find_tokenizer(train: IndexedDataset, name: str | None) -> Tokenizer | None:
     if name is None and not recorded:
         return None
     try:
-        tokenizer = load_tokenizer(name or str(recorded))
+        tokenizer = load_tokenizer(name or recorded_tokenizer(str(recorded)))
     except ConfigError as error:
         if name is not None:
             raise

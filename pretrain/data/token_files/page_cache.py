@@ -161,9 +161,10 @@ class PageCache:
             os.close(descriptor)
         status = os.statvfs(self.folder)
         free = status.f_bavail * status.f_frsize
-        if num_bytes is not None and num_bytes > free + _used_bytes(self.path):
+        largest = free + _used_bytes(self.path)
+        if num_bytes is not None and num_bytes > largest:
             raise ConfigError("--data_cache_gb", found=f"{num_bytes / 1e9:g}",
-                              expected=f"at most {free / 1e9:.1f}, the free space of {shorten(str(self.folder))}",
+                              expected=f"at most {largest // 10**8 / 10:g}, the space of {shorten(str(self.folder))}",
                               remedy="or name a folder on another disk by --data_cache")
         sets = wanted or max(min(free // 2, _LARGEST_DEFAULT) // _SET_BYTES, 1)
         temporary = self.folder / f".pages.{secrets.token_hex(8)}"

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.data.tokenizers.special_tokens import EOD_PIECE, read_object
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, shorten
 
 _BOS_PIECE = "<|startoftext|>"  # of the byte tokenizer
 _QWEN_WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
@@ -25,7 +25,8 @@ def read_library(path: Path, content: bytes) -> Any:
             library = Library.from_str(content.decode("utf-8"))
         except Exception as error:  # the library raises plain Exception
             raise ConfigError(f"--tokenizer {path}",
-                              problem=f"it is not a tokenizer.json of the tokenizers library: {error}") from None
+                              problem="it is not a tokenizer.json of the tokenizers library: "
+                              f"{shorten(str(error))}") from None
     library.no_truncation()
     library.no_padding()
     _add_tokens(library, path.parent)
@@ -47,7 +48,8 @@ def _from_merges(path: Path) -> Any:
         library = Library(models.BPE.from_file(str(path), str(path.with_name("merges.txt"))))
     except Exception as error:  # the library raises plain Exception
         raise ConfigError(f"--tokenizer {path}",
-                          problem=f"it and merges.txt are not the files of a byte-level BPE: {error}") from None
+                          problem="it and merges.txt are not the files of a byte-level BPE: "
+                          f"{shorten(str(error))}") from None
     prefix = bool(config.get("add_prefix_space", False))
     words: Any = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=name == "GPT2Tokenizer")
     if name == "Qwen2Tokenizer":

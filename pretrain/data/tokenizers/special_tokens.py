@@ -1,5 +1,6 @@
 """Find the special tokens of a tokenizer in the JSON files next to it, and compare them with a model's."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,9 @@ class TokenIds:
         return dict(zip(CONFIG_KEYS, (self.bos, self.eos, self.pad), strict=True))
 
 
+_SURROGATES = re.compile("[\ud800-\udfff]")
+
+
 def find_special_tokens(folder: Path, token_of: Callable[[str], int | None], vocab_size: int) -> TokenIds:
     """Return the special tokens that tokenizer_config.json and special_tokens_map.json of `folder` name.
 
@@ -59,9 +63,12 @@ def find_special_tokens(folder: Path, token_of: Callable[[str], int | None], voc
 
 
 def _text(value: Any) -> str | None:
-    """Return the text of a token that is written as a string, or as an object with the key "content"."""
+    """Return the text of a token that is written as a string, or as an object with the key "content".
+
+    None for other values, also for text with lone surrogates, which no tokenizer has.
+    """
     text = value.get("content") if isinstance(value, dict) else value
-    return text if isinstance(text, str) else None
+    return text if isinstance(text, str) and not _SURROGATES.search(text) else None
 
 
 def _eos_of_model(folder: Path, vocab_size: int) -> int | None:

@@ -17,6 +17,7 @@ from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import ConfigError
 from pretrain.paths import check_folder, make_folder
 
+LEAST_PIECES = 300  # a tokenizer has each byte and some special tokens
 _LARGEST_PIECE_OF_LINE = 1000
 """characters; the trainer silently drops lines of more than max_sentence_length (4192) bytes"""
 _RESERVED_NAME = re.compile(r"\s|\u2585|^<0x[0-9A-F]{2}>$")
@@ -105,6 +106,10 @@ def _vocab_error(vocab_size: int, message: str) -> ConfigError:
     """Translate the trainer's message, such as "(2000). Please set it to a value <= 1234.", into a ConfigError."""
     limit = re.search(r"<= (\d+)", message)
     needed = re.search(r"required_chars.* (\d+)", message)
+    if limit and int(limit[1]) < LEAST_PIECES:
+        return ConfigError("--vocab_size", problem=f"this amount of text gives only {limit[1]} pieces, and a tokenizer "
+                           f"has at least {LEAST_PIECES}",
+                           remedy="give more text; `--tokenizer bytes` needs no training")
     if limit:
         return ConfigError("--vocab_size", found=vocab_size, expected=f"at most {limit[1]} for this amount of text",
                            remedy="give more text or a smaller vocabulary")

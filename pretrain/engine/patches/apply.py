@@ -32,6 +32,7 @@ from pretrain.engine.patches.fp16 import (
 from pretrain.engine.patches.nvme import parameters_on_nvme, save_complete_nvme_checkpoints
 from pretrain.engine.patches.optimizers import (
     clip_only_adam_with_muon,
+    convert_steps_of_muons_adam,
     keep_states_of_current_tensors,
     make_bias_correction_stateless,
     orthogonalize_in_fp32,
@@ -89,6 +90,7 @@ def apply_patches(engine: DeepSpeedEngine, update: Update) -> None:
     if has_defect("R") and zero_3 and engine.sequence_parallel_size > 1:
         sum_gradients_of_shards(engine)
     if engine.optimizer_name() == "muon":
+        convert_steps_of_muons_adam(engine)
         if has_defect("Q"):
             clip_only_adam_with_muon(engine)
         if has_defect("T") and engine.device.type == "cpu":

@@ -65,6 +65,26 @@ def clip_only_adam_with_muon(engine: DeepSpeedEngine) -> None:
         _patch_stages_1_and_2(optimizer)
 
 
+def convert_steps_of_muons_adam(engine: DeepSpeedEngine) -> None:
+    """Let the Adam inside of Muon read checkpoints of its other implementation.
+
+    DeepSpeed 0.19.8 (runtime/zero/muon/muon_optimizer.py, load_state_dict) hands the loaded states to this Adam without
+    its own load_state_dict, which would convert them: FusedAdam counts steps by a number, torch's AdamW by a tensor.
+    """
+    adam = getattr(getattr(engine.optimizer, "optimizer", None), "aux_optimizer", None)
+    if isinstance(adam, torch.optim.Optimizer):
+        adam.register_step_pre_hook(convert_steps)
+
+
+def convert_steps(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Give the numbers of steps in the states the type that the optimizer's class reads."""
+    counts_in_tensors = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
+    for state in optimizer.state.values():
+        step = state.get("step")
+        if step is not None and isinstance(step, torch.Tensor) != counts_in_tensors:
+            state["step"] = torch.tensor(float(step)) if counts_in_tensors else int(step)
+
+
 def orthogonalize_in_fp32() -> None:
     """Orthogonalize in fp32 in this process, for CPUs.
 

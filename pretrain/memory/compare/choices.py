@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from pretrain.config.layout import Layout
+from pretrain.errors import format_number
 from pretrain.memory.compare.compare import ComparisonRow, Workload, complexity, estimate_candidate, step_seconds
 from pretrain.memory.footprint import with_unit
 
@@ -151,7 +152,7 @@ def limit_text(best: ComparisonRow, workload: Workload) -> str:
                         offload_optimizer="none", offload_param="none")
         row = estimate_candidate(replace(best.candidate, layout=roomy), workload)
         saved = max(0.0, total - step_seconds(row))
-        memory = f"without recomputation and offload {step_seconds(row):.3g} s, in " \
+        memory = f"without recomputation and offload {format_number(step_seconds(row))} s, in " \
                  f"{with_unit(row.estimate.device_bytes)}"
     shares = {"compute": kernels - saved, "memory": saved, **parts}
     limit = max(shares, key=lambda name: shares[name])

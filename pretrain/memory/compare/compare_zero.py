@@ -11,7 +11,7 @@ from pathlib import Path
 from pretrain.config.layout import Layout
 from pretrain.config.model_of_run import with_dropout
 from pretrain.distributed.device import detect_device
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, format_number
 from pretrain.memory.compare.candidates import (
     Candidate,
     CandidateSet,
@@ -213,6 +213,13 @@ def _lines_below_table(report: ComparisonReport, flags: argparse.Namespace) -> l
         lines += calibration_lines(workload.calibration) if workload.calibration else []
         lines += _other_precisions(report)
         lines.append(step_time_line(workload))
+        if flags.configs:
+            lines.append("activations are those of this program's models, kernels and recomputation, also for a JSON "
+                         "of another program, which may keep more or fewer")
+        if flags.network_gbps is not None:  # networks are sold in Gbit/s
+            lines.append(f"--network_gbps {flags.network_gbps:g}: {flags.network_gbps:g} GB/s for each GPU, which is "
+                         f"{flags.network_gbps * 8:g} Gbit/s; a network of {flags.network_gbps:g} Gbit/s is "
+                         f"--network_gbps {flags.network_gbps / 8:g}")
     if not _shows_all(flags) and len(report.choices) < len(report.rows):
         return lines
     lines += _estimator_differences(report)
@@ -258,7 +265,7 @@ def _other_precisions(report: ComparisonReport) -> list[str]:
 def step_time_line(workload: Workload) -> str:
     """Describe the rates that the step times follow from."""
     cluster, rates, gpu = workload.cluster, workload.time_parameters, workload.cluster.gpu
-    launch = f"{rates.launch_seconds * 1e6:.3g} us to launch a kernel"
+    launch = f"{format_number(rates.launch_seconds * 1e6)} us to launch a kernel"
     products = gpu.product_efficiency * rates.compute_speed
     link = f"{rates.link_efficiency:.0%} of {gpu.peer_rate / GB:g} GB/s"
     if gpu.kind == "cpu":

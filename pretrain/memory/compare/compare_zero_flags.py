@@ -119,7 +119,7 @@ def _add_machines(group: Any) -> None:
                        help=f"{', '.join(GPUS)}, or a memory size in GiB (default: this machine's GPU, or h100)")
     for flag, about in (("host_memory_gib", "host memory of a node, GiB"), ("nvme_gb", "local disk of a node, GB"),
                         ("nvme_gbps", "rate of the local disk, GB/s"),
-                        ("network_gbps", "network per GPU, GB/s in one direction")):
+                        ("network_gbps", "network per GPU, gigabytes a second in one direction: 12.5 for 100 Gbit/s")):
         group.add_argument(f"--{flag}", type=number(0, 1e9, above=flag.endswith("gbps")), help=about)
     group.add_argument("--margin", type=number(0, 0.99), default=DEFAULT_MARGIN,
                        help=f"fraction of a GPU's memory that is kept free of tensors (default: {DEFAULT_MARGIN})")

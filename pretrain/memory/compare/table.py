@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pretrain.config.layout import LAYOUT_FIELDS
+from pretrain.errors import format_number
 from pretrain.memory.compare.candidates import Candidate
 from pretrain.memory.compare.choices import Choice
 from pretrain.memory.compare.compare import ComparisonRow, Cost, Workload
@@ -50,7 +51,7 @@ def _sum(footprint: Footprint, roles: tuple[str, ...], location: str) -> int:
 
 
 def _seconds(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
+    return f"{format_number(seconds)} s"
 
 
 def table_cells(row: ComparisonRow, workload: Workload, unit: str) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """The lines above a comparison: which layout to use, why, what limits it, what the run costs, and notes on sizes."""
 
+from pretrain.errors import format_number
 from pretrain.memory.compare.choices import limit_text
 from pretrain.memory.compare.compare import ComparisonRow, Workload, cost_lines
 from pretrain.memory.compare.table import ComparisonReport
@@ -27,7 +28,7 @@ def verdict_lines(report: ComparisonReport, unit: str, storage_rate: float) -> L
     return [("use", f"{best.candidate.name}, micro-batch {layout.micro_batch_size} x "
                     f"{layout.gradient_accumulation_steps} accumulation: "
                     f"{in_unit(best.estimate.device_bytes, unit)} of {in_unit(cluster.gpu.memory_bytes, unit)} {unit}, "
-                    f"{best.time.total_seconds:.3g} s for a step of "
+                    f"{format_number(best.time.total_seconds)} s for a step of "
                     f"{layout.tokens_per_step:,} tokens (+-{model_error(layout):.0%}), MFU {best.time.mfu:.0%}"
                     f"{flags_of(best)}"),
             ("why", _reason(report, best)), ("limit", limit_text(best, report.workload)),
@@ -41,7 +42,7 @@ def _reason(report: ComparisonReport, best: ComparisonRow) -> str:
     if fastest is best or fastest.time is None:
         return f"it is predicted to be the fastest of {len(accepted)} layouts that fit"
     return "it is the simplest of the layouts whose predicted times are equal within the error of the prediction; " \
-           f"the shortest time is predicted for {fastest.candidate.name}: {fastest.time.total_seconds:.3g} s"
+           f"the shortest time is predicted for {fastest.candidate.name}: {format_number(fastest.time.total_seconds)} s"
 
 
 def notes_on_sizes(best: ComparisonRow, workload: Workload) -> list[str]:

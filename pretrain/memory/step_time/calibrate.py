@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, format_number
 from pretrain.memory.footprint import GB
 from pretrain.memory.hardware import Cluster, Gpu, find_gpu, gpu_by_label, make_cluster
 from pretrain.memory.step_time.measured_run import MeasuredRun, read_measured_run
@@ -152,5 +152,5 @@ def calibration_json(calibration: Calibration) -> dict[str, Any]:
 
 
 def _milliseconds(seconds: float, phases: dict[str, float]) -> str:
-    parts = ", ".join(f"{name} {each * 1e3:.4g}" for name, each in phases.items())
-    return f"{seconds * 1e3:.4g} ms a step" + (f" ({parts})" if parts else "")
+    parts = ", ".join(f"{name} {format_number(each * 1e3, 4)}" for name, each in phases.items())
+    return f"{format_number(seconds * 1e3, 4)} ms a step" + (f" ({parts})" if parts else "")

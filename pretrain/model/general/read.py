@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.errors import ConfigError, closest, shorten
-from pretrain.model.config_keys import IGNORED, TYPES, parse_value, split_overrides
+from pretrain.model.config_keys import (
+    IGNORED,
+    TYPES,
+    NotTrainedHereError,
+    check_limits,
+    check_values,
+    parse_value,
+    split_overrides,
+)
 from pretrain.model.description import ModelConfig
 from pretrain.model.families import FAMILIES
 from pretrain.model.general.decoder import Decoder, config_class_of, decoder_from
@@ -37,6 +45,8 @@ def general_config(values: dict[str, Any], where: str, overrides: str | None = N
                               remedy="Remove it if it does not change the model", word=key, known=[meant])
     if overrides:
         values, where = {**values, **_changes(overrides, values, keys)}, "--model_overrides"
+        check_values(values, where)
+    check_limits(values, where)
     decoder = _checked_decoder(values, where)
     config = ModelConfig(
         architecture=model_type, hf_config=copy.deepcopy(values), key_names=_key_names(decoder),
@@ -45,10 +55,11 @@ def general_config(values: dict[str, Any], where: str, overrides: str | None = N
         norm="", norm_eps=0.0, activation="", gated_mlp=False, position="", initializer_range=0.0)
     for key in ("output_router_logits", "layerdrop"):
         if getattr(decoder.model.config, key, None):
-            raise ConfigError(f"{where}: {key}", found=json.dumps(getattr(decoder.model.config, key)),
-                              expected="false: the loss is the cross-entropy" if key == "output_router_logits" else
-                              "0: each step computes all layers", remedy=f"--model_overrides {key}="
-                              f"{'false' if key == 'output_router_logits' else '0'}")
+            raise NotTrainedHereError(
+                f"{where}: {key}", found=json.dumps(getattr(decoder.model.config, key)),
+                expected="false: the loss is the cross-entropy" if key == "output_router_logits" else
+                "0: each step computes all layers",
+                remedy=f"--model_overrides {key}={'false' if key == 'output_router_logits' else '0'}")
     return config
 
 
@@ -89,9 +100,10 @@ def _checked_decoder(values: dict[str, Any], where: str) -> Decoder:
     try:
         return decoder_from(values)
     except UnknownPartsError as error:
-        raise ConfigError(f"{where}: model_type", problem=f"{values['model_type']} is not a stack of decoder layers "
-                          f"that can be trained layer by layer: {error}",
-                          remedy=f"the families without this limit are {', '.join(FAMILIES)}") from None
+        raise NotTrainedHereError(
+            f"{where}: model_type", problem=f"{values['model_type']} is not a stack of decoder layers that can be "
+            f"trained layer by layer: {error}",
+            remedy=f"the families without this limit are {', '.join(FAMILIES)}") from None
     except Exception as error:
         raise _rejected(values["model_type"], where, error) from error
 

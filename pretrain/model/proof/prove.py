@@ -31,7 +31,7 @@ from pretrain.model.hf_weights import to_transformers
 from pretrain.model.init import initialize_parameters
 from pretrain.model.layer_specs import CausalLM, as_module, build_specs
 from pretrain.model.layers.vocabulary import Labels
-from pretrain.model.proof.tiny import BATCH, TOKENS, tiny_copy
+from pretrain.model.proof.tiny import BATCH, TOKENS, tiny_copies, tiny_copy
 from pretrain.model.recompute import Recompute
 from pretrain.model.run_layers import run_layers
 
@@ -70,23 +70,40 @@ def prove_described(config: ModelConfig, precision: str = "fp32") -> Proof:
 
     `precision`: of the run: fp32, bf16 or fp16.
     """
-    try:
-        proof = prove(tiny_config(decoder_of(config).model.config))
-    except UnprovenError as error:
-        raise ConfigError(f"the model_type {config.architecture}", problem=f"on a tiny copy of its config, {error}",
-                          remedy="such a model cannot be trained here") from None
+    proof = _first_proof(config)
     if precision != "fp32" and proof.bf16_problem:
         raise ConfigError(f"the model_type {config.architecture}", problem="a tiny copy of its config trains in fp32, "
                           f"and not in bf16: {proof.bf16_problem}", remedy="train it in fp32")
     return proof
 
 
+def _first_proof(config: ModelConfig) -> Proof:
+    """Return the proof of the first tiny copy that has one. Raises ConfigError with the reason of the first copy."""
+    first_error: ConfigError | None = None
+    theirs = transformers_config(config.hf_config)  # not that of the model, which may be of its text part alone
+    own = own_model(theirs.model_type)
+    for tiny in tiny_copies(theirs, None if own is None else own.model_class):
+        try:
+            return prove(_described(tiny, theirs.model_type))
+        except UnprovenError as error:
+            first_error = first_error or ConfigError(
+                f"the model_type {config.architecture}", problem=f"on a tiny copy of its config, {error}",
+                remedy="such a model cannot be trained here")
+        except ConfigError as error:
+            first_error = first_error or error
+    assert first_error is not None
+    raise first_error from None
+
+
 def tiny_config(config: Any) -> ModelConfig:
-    """Return the described tiny copy of a transformers config. Raises ConfigError."""
+    """Return the first described tiny copy of a transformers config. Raises ConfigError."""
     own = own_model(config.model_type)
-    tiny = tiny_copy(config, None if own is None else own.model_class)
+    return _described(tiny_copy(config, None if own is None else own.model_class), config.model_type)
+
+
+def _described(tiny: Any, model_type: str) -> ModelConfig:
     values = json.loads(tiny.to_json_string(use_diff=False))
-    return general_config({**values, "model_type": config.model_type}, "its tiny copy")
+    return general_config({**values, "model_type": model_type}, "its tiny copy")
 
 
 def prove(config: ModelConfig) -> Proof:
@@ -96,10 +113,10 @@ def prove(config: ModelConfig) -> Proof:
     except (ConfigError, UnprovenError):
         raise
     except Exception as error:  # in the code of transformers or of the user
-        raise UnprovenError(f"it fails with {_described(error)}") from error
+        raise UnprovenError(f"it fails with {_error_text(error)}") from error
 
 
-def _described(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     place = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {shorten(' '.join(str(error).split()))} " \
            f"({os.path.basename(place.filename)}:{place.lineno})"
@@ -131,7 +148,7 @@ def _bf16_problem(module: CausalLM, ids_BT: torch.Tensor, loss: float) -> str:
         found = _run_plain(module.to(torch.bfloat16), ids_BT)
         found.backward()
     except Exception as error:
-        return _described(error)
+        return _error_text(error)
     near = abs(found.item() - loss) <= _BF16_TOLERANCE * loss
     return "" if near else f"the loss is {found.item():.4g}, and in fp32 {loss:.4g}"
 

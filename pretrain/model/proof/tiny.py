@@ -3,11 +3,16 @@
 The proof (proof.py) trains such a copy in seconds. Each number of the config gets its tiny value from the first row of
 `_RULES` that its key matches. A number whose key matches no row keeps its value. The copy has the first layers of the
 model, so many that each kind of layer occurs, and occurs twice where that needs at most `_LARGEST_DEPTH` layers.
+
+Sizes of a model divide each other in ways that only its code knows: 6 heads of a state-space layer divide no 128
+elements. Further copies therefore keep all numbers of heads and groups, and divide all widths by one number; the last
+ones keep the widths, too. Whatever divides in the model divides in such a copy.
 """
 
 import copy
+import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -19,6 +24,8 @@ from pretrain.model.general.skeleton import create_skeleton
 BATCH, TOKENS = 2, 22  # shape of the samples of the proof; longer than the windows, and no multiple of the chunks
 _VOCABULARY, _HIDDEN, _HEADS, _HEAD, _WINDOW, _POSITIONS, _LARGEST_DEPTH = 100, 64, 4, 16, 8, 64, 16
 
+_NARROWEST = 4  # elements of the narrowest part of a copy whose widths are divided
+_MOST_PARAMETERS = 10**8  # of a copy: its proof takes a minute
 # keys of the number of layers
 _LAYERS = re.compile("num_hidden_layers|n_layers?|num_layers|num_blocks|(decoder|encoder)_layers|"
                      "num_(decoder|encoder)_layers|num_layers_per_stack")
@@ -161,56 +168,122 @@ _RULES: tuple[tuple[str, _Rule], ...] = (
     ("block_multiple_of|rel_extent", _at_most(_HEAD)),
     ("ngram_vocab_size_base|split_ngram_parts|make_ngram_vocab_size_divisible_by", _at_most(4)),
 )
+# Keys of the numbers that a copy with the model's own divisibility divides (`_WIDTHS`), keeps (`_COUNTS`), or gets from
+# the rules although it keeps all others (`_LENGTHS`).
+_WIDTHS = re.compile("mamba_d_head|mamba_headdim|mamba_d_ssm|.*head_dim|rotary_dim|d_head|dim_head|kv_channels|"
+                     "attention_head_size|.*intermediate_.*size.*|.*hidden_size|n_embd|d_model|emb_dim|dim_model|"
+                     "embedding_dim|lru_width|dim_model_base|.*embedding_size|word_embed_proj_dim|.*embed_dim|.*ffn_dim|"
+                     "ffn_hidden_size|n_inner|dff|d_inner|dim_ff|feed_forward_size|block_multiple_of")
+_COUNTS = re.compile(".*heads?|.*groups?|n_head_kv|linear_num_.*|.*experts?|.*topk.*|.*top_k.*|.*_per_tok(en)?|moe_k")
+_LENGTHS = re.compile(f"{_RULES[0][0]}|{_RULES[1][0]}|{_RULES[2][0]}")
 _COMPILED = tuple((re.compile(pattern), rule) for pattern, rule in _RULES)
 
 
 def tiny_copy(config: PretrainedConfig, model_class: Any = None) -> PretrainedConfig:
-    """Return a tiny copy of the config. Raises ConfigError if there is none.
+    """Return the first tiny copy of the config. Raises ConfigError if there is none: see `tiny_copies`."""
+    return next(tiny_copies(config, model_class))
 
-    `model_class`: of the user's code; None: transformers' class of the model_type.
+
+def tiny_copies(config: PretrainedConfig, model_class: Any = None) -> Iterator[PretrainedConfig]:
+    """Yield the tiny copies of a config that can be built, those with the smallest sizes first.
+
+    Raises ConfigError if there is none. `model_class`: of the user's code; None: transformers' class of the model_type.
     """
-    try:
-        narrow = _narrow(config)
-        model = create_skeleton(narrow, model_class)
-        return type(config).from_dict(_cut(narrow.to_dict(), config.sub_configs, model))
-    except Exception as error:  # of transformers, or of the user's code
-        reason = " ".join(str(error).split())
+    first_error: Exception | None = None
+    found: list[dict[str, Any]] = []
+    for rules in _rule_sets(config):
+        try:
+            narrow = _narrow(config, rules)
+            model = create_skeleton(narrow, model_class)
+            copied = type(config).from_dict(_cut(narrow.to_dict(), config.sub_configs, model))
+            is_small = rules is _rule or _num_parameters(create_skeleton(copied, model_class)) <= _MOST_PARAMETERS
+        except Exception as error:  # of transformers, or of the user's code
+            first_error = first_error or error
+            continue
+        if is_small and (values := copied.to_dict()) not in found:
+            found.append(values)
+            yield copied
+    if not found and first_error is not None:
+        reason = " ".join(str(first_error).split())
         raise ConfigError(f"the model_type {config.model_type}", problem="no tiny copy of its config can be built, on "
-                          f"which gradients are compared: {type(error).__name__}: {shorten(reason)}",
-                          remedy="such a model cannot be trained here") from error
+                          f"which gradients are compared: {type(first_error).__name__}: {shorten(reason)}",
+                          remedy="such a model cannot be trained here") from first_error
 
 
-def _narrow(config: PretrainedConfig) -> PretrainedConfig:
+_Rules = Callable[[str], _Rule | None]  # key -> its rule
+
+
+def _rule_sets(config: PretrainedConfig) -> Iterator[_Rules]:
+    """Yield the rules of each copy: all sizes small; the model's numbers of heads; all sizes of the model."""
+    yield _rule
+    widths = [value for key, value in _numbers(config.to_dict()) if _WIDTHS.fullmatch(key) and value > 0]
+    # heads of an odd size have no rotary positions
+    for divisor in dict.fromkeys((_largest_divisor(widths, even=True), _largest_divisor(widths, even=False))):
+        def rules(key: str, divisor: int = divisor) -> _Rule | None:
+            if _WIDTHS.fullmatch(key):
+                return lambda value, _: value // divisor
+            return None if _COUNTS.fullmatch(key) else _rule(key)
+        yield rules
+    yield lambda key: _rule(key) if _LENGTHS.fullmatch(key) else None
+
+
+def _largest_divisor(widths: Sequence[int], *, even: bool) -> int:
+    """Return the largest common divisor of widths after which all are at least 4, and even if all were."""
+    common = math.gcd(*widths)
+    for divisor in range(min([common, *(width // _NARROWEST for width in widths)], default=1), 1, -1):
+        if common % divisor == 0 and not (even and any(width // divisor % 2 for width in widths)):
+            return divisor
+    return 1
+
+
+def _numbers(values: Any, key: str = "") -> Iterator[tuple[str, int]]:
+    """Yield the key and the value of all whole numbers in a config."""
+    if isinstance(values, dict):
+        for name, value in values.items():
+            yield from _numbers(value, name if isinstance(name, str) and _rule(name) else key or str(name))
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from _numbers(value, key)
+    elif isinstance(values, int) and not isinstance(values, bool):
+        yield key, values
+
+
+def _num_parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _narrow(config: PretrainedConfig, rules: _Rules) -> PretrainedConfig:
     """Return the config with tiny widths, and all of its layers."""
     sizes = _Sizes(config)
     values = copy.deepcopy(config.to_dict())
     special = iter(range(_VOCABULARY - 1, 0, -1))
     for key, value in values.items():
         if key in config.sub_configs and isinstance(value, dict):
-            values[key] = _narrow(getattr(config, key)).to_dict()
+            values[key] = _narrow(getattr(config, key), rules).to_dict()
         elif not _LAYERS.fullmatch(key) and not _INDICES.fullmatch(key):
-            values[key] = _tiny_value(key, value, sizes, special)
+            values[key] = _tiny_value(key, value, sizes, special, rules)
     return type(config).from_dict(values)
 
 
-def _tiny_value(key: str, value: Any, sizes: _Sizes, special: Iterator[int]) -> Any:
+def _tiny_value(key: str, value: Any, sizes: _Sizes, special: Iterator[int], rules: _Rules) -> Any:
     """Return the tiny value of a key: of a number by the rules, of lists and dicts for each element."""
     if isinstance(value, bool):
         return value
     if isinstance(value, dict):
-        return {name: _tiny_value(name if isinstance(name, str) and _rule(name) else key, each, sizes, special)
+        return {name: _tiny_value(name if isinstance(name, str) and _rule(name) else key, each, sizes, special, rules)
                 for name, each in value.items()}
     if isinstance(value, (list, tuple)):
         if key in ("long_factor", "short_factor", "mrope_section"):
-            return _rope_list(key, value, sizes)
-        return [_tiny_value(key, each, sizes, special) for each in value]
+            head = rules("head_dim")
+            return _rope_list(key, value, sizes.head, head(sizes.head, sizes) if head else sizes.head)
+        return [_tiny_value(key, each, sizes, special, rules) for each in value]
     if isinstance(value, float) and _DROPOUTS.fullmatch(key):
         return 0.0
     if not isinstance(value, int):
         return value
     if _TOKEN_IDS.fullmatch(key):
         return next(special) if value >= _VOCABULARY else value
-    rule = _rule(key)
+    rule = rules(key)
     return value if rule is None or value <= 0 else rule(value, sizes)
 
 
@@ -218,11 +291,11 @@ def _rule(key: str) -> _Rule | None:
     return next((rule for pattern, rule in _COMPILED if pattern.fullmatch(key)), None)
 
 
-def _rope_list(key: str, value: Any, sizes: _Sizes) -> list[Any]:
+def _rope_list(key: str, value: Any, head: int, tiny_head: int) -> list[Any]:
     """Return a list with an element for each pair of rotary elements, or with counts of such pairs."""
     if key != "mrope_section":
-        return list(value)[: max(1, len(value) * _head(sizes.head, sizes) // sizes.head)]
-    return [max(1, each * _head(sizes.head, sizes) // sizes.head) for each in value]
+        return list(value)[: max(1, len(value) * tiny_head // head)]
+    return [max(1, each * tiny_head // head) for each in value]
 
 
 def _depth(model: nn.Module, depths: set[int]) -> tuple[int, int]:

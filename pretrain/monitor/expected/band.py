@@ -79,10 +79,10 @@ def _is_beyond(excess: np.ndarray, rows: int) -> bool:
     middle = np.median(values, axis=1, keepdims=True)
     spread = _CLIP * np.median(np.abs(values - middle), axis=1, keepdims=True) / NORMAL_MAD
     means = np.clip(values, middle - spread, middle + spread).reshape(parts, FEWEST_ROWS, -1).mean(axis=2)
-    return bool(means[-1].mean() > _ERRORS * (1 + 0.5 / parts) * _error(means))
+    return bool(means[-1].mean() > _ERRORS * (1 + 0.5 / parts) * error_of_mean(means))
 
 
-def _error(means: np.ndarray) -> float:
+def error_of_mean(means: np.ndarray) -> float:
     """Return the standard error of the mean of a row of `means`, whose values are autocorrelated.
 
     The autocorrelation is taken as that of an AR(1) process. Its estimate from n values around a line is too small, by

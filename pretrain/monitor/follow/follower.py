@@ -21,6 +21,7 @@ from typing import Any
 from pretrain.cli import say
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.flags.receivers import LOOPBACK, kinds_to_send, read_urls, silence_apprise
+from pretrain.errors import format_number
 from pretrain.monitor.follow.messages import Message, RunState
 from pretrain.monitor.follow.metrics_server import serve
 from pretrain.monitor.follow.send import Grouping, Send, Senders, apprise_sender, command_sender
@@ -67,7 +68,7 @@ class Follower:
         silent_s = time.monotonic() - self._last_row
         if silent_s > self._silence_s and not self._is_silent:
             self._is_silent = True
-            self._add(self.state.message("no_progress", f"no progress for {silent_s / 60:.3g} minutes"))
+            self._add(self.state.message("no_progress", f"no progress for {format_number(silent_s / 60)} minutes"))
         for message in self.grouping.take_due(time.monotonic(), everything=everything):
             self.send(message)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pretrain.config.schedule import KINDS
+from pretrain.errors import format_number
 from pretrain.monitor.hints.curve import Curve, Estimate, Facts, level, line
 
 _MOST = 3  # hints at a time
@@ -161,7 +162,8 @@ def _gradients_grow(curve: Curve, facts: Facts) -> str:
     early, late = _ends(curve.settled["grad_norm"])
     if not late > 10 * early:
         return ""
-    return f"the gradient norm grows: its median was {early:.3g} after the warm-up and is {late:.3g} now"
+    return f"the gradient norm grows: its median was {format_number(early)} after the warm-up and is " \
+           f"{format_number(late)} now"
 
 
 def _gradients_vanish(curve: Curve, facts: Facts) -> str:
@@ -313,7 +315,7 @@ def _waits_for_data(curve: Curve, facts: Facts) -> str:
     waiting, total = late["data_time_ms"], late["step_time_ms"]
     if late.num_rows < _ROWS // 2 or not np.median(waiting / total) > 0.1:
         return ""
-    return f"a step waits {np.median(waiting):.3g} ms of its {np.median(total):.3g} ms for data"
+    return f"a step waits {format_number(np.median(waiting))} ms of its {format_number(np.median(total))} ms for data"
 
 
 def _launches(curve: Curve, facts: Facts) -> str:

@@ -1,6 +1,7 @@
 """Points of a CSV file; backtests on published loss tables without their largest models; limits of the reach."""
 
 import dataclasses
+import math
 import os
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import pytest
 pytest.importorskip("scipy")
 
 from pretrain.analysis.scaling.ladder_file import Range
-from pretrain.analysis.scaling.points import Backtest, backtest, read_points
+from pretrain.analysis.scaling.law import LARGEST_EXPONENT, SMALLEST_TERM, Law
+from pretrain.analysis.scaling.points import Backtest, backtest, law_text, read_points
 from pretrain.analysis.scaling.reach import LARGEST_FACTOR, WARN_FACTOR, Reach
 from tests.support.rejection import rejection
 
@@ -118,3 +120,11 @@ def test_columns_in_another_order(tmp_path):
 def test_nothing_left_to_fit():
     with pytest.raises(ValueError, match="none is left to fit"):
         backtest(read_points(PUBLISHED / "pythia.csv")[-1:])
+
+
+def test_constants_at_the_bounds_of_the_fit_are_named() -> None:
+    """A floor of 6e-6 nats is no result: every lower one would fit the points as well."""
+    assert "bound" not in law_text(Law(1.7, 400.0, 410.0, 0.34, 0.28))
+    assert law_text(Law(math.exp(SMALLEST_TERM), 400.0, 410.0, 0.34, LARGEST_EXPONENT)).endswith(
+        "; the fit stopped at the bound of e: the points show no loss that a run cannot fall below; the fit stopped at "
+        "the bound of beta: it is at most 3 here")

@@ -42,6 +42,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 ReturnToService=2
 MpiDefault=none
+LaunchParameters=use_interactive_step
 JobRequeue=1
 SlurmdTimeout=30
 KillWait=20

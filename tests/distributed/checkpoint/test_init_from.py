@@ -128,16 +128,46 @@ def test_a_run_starts_from_the_weights_of_another_run(name: str, results: dict[s
     assert origin["folder"] == str(trained)
 
 
-def test_weights_with_nan_are_rejected_on_all_ranks(folders: dict[str, Path], corpus: str, tmp_path: Path) -> None:
-    """One of two ranks reads the NaN at ZeRO stage 3."""
-    shutil.copytree(folders["gpt2_bf16"], tmp_path / "hf")
-    tensors = load_file(tmp_path / "hf" / "model.safetensors")
-    tensors["transformer.h.1.mlp.c_fc.weight"][0, 0] = float("nan")
-    save_file(tensors, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "ds.json").write_text(json.dumps(dp2(3)))
-    values = {"train_data": corpus, "split": "80,20,0", "seq_length": SEQ_LENGTH, "train_steps": 3, "init_from": "hf",
-              "deepspeed_config": "ds.json", "save": "run"}
-    done = train_ranks(2, [f"--{name}={value}" for name, value in values.items()], tmp_path)
-    assert [process.returncode for process in done] == [2, 2]
-    assert re.search(r"hf: \S+: this tensor has values that are NaN or infinite", done[0].stdout), done[0].stdout
+def start_with_wrong_weight(folder: Path, name: str, corpus: str, values: dict[str, Any], *,
+                            flips_bit: bool) -> list[str]:
+    """Train from folder/hf with one weight that has a flipped bit, or is NaN, on two ranks, one of which reads it.
+
+    Returns exit code and output of each rank.
+    """
+    tensors = load_file(folder / "hf" / "model.safetensors")
+    if flips_bit:
+        tensors[name].view(torch.int16)[3, 5] ^= 1 << 14  # the highest bit of the exponent
+    else:
+        tensors[name][3, 5] = float("nan")
+    save_file(tensors, folder / "hf" / "model.safetensors", metadata={"format": "pt"})
+    (folder / "ds.json").write_text(json.dumps(values))
+    return start(folder, corpus, init_from="hf")
+
+
+def start(folder: Path, corpus: str, **given: Any) -> list[str]:
+    given = {"train_data": corpus, "split": "80,20,0", "seq_length": SEQ_LENGTH, "train_steps": 3,
+             "deepspeed_config": "ds.json", "save": "run", **given}
+    done = train_ranks(2, [f"--{name}={value}" for name, value in given.items()], folder)
     assert not any("Traceback" in process.stdout for process in done)
+    return [f"{process.returncode}: {process.stdout}" for process in done]
+
+
+def test_weights_with_nan_are_rejected_on_all_ranks(folders: dict[str, Path], corpus: str, tmp_path: Path) -> None:
+    shutil.copytree(folders["gpt2_bf16"], tmp_path / "hf")
+    name = "transformer.h.1.mlp.c_fc.weight"
+    outputs = start_with_wrong_weight(tmp_path, name, corpus, dp2(3), flips_bit=False)
+    assert [output[:2] for output in outputs] == ["2:", "2:"]
+    assert f"hf: model.safetensors: {name}[3, 5]: this weight is nan. Load" in outputs[0]
+
+
+def test_a_flipped_bit_is_named_and_a_gradient_of_0(corpus: str, tmp_path: Path) -> None:
+    """The square of the value is infinite, so that the last norm makes zeros of all others."""
+    write_model("llama", tmp_path / "hf", torch.bfloat16)
+    name = "model.layers.1.mlp.down_proj.weight"
+    output, _ = start_with_wrong_weight(tmp_path, name, corpus, dp2(3), flips_bit=True)
+    assert re.search(rf"warning: \S*hf has absurd weights: model.safetensors: {name}\[3, 5\] is -?\d\.\d+e\+3\d, and "
+                     r"the others have a root mean square of 0\.03", output), output
+    assert "warning: step 1: the gradient norm is exactly 0, so that nothing is learned: " in output
+    output, _ = start(tmp_path, corpus, train_steps=4)
+    assert re.search(r"warning: \S*global_step3 has absurd weights: 2.mlp.down.weight\[3, 5\] is ", output), output
+    assert "warning: step 4: the gradient norm is exactly 0" in output

@@ -160,6 +160,7 @@ def test_each_optimizer_resumes_bit_exactly_and_in_another_layout(rows: list[Row
 
 
 @pytest.mark.slow
-def test_every_accepted_optimizer_precision_and_layout(rows: list[Row], corpus: str, tmp_path: Path,
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_every_accepted_optimizer_precision_and_layout(precision: str, rows: list[Row], corpus: str, tmp_path: Path,
                                                        subtests: pytest.Subtests) -> None:
-    _check(rows, corpus, tmp_path, subtests)
+    _check([row for row in rows if row.precision == precision], corpus, tmp_path, subtests)

@@ -152,15 +152,18 @@ class InOrder(transformers.Trainer):
     The Trainer logs losses with 4 decimal places.
     """
 
-    micro_losses: list[torch.Tensor]
+    micro_losses: list[torch.Tensor]  # cross-entropy, without label smoothing and the losses of experts
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         return torch.utils.data.SequentialSampler(self.train_dataset)
 
-    def training_step(self, *arguments: Any, **settings: Any) -> torch.Tensor:
-        loss = super().training_step(*arguments, **settings)
-        self.micro_losses.append(loss.detach().double())
-        return loss
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **settings: Any) -> Any:
+        labels = inputs["labels"]
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **settings)
+        logits = outputs["logits"].detach()[:, :-1].float()
+        plain = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+        self.micro_losses.append(plain.double() / self.args.gradient_accumulation_steps)
+        return (loss, outputs) if return_outputs else loss
 
 
 class LiveStates(transformers.TrainerCallback):
@@ -176,10 +179,10 @@ class LiveStates(transformers.TrainerCallback):
 
 def trainer(case: Case) -> list[float]:
     """Train with transformers.Trainer."""
-    arguments = transformers.TrainingArguments(
-        output_dir=case["name"], deepspeed=case["config"], use_cpu=True, max_steps=case["steps"], save_strategy="steps",
-        save_steps=case["save_at"], logging_steps=1, report_to=[], dataloader_pin_memory=False, disable_tqdm=True,
-        **case["arguments"])
+    values = {"output_dir": case["name"], "deepspeed": case["config"], "use_cpu": True, "max_steps": case["steps"],
+              "save_strategy": "steps", "save_steps": case["save_at"], "logging_steps": 1, "report_to": [],
+              "dataloader_pin_memory": False, "disable_tqdm": True}
+    arguments = transformers.TrainingArguments(**{**values, **case["arguments"]})
     run = InOrder(model=model_of(case), args=arguments, train_dataset=Samples(case["samples"]))
     run.micro_losses = []
     run.add_callback(LiveStates(run, Path(case["name"]) / "live.pt"))

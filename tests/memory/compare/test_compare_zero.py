@@ -198,6 +198,15 @@ def test_a_scheduler_of_unknown_length_is_no_reason_to_reject_a_json(
     assert [row["refusal"] for row in found["rows"]] == [""]
 
 
+def test_units_of_the_network_and_the_origin_of_activations_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "tiny", "--world_size", "16", "--network_gbps", "100"]
+    assert "100 GB/s for each GPU, which is 800 Gbit/s; a network of 100 Gbit/s is --network_gbps 12.5" in \
+        run(capsys, *words).replace("\n", " ")
+    text = run(capsys, *words[:4], "--configs", str(ROOT / "ds_configs/zero1_bf16.json")).replace("\n", " ")
+    assert "activations are those of this program's models" in text
+    assert "Gbit/s" not in text
+
+
 PIPELINE = str(ROOT / "ds_configs/pipeline2_zero1_bf16.json")
 REJECTED = [
     ([], "--model / --num_parameters"), (["--model", "gpt2", "--num_parameters", "1e9"], "both"),

@@ -10,6 +10,7 @@ import transformers
 
 from pretrain.checkpoint.adopt.deepspeed import zero_files
 from pretrain.checkpoint.adopt.deepspeed.engine_files import EngineFiles
+from pretrain.checkpoint.adopt.deepspeed.trainer_settings import Effects, effects_of_arguments, effects_of_module
 from pretrain.checkpoint.adopt.deepspeed.training_arguments import TRAINING_ARGS, read_training_arguments, schedule_of
 from pretrain.checkpoint.adopt.deepspeed.zero_layout import FoundParameters, add_torch_optimizer
 from pretrain.checkpoint.adopt.foreign_run import ForeignRun, Loss, understood
@@ -57,7 +58,10 @@ def read(folder: Path, config: dict[str, Any] | None) -> ForeignRun:
 def _read(folder: Path, config: dict[str, Any], state: _TrainerState) -> ForeignRun:
     path, arguments, step = folder / _STATE, read_training_arguments(folder), state["global_step"]
     engine = _engine_folder(folder, step)
-    run = zero_files.read(engine, config) if engine else _without_deepspeed(folder, config, state, arguments)
+    effects = effects_of_arguments(arguments, ranks=_ranks(folder))
+    with_labels = "label_smoothing" not in effects.flags
+    run = zero_files.read(engine, config, with_labels=with_labels) if engine else _without_deepspeed(
+        folder, config, state, arguments, effects_of_module(config, with_labels=with_labels))
     if run.step != step:
         raise ConfigError(str(path), found=f"step {step}", expected=f"{run.step}, as in the other files",
                           remedy="use the files of one checkpoint")
@@ -65,14 +69,15 @@ def _read(folder: Path, config: dict[str, Any], state: _TrainerState) -> Foreign
         run = replace(run, losses=tuple(loss for loss in run.losses if loss != UNKNOWN_DECAY))
     used = [path, *(folder / name for name in (_SCHEDULER, TRAINING_ARGS) if (folder / name).is_file())]
     run = replace(run, program=f"transformers.Trainer, {run.program}", folder=folder,
-                  files=(*used, *run.files), seed=_seed(arguments),
-                  notes=(*run.notes, *_notes(folder, arguments)))
+                  files=(*used, *run.files), seed=_seed(arguments), flags={**run.flags, **effects.flags},
+                  losses=(*run.losses, *effects.losses), notes=(*run.notes, *_notes(folder, arguments), *effects.notes))
     if (folder / _SCHEDULER).is_file():
         run = zero_files.with_schedule(run, load_pickle(folder / _SCHEDULER))
     elif "last_step" not in run.schedule and not any(loss.name == "schedule" for loss in run.losses):
         run = replace(run, losses=(*run.losses, Loss("schedule", f"there is no file {_SCHEDULER}")))
     if "type" not in run.schedule:
-        run = replace(run, schedule={**run.schedule, **schedule_of(arguments, state["max_steps"])})
+        schedule, losses = schedule_of(arguments, state["max_steps"], step - run.skipped_steps)
+        run = replace(run, schedule={**run.schedule, **schedule}, losses=(*run.losses, *losses))
     return replace(run, learning_rate=_last_rate(state))
 
 
@@ -89,7 +94,7 @@ def _engine_folder(folder: Path, step: int) -> Path | None:
 
 
 def _without_deepspeed(folder: Path, config: dict[str, Any], state: _TrainerState,
-                       arguments: Mapping[str, Any]) -> ForeignRun:
+                       arguments: Mapping[str, Any], effects: Effects) -> ForeignRun:
     """Read a checkpoint of one optimizer file, as the Trainer writes it without DeepSpeed and FSDP."""
     path = folder / _OPTIMIZER
     if not path.is_file():
@@ -110,13 +115,13 @@ def _without_deepspeed(folder: Path, config: dict[str, Any], state: _TrainerStat
     precision = next((name for name in ("bf16", "fp16") if arguments.get(name)), weights.dtype)
     rounded = () if weights.dtype == "fp32" else (Loss(
         "master_weights", f"the run has trained weights in {weights.dtype}; they become fp32 master weights"),)
-    clipping = arguments.get("max_grad_norm")
+    clipping = arguments.get("max_grad_norm", "unknown") or 0.0  # None: no clipping
     run = ForeignRun(
         program=f"torch.optim, {weights.dtype} weights", folder=folder,
         files=(path, *(folder / name for name in weights.files)), config=config, shapes=found.stored.shapes,
         read=zero_files.ForeignReader(files, found).tensor, states=(), step=state["global_step"],
         global_batch_size=batch, consumed_samples=batch * state["global_step"] if batch else None,
-        precision=precision, losses=rounded,
+        precision=precision, flags=effects.flags, losses=(*rounded, *effects.losses), notes=effects.notes,
         ds_config={"gradient_clipping": clipping} if isinstance(clipping, (int, float)) else None)
     return zero_files.with_optimizer(run, str(path), found, files.contents[_OPTIMIZER]["param_groups"])
 
@@ -140,16 +145,20 @@ def _parameters_in_order(weights: HFFolder) -> dict[str, torch.Tensor]:
 
 def _global_batch_size(folder: Path, arguments: Mapping[str, Any]) -> int | None:
     """Return the samples of a step; None: the arguments are not known."""
-    ranks = max(1, len(list(folder.glob("rng_state_*.pth"))))
     keys = ("per_device_train_batch_size", "gradient_accumulation_steps")
     if not all(isinstance(arguments.get(key), int) for key in keys):
         return None
-    return int(arguments[keys[0]] * arguments[keys[1]] * ranks)
+    # with auto_find_batch_size, or several GPUs of one process, it is not that of the arguments
+    batch = read_json(folder / _STATE).get("train_batch_size")
+    return int((batch if isinstance(batch, int) else arguments[keys[0]]) * arguments[keys[1]] * _ranks(folder))
+
+
+def _ranks(folder: Path) -> int:
+    return max(1, len(list(folder.glob("rng_state_*.pth"))))
 
 
 def _seed(arguments: Mapping[str, Any]) -> int | None:
-    found = arguments.get("data_seed", arguments.get("seed"))
-    return found if isinstance(found, int) else None
+    return next((found for name in ("data_seed", "seed") if isinstance(found := arguments.get(name), int)), None)
 
 
 def _last_rate(state: _TrainerState) -> float | None:

@@ -11,10 +11,15 @@ from typing import Any
 
 import torch
 
+from pretrain.checkpoint.adopt.foreign_run import Loss
 from pretrain.checkpoint.format.verify import pickle_globals
+from pretrain.config.trainer_schedules import schedule_flags
+from pretrain.errors import shorten
 
 TRAINING_ARGS = "training_args.bin"
 _ALWAYS = {"output_dir", "per_device_train_batch_size", "lr_scheduler_type"}  # attributes of any TrainingArguments
+_DEEPEST = 3  # objects in objects
+_MOST_STEPS = 2**63
 
 
 class _StandIn:
@@ -32,10 +37,10 @@ class _StandIn:
 
 
 def read_training_arguments(folder: Path) -> dict[str, Any]:
-    """Return the settings in a folder's training_args.bin that are numbers, strings, dicts or members of enums.
+    """Return the settings in a folder's training_args.bin that are JSON values, members of enums, or simple objects.
 
-    A member of an enum is its value. Returns {} if there is no such file, if it cannot be read in this way, or if its
-    object is no TrainingArguments.
+    A member of an enum is its value, and another object a dict of its attributes. Returns {} if there is no such
+    file, if it cannot be read in this way, or if its object is no TrainingArguments.
     """
     path = folder / TRAINING_ARGS
     if not path.is_file():
@@ -47,32 +52,42 @@ def read_training_arguments(folder: Path) -> dict[str, Any]:
             value = torch.load(path, map_location="cpu", weights_only=True)
     except Exception:  # damaged bytes make the unpickler raise many types of exceptions
         return {}
-    found = {key: _plain(each) for key, each in vars(value).items()} if isinstance(value, _StandIn) else {}
-    if not found.keys() >= _ALWAYS:
+    found = _plain(value)
+    if not (isinstance(found, dict) and found.keys() >= _ALWAYS):
         return {}
-    return {key: each for key, each in found.items() if isinstance(each, (bool, int, float, str, dict))}
+    return {key: each for key, each in found.items() if each is None or
+            isinstance(each, (bool, int, float, str, dict, list))}
 
 
-def _plain(value: Any) -> Any:
-    """Return the value of an enum's member, for which the stand-in has the constructor's argument; others as is."""
-    if isinstance(value, _StandIn) and value.arguments and isinstance(value.arguments[-1], str):
+def _plain(value: Any, depth: int = 0) -> Any:
+    """Return the value of an enum's member, for which the stand-in has the constructor's argument; others as they are.
+
+    Another object is a dict of its attributes.
+    """
+    if isinstance(value, list):
+        return [_plain(each, depth + 1) for each in value] if depth < _DEEPEST else None
+    if not isinstance(value, _StandIn):
+        return value
+    if value.arguments and isinstance(value.arguments[-1], str):
         return value.arguments[-1].lower()
-    return value
+    attributes = {key: each for key, each in vars(value).items() if key != "arguments"}
+    return {key: _plain(each, depth + 1) for key, each in attributes.items()} if depth < _DEEPEST else None
 
 
-def schedule_of(arguments: Mapping[str, Any], total_steps: int) -> dict[str, Any]:
-    """Return `ForeignRun.schedule` as far as the Trainer's arguments describe it; {} if they do not."""
-    kind = arguments.get("lr_scheduler_type")
+def schedule_of(arguments: Mapping[str, Any], total_steps: int, step: int) -> tuple[dict[str, Any], tuple[Loss, ...]]:
+    """Return `ForeignRun.schedule` as the Trainer's arguments describe it after `step`; ({}, ()) if they do not.
+
+    A schedule that no flags describe is a loss.
+    """
+    kind, given = arguments.get("lr_scheduler_type"), arguments.get("lr_scheduler_kwargs")
     if not isinstance(kind, str):
-        return {}
-    warmup, ratio = arguments.get("warmup_steps", 0), arguments.get("warmup_ratio", 0)  # ratio: before transformers 5
-    if warmup <= 0:
-        warmup = ratio if isinstance(ratio, (int, float)) else 0
+        return {}, ()
+    # warmup_ratio: before transformers 5
+    numbers = [value for name in ("warmup_steps", "warmup_ratio")
+               if isinstance(value := arguments.get(name), (int, float)) and 0 < value < _MOST_STEPS]
+    warmup = numbers[0] if numbers else 0
     steps = int(warmup) if warmup >= 1 else math.ceil(total_steps * warmup)
-    given = arguments.get("lr_scheduler_kwargs")
-    settings = given if isinstance(given, dict) else {}
-    names = {"min_lr": "min_lr", "min_lr_rate": "min_lr_ratio"}
-    lowest = {ours: settings[theirs] for theirs, ours in names.items() if settings.get(theirs) is not None}
-    unknown = {"params": settings} if settings.keys() - names.keys() else {}
-    return {"type": kind, "warmup_steps": steps, "total_steps": total_steps, "first_rate_is_0": True, **lowest,
-            **unknown}
+    flags, reason = schedule_flags(kind, given if isinstance(given, dict) else {}, warmup=steps, total=total_steps,
+                                   passed=step)
+    found = {"type": kind, "warmup_steps": steps, "total_steps": total_steps, "flags": flags}
+    return found, (Loss("schedule", f"{shorten(reason, 200)}; the flags --lr_... give another one"),) if reason else ()

@@ -15,6 +15,7 @@ from pretrain.checkpoint.adopt.deepspeed.engine_files import (
     param_groups,
 )
 from pretrain.checkpoint.adopt.deepspeed.swapped_files import SUFFIX, map_numbers
+from pretrain.checkpoint.adopt.deepspeed.trainer_settings import Effects, effects_of_module
 from pretrain.checkpoint.adopt.deepspeed.zero_layout import FoundParameters, find_parameters
 from pretrain.checkpoint.adopt.foreign_run import ForeignRun, Loss, Shape, understood
 from pretrain.checkpoint.adopt.optimizers import recognize
@@ -74,12 +75,13 @@ class _States:
         return tensor
 
 
-def read(folder: Path, config: dict[str, Any] | None) -> ForeignRun:
+def read(folder: Path, config: dict[str, Any] | None, *, with_labels: bool = True) -> ForeignRun:
     """Return what an engine's checkpoint holds.
 
     Args:
         folder: with `mp_rank_00_model_states.pt` or `zero_pp_rank_0_mp_rank_00_model_states.pt`.
         config: content of the transformers config.json, which such a checkpoint lacks.
+        with_labels: see `effects_of_module`.
 
     Raises ConfigError if a file is missing, damaged or not understood.
     """
@@ -87,10 +89,10 @@ def read(folder: Path, config: dict[str, Any] | None) -> ForeignRun:
         raise ConfigError(str(folder), problem="a DeepSpeed checkpoint does not describe its model",
                           remedy="name the model's config.json by --model")
     with understood(folder):
-        return _read(folder, config)
+        return _read(folder, config, effects_of_module(config, with_labels=with_labels))
 
 
-def _read(folder: Path, config: dict[str, Any]) -> ForeignRun:
+def _read(folder: Path, config: dict[str, Any], effects: Effects) -> ForeignRun:
     files = open_files(folder)
     found = find_parameters(files)
     model, groups, ds_config = files.model, param_groups(files), _ds_config(files)
@@ -106,7 +108,7 @@ def _read(folder: Path, config: dict[str, Any]) -> ForeignRun:
         precision=dtype, loss_scale=_loss_scale(files) if dtype == "fp16" else None, ds_config=ds_config,
         buffers={name.removeprefix(prefix): tensor for name, tensor in model["module"].items()
                  if name in (model.get("buffer_names") or ()) and not is_buffer(name)},
-        losses=tuple(_losses(files, found)), notes=_notes(files))
+        flags=effects.flags, losses=(*_losses(files, found), *effects.losses), notes=(*_notes(files), *effects.notes))
     where = str(folder / (files.optimizer_files or files.model_files)[0])
     run = with_optimizer(run, where, found, groups, prefix)
     state, scheduler = model.get("lr_scheduler"), folder.parent / "scheduler.bin"

@@ -1,0 +1,115 @@
+"""The foreign files of the sandbox, and the commands that read them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pretrain.checkpoint.format.manifest import MANIFEST
+
+STEP = 4  # of the newest checkpoint
+_CHECKPOINT = f"checkpoints/global_step{STEP}"
+
+
+@dataclass(frozen=True)
+class World:
+    """Folders of the sandbox. Commands may write to `out`, `tmp` and `cache` only."""
+
+    folder: Path
+
+    def __getattr__(self, name: str) -> Path:
+        """Return a folder: run, own (the same run, unchanged), hf, data, foreign, victim, here, out, tmp, cache."""
+        return self.folder / name
+
+    def flags(self, **changes: str) -> list[str]:
+        """Return flags of a run of the user."""
+        flags = {"deepspeed_config": f"{self.data}/own.json", "model": "tiny", "train_data": f"{self.data}/few",
+                 "model_overrides": "vocab_size=320,n_layer=1,n_embd=32", "seq_length": "32", "train_steps": "50",
+                 "save": f"{self.out}/new", **changes}
+        return [word for name, value in flags.items() if value for word in (f"--{name}", value)]
+
+
+Words = list[str]
+
+
+def commands(world: World) -> dict[str, dict[str, Words]]:
+    """Return, for each foreign folder or file, name -> words of the commands that read it."""
+    run, out, hf = map(str, (world.run, world.out, world.hf))
+    branch = {"model": "", "model_overrides": ""}
+    return {
+        "run": {
+            "summary": ["summary", run], "report": ["report", run, "--output", f"{out}/page.html"],
+            "compare": ["report", run, str(world.own), "--compare"], "command": ["report", run, "--command"],
+            "list": ["checkpoint", "list", run], "verify": ["checkpoint", "verify", run],
+            "diff": ["checkpoint", "diff", run, str(world.own)], "step": ["inspect", "step", run, "2"],
+            "calibrate": ["compare", "--calibrate", run, "--model", "tiny", "--world_size", "2"],
+            "resume_from": ["check", *world.flags(resume_from=run)],
+            "init_from": ["check", *world.flags(init_from=run, **branch)],
+            "generate": ["generate", run, "--prompt", "w1 w2", "--max_new_tokens", "2"],
+            "evaluate": ["evaluate", run, "--json", f"{out}/scores.json", "--max_samples", "2"],
+            "export": ["export", run, "--output", f"{out}/exported"],
+            "average": ["average", run, "--last", "2", "--output", f"{out}/averaged"],
+            "consolidate": ["checkpoint", "consolidate", run, f"{out}/consolidated"],
+            "convert": ["checkpoint", "convert", run, f"{out}/converted"]},
+        "ladder": {"check": ["check", *world.flags(
+            expected_curve=f"{world.data}/ladder-right.json", deepspeed_config=f"{world.data}/ds.json",
+            model_overrides="", train_data=f"{world.data}/corpus", seq_length="64")]},
+        "hf": {
+            "generate": ["generate", hf, "--prompt", "w1 w2", "--max_new_tokens", "2"],
+            "import --output": ["import", hf, "--output", f"{out}/imported"],
+            "import --save": ["import", hf, "--save", f"{out}/adopted"],
+            "check": ["check", *world.flags(model=hf, model_overrides="", seq_length="16")],
+            "init_from": ["check", *world.flags(init_from=hf, seq_length="16", **branch)],
+            "compare": ["compare", "--model", hf, "--world_size", "2"],
+            "prepare": ["prepare", f"{world.data}/text.txt", "--tokenizer", hf, "--out", f"{out}/tokens"]},
+        "data": {"info": ["data", "info", f"{world.data}/corpus"], "verify": ["data", "verify", f"{world.data}/corpus"],
+                 "check": ["check", *world.flags(train_data=f"{world.data}/corpus", model_overrides="")],
+                 "documents": ["inspect", "documents", f"{world.data}/corpus"]},
+        "foreign": {"import": ["import", str(world.foreign), "--model", f"{world.data}/gpt2.json",
+                               "--save", f"{out}/adopted"]},
+        "trainer": {"import": ["import", str(world.trainer), "--save", f"{out}/adopted"]}}
+
+
+# files of each folder, and the commands that read them; () are all
+FILES: dict[str, dict[str, tuple[str, ...]]] = {
+    "run": {
+        "run.json": (),
+        "metrics.jsonl": ("summary", "report", "compare", "step", "calibrate"),
+        "events.jsonl": ("summary", "report", "compare", "step"),
+        "predictions.jsonl": ("report",),
+        "rank_times.jsonl": ("report",),
+        "rollbacks.jsonl": ("list", "report", "resume_from"),
+        "restarts.jsonl": ("report", "summary"),
+        "replays/step_2/verdict.json": ("report",),
+        "tasks.jsonl": ("report",),
+        "flight/start_0/rank_0.jsonl": ("report", "summary"),
+        f"{_CHECKPOINT}/{MANIFEST}": (
+            "list", "verify", "diff", "resume_from", "init_from", "generate", "evaluate", "export", "average",
+            "consolidate", "convert"),
+        f"{_CHECKPOINT}/shard_index_rank_0.json": ("verify", "export", "generate", "convert"),
+        "checkpoints/latest": ("list", "resume_from", "init_from", "export")},
+    "ladder": {"ladder-right.json": ()},
+    "hf": {"config.json": (), "tokenizer.json": ("generate", "import --save", "import --output", "prepare"),
+           "tokenizer_config.json": ("generate", "import --save", "import --output", "prepare"),
+           "special_tokens_map.json": ("import --save", "prepare"),
+           "generation_config.json": ("generate", "import --save"),
+           "model.safetensors.index.json": ("generate", "import --output", "init_from"),
+           "added_tokens.json": ("import --save", "import --output"),
+           "adapter_config.json": ("generate", "import --save"),
+           "chat_template.jinja": ("import --save", "generate")},
+    "data": {"corpus.meta.json": (), "corpus.sha256.json": ("verify", "info", "check")},
+    "trainer": {"config.json": (), "checkpoint-2/trainer_state.json": (), "checkpoint-2/config.json": (),
+                "checkpoint-2/latest": (), "checkpoint-2/generation_config.json": ()},
+    "foreign": {"latest": ()}}
+# values of run.json that name files, hosts, repositories, modules or commands
+PLACES = (*(f"0.flags.{name}" for name in (
+    "tokenizer", "train_data", "valid_data", "test_data", "init_from", "model", "model_code", "dataset_module",
+    "dataset_args", "data_cache", "nvme_path", "checkpoint_mirror", "eval_tasks", "eval_tasks_folder", "expected_curve",
+    "save", "resume_from", "notify_command", "trackio", "deepspeed_config", "replay", "metrics_address", "note")),
+    "0.resumed_from", "0.command.directory", "0.hardware.0.host", "0.code.diff", "0.environment.LD_PRELOAD",
+    "0.environment.TORCH_EXTENSIONS_DIR", "0.model_config.auto_map", "0.model_config._attn_implementation",
+    "0.model_config._name_or_path", "0.model_config.model_type", "0.tokenizer", "0.given_deepspeed_config.wandb",
+    "0.data.train", "0.git_commit")
+NUM_NAMES = 34  # the last payloads name places
+# .pt files whose values are made hostile, too
+PICKLES: dict[str, tuple[str, ...]] = {
+    "trainer": ("checkpoint-2/training_args.bin", "checkpoint-2/scheduler.pt"),
+    "foreign": ("global_step2/mp_rank_00_model_states.pt",)}
