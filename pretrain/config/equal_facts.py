@@ -1,4 +1,4 @@
-"""What all ranks of a run must have in common, as text by name: distributed/equal_ranks.py compares it at the start.
+"""Facts that all ranks of a run must share, as text by name: distributed/equal_ranks.py compares them at the start.
 
 Paths may differ between hosts: what lies there is compared instead. Left out is what only one rank or one host uses,
 and what the ranks choose or compare together later: checkpoints, and the weights of --init_from.

@@ -57,7 +57,7 @@ class _Block:
 
 @dataclass
 class Script:
-    """What a script has set and written, and its commands. A variable that is not known remains in the texts."""
+    """State of a script that is followed. An unknown variable remains in the texts."""
 
     file: str
     variables: dict[str, str | list[str]] = field(default_factory=dict)  # a list: an array

@@ -1,4 +1,4 @@
-"""What becomes of each field of TrainingArguments, of transformers 4 and 5, in an adopted run.
+"""Table of the fields of TrainingArguments (transformers 4 and 5): which an adopted run takes over, ignores or lacks.
 
 Each field is in one of three tables. tests/checkpoint/test_trainer_settings.py compares them with the installed class.
 """
@@ -62,7 +62,7 @@ _PRIVATE = "_"
 
 @dataclass(frozen=True)
 class Effects:
-    """What the settings of a program and its model come to here, besides optimizer, batch and schedule."""
+    """Settings of a program and its model that are taken over, besides optimizer, batch and schedule."""
 
     flags: dict[str, Any] = field(default_factory=dict)
     losses: tuple[Loss, ...] = ()
