@@ -1,4 +1,7 @@
-"""Start runs on the GPUs of this machine, and read their results."""
+"""Start runs on the GPUs of this machine, and read and compare their results.
+
+These may be the GPUs of tools/dry_gpu, whose kernels compute nothing: then no values are compared, and all else is.
+"""
 
 import os
 import subprocess
@@ -7,7 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from pretrain.monitor.read_run_folder import read_rows
+from tests.support import layouts, tensors
 from tests.support.launch import ROOT
 
 
@@ -25,6 +31,21 @@ class Run:
     @property
     def losses(self) -> list[float]:
         return [row["loss"] for row in self.rows]
+
+
+def kernels_compute() -> bool:
+    """Return whether the kernels of this machine's GPUs compute anything; tools/dry_gpu/src/device.c has the name."""
+    return not torch.cuda.get_device_name().endswith("(dry)")
+
+
+def relative_difference(found: list[float], expected: list[float]) -> float:
+    """Return the largest relative difference of two lists of losses; 0 if nothing computes them."""
+    return layouts.relative_difference(found, expected) if kernels_compute() else 0.0
+
+
+def relative_error(mine: torch.Tensor, exact: torch.Tensor) -> float:
+    """Return |mine - exact| / |exact|; 0 if nothing computes them."""
+    return tensors.relative_error(mine, exact) if kernels_compute() else 0.0
 
 
 def words_of(folder: Path, config: Path | str, flags: dict[str, Any]) -> list[str]:

@@ -8,8 +8,8 @@ from pretrain.model.kernels.flex_attention import flex_causal_attention, why_not
 from pretrain.model.kernels.fused_loss import CROSS_ENTROPY, LossTerms, fused_linear_cross_entropy
 from pretrain.model.kernels.torch_attention import alibi_slopes, torch_causal_attention
 from pretrain.model.layers.experts import can_group
+from tests.gpu.runs import relative_error
 from tests.model.test_experts import experts_of, filled, reference, small
-from tests.support.tensors import relative_error
 
 
 @pytest.mark.parametrize("head_size", [64, 128, 256])
@@ -52,7 +52,7 @@ def test_the_fused_loss_waits_for_nothing_and_is_precise(terms):
         finally:
             torch.cuda.set_sync_debug_mode("default")
         results.append([loss.detach(), *(leaf.grad.float() for leaf in leaves)])
-    assert torch.isclose(results[1][0], results[0][0], rtol=1e-3)
+    assert float(results[1][0]) == pytest.approx(float(results[0][0]), rel=1e-3)
     for found, expected in zip(results[1][1:], results[0][1:], strict=True):
         assert relative_error(found, expected) < 0.02
 
