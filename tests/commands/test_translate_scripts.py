@@ -156,7 +156,7 @@ deepspeed --num_gpus $GPUS pretrain_gpt.py --num-layers 2 --hidden-size 64 --num
 
 
 def test_lines_that_were_not_understood_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What decides a setting is named by its line; what decides only the launcher's flags is not."""
+    """Lines that decide a setting are named; lines that decide only the launcher's flags are not."""
     script = tmp_path / "train.sh"
     script.write_text(HALF.replace("LEARNING_RATE", "3e-4"))
     main([str(script), "--output", str(tmp_path / "out")])

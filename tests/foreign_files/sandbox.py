@@ -1,4 +1,4 @@
-"""What a process and its children do outside of the folders that they may write: an audit hook that records it.
+"""Audit hook that records what a process and its children do outside of the folders that they may write.
 
 `install` records in this process. Python processes with `site/` in PYTHONPATH and FOREIGN_SANDBOX in their environment
 record from their start on. Connections and processes that are not allowed are prevented, too. The hook sees what Python

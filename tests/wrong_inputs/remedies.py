@@ -16,7 +16,7 @@ ACCEPTED = ""
 
 @dataclass
 class Result:
-    """What became of the suggestions of one line."""
+    """Outcome of the suggestions of one line."""
 
     num_suggestions: int = 0
     num_applied: int = 0  # those that change the input

@@ -1,4 +1,4 @@
-"""What an error tells its reader to do, as far as a program can understand it: `suggestions_of` reads the line."""
+"""Suggestions in the line of an error, as far as a program understands them: `suggestions_of` reads the line."""
 
 import re
 from collections.abc import Iterator

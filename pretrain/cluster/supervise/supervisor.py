@@ -153,7 +153,8 @@ def _start_once(settings: SupervisorSettings, log: RestartLog, signals: SignalRe
     if adopted is not None:
         code = _wait_for_adopted_run(settings, adopted, signals, print_line)
     elif choice.obstacle or sizes_before is None or signals.name:
-        code, reason = None, choice.obstacle or ("not started" if sizes_before else "the run folder cannot be read")
+        otherwise = "the run folder cannot be read" if sizes_before is None else "not started"
+        code, reason = None, choice.obstacle or otherwise
     else:
         step = _newest_step(settings, print_line, otherwise=known_step)
         print_line(f"start {number} from step {step}" + (f" on {', '.join(choice.hosts)}" if choice.hosts else ""))
