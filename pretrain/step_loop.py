@@ -2,209 +2,129 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
-from pretrain.analysis.evaluate.run_tasks import RunTasks
-from pretrain.analysis.replay.order import ReplayOrder
+from pretrain.callback import Callbacks, Run, StepResult
 from pretrain.checkpoint.save.saver import Saver
-from pretrain.config.plan import Plan
 from pretrain.data.data_spec import names_of_split
 from pretrain.data.loader import Loader, evaluation_batches
 from pretrain.distributed.collectives import from_rank_0
-from pretrain.engine.attachments import attachments
 from pretrain.engine.build import DeepSpeedEngine
 from pretrain.engine.steps import eval_batch, learning_rate, train_batch
-from pretrain.monitor.announce import EARLY_STOP, REPLAYED, BatchRamp, announce_end, early_end_line
-from pretrain.monitor.flight.recorder import REQUEST, FlightRecorder
-from pretrain.monitor.meter import Meter
-from pretrain.monitor.predictions import Predictions
-from pretrain.monitor.profiler import Profiler
-from pretrain.monitor.timeline import PipelineTimeline
-from pretrain.resilience.data_watch import DataWatch
+from pretrain.monitor.announce import EARLY_STOP, announce_end
 from pretrain.resilience.guard import BadSteps, Guard
-from pretrain.resilience.recompute import Recomputation
-from pretrain.resilience.replicas import ReplicaCheck
 from pretrain.resilience.requests import Request, Requests
 from pretrain.resilience.rollback import roll_back
 from pretrain.resilience.run_lock import RunLock
-from pretrain.resilience.watchdog import Watchdog
-
-
-@dataclass(frozen=True)
-class StepCallbacks:
-    """Functions that the step loop calls before and after each step.
-
-    Their first argument is the number of the step since this process started, from 1.
-    """
-
-    before_step: Callable[[int, DeepSpeedEngine], None] = lambda *_: None
-    after_step: Callable[[int, Callable[[str], None]], None] = lambda *_: None  # given a function that prints
-    replay: ReplayOrder | None = None  # the process trains some steps of a run again
-    # (engine, plan, step of the run, data position before it, function that reports progress); leaves all as it was
-    examine: Callable[[DeepSpeedEngine, Plan, int, int, Callable[[], None]], None] = lambda *_: None
 
 
 @dataclass(frozen=True)
 class StepLoop:
-    """The loop over optimizer steps: train, log, check, evaluate, save, and stop on request."""
+    """The loop over optimizer steps: train, log, evaluate, save, roll back, and stop on request."""
 
-    plan: Plan
-    engine: DeepSpeedEngine
-    loaders: dict[str, Loader]  # by the names of the plan's datasets
-    predictions: Predictions
-    tasks: RunTasks
-    meter: Meter
-    recorder: FlightRecorder
-    profiler: Profiler
-    timeline: PipelineTimeline
+    run: Run
+    call: Callbacks  # call("after_step", run, ...) calls all callbacks that have this point
+    guard: Guard  # against bad steps
     saver: Saver
     requests: Requests
-    data_watch: DataWatch
-    guard: Guard  # against bad steps
-    replicas: ReplicaCheck
-    recomputation: Recomputation
-    watchdog: Watchdog
     lock: RunLock
-    batch_ramp: BatchRamp
-    callbacks: StepCallbacks
 
-    def run(self, first_step: int, consumed_samples: int) -> tuple[int, str]:
-        """Train steps `first_step` + 1 to the last one. A request to stop ends the loop earlier.
-
-        Returns the last step that was trained, and why the run was stopped, or "".
-        """
-        step, steps_here, request = first_step, 0, Request()
-        self.meter.restart(step, consumed_samples)
-        while step < self.plan.last_step and not request.stop:
-            step, steps_here = step + 1, steps_here + 1
-            self.profiler.before_step(step)
-            self.timeline.before_step(step)
-            self.watchdog.enter("data", step)
-            micro_batches = self.meter.timed_data(self.loaders["train"].step, consumed_samples)
-            self.callbacks.examine(self.engine, self.plan, step, consumed_samples,
-                                   partial(self.watchdog.enter, "eval", step))
-            self.watchdog.enter("step", step)
-            lr = learning_rate(self.engine)
-            self.callbacks.before_step(steps_here, self.engine)
-            self.recorder.before_step(step, micro_batches, consumed_samples)
-            self.recomputation.before_step(step, is_saved=self._is_due(step, self.plan.args.save_interval))
-            loss = train_batch(self.engine, micro_batches)
-            consumed_samples += self.batch_ramp.size_at(step, consumed_samples)
-            self.recorder.after_step(loss, consumed_samples)
-            self.meter.log(step, loss, lr, consumed_samples)
-            self.callbacks.after_step(steps_here, self.meter.screen.line)
-            if self.callbacks.replay is not None and step == self.callbacks.replay.step:
-                return step, REPLAYED
-            bad_steps = self.guard.observe(step, loss, consumed_samples)
+    def train(self) -> str:
+        """Train to the last step, or until the run is stopped. Returns why it was stopped, or ""."""
+        run, call = self.run, self.call
+        run.meter.restart(run.step, run.consumed_samples)
+        while run.step < run.plan.last_step and not run.stopped_by:
+            run.step, run.steps_here = run.step + 1, run.steps_here + 1
+            call("begin_step", run)
+            run.watchdog.enter("data", run.step)
+            micro_batches = run.meter.timed_data(run.loaders["train"].step, run.consumed_samples)
+            run.watchdog.enter("step", run.step)
+            call("before_step", run, micro_batches)
+            lr = learning_rate(run.engine)
+            result = StepResult(train_batch(run.engine, micro_batches), lr)
+            run.consumed_samples += run.plan.length.batch_sizes.at(run.consumed_samples)
+            call("after_step", run, result)
+            run.meter.log(run, result)
+            if run.stopped_by and not run.saves_at_stop:
+                return run.stopped_by
+            bad_steps = self.guard.observe(run.step, result.loss, run.consumed_samples)
             if bad_steps is not None:
-                step, consumed_samples = self._roll_back(bad_steps)
+                self._roll_back(bad_steps)
                 continue
-            self.replicas.check(step)
-            eval_loss = self._evaluate_if_due(step, consumed_samples)
-            self._score_tasks_if_due(step, consumed_samples)
+            eval_loss = self._evaluate_if_due()
+            call("end_step", run)
             self.saver.poll()
-            self.data_watch.poll(step)
-            request = self._or_early_stop(self.requests.poll(step), step)
-            self.profiler.request(request.profile_steps)
-            if request.record:
-                self.recorder.keep(step, REQUEST)
-            if self._is_due(step, self.plan.args.save_interval) or request.needs_checkpoint:
-                self._save(step, consumed_samples, eval_loss,
-                           wait=step == self.plan.last_step or request.needs_checkpoint)
-        if step == self.plan.train_steps or request.stop == EARLY_STOP:
-            self._evaluate("test", step, consumed_samples)
-        return step, request.stop
+            request = self._poll_requests()
+            if run.is_due(run.plan.args.save_interval) or request.needs_checkpoint:
+                self._save(eval_loss, wait=run.step == run.plan.last_step or request.needs_checkpoint)
+        if run.step == run.plan.train_steps or run.stopped_by == EARLY_STOP:
+            self.evaluate("test")
+        return run.stopped_by
 
-    def evaluate_missing(self, splits: list[str], step: int, consumed_samples: int) -> tuple[int, str]:
-        """Make the last evaluations of a run that was killed before them. Returns what `run` returned or would have."""
-        for split in splits:
-            self._evaluate(split, step, consumed_samples)
-        return step, EARLY_STOP if attachments(self.engine).early_stopping.is_over else ""
-
-    def close(self, step: int, stopped_by: str) -> None:
-        """Finish background work, and announce the end. The arguments are the results of `run`."""
-        self.watchdog.enter("end", step)
-        for loader in self.loaders.values():
+    def close(self) -> None:
+        """Finish background work, and announce the end of the run."""
+        run = self.run
+        run.watchdog.enter("end", run.step)
+        for loader in run.loaders.values():
             loader.close()
-        self.saver.close(wait_for_copies=stopped_by in ("", EARLY_STOP))
+        self.saver.close(wait_for_copies=run.stopped_by in ("", EARLY_STOP))
         self.requests.close()
-        self.data_watch.close()
-        self.recorder.close()
-        self.profiler.close()
-        self.timeline.close()
-        self.meter.close()
-        announce_end(self.plan, step, stopped_by, self.meter.losses, self.meter.screen, self.meter.folder)
+        self.call("close", run)
+        run.meter.close()
+        announce_end(run.plan, run.step, run.stopped_by, run.meter.losses, run.screen, run.folder)
 
-    def _is_due(self, step: int, interval: int) -> bool:
-        return step == self.plan.last_step or (interval > 0 and step % interval == 0)
+    def _poll_requests(self) -> Request:
+        """Return what the ranks do after this step: what somebody has requested, and what a callback has."""
+        run = self.run
+        request = self.requests.poll(run.step)
+        self.call("requested", run, request)
+        run.stopped_by = run.stopped_by or request.stop
+        return replace(request, stop=run.stopped_by)
 
-    def _or_early_stop(self, request: Request, step: int) -> Request:
-        """Return a request to stop if early stopping ends the run before its last step, otherwise `request`."""
-        early = attachments(self.engine).early_stopping
-        if not early.is_over or step == self.plan.train_steps:
-            return request
-        self.meter.folder.event(EARLY_STOP, step=step, reason=early.reason(), best=early.best,
-                                best_step=early.best_step)
-        self.meter.screen.line(early_end_line(self.plan, step, early.reason()))
-        return replace(request, stop=EARLY_STOP)
-
-    def _roll_back(self, bad: BadSteps) -> tuple[int, int]:
-        """Return to an earlier checkpoint. Returns its step, and the data position after the skipped samples."""
-        self.watchdog.enter("rollback", bad.last_step)
+    def _roll_back(self, bad: BadSteps) -> None:
+        """Return to an earlier checkpoint, and to the data after the skipped samples."""
+        run = self.run
+        run.watchdog.enter("rollback", bad.last_step)
         self.lock.confirm(now=True)
-        step, consumed_samples = roll_back(self.engine, self.plan, self.saver, self.meter.folder, self.meter.screen,
-                                           bad)
-        self.guard.return_to(step)
-        self.replicas.check(step, force=True)
-        self.meter.restart(step, consumed_samples)
-        return step, consumed_samples
+        run.step, run.consumed_samples = roll_back(run.engine, run.plan, self.saver, run.folder, run.screen, bad)
+        self.guard.return_to(run.step)
+        self.call("rolled_back", run)
+        run.meter.restart(run.step, run.consumed_samples)
 
-    def _save(self, step: int, consumed_samples: int, eval_loss: float | None, *, wait: bool) -> None:
-        self.watchdog.enter("save", step)
-        with self.meter.outside_steps("save"):
-            self.replicas.check(step, force=True)
+    def _save(self, eval_loss: float | None, *, wait: bool) -> None:
+        run = self.run
+        run.watchdog.enter("save", run.step)
+        with run.meter.outside_steps("save"):
+            self.call("before_save", run)
             self.lock.confirm(now=True)
             # a checkpoint between bad steps has the weights from before them: it must not replace a rollback's
-            self.saver.save(self.engine, step=step, consumed_samples=consumed_samples, eval_loss=eval_loss, wait=wait,
-                            prune=not self.guard.in_bad_steps)
+            self.saver.save(run.engine, step=run.step, consumed_samples=run.consumed_samples, eval_loss=eval_loss,
+                            wait=wait, prune=not self.guard.in_bad_steps)
 
-    def _evaluate_if_due(self, step: int, consumed_samples: int) -> float | None:
-        if not self._is_due(step, self.plan.args.eval_interval):
+    def _evaluate_if_due(self) -> float | None:
+        if not self.run.is_due(self.run.plan.args.eval_interval):
             return None
-        loss = self._evaluate("valid", step, consumed_samples)
-        if loss is not None:
-            attachments(self.engine).early_stopping.observe(step, from_rank_0(lambda: loss))
-        with self.meter.outside_steps("eval"):
-            self.predictions.write(step, consumed_samples, before=lambda: self.watchdog.enter("eval", step))
+        loss = self.evaluate("valid")
+        loss = None if loss is None else from_rank_0(lambda: loss)
+        self.call("after_evaluation", self.run, loss)
         return loss
 
-    def _score_tasks_if_due(self, step: int, consumed_samples: int) -> None:
-        args = self.plan.args
-        interval = args.eval_interval if args.eval_tasks_interval is None else args.eval_tasks_interval
-        if args.eval_tasks is None or not self._is_due(step, interval):
-            return
-        self.meter.screen.status(f"step {step}/{self.plan.train_steps}  scoring tasks")
-        with self.meter.outside_steps("eval"):
-            scores, failure = self.tasks.scores(before_batch=lambda: self.watchdog.enter("eval", step))
-        self.meter.log_tasks(step, scores, consumed_samples, failure=failure)
-
-    def _evaluate(self, split: str, step: int, consumed_samples: int) -> float | None:
+    def evaluate(self, split: str) -> float | None:
         """Report the mean loss of the first --eval_steps global batches of each set of the split.
 
         Returns the loss; of named sets, the mean of their losses; None if the split has no data.
         """
+        run = self.run
         losses: dict[str, float] = {}
-        for name in names_of_split(self.loaders, split):
-            self.meter.screen.status(f"step {step}/{self.plan.train_steps}  evaluating on {name} data")
-            with self.meter.outside_steps("eval"):
-                loss = float(evaluate(self.engine, self.loaders[name], self.plan.args.eval_steps,
-                                      before_batch=lambda: self.watchdog.enter("eval", step)))
-            losses[name] = self.meter.log_eval(step, name, loss, consumed_samples)
+        for name in names_of_split(run.loaders, split):
+            run.screen.status(f"step {run.step}/{run.plan.train_steps}  evaluating on {name} data")
+            with run.meter.outside_steps("eval"):
+                loss = float(evaluate(run.engine, run.loaders[name], run.plan.args.eval_steps,
+                                      before_batch=lambda: run.watchdog.enter("eval", run.step)))
+            losses[name] = run.meter.log_eval(run, name, loss)
         if losses and split not in losses:
-            return self.meter.log_eval(step, split, sum(losses.values()) / len(losses), consumed_samples,
-                                       num_sets=len(losses))
+            return run.meter.log_eval(run, split, sum(losses.values()) / len(losses), num_sets=len(losses))
         return losses.get(split)
 
 

@@ -5,7 +5,6 @@
 
 import os
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ if __name__ == "__main__":  # keep pretrain/ off sys.path, so that its modules s
 
 from pretrain.analysis.evaluate.task_files import find_run_tasks
 from pretrain.analysis.replay.order import read_order
+from pretrain.callback import Callback
 from pretrain.checkpoint.load.start import Start, check_start
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.flags.parse import parse_arguments
@@ -105,21 +105,22 @@ def _train(start: Start, world: World, device: Device, guards: RankGuards, tasks
         if not _uses_compiler(plan, device):
             avoid_compiler_imports()
         from pretrain.memory.memory_watch import MemoryWatch, advice, print_advice
-        from pretrain.step_loop import StepCallbacks  # imports torch and deepspeed
-        from pretrain.trainer import train
+        from pretrain.trainer import train  # imports torch and deepspeed
         if world.rank == 0 and plan.model.described:
             status("comparing a tiny copy of the model with transformers")
             from pretrain.model.proof.prove import prove_described
             prove_described(plan.model, plan.layout.precision)
 
-    watch = MemoryWatch.start(plan, world)
+    watch = MemoryWatch.before_build(plan, world)
     try:
-        callbacks = StepCallbacks(watch.before_step, watch.after_step)
+        callbacks: list[Callback] = [watch]
         if plan.args.replay is not None:
-            from pretrain.analysis.replay.samples import examine_ordered
-            order = read_order(Path(plan.args.replay))
-            callbacks = StepCallbacks(replay=order, examine=partial(examine_ordered, order))
-        return train(plan, world, callbacks, guards, start.weights, tasks)
+            from pretrain.analysis.replay.replayed_steps import ReplayedSteps
+            callbacks = [ReplayedSteps(read_order(Path(plan.args.replay)))]
+        if plan.args.eval_tasks is not None:
+            from pretrain.analysis.evaluate.run_tasks import RunTasks
+            callbacks.append(RunTasks(tasks))
+        return train(plan, world, callbacks, guards, start.weights)
     except (MemoryError, RuntimeError, OSError) as error:
         if operator := operator_without_variant(error):
             raise ConfigError("--deterministic", problem=f"torch has no deterministic variant of {operator}, which the "

@@ -4,15 +4,14 @@ import functools
 import os
 import socket
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
-from pretrain.analysis.evaluate.run_tasks import LoadedTasks, RunTasks, load_run_tasks
 from pretrain.analysis.sanity.run_checks import check_before_start
+from pretrain.callback import Callback, Callbacks, Run
 from pretrain.checkpoint.format.fragments import held_states, owned_weights
 from pretrain.checkpoint.load.agree_on_checkpoint import agree_on_checkpoint, agree_on_data, verify_weights
 from pretrain.checkpoint.load.init_from import InitialWeights
@@ -31,13 +30,15 @@ from pretrain.engine.build import DeepSpeedEngine, build_engine, deepspeed_outpu
 from pretrain.engine.collective_waits import measure_waits
 from pretrain.engine.layer_times import plan_as_built
 from pretrain.engine.phases import time_phases
-from pretrain.engine.recipe import EarlyStopping
 from pretrain.engine.steps import open_loader
 from pretrain.engine.update_guard import guard_updates
 from pretrain.engine.update_statistics import measure_updates
 from pretrain.errors import FINISHED, STOPPED, ConfigError, counted
-from pretrain.monitor.announce import EARLY_STOP, REPLAYED, BatchRamp, announce_start, early_end_line
-from pretrain.monitor.flight.recorder import begin_record
+from pretrain.monitor.announce import EARLY_STOP, REPLAYED, announce_start
+from pretrain.monitor.batch_ramp import BatchRamp
+from pretrain.monitor.expected.report_curve import ReportCurve
+from pretrain.monitor.flight.recorder import FlightRecorder
+from pretrain.monitor.hints.report_hints import ReportHints
 from pretrain.monitor.meter import Meter
 from pretrain.monitor.predictions import Predictions
 from pretrain.monitor.profiler import Profiler
@@ -46,50 +47,73 @@ from pretrain.monitor.slow_rank_watch import SlowRankWatch
 from pretrain.monitor.timeline import PipelineTimeline
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.resilience.data_watch import DataWatch, wait_for_stores
+from pretrain.resilience.early_stopping import EarlyStopping, early_end_line
 from pretrain.resilience.guard import Guard
 from pretrain.resilience.recompute import Recomputation
 from pretrain.resilience.replicas import ReplicaCheck
 from pretrain.resilience.requests import Requests
 from pretrain.resilience.run_lock import RunLock, sees_lock
 from pretrain.resilience.watchdog import RankGuards, Watchdog
-from pretrain.step_loop import StepCallbacks, StepLoop
+from pretrain.step_loop import StepLoop
 from pretrain.terminal import Screen, clear_status, status
 
 
-def train(plan: Plan, world: World, callbacks: StepCallbacks, guards: RankGuards,
-          weights: InitialWeights | None = None, tasks: Any = None) -> int:
+def train(plan: Plan, world: World, callbacks: Sequence[Callback], guards: RankGuards,
+          weights: InitialWeights | None = None) -> int:
     """Run the plan, resuming from the newest good checkpoint if there is one. Returns the exit code.
 
-    Without a checkpoint, the run begins with `weights`, or with random weights if this is None. `tasks`: result of
-    `find_run_tasks` on rank 0.
+    Without a checkpoint, the run begins with `weights`, or with random weights if this is None. `callbacks`: others
+    than those of the core.
     """
     resume = _connect(plan, world, guards, weights)
     missing = [] if resume is None else from_rank_0(functools.partial(_missing_evaluations, resume))
     if resume is not None and resume.manifest.step >= resume.plan.last_step and not missing:
         return _report_complete(resume.plan, resume)
-    if resume is not None and _early_stopping(resume).is_over and not missing:
+    is_over = resume is not None and _early_stopping(resume).is_over
+    if resume is not None and is_over and not missing:
         return _report_early_stop(resume, world, guards)
     if resume is not None:
         plan = resume.plan
-    loaded = load_run_tasks(plan, tasks)
+    call = Callbacks([*_core_callbacks(plan, resume), *callbacks])
+    call.connected(plan)
     if plan.args.sanity_check and (resume is None or resume.manifest.weights_only):
         _check_sanity(plan, world, guards, lambda plan: _build(plan, resume, weights, guards.watchdog).engine)
-    start = _build(plan, resume, weights, guards.watchdog)
+    start = _build(plan, resume, weights, guards.watchdog, call)
     plan = plan_as_built(plan, start.engine)
-    if callbacks.replay is not None and callbacks.replay.consumed_samples is not None:
-        start = replace(start, consumed_samples=callbacks.replay.consumed_samples)
     with Screen(active=world.rank == 0) as screen:
-        loop = _begin_loop(plan, world, start, callbacks, guards, screen, loaded)
-        if missing:
-            step, stopped_by = loop.evaluate_missing(missing, start.step, start.consumed_samples)
+        loop = _begin_loop(plan, world, start, call, guards, screen)
+        if missing:  # the last evaluations of a run that was killed before them
+            for split in missing:
+                loop.evaluate(split)
+            loop.run.stopped_by = EARLY_STOP if is_over else ""
         else:
-            step, stopped_by = loop.run(start.step, start.consumed_samples)
-        loop.close(step, stopped_by)
+            loop.train()
+        loop.close()
     dist.barrier()
     if world.local_rank == 0:
         remove_swap_files(plan)
     leave_process_group()
-    return STOPPED if step < plan.last_step and stopped_by not in (EARLY_STOP, REPLAYED) else FINISHED
+    is_done = loop.run.step >= plan.last_step or loop.run.stopped_by in (EARLY_STOP, REPLAYED)
+    return FINISHED if is_done else STOPPED
+
+
+def _core_callbacks(plan: Plan, resume: Resume | None) -> Iterator[Callback]:
+    """Yield the callbacks that the core brings; each says in its class when it runs."""
+    args = plan.args
+    yield from (EarlyStopping.of_flags(args), BatchRamp(), Profiler(), DataWatch(resume), ReportHints(),
+                SlowRankWatch())
+    if args.replica_check_interval:
+        yield ReplicaCheck(args.replica_check_interval)
+    if args.recompute_interval:
+        yield Recomputation(args.recompute_interval)
+    if args.flight_steps:
+        yield FlightRecorder(held_states)
+    if args.show_predictions:
+        yield Predictions()
+    if args.pipeline_timeline:
+        yield PipelineTimeline(args.pipeline_timeline)
+    if plan.expected:
+        yield ReportCurve(plan.expected)
 
 
 def _check_sanity(plan: Plan, world: World, guards: RankGuards, build: Callable[[Plan], DeepSpeedEngine]) -> None:
@@ -140,8 +164,9 @@ def _check_same_folder(run: Path, lock: RunLock) -> None:
         raise ConfigError(f"--save {run}", problem=found[0], remedy="name a folder that all ranks share")
 
 
-def _build(plan: Plan, resume: Resume | None, weights: InitialWeights | None, watchdog: Watchdog) -> _StartPoint:
-    """Build the engine, and load the checkpoint or the initial weights, if any."""
+def _build(plan: Plan, resume: Resume | None, weights: InitialWeights | None, watchdog: Watchdog,
+           callbacks: Callbacks | None = None) -> _StartPoint:
+    """Build the engine, and load the checkpoint or the initial weights, if any; also the states of the callbacks."""
     with deepspeed_output(plan.args.deepspeed_log_level):
         status("building the engine" + (f", loading {resume.folder.name}" if resume else ""))
         watchdog.enter("build", 0)
@@ -150,14 +175,19 @@ def _build(plan: Plan, resume: Resume | None, weights: InitialWeights | None, wa
         engine = build_engine(plan, initialize=resume is None and weights is None,
                               recorded_kernels=kernels, recorded_layer_times=layer_times)
         watchdog.enter("load", 0)
+        with_state = {callback.name: callback for callback in callbacks.at("state")} if callbacks else {}
+        attachments(engine).keep_state |= with_state
         warnings = _restore(engine, plan, resume, weights)
+        for callback in with_state.values():
+            if callback.of_run and resume is not None and resume.branch is not None:
+                callback.set_state(None)
         step, consumed_samples = _position(plan, resume)
     clear_status()
     return _StartPoint(engine, resume, step, consumed_samples, warnings)
 
 
-def _begin_loop(plan: Plan, world: World, start: _StartPoint, callbacks: StepCallbacks, guards: RankGuards,
-                screen: Screen, tasks: LoadedTasks | None) -> StepLoop:
+def _begin_loop(plan: Plan, world: World, start: _StartPoint, callbacks: Callbacks, guards: RankGuards,
+                screen: Screen) -> StepLoop:
     """Announce the start, and create the parts of the step loop."""
     engine, resume = start.engine, start.resume
     folder = RunFolder(Path(plan.args.save), active=world.rank == 0, before_write=guards.lock.confirm,
@@ -166,35 +196,24 @@ def _begin_loop(plan: Plan, world: World, start: _StartPoint, callbacks: StepCal
     own.phase_timers = time_phases(engine)
     measure_waits(own.phase_timers)
     meter = Meter(plan, engine, folder, screen, rank=world.rank, first_step=start.step, phases=own.phase_timers,
-                  update_size=measure_updates(engine, functools.partial(owned_weights, engine)),
-                  slow_ranks=SlowRankWatch(plan, engine.device, folder, screen, first_step=start.step))
-    profiler = Profiler(plan, folder, rank=world.rank, report=screen.line, after_write=meter.restart_timing,
-                        before_write=functools.partial(guards.watchdog.enter, "save"))
-    timeline = PipelineTimeline(plan, engine, folder, rank=world.rank, report=screen.line)
+                  update_size=measure_updates(engine, functools.partial(owned_weights, engine)), callbacks=callbacks)
     saver = Saver(plan, folder, screen)
     requests = Requests(engine.device, folder, guards.launcher, exit_after_minutes=plan.args.exit_after_minutes,
                         committed_step=lambda: saver.committed_step, report=screen.line)
     wait_for_stores(plan, guards.watchdog, screen, rank=world.rank)
-    loaders = {name: open_loader(engine, plan, name) for name in plan.datasets}
     # after `Requests`: who waits for the start's event may send a signal, which must then be a request to save
     announce_start(plan, world, screen, folder, first_step=start.step,
                    resumed_from=resume.folder if resume and not resume.manifest.weights_only else None,
                    is_branch=resume is not None and resume.branch is not None,
                    warnings=[*(resume.warnings if resume else ()), *start.warnings], operators=own.operators)
-    recorder = begin_record(plan, world, engine, screen, functools.partial(held_states, engine), first_step=start.step,
-                            set_path=guards.watchdog.set_record)
-    guard = Guard(plan, engine, folder, screen, keep_record=recorder.keep)
-    replay = callbacks.replay
-    guard_updates(engine, guard.veto if plan.args.spike_policy == "skip" else
-                  (lambda loss, norm: engine.global_steps + 1 in replay.vetoed) if replay and replay.vetoed else None)
-    data_watch = DataWatch(plan, resume, reject=requests.reject, folder=folder, screen=screen, active=world.rank == 0)
-    return StepLoop(plan, engine, loaders, predictions=Predictions(plan, engine, folder),
-                    tasks=RunTasks(plan, engine, tasks), meter=meter, recorder=recorder, profiler=profiler,
-                    timeline=timeline, saver=saver, requests=requests, data_watch=data_watch, guard=guard,
-                    replicas=ReplicaCheck(plan, engine, folder),
-                    recomputation=Recomputation(plan, engine, folder, screen), watchdog=guards.watchdog,
-                    lock=guards.lock, batch_ramp=BatchRamp(plan.length.batch_sizes, folder, screen),
-                    callbacks=callbacks)
+    run = Run(plan, world, engine, folder, screen, guards.watchdog, meter, requests.reject, start.step,
+              start.consumed_samples, loaders={name: open_loader(engine, plan, name) for name in plan.datasets})
+    guard = Guard(plan, engine, folder, screen, on_bad_step=functools.partial(callbacks, "bad_step", run))
+    guard_updates(engine, guard.veto if plan.args.spike_policy == "skip" else None)
+    callbacks("start", run)
+    for callback in callbacks.around_update:
+        own.update.add(callback)
+    return StepLoop(run, callbacks, guard, saver, requests, guards.lock)
 
 
 def _report_complete(plan: Plan, resume: Resume) -> int:
@@ -217,10 +236,9 @@ def _missing_evaluations(resume: Resume) -> list[str]:
 
 def _early_stopping(resume: Resume) -> EarlyStopping:
     """Return the state of early stopping in the checkpoint, with this run's flags. A branch counts from 0."""
-    args = resume.plan.args
-    stopping = EarlyStopping(patience=args.early_stopping_patience, min_delta=args.early_stopping_min_delta)
+    stopping = EarlyStopping.of_flags(resume.plan.args)
     if resume.branch is None:
-        stopping.set_state(resume.manifest.recipe_states.get("early_stopping"))
+        stopping.set_state(resume.manifest.recipe_states.get(stopping.name))
     return stopping
 
 
@@ -242,10 +260,8 @@ def _restore(engine: DeepSpeedEngine, plan: Plan, resume: Resume | None,
     if resume.manifest.weights_only:
         return load_weights(engine, resume.folder)
     warnings = load_checkpoint(engine, plan, resume.folder, resume.manifest)
-    own = attachments(engine)
-    own.early_stopping.set_state(_early_stopping(resume).state())
     if resume.branch is not None or resume.other_data or len(plan.overrides) > len(resume.manifest.overrides):
-        own.spikes.set_state(None)  # other losses may be usual now
+        attachments(engine).spikes.set_state(None)  # other losses may be usual now
     return warnings
 
 

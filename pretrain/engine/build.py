@@ -50,7 +50,7 @@ from pretrain.engine.patches.zero import (
     keep_dtype_of_partitions,
     skip_reduction_on_one_rank,
 )
-from pretrain.engine.recipe import EarlyStopping, add_recipe, add_router_losses
+from pretrain.engine.recipe import add_recipe, add_router_losses
 from pretrain.engine.spikes import SpikeWindows
 from pretrain.engine.update import Update
 from pretrain.errors import ConfigError
@@ -146,8 +146,6 @@ def build_engine(plan: Plan, *, initialize: bool = True,
     check_dtype(engine.module, plan.layout.precision)
     own = Attachments(
         Update(engine), group_settings=group_settings(engine, plan.ds_config), layer_times=plan.layout.layer_times,
-        early_stopping=EarlyStopping(patience=plan.args.early_stopping_patience,
-                                     min_delta=plan.args.early_stopping_min_delta),
         spikes=SpikeWindows(length=plan.args.spike_window, threshold=plan.args.spike_threshold))
     attach(engine, own)
     with workarounds():

@@ -11,8 +11,9 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from pretrain.callback import UpdatePart
 from pretrain.engine.steps import loss_scale
-from pretrain.engine.update import UpdatePart
+from pretrain.engine.update import ADAPTIVE_CLIPPING, VALUE_CLIPPING
 
 
 def limit_of(norms: Sequence[float], *, percentile: float, window: int, largest: float) -> float:
@@ -41,7 +42,7 @@ class AdaptiveClipping(UpdatePart):
     ranks have the same norm, and therefore the same limit.
     """
 
-    reads_norm = True
+    order = ADAPTIVE_CLIPPING
 
     def __init__(self, engine: DeepSpeedEngine, *, percentile: float, window: int) -> None:
         self._engine, self._percentile = engine, percentile
@@ -50,7 +51,7 @@ class AdaptiveClipping(UpdatePart):
         self._norm: float | None = None  # of this step; None: not computed yet, or not finite
         self.limit_in_force = self._largest or math.inf  # limit of the last update; infinity: none
 
-    def before(self) -> None:
+    def before_update(self) -> None:
         self._norm, self.limit_in_force = None, self._engine.optimizer.clip_grad or math.inf
 
     def rejects(self, scaled_norm: torch.Tensor) -> bool:
@@ -59,7 +60,7 @@ class AdaptiveClipping(UpdatePart):
             self._norm = float(scaled_norm) / loss_scale(self._engine)
         return False
 
-    def after(self) -> None:
+    def after_update(self) -> None:
         """Set the next limit. A skipped update does not enter the norms: a NaN, an overflow of fp16, a spike."""
         if self._norm is not None and not self._engine.optimizer.overflow:
             self._norms.append(self._norm)
@@ -94,6 +95,8 @@ class ValueClipping(UpdatePart):
     Guarded by tests/distributed/test_recipe.py, which compares every optimizer class of DeepSpeed with autograd.
     """
 
+    order = VALUE_CLIPPING
+
     def __init__(self, engine: DeepSpeedEngine, limit: float) -> None:
         self._engine, self._limit = engine, limit
         self._is_before_step = False  # the norm is computed in `step`
@@ -117,7 +120,7 @@ class ValueClipping(UpdatePart):
         else:  # fp16 and bf16 without ZeRO
             self._is_before_step = True
 
-    def before(self) -> None:
+    def before_update(self) -> None:
         if self._is_before_step:
             self._clip_parameters()
 

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from deepspeed import DeepSpeedEngine
 
+from pretrain.callback import UpdatePart
 from pretrain.engine.attachments import attachments
 from pretrain.engine.checksums import checksum, combined_checksum, reduced_gradients
 from pretrain.engine.layer_hooks import add_hooks, layer_of, layers_of, operators_of
 from pretrain.engine.phases import new_event
-from pretrain.engine.update import UpdatePart
+from pretrain.engine.update import REDUCED_DIGEST
 
 _PREVIOUS = 3  # factor of the checksum of the micro-batches before: odd, so that no bit is lost modulo 2^64
 
@@ -130,12 +131,14 @@ class LayerDigests:
 class ReducedDigest(UpdatePart):
     """Takes the checksum of this rank's part of the reduced gradients, before clipping, in steps that are due."""
 
+    order = REDUCED_DIGEST
+
     def __init__(self, engine: DeepSpeedEngine, cost: CostTimer) -> None:
         self._engine, self._cost = engine, cost
         self.is_due = False
         self._sum: torch.Tensor | None = None
 
-    def before(self) -> None:
+    def before_update(self) -> None:
         if self.is_due:
             with self._cost.measured(), torch.no_grad():
                 self._sum = combined_checksum(reduced_gradients(self._engine), self._engine.device)

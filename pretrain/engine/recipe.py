@@ -1,7 +1,6 @@
-"""The training recipe beyond DeepSpeed's: early stopping, terms of the loss, and the states of a recipe's parts."""
+"""The training recipe beyond DeepSpeed's: clipping, terms of the loss, and the states that checkpoints keep."""
 
-import math
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,98 +15,45 @@ from pretrain.engine.update_statistics import NoiseScale
 from pretrain.model.layers.moe import STATISTICS, RouterLosses, train_routers
 
 _LARGEST = "expert_load_max"  # over the layers; of the other statistics of routers the mean
-
-
-class EarlyStopping:
-    """Ends a run whose validation loss no longer decreases: it counts the evaluations in a row without a lower loss.
-
-    All ranks must pass the same losses.
-
-    Args:
-        patience: number of such evaluations after which the run is over; 0: it never is.
-        min_delta: smallest decrease that counts.
-    """
-
-    def __init__(self, *, patience: int, min_delta: float) -> None:
-        self._patience, self._min_delta = patience, min_delta
-        self.best: float | None = None  # lowest loss
-        self.best_step = 0
-        self.evaluations = 0  # since then
-
-    def observe(self, step: int, loss: float) -> None:
-        """Add the result of an evaluation. A loss that is NaN or infinite is not lower."""
-        if math.isfinite(loss) and (
-                self.best is None or (loss < self.best and self.best - loss >= self._min_delta)):
-            self.best, self.best_step, self.evaluations = loss, step, 0
-        else:
-            self.evaluations += 1
-
-    @property
-    def is_over(self) -> bool:
-        return 0 < self._patience <= self.evaluations
-
-    def reason(self) -> str:
-        """Say why the run is over."""
-        delta = f" by at least {self._min_delta:g}" if self._min_delta else ""
-        best = f"{self.best:.4f} at step {self.best_step}" if self.best is not None else "not finite"
-        return f"the validation loss has not decreased{delta} in {self.evaluations} evaluations; the lowest was {best}"
-
-    def state(self) -> dict[str, Any] | None:
-        """Return the state for a checkpoint; None if the run has no early stopping."""
-        if not self._patience:
-            return None
-        return {"best": self.best, "best_step": self.best_step, "evaluations": self.evaluations}
-
-    def set_state(self, state: dict[str, Any] | None) -> None:
-        """Continue from the state of a checkpoint; None: from the start."""
-        state = state or {}
-        self.best, self.best_step = state.get("best"), state.get("best_step", 0)
-        self.evaluations = state.get("evaluations", 0)
-
-
-class RecipePart(Protocol):
-    """A part with a state that JSON can represent."""
-
-    def state(self) -> Any: ...
-
-    def set_state(self, state: Any) -> None: ...
+_OF_FLAGS = ("early_stopping", "adaptive_clipping", "noise_scale")  # states that runs without these flags drop
 
 
 def add_recipe(engine: DeepSpeedEngine, args: RunArguments) -> None:
     """Add clipping and the gradient noise scale to the update of a newly built engine, as the flags ask for."""
-    update = attachments(engine).update
-    if args.gradient_value_clipping:
-        update.value_clipping = ValueClipping(engine, args.gradient_value_clipping)
-    if args.adaptive_clipping:
-        update.adaptive_clipping = AdaptiveClipping(engine, percentile=args.adaptive_clipping,
-                                                    window=args.adaptive_clipping_window)
-    if args.noise_scale_interval:
-        update.noise_scale = NoiseScale(engine, interval=args.noise_scale_interval)
-
-
-def _parts_with_state(engine: DeepSpeedEngine) -> dict[str, RecipePart]:
     own = attachments(engine)
-    parts: dict[str, RecipePart | None] = {"early_stopping": own.early_stopping, "spikes": own.spikes,
-                                           "adaptive_clipping": own.update.adaptive_clipping,
-                                           "noise_scale": own.update.noise_scale}
-    return {name: part for name, part in parts.items() if part is not None}
+    own.keep_state["spikes"] = own.spikes
+    if args.gradient_value_clipping:
+        own.update.add(ValueClipping(engine, args.gradient_value_clipping))
+    if args.adaptive_clipping:
+        own.keep_state["adaptive_clipping"] = own.update.add(AdaptiveClipping(
+            engine, percentile=args.adaptive_clipping, window=args.adaptive_clipping_window))
+    if args.noise_scale_interval:
+        own.keep_state["noise_scale"] = own.update.add(NoiseScale(engine, interval=args.noise_scale_interval))
 
 
 def recipe_states(engine: DeepSpeedEngine) -> dict[str, Any]:
     """Return the states of all parts by name, for the manifest of a checkpoint. Synchronizes the device."""
-    states = {name: part.state() for name, part in _parts_with_state(engine).items()}
-    return {name: state for name, state in states.items() if state}
+    own = attachments(engine)
+    states = {name: part.state() for name, part in own.keep_state.items()}
+    return {**own.unclaimed_states, **{name: state for name, state in states.items() if state}}
 
 
 def set_recipe_states(engine: DeepSpeedEngine, states: dict[str, Any]) -> None:
-    """Restore what `recipe_states` returned, in any layout. A part without a saved state starts without one."""
-    for name, part in _parts_with_state(engine).items():
+    """Restore what `recipe_states` returned, in any layout. A part without a saved state starts without one.
+
+    The state of a part that this run does not load is kept for the next checkpoint, unless a flag of this run decides
+    whether the part exists.
+    """
+    own = attachments(engine)
+    own.unclaimed_states = {name: state for name, state in states.items()
+                            if name not in own.keep_state and name not in _OF_FLAGS}
+    for name, part in own.keep_state.items():
         part.set_state(states.get(name))
 
 
 def recipe_values(engine: DeepSpeedEngine) -> dict[str, float | None]:
     """Return the values of a row of metrics.jsonl that exist with some flags only. Collective; synchronizes."""
-    noise_scale = attachments(engine).update.noise_scale
+    noise_scale = attachments(engine).update.find(NoiseScale)
     return {**loss_term_values(engine), **({} if noise_scale is None else {"noise_scale": noise_scale.value()})}
 
 

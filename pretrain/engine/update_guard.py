@@ -15,10 +15,11 @@ import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from pretrain.callback import UpdatePart
 from pretrain.engine.attachments import attachments
 from pretrain.engine.patches.skip import update_loss_scale_if
 from pretrain.engine.steps import data_parallel_size, loss_scale, scale_at_minimum, tensor_parallel_size
-from pretrain.engine.update import UpdatePart
+from pretrain.engine.update import GUARD, Update
 
 Veto = Callable[[torch.Tensor, torch.Tensor], bool]
 """(mean loss of the global batch, global gradient norm before clipping) -> skip the update; both are scalar tensors"""
@@ -44,12 +45,13 @@ def guard_updates(engine: DeepSpeedEngine, veto: Veto | None = None) -> None:
     any rank, all ranks skip the update. It costs two small all-reduces and a synchronization per step; without it,
     there is neither.
     """
-    attachments(engine).update.guard = UpdateGuard(engine, veto)
+    update = attachments(engine).update
+    update.add(UpdateGuard(engine, update, veto))
 
 
 def skipped_update(engine: DeepSpeedEngine) -> SkippedUpdate | None:
     """Return why the last update was skipped; None if it was applied. Does not synchronize the device."""
-    guard = attachments(engine).update.guard
+    guard = attachments(engine).update.find(UpdateGuard)
     assert guard is not None  # `guard_updates` was called
     return guard.skipped
 
@@ -57,8 +59,11 @@ def skipped_update(engine: DeepSpeedEngine) -> SkippedUpdate | None:
 class UpdateGuard(UpdatePart):
     """Watches the losses of an engine and its updates; `guard_updates` describes its effect."""
 
-    def __init__(self, engine: DeepSpeedEngine, veto: Veto | None) -> None:
+    order = GUARD
+
+    def __init__(self, engine: DeepSpeedEngine, update: Update, veto: Veto | None) -> None:
         self.skipped: SkippedUpdate | None = None
+        self._update = update
         self._engine, self._veto, self.reads_norm = engine, veto, veto is not None
         self._zero = torch.zeros((), device=engine.device)
         self._losses: list[torch.Tensor] = []  # of the micro-batches of this step; empty on all but the last stage
@@ -79,8 +84,8 @@ class UpdateGuard(UpdatePart):
     def _reset(self) -> None:
         self._losses.clear()
         self._mean_loss: torch.Tensor | None = None
-        self._norm: torch.Tensor | None = None  # unscaled; None until `veto` is asked
-        self._vetoed = self._was_at_minimum = False
+        self._vetoed: bool | None = None  # None until `veto` is asked
+        self._was_at_minimum = False
 
     def _watch_losses(self) -> None:
         module = self._engine.module
@@ -105,26 +110,25 @@ class UpdateGuard(UpdatePart):
         # A single kernel: grad + value * 0, which is NaN if the value is NaN or infinite.
         loss.register_hook(lambda grad: torch.addcmul(grad, value, self._zero))
 
-    def before(self) -> None:
+    def before_update(self) -> None:
         self.skipped = None
 
-    def after(self) -> None:
+    def after_update(self) -> None:
         optimizer = self._engine.optimizer
         if optimizer.overflow:
             self.skipped = self._explain()
-        if self._vetoed:
-            optimizer._global_grad_norm = self._norm  # DeepSpeed reports an infinite norm
+        if (norm := self._update.rejected_norm) is not None:
+            optimizer._global_grad_norm = norm / loss_scale(self._engine)  # DeepSpeed reports an infinite norm
         self._reset()
 
     def rejects(self, scaled_norm: torch.Tensor) -> bool:
         """Ask `veto` once in each step; DeepSpeed may check the norm several times."""
-        if self._veto is not None and self._norm is None:
-            self._norm = scaled_norm / loss_scale(self._engine)
-            answer = torch.tensor(float(self._veto(self._global_loss(), self._norm)), device=self._engine.device)
+        if self._veto is not None and self._vetoed is None:
+            norm = scaled_norm / loss_scale(self._engine)
+            answer = torch.tensor(float(self._veto(self._global_loss(), norm)), device=self._engine.device)
             dist.all_reduce(answer, op=dist.ReduceOp.MAX)
             self._vetoed = bool(answer)
-            return self._vetoed
-        return False
+        return bool(self._vetoed)
 
     def _global_loss(self) -> torch.Tensor:
         """Return the mean loss of the global batch on all ranks; collective if this step has not called it yet."""
@@ -143,10 +147,10 @@ class UpdateGuard(UpdatePart):
     def _counts_for_loss_scale(self) -> bool:
         """Return whether an update is skipped because of fp16's loss scale: a smaller one cannot help the loss."""
         self._was_at_minimum = scale_at_minimum(self._engine)
-        return not self._vetoed and self._has_finite_loss()
+        return self._update.rejected_norm is None and self._has_finite_loss()
 
     def _explain(self) -> SkippedUpdate:
-        if self._vetoed:
+        if self._update.rejected_norm is not None:
             return SkippedUpdate(VETO, is_bad=True)
         if not self._has_finite_loss():
             return SkippedUpdate(NON_FINITE_LOSS, is_bad=True)

@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 
+from pretrain.callback import UpdatePart
 from pretrain.engine.attachments import attachments
+from pretrain.engine.clipping import AdaptiveClipping
 from pretrain.engine.patches.pipeline import is_counted
 from pretrain.engine.steps import data_parallel_size, global_grad_norm, loss_scale
-from pretrain.engine.update import UpdatePart
+from pretrain.engine.update import NOISE_SCALE, UPDATE_SIZE
 
 _DECAY = 0.9  # of the moving averages of S and |G|^2, per measurement; both are averaged before the division
 SAMPLE_ELEMENTS = 2**22  # of this rank's weights: their copy takes at most 16 MiB, during the optimizer's step only
@@ -25,7 +27,7 @@ OwnedWeights = Callable[[], list[torch.Tensor] | None]
 
 def clip_limit(engine: DeepSpeedEngine) -> float:
     """Return the largest global gradient norm of the last update; infinity without clipping."""
-    adaptive = attachments(engine).update.adaptive_clipping
+    adaptive = attachments(engine).update.find(AdaptiveClipping)
     return adaptive.limit_in_force if adaptive is not None else float(engine.gradient_clipping()) or math.inf
 
 
@@ -87,6 +89,8 @@ class NoiseScale(UpdatePart):
     gradient once more, and sums one number over the ranks. Nothing waits for the device until `value` is called.
     """
 
+    order = NOISE_SCALE
+
     def __init__(self, engine: DeepSpeedEngine, *, interval: int) -> None:
         self._engine, self._interval = engine, interval
         self._averages = torch.zeros(2, device=engine.device)  # moving averages of S and |G|^2, both times 1 - 0.9^n
@@ -107,10 +111,10 @@ class NoiseScale(UpdatePart):
         if not attachments(self._engine).recomputes:
             self._squares += torch.linalg.vector_norm(grad.detach(), dtype=torch.float32).square()
 
-    def before(self) -> None:
+    def before_update(self) -> None:
         self._scale = loss_scale(self._engine)
 
-    def after(self) -> None:
+    def after_update(self) -> None:
         if self._hooks:
             self._measure()
         self._prepare(self._engine.global_steps + 2)  # the engine counts this step after this function
@@ -162,6 +166,8 @@ class UpdateSize(UpdatePart):
         owned_weights: over all ranks, its tensors contain each parameter of the model exactly once.
     """
 
+    order = UPDATE_SIZE
+
     def __init__(self, engine: DeepSpeedEngine, owned_weights: OwnedWeights) -> None:
         self.is_due = False
         self._engine, self._owned_weights = engine, owned_weights
@@ -179,12 +185,12 @@ class UpdateSize(UpdatePart):
         squares, self._squares = self._squares, None
         return torch.full((3,), torch.nan, dtype=torch.float64, device=self._device) if squares is None else squares
 
-    def before(self) -> None:
+    def before_update(self) -> None:
         self._weights = self._list_weights() if self.is_due else None
         if self._weights is not None:
             self._sample = self._copy_sample(self._weights)
 
-    def after(self) -> None:
+    def after_update(self) -> None:
         if self._weights is not None:
             self._measure(self._weights, self._sample)
             self._weights, self._sample = None, []
@@ -222,8 +228,7 @@ class UpdateSize(UpdatePart):
 
 def measure_updates(engine: DeepSpeedEngine, owned_weights: OwnedWeights) -> UpdateSize:
     """Make the engine measure the size of its updates in the steps that are due."""
-    size = attachments(engine).update.size = UpdateSize(engine, owned_weights)
-    return size
+    return attachments(engine).update.add(UpdateSize(engine, owned_weights))
 
 
 def _stride(elements: int) -> int:

@@ -11,21 +11,22 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from pretrain.callback import Callback, Run, StepResult
 from pretrain.child import child_command
 from pretrain.distributed.device import Device
 from pretrain.distributed.process import is_out_of_memory, resident_bytes
 from pretrain.distributed.world import World
-from pretrain.engine.attachments import attachments
 from pretrain.errors import ConfigError
 from pretrain.memory.estimate.estimate_memory import MemoryEstimate, estimate_memory
 from pretrain.memory.footprint import DEFAULT_MARGIN, with_unit
 
 if TYPE_CHECKING:
     from pretrain.config.plan import Plan
+    from pretrain.data.loader import MicroBatch
     from pretrain.memory.measure.cpu_step_peak import StepPeak
 
 REPORTED_STEP = 2  # counted from the start of this process: the first step allocates the optimizer states
@@ -39,9 +40,11 @@ _MAX_FRACTION = 0.85  # of the failed layout's predicted memory: changes that ne
 _UNCERTAIN = 0.03  # fraction of the measured peak from which the line shows a range: see StepPeak
 
 
-@dataclass
-class MemoryWatch:
+@dataclass(eq=False)
+class MemoryWatch(Callback):
     """Memory of this rank before the engine was built, and the measurement of one step."""
+
+    order = 70
 
     plan: "Plan"
     world: World
@@ -50,7 +53,7 @@ class MemoryWatch:
     step_peak: "StepPeak | None" = None  # measures step REPORTED_STEP; None on CUDA (torch's allocator)
 
     @classmethod
-    def start(cls, plan: "Plan", world: World) -> "MemoryWatch":
+    def before_build(cls, plan: "Plan", world: World) -> "MemoryWatch":
         """Call this before the engine is built. On CUDA it initializes the device."""
         from deepspeed.accelerator import get_accelerator
 
@@ -79,20 +82,24 @@ class MemoryWatch:
             return int(get_accelerator().max_memory_allocated())
         return max(0, resident_bytes()[1] - self.resident_at_start_bytes)
 
-    def before_step(self, step: int, engine: Any) -> None:
-        """Call this before each step of this process (from 1 on). Starts the measurement before step REPORTED_STEP."""
-        times = attachments(engine).layer_times
-        if times and not self.plan.layout.layer_times:  # they determine which stage holds which layers
-            self.plan = replace(self.plan, layout=replace(self.plan.layout, layer_times=times))
-        if self.step_peak is not None and step == REPORTED_STEP:
-            self.step_peak.begin(engine)
+    def start(self, run: Run) -> None:
+        self.plan = run.plan  # it has the measured times of layers, which determine which stage holds which layers
 
-    def after_step(self, step: int, report: Callable[[str], None]) -> None:
-        """Call this after each step, on every rank (it is collective). Reports one line after step REPORTED_STEP."""
-        if step != REPORTED_STEP:
-            return
-        if self.step_peak is not None:
+    def before_step(self, run: Run, micro_batches: "list[MicroBatch]") -> None:
+        """Begin the measurement of the step REPORTED_STEP."""
+        if self.step_peak is not None and run.steps_here == REPORTED_STEP:
+            self.step_peak.begin(run.engine)
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        if self.step_peak is not None and run.steps_here == REPORTED_STEP:
             self.step_peak.end()
+
+    def end_step(self, run: Run) -> None:
+        """Report one line after the step REPORTED_STEP. Collective."""
+        if run.steps_here == REPORTED_STEP:
+            self._report(run.screen.line)
+
+    def _report(self, report: Callable[[str], None]) -> None:
         try:
             predicted = self.predicted
         except ConfigError as error:

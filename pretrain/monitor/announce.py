@@ -1,4 +1,4 @@
-"""Reports of a run's start, its end and its batch size, in run.json, in events.jsonl and on the terminal."""
+"""Reports of a run's start and its end, in run.json, in events.jsonl and on the terminal."""
 
 import os
 import shlex
@@ -18,7 +18,6 @@ from pretrain.config.flags.arguments import FLAGS, NOTIFICATIONS
 from pretrain.config.layout import Layout
 from pretrain.config.plan import Plan
 from pretrain.data.data_spec import absolute_words
-from pretrain.data.token_schedules import BatchSizes
 from pretrain.data.tokenizers.tokenizer import absolute_tokenizer
 from pretrain.distributed.collectives import gather
 from pretrain.distributed.world import World
@@ -178,12 +177,6 @@ def stopped_by_guard(folder: RunFolder, step: int, line: str) -> GuardError:
     return GuardError(line)
 
 
-def early_end_line(plan: Plan, step: int, reason: str) -> str:
-    """Say that early stopping has ended the run, and how to continue it."""
-    return (f"{plan.args.save} ended early at step {step} of {plan.train_steps}: {reason}; to continue, give "
-            f"--early_stopping_patience above {plan.args.early_stopping_patience}, or 0 for no early stopping")
-
-
 def announce_end(plan: Plan, step: int, stopped_by: str, losses: dict[str, float], screen: Screen,
                  folder: RunFolder) -> None:
     """Report why the run ends after `step`. `stopped_by`: the name of a signal, another reason, or ""."""
@@ -204,21 +197,3 @@ def announce_end(plan: Plan, step: int, stopped_by: str, losses: dict[str, float
         screen.line(f"stopped by {stopped_by}: saved global_step{step}; {remedy}the same command continues")
     else:
         screen.line(f"stopped by --exit_step: saved global_step{step} of {plan.train_steps} steps in {plan.args.save}")
-
-
-class BatchRamp:
-    """The global batch size of each step. It reports each change once, also if a resume lies just before it."""
-
-    def __init__(self, sizes: BatchSizes, folder: RunFolder, screen: Screen) -> None:
-        self._sizes, self._folder, self._screen = sizes, folder, screen
-        self._last: int | None = None  # batch size of the last step
-
-    def size_at(self, step: int, consumed_samples: int) -> int:
-        """Return the batch size of step number `step`, which begins at this data position."""
-        before = self._sizes.ending_at(consumed_samples) if self._last is None else self._last
-        size = self._last = self._sizes.at(consumed_samples)
-        if size != before and step > 1:
-            self._folder.event("batch", step=step, global_batch_size=size, before=before,
-                               consumed_samples=consumed_samples)
-            self._screen.line(f"step {step}: the global batch grows from {before} to {size} samples")
-        return size

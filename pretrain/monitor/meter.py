@@ -6,22 +6,18 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 
+from pretrain.callback import Callbacks, Run, StepResult
 from pretrain.config.plan import Plan
 from pretrain.data.loader import MicroBatch
 from pretrain.engine.collective_waits import host_waited_s
 from pretrain.engine.phases import PhaseTimers
 from pretrain.engine.update_statistics import GradientStats, UpdateSize
-from pretrain.monitor.expected.causes import Evidence, likely_causes
-from pretrain.monitor.expected.curve_watch import OFF_CURVE, ON_CURVE, Change, CurveWatch
-from pretrain.monitor.hints.hint_log import HintLog
-from pretrain.monitor.rank_times import NUM_VALUES, OwnTimes, rank_times
-from pretrain.monitor.read_run_folder import Goodput, read_events
+from pretrain.monitor.rank_times import OwnTimes, RankTimes, rank_times
+from pretrain.monitor.read_run_folder import Goodput
 from pretrain.monitor.sinks import Sinks
-from pretrain.monitor.slow_rank_watch import SlowRankWatch
 from pretrain.monitor.training_row import (
     HighestLoss,
     Interval,
@@ -59,7 +55,7 @@ class Meter:
     """
 
     def __init__(self, plan: Plan, engine: DeepSpeedEngine, folder: RunFolder, screen: Screen, *, rank: int,
-                 first_step: int, phases: PhaseTimers, update_size: UpdateSize, slow_ranks: SlowRankWatch) -> None:
+                 first_step: int, phases: PhaseTimers, update_size: UpdateSize, callbacks: Callbacks) -> None:
         self.plan, self.engine, self.folder, self.screen = plan, engine, folder, screen
         self.losses: dict[str, float] = {}  # last value of "loss", "valid loss", "test loss"
         self._last_row: Interval | None = None  # the steps of the last row
@@ -69,11 +65,10 @@ class Meter:
         self._goodput = Goodput.read(folder.path, first_step) if rank == 0 else None
         self._sinks = Sinks(engine, rank=rank, run=folder.path, trackio=plan.args.trackio,
                             note=plan.args.note or "", first_step=first_step)
-        self._hints = HintLog(folder.path, first_step=first_step) if rank == 0 else None
-        self._curve_watch = CurveWatch(
-            folder.path, plan.expected, first_step=first_step, seq_length=plan.args.seq_length,
-            first_tokens=plan.args.first_sample * plan.args.seq_length) if rank == 0 and plan.expected else None
-        self._phases, self._update_size, self._slow_ranks = phases, update_size, slow_ranks
+        self._callbacks = callbacks
+        self._phases, self._update_size = phases, update_size
+        self.rank_times: RankTimes | None = None  # of the newest row
+        self._is_partial = True  # not all of the time since the last row belongs to complete steps
         self._own_times = OwnTimes()
         self._highest_loss = HighestLoss(engine)
         self._gradients = GradientStats(engine)
@@ -103,13 +98,7 @@ class Meter:
         """Begin to measure after `step`, at the start or after a rollback. Everything since the last row is dropped."""
         if self._goodput is not None:
             self._goodput.return_to(step)
-        if self._hints is not None:
-            self._hints.return_to(step)
-        if self._curve_watch is not None:
-            self._curve_watch.return_to(step)
-        self._phases.take_ms()
-        self._own_times.restart()
-        self._slow_ranks.leave_out_next()
+        self._restart_times()
         self._highest_loss.take()
         self._gradients.take()
         self._step, self._consumed_samples, self._since = step, consumed_samples, _SinceRow(step, consumed_samples)
@@ -117,39 +106,45 @@ class Meter:
 
     def restart_timing(self, step: int) -> None:
         """Exclude the time until now from the next row, for example the time of a profile: `step` is the last one."""
+        self._restart_times()
+        self._since = _SinceRow(step, self._consumed_samples)
+
+    def _restart_times(self) -> None:
         self._phases.take_ms()
         self._own_times.restart()
-        self._slow_ranks.leave_out_next()
-        self._since = _SinceRow(step, self._consumed_samples)
+        self._is_partial = True
 
     def due(self, step: int) -> bool:
         return step % self.plan.args.log_interval == 0 or step in (1, self.plan.train_steps)
 
-    def log(self, step: int, loss: torch.Tensor, lr: float, consumed_samples: int) -> None:
-        """Report step number `step` (from 1) if it is a logged step. `lr` is the learning rate of this step."""
+    def log(self, run: Run, result: StepResult) -> None:
+        """Report the step `run.step` if it is a logged step."""
         self._highest_loss.observe()
         self._gradients.observe()
-        self._batch_size = consumed_samples - self._consumed_samples
-        self._step, self._consumed_samples = step, consumed_samples
-        if self.due(step):
-            self._log_row(loss, lr)
-        self._update_size.is_due = self.due(step + 1)
-        self._show_progress(step)
+        self._batch_size = run.consumed_samples - self._consumed_samples
+        self._step, self._consumed_samples = run.step, run.consumed_samples
+        if self.due(run.step):
+            self._log_row(run, result)
+        self._update_size.is_due = self.due(run.step + 1)
+        self._show_progress(run.step)
 
-    def _log_row(self, loss: torch.Tensor, lr: float) -> None:
-        loss_now = float(loss)  # waits for the device: the time until now consists of complete steps
+    def _log_row(self, run: Run, result: StepResult) -> None:
+        loss_now = float(result.loss)  # waits for the device: the time until now consists of complete steps
         interval = self._interval()
         total_ms = self._phases.take_ms()
         own_times = self._own_times.take(total_ms, self._phases.waited_ms, interval.steps)
-        ranks = gather_ranks(
+        given = self._callbacks.rank_values(run)
+        ranks, times, others = gather_ranks(
             self._highest_loss.take(), data_seconds=self._since.data_seconds / interval.steps,
             phase_ms={phase: total / interval.steps for phase, total in total_ms.items()}, power_watts=power_watts(),
-            squares=self._update_size.take_squares(), wants_probe=self._slow_ranks.wants_probe, own_times=own_times)
-        times = rank_times(ranks[:, -NUM_VALUES:], step=interval.step, steps=interval.steps,
-                           step_ms=interval.step_seconds * 1e3)
+            squares=self._update_size.take_squares(), own_times=own_times,
+            others=[value for values in given.values() for value in values])
+        self.rank_times = rank_times(times, step=interval.step, steps=interval.steps,
+                                     step_ms=interval.step_seconds * 1e3, is_partial=self._is_partial)
+        self._is_partial = False
         row = training_row(self.plan, self.engine, interval,
-                           {**combine_ranks(ranks), **self._slow_ranks.slowest(times)}, loss=loss_now, lr=lr,
-                           gradients=self._gradients.take())
+                           {**combine_ranks(ranks), **self._callbacks.row_values(run, given, others)}, loss=loss_now,
+                           lr=result.lr, gradients=self._gradients.take())
         row["goodput"] = self._add_goodput(interval)
         self._since = _SinceRow(self._step, self._consumed_samples)
         self.folder.metrics(row)
@@ -157,34 +152,7 @@ class Meter:
         self.losses["loss"], self._last_row = row["loss"], interval
         self.screen.line(row_line(row, train_steps=self.plan.train_steps, fp16=self.plan.layout.precision == "fp16",
                                   columns=self.screen.columns))
-        self._show_hints(row)
-        self._slow_ranks.observe(times, expert_load=row.get("expert_load_max") or 1.0)
-        if ranks[0, -NUM_VALUES - 1]:
-            with self.outside_steps("probe"):
-                self._slow_ranks.probe()
-
-    def _show_hints(self, row: dict[str, Any]) -> None:
-        """Report what the curve shows with this row of training or of an evaluation: hints, and the expected curve."""
-        for hint in self._hints.observe(row) if self._hints is not None else ():
-            self.screen.line(f"hint: {hint}")
-            self.folder.event("hint", step=row["step"], reason=str(hint), name=hint.name)
-        change = self._curve_watch.observe(row) if self._curve_watch is not None else None
-        if change is not None:
-            self._show_change(change)
-
-    def _show_change(self, change: Change) -> None:
-        """Report that the loss has left the expected curve, with likely causes, or is on it again."""
-        if change.event == ON_CURVE:
-            self.screen.line(f"{change.event}: {change}")
-            self.folder.event(ON_CURVE, reason=str(change), **change.record())
-            return
-        hints, target = self._hints, self.plan.expected
-        assert hints is not None  # rank 0
-        assert target is not None
-        causes = likely_causes(Evidence(change, hints.curve(), hints.facts(), target, read_events(self.folder.path)))
-        self.screen.line(f"{change.event}: {change}; likely causes, in the order of the sanity checks: "
-                         f"{'; '.join(causes)}")
-        self.folder.event(OFF_CURVE, reason=str(change), causes=causes, **change.record())
+        self._callbacks("after_row", run, row)
 
     def _interval(self) -> Interval:
         """Return the steps since the last row."""
@@ -202,34 +170,34 @@ class Meter:
         self._goodput.add(interval.step, interval.step_seconds)
         return self._goodput.fraction(time.time())
 
-    def log_eval(self, step: int, name: str, loss: float, consumed_samples: int, *, num_sets: int = 0) -> float:
+    def log_eval(self, run: Run, name: str, loss: float, *, num_sets: int = 0) -> float:
         """Report an evaluation on the dataset `name` ("valid", "valid/NAME", "test"). Return the loss.
 
         With `num_sets`, it is the mean of the losses of this number of named sets.
         """
-        row: dict[str, Any] = {"step": step, "time": time.time(), "consumed_samples": consumed_samples, "split": name,
-                               "eval_loss": loss, "eval_ppl": perplexity(loss)}
+        row: dict[str, Any] = {"step": run.step, "time": time.time(), "consumed_samples": run.consumed_samples,
+                               "split": name, "eval_loss": loss, "eval_ppl": perplexity(loss)}
         if num_sets:
             row["mean_of_sets"] = num_sets
         self.folder.metrics(row)
         self._sinks.write(row)
         self.losses[f"{name} loss"] = loss
         self.screen.line(evaluation_line(row))
-        self._show_hints(row)
+        self._callbacks("after_row", run, row)
         return loss
 
-    def log_tasks(self, step: int, scores: Mapping[str, Mapping[str, Any]], consumed_samples: int, *,
-                  failure: str = "") -> None:
+    def log_tasks(self, run: Run, scores: Mapping[str, Mapping[str, Any]], *, failure: str = "") -> None:
         """Report the scores of --eval_tasks by task, or why there are none."""
         for task, values in scores.items():
-            row = {"step": step, "time": time.time(), "consumed_samples": consumed_samples, "split": f"tasks/{task}",
-                   **values}
+            row = {"step": run.step, "time": time.time(), "consumed_samples": run.consumed_samples,
+                   "split": f"tasks/{task}", **values}
             self.folder.metrics(row)
             self._sinks.write(row)
             self.screen.line(task_line(row))
+            self._callbacks("after_row", run, row)
         if failure:
-            self.screen.line(f"warning: --eval_tasks has no scores at step {step}: {failure}")
-            self.folder.event("tasks_failed", step=step, reason=failure)
+            self.screen.line(f"warning: --eval_tasks has no scores at step {run.step}: {failure}")
+            run.event("tasks_failed", reason=failure)
 
     def close(self) -> None:
         """Let the monitors write their last values."""

@@ -6,53 +6,51 @@ The steps are given by --profile_steps, or requested by a user while the run tra
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.comm import comms_logger
 
-from pretrain.config.plan import Plan
+from pretrain.callback import Callback, Run
 from pretrain.config.profiles import parse_ranks, parse_steps
-from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.paths import PROFILES_FOLDER
+
+if TYPE_CHECKING:
+    from pretrain.resilience.requests import Request
 
 _TABLE_ROWS = 40
 _SNAPSHOT_ENTRIES = 1_000_000  # allocations that torch remembers; older ones are dropped
 
 
-class Profiler:
+class Profiler(Callback):
     """Profiles steps with torch.profiler. Each rank of --profile_ranks writes files of its own.
 
     RUN/profiles/stepFIRST-LAST/ gets rankN.trace.json.gz (for https://ui.perfetto.dev or chrome://tracing), rankN.txt
     (the operators with the most time of their own) and, with --memory_snapshot, rankN.memory.pickle (for
     https://docs.pytorch.org/memory_viz). A profile that cannot be written causes a warning; the run continues.
-
-    Args:
-        before_write, after_write: called with the last step, before and after files are written, which may take longer
-            than a step.
-        report: prints a line on rank 0.
-        warn: prints a line on this rank.
     """
 
-    def __init__(self, plan: Plan, folder: RunFolder, *, rank: int, before_write: Callable[[int], None],
-                 after_write: Callable[[int], None], report: Callable[[str], None],
-                 warn: Callable[[str], None] = print) -> None:
-        self._plan, self._folder, self._rank = plan, folder, rank
-        self._before_write, self._after_write, self._report, self._warn = before_write, after_write, report, warn
-        self._planned = parse_steps(plan.args.profile_steps) if plan.args.profile_steps else None
-        self._is_active = rank in parse_ranks(plan.args.profile_ranks, plan.layout.world_size)
+    order = 10  # a profile begins before anything else of its first step
+
+    def __init__(self) -> None:
         self._requested = 0  # steps to profile from the next one on
         self._profile: torch.profiler.profile | None = None  # None on the ranks that write none
         self._range: torch.profiler.record_function | None = None  # of the current step
         self._first, self._last, self._steps_left = 0, 0, 0  # of the profile that is being recorded
 
-    def request(self, num_steps: int) -> None:
-        """Profile the next steps; ignored while a profile is being recorded."""
-        self._requested = num_steps
+    def start(self, run: Run) -> None:
+        args, self._run = run.plan.args, run
+        self._planned = parse_steps(args.profile_steps) if args.profile_steps else None
+        self._is_active = run.world.rank in parse_ranks(args.profile_ranks, run.plan.layout.world_size)
 
-    def before_step(self, step: int) -> None:
+    def requested(self, run: Run, request: "Request") -> None:
+        """Profile the next steps; ignored while a profile is being recorded."""
+        self._requested = request.profile_steps
+
+    def begin_step(self, run: Run) -> None:
         """Begin a profile if this step is the first one of it. Finish the profile that ended with the step before."""
+        step = run.step
         if self._steps_left == 0:
             self._finish()
             if self._planned is not None and step == self._planned.first:
@@ -64,11 +62,11 @@ class Profiler:
             self._last, self._steps_left = step, self._steps_left - 1
             self._mark(step)
 
-    def close(self) -> None:
+    def close(self, run: Run) -> None:
         """Finish the profile that is being recorded, and write the summary of DeepSpeed's communication logger."""
         self._finish()
-        if self._rank == 0 and self._plan.ds_config.get("comms_logger", {}).get("enabled"):
-            self._write(self._folder.path / PROFILES_FOLDER, _write_communication)
+        if run.world.rank == 0 and run.plan.ds_config.get("comms_logger", {}).get("enabled"):
+            self._write(run.folder.path / PROFILES_FOLDER, _write_communication)
 
     def _begin(self, step: int, num_steps: int) -> None:
         self._first, self._steps_left = step, num_steps
@@ -77,7 +75,7 @@ class Profiler:
         activities = [torch.profiler.ProfilerActivity.CPU]
         if get_accelerator().device_name() == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        if self._plan.args.memory_snapshot:
+        if self._run.plan.args.memory_snapshot:
             torch.cuda.memory._record_memory_history(max_entries=_SNAPSHOT_ENTRIES)
         self._profile = torch.profiler.profile(activities=activities, record_shapes=True)
         self._profile.start()
@@ -96,26 +94,27 @@ class Profiler:
         if self._profile is None:
             return
         self._mark(None)
-        profile, self._profile = self._profile, None
+        run, profile, self._profile = self._run, self._profile, None
         get_accelerator().synchronize()  # the kernels of the last step belong to the trace
         profile.stop()
-        self._before_write(self._last)
+        run.watchdog.enter("save", self._last)  # writing may take longer than a step
         name = f"{PROFILES_FOLDER}/step{self._first}-{self._last}"
-        is_written = self._write(self._folder.path / name, lambda folder: self._write_profile(profile, folder))
-        if self._plan.args.memory_snapshot:
+        is_written = self._write(run.folder.path / name, lambda folder: self._write_profile(profile, folder))
+        if run.plan.args.memory_snapshot:
             torch.cuda.memory._record_memory_history(enabled=None)
-        if self._rank == 0 and is_written:
-            self._report(f"profile of the steps {self._first} to {self._last}: {self._folder.path / name}")
-            self._folder.event("profile", step=self._last, first_step=self._first, path=name)
-        self._after_write(self._last)
+        if run.world.rank == 0 and is_written:
+            run.screen.line(f"profile of the steps {self._first} to {self._last}: {run.folder.path / name}")
+            run.folder.event("profile", step=self._last, first_step=self._first, path=name)
+        run.meter.restart_timing(self._last)
 
     def _write_profile(self, profile: torch.profiler.profile, folder: Path) -> None:
-        profile.export_chrome_trace(str(folder / f"rank{self._rank}.trace.json.gz"))
+        rank = self._run.world.rank
+        profile.export_chrome_trace(str(folder / f"rank{rank}.trace.json.gz"))
         sort_by = "self_cpu_time_total" if get_accelerator().device_name() == "cpu" else "self_device_time_total"
         table = profile.key_averages().table(sort_by=sort_by, row_limit=_TABLE_ROWS)
-        (folder / f"rank{self._rank}.txt").write_text(table, encoding="utf-8")
-        if self._plan.args.memory_snapshot:
-            torch.cuda.memory._dump_snapshot(str(folder / f"rank{self._rank}.memory.pickle"))
+        (folder / f"rank{rank}.txt").write_text(table, encoding="utf-8")
+        if self._run.plan.args.memory_snapshot:
+            torch.cuda.memory._dump_snapshot(str(folder / f"rank{rank}.memory.pickle"))
 
     def _write(self, folder: Path, write: Callable[[Path], None]) -> bool:
         """Call `write` with the folder. An error becomes a warning. Return whether there was none."""
@@ -124,7 +123,7 @@ class Profiler:
             write(folder)
         except (OSError, RuntimeError) as error:  # torch raises RuntimeError for a file that it cannot write
             reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
-            self._warn(f"warning: {folder}: the profile of rank {self._rank} is not written ({reason})")
+            print(f"warning: {folder}: the profile of rank {self._run.world.rank} is not written ({reason})")
             return False
         return True
 

@@ -49,6 +49,7 @@ class RankTimes:
     step_ms: float  # mean time of a step
     ms: Mapping[str, np.ndarray]  # keys of TIMES -> [ranks]
     load: Mapping[str, np.ndarray]  # keys of LOAD -> [ranks]
+    is_partial: bool = False  # not all of the time belongs to complete steps
 
     def row(self) -> dict[str, Any]:
         """Return the row of rank_times.jsonl."""
@@ -106,10 +107,11 @@ class OwnTimes:
 NUM_VALUES = len(_KEYS)  # of a rank, in the order of TIMES and LOAD
 
 
-def rank_times(values: np.ndarray, *, step: int, steps: int, step_ms: float) -> RankTimes:
+def rank_times(values: np.ndarray, *, step: int, steps: int, step_ms: float, is_partial: bool = False) -> RankTimes:
     """Return the times of all ranks. `values`: [ranks, NUM_VALUES], the results of OwnTimes.take."""
     columns = dict(zip(_KEYS, values.T, strict=True))
-    return RankTimes(step, steps, step_ms, {key: columns[key] for key in TIMES}, {key: columns[key] for key in LOAD})
+    return RankTimes(step, steps, step_ms, {key: columns[key] for key in TIMES}, {key: columns[key] for key in LOAD},
+                     is_partial)
 
 
 def mean_times(parts: Sequence[RankTimes]) -> RankTimes:

@@ -1,14 +1,14 @@
 """Rank 0's watch over the times of all ranks: rows of rank_times.jsonl, events and lines for slow ranks and links."""
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import torch
 from deepspeed.accelerator import get_accelerator
 
+from pretrain.callback import Callback, Run
 from pretrain.config.plan import Plan
 from pretrain.distributed.collectives import gather
 from pretrain.distributed.link_probe import probe_links
@@ -18,51 +18,58 @@ from pretrain.monitor.rank_times import RankTimes, RankTimesLog
 from pretrain.monitor.slow_links import SlowLinks
 from pretrain.monitor.slow_rank_event import Change, Place
 from pretrain.monitor.slow_ranks import SlowRanks, peers_of
-from pretrain.monitor.write_run_folder import RunFolder
-from pretrain.terminal import Screen
 
 
-class SlowRankWatch:
-    """Writes the times of the ranks, and reports which ranks are slow. Constructing it is collective."""
+class SlowRankWatch(Callback):
+    """Writes the times of the ranks, and reports which ranks are slow."""
 
-    def __init__(self, plan: Plan, device: torch.device, folder: RunFolder, screen: Screen, *,
-                 first_step: int) -> None:
-        self._folder, self._screen = folder, screen
+    order = 60
+
+    def start(self, run: Run) -> None:
+        """Learn where the ranks are; collective."""
+        plan, folder, device = run.plan, run.folder, run.engine.device
+        self._folder, self._screen = folder, run.screen
         hosts, order = gather(socket.gethostname()), rank_order(plan.layout)
         coordinates = [order.coordinates(rank) for rank in range(len(hosts))]
-        self._log = RankTimesLog(folder.path, hosts, coordinates, first_step=first_step)
+        self._log = RankTimesLog(folder.path, hosts, coordinates, first_step=run.first_step)
         self._places = [Place(host, place["pipeline"]) for host, place in zip(hosts, coordinates, strict=True)]
         self._links, self._device = SlowLinks(self._places), device
         self._slow = SlowRanks(self._places, on_cpu=get_accelerator().device_name() == "cpu",
                                stage_work=_stage_work(plan))
 
-    def leave_out_next(self) -> None:
-        """Leave the next row out: it does not have only complete steps of training."""
-        self._slow.leave_out_next()
+    def rank_values(self, run: Run) -> Sequence[float]:
+        """Return whether this rank wants all ranks to measure their links now; only rank 0 does."""
+        return [float(self._links.wants_probe)]
 
-    def slowest(self, times: RankTimes) -> dict[str, Any]:
-        """Return the keys of the slowest rank in a row of metrics.jsonl."""
+    def row_values(self, run: Run, ranks: np.ndarray) -> dict[str, Any]:
+        """Return the keys of the slowest rank."""
+        self._probes = bool(ranks[0, 0])
         if len(self._places) == 1:
             return {"slowest_rank": None, "slowest_rank_ratio": None}
-        own = times.ms["own"]
+        own = _times_of(run).ms["own"]
         ratios = np.array([own[rank] / max(float(np.median(own[peers])), 1e-9)
                            for rank, peers in enumerate(peers_of(self._places))])
         slowest = int(ratios.argmax())
         return {"slowest_rank": slowest, "slowest_rank_ratio": float(ratios[slowest])}
 
-    @property
-    def wants_probe(self) -> bool:
-        """Whether all ranks must call `probe` in the next logged step. True on rank 0 only."""
-        return self._links.wants_probe
+    def after_row(self, run: Run, row: Mapping[str, Any]) -> None:
+        if "split" in row:
+            return
+        self._observe(_times_of(run), expert_load=row.get("expert_load_max") or 1.0)
+        if self._probes:
+            with run.phase("probe"):
+                self._probe()
 
-    def probe(self) -> None:
+    def _probe(self) -> None:
         """Measure links between the ranks, and report slow ones. Collective."""
         seconds = probe_links(self._device)
         if self._folder.is_active:
             self._report(self._links.add_probe(seconds))
 
-    def observe(self, times: RankTimes, *, expert_load: float) -> None:
+    def _observe(self, times: RankTimes, *, expert_load: float) -> None:
         """Add the times of a logged step. `expert_load`: of the busiest expert, relative to the mean."""
+        if times.is_partial:
+            self._slow.leave_out_next()
         if len(self._places) == 1 or not self._folder.is_active:
             return
         for row in self._log.rows(times):
@@ -74,6 +81,13 @@ class SlowRankWatch:
         for change in changes:
             self._screen.line(f"{change.event}: {change}")
             self._folder.event(change.event, reason=str(change), **change.record())
+
+
+def _times_of(run: Run) -> RankTimes:
+    """Return the times of the newest row."""
+    times = run.meter.rank_times
+    assert times is not None  # a row is being made
+    return times
 
 
 def _stage_work(plan: Plan) -> list[float]:

@@ -9,75 +9,72 @@ from statistics import median
 from typing import Any
 
 import torch.distributed as dist
-from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from pretrain.config.plan import Plan
-from pretrain.config.profiles import parse_steps
+from pretrain.callback import Callback, Run
+from pretrain.config.profiles import ProfileSteps, parse_steps
 from pretrain.distributed.collectives import gather
 from pretrain.engine.phases import new_event
 from pretrain.monitor.timeline_files import summary_line, svg_of, text_of, trace_of
 from pretrain.monitor.timeline_summary import Instruction, RankInstructions, StepTimeline, step_timelines
-from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.paths import PROFILES_FOLDER
 
 _CLOCK_READINGS = 9
 
 
-class PipelineTimeline:
+class PipelineTimeline(Callback):
     """Records the planned steps on all ranks. Steps outside of them are not changed.
 
     RUN/profiles/timelineFIRST-LAST/ gets timeline.json (also for https://ui.perfetto.dev), timeline.txt, and a plot
     stepN.svg of each step.
-
-    Args:
-        report: prints a line on rank 0.
     """
 
-    def __init__(self, plan: Plan, engine: DeepSpeedEngine, folder: RunFolder, *, rank: int,
-                 report: Callable[[str], None]) -> None:
-        steps = parse_steps(plan.args.pipeline_timeline, flag="--pipeline_timeline") \
-            if plan.args.pipeline_timeline else None
-        self._steps = steps if isinstance(engine, PipelineEngine) else None
-        self._engine, self._folder, self._rank, self._report = engine, folder, rank, report
+    order = 20
+
+    def __init__(self, steps: str) -> None:
+        self._steps: ProfileSteps | None = parse_steps(steps, flag="--pipeline_timeline")
         self._recorder: InstructionRecorder | None = None
 
-    def before_step(self, step: int) -> None:
+    def start(self, run: Run) -> None:
+        if not isinstance(run.engine, PipelineEngine):
+            self._steps = None
+
+    def begin_step(self, run: Run) -> None:
         """Begin the record before its first step, and end it before the step after its last one; then collective."""
         if self._steps is None:
             return
-        if self._recorder is None and self._steps.first <= step <= self._steps.last:
-            self._recorder = InstructionRecorder(self._engine)
-        elif self._recorder is not None and not self._steps.first <= step <= self._steps.last:
-            self.close()
+        if self._recorder is None and self._steps.first <= run.step <= self._steps.last:
+            self._recorder = InstructionRecorder(run.engine)
+        elif self._recorder is not None and not self._steps.first <= run.step <= self._steps.last:
+            self.close(run)
         if self._recorder is not None:
-            self._recorder.begin_step(step)
+            self._recorder.begin_step(run.step)
 
-    def close(self) -> None:
+    def close(self, run: Run) -> None:
         """End the record, if there is one, and write it; then collective."""
         if self._recorder is None:
             return
         instructions, self._recorder, self._steps = self._recorder.stop(), None, None
-        grid = self._engine.grid
-        ranks = gather(RankInstructions(self._rank, self._engine.stage_id,
+        grid = run.engine.grid
+        ranks = gather(RankInstructions(run.world.rank, run.engine.stage_id,
                                         (grid.get_data_parallel_rank(), grid.get_slice_parallel_rank()),
                                         tuple(instructions)))
-        if self._rank == 0 and instructions:
-            self._write(step_timelines(ranks))
+        if run.world.rank == 0 and instructions:
+            self._write(run, step_timelines(ranks))
 
-    def _write(self, timelines: list[StepTimeline]) -> None:
+    def _write(self, run: Run, timelines: list[StepTimeline]) -> None:
         name = f"{PROFILES_FOLDER}/timeline{timelines[0].step}-{timelines[-1].step}"
-        folder = self._folder.path / name
+        folder = run.folder.path / name
         try:
             folder.mkdir(parents=True, exist_ok=True)
             write_timelines(folder, timelines)
         except OSError as error:
-            self._report(f"warning: {folder}: the pipeline timeline is not written ({error.strerror or error})")
+            run.screen.line(f"warning: {folder}: the pipeline timeline is not written ({error.strerror or error})")
             return
-        self._report(f"pipeline timeline in {folder}: {summary_line(timelines[-1])}")
-        self._folder.event("pipeline_timeline", step=timelines[-1].step, first_step=timelines[0].step, path=name,
-                           bubble=timelines[-1].bubble)
+        run.screen.line(f"pipeline timeline in {folder}: {summary_line(timelines[-1])}")
+        run.folder.event("pipeline_timeline", step=timelines[-1].step, first_step=timelines[0].step, path=name,
+                         bubble=timelines[-1].bubble)
 
 
 def write_timelines(folder: Path, timelines: list[StepTimeline]) -> None:

@@ -23,6 +23,8 @@ from pretrain.engine.steps import grad_norm, loss_scale, rank_loss
 from pretrain.model.flops import exact_flops_per_token, flops_per_token
 from pretrain.monitor.rank_times import NUM_VALUES
 
+_COMBINED = 7 + len(PHASES)  # number of values of a rank that `combine_ranks` combines
+
 
 class HighestLoss:
     """Highest mean loss of this data-parallel rank over the steps since the last row, kept on the device."""
@@ -42,36 +44,36 @@ class HighestLoss:
 
 
 def gather_ranks(loss_max: torch.Tensor, *, data_seconds: float, phase_ms: dict[str, float],
-                 power_watts: float | None, squares: torch.Tensor, wants_probe: bool,
-                 own_times: Sequence[float]) -> np.ndarray:
-    """Return the values of all ranks, one row a rank, in the order of the arguments. Collective; waits for the device.
+                 power_watts: float | None, squares: torch.Tensor, own_times: Sequence[float],
+                 others: Sequence[float] = ()) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return what all ranks gave, one row a rank: what `combine_ranks` takes, `own_times`, and `others`.
 
-    A rank sends 8 bytes for each value, in one operation.
+    Collective; waits for the device. A rank sends 8 bytes for each value, in one operation.
 
     Args:
         loss_max: result of HighestLoss.take.
         squares: result of UpdateSize.take_squares.
-        wants_probe: whether rank 0 wants all ranks to measure their links now.
         own_times: result of OwnTimes.take.
+        others: further values, equally many on all ranks.
     """
-    host = [data_seconds, *(phase_ms[phase] for phase in PHASES), power_watts or 0.0, float(power_watts is not None),
-            float(wants_probe)]
+    host = [data_seconds, *(phase_ms[phase] for phase in PHASES), power_watts or 0.0, float(power_watts is not None)]
     own = torch.cat([loss_max.double().reshape(1), squares.double(),
-                     torch.tensor([*host, *own_times], dtype=torch.float64, device=squares.device)])
+                     torch.tensor([*host, *own_times, *others], dtype=torch.float64, device=squares.device)])
     everyone = own.reshape(1, -1)
     if dist.get_world_size() > 1:
         everyone = own.new_empty(dist.get_world_size(), len(own))
         dist.all_gather(list(everyone.unbind(0)), own)
-    return everyone.cpu().numpy()
+    to_combine, times, rest = np.split(everyone.cpu().numpy(), [_COMBINED, _COMBINED + NUM_VALUES], axis=1)
+    return to_combine, times, rest
 
 
 def combine_ranks(values: np.ndarray) -> dict[str, float | None]:
-    """Combine the values of all ranks (gather_ranks), and return them by their keys in a row.
+    """Combine the first values of `gather_ranks`, and return them by their keys in a row.
 
     Phase times are means over the ranks. The waiting time for data is the slowest rank's. The pipeline bubble is the
     fraction of the forward and backward pass in which a stage computes nothing, mean over the ranks.
     """
-    loss_max, parameters, changed, sampled, data_seconds, *phases, watts, has_watts, _ = values.T[:-NUM_VALUES]
+    loss_max, parameters, changed, sampled, data_seconds, *phases, watts, has_watts = values.T
     phase_ms = dict(zip(PHASES, phases, strict=True))
     mean_ms = {phase: float(each.mean()) for phase, each in phase_ms.items()}
     longest = float((phase_ms[FORWARD] + phase_ms[BACKWARD] + phase_ms[WAIT]).max())

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from pretrain.callback import Callback, Run
 from pretrain.checkpoint.load.resume import Resume
 from pretrain.checkpoint.load.same_data import (
     HASHED_EVENT,
@@ -31,21 +32,25 @@ _STATUS_S = 5.0  # between two looks at the files
 _STORE_S = 60.0  # between two writes of unfinished hashes
 
 
-class DataWatch:
-    """Watch of the training data; only rank 0 watches. `poll` costs a microsecond most of the time.
+class DataWatch(Callback):
+    """Watch of the training data; only rank 0 watches. A step costs a microsecond most of the time.
 
-    The sources are hashed one after another. `reject` is called with one line if the run must not continue. It makes
-    all ranks stop, without a save.
+    The sources are hashed one after another. If the run must not continue, all ranks stop, without a save.
     """
 
-    def __init__(self, plan: Plan, resume: Resume | None, *, reject: Callable[[str], None], folder: RunFolder,
-                 screen: Screen, active: bool) -> None:
+    order = 80
+
+    def __init__(self, resume: Resume | None) -> None:
+        self._resume = resume
         self.sources: list[SourceWatch] = []
+        self._next_poll = self._next_status = 0.0
+
+    def start(self, run: Run) -> None:
+        plan, folder, resume = run.plan, run.folder, self._resume
         self._folder = folder
         self._stores = [source.file for source in plan.datasets["train"].sources
                         if isinstance(source.file, RemoteTokenFile)]
-        self._next_poll = self._next_status = 0.0
-        if not active:
+        if run.world.rank != 0:
             return
         sources = plan.datasets["train"].sources
         expected: list[str | None] = [None] * len(sources)
@@ -54,8 +59,8 @@ class DataWatch:
         if resume is not None and resume.other_data:
             folder.event("other_data", step=resume.manifest.step, reason=resume.other_data)
         origin = f"{resume.folder} was trained on" if resume is not None else ""
-        self.sources = [SourceWatch(plan, indexed, expected=sha256, origin=origin, reject=reject, folder=folder,
-                                    screen=screen) for indexed, sha256 in zip(sources, expected, strict=True)]
+        self.sources = [SourceWatch(plan, indexed, expected=sha256, origin=origin, reject=run.reject, folder=folder,
+                                    screen=run.screen) for indexed, sha256 in zip(sources, expected, strict=True)]
         end = time.monotonic() + _FAST_S
         for source in self.sources:
             if source.needs_hash and (time.monotonic() < end or source is self.sources[0] or source.is_remote):
@@ -70,9 +75,9 @@ class DataWatch:
         if waiting is not None:
             waiting.start_process()
 
-    def poll(self, step: int) -> None:
+    def end_step(self, run: Run) -> None:
         """Read new hashes and look at the files, if it is time."""
-        now = time.monotonic()
+        now, step = time.monotonic(), run.step
         if not self.sources or now < self._next_poll or any(source.is_rejected for source in self.sources):
             return
         self._next_poll = now + _POLL_S
@@ -97,7 +102,7 @@ class DataWatch:
                 self._folder.event("store_wait", step=step, reason=answer, seconds=round(seconds, 1),
                                    name=file.path)
 
-    def close(self) -> None:
+    def close(self, run: Run) -> None:
         """Stop hashing, and keep the hashes so far for the next start."""
         for source in self.sources:
             source.close()

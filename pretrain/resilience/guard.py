@@ -18,7 +18,6 @@ from pretrain.engine.steps import global_grad_norm, loss_scale
 from pretrain.engine.update_guard import FP16_OVERFLOW, SkippedUpdate, skipped_update
 from pretrain.errors import GuardError
 from pretrain.monitor.announce import stopped_by_guard
-from pretrain.monitor.flight.recorder import SPIKE
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.terminal import Screen
 
@@ -68,13 +67,13 @@ class Guard:
     On a GPU the values of a step are copied asynchronously, and read after the next step.
 
     Args:
-        keep_record: called with each bad step or spike, and SPIKE: keeps a copy of the flight record.
+        on_bad_step: called with each bad step or spike.
     """
 
     def __init__(self, plan: Plan, engine: DeepSpeedEngine, folder: RunFolder, screen: Screen, *,
-                 keep_record: Callable[[int, str], None] = lambda step, reason: None) -> None:
+                 on_bad_step: Callable[[int], None] = lambda step: None) -> None:
         self._plan, self._engine, self._folder, self._screen = plan, engine, folder, screen
-        self._keep_record = keep_record
+        self._on_bad_step = on_bad_step
         on_cpu = engine.device.type == "cpu"
         self._windows = list(attachments(engine).spikes.by_name.values())
         self._values = torch.zeros(2) if on_cpu else torch.zeros(2).pin_memory()  # loss, gradient norm
@@ -151,7 +150,7 @@ class Guard:
         reason = _reason(step, spikes)
         self._report_no_gradient(step)
         if spikes or step.is_bad:
-            self._keep_record(step.step, SPIKE)
+            self._on_bad_step(step.step)
         if step.skipped is not None:
             self._report_skip(step, reason)
         elif reason:

@@ -15,49 +15,50 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from pretrain.callback import Callback, Run
 from pretrain.checkpoint.format.manifest import step_of
 from pretrain.checkpoint.format.run_checkpoints import checkpoint_folders
 from pretrain.config.plan import Plan
+from pretrain.data.loader import MicroBatch
 from pretrain.distributed.collectives import gather
 from pretrain.distributed.device import cpu_name
-from pretrain.engine.attachments import attachments
 from pretrain.engine.first_micro_batch import Captured, FirstMicroBatch
-from pretrain.engine.update import UpdatePart
+from pretrain.engine.update import RECOMPUTATION
 from pretrain.errors import CorruptionError
-from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.resilience.wrong_ranks import FLAKY, UNDECIDED, Finding, RankSums, find_wrong_ranks
-from pretrain.terminal import Screen
 
 
-class Recomputation(UpdatePart):
+class Recomputation(Callback):
     """Compares the results of devices every --recompute_interval steps, before the update; collective.
 
     In its first step, each rank also computes its own micro-batch a second time. If the results differ then, an
     operator may not be deterministic: without --deterministic, a GPU's ranks make no more comparisons.
     """
 
-    def __init__(self, plan: Plan, engine: DeepSpeedEngine, folder: RunFolder, screen: Screen) -> None:
-        self._interval, self._engine, self._folder, self._screen = plan.args.recompute_interval, engine, folder, screen
-        self._repeats_bits = plan.device.kind == "cpu" or plan.args.deterministic
-        self._step, self._is_due, self._compared_step = 0, False, -1
-        if self._interval == 0:
-            return
-        self._micro_batch = FirstMicroBatch(engine)
-        self._ring = _Ring(plan, engine)
-        if not self._ring.is_uniform:
-            screen.line("warning: --recompute_interval: the ranks have different devices or versions, whose results "
-                        "may differ in the last bits: each rank compares with itself only, which finds devices whose "
-                        "results vary")
-        attachments(engine).update.recomputation = self
+    order = RECOMPUTATION
 
-    def before_step(self, step: int, *, is_saved: bool) -> None:
+    def __init__(self, interval: int) -> None:
+        self._interval = interval
+        self._step, self._is_due, self._compared_step = 0, False, -1
+
+    def start(self, run: Run) -> None:
+        self._folder, self._screen = run.folder, run.screen
+        self._repeats_bits = run.plan.device.kind == "cpu" or run.plan.args.deterministic
+        self._micro_batch = FirstMicroBatch(run.engine)
+        self._ring = _Ring(run.plan, run.engine)
+        if not self._ring.is_uniform:
+            run.screen.line("warning: --recompute_interval: the ranks have different devices or versions, whose "
+                            "results may differ in the last bits: each rank compares with itself only, which finds "
+                            "devices whose results vary")
+
+    def before_step(self, run: Run, micro_batches: list[MicroBatch]) -> None:
         """Prepare the comparison if it is due in this step: also in the first one, and before a save."""
-        self._step = step
-        self._is_due = self._interval > 0 and (step % self._interval == 0 or is_saved or self._compared_step < 0)
+        self._step, is_saved = run.step, run.is_due(run.plan.args.save_interval)
+        self._is_due = self._interval > 0 and (run.step % self._interval == 0 or is_saved or self._compared_step < 0)
         if self._is_due:
             self._micro_batch.watch()
 
-    def before(self) -> None:
+    def before_update(self) -> None:
         """Compare, before the update. Raises CorruptionError, which names the rank, on all ranks."""
         if not self._is_due:
             return

@@ -13,41 +13,50 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_group
 
-from pretrain.config.plan import Plan
+from pretrain.callback import Callback, Run
 from pretrain.distributed.collectives import gather
 from pretrain.engine.checksums import checksum, is_complete, partition_of
 from pretrain.engine.expert_parallelism import expert_data_group
 from pretrain.engine.steps import tensor_parallel_size
 from pretrain.errors import CorruptionError
 from pretrain.model.parameters import part_of
-from pretrain.monitor.write_run_folder import RunFolder
 
 _MOST_RANKS_NAMED = 8
 
 
-class ReplicaCheck:
+class ReplicaCheck(Callback):
     """Compares checksums of the parameters between the ranks that hold copies of them.
 
     A check reads each copy once on its device, reduces two integers per parameter in each group of ranks, and reads one
     number on the host.
     """
 
-    def __init__(self, plan: Plan, engine: DeepSpeedEngine, folder: RunFolder) -> None:
-        self._interval, self._engine, self._folder = plan.args.replica_check_interval, engine, folder
+    order = 10
+
+    def __init__(self, interval: int) -> None:
+        self._interval = interval
         self._checked_step = -1
 
-    def check(self, step: int, *, force: bool = False) -> None:
-        """Compare the copies every --replica_check_interval steps, or now with `force`; collective.
+    def end_step(self, run: Run) -> None:
+        """Compare the copies every --replica_check_interval steps."""
+        if run.step % self._interval == 0:
+            self.check(run)
 
-        Raises CorruptionError, which names the rank, on all ranks.
-        """
-        if self._interval == 0 or step == self._checked_step or not (force or step % self._interval == 0):
+    def before_save(self, run: Run) -> None:
+        self.check(run)
+
+    def rolled_back(self, run: Run) -> None:
+        self.check(run)
+
+    def check(self, run: Run) -> None:
+        """Compare the copies, once in each step; collective. Raises CorruptionError, which names the rank, on all."""
+        if run.step == self._checked_step:
             return
-        self._checked_step = step
-        differing = compare_copies(self._engine)
+        self._checked_step = run.step
+        differing = compare_copies(run.engine)
         if differing:
-            message = f"step {step}: {differing}"
-            self._folder.event("corruption", step=step, reason=message)
+            message = f"step {run.step}: {differing}"
+            run.event("corruption", reason=message)
             raise CorruptionError(f"{message}. Nothing was saved since the last checkpoint, whose copies were equal: "
                                   "start the run again; if this happens twice on a host, replace the host")
 

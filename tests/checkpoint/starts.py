@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+from pretrain.callback import Run
 from pretrain.checkpoint.format.manifest import MANIFEST, Manifest
 from pretrain.checkpoint.format.run_manifest import manifest_of
 from pretrain.checkpoint.load import same_data
@@ -12,6 +13,7 @@ from pretrain.config.flags.parse import parse_arguments
 from pretrain.config.plan import Plan
 from pretrain.distributed.device import cpu_device
 from pretrain.resilience.data_watch import DataWatch
+from tests.support.callback_runs import run_of
 from tests.support.launch import ROOT
 
 
@@ -44,6 +46,8 @@ def hash_data(plan: Plan) -> None:
 class Lines:
     """Stands for the screen and the run folder of a run, and collects what is written."""
 
+    run: Run
+
     def __init__(self) -> None:
         self.lines: list[str] = []
 
@@ -57,6 +61,8 @@ class Lines:
 def watch_data(start: Start) -> tuple[DataWatch, Lines, list[str]]:
     """Watch the data of a run. Return the lines and the rejections that this writes, too."""
     output, rejections = Lines(), list[str]()
-    watch = DataWatch(start.plan, start.resume, reject=rejections.append, active=True,
-                      folder=output, screen=output)  # type: ignore[arg-type]
+    watch = DataWatch(start.resume)
+    output.run = run_of(start.plan, folder=output, screen=output, reject=rejections.append)
+    output.run.step = 1
+    watch.start(output.run)
     return watch, output, rejections

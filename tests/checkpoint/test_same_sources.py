@@ -136,9 +136,9 @@ def test_sources_are_hashed_one_after_another(start: Starter, tmp_path: Path,
     sources = started.plan.datasets["train"].sources
     while any(source.hashes is None for source in sources) and time.monotonic() < deadline:
         most = max(most, sum(source.is_hashing for source in watch.sources))
-        watch.poll(1)
+        watch.end_step(output.run)
         time.sleep(0.01)
-    watch.close()
+    watch.close(output.run)
     assert (most, output.lines, rejections) == (1, [same_data.HASHED_EVENT] * 3, [])
     assert [read_hashes(hashes_path(tmp_path / name)) for name in NAMES] == [source.hashes for source in sources]
     paths = {same_data.fallback_path(started.plan, source).name for source in sources}

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from pretrain.engine.clipping import limit_of
-from pretrain.engine.recipe import EarlyStopping
 from pretrain.engine.update_statistics import estimate
+from pretrain.resilience.early_stopping import EarlyStopping
 
 
 def evaluations_until_the_end(losses: list[float], *, patience: int, min_delta: float = 0.0) -> int | None:

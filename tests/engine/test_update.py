@@ -9,26 +9,28 @@ import pytest
 import torch
 from deepspeed.runtime.utils import is_invalid_grad_norm
 
+from pretrain.callback import UpdatePart
 from pretrain.engine import update_statistics
 from pretrain.engine.attachments import Attachments, attach
-from pretrain.engine.update import Update, UpdatePart
+from pretrain.engine.update import Update
 from pretrain.engine.update_statistics import SAMPLE_ELEMENTS, GradientStats, _stride, measure_updates
 
 
 class Part(UpdatePart):
     """Records its calls. The norm comes from the fake optimizer's step."""
 
-    def __init__(self, name: str, calls: list[str], *, reads_norm: bool = False, veto: bool = False) -> None:
-        self._name, self._calls, self.reads_norm, self._veto = name, calls, reads_norm, veto
+    def __init__(self, name: str, calls: list[str], order: float, *, reads_norm: bool = False,
+                 veto: bool = False) -> None:
+        self._name, self._calls, self.order, self.reads_norm, self._veto = name, calls, order, reads_norm, veto
 
-    def before(self) -> None:
+    def before_update(self) -> None:
         self._calls.append(f"before {self._name}")
 
     def rejects(self, scaled_norm: torch.Tensor) -> bool:
         self._calls.append(f"{self._name} reads {float(scaled_norm)}")
         return self._veto
 
-    def after(self) -> None:
+    def after_update(self) -> None:
         self._calls.append(f"after {self._name}")
 
 
@@ -50,7 +52,7 @@ def test_parts_run_in_their_order_whenever_they_are_set(reverse: bool) -> None:
     update, calls = Update(engine), engine.optimizer.calls
     names = ["guard", "size", "noise_scale", "adaptive_clipping", "value_clipping", "growing_scale", "unscaled_norm"]
     for name in sorted(names, reverse=reverse):
-        setattr(update, name, Part(name, calls, reads_norm=name in ("guard", "adaptive_clipping")))
+        update.add(Part(name, calls, names.index(name), reads_norm=name in ("guard", "adaptive_clipping")))
     assert engine.optimizer.step("closure") == "result"
     assert calls == [*(f"before {name}" for name in names), "guard reads 2.0", "adaptive_clipping reads 2.0",
                      "step closure", *(f"after {name}" for name in reversed(names))]
@@ -61,18 +63,19 @@ def test_parts_run_in_their_order_whenever_they_are_set(reverse: bool) -> None:
 def test_a_norm_is_read_until_it_is_rejected(norm: float, veto: bool, read: list[str]) -> None:
     engine: Any = SimpleNamespace(optimizer=Optimizer(norm))
     update, calls = Update(engine), engine.optimizer.calls
-    setattr(update, "guard", Part("guard", calls, reads_norm=True, veto=veto))  # noqa: B010 (it is no UpdateGuard)
-    setattr(update, "adaptive_clipping", Part("adaptive_clipping", calls, reads_norm=True))  # noqa: B010
+    update.add(Part("adaptive_clipping", calls, 2, reads_norm=True))
+    update.add(Part("guard", calls, 1, reads_norm=True, veto=veto))
     engine.optimizer.step()
     assert [call.split()[0] for call in calls if "reads" in call] == read
     assert engine.optimizer.overflow == (veto or math.isnan(norm))
+    assert (update.rejected_norm is not None) == veto
     assert sys.modules[__name__].__dict__["is_invalid_grad_norm"] is is_invalid_grad_norm, "outside of the step"
 
 
 def fake_engine(limit: float) -> SimpleNamespace:
     engine = SimpleNamespace(device=torch.device("cpu"), norm=None, optimizer=SimpleNamespace(overflow=False),
                              gradient_clipping=lambda: limit,
-                             ds_pretrain=SimpleNamespace(update=SimpleNamespace(adaptive_clipping=None)))
+                             ds_pretrain=SimpleNamespace(update=SimpleNamespace(find=lambda kind: None)))
     engine.get_global_grad_norm = lambda: engine.norm
     return engine
 

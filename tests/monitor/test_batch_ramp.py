@@ -1,14 +1,17 @@
 """The event and the line for each change of the global batch size."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from pretrain.callback import Run
 from pretrain.data.token_schedules import BatchSizes, fixed_batch
-from pretrain.monitor.announce import BatchRamp
+from pretrain.monitor.batch_ramp import BatchRamp
 from pretrain.monitor.read_run_folder import read_rows
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.terminal import Screen
+from tests.support.callback_runs import run_of
 
 SIZES = BatchSizes(((0, 2), (5, 4), (12, 8)))  # steps begin at samples 0 2 4 | 6 10 | 14 22 ...
 CHANGES = [(4, 4, 2, 6), (6, 8, 4, 14)]  # step, batch size, the one before, data position
@@ -16,10 +19,17 @@ CHANGES = [(4, 4, 2, 6), (6, 8, 4, 14)]  # step, batch size, the one before, dat
 
 def walk(folder: Path, sizes: BatchSizes, *, steps: range, position: int) -> int:
     """Do the steps as one process would. Returns the data position after them."""
-    ramp = BatchRamp(sizes, RunFolder(folder, active=True), Screen(active=True))
+    ramp, run = BatchRamp(), run_with(folder, sizes)
     for step in steps:
-        position += ramp.size_at(step, position)
+        run.step, run.consumed_samples = step, position
+        ramp.begin_step(run)
+        position += sizes.at(position)
     return position
+
+
+def run_with(folder: Path, sizes: BatchSizes) -> Run:
+    plan = SimpleNamespace(length=SimpleNamespace(batch_sizes=sizes))
+    return run_of(plan, folder=RunFolder(folder, active=True), screen=Screen(active=True))
 
 
 @pytest.mark.parametrize("resumed_at", range(1, 8))
@@ -37,6 +47,8 @@ def test_what_is_no_change_and_a_change_by_a_rollback(tmp_path: Path) -> None:
     assert walk(tmp_path, fixed_batch(4), steps=range(1, 5), position=0) == 16
     assert walk(tmp_path, SIZES, steps=range(1, 3), position=6) == 14
     assert not (tmp_path / "events.jsonl").exists()
-    ramp = BatchRamp(SIZES, RunFolder(tmp_path, active=True), Screen(active=False))
-    assert [ramp.size_at(2, 2), ramp.size_at(2, 12)] == [2, 8]
+    ramp, run = BatchRamp(), run_with(tmp_path, SIZES)
+    for position in (2, 12):
+        run.step, run.consumed_samples = 2, position
+        ramp.begin_step(run)
     assert [row["global_batch_size"] for row in read_rows(tmp_path / "events.jsonl")] == [8]

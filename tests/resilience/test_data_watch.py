@@ -53,12 +53,12 @@ def test_two_runs_may_hash_the_same_data_at_the_same_time(start: Starter, data: 
     hashed = [each.plan.datasets["train"].sources[0] for each in starts]
     deadline = time.monotonic() + 900
     while any(data.hashes is None for data in hashed) and time.monotonic() < deadline:
-        for watch, _, _ in runs:
-            watch.poll(1)
+        for watch, output, _ in runs:
+            watch.end_step(output.run)
         time.sleep(0.01)
     assert read_hashes(hashes_path(data)) == hashed[0].hashes == hashed[1].hashes
     for watch, output, rejections in runs:
-        watch.close()
+        watch.close(output.run)
         assert (output.lines, rejections) == ([same_data.HASHED_EVENT], [])
 
 
@@ -72,11 +72,11 @@ def test_unfinished_hashes_are_continued(start: Starter, data: Path, monkeypatch
     monkeypatch.setattr("pretrain.resilience.data_watch._FAST_S", -1.0)
     again = start(data)
     assert again.plan.datasets["train"].sources[0].hashes is None
-    watch, _, _ = watch_data(again)
+    watch, output, _ = watch_data(again)
     process = watch.sources[0]._process
     assert process is not None
     assert process._process.args[-2:] == ["5", "7"]  # type: ignore[index]
-    watch.close()
+    watch.close(output.run)
     assert not list(data.parent.glob("*.tmp-*"))
 
 
@@ -97,9 +97,9 @@ def test_data_with_a_large_index_is_hashed_in_the_background(start: Starter, dat
         assert indexed.hashes is None
         deadline = time.monotonic() + 900
         while indexed.hashes is None and time.monotonic() < deadline:
-            watch.poll(1)
+            watch.end_step(output.run)
             time.sleep(0.01)
-        watch.close()
+        watch.close(output.run)
         assert (output.lines, rejections) == ([same_data.HASHED_EVENT], [])
         assert start(data).plan.datasets["train"].sources[0].hashes == indexed.hashes == read_hashes(hashes_path(data))
     dataset = first.plan.datasets["train"]

@@ -33,9 +33,10 @@ class Run:
         plan: Any = SimpleNamespace(args=args, last_step=10_000, length=RunLength(10_000, fixed_batch(8), seq_length=4),
                                     datasets={"train": train or SimpleNamespace(samples_per_epoch=50)},
                                     read_order=read_order(None, None))
+        self.update_guard = SimpleNamespace(skipped=None)
         self.engine: Any = SimpleNamespace(device=torch.device("cpu"), skipped_steps=0,
                                            ds_pretrain=SimpleNamespace(update=SimpleNamespace(
-                                               guard=SimpleNamespace(skipped=None)), spikes=SpikeWindows(
+                                               find=lambda kind: self.update_guard), spikes=SpikeWindows(
                                                    length=args.spike_window, threshold=args.spike_threshold)),
                                            fp16_enabled=lambda: False)
         self.folder, self.step = folder, 0
@@ -43,7 +44,7 @@ class Run:
 
     def train(self, loss: float = 3.0, norm: float = 1.0, skipped: SkippedUpdate | None = None) -> BadSteps | None:
         self.step += 1
-        self.engine.ds_pretrain.update.guard.skipped = skipped
+        self.update_guard.skipped = skipped
         self.engine.get_global_grad_norm = lambda: norm
         return self.guard.observe(self.step, torch.tensor(loss), 8 * self.step)
 

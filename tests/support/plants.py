@@ -25,7 +25,7 @@ one that has changed values says where: `Planter.acted`.
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,12 +35,14 @@ import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 
+from pretrain.callback import Callback, Run
 from pretrain.checkpoint.format.fragments import held_states
 from pretrain.data.loader import Loader, MicroBatch
 from pretrain.engine.attachments import attachments
 from pretrain.engine.checksums import held_parameters, reduced_gradients
 from pretrain.engine.optimizer import set_learning_rate
 from pretrain.engine.steps import learning_rate
+from pretrain.engine.update_guard import UpdateGuard
 from pretrain.paths import RECORD_FILE
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of an element
@@ -67,8 +69,10 @@ def _layer(engine: DeepSpeedEngine, name: str) -> torch.nn.Module:
     return engine.module.get_submodule(name)
 
 
-class Planter:
-    """Plants one fault into the run of this rank. Its methods are called before and after each step."""
+class Planter(Callback):
+    """Plants one fault into the run of this rank."""
+
+    order = 0  # before anything that records the step
 
     def __init__(self, plant: Plant | None) -> None:
         self._plant = plant or {"kind": "none", "step": 0}
@@ -76,8 +80,9 @@ class Planter:
         self._hooks: list[Any] = []
         self._is_wrapped = False
 
-    def before_step(self, number: int, engine: DeepSpeedEngine) -> None:
-        """Plant the fault if it is due. `number`: see StepCallbacks; the plant counts steps of the run."""
+    def before_step(self, run: Run, micro_batches: list[MicroBatch]) -> None:
+        """Plant the fault if it is due. The plant counts steps of the run."""
+        engine = run.engine
         plant, step = self._plant, engine.global_steps + 1
         for hook in self._hooks:
             hook.remove()
@@ -132,20 +137,21 @@ class Planter:
 
     def _flip_reduced(self, engine: DeepSpeedEngine) -> None:
         """Flip the bit in the next update only, before anything reads the gradients."""
-        guard = attachments(engine).update.guard
+        guard = attachments(engine).update.find(UpdateGuard)
         assert guard is not None
-        before = guard.before
+        before = guard.before_update
 
         def flips_first() -> None:
-            guard.before = before  # type: ignore[method-assign]
+            guard.before_update = before  # type: ignore[method-assign]
             self._flip("reduced", max(reduced_gradients(engine), key=torch.count_nonzero))
             before()
 
-        guard.before = flips_first  # type: ignore[method-assign]
+        guard.before_update = flips_first  # type: ignore[method-assign]
 
-    def after_step(self, number: int, print_line: Callable[[str], None]) -> None:
-        """Kill this rank if that is planted. `number`: of the step since the start of this process."""
-        if self._plant["kind"] == "kill" and number == self._plant["step"] and dist.get_rank() == self._plant["rank"]:
+    def end_step(self, run: Run) -> None:
+        """Kill this rank if that is planted, after a step since the start of this process."""
+        plant = self._plant
+        if plant["kind"] == "kill" and run.steps_here == plant["step"] and dist.get_rank() == plant["rank"]:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def in_data(self) -> Any:

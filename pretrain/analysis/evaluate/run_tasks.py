@@ -19,7 +19,6 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import torch
-from deepspeed import DeepSpeedEngine
 
 from pretrain.analysis.evaluate.task_files import (
     Scores,
@@ -30,6 +29,7 @@ from pretrain.analysis.evaluate.task_files import (
     seed_examples,
     task_flags_of_run,
 )
+from pretrain.callback import Callback, Run
 from pretrain.config.plan import Plan
 from pretrain.data.tokenizers.export_tokenizer import export_tokenizer
 from pretrain.distributed.collectives import from_rank_0
@@ -49,20 +49,6 @@ class LoadedTasks:
 
     tasks: dict[str, dict[str, Any]]  # see `load_tasks`
     tokenizer: Any
-
-
-def load_run_tasks(plan: Plan, manager: Any) -> LoadedTasks | None:
-    """Load the tasks of --eval_tasks on rank 0. Returns None on other ranks, and without the flag.
-
-    Collective. Raises ConfigError on every rank.
-
-    Args:
-        manager: result of `find_run_tasks` on rank 0.
-    """
-    loaded: list[LoadedTasks] = []
-    if plan.args.eval_tasks is not None:
-        from_rank_0(lambda: loaded.append(_load(plan, manager)))
-    return loaded[0] if loaded else None
 
 
 def _load(plan: Plan, manager: Any) -> LoadedTasks:
@@ -109,19 +95,43 @@ def _silenced() -> Iterator[None]:
         yield
 
 
-class RunTasks:
-    """Computes the scores of the tasks with the engine of the run."""
+class RunTasks(Callback):
+    """Computes the scores of the tasks of --eval_tasks with the engine of the run.
 
-    def __init__(self, plan: Plan, engine: DeepSpeedEngine, loaded: LoadedTasks | None) -> None:
-        self._plan, self._engine, self._loaded = plan, engine, loaded
-        layout = plan.layout
+    Args:
+        manager: result of `find_run_tasks` on rank 0.
+    """
+
+    order = 60
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+
+    def connected(self, plan: Plan) -> None:
+        """Load the tasks on rank 0. Raises ConfigError on every rank."""
+        loaded: list[LoadedTasks] = []
+        from_rank_0(lambda: loaded.append(_load(plan, self._manager)))
+        self._loaded = loaded[0] if loaded else None
+
+    def start(self, run: Run) -> None:
+        self._plan, self._engine, layout = run.plan, run.engine, run.plan.layout
         self._rows = layout.micro_batch_size * layout.data_parallel_size * (
             1 if layout.pipeline_stages == 1 else _BATCHES_PER_STAGE * layout.pipeline_stages)
         # between the thread of lm-eval and the main thread of rank 0; None: there are no more
         self._batches: SimpleQueue[tuple[torch.Tensor, torch.Tensor] | None] = SimpleQueue()
         self._results: SimpleQueue[tuple[torch.Tensor, torch.Tensor] | None] = SimpleQueue()
 
-    def scores(self, before_batch: Callable[[], None]) -> tuple[Scores, str]:
+    def end_step(self, run: Run) -> None:
+        """Write the scores every --eval_tasks_interval steps."""
+        args = run.plan.args
+        if not run.is_due(args.eval_interval if args.eval_tasks_interval is None else args.eval_tasks_interval):
+            return
+        run.screen.status(f"step {run.step}/{run.plan.train_steps}  scoring tasks")
+        with run.phase("eval"):
+            scores, failure = self._scores(before_batch=lambda: run.watchdog.enter("eval", run.step))
+        run.meter.log_tasks(run, scores, failure=failure)
+
+    def _scores(self, before_batch: Callable[[], None]) -> tuple[Scores, str]:
         """Return the scores on rank 0, and a line about a failure of lm-eval, or "". Empty on other ranks. Collective.
 
         A score "questions" is the number of questions of a task.

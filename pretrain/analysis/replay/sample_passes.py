@@ -37,6 +37,7 @@ from pretrain.engine.steps import (
     train_batch,
 )
 from pretrain.engine.token_scores import score_tokens
+from pretrain.engine.update_guard import UpdateGuard
 
 _SAVED = "examined"  # folder of the saved state, in the run folder of the replay
 
@@ -147,7 +148,7 @@ class SamplePasses:
     @contextlib.contextmanager
     def _without_updates(self, before_update: Callable[[], None]) -> Iterator[None]:
         """Skip every update in the block, and call `before_update` once the gradients are reduced."""
-        engine, guard = self._engine, attachments(self._engine).update.guard
+        engine, guard = self._engine, attachments(self._engine).update.find(UpdateGuard)
         assert guard is not None
         take_step = engine._take_model_step
 

@@ -146,14 +146,14 @@ def logged_step(ranks: Ranks) -> None:
     run = ranks.folder / "run"
     for rank in ranks.each():
         phases = dict.fromkeys(("forward", "backward", "wait", "reduce", "optimizer", "other"), 1.0)
-        values = gather_ranks(torch.zeros(()), data_seconds=0.1, phase_ms=_PhaseTimes(phases), power_watts=None,
-                              squares=torch.zeros(3), wants_probe=False, own_times=[1.0] * NUM_VALUES)
+        _, times, _ = gather_ranks(torch.zeros(()), data_seconds=0.1, phase_ms=_PhaseTimes(phases), power_watts=None,
+                              squares=torch.zeros(3), own_times=[1.0] * NUM_VALUES)
         if rank != 0:
             continue
         folder = RunFolder(run, active=True)
         folder.event("save", step=1)
         log = RankTimesLog(run, ["host"] * ranks.size, [{}] * ranks.size, first_step=0)
-        for row in log.rows(rank_times(values[:, -NUM_VALUES:], step=1, steps=1, step_ms=1.0)):
+        for row in log.rows(rank_times(times, step=1, steps=1, step_ms=1.0)):
             folder.rank_times(row)
         files = ControlFiles(run, lambda: 0)
         for look in (files.stop_requested, files.save_requested, files.take_profile_steps, files.take_record_request):

@@ -92,9 +92,9 @@ def loop(job: BaselineJob, requests: RequestLoop) -> None:
         return losses[0]
 
     step_loop.train_batch = train_batch_on_request
-    watch = MemoryWatch.start(plan, world)
+    watch = MemoryWatch.before_build(plan, world)
     with rank_guards(Path(plan.args.save), world, TimeOuts.from_flags(plan.args), LauncherWatch(world)) as guards:
-        trainer.train(plan, world, step_loop.StepCallbacks(watch.before_step, watch.after_step), guards)
+        trainer.train(plan, world, [watch], guards)
 
 
 def checkpoint(job: BaselineJob, requests: RequestLoop) -> NoReturn:

@@ -66,9 +66,9 @@ def apply_patches(engine: DeepSpeedEngine, update: Update) -> None:
         if has_defect("A") and engine.fp16_enabled():
             scale_loss_at_stage_0(engine)
         if has_defect("W") and engine.fp16_enabled() and isinstance(optimizer, FP16_UnfusedOptimizer):
-            update.unscaled_norm = UnscaledNorm(optimizer)
+            update.add(UnscaledNorm(optimizer))
     if has_defect("P") and engine.fp16_enabled():
-        update.growing_scale = GrowingScale(optimizer)
+        update.add(GrowingScale(optimizer))
     if isinstance(engine, PipelineEngine):
         if has_defect("AG"):
             divide_gradients_at_the_loss(engine)

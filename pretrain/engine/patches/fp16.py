@@ -11,7 +11,8 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.utils import is_model_parallel_parameter
 
-from pretrain.engine.update import UpdatePart
+from pretrain.callback import UpdatePart
+from pretrain.engine.update import GROWING_SCALE, UNSCALED_NORM
 
 
 def undo_step_at_construction(optimizer: Any) -> None:
@@ -51,15 +52,17 @@ class UnscaledNorm(UpdatePart):
     ranks only, because it looks for the parameters' attributes on the gradients.
     """
 
+    order = UNSCALED_NORM
+
     def __init__(self, optimizer: FP16_UnfusedOptimizer) -> None:
         self._optimizer = optimizer
 
-    def before(self) -> None:
+    def before_update(self) -> None:
         for parameter in (p for group in self._optimizer.fp16_groups for p in group if p.grad is not None):
             parameter.grad.ds_pipe_replicated = getattr(parameter, "ds_pipe_replicated", False)
             parameter.grad.tensor_model_parallel = is_model_parallel_parameter(parameter)
 
-    def after(self) -> None:
+    def after_update(self) -> None:
         if not self._optimizer.overflow:
             self._optimizer._global_grad_norm /= self._optimizer.loss_scale_config.cur_scale
 
@@ -73,11 +76,13 @@ class GrowingScale(UpdatePart):
     stage 0 also report half of the norm. Here the scale grows after the step. An overflow still changes it at once.
     """
 
+    order = GROWING_SCALE
+
     def __init__(self, optimizer: Any) -> None:
         self._optimizer, update_scale = optimizer, optimizer._update_scale
         self._update_scale = update_scale
         optimizer._update_scale = lambda skip: update_scale(skip) if skip else None
 
-    def after(self) -> None:
+    def after_update(self) -> None:
         if not self._optimizer.overflow:
             self._update_scale(False)

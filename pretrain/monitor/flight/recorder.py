@@ -13,17 +13,15 @@ import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 
-from pretrain.config.plan import Plan
+from pretrain.callback import Callback, Run, StepResult
 from pretrain.data.loader import MicroBatch
 from pretrain.distributed.collectives import from_rank_0
-from pretrain.distributed.world import World
 from pretrain.engine.attachments import attachments
 from pretrain.engine.checksums import combined_checksum, held_parameters
 from pretrain.engine.first_micro_batch import random_states
@@ -35,10 +33,12 @@ from pretrain.engine.update_guard import skipped_update
 from pretrain.monitor.flight.interval import FlightInterval
 from pretrain.monitor.flight.record_files import Header, RecordFile, kept_folder, prune_starts, start_folder
 from pretrain.monitor.read_run_folder import newest_start_number
-from pretrain.terminal import Screen
 
-HeldStates = Callable[[], dict[str, list[torch.Tensor]] | None]
-"""Return this rank's master weights and optimizer states by name; None while they are on NVMe."""
+if TYPE_CHECKING:
+    from pretrain.resilience.requests import Request
+
+HeldStates = Callable[[DeepSpeedEngine], dict[str, list[torch.Tensor]] | None]
+"""Returns this rank's master weights and optimizer states by name; None while they are on NVMe."""
 
 SPIKE, REQUEST = "spike", "request"  # reasons to keep a copy of the record
 _MOST_SPIKES = 10  # copies of one start
@@ -72,47 +72,46 @@ class _Unwritten:
         return row
 
 
-class FlightRecorder:
+class FlightRecorder(Callback):
     """Records the steps of this rank.
 
     Args:
         states: see HeldStates.
-        interval: --flight_interval; None: auto.
-        is_on: False: all methods do nothing.
-        warn: prints a line, once, if the record cannot be written.
     """
 
-    def __init__(self, engine: DeepSpeedEngine, states: HeldStates, run: Path, *, interval: int | None, is_on: bool,
-                 warn: Callable[[str], None]) -> None:
-        self._engine, self._states, self._run = engine, states, run
-        self._warn, self._is_on = warn, is_on
+    order = 60  # its measurements of a step begin after, and end before, what other callbacks do
+
+    def __init__(self, states: HeldStates) -> None:
+        self._states_of = states
         self._cost = CostTimer()
-        self._layers = LayerDigests(engine, self._cost)
-        self._reduced = attachments(engine).update.reduced = ReducedDigest(engine, self._cost)
-        self.interval = FlightInterval(interval, engine.device)
         self._file: RecordFile | None = None
         self._unwritten: _Unwritten | None = None
         self._warned = False
         self._kept_spikes = 0
 
-    @property
-    def layers(self) -> list[str]:
-        """Names of this rank's layers, for the header."""
-        return self._layers.names
-
-    def open(self, make_file: Callable[[], RecordFile]) -> None:
-        """Begin to write. Without this call the steps are recorded, but not written."""
+    def start(self, run: Run) -> None:
+        """Begin the file of this start, after run.json has its record. Collective."""
+        args, self._run, self._engine = run.plan.args, run, run.engine
+        self._layers = LayerDigests(run.engine, self._cost)
+        self._reduced = attachments(run.engine).update.add(ReducedDigest(run.engine, self._cost))
+        self.interval = FlightInterval(args.flight_interval, run.engine.device)
+        rank, number = run.world.rank, from_rank_0(partial(newest_start_number, run.folder.path))
+        folder = start_folder(run.folder.path, number)
+        header = Header(rank=rank, world_size=run.world.size, host=socket.gethostname(), pid=os.getpid(),
+                        first_step=run.first_step, coordinates=rank_order(run.plan.layout).coordinates(rank),
+                        layers=self._layers.names, interval=args.flight_interval or 0, start=number)
         with self._warns():
-            self._file = make_file()
+            self._file = RecordFile(folder, header, steps=args.flight_steps)
+        run.watchdog.set_record(folder / f"rank_{rank}.jsonl")
+        if rank == 0:
+            prune_starts(run.folder.path, number)
 
-    def before_step(self, step: int, micro_batches: list[MicroBatch], consumed_samples: int) -> None:
-        """Take the digests of everything that the step depends on. `consumed_samples`: before the step."""
-        if not self._is_on:
-            return
+    def before_step(self, run: Run, micro_batches: list[MicroBatch]) -> None:
+        """Take the digests of everything that the step depends on."""
         began = time.perf_counter()
-        self._is_full = self.interval.is_full(step)
+        self._is_full = self.interval.is_full(run.step)
         self._row: dict[str, Any] = {
-            "step": step, "samples": [consumed_samples], "tokens": _crc(_tensors_of(micro_batches)),
+            "step": run.step, "samples": [run.consumed_samples], "tokens": _crc(_tensors_of(micro_batches)),
             "lr": learning_rate(self._engine), "loss_scale": loss_scale(self._engine), "random": _crc(random_states())}
         self._sums: dict[str, torch.Tensor] = {}
         self._names: dict[str, list[str] | None] = {}
@@ -123,17 +122,15 @@ class FlightRecorder:
             self._reduced.is_due = True
         self._began, self._own_ms = time.perf_counter(), (time.perf_counter() - began) * 1e3
 
-    def after_step(self, loss: torch.Tensor, consumed_samples: int) -> None:
-        """Take the digests of the results, and write the row of the step before. `consumed_samples`: after the step."""
-        if not self._is_on:
-            return
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """Take the digests of the results, and write the row of the step before."""
         began = time.perf_counter()
         norm, skipped = global_grad_norm(self._engine), skipped_update(self._engine)
-        self._row["samples"].append(consumed_samples)
+        self._row["samples"].append(run.consumed_samples)
         self._row |= {"skipped": "" if skipped is None else skipped.reason, "time": time.time(),
                       "ms": round((began - self._began) * 1e3, 3)}
         scalars = [_scalar(value, self._engine.device)
-                   for value in (loss, rank_loss(self._engine), 0.0 if norm is None else norm)]
+                   for value in (result.loss, rank_loss(self._engine), 0.0 if norm is None else norm)]
         norms = self._add_layers() if self._is_full else []
         self._flush()
         self._unwritten = self._begin_copy(torch.cat([torch.stack(scalars), *norms]))
@@ -144,11 +141,11 @@ class FlightRecorder:
     def _add_held(self, suffix: str) -> None:
         """Add the checksums of the parameters by layer, and of the states by name."""
         with self._cost.measured(), torch.no_grad():
-            by_layer: dict[str, list[torch.Tensor]] = {name: [] for name in self.layers}
+            by_layer: dict[str, list[torch.Tensor]] = {name: [] for name in self._layers.names}
             for name, tensor in held_parameters(self._engine).items():
                 by_layer[layer_of(name)].append(tensor)
             self._add(f"weights{suffix}", None, by_layer.values())
-            states = self._states()
+            states = self._states_of(self._engine)
             if states:
                 self._add(f"states{suffix}", list(states), states.values())
 
@@ -187,7 +184,7 @@ class FlightRecorder:
         """Write the row that is not written yet, if there is one."""
         unwritten, self._unwritten = self._unwritten, None
         if unwritten is not None and self._file is not None:
-            row = unwritten.complete(len(self.layers))
+            row = unwritten.complete(len(self._layers.names))
             with self._warns():
                 self._file.append(row)
 
@@ -206,20 +203,27 @@ class FlightRecorder:
             yield
         except OSError as error:
             if not self._warned:
-                self._warn(f"warning: {error.filename or 'the flight record'}: rows of the flight recorder are lost "
-                           f"({error.strerror}); the run continues")
+                _warn(self._run, f"warning: {error.filename or 'the flight record'}: rows of the flight recorder are "
+                                 f"lost ({error.strerror}); the run continues")
             self._warned = True
 
-    def keep(self, step: int, reason: str) -> None:
+    def bad_step(self, run: Run, step: int) -> None:
+        self._keep(step, SPIKE)
+
+    def requested(self, run: Run, request: "Request") -> None:
+        if request.record:
+            self._keep(run.step, REQUEST)
+
+    def _keep(self, step: int, reason: str) -> None:
         """Copy the record of this rank to RUN/flight/kept/step_S_REASON. Of spikes, only the first ones of a start."""
         self._flush()
         self._kept_spikes += reason == SPIKE
         if self._file is None or (reason == SPIKE and self._kept_spikes > _MOST_SPIKES):
             return
         with self._warns():
-            self._file.copy_to(kept_folder(self._run, step, reason))
+            self._file.copy_to(kept_folder(self._run.folder.path, step, reason))
 
-    def close(self) -> None:
+    def close(self, run: Run) -> None:
         """Write the last row."""
         self._flush()
         if self._file is not None:
@@ -247,32 +251,9 @@ def _crc(tensors: Iterable[torch.Tensor]) -> int:
     return value
 
 
-def begin_record(plan: Plan, world: World, engine: DeepSpeedEngine, screen: Screen, states: HeldStates, *,
-                 first_step: int, set_path: Callable[[Path], None]) -> FlightRecorder:
-    """Return the recorder of this rank, after run.json has the record of this start. Collective.
-
-    Args:
-        set_path: gives the path of the record to the watcher of this rank.
-    """
-    args, run = plan.args, Path(plan.args.save)
-    recorder = FlightRecorder(engine, states, run, interval=args.flight_interval, is_on=args.flight_steps > 0,
-                              warn=partial(_warn, screen, world))
-    if not args.flight_steps:
-        return recorder
-    start = from_rank_0(partial(newest_start_number, run))
-    header = Header(rank=world.rank, world_size=world.size, host=socket.gethostname(), pid=os.getpid(),
-                    first_step=first_step, coordinates=rank_order(plan.layout).coordinates(world.rank),
-                    layers=recorder.layers, interval=args.flight_interval or 0, start=start)
-    recorder.open(lambda: RecordFile(start_folder(run, start), header, steps=args.flight_steps))
-    set_path(start_folder(run, start) / f"rank_{world.rank}.jsonl")
-    if world.rank == 0:
-        prune_starts(run, start)
-    return recorder
-
-
-def _warn(screen: Screen, world: World, line: str) -> None:
+def _warn(run: Run, line: str) -> None:
     """Report a problem of the files: one line from each host, whose ranks share its disks."""
-    if world.rank == 0:
-        screen.line(line)
-    elif world.local_rank == 0:
+    if run.world.rank == 0:
+        run.screen.line(line)
+    elif run.world.local_rank == 0:
         print(f"{socket.gethostname()}: {line}", file=sys.stderr, flush=True)

@@ -4,7 +4,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pretrain import step_loop, trainer
+from pretrain import trainer
+from pretrain.analysis.evaluate.run_tasks import RunTasks
 from pretrain.analysis.evaluate.task_files import find_run_tasks
 from pretrain.distributed.world import running_environment
 from pretrain.errors import ConfigError
@@ -20,9 +21,9 @@ def run(case: Case) -> dict[str, Any]:
     tasks = find_run_tasks(start.plan.args) if world.rank == 0 else None
     with rank_guards(Path(start.plan.args.save), world, TimeOuts.from_flags(start.plan.args),
                      LauncherWatch(world)) as guards:
-        callbacks = step_loop.StepCallbacks(lambda step, engine: None, lambda step, report: None)
+        callbacks = [RunTasks(tasks)] if start.plan.args.eval_tasks else []
         try:
-            return {"code": trainer.train(start.plan, world, callbacks, guards, start.weights, tasks)}
+            return {"code": trainer.train(start.plan, world, callbacks, guards, start.weights)}
         except ConfigError as error:
             return {"error": str(error)}
 

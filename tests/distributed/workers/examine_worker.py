@@ -4,18 +4,16 @@ A case: {"name", "config", "flags", "last_step", "examine" (whether to examine, 
 `last_step`. The run folder is `run-NAME`, and has samples.json.
 """
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 from pretrain import trainer
 from pretrain.analysis.replay.order import ReplayOrder
-from pretrain.analysis.replay.samples import examine_ordered
+from pretrain.analysis.replay.replayed_steps import ReplayedSteps
 from pretrain.distributed.world import running_environment
 from pretrain.resilience.launcher_watch import LauncherWatch
 from pretrain.resilience.watchdog import TimeOuts, rank_guards
-from pretrain.step_loop import StepCallbacks
 from tests.distributed.workers.worker import start_of
 from tests.support.cases_loop import each_case
 
@@ -23,10 +21,8 @@ from tests.support.cases_loop import each_case
 def examine(case: dict[str, Any]) -> dict[str, Any]:
     """Run one case in the process group of all cases."""
     start = start_of(case)
-    callbacks = StepCallbacks()
-    if "last_step" in case:
-        order = ReplayOrder(case["last_step"], steps_after=2 if case.get("examine") else None)
-        callbacks = StepCallbacks(replay=order, examine=partial(examine_ordered, order))
+    callbacks = [ReplayedSteps(ReplayOrder(case["last_step"], steps_after=2 if case.get("examine") else None))] \
+        if "last_step" in case else []
     guards = rank_guards(Path(start.plan.args.save), running_environment(), TimeOuts.from_flags(start.plan.args),
                          LauncherWatch(running_environment()))
     with guards as guarded, patch.object(trainer, "init_process_group", lambda *args: None), \

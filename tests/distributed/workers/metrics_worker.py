@@ -84,8 +84,7 @@ def run(case: Case) -> dict[str, Any]:
                 setattr(torch.Tensor, name, observer.count(method, name))
         time_outs = TimeOuts.from_flags(start.plan.args)
         with rank_guards(Path(start.plan.args.save), world, time_outs, LauncherWatch(world)) as guards:
-            callbacks = step_loop.StepCallbacks(lambda step, engine: None, lambda step, report: None)
-            code = trainer.train(start.plan, world, callbacks, guards, start.weights)
+            code = trainer.train(start.plan, world, [], guards, start.weights)
     finally:
         for name, method in methods.items():
             setattr(torch.Tensor, name, method)

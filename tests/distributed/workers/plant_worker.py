@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 from pretrain import trainer
 from pretrain.analysis.replay.order import ReplayOrder
+from pretrain.analysis.replay.replayed_steps import ReplayedSteps
 from pretrain.distributed.collectives import gather
 from pretrain.distributed.world import running_environment
 from pretrain.errors import CorruptionError, GuardError
 from pretrain.resilience.launcher_watch import LauncherWatch
 from pretrain.resilience.watchdog import TimeOuts, rank_guards
-from pretrain.step_loop import StepCallbacks
 from tests.distributed.workers.worker import start_of
 from tests.support.cases_loop import each_case
 from tests.support.plants import Planter
@@ -31,8 +31,7 @@ def train_planted(case: dict[str, Any]) -> dict[str, Any]:
         shutil.copytree(f"run-{case['after']}", f"run-{case['name']}")
     dist.barrier()
     start = start_of(case)
-    callbacks = StepCallbacks(planter.before_step, planter.after_step,
-                              ReplayOrder(case["last_step"]) if "last_step" in case else None)
+    callbacks = [planter, *([ReplayedSteps(ReplayOrder(case["last_step"]))] if "last_step" in case else [])]
     kept = {name: patch.object(trainer, name, lambda *args: None) for name in ("init_process_group",
                                                                               "leave_process_group")}
     guards = rank_guards(Path(start.plan.args.save), world, TimeOuts.from_flags(start.plan.args), LauncherWatch(world))

@@ -5,7 +5,6 @@ A fault of a case: {"rank", "layer" (name), "direction" ("forward" or "backward"
 
 import statistics
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,34 +18,40 @@ from pretrain.engine.attachments import attachments
 from pretrain.engine.recipe import router_values
 from pretrain.engine.steps import grad_norm, open_loader, train_batch
 from pretrain.engine.update_guard import guard_updates
+from pretrain.engine.update_statistics import NoiseScale
 from pretrain.errors import CorruptionError
 from pretrain.monitor.read_run_folder import read_rows
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.resilience.recompute import Recomputation
-from pretrain.terminal import Screen
 from tests.distributed.workers.worker import Case, end, engine_of, plan_of, state_hash
+from tests.support.callback_runs import run_of
 from tests.support.cases_loop import each_case
 
 
 def train(engine: deepspeed.DeepSpeedEngine, plan: Plan, steps: int, interval: int) -> dict[str, Any]:
     """Train; return losses, norms, hashes of all states, the error, and the seconds of comparisons and steps."""
     folder = RunFolder(Path(plan.args.save), active=dist.get_rank() == 0)
-    compared = Recomputation(replace(plan, args=replace(plan.args, recompute_interval=interval)), engine, folder,
-                             Screen(active=False))
+    run = run_of(plan, engine, folder=folder)
+    compared = Recomputation(interval)
+    if interval:
+        compared.start(run)
+        attachments(engine).update.add(compared)
     loader, error = open_loader(engine, plan, "train"), ""
     rows: dict[str, Any] = {"loss": [], "grad_norm": [], "guard": []}
     guard_updates(engine, lambda loss, norm: bool(rows["guard"].append((float(loss), float(norm)))))
-    seconds, step_s, before = [], [], compared.before
+    seconds, step_s, before = [], [], compared.before_update
 
     def timed() -> None:
         began = time.perf_counter()
         before()
         seconds.append(time.perf_counter() - began)
 
-    compared.before = timed  # type: ignore[method-assign]
+    compared.before_update = timed  # type: ignore[method-assign]
     for step in range(1, steps + 1):
         began = time.perf_counter()
-        compared.before_step(step, is_saved=False)
+        run.step = step
+        if interval:
+            compared.before_step(run, [])
         try:
             rows["loss"].append(float(train_batch(engine, loader.step(plan.length.samples_after(step - 1)))))
         except CorruptionError as found:
@@ -56,7 +61,7 @@ def train(engine: deepspeed.DeepSpeedEngine, plan: Plan, steps: int, interval: i
         step_s.append(time.perf_counter() - began)
     loader.close()
     rows |= {"routers": router_values(engine, plan.model.num_layers), "random": int(torch.get_rng_state().sum())}
-    noise_scale = attachments(engine).update.noise_scale
+    noise_scale = attachments(engine).update.find(NoiseScale)
     rows["noise_scale"] = None if noise_scale is None else noise_scale.value()
     return {**rows, "state": "" if error else state_hash(engine), "error": error, "compared": len(seconds),
             "compare_s": statistics.median(seconds or [0]), "step_s": statistics.median(step_s or [0]),

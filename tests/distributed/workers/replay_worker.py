@@ -14,7 +14,6 @@ Each result also has "cpu_s": the CPU time of all ranks.
 """
 
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,7 +25,7 @@ from deepspeed.utils import groups
 from pretrain import trainer
 from pretrain.analysis.replay.order import ReplayOrder, read_order
 from pretrain.analysis.replay.question import Replay, order_of, question, read_replay
-from pretrain.analysis.replay.samples import examine_ordered
+from pretrain.analysis.replay.replayed_steps import ReplayedSteps
 from pretrain.analysis.replay.target import Target, find_target
 from pretrain.checkpoint.load.start import check_start
 from pretrain.commands.replay.launch import Layout, prepare
@@ -38,7 +37,6 @@ from pretrain.errors import ConfigError, CorruptionError
 from pretrain.monitor import announce
 from pretrain.resilience.launcher_watch import LauncherWatch
 from pretrain.resilience.watchdog import TimeOuts, rank_guards
-from pretrain.step_loop import StepCallbacks
 from tests.distributed.workers.plant_worker import acted_of, train_planted
 from tests.support.cases_loop import each_case
 from tests.support.plants import Plant, Planter
@@ -61,8 +59,7 @@ def train_replay(folder: Path, target: Target, order: ReplayOrder, plant: Plant 
     guards = rank_guards(folder / "run", world, TimeOuts.from_flags(start.plan.args), LauncherWatch(world))
     with guards as guarded, planter.in_data(), kept[0], kept[1]:
         try:
-            callbacks = StepCallbacks(planter.before_step, replay=order, examine=partial(examine_ordered, order))
-            trainer.train(start.plan, world, callbacks, guarded, start.weights)
+            trainer.train(start.plan, world, [planter, ReplayedSteps(order)], guarded, start.weights)
         except CorruptionError as error:
             print(error)
     assert plant is None or acted_of(planter), f"the plant {plant} has not acted"

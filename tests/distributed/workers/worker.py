@@ -40,6 +40,7 @@ from pretrain.model.layer_specs import as_module
 from pretrain.monitor.read_run_folder import read_rows
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.resilience.replicas import ReplicaCheck, compare_copies, replicated_tensors
+from tests.support.callback_runs import run_of
 from tests.support.cases_loop import each_case
 
 Case = dict[str, Any]
@@ -208,13 +209,14 @@ def flipped_bit(case: Case) -> dict[str, Any]:
     plan = plan_of(case)
     engine = engine_of(plan)
     folder = RunFolder(Path(plan.args.save), active=dist.get_rank() == 0)
-    check, found = ReplicaCheck(plan, engine, folder), []
+    check, found, run = ReplicaCheck(2), [], run_of(plan, engine, folder=folder)
     for step in range(1, 5):
         steps(engine, plan, step - 1, step)
         if step == 4:
             name = flip_bit(engine, case["tensor"], bit=case["bit"])
         try:
-            check.check(step)
+            run.step = step
+            check.end_step(run)
             found.append("")
         except CorruptionError as error:
             found.append(str(error))

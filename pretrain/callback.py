@@ -1,0 +1,293 @@
+"""The seam between the step loop and all that it does not know: what a part of a run may do, and when.
+
+A run is the loop of `pretrain/step_loop.py`. Whatever that loop would not miss is a `Callback`: parts of this package
+and of users' packages alike. A class overrides the points that it needs. Only these are called, so that a point which
+nobody uses costs nothing. This module imports neither torch nor DeepSpeed, and nothing of this package that does.
+
+The points of a run, in the order in which they are called:
+
+    connected                                the ranks can talk; there is no engine yet
+    start                                    the engine is built and has its weights; nothing is trained yet
+    for each step:
+        begin_step                           before the data of the step is read
+        before_step                          the micro-batches of this rank are known
+        before_update, rejects, after_update around `optimizer.step` (see UpdatePart)
+        after_step                           trained; the results are still on the device
+        rank_values, row_values, after_row   logged steps: the row of metrics.jsonl is made, and written
+        after_row, after_evaluation          if an evaluation is due, and the guard has accepted the step
+        end_step                             the guard has accepted the step
+        before_save                          if a checkpoint is due
+    bad_step, rolled_back                    the guard has found a bad step; the run has returned to a checkpoint
+    requested                                a signal or a file asks for a profile or for the flight record
+    close                                    after the last step, or when the run is stopped
+
+Every point is called on all ranks, in the same order of callbacks, unless it says otherwise. So a callback may use
+collective operations, if all its ranks do. It must not raise an exception on some ranks only.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from deepspeed import DeepSpeedEngine
+
+    from pretrain.config.plan import Plan
+    from pretrain.data.loader import Loader, MicroBatch
+    from pretrain.distributed.world import World
+    from pretrain.monitor.meter import Meter
+    from pretrain.monitor.write_run_folder import RunFolder
+    from pretrain.resilience.requests import Request
+    from pretrain.resilience.watchdog import Watchdog
+    from pretrain.terminal import Screen
+
+
+_AROUND_UPDATE = ("before_update", "rejects", "after_update")
+
+
+class UpdatePart:
+    """Code that runs around the optimizer's step of an engine. A part overrides the methods that it needs.
+
+    Parts run in the order of `order` before the step, and in the reverse order after it, whenever they were added.
+    """
+
+    order: float = 50
+    reads_norm = True  # False: `rejects` is not called, even if it is overridden
+
+    def before_update(self) -> None:
+        """Called when the gradients of all micro-batches are there, before they are reduced to a norm and clipped."""
+
+    def rejects(self, scaled_norm: "torch.Tensor") -> bool:
+        """Called with the global gradient norm, still scaled by fp16's loss scale. True: all ranks skip the update.
+
+        All ranks must return the same. It is not called if the norm is not finite, or if an earlier part has rejected
+        the update. DeepSpeed may ask several times in a step. Reading the norm makes the host wait for the device.
+        """
+        return False
+
+    def after_update(self) -> None:
+        """Called after the step. `optimizer.overflow` is true if the update was skipped."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step has computed. The tensors are on the device: to read them, the host would have to wait."""
+
+    loss: "torch.Tensor"  # mean over the tokens of the global batch, before the update: a scalar, equal on all ranks
+    lr: float  # learning rate of the step
+
+
+class Callback(UpdatePart):
+    """A part of a run that the step loop does not know.
+
+    Callbacks run in the order of `order` (ties: by name), and in the reverse order in `close`.
+    """
+
+    name: ClassVar[str] = ""  # in messages, and of its state in checkpoints; default: the name of the class
+    of_run: ClassVar[bool] = False  # True: the state is about the run, and a branch of the run starts without it
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "name" not in vars(cls):
+            cls.name = cls.__name__
+
+    def connected(self, plan: "Plan") -> None:
+        """Called when the ranks can talk, before the engine is built: the last place for a cheap ConfigError.
+
+        All ranks must raise it, or none (`distributed/collectives.py`, from_rank_0).
+        """
+
+    def start(self, run: "Run") -> None:
+        """Called once: `run` has its engine, with all weights and states, its data, and the files of the run."""
+
+    def begin_step(self, run: "Run") -> None:
+        """Called before the data of step `run.step` is read."""
+
+    def before_step(self, run: "Run", micro_batches: "list[MicroBatch]") -> None:
+        """Called before the forward pass of step `run.step`. `run.consumed_samples` does not count its samples."""
+
+    def after_step(self, run: "Run", result: StepResult) -> None:
+        """Called after each step, before anything is read from the device. `run.consumed_samples` counts the step."""
+
+    def rank_values(self, run: "Run") -> Sequence[float]:
+        """Return values of this rank for the row of a logged step; all ranks return equally many.
+
+        They are gathered with those that the row has anyway, so that they cost no collective operation of their own.
+        """
+        return ()
+
+    def row_values(self, run: "Run", ranks: "np.ndarray") -> Mapping[str, Any]:
+        """Return keys that this callback adds to the row of a logged step; those of rank 0 are written.
+
+        `ranks`: [ranks, values], what `rank_values` has returned on all ranks.
+        """
+        return {}
+
+    def after_row(self, run: "Run", row: Mapping[str, Any]) -> None:
+        """Called with each row that is written to metrics.jsonl: of a training step, or with "split" of an evaluation.
+
+        Ranks above 0 have only their own values in the keys that all ranks contribute to.
+        """
+
+    def after_evaluation(self, run: "Run", loss: float | None) -> None:
+        """Called after an evaluation on the validation data, with its mean loss, equal on all ranks.
+
+        `loss` is None if the run has no validation data.
+        """
+
+    def end_step(self, run: "Run") -> None:
+        """Called after each step that the guard against bad steps has accepted, and its evaluation if one was due."""
+
+    def bad_step(self, run: "Run", step: int) -> None:
+        """Called with a step whose update was skipped, or whose loss or gradient norm is a spike, after it was trained.
+
+        On a GPU the guard reads a step after the next one, so that `step` may be smaller than `run.step`.
+        """
+
+    def before_save(self, run: "Run") -> None:
+        """Called before a checkpoint is saved. An exception, on all ranks, prevents it."""
+
+    def rolled_back(self, run: "Run") -> None:
+        """Called after the run has returned to the checkpoint of `run.step`; states are those of the checkpoint."""
+
+    def requested(self, run: "Run", request: "Request") -> None:
+        """Called after a step in which the ranks have agreed on a request."""
+
+    def close(self, run: "Run") -> None:
+        """Called at the end of the loop: end background work, write what is left."""
+
+    def state(self) -> Any:
+        """Return a state that JSON can represent, for the manifest of a checkpoint; None: there is none.
+
+        Called on all ranks; that of rank 0 is saved.
+        """
+        return None
+
+    def set_state(self, state: Any) -> None:
+        """Continue from a state that `state` returned; None: from the start.
+
+        Called on all ranks before `start`, if the run resumes in any layout, and before `rolled_back`.
+        """
+
+
+@dataclass
+class Run:
+    """A run, as its callbacks see it. They may read all fields.
+
+    Of these they change none but, in `start`, the position in the data.
+    """
+
+    plan: "Plan"
+    world: "World"
+    engine: "DeepSpeedEngine"
+    folder: "RunFolder"  # writes on rank 0 only
+    screen: "Screen"  # prints on rank 0 only
+    watchdog: "Watchdog"
+    meter: "Meter"
+    reject: Callable[[str], None]  # makes all ranks end after this step, without a save, with this line; on any rank
+    step: int  # number of steps done; during a step, its number
+    consumed_samples: int  # position in the data
+    loaders: "dict[str, Loader]" = field(default_factory=dict)  # by the names of the plan's datasets
+    steps_here: int = 0  # number of the step since the start of this process, from 1
+    stopped_by: str = ""  # see `stop`
+    saves_at_stop: bool = True
+    first_step: int = field(init=False)  # number of steps done before this process
+
+    def __post_init__(self) -> None:
+        self.first_step = self.step
+
+    def is_due(self, interval: int) -> bool:
+        """Return whether something that is done every `interval` steps (0: never), and after the last step, is due."""
+        return self.step == self.plan.last_step or (interval > 0 and self.step % interval == 0)
+
+    def event(self, kind: str, *, reason: str = "", **details: Any) -> None:
+        """Append a row with the number of the step to events.jsonl."""
+        self.folder.event(kind, step=self.step, reason=reason, **details)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Enter a phase that the watchdog knows ("eval", "save", "probe"), whose time no step gets. It waits for the
+        device first.
+        """
+        with self.meter.outside_steps(name):
+            yield
+
+    def stop(self, reason: str, *, save: bool = True) -> None:
+        """End the run after this step. All ranks must call it in the same step.
+
+        Without `save` it ends at once: the guard does not see the step, and nothing is evaluated or saved.
+        """
+        self.stopped_by, self.saves_at_stop = reason, save
+
+
+class Callbacks:
+    """The callbacks of a run. `callbacks(point, run, ...)` calls those that override this point."""
+
+    def __init__(self, callbacks: Iterable[Callback]) -> None:
+        self.all: Sequence[Callback] = sorted(callbacks, key=lambda callback: (callback.order, callback.name))
+        self._at: dict[str, list[Callback]] = {}
+
+    def at(self, point: str) -> list[Callback]:
+        """Return the callbacks that override a point, in their order."""
+        if point not in self._at:
+            self._at[point] = [callback for callback in self.all if overrides(callback, point)]
+        return self._at[point]
+
+    @property
+    def around_update(self) -> list[Callback]:
+        """The callbacks that have points around the update; Update orders them."""
+        return [each for each in self.all if any(overrides(each, point) for point in _AROUND_UPDATE)]
+
+    def connected(self, plan: "Plan") -> None:
+        """Call the point `connected`."""
+        for callback in self.at("connected"):
+            callback.connected(plan)
+
+    def __call__(self, point: str, run: Run, *args: Any) -> None:
+        for callback in reversed(self.at(point)) if point == "close" else self.at(point):
+            with _named(callback, point, run):
+                getattr(callback, point)(run, *args)
+
+    def rank_values(self, run: Run) -> "dict[Callback, Sequence[float]]":
+        """Return the values of this rank, by callback."""
+        values: dict[Callback, Sequence[float]] = {}
+        for callback in self.at("rank_values"):
+            with _named(callback, "rank_values", run):
+                values[callback] = callback.rank_values(run)
+        return values
+
+    def row_values(self, run: Run, given: "Mapping[Callback, Sequence[float]]", ranks: "np.ndarray") -> dict[str, Any]:
+        """Return the keys that all callbacks add to a row.
+
+        Args:
+            given: result of `rank_values`.
+            ranks: [ranks, values], these values of all ranks, one callback after the other.
+        """
+        row: dict[str, Any] = {}
+        first = {}
+        for callback, values in given.items():
+            first[callback], ranks = ranks[:, :len(values)], ranks[:, len(values):]
+        for callback in self.at("row_values"):
+            with _named(callback, "row_values", run):
+                row.update(callback.row_values(run, first.get(callback, ranks[:, :0])))
+        return row
+
+
+def overrides(part: UpdatePart, point: str) -> bool:
+    """Return whether the class of a callback has its own method for a point."""
+    base = Callback if isinstance(part, Callback) else UpdatePart
+    return getattr(type(part), point) is not getattr(base, point)
+
+
+@contextlib.contextmanager
+def _named(callback: Callback, point: str, run: Run) -> Iterator[None]:
+    """Add the name of the callback, the point and the step to an exception."""
+    try:
+        yield
+    except Exception as error:
+        if hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(f"in {point} of the callback {callback.name}, step {run.step}")
+        raise
