@@ -38,6 +38,7 @@ def main() -> int:
     words = [word for word in sys.argv[1:] if not word.startswith("--local_rank=")]  # DeepSpeed's launcher inserts it
     if words[:1] == ["help"]:
         words = [*words[1:], "--help"]
+    words = _without_extension(words)
     first = words[0] if words else ""
     if first in ("-h", "--help", "--version"):
         print(__version__ if first == "--version" else overview())
@@ -71,6 +72,21 @@ def main() -> int:
 
         check_requirements()  # a package that is too old is the likely reason
         raise
+
+
+def _without_extension(words: list[str]) -> list[str]:
+    """Activate the extension of `--extension my_module:EXTENSION SUBCOMMAND ...`, and return the words after it."""
+    word, equals, value = words[0].partition("=") if words else ("", "", "")
+    rest = words[1:] if equals else words[2:]
+    if word != "--extension" or not rest or rest[0].startswith("-"):
+        return words
+    from pretrain.extension import activate, commands
+
+    activate(value or words[1])
+    if rest[0] not in commands() | COMMANDS:
+        return words
+    COMMANDS.update(commands())
+    return rest
 
 
 def _split_for_launcher(name: str, words: list[str]) -> tuple[list[str], list[str]]:

@@ -194,6 +194,7 @@ class Run:
     steps_here: int = 0  # number of the step since the start of this process, from 1
     stopped_by: str = ""  # see `stop`
     saves_at_stop: bool = True
+    is_done: bool = False  # what was to be done is done, although steps are left
     first_step: int = field(init=False)  # number of steps done before this process
 
     def __post_init__(self) -> None:
@@ -215,12 +216,15 @@ class Run:
         with self.meter.outside_steps(name):
             yield
 
-    def stop(self, reason: str, *, save: bool = True) -> None:
+    def stop(self, reason: str, *, save: bool = True, is_done: bool = False) -> None:
         """End the run after this step. All ranks must call it in the same step.
 
-        Without `save` it ends at once: the guard does not see the step, and nothing is evaluated or saved.
+        Args:
+            reason: of the event "stop".
+            save: False: it ends at once; the guard does not see the step, and nothing is evaluated or saved.
+            is_done: exit code 0. Otherwise it is 75, and supervisors and SLURM start the run again.
         """
-        self.stopped_by, self.saves_at_stop = reason, save
+        self.stopped_by, self.saves_at_stop, self.is_done = reason, save, is_done
 
 
 class Callbacks:

@@ -12,7 +12,7 @@ from pretrain.data.loader import Loader, evaluation_batches
 from pretrain.distributed.collectives import from_rank_0
 from pretrain.engine.build import DeepSpeedEngine
 from pretrain.engine.steps import eval_batch, learning_rate, train_batch
-from pretrain.monitor.announce import EARLY_STOP, announce_end
+from pretrain.monitor.announce import announce_end
 from pretrain.resilience.guard import BadSteps, Guard
 from pretrain.resilience.requests import Request, Requests
 from pretrain.resilience.rollback import roll_back
@@ -58,7 +58,7 @@ class StepLoop:
             request = self._poll_requests()
             if run.is_due(run.plan.args.save_interval) or request.needs_checkpoint:
                 self._save(eval_loss, wait=run.step == run.plan.last_step or request.needs_checkpoint)
-        if run.step == run.plan.train_steps or run.stopped_by == EARLY_STOP:
+        if run.step == run.plan.train_steps or (run.is_done and run.saves_at_stop):
             self.evaluate("test")
         return run.stopped_by
 
@@ -68,7 +68,7 @@ class StepLoop:
         run.watchdog.enter("end", run.step)
         for loader in run.loaders.values():
             loader.close()
-        self.saver.close(wait_for_copies=run.stopped_by in ("", EARLY_STOP))
+        self.saver.close(wait_for_copies=run.is_done or not run.stopped_by)
         self.requests.close()
         self.call("close", run)
         run.meter.close()

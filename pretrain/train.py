@@ -34,7 +34,7 @@ from pretrain.distributed.world import ALONE, World, running_environment
 from pretrain.engine.deterministic import operator_without_variant
 from pretrain.engine.prepare import avoid_compiler_imports, prepare_deepspeed
 from pretrain.errors import CRASHED, GUARD, INTERRUPTED, REJECTED, ConfigError, CorruptionError, GuardError, SaveError
-from pretrain.monitor.follow.start import RANK_0, followed
+from pretrain.extension import RANK_0, around_run, callbacks_of
 from pretrain.remote import StoreError
 from pretrain.resilience.launcher_watch import LauncherWatch
 from pretrain.resilience.watchdog import RankGuards, TimeOuts, rank_guards
@@ -86,7 +86,7 @@ def run(args: RunArguments, world: World) -> int:
     tasks = find_run_tasks(args) if world.rank == 0 else None
     time_outs = TimeOuts.from_flags(args)
     collective_timeout_s(time_outs.longest_s, os.environ)  # rejects a wrong DEEPSPEED_TIMEOUT; DeepSpeed would crash
-    with followed(args, RANK_0, active=world.rank == 0) as report, \
+    with around_run(args, RANK_0, active=world.rank == 0) as report, \
             rank_guards(Path(args.save), world, time_outs, launcher) as guards:
         code = _train(start, world, device, guards, tasks)
         report(code)
@@ -120,7 +120,7 @@ def _train(start: Start, world: World, device: Device, guards: RankGuards, tasks
         if plan.args.eval_tasks is not None:
             from pretrain.analysis.evaluate.run_tasks import RunTasks
             callbacks.append(RunTasks(tasks))
-        return train(plan, world, callbacks, guards, start.weights)
+        return train(plan, world, [*callbacks, *callbacks_of(plan)], guards, start.weights)
     except (MemoryError, RuntimeError, OSError) as error:
         if operator := operator_without_variant(error):
             raise ConfigError("--deterministic", problem=f"torch has no deterministic variant of {operator}, which the "

@@ -34,7 +34,7 @@ from pretrain.engine.steps import open_loader
 from pretrain.engine.update_guard import guard_updates
 from pretrain.engine.update_statistics import measure_updates
 from pretrain.errors import FINISHED, STOPPED, ConfigError, counted
-from pretrain.monitor.announce import EARLY_STOP, REPLAYED, announce_start
+from pretrain.monitor.announce import EARLY_STOP, announce_start
 from pretrain.monitor.batch_ramp import BatchRamp
 from pretrain.monitor.expected.report_curve import ReportCurve
 from pretrain.monitor.flight.recorder import FlightRecorder
@@ -85,7 +85,8 @@ def train(plan: Plan, world: World, callbacks: Sequence[Callback], guards: RankG
         if missing:  # the last evaluations of a run that was killed before them
             for split in missing:
                 loop.evaluate(split)
-            loop.run.stopped_by = EARLY_STOP if is_over else ""
+            if is_over:
+                loop.run.stop(EARLY_STOP, is_done=True)
         else:
             loop.train()
         loop.close()
@@ -93,8 +94,7 @@ def train(plan: Plan, world: World, callbacks: Sequence[Callback], guards: RankG
     if world.local_rank == 0:
         remove_swap_files(plan)
     leave_process_group()
-    is_done = loop.run.step >= plan.last_step or loop.run.stopped_by in (EARLY_STOP, REPLAYED)
-    return FINISHED if is_done else STOPPED
+    return FINISHED if loop.run.is_done or loop.run.step >= plan.last_step else STOPPED
 
 
 def _core_callbacks(plan: Plan, resume: Resume | None) -> Iterator[Callback]:
@@ -181,6 +181,8 @@ def _build(plan: Plan, resume: Resume | None, weights: InitialWeights | None, wa
         for callback in with_state.values():
             if callback.of_run and resume is not None and resume.branch is not None:
                 callback.set_state(None)
+        warnings += [f"the checkpoint has a state of {name}, whose extension this run has not loaded: it is kept for "
+                     "the next checkpoint" for name in attachments(engine).unclaimed_states]
         step, consumed_samples = _position(plan, resume)
     clear_status()
     return _StartPoint(engine, resume, step, consumed_samples, warnings)

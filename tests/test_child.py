@@ -24,8 +24,8 @@ from pretrain.data.prepare.worker_pool import map_in_order
 from pretrain.data.token_files.hashes import BackgroundHash
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.distributed.process import PROGRAM, ROOT
+from pretrain.extensions.notify.start import FOLLOWER_MODULE
 from pretrain.memory.measure.measure_run import RANK_MODULE
-from pretrain.monitor.follow.start import FOLLOWER_MODULE
 from tests.data.prepare.test_worker_pool import make_square
 from tests.support.cases import config, flags
 

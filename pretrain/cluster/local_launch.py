@@ -24,8 +24,8 @@ from pretrain.distributed.device import Device, detect_device, nvidia_smi
 from pretrain.distributed.process import PROGRAM, ROOT, free_port, port_is_free
 from pretrain.distributed.tcp_store import secret_variable
 from pretrain.errors import CRASHED, ConfigError, counted
+from pretrain.extension import LAUNCHER, around_run
 from pretrain.memory.memory_watch import plan_remarks
-from pretrain.monitor.follow.start import LAUNCHER, followed
 from pretrain.resilience.launcher_watch import launcher_variable
 from pretrain.resilience.run_lock import reject_second_start, release_of_dead_owner
 
@@ -48,7 +48,7 @@ def launch_locally(flags: argparse.Namespace, train: Sequence[str]) -> int:
     for kind, remark in plan_remarks(start.plan_to_run, device):
         if kind == "warning":  # the ranks print the others
             say(f"{kind}: {remark}")
-    with followed(args, LAUNCHER) as report:
+    with around_run(args, LAUNCHER) as report:
         code = _start(flags, device, slots, [str(ROOT / "pretrain" / "train.py"), *train], Path(args.save))
         report(code)
     return code

@@ -41,13 +41,12 @@ from pretrain.cluster.supervise.launch_command import HOST_FILTERS, batch_flags,
 from pretrain.cluster.supervise.slow_hosts import LeftOut, choose_without, hosts_to_leave_out, record_start
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.flags.parse import parse_arguments
-from pretrain.config.flags.receivers import FOLLOWED, variable_names
 from pretrain.distributed.device import Device, cpu_device, detect_device
 from pretrain.distributed.process import PROGRAM
 from pretrain.distributed.world import DEFAULT_MASTER_PORT, world_from_environment
 from pretrain.errors import REJECTED, ConfigError, counted
+from pretrain.extension import LAUNCHER, OWNED, around_run, secret_variables
 from pretrain.memory.memory_watch import plan_remarks
-from pretrain.monitor.follow.start import LAUNCHER, followed
 from pretrain.monitor.read_run_folder import newest_start
 from pretrain.resilience.launcher_watch import launcher_variable
 from pretrain.resilience.run_lock import reject_second_start
@@ -104,10 +103,10 @@ def launch_on_hosts(flags: argparse.Namespace, train: Sequence[str]) -> int:
     if not flags.check_only:
         reject_second_start(Path(args.save))
     if flags.no_ssh and flags.node_rank > 0:
-        os.environ[FOLLOWED] = "1"  # the first host's command follows the run
+        os.environ[OWNED] = "1"  # by the command of the first host
     folder = Path.cwd()
     user = {name: value for name, value in user_variables(os.environ, [Path.home(), folder], flags.launcher).items()
-            if name not in variable_names(args)}
+            if name not in secret_variables(args)}
     if not flags.no_ssh:
         _check_shell_words(flags, folder)
     transport = host_transport(flags)
@@ -124,8 +123,8 @@ def launch_on_hosts(flags: argparse.Namespace, train: Sequence[str]) -> int:
     if flags.exclude_stragglers:
         record_start(Path(args.save), ranks, left_out)
     job = MultihostJob(secrets.token_hex(8), ranks, list(slots), transport, flags.grace)
-    with followed(args, LAUNCHER) as report:
-        user |= {name: os.environ[name] for name in (FOLLOWED,) if name in os.environ}
+    with around_run(args, LAUNCHER) as report:
+        user |= {name: os.environ[name] for name in (OWNED,) if name in os.environ}
         code = _run_from_this_host(flags, [_TRAIN, *train], facts, user, job, folder / args.save)
         report(code)
     return code
@@ -279,7 +278,7 @@ def _run_without_ssh(flags: argparse.Namespace, train: Sequence[str], ranks: Map
             variables = {**rank_variables({host: facts[host]}, ranks, user, job_name), **launcher_variable()}
             command = deepspeed_command(flags, [_TRAIN, *train], hostfile=Path(flags.hostfile).absolute(),
                                         master_addr=flags.master_addr, interface="")
-            with followed(args, LAUNCHER) as report:
+            with around_run(args, LAUNCHER) as report:
                 code = run_job(command, launcher_environment(variables), job, rendezvous.listen)
                 report(code)
     finally:

@@ -1,28 +1,10 @@
 """The subcommands of `ds-pretrain`: what each one is for, and which function runs it.
 
-The table imports none of them, so that `ds-pretrain --help` takes no longer than the start of Python.
+The table imports none of them, so that `ds-pretrain --help` takes no longer than the start of Python. Extensions add
+theirs.
 """
 
-import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
-
-
-@dataclass(frozen=True)
-class Command:
-    """A subcommand. Its function reads sys.argv and returns the exit code, or None for 0."""
-
-    group: str
-    help: str
-    module: str
-    function: str = "main"
-
-    def load(self) -> Callable[[], Any]:
-        """Import the module, and return the function."""
-        found: Callable[[], Any] = getattr(importlib.import_module(self.module), self.function)
-        return found
-
+from pretrain.extension import Command, commands
 
 _HERE = __name__
 _RUN, _BEFORE, _DATA, _AFTER, _WEIGHTS, _FILES = (
@@ -77,6 +59,8 @@ COMMANDS = {
     "bench": Command(_FILES, "compare the speed of this machine and of other programs", f"{_HERE}.bench.main"),
     "reference": Command(_FILES, "print all flags, JSON keys, metrics, events or exit codes",
                          f"{_HERE}.reference"),
+    "extensions": Command(_FILES, "list the extensions: flags, commands, origin", f"{_HERE}.extensions"),
     "completion": Command(_FILES, "print a script that completes command lines in bash or zsh",
                           f"{_HERE}.completion"),
 }
+COMMANDS |= commands()

@@ -17,11 +17,12 @@ from typing import Any
 
 from pretrain import __version__
 from pretrain.cli import path_text
-from pretrain.config.flags.arguments import FLAGS, NOTIFICATIONS, RunArguments
+from pretrain.config.flags.arguments import FLAGS, RunArguments
 from pretrain.config.plan import Plan
 from pretrain.distributed.device import Device
 from pretrain.distributed.requirements import requirements
 from pretrain.distributed.world import World
+from pretrain.extension import BUILT_IN, extensions
 
 # flags that one rank or one host uses; those of NOTIFICATIONS belong to rank 0, too
 OWN_FLAGS = ("note", "trackio", "peak_tflops", "deepspeed_log_level", "local_rank", "data_cache", "data_cache_gb",
@@ -49,17 +50,18 @@ def common_facts(program: str, world: World, device: Device, environ: Mapping[st
 def run_facts(plan: Plan, program: str, world: World, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return what the ranks of a run must have in common: settings first, which explain differences in the rest."""
     common = common_facts(program, world, plan.device, environ)
-    return {**common, **flag_facts(plan.args), **_texts(dict(_run_facts(plan)))}
+    others = {f"extension {each.name}": each.digest() for each in extensions() if each.origin != BUILT_IN}
+    return {**common, **flag_facts(plan.args), **_texts(others), **_texts(dict(_run_facts(plan)))}
 
 
 def flag_facts(args: RunArguments) -> dict[str, str]:
     """Return the flags that must be equal; of those that name a path, whether they are given."""
     facts: dict[str, Any] = {}
     for name, flag in FLAGS.items():
-        value = getattr(args, name)
+        value = args.value(name)
         if name in DATA_FLAGS or flag.parse is path_text:
             value = "given" if value else None
-        if name not in OWN_FLAGS and flag.group is not NOTIFICATIONS:
+        if name not in OWN_FLAGS and not flag.group.not_recorded:
             facts[f"--{name}"] = value
     return _texts(facts)
 

@@ -1,5 +1,6 @@
 """The training recipe beyond DeepSpeed's: clipping, terms of the loss, and the states that checkpoints keep."""
 
+import json
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from pretrain.engine.attachments import attachments
 from pretrain.engine.clipping import AdaptiveClipping, ValueClipping
 from pretrain.engine.steps import data_parallel_size, tensor_parallel_size
 from pretrain.engine.update_statistics import NoiseScale
+from pretrain.errors import ConfigError
 from pretrain.model.layers.moe import STATISTICS, RouterLosses, train_routers
 
 _LARGEST = "expert_load_max"  # over the layers; of the other statistics of routers the mean
@@ -35,6 +37,12 @@ def recipe_states(engine: DeepSpeedEngine) -> dict[str, Any]:
     """Return the states of all parts by name, for the manifest of a checkpoint. Synchronizes the device."""
     own = attachments(engine)
     states = {name: part.state() for name, part in own.keep_state.items()}
+    for name, state in states.items():
+        try:
+            json.dumps(state)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"callback {name}", problem=f"JSON cannot represent its state: {error}",
+                              remedy="return numbers, texts, lists and mappings of them") from None
     return {**own.unclaimed_states, **{name: state for name, state in states.items() if state}}
 
 

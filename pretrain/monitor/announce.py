@@ -14,7 +14,7 @@ from deepspeed.accelerator import get_accelerator
 
 from pretrain.cli import next_line
 from pretrain.config.expected_curve import target_record
-from pretrain.config.flags.arguments import FLAGS, NOTIFICATIONS
+from pretrain.config.flags.arguments import FLAGS
 from pretrain.config.layout import Layout
 from pretrain.config.plan import Plan
 from pretrain.data.data_spec import absolute_words
@@ -23,6 +23,7 @@ from pretrain.distributed.collectives import gather
 from pretrain.distributed.world import World
 from pretrain.engine.layer_times import layer_times_record
 from pretrain.errors import GUARD, GuardError, format_number
+from pretrain.extension import extensions
 from pretrain.model.config import ModelConfig
 from pretrain.model.kernels.cpu.choice import as_json, chosen
 from pretrain.model.partition import layer_costs, stage_bounds
@@ -106,6 +107,7 @@ def run_record(plan: Plan, hosts: Sequence[dict[str, Any]], *, first_step: int,
         "time": time.time(), "first_step": first_step,
         "command": command(), "environment": environment_variables(os.environ),
         "flags": _flags(plan),
+        "extensions": {each.name: each.origin for each in extensions() if each.is_used(plan.args)},
         "deepspeed_config": plan.ds_config, "given_deepspeed_config": plan.file.values,
         "schedule": asdict(plan.schedule) if plan.schedule else None,
         "origin": asdict(plan.origin) if plan.origin else None,
@@ -135,10 +137,10 @@ def _flags(plan: Plan) -> dict[str, Any]:
     Those that say who hears of the run are left out: a command may hold secrets, and repetitions must not send.
     """
     args = plan.args
-    flags = {**asdict(args), "tokenizer": args.tokenizer and absolute_tokenizer(args.tokenizer),
+    flags = {**args.values(), "tokenizer": args.tokenizer and absolute_tokenizer(args.tokenizer),
              **{name: absolute_words(getattr(args, name)) for name in _DATA_FLAGS}}
     return {name: plain(value) if isinstance(value, str) else value for name, value in flags.items()
-            if FLAGS[name].group is not NOTIFICATIONS}
+            if not FLAGS[name].group.not_recorded}
 
 
 def _parameters_text(model: ModelConfig) -> str:

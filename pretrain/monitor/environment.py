@@ -16,8 +16,9 @@ from typing import Any
 import psutil
 
 from pretrain import __version__
-from pretrain.config.flags.receivers import FOLLOWED
+from pretrain.config.flags.arguments import FLAGS
 from pretrain.distributed.device import cpu_name
+from pretrain.extension import OWNED
 from pretrain.remote import without_credentials
 
 _PACKAGES = ("torch", "deepspeed", "transformers", "sentencepiece")
@@ -26,7 +27,7 @@ _MORE_PACKAGES = ("tokenizers", "numpy", "safetensors", "accelerate", "triton", 
 # Variables that change results or speed. Others may hold secrets, and are not recorded.
 RECORDED_PREFIXES = ("NCCL_", "CUDA_", "OMP_", "DS_", "DEEPSPEED_", "PYTORCH_", "TORCH_", "GLOO_", "MKL_", "KMP_",
                      "CUBLAS_", "TRITON_", "UCX_", "MALLOC_", "TOKENIZERS_PARALLELISM")
-_NOT_RECORDED = ("DS_PRETRAIN_LAUNCHER", FOLLOWED)  # of the processes of one start
+_NOT_RECORDED = ("DS_PRETRAIN_LAUNCHER", OWNED)  # of the processes of one start
 _SECRETS = re.compile(r"TOKEN(?!IZERS)|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_?KEY", re.IGNORECASE)
 _LARGEST_DIFF = 2**20  # bytes
 _MOST_FILES = 100
@@ -84,12 +85,12 @@ def environment_variables(environ: Mapping[str, str]) -> dict[str, str]:
 def command() -> dict[str, Any]:
     """Return the command of this process, as the launcher started it, and its working directory.
 
-    The value of --notify_command is left out: it may hold secrets.
+    Values that may hold secrets are left out.
     """
     words = [sys.executable, *(word for word in sys.argv if not word.startswith("--local_rank"))]
     for at, word in enumerate(words):
         flag, equals, _ = word.partition("=")
-        if flag.replace("-", "_") == "__notify_command":
+        if flag.startswith("--") and (known := FLAGS.get(flag[2:].replace("-", "_"))) and known.is_secret:
             words[at:at + (1 if equals else 2)] = [f"{flag}=..."]
     return {"words": [without_credentials(word) for word in words], "directory": os.getcwd()}
 

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from pretrain.config.flags.arguments import FLAGS, RunArguments
+from pretrain.config.flags.arguments import DEFAULTS, FLAGS
 
 _REPEATED_FLAGS = """
     init_from train_data valid_data test_data blend_schedule split sample_order packing dataset_args first_sample
@@ -43,8 +43,8 @@ NEVER_REPEATED = {
                      "eval_tasks_interval"), "tasks may hold code, and are downloaded"),
     **dict.fromkeys(("data_cache", "data_cache_gb", "nvme_path"), "files are written there"),
     "checkpoint_mirror": "checkpoints are written there", "trackio": "it sends the metrics",
-    **dict.fromkeys(("notify", "notify_command", "notify_on", "notify_silence", "metrics_port", "metrics_address"),
-                    "it reports to others")}
+    "extension": "it is imported",
+    **{name: flag.group.not_recorded for name, flag in FLAGS.items() if flag.group.not_recorded}}
 
 # variables that change results or speed, and name neither files nor code nor hosts
 _REPEATED_VARIABLES = """
@@ -100,9 +100,8 @@ def left_out_flags(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _given(record: dict[str, Any]) -> dict[str, Any]:
-    defaults = {name: getattr(RunArguments, name, None) for name in FLAGS}
     return {name: value for name, value in record["flags"].items()
-            if name in FLAGS and value is not None and value is not False and value != defaults[name]}
+            if name in FLAGS and value is not None and value is not False and value != DEFAULTS[name]}
 
 
 def repeated_variables(record: dict[str, Any]) -> dict[str, str]:

@@ -37,7 +37,7 @@ class EarlyStopping(Callback):
         if self.is_over and run.step != run.plan.train_steps:
             run.event(EARLY_STOP, reason=self.reason(), best=self.best, best_step=self.best_step)
             run.screen.line(early_end_line(run.plan, run.step, self.reason()))
-            run.stop(EARLY_STOP)
+            run.stop(EARLY_STOP, is_done=True)
 
     def observe(self, step: int, loss: float) -> None:
         """Add the result of an evaluation. A loss that is NaN or infinite is not lower."""

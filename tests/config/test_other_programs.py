@@ -16,7 +16,7 @@ from pretrain.commands.translate.settings import Settings
 from pretrain.config.ds_json.check_keys import check_json_keys
 from pretrain.config.ds_json.read import DsFile
 from pretrain.config.ds_json.schema import TREE
-from pretrain.config.flags.arguments import RunArguments
+from pretrain.config.flags.arguments import FLAGS
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.config.other_programs import defaults_of, hint_for, hints
 from pretrain.errors import ConfigError
@@ -24,7 +24,6 @@ from tests.support.launch import ROOT
 from tests.support.rejection import rejection
 
 PROGRAMS = json.loads((ROOT / "tests/golden/other_programs.json").read_text(encoding="utf-8"))
-FLAGS = {field.name for field in dataclasses.fields(RunArguments)}
 EACH_PROGRAM = pytest.mark.parametrize("program", PROGRAMS)
 
 

@@ -3,7 +3,6 @@
 tests/distributed/checkpoint/test_steered_run.py runs such a script, and compares the losses.
 """
 
-import dataclasses
 import json
 import os
 import re
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 
 from pretrain.config.ds_json.schema import TREE
-from pretrain.config.flags.arguments import FLAGS, RunArguments
+from pretrain.config.flags.arguments import FLAGS
 from pretrain.monitor.repeat_command import command_of
 from pretrain.monitor.repeatable import (
     NEVER_REPEATED,
@@ -71,7 +70,7 @@ def test_each_flag_is_repeated_or_has_a_reason() -> None:
 
 def test_only_names_of_the_lists_are_repeated(tmp_path: Path, environ: dict[str, str]) -> None:
     """Each flag, a thousand variables and each block of the JSON have a value that is found again if it is repeated."""
-    marked = {field.name: f"MARK-{field.name}" for field in dataclasses.fields(RunArguments)}
+    marked = {name: f"MARK-{name}" for name in FLAGS}
     names = [f"{prefix}{name}" for prefix in ("NCCL_", "CUDA_", "OMP_", "DS_", "TORCH_", "PYTORCH_", "MALLOC_", "GLOO_",
                                               "UCX_", "TRITON_", "DEEPSPEED_", "PYTHON", "LD_")
              for name in ("EXTENSIONS_DIR", "NET_PLUGIN", "CACHE_DIR", "CONF", "PRELOAD", "PATH", "HOME", "TOPO_FILE",

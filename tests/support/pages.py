@@ -19,7 +19,8 @@ PAGES = [README, *(ROOT / name for name in (
     "tools/translate.md",
     "ds_configs/README.md", "ds_configs/recipe.md", "ds_configs/long_sequences.md", "ds_configs/pipelines.md",
     "ds_configs/parallelism.md", "ds_configs/claims.md",
-    "launch/README.md", "launch/unattended.md", "launch/slow_ranks.md", "launch/notify.md", "launch/right_results.md",
+    "launch/README.md", "launch/unattended.md", "launch/slow_ranks.md",
+    "pretrain/extensions/notify/README.md", "launch/right_results.md",
     "pretrain/README.md", "tests/README.md",
     ".github/CONTRIBUTING.md", ".github/SECURITY.md", ".github/CHANGELOG.md"))]
 

@@ -70,6 +70,7 @@ TOOLS: dict[str, list[str]] = {  # a valid command line of each program
     "find-lr": [word for name, value in RUN.items() for word in (f"--{name}", value)],
     "check-cluster": [],
     "doctor": [],
+    "extensions": [],
     "bench": [],
     "compare": ["--model", "gpt2", "--world_size", "8"],
     "checkpoint list": ["{world}/done"],

@@ -1,11 +1,10 @@
 """Wrong values for every flag of every program, and for every path that is read or written."""
 
 import argparse
-import dataclasses
 from collections.abc import Iterator
 
 from pretrain.cli import Number
-from pretrain.config.flags.arguments import FLAGS, RunArguments
+from pretrain.config.flags.arguments import FLAGS, TYPES
 from pretrain.config.flags.flag import tokens
 from tests.wrong_inputs.case import LONG, NUMBERS, TOOLS, Case, actions_of, main_of
 
@@ -41,7 +40,8 @@ def _wrong_values(program: str, action: argparse.Action, number: int) -> Iterato
         words = [*NUMBERS[number % 3::3], *(str(value + step) for value in limits for step in (-1, 1))]
         yield from (word for word in dict.fromkeys(words) if not _accepts(program, action, word))
     else:
-        yield from ("",) if action.dest in ("note", "notify_command") else ("", "~/x")  # these are any text
+        is_any_text = action.dest == "note" or (action.dest in FLAGS and FLAGS[action.dest].is_secret)
+        yield from ("",) if is_any_text else ("", "~/x")
 
 
 def _accepts(program: str, action: argparse.Action, word: str) -> bool:
@@ -57,12 +57,12 @@ def _accepts(program: str, action: argparse.Action, word: str) -> bool:
 def _yaml_cases() -> Iterator[Case]:
     """Yield each key of the YAML file with a value of another shape, and twice."""
     program = "pretrain/train.py"
-    for f in dataclasses.fields(RunArguments):
-        nested = "[[1]]" if "list" in str(f.type) else "[1]"
-        for what, text, culprit in (("list", nested, f.name), ("mapping", "{a: 1}", f.name),
-                                    ("twice", f"1\n\n{f.name}: 1", f"in.yaml:3: {f.name}")):
-            yield Case(f"yaml {f.name}: {what}", program, ("--config", "{world}/in.yaml"), culprit,
-                       (("in.yaml", f"{f.name}: {text}\n".encode()),))
+    for name, kind in TYPES.items():
+        nested = "[[1]]" if "list" in str(kind) else "[1]"
+        for what, text, culprit in (("list", nested, name), ("mapping", "{a: 1}", name),
+                                    ("twice", f"1\n\n{name}: 1", f"in.yaml:3: {name}")):
+            yield Case(f"yaml {name}: {what}", program, ("--config", "{world}/in.yaml"), culprit,
+                       (("in.yaml", f"{name}: {text}\n".encode()),))
 
 
 def _before_end(right: list[str], words: list[str]) -> tuple[str, ...]:

@@ -32,4 +32,4 @@ class ReplayedSteps(Callback):
 
     def after_step(self, run: Run, result: StepResult) -> None:
         if run.step == self._replay.step:
-            run.stop(REPLAYED, save=False)
+            run.stop(REPLAYED, save=False, is_done=True)

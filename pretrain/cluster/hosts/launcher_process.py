@@ -15,7 +15,7 @@ import psutil
 from pretrain.checkpoint.save.background import WRITER_MODULE
 from pretrain.cli import say
 from pretrain.cluster.hosts.probe import can_save, command_line
-from pretrain.monitor.follow.start import FOLLOWER_MODULE
+from pretrain.extension import BUILT_IN_EXTENSIONS
 from pretrain.resilience.signals import LAST_SIGNAL, SIGNALS, SignalCount, describe
 
 _PR_SET_CHILD_SUBREAPER = 36  # option of prctl(2)
@@ -112,7 +112,8 @@ def reap_orphans(launcher: int) -> None:
 
 def descendants() -> list[psutil.Process]:
     """Return all descendants of this process except those that end by themselves: checkpoint writers after their save,
-    and the follower of the run.
+    and processes that extensions have started.
     """
     return [process for process in psutil.Process().children(recursive=True)
-            if not {WRITER_MODULE, FOLLOWER_MODULE} & set(command_line(process))]
+            if not any(word == WRITER_MODULE or word.startswith(f"{BUILT_IN_EXTENSIONS}.")
+                       for word in command_line(process))]

@@ -39,7 +39,7 @@ from pretrain.cluster.supervise.patient_reads import read_patiently
 from pretrain.cluster.supervise.slow_hosts import record_start
 from pretrain.cluster.supervise.supervisor_files import RestartLog, StartRecord, SupervisorLock, rank_0_on_this_host
 from pretrain.errors import CRASHED, FINISHED, NO_RESTART, STOPPED, ConfigError, counted
-from pretrain.monitor.follow.start import SUPERVISOR, followed
+from pretrain.extension import SUPERVISOR, around_run
 from pretrain.paths import STOP_FILE
 from pretrain.resilience.run_lock import find_owner, reject_second_start, release_of_dead_owner
 from pretrain.resilience.signals import describe
@@ -70,7 +70,7 @@ def supervise(settings: SupervisorSettings, print_line: PrintLine) -> int:
     become_subreaper()
     args = read_patiently(settings.run, lambda: launch_command.run_arguments(settings.command, settings.run),
                           otherwise=None)
-    with followed(args, SUPERVISOR), SignalRecorder() as signals:
+    with around_run(args, SUPERVISOR), SignalRecorder() as signals:
         try:
             code, outcome = _restart_until_done(settings, lock, log, signals, print_line)
         except ConfigError as error:

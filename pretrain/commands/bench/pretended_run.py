@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,7 @@ def _start_record(plan: Plan, size: int) -> dict[str, Any]:
     hosts = [{"host": f"host-{number:05d}", "cpu": "AMD EPYC 9654 96-Core Processor", "cores": 192, "ranks": 8,
               "memory_bytes": 2**40, "gpus": [{"name": "NVIDIA H100 80GB HBM3", "memory_bytes": 85 * 10**9}] * 8}
              for number in range(size // RANKS_PER_HOST)]
-    flags = json.loads(json.dumps(asdict(plan.args), default=str))
+    flags = json.loads(json.dumps(plan.args.values(), default=str))
     return {"first_step": 0, "flags": flags, "hosts": [each["host"] for each in hosts], "hardware": hosts,
             "data": {name: dataset.fingerprint for name, dataset in plan.datasets.items()}}
 

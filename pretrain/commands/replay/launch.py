@@ -30,8 +30,7 @@ _CHANGED: dict[str, Any] = {
 _REMOVED = ("eval_tasks", "eval_tasks_folder", "eval_tasks_fewshot", "eval_tasks_limit", "eval_tasks_interval",
             "show_predictions", "trackio", "note", "expected_curve", "sanity_check", "profile_steps", "profile_ranks",
             "pipeline_timeline", "memory_snapshot", "async_save", "save_busy", "keep_checkpoints", "keep_every",
-            "keep_best", "exit_step", "exit_after_minutes", "early_stopping_min_delta", "notify", "notify_command",
-            "metrics_port", "metrics_address", "recompute_interval")
+            "keep_best", "exit_step", "exit_after_minutes", "early_stopping_min_delta", "recompute_interval")
 _OF_LAYOUT = ("micro_batch_size", "gradient_accumulation_steps", "global_batch_size", "precision", "nvme_path")
 _LINES_OF_LOG = 12
 

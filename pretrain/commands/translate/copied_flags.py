@@ -1,16 +1,15 @@
 """Flags that have one counterpart in another program: their values, converted as other_programs.yaml says."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 from pretrain.commands.translate.result import Result
 from pretrain.commands.translate.settings import Settings, as_number
-from pretrain.config.flags.arguments import FLAGS, RunArguments
+from pretrain.config.flags.arguments import DEFAULTS, FLAGS, TYPES
 from pretrain.config.other_programs import conversion_for, names_for
 from pretrain.errors import ConfigError
 
-_KINDS = {each.name: (each.type, *get_args(each.type)) for each in dataclasses.fields(RunArguments)}
+_KINDS = {name: (kind, *get_args(kind)) for name, kind in TYPES.items()}
 # flags whose values other parts compute, from several settings or from words that are no values here
 _COMPUTED = frozenset("""
     deepspeed_config model model_overrides init_from train_data valid_data test_data blend_schedule sample_order packing
@@ -55,8 +54,7 @@ def copy_flags(settings: Settings, result: Result, *, without: Sequence[str] = (
         if not name or flag in without or flag in result.run:
             continue
         value = _value(settings, name, flag)
-        is_default = value is None or (not given and value == FLAGS[flag].unset) or value == getattr(
-            RunArguments, flag, None)
+        is_default = value is None or (not given and value == FLAGS[flag].unset) or value == DEFAULTS[flag]
         if is_default and name in given:
             result.used(f"{flag}: {_shown(value)}, the default", name)
         elif not is_default:

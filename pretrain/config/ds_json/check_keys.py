@@ -1,6 +1,5 @@
 """Validate each key of a DeepSpeed JSON by itself, and leave out the keys that never have an effect here."""
 
-import dataclasses
 import json
 import math
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from pretrain.config.ds_json.optimizers import (
 )
 from pretrain.config.ds_json.read import DsFile
 from pretrain.config.ds_json.schema import BLOCKS_WITH_DEFAULTS, OLD_OFFLOAD, REMOVED, TREE, UNREAD, Key, Tree
-from pretrain.config.flags.arguments import RunArguments
+from pretrain.config.flags.arguments import FLAGS
 from pretrain.config.other_programs import MATTERS, NO_EFFECT, degree_for, hint_for, without_counterpart
 from pretrain.distributed.deepspeed_version import INSTALL, deepspeed_version, is_at_least
 from pretrain.errors import ConfigError, closest
@@ -31,7 +30,7 @@ _OTHER_NAMES = {"learning_rate": "lr", "epsilon": "eps", "beta1": "betas", "beta
                 "warmup_steps": "warmup_num_steps", "total_steps": "total_num_steps",
                 "sequence_parallel": "sequence_parallel_size", "profiler": "flops_profiler"}
 _COMMENTS = ("comment", "comments", "description", "note", "notes")
-_RUN_FLAGS = {field.name for field in dataclasses.fields(RunArguments)}
+_RUN_FLAGS = FLAGS.keys()
 _KINDS = {"bool": "true or false", "int": "a whole number", "number": "a number", "str": "a string",
           "list": "a list of strings", "pair": "a list of two numbers", "interval": "a number"}
 _TOO_LARGE = 2**63  # DeepSpeed and torch store 64-bit integers

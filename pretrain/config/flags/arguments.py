@@ -6,12 +6,17 @@ the group AUTO: these flags fill keys that the JSON leaves out or sets to "auto"
 
 import argparse
 import dataclasses
+import typing
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from pretrain.cli import LONGEST_SECONDS, path_text
 from pretrain.config.flags.flag import Flag, Group, tokens
 from pretrain.config.schedule import DECAY_SHAPES, KINDS, LR_SCALINGS
 from pretrain.data.data_spec import DataSpec, parse_data_spec
+from pretrain.errors import ConfigError
+from pretrain.extension import Extension, for_each_extension, types_of
 from pretrain.model.init_methods import INIT_METHODS
 from pretrain.model.recompute import PARTS
 
@@ -30,8 +35,6 @@ OVERRIDES = {
     "samples": "which samples are left out, or read in another order",
     "seed": "the seed of data order and dropout",
 }
-NOTIFY_KINDS = ("start", "restart", "end", "crash", "hang", "no_progress", "spike", "rollback", "off_curve",
-                "slow_rank", "corruption", "save_failed")
 LONGEST_NOTE = 2000  # characters
 TASK_FLAGS = ("eval_tasks", "eval_tasks_folder", "eval_tasks_fewshot", "eval_tasks_limit", "eval_tasks_interval")
 _SHORTEST_SPIKE_WINDOW = 16  # steps; fewer give no usual deviation
@@ -47,15 +50,16 @@ MEASUREMENTS = Group("checks, measurements and profiles")
 CHECKPOINTS = Group("checkpoints")
 CHANGES = Group("changes of a run")
 FAILURES = Group("when something goes wrong")
-NOTIFICATIONS = Group("messages and metrics for others")
 AUTO = Group('values for "auto"', 'Each fills a key that the DeepSpeed JSON leaves out or at "auto", and is rejected '
                                   'where the JSON has another value. The default is that of "auto".')
 SPEED = Group("speed, memory and debugging")
 
+_Settings = TypeVar("_Settings")
+
 
 @dataclass(frozen=True)
 class RunArguments:
-    """All flags of a run, in the order of --help."""
+    """All flags of a run, in the order of --help; those of extensions follow in `extensions`."""
 
     deepspeed_config: str = MODEL.flag(
         "", 'DeepSpeed JSON file; comments and "auto" values are allowed', parse=path_text, metavar="FILE",
@@ -75,6 +79,9 @@ class RunArguments:
     save: str = MODEL.flag(
         "", "run folder: checkpoints, metrics.jsonl, run.json, events.jsonl", parse=path_text, metavar="RUN",
         unset="required")
+    extension: list[str] | None = MODEL.flag(  # noqa: RUF009
+        None, "load an extension of your own code, with flags, callbacks or subcommands; several are separated by "
+        "spaces; `ds-pretrain extensions` lists those that are installed", metavar="my_module:EXTENSION")
 
     train_data: list[str] | str = DATA.flag(  # noqa: RUF009
         "", "prefix of the .bin/.idx pair to train on; several prefixes are blended: WEIGHT PREFIX WEIGHT PREFIX ..., "
@@ -352,25 +359,6 @@ class RunArguments:
     allow_other_data: bool = FAILURES.flag(
         False, "the same as --override data: resume although --train_data or --tokenizer is not that of the checkpoint")
 
-    notify: list[str] | None = NOTIFICATIONS.flag(  # noqa: RUF009
-        None, "send messages about the run: names of environment variables that hold URLs of apprise, such as slack:// "
-        "or mailto://, several in one separated by spaces; needs the package apprise", metavar="VARIABLE")
-    notify_command: str | None = NOTIFICATIONS.flag(
-        None, "shell command that gets each message on stdin, and DS_PRETRAIN_EVENT, DS_PRETRAIN_RUN and "
-        "DS_PRETRAIN_STEP in its environment", metavar="COMMAND")
-    notify_on: list[str] | None = NOTIFICATIONS.flag(  # noqa: RUF009
-        None, f"kinds of messages: {', '.join(NOTIFY_KINDS)}; several are separated by commas", metavar="KIND,...",
-        unset="all")
-    notify_silence: float | None = NOTIFICATIONS.flag(
-        None, "minutes without a new row of metrics.jsonl or events.jsonl until no_progress is sent", above=0,
-        high=LONGEST_SECONDS / 60, unset="30")
-    metrics_port: int | None = NOTIFICATIONS.flag(
-        None, "serve the metrics of the run for Prometheus at http://127.0.0.1:PORT/metrics; needs the package "
-        "prometheus-client", low=1, high=2**16 - 1, metavar="PORT")
-    metrics_address: str | None = NOTIFICATIONS.flag(
-        None, "address of this host at which other hosts reach --metrics_port, such as 0.0.0.0 or ::, for all "
-        "addresses; there is no password", metavar="ADDRESS", unset="127.0.0.1")
-
     micro_batch_size: int | None = AUTO.flag(
         None, "train_micro_batch_size_per_gpu, samples", low=1, unset=1)
     gradient_accumulation_steps: int | None = AUTO.flag(
@@ -426,9 +414,50 @@ class RunArguments:
         default=None, metadata={"flag": Flag(CHANGES, argparse.SUPPRESS, parse=path_text)})
     local_rank: int = dataclasses.field(  # set by DeepSpeed's launcher
         default=-1, metadata={"flag": Flag(SPEED, argparse.SUPPRESS)})
+    extensions: dict[str, Any] = dataclasses.field(default_factory=dict)  # flags of extensions that are given: values
+
+    def of(self, settings: type[_Settings]) -> _Settings:
+        """Return the settings of an extension, a dataclass whose fields are its flags."""
+        names = {each.name for each in dataclasses.fields(settings)}  # type: ignore[arg-type]
+        return settings(**{name: value for name, value in self.extensions.items() if name in names})
+
+    def value(self, name: str) -> Any:
+        """Return the value of any flag."""
+        return getattr(self, name) if name in _CORE else self.extensions.get(name, DEFAULTS[name])
+
+    def values(self) -> dict[str, Any]:
+        """Return the values of all flags by name."""
+        return {name: self.value(name) for name in FLAGS}
 
 
-FLAGS: dict[str, Flag] = {field.name: field.metadata["flag"] for field in dataclasses.fields(RunArguments)}
+def arguments_of(values: Mapping[str, Any]) -> RunArguments:
+    """Return the arguments with these values of flags, of the core and of extensions."""
+    return RunArguments(**{name: value for name, value in values.items() if name in _CORE},
+                        extensions={name: value for name, value in values.items() if name not in _CORE})
+
+
+_CORE = [field.name for field in dataclasses.fields(RunArguments) if "flag" in field.metadata]
+FLAGS: dict[str, Flag] = {}  # of the core, then of the extensions
+TYPES: dict[str, Any] = {}
+DEFAULTS: dict[str, Any] = {}
+
+
+def _declare(fields: Iterable["dataclasses.Field[Any]"], types: Mapping[str, Any]) -> None:
+    for field in fields:
+        if "flag" in field.metadata:
+            FLAGS[field.name], TYPES[field.name] = field.metadata["flag"], types[field.name]
+            DEFAULTS[field.name] = field.default
+
+
+def _declare_extension(extension: Extension) -> None:
+    if both := sorted(extension.flags.keys() & set(_CORE)):
+        raise ConfigError(f"extension {extension.name}", problem=f"a run has a flag --{both[0]} already",
+                          remedy="give the extension's flag another name")
+    _declare(extension.flags.values(), types_of(extension))
+
+
+_declare(dataclasses.fields(RunArguments), typing.get_type_hints(RunArguments))
+for_each_extension(_declare_extension)
 
 
 def data_spec(args: RunArguments) -> DataSpec:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from pretrain.config.flags.arguments import FLAGS, LONGEST_NOTE, TASK_FLAGS, RunArguments
 from pretrain.config.flags.overrides import named_overrides
-from pretrain.config.flags.receivers import check_receivers
 from pretrain.config.schedule import FIELD_OF_FLAG, KINDS
 from pretrain.errors import ConfigError, shorten
+from pretrain.extension import check_extensions
 from pretrain.paths import RUN_FILES, check_folder, check_outside_runs
 from pretrain.remote import check_protocol, is_url
 
@@ -17,7 +17,7 @@ from pretrain.remote import check_protocol, is_url
 def check_flags(args: RunArguments) -> None:
     """Raise ConfigError for values out of range, unknown choices, and flags without an effect."""
     for name, flag in FLAGS.items():
-        flag.check(name, getattr(args, name))
+        flag.check(name, args.value(name))
     if args.label_smoothing == 1:
         raise ConfigError("--label_smoothing", found=1, expected="below 1: with 1, the labels have no effect")
     for name in ("step_timeout", "first_step_timeout"):
@@ -33,7 +33,7 @@ def check_flags(args: RunArguments) -> None:
         from pretrain.data.samples.read_order import read_order  # imports numpy
 
         read_order(args.skip_samples, args.reorder_samples, args.first_sample)
-    check_receivers(args)
+    check_extensions(args)
     if args.order_samples is not None and args.sample_order == "shuffled":
         raise ConfigError("--order_samples", found=f"{args.order_samples} with --sample_order shuffled",
                           expected="no value", remedy="the default order does not depend on a number of samples")

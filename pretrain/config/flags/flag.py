@@ -30,6 +30,7 @@ class Flag:
     unset: Any = "none"  # default that a missing value gets elsewhere, or words about it
     other_name: str | None = None  # second name, not in --help
     override: str | None = None  # name of --override that allows another value than that in a checkpoint
+    is_secret: bool = False  # the value is left out of the command that run.json records
 
     def check(self, name: str, value: Any) -> None:
         """Raise ConfigError for a number out of range, and for a word that is not one of the choices."""
@@ -58,6 +59,8 @@ class Group:
 
     title: str
     description: str | None = None
+    # why its flags are not recorded in run.json, compared between ranks, or repeated from a record; "": they are
+    not_recorded: str = ""
 
     def flag(self, default: Any, help: str, *, unset: object = "none", **declared: Any) -> Any:
         """Return a dataclass field for a flag of this group. `unset` is shown as the default if there is none.

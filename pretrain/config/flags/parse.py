@@ -1,20 +1,22 @@
 """Parse the flags of a run (`ds-pretrain train`), which are also the keys of its YAML file."""
 
 import argparse
-import dataclasses
 import functools
+import itertools
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 import yaml
 
 from pretrain.cli import Parser, text, unknown_flag
-from pretrain.config.flags.arguments import FLAGS, RunArguments, data_spec
+from pretrain.config.flags.arguments import FLAGS, TYPES, RunArguments, arguments_of, data_spec
 from pretrain.config.other_programs import hint_for
 from pretrain.errors import ConfigError, shorten
+from pretrain.extension import activate
 from pretrain.stored_json import read_settings
 
 _USAGE = """ds-pretrain --deepspeed_config FILE --model NAME --train_data PREFIX
@@ -23,8 +25,6 @@ _USAGE = """ds-pretrain --deepspeed_config FILE --model NAME --train_data PREFIX
 _DESCRIPTION = ("Pretrain a GPT-style model. Every flag is also a key of the YAML file that --config names; flags on "
                 "the command line win. --seq-length is --seq_length.")
 _JSON = "a DeepSpeed JSON is the value of --deepspeed_config, and --config names a YAML of flags"
-# name of a flag -> its type and the parts of that: int | None, int, NoneType
-_KINDS = {field.name: (field.type, *get_args(field.type)) for field in dataclasses.fields(RunArguments)}
 _OTHER_NAMES = {flag.other_name: name for name, flag in FLAGS.items() if flag.other_name}
 
 
@@ -50,9 +50,14 @@ def _truth(word: str) -> bool:
     raise argparse.ArgumentTypeError(f"found {shorten(word)!r}; expected true or false")
 
 
+def _kinds(name: str) -> tuple[Any, ...]:
+    """Return the type of a flag, and the parts of that: int | None, int, NoneType. Empty for an unknown name."""
+    return (TYPES[name], *get_args(TYPES[name])) if name in TYPES else ()
+
+
 def _options(name: str) -> dict[str, Any]:
     """Return the options of `add_argument` for a flag."""
-    flag, kinds = FLAGS[name], _KINDS[name]
+    flag, kinds = FLAGS[name], _kinds(name)
     if bool in kinds:
         return {"type": _truth, "nargs": "?", "const": True}
     if list[str] in kinds:
@@ -148,7 +153,7 @@ def _yaml_value(loader: yaml.SafeLoader, path: str, key: yaml.Node, value: yaml.
 
     For text flags, `no` and 0123 keep their spelling.
     """
-    where, kinds = f"{path}:{key.start_mark.line + 1}: {key.value}", _KINDS.get(flag_name(str(key.value)), ())
+    where, kinds = f"{path}:{key.start_mark.line + 1}: {key.value}", _kinds(flag_name(str(key.value)))
     if list[str] in kinds and isinstance(value, yaml.SequenceNode):
         return _yaml_list(where, value)
     if not isinstance(value, yaml.ScalarNode):
@@ -209,12 +214,35 @@ def _check_folder(config: str, values: argparse.Namespace) -> None:
                               f"{file} exists only in {folder}", remedy=f"change to it: cd {shlex.quote(str(folder))}")
 
 
+def activate_extensions(words: Sequence[str]) -> None:
+    """Activate the extensions that --extension names in these words, or in the YAML that they name."""
+    named, files = _values_of("--extension", words), _values_of("--config", words)
+    if not named and len(files) == 1:
+        _, found = read_yaml(files[0]).get("extension", (0, []))
+        named = [found] if isinstance(found, str) else found
+    for spec in named:
+        activate(spec)
+    if named:
+        run_parser.cache_clear()
+
+
+def _values_of(flag: str, words: Sequence[str]) -> list[str]:
+    """Return the values of a flag in words of which the parser does not know all flags yet."""
+    found: list[str] = []
+    for at, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name == flag:
+            found += [value] if equals else itertools.takewhile(lambda each: not each.startswith("--"), words[at + 1:])
+    return found
+
+
 def parse_arguments(argv: list[str] | None = None, *, from_here: bool = True) -> RunArguments:
     """Parse the flags and the `--config` YAML file; flags win. Raises ConfigError; `--help` exits with 0.
 
     Ranges and choices are checked later, by `check_flags`. `from_here`: relative paths begin in the current folder.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    activate_extensions(words)
     parser = run_parser()
     namespace, unknown = parser.parse_known_args(words)
     files = namespace.config
@@ -228,6 +256,6 @@ def parse_arguments(argv: list[str] | None = None, *, from_here: bool = True) ->
         flags = [word for word in unknown if word.startswith("--")][:8] or unknown[:1]
         lines = [str(unknown_flag(word, ["--config", *(f"--{name}" for name in FLAGS)], hint_for)) for word in flags]
         raise ConfigError.from_line(" ".join(lines))
-    args = RunArguments(**{name: value for name, value in vars(namespace).items() if name != "config"})
+    args = arguments_of({name: value for name, value in vars(namespace).items() if name != "config"})
     data_spec(args)
     return args

@@ -1,6 +1,6 @@
 """The process that follows a run (see `start.py`).
 
-    python pretrain/child.py pretrain.monitor.follow.follower   (first line of stdin: a request of `start.py`, as JSON)
+    python pretrain/child.py pretrain.extensions.notify.follower     (first line of stdin: a request, as JSON)
 
 The pipe is also how its owner reports the end of the run: a line of JSON, or none if the owner was killed.
 """
@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.cli import say
-from pretrain.config.flags.arguments import RunArguments
-from pretrain.config.flags.receivers import LOOPBACK, kinds_to_send, read_urls, silence_apprise
 from pretrain.errors import format_number
-from pretrain.monitor.follow.messages import Message, RunState
-from pretrain.monitor.follow.metrics_server import serve
-from pretrain.monitor.follow.send import Grouping, Send, Senders, apprise_sender, command_sender
-from pretrain.monitor.follow.start import CLOSE_S, FILES, SUPERVISOR
+from pretrain.extension import SUPERVISOR
+from pretrain.extensions.notify.extension import Notify
+from pretrain.extensions.notify.messages import Message, RunState
+from pretrain.extensions.notify.metrics_server import serve
+from pretrain.extensions.notify.receivers import LOOPBACK, kinds_to_send, read_urls, silence_apprise
+from pretrain.extensions.notify.send import Grouping, Send, Senders, apprise_sender, command_sender
+from pretrain.extensions.notify.start import CLOSE_S, FILES
 from pretrain.monitor.tail import Tail
 
 _POLL_S = 0.5
@@ -37,17 +38,17 @@ _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal
 class Follower:
     """Follows one run. `send` gets each message that is not grouped."""
 
-    args: RunArguments
+    run: Path
+    flags: Notify
     owner: str
     sizes: dict[str, int]  # file of FILES -> bytes before this start
     send: Callable[[Message], None]
     grouping: Grouping = field(default_factory=Grouping)
 
     def __post_init__(self) -> None:
-        run = Path(self.args.save)
-        self.state, self._kinds = RunState(run), kinds_to_send(self.args)
-        self._files = [Tail(run / name, self.sizes[name]) for name in FILES]
-        self._silence_s = (self.args.notify_silence or _SILENCE_MINUTES) * 60
+        self.state, self._kinds = RunState(self.run), kinds_to_send(self.flags)
+        self._files = [Tail(self.run / name, self.sizes[name]) for name in FILES]
+        self._silence_s = (self.flags.notify_silence or _SILENCE_MINUTES) * 60
         self._last_row, self._is_silent, self._told_end = time.monotonic(), False, False
         self._spike_step: object = None
         self.state.read_record()
@@ -101,18 +102,18 @@ class Follower:
 def follow(request: dict[str, Any]) -> None:
     """Follow the run until its owner reports its end, or ends."""
     silence_apprise()
-    args = RunArguments(**request["args"])
+    flags = Notify(**request["flags"])
     receivers: dict[str, Send] = {f"--notify {name}": apprise_sender(urls)
-                                  for name, urls in read_urls(args, os.environ).items()}
-    if args.notify_command:
-        receivers["--notify_command"] = command_sender(args.notify_command, request["directory"])
+                                  for name, urls in read_urls(flags, os.environ).items()}
+    if flags.notify_command:
+        receivers["--notify_command"] = command_sender(flags.notify_command, request["directory"])
     senders = Senders(receivers)
-    follower, server = Follower(args, request["owner"], request["sizes"], senders.send), None
-    if args.metrics_port:
+    follower, server = Follower(Path(request["run"]), flags, request["owner"], request["sizes"], senders.send), None
+    if flags.metrics_port:
         try:
-            server = serve(follower.state, args.metrics_port, args.metrics_address or LOOPBACK)
+            server = serve(follower.state, flags.metrics_port, flags.metrics_address or LOOPBACK)
         except OSError as error:  # another program took the port since it was checked
-            say(f"warning: --metrics_port {args.metrics_port}: {error.strerror}; the run has no metrics there")
+            say(f"warning: --metrics_port {flags.metrics_port}: {error.strerror}; the run has no metrics there")
     owner, report = os.getppid(), None
     while os.getppid() == owner:
         if select.select([sys.stdin], [], [], _POLL_S)[0]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 
 from pretrain.monitor.repeat_command import command_of
-from tests.monitor.test_follow import scrape
+from tests.extensions.notify.test_follow import scrape
 from tests.support.cases import config, flags
 from tests.support.launch import WORKERS, free_port, rank_environment
 from tests.support.receivers import SECRET, receivers
@@ -62,7 +62,7 @@ def test_a_supervised_run_tells_what_happens_and_keeps_its_secrets(corpus: str, 
     (newest,) = json.loads((run / "run.json").read_text())[-1:]
     assert SECRET not in command_of(newest, run)
     processes = (tmp_path / "processes").read_text()
-    assert "pretrain.monitor.follow.follower" in processes
+    assert "pretrain.extensions.notify.follower" in processes
     assert server.url("good")[:30] not in processes
     for path in [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "processes"]:
         assert SECRET.encode() not in path.read_bytes(), path

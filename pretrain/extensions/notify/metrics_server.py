@@ -7,7 +7,7 @@ null, such as a NaN, is left out.
 from collections.abc import Iterator
 from typing import Any
 
-from pretrain.monitor.follow.messages import RunState
+from pretrain.extensions.notify.messages import RunState
 from pretrain.monitor.read_run_folder import is_number
 from pretrain.monitor.rows import EVALUATION_ROW, OPTIONAL_KEYS, TRAINING_ROW
 

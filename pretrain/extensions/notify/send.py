@@ -11,7 +11,7 @@ from typing import Any
 
 from pretrain.cli import say
 from pretrain.daemon_threads import DaemonThreads
-from pretrain.monitor.follow.messages import Message
+from pretrain.extensions.notify.messages import Message
 
 GROUPED_S = 600.0  # after a message, others of its kind are counted for this time
 _COMMAND_S = "30"

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pretrain.config.flags.arguments import NOTIFY_KINDS
 from pretrain.errors import FINISHED, GUARD, INTERRUPTED, REJECTED, STOPPED, counted, shorten
+from pretrain.extensions.notify.extension import KINDS
 from pretrain.monitor.rows import EVENTS
 from pretrain.stored_json import read_json
 
@@ -23,7 +23,7 @@ _LAYOUT = ("world_size", "zero_stage", "precision")
 class Message:
     """A message for people."""
 
-    kind: str  # one of NOTIFY_KINDS
+    kind: str  # one of KINDS
     run: Path
     headline: str
     lines: tuple[str, ...] = ()
@@ -90,7 +90,7 @@ class RunState:
             kind, headline = ("restart", f"trains again from step {step}") if again else ("start", "trains")
             return self.message(kind, headline, f"{row.get('world_size')} ranks", step=step)
         kind = _KIND_OF_EVENT.get(event, event)
-        if kind not in NOTIFY_KINDS or row.get("finding") == "off":
+        if kind not in KINDS or row.get("finding") == "off":
             return None
         if kind == "end":
             finished = reason == "finished"

@@ -15,13 +15,15 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pretrain.config.flags.arguments import NOTIFY_KINDS, RunArguments
-from pretrain.config.flags.receivers import check_port, check_receivers
+from pretrain.config.flags.arguments import RunArguments
 from pretrain.errors import ConfigError
-from pretrain.monitor.follow.messages import RunState
-from pretrain.monitor.follow.metrics_server import metric_names
-from pretrain.monitor.follow.send import GROUPED_S, Grouping
-from pretrain.monitor.follow.start import LAUNCHER, RANK_0, followed
+from pretrain.extension import LAUNCHER, RANK_0, around_run
+from pretrain.extensions.notify.extension import KINDS, Notify
+from pretrain.extensions.notify.messages import RunState
+from pretrain.extensions.notify.metrics_server import metric_names
+from pretrain.extensions.notify.receivers import check_port, check_receivers
+from pretrain.extensions.notify.send import GROUPED_S, Grouping
+from pretrain.extensions.notify.start import followed
 from pretrain.monitor.rows import EVENTS
 from pretrain.shipped import find_template
 from tests.support.launch import ROOT, free_port
@@ -31,6 +33,11 @@ from tests.support.supervised import wait_until
 
 RECORD = {"hardware": [{"host": "node1"}], "train_steps": 100, "flags": {"model": "gpt2"},
           "layout": {"world_size": 8, "zero_stage": 2, "precision": "bf16"}}
+
+
+def given(run: Path, **flags: Any) -> RunArguments:
+    """Return the arguments of a run with these flags of the extension."""
+    return RunArguments(save=str(run), extensions=flags)
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +92,9 @@ def test_kinds_and_events_exist() -> None:
     state = RunState(Path("runs/first"))
     messages = [state.message_of_event(event(name, step, world_size=4)) for name in EVENTS for step in (0, 7)]
     kinds = {message.kind for message in messages if message is not None}
-    assert kinds | {"crash", "no_progress"} == set(NOTIFY_KINDS)
-    page = (ROOT / "launch" / "notify.md").read_text()
-    assert [kind for kind in NOTIFY_KINDS if f"`{kind}`" not in page] == []
+    assert kinds | {"crash", "no_progress"} == set(KINDS)
+    page = (ROOT / "pretrain/extensions/notify/README.md").read_text()
+    assert [kind for kind in KINDS if f"`{kind}`" not in page] == []
     slow = state.message_of_event(event("slow_rank_over", 7, "rank 3 (host node2) is as fast as the others again"))
     assert slow is not None
     assert (slow.kind, slow.title, slow.lines[0][:6]) == ("slow_rank", "first: slow rank over at step 7", "rank 3")
@@ -98,10 +105,9 @@ def test_a_run_that_crashes(run: Path, server: Receivers, capfd: pytest.CaptureF
                             monkeypatch: pytest.MonkeyPatch) -> None:
     """Receivers that fail are one warning each, and the good one gets everything in its order."""
     monkeypatch.setenv("BAD", " ".join(server.url(name) for name in ("error", "close", "refused")))
-    args = RunArguments(save=str(run), notify=["GOOD", "$BAD"],
-                        notify_command=f"cat > {run}/$DS_PRETRAIN_EVENT; exit 3")
+    args = given(run, notify=["GOOD", "$BAD"], notify_command=f"cat > {run}/$DS_PRETRAIN_EVENT; exit 3")
     append(run, "events.jsonl", event("spike", 1))  # of an earlier start
-    with followed(args, RANK_0, active=False):  # as the other ranks do
+    with around_run(args, RANK_0, active=False):  # as the other ranks do
         assert not {"GOOD", "BAD"} & os.environ.keys()
     with contextlib.suppress(RuntimeError), followed(args, RANK_0):
         append(run, "events.jsonl", event("start", 0, world_size=8))
@@ -129,7 +135,7 @@ def test_a_run_that_crashes(run: Path, server: Receivers, capfd: pytest.CaptureF
 ])
 def test_how_a_run_ends(owner: str, rows: list[dict[str, Any]], code: int, titles: list[str],
                         run: Path, server: Receivers) -> None:
-    with followed(RunArguments(save=str(run), notify=["GOOD"]), owner) as report:
+    with followed(given(run, notify=["GOOD"]), owner) as report:
         append(run, "events.jsonl", *rows)
         report(code)
     assert server.titles() == [f"first: {title}" for title in titles]
@@ -139,9 +145,10 @@ def test_the_owner_is_killed_and_before_that_nothing_happens_for_long(run: Path,
     """The next start may need the port before the last message has been sent to a receiver that does not answer."""
     port = free_port()
     script = ("import sys, time; from pretrain.config.flags.arguments import RunArguments; "
-              "from pretrain.monitor.follow.start import followed\n"
-              f"with followed(RunArguments(save={str(run)!r}, notify=['GOOD', 'SLOW'], notify_silence=0.01, "
-              f"notify_on=['no_progress,crash'], metrics_port={port}), 'ds-pretrain'): time.sleep(900)")
+              "from pretrain.extensions.notify.start import followed\n"
+              f"with followed(RunArguments(save={str(run)!r}, extensions=dict(notify=['GOOD', 'SLOW'], "
+              f"notify_silence=0.01, notify_on=['no_progress,crash'], metrics_port={port})), 'ds-pretrain'): "
+              "time.sleep(900)")
     owner = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": str(ROOT),
                                                                   "SLOW": server.url("slow")})
     wait_until(lambda: len(server.messages) == 1)
@@ -150,7 +157,7 @@ def test_the_owner_is_killed_and_before_that_nothing_happens_for_long(run: Path,
     owner.kill()
     owner.wait()
     wait_until(lambda: server.titles()[-1] == "first: ds-pretrain has ended")
-    check_port(RunArguments(metrics_port=port))
+    check_port(Notify(metrics_port=port))
     assert "first: no progress for 0.0" in server.titles()[0]
 
 
@@ -167,7 +174,7 @@ def test_metrics(address: str | None, run: Path) -> None:
     port, host = free_port(), f"[{address}]" if address else "127.0.0.1"
     append(run, "metrics.jsonl", *(training(step, 5.0) for step in range(1, 4)))
     append(run, "events.jsonl", event("start"), event("spike", 2))
-    args = RunArguments(save=str(run), metrics_port=port, metrics_address=address)
+    args = given(run, metrics_port=port, metrics_address=address)
     with followed(args, RANK_0):
         append(run, "metrics.jsonl", training(50, 2.5),
                {"step": 50, "time": 2, "split": "valid/code", "eval_loss": 2.0},
@@ -197,7 +204,7 @@ def test_metrics(address: str | None, run: Path) -> None:
 def test_every_query_of_the_dashboard_and_of_the_alerts_names_a_metric() -> None:
     dashboard = json.loads(find_template("grafana").read_text())
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
-    alerts = (ROOT / "launch" / "notify.md").read_text()
+    alerts = (ROOT / "pretrain/extensions/notify/README.md").read_text()
     names = re.findall(r"ds_pretrain_\w+", "\n".join([*queries, alerts]))
     assert len(queries) >= 10
     assert set(names) <= metric_names()
@@ -215,13 +222,13 @@ def test_every_query_of_the_dashboard_and_of_the_alerts_names_a_metric() -> None
 def test_wrong_receivers(flags: dict[str, Any], words: str, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EMPTY", "")
     monkeypatch.setenv("WRONG", f"slcak://{SECRET}")
-    caught = rejection(check_receivers, RunArguments(save=str(run), **flags))
+    caught = rejection(check_receivers, given(run, **flags))
     assert caught.startswith(words)
     assert SECRET not in caught
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     if "notify" in flags and "notify_on" not in flags:
-        check_receivers(RunArguments(save=str(run), **flags))  # other ranks need no variable
+        check_receivers(given(run, **flags))  # other ranks need no variable
 
 
 @pytest.mark.parametrize(("flags", "module", "words"), [
@@ -232,13 +239,13 @@ def test_a_missing_package(flags: dict[str, Any], module: str, words: str, run: 
                            monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == module else 1)
     with pytest.raises(ConfigError, match="not installed") as caught:
-        check_receivers(RunArguments(save=str(run), **flags))
+        check_receivers(given(run, **flags))
     assert words in str(caught.value)
 
 
 def test_a_port_that_is_in_use(server: Receivers, run: Path) -> None:
     port = int(server.url("good").split(":")[-1].split("/")[0])
     with pytest.raises(ConfigError, match=rf"--metrics_port: port {port} of 127.0.0.1 cannot be used: Address already"):
-        check_port(RunArguments(save=str(run), metrics_port=port))
+        check_port(Notify(metrics_port=port))
     with pytest.raises(ConfigError, match="Cannot assign requested address"):
-        check_port(RunArguments(save=str(run), metrics_port=free_port(), metrics_address="192.0.2.1"))
+        check_port(Notify(metrics_port=free_port(), metrics_address="192.0.2.1"))

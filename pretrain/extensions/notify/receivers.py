@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pretrain.cli import chosen
-from pretrain.config.flags.arguments import NOTIFY_KINDS, RunArguments
+from pretrain.config.flags.arguments import RunArguments
 from pretrain.distributed.world import world_from_environment
 from pretrain.errors import ConfigError, require_package
+from pretrain.extension import OWNED
+from pretrain.extensions.notify.extension import KINDS, Notify
 
-FOLLOWED = "DS_PRETRAIN_FOLLOWED"  # environment variable: the process that started this one follows the run
 LOOPBACK = "127.0.0.1"
 
 
@@ -22,40 +23,31 @@ def check_receivers(args: RunArguments) -> None:
 
     URLs are read only where they are used: by the launcher, or without one by rank 0.
     """
-    for name, other, used in (("notify_on", "--notify or --notify_command", notifies(args)),
-                              ("notify_silence", "--notify or --notify_command", notifies(args)),
-                              ("metrics_address", "--metrics_port", args.metrics_port)):
-        if getattr(args, name) is not None and not used:
+    flags = args.of(Notify)
+    for name, other, used in (("notify_on", "--notify or --notify_command", flags.has_receivers),
+                              ("notify_silence", "--notify or --notify_command", flags.has_receivers),
+                              ("metrics_address", "--metrics_port", flags.metrics_port)):
+        if getattr(flags, name) is not None and not used:
             raise ConfigError(f"--{name}", problem=f"it has no effect without {other}", remedy=f"give {other}, too")
-    kinds_to_send(args)
-    if os.environ.get(FOLLOWED) or world_from_environment(os.environ).rank != 0:
+    kinds_to_send(flags)
+    if os.environ.get(OWNED) or world_from_environment(os.environ).rank != 0:
         return
-    read_urls(args, os.environ)
-    if args.metrics_port is not None:
+    read_urls(flags, os.environ)
+    if flags.metrics_port is not None:
         require_package("prometheus_client", "--metrics_port", "metrics",
                         "the package prometheus-client is not installed")
-        _socket_address(args)
+        _socket_address(flags)
 
 
-def notifies(args: RunArguments) -> bool:
-    """Return whether somebody gets messages about the run."""
-    return bool(args.notify or args.notify_command)
-
-
-def kinds_to_send(args: RunArguments) -> Sequence[str]:
+def kinds_to_send(flags: Notify) -> Sequence[str]:
     """Return the kinds of messages that --notify_on selects. Raises ConfigError for an unknown kind."""
-    return chosen("--notify_on", args.notify_on or [], NOTIFY_KINDS) or NOTIFY_KINDS
+    return chosen("--notify_on", flags.notify_on or [], KINDS) or KINDS
 
 
-def variable_names(args: RunArguments) -> list[str]:
-    """Return the names of the variables in the value of --notify: NAME or $NAME."""
-    return [word.removeprefix("$") for word in args.notify or ()]
-
-
-def read_urls(args: RunArguments, environ: Mapping[str, str]) -> dict[str, list[str]]:
+def read_urls(flags: Notify, environ: Mapping[str, str]) -> dict[str, list[str]]:
     """Return name of the variable -> the URLs that it holds. Raises ConfigError, which never has a part of a URL."""
     found: dict[str, list[str]] = {}
-    for name in variable_names(args):
+    for name in flags.variables:
         if not name.isidentifier():
             raise ConfigError("--notify", problem="it takes the name of an environment variable, not a URL, which "
                               "other users could read in the list of processes",
@@ -84,26 +76,26 @@ def silence_apprise() -> None:
     logger.propagate = False
 
 
-def check_port(args: RunArguments) -> None:
+def check_port(flags: Notify) -> None:
     """Raise ConfigError if no server can listen on --metrics_port."""
-    if args.metrics_port is None:
+    if flags.metrics_port is None:
         return
-    family, place = _socket_address(args)
+    family, place = _socket_address(flags)
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(place)
             probe.listen()
         except OSError as error:
-            raise ConfigError("--metrics_port", problem=f"port {args.metrics_port} of {place[0]} cannot be used: "
+            raise ConfigError("--metrics_port", problem=f"port {flags.metrics_port} of {place[0]} cannot be used: "
                               f"{error.strerror}", remedy="choose another port, or an address of this host as "
                               "--metrics_address") from None
 
 
-def _socket_address(args: RunArguments) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
-    address = args.metrics_address or LOOPBACK
+def _socket_address(flags: Notify) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
+    address = flags.metrics_address or LOOPBACK
     try:
-        family, _, _, _, place = socket.getaddrinfo(address, args.metrics_port, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, place = socket.getaddrinfo(address, flags.metrics_port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not a host name"
         raise ConfigError("--metrics_address", problem=f"{address!r} is no address: {reason}",

@@ -1,0 +1,244 @@
+"""What an extension brings to a run: flags, callbacks, subcommands. Extensions are found here, and nowhere named.
+
+An extension is one `Extension`, the value EXTENSION of a module. There are three places for this module:
+
+    pretrain/extensions/NAME/extension.py    the extensions of this package
+    an entry point of the group ds_pretrain.extensions, of a package that is installed in this environment
+    --extension my_module:EXTENSION          named on the command line, or in the YAML file that it names
+
+No file of a run, of a checkpoint or of a stranger can name one. A declaration imports neither torch nor DeepSpeed: the
+code that it names as "module:function" is imported when it is needed.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib
+import importlib.util
+import os
+import sys
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pretrain.errors import ConfigError, shorten
+from pretrain.own_code import import_own_module, own_code_failed
+
+if TYPE_CHECKING:
+    from pretrain.callback import Callback
+    from pretrain.config.flags.arguments import RunArguments
+    from pretrain.config.plan import Plan
+
+API = 1  # version of this interface and of `callback.py`
+ENTRY_POINTS = "ds_pretrain.extensions"
+BUILT_IN_EXTENSIONS = "pretrain.extensions"
+BUILT_IN = "built in"  # see Extension.origin
+OWNED = "DS_PRETRAIN_FOLLOWED"  # environment variable: the process that started this one owns the start of the run
+SUPERVISOR, LAUNCHER, RANK_0 = "the supervisor", "ds-pretrain", "rank 0"  # owners of a start: see Extension.around
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand. Its function reads sys.argv and returns the exit code, or None for 0."""
+
+    group: str  # of `ds-pretrain --help`
+    help: str
+    module: str  # full name, or relative to the module of the declaration: ".main"
+    function: str = "main"
+
+    def load(self) -> Callable[[], Any]:
+        """Import the module, and return the function."""
+        found: Callable[[], Any] = getattr(importlib.import_module(self.module), self.function)
+        return found
+
+
+@dataclass(frozen=True)
+class Extension:
+    """A capability that a run can do without.
+
+    `check`, `callbacks`, `around` and `secrets` are functions, or "module:function" with a module next to the
+    declaration. They are called only if a flag of the extension is given, or if it has no flags.
+    """
+
+    name: str
+    summary: str  # one sentence
+    api: int = API  # the version that it was written for
+    settings: type[Any] | None = None  # a frozen dataclass; its fields are flags, made by `Group.flag`
+    # (args) -> None: raises ConfigError for values that cannot be used; before a process group forms
+    check: "str | Callable[[RunArguments], None]" = ""
+    callbacks: "str | Callable[[Plan], Iterable[Callback]]" = ""
+    # (args, owner, active=) -> context manager around a start of the run, in the process that owns it: the supervisor,
+    # otherwise ds-pretrain, otherwise rank 0; its value is called with the exit code
+    around: "str | Callable[..., contextlib.AbstractContextManager[Callable[[int], None]]]" = ""
+    # (args) -> names of environment variables that hold secrets: only the owner of a start sees them
+    secrets: "str | Callable[[RunArguments], Iterable[str]]" = ""
+    commands: Mapping[str, Command] = field(default_factory=dict)
+    requires: tuple[str, ...] = ()  # packages without which its flags are rejected
+    page: str = "README.md"  # next to the declaration
+    module: str = ""  # of the declaration; set when it is found
+    origin: str = BUILT_IN  # where it comes from, in words; set when it is found
+
+    def function(self, what: str) -> Callable[..., Any] | None:
+        """Return the function `check`, `callbacks`, `around` or `secrets`; None if the extension has none."""
+        value = getattr(self, what)
+        if not isinstance(value, str) or not value:
+            return value or None
+        module, _, name = value.partition(":")
+        package = self.module.rpartition(".")[0]
+        found: Callable[..., Any] = getattr(importlib.import_module(f"{package}.{module}" if package else module), name)
+        return found
+
+    @property
+    def flags(self) -> "dict[str, dataclasses.Field[Any]]":
+        """The fields of its settings by name."""
+        return {} if self.settings is None else {each.name: each for each in dataclasses.fields(self.settings)}
+
+    def is_used(self, args: "RunArguments") -> bool:
+        """Return whether a flag of the extension is given, or it has none."""
+        return not self.flags or any(args.extensions.get(name, each.default) != each.default
+                                     for name, each in self.flags.items())
+
+    def digest(self) -> str:
+        """Return a hash of the code that is not this package's, and the origin; ranks and hosts compare it."""
+        file = getattr(sys.modules.get(self.module), "__file__", None)
+        code = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12] if file else ""
+        return f"{self.origin}, code {code}"
+
+
+_found: dict[str, Extension] = {}  # of this process: built-in ones, installed ones, then those that `activate` adds
+_listeners: list[Callable[[Extension], None]] = []
+_is_searched = False
+
+
+def extensions() -> list[Extension]:
+    """Return all extensions of this process. While they are being found, those found so far."""
+    _find()
+    return list(_found.values())
+
+
+def for_each_extension(call: Callable[[Extension], None]) -> None:
+    """Call a function with each extension, now or when it is found. It may raise ConfigError."""
+    for each in extensions():
+        call(each)
+    _listeners.append(call)
+
+
+def _find() -> None:
+    """Find built-in and installed extensions. Their modules may import others that ask for extensions."""
+    global _is_searched
+    if _is_searched:
+        return
+    _is_searched = True
+    folder = Path(__file__).parent / "extensions"
+    for path in sorted(folder.glob("*/extension.py")):
+        module = f"{BUILT_IN_EXTENSIONS}.{path.parent.name}.extension"
+        _add(importlib.import_module(module).EXTENSION, module, BUILT_IN)
+    for entry in entry_points(group=ENTRY_POINTS):
+        where = f"extension {entry.name} of the package {entry.dist.name if entry.dist else 'unknown'}"
+        try:
+            declared = entry.load()
+        except Exception as error:
+            raise own_code_failed(where, f"the import of {entry.module}", error) from error
+        origin = f"package {entry.dist.name} {entry.dist.version}" if entry.dist else where
+        _add(declared, entry.module, origin, where)
+
+
+def activate(spec: str) -> Extension:
+    """Add the extension that --extension names as module:NAME. Returns it. Raises ConfigError."""
+    where = f"--extension {shorten(spec)}"
+    module, colon, name = spec.partition(":")
+    if not module or not colon or not name.isidentifier():
+        raise ConfigError("--extension", found=shorten(spec), expected="a module and a name in it, such as "
+                          "my_module:EXTENSION")
+    found = getattr(import_own_module(module, where), name, None)
+    _find()
+    if isinstance(found, Extension) and found == _declared(_found.get(found.name)):
+        return _found[found.name]
+    return _add(found, module, f"--extension {spec}", where)
+
+
+def _declared(extension: Extension | None) -> Extension | None:
+    """Return an extension as its module declares it."""
+    return None if extension is None else dataclasses.replace(extension, module="", origin=BUILT_IN)
+
+
+def _add(declared: Any, module: str, origin: str, where: str = "") -> Extension:
+    """Add an extension. Raises ConfigError for one that cannot be used with those that are there."""
+    where = where or module
+    if not isinstance(declared, Extension):
+        raise ConfigError(where, found=f"a {type(declared).__name__}", expected="an Extension of pretrain.extension")
+    if declared.api > API:
+        raise ConfigError(where, problem=f"it was written for version {declared.api} of the interface, and this "
+                          f"ds-pretrain has version {API}", remedy="install a newer ds-pretrain")
+    if declared.name in _found:
+        raise ConfigError(where, problem=f"there is another extension with the name {declared.name} "
+                          f"({_found[declared.name].origin})", remedy="leave one of them out")
+    for name, flags in ((name, each.flags) for name, each in _found.items()):
+        if both := sorted(flags.keys() & declared.flags.keys()):
+            raise ConfigError(where, problem=f"the extension {name} also has the flag --{both[0]}",
+                              remedy="leave one of them out")
+    extension = dataclasses.replace(declared, module=module, origin=origin)
+    for call in _listeners:
+        call(extension)
+    _found[declared.name] = extension
+    return extension
+
+
+def types_of(extension: Extension) -> dict[str, Any]:
+    """Return the types of the flags of an extension by name."""
+    return typing.get_type_hints(extension.settings) if extension.settings is not None else {}
+
+
+def commands() -> dict[str, Command]:
+    """Return the subcommands of all extensions by name."""
+    return {name: dataclasses.replace(command, module=importlib.util.resolve_name(
+        command.module, each.module.rpartition(".")[0])) for each in extensions()
+            for name, command in each.commands.items()}
+
+
+def check_extensions(args: "RunArguments") -> None:
+    """Raise ConfigError for flags of extensions that cannot be used."""
+    for each in extensions():
+        if each.is_used(args) and (check := each.function("check")):
+            check(args)
+
+
+def callbacks_of(plan: "Plan") -> "list[Callback]":
+    """Return the callbacks of all extensions that the run uses."""
+    return [callback for each in extensions() if each.is_used(plan.args) and (make := each.function("callbacks"))
+            for callback in make(plan)]
+
+
+def secret_variables(args: "RunArguments") -> set[str]:
+    """Return the names of environment variables that only the owner of a start may see."""
+    return {name for each in extensions() if each.is_used(args) and (secrets := each.function("secrets"))
+            for name in secrets(args)}
+
+
+@contextlib.contextmanager
+def around_run(args: "RunArguments | None", owner: str, *, active: bool = True) -> Iterator[Callable[[int], None]]:
+    """Enter the contexts of all extensions that the run uses. Yields a function that takes the exit code of the run.
+
+    The block, and the processes that it starts, see no secret variables.
+
+    Args:
+        active: whether this process may own the start.
+    """
+    owns = active and args is not None and not os.environ.get(OWNED)
+    with contextlib.ExitStack() as stack:
+        reports = [stack.enter_context(enter(args, owner, active=owns)) for each in extensions()
+                   if args is not None and each.is_used(args) and (enter := each.function("around"))]
+
+        def report_all(code: int) -> None:
+            for report in reports:
+                report(code)
+
+        if owns:
+            os.environ[OWNED] = "1"
+            stack.callback(os.environ.pop, OWNED, None)
+        for name in secret_variables(args) & os.environ.keys() if args is not None else ():
+            stack.callback(os.environ.__setitem__, name, os.environ.pop(name))
+        yield report_all

@@ -1,0 +1,104 @@
+"""The extension of pretrain/extensions/README.md, outside of the package: loaded by a flag, a YAML, an entry point."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pretrain.checkpoint.format.manifest import read_manifest
+from pretrain.errors import REJECTED
+from pretrain.monitor.read_run_folder import read_rows
+from tests.support.cases import config, flags
+from tests.support.launch import ROOT, train_ranks
+
+NAME = "stop_at_loss:EXTENSION"
+CODE = re.findall(r"```python\n(.*?)```", (ROOT / "pretrain/extensions/README.md").read_text(), re.DOTALL)[0]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the module; `installed/` also has an entry point, as pip would install it."""
+    folder = tmp_path_factory.mktemp("own")
+    metadata = folder / "installed" / "stop_at_loss-1.5.dist-info"
+    metadata.mkdir(parents=True)
+    for place in (folder, folder / "installed"):
+        (place / "stop_at_loss.py").write_text(CODE)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: stop-at-loss\nVersion: 1.5\n")
+    (metadata / "entry_points.txt").write_text(f"[ds_pretrain.extensions]\nstop_at_loss = {NAME}\n")
+    return folder
+
+
+def program(folder: Path, *words: str, path: str = "") -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [path, str(ROOT)]))}
+    return subprocess.run([sys.executable, "-m", "pretrain", *words], cwd=folder, env=environ, capture_output=True,
+                          text=True, check=False)
+
+
+def train(folder: Path, corpus: str, stage: int, *words: str, steps: int = 12, **others: Any) -> str:
+    (folder / "ds.json").write_text(json.dumps(config(stage, micro=2)))
+    given = {**flags(corpus, layers=1, hidden=32, steps=steps), "save": "run", "log_interval": 1, "eval_interval": 0,
+             "save_interval": 2, **others}
+    done = train_ranks(2, ["--deepspeed_config=ds.json", *(f"--{key}={value}" for key, value in given.items()), *words],
+                       folder)
+    output = done[0].stdout + done[1].stdout
+    assert [rank.returncode for rank in done] == [0, 0], output
+    return output
+
+
+def test_its_state_survives_a_stop_another_layout_and_a_run_without_it(folder: Path, corpus: str) -> None:
+    """The first start logs two losses below the limit, one without the extension trains on, the third one more."""
+    words = ("--extension", NAME, "--stop_loss", "1000")
+    train(folder, corpus, 1, *words, exit_step=2)
+    assert _states(folder, 2)["stop_at_loss"] == {"below": 2}
+    without = train(folder, corpus, 3, exit_step=4)
+    assert "the checkpoint has a state of stop_at_loss, whose extension this run has not loaded" in without
+    assert _states(folder, 4)["stop_at_loss"] == {"below": 2}
+    train(folder, corpus, 3, *words)
+    stop = [row for row in read_rows(folder / "run/events.jsonl") if row["event"] == "stop"][-1]
+    assert (stop["step"], stop["reason"]) == (5, "--stop_loss")
+    start = json.loads((folder / "run/run.json").read_text())[-1]
+    assert (start["flags"]["stop_loss"], start["extensions"]) == (1000.0, {"stop_at_loss": f"--extension {NAME}"})
+    lowest = program(folder, "--extension", NAME, "lowest", "run")
+    assert float(lowest.stdout) == min(row["loss"] for row in read_rows(folder / "run/metrics.jsonl") if "loss" in row)
+
+
+def _states(folder: Path, step: int) -> dict[str, Any]:
+    return read_manifest(folder / f"run/checkpoints/global_step{step}").recipe_states
+
+
+def test_an_entry_point_needs_no_flag(folder: Path) -> None:
+    path = str(folder / "installed")
+    listed = program(folder, "extensions", path=path).stdout
+    assert "stop_at_loss (package stop-at-loss 1.5): Stops a run at a loss.\n  flags: --stop_loss\n" in listed
+    assert "lowest         print the lowest loss" in program(folder, "--help", path=path).stdout
+    assert "stop when 3 logged losses" in program(folder, "reference", "flags", path=path).stdout
+    assert "there is no subcommand 'lowest'" in program(folder, "lowest", "run").stderr
+
+
+@pytest.mark.parametrize(("words", "line"), [
+    (["--extension", NAME, "--stop_loss", "-1"], "--stop_loss: found -1.0; expected above 0"),
+    (["--extension", NAME, "--stop_loss", "low"], "--stop_loss: found 'low'; expected a number"),
+    (["--stop_loss", "3"], "--stop_loss: there is no such flag"),
+    (["--extension", "stop_at_loss"], "--extension: found stop_at_loss; expected a module and a name in it"),
+    (["--extension", "no_such:EXTENSION"], "--extension no_such:EXTENSION: there is no module no_such"),
+    (["--extension", "stop_at_loss:Flags"], "--extension stop_at_loss:Flags: found a type; expected an Extension"),
+    (["--extension", "broken:EXTENSION"], "--extension broken:EXTENSION: the import of broken failed: ZeroDivision"),
+    (["--extension", "second:EXTENSION", NAME], "the extension second also has the flag --stop_loss"),
+    (["--extension", "newer:EXTENSION"], "it was written for version 2 of the interface, and this ds-pretrain has"),
+    (["--extension", "core:EXTENSION"], "a run has a flag --train_steps already"),
+])
+def test_wrong_extensions_get_one_line(words: list[str], line: str, folder: Path) -> None:
+    (folder / "broken.py").write_text("1 / 0\n")
+    (folder / "second.py").write_text(CODE.replace('Extension("stop_at_loss"', 'Extension("second"'))
+    (folder / "newer.py").write_text(CODE.replace('Extension("stop_at_loss"', 'Extension("newer", api=2, summary=""'
+                                                  ).replace(', "Stops a run at a loss."', ""))
+    (folder / "core.py").write_text(CODE.replace("stop_loss: float", "train_steps: float"))
+    done = program(folder, "check", "--world_size", "1", "--deepspeed_config", "zero1_bf16", "--model", "gpt2",
+                   "--save", "new", *words)
+    assert (done.returncode, line in done.stderr) == (REJECTED, True), done.stderr
+    assert "broken" in line or "Traceback" not in done.stderr
