@@ -24,7 +24,6 @@ from pretrain.data.prepare.worker_pool import map_in_order
 from pretrain.data.token_files.hashes import BackgroundHash
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.distributed.process import PROGRAM, ROOT
-from pretrain.extensions.notify.start import FOLLOWER_MODULE
 from pretrain.memory.measure.measure_run import RANK_MODULE
 from tests.data.prepare.test_worker_pool import make_square
 from tests.support.cases import config, flags
@@ -91,7 +90,7 @@ def test_every_python_process_is_started_without_the_working_folder() -> None:
 
 def _children() -> list[str]:
     """Return the modules that are started by `child_command`."""
-    constants = {"FOLLOWER_MODULE": FOLLOWER_MODULE, "WRITER_MODULE": WRITER_MODULE, "RANK_MODULE": RANK_MODULE}
+    constants = {"WRITER_MODULE": WRITER_MODULE, "RANK_MODULE": RANK_MODULE}
     words = {word for path in SOURCES for word in re.findall(r"child_command\(\s*(\"[\w.]+\"|[A-Z_]+)",
                                                              path.read_text(encoding="utf-8"))}
     return sorted(constants[word] if word in constants else word.strip('"') for word in words)

@@ -24,7 +24,7 @@ from pretrain.distributed.requirements import requirements
 from pretrain.distributed.world import World
 from pretrain.extension import BUILT_IN, extensions
 
-# flags that one rank or one host uses; those of NOTIFICATIONS belong to rank 0, too
+# flags that one rank or one host uses
 OWN_FLAGS = ("note", "trackio", "peak_tflops", "deepspeed_log_level", "local_rank", "data_cache", "data_cache_gb",
              "nvme_path")
 DATA_FLAGS = ("train_data", "valid_data", "test_data")  # paths, and weights, which the fingerprint of a blend has

@@ -19,9 +19,9 @@ PAGES = [README, *(ROOT / name for name in (
     "tools/translate.md",
     "ds_configs/README.md", "ds_configs/recipe.md", "ds_configs/long_sequences.md", "ds_configs/pipelines.md",
     "ds_configs/parallelism.md", "ds_configs/claims.md",
-    "launch/README.md", "launch/unattended.md", "launch/slow_ranks.md",
-    "pretrain/extensions/notify/README.md", "launch/right_results.md",
-    "pretrain/README.md", "tests/README.md",
+    "launch/README.md", "launch/unattended.md", "launch/slow_ranks.md", "launch/right_results.md",
+    "pretrain/README.md", "pretrain/extensions/README.md",
+    *(str(page.relative_to(ROOT)) for page in sorted(ROOT.glob("pretrain/extensions/*/README.md"))), "tests/README.md",
     ".github/CONTRIBUTING.md", ".github/SECURITY.md", ".github/CHANGELOG.md"))]
 
 _PROGRAMS = (r"(?:python|deepspeed|ds-pretrain|torchrun|srun|sbatch|mpirun|kubectl|pip|pytest|\w+/[\w/]+\.sh|"
@@ -46,7 +46,7 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "> points.csv",
         "ds-pretrain ladder --points points.csv",
         "CHINCHILLA_POINTS=$PWD/points.csv pytest tests/analysis/scaling"),
-    "needs receivers and GPUs: tests/distributed/test_follow_run.py": (
+    "needs receivers and GPUs: tests/extensions/notify/test_follow_run.py": (
         "ds-pretrain supervise -- ds-pretrain --num_gpus 8 --config run.yaml --notify SLACK_URL MAIL_URL",
         "ds-pretrain --num_gpus 8 --config run.yaml --metrics_port 9100"),
     "needs the Hub: tests/data/prepare/test_hub_dataset.py": (

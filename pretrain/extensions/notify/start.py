@@ -17,7 +17,6 @@ from pretrain.extensions.notify.extension import Notify
 from pretrain.extensions.notify.receivers import check_port, check_receivers
 from pretrain.remote import without_credentials
 
-FOLLOWER_MODULE = "pretrain.extensions.notify.follower"
 CLOSE_S = 5.0  # longest time for the last messages, by which a dead receiver delays the exit
 FILES = ("metrics.jsonl", "events.jsonl", "restarts.jsonl")
 _LONGEST_END_S = 20.0  # CLOSE_S and the start of the follower, on a busy machine
@@ -54,7 +53,7 @@ def _start(run: Path, flags: Notify, owner: str) -> "subprocess.Popen[str] | Non
     try:
         request = {"run": str(run), "flags": asdict(flags), "owner": owner, "directory": os.getcwd(),
                    "sizes": {name: (run / name).stat().st_size if (run / name).is_file() else 0 for name in FILES}}
-        process = subprocess.Popen(child_command(FOLLOWER_MODULE), cwd=ROOT, text=True, start_new_session=True,
+        process = subprocess.Popen(child_command("pretrain.extensions.notify.follower"), cwd=ROOT, text=True, start_new_session=True,
                                    stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
         assert process.stdin is not None
         process.stdin.write(json.dumps(request) + "\n")
