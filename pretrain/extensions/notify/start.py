@@ -53,8 +53,8 @@ def _start(run: Path, flags: Notify, owner: str) -> "subprocess.Popen[str] | Non
     try:
         request = {"run": str(run), "flags": asdict(flags), "owner": owner, "directory": os.getcwd(),
                    "sizes": {name: (run / name).stat().st_size if (run / name).is_file() else 0 for name in FILES}}
-        process = subprocess.Popen(child_command("pretrain.extensions.notify.follower"), cwd=ROOT, text=True, start_new_session=True,
-                                   stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(child_command("pretrain.extensions.notify.follower"), cwd=ROOT, text=True,
+                                   start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
         assert process.stdin is not None
         process.stdin.write(json.dumps(request) + "\n")
         process.stdin.flush()
