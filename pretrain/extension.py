@@ -59,8 +59,8 @@ class Command:
 class Extension:
     """A capability that a run can do without.
 
-    `check`, `callbacks`, `around` and `secrets` are functions, or "module:function" with a module next to the
-    declaration. They are called only if a flag of the extension is given, or if it has no flags.
+    `check`, `callbacks`, `notes`, `around` and `secrets` are functions, or "module:function" with a module next to the
+    declaration. They are called only if a flag of the extension is given, it has no flags, or `is_always_used`.
     """
 
     name: str
@@ -70,22 +70,30 @@ class Extension:
     # (args) -> None: raises ConfigError for values that cannot be used; before a process group forms
     check: "str | Callable[[RunArguments], None]" = ""
     callbacks: "str | Callable[[Plan], Iterable[Callback]]" = ""
+    notes: "str | Callable[[Plan], Iterable[str]]" = ""  # about a plan, for `check` and the start of the run
     # (args, owner, active=) -> context manager around a start of the run, in the process that owns it: the supervisor,
     # otherwise ds-pretrain, otherwise rank 0; its value is called with the exit code
     around: "str | Callable[..., contextlib.AbstractContextManager[Callable[[int], None]]]" = ""
     # (args) -> names of environment variables that hold secrets: only the owner of a start sees them
     secrets: "str | Callable[[RunArguments], Iterable[str]]" = ""
     commands: Mapping[str, Command] = field(default_factory=dict)
+    # topics of `ds-pretrain reference` -> title, and "module:function" that returns Markdown
+    reference: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    is_always_used: bool = False  # the functions are called in runs without a flag of the extension, too
     requires: tuple[str, ...] = ()  # packages without which its flags are rejected
     page: str = "README.md"  # next to the declaration
     module: str = ""  # of the declaration; set when it is found
     origin: str = BUILT_IN  # where it comes from, in words; set when it is found
 
     def function(self, what: str) -> Callable[..., Any] | None:
-        """Return the function `check`, `callbacks`, `around` or `secrets`; None if the extension has none."""
+        """Return the function `check`, `callbacks` ...; None if the extension has none."""
         value = getattr(self, what)
         if not isinstance(value, str) or not value:
             return value or None
+        return self.load(value)
+
+    def load(self, value: str) -> Callable[..., Any]:
+        """Return the function "module:function", of a module next to the declaration."""
         module, _, name = value.partition(":")
         package = self.module.rpartition(".")[0]
         found: Callable[..., Any] = getattr(importlib.import_module(f"{package}.{module}" if package else module), name)
@@ -97,8 +105,8 @@ class Extension:
         return {} if self.settings is None else {each.name: each for each in dataclasses.fields(self.settings)}
 
     def is_used(self, args: "RunArguments") -> bool:
-        """Return whether a flag of the extension is given, or it has none."""
-        return not self.flags or any(args.extensions.get(name, each.default) != each.default
+        """Return whether a run uses the extension: see above."""
+        return self.is_always_used or not self.flags or any(args.extensions.get(name, each.default) != each.default
                                      for name, each in self.flags.items())
 
     def digest(self) -> str:
@@ -210,6 +218,12 @@ def callbacks_of(plan: "Plan") -> "list[Callback]":
     """Return the callbacks of all extensions that the run uses."""
     return [callback for each in extensions() if each.is_used(plan.args) and (make := each.function("callbacks"))
             for callback in make(plan)]
+
+
+def notes_of_extensions(plan: "Plan") -> list[str]:
+    """Return the notes of all extensions about a plan."""
+    return [note for each in extensions() if each.is_used(plan.args) and (notes := each.function("notes"))
+            for note in notes(plan)]
 
 
 def secret_variables(args: "RunArguments") -> set[str]:

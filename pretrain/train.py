@@ -17,7 +17,6 @@ if __name__ == "__main__":  # keep pretrain/ off sys.path, so that its modules s
     restart_with_jemalloc()
 
 from pretrain.analysis.evaluate.task_files import find_run_tasks
-from pretrain.analysis.replay.order import read_order
 from pretrain.callback import Callback
 from pretrain.checkpoint.load.start import Start, check_start
 from pretrain.config.flags.arguments import RunArguments
@@ -114,9 +113,6 @@ def _train(start: Start, world: World, device: Device, guards: RankGuards, tasks
     watch = MemoryWatch.before_build(plan, world)
     try:
         callbacks: list[Callback] = [watch]
-        if plan.args.replay is not None:
-            from pretrain.analysis.replay.replayed_steps import ReplayedSteps
-            callbacks = [ReplayedSteps(read_order(Path(plan.args.replay)))]
         if plan.args.eval_tasks is not None:
             from pretrain.analysis.evaluate.run_tasks import RunTasks
             callbacks.append(RunTasks(tasks))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from pretrain.analysis.sanity.run_checks import check_before_start
 from pretrain.callback import Callback, Callbacks, Run
-from pretrain.checkpoint.format.fragments import held_states, owned_weights
+from pretrain.checkpoint.format.fragments import owned_weights
 from pretrain.checkpoint.load.agree_on_checkpoint import agree_on_checkpoint, agree_on_data, verify_weights
 from pretrain.checkpoint.load.init_from import InitialWeights
 from pretrain.checkpoint.load.load_checkpoint import load_checkpoint, load_weights
@@ -37,7 +37,6 @@ from pretrain.errors import FINISHED, STOPPED, ConfigError, counted
 from pretrain.monitor.announce import EARLY_STOP, announce_start
 from pretrain.monitor.batch_ramp import BatchRamp
 from pretrain.monitor.expected.report_curve import ReportCurve
-from pretrain.monitor.flight.recorder import FlightRecorder
 from pretrain.monitor.hints.report_hints import ReportHints
 from pretrain.monitor.meter import Meter
 from pretrain.monitor.predictions import Predictions
@@ -49,7 +48,6 @@ from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.resilience.data_watch import DataWatch, wait_for_stores
 from pretrain.resilience.early_stopping import EarlyStopping, early_end_line
 from pretrain.resilience.guard import Guard
-from pretrain.resilience.recompute import Recomputation
 from pretrain.resilience.replicas import ReplicaCheck
 from pretrain.resilience.requests import Requests
 from pretrain.resilience.run_lock import RunLock, sees_lock
@@ -104,10 +102,6 @@ def _core_callbacks(plan: Plan, resume: Resume | None) -> Iterator[Callback]:
                 SlowRankWatch())
     if args.replica_check_interval:
         yield ReplicaCheck(args.replica_check_interval)
-    if args.recompute_interval:
-        yield Recomputation(args.recompute_interval)
-    if args.flight_steps:
-        yield FlightRecorder(held_states)
     if args.show_predictions:
         yield Predictions()
     if args.pipeline_timeline:

@@ -43,7 +43,6 @@ COMMANDS = {
     "summary": Command(_AFTER, "progress and losses of a run", f"{_HERE}.report", "summary_main"),
     "report": Command(_AFTER, "curves of runs as a page, live or as a file; comparison of runs", f"{_HERE}.report",
                       "report_main"),
-    "replay": Command(_AFTER, "train a step again, and say why it was as it was", f"{_HERE}.replay.main"),
     "evaluate": Command(_AFTER, "loss, bits per byte, and tasks of lm-eval", f"{_HERE}.evaluate"),
     "generate": Command(_AFTER, "generate text", f"{_HERE}.generate"),
     "import": Command(_WEIGHTS, "adopt a run of another program; import weights of transformers",

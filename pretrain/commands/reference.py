@@ -20,7 +20,7 @@ from pretrain.config.ds_json.schema import REMOVED, TREE, Key, Tree
 from pretrain.config.flags.arguments import OVERRIDES
 from pretrain.config.flags.parse import run_parser
 from pretrain.errors import EXIT_CODES
-from pretrain.monitor.flight.digest import DIGEST, UNCOMPARED
+from pretrain.extension import extensions
 from pretrain.monitor.rows import EVALUATION_ROW, EVENTS, OPTIONAL_KEYS, PREDICTION_ROW, TASK_ROW, TRAINING_ROW
 
 _KEY_HEADER = ("key", "value, or why it is rejected or has no effect")
@@ -37,24 +37,24 @@ def main() -> None:
     print(f"# {title}\n\n{text()}")
 
 
-def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     """Return a Markdown table. Code may contain `|`, other text has it escaped."""
     lines = [list(header), ["---"] * len(list(header)), *map(list, rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
-def _code(text: str) -> str:
+def code(text: str) -> str:
     return f"`{text}`" if text else ""
 
 
-def _prose(text: str) -> str:
+def prose(text: str) -> str:
     """Return a help text as Markdown, with flags and quoted words as code. What is code already remains."""
     parts = re.split("(`[^`]*`)", text)
     return "".join(part if part.startswith("`") else _CODE.sub(r"`\1`", re.sub(r"([*<|])", r"\\\1", part))
                    for part in parts)
 
 
-def _flags_table(parser: argparse.ArgumentParser, actions: Iterable[argparse.Action]) -> str:
+def _flagstable(parser: argparse.ArgumentParser, actions: Iterable[argparse.Action]) -> str:
     """Return a table of flags and of arguments without flags."""
     formatter = parser._get_formatter()
     rows = []
@@ -63,10 +63,10 @@ def _flags_table(parser: argparse.ArgumentParser, actions: Iterable[argparse.Act
             continue
         value = "" if action.nargs == 0 else formatter._format_args(
             action, formatter._get_default_metavar_for_optional(action))
-        names = ", ".join(map(_code, action.option_strings)) or _code(str(action.metavar or action.dest))
-        rows.append([names, _code(value) if action.option_strings else "",
-                     _prose(formatter._expand_help(action)) if action.help else ""])
-    return _table(["flag", "value", "meaning"], rows) if rows else ""
+        names = ", ".join(map(code, action.option_strings)) or code(str(action.metavar or action.dest))
+        rows.append([names, code(value) if action.option_strings else "",
+                     prose(formatter._expand_help(action)) if action.help else ""])
+    return table(["flag", "value", "meaning"], rows) if rows else ""
 
 
 def _run_flags() -> str:
@@ -75,11 +75,11 @@ def _run_flags() -> str:
     parts = ["Each flag is also a key of the YAML file that `--config` names.\n"]
     for group in parser._action_groups:
         if group._group_actions and group.title != "help":
-            parts += [f"## {str(group.title).capitalize()}\n", *([f"{_prose(group.description)}\n"] if group.description
+            parts += [f"## {str(group.title).capitalize()}\n", *([f"{prose(group.description)}\n"] if group.description
                                                                else []),
-                      _flags_table(parser, group._group_actions)]
+                      _flagstable(parser, group._group_actions)]
     parts += ["## Names of --override\n",
-              _table(["name", "settings"], ((_code(name), settings) for name, settings in OVERRIDES.items()))]
+              table(["name", "settings"], ((code(name), settings) for name, settings in OVERRIDES.items()))]
     return "\n".join(parts)
 
 
@@ -90,12 +90,12 @@ def _commands() -> str:
         also = ["those of the launcher (`ds-pretrain train`)"] if name in RANK_COMMANDS else []
         also += ["those of a run (`ds-pretrain reference flags`)"] if run_parser() in further else []
         parts += [f"## ds-pretrain {name}\n", f"{COMMANDS[name].help[0].upper()}{COMMANDS[name].help[1:]}.\n",
-                  _flags_table(own, own._actions), f"Further flags: {' and '.join(also)}.\n" if also else ""]
+                  _flagstable(own, own._actions), f"Further flags: {' and '.join(also)}.\n" if also else ""]
         for action in own._actions:
             if isinstance(action, argparse._SubParsersAction):
                 for word, parser in action.choices.items():
-                    parts += [f"### ds-pretrain {name} {word}\n", f"{_prose(parser.description or '')}\n",
-                              _flags_table(parser, parser._actions)]
+                    parts += [f"### ds-pretrain {name} {word}\n", f"{prose(parser.description or '')}\n",
+                              _flagstable(parser, parser._actions)]
     return "\n".join(part for part in parts if part)
 
 
@@ -103,10 +103,10 @@ def _json_keys() -> str:
     """Return all keys of a DeepSpeed JSON: legal values, or why a key is rejected or has no effect."""
     top_level: Tree = {name: key for name, key in TREE.items() if isinstance(key, Key)}
     parts = ["All keys that are neither rejected nor without effect are passed on to DeepSpeed.\n",
-             "## Top level\n", _table(_KEY_HEADER, _rows_of(top_level, ""))]
+             "## Top level\n", table(_KEY_HEADER, _rows_of(top_level, ""))]
     for name, key in TREE.items():
         if not isinstance(key, Key):
-            parts += [f"## {name}\n", _table(_KEY_HEADER, _rows_of(key, f"{name}."))]
+            parts += [f"## {name}\n", table(_KEY_HEADER, _rows_of(key, f"{name}."))]
     for block, kinds in (("optimizer", {kind: optimizer_params(kind) or {} for kind in KNOWN_NAMES}),
                          ("scheduler", SCHEDULERS)):
         owners: dict[tuple[str, str], list[str]] = {}
@@ -114,9 +114,9 @@ def _json_keys() -> str:
             for row in _rows_of(params, f"{block}.params."):
                 owners.setdefault(row, []).append(kind)
         parts += [f"## {block}.params\n",
-                  _table([*_KEY_HEADER, "types"], ((*row, ", ".join(names)) for row, names in owners.items()))]
+                  table([*_KEY_HEADER, "types"], ((*row, ", ".join(names)) for row, names in owners.items()))]
     parts += ["## Keys that DeepSpeed has removed\n",
-              _table(["key", "reason"], ((_code(name), _prose(reason)) for name, reason in REMOVED.items()))]
+              table(["key", "reason"], ((code(name), prose(reason)) for name, reason in REMOVED.items()))]
     return "\n".join(parts)
 
 
@@ -127,47 +127,39 @@ def _rows_of(tree: Tree, prefix: str) -> Iterator[tuple[str, str]]:
             yield from _rows_of(key, f"{prefix}{name}.")
         else:
             outcome = f"rejected: {key.rejected}" if key.rejected else key.ignored
-            yield _code(prefix + name), _prose(outcome or expected_value(key))
+            yield code(prefix + name), prose(outcome or expected_value(key))
 
 
 def _metrics() -> str:
-    def table(keys: dict[str, tuple[str, str]]) -> str:
-        return _table(["key", "unit", "definition"], ((_code(key), *texts) for key, texts in keys.items()))
+    def rows(keys: dict[str, tuple[str, str]]) -> str:
+        return table(["key", "unit", "definition"], ((code(key), *texts) for key, texts in keys.items()))
 
     return "\n".join((
         'A row of `RUN/metrics.jsonl` is of a logged step or of an evaluation. "Over the steps" means over all steps '
         "since the last row; means and maxima over ranks are over all ranks of the run.\n",
-        "## Rows of training\n", table(TRAINING_ROW),
-        "## Keys that exist with some flags and models only\n", table(OPTIONAL_KEYS),
-        "## Rows of evaluations\n", table(EVALUATION_ROW),
-        "## Rows of the scores of --eval_tasks\n", table(TASK_ROW),
-        "## Rows of predictions.jsonl\n", table(PREDICTION_ROW)))
+        "## Rows of training\n", rows(TRAINING_ROW),
+        "## Keys that exist with some flags and models only\n", rows(OPTIONAL_KEYS),
+        "## Rows of evaluations\n", rows(EVALUATION_ROW),
+        "## Rows of the scores of --eval_tasks\n", rows(TASK_ROW),
+        "## Rows of predictions.jsonl\n", rows(PREDICTION_ROW)))
 
 
 def _events() -> str:
-    return "Each row of `RUN/events.jsonl` has `time`, `event`, `step` and `reason`.\n\n" + _table(
+    return "Each row of `RUN/events.jsonl` has `time`, `event`, `step` and `reason`.\n\n" + table(
         ["event", "further keys", "meaning"],
-        ((_code(name), ", ".join(map(_code, keys.split())), meaning) for name, (keys, meaning) in EVENTS.items()))
-
-
-def _flight() -> str:
-    stages = [("", key, text) for key, text in UNCOMPARED.items()]
-    stages += [(stage, key, text) for key, (stage, text) in DIGEST.items()]
-    return "Each row of `RUN/flight/start_N/rank_R.jsonl` is of one step of a rank. Keys of the same stage of a step " \
-        'are computed together. "interval": the key is in the rows of each `--flight_interval`-th step only.\n\n' + \
-        _table(["key", "stage", "definition"], ((_code(key), stage, _prose(text)) for stage, key, text in stages))
+        ((code(name), ", ".join(map(code, keys.split())), meaning) for name, (keys, meaning) in EVENTS.items()))
 
 
 def _exit_codes() -> str:
-    return _table(["exit code", "meaning"], ((str(code), meaning) for code, meaning in EXIT_CODES.items()))
+    return table(["exit code", "meaning"], ((str(code), meaning) for code, meaning in EXIT_CODES.items()))
 
 
 def _manifest() -> str:
     """Return the fields of a checkpoint's manifest, with the comments of their declarations."""
     fields = _FIELD.findall(inspect.getsource(Manifest).partition("@property")[0])
-    return "`manifest.json` of a checkpoint has these keys, and `sha256`, the hash of all others.\n\n" + _table(
+    return "`manifest.json` of a checkpoint has these keys, and `sha256`, the hash of all others.\n\n" + table(
         ["key", "type", "meaning"],
-        ((_code(name), _code(re.sub(r"^Annotated\[(.+), (\w+)\]", r"\2", kind).lstrip("_")), _prose(comment))
+        ((code(name), code(re.sub(r"^Annotated\[(.+), (\w+)\]", r"\2", kind).lstrip("_")), prose(comment))
          for name, kind, _, comment in fields))
 
 
@@ -178,7 +170,8 @@ TOPICS: dict[str, tuple[str, Callable[[], Any]]] = {
     "json": ("Keys of a DeepSpeed JSON", _json_keys),
     "metrics": ("Keys of metrics.jsonl", _metrics),
     "events": ("Events of events.jsonl", _events),
-    "flight": ("Keys of the flight record", _flight),
     "exit-codes": ("Exit codes", _exit_codes),
     "manifest": ("Fields of a checkpoint's manifest", _manifest),
 }
+TOPICS |= {topic: (title, each.load(function)) for each in extensions()
+           for topic, (title, function) in each.reference.items()}

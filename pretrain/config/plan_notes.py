@@ -14,6 +14,7 @@ from pretrain.data.run_data import RunData
 from pretrain.data.samples.blend import BlendedSamples
 from pretrain.data.samples.packed import PackedDocuments
 from pretrain.errors import format_number
+from pretrain.extension import notes_of_extensions
 from pretrain.model.config import find_config, preset_names, unread_keys
 from pretrain.model.general.own_models import is_model_code
 from pretrain.model.init_methods import width_multiplier
@@ -233,9 +234,7 @@ def _speed_notes(plan: Plan) -> list[str]:
         if unread := unread_keys(model):
             notes.append(f"{model.architecture} of transformers has no such key, and ignores it: {', '.join(unread)}")
     layout = plan.layout
-    if args.recompute_interval and layout.data_parallel_size == 1:
-        notes.append("--recompute_interval: without a second data-parallel rank, each micro-batch is computed again on "
-                     "the same device, which finds results that vary, and none that are wrong each time")
+    notes += notes_of_extensions(plan)
     if plan.device.kind == "cuda" and layout.zero_stage == 2 and layout.data_parallel_size > 1 and \
             plan.get("zero_optimization.overlap_comm") is None:
         notes.append('zero_optimization.overlap_comm: DeepSpeed enables it at ZeRO-3 only; true reduces '

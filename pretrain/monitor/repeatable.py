@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.config.flags.arguments import DEFAULTS, FLAGS
+from pretrain.extension import extensions
 
 _REPEATED_FLAGS = """
     init_from train_data valid_data test_data blend_schedule split sample_order packing dataset_args first_sample
@@ -25,14 +26,14 @@ _REPEATED_FLAGS = """
     sanity_check profile_steps profile_ranks pipeline_timeline memory_snapshot save_interval exit_step async_save
     save_busy save_timeout keep_checkpoints keep_every keep_best override exit_after_minutes spike_policy
     spike_threshold spike_window max_bad_steps rollback_skip_steps max_rollbacks step_timeout first_step_timeout
-    replica_check_interval flight_steps flight_interval recompute_interval allow_other_data micro_batch_size
+    replica_check_interval allow_other_data micro_batch_size
     gradient_accumulation_steps global_batch_size learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon
     gradient_clipping precision compile_blocks recompute recompute_every mlp_tiles fp8 tf32 plain_operators
     deterministic emulate_fp16 peak_tflops
 """
-REPEATED_FLAGS = frozenset(_REPEATED_FLAGS.split())
+REPEATED_FLAGS = frozenset(_REPEATED_FLAGS.split()) | {name for name, flag in FLAGS.items() if flag.repeats}
 # flags that a repetition sets itself, or that the launcher sets
-SET_AGAIN = frozenset(("deepspeed_config", "model", "model_overrides", "save", "resume", "resume_from", "replay",
+SET_AGAIN = frozenset(("deepspeed_config", "model", "model_overrides", "save", "resume", "resume_from",
                        "local_rank"))
 # flags that name code of the user, and what it has: the user gives them again
 OWN_CODE = {"dataset_module": "Data", "model_code": "Model"}
@@ -44,7 +45,8 @@ NEVER_REPEATED = {
     **dict.fromkeys(("data_cache", "data_cache_gb", "nvme_path"), "files are written there"),
     "checkpoint_mirror": "checkpoints are written there", "trackio": "it sends the metrics",
     "extension": "it is imported",
-    **{name: flag.group.not_recorded for name, flag in FLAGS.items() if flag.group.not_recorded}}
+    **{name: FLAGS[name].group.not_recorded or f"it belongs to the extension {each.name}"
+       for each in extensions() for name in each.flags if not FLAGS[name].repeats}}
 
 # variables that change results or speed, and name neither files nor code nor hosts
 _REPEATED_VARIABLES = """

@@ -12,7 +12,7 @@ from pretrain.commands.reference import TOPICS, main
 from pretrain.config.ds_json.schema import TREE, Key, Tree
 from pretrain.config.flags.arguments import FLAGS
 from pretrain.errors import EXIT_CODES
-from pretrain.monitor.flight.digest import DIGEST, UNCOMPARED
+from pretrain.extensions.replay.digest import DIGEST, UNCOMPARED
 from pretrain.monitor.rows import EVENTS, OPTIONAL_KEYS, TRAINING_ROW
 
 

@@ -36,7 +36,7 @@ NOTE = "why this run: a <b>first</b> try\x1b[2J"
 ON_CPUS = ("data/loader.py:_read", "engine/gradient_passes.py", "model/kernels/cpu/", "model/kernels/documents.py:")
 IN_SAVES = ("checkpoint/", "distributed/collectives.py")
 BEFORE_UPDATES = ("engine/patches/", "resilience/")
-RECORDER = ("monitor/flight/recorder.py:_crc", "monitor/flight/recorder.py:complete")
+RECORDER = ("extensions/replay/recorder.py:_crc", "extensions/replay/recorder.py:complete")
 
 
 @pytest.fixture(scope="module")

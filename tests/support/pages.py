@@ -13,7 +13,7 @@ PAGES = [README, *(ROOT / name for name in (
     "tools/training_data.md", "tools/weights.md", "tools/decoders.md", "tools/memory.md",
     "tools/checkpoints.md", "tools/adopt.md", "tools/adopt_megatron.md", "tools/evaluation.md", "tools/gpu.md",
     "tools/dry_gpu/README.md",
-    "tools/performance.md", "tools/measurements.md", "tools/metrics.md", "tools/replay.md", "tools/report.md",
+    "tools/performance.md", "tools/measurements.md", "tools/metrics.md", "tools/report.md",
     "tools/sanity_check.md",
     "tools/ladder.md",
     "tools/translate.md",
@@ -54,7 +54,7 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "data/tokenizer --out data/fineweb",),
     "takes minutes: tests/test_project.py": (".github/release.sh",),
     "takes an hour: tests/distributed/test_replay.py with -m slow": (
-        "python -m tests.support.planted_replays OUT",),
+        "python -m tests.extensions.replay.planted_replays OUT",),
     "needs a bad step: tests/distributed/test_replay.py": ("ds-pretrain replay runs/gpt2@41203",),
     "needs a run of another program: tests/distributed/test_adopt.py": (
         "ds-pretrain import trainer_output --save runs/adopted",
@@ -82,7 +82,7 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
     "takes minutes: tests/data/tokenizers/test_measure_encoding.py": (
         "python -m tests.data.tokenizers.measure_encoding tinyshakespeare.txt tutor.ja.utf-8 tutor.ru.utf-8",),
     "takes minutes: tests/distributed/test_replay_samples.py with -m slow": (
-        "python -m tests.support.planted_documents",),
+        "python -m tests.extensions.replay.planted_documents",),
     "takes minutes: tests/model/test_decoders.py": ("ds-pretrain models --prove --output tools/decoders.md",),
     "needs other versions of Python and torch: tests/test_versions.py": ("tests/versions.sh lowest",),
     "takes a minute: tests/distributed/test_reproducers.py": (

@@ -33,7 +33,6 @@ from pretrain.commands.bench.pretended_run import RANKS_PER_HOST, STEP, Ranks, f
 from pretrain.distributed.collectives import gather
 from pretrain.distributed.device import cpu_device
 from pretrain.monitor.environment import host_record
-from pretrain.monitor.flight.record_files import Header, RecordFile, start_folder
 from pretrain.monitor.rank_times import NUM_VALUES, RankTimesLog, rank_times
 from pretrain.monitor.training_row import gather_ranks
 from pretrain.monitor.write_run_folder import RunFolder
@@ -58,13 +57,11 @@ def validate(ranks: Ranks) -> None:
 
 
 def agree(ranks: Ranks) -> None:
-    """Agree on the data and on the checkpoint, whose files the ranks verify, and begin the flight records."""
-    for rank in ranks.each():
+    """Agree on the data and on the checkpoint, whose files the ranks verify."""
+    for _ in ranks.each():
         gather((host_record(), os.getpid()))
         agree_on_data(ranks.plan)
         assert agree_on_checkpoint(ranks.plan, lambda _: None) is not None
-        header = Header(rank=rank, world_size=ranks.size)
-        RecordFile(start_folder(ranks.folder / "run", 0), header, steps=100).close()
 
 
 def load_same(ranks: Ranks) -> None:

@@ -347,15 +347,6 @@ class RunArguments:
         "before the first step: connecting, verifying the checkpoint, building the engine", low=0, high=LONGEST_SECONDS)
     replica_check_interval: int = FAILURES.flag(
         100, "steps between two comparisons of the copies of the parameters on different ranks; 0: never", low=0)
-    flight_steps: int = FAILURES.flag(
-        512, "keep a small record of at least the last N steps of each rank in RUN/flight, from which a step can be "
-        "questioned; 0: off", low=0, high=1_000_000)
-    flight_interval: int | None = FAILURES.flag(
-        None, "steps between two steps whose record also has checksums of weights, states and gradients, and of each "
-        "layer", low=1, unset="chosen at the start, so that the record costs at most 0.2% of the time")
-    recompute_interval: int = FAILURES.flag(
-        0, "steps between two comparisons of what devices compute: a micro-batch of each data-parallel rank is "
-        "computed again on the next one, and compared bit by bit; also before each save; 0: never", low=0)
     allow_other_data: bool = FAILURES.flag(
         False, "the same as --override data: resume although --train_data or --tokenizer is not that of the checkpoint")
 
@@ -410,8 +401,6 @@ class RunArguments:
         None, "peak TFLOP/s of one device in this precision, for MFU", above=0, high=1e6,
         unset="known from the GPU's name")
 
-    replay: str | None = dataclasses.field(  # written by `ds-pretrain replay`: see pretrain/analysis/replay/order.py
-        default=None, metadata={"flag": Flag(CHANGES, argparse.SUPPRESS, parse=path_text)})
     local_rank: int = dataclasses.field(  # set by DeepSpeed's launcher
         default=-1, metadata={"flag": Flag(SPEED, argparse.SUPPRESS)})
     extensions: dict[str, Any] = dataclasses.field(default_factory=dict)  # flags of extensions that are given: values

@@ -86,9 +86,6 @@ def _check_checkpoint_flags(args: RunArguments) -> None:
 
 def _check_steering_flags(args: RunArguments) -> None:
     named_overrides(args)
-    if args.flight_interval is not None and not args.flight_steps:
-        raise ConfigError("--flight_interval", problem="it has no effect with --flight_steps 0",
-                          remedy="remove one of the two flags")
     if args.expected_curve is not None and args.init_from is not None:
         raise ConfigError("--expected_curve / --init_from", found="both", expected="one of the two",
                           remedy="a ladder predicts the losses of a run that begins with random weights")

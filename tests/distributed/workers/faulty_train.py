@@ -25,8 +25,8 @@ from pretrain import step_loop
 from pretrain.data.loader import Loader, MicroBatch
 from pretrain.distributed.process import end_process
 from pretrain.train import main
-from tests.distributed.workers.recompute_worker import lie
 from tests.distributed.workers.worker import flip_bit
+from tests.extensions.replay.workers.recompute_worker import lie
 
 LAST_RANK = int(os.environ["WORLD_SIZE"]) - 1
 

@@ -1,0 +1,74 @@
+"""The flight record, recomputation, and replays of a step: flags, the subcommand, rules and notes."""
+
+import argparse
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pretrain.cli import path_text
+from pretrain.config.flags.flag import Flag, Group
+from pretrain.errors import ConfigError
+from pretrain.extension import Command, Extension
+
+if TYPE_CHECKING:
+    from pretrain.callback import Callback
+    from pretrain.config.flags.arguments import RunArguments
+    from pretrain.config.plan import Plan
+
+GROUP = Group("when something goes wrong")
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What a run keeps for questions about its steps, and what it computes twice."""
+
+    flight_steps: int = GROUP.flag(
+        512, "keep a small record of at least the last N steps of each rank in RUN/flight, from which a step can be "
+        "questioned; 0: off", low=0, high=1_000_000, repeats=True)
+    flight_interval: int | None = GROUP.flag(
+        None, "steps between two steps whose record also has checksums of weights, states and gradients, and of each "
+        "layer", low=1, unset="chosen at the start, so that the record costs at most 0.2% of the time", repeats=True)
+    recompute_interval: int = GROUP.flag(
+        0, "steps between two comparisons of what devices compute: a micro-batch of each data-parallel rank is "
+        "computed again on the next one, and compared bit by bit; also before each save; 0: never", low=0,
+        repeats=True)
+    replay: str | None = dataclasses.field(  # written by `ds-pretrain replay`: see order.py
+        default=None, metadata={"flag": Flag(GROUP, argparse.SUPPRESS, parse=path_text)})
+
+
+def _check(args: "RunArguments") -> None:
+    flags = args.of(Replay)
+    if flags.flight_interval is not None and not flags.flight_steps:
+        raise ConfigError("--flight_interval", problem="it has no effect with --flight_steps 0",
+                          remedy="remove one of the two flags")
+
+
+def _notes(plan: "Plan") -> Iterator[str]:
+    if plan.args.of(Replay).recompute_interval and plan.layout.data_parallel_size == 1:
+        yield ("--recompute_interval: without a second data-parallel rank, each micro-batch is computed again on the "
+               "same device, which finds results that vary, and none that are wrong each time")
+
+
+def _callbacks(plan: "Plan") -> "Iterator[Callback]":
+    """Yield the parts of a run; these modules import torch."""
+    from pretrain.extensions.replay.order import read_order
+    from pretrain.extensions.replay.recompute import Recomputation
+    from pretrain.extensions.replay.recorder import FlightRecorder
+    from pretrain.extensions.replay.replayed_steps import ReplayedSteps
+
+    flags = plan.args.of(Replay)
+    if flags.recompute_interval:
+        yield Recomputation(flags.recompute_interval)
+    if flags.flight_steps:
+        yield FlightRecorder(steps=flags.flight_steps, interval=flags.flight_interval)
+    if flags.replay is not None:
+        yield ReplayedSteps(read_order(Path(flags.replay)))
+
+
+EXTENSION = Extension(
+    "replay", "Keeps a flight record, computes micro-batches twice, and says why a step was as it was.",
+    settings=Replay, is_always_used=True, check=_check, notes=_notes, callbacks=_callbacks,
+    commands={"replay": Command("during and after a run", "train a step again, and say why it was as it was", ".main")},
+    reference={"flight": ("Keys of the flight record", "digest:reference")})
