@@ -15,6 +15,7 @@ from tests.support.cases import CPU, DROPOUT, case, config, flags
 from tests.support.launch import WORKERS as CORE_WORKERS
 from tests.support.launch import run_ranks, run_worker
 
+WORKER = str(WORKERS / "recompute_worker.py")
 EXPERTS = {"model_type": "qwen2_moe", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48,
            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -78,7 +79,7 @@ def _flags(corpus: str, folder: Path, given: dict[str, Any], steps: int) -> dict
 
 def _run(cases: dict[int, list[dict[str, Any]]], folder: Path) -> dict[str, Any]:
     return {name: result for ranks, some in cases.items()
-            for name, result in run_worker(str(WORKERS / "recompute_worker.py"), some, ranks, folder / str(ranks)).items()}
+            for name, result in run_worker(WORKER, some, ranks, folder / str(ranks)).items()}
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +167,6 @@ def test_a_run_with_a_flaky_rank_ends_before_it_updates_or_saves(corpus: str, tm
                          ids=["zero1", "zero3", "pipeline"])
 def test_100_healthy_comparisons_find_nothing(ranks: int, values: dict[str, Any], corpus: str, tmp_path: Path) -> None:
     own = _flags(corpus, tmp_path, {}, 100)
-    result = run_worker(str(WORKERS / "recompute_worker.py"), [case("healthy", "healthy", values, own)], ranks, tmp_path)["healthy"]
+    result = run_worker(WORKER, [case("healthy", "healthy", values, own)], ranks, tmp_path)["healthy"]
     assert (result["error"], result["compared"]) == ("", 100)
     print(f"step {result['step_s'] - result['compare_s']:.4f} s, comparison {result['compare_s']:.4f} s")
