@@ -204,9 +204,9 @@ class Run:
         """Return whether something that is done every `interval` steps (0: never), and after the last step, is due."""
         return self.step == self.plan.last_step or (interval > 0 and self.step % interval == 0)
 
-    def event(self, kind: str, *, reason: str = "", **details: Any) -> None:
+    def event(self, event: str, *, reason: str = "", **details: Any) -> None:
         """Append a row with the number of the step to events.jsonl."""
-        self.folder.event(kind, step=self.step, reason=reason, **details)
+        self.folder.event(event, step=self.step, reason=reason, **details)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -33,7 +33,7 @@ from pretrain.distributed.world import ALONE, World, running_environment
 from pretrain.engine.deterministic import operator_without_variant
 from pretrain.engine.prepare import avoid_compiler_imports, prepare_deepspeed
 from pretrain.errors import CRASHED, GUARD, INTERRUPTED, REJECTED, ConfigError, CorruptionError, GuardError, SaveError
-from pretrain.extension import RANK_0, around_run, callbacks_of
+from pretrain.extension import RANK_0, around_run
 from pretrain.remote import StoreError
 from pretrain.resilience.launcher_watch import LauncherWatch
 from pretrain.resilience.watchdog import RankGuards, TimeOuts, rank_guards
@@ -116,7 +116,7 @@ def _train(start: Start, world: World, device: Device, guards: RankGuards, tasks
         if plan.args.eval_tasks is not None:
             from pretrain.analysis.evaluate.run_tasks import RunTasks
             callbacks.append(RunTasks(tasks))
-        return train(plan, world, [*callbacks, *callbacks_of(plan)], guards, start.weights)
+        return train(plan, world, callbacks, guards, start.weights)
     except (MemoryError, RuntimeError, OSError) as error:
         if operator := operator_without_variant(error):
             raise ConfigError("--deterministic", problem=f"torch has no deterministic variant of {operator}, which the "

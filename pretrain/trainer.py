@@ -34,6 +34,7 @@ from pretrain.engine.steps import open_loader
 from pretrain.engine.update_guard import guard_updates
 from pretrain.engine.update_statistics import measure_updates
 from pretrain.errors import FINISHED, STOPPED, ConfigError, counted
+from pretrain.extension import callbacks_of
 from pretrain.monitor.announce import EARLY_STOP, announce_start
 from pretrain.monitor.batch_ramp import BatchRamp
 from pretrain.monitor.expected.report_curve import ReportCurve
@@ -61,8 +62,9 @@ def train(plan: Plan, world: World, callbacks: Sequence[Callback], guards: RankG
     """Run the plan, resuming from the newest good checkpoint if there is one. Returns the exit code.
 
     Without a checkpoint, the run begins with `weights`, or with random weights if this is None. `callbacks`: others
-    than those of the core.
+    than those of the core and of extensions.
     """
+    callbacks = [*callbacks, *callbacks_of(plan)]
     resume = _connect(plan, world, guards, weights)
     missing = [] if resume is None else from_rank_0(functools.partial(_missing_evaluations, resume))
     if resume is not None and resume.manifest.step >= resume.plan.last_step and not missing:

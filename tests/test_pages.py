@@ -42,8 +42,8 @@ def _named_paths(page: Path) -> list[str]:
 
 
 def test_every_page_is_listed() -> None:
-    found = {page for folder in (".", ".github", "tools/dry_gpu", *_FOLDERS)
-             for page in (ROOT / folder).glob("*.md")}
+    found = {page for pattern in ("*.md", ".github/*.md", "tools/dry_gpu/*.md", "pretrain/extensions/**/*.md",
+                                  *(f"{folder}/*.md" for folder in _FOLDERS)) for page in ROOT.glob(pattern)}
     assert found == set(PAGES)
 
 
@@ -85,7 +85,7 @@ def test_commands_are_in_bash_blocks(page: Path) -> None:
     Blocks of python are files of the user, which begin with the name: test_quickstart.py writes them for the commands.
     """
     for language, content in blocks(page):
-        assert language in ("bash", "text", "log", "json", "python"), f"a block of {language or 'no language'}"
+        assert language in ("bash", "text", "log", "json", "python", "toml"), f"a block of {language or 'no language'}"
         assert language != "python" or re.match(r"# \w+\.py\b", content)
         if language == "json":
             json.loads(content)

@@ -20,7 +20,7 @@ def written_events() -> Iterator[tuple[str, set[str]]]:
                  for target in node.targets if isinstance(target, ast.Name)}
     for node in nodes:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "event":
-            kind = node.args[0]
+            kind = node.args[0] if node.args else None
             if isinstance(kind, ast.Constant) or (isinstance(kind, ast.Name) and kind.id in constants):
                 name = kind.value if isinstance(kind, ast.Constant) else constants[kind.id]
                 yield name, {keyword.arg for keyword in node.keywords if keyword.arg is not None}

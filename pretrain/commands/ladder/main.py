@@ -33,7 +33,7 @@ from pretrain.commands.ladder.sizes import family_sizes, nearest_sizes
 from pretrain.commands.ladder.target import TargetRun, read_target, write_settings
 from pretrain.commands.ladder.times import measure_times
 from pretrain.commands.ladder.train import read_points, train_ladder
-from pretrain.config.flags.arguments import TASK_FLAGS, RunArguments
+from pretrain.config.flags.arguments import DEFAULTS, TASK_FLAGS
 from pretrain.data.token_schedules import parse_token_count
 from pretrain.distributed.device import nvidia_smi, wants_cpu
 from pretrain.errors import ConfigError, shorten
@@ -186,8 +186,8 @@ def _plan(target: TargetRun, wish: Wish, folder: Path, ranks: int) -> Plan:
 def _request(target: TargetRun, wish: Wish, ranks: int) -> dict[str, Any]:
     """Return what a plan depends on: a folder holds the runs of one plan."""
     plan = target.plan
-    flags = {name: value for name, value in vars(plan.args).items()
-             if value != getattr(RunArguments, name) and name not in _WITHOUT_EFFECT}
+    flags = {name: value for name, value in plan.args.values().items()
+             if value != DEFAULTS[name] and name not in _WITHOUT_EFFECT}
     found: dict[str, Any] = json.loads(json.dumps({
         "budget_seconds": wish.budget_seconds, "parameters": list(wish.parameters), "tokens": wish.tokens,
         "ranks": ranks, "world_size": plan.layout.world_size, "flags": flags,

@@ -32,16 +32,16 @@ class ReportCurve(Callback):
         change = self._watch.observe(row) if self._watch is not None else None
         if change is None:
             return
-        details: dict[str, Any] = {}
-        line = f"{change.event}: {change}"
-        if change.event != ON_CURVE:
-            details["causes"] = self._causes(run, change)
-            line += f"; likely causes, in the order of the sanity checks: {'; '.join(details['causes'])}"
-        run.screen.line(line)
-        run.folder.event(change.event, reason=str(change), **details, **change.record())
+        if change.event == ON_CURVE:
+            run.screen.line(f"{change.event}: {change}")
+            run.folder.event(ON_CURVE, reason=str(change), **change.record())
+            return
+        causes = self._causes(run, change)
+        run.screen.line(f"{change.event}: {change}; likely causes, in the order of the sanity checks: "
+                        f"{'; '.join(causes)}")
+        run.folder.event(OFF_CURVE, reason=str(change), causes=causes, **change.record())
 
     def _causes(self, run: Run, change: Change) -> list[str]:
-        """Return the likely causes of a loss that is OFF_CURVE."""
-        assert change.event == OFF_CURVE
+        """Return the likely causes of a loss that is off the curve."""
         log = HintLog(run.folder.path, first_step=run.step)  # of the rows that are written
         return likely_causes(Evidence(change, log.curve(), log.facts(), self._expected, read_events(run.folder.path)))

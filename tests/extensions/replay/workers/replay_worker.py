@@ -32,7 +32,6 @@ from pretrain.errors import ConfigError, CorruptionError
 from pretrain.extensions.replay.launch import Layout, prepare
 from pretrain.extensions.replay.order import ReplayOrder, read_order
 from pretrain.extensions.replay.question import Replay, order_of, question, read_replay
-from pretrain.extensions.replay.replayed_steps import ReplayedSteps
 from pretrain.extensions.replay.target import Target, find_target
 from pretrain.monitor import announce
 from pretrain.resilience.launcher_watch import LauncherWatch
@@ -59,7 +58,7 @@ def train_replay(folder: Path, target: Target, order: ReplayOrder, plant: Plant 
     guards = rank_guards(folder / "run", world, TimeOuts.from_flags(start.plan.args), LauncherWatch(world))
     with guards as guarded, planter.in_data(), kept[0], kept[1]:
         try:
-            trainer.train(start.plan, world, [planter, ReplayedSteps(order)], guarded, start.weights)
+            trainer.train(start.plan, world, [planter], guarded, start.weights)
         except CorruptionError as error:
             print(error)
     assert plant is None or acted_of(planter), f"the plant {plant} has not acted"
