@@ -52,18 +52,17 @@ def _notes(plan: "Plan") -> Iterator[str]:
 
 
 def _callbacks(plan: "Plan") -> "Iterator[Callback]":
-    """Yield the parts of a run; these modules import torch."""
-    from pretrain.extensions.replay.order import read_order
-    from pretrain.extensions.replay.recompute import Recomputation
-    from pretrain.extensions.replay.recorder import FlightRecorder
-    from pretrain.extensions.replay.replayed_steps import ReplayedSteps
-
+    """Yield the parts of a run. Their modules import torch: each is imported if the run has it."""
     flags = plan.args.of(Replay)
     if flags.recompute_interval:
+        from pretrain.extensions.replay.recompute import Recomputation
         yield Recomputation(flags.recompute_interval)
     if flags.flight_steps:
+        from pretrain.extensions.replay.recorder import FlightRecorder
         yield FlightRecorder(steps=flags.flight_steps, interval=flags.flight_interval)
     if flags.replay is not None:
+        from pretrain.extensions.replay.order import read_order
+        from pretrain.extensions.replay.replayed_steps import ReplayedSteps
         yield ReplayedSteps(read_order(Path(flags.replay)))
 
 
