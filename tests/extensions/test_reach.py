@@ -69,7 +69,8 @@ def test_a_run_without_extensions_imports_their_declarations_only(corpus: str, t
         "flight_steps": 0}.items()]
     code = ("import sys; from pretrain.train import main; code = main(sys.argv[1:]); "
             "print('MODULES', *(name for name in sys.modules if name.startswith('pretrain')))")
-    done = subprocess.run([sys.executable, "-c", code, *words], cwd=tmp_path, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code, *words], cwd=tmp_path, capture_output=True, text=True,
+                          check=True)
     modules = done.stdout.split("MODULES")[1].split()
     assert len(modules) <= MOST_IMPORTED
     parts = [name.split(".")[2:] for name in modules if name.startswith(f"{BUILT_IN_EXTENSIONS}.")]
