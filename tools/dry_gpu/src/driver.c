@@ -21,7 +21,11 @@ static int is_on_device(unsigned long long address) {
 }
 
 int cuInit(unsigned flags) { return SUCCESS; }
-int cuDriverGetVersion(int *version) { *version = 13000; return SUCCESS; }
+int cuDriverGetVersion(int *version) {
+    int (*of_runtime)(int *) = (int (*)(int *))dlsym(RTLD_DEFAULT, "cudaDriverGetVersion");
+    *version = 13000;
+    return of_runtime ? of_runtime(version) : SUCCESS;
+}
 int cuGetErrorString(int error, const char **text) { *text = "error of the dry device"; return SUCCESS; }
 int cuGetErrorName(int error, const char **text) { *text = "CUDA_ERROR_OF_DRY_DEVICE"; return SUCCESS; }
 int cuDeviceGet(int *device, int ordinal) { *device = ordinal; return SUCCESS; }
