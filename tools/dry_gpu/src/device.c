@@ -53,6 +53,7 @@ int dry_device_count(void) {
     return number >= 0 ? number : (number = read_visible());
 }
 
+int dry_host_device(void) { return dry_device_count() ? visible[current] : 0; }
 int dry_capability(void) { return from_environment("DRY_GPU_CAPABILITY", 80); }
 
 /* DRY_GPU_KINDS is NAME:GIB,NAME:GIB...: the names and sizes of the host's devices, where these differ. */

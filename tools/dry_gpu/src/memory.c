@@ -123,6 +123,9 @@ static cudaError_t copy(void *to, const void *from, size_t size, enum cudaMemcpy
 
 cudaError_t cudaMemcpy(void *to, const void *from, size_t size, enum cudaMemcpyKind kind) { return copy(to, from, size, kind); }
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, enum cudaMemcpyKind kind, cudaStream_t stream) {
+    int pageable = (kind == cudaMemcpyHostToDevice && dry_find_range(from).kind == PAGEABLE) ||
+                   (kind == cudaMemcpyDeviceToHost && dry_find_range(to).kind == PAGEABLE);
+    __atomic_add_fetch(&dry_counters->pageable_copies, pageable, __ATOMIC_RELAXED);
     return copy(to, from, size, kind);
 }
 cudaError_t cudaMemcpyPeerAsync(void *to, int device, const void *from, int peer, size_t size, cudaStream_t stream) {
