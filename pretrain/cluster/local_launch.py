@@ -105,6 +105,9 @@ def local_slots(flags: argparse.Namespace, device: Device) -> list[int | str]:
         where = " in CUDA_VISIBLE_DEVICES" if slots is visible else ""
         raise ConfigError("--num_gpus", found=flags.num_gpus,
                           expected=f"at most {len(slots)}, the GPUs of this host{where}")
+    if flags.num_gpus != 1 and len(slots) > 1 and any(str(slot).startswith("MIG-") for slot in slots):
+        raise ConfigError("CUDA_VISIBLE_DEVICES", problem="CUDA gives a program one MIG instance at most",
+                          remedy="train on one with --num_gpus 1, or disable MIG: sudo nvidia-smi -mig 0")
     chosen = choose_hosts({LOCAL: len(slots)}, include=flags.include, exclude=flags.exclude, num_slots=flags.num_gpus)
     return [slots[number] for number in chosen[LOCAL]]
 

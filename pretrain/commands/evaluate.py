@@ -28,6 +28,7 @@ from pretrain.config.equal_facts import common_facts
 from pretrain.data.text_inputs.chunk import FORMATS
 from pretrain.data.tokenizers.tokenizer import Tokenizer
 from pretrain.distributed.device import Device, detect_device
+from pretrain.distributed.own_gpu import open_gpu
 from pretrain.distributed.print_error import run_or_reject
 from pretrain.distributed.world import World
 from pretrain.engine.prepare import prepare_deepspeed
@@ -121,6 +122,8 @@ def _run(args: argparse.Namespace, world: World) -> int:
             source = source.of_rank_0()
             dtype = evaluation_dtype(source, device, args.dtype)
             partition = choose_partition(source, dtype, device, world, args.partition_weights)
+        elif device.kind == "cuda":
+            open_gpu(world)
         source.verify(ranks=world.size)
         results = evaluate(source, sets, known, dtype=dtype, partition=partition,
                            micro_batch_size=args.micro_batch_size) if sets else []

@@ -19,6 +19,7 @@ from pretrain.distributed.deepspeed_version import (
     deepspeed_version,
     is_at_least,
 )
+from pretrain.distributed.device import why_not_nvcc
 from pretrain.errors import ConfigError
 from pretrain.model.partition import layer_costs, layer_pattern, stage_bounds, stage_without_block
 
@@ -279,8 +280,8 @@ def operators_without_nvcc(run: Plan) -> Iterator[Rule]:
     if run.device.kind != "cuda" or run.device.compiles:
         return
     remedy = "install the CUDA toolkit of the version that torch was built for, and set CUDA_HOME"
-    problem = "it is a CUDA operator that DeepSpeed compiles, and there is no nvcc of torch's CUDA version with all " \
-        "of CUDA's headers"
+    reason = why_not_nvcc() or "there is no nvcc of torch's CUDA version with all of CUDA's headers"
+    problem = f"it is a CUDA operator that DeepSpeed compiles, and {reason}"
     is_compiled = OPTIMIZERS[run.layout.optimizer].is_compiled
     yield Rule(is_compiled and run.layout.offload_optimizer == "none", "optimizer.type", problem=problem,
                remedy=f"use AdamW, or {remedy}")

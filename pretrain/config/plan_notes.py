@@ -239,6 +239,10 @@ def _speed_notes(plan: Plan) -> list[str]:
             plan.get("zero_optimization.overlap_comm") is None:
         notes.append('zero_optimization.overlap_comm: DeepSpeed enables it at ZeRO-3 only; true reduces '
                      "gradients during the backward pass, with a second bucket")
+    if plan.device.kinds:
+        notes.append(f"the GPUs of this host differ: {', '.join(plan.device.kinds)}. The run is planned for the "
+                     "smallest memory, and steps take as long as on the slowest GPU; CUDA_VISIBLE_DEVICES chooses "
+                     "GPUs, by nvidia-smi's numbers if CUDA_DEVICE_ORDER is PCI_BUS_ID")
     if args.fp8 is not None and plan.device.kind == "cpu":
         notes.append("--fp8 on a CPU is emulated: slower than bf16, for tests of its losses")
     elif args.fp8 is not None and not args.compile_blocks:

@@ -16,6 +16,7 @@ _ISAS_WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX51
 _ISAS_WITHOUT_FP16 = (*_ISAS_WITHOUT_BF16, "AVX512_CORE_BF16")
 # ATen/cuda/CUDAContextLight.h, which DeepSpeed's CUDA operators include
 _CUDA_HEADERS = ("cuda_runtime_api.h", "cusparse.h", "cublas_v2.h", "cublasLt.h", "cusolverDn.h")
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 _VISIBLE_DEVICES = re.compile(r"\s*(-?\d+|(GPU|MIG)-[\w/-]+)?(\s*,\s*(-?\d+|(GPU|MIG)-[\w/-]+))*\s*")
 # GPU -> dense peak TFLOP/s (16-bit, TF32, fp32 without TF32), from the vendors' data sheets. The first match counts.
 _PEAK_TFLOPS = {
@@ -37,6 +38,7 @@ class Device:
     memory_bytes: int  # of one GPU, or of the host for a CPU; 0: unknown
     compiles: bool = True  # DeepSpeed can compile operators for the device; cuda needs nvcc and its headers
     fp8: bool = True  # multiplies in FP8, or this is not known
+    kinds: tuple[str, ...] = ()  # of GPUs, where those of this host differ: "2 x NAME (80 GiB)"
 
 
 def detect_device() -> Device:
@@ -44,6 +46,9 @@ def detect_device() -> Device:
     chosen = os.environ.get("DS_ACCELERATOR")
     if chosen and chosen not in ("cpu", "cuda"):
         raise ConfigError("DS_ACCELERATOR", found=repr(chosen), expected="cpu or cuda in this environment variable")
+    if chosen != "cpu" and _torch_built_for("hip") not in ("", "None") and (chosen or Path("/dev/kfd").exists()):
+        raise ConfigError("torch", problem="this is a build for AMD's ROCm, and GPUs of AMD are not supported",
+                          remedy="DS_ACCELERATOR=cpu trains on the CPU")
     if wants_cpu():
         return cpu_device()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
@@ -106,13 +111,57 @@ def cpuinfo() -> str:
 
 
 def cuda_device() -> Device:
-    """Describe the first NVIDIA device. If nvidia-smi fails, assume an Ampere GPU of a machine with nvcc."""
-    capability, memory_bytes = 8.0, 0
-    found = re.match(r"(\d+\.\d+)\s*,\s*(\d+)", next(iter(nvidia_smi("compute_cap,memory.total")), ""))
-    if found:
-        capability, memory_bytes = float(found[1]), int(found[2]) * 2**20
-    return Device("cuda", fp16=capability >= 7.0, bf16=capability >= 8.0, memory_bytes=memory_bytes,
-                  compiles=found is None or compiles_cuda(), fp8=found is None or capability >= 8.9)
+    """Describe what each visible NVIDIA device can do. If nvidia-smi fails, assume Ampere GPUs and nvcc.
+
+    Raises ConfigError if CUDA_VISIBLE_DEVICES names a device that nvidia-smi does not list.
+    """
+    lines = [re.match(r"([\d.]+)\s*,\s*(\d+)[,\s]*([^,]*)[,\s]*(.*)", line)
+             for line in nvidia_smi("compute_cap,memory.total,uuid,name")]
+    gpus = visible_gpus([_Gpu(float(found[1]), int(found[2]), found[3], found[4]) for found in lines if found])
+    if not gpus:
+        return Device("cuda", fp16=True, bf16=True, memory_bytes=0)
+    capability, mebibytes = min(gpu.capability for gpu in gpus), min(gpu.mebibytes for gpu in gpus)
+    names = [f"{gpu.name} ({gpu.mebibytes / 1024:.3g} GiB)" for gpu in gpus]
+    kinds = tuple(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+    has_mig = "MIG-" in os.environ.get("CUDA_VISIBLE_DEVICES", "")  # parts of a GPU, whose memory is not listed
+    return Device("cuda", fp16=capability >= 7.0, bf16=capability >= 8.0,
+                  memory_bytes=0 if has_mig else mebibytes * 2**20, compiles=compiles_cuda(), fp8=capability >= 8.9,
+                  kinds=kinds if len(kinds) > 1 else ())
+
+
+@dataclass(frozen=True)
+class _Gpu:
+    """A GPU of this host, according to nvidia-smi."""
+
+    capability: float
+    mebibytes: int
+    uuid: str
+    name: str
+
+
+def visible_gpus(gpus: list[_Gpu]) -> list[_Gpu]:
+    """Return those GPUs of nvidia-smi that CUDA_VISIBLE_DEVICES names. Raises ConfigError for a wrong name.
+
+    CUDA ignores the variable's words from the first wrong one on, and gives no device at all if one is repeated.
+    """
+    text = os.environ.get("CUDA_VISIBLE_DEVICES")
+    words = [] if text is None else [word.strip() for word in text.split(",")]
+    if len({*words}) < len(words):
+        raise ConfigError(VISIBLE, found=repr(text), expected="each device once")
+    found: list[_Gpu] = []
+    for word in words if gpus else []:
+        if word == "-1":
+            break
+        named = gpus[int(word):int(word) + 1] if word.isdecimal() else [g for g in gpus if g.uuid.startswith(word)]
+        if word.startswith("MIG-"):  # of any of them
+            named = gpus
+        elif len(named) != 1:
+            raise ConfigError(VISIBLE, found=repr(text), expected=f"numbers below {len(gpus)} or UUIDs, as "
+                              "`nvidia-smi -L` lists them")
+        found += named
+    # CUDA counts from the fastest GPU on, nvidia-smi by the bus
+    other_order = os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID" and any(map(str.isdecimal, words))
+    return gpus if other_order or not found else found
 
 
 def nvidia_smi(fields: str) -> list[str]:
@@ -132,23 +181,32 @@ def has_nvcc() -> bool:
 
 
 def compiles_cuda() -> bool:
-    """Return whether DeepSpeed 0.19.8 can compile CUDA operators: nvcc is of the CUDA version that torch was built for.
+    """Return whether DeepSpeed can compile CUDA operators."""
+    return not why_not_nvcc()
 
-    DS_SKIP_CUDA_CHECK=1 accepts every version. The headers that torch's own headers include must be there, too.
+
+def why_not_nvcc() -> str:
+    """Return why DeepSpeed 0.19.8 cannot compile CUDA operators; "" if it can.
+
+    nvcc must be of the CUDA version that torch was built for: DS_SKIP_CUDA_CHECK=1 accepts every version. The headers
+    that torch's own headers include must be there, too.
     """
-    if not has_nvcc() or missing_cuda_headers():
-        return False
+    if not has_nvcc():
+        return "there is no nvcc"
+    if missing := missing_cuda_headers():
+        return f"the CUDA toolkit has no {', '.join(missing)}"
     built_for = re.match(r"(\d+)\.(\d+)", _torch_cuda_version())
     if built_for is None or os.environ.get("DS_SKIP_CUDA_CHECK") == "1":
-        return True
+        return ""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     nvcc = str(Path(home, "bin", "nvcc")) if home else shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
     try:
         answer = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
-        return False  # CUDA_HOME without a compiler
+        return f"{nvcc} does not run"  # for example CUDA_HOME without a compiler
     found = re.search(r"release (\d+\.\d+)", answer)
-    return found is None or cuda_versions_fit(found[1], built_for[0])
+    return "" if found is None or cuda_versions_fit(found[1], built_for[0]) else \
+        f"nvcc is of CUDA {found[1]}, and torch is built for CUDA {built_for[0]}"
 
 
 def missing_cuda_headers() -> list[str]:
@@ -195,9 +253,13 @@ def _torch_has_cuda() -> bool:
 
 
 def _torch_cuda_version() -> str:
-    """Return the CUDA version of the installed torch, such as "12.8", from its version.py; importing it takes 1.5 s.
+    return _torch_built_for("cuda")
 
-    Returns "None" without torch or for a build without CUDA, and "" if the version cannot be read.
+
+def _torch_built_for(platform: str) -> str:
+    """Return the version of "cuda" or "hip" (ROCm) of the installed torch, such as "12.8", from its version.py.
+
+    Importing torch takes 1.5 s. Returns "None" without torch or for another build, and "" if it cannot be read.
     """
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
@@ -206,7 +268,7 @@ def _torch_cuda_version() -> str:
         text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
     except OSError:
         return ""
-    found = re.search(r"^cuda\b[^=]*=\s*(\S+)", text, re.MULTILINE)
+    found = re.search(rf"^{platform}\b[^=]*=\s*(\S+)", text, re.MULTILINE)
     return found[1].strip("'\"") if found is not None else ""
 
 

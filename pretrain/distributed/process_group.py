@@ -12,6 +12,7 @@ from pathlib import Path
 from pretrain.distributed.deepspeed_version import shortcut
 from pretrain.distributed.equal_ranks import Facts, check_equal_ranks
 from pretrain.distributed.host import interface_towards
+from pretrain.distributed.own_gpu import open_gpu
 from pretrain.distributed.refused_start import is_refused
 from pretrain.distributed.tcp_store import start_store
 from pretrain.distributed.world import World
@@ -106,18 +107,6 @@ def collective_timeout_s(longest_s: float, environ: MutableMapping[str, str]) ->
     return seconds
 
 
-def check_device_index(world: World, num_devices: int) -> None:
-    """Reject a rank without a device of its own. Rank N of a host uses device N of those that it sees."""
-    if world.local_rank < num_devices:
-        return
-    remedy = "start at most one rank per GPU, and let each rank see all GPUs of its host (CUDA_VISIBLE_DEVICES)"
-    if world.launcher == "slurm":
-        remedy = "give the GPUs to the node instead of the task: --gpus-per-node instead of --gpus-per-task, and " \
-                 "--gpu-bind=none"
-    raise ConfigError("CUDA_VISIBLE_DEVICES", found=f"{num_devices} devices for rank {world.local_rank} of this host",
-                      expected=f"at least {world.local_rank + 1}", remedy=remedy)
-
-
 def init_process_group(world: World, longest_s: float = 0.0, facts: Facts | None = None) -> None:
     """Form the process group. Each rank checks that it has the world size that the launcher announced.
 
@@ -137,8 +126,7 @@ def init_process_group(world: World, longest_s: float = 0.0, facts: Facts | None
     choose_interface(world, os.environ)
     on_cpu = get_accelerator().device_name() == "cpu"
     if not on_cpu:  # before the process group: NCCL's communicators belong to the current device
-        check_device_index(world, get_accelerator().device_count())
-        get_accelerator().set_device(world.local_rank)
+        open_gpu(world)
     timeout = timedelta(seconds=collective_timeout_s(longest_s, os.environ))
     if is_refused(world, timeout.total_seconds()):
         raise SystemExit(REJECTED)  # silently: rank 0 has printed why

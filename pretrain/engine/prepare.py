@@ -44,8 +44,7 @@ def prepare_deepspeed(device: Device, *, deterministic: bool = False) -> None:
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # read at the first allocation
     if device.kind == "cuda" and deterministic:
         set_variables()
-    if device.kind == "cpu":
-        silence_missing_cuda()
+    silence_missing_cuda()
     import torch
 
     from pretrain.engine.operator_cache import cache_operators
@@ -87,11 +86,13 @@ def silence_renamed_collectives() -> None:
 
 
 def silence_missing_cuda() -> None:
-    """Silence the line "No CUDA runtime is found" of runs on the CPU, where nvcc is installed and no GPU is.
+    """Silence two warnings about a CUDA that torch cannot use, on every rank: a run that needs CUDA ends with a line.
 
-    torch prints it on every rank when DeepSpeed imports torch.utils.cpp_extension.
+    One is "No CUDA runtime is found", also of runs on the CPU where nvcc is installed and no GPU is. torch prints it
+    when DeepSpeed imports torch.utils.cpp_extension. The other one is "CUDA initialization: ...", at is_available.
     """
-    logging.getLogger("torch.utils.cpp_extension").addFilter(lambda record: record.levelno > logging.WARNING)
+    logging.getLogger("torch.utils.cpp_extension").addFilter(lambda record: "No CUDA runtime" not in record.msg)
+    warnings.filterwarnings("ignore", message="CUDA initialization", category=UserWarning)
 
 
 def avoid_compiler_imports() -> None:

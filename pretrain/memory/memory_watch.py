@@ -3,6 +3,7 @@
 Also the report of a run that ran out of memory, with changes that should fit.
 """
 
+import contextlib
 import gc
 import os
 import pickle
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 from pretrain.callback import Callback, Run, StepResult
 from pretrain.child import child_command
 from pretrain.distributed.device import Device
+from pretrain.distributed.own_gpu import free_gpu_bytes, open_gpu
 from pretrain.distributed.process import is_out_of_memory, resident_bytes
 from pretrain.distributed.world import World
 from pretrain.errors import ConfigError
@@ -58,7 +60,8 @@ class MemoryWatch(Callback):
         from deepspeed.accelerator import get_accelerator
 
         if get_accelerator().device_name() != "cpu":
-            return cls(plan, world, int(get_accelerator().total_memory()), 0)
+            open_gpu(world)
+            return cls(plan, world, free_gpu_bytes(_predicted_bytes(plan)), 0)
         from pretrain.memory.measure.cpu_step_peak import StepPeak
 
         available = max(0, _available_host_bytes(world.local_size) - PROCESS_GROWTH_BYTES)
@@ -161,6 +164,13 @@ def plan_remarks(plan: "Plan", device: Device, *, warnings: Sequence[str] = (),
         remarks.append(("warning", f"{ranks} ranks do not fit this host: each needs {with_unit(needed)}, and the host "
                                    f"has {with_unit(device.memory_bytes)}. Use more hosts. {_COMPARE}"))
     return [*remarks, *notes]
+
+
+def _predicted_bytes(plan: "Plan") -> int:
+    """Return what each rank needs, or 0 if that is not known: pipeline stages differ, and not all models have it."""
+    with contextlib.suppress(ConfigError):
+        return estimate_memory(plan.model, plan.layout).needed_bytes if plan.layout.pipeline_stages == 1 else 0
+    return 0
 
 
 def _prediction(estimate: MemoryEstimate) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from pretrain.cluster.health import facts, machine
-from pretrain.cluster.health.doctor import THIS_HOST, Diagnosis, examine, page, report_clock
+from pretrain.cluster.health.doctor import THIS_HOST, Diagnosis, _evaluate, examine, page, report_clock
 from pretrain.cluster.health.facts import FACTS, all_facts
 from pretrain.cluster.hosts.preflight import PreflightRequest
 from pretrain.engine.build_ops import NOT_COMPILED, READY
@@ -36,7 +36,8 @@ _PARTS: dict[str, Any] = {
     "deepspeed": {"version": "0.19.8", "operators": {"FusedAdam": READY, "CPUAdam": READY}, "untested": ""},
     "transformers": "5.0",
     "mpi": {"mpirun": "mpirun (Open MPI) 4.1.4", "library": "Open MPI v4.1.4", "problem": ""},
-    "compilers": {"compiler": "c++ 12", "ninja": "1.11", "nvcc": "12.4", "any_nvcc": False, "python_header": True},
+    "compilers": {"compiler": "c++ 12", "ninja": "1.11", "nvcc": "12.4", "any_nvcc": False, "python_header": True,
+                  "missing_headers": []},
     "libraries": {"jemalloc": True, "libaio": True, "libaio_header": True},
     "cpu": {"model": "CPU", "cores": 8, "quota": None, "features": ["avx2", "amx_bf16"]},
     "memory": {"total": 2**35, "available": 2**34, "swap": 0, "swap_used": 0, "limit": None},
@@ -87,6 +88,7 @@ def _problems(changes: dict[str, Any]) -> list[str]:
     ({"compilers.nvcc": "11.8"}, "nvcc is of CUDA 11.8, but torch is built for CUDA 12.8"),
     ({"compilers.nvcc": "11.8", "compilers.any_nvcc": True}, None),
     ({"compilers.nvcc": ""}, "[no nvcc: AdamW is torch's"),
+    ({"compilers.missing_headers": ["cublas_v2.h"]}, "[the toolkit of nvcc has no cublas_v2.h: AdamW is torch's"),
     ({"mpi.library": "MPICH Version: 4.0"}, "mpirun is 'mpirun (Open MPI) 4.1.4', but mpi4py loads"),
     ({"mpi.problem": "no libmpi", "mpi.library": ""}, "[mpi4py cannot be used: no libmpi"),
     ({"libraries.jemalloc": False}, None),
@@ -108,6 +110,15 @@ def test_each_fault_is_one_finding_with_a_remedy(changes: dict[str, Any], proble
     found = _problems(changes)
     assert len(found) == (problem is not None) or changes == {"cpu.features": []}, found
     assert problem is None or found[0].startswith(problem)
+
+
+@pytest.mark.parametrize("part", _PARTS.keys() - {"host"})
+def test_a_part_that_cannot_be_read_hides_no_other_row(part: str) -> None:
+    """For example without a working nvidia-smi, on which the row of torch's GPUs depends."""
+    parts = {name: value for name, value in _PARTS.items() if name != part}
+    values = {fact.name: _evaluate(Diagnosis(), "host", fact, parts) for fact in all_facts(parts)}
+    assert [name for name, value in values.items() if not value] in ([], ["network"])
+    assert ("?" in values.values()) == (part != "packages" and not part.startswith("disk"))
 
 
 def test_the_table_has_a_value_and_a_part_for_each_fact() -> None:

@@ -1,14 +1,15 @@
 """The device of a rank: which operators can be compiled for it, and whether each rank has one."""
 
+import re
 import stat
 from pathlib import Path
 
 import pytest
 
 from pretrain.distributed import device
-from pretrain.distributed.device import compiles_cuda, cuda_device
-from pretrain.distributed.process_group import check_device_index
-from pretrain.distributed.world import World
+from pretrain.distributed.device import compiles_cuda, cuda_device, detect_device, why_not_nvcc
+from pretrain.distributed.own_gpu import check_device_index, open_gpu
+from pretrain.distributed.world import ALONE, World
 from pretrain.errors import ConfigError
 
 
@@ -61,7 +62,7 @@ def test_a_toolkit_without_a_header_compiles_nothing(name: str, tmp_path: Path,
     assert compiles_cuda()
     assert f"#include <{name}>" in _headers_of_torch()
     (tmp_path / "include" / name).unlink()
-    assert not compiles_cuda()
+    assert why_not_nvcc() == f"the CUDA toolkit has no {name}"
     (tmp_path / "targets/x86_64-linux/include").mkdir(parents=True)
     (tmp_path / "targets/x86_64-linux/include" / name).touch()
     assert compiles_cuda()
@@ -80,6 +81,66 @@ def test_without_nvidia_smi_the_run_is_for_another_machine(monkeypatch):
     monkeypatch.setattr(device, "has_nvcc", lambda: False)
     found = cuda_device()
     assert (found.compiles, found.memory_bytes) == (False, 143771 * 2**20)
+
+
+A100, A30, H100 = "8.0, 81920, GPU-a1, NVIDIA A100", "8.0, 24576, GPU-a2, NVIDIA A30", "9.0, 81920, GPU-h1, NVIDIA H100"
+
+
+@pytest.mark.parametrize(("visible", "gpus", "memory_gib", "fp8", "kinds"), [
+    (None, [A100, A100], 80, False, 0), ("1", [A100, A30], 24, False, 2), ("GPU-a1", [A100, A30], 80, False, 0),
+    ("GPU-h", [A100, H100], 80, True, 0), ("0,1", [H100, A30], 24, False, 2), ("MIG-x", [H100], 0, True, 0),
+    ("0,-1,7", [H100, H100], 80, True, 0), ("3", [], 0, True, 0)])
+def test_a_run_is_planned_for_the_weakest_visible_gpu(visible, gpus, memory_gib, fp8, kinds, monkeypatch):
+    """CUDA and nvidia-smi number GPUs of different kinds differently; then all of them count."""
+    monkeypatch.setattr(device, "nvidia_smi", lambda fields: gpus)
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    found = cuda_device()
+    assert (found.memory_bytes, found.fp8, len(found.kinds)) == (memory_gib * 2**30, fp8, kinds)
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    assert len(cuda_device().kinds) == (2 if visible == "0,1" else 0)
+
+
+@pytest.mark.parametrize("visible", ["2", "0,2", "GPU-x", "GPU-a", "GPU-a1,GPU-a1", "0,0"])
+def test_visible_devices_that_cuda_would_not_see_are_rejected(visible, monkeypatch):
+    monkeypatch.setattr(device, "nvidia_smi", lambda fields: [A100, A30])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(ConfigError, match=f"^CUDA_VISIBLE_DEVICES: found '{visible}'; expected "):
+        cuda_device()
+
+
+@pytest.mark.parametrize("chosen", ["cuda", None])
+def test_torch_for_rocm_is_rejected_and_not_replaced_by_the_cpu(chosen, monkeypatch):
+    monkeypatch.setattr(device, "_torch_built_for", {"hip": "6.4.43482", "cuda": "None"}.__getitem__)
+    monkeypatch.setattr(Path, "exists", lambda path: str(path) == "/dev/kfd")
+    monkeypatch.setenv("DS_ACCELERATOR", chosen or "")
+    with pytest.raises(ConfigError, match="torch: this is a build for AMD's ROCm"):
+        detect_device()
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert detect_device().kind == "cpu"
+
+
+@pytest.mark.parametrize(("failing", "text", "visible", "line"), [
+    ("init", "driver is too old (found version 12080). Please", "0", "NVIDIA driver: it supports CUDA up to 12.8, and"),
+    ("init", "No CUDA GPUs are available", "", "CUDA: No CUDA GPUs are available. `ds-pretrain doctor` examines"),
+    ("init", "No CUDA GPUs are available", "MIG-x", "CUDA_VISIBLE_DEVICES: CUDA finds no device of 'MIG-x'"),
+    ("set_device", "CUDA error: out of memory", "MIG-x", "GPU MIG-x: its memory is full before the run begins"),
+    ("set_device", "CUDA error: an illegal address\nmore", "", "GPU 0: CUDA error: an illegal address. `ds-pretrain"),
+])
+def test_a_gpu_that_torch_cannot_open_is_one_line(failing, text, visible, line, monkeypatch):
+    """The errors of torch itself are in tests/dry_gpu/test_machines.py."""
+    import torch
+
+    def fail(*_: object) -> None:
+        raise RuntimeError(text)
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, failing, fail)
+    with pytest.raises(ConfigError, match=f"^{re.escape(line)}"):
+        open_gpu(ALONE)
 
 
 @pytest.mark.parametrize(("launcher", "remedy"), [("slurm", "--gpus-per-node"), ("torch", "CUDA_VISIBLE_DEVICES")])

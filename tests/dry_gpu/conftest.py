@@ -24,10 +24,11 @@ def dry_gpu(request: pytest.FixtureRequest) -> DryGpu:
             pytest.skip(f"no dry GPU: {ENVIRONMENT} is missing; tools/dry_gpu/dry-gpu --setup makes it (4.7 GB)")
         subprocess.run([PROGRAM, "--setup"], check=True)
 
-    def run(words: list[str], *, devices: int = 1, **environ: str) -> subprocess.CompletedProcess[str]:
+    def run(words: list[str], *, devices: int = 1, cwd: Path = ROOT,
+            **environ: str) -> subprocess.CompletedProcess[str]:
         variables = {**os.environ, "DRY_GPU_VENV": str(ENVIRONMENT), "DRY_GPU_COUNT": str(devices),
                      "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environ}
-        return subprocess.run([str(PROGRAM), *words], cwd=ROOT, env=variables, stdin=subprocess.DEVNULL,
+        return subprocess.run([str(PROGRAM), *words], cwd=cwd, env=variables, stdin=subprocess.DEVNULL,
                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT_S)
 
     return run

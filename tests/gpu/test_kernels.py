@@ -8,30 +8,32 @@ from pretrain.model.kernels.flex_attention import flex_causal_attention, why_not
 from pretrain.model.kernels.fused_loss import CROSS_ENTROPY, LossTerms, fused_linear_cross_entropy
 from pretrain.model.kernels.torch_attention import alibi_slopes, torch_causal_attention
 from pretrain.model.layers.experts import can_group
-from tests.gpu.runs import relative_error
+from tests.gpu.runs import kernels_compute, relative_error
 from tests.model.test_experts import experts_of, filled, reference, small
 
 
-@pytest.mark.parametrize("head_size", [64, 128, 256])
+@pytest.mark.parametrize(("head_size", "half"), [(16, torch.float16), (32, torch.bfloat16), (64, torch.bfloat16),
+                                                 (128, torch.bfloat16), (256, torch.bfloat16), (256, torch.float16)])
 @pytest.mark.parametrize(("window", "softcap", "alibi", "is_packed", "kv_heads"), [
     (0, 0.0, False, True, 8), (300, 0.0, False, True, 2), (0, 0.0, True, False, 8), (0, 30.0, False, False, 2)])
-def test_flex_attention_equals_dense_masks(head_size, window, softcap, alibi, is_packed, kv_heads):
-    """Errors against fp32 are about as large as with torch's operators in bf16."""
+def test_flex_attention_equals_dense_masks(head_size, half, window, softcap, alibi, is_packed, kv_heads):
+    """Errors against fp32 are about as large as with torch's operators in 16 bits."""
     generator = torch.Generator("cuda").manual_seed(0)
-    q, k, v, grad = (torch.randn(2, heads, 1024, head_size, generator=generator, device="cuda", dtype=torch.bfloat16)
+    q, k, v, grad = (torch.randn(2, heads, 1024, head_size, generator=generator, device="cuda", dtype=half)
                      for heads in (8, kv_heads, kv_heads, 8))
     assert why_not_flex(q, dropout=0.0, on_cuda=True) == ""
     positions_BT = (torch.arange(1024, device="cuda") % 417).expand(2, -1)
     how = {"window": window, "softcap": softcap, "alibi_slopes": alibi_slopes(8) if alibi else None, "scale": 0.1}
     results = {}
     for name, operator, dtype in (("exact", torch_causal_attention, torch.float32),
-                                  ("torch", torch_causal_attention, torch.bfloat16),
-                                  ("flex", flex_causal_attention, torch.bfloat16)):
+                                  ("torch", torch_causal_attention, half), ("flex", flex_causal_attention, half)):
+        if operator is torch_causal_attention and not kernels_compute():
+            continue  # a dry GPU has no cuDNN, which torch prefers on newer capabilities
         leaves = [x.to(dtype, copy=True).requires_grad_() for x in (q, k, v)]
         plain = {} if operator is flex_causal_attention else {"plain": True}
         out = operator(*leaves, documents=Documents(positions_BT) if is_packed else None, **how, **plain)
         results[name] = [out, *torch.autograd.grad(out, leaves, grad.to(dtype))]
-    for exact, torchs, flex in zip(*results.values(), strict=True):
+    for exact, torchs, flex in zip(*results.values(), strict=True) if kernels_compute() else ():
         assert relative_error(flex.float(), exact) < max(2 * relative_error(torchs.float(), exact), 0.01)
 
 

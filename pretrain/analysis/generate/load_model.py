@@ -19,6 +19,8 @@ from pretrain.analysis.model_source import (
     require_accelerate,
 )
 from pretrain.cli import say
+from pretrain.distributed.own_gpu import open_gpu
+from pretrain.distributed.world import ALONE
 from pretrain.errors import ConfigError, shorten
 from pretrain.model.general.decoder import transformers_config
 from pretrain.model.general.own_models import own_model
@@ -39,6 +41,8 @@ def load(source: GenerationSource, dtype: str, kind: str, *, num_devices: int | 
         kind: "cpu" or "cuda".
         rows, positions: number of texts that are generated together, and the tokens of the longest one.
     """
+    if kind == "cuda":
+        open_gpu(ALONE)
     model = empty_model(source, dtype)
     needed = memory_needed(model, rows=rows, positions=min(positions, source.max_positions))
     free = _free_memory(kind)

@@ -148,14 +148,15 @@ def report_clock(diagnosis: Diagnosis, host: str, found: Mapping[str, float]) ->
 
 def _evaluate(diagnosis: Diagnosis, host: str, fact: Fact, parts: Parts) -> str:
     """Add the remarks of a fact. Returns its value; "?" if the part could not be read."""
-    if all(part in parts for part in fact.needs):
+    is_complete = all(part in parts for part in fact.needs)
+    if is_complete:
         for rule in fact.rules:
             if problem := rule.problem(parts):
                 diagnosis.add(host, f"{fact.name}: {problem}", rule.remedy, is_note=rule.is_note)
     try:
         return printable(fact.value(parts))
     except KeyError:
-        if fact.needs[0] in parts:
+        if is_complete:
             raise
         return "?"
 

@@ -145,7 +145,10 @@ FACTS = (
              "set CUDA_HOME to the CUDA toolkit of torch's version"),
         Rule(when(lambda parts: has_gpus(parts) and not parts["compilers"]["nvcc"],
                    "no nvcc: AdamW is torch's, and operators for offload cannot be compiled"),
-             "install the CUDA toolkit of torch's version, and set CUDA_HOME", is_note=True))),
+             "install the CUDA toolkit of torch's version, and set CUDA_HOME", is_note=True),
+        Rule(lambda parts: f"the toolkit of nvcc has no {', '.join(parts['compilers']['missing_headers'])}: AdamW is "
+             "torch's" if has_gpus(parts) and parts["compilers"]["missing_headers"] else "",
+             "install the complete CUDA toolkit of torch's version, and set CUDA_HOME", is_note=True))),
     Fact("libraries", ("libraries", "gpus"), lambda parts: ", ".join(
         name for name in ("jemalloc", "libaio") if parts["libraries"][name]) or "neither jemalloc nor libaio", (
         Rule(when(lambda parts: not parts["libraries"]["jemalloc"] and not has_gpus(parts),

@@ -224,6 +224,8 @@ def _nvidia_smi(fields: tuple[str, ...]) -> list[dict[str, str]]:
 
 def compilers(_: Any) -> dict[str, Any]:
     """Return the versions of the C++ compiler, of ninja and of nvcc; "" without one."""
+    from pretrain.distributed.device import missing_cuda_headers
+
     compiler = (shlex.split(os.environ.get("CXX", "")) or ["c++"])[0]
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     nvcc = (shutil.which(f"{home}/bin/nvcc") if home else None) or shutil.which("nvcc") \
@@ -232,7 +234,9 @@ def compilers(_: Any) -> dict[str, Any]:
     release = re.search(r"release (\d+\.\d+)", _output(nvcc, "--version")) if nvcc else None
     return {"compiler": _output(compiler, "--version").splitlines()[0] if shutil.which(compiler) else "",
             "ninja": _output(ninja, "--version").strip() if ninja else "",
-            "nvcc": release[1] if release else "", "any_nvcc": os.environ.get("DS_SKIP_CUDA_CHECK") == "1",
+            "nvcc": release[1] if release else "",
+            "missing_headers": missing_cuda_headers() if release else [],
+            "any_nvcc": os.environ.get("DS_SKIP_CUDA_CHECK") == "1",
             "python_header": os.path.isfile(os.path.join(sysconfig.get_paths()["include"], "Python.h"))}
 
 

@@ -10,22 +10,71 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+static __thread int current;
+int dry_current_device(void) { return current; }
+
 static int from_environment(const char *name, int otherwise) {
     const char *text = getenv(name);
     return text && *text ? atoi(text) : otherwise;
 }
 
-int dry_device_count(void) { return from_environment("DRY_GPU_COUNT", 1); }
+int dry_has_fault(const char *name) {
+    const char *text = getenv("DRY_GPU_FAULT");
+    return text && !strcmp(text, name);
+}
+
+/* The devices that the process sees, as the driver reads CUDA_VISIBLE_DEVICES: it ends at the first word that names no
+ * device, a repeated device leaves none, and a program gets one MIG instance at most. */
+static int visible[MAX_DEVICES];
+static int read_visible(void) {
+    int number = 0, all = from_environment("DRY_GPU_COUNT", 1);
+    const char *text = getenv("CUDA_VISIBLE_DEVICES");
+    for (int i = 0; !text && i < all; i++)
+        visible[number++] = i;
+    for (; text && *text && number < MAX_DEVICES; text += *text == ',') {
+        char *end;
+        text += strspn(text, " ");
+        int is_mig = !strncmp(text, "MIG-dry-", 8);
+        long device = strtol(is_mig || !strncmp(text, "GPU-dry-", 8) ? text + 8 : text, &end, 10);
+        if (end == text || device < 0 || device >= all || (*end && *end != ','))
+            break;
+        for (int i = 0; i < number; i++)
+            if (visible[i] == device)
+                return 0;
+        visible[number++] = device;
+        text = end;
+        if (is_mig)
+            break;
+    }
+    return number;
+}
+int dry_device_count(void) {
+    static int number = -1;
+    return number >= 0 ? number : (number = read_visible());
+}
+
+int dry_host_device(void) { return dry_device_count() ? visible[current] : 0; }
 int dry_capability(void) { return from_environment("DRY_GPU_CAPABILITY", 80); }
-size_t dry_capacity(void) { return (size_t)from_environment("DRY_GPU_MEMORY", 80) << 30; }
+
+/* DRY_GPU_KINDS is NAME:GIB,NAME:GIB...: the names and sizes of the host's devices, where these differ. */
+static int own_kind(int device, char *name, size_t space) {
+    const char *text = getenv("DRY_GPU_KINDS");
+    for (int i = 0; text && i < visible[device]; i++)
+        text = (text = strchr(text, ',')) ? text + 1 : NULL;
+    size_t length = text ? strcspn(text, ":,") : 0;
+    if (length && name)
+        snprintf(name, space, "NVIDIA %.*s (dry)", (int)length, text);
+    return length && text[length] == ':' ? atoi(text + length + 1) : 0;
+}
+size_t dry_capacity(void) {
+    int gib = own_kind(current, NULL, 0);
+    return (size_t)(gib ? gib : from_environment("DRY_GPU_MEMORY", 80)) << 30;
+}
 int dry_shared_memory_limit(void) {
     /* CUDA C++ Programming Guide, "Technical specifications per compute capability": 163 and 227 KiB; else 99 */
     int capability = dry_capability();
     return (capability == 80 || capability == 87 ? 163 : capability >= 90 && capability < 120 ? 227 : 99) << 10;
 }
-
-static __thread int current;
-int dry_current_device(void) { return current; }
 
 /* --- Counts, in a file if DRY_GPU_COUNTERS names one: all ranks then count in the same memory. --- */
 
@@ -49,15 +98,20 @@ static void count(long *counter) { __atomic_add_fetch(counter, 1, __ATOMIC_RELAX
 
 /* --- Devices --- */
 
-cudaError_t cudaGetDeviceCount(int *number) { *number = dry_device_count(); return *number ? cudaSuccess : cudaErrorNoDevice; }
+cudaError_t cudaGetDeviceCount(int *number) {
+    *number = dry_has_fault("old_driver") || dry_has_fault("no_permission") ? 0 : dry_device_count();
+    return *number ? cudaSuccess : dry_has_fault("old_driver") ? cudaErrorInsufficientDriver : cudaErrorNoDevice;
+}
 cudaError_t cudaGetDevice(int *device) { *device = current; return cudaSuccess; }
 cudaError_t cudaSetDevice(int device) {
     if (device < 0 || device >= dry_device_count())
         return cudaErrorInvalidDevice;
+    if (dry_has_fault("busy"))
+        return cudaErrorDevicesUnavailable;
     current = device;
     return cudaSuccess;
 }
-cudaError_t cudaDriverGetVersion(int *version) { *version = CUDART_VERSION; return cudaSuccess; }
+cudaError_t cudaDriverGetVersion(int *version) { *version = dry_has_fault("old_driver") ? 12080 : CUDART_VERSION; return cudaSuccess; }
 cudaError_t cudaRuntimeGetVersion(int *version) { *version = CUDART_VERSION; return cudaSuccess; }
 
 cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *properties, int device) {
@@ -67,8 +121,9 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *properties, int devic
     /* the end of the name is how pretrain/distributed/device.py knows that kernels compute nothing */
     snprintf(properties->name, sizeof properties->name, "NVIDIA %s (dry)",
              dry_capability() >= 100 ? "B200" : dry_capability() >= 90 ? "H100 80GB HBM3" : "A100-SXM4-80GB");
+    int gib = own_kind(device, properties->name, sizeof properties->name);
     memset(&properties->uuid, device + 1, sizeof properties->uuid);
-    properties->totalGlobalMem = dry_capacity();
+    properties->totalGlobalMem = gib ? (size_t)gib << 30 : dry_capacity();
     properties->sharedMemPerBlock = 48 << 10;
     properties->sharedMemPerBlockOptin = dry_shared_memory_limit();
     properties->sharedMemPerMultiprocessor = dry_shared_memory_limit() + (1 << 10);
@@ -135,6 +190,8 @@ const char *cudaGetErrorString(cudaError_t error) {
     case cudaSuccess: return "no error";
     case cudaErrorMemoryAllocation: return "out of memory";
     case cudaErrorInvalidDevice: return "invalid device ordinal";
+    case cudaErrorDevicesUnavailable: return "CUDA-capable device(s) is/are busy or unavailable";
+    case cudaErrorInsufficientDriver: return "CUDA driver version is insufficient for CUDA runtime version";
     case cudaErrorNoDevice: return "no CUDA-capable device is detected";
     case cudaErrorInvalidConfiguration: return "invalid configuration argument";
     case cudaErrorInvalidValue: return "invalid argument";

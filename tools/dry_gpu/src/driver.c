@@ -21,7 +21,11 @@ static int is_on_device(unsigned long long address) {
 }
 
 int cuInit(unsigned flags) { return SUCCESS; }
-int cuDriverGetVersion(int *version) { *version = 13000; return SUCCESS; }
+int cuDriverGetVersion(int *version) {
+    int (*of_runtime)(int *) = (int (*)(int *))dlsym(RTLD_DEFAULT, "cudaDriverGetVersion");
+    *version = 13000;
+    return of_runtime ? of_runtime(version) : SUCCESS;
+}
 int cuGetErrorString(int error, const char **text) { *text = "error of the dry device"; return SUCCESS; }
 int cuGetErrorName(int error, const char **text) { *text = "CUDA_ERROR_OF_DRY_DEVICE"; return SUCCESS; }
 int cuDeviceGet(int *device, int ordinal) { *device = ordinal; return SUCCESS; }
@@ -56,6 +60,19 @@ int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, void *function, int
     return SUCCESS;
 }
 
+/* A kernel fails if its block needs more shared memory than the capability has; static memory is in neither number. */
+static int fits(long shared_memory) {
+    return shared_memory <= ask("dry_shared_memory_limit", 99 << 10) ? SUCCESS : INVALID_VALUE;
+}
+int cuFuncSetAttribute(void *function, int attribute, int value) { return attribute == 8 /* dynamic shared memory */ ? fits(value) : SUCCESS; }
+int cuLaunchKernel(void *function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared_memory,
+                   void *stream, void **parameters, void **extra) {
+    return fits(shared_memory);
+}
+int cuLaunchKernelEx(const unsigned *config /* 3 + 3 sizes, shared memory, ... */, void *function, void **parameters, void **extra) {
+    return fits(config[6]);
+}
+
 /* triton asks for the device's address of each pointer, and rejects a tensor of the CPU by this error. */
 int cuPointerGetAttribute(void *value, int attribute, unsigned long long address) {
     if (!is_on_device(address))
@@ -70,9 +87,9 @@ int cuPointerGetAttribute(void *value, int attribute, unsigned long long address
 SUCCEEDS(cuCtxGetDevice) SUCCEEDS(cuCtxGetLimit) SUCCEEDS(cuCtxPopCurrent_v2) SUCCEEDS(cuCtxPushCurrent_v2)
 SUCCEEDS(cuCtxSetCurrent) SUCCEEDS(cuCtxSetLimit) SUCCEEDS(cuCtxSynchronize) SUCCEEDS(cuDeviceGetUuid)
 SUCCEEDS(cuDevicePrimaryCtxRelease_v2) SUCCEEDS(cuDeviceTotalMem_v2) SUCCEEDS(cuEventCreate) SUCCEEDS(cuEventRecord)
-SUCCEEDS(cuEventSynchronize) SUCCEEDS(cuFuncGetModule) SUCCEEDS(cuFuncLoad) SUCCEEDS(cuFuncSetAttribute)
+SUCCEEDS(cuEventSynchronize) SUCCEEDS(cuFuncGetModule) SUCCEEDS(cuFuncLoad)
 SUCCEEDS(cuFuncSetCacheConfig) SUCCEEDS(cuGraphKernelNodeSetAttribute) SUCCEEDS(cuKernelGetFunction)
-SUCCEEDS(cuLaunchCooperativeKernel) SUCCEEDS(cuLaunchKernel) SUCCEEDS(cuLaunchKernelEx) SUCCEEDS(cuLibraryGetKernel)
+SUCCEEDS(cuLaunchCooperativeKernel) SUCCEEDS(cuLibraryGetKernel)
 SUCCEEDS(cuLibraryLoadData) SUCCEEDS(cuLinkAddData_v2) SUCCEEDS(cuLinkComplete) SUCCEEDS(cuLinkCreate_v2)
 SUCCEEDS(cuMemAdvise) SUCCEEDS(cuMemAlloc_v2) SUCCEEDS(cuMemFreeHost) SUCCEEDS(cuMemFree_v2)
 SUCCEEDS(cuMemGetHandleForAddressRange) SUCCEEDS(cuMemHostAlloc) SUCCEEDS(cuMemPrefetchAsync) SUCCEEDS(cuMemcpyDtoH_v2)

@@ -7,12 +7,16 @@
 #include <string.h>
 #include <sys/mman.h>
 
-enum { MAX_DEVICES = 64 };
-
 static struct range *ranges;
 static int number, space;
 static size_t used[MAX_DEVICES];
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+
+/* What is left of the current device; with the fault "full", other programs hold all but 1 GiB of it. */
+static size_t free_bytes(void) {
+    size_t all = dry_has_fault("full") ? (size_t)1 << 30 : dry_capacity();
+    return all - used[dry_current_device()];
+}
 
 static void add_range(void *start, size_t size, enum memory_kind kind) {
     pthread_mutex_lock(&lock);
@@ -54,7 +58,9 @@ struct range dry_find_range(const void *address) {
 }
 
 static cudaError_t allocate(void **start, size_t size, enum memory_kind kind) {
-    int full = kind == DEVICE && used[dry_current_device()] + size > dry_capacity();
+    if (dry_has_fault("busy"))
+        return cudaErrorDevicesUnavailable;
+    int full = kind == DEVICE && size > free_bytes();
     void *pages = full ? MAP_FAILED : mmap(NULL, size ? size : 1, PROT_READ | PROT_WRITE,
                                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (pages == MAP_FAILED)
@@ -75,7 +81,7 @@ static cudaError_t release(void *start) {
 
 cudaError_t cudaMemGetInfo(size_t *available, size_t *total) {
     *total = dry_capacity();
-    *available = *total - used[dry_current_device()];
+    *available = free_bytes();
     return cudaSuccess;
 }
 cudaError_t cudaMalloc(void **start, size_t size) { return allocate(start, size, DEVICE); }
@@ -117,6 +123,9 @@ static cudaError_t copy(void *to, const void *from, size_t size, enum cudaMemcpy
 
 cudaError_t cudaMemcpy(void *to, const void *from, size_t size, enum cudaMemcpyKind kind) { return copy(to, from, size, kind); }
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, enum cudaMemcpyKind kind, cudaStream_t stream) {
+    int pageable = (kind == cudaMemcpyHostToDevice && dry_find_range(from).kind == PAGEABLE) ||
+                   (kind == cudaMemcpyDeviceToHost && dry_find_range(to).kind == PAGEABLE);
+    __atomic_add_fetch(&dry_counters->pageable_copies, pageable, __ATOMIC_RELAXED);
     return copy(to, from, size, kind);
 }
 cudaError_t cudaMemcpyPeerAsync(void *to, int device, const void *from, int peer, size_t size, cudaStream_t stream) {

@@ -9,18 +9,22 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
-enum { SUCCESS = 0, ID_BYTES = 128, NAME_BYTES = 40, MESSAGE_BYTES = 120, PATH_BYTES = 140, WAIT_US = 200, LONGEST_WAIT_US = 300000000 };
+enum { SUCCESS = 0, INVALID_USAGE = 5, ID_BYTES = 128, NAME_BYTES = 40, MESSAGE_BYTES = 120, PATH_BYTES = 140, WAIT_US = 200 };
 enum type { INT8, UINT8, INT32, UINT32, INT64, UINT64, FLOAT16, FLOAT32, FLOAT64, BFLOAT16, FLOAT8_E4M3, FLOAT8_E5M2 };
 enum operation { SUM, PRODUCT, MAXIMUM, MINIMUM, AVERAGE };  /* nccl.h, ncclRedOp_t */
 
 struct communicator {
     char name[NAME_BYTES];
-    int rank, size;
+    int rank, size, process;
     long collectives, splits;   /* numbers of the next ones */
+    const char *last;           /* function of the collective before */
     long *sent, *received;      /* by peer */
+    struct communicator *next;  /* of this process */
 };
+static struct communicator *communicators;
 typedef struct { char bytes[ID_BYTES]; } unique_id;
 
 static size_t size_of(enum type type) {
@@ -45,17 +49,22 @@ static void post(const char *name, const void *from, size_t size) {
     }
 }
 
+/* Wait a moment. A GPU would wait for ever for what another rank never does; here DRY_GPU_TIMEOUT (300 s) ends it. */
+static void wait_longer(long waited_us, const char *name, const char *what) {
+    const char *limit_s = getenv("DRY_GPU_TIMEOUT");
+    if (waited_us > 1000000L * (limit_s ? atol(limit_s) : 300)) {
+        fprintf(stderr, "dry NCCL: %s was never %s\n", name, what);
+        abort();
+    }
+    usleep(WAIT_US);
+}
+
 static void take(const char *name, void *to, size_t size) {
     char path[PATH_BYTES];
     snprintf(path, sizeof path, "/dev/shm/%s", name);
     FILE *file;
-    for (long waited = 0; !(file = fopen(path, "rb")); waited += WAIT_US) {
-        if (waited > LONGEST_WAIT_US) {
-            fprintf(stderr, "dry NCCL: %s was never sent\n", name);
-            abort();
-        }
-        usleep(WAIT_US);
-    }
+    for (long waited = 0; !(file = fopen(path, "rb")); waited += WAIT_US)
+        wait_longer(waited, name, "sent");
     size_t got = fread(to, 1, size, file);
     int longer = fgetc(file) != EOF;
     fclose(file);
@@ -71,23 +80,26 @@ static void remove_message(const char *name) {
     unlink(path);
 }
 
-/* Every rank gives `size` bytes, and gets those of all ranks, in the order of the ranks. The caller frees them. */
-static char *exchange(struct communicator *group, const void *mine, size_t size) {
+/* Every rank gives `size` bytes, and gets those of all ranks, in the order of the ranks. The caller frees them. The
+ * name of a message has the function that sends it, so that ranks that call different ones wait for each other. */
+#define exchange(group, mine, size) exchange_for(__func__ + 4, group, mine, size)
+static char *exchange_for(const char *function, struct communicator *group, const void *mine, size_t size) {
     char *all = malloc(size * group->size + 1), name[MESSAGE_BYTES];
     memcpy(all + size * group->rank, mine, size);
     if (group->size == 1)
         return all;
-    snprintf(name, sizeof name, "dry_%s_%ld_%d", group->name, group->collectives, group->rank);
+    snprintf(name, sizeof name, "dry_%s_%ld_%d_%s", group->name, group->collectives, group->rank, function);
     post(name, mine, size);
     for (int rank = 0; rank < group->size; rank++) {
-        snprintf(name, sizeof name, "dry_%s_%ld_%d", group->name, group->collectives, rank);
+        snprintf(name, sizeof name, "dry_%s_%ld_%d_%s", group->name, group->collectives, rank, function);
         if (rank != group->rank)
             take(name, all + size * rank, size);
     }
     /* all ranks have sent this message, so all have read the one before */
-    snprintf(name, sizeof name, "dry_%s_%ld_%d", group->name, group->collectives - 1, group->rank);
+    snprintf(name, sizeof name, "dry_%s_%ld_%d_%s", group->name, group->collectives - 1, group->rank, group->last);
     remove_message(name);
     group->collectives++;
+    group->last = function;
     return all;
 }
 
@@ -188,6 +200,10 @@ static int new_communicator(void **result, const char *name, int size, int rank)
     snprintf(group->name, sizeof group->name, "%s", name);
     group->rank = rank;
     group->size = size;
+    group->last = "";
+    group->process = getpid();
+    group->next = communicators;
+    communicators = group;
     group->sent = calloc(size, sizeof(long));
     group->received = calloc(size, sizeof(long));
     *result = group;
@@ -196,7 +212,7 @@ static int new_communicator(void **result, const char *name, int size, int rank)
 
 int ncclGetVersion(int *version) { *version = 22907; return SUCCESS; }
 const char *ncclGetErrorString(int error) { return error ? "error of the dry device" : "no error"; }
-const char *ncclGetLastError(void *group) { return ""; }
+const char *ncclGetLastError(void *group) { return "Duplicate GPU detected: two ranks use the same device"; }
 int ncclGetUniqueId(unique_id *id) {
     unsigned char random[16];
     FILE *file = fopen("/dev/urandom", "rb");
@@ -208,12 +224,20 @@ int ncclGetUniqueId(unique_id *id) {
         sprintf(id->bytes + 2 * i, "%02x", random[i]);
     return SUCCESS;
 }
-int ncclCommInitRank(void **group, int size, unique_id id, int rank) { return new_communicator(group, id.bytes, size, rank); }
-int ncclCommInitRankConfig(void **group, int size, unique_id id, int rank, void *config) {
-    return new_communicator(group, id.bytes, size, rank);
+/* As NCCL, this rejects ranks that share a device. */
+static int init(void **group, const char *name, int size, int rank) {
+    new_communicator(group, name, size, rank);
+    int device = dry_host_device(), shared = 0;
+    int *all = (int *)exchange((struct communicator *)*group, &device, sizeof device);
+    for (int other = 0; other < size; other++)
+        shared += other != rank && all[other] == device;
+    free(all);
+    return shared ? INVALID_USAGE : SUCCESS;
 }
+int ncclCommInitRank(void **group, int size, unique_id id, int rank) { return init(group, id.bytes, size, rank); }
+int ncclCommInitRankConfig(void **group, int size, unique_id id, int rank, void *config) { return init(group, id.bytes, size, rank); }
 int ncclCommInitRankScalable(void **group, int size, int rank, int number, unique_id *ids, void *config) {
-    return new_communicator(group, ids->bytes, size, rank);
+    return init(group, ids->bytes, size, rank);
 }
 int ncclCommSplit(void *parent, int color, int key, void **result, void *config) {
     struct communicator *group = parent;
@@ -230,14 +254,8 @@ int ncclCommSplit(void *parent, int color, int key, void **result, void *config)
     *result = NULL;
     return color < 0 ? SUCCESS : new_communicator(result, name, size, rank);
 }
-int ncclCommDestroy(void *parent) {
-    struct communicator *group = parent;
-    free(group->sent);
-    free(group->received);
-    free(group);
-    return SUCCESS;
-}
-int ncclCommAbort(void *group) { return ncclCommDestroy(group); }
+int ncclCommDestroy(void *group) { return SUCCESS; }  /* it is kept: see complain_of_lost_messages */
+int ncclCommAbort(void *group) { return SUCCESS; }
 int ncclCommCount(void *group, int *size) { *size = ((struct communicator *)group)->size; return SUCCESS; }
 int ncclCommUserRank(void *group, int *rank) { *rank = ((struct communicator *)group)->rank; return SUCCESS; }
 int ncclCommGetAsyncError(void *group, int *error) { *error = SUCCESS; return SUCCESS; }
@@ -252,10 +270,36 @@ struct receive { struct communicator *group; void *to; size_t size; int peer; };
 static __thread int depth, waiting, space;
 static __thread struct receive *receives;
 
+static void name_message(char *name, struct communicator *group, int from, int to, long number) {
+    snprintf(name, MESSAGE_BYTES, "dry_%s_p_%d_%d_%ld", group->name, from, to, number);
+}
+static int is_waiting(const char *name) {
+    char path[PATH_BYTES];
+    snprintf(path, sizeof path, "/dev/shm/%s", name);
+    return !access(path, F_OK);
+}
+
+/* A rank that ends, and has sent what nobody received, would hang on a GPU. */
+__attribute__((destructor)) static void complain_of_lost_messages(void) {
+    char name[MESSAGE_BYTES];
+    for (struct communicator *group = communicators; group; group = group->next)
+        for (int peer = 0; peer < group->size && group->process == getpid(); peer++) {
+            name_message(name, group, group->rank, peer, group->sent[peer] - 1);
+            for (long waited = 0; group->sent[peer] && is_waiting(name); waited += WAIT_US)
+                wait_longer(waited, name, "received");
+        }
+}
+void _exit(int status) {  /* ranks end by it, without destructors */
+    if (!status)
+        complain_of_lost_messages();
+    syscall(SYS_exit_group, status);
+    __builtin_unreachable();
+}
+
 static void receive_now(struct receive receive) {
     struct communicator *group = receive.group;
     char name[MESSAGE_BYTES];
-    snprintf(name, sizeof name, "dry_%s_p_%d_%d_%ld", group->name, receive.peer, group->rank, group->received[receive.peer]++);
+    name_message(name, group, receive.peer, group->rank, group->received[receive.peer]++);
     take(name, receive.to, receive.size);
     remove_message(name);
 }
@@ -271,7 +315,7 @@ int ncclGroupEnd(void) {
 int ncclSend(const void *from, size_t number, int type, int peer, void *parent, void *stream) {
     struct communicator *group = parent;
     char name[MESSAGE_BYTES];
-    snprintf(name, sizeof name, "dry_%s_p_%d_%d_%ld", group->name, group->rank, peer, group->sent[peer]++);
+    name_message(name, group, group->rank, peer, group->sent[peer]++);
     post(name, from, number * size_of(type));
     return SUCCESS;
 }
