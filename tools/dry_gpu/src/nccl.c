@@ -35,11 +35,14 @@ static size_t size_of(enum type type) {
 /* --- Messages --- */
 
 static void post(const char *name, const void *from, size_t size) {
+    if (!dry_has_values(size))  /* the size alone is sent */
+        from = &size;
+    size_t sent = from == &size ? sizeof size : size;
     char unfinished[PATH_BYTES], path[PATH_BYTES];
     snprintf(path, sizeof path, "/dev/shm/%s", name);
     snprintf(unfinished, sizeof unfinished, "/dev/shm/%s.tmp", name);
     FILE *file = fopen(unfinished, "wb");
-    if (!file || fwrite(from, 1, size, file) != size || fclose(file) || rename(unfinished, path)) {
+    if (!file || fwrite(from, 1, sent, file) != sent || fclose(file) || rename(unfinished, path)) {
         perror("dry NCCL: a message cannot be written to /dev/shm");
         abort();
     }
@@ -56,10 +59,10 @@ static void take(const char *name, void *to, size_t size) {
         }
         usleep(WAIT_US);
     }
-    size_t got = fread(to, 1, size, file);
-    int longer = fgetc(file) != EOF;
+    size_t sent = size, got = dry_has_values(size) ? fread(to, 1, size, file) : 0;
+    int complete = got == size || fread(&sent, sizeof sent, 1, file) == 1, longer = fgetc(file) != EOF;
     fclose(file);
-    if (got != size || longer) {  /* a GPU would hang, or write beyond the tensor */
+    if (!complete || sent != size || longer) {  /* a GPU would hang, or write beyond the tensor */
         fprintf(stderr, "dry NCCL: %s: the ranks differ in the size of a message; this one expects %zu bytes\n", name, size);
         abort();
     }
@@ -71,10 +74,12 @@ static void remove_message(const char *name) {
     unlink(path);
 }
 
-/* Every rank gives `size` bytes, and gets those of all ranks, in the order of the ranks. The caller frees them. */
+/* Every rank gives `size` bytes, and gets those of all ranks, in the order of the ranks. The caller frees them. Returns
+ * NULL if they have no values (dry_has_values). */
 static char *exchange(struct communicator *group, const void *mine, size_t size) {
-    char *all = malloc(size * group->size + 1), name[MESSAGE_BYTES];
-    memcpy(all + size * group->rank, mine, size);
+    char *all = dry_has_values(size) ? malloc(size * group->size + 1) : NULL, name[MESSAGE_BYTES];
+    if (all)
+        memcpy(all + size * group->rank, mine, size);
     if (group->size == 1)
         return all;
     snprintf(name, sizeof name, "dry_%s_%ld_%d", group->name, group->collectives, group->rank);
@@ -82,7 +87,7 @@ static char *exchange(struct communicator *group, const void *mine, size_t size)
     for (int rank = 0; rank < group->size; rank++) {
         snprintf(name, sizeof name, "dry_%s_%ld_%d", group->name, group->collectives, rank);
         if (rank != group->rank)
-            take(name, all + size * rank, size);
+            take(name, all ? all + size * rank : NULL, size);
     }
     /* all ranks have sent this message, so all have read the one before */
     snprintf(name, sizeof name, "dry_%s_%ld_%d", group->name, group->collectives - 1, group->rank);
@@ -173,7 +178,7 @@ static double combined(double left, double right, enum operation operation) {
 /* Reduce `number` values of each rank, which begin `offset` bytes into the rank's `stride` bytes of `all`. */
 static void reduce(void *result, const char *all, int ranks, size_t stride, size_t offset, size_t number, enum type type,
                    enum operation operation) {
-    for (size_t i = 0; i < number; i++) {
+    for (size_t i = 0; all && i < number; i++) {
         double value = number_at(all + offset, i, type);
         for (int rank = 1; rank < ranks; rank++)
             value = combined(value, number_at(all + stride * rank + offset, i, type), operation);
@@ -295,7 +300,7 @@ int ncclAllReduce(const void *from, void *to, size_t number, int type, int opera
     struct communicator *group = parent;
     size_t size = number * size_of(type);
     char *all = exchange(group, from, size);
-    if (group->size == 1)
+    if (all && group->size == 1)
         memmove(to, from, size);
     else
         reduce(to, all, group->size, size, 0, number, type, operation);
@@ -323,7 +328,8 @@ int ncclBroadcast(const void *from, void *to, size_t number, int type, int root,
     struct communicator *group = parent;
     size_t size = number * size_of(type);
     char *all = exchange(group, group->rank == root ? from : to, size);
-    memcpy(to, all + size * root, size);
+    if (all)
+        memcpy(to, all + size * root, size);
     free(all);
     return SUCCESS;
 }
@@ -334,7 +340,8 @@ int ncclAllGather(const void *from, void *to, size_t number, int type, void *par
     struct communicator *group = parent;
     size_t size = number * size_of(type);
     char *all = exchange(group, from, size);
-    memcpy(to, all, size * group->size);
+    if (all)
+        memcpy(to, all, size * group->size);
     free(all);
     return SUCCESS;
 }
@@ -342,7 +349,7 @@ int ncclAlltoAll(const void *from, void *to, size_t number, int type, void *pare
     struct communicator *group = parent;
     size_t part = number * size_of(type), size = part * group->size;
     char *all = exchange(group, from, size);
-    for (int rank = 0; rank < group->size; rank++)
+    for (int rank = 0; all && rank < group->size; rank++)
         memcpy((char *)to + part * rank, all + size * rank + part * group->rank, part);
     free(all);
     return SUCCESS;
