@@ -27,6 +27,7 @@ from pretrain.model.operator_memory import (
     qkv_bytes,
     query_width,
     recomputes_norms,
+    saves_inner,
     uses_c_norm,
 )
 
@@ -147,7 +148,7 @@ def block_backward(config: ModelConfig, batch: MicroBatch, window: int = 0, part
     inner = batch.tokens * (width // batch.tensor_parallel_size) * batch.element_bytes
     norm = norm_saved(config, batch)
     gradients = (3 if config.gated_mlp else 2) * inner
-    if batch.plain and not (experts and batch.cuda):  # the input of the last product was saved, and is freed
+    if saves_inner(batch) and not (experts and batch.cuda):  # the input of the last product was saved, and is freed
         gradients -= inner
     if batch.mlp_tiles > 1:  # a tile is recomputed; gradients of the inputs of all tiles
         gradients = (gradients + mlp_inner(config, batch)) // batch.mlp_tiles + hidden_states_bytes(config, batch)

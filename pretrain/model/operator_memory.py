@@ -112,7 +112,7 @@ def norm_of_rows_saved(config: ModelConfig, batch: MicroBatch, rows: int, size: 
 
 def uses_c_norm(config: ModelConfig, batch: MicroBatch) -> bool:
     """Return whether model/kernels/norm.py computes norms in C: on CPUs in bf16, RMSNorm also in fp32."""
-    return not batch.cuda and not batch.plain and not batch.fp16 and (batch.element_bytes != FP32 or config.norm == "rmsnorm")
+    return not (batch.cuda or batch.plain or batch.fp16) and (batch.element_bytes != FP32 or config.norm == "rmsnorm")
 
 
 def recomputes_norms(config: ModelConfig, batch: MicroBatch) -> bool:
@@ -171,6 +171,11 @@ def mlp_inner(config: ModelConfig, batch: MicroBatch) -> int:
     return _inner_saved(config, config.intermediate_size // batch.tensor_parallel_size, batch)
 
 
+def saves_inner(batch: MicroBatch) -> bool:
+    """Return whether the last product of a dense MLP saves its input: a custom kernel recomputes it."""
+    return batch.plain or (batch.compiled and batch.cuda)
+
+
 def _inner_saved(config: ModelConfig, inner: int, batch: MicroBatch) -> int:
     """Bytes of the outputs of `up` and `gate`, [N, inner] each. model/kernels/activation.py recomputes the rest.
 
@@ -178,7 +183,7 @@ def _inner_saved(config: ModelConfig, inner: int, batch: MicroBatch) -> int:
     then needs nothing else; with a gate, plain autograd also saves the activated gate.
     """
     tensors = 2 if config.gated_mlp else 1
-    if batch.plain or (batch.compiled and batch.cuda):
+    if saves_inner(batch):
         keeps_input = config.gated_mlp or config.activation != "relu"
         tensors += (2 if batch.plain and config.gated_mlp else 1) if keeps_input else 0
     return tensors * batch.tokens * inner * batch.element_bytes

@@ -36,7 +36,7 @@ def gradients_in_backward(rank: Rank, done: int, layers: tuple[Layer, ...] = (),
     """
     layout, wrapper = rank.layout, optimizer_wrapper(rank.layout)
     element = layout.element_bytes
-    largest = max((_together(layer, layout) for layer in layers), default=0)
+    largest = max((local_size(each, layout) for layer in layers for each in layer.parameters), default=0)
     missing = 0  # bytes
     if not accumulated and wrapper == "zero12" and layout.zero_stage == 2 and reduces_gradients(layout):
         missing = _zero2_gradients(rank) if not done else 0  # allocated at the first reduction
@@ -46,13 +46,6 @@ def gradients_in_backward(rank: Rank, done: int, layers: tuple[Layer, ...] = (),
         largest = 0
     tied = _tied_elements(rank) * element if done and (accumulated or layout.zero_stage > 1) else 0
     return Footprint.on_device(gradients=largest * element + tied - missing)
-
-
-def _together(layer: Layer, layout: Layout) -> int:
-    """Elements of the gradients of a layer that are there at once: of the largest, or of all of a compiled block."""
-    sizes = [local_size(each, layout) for each in layer.parameters] or [0]
-    is_graph = layout.compile_blocks and layout.device_kind == "cuda" and layer.kind == "block"
-    return sum(sizes) if is_graph else max(sizes)
 
 
 def _tied_elements(rank: Rank) -> int:

@@ -147,8 +147,8 @@ static cudaError_t copy(void *to, const void *from, size_t size, enum cudaMemcpy
     }
     if (kind == cudaMemcpyHostToDevice)
         __atomic_add_fetch(&dry_counters->copies_to_device, 1, __ATOMIC_RELAXED);
-    if (kind == cudaMemcpyDeviceToHost && size <= sizeof(double) && !dry_has_values(SIZE_MAX))
-        memset(to, 0, size);  /* a kernel's result, such as a norm: the allocator's block has old bytes */
+    if (kind == cudaMemcpyDeviceToHost && size < sizeof(double) && !dry_has_values(SIZE_MAX))
+        memset(to, 0, size);  /* a float or a flag of a kernel, where the allocator's block has old bytes; lengths are int64 */
     else if (dry_has_values(size))
         memmove(to, from, size);
     return cudaSuccess;
