@@ -5,7 +5,7 @@ attention saves q, k, v, its output and the logarithm of each softmax sum. With 
 its output before and after its exchange.
 """
 
-from pretrain.model.attention_on_cuda import why_not_flex
+from pretrain.model.attention_on_cuda import has_flash, why_not_flex
 from pretrain.model.description import ModelConfig
 from pretrain.model.operator_memory import (
     ATTENTION_ROWS,
@@ -13,7 +13,7 @@ from pretrain.model.operator_memory import (
     FP32,
     INT64,
     MicroBatch,
-    hidden_states_bytes,
+    column_input_bytes,
     linear_saved,
     norm_of_rows_saved,
     qkv_bytes,
@@ -53,7 +53,7 @@ def attention_saved(config: ModelConfig, batch: MicroBatch, window: int = 0) -> 
         core = _unfused_attention_saved(config, batch) + output
     else:
         core = _fused_attention_saved(config, batch, window)
-    qkv_input = 0 if recomputes_norms(config, batch) else hidden_states_bytes(config, batch)
+    qkv_input = 0 if recomputes_norms(config, batch) else column_input_bytes(config, batch)
     return qkv_input + _qk_norm_saved(config, batch) + core
 
 
@@ -118,11 +118,12 @@ def _fused_attention_saved(config: ModelConfig, batch: MicroBatch, window: int) 
     documents = batch.documents and batch.cuda  # on CPUs a sample may be a single document, which needs no mask
     if uses_flex(config, batch):
         has_window = alibi = documents = False
-    is_efficient = batch.cuda and (batch.element_bytes == FP32 or has_window or alibi or documents)
+    flash = has_flash(precision="fp32" if batch.element_bytes == FP32 else "bf16", head_size=config.head_size)
+    is_efficient = batch.cuda and (not flash or has_window or alibi or documents)
     copied = batch.sequence_parallel_size > 1 or (config.position == "rope" and not is_efficient)
     outputs = 2 if copied else 1
     mask = batch.seq_length**2 * batch.element_bytes if has_window and not alibi and not documents else 0
-    return _qkv_saved(config, batch, all_heads=has_window or alibi or documents) + log_sums + mask \
+    return _qkv_saved(config, batch, all_heads=has_window or alibi or documents or is_efficient) + log_sums + mask \
         + outputs * linear_saved(query_width(config, batch), batch)
 
 

@@ -16,6 +16,7 @@ from pretrain.model.operator_memory import (
     INT64,
     MicroBatch,
     column_backward,
+    column_input_bytes,
     dropout_saved,
     experts_saved,
     fp8_work,
@@ -76,7 +77,7 @@ def _mlp_part(config: ModelConfig, batch: MicroBatch, *, experts: bool) -> int:
     post_norm = norm_saved(config, batch) if config.post_norm else 0
     mlp = experts_saved(config, batch) if experts else mlp_saved(config, batch)
     if config.shared_norm and not recomputes_norms(config, batch):  # attention and MLP save the same input
-        mlp -= hidden_states_bytes(config, batch)
+        mlp -= column_input_bytes(config, batch)
     return pre_norm + mlp + post_norm
 
 

@@ -163,12 +163,20 @@ def mlp_saved(config: ModelConfig, batch: MicroBatch) -> int:
     """
     if batch.mlp_tiles > 1:
         return hidden_states_bytes(config, batch)
-    return mlp_inner(config, batch) + (0 if recomputes_norms(config, batch) else hidden_states_bytes(config, batch))
+    return mlp_inner(config, batch) + (0 if recomputes_norms(config, batch) else column_input_bytes(config, batch))
 
 
 def mlp_inner(config: ModelConfig, batch: MicroBatch) -> int:
     """Bytes of the inner tensors of a dense MLP that its backward pass needs, of all tiles together."""
     return _inner_saved(config, config.intermediate_size // batch.tensor_parallel_size, batch)
+
+
+def column_input_bytes(config: ModelConfig, batch: MicroBatch) -> int:
+    """Bytes of the input [N, D] that `qkv` and a dense MLP save: of the rank's shard, or where torch's own operators
+    multiply, of the gathered sequences (layers/linear.py, column_products).
+    """
+    tokens = batch.tokens if saves_inner(batch) else batch.shard_tokens
+    return tokens * config.hidden_size * batch.element_bytes
 
 
 def saves_inner(batch: MicroBatch) -> bool:
