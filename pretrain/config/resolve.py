@@ -77,7 +77,8 @@ def resolve_ds_config(file: DsFile, args: RunArguments, *, model: ModelConfig, w
     layout = parse_layout(config, world_size=world_size, seq_length=args.seq_length, device_kind=device.kind,
                           document_attention=args.document_attention, recompute=args.recompute or "none",
                           recompute_every=args.recompute_every, mlp_tiles=args.mlp_tiles,
-                          fp8=args.fp8 is not None)
+                          fp8=args.fp8 is not None, plain_operators=args.plain_operators,
+                          compile_blocks=args.compile_blocks)
     schedule = _schedule(file, config, args, length)
     return Plan(args=args, file=file, ds_config=config, model=model, device=device, layout=layout, length=length,
                 seq_lengths=parse_seq_lengths(args.seq_length_schedule, seq_length=args.seq_length),

@@ -19,7 +19,7 @@ from pretrain.model.kernels.cpu.choice import fastest_choice, parse_choice, righ
 from pretrain.model.kernels.documents import Documents
 from pretrain.model.kernels.flex_attention import flex_causal_attention, reject_flex, why_not_flex
 from pretrain.model.kernels.fp8 import Fp8Products
-from pretrain.model.kernels.torch_attention import alibi_slopes, torch_causal_attention
+from pretrain.model.kernels.torch_attention import alibi_slopes, takes_fewer_heads, torch_causal_attention
 from pretrain.model.layers.linear import use_fp8
 from pretrain.model.parameters import DTYPES
 
@@ -129,8 +129,8 @@ def _describe(attention: _Attention) -> str:
 def _sdpa_backend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch.Tensor | None = None,
                   dropout: float = 0.0) -> str:
     """Return the name of the kernel that torch chooses; of the slowest one, also why it takes no other."""
-    grouped = mask is None and q.shape[1] != k.shape[1]
-    if mask is not None:  # torch_attention.py repeats the heads
+    grouped = mask is None and q.shape[1] != k.shape[1] and takes_fewer_heads(q)
+    if not grouped:  # torch_attention.py repeats the heads
         k = v = q
     chosen = SDPBackend(torch._fused_sdp_choice(q, k, v, mask, dropout, mask is None, enable_gqa=grouped))
     name = _NAMES.get(chosen, str(chosen))

@@ -115,7 +115,12 @@ class MemoryWatch(Callback):
         from pretrain.distributed.collectives import gather
 
         if self.step_peak is None:
-            return f"measured {with_unit(max(gather(self.measured_bytes())))} allocated on the device"
+            from deepspeed.accelerator import get_accelerator
+
+            devices = gather((self.measured_bytes(), int(get_accelerator().max_memory_reserved())))
+            expected = f" (predicted {with_unit(predicted.reserved_bytes)})" if predicted is not None else ""
+            return f"measured {with_unit(max(allocated for allocated, _ in devices))} allocated on the device, and " \
+                   f"{with_unit(max(reserved for _, reserved in devices))} reserved by torch{expected}"
         ranks = gather((self.step_peak.peak_bytes, self.step_peak.held_bytes, self.step_peak.freed_elsewhere_bytes,
                         resident_bytes()[0]))
         resident = with_unit(max(resident for *_, resident in ranks))

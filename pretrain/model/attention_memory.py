@@ -5,6 +5,7 @@ attention saves q, k, v, its output and the logarithm of each softmax sum. With 
 its output before and after its exchange.
 """
 
+from pretrain.model.attention_on_cuda import has_flash, why_not_flex
 from pretrain.model.description import ModelConfig
 from pretrain.model.operator_memory import (
     ATTENTION_ROWS,
@@ -12,7 +13,7 @@ from pretrain.model.operator_memory import (
     FP32,
     INT64,
     MicroBatch,
-    hidden_states_bytes,
+    column_input_bytes,
     linear_saved,
     norm_of_rows_saved,
     qkv_bytes,
@@ -21,6 +22,13 @@ from pretrain.model.operator_memory import (
     recomputes_norms,
     uses_c_norm,
 )
+
+
+def uses_flex(config: ModelConfig, batch: MicroBatch) -> bool:
+    """Return whether flex_attention computes documents, windows, ALiBi and soft-capping: it needs no mask [T, T]."""
+    precision = "fp32" if batch.element_bytes == FP32 else "bf16"
+    return batch.cuda and not batch.plain and not why_not_flex(
+        precision=precision, head_size=config.head_size, seq_length=batch.seq_length, dropout=config.attention_dropout)
 
 
 def attention_saved(config: ModelConfig, batch: MicroBatch, window: int = 0) -> int:
@@ -39,13 +47,13 @@ def attention_saved(config: ModelConfig, batch: MicroBatch, window: int = 0) -> 
         core += output if batch.sequence_parallel_size > 1 else 0
     elif uses_cpu_attention(config, batch):
         core = _qkv_saved(config, batch) + output
-    elif config.attention_softcap:
+    elif config.attention_softcap and not uses_flex(config, batch):
         core = _capped_attention_saved(config, batch) + output
     elif not batch.cuda and config.attention_dropout:
         core = _unfused_attention_saved(config, batch) + output
     else:
         core = _fused_attention_saved(config, batch, window)
-    qkv_input = 0 if recomputes_norms(config, batch) else hidden_states_bytes(config, batch)
+    qkv_input = 0 if recomputes_norms(config, batch) else column_input_bytes(config, batch)
     return qkv_input + _qk_norm_saved(config, batch) + core
 
 
@@ -57,13 +65,17 @@ def _qk_norm_saved(config: ModelConfig, batch: MicroBatch) -> int:
     for heads in (config.num_heads, config.num_kv_heads):
         own_heads = heads // batch.tensor_parallel_size
         rows, size = (own_heads, config.head_size) if config.qk_norm == "head" else (1, own_heads * config.head_size)
+        if config.qk_norm == "all" and batch.tensor_parallel_size > 1:  # layers/norm.py, SplitNorm, in fp32
+            tensors = 1 if batch.element_bytes == FP32 else 2  # the norm before its weight, and the input
+            total += batch.tokens * (tensors * size + 1) * FP32
+            continue
         total += norm_of_rows_saved(config, batch, rows, size, shared_input=True)
     return total
 
 
 def uses_cpu_attention(config: ModelConfig, batch: MicroBatch) -> bool:
     """Return whether a custom operator computes the attention, in C or not: on CPUs in bf16 without dropout."""
-    return not batch.cuda and batch.element_bytes == 2 and not batch.fp16 and not config.attention_dropout
+    return not (batch.cuda or batch.plain or batch.fp16 or config.attention_dropout) and batch.element_bytes == 2
 
 
 def uses_c_attention(config: ModelConfig, batch: MicroBatch) -> bool:
@@ -96,17 +108,22 @@ def _qk_norm_keeps_input(config: ModelConfig, batch: MicroBatch) -> bool:
 def _fused_attention_saved(config: ModelConfig, batch: MicroBatch, window: int) -> int:
     """Bytes that torch's fused attention saves: q, k, v, the output and fp32 logarithms of the softmax sums [N, H].
 
-    `out` saves the same storage as its input. On CPUs with RoPE the output has another memory order, and `out` saves a
-    copy, as it does after an exchange between the ranks of a sequence. With a window, the mask [T, T] is converted to
+    `out` saves the same storage as its input. With RoPE the output has the memory order of the new q, and `out` saves a
+    copy, as it does after an exchange between the ranks of a sequence; only torch's efficient kernel on CUDA, for fp32
+    and for masks, has an order of its own. With a window, the mask [T, T] is converted to
     the dtype of q and saved (model/kernels/torch_attention.py), unless shared_mask_bytes counts it.
     """
-    copied = batch.sequence_parallel_size > 1 or (not batch.cuda and config.position == "rope")
-    outputs = 2 if copied else 1
     log_sums = round(batch.tokens * config.num_heads / batch.tensor_parallel_size) * FP32
     has_window, alibi = 0 < window < batch.seq_length, config.position == "alibi"
     documents = batch.documents and batch.cuda  # on CPUs a sample may be a single document, which needs no mask
+    if uses_flex(config, batch):
+        has_window = alibi = documents = False
+    flash = has_flash(precision="fp32" if batch.element_bytes == FP32 else "bf16", head_size=config.head_size)
+    is_efficient = batch.cuda and (not flash or has_window or alibi or documents)
+    copied = batch.sequence_parallel_size > 1 or (config.position == "rope" and not is_efficient)
+    outputs = 2 if copied else 1
     mask = batch.seq_length**2 * batch.element_bytes if has_window and not alibi and not documents else 0
-    return _qkv_saved(config, batch, all_heads=has_window or alibi or documents) + log_sums + mask \
+    return _qkv_saved(config, batch, all_heads=has_window or alibi or documents or is_efficient) + log_sums + mask \
         + outputs * linear_saved(query_width(config, batch), batch)
 
 
@@ -142,7 +159,7 @@ def attention_backward(config: ModelConfig, batch: MicroBatch, window: int) -> i
     CPU, torch has no fused kernel. The peak is then a gradient [H, N, T] in fp32, or two of them without dropout.
     """
     scores = round(batch.tokens * batch.seq_length * config.num_heads / batch.tensor_parallel_size) * FP32
-    if config.attention_softcap and not uses_cpu_attention(config, batch):
+    if config.attention_softcap and not (uses_cpu_attention(config, batch) or uses_flex(config, batch)):
         return scores if config.attention_dropout else 2 * scores
     if not batch.cuda and config.attention_dropout:
         return scores
@@ -185,7 +202,7 @@ def shared_mask_bytes(config: ModelConfig, batch: MicroBatch) -> int:
 
     These are [T, T] of one byte for each size of a window (0 is a size with soft-capping), and [H, T, T] for ALiBi.
     """
-    if uses_cpu_attention(config, batch):
+    if uses_cpu_attention(config, batch) or uses_flex(config, batch):
         return 0
     windows = {window for window in config.windows or (0,) if 0 < window < batch.seq_length or config.attention_softcap}
     windows = set() if batch.documents and batch.cuda else windows  # document_bytes counts them
@@ -205,7 +222,7 @@ def document_bytes(config: ModelConfig, batch: MicroBatch) -> int:
     tokens = batch.tokens * batch.sequence_parallel_size  # these tensors are not divided
     tables = ropes * tokens * config.rotary_size * batch.element_bytes
     masks = 0
-    if batch.cuda or config.attention_dropout:
+    if (batch.cuda and not uses_flex(config, batch)) or config.attention_dropout:
         windows = {window if window < batch.seq_length else 0 for window in config.windows or (0,)}
         heads = config.num_heads // batch.head_ranks if config.position == "alibi" else 1
         masks = batch.samples * heads * batch.seq_length**2 * batch.element_bytes * len(windows)

@@ -17,6 +17,11 @@ def why_not_flex(*, precision: str, head_size: int, seq_length: int, dropout: fl
     return ""
 
 
+def has_flash(*, precision: str, head_size: int) -> bool:
+    """Return whether torch's flash kernel computes attention without a mask."""
+    return precision != "fp32" and head_size <= _LARGEST_HEAD
+
+
 def expected_operator(*, precision: str, head_size: int, seq_length: int, dropout: float, special: bool,
                       softcap: bool, plain: bool) -> str:
     """Describe the operator that a run on CUDA will probably use; the run itself asks torch, and reports the answer.

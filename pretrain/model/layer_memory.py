@@ -16,6 +16,7 @@ from pretrain.model.operator_memory import (
     INT64,
     MicroBatch,
     column_backward,
+    column_input_bytes,
     dropout_saved,
     experts_saved,
     fp8_work,
@@ -27,6 +28,7 @@ from pretrain.model.operator_memory import (
     qkv_bytes,
     query_width,
     recomputes_norms,
+    saves_inner,
     uses_c_norm,
 )
 
@@ -75,7 +77,7 @@ def _mlp_part(config: ModelConfig, batch: MicroBatch, *, experts: bool) -> int:
     post_norm = norm_saved(config, batch) if config.post_norm else 0
     mlp = experts_saved(config, batch) if experts else mlp_saved(config, batch)
     if config.shared_norm and not recomputes_norms(config, batch):  # attention and MLP save the same input
-        mlp -= hidden_states_bytes(config, batch)
+        mlp -= column_input_bytes(config, batch)
     return pre_norm + mlp + post_norm
 
 
@@ -98,7 +100,7 @@ def _recomputed(config: ModelConfig, batch: MicroBatch, part: str, window: int, 
 def _norm_converts(config: ModelConfig, batch: MicroBatch) -> bool:
     """Return whether the norm before attention or MLP saves its input in fp32 instead of the input itself."""
     converts = config.norm == "rmsnorm" and batch.element_bytes != FP32 and (config.norm_offset or not batch.cuda)
-    return config.pre_norm and bool(converts) and not uses_c_norm(config, batch)
+    return config.pre_norm and bool(converts) and not (uses_c_norm(config, batch) or (batch.compiled and batch.cuda))
 
 
 def layer_saved(config: ModelConfig, layer: Layer, batch: MicroBatch, part: str = "none") -> int:
@@ -147,6 +149,8 @@ def block_backward(config: ModelConfig, batch: MicroBatch, window: int = 0, part
     inner = batch.tokens * (width // batch.tensor_parallel_size) * batch.element_bytes
     norm = norm_saved(config, batch)
     gradients = (3 if config.gated_mlp else 2) * inner
+    if saves_inner(batch) and not (experts and batch.cuda):  # the input of the last product was saved, and is freed
+        gradients -= inner
     if batch.mlp_tiles > 1:  # a tile is recomputed; gradients of the inputs of all tiles
         gradients = (gradients + mlp_inner(config, batch)) // batch.mlp_tiles + hidden_states_bytes(config, batch)
     mlp = gradients - (norm if config.post_norm else 0)  # post_norm2 is freed before

@@ -6,8 +6,9 @@ there are. layer_memory.py adds them up for a layer.
 CPU: measured with `torch.autograd.graph.saved_tensors_hooks` on the real layers, each storage counted once
 (tests/memory/estimate/test_activations.py repeats the measurement).
 CUDA: derived from torch's formulas, not measured. Dropout saves one byte per element. LayerNorm saves its statistics
-in fp32. RMSNorm is one kernel, which saves its input. `--compile_blocks` is ignored, as the compiler chooses what a
-compiled block saves.
+in fp32. RMSNorm is one kernel, which saves its input. The compiler of `--compile_blocks` saves the input of each matrix
+product and of attention, and what its kernels need to recompute the rest (torch/_functorch/partitioners.py). All of it
+was compared with torch's allocator on a dry GPU: tools/dry_gpu/memory_table.py.
 
 Tensor parallelism: every tensor is divided, by positions between the layers and by heads or columns inside attention
 and MLP (Korthikanti et al., arXiv 2205.05198, table 2, "tensor + sequence parallel": s b h 34 / t bytes a layer).
@@ -48,6 +49,8 @@ class MicroBatch:
     mlp_tiles: int = 1  # pieces in which the MLP is computed and recomputed
     fp8: bool = False  # linear layers multiply in FP8 (model/kernels/fp8.py)
     keeps_norms: bool = False  # linear layers save the norms that they are given even where they could recompute them
+    plain: bool = False  # --plain_operators
+    compiled: bool = False  # --compile_blocks
     c_attention: bool = False  # on a CPU for which attention in bf16 is in C (model/kernels/cpu/attention.py)
 
     @property
@@ -99,16 +102,17 @@ def norm_of_rows_saved(config: ModelConfig, batch: MicroBatch, rows: int, size: 
         return batch.tokens * own_input
     if config.norm != "rmsnorm":  # mean and reciprocal standard deviation of each vector
         return batch.tokens * (own_input + 2 * rows * (FP32 if batch.cuda else batch.element_bytes))
-    if batch.element_bytes != FP32 and (config.norm_offset or not batch.cuda):
+    compiled = batch.compiled and batch.cuda  # converts again in the backward pass
+    if batch.element_bytes != FP32 and (config.norm_offset or not batch.cuda) and not compiled:
         own_input = width * FP32
-    offset_weight = size * FP32 if config.norm_offset else 0
+    offset_weight = size * FP32 if config.norm_offset and not compiled else 0
     normalised = 0 if batch.cuda else width * FP32
     return batch.tokens * (own_input + normalised + rows * FP32) + offset_weight
 
 
 def uses_c_norm(config: ModelConfig, batch: MicroBatch) -> bool:
     """Return whether model/kernels/norm.py computes norms in C: on CPUs in bf16, RMSNorm also in fp32."""
-    return not batch.cuda and not batch.fp16 and (batch.element_bytes != FP32 or config.norm == "rmsnorm")
+    return not (batch.cuda or batch.plain or batch.fp16) and (batch.element_bytes != FP32 or config.norm == "rmsnorm")
 
 
 def recomputes_norms(config: ModelConfig, batch: MicroBatch) -> bool:
@@ -159,7 +163,7 @@ def mlp_saved(config: ModelConfig, batch: MicroBatch) -> int:
     """
     if batch.mlp_tiles > 1:
         return hidden_states_bytes(config, batch)
-    return mlp_inner(config, batch) + (0 if recomputes_norms(config, batch) else hidden_states_bytes(config, batch))
+    return mlp_inner(config, batch) + (0 if recomputes_norms(config, batch) else column_input_bytes(config, batch))
 
 
 def mlp_inner(config: ModelConfig, batch: MicroBatch) -> int:
@@ -167,9 +171,30 @@ def mlp_inner(config: ModelConfig, batch: MicroBatch) -> int:
     return _inner_saved(config, config.intermediate_size // batch.tensor_parallel_size, batch)
 
 
+def column_input_bytes(config: ModelConfig, batch: MicroBatch) -> int:
+    """Bytes of the input [N, D] that `qkv` and a dense MLP save: of the rank's shard, or where torch's own operators
+    multiply, of the gathered sequences (layers/linear.py, column_products).
+    """
+    tokens = batch.tokens if saves_inner(batch) else batch.shard_tokens
+    return tokens * config.hidden_size * batch.element_bytes
+
+
+def saves_inner(batch: MicroBatch) -> bool:
+    """Return whether the last product of a dense MLP saves its input: a custom kernel recomputes it."""
+    return batch.plain or (batch.compiled and batch.cuda)
+
+
 def _inner_saved(config: ModelConfig, inner: int, batch: MicroBatch) -> int:
-    """Bytes of the outputs of `up` and `gate`, [N, inner] each. model/kernels/activation.py recomputes the rest."""
-    return (2 if config.gated_mlp else 1) * batch.tokens * inner * batch.element_bytes
+    """Bytes of the outputs of `up` and `gate`, [N, inner] each. model/kernels/activation.py recomputes the rest.
+
+    With torch's own operators and in a compiled block, the last product saves its input, too. Without a gate, relu
+    then needs nothing else; with a gate, plain autograd also saves the activated gate.
+    """
+    tensors = 2 if config.gated_mlp else 1
+    if saves_inner(batch):
+        keeps_input = config.gated_mlp or config.activation != "relu"
+        tensors += (2 if batch.plain and config.gated_mlp else 1) if keeps_input else 0
+    return tensors * batch.tokens * inner * batch.element_bytes
 
 
 def experts_saved(config: ModelConfig, batch: MicroBatch) -> int:
@@ -186,7 +211,7 @@ def experts_saved(config: ModelConfig, batch: MicroBatch) -> int:
     router += sent.tokens * (3 * INT64 + batch.element_bytes)
     if config.norm_topk_prob:  # and the sum
         router += sent.tokens * FP32 + shard.tokens * FP32
-    inner = _inner_saved(config, config.moe_intermediate_size, sent)
+    inner = _inner_saved(config, config.moe_intermediate_size, replace(sent, plain=batch.plain and not batch.cuda))
     shared = _inner_saved(config, config.shared_expert_size // batch.tensor_parallel_size, batch)
     if config.shared_expert_gate:  # its output, and the shared expert's
         shared += linear_saved(1, shard) + linear_saved(config.hidden_size, shard)

@@ -392,7 +392,7 @@ class RunArguments:
         choices=("tensorwise", "rowwise"), metavar="RECIPE", unset="bf16 products")
     tf32: bool = SPEED.flag(False, "multiply fp32 matrices in TF32 (fp32 runs on cuda): faster, 10 bits of mantissa")
     plain_operators: bool = SPEED.flag(
-        False, "disable the custom kernels for attention and MLP: slower, and more memory than is predicted")
+        False, "disable the custom kernels for attention and MLP: slower, and more memory")
     deterministic: bool = SPEED.flag(
         False, "make a run on GPUs bit-reproducible: only operators that give the same bits each time, which are "
         "slower; runs on CPUs are so without the flag, except for the choice of C kernels")

@@ -1,5 +1,6 @@
 """Estimate the memory of one rank by formulas, in a few milliseconds: no model is built, torch is not imported."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -34,6 +35,7 @@ class MemoryEstimate:
     phase: str  # name of the phase of `peak` (see phases.py); "states" by the ZeRO paper's formula
     pipeline_stage: int = 0
     zero_rank: int = 0  # the rank's index among the ranks that ZeRO divides over
+    reserved_bytes: int = 0  # that CUDA's caching allocator takes from the device, without the margin; 0 on a CPU
 
     @property
     def device_bytes(self) -> int:
@@ -86,12 +88,28 @@ def estimate_memory(model: ModelConfig | None, layout: Layout, *,
 def estimate_rank(rank: Rank) -> MemoryEstimate:
     """Estimate the memory of a given rank. Raises ConfigError, as `estimate_memory` does."""
     steady = states_of_rank(rank)
-    phase, peak = max(step_phases(rank, steady), key=lambda item: item[1].total(location="device"))
+    phases = list(step_phases(rank, steady))
+    phase, peak = max(phases, key=lambda item: item[1].total(location="device"))
+    reserved = 0
     if rank.layout.device_kind == "cuda":
         temporary = peak.total(location="device") - steady.total(location="device")
         peak += Footprint.of([(("margin", "device"), round(max(0, temporary) * FRAGMENTATION)),
                               (("margin", "pinned"), pinning_loss(rank) if steady.total(location="pinned") else 0)])
-    return MemoryEstimate(rank.layout, steady, peak, phase, rank.pipeline_stage, rank.zero_rank)
+        reserved = _reserved_bytes(phases, steady)
+    return MemoryEstimate(rank.layout, steady, peak, phase, rank.pipeline_stage, rank.zero_rank, reserved)
+
+
+def _reserved_bytes(phases: Sequence[tuple[str, Footprint]], steady: Footprint) -> int:
+    """Bytes that torch's caching allocator holds at the end of a step, without rounding.
+
+    The optimizer step copies gradients into flat tensors. They need contiguous memory, which is not what the backward
+    pass has freed: gradients lie between the activations. So they are allocated in addition to the other phases' peak.
+    Without memory for it, the allocator returns free pages, and the step still fits: `device_bytes` decides.
+    """
+    sizes = [(name, peak.total(location="device")) for name, peak in phases]
+    step = max(size for name, size in sizes if name == "step")
+    others = max((size for name, size in sizes if name != "step"), default=0)
+    return max(step, others + max(0, step - steady.total(location="device")))
 
 
 def largest_zero_rank(model: ModelConfig, layout: Layout, pipeline_stage: int = 0) -> int:

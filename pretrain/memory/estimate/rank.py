@@ -114,8 +114,8 @@ def _divided_size(parameter: Parameter, tensor_parallel_size: int, expert_parall
 def parameter_groups(model: ModelConfig, layout: Layout, pipeline_stage: int) -> tuple[ParameterGroup, ...]:
     """Return the non-empty parameter groups of one rank.
 
-    Matrices and vectors are two groups, because only matrices have weight decay (engine/optimizer.py). Experts
-    have groups of their own, because DeepSpeed divides them over fewer ranks.
+    Matrices and vectors are two groups, because only matrices have weight decay (engine/optimizer.py). Under expert
+    parallelism, experts have groups of their own, because DeepSpeed divides them over fewer ranks.
     """
     return _groups(pipeline_stage_layers(model, layout, pipeline_stage), layout.tensor_parallel_size,
                    layout.expert_parallel_size, layout.zero_size, layout.expert_zero_size)
@@ -128,7 +128,8 @@ def _groups(layers: tuple[Layer, ...], tensor_parallel_size: int, expert_paralle
     for parameter in parameters_of(layers):
         size = _divided_size(parameter, tensor_parallel_size, expert_parallel_size)
         uses_adam = "embed" in parameter.name or "lm_head" in parameter.name  # DeepSpeed's Muon selects by name
-        found.setdefault((not parameter.is_matrix, parameter.is_expert), []).append((size, uses_adam))
+        is_divided = parameter.is_expert and expert_parallel_size > 1
+        found.setdefault((not parameter.is_matrix, is_divided), []).append((size, uses_adam))
     return tuple(
         ParameterGroup(sizes=tuple(size for size, _ in rows),
                        ranks=max(1, expert_zero_size if expert else zero_size), is_expert=expert,
@@ -153,7 +154,8 @@ class Rank:
                           tensor_parallel_size=layout.tensor_parallel_size, documents=layout.document_attention,
                           fp16=layout.precision == "fp16", mlp_tiles=layout.mlp_tiles, fp8=layout.fp8,
                           sequence_parallel_size=layout.sequence_parallel_size, keeps_norms=layout.zero_stage == 3,
-                          c_attention=layout.device_kind == "cpu" and multiplies_bf16_on_x86())
+                          c_attention=layout.device_kind == "cpu" and multiplies_bf16_on_x86(),
+                          plain=layout.plain_operators, compiled=layout.compile_blocks)
 
     @property
     def is_last_stage(self) -> bool:

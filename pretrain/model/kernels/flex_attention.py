@@ -54,8 +54,9 @@ def has_triton() -> bool:
     return bool(torch_has_triton())
 
 
-# As in torch_attention.py: a call in a compiled block is a constant of its graph.
-setattr(has_triton, "_dynamo_marked_constant", True)  # noqa: B010 (mypy knows no such attribute)
+# As in torch_attention.py: a call in a compiled block is a constant of its graph. torch 2.13 traces the function that
+# a cache holds.
+setattr(has_triton.__wrapped__, "_dynamo_marked_constant", True)  # noqa: B010 (mypy knows no such attribute)
 
 
 def flex_causal_attention(q_BHTE: torch.Tensor, k_BKTE: torch.Tensor, v_BKTE: torch.Tensor, *, scale: float,

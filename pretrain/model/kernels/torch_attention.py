@@ -18,6 +18,7 @@ import math
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name)
 
+from pretrain.model.attention_on_cuda import has_flash
 from pretrain.model.kernels.documents import Documents
 from pretrain.model.kernels.flex_attention import block_mask, flex_causal_attention, why_not_flex
 
@@ -30,6 +31,8 @@ def torch_causal_attention(q_BHTE: torch.Tensor, k_BKTE: torch.Tensor, v_BKTE: t
     grouped = q_BHTE.shape[1] != k_BKTE.shape[1]
     has_mask = window > 0 or alibi_slopes is not None or documents is not None
     if not has_mask and not softcap:
+        if grouped and not takes_fewer_heads(q_BHTE):
+            grouped, k_BKTE, v_BKTE = False, _repeat_heads(k_BKTE, q_BHTE), _repeat_heads(v_BKTE, q_BHTE)
         return F.scaled_dot_product_attention(q_BHTE, k_BKTE, v_BKTE, is_causal=True, dropout_p=dropout,
                                               scale=scale or None, enable_gqa=grouped)
     if not plain and not why_not_flex(q_BHTE, dropout=dropout, on_cuda=q_BHTE.device.type == "cuda"):
@@ -43,6 +46,16 @@ def torch_causal_attention(q_BHTE: torch.Tensor, k_BKTE: torch.Tensor, v_BKTE: t
         k_BKTE, v_BKTE = _repeat_heads(k_BKTE, q_BHTE), _repeat_heads(v_BKTE, q_BHTE)
     return F.scaled_dot_product_attention(q_BHTE, k_BKTE, v_BKTE, attn_mask=mask, dropout_p=dropout,
                                           scale=scale or None)
+
+
+def takes_fewer_heads(q_BHTE: torch.Tensor) -> bool:
+    """Return whether torch has a fused kernel for fewer key/value heads than query heads, without a mask.
+
+    On CUDA it is the flash kernel. Where only the efficient kernel computes q, the math kernel would be chosen, which
+    keeps all scores (torch 2.13).
+    """
+    precision = "fp32" if q_BHTE.dtype == torch.float32 else "bf16"
+    return q_BHTE.device.type != "cuda" or has_flash(precision=precision, head_size=q_BHTE.shape[3])
 
 
 def _softcapped(q_BHTE: torch.Tensor, k_BKTE: torch.Tensor, v_BKTE: torch.Tensor, mask: torch.Tensor, *,

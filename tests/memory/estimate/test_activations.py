@@ -52,12 +52,14 @@ def _config(name: str, *, dropout: bool) -> ModelConfig:
     return replace(config, embedding_dropout=rate, attention_dropout=rate, residual_dropout=rate)
 
 
-def _blocks(config: ModelConfig, dtype: torch.dtype, part: str = "none") -> Iterator[tuple[Block, int]]:
+def _blocks(config: ModelConfig, dtype: torch.dtype, part: str = "none", *,
+            plain_operators: bool = False) -> Iterator[tuple[Block, int]]:
     """Yield a block for each size of a window in the model, with and without experts, with that size."""
     kinds = {(config.window(index), config.has_experts(index)): index for index in range(config.num_layers)}
     for (window, _), index in kinds.items():
         rope = Rope(config) if config.position == "rope" else None
-        yield Block(config, config.blocks()[index], rope, index=index, recompute=part).to(dtype), window
+        yield Block(config, config.blocks()[index], rope, index=index, recompute=part,
+                    plain_operators=plain_operators).to(dtype), window
 
 
 @pytest.fixture(autouse=True)
@@ -112,6 +114,21 @@ def test_saved_bytes_of_a_block_equal_those_of_autograd(name: str, dropout: bool
             found = block_saved(config, micro_batch, experts=config.has_experts(block.index), window=window,
                                 part=part)
             assert found == measured, (length, window)
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_saved_bytes_of_plain_operators_equal_those_of_autograd(name: str, dtype: torch.dtype) -> None:
+    config = _config(name, dropout=False)
+    micro_batch = MicroBatch(2 * 32, 32, dtype.itemsize, cuda=False, plain=True)
+    for block, window in _blocks(config, dtype, plain_operators=True):
+        x_BTD = torch.randn(2, 32, config.hidden_size, dtype=dtype, requires_grad=True)
+        shared = list(block.attention.rope.tables(32, x_BTD)) if block.attention.rope else []
+        if block.attention.slopes_H is not None:
+            shared.append(torch_attention._alibi(block.attention.slopes_H, 32, 0, dtype, x_BTD.device))
+        measured = saved_bytes(block, [*block.parameters(), *shared], x_BTD)
+        found = block_saved(config, micro_batch, experts=config.has_experts(block.index), window=window)
+        assert found == measured, window
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mistral_multi_query", "gemma2", "mpt"])

@@ -39,11 +39,14 @@ static size_t size_of(enum type type) {
 /* --- Messages --- */
 
 static void post(const char *name, const void *from, size_t size) {
+    if (!dry_has_values(size))  /* the size alone is sent */
+        from = &size;
+    size_t sent = from == &size ? sizeof size : size;
     char unfinished[PATH_BYTES], path[PATH_BYTES];
     snprintf(path, sizeof path, "/dev/shm/%s", name);
     snprintf(unfinished, sizeof unfinished, "/dev/shm/%s.tmp", name);
     FILE *file = fopen(unfinished, "wb");
-    if (!file || fwrite(from, 1, size, file) != size || fclose(file) || rename(unfinished, path)) {
+    if (!file || fwrite(from, 1, sent, file) != sent || fclose(file) || rename(unfinished, path)) {
         perror("dry NCCL: a message cannot be written to /dev/shm");
         abort();
     }
@@ -65,10 +68,10 @@ static void take(const char *name, void *to, size_t size) {
     FILE *file;
     for (long waited = 0; !(file = fopen(path, "rb")); waited += WAIT_US)
         wait_longer(waited, name, "sent");
-    size_t got = fread(to, 1, size, file);
-    int longer = fgetc(file) != EOF;
+    size_t sent = size, got = dry_has_values(size) ? fread(to, 1, size, file) : 0;
+    int complete = got == size || fread(&sent, sizeof sent, 1, file) == 1, longer = fgetc(file) != EOF;
     fclose(file);
-    if (got != size || longer) {  /* a GPU would hang, or write beyond the tensor */
+    if (!complete || sent != size || longer) {  /* a GPU would hang, or write beyond the tensor */
         fprintf(stderr, "dry NCCL: %s: the ranks differ in the size of a message; this one expects %zu bytes\n", name, size);
         abort();
     }
@@ -80,12 +83,14 @@ static void remove_message(const char *name) {
     unlink(path);
 }
 
-/* Every rank gives `size` bytes, and gets those of all ranks, in the order of the ranks. The caller frees them. The
- * name of a message has the function that sends it, so that ranks that call different ones wait for each other. */
+/* Every rank gives `size` bytes, and gets those of all ranks, in the order of the ranks. The caller frees them. Returns
+ * NULL if they have no values (dry_has_values). The name of a message has the function that sends it, so that ranks that
+ * call different ones wait for each other. */
 #define exchange(group, mine, size) exchange_for(__func__ + 4, group, mine, size)
 static char *exchange_for(const char *function, struct communicator *group, const void *mine, size_t size) {
-    char *all = malloc(size * group->size + 1), name[MESSAGE_BYTES];
-    memcpy(all + size * group->rank, mine, size);
+    char *all = dry_has_values(size) ? malloc(size * group->size + 1) : NULL, name[MESSAGE_BYTES];
+    if (all)
+        memcpy(all + size * group->rank, mine, size);
     if (group->size == 1)
         return all;
     snprintf(name, sizeof name, "dry_%s_%ld_%d_%s", group->name, group->collectives, group->rank, function);
@@ -93,7 +98,7 @@ static char *exchange_for(const char *function, struct communicator *group, cons
     for (int rank = 0; rank < group->size; rank++) {
         snprintf(name, sizeof name, "dry_%s_%ld_%d_%s", group->name, group->collectives, rank, function);
         if (rank != group->rank)
-            take(name, all + size * rank, size);
+            take(name, all ? all + size * rank : NULL, size);
     }
     /* all ranks have sent this message, so all have read the one before */
     snprintf(name, sizeof name, "dry_%s_%ld_%d_%s", group->name, group->collectives - 1, group->rank, group->last);
@@ -185,7 +190,7 @@ static double combined(double left, double right, enum operation operation) {
 /* Reduce `number` values of each rank, which begin `offset` bytes into the rank's `stride` bytes of `all`. */
 static void reduce(void *result, const char *all, int ranks, size_t stride, size_t offset, size_t number, enum type type,
                    enum operation operation) {
-    for (size_t i = 0; i < number; i++) {
+    for (size_t i = 0; all && i < number; i++) {
         double value = number_at(all + offset, i, type);
         for (int rank = 1; rank < ranks; rank++)
             value = combined(value, number_at(all + stride * rank + offset, i, type), operation);
@@ -339,7 +344,7 @@ int ncclAllReduce(const void *from, void *to, size_t number, int type, int opera
     struct communicator *group = parent;
     size_t size = number * size_of(type);
     char *all = exchange(group, from, size);
-    if (group->size == 1)
+    if (all && group->size == 1)
         memmove(to, from, size);
     else
         reduce(to, all, group->size, size, 0, number, type, operation);
@@ -367,7 +372,8 @@ int ncclBroadcast(const void *from, void *to, size_t number, int type, int root,
     struct communicator *group = parent;
     size_t size = number * size_of(type);
     char *all = exchange(group, group->rank == root ? from : to, size);
-    memcpy(to, all + size * root, size);
+    if (all)
+        memcpy(to, all + size * root, size);
     free(all);
     return SUCCESS;
 }
@@ -378,7 +384,8 @@ int ncclAllGather(const void *from, void *to, size_t number, int type, void *par
     struct communicator *group = parent;
     size_t size = number * size_of(type);
     char *all = exchange(group, from, size);
-    memcpy(to, all, size * group->size);
+    if (all)
+        memcpy(to, all, size * group->size);
     free(all);
     return SUCCESS;
 }
@@ -386,7 +393,7 @@ int ncclAlltoAll(const void *from, void *to, size_t number, int type, void *pare
     struct communicator *group = parent;
     size_t part = number * size_of(type), size = part * group->size;
     char *all = exchange(group, from, size);
-    for (int rank = 0; rank < group->size; rank++)
+    for (int rank = 0; all && rank < group->size; rank++)
         memcpy((char *)to + part * rank, all + size * rank + part * group->rank, part);
     free(all);
     return SUCCESS;
