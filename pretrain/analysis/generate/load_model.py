@@ -19,6 +19,7 @@ from pretrain.analysis.model_source import (
     require_accelerate,
 )
 from pretrain.cli import say
+from pretrain.distributed.computing import require_computing
 from pretrain.errors import ConfigError, shorten
 from pretrain.model.general.decoder import transformers_config
 from pretrain.model.general.own_models import own_model
@@ -43,6 +44,8 @@ def load(source: GenerationSource, dtype: str, kind: str, *, num_devices: int | 
     needed = memory_needed(model, rows=rows, positions=min(positions, source.max_positions))
     free = _free_memory(kind)
     count = choose_num_devices(needed, free, num_devices, f"{source.folder} ({dtype})")
+    for index in range(count) if kind == "cuda" else ():
+        require_computing(index)
     placement: torch.device | DeviceMap = torch.device("cuda", 0) if kind == "cuda" else torch.device(kind)
     if count > 1:
         placement = spread(model, free[:count])

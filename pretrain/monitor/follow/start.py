@@ -12,7 +12,7 @@ from pretrain.cli import say
 from pretrain.config.flags.arguments import FLAGS, NOTIFICATIONS, RunArguments
 from pretrain.config.flags.receivers import FOLLOWED, check_port, check_receivers, notifies, variable_names
 from pretrain.distributed.process import ROOT
-from pretrain.errors import CRASHED, INTERRUPTED, REJECTED, ConfigError, printable, shorten
+from pretrain.errors import CRASHED, INTERRUPTED, ConfigError, printable, shorten
 from pretrain.remote import without_credentials
 
 FOLLOWER_MODULE = "pretrain.monitor.follow.follower"
@@ -40,8 +40,8 @@ def followed(args: RunArguments | None, owner: str, *, active: bool = True) -> I
     try:
         yield lambda code: end.update(exit_code=code)
     except BaseException as error:
-        code = REJECTED if isinstance(error, ConfigError) else INTERRUPTED if isinstance(error, KeyboardInterrupt) \
-            else CRASHED
+        others = INTERRUPTED if isinstance(error, KeyboardInterrupt) else CRASHED
+        code = error.exit_code if isinstance(error, ConfigError) else others
         end = {"exit_code": code, "reason": f"{type(error).__name__}: {error}"}
         raise
     finally:

@@ -1,12 +1,14 @@
 """Python imports this module first in each process of dry-gpu. It replaces what only kernels can compute.
 
 Sizes of messages and the routes of tokens are values, and kernels compute nothing here: torch's object collectives go
-over gloo, and experts get tokens that the host deals out in turn. All else is what runs on a GPU.
+over gloo, and experts get tokens that the host deals out in turn. Programs reject a GPU that does not compute; here
+they print a note, but with DRY_GPU_CHECKED=1 they do what they do on a broken GPU. All else is what runs on a GPU.
 """
 
 import dataclasses
 import importlib.abc
 import importlib.machinery
+import os
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -91,8 +93,24 @@ def _count_rows_on_the_host(experts: Any) -> None:
     experts.plan_exchange = plan_exchange
 
 
+def _accept_a_gpu_that_computes_nothing(computing: Any) -> None:
+    original = computing.require_computing
+
+    def require_computing(index: int) -> None:
+        try:
+            original(index)
+        except computing.DeviceError:
+            if os.environ.get("DRY_GPU_CHECKED"):
+                raise
+            if index == 0:
+                print("note: a dry GPU computes nothing: losses and norms are 0", file=sys.stderr, flush=True)
+
+    computing.require_computing = require_computing
+
+
 _PATCHES: dict[str, Callable[[Any], None]] = {
     "torch.distributed.distributed_c10d": _send_objects_over_gloo,
+    "pretrain.distributed.computing": _accept_a_gpu_that_computes_nothing,
     "pretrain.model.layers.moe": _deal_tokens_to_experts,
     "pretrain.model.layers.experts": _count_rows_on_the_host,
 }
