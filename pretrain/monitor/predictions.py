@@ -52,4 +52,4 @@ class Predictions:
         tokenizer = self._plan.tokenizer
         if tokenizer is None:
             return None
-        return tokenizer.decode([token for token in tokens if token < tokenizer.vocab_size])
+        return tokenizer.decode([token for token in tokens if 0 <= token < tokenizer.vocab_size])

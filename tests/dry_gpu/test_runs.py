@@ -12,6 +12,7 @@ import pytest
 
 from pretrain.monitor.read_run_folder import read_rows
 from tests.distributed.test_ds_configs import EXPERTS, FILES, ranks_of
+from tests.distributed.test_run_evaluations import NAMES, write_data
 from tests.dry_gpu.conftest import DryGpu
 from tests.support.cases import config, flags
 
@@ -114,13 +115,15 @@ KINDS: dict[str, Kind] = {
     "states in bf16": Kind(bf16(1) | {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True,
                                                "bf16_optimizer_states": True}}, {}, 2),
     "DeepSpeed's measurements": Kind(bf16(1) | MEASURED, {}, 2),
-    "DeepSpeed's measurements of a pipeline": Kind(bf16(1, stages=2) | MEASURED, {}, 2),
+    "DeepSpeed's measurements of a pipeline": Kind(
+        bf16(1, stages=2) | {**MEASURED, "wall_clock_breakdown": False, "flops_profiler": {"enabled": False}}, {}, 2),
     "profiles": Kind(bf16(2), {"profile_steps": "2:3", "memory_snapshot": "true"}, 2),
     "timeline": Kind(bf16(1, stages=2), {"pipeline_timeline": "2:3", "profile_steps": "2:3"}, 2),
-    "Muon": Kind(bf16(1) | optimizer("Muon"), {}, 2, "AdamW of torch"),
+    "Muon": Kind(bf16(1) | optimizer("Muon"), {}, 2, "MuonWithAuxAdam"),
     **{kind: Kind(bf16(1) | optimizer(kind), {}, 2)
-       for kind in ("Adafactor", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")},
+       for kind in ("Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")},
     "fused SGD": Kind(bf16(1) | optimizer("SGD", fused=True, momentum=0.9), {}),
+    "Adafactor at ZeRO-0": Kind(bf16(0) | optimizer("Adafactor"), {}, 2),
     "Adagrad at ZeRO-0": Kind(bf16(0) | optimizer("Adagrad"), {}, 2),
     "label smoothing and z-loss": Kind(bf16(1), {"label_smoothing": 0.1, "z_loss": 1e-4}),
     "masked labels": Kind(bf16(1), {"eod_mask_loss": "true", "packing": "best_fit"}, 2),
@@ -128,7 +131,7 @@ KINDS: dict[str, Kind] = {
                                "gradient_value_clipping": 0.5}, 2),
     "growing batch and length": Kind(bf16(1), {"batch_schedule": "0:4,512:8", "seq_length_schedule": "0:32,256:64"}, 2),
     "dropout": Kind(bf16(3), {"attention_dropout": 0.1, "residual_dropout": 0.1, "embedding_dropout": 0.1}, 2),
-    "muP": Kind(bf16(1), {"mup_base_width": 32, "init_method": "normal"}),
+    "muP": Kind(bf16(1), {"mup_base_width": 32, "model_overrides": "vocab_size=256,tie_word_embeddings=false"}),
     "noise scale": Kind(bf16(1), {"noise_scale_interval": 2}, 2),
 }
 
@@ -158,23 +161,89 @@ def test_a_run_resumes_in_each_layout(dry_gpu: DryGpu, corpus: str, tmp_path: Pa
         assert steps_of(tmp_path / "run")[-1] == 2 * (number + 1)
 
 
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return the flags of a run whose tokens have a tokenizer, and which answers tasks while it trains."""
+    base = tmp_path_factory.mktemp("texts")
+    write_data(base)
+    return {**flags(str(base / "corpus"), steps=STEPS), "model_overrides": "vocab_size=260,n_layer=2,n_embd=64",
+            "split": "70,20,10", "tokenizer": base / "tokenizer", "show_predictions": 2, "eval_interval": 2,
+            "eval_tasks": NAMES, "eval_tasks_folder": base / "tasks", "eval_tasks_limit": 3, "save_interval": 2,
+            "flight_interval": 1}
+
+
+@pytest.fixture(scope="module")
+def trained(dry_gpu: DryGpu, texts: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return the flags of a trained run, without those of tasks."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "ds.json").write_text(json.dumps(bf16(1)))
+    train(dry_gpu, folder / "run", folder / "ds.json", texts, devices=1)
+    own = {name: value for name, value in texts.items() if "eval_tasks" not in name}
+    return {**own, "save": folder / "run", "deepspeed_config": folder / "ds.json"}
+
+
 @pytest.mark.slow
-def test_the_commands_of_a_trained_run(dry_gpu: DryGpu, corpus: str, tmp_path: Path) -> None:
-    """Commands end as on a GPU; those that look at values say in a line what is wrong with this device."""
-    run, path = tmp_path / "run", tmp_path / "ds.json"
-    path.write_text(json.dumps(bf16(1)))
-    own = {**flags(corpus, steps=STEPS), "save_interval": 2}
-    train(dry_gpu, run, path, own, devices=2)
-    words = [f"--deepspeed_config={path}", *(f"--{name}={value}" for name, value in own.items())]
+@pytest.mark.parametrize("values", [bf16(3), bf16(1, stages=2)], ids=["ZeRO-3", "pipeline"])
+def test_a_run_answers_tasks_and_continues_texts(values: dict[str, Any], texts: dict[str, Any], dry_gpu: DryGpu,
+                                                 tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(values))
+    train(dry_gpu, tmp_path / "run", tmp_path / "ds.json", texts, devices=2)
+    splits = {row.get("split") for row in read_rows(tmp_path / "run" / "metrics.jsonl")}
+    assert {f"tasks/{name}" for name in NAMES.split(",")} <= splits
+    assert read_rows(tmp_path / "run" / "predictions.jsonl")
 
-    def ends(code: int, part: str, command: list[str], devices: int = 1) -> None:
-        done = dry_gpu(["python", "-m", "pretrain", *command], devices=devices)
-        assert (done.returncode, part in done.stdout, "Traceback" in done.stdout) == (code, True, False), \
-            f"{command}: {done.returncode}\n{done.stdout[-4000:]}"
 
-    ends(0, "perplexity", ["evaluate", str(run), "--data", corpus])
-    ends(0, "", ["export", str(run), "--output", str(tmp_path / "hf")])
-    ends(0, "model", ["check", "--world_size=2", f"--save={run}", *words])
-    ends(2, "the device computes nothing", ["--num_accelerators=2", "sanity", f"--save={run}", *words], devices=2)
-    ends(0, "", ["summary", str(run)])
-    ends(1, "wrong result", ["check-cluster"])
+NOTHING = "the device computes nothing"
+FLAGS, RUN, NEW = ["FLAGS"], "RUN", "NEW"  # stand for the flags and the folder of the run, and for a new folder
+# words -> exit code and a part of the output, here and on a GPU that computes nothing
+COMMANDS: dict[str, tuple[list[str], tuple[int, str], tuple[int, str]]] = {
+    "evaluate": (["evaluate", RUN], (0, "perplexity"), (1, NOTHING)),
+    "evaluate tasks": (["evaluate", RUN, "--split", "test", "--tasks", "arc"], (2, "arc"), (2, "arc")),
+    "generate": (["generate", RUN, "--prompt", "4 of", "--max_new_tokens", "5"], (0, "4 of"), (1, NOTHING)),
+    "train": (["--num_accelerators=1", *FLAGS, "--resume=required"], (0, "complete"), (1, NOTHING)),
+    "sanity": (["sanity", *FLAGS], (1, NOTHING), (1, NOTHING)),
+    "find-lr": (["find-lr", *FLAGS, "--steps=3"], (1, "the loss did not fall"), (1, NOTHING)),
+    "replay": (["replay", f"{RUN}@3", "--output", NEW], (0, ""), (2, NOTHING)),
+    "bench": (["bench", "--device=cuda", "--preset=cpu-small", "--rounds=1"], (0, "plain PyTorch"), (1, NOTHING)),
+    "compare": (["compare", "measure", "--model=tiny", "--world_size=1", "--configs=zero2_bf16", "--seq_length=64"],
+                (0, ""), (1, NOTHING)),
+    "check": (["check", "--world_size=2", *FLAGS], (0, "model"), (0, "model")),
+    "check-cluster": (["check-cluster", "--product_size=512", "--memory_mib=64"], (1, "6 of 6 matrix products"),
+                      (1, "6 of 6 matrix products")),
+    "export": (["export", RUN, "--output", NEW], (0, ""), (0, "")),
+    "average": (["average", RUN, "--last=2", "--output", NEW], (0, ""), (0, "")),
+    "verify": (["checkpoint", "verify", RUN], (0, ""), (0, "")),
+    "summary": (["summary", RUN], (0, "4 of 4"), (0, "4 of 4")),
+    "quickstart": (["quickstart", NEW], (0, "a sample"), (1, NOTHING)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", [False, True], ids=["dry", "broken"])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_commands_end_and_say_that_the_device_computes_nothing(
+        name: str, broken: bool, dry_gpu: DryGpu, trained: dict[str, Any], tmp_path: Path) -> None:
+    """Commands end as on a GPU. Where the device is no dry GPU but a broken one, those that compute say so."""
+    words, *expected = COMMANDS[name]
+    given = {"FLAGS": [f"--{key}={value}" for key, value in trained.items()]}
+    replaced = [text.replace("RUN", str(trained["save"])).replace("NEW", str(tmp_path / "new"))
+                for word in words for text in given.get(word, [word])]
+    done = dry_gpu(["python", "-m", "pretrain", *replaced], **({"DRY_GPU_CHECKED": "1"} if broken else {}))
+    code, part = expected[broken]
+    assert (done.returncode, part in done.stdout) == (code, True), done.stdout[-4000:]
+    assert "Traceback" not in done.stdout
+
+
+@pytest.mark.slow
+def test_exported_and_imported_weights_train(dry_gpu: DryGpu, trained: dict[str, Any], tmp_path: Path) -> None:
+    """A run is exported, imported, and continued from these weights in another layout."""
+    for words in (["export", trained["save"], "--output", tmp_path / "hf"],
+                  ["import", tmp_path / "hf", "--output", tmp_path / "imported"],
+                  ["export", trained["save"], "--output", tmp_path / "universal", "--format", "universal"],
+                  ["import", tmp_path / "universal", "--save", tmp_path / "adopted"]):
+        done = dry_gpu(["python", "-m", "pretrain", *map(str, words)])
+        assert done.returncode == 0, done.stdout[-3000:]
+    (tmp_path / "ds.json").write_text(json.dumps(bf16(3)))
+    own = {name: value for name, value in trained.items() if name not in ("save", "deepspeed_config")}
+    train(dry_gpu, tmp_path / "run", tmp_path / "ds.json", {**own, "init_from": tmp_path / "imported"}, devices=2)
+    assert steps_of(tmp_path / "run") == [1, 2, 3, 4]

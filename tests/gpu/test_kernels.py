@@ -44,7 +44,7 @@ def test_the_fused_loss_waits_for_nothing_and_is_precise(terms):
     weights = torch.full((2, 1500), 1 / 3000, device="cuda")
     results = []
     for dtype in (torch.float32, torch.bfloat16):
-        leaves = [t.to(dtype).requires_grad_() for t in (x, weight)]
+        leaves = [t.to(dtype, copy=True).requires_grad_() for t in (x, weight)]
         torch.cuda.set_sync_debug_mode("error")
         try:
             loss, _ = fused_linear_cross_entropy(leaves[0], leaves[1], labels, weights, terms=terms)

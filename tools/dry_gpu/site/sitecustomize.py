@@ -108,10 +108,27 @@ def _accept_a_gpu_that_computes_nothing(computing: Any) -> None:
     computing.require_computing = require_computing
 
 
+def _count_generated_tokens(utils: Any) -> None:
+    class Criteria(utils.StoppingCriteriaList):  # type: ignore[misc]
+        is_full = False
+
+        def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+            Criteria.is_full = input_ids.shape[1] >= self.max_length
+            return super().__call__(input_ids, scores, **kwargs)
+
+    def has_unfinished_sequences(*_: Any, **__: Any) -> bool:
+        is_full, Criteria.is_full = Criteria.is_full, False
+        return not is_full
+
+    utils.StoppingCriteriaList = Criteria
+    utils.GenerationMixin._has_unfinished_sequences = has_unfinished_sequences
+
+
 _PATCHES: dict[str, Callable[[Any], None]] = {
     "torch.distributed.distributed_c10d": _send_objects_over_gloo,
     "pretrain.distributed.computing": _accept_a_gpu_that_computes_nothing,
     "pretrain.model.layers.moe": _deal_tokens_to_experts,
     "pretrain.model.layers.experts": _count_rows_on_the_host,
+    "transformers.generation.utils": _count_generated_tokens,
 }
 sys.meta_path.insert(0, _PatchWhenImported())
