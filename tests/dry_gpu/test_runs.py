@@ -206,7 +206,7 @@ COMMANDS: dict[str, tuple[list[str], tuple[int, str], tuple[int, str]]] = {
     "replay": (["replay", f"{RUN}@3", "--output", NEW], (0, ""), (2, NOTHING)),
     "bench": (["bench", "--device=cuda", "--preset=cpu-small", "--rounds=1"], (0, "plain PyTorch"), (1, NOTHING)),
     "compare": (["compare", "measure", "--model=tiny", "--world_size=1", "--configs=zero2_bf16", "--seq_length=64"],
-                (0, ""), (1, NOTHING)),
+                (0, ""), (2, NOTHING)),
     "check": (["check", "--world_size=2", *FLAGS], (0, "model"), (0, "model")),
     "check-cluster": (["check-cluster", "--product_size=512", "--memory_mib=64"], (1, "6 of 6 matrix products"),
                       (1, "6 of 6 matrix products")),
