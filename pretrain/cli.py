@@ -240,7 +240,7 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
         code = _call(main)
     except ConfigError as error:
         print(f"{error.details}ds-pretrain: error: {error}", file=sys.stderr)
-        code = 2
+        code = error.exit_code
     except KeyboardInterrupt:
         print("ds-pretrain: interrupted", file=sys.stderr)
         code = 130

@@ -5,7 +5,7 @@ import importlib.util
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 _COMMANDS = ("apt-get", "deepspeed", "pip", "python", "rm", "sudo", "torchrun")
 _LONGEST_WHERE = 1000  # characters of a path and key
@@ -41,11 +41,12 @@ class ConfigError(ValueError):
     `--seed: found -1; expected at least 0.` Otherwise the problem is a sentence:
     `ConfigError("--save", problem="the folder is read-only")` becomes `--save: the folder is read-only.`
     If `word` resembles one of the `known` words, `Did you mean "..."?` replaces `remedy`.
-    Every `main()` prints the line to stderr and exits with code 2. `details` are printed before the line: the traceback
-    of the user's own code (--dataset_module) if it failed.
+    Every `main()` prints the line to stderr and exits with `exit_code`. `details` are printed before the line: the
+    traceback of the user's own code (--dataset_module) if it failed.
     """
 
     details: str = ""
+    exit_code: ClassVar[int] = REJECTED
 
     def __init__(self, where: str, *, found: object = None, expected: str = "", problem: str = "", remedy: str = "",
                  word: str = "", known: Iterable[str] = ()) -> None:

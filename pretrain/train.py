@@ -24,7 +24,6 @@ from pretrain.config.flags.parse import parse_arguments
 from pretrain.config.plan import Plan
 from pretrain.distributed.deepspeed_version import workarounds
 from pretrain.distributed.device import Device, detect_device
-from pretrain.distributed.equal_ranks import MissingRanksError
 from pretrain.distributed.print_error import is_lost_connection, print_error, report_lost_connection
 from pretrain.distributed.process import end_process, importing
 from pretrain.distributed.process_group import collective_timeout_s
@@ -32,7 +31,7 @@ from pretrain.distributed.refused_start import announce_rejection
 from pretrain.distributed.world import ALONE, World, running_environment
 from pretrain.engine.deterministic import operator_without_variant
 from pretrain.engine.prepare import avoid_compiler_imports, prepare_deepspeed
-from pretrain.errors import CRASHED, GUARD, INTERRUPTED, REJECTED, ConfigError, CorruptionError, GuardError, SaveError
+from pretrain.errors import CRASHED, GUARD, INTERRUPTED, ConfigError, CorruptionError, GuardError, SaveError
 from pretrain.extension import RANK_0, around_run
 from pretrain.remote import StoreError
 from pretrain.resilience.launcher_watch import LauncherWatch
@@ -56,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         print_error(world, error)
         announce_rejection(world, error)
-        return CRASHED if isinstance(error, (StoreError, MissingRanksError)) else REJECTED
+        return CRASHED if isinstance(error, StoreError) else error.exit_code
     except GuardError as error:
         print_error(world, error)
         return GUARD

@@ -4,7 +4,7 @@
     ds-pretrain evaluate --num_accelerators 2 RUN --data data/valid book.txt
 
 RUN is a run folder, a checkpoint of any layout, or a transformers folder. Any launcher may start the ranks.
-Exit codes: 0 done; 2 bad input.
+Exit codes: 0 done; 1 a GPU does not compute; 2 bad input.
 """
 
 import argparse
@@ -27,6 +27,7 @@ from pretrain.cli import Parser, path, path_text, text, whole_number
 from pretrain.config.equal_facts import common_facts
 from pretrain.data.text_inputs.chunk import FORMATS
 from pretrain.data.tokenizers.tokenizer import Tokenizer
+from pretrain.distributed.computing import require_computing
 from pretrain.distributed.device import Device, detect_device
 from pretrain.distributed.own_gpu import open_gpu
 from pretrain.distributed.print_error import run_or_reject
@@ -124,6 +125,7 @@ def _run(args: argparse.Namespace, world: World) -> int:
             partition = choose_partition(source, dtype, device, world, args.partition_weights)
         elif device.kind == "cuda":
             open_gpu(world)
+            require_computing(0)
         source.verify(ranks=world.size)
         results = evaluate(source, sets, known, dtype=dtype, partition=partition,
                            micro_batch_size=args.micro_batch_size) if sets else []

@@ -19,7 +19,7 @@ from socket import gethostname
 from pretrain.distributed.host import LAUNCHER_VARIABLES
 from pretrain.distributed.key_value_store import RankStore, SilentRanksError, connect_store, first_line, key_of
 from pretrain.distributed.world import World
-from pretrain.errors import ConfigError, listed, named, shorten
+from pretrain.errors import CRASHED, ConfigError, listed, named, shorten
 
 Facts = Mapping[str, str]  # name -> value as text; the first ones explain the others
 _DIGESTS, _VALUES = "digest of what all ranks share", "values of what all ranks share"
@@ -35,6 +35,8 @@ class EveryRankError(ConfigError):
 
 class MissingRanksError(EveryRankError):
     """Some ranks have not connected in time. Another start may succeed."""
+
+    exit_code = CRASHED
 
 
 def check_equal_ranks(world: World, facts: Facts, *, on_one_host: bool, timeout_s: float) -> RankStore:

@@ -10,10 +10,9 @@ from collections.abc import Callable
 
 import psutil
 
-from pretrain.distributed.equal_ranks import MissingRanksError
 from pretrain.distributed.refused_start import announce_rejection
 from pretrain.distributed.world import ALONE, World, running_environment
-from pretrain.errors import CRASHED, REJECTED, ConfigError, escape_controls
+from pretrain.errors import ConfigError, escape_controls
 from pretrain.terminal import clear_status
 
 _ENDED_WITHIN_S = 5.0  # time in which a launcher ends the other ranks after one has failed
@@ -36,7 +35,7 @@ _SEEN_WITHIN_S = 5.0  # a launcher looks for failed ranks about once per second
 
 
 def run_or_reject(run: Callable[[World], int]) -> int:
-    """Run a program on this rank. Returns its exit code; a ConfigError is printed, and gives exit code 2."""
+    """Run a program on this rank. Returns its exit code; a ConfigError is printed, and gives its own."""
     world = ALONE
     try:
         world = running_environment()
@@ -44,7 +43,7 @@ def run_or_reject(run: Callable[[World], int]) -> int:
     except ConfigError as error:
         print_error(world, error)
         announce_rejection(world, error)
-        return CRASHED if isinstance(error, MissingRanksError) else REJECTED
+        return error.exit_code
 
 
 def print_error(world: World, error: Exception) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from datetime import timedelta
 from pathlib import Path
 
+from pretrain.distributed.computing import require_computing
 from pretrain.distributed.deepspeed_version import shortcut
 from pretrain.distributed.equal_ranks import Facts, check_equal_ranks
 from pretrain.distributed.host import interface_towards
@@ -110,7 +111,8 @@ def collective_timeout_s(longest_s: float, environ: MutableMapping[str, str]) ->
 def init_process_group(world: World, longest_s: float = 0.0, facts: Facts | None = None) -> None:
     """Form the process group. Each rank checks that it has the world size that the launcher announced.
 
-    Raises SystemExit if rank 0 has rejected the run, and ConfigError on every rank if their facts differ.
+    Raises SystemExit if rank 0 has rejected the run, ConfigError on every rank if their facts differ, and DeviceError
+    on a rank whose GPU does not compute.
 
     Args:
         longest_s: see `collective_timeout_s`.
@@ -127,6 +129,7 @@ def init_process_group(world: World, longest_s: float = 0.0, facts: Facts | None
     on_cpu = get_accelerator().device_name() == "cpu"
     if not on_cpu:  # before the process group: NCCL's communicators belong to the current device
         open_gpu(world)
+        require_computing(world.local_rank)
     timeout = timedelta(seconds=collective_timeout_s(longest_s, os.environ))
     if is_refused(world, timeout.total_seconds()):
         raise SystemExit(REJECTED)  # silently: rank 0 has printed why

@@ -51,4 +51,4 @@ class Predictions(Callback):
         tokenizer = self._tokenizer
         if tokenizer is None:
             return None
-        return tokenizer.decode([token for token in tokens if token < tokenizer.vocab_size])
+        return tokenizer.decode([token for token in tokens if 0 <= token < tokenizer.vocab_size])

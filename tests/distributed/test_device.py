@@ -5,12 +5,15 @@ import stat
 from pathlib import Path
 
 import pytest
+import torch
 
 from pretrain.distributed import device
+from pretrain.distributed.computing import require_computing
 from pretrain.distributed.device import compiles_cuda, cuda_device, detect_device, why_not_nvcc
 from pretrain.distributed.own_gpu import check_device_index, open_gpu
+from pretrain.distributed.print_error import run_or_reject
 from pretrain.distributed.world import ALONE, World
-from pretrain.errors import ConfigError
+from pretrain.errors import CRASHED, ConfigError
 
 
 def install_nvcc(home: Path, monkeypatch: pytest.MonkeyPatch, *, release: str, torch_version: str) -> None:
@@ -150,3 +153,21 @@ def test_a_rank_without_a_gpu_of_its_own_is_rejected(launcher, remedy):
     with pytest.raises(ConfigError, match=r"found 1 devices for rank 1 of this host; expected at least 2") as error:
         check_device_index(world, 1)
     assert remedy in str(error.value)
+
+
+def failing(*_, **__):
+    raise RuntimeError("CUDA error: no kernel image is available for execution on the device\nand more")
+
+
+@pytest.mark.parametrize(("arange", "problem"), [
+    (lambda *_, **__: torch.zeros(1000), "the device computes nothing: the sum of 0 to 999 is 0."),
+    (lambda *_, **__: torch.ones(1000), "the device computes wrongly: the sum of 0 to 999 is 1000."),
+    (failing, "it cannot add numbers: CUDA error: no kernel image is available for execution on the device."),
+])
+def test_a_gpu_that_computes_nothing_ends_a_program_in_one_line(arange, problem, monkeypatch, capsys):
+    monkeypatch.setattr(torch, "arange", arange)
+    assert run_or_reject(lambda _: require_computing(3)) == CRASHED
+    error = capsys.readouterr().err
+    assert error.startswith("ds-pretrain: error: GPU 3 of ")
+    assert problem in error
+    assert error.count("\n") == 1

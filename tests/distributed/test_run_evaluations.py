@@ -67,10 +67,8 @@ def write_tasks(folder: Path) -> None:
         (folder / f"{name}.yaml").write_text(json.dumps({"task": name, **_TASK, **files, **task}))
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write data, a tokenizer, tasks and the config.json of a model with experts."""
-    base = tmp_path_factory.mktemp("evaluations")
+def write_data(base: Path) -> None:
+    """Write a corpus, its tokenizer and tasks."""
     write_byte_tokenizer(base / "tokenizer")
     with IndexedWriter(base / "corpus", np.uint16) as writer:
         for number in range(150):
@@ -79,6 +77,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
                          "tokenizer_sha256": load_tokenizer(base / "tokenizer").fingerprint})
     (base / "tasks").mkdir()
     write_tasks(base / "tasks")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write data, a tokenizer, tasks and the config.json of a model with experts."""
+    base = tmp_path_factory.mktemp("evaluations")
+    write_data(base)
     (base / "experts.json").write_text(json.dumps({**MODEL_WITH_EXPERTS, "vocab_size": 260}))
     return base
 

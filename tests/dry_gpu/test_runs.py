@@ -6,12 +6,13 @@ that the other ranks do not join.
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from pretrain.monitor.read_run_folder import read_rows
 from tests.distributed.test_ds_configs import EXPERTS, FILES, ranks_of
+from tests.distributed.test_run_evaluations import NAMES, write_data
 from tests.dry_gpu.conftest import DryGpu
 from tests.support.cases import config, flags
 
@@ -50,40 +51,101 @@ def bf16(stage: int, **others: Any) -> dict[str, Any]:
     return config(stage, precision="bf16", micro=2, **others)
 
 
-# name -> DeepSpeed JSON, flags, devices, a part of the output
-KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], int, str]] = {
-    "documents": (bf16(1), {"document_attention": "true", "seq_length": 128}, 1, "attention: flex_attention"),
-    "compiled": (bf16(1), {"compile_blocks": "true"}, 1, ""),
-    "compiled at ZeRO-3": (bf16(3), {"compile_blocks": "true"}, 2, ""),
-    "plain": (bf16(1), {"plain_operators": "true"}, 1, ""),
-    "plain, with documents": (bf16(1), {"plain_operators": "true", "document_attention": "true"}, 1, "efficient"),
-    "recomputed": (bf16(3), {"recompute": "blocks"}, 2, ""),
-    "recomputed MLP": (bf16(1), {"recompute": "mlp"}, 1, ""),
-    "asynchronous saves": (bf16(2), {"async_save": "true", "save_interval": 2}, 2, "saved"),
-    "deterministic": (bf16(1), {"deterministic": "true", "recompute_interval": 2}, 2, ""),
-    "replicas": (bf16(1), {"replica_check_interval": 2}, 2, ""),
-    "flight record": (bf16(1), {"flight_interval": 2}, 2, ""),
-    "spikes are skipped": (bf16(1), {"spike_policy": "skip"}, 2, ""),
-    "experts with a capacity": (bf16(1), {**EXPERTS, "expert_capacity_factor": 1.2}, 2, ""),
-    "experts and tensor": (bf16(1) | {"tensor_parallel": {"autotp_size": 2},
-                                       "expert_parallel": {"enabled": True, "autoep_size": 2}}, EXPERTS, 2, ""),
-    "hpZ": (bf16(3, zero_hpz_partition_size=2), {}, 2, ""),
-    "RMSprop": (bf16(1) | {"optimizer": {"type": "RMSprop", "params": {"lr": 1e-3}}}, {}, 2, ""),
-    "Adagrad at ZeRO-0": (bf16(0) | {"optimizer": {"type": "Adagrad", "params": {"lr": 1e-3}}}, {}, 2, ""),
-    "label smoothing and z-loss": (bf16(1), {"label_smoothing": 0.1, "z_loss": 1e-4}, 1, ""),
-    "noise scale": (bf16(1), {"noise_scale_interval": 2}, 2, ""),
+def optimizer(kind: str, **others: Any) -> dict[str, Any]:
+    return {"optimizer": {"type": kind, "params": {"lr": 1e-3, **others}}}
+
+
+def llama(model: str, **others: Any) -> dict[str, str]:
+    """Return the flags of a small model of the family of a preset."""
+    sizes = {"vocab_size": 256, "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, **others}
+    return {"model": model, "model_overrides": ",".join(f"{key}={value}" for key, value in sizes.items())}
+
+
+class Kind(NamedTuple):
+    """A run: its DeepSpeed JSON and flags, the devices, and a part of its output."""
+
+    json: dict[str, Any]
+    flags: dict[str, Any] = {}  # noqa: RUF012 (never changed)
+    devices: int = 1
+    part: str = ""
+    capability: int = 80
+
+
+MEASURED = {"wall_clock_breakdown": True, "memory_breakdown": True, "dump_state": True,
+            "comms_logger": {"enabled": True, "prof_all": True}, "flops_profiler": {"enabled": True, "profile_step": 2}}
+TENSOR2 = {"tensor_parallel": {"autotp_size": 2}}
+EXPERT2 = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
+DOCUMENTS = {"document_attention": "true", "seq_length": 128}
+KINDS: dict[str, Kind] = {
+    "documents": Kind(bf16(1), DOCUMENTS, 1, "attention: flex_attention"),
+    "documents in a pipeline": Kind(bf16(1, stages=2), DOCUMENTS, 2, "attention: flex_attention"),
+    "documents, sequences": Kind(bf16(2) | {"sequence_parallel_size": 2}, DOCUMENTS, 2, "attention: flex_attention"),
+    "compiled": Kind(bf16(1), {"compile_blocks": "true"}),
+    "compiled at ZeRO-3": Kind(bf16(3), {"compile_blocks": "true"}, 2),
+    "compiled in a pipeline": Kind(bf16(1, stages=2), {"compile_blocks": "true", "recompute": "blocks"}, 2),
+    "compiled and tensor": Kind(bf16(1) | TENSOR2, {"compile_blocks": "true"}, 2),
+    "plain": Kind(bf16(1), {"plain_operators": "true"}),
+    "plain, with documents": Kind(bf16(1), {"plain_operators": "true", "document_attention": "true"}, 1, "efficient"),
+    "Gemma 2": Kind(bf16(1), {**llama("gemma2-2b", sliding_window=32), "seq_length": 128}, 1, "flex_attention"),
+    "Llama 3, tensor": Kind(bf16(3) | TENSOR2, llama("llama3-1b"), 2),
+    "recomputed": Kind(bf16(3), {"recompute": "blocks"}, 2),
+    "recomputed MLP": Kind(bf16(1), {"recompute": "mlp"}),
+    "recomputed attention, MLP in tiles": Kind(bf16(2), {"recompute": "attention", "recompute_every": 2,
+                                                         "mlp_tiles": 2}, 2),
+    "FP8 by tensor": Kind(bf16(1), {"fp8": "tensorwise"}, capability=89),
+    "FP8 by row, compiled, ZeRO-3": Kind(bf16(3), {"fp8": "rowwise", "compile_blocks": "true"}, 2, capability=89),
+    "TF32": Kind(config(1, micro=2), {"tf32": "true"}, 2),
+    "asynchronous saves": Kind(bf16(2), {"async_save": "true", "save_interval": 2}, 2, "saved"),
+    "asynchronous saves of offloaded states": Kind(
+        bf16(3, offload_optimizer={"device": "cpu", "pin_memory": True}, offload_param={
+            "device": "cpu", "pin_memory": True}), {"async_save": "true", "save_interval": 2}, 2, "saved"),
+    "deterministic": Kind(bf16(1), {"deterministic": "true", "recompute_interval": 2}, 2),
+    "replicas": Kind(bf16(1), {"replica_check_interval": 2}, 2),
+    "flight record": Kind(bf16(1), {"flight_interval": 2}, 2),
+    "flight record at ZeRO-3": Kind(bf16(3), {"flight_interval": 1}, 2),
+    "spikes are skipped": Kind(bf16(1), {"spike_policy": "skip"}, 2),
+    "experts with a capacity": Kind(bf16(1), {**EXPERTS, "expert_capacity_factor": 1.2}, 2),
+    "experts and tensor": Kind(bf16(1) | TENSOR2 | EXPERT2, EXPERTS, 2),
+    "hpZ": Kind(bf16(3, zero_hpz_partition_size=2), {}, 2),
+    "settings of ZeRO-2": Kind(bf16(2, overlap_comm=True, round_robin_gradients=True, contiguous_gradients=False) |
+                               {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}}, {}, 2),
+    "settings of ZeRO-3": Kind(bf16(3, overlap_comm=False, stage3_param_persistence_threshold=0,
+                                    stage3_use_all_reduce_for_fetch_params=True, sub_group_size=20_000), {}, 2),
+    "states in bf16": Kind(bf16(1) | {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True,
+                                               "bf16_optimizer_states": True}}, {}, 2),
+    "DeepSpeed's measurements": Kind(bf16(1) | MEASURED, {}, 2),
+    "DeepSpeed's measurements of a pipeline": Kind(
+        bf16(1, stages=2) | {**MEASURED, "wall_clock_breakdown": False, "flops_profiler": {"enabled": False}}, {}, 2),
+    "profiles": Kind(bf16(2), {"profile_steps": "2:3", "memory_snapshot": "true"}, 2),
+    "timeline": Kind(bf16(1, stages=2), {"pipeline_timeline": "2:3", "profile_steps": "2:3"}, 2),
+    "Muon": Kind(bf16(1) | optimizer("Muon"), {}, 2, "MuonWithAuxAdam"),
+    **{kind: Kind(bf16(1) | optimizer(kind), {}, 2)
+       for kind in ("Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")},
+    "fused SGD": Kind(bf16(1) | optimizer("SGD", fused=True, momentum=0.9), {}),
+    "Adafactor at ZeRO-0": Kind(bf16(0) | optimizer("Adafactor"), {}, 2),
+    "Adagrad at ZeRO-0": Kind(bf16(0) | optimizer("Adagrad"), {}, 2),
+    "label smoothing and z-loss": Kind(bf16(1), {"label_smoothing": 0.1, "z_loss": 1e-4}),
+    "masked labels": Kind(bf16(1), {"eod_mask_loss": "true", "packing": "best_fit"}, 2),
+    "clipping": Kind(bf16(2), {"adaptive_clipping": 90, "adaptive_clipping_window": 2,
+                               "gradient_value_clipping": 0.5}, 2),
+    "growing batch and length": Kind(bf16(1), {"batch_schedule": "0:4,512:8", "seq_length_schedule": "0:32,256:64"}, 2),
+    "dropout": Kind(bf16(3), {"attention_dropout": 0.1, "residual_dropout": 0.1, "embedding_dropout": 0.1}, 2),
+    "muP": Kind(bf16(1), {"mup_base_width": 32, "model_overrides": "vocab_size=256,tie_word_embeddings=false"}),
+    "noise scale": Kind(bf16(1), {"noise_scale_interval": 2}, 2),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_of_run_reaches_its_end(name: str, dry_gpu: DryGpu, corpus: str, tmp_path: Path) -> None:
-    values, extra, devices, part = KINDS[name]
+    kind = KINDS[name]
     path = tmp_path / "ds.json"
-    path.write_text(json.dumps(values))
-    output = train(dry_gpu, tmp_path / "run", path, {**flags(corpus, steps=STEPS), **extra}, devices=devices)
+    path.write_text(json.dumps(kind.json))
+    output = train(dry_gpu, tmp_path / "run", path, {**flags(corpus, steps=STEPS), **kind.flags}, devices=kind.devices,
+                   DRY_GPU_CAPABILITY=str(kind.capability))
     assert steps_of(tmp_path / "run") == [1, 2, 3, 4]
-    assert part in output, output[-3000:]
+    assert kind.part in output, output[-3000:]
 
 
 @pytest.mark.slow
@@ -99,23 +161,89 @@ def test_a_run_resumes_in_each_layout(dry_gpu: DryGpu, corpus: str, tmp_path: Pa
         assert steps_of(tmp_path / "run")[-1] == 2 * (number + 1)
 
 
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return the flags of a run whose tokens have a tokenizer, and which answers tasks while it trains."""
+    base = tmp_path_factory.mktemp("texts")
+    write_data(base)
+    return {**flags(str(base / "corpus"), steps=STEPS), "model_overrides": "vocab_size=260,n_layer=2,n_embd=64",
+            "split": "70,20,10", "tokenizer": base / "tokenizer", "show_predictions": 2, "eval_interval": 2,
+            "eval_tasks": NAMES, "eval_tasks_folder": base / "tasks", "eval_tasks_limit": 3, "save_interval": 2,
+            "flight_interval": 1}
+
+
+@pytest.fixture(scope="module")
+def trained(dry_gpu: DryGpu, texts: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return the flags of a trained run, without those of tasks."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "ds.json").write_text(json.dumps(bf16(1)))
+    train(dry_gpu, folder / "run", folder / "ds.json", texts, devices=1)
+    own = {name: value for name, value in texts.items() if "eval_tasks" not in name}
+    return {**own, "save": folder / "run", "deepspeed_config": folder / "ds.json"}
+
+
 @pytest.mark.slow
-def test_the_commands_of_a_trained_run(dry_gpu: DryGpu, corpus: str, tmp_path: Path) -> None:
-    """Commands end as on a GPU; those that look at values say in a line what is wrong with this device."""
-    run, path = tmp_path / "run", tmp_path / "ds.json"
-    path.write_text(json.dumps(bf16(1)))
-    own = {**flags(corpus, steps=STEPS), "save_interval": 2}
-    train(dry_gpu, run, path, own, devices=2)
-    words = [f"--deepspeed_config={path}", *(f"--{name}={value}" for name, value in own.items())]
+@pytest.mark.parametrize("values", [bf16(3), bf16(1, stages=2)], ids=["ZeRO-3", "pipeline"])
+def test_a_run_answers_tasks_and_continues_texts(values: dict[str, Any], texts: dict[str, Any], dry_gpu: DryGpu,
+                                                 tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(values))
+    train(dry_gpu, tmp_path / "run", tmp_path / "ds.json", texts, devices=2)
+    splits = {row.get("split") for row in read_rows(tmp_path / "run" / "metrics.jsonl")}
+    assert {f"tasks/{name}" for name in NAMES.split(",")} <= splits
+    assert read_rows(tmp_path / "run" / "predictions.jsonl")
 
-    def ends(code: int, part: str, command: list[str], devices: int = 1) -> None:
-        done = dry_gpu(["python", "-m", "pretrain", *command], devices=devices)
-        assert (done.returncode, part in done.stdout, "Traceback" in done.stdout) == (code, True, False), \
-            f"{command}: {done.returncode}\n{done.stdout[-4000:]}"
 
-    ends(0, "perplexity", ["evaluate", str(run), "--data", corpus])
-    ends(0, "", ["export", str(run), "--output", str(tmp_path / "hf")])
-    ends(0, "model", ["check", "--world_size=2", f"--save={run}", *words])
-    ends(2, "the device computes nothing", ["--num_accelerators=2", "sanity", f"--save={run}", *words], devices=2)
-    ends(0, "", ["summary", str(run)])
-    ends(1, "wrong result", ["check-cluster"])
+NOTHING = "the device computes nothing"
+FLAGS, RUN, NEW = ["FLAGS"], "RUN", "NEW"  # stand for the flags and the folder of the run, and for a new folder
+# words -> exit code and a part of the output, here and on a GPU that computes nothing
+COMMANDS: dict[str, tuple[list[str], tuple[int, str], tuple[int, str]]] = {
+    "evaluate": (["evaluate", RUN], (0, "perplexity"), (1, NOTHING)),
+    "evaluate tasks": (["evaluate", RUN, "--split", "test", "--tasks", "arc"], (2, "arc"), (2, "arc")),
+    "generate": (["generate", RUN, "--prompt", "4 of", "--max_new_tokens", "5"], (0, "4 of"), (1, NOTHING)),
+    "train": (["--num_accelerators=1", *FLAGS, "--resume=required"], (0, "complete"), (1, NOTHING)),
+    "sanity": (["sanity", *FLAGS], (1, NOTHING), (1, NOTHING)),
+    "find-lr": (["find-lr", *FLAGS, "--steps=3"], (1, "the loss did not fall"), (1, NOTHING)),
+    "replay": (["replay", f"{RUN}@3", "--output", NEW], (0, ""), (2, NOTHING)),
+    "bench": (["bench", "--device=cuda", "--preset=cpu-small", "--rounds=1"], (0, "plain PyTorch"), (1, NOTHING)),
+    "compare": (["compare", "measure", "--model=tiny", "--world_size=1", "--configs=zero2_bf16", "--seq_length=64"],
+                (0, ""), (2, NOTHING)),
+    "check": (["check", "--world_size=2", *FLAGS], (0, "model"), (0, "model")),
+    "check-cluster": (["check-cluster", "--product_size=512", "--memory_mib=64"], (1, "6 of 6 matrix products"),
+                      (1, "6 of 6 matrix products")),
+    "export": (["export", RUN, "--output", NEW], (0, ""), (0, "")),
+    "average": (["average", RUN, "--last=2", "--output", NEW], (0, ""), (0, "")),
+    "verify": (["checkpoint", "verify", RUN], (0, ""), (0, "")),
+    "summary": (["summary", RUN], (0, "4 of 4"), (0, "4 of 4")),
+    "quickstart": (["quickstart", NEW], (0, "a sample"), (1, NOTHING)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", [False, True], ids=["dry", "broken"])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_commands_end_and_say_that_the_device_computes_nothing(
+        name: str, broken: bool, dry_gpu: DryGpu, trained: dict[str, Any], tmp_path: Path) -> None:
+    """Commands end as on a GPU. Where the device is no dry GPU but a broken one, those that compute say so."""
+    words, *expected = COMMANDS[name]
+    given = {"FLAGS": [f"--{key}={value}" for key, value in trained.items()]}
+    replaced = [text.replace("RUN", str(trained["save"])).replace("NEW", str(tmp_path / "new"))
+                for word in words for text in given.get(word, [word])]
+    done = dry_gpu(["python", "-m", "pretrain", *replaced], **({"DRY_GPU_CHECKED": "1"} if broken else {}))
+    code, part = expected[broken]
+    assert (done.returncode, part in done.stdout) == (code, True), done.stdout[-4000:]
+    assert "Traceback" not in done.stdout
+
+
+@pytest.mark.slow
+def test_exported_and_imported_weights_train(dry_gpu: DryGpu, trained: dict[str, Any], tmp_path: Path) -> None:
+    """A run is exported, imported, and continued from these weights in another layout."""
+    for words in (["export", trained["save"], "--output", tmp_path / "hf"],
+                  ["import", tmp_path / "hf", "--output", tmp_path / "imported"],
+                  ["export", trained["save"], "--output", tmp_path / "universal", "--format", "universal"],
+                  ["import", tmp_path / "universal", "--save", tmp_path / "adopted"]):
+        done = dry_gpu(["python", "-m", "pretrain", *map(str, words)])
+        assert done.returncode == 0, done.stdout[-3000:]
+    (tmp_path / "ds.json").write_text(json.dumps(bf16(3)))
+    own = {name: value for name, value in trained.items() if name not in ("save", "deepspeed_config")}
+    train(dry_gpu, tmp_path / "run", tmp_path / "ds.json", {**own, "init_from": tmp_path / "imported"}, devices=2)
+    assert steps_of(tmp_path / "run") == [1, 2, 3, 4]

@@ -64,8 +64,9 @@ def start(folder: Path, config: Path | str, flags: dict[str, Any], *, ranks: int
     launcher = [sys.executable, program] if ranks == 1 else \
         [str(Path(sys.executable).parent / "ds-pretrain"), "--num_accelerators", str(ranks)]
     scripts = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    modules = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])  # also those of a dry GPU
     done = subprocess.run([*launcher, *words], cwd=ROOT,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=1800,
-                          env={**os.environ, "PATH": scripts, "PYTHONPATH": str(ROOT), **environ})
+                          env={**os.environ, "PATH": scripts, "PYTHONPATH": modules, **environ})
     assert done.returncode == 0, done.stdout[-6000:]
     return Run(folder, done.stdout)

@@ -32,17 +32,18 @@ def write(tmp_path: Path):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_every_layout_trains(path: Path, corpus: str, tmp_path: Path) -> None:
-    """The training loss of the small corpus falls within 20 steps."""
+    """The training loss of the small corpus falls within 20 steps. Where nothing computes, 3 steps must end."""
     shares_model = any(word in path.stem for word in ("pipeline", "tensor", "sequence", "experts"))
     ranks = ranks_of(path) if shares_model else 1
     if ranks > torch.cuda.device_count():
         pytest.skip(f"{ranks} ranks that share a model need as many GPUs")
     if "nvme" in path.stem and not compiles_cuda():
         pytest.skip("NVMe offload compiles an operator with nvcc, which is missing")
-    own = {**flags(corpus, steps=20, micro_batch_size=2, gradient_accumulation_steps=4, learning_rate=1e-3),
+    steps = 20 if kernels_compute() else 3
+    own = {**flags(corpus, steps=steps, micro_batch_size=2, gradient_accumulation_steps=4, learning_rate=1e-3),
            **(EXPERTS if "experts" in path.stem else {})}
     run = start(tmp_path / "run", path, own, ranks=ranks, DS_PRETRAIN_NVME_PATH=str(tmp_path))
-    assert len(run.losses) == 20
+    assert len(run.losses) == steps
     assert run.losses[-1] < run.losses[0] - 0.1 or not kernels_compute()
 
 

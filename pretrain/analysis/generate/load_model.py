@@ -19,6 +19,7 @@ from pretrain.analysis.model_source import (
     require_accelerate,
 )
 from pretrain.cli import say
+from pretrain.distributed.computing import require_computing
 from pretrain.distributed.own_gpu import open_gpu
 from pretrain.distributed.world import ALONE
 from pretrain.errors import ConfigError, shorten
@@ -47,6 +48,8 @@ def load(source: GenerationSource, dtype: str, kind: str, *, num_devices: int | 
     needed = memory_needed(model, rows=rows, positions=min(positions, source.max_positions))
     free = _free_memory(kind)
     count = choose_num_devices(needed, free, num_devices, f"{source.folder} ({dtype})")
+    for index in range(count) if kind == "cuda" else ():
+        require_computing(index)
     placement: torch.device | DeviceMap = torch.device("cuda", 0) if kind == "cuda" else torch.device(kind)
     if count > 1:
         placement = spread(model, free[:count])

@@ -118,7 +118,8 @@ def compare(name: str, title: str, reference: str, context: BenchContext, result
         # of two rates that were measured shortly after each other
         values["speed_ratios"] = [mine / theirs for mine, theirs in zip(ours["rounds"], values["rounds"], strict=True)]
         values["speed_ratio"] = statistics.median(values["speed_ratios"])
-        values["memory_ratio"] = ours["peak_memory_bytes"] / values["peak_memory_bytes"]
+        peak = values["peak_memory_bytes"]  # 0 if torch's allocator is off (PYTORCH_NO_CUDA_MEMORY_CACHING)
+        values["memory_ratio"] = ours["peak_memory_bytes"] / peak if peak else None
     mismatches = _mismatches(figures, reference, settings.precision) if ours else []
     memory = "growth of the resident memory since before the model was built" if settings.device.kind == "cpu" else \
         "peak of torch's allocator"
@@ -143,7 +144,7 @@ def _mismatches(figures: dict[str, dict[str, Any]], reference: str, precision: s
     """Return one line for each baseline that does not do the same work: its model size or its first loss differs."""
     ours, lines = figures[reference], []
     for name, values in figures.items():
-        difference = abs(values["losses"][0] / ours["losses"][0] - 1)
+        difference = abs(values["losses"][0] - ours["losses"][0]) / (abs(ours["losses"][0]) or 1)
         if not difference <= _FIRST_LOSS_TOLERANCE[precision]:  # also true for NaN
             lines.append(f"{name}: does not do the same work as {reference}: its first loss is "
                          f"{values['losses'][0]:.6f}, that of {reference} {ours['losses'][0]:.6f}")
@@ -160,7 +161,7 @@ def _row(name: str, values: dict[str, Any]) -> list[str]:
             *([] if values["mfu"] is None else [f"{values['mfu']:.3f}"]),
             f"{values['peak_memory_bytes'] / 1e6:,.0f} MB",
             f"{values['speed_ratio']:.3f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else "",
-            f"{values['memory_ratio']:.2f}" if ratios else "", f"{values['losses'][0]:.4f}"]
+            f"{values['memory_ratio']:.2f}" if ratios and values["memory_ratio"] else "", f"{values['losses'][0]:.4f}"]
 
 
 def checkpoint(context: BenchContext, report: ReportProgress) -> BenchSection:

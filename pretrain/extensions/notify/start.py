@@ -12,7 +12,7 @@ from pretrain.child import child_command
 from pretrain.cli import say
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.distributed.process import ROOT
-from pretrain.errors import CRASHED, INTERRUPTED, REJECTED, ConfigError, printable, shorten
+from pretrain.errors import CRASHED, INTERRUPTED, ConfigError, printable, shorten
 from pretrain.extensions.notify.extension import Notify
 from pretrain.extensions.notify.receivers import check_port, check_receivers
 from pretrain.remote import without_credentials
@@ -38,8 +38,8 @@ def followed(args: RunArguments, owner: str, *, active: bool = True) -> Iterator
     try:
         yield lambda code: end.update(exit_code=code)
     except BaseException as error:
-        code = REJECTED if isinstance(error, ConfigError) else INTERRUPTED if isinstance(error, KeyboardInterrupt) \
-            else CRASHED
+        others = INTERRUPTED if isinstance(error, KeyboardInterrupt) else CRASHED
+        code = error.exit_code if isinstance(error, ConfigError) else others
         end = {"exit_code": code, "reason": f"{type(error).__name__}: {error}"}
         raise
     finally:

@@ -237,9 +237,10 @@ def _scalar(value: Any, device: torch.device) -> torch.Tensor:
 
 
 def _tensors_of(micro_batches: list[MicroBatch]) -> Iterable[torch.Tensor]:
+    """Yield the tensors that the host has. Weights that GPUs have normalized are on the device, and no step waits."""
     for inputs, targets in micro_batches:
-        yield from (inputs,) if torch.is_tensor(inputs) else inputs
-        yield from targets
+        tensors = (*((inputs,) if torch.is_tensor(inputs) else inputs), *targets)
+        yield from (tensor for tensor in tensors if tensor.device.type == "cpu")
 
 
 def _crc(tensors: Iterable[torch.Tensor]) -> int:

@@ -230,3 +230,11 @@ def test_bad_steps_rollbacks_requests_and_a_folder_that_cannot_be_written(corpus
     assert len(warnings) == 1, warnings
     killed = read_start(start_folder(tmp_path / "run-killed", 0))
     assert [max(killed[rank].rows) for rank in (0, 1)] == [PLANTED, PLANTED]
+
+
+def test_weights_on_a_device_are_not_read() -> None:
+    """Several GPUs normalize the weights of masked labels on the device."""
+    from pretrain.monitor.flight.recorder import _crc, _tensors_of
+
+    tokens, on_device = torch.arange(8).view(2, 4), torch.empty(2, 4, device="meta")
+    assert _crc(_tensors_of([(tokens, (tokens, on_device))])) == _crc([tokens, tokens])

@@ -1,7 +1,8 @@
 """Python imports this module first in each process of dry-gpu. It replaces what only kernels can compute.
 
 Sizes of messages and the routes of tokens are values, and kernels compute nothing here: torch's object collectives go
-over gloo, and experts get tokens that the host deals out in turn. All else is what runs on a GPU.
+over gloo, and experts get tokens that the host deals out in turn. Programs reject a GPU that does not compute; here
+they print a note, but with DRY_GPU_CHECKED=1 they do what they do on a broken GPU. All else is what runs on a GPU.
 """
 
 import dataclasses
@@ -90,13 +91,48 @@ def _count_rows_on_the_host(experts: Any) -> None:
         return Exchange(group, sent_RL.sum(1).tolist(), received_RL.sum(1).tolist(), order.to(counts_E.device),
                         received_RL.sum(0).to(counts_E.device))
 
+    to_slots = experts.to_slots
     experts.plan_exchange = plan_exchange
+    experts.to_slots = lambda x_RI, rows_E, size: to_slots(x_RI, rows_E, int(rows_E.cpu().max()))
+
+
+def _accept_a_gpu_that_computes_nothing(computing: Any) -> None:
+    original = computing.require_computing
+
+    def require_computing(index: int) -> None:
+        try:
+            original(index)
+        except computing.DeviceError:
+            if os.environ.get("DRY_GPU_CHECKED"):
+                raise
+            if index == 0:
+                print("note: a dry GPU computes nothing: losses and norms are 0", file=sys.stderr, flush=True)
+
+    computing.require_computing = require_computing
+
+
+def _count_generated_tokens(utils: Any) -> None:
+    class Criteria(utils.StoppingCriteriaList):
+        is_full = False
+
+        def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+            Criteria.is_full = input_ids.shape[1] >= self.max_length
+            return super().__call__(input_ids, scores, **kwargs)
+
+    def has_unfinished_sequences(*_: Any, **__: Any) -> bool:
+        is_full, Criteria.is_full = Criteria.is_full, False
+        return not is_full
+
+    utils.StoppingCriteriaList = Criteria
+    utils.GenerationMixin._has_unfinished_sequences = has_unfinished_sequences
 
 
 _PATCHES: dict[str, Callable[[Any], None]] = {
     "torch.distributed.distributed_c10d": _send_objects_over_gloo,
+    "pretrain.distributed.computing": _accept_a_gpu_that_computes_nothing,
     "pretrain.model.layers.moe": _deal_tokens_to_experts,
     "pretrain.model.layers.experts": _count_rows_on_the_host,
+    "transformers.generation.utils": _count_generated_tokens,
 }
 sys.meta_path.insert(0, _PatchWhenImported())
 

@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <unistd.h>
 
 static __thread int current;
@@ -233,11 +234,23 @@ cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t call
 }
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t call, void *argument) { call(argument); return cudaSuccess; }
 
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) { *event = new_handle(); return cudaSuccess; }
-cudaError_t cudaEventCreate(cudaEvent_t *event) { *event = new_handle(); return cudaSuccess; }
+/* An event is the host's time, in ms, at which it was recorded. */
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) {
+    *event = calloc(1, sizeof(double));
+    return cudaSuccess;
+}
+cudaError_t cudaEventCreate(cudaEvent_t *event) { return cudaEventCreateWithFlags(event, 0); }
+cudaError_t cudaEventDestroy(cudaEvent_t event) { free(event); return cudaSuccess; }
+cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned flags) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    *(double *)event = now.tv_sec * 1e3 + now.tv_nsec / 1e6;
+    return cudaSuccess;
+}
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) { return cudaEventRecordWithFlags(event, stream, 0); }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) { count(&dry_counters->event_waits); return cudaSuccess; }
 cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t start, cudaEvent_t end) {
-    *milliseconds = 1.0f;
+    *milliseconds = (float)(*(double *)end - *(double *)start);
     return cudaSuccess;
 }
 

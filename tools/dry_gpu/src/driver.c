@@ -52,7 +52,7 @@ int cuModuleLoadData(void **module, const void *image) { return new_handle(modul
 int cuModuleLoadDataEx(void **module, const void *image, unsigned number, void *options, void *values) { return new_handle(module); }
 int cuModuleGetFunction(void **function, void *module, const char *name) { return new_handle(function); }
 int cuFuncGetAttribute(int *value, int attribute, void *function) {
-    *value = attribute == 4 /* registers of a thread */ ? 32 : 0;
+    *value = attribute == 0 /* threads of a block */ ? 1024 : attribute == 4 /* registers of a thread */ ? 32 : 0;
     return SUCCESS;
 }
 int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, void *function, int threads, size_t shared_memory) {

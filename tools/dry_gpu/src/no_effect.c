@@ -6,8 +6,7 @@
 SUCCEEDS(cudaGetLastError) SUCCEEDS(cudaPeekAtLastError) SUCCEEDS(cudaDeviceEnablePeerAccess) SUCCEEDS(cudaMemcpyToSymbol)
 SUCCEEDS(cudaStreamDestroy) SUCCEEDS(cudaStreamQuery) SUCCEEDS(cudaStreamWaitEvent)
 SUCCEEDS(cudaThreadExchangeStreamCaptureMode) SUCCEEDS(cudaMemPoolSetAttribute) SUCCEEDS(cudaMemPoolTrimTo)
-SUCCEEDS(cudaEventDestroy) SUCCEEDS(cudaEventQuery) SUCCEEDS(cudaEventRecord) SUCCEEDS(cudaEventRecordWithFlags)
-SUCCEEDS(cudaProfilerStart) SUCCEEDS(cudaProfilerStop)
+SUCCEEDS(cudaEventQuery) SUCCEEDS(cudaProfilerStart) SUCCEEDS(cudaProfilerStop)
 
 /* cublas.c */
 SUCCEEDS(cublasSetStream_v2) SUCCEEDS(cublasSetWorkspace_v2) SUCCEEDS(cublasSetMathMode)
