@@ -15,7 +15,7 @@ from pretrain.data.loader import Loader, evaluation_batches
 from pretrain.distributed.collectives import from_rank_0
 from pretrain.engine.attachments import attachments
 from pretrain.engine.build import DeepSpeedEngine
-from pretrain.engine.steps import eval_batch, learning_rate, train_batch
+from pretrain.engine.steps import eval_batch, learning_rate_of_update, train_batch
 from pretrain.monitor.announce import EARLY_STOP, REPLAYED, BatchRamp, announce_end, early_end_line
 from pretrain.monitor.flight.recorder import REQUEST, FlightRecorder
 from pretrain.monitor.meter import Meter
@@ -86,14 +86,13 @@ class StepLoop:
             self.callbacks.examine(self.engine, self.plan, step, consumed_samples,
                                    partial(self.watchdog.enter, "eval", step))
             self.watchdog.enter("step", step)
-            lr = learning_rate(self.engine)
             self.callbacks.before_step(steps_here, self.engine)
             self.recorder.before_step(step, micro_batches, consumed_samples)
             self.recomputation.before_step(step, is_saved=self._is_due(step, self.plan.args.save_interval))
             loss = train_batch(self.engine, micro_batches)
             consumed_samples += self.batch_ramp.size_at(step, consumed_samples)
             self.recorder.after_step(loss, consumed_samples)
-            self.meter.log(step, loss, lr, consumed_samples)
+            self.meter.log(step, loss, learning_rate_of_update(self.engine), consumed_samples)
             self.callbacks.after_step(steps_here, self.meter.screen.line)
             if self.callbacks.replay is not None and step == self.callbacks.replay.step:
                 return step, REPLAYED

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from pretrain.engine.clipping import AdaptiveClipping, ValueClipping
     from pretrain.engine.layer_digests import ReducedDigest
     from pretrain.engine.patches.fp16 import GrowingScale, UnscaledNorm
+    from pretrain.engine.patches.late_skip import LateSkip
     from pretrain.engine.update_guard import UpdateGuard
     from pretrain.engine.update_statistics import NoiseScale, UpdateSize
 
@@ -54,6 +56,8 @@ class Update:
         self.value_clipping: ValueClipping | None = None
         self.growing_scale: GrowingScale | None = None
         self.unscaled_norm: UnscaledNorm | None = None
+        self.late: LateSkip | None = None  # the device decides whether updates are skipped
+        self.learning_rate = math.nan  # of the newest update
         self.step = engine.optimizer.step  # of DeepSpeed; patches/skip.py replaces it (defect M)
         # A function, because a bound method cannot keep the attributes that torch's schedules look for.
         engine.optimizer.step = functools.wraps(self.step)(lambda *args, **kwargs: self._run(*args, **kwargs))
@@ -75,6 +79,9 @@ class Update:
         return [part for part in ordered if part is not None]
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
+        if self.late is not None:
+            self.late.settle()  # the schedule does not move after a skipped update
+        self.learning_rate = float(self._engine.get_lr()[0])
         parts = self.parts
         readers = [part for part in parts if part.reads_norm]
         for part in parts:
@@ -83,6 +90,8 @@ class Update:
             if readers:
                 stack.enter_context(also_skip_if(lambda norm: any(part.rejects(norm) for part in readers),
                                                  self._engine.optimizer))
+            elif self.late is not None:
+                stack.enter_context(self.late.deciding())
             stack.enter_context(torch.no_grad())  # torch 2.13 rejects the all-gather of DeepSpeed 0.18 with gradients
             result = self.step(*args, **kwargs)
         for part in reversed(parts):

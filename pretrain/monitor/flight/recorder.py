@@ -30,8 +30,8 @@ from pretrain.engine.first_micro_batch import random_states
 from pretrain.engine.layer_digests import CostTimer, LayerDigests, ReducedDigest
 from pretrain.engine.layer_hooks import layer_of
 from pretrain.engine.parallelism import rank_order
-from pretrain.engine.steps import global_grad_norm, learning_rate, loss_scale, rank_loss
-from pretrain.engine.update_guard import skipped_update
+from pretrain.engine.steps import global_grad_norm, learning_rate_of_update, loss_scale, rank_loss
+from pretrain.engine.update_guard import SkippedUpdate, begin_skipped_update
 from pretrain.monitor.flight.interval import FlightInterval
 from pretrain.monitor.flight.record_files import Header, RecordFile, kept_folder, prune_starts, start_folder
 from pretrain.monitor.read_run_folder import newest_start_number
@@ -53,6 +53,7 @@ class _Unwritten:
     names: dict[str, list[str] | None]  # key -> names of its values, or None for a list; of the checksums
     scalars: torch.Tensor  # fp64: loss, loss of the rank, gradient norm, then the norms of the layers' gradients
     sums: torch.Tensor  # int64, one after the other in the order of `names`
+    skipped: Callable[[float], SkippedUpdate | None]  # given the loss
     copied: Any = None  # event; None on a CPU
 
     def complete(self, num_layers: int) -> dict[str, Any]:
@@ -60,7 +61,9 @@ class _Unwritten:
         if self.copied is not None:
             self.copied.synchronize()
         scalars, sums = self.scalars.tolist(), self.sums.tolist()
-        row = {**self.row, **dict(zip(_SCALARS, scalars, strict=False))}
+        skipped = self.skipped(scalars[0])
+        row = {**self.row, "skipped": "" if skipped is None else skipped.reason,
+               **dict(zip(_SCALARS, scalars, strict=False))}
         if len(scalars) > len(_SCALARS):
             row["gradients"] = scalars[len(_SCALARS):]
         for key, names in self.names.items():
@@ -113,7 +116,7 @@ class FlightRecorder:
         self._is_full = self.interval.is_full(step)
         self._row: dict[str, Any] = {
             "step": step, "samples": [consumed_samples], "tokens": _crc(_tensors_of(micro_batches)),
-            "lr": learning_rate(self._engine), "loss_scale": loss_scale(self._engine), "random": _crc(random_states())}
+            "lr": None, "loss_scale": loss_scale(self._engine), "random": _crc(random_states())}
         self._sums: dict[str, torch.Tensor] = {}
         self._names: dict[str, list[str] | None] = {}
         self._cost.take_ms()
@@ -128,9 +131,9 @@ class FlightRecorder:
         if not self._is_on:
             return
         began = time.perf_counter()
-        norm, skipped = global_grad_norm(self._engine), skipped_update(self._engine)
+        norm = global_grad_norm(self._engine)
         self._row["samples"].append(consumed_samples)
-        self._row |= {"skipped": "" if skipped is None else skipped.reason, "time": time.time(),
+        self._row |= {"lr": learning_rate_of_update(self._engine), "skipped": "", "time": time.time(),
                       "ms": round((began - self._began) * 1e3, 3)}
         scalars = [_scalar(value, self._engine.device)
                    for value in (loss, rank_loss(self._engine), 0.0 if norm is None else norm)]
@@ -173,7 +176,7 @@ class FlightRecorder:
     def _begin_copy(self, scalars: torch.Tensor) -> _Unwritten:
         """Begin to copy the values of the newest step to the host."""
         sums = torch.cat([*self._sums.values()]) if self._sums else torch.empty(0, dtype=torch.int64)
-        unwritten = _Unwritten(self._row, self._names, scalars, sums)
+        unwritten = _Unwritten(self._row, self._names, scalars, sums, begin_skipped_update(self._engine))
         if self._engine.device.type == "cpu":
             return unwritten
         unwritten.scalars, unwritten.sums = (
