@@ -35,8 +35,9 @@ class Run:
                                     read_order=read_order(None, None))
         self.engine: Any = SimpleNamespace(device=torch.device("cpu"), skipped_steps=0,
                                            ds_pretrain=SimpleNamespace(update=SimpleNamespace(
-                                               guard=SimpleNamespace(skipped=None)), spikes=SpikeWindows(
-                                                   length=args.spike_window, threshold=args.spike_threshold)),
+                                               late=None, guard=SimpleNamespace(skipped=None, outcome=None)),
+                                               spikes=SpikeWindows(length=args.spike_window,
+                                                                   threshold=args.spike_threshold)),
                                            fp16_enabled=lambda: False)
         self.folder, self.step = folder, 0
         self.guard = Guard(plan, self.engine, RunFolder(folder, active=True), Screen(active=False))

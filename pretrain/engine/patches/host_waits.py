@@ -2,7 +2,7 @@
 
 DeepSpeed 0.19.8 waits in each step in these places, whose results do not need the host:
 
-    runtime/utils.py:887-888 (ZeRO-1 and 2)     a constant is copied to the device, and read from there again
+    runtime/utils.py:887-888                    a constant is copied to the device, and read from there again
     runtime/zero/stage3.py:2483                 a constant is copied to the device
     runtime/zero/stage3.py:1414                 at the end of a backward pass, for the stream that reduces gradients
     runtime/zero/partition_parameters.py        84, 114, 1951, 2128: for parameters that were gathered or divided
@@ -10,10 +10,10 @@ DeepSpeed 0.19.8 waits in each step in these places, whose results do not need t
     runtime/pipe/engine.py:628                  the other pipeline stages copy zeros to the device, to receive the loss
     utils/timer.py:238, 256                     twice for each micro-batch, for the whole device, to measure a speed
 
-The last step of each order remains: a stream waits for the work that was launched before on the other one. With
-offload, the host needs the results, and all waits remain. These waits bound the memory of ZeRO-3, and remain, too: for
-the event before the last two reductions (stage3.py:1667) or gathers (partitioned_param_coordinator.py:404), which is
-complete unless the host is ahead.
+The order of the work remains: a stream waits for what was launched before on the other one. With offload, the host
+needs the gradients, and waits for the streams. In two places ZeRO-3 lets the host wait for an event, so that it is at
+most two reductions (stage3.py:1667) or gathers (partitioned_param_coordinator.py:404) ahead: this bounds the memory,
+and remains. A dry GPU cannot show it, because its events are complete at once.
 
 Guarded by tests/dry_gpu/test_waits.py, which counts them, and by tests/gpu/test_runs.py.
 """
@@ -105,6 +105,8 @@ def _fill_constants(engine: DeepSpeedEngine, update: Update) -> None:
         _replace_within(optimizer, name, stage_1_and_2, mask_nan_or_inf_with_val_inplace=_mask)
     elif isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         _replace_within(optimizer, name, stage3, torch=_With(torch, tensor=tensor))
+        _replace_within(optimizer, ("complete_grad_norm_calculation_for_cpu_offload",), stage3,
+                        mask_nan_or_inf_with_val_inplace=_mask)
 
 
 def _order_reductions(engine: DeepSpeedEngine, update: Update) -> None:
