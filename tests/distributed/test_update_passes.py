@@ -30,6 +30,8 @@ READS: dict[str, dict[str, Any]] = {  # with two ranks; the pipeline stages shar
     "pipeline_offload": config(1, precision="bf16", stages=2, offload_optimizer=CPU),
     **{f"zero{stage}_fused": fused(config(stage, precision="bf16")) for stage in (0, 1, 2, 3)},
     "pipeline_fused": fused(config(1, precision="bf16", stages=2)), "zero1_fp32_fused": fused(config(1)),
+    "zero0_fp16_fused": fused(config(0, precision="fp16")),
+    "zero0_sequence_fused": fused(config(0, precision="bf16")) | {"sequence_parallel_size": 2},
 }
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.dry_gpu.conftest import DryGpu
 from tests.dry_gpu.test_runs import bf16, train
-from tests.support.cases import CPU, flags
+from tests.support.cases import CPU, config, flags
 
 STEPS = 14  # tools/dry_gpu/waits.py counts in some of them
 DOCUMENTS = {"document_attention": "true", "seq_length": 128, "recompute": "blocks"}
@@ -28,7 +28,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int, int, int]] = {
     "tensor": (bf16(1) | {"tensor_parallel": {"autotp_size": 2}}, {}, 2, 0, 0),
     "sequence at ZeRO-3": (bf16(3) | {"sequence_parallel_size": 2}, {}, 2, 0, 0),
     "spikes are skipped": (bf16(1), {"spike_policy": "skip"}, 1, 5, 0),
-    "fp16": (bf16(1) | {"bf16": {"enabled": False}, "fp16": {"enabled": True}}, {}, 1, 1, 0),
+    "adaptive clipping": (bf16(1), {"adaptive_clipping": 2}, 1, 2, 0),
+    "fp32 at ZeRO-0": (config(0, micro=2), {}, 1, 1, 0),
+    "fp16 at ZeRO-0": (config(0, precision="fp16", micro=2), {}, 1, 9, 0),
+    "sequence at ZeRO-0": (bf16(0) | {"sequence_parallel_size": 2}, {}, 2, 9, 0),
+    "fp16": (config(1, precision="fp16", micro=2), {}, 1, 1, 0),
     "ZeRO-2, optimizer on the CPU": (bf16(2, offload_optimizer=CPU), {}, 1, 5, 104),
     "ZeRO-3, optimizer on the CPU": (bf16(3, offload_optimizer=CPU), {}, 1, 11, 0),
 }

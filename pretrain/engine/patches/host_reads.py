@@ -19,6 +19,7 @@ from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16 import fused_optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import TiedLayerSpec
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -41,6 +42,8 @@ def read_less(engine: DeepSpeedEngine, update: Update) -> None:
         else:
             _read_one_flag_for_all_gradients(optimizer.overflow_checker)
         update.step = _read_sum_of_norms(update.step)
+    if isinstance(optimizer, FP16_UnfusedOptimizer):
+        _read_one_flag_for_all_gradients(optimizer.overflow_checker)
     if isinstance(optimizer, BF16_Optimizer) and not optimizer.has_moe_layers:
         update.step = _read_norm_and_factor(optimizer, update)
     if not isinstance(optimizer, DeepSpeedZeroOptimizer):
