@@ -36,8 +36,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int, int, int]] = {
     "ZeRO-2, optimizer on the CPU": (bf16(2, offload_optimizer=CPU), {}, 1, 5, 104),
     "ZeRO-3, optimizer on the CPU": (bf16(3, offload_optimizer=CPU), {}, 1, 11, 0),
 }
-# ZeRO stage -> kernels of this program, and of a loop over DeepSpeed's engine with the same model and optimizer
-KERNELS = {0: (420, 1309), 1: (510, 1184), 2: (509, 1185), 3: (546, 526)}
+# ZeRO stage -> kernels of this program; kernels and waits of a loop over DeepSpeed's engine with the same model and JSON
+KERNELS = {0: (420, 1309, 64), 1: (510, 1184, 12), 2: (509, 1185, 12), 3: (546, 526, 11)}
 
 
 def waits_of(file: Path) -> Counter[str]:
@@ -67,13 +67,17 @@ def test_the_host_waits_no_more(name: str, dry_gpu: DryGpu, corpus: str, tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", KERNELS)
 def test_a_step_has_no_more_kernels(stage: int, dry_gpu: DryGpu, corpus: str, tmp_path: Path) -> None:
-    """The second number is the one of DeepSpeed alone: the page compares both."""
+    """If the numbers of DeepSpeed alone fall: delete parts of patches/late_skip.py, host_waits.py and host_reads.py."""
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(bf16(stage)))
     own = {**flags(corpus, steps=STEPS), "log_interval": 100, "deepspeed_config": path, "save": tmp_path / "run"}
-    for program, limit in zip(("pretrain.train", "tests.dry_gpu.bare_loop"), KERNELS[stage], strict=True):
+    found = {}
+    for program in ("pretrain.train", "tests.dry_gpu.bare_loop"):
         file = tmp_path / f"{program}.txt"
         done = dry_gpu(["python", "-m", program, *(f"--{key}={value}" for key, value in own.items())],
                        DRY_GPU_WAITS=str(file), DRY_GPU_COUNTERS=str(tmp_path / f"{program}.counts"))
         assert done.returncode == 0, done.stdout[-4000:]
-        assert waits_of(file)["kernels"] <= limit
+        found[program] = waits_of(file)
+    ours, (kernels, *of_deepspeed), bare = found["pretrain.train"], KERNELS[stage], found["tests.dry_gpu.bare_loop"]
+    assert ours["kernels"] <= kernels
+    assert [bare["kernels"], bare["read"] + bare["device"]] == of_deepspeed

@@ -195,8 +195,8 @@ def test_predicted_disk_bytes_equal_measured_bytes(measured: dict[str, list[dict
         assert 0.95 * expected <= rank["read_bytes"] + rank["write_bytes"] <= 1.01 * expected
 
 
-# operators in C, whose arguments are on the CPU anyway; the loop over experts, which only CPUs have; and the flag of the
-# step before, which is on the host
+# operators in C, whose arguments are on the CPU anyway; the loop over experts, which only CPUs have; and the flag of
+# the step before, which is on the host
 ON_CPUS = ("pretrain/model/kernels/cpu/", "pretrain/engine/gradient_passes.py", "pretrain/model/layers/experts.py",
            "pretrain/engine/patches/late_skip.py")
 IN_PAGE = ("zero0_bf16", "zero0_fp16", "zero1", "zero1_masked", "zero2", "zero2_offload", "zero3", "pipeline2",
@@ -220,7 +220,7 @@ def reads(rank: dict[str, Any], start: str) -> int:
 
 def test_only_decisions_and_numbers_of_tokens_are_read_from_the_device(
         measured: dict[str, list[dict[str, Any]]]) -> None:
-    """In a step that is not logged, DeepSpeed may read whether it skips the update. In fp32 at ZeRO-0 this program does.
+    """DeepSpeed may read whether it skips the update of a step that is not logged. In fp32 at ZeRO-0 this program does.
 
     An exchange of tokens without a capacity reads their numbers, once for each block with experts and micro-batch.
     """
