@@ -11,7 +11,7 @@ from pretrain.data.data_spec import names_of_split
 from pretrain.data.loader import Loader, evaluation_batches
 from pretrain.distributed.collectives import from_rank_0
 from pretrain.engine.build import DeepSpeedEngine
-from pretrain.engine.steps import eval_batch, learning_rate, train_batch
+from pretrain.engine.steps import eval_batch, learning_rate_of_update, train_batch
 from pretrain.monitor.announce import announce_end
 from pretrain.resilience.guard import BadSteps, Guard
 from pretrain.resilience.requests import Request, Requests
@@ -41,14 +41,14 @@ class StepLoop:
             micro_batches = run.meter.timed_data(run.loaders["train"].step, run.consumed_samples)
             run.watchdog.enter("step", run.step)
             call("before_step", run, micro_batches)
-            lr = learning_rate(run.engine)
-            result = StepResult(train_batch(run.engine, micro_batches), lr)
+            loss = train_batch(run.engine, micro_batches)
+            result = StepResult(loss, learning_rate_of_update(run.engine))
             run.consumed_samples += run.plan.length.batch_sizes.at(run.consumed_samples)
             call("after_step", run, result)
             run.meter.log(run, result)
             if run.stopped_by and not run.saves_at_stop:
                 return run.stopped_by
-            bad_steps = self.guard.observe(run.step, result.loss, run.consumed_samples)
+            bad_steps = self.guard.observe(run.step, loss, run.consumed_samples)
             if bad_steps is not None:
                 self._roll_back(bad_steps)
                 continue

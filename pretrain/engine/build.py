@@ -44,6 +44,7 @@ from pretrain.engine.parallelism import Mpu, create_mpu, create_parallel_groups,
 from pretrain.engine.patches.apply import apply_patches
 from pretrain.engine.patches.host_reads import read_less
 from pretrain.engine.patches.host_time import save_host_time
+from pretrain.engine.patches.host_waits import wait_on_device
 from pretrain.engine.patches.monitors import patch_flops_profiler, survive_failing_monitors
 from pretrain.engine.patches.zero import (
     forget_group_of_earlier_engine,
@@ -155,6 +156,7 @@ def build_engine(plan: Plan, *, initialize: bool = True,
     save_host_time(engine)
     with shortcut("fewer reads from the device"):
         read_less(engine, own.update)
+    wait_on_device(engine, own.update)
     pass_over_gradients_in_c(engine)
     add_recipe(engine, plan.args)
     patch_flops_profiler(engine)

@@ -206,8 +206,27 @@ def loss_scale(engine: DeepSpeedEngine) -> float:
 
 
 def learning_rate(engine: DeepSpeedEngine) -> float:
-    """Return the learning rate of the next step."""
+    """Return the learning rate of the next step. Waits for the device if it decided about the last update."""
+    settle(engine)
     return float(engine.get_lr()[0])
+
+
+def learning_rate_of_update(engine: DeepSpeedEngine) -> float:
+    """Return the learning rate of the last update, or that it would have had if it was skipped."""
+    return attachments(engine).update.learning_rate
+
+
+def skipped_steps(engine: DeepSpeedEngine) -> int:
+    """Return the number of skipped updates. Waits for the device if it decided about the last update."""
+    settle(engine)
+    return int(engine.skipped_steps)
+
+
+def settle(engine: DeepSpeedEngine) -> None:
+    """Let the engine's counters and its schedule know whether the last update was skipped (patches/late_skip.py)."""
+    late = attachments(engine).update.late
+    if late is not None:
+        late.settle()
 
 
 def scale_at_minimum(engine: DeepSpeedEngine) -> bool:

@@ -2,13 +2,17 @@
 
 import contextlib
 import functools
-from typing import Any, TypeVar
+import math
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from deepspeed import DeepSpeedEngine
 
 from pretrain.callback import UpdatePart, overrides
 from pretrain.engine.patches.skip import also_skip_if
+
+if TYPE_CHECKING:
+    from pretrain.engine.patches.late_skip import LateSkip
 
 # `order` of the parts of this package, from the outermost one to the one next to DeepSpeed's step; callbacks have 50
 RECOMPUTATION = 10  # before anything changes: it computes with the weights of this step
@@ -31,6 +35,8 @@ class Update:
         self._engine = engine
         self.parts: list[UpdatePart] = []  # in their order
         self.rejected_norm: torch.Tensor | None = None  # of this step, scaled, if a part has rejected the update
+        self.late: LateSkip | None = None  # the device decides whether updates are skipped
+        self.learning_rate = math.nan  # of the newest update
         self.step = engine.optimizer.step  # of DeepSpeed; patches/skip.py replaces it (defect M)
         # A function, because a bound method cannot keep the attributes that torch's schedules look for.
         engine.optimizer.step = functools.wraps(self.step)(lambda *args, **kwargs: self._run(*args, **kwargs))
@@ -45,6 +51,9 @@ class Update:
         return next((part for part in self.parts if isinstance(part, kind)), None)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
+        if self.late is not None:
+            self.late.settle()  # the schedule does not move after a skipped update
+        self.learning_rate = float(self._engine.get_lr()[0])
         parts, self.rejected_norm = self.parts, None
         readers = [part for part in parts if part.reads_norm and overrides(part, "rejects")]
 
@@ -58,6 +67,8 @@ class Update:
         with contextlib.ExitStack() as stack:
             if readers:
                 stack.enter_context(also_skip_if(rejects, self._engine.optimizer))
+            elif self.late is not None:
+                stack.enter_context(self.late.deciding())
             stack.enter_context(torch.no_grad())  # torch 2.13 rejects the all-gather of DeepSpeed 0.18 with gradients
             result = self.step(*args, **kwargs)
         for part in reversed(parts):

@@ -6,6 +6,7 @@ after an fp16 overflow; patches/skip.py uses this code in all other cases.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from pretrain.callback import UpdatePart
 from pretrain.engine.attachments import attachments
+from pretrain.engine.patches.late_skip import Outcome
 from pretrain.engine.patches.skip import update_loss_scale_if
 from pretrain.engine.steps import data_parallel_size, loss_scale, scale_at_minimum, tensor_parallel_size
 from pretrain.engine.update import GUARD, Update
@@ -50,10 +52,28 @@ def guard_updates(engine: DeepSpeedEngine, veto: Veto | None = None) -> None:
 
 
 def skipped_update(engine: DeepSpeedEngine) -> SkippedUpdate | None:
-    """Return why the last update was skipped; None if it was applied. Does not synchronize the device."""
+    """Return why the last update was skipped; None if it was applied. Collective; waits for the device."""
+    return _guard(engine).newest()
+
+
+def begin_skipped_update(engine: DeepSpeedEngine) -> Callable[[float], SkippedUpdate | None]:
+    """Return a function that returns why the last update was skipped, given the loss of the step.
+
+    If the device decided (patches/late_skip.py), the function waits for it, unless the next update has begun.
+    """
+    guard = _guard(engine)
+    skipped, outcome = guard.skipped, guard.outcome
+    return lambda loss: skipped if outcome is None or not outcome.is_skipped() else _not_finite(math.isfinite(loss))
+
+
+def _guard(engine: DeepSpeedEngine) -> "UpdateGuard":
     guard = attachments(engine).update.find(UpdateGuard)
     assert guard is not None  # `guard_updates` was called
-    return guard.skipped
+    return guard
+
+
+def _not_finite(has_finite_loss: bool) -> SkippedUpdate:
+    return SkippedUpdate(NON_FINITE_GRADIENT if has_finite_loss else NON_FINITE_LOSS, is_bad=True)
 
 
 class UpdateGuard(UpdatePart):
@@ -63,10 +83,11 @@ class UpdateGuard(UpdatePart):
 
     def __init__(self, engine: DeepSpeedEngine, update: Update, veto: Veto | None) -> None:
         self.skipped: SkippedUpdate | None = None
+        self.outcome: Outcome | None = None  # of the newest update, if the device decided
+        self._losses_of_outcome: list[torch.Tensor] = []
         self._update = update
         self._engine, self._veto, self.reads_norm = engine, veto, veto is not None
         self._zero = torch.zeros((), device=engine.device)
-        self._losses: list[torch.Tensor] = []  # of the micro-batches of this step; empty on all but the last stage
         self._reset()
         self._watch_losses()
         update_loss_scale_if(self._counts_for_loss_scale, engine.optimizer)
@@ -82,7 +103,8 @@ class UpdateGuard(UpdatePart):
             self._veto, self.reads_norm = before
 
     def _reset(self) -> None:
-        self._losses.clear()
+        # of the micro-batches of this step; empty on all but the last stage
+        self._losses: list[torch.Tensor] = []
         self._mean_loss: torch.Tensor | None = None
         self._vetoed: bool | None = None  # None until `veto` is asked
         self._was_at_minimum = False
@@ -110,6 +132,14 @@ class UpdateGuard(UpdatePart):
         # A single kernel: grad + value * 0, which is NaN if the value is NaN or infinite.
         loss.register_hook(lambda grad: torch.addcmul(grad, value, self._zero))
 
+    def newest(self) -> SkippedUpdate | None:
+        """Return why the newest update was skipped; collective if the device decided."""
+        if self.outcome is None or not self.outcome.is_skipped():
+            return self.skipped
+        if self.skipped is None:
+            self.skipped = _not_finite(bool(self._mean_of(self._losses_of_outcome).isfinite()))
+        return self.skipped
+
     def before_update(self) -> None:
         self.skipped = None
 
@@ -119,6 +149,8 @@ class UpdateGuard(UpdatePart):
             self.skipped = self._explain()
         if (norm := self._update.rejected_norm) is not None:
             optimizer._global_grad_norm = norm / loss_scale(self._engine)  # DeepSpeed reports an infinite norm
+        late = self._update.late
+        self.outcome, self._losses_of_outcome = None if late is None else late.pending, self._losses
         self._reset()
 
     def rejects(self, scaled_norm: torch.Tensor) -> bool:
@@ -133,12 +165,15 @@ class UpdateGuard(UpdatePart):
     def _global_loss(self) -> torch.Tensor:
         """Return the mean loss of the global batch on all ranks; collective if this step has not called it yet."""
         if self._mean_loss is None:
-            total = sum(self._losses, start=torch.zeros_like(self._zero)).reshape(())
-            dist.all_reduce(total)  # the ranks that share matrices or sequences have equal losses
-            engine = self._engine
-            copies = data_parallel_size(engine) * tensor_parallel_size(engine) * engine.sequence_parallel_size
-            self._mean_loss = total / (engine.gradient_accumulation_steps() * copies)
+            self._mean_loss = self._mean_of(self._losses)
         return self._mean_loss
+
+    def _mean_of(self, losses: list[torch.Tensor]) -> torch.Tensor:
+        total = sum(losses, start=torch.zeros_like(self._zero)).reshape(())
+        dist.all_reduce(total)  # the ranks that share matrices or sequences have equal losses
+        engine = self._engine
+        copies = data_parallel_size(engine) * tensor_parallel_size(engine) * engine.sequence_parallel_size
+        return total / (engine.gradient_accumulation_steps() * copies)
 
     def _has_finite_loss(self) -> bool:
         """Collective. Only called if all ranks skip the update, where the additional collective does not matter."""
@@ -152,8 +187,7 @@ class UpdateGuard(UpdatePart):
     def _explain(self) -> SkippedUpdate:
         if self._update.rejected_norm is not None:
             return SkippedUpdate(VETO, is_bad=True)
-        if not self._has_finite_loss():
-            return SkippedUpdate(NON_FINITE_LOSS, is_bad=True)
-        if self._engine.fp16_enabled():
+        has_finite_loss = self._has_finite_loss()
+        if has_finite_loss and self._engine.fp16_enabled():
             return SkippedUpdate(FP16_OVERFLOW, is_bad=self._was_at_minimum)
-        return SkippedUpdate(NON_FINITE_GRADIENT, is_bad=True)
+        return _not_finite(has_finite_loss)

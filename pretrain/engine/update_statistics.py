@@ -50,7 +50,8 @@ class GradientStats:
         if value is None or (not torch.is_tensor(value) and not math.isfinite(value)):
             return  # the update was skipped, or there is no norm
         norm = torch.as_tensor(value, dtype=torch.float32).to(self._engine.device, non_blocking=True)
-        self._largest = torch.fmax(self._largest, norm)  # ignores NaN
+        norm = torch.nan_to_num(norm, nan=-torch.inf, posinf=-torch.inf)  # of an update that the device has skipped
+        self._largest = torch.fmax(self._largest, norm)
         if not getattr(self._engine.optimizer, "overflow", False):
             self._clipped += norm > clip_limit(self._engine)
 

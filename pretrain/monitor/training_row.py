@@ -19,7 +19,7 @@ from pretrain.distributed.device import peak_tflops
 from pretrain.distributed.process import resident_bytes
 from pretrain.engine.phases import BACKWARD, FORWARD, OPTIMIZER, PHASES, REDUCE, WAIT, overlaps_reduction
 from pretrain.engine.recipe import recipe_values, router_values
-from pretrain.engine.steps import grad_norm, loss_scale, rank_loss
+from pretrain.engine.steps import grad_norm, loss_scale, rank_loss, skipped_steps
 from pretrain.model.flops import exact_flops_per_token, flops_per_token
 from pretrain.monitor.rank_times import NUM_VALUES
 
@@ -110,7 +110,7 @@ def training_row(plan: Plan, engine: DeepSpeedEngine, interval: Interval, ranks:
         "step": interval.step, "time": time.time(), "consumed_samples": interval.consumed_samples,
         "consumed_tokens": interval.consumed_samples * plan.args.seq_length, "seq_length": length,
         "global_batch_size": interval.batch_size, "loss": loss, "lr": lr, "grad_norm": grad_norm(engine), **gradients,
-        "loss_scale": loss_scale(engine), "skipped_steps": engine.skipped_steps,
+        "loss_scale": loss_scale(engine), "skipped_steps": skipped_steps(engine),
         "step_time_ms": interval.step_seconds * 1e3, "save_time_ms": interval.save_seconds * 1e3,
         "eval_time_ms": interval.eval_seconds * 1e3, **ranks, **_rates(plan, interval, length), **_memory(),
         "eta_seconds": eta_seconds(plan, interval), **recipe_values(engine),

@@ -14,8 +14,8 @@ from pretrain.config.plan import Plan
 from pretrain.data.samples.blend import BlendedSamples
 from pretrain.engine.attachments import attachments
 from pretrain.engine.spikes import Spike
-from pretrain.engine.steps import global_grad_norm, loss_scale
-from pretrain.engine.update_guard import FP16_OVERFLOW, SkippedUpdate, skipped_update
+from pretrain.engine.steps import global_grad_norm, loss_scale, skipped_steps
+from pretrain.engine.update_guard import FP16_OVERFLOW, SkippedUpdate, begin_skipped_update
 from pretrain.errors import GuardError
 from pretrain.monitor.announce import stopped_by_guard
 from pretrain.monitor.write_run_folder import RunFolder
@@ -38,12 +38,12 @@ class BadSteps:
 
 @dataclass(frozen=True)
 class _Step:
-    """A trained step. `loss` and `grad_norm` are valid once they have been read from the device."""
+    """A trained step. `loss`, `grad_norm` and `skipped` are valid once they have been read from the device."""
 
     step: int
     consumed_samples: int  # including the samples of this step
-    skipped: SkippedUpdate | None  # None: the update was made
     fp16_scale: float  # loss scale of fp16 after the step; 1 in other precisions
+    skipped: SkippedUpdate | None = None  # None: the update was made
     loss: float = math.nan
     grad_norm: float = math.nan
 
@@ -80,6 +80,7 @@ class Guard:
         self._copied = None if on_cpu else get_accelerator().Event()
         self._waits = on_cpu or plan.args.spike_policy == "skip"  # with "skip", `veto` has waited for the device anyway
         self._unread: _Step | None = None
+        self._skipped: Callable[[float], SkippedUpdate | None] = lambda loss: None  # of the unread step
         self._bad: list[_Step] = []  # the newest bad steps in a row
         self._first_steps = _FIRST_STEPS  # that are left
         self._has_norm = True
@@ -130,7 +131,8 @@ class Guard:
                 self._values[i] = value
         if self._copied is not None:
             self._copied.record()
-        self._unread = _Step(step, consumed_samples, skipped_update(self._engine), loss_scale(self._engine))
+        self._skipped = begin_skipped_update(self._engine)
+        self._unread = _Step(step, consumed_samples, loss_scale(self._engine))
 
     def _read(self) -> list[_Step]:
         """Return the step whose values were not read yet, if there is one."""
@@ -139,7 +141,8 @@ class Guard:
         if self._copied is not None:
             self._copied.synchronize()  # waits for this copy, not for the newest step
         loss, grad_norm = self._values.tolist()
-        read, self._unread = replace(self._unread, loss=loss, grad_norm=grad_norm), None
+        read = replace(self._unread, skipped=self._skipped(loss), loss=loss, grad_norm=grad_norm)
+        self._unread = None
         return [read]
 
     def _decide(self, step: _Step) -> BadSteps | None:
@@ -251,7 +254,7 @@ def _reason(step: _Step, spikes: Sequence[Spike]) -> str:
 
 def has_no_update(engine: DeepSpeedEngine, step: int) -> bool:
     """Return whether all steps up to `step` were skipped. Then the learning rate has had no effect yet."""
-    return bool(engine.skipped_steps >= step)
+    return skipped_steps(engine) >= step
 
 
 def remedy_for(engine: DeepSpeedEngine, step: int) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from pretrain.model.kernels.cpu.library import has_library
-from tests.support.cases import CPU, case, config, flags
+from tests.support.cases import CPU, case, config, flags, fused
 from tests.support.launch import run_worker
 
 pytestmark = pytest.mark.skipif(not has_library(), reason="no C compiler")
@@ -28,6 +28,10 @@ READS: dict[str, dict[str, Any]] = {  # with two ranks; the pipeline stages shar
     "zero2_offload": config(2, precision="bf16", offload_optimizer=CPU),
     "pipeline_fp16": config(1, precision="fp16", stages=2),
     "pipeline_offload": config(1, precision="bf16", stages=2, offload_optimizer=CPU),
+    **{f"zero{stage}_fused": fused(config(stage, precision="bf16")) for stage in (0, 1, 2, 3)},
+    "pipeline_fused": fused(config(1, precision="bf16", stages=2)), "zero1_fp32_fused": fused(config(1)),
+    "zero0_fp16_fused": fused(config(0, precision="fp16")),
+    "zero0_sequence_fused": fused(config(0, precision="bf16")) | {"sequence_parallel_size": 2},
 }
 
 

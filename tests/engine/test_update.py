@@ -48,7 +48,7 @@ class Optimizer:
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_parts_run_in_their_order_whenever_they_are_set(reverse: bool) -> None:
-    engine: Any = SimpleNamespace(optimizer=Optimizer(2.0))
+    engine: Any = SimpleNamespace(optimizer=Optimizer(2.0), get_lr=lambda: [1e-3])
     update, calls = Update(engine), engine.optimizer.calls
     names = ["guard", "size", "noise_scale", "adaptive_clipping", "value_clipping", "growing_scale", "unscaled_norm"]
     for name in sorted(names, reverse=reverse):
@@ -61,7 +61,7 @@ def test_parts_run_in_their_order_whenever_they_are_set(reverse: bool) -> None:
 @pytest.mark.parametrize(("norm", "veto", "read"), [(2.0, False, ["guard", "adaptive_clipping"]),
                                                     (2.0, True, ["guard"]), (math.nan, False, [])])
 def test_a_norm_is_read_until_it_is_rejected(norm: float, veto: bool, read: list[str]) -> None:
-    engine: Any = SimpleNamespace(optimizer=Optimizer(norm))
+    engine: Any = SimpleNamespace(optimizer=Optimizer(norm), get_lr=lambda: [1e-3])
     update, calls = Update(engine), engine.optimizer.calls
     update.add(Part("adaptive_clipping", calls, 2, reads_norm=True))
     update.add(Part("guard", calls, 1, reads_norm=True, veto=veto))
@@ -88,6 +88,10 @@ def test_skipped_updates_count_as_steps_but_neither_as_norms_nor_as_clipped():
         engine.norm, engine.optimizer.overflow = norm, skipped
         stats.observe()
     assert stats.take() == {"grad_norm_max": 9.0, "clip_norm": 1.0, "clip_rate": 0.25}
+    for value in (0.5, 2.0, math.inf, 0.5):  # the third one: the device skips the update, and the host does not know
+        engine.norm, engine.optimizer.overflow = torch.tensor(value), False
+        stats.observe()
+    assert stats.take() == {"grad_norm_max": 2.0, "clip_norm": 1.0, "clip_rate": 0.25}
     assert stats.take() == {"grad_norm_max": None, "clip_norm": 1.0, "clip_rate": None}
 
 
@@ -120,7 +124,7 @@ def test_a_sample_has_the_relative_update_of_all_weights(sample: int, monkeypatc
     for number, weight in enumerate(weights):
         weight.grad = torch.randn(weight.shape, generator=numbers) * (number + 1)
     before = torch.cat([weight.flatten() for weight in weights])
-    engine: Any = SimpleNamespace(optimizer=optimizer, device=torch.device("cpu"))
+    engine: Any = SimpleNamespace(optimizer=optimizer, device=torch.device("cpu"), get_lr=lambda: [1e-3])
     attach(engine, Attachments(Update(engine), SimpleNamespace(), [], SimpleNamespace()))
     measured = measure_updates(engine, lambda: [weight.view(-1) for weight in weights])
     measured.is_due = True

@@ -33,11 +33,12 @@ class Run:
         plan: Any = SimpleNamespace(args=args, last_step=10_000, length=RunLength(10_000, fixed_batch(8), seq_length=4),
                                     datasets={"train": train or SimpleNamespace(samples_per_epoch=50)},
                                     read_order=read_order(None, None))
-        self.update_guard = SimpleNamespace(skipped=None)
+        self.update_guard = SimpleNamespace(skipped=None, outcome=None)
         self.engine: Any = SimpleNamespace(device=torch.device("cpu"), skipped_steps=0,
                                            ds_pretrain=SimpleNamespace(update=SimpleNamespace(
-                                               find=lambda kind: self.update_guard), spikes=SpikeWindows(
-                                                   length=args.spike_window, threshold=args.spike_threshold)),
+                                               late=None, find=lambda kind: self.update_guard),
+                                               spikes=SpikeWindows(length=args.spike_window,
+                                                                   threshold=args.spike_threshold)),
                                            fp16_enabled=lambda: False)
         self.folder, self.step = folder, 0
         self.guard = Guard(plan, self.engine, RunFolder(folder, active=True), Screen(active=False))

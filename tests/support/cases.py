@@ -56,6 +56,12 @@ def flags(corpus: str, *, layers: int = 4, hidden: int = 64, overrides: str = ""
             "train_steps": steps, "eval_steps": 1, **others}
 
 
+def fused(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the DeepSpeed JSON with torch's fused optimizer, which runs on CUDA without nvcc, too."""
+    optimizer = values["optimizer"]
+    return {**values, "optimizer": {**optimizer, "params": {**optimizer["params"], "torch_adam": True, "fused": True}}}
+
+
 DROPOUT = "resid_pdrop=0.1,attn_pdrop=0.1,embd_pdrop=0.1"
 
 

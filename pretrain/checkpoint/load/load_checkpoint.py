@@ -46,6 +46,7 @@ from pretrain.distributed.collectives import any_rank, from_rank_0, gather_probl
 from pretrain.engine.optimizer import restore_settings
 from pretrain.engine.patches import pipeline as pipeline_patches
 from pretrain.engine.recipe import set_recipe_states
+from pretrain.engine.steps import settle
 from pretrain.errors import ConfigError
 from pretrain.progress import ProgressBar
 from pretrain.stored_json import parse_json, read_text
@@ -62,6 +63,7 @@ def load_checkpoint(engine: DeepSpeedEngine, plan: Plan, folder: Path, manifest:
     bit. Otherwise each rank reads the fragments that it needs, and `load_resharded` seeds the generators again. The
     optimizer's settings (rates, betas, weight decay ...) come from the plan.
     """
+    settle(engine)  # after a rollback, the last update belongs to the steps that are dropped
     if same_layout(manifest.layout, plan.layout) and same_shards(engine, folder):
         engine.checkpoint_engine = FileEngine()
         optimizer = engine.optimizer

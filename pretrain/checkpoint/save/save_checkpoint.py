@@ -43,7 +43,7 @@ from pretrain.checkpoint.save.commit import (
 from pretrain.config.plan import Plan
 from pretrain.distributed.collectives import from_rank_0, gather_problems
 from pretrain.engine.recipe import recipe_states
-from pretrain.engine.steps import loss_scale_state
+from pretrain.engine.steps import loss_scale_state, settle
 from pretrain.errors import SaveError
 
 Keys = tuple[str | int, ...]
@@ -217,6 +217,7 @@ def write_files(engine: DeepSpeedEngine, temporary: Path, open_file: OpenFile, *
 
     Returns the error of this rank, or None, and whether all tensors in its files are finite.
     """
+    settle(engine)
     finite = FiniteCheck(flat_tensors(engine))
     files = FileEngine(open_file, finite)
     engine.checkpoint_engine = files

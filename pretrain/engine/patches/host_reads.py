@@ -19,11 +19,13 @@ from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16 import fused_optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import TiedLayerSpec
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 
+from pretrain.engine.patches.late_skip import late_skip
 from pretrain.engine.patches.skip import checks_norm, replaced
 from pretrain.engine.update import Update
 
@@ -33,14 +35,17 @@ def read_less(engine: DeepSpeedEngine, update: Update) -> None:
     optimizer = engine.optimizer
     if isinstance(optimizer, torch.optim.Optimizer) or not checks_norm(optimizer):
         return
+    update.late = late_skip(engine)
     if isinstance(optimizer, FP16_Optimizer):
         if _counts_every_gradient(engine) and not optimizer.has_moe_layers:  # the norm shows NaN and infinity, too
             optimizer.overflow_checker.has_overflow = lambda parameters: False
         else:
             _read_one_flag_for_all_gradients(optimizer.overflow_checker)
         update.step = _read_sum_of_norms(update.step)
+    if isinstance(optimizer, FP16_UnfusedOptimizer):
+        _read_one_flag_for_all_gradients(optimizer.overflow_checker)
     if isinstance(optimizer, BF16_Optimizer) and not optimizer.has_moe_layers:
-        update.step = _read_norm_and_factor(optimizer, update.step)
+        update.step = _read_norm_and_factor(optimizer, update)
     if not isinstance(optimizer, DeepSpeedZeroOptimizer):
         return
     if optimizer.cpu_offload:
@@ -92,23 +97,28 @@ def _read_sum_of_norms(update: Callable[..., Any]) -> Callable[..., None]:
     return step
 
 
-def _read_norm_and_factor(optimizer: BF16_Optimizer, update: Callable[..., Any]) -> Callable[..., None]:
-    """Return `update`, the step of BF16_Optimizer, which reads the norm and the factor of clipping together.
+def _read_norm_and_factor(optimizer: BF16_Optimizer, update: Update) -> Callable[..., None]:
+    """Return the step of BF16_Optimizer, which reads the norm and the factor of clipping together.
 
     DeepSpeed (utils.py) reads the norm to check it (is_invalid_grad_norm), and the factor to find out whether it clips
     (clip_tensors_by_global_norm). It calls three operators for the norm of each gradient (get_global_norm_of_tensors),
-    and one for each clipped one; here one operator takes all gradients.
+    and one for each clipped one; here one operator takes all gradients. If the device decides (late_skip.py), nothing
+    is read, and all gradients are multiplied by at most 1.
     """
+    original = update.step
 
     def step(*args: Any, **kwargs: Any) -> None:
         factor, clips = torch.ones(()), False
 
-        def global_norm(input_tensors: list[torch.Tensor], mpu: Any, norm_type: float) -> float:
+        def global_norm(input_tensors: list[torch.Tensor], mpu: Any, norm_type: float) -> torch.Tensor | float:
             nonlocal factor, clips
             squared = torch.stack(torch._foreach_norm(input_tensors, norm_type, dtype=torch.float32)).pow(2).sum()
             dist.all_reduce(squared, group=mpu.get_model_parallel_group())
             norm = squared.pow(0.5)
             factor = optimizer.clip_grad / (norm + 1e-6)
+            if update.late is not None and update.late.is_deciding:
+                factor, clips = factor.clamp(max=1.0), True
+                return norm
             norm_on_host, factor_on_host = torch.stack([norm, factor]).tolist()
             clips = factor_on_host < 1
             return float(norm_on_host)
@@ -118,7 +128,7 @@ def _read_norm_and_factor(optimizer: BF16_Optimizer, update: Callable[..., Any])
                 torch._foreach_mul_(input_tensors, factor)
 
         with replaced(bf16_optimizer, get_global_norm_of_tensors=global_norm, clip_tensors_by_global_norm=clip):
-            update(*args, **kwargs)
+            original(*args, **kwargs)
 
     return step
 

@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -26,8 +26,8 @@ from pretrain.engine.attachments import attachments
 from pretrain.engine.checksums import combined_checksum, held_parameters
 from pretrain.engine.layer_hooks import layer_of
 from pretrain.engine.parallelism import rank_order
-from pretrain.engine.steps import global_grad_norm, learning_rate, loss_scale, rank_loss
-from pretrain.engine.update_guard import skipped_update
+from pretrain.engine.steps import global_grad_norm, loss_scale, rank_loss
+from pretrain.engine.update_guard import SkippedUpdate, begin_skipped_update
 from pretrain.extensions.replay.first_micro_batch import random_states
 from pretrain.extensions.replay.interval import FlightInterval
 from pretrain.extensions.replay.layer_digests import CostTimer, LayerDigests, ReducedDigest
@@ -50,6 +50,7 @@ class _Unwritten:
     names: dict[str, list[str] | None]  # key -> names of its values, or None for a list; of the checksums
     scalars: torch.Tensor  # fp64: loss, loss of the rank, gradient norm, then the norms of the layers' gradients
     sums: torch.Tensor  # int64, one after the other in the order of `names`
+    skipped: Callable[[float], SkippedUpdate | None]  # given the loss
     copied: Any = None  # event; None on a CPU
 
     def complete(self, num_layers: int) -> dict[str, Any]:
@@ -57,7 +58,9 @@ class _Unwritten:
         if self.copied is not None:
             self.copied.synchronize()
         scalars, sums = self.scalars.tolist(), self.sums.tolist()
-        row = {**self.row, **dict(zip(_SCALARS, scalars, strict=False))}
+        skipped = self.skipped(scalars[0])
+        row = {**self.row, "skipped": "" if skipped is None else skipped.reason,
+               **dict(zip(_SCALARS, scalars, strict=False))}
         if len(scalars) > len(_SCALARS):
             row["gradients"] = scalars[len(_SCALARS):]
         for key, names in self.names.items():
@@ -110,7 +113,7 @@ class FlightRecorder(Callback):
         self._is_full = self.interval.is_full(run.step)
         self._row: dict[str, Any] = {
             "step": run.step, "samples": [run.consumed_samples], "tokens": _crc(_tensors_of(micro_batches)),
-            "lr": learning_rate(self._engine), "loss_scale": loss_scale(self._engine), "random": _crc(random_states())}
+            "lr": None, "loss_scale": loss_scale(self._engine), "random": _crc(random_states())}
         self._sums: dict[str, torch.Tensor] = {}
         self._names: dict[str, list[str] | None] = {}
         self._cost.take_ms()
@@ -123,9 +126,9 @@ class FlightRecorder(Callback):
     def after_step(self, run: Run, result: StepResult) -> None:
         """Take the digests of the results, and write the row of the step before."""
         began = time.perf_counter()
-        norm, skipped = global_grad_norm(self._engine), skipped_update(self._engine)
+        norm = global_grad_norm(self._engine)
         self._row["samples"].append(run.consumed_samples)
-        self._row |= {"skipped": "" if skipped is None else skipped.reason, "time": time.time(),
+        self._row |= {"lr": result.lr, "skipped": "", "time": time.time(),
                       "ms": round((began - self._began) * 1e3, 3)}
         scalars = [_scalar(value, self._engine.device)
                    for value in (result.loss, rank_loss(self._engine), 0.0 if norm is None else norm)]
@@ -168,7 +171,7 @@ class FlightRecorder(Callback):
     def _begin_copy(self, scalars: torch.Tensor) -> _Unwritten:
         """Begin to copy the values of the newest step to the host."""
         sums = torch.cat([*self._sums.values()]) if self._sums else torch.empty(0, dtype=torch.int64)
-        unwritten = _Unwritten(self._row, self._names, scalars, sums)
+        unwritten = _Unwritten(self._row, self._names, scalars, sums, begin_skipped_update(self._engine))
         if self._engine.device.type == "cpu":
             return unwritten
         unwritten.scalars, unwritten.sums = (

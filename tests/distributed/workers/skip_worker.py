@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from pretrain.engine.attachments import attachments
 from pretrain.engine.steps import grad_norm, learning_rate, loss_scale, open_loader, train_batch
-from pretrain.engine.update_guard import guard_updates, skipped_update
+from pretrain.engine.update_guard import UpdateGuard, guard_updates, skipped_update
 from tests.distributed.workers.worker import Case, end, engine_of, plan_of, state_hash, weights_hash
 from tests.support.cases_loop import each_case
 
@@ -128,6 +129,7 @@ def faulty_step(engine: deepspeed.DeepSpeedEngine, faults: Faults, fault: str, b
     update = skipped_update(engine)
     return {"reported": [loss, grad_norm(engine)], "scale": [scale, loss_scale(engine)],
             "unchanged": snapshot(engine, fp16_overflow=overflow) == before,
+            "decided_late": attachments(engine).update.find(UpdateGuard).outcome is not None,
             "counted": everywhere(engine.skipped_steps - skipped),
             "skipped": everywhere([update.reason, update.is_bad] if update else None)}
 

@@ -9,6 +9,7 @@ import dataclasses
 import importlib.abc
 import importlib.machinery
 import os
+import runpy
 import sys
 import threading
 from collections.abc import Callable
@@ -127,6 +128,10 @@ def _count_generated_tokens(utils: Any) -> None:
     utils.GenerationMixin._has_unfinished_sequences = has_unfinished_sequences
 
 
+def _count_waits(step_loop: Any) -> None:
+    runpy.run_path(f"{os.path.dirname(__file__)}/../waits.py")["watch"](step_loop)
+
+
 _PATCHES: dict[str, Callable[[Any], None]] = {
     "torch.distributed.distributed_c10d": _send_objects_over_gloo,
     "pretrain.distributed.computing": _accept_a_gpu_that_computes_nothing,
@@ -134,6 +139,8 @@ _PATCHES: dict[str, Callable[[Any], None]] = {
     "pretrain.model.layers.experts": _count_rows_on_the_host,
     "transformers.generation.utils": _count_generated_tokens,
 }
+if "DRY_GPU_WAITS" in os.environ:
+    _PATCHES["pretrain.step_loop"] = _count_waits
 sys.meta_path.insert(0, _PatchWhenImported())
 
 
