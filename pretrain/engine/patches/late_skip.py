@@ -97,6 +97,7 @@ class LateSkip:
             return
         engine, (scheduler, groups) = self._engine, self._before
         engine.skipped_steps += 1
+        engine.optimizer.overflow = True  # until the next update, as in DeepSpeed: it is part of a checkpoint
         if engine.lr_scheduler is not None:
             vars(engine.lr_scheduler).update(scheduler)
         for group, before in zip(engine.optimizer.optimizer.param_groups, groups, strict=True):
