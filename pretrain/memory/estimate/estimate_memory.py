@@ -21,7 +21,8 @@ from pretrain.memory.footprint import Footprint
 from pretrain.model.description import ModelConfig
 
 # Fraction of the temporary CUDA memory (everything except states and fixed buffers) that torch's caching allocator
-# cannot use for lack of contiguous blocks. An assumption, not a measurement. CPU tensors have no such loss.
+# cannot use for lack of contiguous blocks, even where it returns free pages (see _reserved_bytes). An assumption, not a
+# measurement. CPU tensors have no such loss.
 FRAGMENTATION = 0.05
 
 

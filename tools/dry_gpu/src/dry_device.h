@@ -26,8 +26,8 @@ struct range {
 };
 
 /* Return whether a copy of this size has values. With torch's caching allocator (DRY_GPU_CACHING) only memory is
- * measured: copies and messages of more than 1 MiB, for which that allocator has blocks of their own, are left out, so
- * that a model takes no memory of the host. */
+ * measured: copies to a device and messages of more than 1 MiB, for which that allocator has blocks of their own, are
+ * left out, so that a model takes no memory of the host. */
 int dry_has_values(size_t size);
 
 /* Return the range that an address lies in; its kind is PAGEABLE where it lies in none. */

@@ -162,7 +162,7 @@ static cudaError_t copy(void *to, const void *from, size_t size, enum cudaMemcpy
         __atomic_add_fetch(&dry_counters->copies_to_device, 1, __ATOMIC_RELAXED);
     if (kind == cudaMemcpyDeviceToHost && !dry_has_values(SIZE_MAX) && is_old(from, size))
         memset(to, 0, size);
-    else if (dry_has_values(size))
+    else if (dry_has_values(size) || dry_find_range(to).kind != DEVICE)  /* the host gets zeros, or finds old bytes */
         memmove(to, from, size);
     return cudaSuccess;
 }
