@@ -1,12 +1,14 @@
 """Triton's kernels of attention, compiled for each compute capability: shared memory and registers are a GPU's."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from tests.dry_gpu.conftest import DryGpu
 from tests.dry_gpu.interpreted_attention import CASES
+from tests.support.cases import config, flags
 
 # CUDA C++ Programming Guide, "Technical specifications per compute capability": bytes of shared memory of one block
 LIMITS = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
@@ -36,3 +38,18 @@ def test_kernels_of_flex_attention_compute_attention(dry_gpu: DryGpu, tmp_path: 
     lines = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("errors:")]
     assert len(lines) == len(CASES), done.stdout[-3000:]
     assert max(float(error) for line in lines for error in line) < 1e-3, lines
+
+
+@pytest.mark.slow
+def test_a_kernel_with_too_much_shared_memory_is_not_used(dry_gpu: DryGpu, corpus: str, tmp_path: Path) -> None:
+    """Capability 8.6 has 99 KiB, and the backward kernel for heads of 256 elements needs more."""
+    (tmp_path / "ds.json").write_text(json.dumps(config(1, precision="bf16", micro=2)))
+    own = {**flags(corpus, steps=2, seq_length=128), "document_attention": "true",
+           "model_overrides": "vocab_size=256,n_layer=2,n_embd=256,n_head=1"}
+    done = dry_gpu(["python", "-m", "pretrain", "--num_accelerators=1", f"--deepspeed_config={tmp_path / 'ds.json'}",
+                    f"--save={tmp_path / 'run'}", *(f"--{name}={value}" for name, value in own.items())],
+                   DRY_GPU_CAPABILITY="86")
+    reason = re.search(r"no flex_attention: its kernel failed: .*out of resource: \w+ Required: (\d+)", done.stdout)
+    assert reason, done.stdout[-3000:]
+    assert int(reason[1]) > 99 << 10
+    assert "finished 2 steps" in done.stdout

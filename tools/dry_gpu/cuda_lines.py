@@ -40,14 +40,13 @@ def statements(block: list[ast.stmt], only_cuda: bool) -> Iterator[tuple[ast.stm
         text = header(node)
         if text and (only_cuda or WORDS.search(text)) and not isinstance(node, (ast.Import, ast.ImportFrom)):
             yield node, text
-        decides = isinstance(node, ast.If)
         for name in BLOCKS:
             parts = getattr(node, name, [])
             if name in ("handlers", "cases"):
                 parts = [each for part in parts for each in part.body]
             branch = ON_CUDA if name == "body" else ON_CPU
-            yield from statements(parts, only_cuda or (decides and bool(branch.search(text))))
-        if decides and ON_CPU.search(text) and isinstance(node.body[-1], (ast.Return, ast.Raise)):
+            yield from statements(parts, only_cuda or (isinstance(node, ast.If) and bool(branch.search(text))))
+        if isinstance(node, ast.If) and ON_CPU.search(text) and isinstance(node.body[-1], (ast.Return, ast.Raise)):
             only_cuda = True  # the rest of this block
 
 
