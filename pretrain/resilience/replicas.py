@@ -88,6 +88,8 @@ def _describe_differences(own: dict[tuple[tuple[int, ...], str], torch.Tensor]) 
         for (ranks, name), value in sums.items():
             by_tensor[ranks, name][rank] = value
     differing = {key: values for key, values in by_tensor.items() if len(set(values.values())) > 1}
+    if not differing:
+        return "checksums of copies differ according to the devices, and are equal: a device computes wrongly"
     (_, name), values = next(iter(differing.items()))
     others = f" ({len(differing) - 1} other tensors also differ)" if len(differing) > 1 else ""
     return _describe(name, values, hosts) + others

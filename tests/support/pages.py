@@ -36,6 +36,10 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "launch/setup.sh --offload", "ruff check .", "mypy", "lint-imports"),
     "needs the environment of the dry GPU: tests/dry_gpu starts the same programs": (
         "tools/dry_gpu/dry-gpu --setup", "pytest tests/dry_gpu", "pytest -m slow tests/dry_gpu",
+        "pytest -m slow tests/dry_gpu/test_runs.py",
+        "DRY_GPU_COUNT=4 tools/dry_gpu/dry-gpu pytest tests/gpu -m gpu",
+        "DRY_GPU_CACHING=1 tools/dry_gpu/dry-gpu pytest tests/gpu -m gpu -k memory",
+        "DRY_GPU_CAPABILITY=90 tools/dry_gpu/dry-gpu pytest tests/gpu -m gpu -k grouped",
         "DRY_GPU_COUNT=2 tools/dry_gpu/dry-gpu ds-pretrain --num_gpus 2 --config runs/quickstart/quickstart.yaml "
         "--deepspeed_config zero3_bf16 --gradient_accumulation_steps 2 --train_steps 4 --save runs/dry"),
     "needs the network": (
