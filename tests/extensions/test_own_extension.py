@@ -62,7 +62,7 @@ def test_its_state_survives_a_stop_another_layout_and_a_run_without_it(folder: P
     stop = [row for row in read_rows(folder / "run/events.jsonl") if row["event"] == "stop"][-1]
     assert (stop["step"], stop["reason"]) == (5, "--stop_loss")
     start = json.loads((folder / "run/run.json").read_text())[-1]
-    assert (start["flags"]["stop_loss"], start["extensions"]) == (1000.0, {"stop_at_loss": f"--extension {NAME}"})
+    assert (start["flags"]["stop_loss"], start["extensions"]["stop_at_loss"]) == (1000.0, f"--extension {NAME}")
     lowest = program(folder, "--extension", NAME, "lowest", "run")
     assert float(lowest.stdout) == min(row["loss"] for row in read_rows(folder / "run/metrics.jsonl") if "loss" in row)
 
