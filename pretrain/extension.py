@@ -24,8 +24,9 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pretrain.cli import say
 from pretrain.errors import ConfigError, shorten
-from pretrain.own_code import import_own_module, own_code_failed
+from pretrain.own_code import described, import_own_module
 
 if TYPE_CHECKING:
     from pretrain.callback import Callback
@@ -146,12 +147,13 @@ def _find() -> None:
         _add(importlib.import_module(module).EXTENSION, module, BUILT_IN)
     for entry in entry_points(group=ENTRY_POINTS):
         where = f"extension {entry.name} of the package {entry.dist.name if entry.dist else 'unknown'}"
-        try:
-            declared = entry.load()
-        except Exception as error:
-            raise own_code_failed(where, f"the import of {entry.module}", error) from error
         origin = f"package {entry.dist.name} {entry.dist.version}" if entry.dist else where
-        _add(declared, entry.module, origin, where)
+        try:
+            _add(entry.load(), entry.module, origin, where)
+        except Exception as error:  # a package that does not fit must not end programs that do not need it
+            if os.environ.get("RANK", "0") == "0":
+                reason = error if isinstance(error, ConfigError) else described(error)
+                say(f"warning: the {where} is left out: {reason}")
 
 
 def activate(spec: str) -> Extension:

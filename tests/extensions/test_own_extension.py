@@ -78,6 +78,12 @@ def test_an_entry_point_needs_no_flag(folder: Path) -> None:
     assert "lowest         print the lowest loss" in program(folder, "--help", path=path).stdout
     assert "stop when 3 logged losses" in program(folder, "reference", "flags", path=path).stdout
     assert "there is no subcommand 'lowest'" in program(folder, "lowest", "run").stderr
+    (folder / "installed" / "stop_at_loss.py").write_text("1 / 0\n")
+    done = program(folder, "--help", path=path)
+    assert done.returncode == 0
+    start = "ds-pretrain: warning: the extension stop_at_loss of the package stop-at-loss is left out: ZeroDivisionError"
+    assert done.stderr.startswith(start), done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize(("words", "line"), [
