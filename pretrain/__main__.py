@@ -75,18 +75,23 @@ def main() -> int:
 
 
 def _without_extension(words: list[str]) -> list[str]:
-    """Activate the extension of `--extension my_module:EXTENSION SUBCOMMAND ...`, and return the words after it."""
-    word, equals, value = words[0].partition("=") if words else ("", "", "")
-    rest = words[1:] if equals else words[2:]
-    if word != "--extension" or not rest or rest[0].startswith("-"):
-        return words
-    from pretrain.extension import activate, commands
+    """Return the words of `--extension my_module:EXTENSION SUBCOMMAND ...` with the subcommand first.
 
-    activate(value or words[1])
-    if rest[0] not in commands() | COMMANDS:
+    A subcommand of an extension is found after its extension is activated; others take the flag, or reject it.
+    """
+    word, equals, value = words[0].partition("=") if words else ("", "", "")
+    specs, rest = ([value], words[1:]) if equals else ([], words[1:])
+    while not equals and rest and ":" in rest[0] and not rest[0].startswith("-"):
+        specs, rest = [*specs, rest[0]], rest[1:]
+    if word != "--extension" or not specs or not rest or rest[0].startswith("-"):
         return words
-    COMMANDS.update(commands())
-    return rest
+    if rest[0] in COMMANDS:
+        return [rest[0], "--extension", *specs, *rest[1:]]
+    from pretrain.extension import activate
+
+    for spec in specs:
+        activate(spec)
+    return rest if rest[0] in COMMANDS else words
 
 
 def _split_for_launcher(name: str, words: list[str]) -> tuple[list[str], list[str]]:

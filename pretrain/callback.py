@@ -14,21 +14,26 @@ The points of a run, in the order in which they are called:
         before_update, rejects, after_update around `optimizer.step` (see UpdatePart)
         after_step                           trained; the results are still on the device
         rank_values, row_values, after_row   logged steps: the row of metrics.jsonl is made, and written
-        after_row, after_evaluation          if an evaluation is due, and the guard has accepted the step
-        end_step                             the guard has accepted the step
+        accepted                             the guard against bad steps has accepted the step
+        after_row, after_evaluation          if an evaluation is due
+        end_step                             all of the step is done but a save
         before_save                          if a checkpoint is due
     bad_step, rolled_back                    the guard has found a bad step; the run has returned to a checkpoint
-    requested                                a signal or a file asks for a profile or for the flight record
+    requested                                a signal or a file asks for something
     close                                    after the last step, or when the run is stopped
 
-Every point is called on all ranks, in the same order of callbacks, unless it says otherwise. So a callback may use
-collective operations, if all its ranks do. It must not raise an exception on some ranks only.
+Every point is called on all ranks, in the same order of callbacks. So a callback may use collective operations, if all
+its ranks do. It must not raise an exception on some ranks only.
 """
 
 import contextlib
+import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from pretrain.errors import ConfigError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -45,13 +50,16 @@ if TYPE_CHECKING:
     from pretrain.terminal import Screen
 
 
+_PHASES = ("eval", "save")
+_REVERSED = ("after_step", "close")
 _AROUND_UPDATE = ("before_update", "rejects", "after_update")
 
 
 class UpdatePart:
     """Code that runs around the optimizer's step of an engine. A part overrides the methods that it needs.
 
-    Parts run in the order of `order` before the step, and in the reverse order after it, whenever they were added.
+    Parts run in the order of `order` (ties: by the name of the class) before the step, and in the reverse order after
+    it, whenever they were added.
     """
 
     order: float = 50
@@ -83,7 +91,7 @@ class StepResult:
 class Callback(UpdatePart):
     """A part of a run that the step loop does not know.
 
-    Callbacks run in the order of `order` (ties: by name), and in the reverse order in `close`.
+    Callbacks run in the order of `order` (ties: by name), and in the reverse order in `after_step` and `close`.
     """
 
     name: ClassVar[str] = ""  # in messages, and of its state in checkpoints; default: the name of the class
@@ -127,7 +135,7 @@ class Callback(UpdatePart):
         return {}
 
     def after_row(self, run: "Run", row: Mapping[str, Any]) -> None:
-        """Called with each row that is written to metrics.jsonl: of a training step, or with "split" of an evaluation.
+        """Called with each row of metrics.jsonl of a training step, or with "split" of an evaluation.
 
         Ranks above 0 have only their own values in the keys that all ranks contribute to.
         """
@@ -138,8 +146,11 @@ class Callback(UpdatePart):
         `loss` is None if the run has no validation data.
         """
 
+    def accepted(self, run: "Run") -> None:
+        """Called after each step that the guard against bad steps has accepted, before an evaluation: for checks."""
+
     def end_step(self, run: "Run") -> None:
-        """Called after each step that the guard against bad steps has accepted, and its evaluation if one was due."""
+        """Called after each accepted step, and its evaluation if one was due: for what takes long, and for files."""
 
     def bad_step(self, run: "Run", step: int) -> None:
         """Called with a step whose update was skipped, or whose loss or gradient norm is a spike, after it was trained.
@@ -210,11 +221,15 @@ class Run:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Enter a phase that the watchdog knows ("eval", "save", "probe"), whose time no step gets. It waits for the
-        device first.
+        """Do something that belongs to no step, "eval" or "save": it has this phase's time limit, and no step gets its
+        time. The host waits for the device first. Enter it on all ranks.
         """
+        if name not in _PHASES:
+            raise ValueError(f"phase {name!r}: expected one of {', '.join(_PHASES)}")
+        self.watchdog.enter(name, self.step)
         with self.meter.outside_steps(name):
             yield
+        self.watchdog.enter("step", self.step)
 
     def stop(self, reason: str, *, save: bool = True, is_done: bool = False) -> None:
         """End the run after this step. All ranks must call it in the same step.
@@ -233,6 +248,10 @@ class Callbacks:
     def __init__(self, callbacks: Iterable[Callback]) -> None:
         self.all: Sequence[Callback] = sorted(callbacks, key=lambda callback: (callback.order, callback.name))
         self._at: dict[str, list[Callback]] = {}
+        names = [callback.name for callback in self.at("state")]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ConfigError(f"callback {twice[0]}", problem="two callbacks with a state have this name",
+                              remedy="give one of the classes another `name`")
 
     def at(self, point: str) -> list[Callback]:
         """Return the callbacks that override a point, in their order."""
@@ -248,18 +267,30 @@ class Callbacks:
     def connected(self, plan: "Plan") -> None:
         """Call the point `connected`."""
         for callback in self.at("connected"):
-            callback.connected(plan)
+            with naming(callback, "connected"):
+                callback.connected(plan)
+
+    def check_states(self, run: Run) -> None:
+        """Raise ConfigError if JSON cannot represent a state, before a save begins."""
+        for callback in self.at("state"):
+            with naming(callback, "state", run):
+                state = callback.state()
+            try:
+                json.dumps(state)
+            except (TypeError, ValueError) as error:
+                raise ConfigError(f"callback {callback.name}", problem=f"JSON cannot represent its state: {error}",
+                                  remedy="return numbers, texts, lists and mappings of them") from None
 
     def __call__(self, point: str, run: Run, *args: Any) -> None:
-        for callback in reversed(self.at(point)) if point == "close" else self.at(point):
-            with _named(callback, point, run):
+        for callback in reversed(self.at(point)) if point in _REVERSED else self.at(point):
+            with naming(callback, point, run):
                 getattr(callback, point)(run, *args)
 
     def rank_values(self, run: Run) -> "dict[Callback, Sequence[float]]":
         """Return the values of this rank, by callback."""
         values: dict[Callback, Sequence[float]] = {}
         for callback in self.at("rank_values"):
-            with _named(callback, "rank_values", run):
+            with naming(callback, "rank_values", run):
                 values[callback] = callback.rank_values(run)
         return values
 
@@ -275,7 +306,7 @@ class Callbacks:
         for callback, values in given.items():
             first[callback], ranks = ranks[:, :len(values)], ranks[:, len(values):]
         for callback in self.at("row_values"):
-            with _named(callback, "row_values", run):
+            with naming(callback, "row_values", run):
                 row.update(callback.row_values(run, first.get(callback, ranks[:, :0])))
         return row
 
@@ -287,11 +318,15 @@ def overrides(part: UpdatePart, point: str) -> bool:
 
 
 @contextlib.contextmanager
-def _named(callback: Callback, point: str, run: Run) -> Iterator[None]:
-    """Add the name of the callback, the point and the step to an exception."""
+def naming(part: UpdatePart, point: str, run: Run | None = None) -> Iterator[None]:
+    """Add the name of a callback, the point and the step to an exception that is no error of this package."""
     try:
         yield
     except Exception as error:
+        name = part.name if isinstance(part, Callback) else type(part).__name__
+        place = f"in {point} of the callback {name}" + (f", step {run.step}" if run is not None else "")
         if hasattr(error, "add_note"):  # Python 3.11
-            error.add_note(f"in {point} of the callback {callback.name}, step {run.step}")
+            error.add_note(place)
+        elif not type(error).__module__.startswith("pretrain."):
+            print(f"ds-pretrain: {place}:", file=sys.stderr, flush=True)
         raise

@@ -81,8 +81,7 @@ class Extension:
     # topics of `ds-pretrain reference` -> title, and "module:function" that returns Markdown
     reference: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     is_always_used: bool = False  # the functions are called in runs without a flag of the extension, too
-    requires: tuple[str, ...] = ()  # packages without which its flags are rejected
-    page: str = "README.md"  # next to the declaration
+    requires: tuple[str, ...] = ()  # modules of packages without which its flags are rejected
     module: str = ""  # of the declaration; set when it is found
     origin: str = BUILT_IN  # where it comes from, in words; set when it is found
 
@@ -96,9 +95,12 @@ class Extension:
     def load(self, value: str) -> Callable[..., Any]:
         """Return the function "module:function", of a module next to the declaration."""
         module, _, name = value.partition(":")
-        package = self.module.rpartition(".")[0]
-        found: Callable[..., Any] = getattr(importlib.import_module(f"{package}.{module}" if package else module), name)
+        found: Callable[..., Any] = getattr(importlib.import_module(self.full_name(f".{module}")), name)
         return found
+
+    def full_name(self, module: str) -> str:
+        """Return the full name of a module; with a dot in front, it is one next to the declaration."""
+        return ".".join(filter(None, [self.module.rpartition(".")[0], module[1:]])) if module[:1] == "." else module
 
     @property
     def flags(self) -> "dict[str, dataclasses.Field[Any]]":
@@ -111,9 +113,10 @@ class Extension:
                                      for name, each in self.flags.items())
 
     def digest(self) -> str:
-        """Return a hash of the code that is not this package's, and the origin; ranks and hosts compare it."""
-        file = getattr(sys.modules.get(self.module), "__file__", None)
-        code = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12] if file else ""
+        """Return the origin, and a hash of the module's code, or of all modules of its package; ranks compare it."""
+        file = Path(getattr(sys.modules.get(self.module), "__file__", None) or os.devnull)
+        files = sorted(file.parent.rglob("*.py")) if "." in self.module else [file]
+        code = hashlib.sha256(b"".join(each.read_bytes() for each in files)).hexdigest()[:12]
         return f"{self.origin}, code {code}"
 
 
@@ -129,10 +132,23 @@ def extensions() -> list[Extension]:
 
 
 def for_each_extension(call: Callable[[Extension], None]) -> None:
-    """Call a function with each extension, now or when it is found. It may raise ConfigError."""
-    for each in extensions():
-        call(each)
+    """Call a function with each extension, now or when it is found. It raises ConfigError for one that does not fit."""
     _listeners.append(call)
+    for name, each in list(_found.items()):
+        try:
+            call(each)
+        except ConfigError as error:
+            if each.origin == BUILT_IN:
+                raise
+            del _found[name]
+            _leave_out(f"extension {name}", error)
+    _find()
+
+
+def _leave_out(where: str, error: Exception) -> None:
+    """Say that an installed extension is not used: it must not end programs that do not need it."""
+    if os.environ.get("RANK", "0") == "0":
+        say(f"warning: the {where} is left out: {error if isinstance(error, ConfigError) else described(error)}")
 
 
 def _find() -> None:
@@ -150,10 +166,8 @@ def _find() -> None:
         origin = f"package {entry.dist.name} {entry.dist.version}" if entry.dist else where
         try:
             _add(entry.load(), entry.module, origin, where)
-        except Exception as error:  # a package that does not fit must not end programs that do not need it
-            if os.environ.get("RANK", "0") == "0":
-                reason = error if isinstance(error, ConfigError) else described(error)
-                say(f"warning: the {where} is left out: {reason}")
+        except Exception as error:
+            _leave_out(where, error)
 
 
 def activate(spec: str) -> Extension:
@@ -202,17 +216,16 @@ def types_of(extension: Extension) -> dict[str, Any]:
     return typing.get_type_hints(extension.settings) if extension.settings is not None else {}
 
 
-def commands() -> dict[str, Command]:
-    """Return the subcommands of all extensions by name."""
-    return {name: dataclasses.replace(command, module=importlib.util.resolve_name(
-        command.module, each.module.rpartition(".")[0])) for each in extensions()
-            for name, command in each.commands.items()}
-
-
 def check_extensions(args: "RunArguments") -> None:
     """Raise ConfigError for flags of extensions that cannot be used."""
     for each in extensions():
-        if each.is_used(args) and (check := each.function("check")):
+        if not each.is_used(args):
+            continue
+        for module in each.requires:
+            if importlib.util.find_spec(module) is None:
+                raise ConfigError(f"extension {each.name}", problem=f"the package of {module} is not installed",
+                                  remedy="install it with pip")
+        if check := each.function("check"):
             check(args)
 
 

@@ -52,10 +52,13 @@ class StepLoop:
             if bad_steps is not None:
                 self._roll_back(bad_steps)
                 continue
+            call("accepted", run)
             eval_loss = self._evaluate_if_due()
             call("end_step", run)
             self.saver.poll()
             request = self._poll_requests()
+            if run.stopped_by and not run.saves_at_stop:
+                return run.stopped_by
             if run.is_due(run.plan.args.save_interval) or request.needs_checkpoint:
                 self._save(eval_loss, wait=run.step == run.plan.last_step or request.needs_checkpoint)
         if run.step == run.plan.train_steps or (run.is_done and run.saves_at_stop):
@@ -72,13 +75,15 @@ class StepLoop:
         self.requests.close()
         self.call("close", run)
         run.meter.close()
-        announce_end(run.plan, run.step, run.stopped_by, run.meter.losses, run.screen, run.folder)
+        announce_end(run.plan, run.step, run.stopped_by, run.meter.losses, run.screen, run.folder,
+                     is_done=run.is_done)
 
     def _poll_requests(self) -> Request:
         """Return what the ranks do after this step: what somebody has requested, and what a callback has."""
         run = self.run
         request = self.requests.poll(run.step)
-        self.call("requested", run, request)
+        if request != Request():
+            self.call("requested", run, request)
         run.stopped_by = run.stopped_by or request.stop
         return replace(request, stop=run.stopped_by)
 
@@ -89,6 +94,7 @@ class StepLoop:
         self.lock.confirm(now=True)
         run.step, run.consumed_samples = roll_back(run.engine, run.plan, self.saver, run.folder, run.screen, bad)
         self.guard.return_to(run.step)
+        run.stopped_by, run.is_done = "", False  # what a callback has found in steps that are undone
         self.call("rolled_back", run)
         run.meter.restart(run.step, run.consumed_samples)
 
@@ -97,6 +103,7 @@ class StepLoop:
         run.watchdog.enter("save", run.step)
         with run.meter.outside_steps("save"):
             self.call("before_save", run)
+            self.call.check_states(run)
             self.lock.confirm(now=True)
             # a checkpoint between bad steps has the weights from before them: it must not replace a rollback's
             self.saver.save(run.engine, step=run.step, consumed_samples=run.consumed_samples, eval_loss=eval_loss,

@@ -30,6 +30,7 @@ from pretrain.engine.build import DeepSpeedEngine, build_engine, deepspeed_outpu
 from pretrain.engine.collective_waits import measure_waits
 from pretrain.engine.layer_times import plan_as_built
 from pretrain.engine.phases import time_phases
+from pretrain.engine.recipe import keep_states
 from pretrain.engine.steps import open_loader
 from pretrain.engine.update_guard import guard_updates
 from pretrain.engine.update_statistics import measure_updates
@@ -172,7 +173,7 @@ def _build(plan: Plan, resume: Resume | None, weights: InitialWeights | None, wa
                               recorded_kernels=kernels, recorded_layer_times=layer_times)
         watchdog.enter("load", 0)
         with_state = {callback.name: callback for callback in callbacks.at("state")} if callbacks else {}
-        attachments(engine).keep_state |= with_state
+        keep_states(engine, with_state)
         warnings = _restore(engine, plan, resume, weights)
         for callback in with_state.values():
             if callback.of_run and resume is not None and resume.branch is not None:
@@ -245,7 +246,7 @@ def _report_early_stop(resume: Resume, world: World, guards: RankGuards) -> int:
         print(early_end_line(resume.plan, resume.manifest.step, _early_stopping(resume).reason()))
     # the supervisor would take an end without this event for a crash
     folder = RunFolder(Path(resume.plan.args.save), active=world.rank == 0, before_write=guards.lock.confirm)
-    folder.event("stop", step=resume.manifest.step, reason=EARLY_STOP)
+    folder.event("stop", step=resume.manifest.step, reason=EARLY_STOP, is_done=True)
     leave_process_group()
     return FINISHED
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from pretrain.callback import Callback, Callbacks, Run, StepResult
+from pretrain.errors import ConfigError
 from tests.support.callback_runs import run_of
 
 POINTS = [name for name, value in vars(Callback).items() if callable(value) and not name.startswith("_")]
@@ -86,6 +87,33 @@ def test_an_error_names_the_callback_the_point_and_the_step() -> None:
         Callbacks([Failing()])("after_step", run_of(None, step=9), None)
     assert getattr(caught.value, "__notes__", ["in after_step of the callback Failing, step 9"]) == \
         ["in after_step of the callback Failing, step 9"]
+
+
+class Stateful(Callback):
+    name = "stateful"
+
+    def __init__(self, state: Any) -> None:
+        self.own = state
+
+    def state(self) -> Any:
+        return self.own
+
+
+def test_states_have_names_of_their_own_and_a_form_that_json_knows() -> None:
+    Callbacks([Stateful({"a": [1, 2.5, None]}), AtEnd("stateful", 1, [])]).check_states(run_of(None))
+    with pytest.raises(ConfigError, match="callback stateful: two callbacks with a state have this name"):
+        Callbacks([Stateful(1), Stateful(2)])
+    with pytest.raises(ConfigError, match="callback stateful: JSON cannot represent its state: Object of type set"):
+        Callbacks([Stateful({1, 2})]).check_states(run_of(None))
+
+
+def test_a_phase_has_a_name_that_the_watchdog_knows() -> None:
+    run = run_of(None, step=3)
+    with run.phase("eval"):
+        pass
+    assert [call.args for call in run.watchdog.enter.call_args_list] == [("eval", 3), ("step", 3)]  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="phase 'mine': expected one of eval, save"), run.phase("mine"):
+        pass
 
 
 def test_a_run_is_due_at_its_intervals_and_after_its_last_step() -> None:

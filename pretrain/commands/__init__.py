@@ -4,7 +4,10 @@ The table imports none of them, so that `ds-pretrain --help` takes no longer tha
 theirs.
 """
 
-from pretrain.extension import Command, commands
+from dataclasses import replace
+
+from pretrain.errors import ConfigError
+from pretrain.extension import Command, Extension, for_each_extension
 
 _HERE = __name__
 _RUN, _BEFORE, _DATA, _AFTER, _WEIGHTS, _FILES = (
@@ -62,4 +65,14 @@ COMMANDS = {
     "completion": Command(_FILES, "print a script that completes command lines in bash or zsh",
                           f"{_HERE}.completion"),
 }
-COMMANDS |= commands()
+
+
+def _add_commands(extension: Extension) -> None:
+    for name, command in extension.commands.items():
+        if name in COMMANDS:
+            raise ConfigError(f"extension {extension.name}", problem=f"there is a subcommand {name} already",
+                              remedy="give its subcommand another name")
+        COMMANDS[name] = replace(command, module=extension.full_name(command.module))
+
+
+for_each_extension(_add_commands)

@@ -7,6 +7,7 @@ import argparse
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from pretrain.checkpoint.format.manifest import Manifest
@@ -20,7 +21,7 @@ from pretrain.config.ds_json.schema import REMOVED, TREE, Key, Tree
 from pretrain.config.flags.arguments import OVERRIDES
 from pretrain.config.flags.parse import run_parser
 from pretrain.errors import EXIT_CODES
-from pretrain.extension import extensions
+from pretrain.extension import Extension, extensions
 from pretrain.monitor.rows import EVALUATION_ROW, EVENTS, OPTIONAL_KEYS, PREDICTION_ROW, TASK_ROW, TRAINING_ROW
 
 _KEY_HEADER = ("key", "value, or why it is rejected or has no effect")
@@ -163,6 +164,10 @@ def _manifest() -> str:
          for name, kind, _, comment in fields))
 
 
+def _of_extension(extension: Extension, function: str) -> str:
+    return str(extension.load(function)())
+
+
 # topic -> (title, function that returns the Markdown below the title)
 TOPICS: dict[str, tuple[str, Callable[[], Any]]] = {
     "commands": ("Subcommands and their flags", _commands),
@@ -173,5 +178,5 @@ TOPICS: dict[str, tuple[str, Callable[[], Any]]] = {
     "exit-codes": ("Exit codes", _exit_codes),
     "manifest": ("Fields of a checkpoint's manifest", _manifest),
 }
-TOPICS |= {topic: (title, each.load(function)) for each in extensions()
+TOPICS |= {topic: (title, partial(_of_extension, each, function)) for each in extensions()
            for topic, (title, function) in each.reference.items()}

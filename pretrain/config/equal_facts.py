@@ -50,7 +50,8 @@ def common_facts(program: str, world: World, device: Device, environ: Mapping[st
 def run_facts(plan: Plan, program: str, world: World, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return what the ranks of a run must have in common: settings first, which explain differences in the rest."""
     common = common_facts(program, world, plan.device, environ)
-    others = {f"extension {each.name}": each.digest() for each in extensions() if each.origin != BUILT_IN}
+    others = {f"extension {each.name}": each.digest() for each in extensions()
+              if each.origin != BUILT_IN and each.is_used(plan.args)}
     return {**common, **flag_facts(plan.args), **_texts(others), **_texts(dict(_run_facts(plan)))}
 
 
@@ -61,7 +62,7 @@ def flag_facts(args: RunArguments) -> dict[str, str]:
         value = args.value(name)
         if name in DATA_FLAGS or flag.parse is path_text:
             value = "given" if value else None
-        if name not in OWN_FLAGS and not flag.group.not_recorded:
+        if name not in OWN_FLAGS and not flag.group.not_recorded and not flag.is_secret:
             facts[f"--{name}"] = value
     return _texts(facts)
 

@@ -1,12 +1,12 @@
 """The training recipe beyond DeepSpeed's: clipping, terms of the loss, and the states that checkpoints keep."""
 
-import json
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 
+from pretrain.callback import Callback
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.plan import Plan
 from pretrain.engine.attachments import attachments
@@ -33,17 +33,21 @@ def add_recipe(engine: DeepSpeedEngine, args: RunArguments) -> None:
         own.keep_state["noise_scale"] = own.update.add(NoiseScale(engine, interval=args.noise_scale_interval))
 
 
+def keep_states(engine: DeepSpeedEngine, callbacks: dict[str, Callback]) -> None:
+    """Let checkpoints keep the states of callbacks. Raises ConfigError for a name that the core has."""
+    own = attachments(engine)
+    for name, callback in callbacks.items():
+        if name in own.keep_state or (name in _OF_FLAGS and not type(callback).__module__.startswith("pretrain.")):
+            raise ConfigError(f"callback {name}", problem="a part of every run keeps its state under this name",
+                              remedy="give the class another `name`")
+    own.keep_state |= callbacks
+
+
 def recipe_states(engine: DeepSpeedEngine) -> dict[str, Any]:
     """Return the states of all parts by name, for the manifest of a checkpoint. Synchronizes the device."""
     own = attachments(engine)
     states = {name: part.state() for name, part in own.keep_state.items()}
-    for name, state in states.items():
-        try:
-            json.dumps(state)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"callback {name}", problem=f"JSON cannot represent its state: {error}",
-                              remedy="return numbers, texts, lists and mappings of them") from None
-    return {**own.unclaimed_states, **{name: state for name, state in states.items() if state}}
+    return {**own.unclaimed_states, **{name: state for name, state in states.items() if state is not None}}
 
 
 def set_recipe_states(engine: DeepSpeedEngine, states: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from deepspeed import DeepSpeedEngine
 
-from pretrain.callback import UpdatePart, overrides
+from pretrain.callback import UpdatePart, naming, overrides
 from pretrain.engine.patches.skip import also_skip_if
 
 if TYPE_CHECKING:
@@ -58,12 +58,13 @@ class Update:
         readers = [part for part in parts if part.reads_norm and overrides(part, "rejects")]
 
         def rejects(scaled_norm: torch.Tensor) -> bool:
-            is_rejected = any(part.rejects(scaled_norm) for part in readers)
+            is_rejected = any(_rejects(part, scaled_norm) for part in readers)
             self.rejected_norm = scaled_norm if is_rejected else self.rejected_norm
             return is_rejected
 
         for part in parts:
-            part.before_update()
+            with naming(part, "before_update"):
+                part.before_update()
         with contextlib.ExitStack() as stack:
             if readers:
                 stack.enter_context(also_skip_if(rejects, self._engine.optimizer))
@@ -72,5 +73,11 @@ class Update:
             stack.enter_context(torch.no_grad())  # torch 2.13 rejects the all-gather of DeepSpeed 0.18 with gradients
             result = self.step(*args, **kwargs)
         for part in reversed(parts):
-            part.after_update()
+            with naming(part, "after_update"):
+                part.after_update()
         return result
+
+
+def _rejects(part: UpdatePart, scaled_norm: torch.Tensor) -> bool:
+    with naming(part, "rejects"):
+        return part.rejects(scaled_norm)

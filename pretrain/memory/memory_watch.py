@@ -97,7 +97,7 @@ class MemoryWatch(Callback):
         if self.step_peak is not None and run.steps_here == REPORTED_STEP:
             self.step_peak.end()
 
-    def end_step(self, run: Run) -> None:
+    def accepted(self, run: Run) -> None:
         """Report one line after the step REPORTED_STEP. Collective."""
         if run.steps_here == REPORTED_STEP:
             self._report(run.screen.line)

@@ -140,7 +140,7 @@ def _flags(plan: Plan) -> dict[str, Any]:
     flags = {**args.values(), "tokenizer": args.tokenizer and absolute_tokenizer(args.tokenizer),
              **{name: absolute_words(getattr(args, name)) for name in _DATA_FLAGS}}
     return {name: plain(value) if isinstance(value, str) else value for name, value in flags.items()
-            if not FLAGS[name].group.not_recorded}
+            if not (FLAGS[name].group.not_recorded or FLAGS[name].is_secret)}
 
 
 def _parameters_text(model: ModelConfig) -> str:
@@ -180,10 +180,14 @@ def stopped_by_guard(folder: RunFolder, step: int, line: str) -> GuardError:
 
 
 def announce_end(plan: Plan, step: int, stopped_by: str, losses: dict[str, float], screen: Screen,
-                 folder: RunFolder) -> None:
-    """Report why the run ends after `step`. `stopped_by`: the name of a signal, another reason, or ""."""
+                 folder: RunFolder, *, is_done: bool) -> None:
+    """Report why the run ends after `step`. `stopped_by`: the name of a signal, another reason, or "".
+
+    `is_done`: nothing is left to do, although steps are left.
+    """
     is_finished = step == plan.train_steps and stopped_by != REPLAYED
-    folder.event("stop", step=step, reason="finished" if is_finished else stopped_by or "--exit_step")
+    folder.event("stop", step=step, reason="finished" if is_finished else stopped_by or "--exit_step",
+                 is_done=is_done or is_finished)
     if is_finished:
         last = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
         screen.line(f"finished {step} steps in {plan.args.save}: {last}")
@@ -191,8 +195,9 @@ def announce_end(plan: Plan, step: int, stopped_by: str, losses: dict[str, float
             screen.line(line)
     elif stopped_by == REPLAYED:
         screen.line(f"step {step} is trained again")
-    elif stopped_by == EARLY_STOP:
-        screen.line(f"saved global_step{step} in {plan.args.save}")
+    elif is_done:
+        ended = "" if stopped_by == EARLY_STOP else f"ended by {stopped_by}: "
+        screen.line(f"{ended}saved global_step{step} in {plan.args.save}")
     elif stopped_by:
         stop_file = folder.path / STOP_FILE
         remedy = f"after `rm {stop_file}`, " if stop_file.exists() else ""

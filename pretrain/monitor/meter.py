@@ -194,7 +194,6 @@ class Meter:
             self.folder.metrics(row)
             self._sinks.write(row)
             self.screen.line(task_line(row))
-            self._callbacks("after_row", run, row)
         if failure:
             self.screen.line(f"warning: --eval_tasks has no scores at step {run.step}: {failure}")
             run.event("tasks_failed", reason=failure)

@@ -13,7 +13,6 @@ from typing import Any
 from pretrain.errors import printable, shorten
 from pretrain.model.general.own_models import is_model_code
 from pretrain.monitor.repeatable import (
-    NEVER_REPEATED,
     OWN_CODE,
     directory_of,
     hosts_of,
@@ -22,6 +21,7 @@ from pretrain.monitor.repeatable import (
     repeated_config,
     repeated_flags,
     repeated_variables,
+    why_left_out,
 )
 
 _END = "END_OF_FILE"
@@ -71,7 +71,7 @@ def _devices(host: dict[str, Any]) -> str:
 
 def _left_out(record: dict[str, Any]) -> list[str]:
     """Return what is not repeated, a line each."""
-    flags = [f"Left out: --{name} {shorten(json.dumps(value), 300)} ({NEVER_REPEATED[name]}); add it if you want it."
+    flags = [f"Left out: --{name} {shorten(json.dumps(value), 300)} ({why_left_out(name)}); add it if you want it."
              for name, value in left_out_flags(record).items()]
     blocks = left_out_blocks(record)
     return [*flags, *([f"Left out of the DeepSpeed JSON: {', '.join(blocks)}."] if blocks else [])]

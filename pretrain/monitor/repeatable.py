@@ -98,12 +98,18 @@ def repeated_flags(record: dict[str, Any]) -> dict[str, Any]:
 
 def left_out_flags(record: dict[str, Any]) -> dict[str, Any]:
     """Return the flags of a start that are never repeated from a record alone; without those of own code."""
-    return {name: value for name, value in _given(record).items() if name in NEVER_REPEATED and name not in OWN_CODE}
+    return {name: value for name, value in _given(record).items()
+            if name not in REPEATED_FLAGS | SET_AGAIN | OWN_CODE.keys()}
+
+
+def why_left_out(name: str) -> str:
+    """Return why a flag is not repeated."""
+    return NEVER_REPEATED.get(name, "it is no flag here without an extension")
 
 
 def _given(record: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in record["flags"].items()
-            if name in FLAGS and value is not None and value is not False and value != DEFAULTS[name]}
+            if value is not None and value is not False and value != DEFAULTS.get(name)}
 
 
 def repeated_variables(record: dict[str, Any]) -> dict[str, str]:

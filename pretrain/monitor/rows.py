@@ -141,5 +141,5 @@ EVENTS = {
     "early_stop": ("best best_step", "`--early_stopping_patience` ended the run"),
     "signal": ("", "a signal, a file such as `RUN/STOP` or a time limit asks the run to save, to stop or to keep its "
                    "flight record"),
-    "stop": ("exit_code", "the run has ended: finished, stopped, or stopped by the guard with exit code 76"),
+    "stop": ("exit_code is_done", "the run has ended: finished, stopped, or stopped by the guard with exit code 76"),
 }

@@ -57,7 +57,7 @@ class SlowRankWatch(Callback):
             return
         self._observe(_times_of(run), expert_load=row.get("expert_load_max") or 1.0)
         if self._probes:
-            with run.phase("probe"):
+            with run.meter.outside_steps("probe"):
                 self._probe()
 
     def _probe(self) -> None:

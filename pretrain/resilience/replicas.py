@@ -37,7 +37,7 @@ class ReplicaCheck(Callback):
         self._interval = interval
         self._checked_step = -1
 
-    def end_step(self, run: Run) -> None:
+    def accepted(self, run: Run) -> None:
         """Compare the copies every --replica_check_interval steps."""
         if run.step % self._interval == 0:
             self.check(run)

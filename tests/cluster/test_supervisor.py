@@ -90,6 +90,7 @@ STOPPED = {"event": "stop", "step": 5, "reason": "SIGTERM"}
     (1, [STOPPED], 5, (75, "saved on SIGTERM")),  # DeepSpeed's launcher got SIGTERM
     (241, [STOPPED], 5, (75, "saved on SIGTERM")),
     (0, [{"event": "stop", "step": 5, "reason": "early_stop"}], 5, (0, "finished")),  # also if it is started again
+    (0, [{**STOPPED, "reason": "--mine", "is_done": True}], 5, (0, "finished")),
     (75, [STOPPED], 9, (0, "finished")),  # stopped by a signal after the last step
     (0, [], 9, (0, "finished")),  # a complete run was started again
     (0, [], 5, (1, "crash: the launcher exited with 0, but the run has not finished")),

@@ -487,3 +487,11 @@ def test_text_with_line_breaks_begins_no_key(tmp_path: Path, capsys: pytest.Capt
     assert "notify_command" not in values
     assert values["save"] == f"some{injected}"
     assert not [line for line in capsys.readouterr().out.splitlines() if line.startswith("notify_command")]
+
+
+@pytest.mark.parametrize("name", ["extension", "notify_command", "model_code", "dataset_module"])
+def test_a_foreign_file_sets_no_flag_that_loads_code_or_sends(name: str, tmp_path: Path) -> None:
+    settings = {key.replace("-", "_"): value for key, value in pythia("70m").items()} | {name: "evil:EXTENSION"}
+    with pytest.raises(ConfigError, match=f"{name}: GPT-NeoX has no setting that is known here by this name"):
+        main([written(tmp_path, "pythia.yml", settings), "--output", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()

@@ -86,7 +86,23 @@ def test_an_entry_point_needs_no_flag(folder: Path) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_the_flag_may_stand_in_front_of_a_subcommand_and_other_extensions_in_a_yaml(folder: Path) -> None:
+    """A key of an extension may be a list; the flag of the command line wins."""
+    (folder / "listed.py").write_text(CODE.replace('Extension("stop_at_loss"', 'Extension("listed"').replace(
+        "stop_loss: float | None = GROUP.flag(None,", "my_words: list[str] | None = GROUP.flag(None,").replace(
+        ", above=0)", ")").replace("plan.args.of(Flags).stop_loss", "1.0").replace('"lowest": ', '"own": '))
+    (folder / "own.yaml").write_text("extension: listed:EXTENSION\nmy_words: [a, b]\nmodel: gpt2\nsave: new\n"
+                                     "deepspeed_config: zero1_bf16\ntrain_steps: 5\nlearning_rate: -1\n")
+    for words in (["check", "--world_size", "1", "--config", "own.yaml"],
+                  ["--extension", "listed:EXTENSION", "check", "--world_size", "1", "--config", "own.yaml"]):
+        assert "--learning_rate: found -1.0; expected above 0" in program(folder, *words).stderr
+    done = program(folder, "--extension", NAME, "listed:EXTENSION", "own", "--help")
+    assert "Print the lowest training loss of a run." in done.stdout
+
+
 @pytest.mark.parametrize(("words", "line"), [
+    (["--extension", "named:EXTENSION"], "extension stop_at_loss: a run has a flag --config already"),
+    (["--extension", "commands:EXTENSION"], "extension stop_at_loss: there is a subcommand check already"),
     (["--extension", NAME, "--stop_loss", "-1"], "--stop_loss: found -1.0; expected above 0"),
     (["--extension", NAME, "--stop_loss", "low"], "--stop_loss: found 'low'; expected a number"),
     (["--stop_loss", "3"], "--stop_loss: there is no such flag"),
@@ -103,6 +119,8 @@ def test_wrong_extensions_get_one_line(words: list[str], line: str, folder: Path
     (folder / "second.py").write_text(CODE.replace('Extension("stop_at_loss"', 'Extension("second"'))
     (folder / "newer.py").write_text(CODE.replace('Extension("stop_at_loss"', 'Extension("newer", api=2, summary=""'
                                                   ).replace(', "Stops a run at a loss."', ""))
+    (folder / "named.py").write_text(CODE.replace("stop_loss: float", "config: float"))
+    (folder / "commands.py").write_text(CODE.replace('"lowest": Command', '"check": Command'))
     (folder / "core.py").write_text(CODE.replace("stop_loss: float", "train_steps: float"))
     done = program(folder, "check", "--world_size", "1", "--deepspeed_config", "zero1_bf16", "--model", "gpt2",
                    "--save", "new", *words)

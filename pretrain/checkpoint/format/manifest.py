@@ -41,7 +41,7 @@ class _TypeAndParams(TypedDict, total=False):
 
 
 class _RecipeStates(TypedDict, total=False):
-    """State of each `RecipePart` of engine/recipe.py."""
+    """States of parts of the core by name: see engine/recipe.py. Those of extensions have any form."""
 
     early_stopping: "_EarlyStoppingState | None"
     adaptive_clipping: list[float] | None

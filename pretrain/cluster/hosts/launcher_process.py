@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -112,8 +113,12 @@ def reap_orphans(launcher: int) -> None:
 
 def descendants() -> list[psutil.Process]:
     """Return all descendants of this process except those that end by themselves: checkpoint writers after their save,
-    and processes that extensions have started.
+    and processes that built-in extensions have started.
     """
-    return [process for process in psutil.Process().children(recursive=True)
-            if not any(word == WRITER_MODULE or word.startswith(f"{BUILT_IN_EXTENSIONS}.")
-                       for word in command_line(process))]
+    return [process for process in psutil.Process().children(recursive=True) if not _ends_by_itself(process)]
+
+
+def _ends_by_itself(process: psutil.Process) -> bool:
+    words = command_line(process)
+    modules = [module for program, module in pairwise(words) if program.endswith("child.py")]
+    return WRITER_MODULE in words or any(module.startswith(f"{BUILT_IN_EXTENSIONS}.") for module in modules)

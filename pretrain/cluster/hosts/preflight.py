@@ -73,7 +73,8 @@ def preflight_request(args: RunArguments, train_words: Sequence[str], folder: Pa
     names += [str(find_layout(args.deepspeed_config))] if args.deepspeed_config else []
     names += [file_of_tokenizer(args.tokenizer) or ""] if args.tokenizer else []
     model_code = args.model if is_model_code(args.model) else args.model_code
-    own = [f"{code.partition(':')[0].replace('.', '/')}.py" for code in (args.dataset_module, model_code) if code]
+    modules = [name.partition(":")[0] for name in (args.dataset_module, model_code, *(args.extension or ())) if name]
+    own = [f"{module.replace('.', '/')}.py" for module in modules]
     names += [name for name in own if (folder / name).exists()]
     # otherwise --model is a preset's name, and --init_from a repository or, in a resumed run, no longer needed
     names += [name for name in (args.model, args.init_from) if name and Path(name).exists()]

@@ -76,7 +76,8 @@ def classify_exit(code: int, progress: RunProgress, *, last_step: int | None) ->
     """
     complete = last_step is not None and progress.kept_step >= last_step
     stop = progress.stop
-    if stop is not None and (complete or stop["reason"] in ("finished", "early_stop", "--exit_step")):
+    ended = stop is not None and (stop.get("is_done") or stop["reason"] in ("finished", "early_stop", "--exit_step"))
+    if ended or (stop is not None and complete):
         return FINISHED, "finished"
     if code == 0 and complete:
         return FINISHED, "finished"

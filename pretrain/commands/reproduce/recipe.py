@@ -138,7 +138,7 @@ def read_recipe(folder: Path) -> tuple[Recipe, Corpus | None]:
         recipe = replace(recipe, small=replace(recipe.small, flags={**shared, **recipe.small.flags}))
     for scale in recipe.scales.values():
         for flags in (scale.flags, *(run.flags for run in scale.starts())):
-            if unknown := sorted(flags.keys() - FLAGS.keys()):
+            if unknown := sorted(flags.keys() - (FLAGS.keys() - {"extension"})):  # which loads code
                 raise ConfigError(f"{path}: flags", problem=f"there is no flag --{unknown[0]}", word=unknown[0],
                                   known=FLAGS)
         for expectation in scale.expect:

@@ -8,6 +8,7 @@ from pretrain.commands.translate.settings import Settings, as_number
 from pretrain.config.flags.arguments import DEFAULTS, FLAGS, TYPES
 from pretrain.config.other_programs import conversion_for, names_for
 from pretrain.errors import ConfigError
+from pretrain.monitor.repeatable import NEVER_REPEATED
 
 _KINDS = {name: (kind, *get_args(kind)) for name, kind in TYPES.items()}
 # flags whose values other parts compute, from several settings or from words that are no values here
@@ -22,7 +23,8 @@ _COMPUTED = frozenset("""
     noise_scale_interval early_stopping_patience keep_best keep_every local_rank spike_policy eval_tasks
     document_attention decay_vectors lr_counts_from_0
     """.split())  # noqa: SIM905 (readable)
-_COPIED = tuple(name for name in FLAGS if name not in _COMPUTED)
+# nor those that a file of somebody else must not set
+_COPIED = tuple(name for name in FLAGS if name not in _COMPUTED and name not in NEVER_REPEATED)
 
 
 def _without_spaces(value: Any) -> str:

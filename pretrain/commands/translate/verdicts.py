@@ -18,11 +18,13 @@ from pretrain.config.other_programs import (
     without_counterpart,
 )
 from pretrain.errors import ConfigError, listed
+from pretrain.monitor.repeatable import NEVER_REPEATED
 
 
 def check_names(settings: Settings) -> None:
     """Raise ConfigError for a setting that the tables do not know, with the closest name, and for refused ones."""
-    unknown = [name for name in settings.given if name not in FLAGS and not is_known(name)]
+    flags = FLAGS.keys() - NEVER_REPEATED.keys()
+    unknown = [name for name in settings.given if name not in flags and not is_known(name)]
     for name, value in settings.given.items():
         if reason := _refusal(name, value):
             raise ConfigError(settings.where(name), problem=f"nothing here computes this: {reason}",

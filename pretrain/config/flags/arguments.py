@@ -439,7 +439,9 @@ def _declare(fields: Iterable["dataclasses.Field[Any]"], types: Mapping[str, Any
 
 
 def _declare_extension(extension: Extension) -> None:
-    if both := sorted(extension.flags.keys() & set(_CORE)):
+    names = {*extension.flags, *(each.metadata["flag"].other_name for each in extension.flags.values())} - {None}
+    taken = {*_CORE, "config", "help", *(flag.other_name for flag in FLAGS.values())}
+    if both := sorted(names & taken):
         raise ConfigError(f"extension {extension.name}", problem=f"a run has a flag --{both[0]} already",
                           remedy="give the extension's flag another name")
     _declare(extension.flags.values(), types_of(extension))

@@ -25,7 +25,6 @@ _USAGE = """ds-pretrain --deepspeed_config FILE --model NAME --train_data PREFIX
 _DESCRIPTION = ("Pretrain a GPT-style model. Every flag is also a key of the YAML file that --config names; flags on "
                 "the command line win. --seq-length is --seq_length.")
 _JSON = "a DeepSpeed JSON is the value of --deepspeed_config, and --config names a YAML of flags"
-_OTHER_NAMES = {flag.other_name: name for name, flag in FLAGS.items() if flag.other_name}
 
 
 class _HelpFormatter(argparse.HelpFormatter):
@@ -89,7 +88,7 @@ def run_parser() -> Parser:
 def flag_name(word: str) -> str:
     """Return the name of a field of RunArguments for a flag or key: with _ instead of -, and without a second name."""
     name = word.replace("-", "_")
-    return _OTHER_NAMES.get(name, name)
+    return next((known for known, flag in FLAGS.items() if flag.other_name == name), name)
 
 
 def read_yaml(path: str) -> dict[str, tuple[int, str | list[str]]]:
@@ -154,7 +153,7 @@ def _yaml_value(loader: yaml.SafeLoader, path: str, key: yaml.Node, value: yaml.
     For text flags, `no` and 0123 keep their spelling.
     """
     where, kinds = f"{path}:{key.start_mark.line + 1}: {key.value}", _kinds(flag_name(str(key.value)))
-    if list[str] in kinds and isinstance(value, yaml.SequenceNode):
+    if (list[str] in kinds or not kinds) and isinstance(value, yaml.SequenceNode):  # an unknown key: rejected later
         return _yaml_list(where, value)
     if not isinstance(value, yaml.ScalarNode):
         raise ConfigError(where, found=_node_type(value), expected="a single value",

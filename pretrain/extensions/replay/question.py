@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.errors import ConfigError, counted, named
+from pretrain.extension import BUILT_IN
 from pretrain.extensions.replay.causes import CAUSES
 from pretrain.extensions.replay.compare import Comparison, compare, compare_loosely
 from pretrain.extensions.replay.order import ReplayOrder
@@ -66,6 +67,8 @@ def question(target: Target, train: Train, *, repeats: int, is_other_layout: boo
     if target.data_problem and not target.start["flags"].get("allow_other_data"):
         return _other_data(target.data_problem, notes)
     notes += [target.data_problem] if target.data_problem else []
+    notes += [f"the run used the extension {name} ({origin}), and the replay does not"
+              for name, origin in (target.start.get("extensions") or {}).items() if origin != BUILT_IN]
     order = order_of(target)
     recorded = target.recorded or recorded_in_metrics(target)
     if not target.recorded:

@@ -80,7 +80,7 @@ class FlightRecorder(Callback):
         interval: steps between two steps whose row has all keys; None: chosen from what they cost.
     """
 
-    order = 60  # its measurements of a step begin after, and end before, what other callbacks do
+    order = 60  # its measurements of a step begin after, and end before, what others with a lower order do
 
     def __init__(self, *, steps: int, interval: int | None) -> None:
         self._steps, self._interval = steps, interval

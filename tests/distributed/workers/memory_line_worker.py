@@ -45,7 +45,7 @@ def memory_line(case: dict[str, Any]) -> str:
             thread.start()
             thread.join()
         watch.after_step(run, StepResult(train_batch(engine, batches), 0.0))
-        watch.end_step(run)
+        watch.accepted(run)
     engine.destroy()
     dist.barrier()
     if dist.get_rank() == 0:

@@ -161,6 +161,14 @@ def test_the_owner_is_killed_and_before_that_nothing_happens_for_long(run: Path,
     assert "first: no progress for 0.0" in server.titles()[0]
 
 
+def test_the_process_needs_little_memory() -> None:
+    """It stays for weeks on each host that starts a run."""
+    code = ("import sys; import pretrain.extensions.notify.follower; "
+            "print(sorted({'torch', 'deepspeed', 'numpy'} & sys.modules.keys()))")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
 def scrape(port: int, address: str = "127.0.0.1") -> dict[tuple[str, ...], float]:
     """Return (name, values of the labels in the order of their names) -> value."""
     with urllib.request.urlopen(f"http://{address}:{port}/metrics") as answer:
