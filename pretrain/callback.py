@@ -77,7 +77,10 @@ class UpdatePart:
         return False
 
     def after_update(self) -> None:
-        """Called after the step. `optimizer.overflow` is true if the update was skipped."""
+        """Called after the step. `optimizer.overflow` is true if the host has skipped the update.
+
+        In bf16 on GPUs the device may skip it, and the host learns this in the next step (patches/late_skip.py).
+        """
 
 
 @dataclass(frozen=True)
