@@ -36,7 +36,13 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "launch/setup.sh --offload", "ruff check .", "mypy", "lint-imports"),
     "needs the environment of the dry GPU: tests/dry_gpu starts the same programs": (
         "tools/dry_gpu/dry-gpu --setup", "pytest tests/dry_gpu", "pytest -m slow tests/dry_gpu",
-        "pytest -m slow tests/dry_gpu/test_runs.py",
+        *(f"pytest -m slow tests/dry_gpu/test_{name}.py" for name in ("runs", "waits", "triton_kernels")),
+        "DRY_GPU_LINES=runs/lines pytest -m slow tests/dry_gpu", "python tools/dry_gpu/cuda_lines.py runs/lines",
+        "DRY_GPU_CACHING=1 DRY_GPU_COUNT=2 tools/dry_gpu/dry-gpu python tools/dry_gpu/memory_table.py --random 40",
+        *(f"DRY_GPU_CACHING=1 tools/dry_gpu/dry-gpu python tools/dry_gpu/memory_table.py \"--deepspeed_config {row} "
+          "--micro_batch_size 1 --gradient_accumulation_steps 1\"" for row in (
+              "zero1_bf16 --model llama3-8b --model_overrides num_hidden_layers=10 --seq_length 2048",
+              "zero0_fp32 --model llama3-1b --model_overrides num_hidden_layers=4 --seq_length 4096")),
         "DRY_GPU_COUNT=4 tools/dry_gpu/dry-gpu pytest tests/gpu -m gpu",
         "DRY_GPU_CACHING=1 tools/dry_gpu/dry-gpu pytest tests/gpu -m gpu -k memory",
         "DRY_GPU_CAPABILITY=90 tools/dry_gpu/dry-gpu pytest tests/gpu -m gpu -k grouped",
