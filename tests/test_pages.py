@@ -145,6 +145,7 @@ def test_commands_that_are_not_run_are_on_a_page_and_name_existing_files_and_fla
     programs += [f"pretrain {words}" for words in re.findall(r"ds-pretrain ((?:data|inspect|checkpoint) \w+)", command)]
     programs += ["pretrain prepare"] * ("prepare.sbatch" in command)
     known = set().union(*map(_known_flags, {*programs, "pretrain train"}))
-    of_others = {"deepspeed": {"module"}, "dry-gpu": {"setup", "random"}, "sbatch": {"parsable", "array", "dependency", "kill"}}
+    of_others = {"deepspeed": {"module"}, "dry-gpu": {"setup", "random"},
+                 "sbatch": {"parsable", "array", "dependency", "kill"}}
     known = known.union(*(flags for name, flags in of_others.items() if f"{name} " in command))
     assert _flags(command) - known == set()
