@@ -23,7 +23,7 @@ from pretrain.commands.bench.sections import BARE, LOOP, PEERS, PRODUCTS, compar
 from pretrain.commands.bench.settings import PRESETS, SECTIONS, BenchSettings, add_flags, validate_flags
 from pretrain.commands.bench.store import delayed_server
 from pretrain.commands.bench.store import measure as measure_store
-from pretrain.config.flags.arguments import RunArguments
+from pretrain.config.flags.arguments import FLAGS
 from pretrain.data.token_files.writer import IndexedWriter
 from pretrain.distributed.device import cpu_device
 from pretrain.errors import ConfigError
@@ -229,5 +229,5 @@ def test_the_performance_pages_name_files_and_flags_that_exist() -> None:
     assert "async_save" in flags
     parser = Parser()
     add_flags(parser)
-    known = {*RunArguments.__dataclass_fields__, *vars(parser.parse_args([])), "explain", "write"}
+    known = {*FLAGS, *vars(parser.parse_args([])), "explain", "write"}
     assert flags - known == set()

@@ -234,7 +234,7 @@ def test_bad_steps_rollbacks_requests_and_a_folder_that_cannot_be_written(corpus
 
 def test_weights_on_a_device_are_not_read() -> None:
     """Several GPUs normalize the weights of masked labels on the device."""
-    from pretrain.monitor.flight.recorder import _crc, _tensors_of
+    from pretrain.extensions.replay.recorder import _crc, _tensors_of
 
     tokens, on_device = torch.arange(8).view(2, 4), torch.empty(2, 4, device="meta")
     assert _crc(_tensors_of([(tokens, (tokens, on_device))])) == _crc([tokens, tokens])
