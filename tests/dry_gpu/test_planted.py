@@ -30,8 +30,8 @@ PLANTED: dict[str, tuple[str, str, str, str, str]] = {
         "ranks", STEPS, "total = torch.zeros((), device=engine.device)", "total = torch.zeros(())",
         "on the same device"),
     "a read in each step": (
-        "usual", STEP, "loss = train_batch(self.engine, micro_batches)",
-        "loss = train_batch(self.engine, micro_batches); loss.item()", WAITS),
+        "usual", STEP, "loss = train_batch(run.engine, micro_batches)",
+        "loss = train_batch(run.engine, micro_batches); loss.item()", WAITS),
     "a read in each evaluation": (
         "usual", STEP, "losses.append(eval_batch(engine, batch))",
         "losses.append(torch.full((), eval_batch(engine, batch).item(), device=engine.device))", WAITS),
@@ -65,9 +65,9 @@ PLANTED: dict[str, tuple[str, str, str, str, str]] = {
         "_all_gather(shards.view(-1), own.view(-1), group=group.handle",
         "_all_gather(shards.view(-1), own.view(-1), group=dist.new_subgroups(1)[0]", "output tensor size must be"),
     "a send without a receive": (
-        "pipeline", STEP, 'self.watchdog.enter("end", step)',
-        'self.watchdog.enter("end", step); '
-        "torch.distributed.get_rank() or torch.distributed.send(torch.ones(1, device=self.engine.device), 1)",
+        "pipeline", STEP, 'run.watchdog.enter("end", run.step)',
+        'run.watchdog.enter("end", run.step); '
+        "torch.distributed.get_rank() or torch.distributed.send(torch.ones(1, device=run.engine.device), 1)",
         "was never received"),
 }
 
