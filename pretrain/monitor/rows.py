@@ -3,6 +3,8 @@
 "Over the steps" means over all steps since the last row; means and maxima over ranks are over all ranks of the run.
 """
 
+from pretrain.extension import for_each_extension
+
 # key -> (unit, definition)
 TRAINING_ROW = {
     "step": ("steps", "number of optimizer steps, from 1"),
@@ -92,7 +94,7 @@ PREDICTION_ROW = {
     "actual_tokens": ("", "tokens of this text"),
 }
 
-# event -> (keys besides time, event, step and reason, separated by spaces; meaning)
+# event -> (keys besides time, event, step and reason, separated by spaces; meaning); those of extensions follow
 EVENTS = {
     "start": ("world_size", "training begins, also after a resume; with a key for each operator that was chosen"),
     "init": ("name folder fingerprint", "the run starts from these weights"),
@@ -115,8 +117,6 @@ EVENTS = {
                   "the loss has left the band of `--expected_curve`, for longer than its noise explains"),
     "on_curve": ("side loss expected low high consumed_tokens rows since", "it is in the band again"),
     "tasks_failed": ("", "lm-eval could not score `--eval_tasks`; the run continues"),
-    "profile": ("first_step path", "a profile was written"),
-    "pipeline_timeline": ("first_step path bubble", "`--pipeline_timeline` was written"),
     "skip": ("samples epoch position sources",
              "an update was skipped; `samples` are the first one of its global batch, and the first one after it"),
     "spike": ("name value mean std z action samples epoch position sources",
@@ -143,3 +143,4 @@ EVENTS = {
                    "flight record"),
     "stop": ("exit_code is_done", "the run has ended: finished, stopped, or stopped by the guard with exit code 76"),
 }
+for_each_extension(lambda extension: EVENTS.update(extension.events))

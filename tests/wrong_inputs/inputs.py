@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from tests.wrong_inputs.case import RUN, Case
+from tests.wrong_inputs.case import RUN, Case, of_extensions
 
 BASE: dict[str, Any] = {
     "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
@@ -309,12 +309,6 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"scheduler": {"type": "WarmupLR", "params": {}}}, {"mup_base_width": 32, **UNTIED},
      "it sets one learning rate for all parameters"),
     ({}, {"exit_step": 51}, "--exit_step"),
-    *(({"pipeline": {"stages": 2}}, {"world_size": 2, "pipeline_timeline": steps}, "--pipeline_timeline: found")
-      for steps in ("5:3", "0:2", "x", "49:51")),
-    ({}, {"pipeline_timeline": "3"}, "--pipeline_timeline: found a run with one pipeline stage"),
-    *(({}, {"profile_steps": steps}, "--profile_steps") for steps in ("5:3", "0:2", "3:", "1:200", "49:51", "x", "-1")),
-    *(({}, {"profile_ranks": ranks}, "--profile_ranks") for ranks in ("9", "0,", "none", "-1")),
-    ({}, {"memory_snapshot": True}, "a run on cuda"),
     ({}, {"world_size": 0}, "--world_size: found '0'"),
     # model
     ({}, {"model": "1.3B"}, "ds-pretrain new run.yaml --model 1.3B"),
@@ -366,6 +360,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"save": NOTHING}, "--save"),
     ({}, {"sed": 3}, 'Did you mean "--seed"'),
 ]
+WRONG += [row for module in of_extensions() for row in getattr(module, "WRONG", ())]
 
 
 def run_words(flags: dict[str, Any]) -> list[str]:

@@ -280,15 +280,6 @@ class RunArguments:
     sanity_check: bool = MEASUREMENTS.flag(
         False, "before step 1: run the checks of `ds-pretrain sanity`, and reject the run if one fails; a run that "
         "resumes is not checked again")
-    profile_steps: str | None = MEASUREMENTS.flag(
-        None, "steps to profile, the first and the last one, such as 10:12: each rank writes a trace and a table of "
-        "operators to RUN/profiles; to profile a running job, `touch RUN/PROFILE`", metavar="FIRST:LAST")
-    profile_ranks: str = MEASUREMENTS.flag("all", "ranks that write a profile, such as 0,8", metavar="all|RANK,...")
-    pipeline_timeline: str | None = MEASUREMENTS.flag(
-        None, "steps of a run with several pipeline stages, such as 10:12, whose time is divided into forward, "
-        "backward, transfers and bubble: writes plots and a JSON to RUN/profiles", metavar="FIRST:LAST")
-    memory_snapshot: bool = MEASUREMENTS.flag(
-        False, "the profiled steps also write each allocation of GPU memory with its stack")
 
     save_interval: int = CHECKPOINTS.flag(1000, "steps between two checkpoints; 0: only at the end", low=0)
     resume: str = CHECKPOINTS.flag(
