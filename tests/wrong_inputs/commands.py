@@ -76,7 +76,6 @@ _PATHS: list[tuple[tuple[str, ...], str, dict[str, str], str]] = [
     (("sanity", "find-lr", EVALUATE), "RIGHT --json PATH",
      {**_NO_FILE, "folder": "{world}/nvme"}, "--json"),
     (("find-lr",), "RIGHT --plot PATH", {**_NO_FILE, "folder": "{world}/nvme", "png": "x.png"}, "--plot"),
-    (("bench",), "RIGHT --write PATH", _ALL, "--write"),
     (("new",), "PATH.yaml REST", _NO_FILE, _NAME),
     *((("new",), f"RIGHT --{flag} PATH", _UNREADABLE, flag) for flag in ("model", "tokenizer")),
     (("new",), "RIGHT --data PATH", _UNREADABLE, _NAME),
