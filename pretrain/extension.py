@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from pretrain.cli import OWNED, say
 from pretrain.errors import ConfigError, shorten
 from pretrain.own_code import described, import_own_module
+from pretrain.paths import RUN_FILES
 
 if TYPE_CHECKING:
     from pretrain.callback import Callback
@@ -76,8 +77,8 @@ class RequestFile:
 class Extension:
     """A capability that a run can do without.
 
-    `check`, `rules`, `callbacks`, `notes`, `around` and `secrets` are functions, or "module:function" with a module
-    next to the declaration. They are called only if a flag of the extension is given, it has no flags, or
+    `check`, `rules`, `prepare`, `callbacks`, `notes`, `around` and `secrets` are functions, or "module:function" with a
+    module next to the declaration. They are called only if a flag of the extension is given, it has no flags, or
     `is_always_used`.
     """
 
@@ -87,8 +88,10 @@ class Extension:
     settings: type[Any] | None = None  # a frozen dataclass; its fields are flags, made by `Group.flag`
     # (args) -> None: raises ConfigError for values that cannot be used; before a process group forms
     check: "str | Callable[[RunArguments], None]" = ""
-    # (plan) -> settings that cannot be combined: see config/run_rules.py; before the data is opened
+    # (plan) -> settings that cannot be combined, as in config/run_rules.py; the plan has its data
     rules: "str | Callable[[Plan], Iterable[Rule]]" = ""
+    # (plan) -> None: raises ConfigError. For what takes long: on rank 0, before torch is imported, and in `check`
+    prepare: "str | Callable[[Plan], None]" = ""
     callbacks: "str | Callable[[Plan], Iterable[Callback]]" = ""
     notes: "str | Callable[[Plan], Iterable[str]]" = ""  # about a plan, for `check` and the start of the run
     # (args, owner, active=) -> context manager around a start of the run, in the process that owns it: the supervisor,
@@ -98,6 +101,9 @@ class Extension:
     secrets: "str | Callable[[RunArguments], Iterable[str]]" = ""
     commands: Mapping[str, Command] = field(default_factory=dict)
     requests: Mapping[str, RequestFile] = field(default_factory=dict)  # by the names of the files
+    files: tuple[str, ...] = ()  # in the run folder, that `RunFolder.append` writes
+    # title -> key of these rows -> unit and definition: for `ds-pretrain reference metrics`
+    rows: Mapping[str, Mapping[str, tuple[str, str]]] = field(default_factory=dict)
     # event of events.jsonl -> keys besides time, event, step and reason, separated by spaces; and its meaning
     events: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     # topics of `ds-pretrain reference` -> title, and "module:function" that returns Markdown
@@ -262,6 +268,18 @@ def rules_of(plan: "Plan") -> "Iterator[Rule]":
     for each in extensions():
         if each.is_used(plan.args) and (rules := each.function("rules")):
             yield from rules(plan)
+
+
+def prepare_extensions(plan: "Plan") -> None:
+    """Call `prepare` of all extensions that the run uses. Raises ConfigError."""
+    for each in extensions():
+        if each.is_used(plan.args) and (prepare := each.function("prepare")):
+            prepare(plan)
+
+
+def run_files() -> tuple[str, ...]:
+    """Return the names of the files that a run may write into its folder."""
+    return (*RUN_FILES, *(name for each in extensions() for name in each.files))
 
 
 def request_files(args: "RunArguments") -> dict[str, RequestFile]:

@@ -17,8 +17,7 @@ from pretrain.errors import ConfigError, shorten
 
 STOP_FILE = "STOP"  # in the run folder: the run saves and stops, and is not started again while the file exists
 SAVE_FILE = "SAVE"  # in the run folder: the run saves a checkpoint, then removes the file
-RUN_FILES = ("run.json", "metrics.jsonl", "events.jsonl", "rollbacks.jsonl",
-             "predictions.jsonl")  # in the run folder: a run writes them
+RUN_FILES = ("run.json", "metrics.jsonl", "events.jsonl", "rollbacks.jsonl")  # in the run folder: a run writes them
 PROFILES_FOLDER = "profiles"  # in the run folder: outputs of profilers
 
 _MANY_FILES, FILE_THREADS = 64, 16  # `for_each_file`

@@ -41,7 +41,6 @@ from pretrain.monitor.batch_ramp import BatchRamp
 from pretrain.monitor.expected.report_curve import ReportCurve
 from pretrain.monitor.hints.report_hints import ReportHints
 from pretrain.monitor.meter import Meter
-from pretrain.monitor.predictions import Predictions
 from pretrain.monitor.read_run_folder import is_evaluated, newest_recorded
 from pretrain.monitor.slow_rank_watch import SlowRankWatch
 from pretrain.monitor.write_run_folder import RunFolder
@@ -103,8 +102,6 @@ def _core_callbacks(plan: Plan, resume: Resume | None) -> Iterator[Callback]:
                 SlowRankWatch())
     if args.replica_check_interval:
         yield ReplicaCheck(args.replica_check_interval)
-    if args.show_predictions:
-        yield Predictions()
     if plan.expected:
         yield ReportCurve(plan.expected)
 

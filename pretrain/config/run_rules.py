@@ -3,7 +3,7 @@
 `layout_rules.py` has the rows for parallelism, ZeRO, offload and precision. `check_rules` checks all of them.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,7 +12,6 @@ from pretrain.config.ds_json.optimizers import OPTIMIZERS, REQUIRED_SCHEDULER_PA
 from pretrain.config.feature_rules import determinism, fp8, general_family
 from pretrain.config.layout_rules import OFFLOAD_DEVICE, ZERO, Rule
 from pretrain.config.plan import Plan
-from pretrain.extension import rules_of
 from pretrain.model.init_methods import width_multiplier
 from pretrain.paths import check_folder
 
@@ -269,7 +268,7 @@ SUBJECTS = (
     optimizer_params, layout_rules.loss_scale, layout_rules.nvme_here, layout_rules.operators_without_nvcc,
     layout_rules.nvme_buffer_size, scheduler_params, torch_optimizer_params, monitors_and_timers, writable_folders,
     numbers_of_the_device, length_of_run, clipping_and_noise_scale, early_stopping, recomputation,
-    layout_rules.sequence_parallelism, mup, determinism, fp8, rules_of)
+    layout_rules.sequence_parallelism, mup, determinism, fp8)
 _OF_THIS_MACHINE = (layout_rules.nvme_here, writable_folders)
 
 
@@ -280,6 +279,11 @@ def check_rules(run: Plan, *, this_machine: bool = True) -> None:
     """
     for subject in SUBJECTS:
         if this_machine or subject not in _OF_THIS_MACHINE:
-            for rule in subject(run):
-                if rule.is_broken:
-                    raise rule.error(run)
+            check_each(subject(run), run)
+
+
+def check_each(rules: Iterable[Rule], run: Plan) -> None:
+    """Raise ConfigError for the first broken rule."""
+    for rule in rules:
+        if rule.is_broken:
+            raise rule.error(run)

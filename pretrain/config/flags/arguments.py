@@ -37,7 +37,6 @@ OVERRIDES = {
     "seed": "the seed of data order and dropout",
 }
 LONGEST_NOTE = 2000  # characters
-TASK_FLAGS = ("eval_tasks", "eval_tasks_folder", "eval_tasks_fewshot", "eval_tasks_limit", "eval_tasks_interval")
 _SHORTEST_SPIKE_WINDOW = 16  # steps; fewer give no usual deviation
 
 MODEL = Group("model and run folder")
@@ -251,20 +250,6 @@ class RunArguments:
         10, "steps between two logged steps: a line of output and a row of metrics.jsonl", low=1)
     eval_interval: int = LOGGING.flag(1000, "steps between two evaluations; 0: only at the end", low=0)
     eval_steps: int = LOGGING.flag(10, "global batches in an evaluation", low=1)
-    show_predictions: int = LOGGING.flag(
-        0, "at each evaluation, let the model continue the beginnings of N fixed validation samples, and write its "
-        "text next to the true one into RUN/predictions.jsonl and the report; 0: off", low=0, high=1000)
-    eval_tasks: str | None = LOGGING.flag(
-        None, "tasks of lm-eval, such as hellaswag,arc_easy, whose scores the run computes and logs while it trains; "
-        "needs --tokenizer and the package lm_eval", metavar="TASK,TASK")
-    eval_tasks_folder: str | None = LOGGING.flag(
-        None, "folder with more tasks, as .yaml files", parse=path_text, metavar="DIR")
-    eval_tasks_fewshot: int | None = LOGGING.flag(
-        None, "examples before each question of the tasks", low=0, high=1000, unset="the task's")
-    eval_tasks_limit: int | None = LOGGING.flag(
-        None, "score only the first N questions of each task", low=1, unset="all questions")
-    eval_tasks_interval: int | None = LOGGING.flag(
-        None, "steps between two scores of the tasks; 0: only at the end", low=0, unset="--eval_interval")
     note: str | None = LOGGING.flag(
         None, "why this run: a text that run.json, the report, `ds-pretrain summary` and the monitors show; a resume "
         "may change it", metavar="TEXT")
