@@ -50,6 +50,7 @@ class Command:
     help: str
     module: str  # full name, or relative to the module of the declaration: ".main"
     function: str = "main"
+    tool: str = ""  # of a command that runs on several ranks, and takes the launcher's flags: its file in tools/
 
     def load(self) -> Callable[[], Any]:
         """Import the module, and return the function."""
@@ -106,6 +107,7 @@ class Extension:
     rows: Mapping[str, Mapping[str, tuple[str, str]]] = field(default_factory=dict)
     # event of events.jsonl -> keys besides time, event, step and reason, separated by spaces; and its meaning
     events: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    advice: Mapping[str, str] = field(default_factory=dict)  # situation of the core -> what to do: see `advice_on`
     # topics of `ds-pretrain reference` -> title, and "module:function" that returns Markdown
     reference: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     is_always_used: bool = False  # the functions are called in runs without a flag of the extension, too
@@ -286,6 +288,11 @@ def request_files(args: "RunArguments") -> dict[str, RequestFile]:
     """Return the files by which a user can ask something of the extensions that the run uses: equal on all ranks."""
     return dict(sorted((name, file) for each in extensions() if each.is_used(args)
                        for name, file in each.requests.items()))
+
+
+def advice_on(situation: str) -> list[str]:
+    """Return what extensions advise in a situation."""
+    return [each.advice[situation] for each in extensions() if situation in each.advice]
 
 
 def notes_of_extensions(plan: "Plan") -> list[str]:

@@ -12,14 +12,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pretrain.cli import LONGEST_SECONDS, Parser, number, whole_number
+from pretrain.extension import for_each_extension
 
 _PORT, _COUNT = whole_number(1, 65535), whole_number(1, 100_000)
 _SECONDS = number(0, LONGEST_SECONDS)
 # Choice of --launcher -> the program that must be installed (DeepSpeed checks for the same one)
 LAUNCHER_PROGRAMS = {"pdsh": "pdsh", "openmpi": "ompi_info", "mpich": "mpirun", "slurm": "srun"}
 # subcommands that run on several ranks -> their file in tools/
-RANK_COMMANDS = {"sanity": "sanity_check.py", "find-lr": "find_lr.py", "evaluate": "evaluate.py",
-                 "check-cluster": "check_cluster.py"}
+RANK_COMMANDS = {"evaluate": "evaluate.py", "check-cluster": "check_cluster.py"}
+for_each_extension(lambda extension: RANK_COMMANDS.update(
+    {name: command.tool for name, command in extension.commands.items() if command.tool}))
 DEFAULT_HOSTFILE = "/job/hostfile"  # DeepSpeed's default; without --hostfile this file is used if it exists
 
 
