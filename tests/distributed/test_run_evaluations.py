@@ -12,7 +12,7 @@ import torch
 
 from pretrain.analysis.evaluate.task_files import find_run_tasks
 from pretrain.analysis.report.predictions import predictions_data
-from pretrain.checkpoint.format.manifest import read_manifest
+from pretrain.checkpoint.format.run_checkpoints import read_manifest
 from pretrain.checkpoint.load.reader import CheckpointReader
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.data.token_files.writer import IndexedWriter

@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 
 from pretrain.checkpoint.format.hashed_files import FileGroup, FileRecord
-from pretrain.checkpoint.format.manifest import parse_manifest
+from pretrain.checkpoint.format.run_checkpoints import parse_manifest
 from pretrain.checkpoint.format.shard_index import index_name
 from pretrain.checkpoint.load import load_checkpoint
 from pretrain.checkpoint.load.agree_on_checkpoint import agree_on_checkpoint, agree_on_data
