@@ -51,7 +51,7 @@ class Rule:
             value = run.get(self.where, run.file.get(self.where))  # some keys have another name in `ds_config`
             found = f'"{value}"' if isinstance(value, str) else str(value).lower() if value in (True, False) else value
         elif found is None:
-            found = getattr(run.args, self.where.removeprefix("--"), None)
+            found = run.args.values().get(self.where.removeprefix("--"))
         return ConfigError(run.file.where(self.where) if in_json else self.where, found=found, expected=self.expected,
                            problem=self.problem, remedy=self.remedy)
 

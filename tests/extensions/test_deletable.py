@@ -15,7 +15,8 @@ from tests.support.launch import ROOT
 
 NAMES = sorted(path.parent.name for path in ROOT.glob("pretrain/extensions/*/extension.py"))
 # flags with which a run uses the extension
-USED = {"notify": {"notify_command": "true"}, "replay": {"recompute_interval": 1}}
+USED = {"notify": {"notify_command": "true"}, "profile": {"profile_steps": 1}, "replay": {"recompute_interval": 1},
+        "tasks": {"show_predictions": 1}}
 
 
 def tree_without(name: str, folder: Path) -> Path:

@@ -28,8 +28,10 @@ from pretrain.checkpoint.save.commit import commit, temporary_folder, write_part
 from pretrain.checkpoint.save.retention import prune
 from pretrain.checkpoint.save.save_checkpoint import begin_save
 from pretrain.cluster.hosts import preflight, probe, remote
+from pretrain.config.flags.arguments import RunArguments
 from pretrain.distributed.collectives import gather
 from pretrain.distributed.device import cpu_device
+from pretrain.extension import request_files
 from pretrain.monitor.environment import host_record
 from pretrain.monitor.rank_times import NUM_VALUES, RankTimesLog, rank_times
 from pretrain.monitor.training_row import gather_ranks
@@ -152,8 +154,8 @@ def logged_step(ranks: Ranks) -> None:
         log = RankTimesLog(run, ["host"] * ranks.size, [{}] * ranks.size, first_step=0)
         for row in log.rows(rank_times(times, step=1, steps=1, step_ms=1.0)):
             folder.rank_times(row)
-        files = ControlFiles(run, lambda: 0)
-        for look in (files.stop_requested, files.save_requested, files.take_profile_steps, files.take_record_request):
+        files = ControlFiles(run, lambda: 0, request_files(RunArguments()))
+        for look in (files.stop_requested, files.save_requested, files.take_asked):
             look()
 
 
