@@ -27,7 +27,6 @@ from pretrain.distributed.process_group import init_process_group, leave_process
 from pretrain.distributed.world import World
 from pretrain.engine.attachments import attachments
 from pretrain.engine.build import DeepSpeedEngine, build_engine, deepspeed_output, remove_swap_files
-from pretrain.engine.collective_waits import measure_waits
 from pretrain.engine.layer_times import plan_as_built
 from pretrain.engine.phases import time_phases
 from pretrain.engine.recipe import keep_states
@@ -44,7 +43,6 @@ from pretrain.monitor.meter import Meter
 from pretrain.monitor.predictions import Predictions
 from pretrain.monitor.profiler import Profiler
 from pretrain.monitor.read_run_folder import is_evaluated, newest_recorded
-from pretrain.monitor.slow_rank_watch import SlowRankWatch
 from pretrain.monitor.timeline import PipelineTimeline
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.resilience.data_watch import DataWatch, wait_for_stores
@@ -101,8 +99,7 @@ def train(plan: Plan, world: World, callbacks: Sequence[Callback], guards: RankG
 def _core_callbacks(plan: Plan, resume: Resume | None) -> Iterator[Callback]:
     """Yield the callbacks that the core brings; each says in its class when it runs."""
     args = plan.args
-    yield from (EarlyStopping.of_flags(args), BatchRamp(), Profiler(), DataWatch(resume), ReportHints(),
-                SlowRankWatch())
+    yield from (EarlyStopping.of_flags(args), BatchRamp(), Profiler(), DataWatch(resume), ReportHints())
     if args.replica_check_interval:
         yield ReplicaCheck(args.replica_check_interval)
     if args.show_predictions:
@@ -193,7 +190,6 @@ def _begin_loop(plan: Plan, world: World, start: _StartPoint, callbacks: Callbac
                        warn=screen.line)
     own = attachments(engine)
     own.phase_timers = time_phases(engine)
-    measure_waits(own.phase_timers)
     meter = Meter(plan, engine, folder, screen, rank=world.rank, first_step=start.step, phases=own.phase_timers,
                   update_size=measure_updates(engine, functools.partial(owned_weights, engine)), callbacks=callbacks)
     saver = Saver(plan, folder, screen)

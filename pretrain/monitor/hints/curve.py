@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from pretrain.monitor.noise import NORMAL_MAD
+
 KEYS = ("step", "seq_length", "consumed_samples", "skipped_steps", "loss", "lr", "grad_norm", "clip_norm", "clip_rate",
         "update_ratio", "step_time_ms", "data_time_ms", "forward_time_ms", "backward_time_ms", "mfu_exact")
 EVALUATION_KEYS = ("step", "eval_loss", "mean_of_sets")
 _BUCKETS = 16  # of consecutive rows; their means show fluctuations that are slower than the noise from row to row
-_NORMAL_MAD = 0.6745  # median of the absolute value of a standard normal variable
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ class Curve:
 
         It is estimated from second differences, which neither a trend nor slow fluctuations enter.
         """
-        return float(np.median(np.abs(np.diff(self["loss"], 2)))) / _NORMAL_MAD / math.sqrt(6)
+        return float(np.median(np.abs(np.diff(self["loss"], 2)))) / NORMAL_MAD / math.sqrt(6)
 
 
 def bucket_means(values: np.ndarray) -> np.ndarray:
