@@ -98,6 +98,8 @@ class Extension:
     metrics: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     # topics of `ds-pretrain reference` -> title, and "module:function" that returns Markdown
     reference: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    # (curve, facts) -> hints about the curve of any run, the most important first: see monitor/curve.py
+    hints: "str | Callable[..., Iterable[Any]]" = ""
     is_always_used: bool = False  # the functions are called in runs without a flag of the extension, too
     requires: tuple[str, ...] = ()  # modules of packages without which its flags are rejected
     module: str = ""  # of the declaration; set when it is found

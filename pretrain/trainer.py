@@ -38,7 +38,6 @@ from pretrain.extension import callbacks_of
 from pretrain.monitor.announce import EARLY_STOP, announce_start
 from pretrain.monitor.batch_ramp import BatchRamp
 from pretrain.monitor.expected.report_curve import ReportCurve
-from pretrain.monitor.hints.report_hints import ReportHints
 from pretrain.monitor.meter import Meter
 from pretrain.monitor.predictions import Predictions
 from pretrain.monitor.profiler import Profiler
@@ -99,7 +98,7 @@ def train(plan: Plan, world: World, callbacks: Sequence[Callback], guards: RankG
 def _core_callbacks(plan: Plan, resume: Resume | None) -> Iterator[Callback]:
     """Yield the callbacks that the core brings; each says in its class when it runs."""
     args = plan.args
-    yield from (EarlyStopping.of_flags(args), BatchRamp(), Profiler(), DataWatch(resume), ReportHints())
+    yield from (EarlyStopping.of_flags(args), BatchRamp(), Profiler(), DataWatch(resume))
     if args.replica_check_interval:
         yield ReplicaCheck(args.replica_check_interval)
     if args.show_predictions:

@@ -109,7 +109,6 @@ EVENTS = {
     "mirror": ("path seconds", "a checkpoint was copied to `--checkpoint_mirror`"),
     "prune": ("path", "`--keep_checkpoints` removed a checkpoint"),
     "batch": ("global_batch_size before consumed_samples", "`--batch_schedule` changed the global batch size"),
-    "hint": ("name", "the curve shows a fault of this kind for the first time; also on the terminal"),
     "off_curve": ("causes side loss expected low high consumed_tokens rows since",
                   "the loss has left the band of `--expected_curve`, for longer than its noise explains"),
     "on_curve": ("side loss expected low high consumed_tokens rows since", "it is in the band again"),
