@@ -1,7 +1,7 @@
 """The rules: each looks for one fault in the curve of a run. A healthy run gets no hint.
 
 A value counts only if it differs from what a healthy curve would show by several of its own standard errors, which are
-estimated from the curve itself. `tests/monitor/test_hints.py` has the runs on which the limits were tested.
+estimated from the curve itself. `tests/extensions/hints/test_rules.py` has the runs on which the limits were tested.
 """
 
 import math
@@ -12,7 +12,8 @@ import numpy as np
 
 from pretrain.config.schedule import KINDS
 from pretrain.errors import format_number
-from pretrain.monitor.hints.curve import Curve, Estimate, Facts, level, line
+from pretrain.monitor.curve import Curve, Facts, Hint
+from pretrain.monitor.noise import Estimate, level, line
 
 _MOST = 3  # hints at a time
 _ROWS = 20  # fewer rows after the warm-up show nothing but noise
@@ -20,18 +21,6 @@ _ROWS = 20  # fewer rows after the warm-up show nothing but noise
 _ERRORS = 5.0
 # of the loss: a doubling of the tokens lowers it by 2 to 7% (Hoffmann et al. 2022, up to 100 times the optimal tokens)
 _SMALL = 0.01
-
-
-@dataclass(frozen=True)
-class Hint:
-    """A fault that the curve shows: its name, what is seen, with numbers, and what to do."""
-
-    name: str
-    text: str
-    remedy: str
-
-    def __str__(self) -> str:
-        return f"{self.text}; {self.remedy}"
 
 
 @dataclass(frozen=True)
