@@ -75,6 +75,19 @@ class RequestFile:
 
 
 @dataclass(frozen=True)
+class Problem:
+    """What an event of events.jsonl means for people: the summary and the report of a run list what went wrong."""
+
+    text: str = ""  # what happened; {reason} is that of the event
+    advice: str = ""  # what to do; {run}, {step} and {path} are replaced
+    over: tuple[str, ...] | None = None  # events after which it is over; None: it is over at once
+    # the problem began at the step "since" of the event, and lasts until an event of `over` with one of its "ranks"
+    is_phase: bool = False
+    # (event, ranks and hosts as text, is_over=) -> text, advice, and what shows it; in place of the two above
+    describe: "str | Callable[..., tuple[str, str, str]]" = ""
+
+
+@dataclass(frozen=True)
 class Extension:
     """A capability that a run can do without.
 
@@ -107,9 +120,14 @@ class Extension:
     rows: Mapping[str, Mapping[str, tuple[str, str]]] = field(default_factory=dict)
     # event of events.jsonl -> keys besides time, event, step and reason, separated by spaces; and its meaning
     events: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    advice: Mapping[str, str] = field(default_factory=dict)  # situation of the core -> what to do: see `advice_on`
+    advice: Mapping[str, str] = field(default_factory=dict)  # event, or name of a hint -> what to do: see `advice_on`
+    problems: Mapping[str, Problem] = field(default_factory=dict)  # by event
+    # key that its callbacks add to rows of training -> unit, and definition
+    metrics: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     # topics of `ds-pretrain reference` -> title, and "module:function" that returns Markdown
     reference: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    # (curve, facts) -> hints about the curve of any run, the most important first: see monitor/curve.py
+    hints: "str | Callable[..., Iterable[Any]]" = ""
     is_always_used: bool = False  # the functions are called in runs without a flag of the extension, too
     requires: tuple[str, ...] = ()  # modules of packages without which its flags are rejected
     module: str = ""  # of the declaration; set when it is found
@@ -259,6 +277,13 @@ def check_extensions(args: "RunArguments") -> None:
             check(args)
 
 
+def problems() -> dict[str, Problem]:
+    """Return the problems of all extensions by event. `describe` is a function, or ""."""
+    return {event: dataclasses.replace(problem, describe=each.load(problem.describe))
+            if isinstance(problem.describe, str) and problem.describe else problem
+            for each in extensions() for event, problem in each.problems.items()}
+
+
 def callbacks_of(plan: "Plan") -> "list[Callback]":
     """Return the callbacks of all extensions that the run uses."""
     return [callback for each in extensions() if each.is_used(plan.args) and (make := each.function("callbacks"))
@@ -291,7 +316,7 @@ def request_files(args: "RunArguments") -> dict[str, RequestFile]:
 
 
 def advice_on(situation: str) -> list[str]:
-    """Return what extensions advise in a situation."""
+    """Return what extensions advise: at an event, a hint, or another situation such as "no_update"."""
     return [each.advice[situation] for each in extensions() if situation in each.advice]
 
 

@@ -5,7 +5,7 @@
 
 from pretrain.extension import for_each_extension
 
-# key -> (unit, definition)
+# key -> (unit, definition); those of extensions follow
 TRAINING_ROW = {
     "step": ("steps", "number of optimizer steps, from 1"),
     "time": ("s", "when the row was written, since 1970"),
@@ -34,9 +34,6 @@ TRAINING_ROW = {
     "reduce_time_ms": ("ms", "reduction of gradients: the same mean; `null` if it overlaps with the backward pass"),
     "save_time_ms": ("ms", "time in which training waited for saves since the last row"),
     "eval_time_ms": ("ms", "the same for evaluations"),
-    "slowest_rank": ("rank", "number of the rank with the most time of its own, in which it does not wait for others, "
-                             "relative to the ranks of its pipeline stage; mean over the steps"),
-    "slowest_rank_ratio": ("ratio", "its own time relative to their median"),
     "pipeline_bubble": ("fraction", "of the time of a step in which a pipeline stage computes nothing; `null` without "
                                     "pipeline stages"),
     "tokens_per_second": ("1/s", "of all ranks, over the steps"),
@@ -92,7 +89,6 @@ EVENTS = {
     "mirror": ("path seconds", "a checkpoint was copied to `--checkpoint_mirror`"),
     "prune": ("path", "`--keep_checkpoints` removed a checkpoint"),
     "batch": ("global_batch_size before consumed_samples", "`--batch_schedule` changed the global batch size"),
-    "hint": ("name", "the curve shows a fault of this kind for the first time; also on the terminal"),
     "off_curve": ("causes side loss expected low high consumed_tokens rows since",
                   "the loss has left the band of `--expected_curve`, for longer than its noise explains"),
     "on_curve": ("side loss expected low high consumed_tokens rows since", "it is in the band again"),
@@ -109,10 +105,6 @@ EVENTS = {
     "store_wait": ("seconds name", "the object store with this file of the data answers again after this time"),
     "other_data": ("", "the data is not that of the checkpoint, which `--override data` allows"),
     "corruption": ("", "copies of a parameter differ between ranks"),
-    "slow_rank": ("ranks hosts stage kind ratio since steps evidence",
-                  "these ranks, the ranks of a host or of a pipeline stage are slower than the others, for longer than "
-                  "the spread of their times explains; `kind` is the likely cause"),
-    "slow_rank_over": ("ranks hosts stage kind ratio since steps", "they are as fast as the others again"),
     "recomputation": ("finding ranks hosts layer direction value",
                       "`--recompute_interval` found different results for a micro-batch: `finding` is `flaky`, "
                       "`wrong`, `undecided`, or `off` if no comparison is possible here"),
@@ -123,3 +115,4 @@ EVENTS = {
     "stop": ("exit_code is_done", "the run has ended: finished, stopped, or stopped by the guard with exit code 76"),
 }
 for_each_extension(lambda extension: EVENTS.update(extension.events))
+for_each_extension(lambda extension: TRAINING_ROW.update(extension.metrics))

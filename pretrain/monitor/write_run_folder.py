@@ -70,10 +70,6 @@ class RunFolder:
         self.append("metrics.jsonl", {key: None if isinstance(value, float) and not math.isfinite(value) else value
                                        for key, value in row.items()})
 
-    def rank_times(self, row: dict[str, Any]) -> None:
-        """Append a row to rank_times.jsonl."""
-        self.append("rank_times.jsonl", row)
-
     def append(self, name: str, row: dict[str, Any]) -> None:
         """Append a row to a file of JSON lines; of an extension: one of `Extension.files`."""
         if not self._active:

@@ -81,7 +81,8 @@ def test_misspelt_names_are_rejected(words: list[str], line: str, monkeypatch: p
 
 def test_every_subcommand_has_a_help_page_and_a_tool_that_is_the_same() -> None:
     """The files in tools/ are the programs under their earlier names."""
-    tools = {re.search(r'program\("(.*)"\)', path.read_text())[1]: path for path in (ROOT / "tools").glob("*.py")}
+    tools = {found[1]: path for path in (ROOT / "tools").glob("*.py")
+             if (found := re.search(r'program\("(.*)"\)', path.read_text()))}
     for name in COMMANDS:
         starts = [["-m", "pretrain", name], *([[str(tools[name])]] if name in tools else [])]
         pages = {subprocess.run([sys.executable, *start, "--help"], text=True, capture_output=True, check=True,

@@ -1,5 +1,6 @@
 """The documentation pages, their commands, and the reason for each command that test_quickstart.py does not run."""
 
+import importlib
 import re
 from pathlib import Path
 
@@ -18,8 +19,8 @@ PAGES = [README, *(ROOT / name for name in (
     "tools/translate.md",
     "ds_configs/README.md", "ds_configs/recipe.md", "ds_configs/long_sequences.md", "ds_configs/pipelines.md",
     "ds_configs/parallelism.md", "ds_configs/claims.md",
-    "launch/README.md", "launch/unattended.md", "launch/slow_ranks.md", "launch/right_results.md",
-    "pretrain/README.md", "pretrain/extensions/README.md",
+    "launch/README.md", "launch/unattended.md", "launch/right_results.md",
+    "pretrain/README.md", "pretrain/engine/patches/README.md", "pretrain/extensions/README.md",
     *(str(page.relative_to(ROOT)) for page in sorted(ROOT.glob("pretrain/extensions/*/README.md"))), "tests/README.md",
     ".github/CONTRIBUTING.md", ".github/SECURITY.md", ".github/CHANGELOG.md"))]
 
@@ -80,11 +81,6 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
     "tests/model/test_on_fake_device.py runs it": ("python -m tests.model.on_fake_device",),
     "README.md evaluates and exports another run": (
         "ds-pretrain evaluate runs/run", "ds-pretrain export runs/run --output runs/run-hf"),
-    "a measurement, of no result that a test could check": ("python -m tests.support.slow_rank_cost",),
-    "takes an hour: tests/distributed/test_slow_ranks.py with -m slow": (
-        "python -m tests.support.slow_ranks --plant slow_link throttled niced stopped slow_reads --block_s 0.5 "
-        "--seconds 200",
-        "python -m tests.support.slow_ranks --healthy 20 --block_s 0.25 --blocks 80 --layouts zero1 zero3 pipeline2"),
     "takes an hour: tests/distributed/test_adopt.py with -m slow": ("python -m tests.support.adopted",),
     "needs the network; tests/data/tokenizers/test_tiktoken.py prepares with a file": (
         "ds-pretrain prepare runs/quickstart/corpus/valid.jsonl --tokenizer o200k_base --out data/o200k",),
@@ -153,8 +149,6 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "ds-pretrain --hostfile HOSTS --config run.yaml", "launch/cluster.sh --hostfile HOSTS -- --config run.yaml",
         "launch/mpi.sh -np 16 --hostfile HOSTS -- --config run.yaml",
         "ds-pretrain supervise --hostfile HOSTS --min_hosts 6 -- ds-pretrain --hostfile HOSTS --config run.yaml",
-        "ds-pretrain supervise --min_hosts 6 --exclude_stragglers -- ds-pretrain --hostfile HOSTS --config run.yaml",
-        "ds-pretrain --exclude_stragglers --hostfile HOSTS --config run.yaml",
         "ds-pretrain check-cluster --hostfile HOSTS --config run.yaml"),
     "tests/cluster/test_doctor.py runs it; its exit code depends on the machine": (
         "ds-pretrain doctor --save runs/first",
@@ -178,18 +172,19 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
     "needs Kubernetes: tests/cluster/test_k8s.py": ("kubectl apply -f launch/k8s/indexed-job.yaml",),
 }
 QUICKSTART = "launch/quickstart.sh"  # run before all pages
-NOT_RUN = {command for commands in NOT_RUN_BECAUSE.values() for command in commands}
 
-# launch/first_run.md is for 16 GPUs, and the checks before a run train its model. The tests run these commands with the
+# launch/first_run.md is for 16 GPUs. The tests run these commands with the
 # following changes: two CPU ranks, small models, few steps.
-_SMALL_RUN = "--model_overrides vocab_size=4096,n_layer=2,n_embd=64,n_head=2 --seq_length 64 --micro_batch_size 2"
 SMALLER = {
     "--model 1.3B --gpu a100 --nodes 2 --gpus_per_node 8": "--model 1M --gpu cpu --world_size 2 --vocab_size 2000 "
     "--seq_length 64 --steps 4", "--vocab_size 32000": "--vocab_size 2000", "--hostfile hosts": "--num_accelerators 2",
     "check --config run.yaml --world_size 16 --gpu a100": "check --config run.yaml --world_size 2 --device cpu",
-    "ds-pretrain sanity": f"ds-pretrain sanity {_SMALL_RUN}",
-    "ds-pretrain find-lr": f"ds-pretrain find-lr {_SMALL_RUN}", "--to 1 --steps 100": "--to 1 --steps 30",
 }
+for _file in sorted(ROOT.glob("tests/extensions/*/page_commands.py")):
+    _module = importlib.import_module(f"tests.extensions.{_file.parent.name}.page_commands")
+    NOT_RUN_BECAUSE |= getattr(_module, "NOT_RUN_BECAUSE", {})
+    SMALLER |= getattr(_module, "SMALLER", {})
+NOT_RUN = {command for commands in NOT_RUN_BECAUSE.values() for command in commands}
 
 
 def smaller(command: str) -> str:

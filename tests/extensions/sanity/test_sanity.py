@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pretrain.checkpoint.format.manifest import read_manifest
+from pretrain.checkpoint.format.run_checkpoints import read_manifest
 from pretrain.monitor.read_run_folder import read_rows
 from tests.conftest import selected_params
 from tests.distributed.test_equal_ranks import check_rejected, start, words_of

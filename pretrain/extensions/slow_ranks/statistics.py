@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pretrain.monitor.expected.band import error_of_mean
+from pretrain.monitor.noise import error_of_mean
 
 WINDOW = 16  # newest blocks
 LONGEST = 256  # newest blocks that are kept

@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 
-from pretrain.distributed.link_probe import rounds_of
-from pretrain.monitor.rank_times import LOAD, TIMES, RankTimes
-from pretrain.monitor.slow_links import Seconds, SlowLinks, slow_links
-from pretrain.monitor.slow_rank_event import SLOW_RANK, SLOW_RANK_OVER, Change, Place
+from pretrain.extensions.slow_ranks.change import SLOW_RANK, SLOW_RANK_OVER, Change, Place
+from pretrain.extensions.slow_ranks.links import Seconds, SlowLinks, rounds_of, slow_links
+from pretrain.extensions.slow_ranks.rank_times import LOAD, TIMES, RankTimes
 
 MS = 1e-3
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pretrain.monitor.read_run_folder import read_metrics
-from tests.support.slow_ranks import EXPECTED, LAYOUTS, PLANTS, Ranks, plant, rows_of, slow_reads
+from tests.extensions.slow_ranks.plant import EXPECTED, LAYOUTS, PLANTS, Ranks, plant, rows_of, slow_reads
 
 SLOW, HEALTHY_ROWS, ROWS = 2, 5, 10
 SLOW_READS_S = 0.5  # ten times the time of a step

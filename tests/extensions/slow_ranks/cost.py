@@ -1,4 +1,4 @@
-"""Measure what the times of ranks cost: python -m tests.support.slow_rank_cost.
+"""Measure what the times of ranks cost: python -m tests.extensions.slow_ranks.cost.
 
 CPU time is measured, so that other programs on the machine count little.
 """
@@ -10,12 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from pretrain.distributed.host_load import HostLoadReader
-from pretrain.engine import collective_waits
 from pretrain.engine.phases import FORWARD, HostEvent, PhaseTimers
-from pretrain.monitor.rank_times import NUM_VALUES, RankTimesLog, rank_times
-from pretrain.monitor.slow_rank_event import Place
-from pretrain.monitor.slow_ranks import SlowRanks
+from pretrain.extensions.slow_ranks import own_times
+from pretrain.extensions.slow_ranks.change import Place
+from pretrain.extensions.slow_ranks.rank_times import NUM_VALUES, RankTimesLog, rank_times
+from pretrain.extensions.slow_ranks.slow_ranks import SlowRanks
 
 REPETITIONS, WAITS, READS, ROWS = 5, 5000, 500, 64
 
@@ -33,8 +32,8 @@ def microseconds(function: Callable[[], object], count: int) -> float:
 
 def wait_us() -> float:
     """Return what one measured wait costs on a CPU."""
-    timers = collective_waits._Measured.timers = PhaseTimers(HostEvent)
-    measured = collective_waits._measured(lambda: None)
+    timers = own_times._Measured.timers = PhaseTimers(HostEvent)
+    measured = own_times._measured(lambda: None)
 
     def step() -> None:
         with timers.training_step():
@@ -61,7 +60,7 @@ def row_ms(ranks: int) -> float:
 
 def main() -> None:
     print(f"one wait: {wait_us():.1f} us")
-    print(f"one read of the counters: {microseconds(HostLoadReader().read, READS):.0f} us")
+    print(f"one read of the counters: {microseconds(own_times.HostLoadReader().read, READS):.0f} us")
     for ranks in (4, 64, 1024):
         print(f"rank 0 in a logged step of {ranks} ranks: {row_ms(ranks):.1f} ms")
 

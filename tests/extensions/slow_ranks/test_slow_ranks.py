@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pretrain.monitor.rank_times import LOAD, NUM_VALUES, TIMES, RankTimes, RankTimesLog, rank_times
+from pretrain.extensions.slow_ranks.change import SLOW_RANK, SLOW_RANK_OVER, Change, Place
+from pretrain.extensions.slow_ranks.rank_times import LOAD, NUM_VALUES, TIMES, RankTimes, RankTimesLog, rank_times
+from pretrain.extensions.slow_ranks.slow_ranks import SlowRanks
+from pretrain.extensions.slow_ranks.statistics import lower_median
 from pretrain.monitor.rows import EVENTS
-from pretrain.monitor.slow_rank_event import SLOW_RANK, SLOW_RANK_OVER, Change, Place
-from pretrain.monitor.slow_ranks import SlowRanks
-from pretrain.monitor.slow_statistics import lower_median
-from tests.support.slow_ranks import rows_of
+from tests.extensions.slow_ranks.plant import rows_of
 
 STEP_MS, STEPS = 400.0, 10  # a row takes 4 s
 

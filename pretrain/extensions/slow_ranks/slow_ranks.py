@@ -6,7 +6,7 @@ their times, the lower one of an even number, so that half of the ranks may be s
 and a rank that is alone in its stage, is compared with its own past and its FLOPs, relative to the other stages.
 
 Times are noisy, the more so on a machine with other programs, and their noise does not average out from step to step.
-So rows are joined to blocks of at least BLOCK_S seconds. `slow_statistics.py` has the tests that find slow ranks.
+So rows are joined to blocks of at least BLOCK_S seconds. `statistics.py` has the tests that find slow ranks.
 """
 
 import math
@@ -16,11 +16,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pretrain.monitor.expected.band import change_point
-from pretrain.monitor.rank_times import RankTimes, mean_times
-from pretrain.monitor.slow_kinds import Evidence, explain
-from pretrain.monitor.slow_rank_event import SLOW_RANK, Change, Place
-from pretrain.monitor.slow_statistics import LONGEST, WINDOW, Excess, excesses, obvious, significant
+from pretrain.extensions.slow_ranks.change import SLOW_RANK, Change, Evidence, Place, explain
+from pretrain.extensions.slow_ranks.rank_times import RankTimes, mean_times
+from pretrain.extensions.slow_ranks.statistics import LONGEST, WINDOW, Excess, excesses, obvious, significant
+from pretrain.monitor.noise import change_point
 
 BLOCK_S = 2.0
 _LONG = 3  # a block that takes this times as long as usual counts as so many: rows of very slow steps are rare

@@ -1,7 +1,7 @@
 """The rules: each looks for one fault in the curve of a run. A healthy run gets no hint.
 
 A value counts only if it differs from what a healthy curve would show by several of its own standard errors, which are
-estimated from the curve itself. `tests/monitor/test_hints.py` has the runs on which the limits were tested.
+estimated from the curve itself. `tests/extensions/hints/test_rules.py` has the runs on which the limits were tested.
 """
 
 import math
@@ -12,7 +12,9 @@ import numpy as np
 
 from pretrain.config.schedule import KINDS
 from pretrain.errors import format_number
-from pretrain.monitor.hints.curve import Curve, Estimate, Facts, level, line
+from pretrain.extension import advice_on
+from pretrain.monitor.curve import Curve, Facts, Hint
+from pretrain.monitor.noise import Estimate, level, line
 
 _MOST = 3  # hints at a time
 _ROWS = 20  # fewer rows after the warm-up show nothing but noise
@@ -23,24 +25,12 @@ _SMALL = 0.01
 
 
 @dataclass(frozen=True)
-class Hint:
-    """A fault that the curve shows: its name, what is seen, with numbers, and what to do."""
-
-    name: str
-    text: str
-    remedy: str
-
-    def __str__(self) -> str:
-        return f"{self.text}; {self.remedy}"
-
-
-@dataclass(frozen=True)
 class Rule:
     """A kind of hint. `find` returns what is seen, or "". `explains`: consequences, which are not named as well."""
 
     name: str
     find: Callable[[Curve, Facts], str]
-    remedy: str
+    remedy: str  # extensions may advise more under the name of the rule
     explains: tuple[str, ...] = ()
 
 
@@ -52,7 +42,7 @@ def find_hints(curve: Curve, facts: Facts) -> list[Hint]:
         return []
     for rule in RULES:
         if rule.name not in explained and (text := rule.find(curve, facts)):
-            found.append(Hint(rule.name, text, rule.remedy))
+            found.append(Hint(rule.name, text, "; ".join([rule.remedy, *advice_on(rule.name)])))
             explained.update(rule.explains)
     return found[:_MOST]
 
@@ -329,19 +319,18 @@ def _launches(curve: Curve, facts: Facts) -> str:
 
 
 RULES = (
-    Rule("rate_too_high", _rate_too_high, "use a lower learning rate: `ds-pretrain find-lr` suggests one",
+    Rule("rate_too_high", _rate_too_high, "use a lower learning rate",
          explains=("divergence", "oscillation", "no_learning", "plateau", "exploding_gradients")),
-    Rule("divergence", _diverges, "use a lower learning rate, which `ds-pretrain find-lr` suggests, or a longer "
-         "--lr_warmup_steps, and return to a checkpoint from before the rise (--resume_from)",
+    Rule("divergence", _diverges, "use a lower learning rate, or a longer --lr_warmup_steps, and return to a "
+         "checkpoint from before the rise (--resume_from)",
          explains=("plateau", "gap", "repeated_data", "no_learning")),
-    Rule("rate_too_low", _rate_too_low, "use a higher learning rate: `ds-pretrain find-lr` suggests one",
+    Rule("rate_too_low", _rate_too_low, "use a higher learning rate",
          explains=("no_learning", "plateau", "clipping")),
-    Rule("no_learning", _no_learning, "`ds-pretrain sanity` tests data, model and learning rate",
+    Rule("no_learning", _no_learning, "check data, model and learning rate",
          explains=("plateau",)),
-    Rule("exploding_gradients", _gradients_grow, "lower the learning rate, or raise the weight decay; `ds-pretrain "
-         "sanity` shows the gradient of each layer"),
-    Rule("vanishing_gradients", _gradients_vanish, "`ds-pretrain sanity` shows the gradient of each layer; --init_std "
-         "and --output_init_method change how the layers begin", explains=("plateau",)),
+    Rule("exploding_gradients", _gradients_grow, "lower the learning rate, or raise the weight decay"),
+    Rule("vanishing_gradients", _gradients_vanish, "--init_std and --output_init_method change how the layers "
+         "begin", explains=("plateau",)),
     Rule("oscillation", _oscillates, "lower the learning rate or raise --global_batch_size; if the period is that of "
          "the data, shuffle it (--sample_order)", explains=("plateau", "gap", "repeated_data")),
     Rule("repeated_data", _repeats, "use more data, fewer --train_steps, or --early_stopping_patience",

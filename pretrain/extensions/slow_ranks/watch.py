@@ -10,14 +10,17 @@ from deepspeed.accelerator import get_accelerator
 
 from pretrain.callback import Callback, Run
 from pretrain.config.plan import Plan
+from pretrain.data.loader import MicroBatch
 from pretrain.distributed.collectives import gather
-from pretrain.distributed.link_probe import probe_links
+from pretrain.engine.attachments import attachments
 from pretrain.engine.parallelism import rank_order
+from pretrain.extensions.slow_ranks.change import Change, Place
+from pretrain.extensions.slow_ranks.links import SlowLinks, probe_links
+from pretrain.extensions.slow_ranks.own_times import OwnTimes
+from pretrain.extensions.slow_ranks.rank_times import RankTimes, RankTimesLog, rank_times
+from pretrain.extensions.slow_ranks.slow_ranks import SlowRanks, peers_of
 from pretrain.model.partition import layer_costs, stage_bounds
-from pretrain.monitor.rank_times import RankTimes, RankTimesLog
-from pretrain.monitor.slow_links import SlowLinks
-from pretrain.monitor.slow_rank_event import Change, Place
-from pretrain.monitor.slow_ranks import SlowRanks, peers_of
+from pretrain.monitor.training_row import Interval
 
 
 class SlowRankWatch(Callback):
@@ -26,7 +29,11 @@ class SlowRankWatch(Callback):
     order = 60
 
     def start(self, run: Run) -> None:
-        """Learn where the ranks are; collective."""
+        """Learn where the ranks are, and measure their times from now on; collective."""
+        timers = attachments(run.engine).phase_timers
+        assert timers is not None  # of a run that trains
+        self._own_times = OwnTimes(timers)
+        run.meter.timers.append(self._own_times)
         plan, folder, device = run.plan, run.folder, run.engine.device
         self._folder, self._screen = folder, run.screen
         hosts, order = gather(socket.gethostname()), rank_order(plan.layout)
@@ -37,16 +44,26 @@ class SlowRankWatch(Callback):
         self._slow = SlowRanks(self._places, on_cpu=get_accelerator().device_name() == "cpu",
                                stage_work=_stage_work(plan))
 
+    def begin_step(self, run: Run) -> None:
+        self._own_times.begin_data()
+
+    def before_step(self, run: Run, micro_batches: list[MicroBatch]) -> None:
+        self._own_times.end_data()
+
     def rank_values(self, run: Run) -> Sequence[float]:
-        """Return whether this rank wants all ranks to measure their links now; only rank 0 does."""
-        return [float(self._links.wants_probe)]
+        """Return whether this rank wants all ranks to measure their links now, which only rank 0 does; its times."""
+        interval, self._is_partial = _interval_of(run), self._own_times.is_partial
+        return [float(self._links.wants_probe),
+                *self._own_times.take(interval.steps, data_seconds=interval.data_seconds)]
 
     def row_values(self, run: Run, ranks: np.ndarray) -> dict[str, Any]:
         """Return the keys of the slowest rank."""
-        self._probes = bool(ranks[0, 0])
+        interval, self._probes = _interval_of(run), bool(ranks[0, 0])
+        self._times = rank_times(ranks[:, 1:], step=interval.step, steps=interval.steps,
+                                 step_ms=interval.step_seconds * 1e3, is_partial=self._is_partial)
         if len(self._places) == 1:
             return {"slowest_rank": None, "slowest_rank_ratio": None}
-        own = _times_of(run).ms["own"]
+        own = self._times.ms["own"]
         ratios = np.array([own[rank] / max(float(np.median(own[peers])), 1e-9)
                            for rank, peers in enumerate(peers_of(self._places))])
         slowest = int(ratios.argmax())
@@ -55,7 +72,7 @@ class SlowRankWatch(Callback):
     def after_row(self, run: Run, row: Mapping[str, Any]) -> None:
         if "split" in row:
             return
-        self._observe(_times_of(run), expert_load=row.get("expert_load_max") or 1.0)
+        self._observe(self._times, expert_load=row.get("expert_load_max") or 1.0)
         if self._probes:
             with run.meter.outside_steps("probe"):
                 self._probe()
@@ -73,7 +90,7 @@ class SlowRankWatch(Callback):
         if len(self._places) == 1 or not self._folder.is_active:
             return
         for row in self._log.rows(times):
-            self._folder.rank_times(row)
+            self._folder.append("rank_times.jsonl", row)
         self._links.observe(times)
         self._report(self._slow.observe(times, imbalance=expert_load))
 
@@ -83,11 +100,10 @@ class SlowRankWatch(Callback):
             self._folder.event(change.event, reason=str(change), **change.record())
 
 
-def _times_of(run: Run) -> RankTimes:
-    """Return the times of the newest row."""
-    times = run.meter.rank_times
-    assert times is not None  # a row is being made
-    return times
+def _interval_of(run: Run) -> Interval:
+    """Return the steps of the row that is being made."""
+    assert run.meter.interval is not None
+    return run.meter.interval
 
 
 def _stage_work(plan: Plan) -> list[float]:

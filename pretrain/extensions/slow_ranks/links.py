@@ -2,22 +2,24 @@
 
 A slow link makes all ranks wait for longer, and is in no rank's own time. The shortest of the ranks' waiting times has
 no waiting for a slow rank, only for transfers. If it grows for long, the ranks measure some links in the next logged
-steps (link_probe.py), as they did at the start of the run. A host all of whose links to other hosts are slow, and still
-are 16 blocks later, is named.
+steps, as they did at the start of the run: how long a message of 256 KiB takes to another rank and back. A host all of
+whose links to other hosts are slow, and still are 16 blocks later, is named.
 """
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 
-from pretrain.distributed.link_probe import MESSAGE_BYTES
-from pretrain.monitor.expected.band import change_point
-from pretrain.monitor.rank_times import RankTimes
-from pretrain.monitor.slow_kinds import LINK
-from pretrain.monitor.slow_rank_event import SLOW_RANK, Change, Place
-from pretrain.monitor.slow_ranks import BLOCK_S, LEFT_OUT, SMALLEST_COST, Blocks
-from pretrain.monitor.slow_statistics import WINDOW, lower_median
+from pretrain.extensions.slow_ranks.change import LINK, SLOW_RANK, Change, Place
+from pretrain.extensions.slow_ranks.rank_times import RankTimes
+from pretrain.extensions.slow_ranks.slow_ranks import BLOCK_S, LEFT_OUT, SMALLEST_COST, Blocks
+from pretrain.extensions.slow_ranks.statistics import WINDOW, lower_median
+from pretrain.monitor.noise import change_point
 
 Seconds = Mapping[tuple[int, int], float]  # pair of ranks -> of a message there and back
 _PROBES = 3  # logged steps in which links are measured, one after another; the shortest times count
@@ -25,6 +27,9 @@ _PAUSE_S = 300.0  # of training, after which links are measured again
 _MORE = 1.25  # ratio of the waiting times that is a reason to measure links
 _SLOW_RATIO = 3.0  # of the times of a link; busy CPUs make them longer too
 _SLOWER_S = 1e-3
+MESSAGE_BYTES = 256 * 1024
+_REPETITIONS = 5
+_LONGEST_S = 0.3  # of a pair after the first repetition, which may wait for the other rank
 
 
 class SlowLinks:
@@ -128,3 +133,55 @@ def slow_links(seconds: Seconds, first: Seconds, places: Sequence[Place]) -> tup
     shown = [(a, b) for a, b in pairs if {hosts[a], hosts[b]} & slow]
     return ([rank for rank, host in enumerate(hosts) if host in slow],
             float(np.median([seconds[pair] for pair in shown])), float(np.median([usual[pair] for pair in shown])))
+
+
+def rounds_of(ranks: int) -> list[list[tuple[int, int]]]:
+    """Return the pairs of ranks that exchange messages at the same time. A rank is in one pair of a round at most.
+
+    They are neighbours in a ring, and ranks that are half of the ring apart, which are mostly on different hosts.
+    """
+    neighbours = [(rank, (rank + 1) % ranks) for rank in range(ranks)]
+    half = ranks // 2
+    rounds = [neighbours[:ranks - 1:2], neighbours[1::2] if ranks > 2 else [],
+              [(rank, rank + half) for rank in range(half)] if ranks > 3 else []]
+    return [pairs for pairs in rounds if pairs]
+
+
+def probe_links(device: torch.device) -> dict[tuple[int, int], float]:
+    """Return the seconds of each pair of ranks: the shortest of some repetitions. Collective; waits for the device."""
+    rank, rounds = dist.get_rank(), rounds_of(dist.get_world_size())
+    own = torch.zeros(len(rounds), dtype=torch.float64, device=device)
+    message = torch.zeros(MESSAGE_BYTES // 4, device=device)
+    for number, pairs in enumerate(rounds):
+        for first, second in pairs:
+            if rank == first:
+                own[number] = _send(message, second)
+            elif rank == second:
+                _return(message, first)
+    everyone = own.new_empty(dist.get_world_size(), len(rounds))
+    dist.all_gather(list(everyone.unbind(0)), own)
+    seconds = everyone.cpu().numpy()
+    return {(first, second): float(seconds[first, number])
+            for number, pairs in enumerate(rounds) for first, second in pairs}
+
+
+def _send(message: torch.Tensor, other: int) -> float:
+    """Send messages to another rank, which returns them. The first value of the last one is 1."""
+    seconds: list[float] = []
+    while not message[0]:
+        message[0] = len(seconds) == _REPETITIONS - 1 or sum(seconds[1:]) > _LONGEST_S
+        get_accelerator().synchronize()
+        start = time.perf_counter()
+        dist.send(message, other)
+        dist.recv(message, other)
+        get_accelerator().synchronize()
+        seconds.append(time.perf_counter() - start)
+    message.zero_()
+    return float(np.min(seconds))
+
+
+def _return(message: torch.Tensor, other: int) -> None:
+    while not message[0]:
+        dist.recv(message, other)
+        dist.send(message, other)
+    message.zero_()

@@ -1,4 +1,4 @@
-"""Counters of the kernel that show why a thread was slow."""
+"""Counters of the kernel that show why a thread was slow, and the time in which a rank waits for others."""
 
 import os
 import time
@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.distributed import host_load
-from pretrain.distributed.host_load import HostLoad, HostLoadReader
+from pretrain.engine.phases import BACKWARD, PhaseTimers
+from pretrain.extensions.slow_ranks import own_times
+from pretrain.extensions.slow_ranks.own_times import HostLoad, HostLoadReader
+from tests.engine.test_phases import Device
 
 
 def test_cpu_time_is_that_of_this_thread() -> None:
@@ -44,14 +46,14 @@ def test_waiting_for_a_cpu_is_counted() -> None:
     ("", 0.0), ("x", 0.0)])
 def test_quotas_of_both_versions_of_control_groups(text: str, expected: float, tmp_path: Path) -> None:
     (tmp_path / "cpu.stat").write_text(text)
-    assert host_load._throttled_ms(tmp_path / "cpu.stat") == expected
+    assert own_times._throttled_ms(tmp_path / "cpu.stat") == expected
 
 
 def test_a_quota_that_is_set_later_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The process is moved to a group that was throttled before, and a group around it is throttled."""
     outer, old, new = (tmp_path / name for name in ("outer", "old", "new"))
     groups = [outer, old]
-    monkeypatch.setattr(host_load, "_quota_files", lambda: groups)
+    monkeypatch.setattr(own_times, "_quota_files", lambda: groups)
     outer.write_text("throttled_usec 0\n")
     reader = HostLoadReader()
     start = reader.read()
@@ -64,5 +66,19 @@ def test_a_quota_that_is_set_later_counts(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_missing_counters_are_0(tmp_path: Path) -> None:
-    assert host_load._throttled_ms(tmp_path / "none") == 0
+    assert own_times._throttled_ms(tmp_path / "none") == 0
     assert HostLoad(1, 2).plus(HostLoad(1, 1)).since(HostLoad(2, 0)) == HostLoad(0, 3)
+
+
+def test_each_wait_of_an_operation_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    timers = PhaseTimers(Device().event)
+    monkeypatch.setattr(own_times._Measured, "timers", timers)
+    wait = own_times._measured(lambda: "done")
+    before = own_times.host_waited_s()
+    assert wait() == "done"
+    assert own_times.host_waited_s() == before
+    with timers.training_step():
+        timers.enter(BACKWARD)
+        assert [wait(), wait()] == ["done", "done"]
+    assert (timers.take_ms()["backward"], timers.waited_ms["backward"]) == (50, 20)
+    assert own_times.host_waited_s() > before

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pretrain.monitor.hints import hint_log
-from pretrain.monitor.hints.curve import EVALUATION_KEYS, KEYS, Curve, Facts, Rows
-from pretrain.monitor.hints.hint_log import HintLog
-from pretrain.monitor.hints.rules import RULES, Hint, find_hints
+from pretrain.extensions.hints.report_hints import HintLog
+from pretrain.extensions.hints.rules import RULES, find_hints
+from pretrain.monitor import curve
+from pretrain.monitor.curve import EVALUATION_KEYS, KEYS, Curve, Facts, Hint, Rows
+from tests.support.launch import ROOT
 
 SEEDS = range(25)
 
@@ -233,7 +234,7 @@ def test_healthy_curves_get_no_hint() -> None:
 # Runs on one CPU: the recipes shakespeare-char, wsd and layouts, two ladders of Llama models (on Python's library, and
 # on Debian's linux-doc), and eight runs of the recipe wsd with a fault, such as 30 times the learning rate.
 RUNS: list[dict[str, Any]] = json.loads(gzip.decompress(
-    (Path(__file__).parent / "curves_of_runs.json.gz").read_bytes()))
+    (ROOT / "tests/support/curves_of_runs.json.gz").read_bytes()))
 
 
 def _rows(run: dict[str, Any]) -> list[dict[str, Any]]:
@@ -249,7 +250,7 @@ def _rows(run: dict[str, Any]) -> list[dict[str, Any]]:
 def test_hints_of_real_runs(run: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the run trains, and when it is resumed: a healthy one gets no hint, a fault its own, once."""
     monkeypatch.setattr(Facts, "of_record", lambda _: Facts(**run["facts"]))
-    monkeypatch.setattr(hint_log, "newest_start", lambda _: {})
+    monkeypatch.setattr(curve, "newest_start", lambda _: {})
     log, found = HintLog(tmp_path, first_step=0), []
     rows = _rows(run)
     for number, row in enumerate(rows):

@@ -1,4 +1,6 @@
-"""Plant slow ranks in real runs of 4 ranks, and count what the runs name: python -m tests.support.slow_ranks --help.
+"""Plant slow ranks in real runs of 4 ranks, and count what the runs name.
+
+    python -m tests.extensions.slow_ranks.plant --help
 
 A tiny GPT-2-style model is trained on CPUs. All ranks are healthy in the first 32 blocks, unless --from_start.
 """
@@ -19,15 +21,15 @@ from typing import Any
 
 import numpy as np
 
-from pretrain.monitor.rank_times import LOAD, TIMES, RankTimes
+from pretrain.extensions.slow_ranks.change import SLOW_RANK
+from pretrain.extensions.slow_ranks.rank_times import LOAD, TIMES, RankTimes
+from pretrain.extensions.slow_ranks.slow_ranks import BLOCK_S, LEFT_OUT, Blocks
 from pretrain.monitor.read_run_folder import read_events, read_rows
-from pretrain.monitor.slow_rank_event import SLOW_RANK
-from pretrain.monitor.slow_ranks import BLOCK_S, LEFT_OUT, Blocks
 from pretrain.paths import STOP_FILE
 from tests.conftest import write_corpus
+from tests.extensions.slow_ranks.rank_network import Network
 from tests.support.cases import config, flags
 from tests.support.launch import ROOT, free_port, rank_environment
-from tests.support.rank_network import Network
 
 HEALTHY_BLOCKS = 32  # before a rank becomes slow
 SLOW_MBIT = 20
@@ -42,8 +44,8 @@ MODULE = """
 import os, time
 from pathlib import Path
 if os.environ.get("RANK") == "0":
-    from pretrain.monitor.slow_links import SlowLinks
-    from pretrain.monitor.slow_ranks import SlowRanks
+    from pretrain.extensions.slow_ranks.links import SlowLinks
+    from pretrain.extensions.slow_ranks.slow_ranks import SlowRanks
     for watch in (SlowLinks, SlowRanks):
         watch.__init__.__kwdefaults__["block_s"] = float(os.environ["BLOCK_S"])
 if os.environ.get("RANK") == os.environ.get("SLOW_READS_RANK"):

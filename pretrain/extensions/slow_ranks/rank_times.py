@@ -13,9 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from pretrain.distributed.host_load import HostLoad, HostLoadReader
-from pretrain.engine.collective_waits import host_waited_s
-from pretrain.engine.phases import BACKWARD, FORWARD, OPTIMIZER, OTHER, REDUCE, WAIT
 from pretrain.monitor.read_run_folder import newest_start_number
 
 # the keys of "ms", each a list by rank: milliseconds of a step, mean over the steps of the row
@@ -37,6 +34,7 @@ LOAD = {
     "gpu_slowed": "fraction of the readings at which its GPU ran below its clock because of heat or power",
 }
 _KEYS = (*TIMES, *LOAD)
+NUM_VALUES = len(_KEYS)  # of a rank, in the order of TIMES and LOAD
 _MOST_NUMBERS = 64  # ranks that each logged step gets a row for; with more ranks, a row has the mean of several
 
 
@@ -60,51 +58,6 @@ class RankTimes:
 
 def _rounded(values: np.ndarray) -> list[float | None]:
     return [round(value, 2) if np.isfinite(value) else None for value in values.tolist()]
-
-
-class OwnTimes:
-    """Measures the times of this rank since the last logged step."""
-
-    def __init__(self) -> None:
-        self._reader = HostLoadReader()
-        self.restart()
-
-    def restart(self) -> None:
-        """Forget everything since the last logged step."""
-        self._data_s = 0.0
-        self._excluded = HostLoad()
-        self._start = self._reader.read()
-
-    def add_data(self, seconds: float, waited_before_s: float) -> None:
-        """Add the time of loading data. `waited_before_s`: result of host_waited_s before it."""
-        self._data_s += seconds - (host_waited_s() - waited_before_s)
-
-    def load_now(self) -> HostLoad:
-        return self._reader.read()
-
-    def exclude_since(self, start: HostLoad) -> None:
-        """Exclude an evaluation or a save, before which `load_now` returned `start`."""
-        self._excluded = self._excluded.plus(self._reader.read().since(start))
-
-    def take(self, phase_ms: Mapping[str, float], waited_ms: Mapping[str, float], steps: int) -> list[float]:
-        """Return the values of TIMES and LOAD of a step, and restart.
-
-        Args:
-            phase_ms: result of PhaseTimers.take_ms.
-            waited_ms: PhaseTimers.waited_ms.
-            steps: number of steps since the last logged one.
-        """
-        own, data = {phase: phase_ms[phase] - waited_ms[phase] for phase in phase_ms}, self._data_s * 1e3
-        times = {"data": data, "forward": own[FORWARD] + own[WAIT], "backward": own[BACKWARD] + own[REDUCE],
-                 "reduce_wait": sum(waited_ms.values()), "optimizer": own[OPTIMIZER],
-                 "other": max(own[OTHER] - data, 0.0), "own": sum(own.values())}
-        load = self._reader.read().since(self._start).since(self._excluded)
-        values = [*(times[key] for key in TIMES), *load]
-        self.restart()
-        return [value / steps for value in values]
-
-
-NUM_VALUES = len(_KEYS)  # of a rank, in the order of TIMES and LOAD
 
 
 def rank_times(values: np.ndarray, *, step: int, steps: int, step_ms: float, is_partial: bool = False) -> RankTimes:

@@ -1,19 +1,24 @@
-"""The rows of a run as columns, what run.json says about the run, and the statistics of noisy columns."""
+"""The rows of a run as columns, what run.json says about the run, and what extensions find in both."""
 
+import contextlib
 import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from pretrain.errors import ConfigError
+from pretrain.extension import extensions
+from pretrain.monitor.noise import NORMAL_MAD
+from pretrain.monitor.read_run_folder import newest_start, read_metrics
+
 KEYS = ("step", "seq_length", "consumed_samples", "skipped_steps", "loss", "lr", "grad_norm", "clip_norm", "clip_rate",
         "update_ratio", "step_time_ms", "data_time_ms", "forward_time_ms", "backward_time_ms", "mfu_exact")
 EVALUATION_KEYS = ("step", "eval_loss", "mean_of_sets")
-_BUCKETS = 16  # of consecutive rows; their means show fluctuations that are slower than the noise from row to row
-_NORMAL_MAD = 0.6745  # median of the absolute value of a standard normal variable
 
 
 @dataclass(frozen=True)
@@ -94,14 +99,6 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """A value with its standard error."""
-
-    value: float
-    error: float
-
-
-@dataclass(frozen=True)
 class Curve:
     """The newest rows of all steps: training rows with KEYS, and evaluations on "valid" with EVALUATION_KEYS."""
 
@@ -145,29 +142,66 @@ class Curve:
 
         It is estimated from second differences, which neither a trend nor slow fluctuations enter.
         """
-        return float(np.median(np.abs(np.diff(self["loss"], 2)))) / _NORMAL_MAD / math.sqrt(6)
+        return float(np.median(np.abs(np.diff(self["loss"], 2)))) / NORMAL_MAD / math.sqrt(6)
 
 
-def bucket_means(values: np.ndarray) -> np.ndarray:
-    """Return the means of at most 16 groups of consecutive values, of nearly equal sizes."""
-    edges = np.linspace(0, len(values), min(_BUCKETS, len(values)) + 1).astype(int)
-    return np.add.reduceat(values, edges[:-1]) / np.diff(edges)
+class CurveLog:
+    """The curve of a run that trains, row by row. Exists on rank 0 only.
 
-
-def line(x: np.ndarray, y: np.ndarray) -> tuple[Estimate, Estimate]:
-    """Fit a line. Returns its slope, and its value at the mean of x. Needs at least 3 values.
-
-    The errors follow from the residuals of means of consecutive values, so that slow fluctuations count.
+    Args:
+        run: the run folder, whose earlier rows count if the run is resumed.
+        first_step: number of steps that were done before.
     """
-    x, y = bucket_means(x), bucket_means(y)
-    deviations = x - x.mean()
-    spread = float(deviations @ deviations)
-    slope = float(deviations @ y) / spread
-    residuals = y - y.mean() - slope * deviations
-    sd = math.sqrt(float(residuals @ residuals) / (len(x) - 2))
-    return Estimate(slope, sd / math.sqrt(spread)), Estimate(float(y.mean()), sd / math.sqrt(len(x)))
+
+    def __init__(self, run: Path, *, first_step: int) -> None:
+        self._run, self._rows, self._evaluations = run, Rows(KEYS), Rows(EVALUATION_KEYS)
+        self._facts: Facts | None = None  # run.json is not yet written
+        if first_step:
+            for row in read_metrics(run):
+                self.add(row)
+            self.return_to(first_step)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def return_to(self, step: int) -> None:
+        """Forget the rows of later steps, because the run has returned to `step`."""
+        self._rows.drop_after(step)
+        self._evaluations.drop_after(step)
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Add a row of training or of an evaluation."""
+        if "loss" in row:
+            self._rows.append(row)
+            self._evaluations.drop_after(int(row["step"]) - 1)
+        elif row.get("split") == "valid":
+            self._evaluations.append(row)
+
+    def curve(self) -> Curve:
+        """Return the rows until now."""
+        return Curve(self._rows.columns(), self._evaluations.columns())
+
+    def facts(self) -> Facts:
+        """Return what run.json says about the run."""
+        if self._facts is None:
+            self._facts = Facts()
+            with contextlib.suppress(ConfigError):  # the disk was full
+                self._facts = Facts.of_record(newest_start(self._run))
+        return self._facts
 
 
-def level(y: np.ndarray) -> Estimate:
-    """Return the mean of values that may follow a line."""
-    return line(np.arange(len(y), dtype=np.float64), y)[1]
+@dataclass(frozen=True)
+class Hint:
+    """A fault that the curve shows: its name, what is seen, with numbers, and what to do."""
+
+    name: str
+    text: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.text}; {self.remedy}"
+
+
+def hints_of_extensions(curve: Curve, facts: Facts) -> list[Hint]:
+    """Return what the extensions find in a curve: the hints of each, the most important first."""
+    return [hint for each in extensions() if (find := each.function("hints")) for hint in find(curve, facts)]
