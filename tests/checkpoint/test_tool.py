@@ -18,18 +18,18 @@ from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import ConfigError
 from tests.support.byte_tokenizer import write_byte_tokenizer
 from tests.support.checkpoints import copy_checkpoints, real_run
-from tests.support.launch import ROOT, run_ranks
+from tests.support.launch import PROGRAM, ROOT, run_ranks
 
 
 def tool(*words: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(ROOT / "tools" / "checkpoint.py"), *map(str, words)], cwd="/",
+    return subprocess.run([sys.executable, PROGRAM, "checkpoint", *map(str, words)], cwd="/",
                           env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}, capture_output=True,
                           text=True, timeout=900)
 
 
 def in_a_fork(folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
     """Run the tool in a fork of a process that has imported torch. `stdout` has both output streams."""
-    (done,) = run_ranks([str(ROOT / "tools" / "checkpoint.py"), *map(str, words)], 1, cwd=folder)
+    (done,) = run_ranks([PROGRAM, "checkpoint", *map(str, words)], 1, cwd=folder)
     return done
 
 
