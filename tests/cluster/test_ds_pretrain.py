@@ -53,8 +53,8 @@ def test_launcher_and_train_py_have_no_flag_in_common() -> None:
 
 
 @pytest.mark.parametrize("words", [
-    ["--num_gpus", "2", "sanity", "--config", "run.yaml"], ["sanity", "--config", "run.yaml", "--num_gpus", "2"],
-    ["--num_gpus=2", "tools/sanity_check.py", "--config", "run.yaml"],
+    ["--num_gpus", "2", "evaluate", "--config", "run.yaml"], ["evaluate", "--config", "run.yaml", "--num_gpus", "2"],
+    ["--num_gpus=2", "tools/evaluate.py", "--config", "run.yaml"],
 ])
 def test_a_subcommand_on_several_ranks_is_found_in_any_place(words: list[str],
                                                              monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +62,7 @@ def test_a_subcommand_on_several_ranks_is_found_in_any_place(words: list[str],
     monkeypatch.setattr("pretrain.cluster.local_launch.run_launcher", lambda *args: started.append(args[0]) or 0)
     monkeypatch.setattr("sys.argv", ["ds-pretrain", *words])
     assert ds_pretrain() == 0
-    assert started[0][-3:] == ["sanity", "--config", "run.yaml"]
+    assert started[0][-3:] == ["evaluate", "--config", "run.yaml"]
     assert json.loads(base64.urlsafe_b64decode(next(word for word in started[0] if word.startswith("--world_info=")
                                                     ).partition("=")[2]))["localhost"] == [0, 1]
 
@@ -111,7 +111,7 @@ def test_tools_start_on_a_free_port(corpus: str, tmp_path: Path) -> None:
         done = start(str(ROOT / "tools" / "evaluate.py"), "model", "--data", corpus, "--max_samples", "4", "--dtype", "fp32")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "cpu, fp32, 2 ranks" in done.stdout
-    rejected = start("sanity", "--config", "nowhere.yaml")
+    rejected = start("evaluate", "nowhere")
     assert rejected.returncode == 2, rejected.stderr
     assert rejected.stderr.count("ds-pretrain: error: ") == 1
     assert "Traceback" not in rejected.stderr
@@ -131,7 +131,7 @@ def test_ranks_get_a_secret_that_no_command_line_shows(given: str, monkeypatch: 
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["--check_only", "sanity"], "--check_only: it is for runs, not for sanity"),
+    (["--check_only", "evaluate"], "--check_only: it is for runs, not for evaluate"),
     ([], "the flags of the run are missing"),
     (["--num_gpus", "0"], "--num_gpus: found '0'"),
     (["--num_gpus", "x"], "--num_gpus: found 'x'"),

@@ -1,4 +1,4 @@
-"""tools/check_cluster.py: the evaluation of measurements, and runs of the tool on hosts with real faults.
+"""`ds-pretrain check-cluster`: the evaluation of measurements, and runs of the tool on hosts with real faults.
 
 The hosts are network namespaces with their own host names, links and mounts. A switch in another namespace connects
 the hosts. The faults are a token bucket filter on a link, a tiny tmpfs, and a blackhole route.

@@ -1,4 +1,4 @@
-"""tools/inspect_data.py shows exactly the tensors that real ranks trained on."""
+"""`ds-pretrain inspect` shows exactly the tensors that real ranks trained on."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ from pretrain.analysis.inspect_step import StepTensors, check_labels, read_step,
 from pretrain.analysis.recorded_data import find_step, open_data_of_step
 from pretrain.errors import ConfigError
 from tests.support.cases import config, flags
-from tests.support.launch import PROGRAM, ROOT, WORKERS, run_ranks
+from tests.support.launch import PROGRAM, WORKERS, run_ranks
 
 
 @pytest.fixture(scope="module")

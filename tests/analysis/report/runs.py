@@ -83,7 +83,7 @@ def append_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 
 @contextlib.contextmanager
 def watching(*runs: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Start tools/report.py --watch, and give its process and its address."""
+    """Start `ds-pretrain report --watch`, and give its process and its address."""
     process = subprocess.Popen([sys.executable, PROGRAM, "report", *map(str, runs), "--watch"], text=True,
                                env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE,
                                stderr=subprocess.PIPE)

@@ -63,7 +63,7 @@ from tests.extensions.replay.planted_documents import (
 )
 from tests.support.byte_tokenizer import write_byte_tokenizer
 from tests.support.cases import case, flags
-from tests.support.launch import PROGRAM, ROOT, run_worker
+from tests.support.launch import PROGRAM, run_worker
 
 _LIMIT_S = 4 * 3600.0
 _AFTER = 3  # steps that each case trains after the checkpoint
