@@ -50,7 +50,7 @@ class Command:
     help: str
     module: str  # full name, or relative to the module of the declaration: ".main"
     function: str = "main"
-    tool: str = ""  # of a command that runs on several ranks, and takes the launcher's flags: its file in tools/
+    runs_on_ranks: bool = False  # on one or several, and takes the flags of the launcher
 
     def load(self) -> Callable[[], Any]:
         """Import the module, and return the function."""
@@ -120,10 +120,10 @@ class Extension:
     rows: Mapping[str, Mapping[str, tuple[str, str]]] = field(default_factory=dict)
     # event of events.jsonl -> keys besides time, event, step and reason, separated by spaces; and its meaning
     events: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    advice: Mapping[str, str] = field(default_factory=dict)  # event, or name of a hint -> what to do: see `advice_on`
     problems: Mapping[str, Problem] = field(default_factory=dict)  # by event
     # key that its callbacks add to rows of training -> unit, and definition
     metrics: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    advice: Mapping[str, str] = field(default_factory=dict)  # event, or name of a hint -> what to do: see `advice_on`
     # topics of `ds-pretrain reference` -> title, and "module:function" that returns Markdown
     reference: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     # (curve, facts) -> hints about the curve of any run, the most important first: see monitor/curve.py

@@ -14,7 +14,7 @@ from tests.distributed.test_equal_ranks import check_rejected, start, words_of
 from tests.extensions.sanity import WORKERS
 from tests.support.cases import CPU, DROPOUT, case, config, flags
 from tests.support.general_models import GENERAL_MODELS
-from tests.support.launch import ROOT, run_ranks, run_worker, train_ranks
+from tests.support.launch import PROGRAM, run_ranks, run_worker, train_ranks
 from tests.support.layouts import fp16
 from tests.support.model_shapes import SHAPES
 from tests.terminal.test_screen import in_terminal
@@ -199,7 +199,7 @@ def test_a_failed_check_rejects_the_run_and_is_the_exit_code_of_the_tool(corpus:
     words = ["--deepspeed_config=ds.json", "--model=tiny", f"--train_data={corpus}", "--split=80,20,0",
              "--model_overrides=vocab_size=256,n_layer=1,n_embd=64", "--seq_length=64", "--train_steps=3",
              "--init_std=0.9", "--save=run"]
-    tool = run_ranks([str(ROOT / "tools" / "sanity_check.py"), *words, "--json=out.json"], 1, cwd=tmp_path)[0]
+    tool = run_ranks([PROGRAM, "sanity", *words, "--json=out.json"], 1, cwd=tmp_path)[0]
     assert tool.returncode == 1, tool.stdout
     assert "initial loss: too high" in tool.stdout
     found = {result["check"]: result for result in json.loads((tmp_path / "out.json").read_text())}
@@ -234,7 +234,7 @@ def test_the_table_is_broken_between_words() -> None:
 def test_find_lr_in_a_pipeline(corpus: str, tmp_path: Path) -> None:
     """A rate that is too high makes the loss diverge; the JSON, the table and the plot hold the same rates."""
     (tmp_path / "ds.json").write_text(json.dumps(config(1, precision="bf16", stages=2)))
-    done = run_ranks([str(ROOT / "tools" / "find_lr.py"), "--from=1e-5", "--to=30", "--steps=40", "--json=lr.json",
+    done = run_ranks([PROGRAM, "find-lr", "--from=1e-5", "--to=30", "--steps=40", "--json=lr.json",
                       "--plot=lr.svg", "--deepspeed_config=ds.json", "--model=tiny", f"--train_data={corpus}",
                       "--model_overrides=vocab_size=256,n_layer=2,n_embd=64", "--seq_length=64", "--train_steps=3",
                       "--split=80,20,0", "--save=run"], 2, cwd=tmp_path)
