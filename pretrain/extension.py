@@ -85,6 +85,7 @@ class Problem:
     is_phase: bool = False
     # (event, ranks and hosts as text, is_over=) -> text, advice, and what shows it; in place of the two above
     describe: "str | Callable[..., tuple[str, str, str]]" = ""
+    unless: tuple[str, str] | None = None  # key and value of an event that is no problem
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,8 @@ class Extension:
     problems: Mapping[str, Problem] = field(default_factory=dict)  # by event
     # key that its callbacks add to rows of training -> unit, and definition
     metrics: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    advice: Mapping[str, str] = field(default_factory=dict)  # event, or name of a hint -> what to do: see `advice_on`
+    # event, kind of problem, or name of a hint -> what to do: see `advice_on`; of problems as in `Problem`
+    advice: Mapping[str, str] = field(default_factory=dict)
     # topics of `ds-pretrain reference` -> title, and "module:function" that returns Markdown
     reference: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     # (curve, facts) -> hints about the curve of any run, the most important first: see monitor/curve.py
