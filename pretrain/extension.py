@@ -72,8 +72,9 @@ class Problem:
 class Extension:
     """A capability that a run can do without.
 
-    `check`, `callbacks`, `notes`, `around` and `secrets` are functions, or "module:function" with a module next to the
-    declaration. They are called only if a flag of the extension is given, it has no flags, or `is_always_used`.
+    `check`, `inputs`, `callbacks`, `notes`, `record`, `around` and `secrets` are functions, or "module:function" with a
+    module next to the declaration. They are called only if a flag of the extension is given, it has no flags, or
+    `is_always_used`.
     """
 
     name: str
@@ -82,8 +83,12 @@ class Extension:
     settings: type[Any] | None = None  # a frozen dataclass; its fields are flags, made by `Group.flag`
     # (args) -> None: raises ConfigError for values that cannot be used; before a process group forms
     check: "str | Callable[[RunArguments], None]" = ""
+    # (plan) -> what the functions below find in plan.inputs[NAME], such as a file of a flag; the plan has its data.
+    # Raises ConfigError
+    prepare: "str | Callable[[Plan], Any]" = ""
     callbacks: "str | Callable[[Plan], Iterable[Callback]]" = ""
     notes: "str | Callable[[Plan], Iterable[str]]" = ""  # about a plan, for `check` and the start of the run
+    record: "str | Callable[[Plan], Mapping[str, Any]]" = ""  # (plan) -> keys for the record of the start in run.json
     # (args, owner, active=) -> context manager around a start of the run, in the process that owns it: the supervisor,
     # otherwise ds-pretrain, otherwise rank 0; its value is called with the exit code
     around: "str | Callable[..., contextlib.AbstractContextManager[Callable[[int], None]]]" = ""
@@ -99,6 +104,8 @@ class Extension:
     reference: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     # (curve, facts) -> hints about the curve of any run, the most important first: see monitor/curve.py
     hints: "str | Callable[..., Iterable[Any]]" = ""
+    # (record of run.json, events) -> expected losses of any run, or None: see monitor/expected.py
+    expectation: "str | Callable[..., Any]" = ""
     is_always_used: bool = False  # the functions are called in runs without a flag of the extension, too
     requires: tuple[str, ...] = ()  # modules of packages without which its flags are rejected
     module: str = ""  # of the declaration; set when it is found
@@ -259,6 +266,18 @@ def callbacks_of(plan: "Plan") -> "list[Callback]":
     """Return the callbacks of all extensions that the run uses."""
     return [callback for each in extensions() if each.is_used(plan.args) and (make := each.function("callbacks"))
             for callback in make(plan)]
+
+
+def inputs_of_extensions(plan: "Plan") -> dict[str, Any]:
+    """Return what the extensions that the run uses read for it, by their names. Raises ConfigError."""
+    return {each.name: read(plan) for each in extensions()
+            if each.is_used(plan.args) and (read := each.function("inputs"))}
+
+
+def records_of_extensions(plan: "Plan") -> dict[str, Any]:
+    """Return the keys that all extensions add to the record of a start."""
+    return {key: value for each in extensions() if each.is_used(plan.args) and (record := each.function("record"))
+            for key, value in record(plan).items()}
 
 
 def notes_of_extensions(plan: "Plan") -> list[str]:

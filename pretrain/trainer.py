@@ -37,7 +37,6 @@ from pretrain.errors import FINISHED, STOPPED, ConfigError, counted
 from pretrain.extension import callbacks_of
 from pretrain.monitor.announce import EARLY_STOP, announce_start
 from pretrain.monitor.batch_ramp import BatchRamp
-from pretrain.monitor.expected.report_curve import ReportCurve
 from pretrain.monitor.meter import Meter
 from pretrain.monitor.predictions import Predictions
 from pretrain.monitor.profiler import Profiler
@@ -105,8 +104,6 @@ def _core_callbacks(plan: Plan, resume: Resume | None) -> Iterator[Callback]:
         yield Predictions()
     if args.pipeline_timeline:
         yield PipelineTimeline(args.pipeline_timeline)
-    if plan.expected:
-        yield ReportCurve(plan.expected)
 
 
 def _check_sanity(plan: Plan, world: World, guards: RankGuards, build: Callable[[Plan], DeepSpeedEngine]) -> None:

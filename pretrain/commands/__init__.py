@@ -31,8 +31,6 @@ COMMANDS = {
     "sanity": Command(_BEFORE, "test data, gradients and learning on the run's engine", f"{_HERE}.trials",
                       "sanity_main"),
     "find-lr": Command(_BEFORE, "suggest a learning rate", f"{_HERE}.trials", "find_lr_main"),
-    "ladder": Command(_BEFORE, "predict the loss of a run from smaller models",
-                      f"{_HERE}.ladder.main"),
     "doctor": Command(_BEFORE, "examine this machine or all hosts: versions, GPUs, disks", f"{_HERE}.doctor"),
     "check-cluster": Command(_BEFORE, "measure all hosts of a job, and report faults and outliers",
                              f"{_HERE}.check_cluster"),

@@ -17,7 +17,8 @@ from tests.support.launch import ROOT
 NAMES = sorted(path.parent.name for path in ROOT.glob("pretrain/extensions/*/extension.py"))
 # flags with which a run uses the extension; {}: it has none, and each run uses it
 USED: dict[str, dict[str, Any]] = {
-    "hints": {}, "notify": {"notify_command": "true"}, "replay": {"recompute_interval": 1}, "slow_ranks": {}}
+    "hints": {}, "ladder": {"expected_curve": "ladder.json"}, "notify": {"notify_command": "true"},
+    "replay": {"recompute_interval": 1}, "slow_ranks": {}}
 
 
 def tree_without(name: str, folder: Path) -> Path:
