@@ -27,10 +27,12 @@ from typing import TYPE_CHECKING, Any
 from pretrain.cli import OWNED, say
 from pretrain.errors import ConfigError, shorten
 from pretrain.own_code import described, import_own_module
+from pretrain.paths import RUN_FILES
 
 if TYPE_CHECKING:
     from pretrain.callback import Callback
     from pretrain.config.flags.arguments import RunArguments
+    from pretrain.config.layout_rules import Rule
     from pretrain.config.plan import Plan
 
 API = 1  # version of this interface and of `callback.py`
@@ -55,6 +57,22 @@ class Command:
         return found
 
 
+def _one(text: str) -> int:
+    return 1
+
+
+@dataclass(frozen=True)
+class RequestFile:
+    """A file by which a user asks something of a run that trains: made in its folder, and removed by rank 0.
+
+    `Callback.requested` then gets a number on all ranks after the same step: `request.asked[NAME]`.
+    """
+
+    number: Callable[[str], int] = _one  # (text of the file) -> a number from 1 to 2**31 - 1; must not raise
+    answer: str = ""  # what the run says that it does, also in the event "signal"; "": it says nothing
+    by_signal: bool = False  # the signal SIGUSR2 to a rank does the same as an empty file
+
+
 @dataclass(frozen=True)
 class Problem:
     """What an event of events.jsonl means for people: the summary and the report of a run list what went wrong."""
@@ -72,9 +90,9 @@ class Problem:
 class Extension:
     """A capability that a run can do without.
 
-    `check`, `inputs`, `callbacks`, `notes`, `record`, `around` and `secrets` are functions, or "module:function" with a
-    module next to the declaration. They are called only if a flag of the extension is given, it has no flags, or
-    `is_always_used`.
+    `check`, `rules`, `inputs`, `prepare`, `callbacks`, `notes`, `record`, `around` and `secrets` are functions, or
+    "module:function" with a module next to the declaration. They are called only if a flag of the extension is given,
+    it has no flags, or `is_always_used`.
     """
 
     name: str
@@ -83,9 +101,13 @@ class Extension:
     settings: type[Any] | None = None  # a frozen dataclass; its fields are flags, made by `Group.flag`
     # (args) -> None: raises ConfigError for values that cannot be used; before a process group forms
     check: "str | Callable[[RunArguments], None]" = ""
-    # (plan) -> what the functions below find in plan.inputs[NAME], such as a file of a flag; the plan has its data.
-    # Raises ConfigError
-    prepare: "str | Callable[[Plan], Any]" = ""
+    # (plan) -> settings that cannot be combined, as in config/run_rules.py; the plan has its data
+    rules: "str | Callable[[Plan], Iterable[Rule]]" = ""
+    # (plan) -> what the functions below find in plan.inputs[NAME], such as the content of a file that a flag names; the
+    # plan has its data. Raises ConfigError
+    inputs: "str | Callable[[Plan], Any]" = ""
+    # (plan) -> None: raises ConfigError. For what takes long: on rank 0, before torch is imported, and in `check`
+    prepare: "str | Callable[[Plan], None]" = ""
     callbacks: "str | Callable[[Plan], Iterable[Callback]]" = ""
     notes: "str | Callable[[Plan], Iterable[str]]" = ""  # about a plan, for `check` and the start of the run
     record: "str | Callable[[Plan], Mapping[str, Any]]" = ""  # (plan) -> keys for the record of the start in run.json
@@ -95,6 +117,10 @@ class Extension:
     # (args) -> names of environment variables that hold secrets: only the owner of a start sees them
     secrets: "str | Callable[[RunArguments], Iterable[str]]" = ""
     commands: Mapping[str, Command] = field(default_factory=dict)
+    requests: Mapping[str, RequestFile] = field(default_factory=dict)  # by the names of the files
+    files: tuple[str, ...] = ()  # in the run folder, that `RunFolder.append` writes
+    # title -> key of these rows -> unit and definition: for `ds-pretrain reference metrics`
+    rows: Mapping[str, Mapping[str, tuple[str, str]]] = field(default_factory=dict)
     # event of events.jsonl -> keys besides time, event, step and reason, separated by spaces; and its meaning
     events: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     problems: Mapping[str, Problem] = field(default_factory=dict)  # by event
@@ -268,16 +294,41 @@ def callbacks_of(plan: "Plan") -> "list[Callback]":
             for callback in make(plan)]
 
 
+def rules_of(plan: "Plan") -> "Iterator[Rule]":
+    """Yield the rules of all extensions that the run uses."""
+    for each in extensions():
+        if each.is_used(plan.args) and (rules := each.function("rules")):
+            yield from rules(plan)
+
+
 def inputs_of_extensions(plan: "Plan") -> dict[str, Any]:
     """Return what the extensions that the run uses read for it, by their names. Raises ConfigError."""
     return {each.name: read(plan) for each in extensions()
             if each.is_used(plan.args) and (read := each.function("inputs"))}
 
 
+def prepare_extensions(plan: "Plan") -> None:
+    """Call `prepare` of all extensions that the run uses. Raises ConfigError."""
+    for each in extensions():
+        if each.is_used(plan.args) and (prepare := each.function("prepare")):
+            prepare(plan)
+
+
 def records_of_extensions(plan: "Plan") -> dict[str, Any]:
     """Return the keys that all extensions add to the record of a start."""
     return {key: value for each in extensions() if each.is_used(plan.args) and (record := each.function("record"))
             for key, value in record(plan).items()}
+
+
+def run_files() -> tuple[str, ...]:
+    """Return the names of the files that a run may write into its folder."""
+    return (*RUN_FILES, *(name for each in extensions() for name in each.files))
+
+
+def request_files(args: "RunArguments") -> dict[str, RequestFile]:
+    """Return the files by which a user can ask something of the extensions that the run uses: equal on all ranks."""
+    return dict(sorted((name, file) for each in extensions() if each.is_used(args)
+                       for name, file in each.requests.items()))
 
 
 def notes_of_extensions(plan: "Plan") -> list[str]:

@@ -15,7 +15,7 @@ from pretrain.config.model_of_run import (
 from pretrain.config.plan import Plan
 from pretrain.config.plan_notes import run_notes
 from pretrain.config.resolve import resolve_ds_config
-from pretrain.config.run_rules import check_rules
+from pretrain.config.run_rules import check_each, check_rules
 from pretrain.data.data_spec import names_of_split, planned_samples
 from pretrain.data.run_data import RunData, open_run_data
 from pretrain.data.samples.blend import BlendedSamples
@@ -25,7 +25,7 @@ from pretrain.distributed.deepspeed_version import untested_version
 from pretrain.distributed.device import Device
 from pretrain.distributed.requirements import check_requirements
 from pretrain.errors import ConfigError
-from pretrain.extension import inputs_of_extensions
+from pretrain.extension import inputs_of_extensions, rules_of
 from pretrain.model.general.own_models import import_own_model
 
 
@@ -52,6 +52,7 @@ def check_run(args: RunArguments, *, world_size: int, device: Device, saved_mode
     _check_evaluations(args, data)
     plan = replace(plan, datasets=data.datasets, tokenizer=data.tokenizer, eod_token=data.eod_token,
                    unigram_entropy=data.unigram_entropy)
+    check_each(rules_of(plan), plan)
     plan = replace(plan, inputs=inputs_of_extensions(plan))
     return replace(plan, notes=run_notes(plan, data))
 
@@ -84,14 +85,10 @@ def check_settings(args: RunArguments, *, world_size: int, device: Device,
 
 
 def _check_evaluations(args: RunArguments, data: RunData) -> None:
-    """Raise ConfigError for flags that need validation data or a tokenizer, which the run does not have."""
-    for name in ("early_stopping_patience", "show_predictions"):
-        if getattr(args, name) and not names_of_split(data.datasets, "valid"):
-            raise ConfigError(f"--{name}", problem="the run has no validation data",
-                              remedy="give --valid_data, or a --split with a second part")
-    if args.eval_tasks is not None and data.tokenizer is None:
-        raise ConfigError("--eval_tasks", problem="the run has no --tokenizer, and the questions are text",
-                          remedy="give the --tokenizer with which the data was prepared")
+    """Raise ConfigError for flags that need validation data, which the run does not have."""
+    if args.early_stopping_patience and not names_of_split(data.datasets, "valid"):
+        raise ConfigError("--early_stopping_patience", problem="the run has no validation data",
+                          remedy="give --valid_data, or a --split with a second part")
 
 
 def _check_order(plan: Plan, data: RunData) -> None:

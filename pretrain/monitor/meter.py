@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -29,7 +29,6 @@ from pretrain.monitor.training_row import (
     perplexity,
     power_watts,
     row_line,
-    task_line,
     tokens_per_second,
     training_row,
 )
@@ -148,8 +147,7 @@ class Meter:
                            lr=result.lr, gradients=self._gradients.take())
         row["goodput"] = self._add_goodput(interval)
         self._since = _SinceRow(self._step, self._consumed_samples)
-        self.folder.metrics(row)
-        self._sinks.write(row)
+        self.write(row)
         self.losses["loss"] = row["loss"]
         self.screen.line(row_line(row, train_steps=self.plan.train_steps, fp16=self.plan.layout.precision == "fp16",
                                   columns=self.screen.columns))
@@ -180,24 +178,16 @@ class Meter:
                                "split": name, "eval_loss": loss, "eval_ppl": perplexity(loss)}
         if num_sets:
             row["mean_of_sets"] = num_sets
-        self.folder.metrics(row)
-        self._sinks.write(row)
+        self.write(row)
         self.losses[f"{name} loss"] = loss
         self.screen.line(evaluation_line(row))
         self._callbacks("after_row", run, row)
         return loss
 
-    def log_tasks(self, run: Run, scores: Mapping[str, Mapping[str, Any]], *, failure: str = "") -> None:
-        """Report the scores of --eval_tasks by task, or why there are none."""
-        for task, values in scores.items():
-            row = {"step": run.step, "time": time.time(), "consumed_samples": run.consumed_samples,
-                   "split": f"tasks/{task}", **values}
-            self.folder.metrics(row)
-            self._sinks.write(row)
-            self.screen.line(task_line(row))
-        if failure:
-            self.screen.line(f"warning: --eval_tasks has no scores at step {run.step}: {failure}")
-            run.event("tasks_failed", reason=failure)
+    def write(self, row: dict[str, Any]) -> None:
+        """Append a row to metrics.jsonl, and pass it to the monitors."""
+        self.folder.metrics(row)
+        self._sinks.write(row)
 
     def close(self) -> None:
         """Let the monitors write their last values."""

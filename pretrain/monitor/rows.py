@@ -1,4 +1,4 @@
-"""The keys of metrics.jsonl and predictions.jsonl, and the events of events.jsonl. `ds-pretrain reference` prints them.
+"""The keys of metrics.jsonl, and the events of events.jsonl. `ds-pretrain reference` prints them.
 
 "Over the steps" means over all steps since the last row; means and maxima over ranks are over all ranks of the run.
 """
@@ -71,25 +71,6 @@ EVALUATION_ROW = {
     "eval_ppl": ("", "perplexity: e to the loss"),
     "mean_of_sets": ("sets", "only for a mean over named sets: their number"),
 }
-TASK_ROW = {  # these and the metrics of the task, each with METRIC_stderr
-    **{key: EVALUATION_ROW[key] for key in ("step", "time", "consumed_samples")},
-    "split": ("", "`tasks/NAME`, of a task or a group of tasks of lm-eval"),
-    "questions": ("questions", "number of scored questions; not for groups"),
-    "acc": ("fraction", "correct answers; other tasks have other metrics, under lm-eval's names"),
-    "acc_norm": ("fraction", "correct answers, if the likelihoods of the answers are divided by their lengths"),
-    "acc_stderr": ("fraction", "standard error; the same for other metrics"),
-}
-# rows of predictions.jsonl; a text is `null` without --tokenizer
-PREDICTION_ROW = {
-    **{key: EVALUATION_ROW[key] for key in ("step", "time", "consumed_samples")},
-    "sequence": ("", "number of the validation sample, from 0"),
-    "prompt": ("", "text with which the sample begins"),
-    "predicted": ("", "text with which the model continues it: the most likely token at each position"),
-    "actual": ("", "text that follows in the sample"),
-    "prompt_tokens": ("", "tokens of this text"),
-    "predicted_tokens": ("", "tokens of this text"),
-    "actual_tokens": ("", "tokens of this text"),
-}
 
 # event -> (keys besides time, event, step and reason, separated by spaces; meaning); those of extensions follow
 EVENTS = {
@@ -109,9 +90,6 @@ EVENTS = {
     "mirror": ("path seconds", "a checkpoint was copied to `--checkpoint_mirror`"),
     "prune": ("path", "`--keep_checkpoints` removed a checkpoint"),
     "batch": ("global_batch_size before consumed_samples", "`--batch_schedule` changed the global batch size"),
-    "tasks_failed": ("", "lm-eval could not score `--eval_tasks`; the run continues"),
-    "profile": ("first_step path", "a profile was written"),
-    "pipeline_timeline": ("first_step path bubble", "`--pipeline_timeline` was written"),
     "skip": ("samples epoch position sources",
              "an update was skipped; `samples` are the first one of its global batch, and the first one after it"),
     "spike": ("name value mean std z action samples epoch position sources",

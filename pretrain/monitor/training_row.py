@@ -219,10 +219,3 @@ def evaluation_line(row: dict[str, Any]) -> str:
     note = f"  (mean of {row['mean_of_sets']} sets)" if "mean_of_sets" in row else ""
     return (f"step {row['step']:>7}  {row['split']} loss {row['eval_loss']:.4f}  perplexity {row['eval_ppl']:.2f}"
             f"{note}")
-
-
-def task_line(row: dict[str, Any]) -> str:
-    """Format a row of a task's scores as a line of text, without standard errors."""
-    scores = [f"{key} {value:.4f}" for key, value in row.items()
-              if key not in ("step", "time", "consumed_samples", "split", "questions") and not key.endswith("_stderr")]
-    return "  ".join([f"step {row['step']:>7}  {row['split']}", *scores])

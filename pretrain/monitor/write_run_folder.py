@@ -68,14 +68,10 @@ class RunFolder:
     def metrics(self, row: dict[str, Any]) -> None:
         """Append a row to metrics.jsonl. NaN and infinity, which JSON does not have, become null."""
         self.append("metrics.jsonl", {key: None if isinstance(value, float) and not math.isfinite(value) else value
-                                      for key, value in row.items()})
-
-    def prediction(self, row: dict[str, Any]) -> None:
-        """Append a row to predictions.jsonl."""
-        self.append("predictions.jsonl", row)
+                                       for key, value in row.items()})
 
     def append(self, name: str, row: dict[str, Any]) -> None:
-        """Append a row to a file of the run folder."""
+        """Append a row to a file of JSON lines; of an extension: one of `Extension.files`."""
         if not self._active:
             return
         self._before_write()

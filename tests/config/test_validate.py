@@ -23,7 +23,8 @@ from pretrain.distributed.device import Device, cpu_device, detect_device
 from pretrain.errors import ConfigError
 from tests.support.effort import HEAVY, run_and_list_imports
 from tests.support.general_models import GENERAL_MODELS
-from tests.wrong_inputs.inputs import CPU, NOTHING, WRONG, run_json, run_words, z
+from tests.wrong_inputs.case import NOTHING
+from tests.wrong_inputs.inputs import CPU, WRONG, run_json, run_words, z
 from tests.wrong_inputs.world import make_world
 
 ROOT = Path(__file__).parents[2]

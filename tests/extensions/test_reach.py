@@ -13,7 +13,7 @@ from tests.support.cases import config, flags
 from tests.support.launch import ROOT
 
 # reached from train.py by imports, relative ones and those inside functions too; lines without comments and docstrings
-MOST_MODULES, MOST_LINES = 298, 32_600
+MOST_MODULES, MOST_LINES = 288, 31_500
 MOST_IMPORTED = 318  # on rank 0, after two steps without extensions
 _NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING,
             tokenize.ENDMARKER)
@@ -76,4 +76,5 @@ def test_a_run_without_flags_of_extensions_imports_their_declarations_only(corpu
     in_each_run = {each.name for each in extensions() if not each.flags}
     parts = [name.split(".")[2:] for name in modules if name.startswith(f"{BUILT_IN_EXTENSIONS}.")
              and name.split(".")[2] not in in_each_run]
-    assert {tuple(part[1:]) for part in parts} <= {(), ("extension",), ("receivers",)}
+    # the module of a callback that waits for requests is imported, too
+    assert {tuple(part[1:]) for part in parts} <= {(), ("extension",), ("receivers",), ("profiler",)}

@@ -11,10 +11,10 @@ from pretrain.checkpoint.format.hashed_files import FileRecord
 from pretrain.checkpoint.format.manifest import Manifest
 from pretrain.checkpoint.load.hf_folder import header_bytes
 from pretrain.data.token_files.writer import IndexedWriter
+from pretrain.extension import run_files
 from pretrain.model.config import model_config_from
 from pretrain.model.hf_names import tensor_rules
-from pretrain.paths import RUN_FILES
-from tests.support.extensions import modules_of_extensions
+from tests.wrong_inputs.case import of_extensions
 from tests.wrong_inputs.inputs import BASE
 
 
@@ -53,15 +53,16 @@ def make_world(folder: Path) -> None:
                  "truncation": None, "padding": None}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     (folder / "file").write_text("a file")
-    for name in RUN_FILES:
+    for name in run_files():
         (folder / f"run with {name}" / name).mkdir(parents=True)
     (folder / "run with checkpoints").mkdir()
     (folder / "run with checkpoints" / "checkpoints").write_text("a file")
     (folder / "broken.json").write_text('{"train_batch_size": 1\n "bf16": {}}')
     (folder / "twice.json").write_text('{"train_batch_size": 1,\n "train_batch_size": 2}')
     (folder / "list.json").write_text("[]")
-    for module in modules_of_extensions("wrong_inputs"):
-        module.write_files(folder)
+    for module in of_extensions():
+        if hasattr(module, "write_files"):
+            module.write_files(folder)
     (folder / "nvme").mkdir()
     (folder / "ds.json").write_text(json.dumps(BASE))
     (folder / "target.yaml").write_text(f"deepspeed_config: {folder}/ds.json\nmodel: tiny\n"

@@ -22,7 +22,7 @@ from typing import Any
 from pretrain.checkpoint.format.hashed_files import write_atomically
 from pretrain.cli import Parser, number, path, path_text, say, text, whole_number
 from pretrain.commands.check import device_of
-from pretrain.config.flags.arguments import DEFAULTS, TASK_FLAGS
+from pretrain.config.flags.arguments import DEFAULTS
 from pretrain.data.token_schedules import parse_token_count
 from pretrain.distributed.device import nvidia_smi, wants_cpu
 from pretrain.errors import ConfigError, shorten
@@ -34,15 +34,16 @@ from pretrain.extensions.ladder.points import backtest_of
 from pretrain.extensions.ladder.predict import make_ladder
 from pretrain.extensions.ladder.reach import LARGEST_FACTOR
 from pretrain.extensions.ladder.sizes import family_sizes, nearest_sizes
-from pretrain.extensions.ladder.target import TargetRun, read_target, write_settings
+from pretrain.extensions.ladder.target import TargetRun, read_target, say_left_out, write_settings
 from pretrain.extensions.ladder.train import measure_times, read_points, train_ladder
 from pretrain.paths import check_folder
 from pretrain.stored_json import build, read_object, reason_of
 
-# flags of the target that do not change the smaller runs; its length changes the prediction only
-_WITHOUT_EFFECT = ("save", "note", "trackio", "resume", "expected_curve", "log_interval", "save_interval",
+# flags of the target that do not change the smaller runs, as those of extensions do not; its length changes the
+# prediction only
+_WITHOUT_EFFECT = ("save", "note", "trackio", "resume", "log_interval", "save_interval",
                    "keep_checkpoints", "exit_step", "exit_after_minutes", "eval_interval", "train_steps",
-                   "train_tokens", "lr_warmup_steps", "lr_warmup_tokens", "show_predictions", *TASK_FLAGS)
+                   "train_tokens", "lr_warmup_steps", "lr_warmup_tokens")
 PLAN_FILE, LADDER_FILE, PAGE_FILE = "plan.json", "ladder.json", "ladder.html"
 _DURATION = re.compile(r"(\d+(?:\.\d+)?) ?(s|m|min|h|d)")
 _SECONDS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
@@ -112,6 +113,8 @@ def main() -> int:
                          device=device_of("cuda" if args.gpu else None, args.gpu))
     wish = Wish(args.budget, args.parameters or (), args.tokens, args.max_extrapolation)
     check_folder(args.out, "--out")
+    given = target.plan.args
+    say_left_out([*(["extension"] if given.extension else []), *given.extensions])
     try:
         plan = _plan(target, wish, args.out, ranks)
         print("\n".join(plan_lines(plan, target)))
@@ -186,7 +189,7 @@ def _request(target: TargetRun, wish: Wish, ranks: int) -> dict[str, Any]:
     """Return what a plan depends on: a folder holds the runs of one plan."""
     plan = target.plan
     flags = {name: value for name, value in plan.args.values().items()
-             if value != DEFAULTS[name] and name not in _WITHOUT_EFFECT}
+             if value != DEFAULTS[name] and name not in {*_WITHOUT_EFFECT, *plan.args.extensions}}
     found: dict[str, Any] = json.loads(json.dumps({
         "budget_seconds": wish.budget_seconds, "parameters": list(wish.parameters), "tokens": wish.tokens,
         "ranks": ranks, "world_size": plan.layout.world_size, "flags": flags,

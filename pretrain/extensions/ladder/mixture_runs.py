@@ -14,10 +14,10 @@ import yaml
 from pretrain.checkpoint.format.hashed_files import write_atomically
 from pretrain.cli import say
 from pretrain.commands.small_runs import RUN_YAML, VALID, Run, read_curve, train_runs
-from pretrain.config.flags.arguments import TASK_FLAGS
 from pretrain.config.flags.parse import read_yaml
 from pretrain.data.data_spec import DataSpec, absolute_words, parse_data_spec
 from pretrain.errors import ConfigError
+from pretrain.extension import extensions
 from pretrain.extensions.ladder.expected_curve import LEVEL
 from pretrain.extensions.ladder.mixture_law import (
     MixtureLaw,
@@ -28,12 +28,13 @@ from pretrain.extensions.ladder.mixture_law import (
     fit_mixtures,
     propose,
 )
+from pretrain.extensions.ladder.target import say_left_out
 from pretrain.monitor.expected import Expected
 
 MIXTURES_JSON, FORMAT = "mixtures.json", "ds-pretrain mixtures 1"
 _DATA, _PATHS = ("train_data", "valid_data", "test_data"), ("model", "deepspeed_config", "tokenizer", "data_cache")
-_NOT_KEPT = ("save", "resume", "eval_interval", "save_interval", "keep_best", "expected_curve", "show_predictions",
-             *TASK_FLAGS)  # the expected curve is that of another blend
+_NOT_KEPT = ("save", "resume", "eval_interval", "save_interval", "keep_best",
+             *(name for each in extensions() for name in each.flags))
 _NOT_SUPPORTED = ("blend_schedule", "resume_from")
 
 
@@ -120,7 +121,9 @@ def _read_blend(target: str, count: int) -> DataSpec:
 
 def write_settings(target: str, out: Path) -> None:
     """Write OUT/run.yaml: the target's keys, with absolute paths. Raises ConfigError if it exists with other keys."""
-    keys: dict[str, Any] = {name: value for name, (_, value) in read_yaml(target).items() if name not in _NOT_KEPT}
+    given = {name: value for name, (_, value) in read_yaml(target).items()}
+    say_left_out(name for name in given if name in _NOT_KEPT)
+    keys: dict[str, Any] = {name: value for name, value in given.items() if name not in _NOT_KEPT}
     for name in _DATA:
         if name in keys:
             keys[name] = absolute_words(keys[name])

@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import yaml
 
 from pretrain.checkpoint.format.hashed_files import write_atomically
+from pretrain.cli import say
 from pretrain.commands.small_runs import RUN_YAML
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.flags.parse import parse_arguments
@@ -20,7 +22,8 @@ from pretrain.config.validate import check_run
 from pretrain.data.data_spec import absolute_words, names_of_split
 from pretrain.data.tokenizers.tokenizer import absolute_tokenizer
 from pretrain.distributed.device import Device
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, listed
+from pretrain.extension import extensions
 from pretrain.extensions.ladder.expected_curve import counted_parameters
 
 STANDARD, MUP = "standard", "mup"
@@ -123,6 +126,13 @@ def read_target(path: str, *, world_size: int, device: Device) -> TargetRun:
         raise ConfigError(f"--target {path}", problem="the run has no validation data, whose loss is predicted",
                           remedy="give valid_data, or a split with a second part")
     return TargetRun(plan)
+
+
+def say_left_out(given: Iterable[str]) -> None:
+    """Print a note about flags of the target that the smaller runs do not get, although they may change its loss."""
+    of_extensions = {"extension", *(name for each in extensions() if each.name != "ladder" for name in each.flags)}
+    if flags := [f"--{name}" for name in given if name in of_extensions]:
+        say(f"note: the smaller runs do without {listed(flags)} of the target: flags of extensions are not passed on")
 
 
 def write_settings(target: TargetRun, folder: Path, *, ranks: int) -> None:

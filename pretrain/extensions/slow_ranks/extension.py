@@ -17,6 +17,7 @@ def _callbacks(plan: "Plan") -> "list[Callback]":
 
 EXTENSION = Extension(
     "slow_ranks", "Names ranks, hosts and network links that are slower than the others.", callbacks=_callbacks,
+    files=("rank_times.jsonl",),
     events={
         "slow_rank": ("ranks hosts stage kind ratio since steps evidence",
                       "these ranks, the ranks of a host or of a pipeline stage are slower than the others, for longer "

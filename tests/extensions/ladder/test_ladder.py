@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 from pretrain.data.token_files.writer import IndexedWriter
 from pretrain.distributed.device import cpu_device
 from pretrain.errors import ConfigError
+from pretrain.extension import Extension
 from pretrain.extensions.ladder.expected_curve import counted_parameters
+from pretrain.extensions.ladder.extension import EXTENSION
 from pretrain.extensions.ladder.ladder_file import DECAYED, STABLE, Ladder
 from pretrain.extensions.ladder.law import Law
 from pretrain.extensions.ladder.main import main
@@ -26,7 +28,7 @@ from pretrain.extensions.ladder.page import warnings_of
 from pretrain.extensions.ladder.plan import FEWEST_STEPS, Batch, Plan, Wish, eval_steps_of, make_plan, plan_lines
 from pretrain.extensions.ladder.predict import decayed_part, expected_loss
 from pretrain.extensions.ladder.sizes import Size, choose_sizes, family_sizes
-from pretrain.extensions.ladder.target import TargetRun, read_target
+from pretrain.extensions.ladder.target import TargetRun, read_target, say_left_out
 from pretrain.model.config import load_model_config
 from pretrain.stored_json import build, read_object
 from tests.support.launch import ROOT
@@ -71,6 +73,21 @@ def make_world(folder: Path) -> None:
 def target_of(folder: Path, **changes: Any) -> TargetRun:
     write_run(folder, **changes)
     return read_target("run.yaml", world_size=1, device=cpu_device())
+
+
+@dataclass(frozen=True)
+class OtherFlags:
+    other_rate: float = 1.0
+
+
+def test_flags_of_extensions_that_smaller_runs_do_not_get_are_named(monkeypatch: pytest.MonkeyPatch,
+                                                                    capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("pretrain.extensions.ladder.target.extensions",
+                        lambda: [EXTENSION, Extension("other", "Has a flag.", settings=OtherFlags)])
+    say_left_out(["note", "expected_curve", "other_rate", "extension"])
+    assert "the smaller runs do without --other_rate, --extension of the target" in capsys.readouterr().err
+    say_left_out(["note", "expected_curve"])
+    assert capsys.readouterr().err == ""
 
 
 @dataclass(frozen=True)

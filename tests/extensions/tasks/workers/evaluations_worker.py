@@ -5,8 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from pretrain import trainer
-from pretrain.analysis.evaluate.run_tasks import RunTasks
-from pretrain.analysis.evaluate.task_files import find_run_tasks
 from pretrain.distributed.world import running_environment
 from pretrain.errors import ConfigError
 from pretrain.resilience.launcher_watch import LauncherWatch
@@ -18,12 +16,10 @@ from tests.support.cases_loop import each_case
 def run(case: Case) -> dict[str, Any]:
     """Train the case. Return the exit code, or the error with which the run was rejected."""
     start, world = start_of(case), running_environment()
-    tasks = find_run_tasks(start.plan.args) if world.rank == 0 else None
     with rank_guards(Path(start.plan.args.save), world, TimeOuts.from_flags(start.plan.args),
                      LauncherWatch(world)) as guards:
-        callbacks = [RunTasks(tasks)] if start.plan.args.eval_tasks else []
         try:
-            return {"code": trainer.train(start.plan, world, callbacks, guards, start.weights)}
+            return {"code": trainer.train(start.plan, world, [], guards, start.weights)}
         except ConfigError as error:
             return {"error": str(error)}
 

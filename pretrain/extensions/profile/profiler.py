@@ -1,6 +1,6 @@
 """Profiler: traces and tables of operators for single steps, and the output of DeepSpeed's communication logger.
 
-The steps are given by --profile_steps, or requested by a user while the run trains (`resilience/requests.py`).
+The steps are given by --profile_steps, or requested by a user while the run trains.
 """
 
 import json
@@ -13,7 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.comm import comms_logger
 
 from pretrain.callback import Callback, Run
-from pretrain.config.profiles import parse_ranks, parse_steps
+from pretrain.extensions.profile.extension import REQUEST, Profile, parse_ranks, parse_steps
 from pretrain.paths import PROFILES_FOLDER
 
 if TYPE_CHECKING:
@@ -33,20 +33,21 @@ class Profiler(Callback):
 
     order = 10  # a profile begins before anything else of its first step
 
-    def __init__(self) -> None:
+    def __init__(self, flags: Profile) -> None:
+        self._flags = flags
         self._requested = 0  # steps to profile from the next one on
         self._profile: torch.profiler.profile | None = None  # None on the ranks that write none
         self._range: torch.profiler.record_function | None = None  # of the current step
         self._first, self._last, self._steps_left = 0, 0, 0  # of the profile that is being recorded
 
     def start(self, run: Run) -> None:
-        args, self._run = run.plan.args, run
-        self._planned = parse_steps(args.profile_steps) if args.profile_steps else None
-        self._is_active = run.world.rank in parse_ranks(args.profile_ranks, run.plan.layout.world_size)
+        flags, self._run = self._flags, run
+        self._planned = parse_steps(flags.profile_steps) if flags.profile_steps else None
+        self._is_active = run.world.rank in parse_ranks(flags.profile_ranks, run.plan.layout.world_size)
 
     def requested(self, run: Run, request: "Request") -> None:
         """Profile the next steps; ignored while a profile is being recorded."""
-        self._requested = request.profile_steps
+        self._requested = request.asked.get(REQUEST, 0)
 
     def begin_step(self, run: Run) -> None:
         """Begin a profile if this step is the first one of it. Finish the profile that ended with the step before."""
@@ -75,7 +76,7 @@ class Profiler(Callback):
         activities = [torch.profiler.ProfilerActivity.CPU]
         if get_accelerator().device_name() == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        if self._run.plan.args.memory_snapshot:
+        if self._flags.memory_snapshot:
             torch.cuda.memory._record_memory_history(max_entries=_SNAPSHOT_ENTRIES)
         self._profile = torch.profiler.profile(activities=activities, record_shapes=True)
         self._profile.start()
@@ -100,7 +101,7 @@ class Profiler(Callback):
         run.watchdog.enter("save", self._last)  # writing may take longer than a step
         name = f"{PROFILES_FOLDER}/step{self._first}-{self._last}"
         is_written = self._write(run.folder.path / name, lambda folder: self._write_profile(profile, folder))
-        if run.plan.args.memory_snapshot:
+        if self._flags.memory_snapshot:
             torch.cuda.memory._record_memory_history(enabled=None)
         if run.world.rank == 0 and is_written:
             run.screen.line(f"profile of the steps {self._first} to {self._last}: {run.folder.path / name}")
@@ -113,7 +114,7 @@ class Profiler(Callback):
         sort_by = "self_cpu_time_total" if get_accelerator().device_name() == "cpu" else "self_device_time_total"
         table = profile.key_averages().table(sort_by=sort_by, row_limit=_TABLE_ROWS)
         (folder / f"rank{rank}.txt").write_text(table, encoding="utf-8")
-        if self._run.plan.args.memory_snapshot:
+        if self._flags.memory_snapshot:
             torch.cuda.memory._dump_snapshot(str(folder / f"rank{rank}.memory.pickle"))
 
     def _write(self, folder: Path, write: Callable[[Path], None]) -> bool:

@@ -9,6 +9,7 @@ from pretrain.callback import Callback, Run
 from pretrain.data.data_spec import names_of_split
 from pretrain.data.samples.dataset import PADDING
 from pretrain.engine.token_scores import continue_greedily
+from pretrain.extensions.tasks.extension import PREDICTIONS_FILE
 
 _MAX_PROMPT, _MAX_NEW = 64, 48  # tokens
 
@@ -19,12 +20,15 @@ class Predictions(Callback):
     A sample of T tokens has a prompt of min(64, T / 2) tokens, and the model adds min(48, T / 2).
     """
 
+    def __init__(self, num_samples: int) -> None:
+        self._num_samples = num_samples
+
     def start(self, run: Run) -> None:
         plan, self._tokenizer = run.plan, run.plan.tokenizer
         self._prompt = min(_MAX_PROMPT, max(plan.args.seq_length // 2, 1))
         new = min(_MAX_NEW, max(plan.args.seq_length // 2, 1))
         dataset = plan.datasets[names_of_split(plan.datasets, "valid")[0]]
-        samples = dataset.samples(np.arange(plan.args.show_predictions))[:, :self._prompt + new].astype(np.int64)
+        samples = dataset.samples(np.arange(self._num_samples))[:, :self._prompt + new].astype(np.int64)
         self._samples_NT = torch.from_numpy(np.where(samples == PADDING, plan.eod_token or 0, samples))
 
     def after_evaluation(self, run: Run, loss: float | None) -> None:
@@ -41,7 +45,7 @@ class Predictions(Callback):
                                          before=lambda: run.watchdog.enter("eval", run.step))
         rows = zip(prompts_NT.tolist(), predicted_NT.tolist(), actual_NT.tolist(), strict=True)
         for number, (prompt, predicted, actual) in enumerate(rows):
-            run.folder.prediction({
+            run.folder.append(PREDICTIONS_FILE, {
                 "step": run.step, "time": time.time(), "consumed_samples": run.consumed_samples, "sequence": number,
                 "prompt": self._text(prompt), "predicted": self._text(predicted), "actual": self._text(actual),
                 "prompt_tokens": prompt, "predicted_tokens": predicted, "actual_tokens": actual})

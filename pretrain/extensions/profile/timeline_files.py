@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from pretrain.monitor.timeline_summary import (
+from pretrain.extensions.profile.timeline_summary import (
     BACKWARD,
     BUBBLE,
     FORWARD,

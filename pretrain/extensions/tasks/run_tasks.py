@@ -11,6 +11,7 @@ import os
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,7 +28,6 @@ from pretrain.analysis.evaluate.task_files import (
     only_errors,
     scores_of,
     seed_examples,
-    task_flags_of_run,
 )
 from pretrain.callback import Callback, Run
 from pretrain.config.plan import Plan
@@ -35,9 +35,11 @@ from pretrain.data.tokenizers.export_tokenizer import export_tokenizer
 from pretrain.distributed.collectives import from_rank_0
 from pretrain.engine.token_scores import score_tokens
 from pretrain.errors import ConfigError
+from pretrain.extensions.tasks.extension import Tasks
+from pretrain.extensions.tasks.find_tasks import find_run_tasks, task_flags_of_run
 
 if TYPE_CHECKING:
-    from pretrain.analysis.evaluate.engine_lm import Answer, Pair
+    from pretrain.extensions.tasks.engine_lm import Answer, Pair
 
 _BOOTSTRAPS = 1000  # draws for the standard errors that have no formula
 _BATCHES_PER_STAGE = 2  # micro-batches that are computed together keep a pipeline's stages busy
@@ -51,13 +53,13 @@ class LoadedTasks:
     tokenizer: Any
 
 
-def _load(plan: Plan, manager: Any) -> LoadedTasks:
+def _load(plan: Plan, flags: Tasks) -> LoadedTasks:
     import datasets
 
-    from pretrain.analysis.evaluate.engine_lm import OUTPUT_TYPES
+    from pretrain.extensions.tasks.engine_lm import OUTPUT_TYPES
 
     datasets.disable_progress_bars()
-    tasks = load_tasks(manager, task_flags_of_run(plan.args))
+    tasks = load_tasks(find_run_tasks(flags), task_flags_of_run(flags))
     for name, task in tasks["tasks"].items():
         if task.OUTPUT_TYPE not in OUTPUT_TYPES or getattr(task, "UNSAFE_CODE", False):
             raise ConfigError(f"--eval_tasks {name}", problem="its answers are generated texts, which a run does not "
@@ -96,21 +98,17 @@ def _silenced() -> Iterator[None]:
 
 
 class RunTasks(Callback):
-    """Computes the scores of the tasks of --eval_tasks with the engine of the run.
-
-    Args:
-        manager: result of `find_run_tasks` on rank 0.
-    """
+    """Computes the scores of the tasks of --eval_tasks with the engine of the run."""
 
     order = 60
 
-    def __init__(self, manager: Any) -> None:
-        self._manager = manager
+    def __init__(self, flags: Tasks) -> None:
+        self._flags = flags
 
     def connected(self, plan: Plan) -> None:
         """Load the tasks on rank 0. Raises ConfigError on every rank."""
         loaded: list[LoadedTasks] = []
-        from_rank_0(lambda: loaded.append(_load(plan, self._manager)))
+        from_rank_0(lambda: loaded.append(_load(plan, self._flags)))
         self._loaded = loaded[0] if loaded else None
 
     def start(self, run: Run) -> None:
@@ -123,13 +121,20 @@ class RunTasks(Callback):
 
     def end_step(self, run: Run) -> None:
         """Write the scores every --eval_tasks_interval steps."""
-        args = run.plan.args
-        if not run.is_due(args.eval_interval if args.eval_tasks_interval is None else args.eval_tasks_interval):
+        interval = self._flags.eval_tasks_interval
+        if not run.is_due(run.plan.args.eval_interval if interval is None else interval):
             return
         run.screen.status(f"step {run.step}/{run.plan.train_steps}  scoring tasks")
         with run.phase("eval"):
             scores, failure = self._scores(before_batch=lambda: run.watchdog.enter("eval", run.step))
-        run.meter.log_tasks(run, scores, failure=failure)
+        for task, values in scores.items():
+            row = {"step": run.step, "time": time.time(), "consumed_samples": run.consumed_samples,
+                   "split": f"tasks/{task}", **values}
+            run.meter.write(row)
+            run.screen.line(task_line(row))
+        if failure:
+            run.screen.line(f"warning: --eval_tasks has no scores at step {run.step}: {failure}")
+            run.event("tasks_failed", reason=failure)
 
     def _scores(self, before_batch: Callable[[], None]) -> tuple[Scores, str]:
         """Return the scores on rank 0, and a line about a failure of lm-eval, or "". Empty on other ranks. Collective.
@@ -154,13 +159,13 @@ class RunTasks(Callback):
         try:
             import lm_eval
 
-            from pretrain.analysis.evaluate.engine_lm import EngineLM
+            from pretrain.extensions.tasks.engine_lm import EngineLM
 
             seed_examples(loaded.tasks)  # an earlier evaluation has advanced the generator
             os.environ["DISABLE_MULTIPROC"] = "1"  # lm-eval would fork this rank to estimate standard errors
             model = EngineLM(loaded.tokenizer, self._plan.args.seq_length, self._answers)
             with _silenced():
-                results = lm_eval.evaluate(model, task_dict=loaded.tasks, limit=self._plan.args.eval_tasks_limit,
+                results = lm_eval.evaluate(model, task_dict=loaded.tasks, limit=self._flags.eval_tasks_limit,
                                            log_samples=False, bootstrap_iters=_BOOTSTRAPS)
             scores = scores_of(results["results"])
             for name, counts in results["n-samples"].items():  # groups have none
@@ -191,3 +196,9 @@ class RunTasks(Callback):
                 answers[index] = float(scored[0][row, own].double().sum()), is_greedy
         return [answers[index] for index in range(len(pairs))]
 
+
+def task_line(row: dict[str, Any]) -> str:
+    """Format a row of a task's scores as a line of text, without standard errors."""
+    scores = [f"{key} {value:.4f}" for key, value in row.items()
+              if key not in ("step", "time", "consumed_samples", "split", "questions") and not key.endswith("_stderr")]
+    return "  ".join([f"step {row['step']:>7}  {row['split']}", *scores])

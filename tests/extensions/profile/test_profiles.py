@@ -1,4 +1,4 @@
-"""Profiles of steps, planned and requested, and the output of DeepSpeed's profilers, on two real ranks."""
+"""Profiles of steps, planned and requested, timelines, and the output of DeepSpeed's profilers, on two real ranks."""
 
 import gzip
 import json
@@ -95,3 +95,20 @@ def test_a_profile_that_cannot_be_written_does_not_end_the_run(tmp_path: Path, d
     assert rows(run, "metrics.jsonl")[-1]["step"] == STEPS
     assert "the profile of rank 0 is not written (" in (tmp_path / "rank0.log").read_text()
     assert not [row for row in rows(run, "events.jsonl") if row["event"] == "profile"]
+
+def test_the_timeline_of_a_pipeline(tmp_path: Path, data: Path) -> None:
+    run = train(tmp_path, data, config(1, stages=2, micro=2, accumulation=4), [str(ROOT / "pretrain" / "train.py")],
+                pipeline_timeline="2:3")
+    output = (tmp_path / "rank0.log").read_text()
+    folder = run / "profiles" / "timeline2-3"
+    assert sorted(path.name for path in folder.iterdir()) == ["step2.svg", "step3.svg", "timeline.json", "timeline.txt"]
+    assert re.search(r"pipeline timeline in \S+timeline2-3: step 3: .* ms; bubble [\d.]+% \(1F1B", output)
+    steps = json.loads((folder / "timeline.json").read_text())["steps"]
+    assert [(step["step"], step["micro_batches"], step["pipeline_stages"]) for step in steps] == [(2, 4, 2), (3, 4, 2)]
+    for step in steps:
+        assert step["bubble_of_1f1b"] == pytest.approx(1 / 5)
+        assert 0 < step["bubble"] < 1
+        for rank in step["ranks"]:
+            times = {name: value for name, value in rank.items() if name.endswith("_ms")}
+            assert min(times[name] for name in ("forward_ms", "backward_ms", "transfers_ms", "optimizer_ms")) > 0
+            assert sum(times.values()) <= step["step_ms"] * 1.0001

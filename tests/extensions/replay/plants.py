@@ -43,7 +43,6 @@ from pretrain.engine.checksums import held_parameters, reduced_gradients
 from pretrain.engine.optimizer import set_learning_rate
 from pretrain.engine.steps import learning_rate
 from pretrain.engine.update_guard import UpdateGuard
-from pretrain.paths import RECORD_FILE
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of an element
 
@@ -112,7 +111,7 @@ class Planter(Callback):
             torch.rand(1)
             self._check("random", True)
         elif plant["kind"] == "request":
-            (Path(plant["run"]) / RECORD_FILE).touch()
+            (Path(plant["run"]) / "RECORD").touch()
 
     def _check(self, name: str, has_changed: bool) -> None:
         """Record that the plant has acted. Raises AssertionError if it has not."""

@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 import torch
 
-from pretrain.analysis.evaluate.task_files import find_run_tasks
 from pretrain.analysis.report.predictions import predictions_data
-from pretrain.checkpoint.format.manifest import read_manifest
+from pretrain.checkpoint.format.run_checkpoints import read_manifest
 from pretrain.checkpoint.load.reader import CheckpointReader
-from pretrain.config.flags.arguments import RunArguments
 from pretrain.data.token_files.writer import IndexedWriter
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import FINISHED, ConfigError
+from pretrain.extensions.tasks.extension import PREDICTION_ROW, TASK_ROW, Tasks
+from pretrain.extensions.tasks.find_tasks import find_run_tasks
 from pretrain.model.config import model_config_from
 from pretrain.model.layer_specs import as_module
 from pretrain.monitor.read_run_folder import read_events, read_rows
-from pretrain.monitor.rows import PREDICTION_ROW, TASK_ROW
 from tests.analysis.test_evaluate import in_process
+from tests.extensions.tasks import WORKERS
 from tests.support.byte_tokenizer import EOD, write_byte_tokenizer
 from tests.support.cases import CPU, DROPOUT, case, config, flags
 from tests.support.launch import run_worker
@@ -116,7 +116,7 @@ def _cases() -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> dict[str, Any]:
-    return run_worker("evaluations_worker.py", _cases(), 2, folder)
+    return run_worker(str(WORKERS / "evaluations_worker.py"), _cases(), 2, folder)
 
 
 def predictions_of(folder: Path, name: str) -> list[dict[str, Any]]:
@@ -171,7 +171,7 @@ def test_texts_and_scores_are_the_same_in_further_layouts(folder: Path, results:
                  run_flags(**on)),
             case("pipeline2_data2", "", config(1, micro=2, accumulation=2, stages=2, lr=LR), run_flags(**on))]
     for ranks, cases in ((2, two), (4, four)):
-        found = run_worker("evaluations_worker.py", cases, ranks, folder)
+        found = run_worker(str(WORKERS / "evaluations_worker.py"), cases, ranks, folder)
         assert {name: row["code"] for name, row in found.items()} == {one["name"]: FINISHED for one in cases}
     for name in (*(one["name"] for one in two + four),):
         kind = next((kind for kind in ("documents", "experts") if name.startswith(kind)), "")
@@ -251,4 +251,4 @@ def test_tasks_that_cannot_be_scored_in_a_run_are_rejected(results: dict[str, An
     assert results["generating"]["error"].startswith("--eval_tasks generating: its answers are generated texts")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="--eval_tasks: the package lm_eval is not installed"):
-        find_run_tasks(RunArguments(eval_tasks="choice"))
+        find_run_tasks(Tasks(eval_tasks="choice"))

@@ -8,9 +8,9 @@ from xml.etree import ElementTree
 import pytest
 from deepspeed.runtime.pipe import schedule
 
-from pretrain.monitor.timeline import write_timelines
-from pretrain.monitor.timeline_files import text_of
-from pretrain.monitor.timeline_summary import (
+from pretrain.extensions.profile.timeline import write_timelines
+from pretrain.extensions.profile.timeline_files import text_of
+from pretrain.extensions.profile.timeline_summary import (
     BACKWARD,
     BUBBLE,
     FORWARD,
