@@ -28,8 +28,6 @@ COMMANDS = {
                       f"{_HERE}.models.main"),
     "check": Command(_BEFORE, "validate a run without training", f"{_HERE}.check"),
     "compare": Command(_BEFORE, "compare layouts: memory, step time, cost", "pretrain.memory.compare.compare_zero"),
-    "ladder": Command(_BEFORE, "predict the loss of a run from smaller models",
-                      f"{_HERE}.ladder.main"),
     "doctor": Command(_BEFORE, "examine this machine or all hosts: versions, GPUs, disks", f"{_HERE}.doctor"),
     "check-cluster": Command(_BEFORE, "measure all hosts of a job, and report faults and outliers",
                              f"{_HERE}.check_cluster"),
